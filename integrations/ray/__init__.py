@@ -1,0 +1,1 @@
+"""Ray: how flags reach the processes of a job."""

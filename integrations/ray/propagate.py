@@ -1,0 +1,85 @@
+"""Hands a driver's flags to every Ray process of its job, through two of Ray's own doors.
+
+Ray not started yet: ``RAY_RUNTIME_ENV_HOOK``, which ``ray.init`` calls with the job's runtime environment, adds one
+environment variable; that also reaches a cluster that was started long before. Ray already connected: the runtime
+environment of the job can no longer change, so the payload goes into the cluster's key-value store under the job's
+id, where :func:`received` finds it when a worker of the job imports the framework.
+"""
+
+import os
+import sys
+from typing import Any
+
+HOOK_VAR = "RAY_RUNTIME_ENV_HOOK"
+HOOK = "rl_accel.integrations.ray.propagate.add_to_runtime_env"
+PREVIOUS_HOOK_VAR = "RL_ACCEL_PREVIOUS_RUNTIME_ENV_HOOK"
+_CARRIED_VAR = "RL_ACCEL_SOURCES"
+_NAMESPACE = "rl_accel"
+
+
+def publish(variable: str, payload: str | None) -> None:
+    """Hand ``payload`` to Ray processes started from now on, or, if it is None, take back what was handed out."""
+    if variable != _CARRIED_VAR:
+        raise ValueError(f"variable must be {_CARRIED_VAR}, found {variable}")
+    if payload is None:
+        _uninstall_hook()
+    else:
+        _install_hook()
+    if _connected():
+        from ray.experimental.internal_kv import _internal_kv_put
+
+        # An empty payload, not a missing one: the job's environment variable may still hold an older one.
+        _internal_kv_put(_job_key(), payload or "{}", overwrite=True, namespace=_NAMESPACE)
+
+
+def received() -> str | None:
+    """Return the payload meant for this process, newest first: key-value store, then environment; None without any."""
+    if _connected():
+        from ray.experimental.internal_kv import _internal_kv_get
+
+        stored = _internal_kv_get(_job_key(), namespace=_NAMESPACE)
+        if stored:
+            return stored.decode()
+    return os.environ.get(_CARRIED_VAR)
+
+
+def add_to_runtime_env(runtime_env: Any) -> Any:
+    """``RAY_RUNTIME_ENV_HOOK``: the job's runtime environment plus our variable; the user's own value wins."""
+    previous = os.environ.get(PREVIOUS_HOOK_VAR)
+    if previous:
+        from ray._common.utils import load_class
+
+        runtime_env = load_class(previous)(runtime_env)
+    payload = os.environ.get(_CARRIED_VAR)
+    if not payload:
+        return runtime_env
+    runtime_env = dict(runtime_env or {})
+    runtime_env["env_vars"] = {_CARRIED_VAR: payload, **(runtime_env.get("env_vars") or {})}
+    return runtime_env
+
+
+def _install_hook() -> None:
+    current = os.environ.get(HOOK_VAR)
+    if current and current != HOOK:
+        os.environ[PREVIOUS_HOOK_VAR] = current
+    os.environ[HOOK_VAR] = HOOK
+
+
+def _uninstall_hook() -> None:
+    previous = os.environ.pop(PREVIOUS_HOOK_VAR, None)
+    if os.environ.get(HOOK_VAR) == HOOK:
+        if previous:
+            os.environ[HOOK_VAR] = previous
+        else:
+            del os.environ[HOOK_VAR]
+
+
+def _connected() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
+
+def _job_key() -> str:
+    import ray
+
+    return f"sources:{ray.get_runtime_context().get_job_id()}"

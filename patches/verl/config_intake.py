@@ -1,0 +1,108 @@
+"""Reads ``+rl_accel.*`` from the configuration of a verl run, where verl first holds it.
+
+In the driver that is ``validate_config``, so that a misspelt key stops the run before a cluster starts. In the
+trainer process it is the constructor of the trainer, which also serves drivers that call neither ``main_ppo`` nor
+``validate_config``.
+"""
+
+import functools
+import importlib
+import inspect
+import logging
+from typing import Any
+
+from rl_accel.patches.patch import Patch
+from rl_accel.patches.post_import import when_imported
+
+from rl_accel.errors import PatchRefused
+
+logger = logging.getLogger("rl_accel")
+_NO_SEAM = "verl hands the whole configuration to no plug-in: the entry point is imported before it is read"
+
+
+def take_in(config: Any) -> None:
+    """Put the ``rl_accel`` section of a verl ``config`` in force, if there is one.
+
+    Raises:
+        ConfigError: a key is unknown or a value unusable.
+        PatchRefused: a feature asked for by name cannot be applied.
+    """
+    from omegaconf import OmegaConf
+
+    flags = OmegaConf.select(config, "rl_accel", default=None)
+    if flags is not None:
+        from rl_accel.runtime import FRAMEWORK, RUNTIME
+
+        RUNTIME.set_layer(FRAMEWORK, flags)
+
+
+def _take_in_first(original: Any, _settings: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def with_flags(*args: Any, **kwargs: Any) -> Any:
+        take_in(signature.bind(*args, **kwargs).arguments["config"])
+        return original(*args, **kwargs)
+
+    return with_flags
+
+
+PATCHES = (
+    Patch(
+        name="verl.config.driver",
+        feature="config",
+        target="verl.utils.config:validate_config",
+        supports="verl>=0.6",
+        params=("config", "use_reference_policy", "use_critic"),
+        make=_take_in_first,
+        no_seam=_NO_SEAM,
+    ),
+    Patch(
+        name="verl.config.trainer",
+        feature="config",
+        target="verl.trainer.ppo.v1.trainer_base:PPOTrainer.__init__",
+        supports="verl>=0.9",
+        params=("self", "config"),
+        make=_take_in_first,
+        no_seam=_NO_SEAM,
+    ),
+    Patch(
+        name="verl.config.legacy_trainer",
+        feature="config",
+        target="verl.trainer.ppo.ray_trainer:RayPPOTrainer.__init__",
+        supports="verl>=0.6",
+        params=(
+            "self",
+            "config",
+            "tokenizer",
+            "role_worker_mapping",
+            "resource_pool_manager",
+            "ray_worker_group_cls",
+            "processor",
+            "train_dataset",
+            "val_dataset",
+            "collate_fn",
+            "train_sampler",
+            "device_name",
+        ),
+        make=_take_in_first,
+        no_seam=_NO_SEAM,
+    ),
+)
+
+
+def watch() -> None:
+    """Apply the patches of this file and of ``trainer_metrics`` as verl imports their modules. Never raises later.
+
+    A place that cannot be patched costs one warning: flags given in the run's configuration are then not seen there.
+    """
+    metrics = importlib.import_module("rl_accel.patches.verl.trainer_metrics")
+    for patch in (*PATCHES, *metrics.PATCHES):
+        when_imported(patch.target.partition(":")[0], functools.partial(_apply_or_warn, patch))
+
+
+def _apply_or_warn(patch: Patch, _module: Any) -> None:
+    try:
+        patch.apply(None)
+    except PatchRefused as error:
+        logger.warning("rl-accel: flags or metrics of a verl run may be ignored here: %s", error)

@@ -1,0 +1,21 @@
+"""rl-accel: faster synchronous RL post-training on verl and slime, without a fork.
+
+``enable()`` turns features on, ``disable()`` off, ``status()`` says what is applied, ``with enabled(...)`` does it
+for a block.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "disable", "enable", "enabled", "status"]
+
+if TYPE_CHECKING:
+    from rl_accel.runtime import disable, enable, enabled, status
+
+
+def __getattr__(name: str) -> Any:  # importing rl_accel alone stays cheap: verl imports it in every process
+    if name in __all__:
+        from rl_accel import runtime
+
+        return getattr(runtime, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

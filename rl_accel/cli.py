@@ -1,0 +1,116 @@
+"""The ``rl-accel`` command. Each subcommand is imported when it is called, so that ``--help`` stays quick."""
+
+import importlib
+import json
+import os
+from typing import Any
+
+import click
+
+from rl_accel import __version__
+from rl_accel.errors import RlAccelError
+
+_LAZY = {
+    "ab": ("rl_accel.compare.cli", "ab", "Train the arms of a recipe one after the other and report the difference."),
+}
+_LAZY_BENCH = {
+    "gae": ("rl_accel.bench.gae", "bench_gae", "GAE kernels against verl's loop and other published ways."),
+    "outcome": ("rl_accel.bench.outcome", "bench_outcome", "Twins of verl's other advantage loops against the loops."),
+}
+
+
+class _LazyGroup(click.Group):
+    """A group whose commands live in modules that are imported on first use."""
+
+    def __init__(self, *args: Any, lazy: dict[str, tuple[str, str, str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._lazy = lazy
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *self._lazy})
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in self._lazy:
+            return super().get_command(ctx, name)
+        module, attribute, _ = self._lazy[name]
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [
+            (name, self._lazy[name][2] if name in self._lazy else (self.commands[name].get_short_help_str(100)))
+            for name in self.list_commands(ctx)
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+@click.group(cls=_LazyGroup, lazy=_LAZY)
+@click.version_option(__version__, prog_name="rl-accel")
+def cli() -> None:
+    """Faster synchronous RL post-training on verl and slime, without a fork."""
+
+
+@cli.group(cls=_LazyGroup, lazy=_LAZY_BENCH)
+def bench() -> None:
+    """Measure kernels side by side; each benchmark checks correctness first."""
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+def status(as_json: bool) -> None:
+    """What the flags in this shell's environment turn on, without importing a framework."""
+    from rl_accel.runtime import RUNTIME
+
+    RUNTIME.adopt(os.environ.get("RL_ACCEL_SOURCES"))
+    found = RUNTIME.status()
+    click.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def doctor(as_json: bool) -> None:
+    """Which frameworks, versions and backends are here, and which features work with them; tries each for real."""
+    from rl_accel.doctor import diagnose
+
+    found = diagnose()
+    if as_json:
+        click.echo(json.dumps(found.to_dict(), indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(soft_wrap=True)
+    console.print(f"rl-accel {__version__}, Python {found.python}")
+    console.print("  ".join(f"{name} {version or '-'}" for name, version in found.versions.items()))
+    table = Table("feature", "patch or backend", "verdict", "reason")
+    for check in found.checks:
+        table.add_row(check.feature, check.patch, check.verdict, check.reason)
+    for backend, missing in found.backends.items():
+        table.add_row("kernel", backend, "cannot" if missing else "works", missing or "")
+    console.print(table)
+
+
+@cli.command()
+def flags() -> None:
+    """Every flag with its default, as written in RL_ACCEL_CONFIG, on verl's command line or in rl_accel.enable()."""
+    from rl_accel.config import describe_flags
+
+    for key, default, text in describe_flags():
+        click.echo(f"{key:<24} {default:<8} {text}")
+
+
+def main() -> None:
+    """Run the command; an error made by a user is one line on standard error and exit status 2."""
+    try:
+        cli.main(prog_name="rl-accel", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        raise SystemExit(error.exit_code) from error
+    except click.exceptions.Abort as error:
+        raise SystemExit(130) from error
+    except click.exceptions.Exit as error:
+        raise SystemExit(error.exit_code) from error
+    except RlAccelError as error:
+        click.echo(f"rl-accel: {error}", err=True)
+        raise SystemExit(2) from error

@@ -1,0 +1,191 @@
+"""The one typed schema of every flag, whatever source a flag comes from.
+
+Sources, weakest first: the defaults below, the environment variable ``RL_ACCEL_CONFIG`` (inline YAML/JSON or a path),
+the framework's own configuration (verl: ``+rl_accel.gae.enable=True``), keyword arguments of :func:`rl_accel.enable`.
+"""
+
+import difflib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rl_accel.errors import ConfigError
+
+ENV_VAR = "RL_ACCEL_CONFIG"
+BACKENDS = ("auto", "naive", "chunk", "numba", "triton")
+
+
+def _flag(default: Any, help: str, **limits: Any) -> Any:
+    return field(default=default, metadata={"help": help, **limits})
+
+
+_ENABLE_HELP = "True: on, and an error if it cannot be; False: off; null: on only where lossless features are automatic"
+
+
+@dataclass
+class GaeConfig:
+    """Chunk-scan GAE in place of the token-by-token loop. Lossless."""
+
+    enable: bool | None = _flag(None, _ENABLE_HELP)
+    backend: str = _flag("auto", "kernel; auto is numba on CPU tensors and triton on CUDA tensors", choices=BACKENDS)
+    chunk_size: int | None = _flag(None, "tokens a chunk for backend=chunk; null chooses", minimum=1)
+    threads: int | None = _flag(None, "CPU threads of the numba kernel; null: usable cores, at most 16", minimum=1)
+
+
+@dataclass
+class AdvantagesConfig:
+    """Vectorised twins of the other per-token and per-sample advantage loops. Lossless."""
+
+    enable: bool | None = _flag(None, _ENABLE_HELP)
+
+
+@dataclass
+class SamplerConfig:
+    """Adaptive waiting for finished rollouts in place of a fixed 2-second poll. Lossless."""
+
+    enable: bool | None = _flag(None, _ENABLE_HELP)
+    max_cpu_share: float = _flag(0.05, "largest share of one core that polling may cost", minimum=0.001, maximum=1.0)
+    max_delay_s: float = _flag(
+        0.02, "seconds added at most after the last needed response while a poll is cheap", minimum=0.001, maximum=60.0
+    )
+
+
+@dataclass
+class RlAccelConfig:
+    """All flags. A section is a feature; ``auto`` turns on every lossless feature whose ``enable`` is null."""
+
+    auto: bool = _flag(False, "turn on the lossless features that work here (what a bare rl_accel.enable() does)")
+    gae: GaeConfig = field(default_factory=GaeConfig)
+    advantages: AdvantagesConfig = field(default_factory=AdvantagesConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+
+
+Layer = tuple[str, Mapping[str, Any]]
+"""Where flags come from, in words for messages, and the flags themselves as nested plain mappings."""
+
+
+def resolve(layers: Sequence[Layer]) -> RlAccelConfig:
+    """Merge ``layers``, weakest first, over the defaults.
+
+    Raises:
+        ConfigError: a key is unknown, a value has the wrong type or is out of range; names the source and the key.
+    """
+    config = OmegaConf.structured(RlAccelConfig)
+    for source, flags in layers:
+        _merge(config, RlAccelConfig, normalise(flags, source), source, "")
+    resolved = OmegaConf.to_object(config)
+    assert isinstance(resolved, RlAccelConfig)
+    return resolved
+
+
+def normalise(flags: Any, source: str) -> dict[str, Any]:
+    """Return ``flags`` as nested plain dicts, ``gae: true`` written out as ``gae: {enable: true}``."""
+    if isinstance(flags, DictConfig):
+        flags = OmegaConf.to_container(flags, resolve=True)
+    if flags is None:
+        return {}
+    if not isinstance(flags, Mapping):
+        raise ConfigError(f"{source}: rl_accel wants a mapping of flags, found {_describe(flags)}")
+    sections = {f.name for f in fields(RlAccelConfig) if is_dataclass(f.type)}
+    return {
+        str(key): {"enable": value} if key in sections and isinstance(value, bool) else value
+        for key, value in flags.items()
+    }
+
+
+def read_environment(value: str | None = None) -> dict[str, Any]:
+    """Parse ``RL_ACCEL_CONFIG``: inline YAML or JSON, or the path of a file with it. Empty or unset gives ``{}``.
+
+    Raises:
+        ConfigError: the file cannot be read, or the text is not a mapping.
+    """
+    value = os.environ.get(ENV_VAR, "") if value is None else value
+    if not value.strip():
+        return {}
+    text = value
+    if not any(sign in value for sign in ":{\n"):
+        try:
+            text = Path(value).expanduser().read_text()
+        except OSError as error:
+            raise ConfigError(f"{ENV_VAR}={value!r} is neither inline YAML nor a readable file: {error}") from error
+    try:
+        parsed = OmegaConf.create(text)
+    except Exception as error:  # yaml and OmegaConf raise unrelated classes for text that is not YAML
+        raise ConfigError(f"{ENV_VAR} is not valid YAML or JSON: {error}") from error
+    return normalise(parsed, ENV_VAR)
+
+
+def describe_flags() -> list[tuple[str, str, str]]:
+    """Return every flag as ``(dotted key, default as JSON, help)``, in the order of the schema."""
+    return list(_walk(RlAccelConfig, ""))
+
+
+def _walk(schema: type, prefix: str) -> Any:
+    for f in fields(schema):
+        if is_dataclass(f.type):
+            yield from _walk(f.type, f"{prefix}{f.name}.")  # type: ignore[arg-type]
+        else:
+            yield f"{prefix}{f.name}", json.dumps(f.default), f.metadata["help"]
+
+
+def _merge(config: DictConfig, schema: type, flags: Mapping[str, Any], source: str, prefix: str) -> None:
+    known = {f.name: f for f in fields(schema)}
+    for key, value in flags.items():
+        name = f"{prefix}{key}"
+        if key not in known:
+            raise ConfigError(f"{source}: unknown key rl_accel.{name}{_nearest(name)}; {_choices(known, prefix)}")
+        spec = known[key]
+        if is_dataclass(spec.type):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{source}: rl_accel.{name} wants true, false or a mapping, found {_describe(value)}")
+            _merge(config[key], spec.type, value, source, f"{name}.")  # type: ignore[arg-type]
+        else:
+            _set(config, key, value, spec.type, spec.metadata, f"{source}: rl_accel.{name}")
+
+
+def _set(config: DictConfig, key: str, value: Any, wanted: Any, limits: Mapping[str, Any], where: str) -> None:
+    kind = str(getattr(wanted, "__name__", None) or wanted).replace("None", "null").replace(" | ", " or ")
+    if isinstance(value, bool) and "bool" not in kind:  # OmegaConf would read True as 1
+        raise ConfigError(f"{where} wants {kind}, found {_describe(value)}")
+    if isinstance(value, int | float) and not isinstance(value, bool) and ("bool" in kind or kind == "str"):
+        raise ConfigError(f"{where} wants {kind}, found {_describe(value)}")
+    try:
+        config[key] = value
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{where} wants {kind}, found {_describe(value)}") from error
+    checked = config[key]
+    if checked is None:
+        return
+    if "choices" in limits and checked not in limits["choices"]:
+        raise ConfigError(
+            f"{where} wants one of {', '.join(limits['choices'])}, found {checked!r}{_hint(checked, limits)}"
+        )
+    low, high = limits.get("minimum"), limits.get("maximum")
+    if (low is not None and not checked >= low) or (high is not None and not checked <= high):
+        bounds = f"at least {low}" if high is None else f"a value between {low} and {high}"
+        raise ConfigError(f"{where} wants {bounds}, found {checked!r}")
+
+
+def _hint(value: Any, limits: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(str(value), limits["choices"], n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _nearest(name: str) -> str:
+    every = [key for key, _, _ in describe_flags()] + [f.name for f in fields(RlAccelConfig)]
+    close = difflib.get_close_matches(name, every, n=1, cutoff=0.5)
+    return f" (did you mean rl_accel.{close[0]}?)" if close else ""
+
+
+def _choices(known: Mapping[str, Any], prefix: str) -> str:
+    return f"rl_accel{'.' + prefix.rstrip('.') if prefix else ''} takes {', '.join(known)}"
+
+
+def _describe(value: Any) -> str:
+    return f"{value!r} ({type(value).__name__})"

@@ -1,0 +1,39 @@
+"""Which features exist, what each may change, and by name (never by import) which patches carry it out."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature of the pack: a section of :class:`rl_accel.config.RlAccelConfig` and the patches behind it.
+
+    ``lossless`` features cannot change training results and are what a bare ``rl_accel.enable()`` turns on.
+    ``patches`` are modules with a ``PATCHES`` tuple, by framework; they are imported only when the feature is on.
+    """
+
+    name: str
+    summary: str
+    lossless: bool
+    patches: dict[str, tuple[str, ...]]
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        name="gae",
+        summary="GAE as a scan instead of a loop over tokens",
+        lossless=True,
+        patches={"verl": ("rl_accel.patches.verl.gae",)},
+    ),
+    Feature(
+        name="advantages",
+        summary="the other per-token and per-sample advantage loops, vectorised",
+        lossless=True,
+        patches={"verl": ()},
+    ),
+    Feature(
+        name="sampler",
+        summary="adaptive waiting for finished rollouts instead of a 2 s poll",
+        lossless=True,
+        patches={"verl": ("rl_accel.patches.verl.sampler",)},
+    ),
+)

@@ -1,0 +1,129 @@
+"""A driver's flags reach real Ray processes of its job that import the real verl, however Ray was started."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ACTOR = """
+import json, sys
+import ray, rl_accel
+
+@ray.remote(num_cpus=0)
+class Parent:
+    def status(self):
+        import verl.trainer.ppo.core_algos  # what every verl worker process does, by way of its class
+        return rl_accel.status().to_dict()
+
+    def child_status(self):
+        return ray.get(Parent.remote().status.remote())
+
+def report(label):
+    parent = Parent.remote()
+    found = {"own": ray.get(parent.status.remote()), "child": ray.get(parent.child_status.remote())}
+    print(json.dumps({"label": label, **found}), flush=True)
+"""
+LOCAL = 'ray.init(address="local", num_cpus=2, include_dashboard=False, _temp_dir=sys.argv[1])\n'
+
+
+def run(script: str, folder: Path, environment: dict[str, str], *arguments: str) -> dict[str, dict]:
+    path = folder / "driver.py"
+    path.write_text(ACTOR + script)
+    done = subprocess.run(
+        [sys.executable, str(path), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"label"')]
+    return {line["label"]: line for line in lines}
+
+
+def gae_states(status: dict) -> tuple[str, list[str]]:
+    (gae,) = [feature for feature in status["features"] if feature["name"] == "gae"]
+    return gae["requested"], [patch["state"] for patch in gae["patches"]]
+
+
+APPLIED = ("by name", ["applied"])
+
+
+@pytest.mark.slow
+def test_enable_before_ray_init(short_tmp, clean_environment):
+    found = run(
+        f'rl_accel.enable(gae=True)\n{LOCAL}report("before")', short_tmp, clean_environment, str(short_tmp / "r")
+    )
+    assert gae_states(found["before"]["own"]) == APPLIED
+    assert gae_states(found["before"]["child"]) == APPLIED
+    assert found["before"]["own"]["pid"] != found["before"]["child"]["pid"]
+
+
+@pytest.mark.slow
+def test_enable_and_disable_on_a_running_local_cluster(short_tmp, clean_environment):
+    script = LOCAL + 'report("off")\nrl_accel.enable(gae=True)\nreport("on")\nrl_accel.disable()\nreport("off again")'
+    found = run(script, short_tmp, clean_environment, str(short_tmp / "r"))
+    assert gae_states(found["off"]["own"]) == ("off", [])
+    assert gae_states(found["on"]["own"]) == APPLIED
+    assert gae_states(found["on"]["child"]) == APPLIED
+    assert gae_states(found["off again"]["own"]) == ("off", [])
+
+
+@pytest.fixture
+def started_cluster(short_tmp, clean_environment):
+    """The address of a cluster that runs before any driver exists; stopped by ending exactly its own processes."""
+    temp = str(short_tmp / "r")
+    started = subprocess.Popen(
+        f"ray start --head --block --port=0 --num-cpus=2 --include-dashboard=false --temp-dir={temp}".split(),
+        env={**clean_environment, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        address = None
+        for line in started.stdout:
+            if "--address=" in line:
+                address = line.split("--address='")[1].split("'")[0]
+            if "--block" in line and address:
+                break
+        assert address, "the cluster did not start"
+        yield address
+    finally:
+        started.terminate()  # `ray start --block` ends the processes it started
+        started.wait(timeout=60)
+        started.stdout.close()
+
+
+@pytest.mark.slow
+def test_enable_then_connect_to_a_cluster_started_before(started_cluster, short_tmp, clean_environment):
+    connect = 'ray.init(address=sys.argv[1], runtime_env={"env_vars": {"MINE": "1"}})\n'
+    script = f'rl_accel.enable(gae=True)\n{connect}report("far")'
+    found = run(script, short_tmp, clean_environment, started_cluster)
+    assert gae_states(found["far"]["own"]) == APPLIED
+    assert gae_states(found["far"]["child"]) == APPLIED
+
+    other_job = run('ray.init(address=sys.argv[1])\nreport("other")', short_tmp, clean_environment, started_cluster)
+    assert gae_states(other_job["other"]["own"]) == ("off", []), "flags must not leak into another job"
+
+
+def test_the_hook_keeps_what_it_finds(monkeypatch):
+    from rl_accel.integrations.ray import propagate
+
+    monkeypatch.setenv("RAY_RUNTIME_ENV_HOOK", "builtins.dict")
+    monkeypatch.setenv("RL_ACCEL_SOURCES", "{}")
+    propagate.publish("RL_ACCEL_SOURCES", "{}")
+    assert os.environ["RAY_RUNTIME_ENV_HOOK"] == propagate.HOOK
+    given = {"working_dir": "x", "env_vars": {"MINE": "1"}}
+    assert propagate.add_to_runtime_env(given) == {
+        "working_dir": "x",
+        "env_vars": {"MINE": "1", "RL_ACCEL_SOURCES": "{}"},
+    }
+    assert given == {"working_dir": "x", "env_vars": {"MINE": "1"}}, "the caller's mapping is not ours to change"
+    propagate.publish("RL_ACCEL_SOURCES", None)
+    assert os.environ["RAY_RUNTIME_ENV_HOOK"] == "builtins.dict"

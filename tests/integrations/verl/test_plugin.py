@@ -1,0 +1,85 @@
+"""``import verl`` finds the plug-in through its entry point; nothing is switched on, costs much, or fails silently."""
+
+import json
+
+import pytest
+
+
+def test_the_entry_point_is_installed():
+    from importlib.metadata import entry_points
+
+    targets = {entry.value for entry in entry_points(group="verl.plugins") if entry.name == "rl_accel"}
+    assert targets == {"rl_accel.integrations.verl.plugin"}
+
+
+@pytest.mark.slow
+def test_verl_loads_the_plugin_and_nothing_is_on(python):
+    done = python("""
+        import sys, verl, rl_accel
+        assert "rl_accel.integrations.verl.plugin" in sys.modules
+        assert all(feature.requested == "off" for feature in rl_accel.status().features)
+        assert "verl.trainer.ppo.ray_trainer" not in sys.modules and "numba" not in sys.modules
+        from verl.trainer.ppo import core_algos
+        assert not hasattr(core_algos.compute_gae_advantage_return, "__wrapped__")
+    """)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_environment_switches_features_on(python):
+    done = python(
+        """
+        import verl, rl_accel, json
+        from verl.trainer.ppo import core_algos
+        print(json.dumps(rl_accel.status().to_dict()))
+        """,
+        RL_ACCEL_CONFIG="gae: true",
+    )
+    assert done.returncode == 0, done.stderr
+    gae = json.loads(done.stdout.splitlines()[-1])["features"][0]
+    assert gae["requested"] == "by name"
+    assert [patch["state"] for patch in gae["patches"]] == ["applied"]
+
+
+@pytest.mark.slow
+def test_an_error_in_the_loader_stops_the_process_with_one_line(python):
+    done = python("import verl\nprint('unreachable')", RL_ACCEL_CONFIG="gea: true")
+    assert done.returncode == 1
+    assert "unreachable" not in done.stdout
+    assert done.stderr.strip().splitlines()[-1] == (
+        "rl-accel: RL_ACCEL_CONFIG: unknown key rl_accel.gea (did you mean rl_accel.gae?); "
+        "rl_accel takes auto, gae, advantages, sampler"
+    )
+
+
+@pytest.mark.slow
+def test_the_plugin_costs_less_than_50_ms_of_processor_time(python):
+    # Processor time, not wall time: the machine is shared, and the work is all ours to count.
+    done = python(
+        """
+        import sys, time, verl
+        before = set(sys.modules)
+        for name in [name for name in sys.modules if name.startswith("rl_accel")]:
+            del sys.modules[name]
+        start = time.process_time()
+        import rl_accel.integrations.verl.plugin
+        print(time.process_time() - start)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 0.050
+
+
+@pytest.mark.slow
+def test_flags_of_the_run_are_checked_in_the_driver(python):
+    done = python("""
+        import verl
+        from omegaconf import OmegaConf
+        from verl.utils.config import validate_config
+        validate_config(OmegaConf.create({"rl_accel": {"gae": {"enabel": True}}}), False, False)
+    """)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1] == (
+        "rl_accel.errors.ConfigError: framework config: unknown key rl_accel.gae.enabel "
+        "(did you mean rl_accel.gae.enable?); rl_accel.gae takes enable, backend, chunk_size, threads"
+    )

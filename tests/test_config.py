@@ -1,0 +1,119 @@
+"""One schema for every source; every wrong flag is an error that names key, wish and nearest known key."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_accel.config import RlAccelConfig, describe_flags, read_environment, resolve
+from rl_accel.errors import ConfigError
+
+
+def test_defaults_turn_nothing_on():
+    config = resolve([])
+    assert config == RlAccelConfig()
+    assert config.auto is False
+    assert [config.gae.enable, config.advantages.enable, config.sampler.enable] == [None, None, None]
+
+
+def test_later_layers_win_key_by_key():
+    config = resolve(
+        [
+            ("environment", {"gae": {"enable": True, "backend": "chunk", "chunk_size": 64}}),
+            ("framework", {"gae": {"backend": "numba"}}),
+            ("keywords", {"gae": {"enable": False}}),
+        ]
+    )
+    assert (config.gae.enable, config.gae.backend, config.gae.chunk_size) == (False, "numba", 64)
+
+
+def test_a_bare_bool_switches_a_feature():
+    assert resolve([("test", {"gae": True, "sampler": False})]).gae.enable is True
+    assert resolve([("test", {"gae": True, "sampler": False})]).sampler.enable is False
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"gea": {"enable": True}}, r"unknown key rl_accel\.gea \(did you mean rl_accel\.gae\?\)"),
+        ({"gae": {"enabel": True}}, r"unknown key rl_accel\.gae\.enabel \(did you mean rl_accel\.gae\.enable\?\)"),
+        (
+            {"gae": {"backend": "nunba"}},
+            r"rl_accel\.gae\.backend wants one of .*found 'nunba' \(did you mean numba\?\)",
+        ),
+        ({"gae": {"backend": 3}}, r"rl_accel\.gae\.backend wants str, found 3 \(int\)"),
+        ({"gae": {"threads": 0}}, r"rl_accel\.gae\.threads wants at least 1, found 0"),
+        ({"gae": {"threads": 2.5}}, r"rl_accel\.gae\.threads wants int or null, found 2\.5"),
+        ({"gae": {"threads": True}}, r"rl_accel\.gae\.threads wants int or null, found True \(bool\)"),
+        ({"gae": {"enable": "perhaps"}}, r"rl_accel\.gae\.enable wants bool or null, found 'perhaps'"),
+        ({"gae": {"enable": 1}}, r"rl_accel\.gae\.enable wants bool or null, found 1 \(int\)"),
+        ({"gae": "numba"}, r"rl_accel\.gae wants true, false or a mapping, found 'numba'"),
+        ({"sampler": {"max_cpu_share": 1.5}}, r"max_cpu_share wants a value between 0\.001 and 1\.0, found 1\.5"),
+        ({"sampler": {"max_delay_s": float("nan")}}, r"max_delay_s wants a value between"),
+        ({"sampler": {"max_delay_s": None}}, r"max_delay_s wants float, found None"),
+        (["gae"], r"rl_accel wants a mapping of flags, found \['gae'\] \(list\)"),
+    ],
+)
+def test_a_wrong_flag_is_named(flags, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve([("the source", flags)])
+    assert str(caught.value).startswith("the source: ")
+
+
+def test_the_nearest_known_key_reaches_across_sections():
+    with pytest.raises(ConfigError, match=r"did you mean rl_accel\.sampler\.max_cpu_share\?"):
+        resolve([("test", {"sampler": {"cpu_share": 0.1}})])
+
+
+@pytest.mark.parametrize("text", ["gae: true", '{"gae": {"enable": true}}', "gae:\n  enable: true\n"])
+def test_the_environment_takes_inline_yaml_and_json(text):
+    assert read_environment(text) == {"gae": {"enable": True}}
+
+
+def test_the_environment_takes_a_path(tmp_path, monkeypatch):
+    path = tmp_path / "rl_accel.yaml"
+    path.write_text("sampler: {enable: true}\n")
+    monkeypatch.setenv("RL_ACCEL_CONFIG", str(path))
+    assert read_environment() == {"sampler": {"enable": True}}
+
+
+@pytest.mark.parametrize("text", ["", "   "])
+def test_an_empty_environment_is_no_flags(text):
+    assert read_environment(text) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("/nowhere/rl_accel.yaml", "neither inline YAML nor a readable file"),
+        ("gae: [unclosed", "not valid YAML or JSON"),
+        ("{'a', 'b'", "not valid YAML or JSON"),
+    ],
+)
+def test_an_unreadable_environment_is_an_error(text, message):
+    with pytest.raises(ConfigError, match=message):
+        read_environment(text)
+
+
+def test_every_flag_is_documented():
+    flags = describe_flags()
+    assert ("gae.enable", "null") in [(key, default) for key, default, _ in flags]
+    assert all(len(text) > 10 for _, _, text in flags)
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=8) | st.sampled_from(["gae", "auto", "sampler"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+            lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=8), inner, max_size=2),
+            max_leaves=4,
+        ),
+        max_size=3,
+    )
+)
+def test_any_mapping_either_resolves_or_is_a_config_error(flags):
+    try:
+        config = resolve([("test", flags)])
+    except ConfigError:
+        return
+    assert isinstance(config, RlAccelConfig)

@@ -1,0 +1,163 @@
+"""The wheel and the editable install hold the same packages, and a wheel works away from the checkout."""
+
+import json
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import tomllib
+
+MAPPED = {"rl_accel": "rl_accel", "patches": "rl_accel.patches", "integrations": "rl_accel.integrations"}
+
+
+def test_the_package_list_matches_the_tree(repo):
+    on_disk = {
+        ".".join([MAPPED[init.relative_to(repo).parts[0]], *init.relative_to(repo).parts[1:-1]])
+        for folder in MAPPED
+        for init in (repo / folder).rglob("__init__.py")
+    }
+    modules_without_package = {
+        str(path.relative_to(repo))
+        for folder in MAPPED
+        for path in (repo / folder).rglob("*.py")
+        if not (path.parent / "__init__.py").exists()
+    }
+    listed = tomllib.loads((repo / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(on_disk)
+    assert modules_without_package == set()
+
+
+def test_the_version_is_written_once_in_two_places(repo):
+    import rl_accel
+
+    assert tomllib.loads((repo / "pyproject.toml").read_text())["project"]["version"] == rl_accel.__version__
+
+
+@pytest.fixture(scope="session")
+def wheel(repo, tmp_path_factory) -> Path:
+    """A wheel built from a copy of the tracked sources, with the build tools of this environment."""
+    out = tmp_path_factory.mktemp("wheel")
+    source = out / "source"
+    source.mkdir()
+    for name in ("rl_accel", "patches", "integrations", "pyproject.toml", "README.md", "LICENSE"):
+        subprocess.run(["cp", "-r", str(repo / name), str(source)], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            str(out),
+            str(source),
+        ],
+        check=True,
+        timeout=300,
+    )
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def wheel_python(wheel, tmp_path_factory) -> Path:
+    """A fresh environment with only the wheel in it; third-party packages come from this environment."""
+    root = tmp_path_factory.mktemp("installed")
+    venv.create(root / "env", with_pip=True)
+    python = root / "env" / "bin" / "python"
+    subprocess.run(
+        [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True, timeout=300
+    )
+    site = next((root / "env" / "lib").glob("python*/site-packages"))
+    ours = next(path for path in sys.path if path.endswith("site-packages"))
+    (site / "third_party.pth").write_text(ours + "\n")  # added last, and its own .pth files (editable!) are not read
+    return python
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_only_rl_accel(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"rl_accel"}
+    assert "rl_accel/patches/verl/gae.py" in names
+    assert "rl_accel/integrations/verl/plugin.py" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+@pytest.mark.slow
+def test_the_wheel_works_outside_the_checkout(wheel_python, clean_environment, tmp_path):
+    script = (
+        "import rl_accel, rl_accel.patches, rl_accel.integrations; print(rl_accel.__file__, rl_accel.patches.__file__)"
+    )
+    done = subprocess.run(
+        [str(wheel_python), "-c", script],
+        cwd=tmp_path,
+        env=clean_environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert all(str(wheel_python.parent.parent) in path for path in done.stdout.split())
+
+
+@pytest.mark.slow
+def test_doctor_and_plugin_discovery_from_the_wheel(wheel_python, clean_environment, tmp_path):
+    doctor = subprocess.run(
+        [str(wheel_python.parent / "rl-accel"), "doctor", "--json"],
+        cwd=tmp_path,
+        env=clean_environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert doctor.returncode == 0, doctor.stderr
+    found = json.loads(doctor.stdout[doctor.stdout.index("{") :])
+    assert found["versions"]["verl"] == "0.9.1"
+    assert {check["patch"]: check["verdict"] for check in found["checks"]}["verl.gae"] == "works"
+    assert found["backends"]["numba"] is None
+
+    loaded = subprocess.run(
+        [str(wheel_python), "-c", "import sys, verl; print(sys.modules['rl_accel.integrations.verl.plugin'].__file__)"],
+        cwd=tmp_path,
+        env=clean_environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert str(wheel_python.parent.parent) in loaded.stdout, loaded.stderr
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_says_that_verl_is_absent(wheel_python, clean_environment, tmp_path):
+    hidden = tmp_path / "hide"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Hide:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('verl', 'ray'): raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Hide())\n"
+    )
+    done = subprocess.run(
+        [str(wheel_python), "-m", "rl_accel", "doctor", "--json"],
+        cwd=tmp_path,
+        env={**clean_environment, "PYTHONPATH": str(hidden)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    verdicts = {check["verdict"] for check in json.loads(done.stdout)["checks"]}
+    assert verdicts == {"absent"}
+
+
+def test_the_editable_install_is_this_checkout(repo):
+    import rl_accel.integrations
+    import rl_accel.patches
+
+    assert Path(rl_accel.patches.__file__).parent == repo / "patches"
+    assert Path(rl_accel.integrations.__file__).parent == repo / "integrations"
