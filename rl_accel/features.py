@@ -28,7 +28,14 @@ FEATURES: tuple[Feature, ...] = (
         name="advantages",
         summary="the other per-token and per-sample advantage loops, vectorised",
         lossless=True,
-        patches={"verl": ()},
+        patches={
+            "verl": (
+                "rl_accel.patches.verl.outcome",
+                "rl_accel.patches.verl.reinforce_plus_plus",
+                "rl_accel.patches.verl.optimal_token_baseline",
+                "rl_accel.patches.verl.whiten",
+            )
+        },
     ),
     Feature(
         name="sampler",

@@ -19,7 +19,7 @@ from typing import Any
 from rl_accel import config as cfg
 from rl_accel.errors import ConfigError, PatchRefused, RlAccelError
 from rl_accel.features import FEATURES, Feature
-from rl_accel.status import FeatureStatus, PatchStatus, Status
+from rl_accel.state import FeatureStatus, PatchStatus, Status
 
 logger = logging.getLogger("rl_accel")
 

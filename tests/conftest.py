@@ -7,6 +7,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,43 @@ def short_tmp() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="rla", dir="/tmp"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def start_ray(short_tmp, clean_environment) -> Iterator[Callable[..., str]]:
+    """``start_ray(num_cpus=2, num_gpus=0, **env)`` starts a cluster of its own and returns the address; ends it afterwards."""
+    with ExitStack() as stack:
+
+        def start(num_cpus: int = 2, num_gpus: int = 0, **env: str) -> str:
+            options = (
+                f"--num-cpus={num_cpus} --num-gpus={num_gpus} --include-dashboard=false --temp-dir={short_tmp / 'r'}"
+            )
+            head = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "ray.scripts.scripts",
+                    "start",
+                    "--head",
+                    "--block",
+                    "--port=0",
+                    *options.split(),
+                ],
+                env={**clean_environment, "RAY_AUTH_MODE": "disabled", **env},
+                cwd=short_tmp,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            stack.callback(head.stdout.close)
+            stack.callback(head.wait, timeout=60)
+            stack.callback(head.terminate)  # with --block it ends the processes that it started
+            output = []
+            for line in head.stdout:
+                output.append(line)
+                if "--address=" in line:
+                    return line.split("--address='")[1].split("'")[0]
+            raise RuntimeError("no Ray cluster: " + "".join(output))
+
+        yield start

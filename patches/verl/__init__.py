@@ -1,0 +1,1 @@
+"""Patches of verl. Each module is importable without verl and lists its patches in ``PATCHES``."""

@@ -11,10 +11,9 @@ import inspect
 import logging
 from typing import Any
 
+from rl_accel.errors import PatchRefused
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.post_import import when_imported
-
-from rl_accel.errors import PatchRefused
 
 logger = logging.getLogger("rl_accel")
 _NO_SEAM = "verl hands the whole configuration to no plug-in: the entry point is imported before it is read"

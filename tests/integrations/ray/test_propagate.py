@@ -73,42 +73,16 @@ def test_enable_and_disable_on_a_running_local_cluster(short_tmp, clean_environm
     assert gae_states(found["off again"]["own"]) == ("off", [])
 
 
-@pytest.fixture
-def started_cluster(short_tmp, clean_environment):
-    """The address of a cluster that runs before any driver exists; stopped by ending exactly its own processes."""
-    temp = str(short_tmp / "r")
-    started = subprocess.Popen(
-        f"ray start --head --block --port=0 --num-cpus=2 --include-dashboard=false --temp-dir={temp}".split(),
-        env={**clean_environment, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        address = None
-        for line in started.stdout:
-            if "--address=" in line:
-                address = line.split("--address='")[1].split("'")[0]
-            if "--block" in line and address:
-                break
-        assert address, "the cluster did not start"
-        yield address
-    finally:
-        started.terminate()  # `ray start --block` ends the processes it started
-        started.wait(timeout=60)
-        started.stdout.close()
-
-
 @pytest.mark.slow
-def test_enable_then_connect_to_a_cluster_started_before(started_cluster, short_tmp, clean_environment):
+def test_enable_then_connect_to_a_cluster_started_before(start_ray, short_tmp, clean_environment):
+    address = start_ray()
     connect = 'ray.init(address=sys.argv[1], runtime_env={"env_vars": {"MINE": "1"}})\n'
     script = f'rl_accel.enable(gae=True)\n{connect}report("far")'
-    found = run(script, short_tmp, clean_environment, started_cluster)
+    found = run(script, short_tmp, clean_environment, address)
     assert gae_states(found["far"]["own"]) == APPLIED
     assert gae_states(found["far"]["child"]) == APPLIED
 
-    other_job = run('ray.init(address=sys.argv[1])\nreport("other")', short_tmp, clean_environment, started_cluster)
+    other_job = run('ray.init(address=sys.argv[1])\nreport("other")', short_tmp, clean_environment, address)
     assert gae_states(other_job["other"]["own"]) == ("off", []), "flags must not leak into another job"
 
 

@@ -1,0 +1,72 @@
+"""What verl loads for ``rollout.name=hf_cpu``: the replica that starts server actors, and the trainer's side of weight updates."""
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import ray
+import torch
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.replica import RolloutReplica
+from verl.workers.rollout.utils import ensure_async_iterator
+
+from rl_accel.integrations.verl.cpu.server import CPURolloutServer
+
+
+def server_name(replica_rank: int, role: str = "") -> str:
+    """Return the name of the Ray actor that serves replica ``replica_rank``."""
+    return f"hf_cpu_server_{role}{replica_rank}"
+
+
+class CPURolloutReplica(RolloutReplica):
+    """One server actor on the CPU. Tensor, data and pipeline parallelism do not exist here."""
+
+    async def launch_servers(self) -> None:
+        if self.world_size != 1:
+            raise ValueError(
+                "rollout.name=hf_cpu wants tensor_model_parallel_size, data_parallel_size and pipeline_model_parallel_size of 1 "
+                f"(one replica a rank), found a product of {self.world_size}"
+            )
+        role = "reward_" if self.is_reward_model else "teacher_" if self.is_teacher_model else ""
+        name = server_name(self.replica_rank, role) + self.name_suffix
+        server = (
+            ray.remote(CPURolloutServer)
+            .options(name=name, num_cpus=0, max_concurrency=self.max_concurrency)
+            .remote(self.config, self.model_config, self.replica_rank)
+        )
+        await server.get_stats.remote()
+        self.servers = [server]
+        self._server_handle = server
+        self._server_address = name
+
+
+class CPUServerAdapter(BaseRollout):
+    """Lives in the training worker and hands its weights to the server actor through Ray's object store."""
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
+        super().__init__(config, model_config, device_mesh)
+        self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank
+        self.is_leader_rank = True
+
+    async def resume(self, tags: list[str]) -> None:
+        await self._server().wake_up.remote(tags)
+
+    async def release(self) -> None:
+        await self._server().sleep.remote()
+
+    @torch.no_grad()
+    async def update_weights(
+        self,
+        weights: Iterator[tuple[str, torch.Tensor]] | AsyncIterator[tuple[str, torch.Tensor]],
+        global_steps: int | None = None,
+        wire_format: str = "named_tensors",
+        **_: Any,
+    ) -> None:
+        if wire_format != "named_tensors":
+            raise ValueError(f"hf_cpu takes weights as named_tensors, found wire_format={wire_format!r}")
+        # Copied: the trainer goes on changing its own tensors while the object store still refers to them.
+        full = {name: tensor.detach().to("cpu", copy=True) async for name, tensor in ensure_async_iterator(weights)}
+        await self._server().load_weights.remote(full, global_steps)
+
+    def _server(self) -> Any:
+        return ray.get_actor(server_name(self.replica_rank))

@@ -1,0 +1,154 @@
+"""Sampling that depends on nothing but the request: its seed, its position and its own logits.
+
+A token is drawn by inverting the cumulative distribution at a uniform number that is a hash of (seed, position). There is
+no generator state, so a request draws the same tokens whoever shares its batch, whenever it joins, and also after
+it was aborted and resumed with its own tokens as part of the prompt.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import torch
+
+_NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0, "n": 1}
+"""Parameters of other engines that are accepted at the value at which they do nothing."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled.
+
+    ``temperature`` 0 means greedy. ``top_k`` -1 or 0 and ``top_p`` 1 mean no truncation. ``seed`` None lets the engine derive
+    one from its own seed and the request id. ``logprobs`` asks for the log-probability of each sampled token under
+    the distribution it was drawn from (after temperature and truncation; for greedy, the plain softmax).
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    seed: int | None = None
+    logprobs: bool = False
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.max_tokens, int) and self.max_tokens >= 1):
+            raise ValueError(f"max_tokens wants an integer of at least 1, found {self.max_tokens!r}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature wants a finite value of at least 0, found {self.temperature!r}")
+        if not (isinstance(self.top_k, int) and self.top_k >= -1):
+            raise ValueError(f"top_k wants -1 (off) or a positive integer, found {self.top_k!r}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p wants a value above 0 and at most 1, found {self.top_p!r}")
+
+    @property
+    def truncates(self) -> bool:
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
+    @classmethod
+    def from_dict(cls, params: Mapping[str, Any], **defaults: Any) -> "SamplingParams":
+        """Build from the dict that an agent loop sends; ``defaults`` fill keys that are absent or None.
+
+        Raises:
+            ValueError: a key is unknown, asks for something this engine does not do, or is out of range.
+        """
+        known = {f.name for f in fields(cls)}
+        values = {name: value for name, value in defaults.items() if value is not None}
+        for name, value in params.items():
+            if name == "max_new_tokens":
+                name = "max_tokens"
+            if name in _NEUTRAL:
+                if value is not None and value != _NEUTRAL[name]:
+                    raise ValueError(f"sampling parameter {name}={value!r} is not supported by hf_cpu")
+            elif name not in known:
+                raise ValueError(f"unknown sampling parameter {name!r}; hf_cpu takes {', '.join(sorted(known))}")
+            elif value is not None:
+                values[name] = value
+        if "stop_token_ids" in values:
+            values["stop_token_ids"] = tuple(values["stop_token_ids"])
+        values["logprobs"] = not any(
+            values.get("logprobs") is off for off in (None, False)
+        )  # 0 asks for the drawn token's
+        return cls(**values)
+
+
+def derive_seed(*parts: int | str | None) -> int:
+    """Return a 64-bit seed that depends on every part and on nothing else (not on PYTHONHASHSEED)."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return float64 uniforms in [0, 1), one a row, from uint64 ``seeds`` [B] and ``positions`` [B].
+
+    A SplitMix64 stream started at the seed, read at the position (Steele, Lea and Flood, 2014).
+    """
+    with np.errstate(over="ignore"):
+        z = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+class BatchSampler:
+    """The sampling parameters of the running requests as arrays; rebuilt when the batch changes, used every step."""
+
+    def __init__(self, params: Sequence[SamplingParams], seeds: Sequence[int]) -> None:
+        temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32)
+        self._greedy = temperature == 0
+        self._any_greedy = bool(self._greedy.any())
+        self._scale = torch.where(self._greedy, torch.ones_like(temperature), temperature)[:, None]
+        self._rescale = bool((self._scale != 1).any())
+        self._truncated = [(row, p) for row, p in enumerate(params) if p.truncates]
+        self._seeds = np.array(seeds, dtype=np.uint64)
+
+    def __call__(self, logits: torch.Tensor, positions: Sequence[int]) -> tuple[list[int], list[float]]:
+        """Draw one token a row.
+
+        Args:
+            logits: [B, V] float32.
+            positions: [B], the index in the whole sequence (prompt and response) that each token will take.
+
+        Returns:
+            Token ids and their log-probabilities, both of length B. A row whose logits are not finite gives token -1.
+        """
+        if self._rescale:
+            logits = logits / self._scale
+        logprobs = torch.log_softmax(logits, dim=-1)
+        if self._truncated:
+            logprobs = logprobs.clone()
+            for row, params in self._truncated:
+                logprobs[row] = _truncate(logprobs[row], params)
+        cumulative = logprobs.double().exp_().cumsum_(dim=-1)
+        u = torch.from_numpy(uniforms(self._seeds, np.asarray(positions, dtype=np.uint64)))
+        # Strictly below the last entry whatever the rounding; and right=True looks for the first entry strictly above,
+        # so that a token of zero probability is never drawn.
+        mass = cumulative[:, -1]
+        target = torch.minimum(u * mass, torch.nextafter(mass, torch.zeros_like(mass)))
+        tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+        if self._any_greedy:
+            tokens = torch.where(self._greedy, logprobs.argmax(dim=-1), tokens)
+        broken = ~torch.isfinite(mass)
+        tokens = tokens.clamp_(max=logits.shape[-1] - 1)
+        chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+        return tokens.masked_fill_(broken, -1).tolist(), chosen.tolist()
+
+
+def _truncate(logprobs: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Keep the ``top_k`` likeliest tokens, then the smallest set of those with at least ``top_p`` of the mass."""
+    values, order = logprobs.sort(descending=True, stable=True)
+    drop = torch.zeros_like(values, dtype=torch.bool)
+    if 0 < params.top_k < values.numel():
+        drop[params.top_k :] = True
+    if params.top_p < 1:
+        mass = values.masked_fill(drop, -torch.inf).softmax(dim=0)
+        drop |= (mass.cumsum(0) - mass) >= params.top_p
+        drop[0] = False
+    kept = logprobs.masked_fill(torch.zeros_like(drop).scatter_(0, order, drop), -torch.inf)
+    return torch.log_softmax(kept, dim=0)

@@ -1,0 +1,103 @@
+"""The places a function can be bound to: a module or class attribute, or an entry of a dict."""
+
+import functools
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from rl_accel.errors import PatchRefused
+
+_FORM = re.compile(r"(?P<module>[\w.]+):(?P<path>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)(\[(?P<key>[^\[\]]+)\])?")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One binding, found: ``owner`` holds the object under ``name`` (an attribute, or a key if ``keyed``)."""
+
+    where: str
+    owner: Any
+    name: str
+    keyed: bool
+
+    def __str__(self) -> str:
+        return self.where
+
+    def read(self) -> Any:
+        """Return what is there now, raw (a staticmethod stays a staticmethod), or None."""
+        return self.owner.get(self.name) if self.keyed else vars(self.owner).get(self.name)
+
+    def is_live(self) -> bool:
+        """Whether ``where`` still leads to this owner: false after its module was dropped or imported anew."""
+        try:
+            return _owner(self.where)[0] is self.owner
+        except PatchRefused:
+            return False
+
+
+def find(where: str) -> Place:
+    """Return the place that ``where`` (``"pkg.mod:Class.attr"``, ``"pkg.mod:DICT[key]"``) names.
+
+    Raises:
+        ValueError: ``where`` has another form.
+        PatchRefused: its module is not imported, or the object is not there (a class must hold it itself).
+    """
+    owner, name, keyed = _owner(where)
+    place = Place(where, owner, name, keyed)
+    if place.read() is None:
+        inherited = not keyed and isinstance(owner, type) and hasattr(owner, name)
+        raise PatchRefused(f"{where} {'is inherited, not defined there' if inherited else 'does not exist'}")
+    return place
+
+
+def put(place: Place, value: Any) -> None:
+    """Bind ``value``, raw, at ``place``."""
+    if place.keyed:
+        place.owner[place.name] = value
+    else:
+        setattr(place.owner, place.name, value)
+
+
+def unpack(raw: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Return the function inside ``raw`` and what turns a function into ``raw``'s kind again."""
+    if type(raw) in (staticmethod, classmethod):
+        return raw.__func__, type(raw)
+    return raw, _same
+
+
+def repack(raw: Any, function: Any) -> Any:
+    """Return ``function`` as the kind of object ``raw`` is: staticmethod, classmethod or bare."""
+    return unpack(raw)[1](function)
+
+
+def holds(place: Place, function: Any) -> bool:
+    """Whether ``place`` holds ``function``, bare or inside a staticmethod or classmethod."""
+    return unpack(place.read())[0] is function
+
+
+def _same(function: Any) -> Any:
+    return function
+
+
+def _owner(where: str) -> tuple[Any, str, bool]:
+    match = _FORM.fullmatch(where)
+    if match is None:
+        raise ValueError(f"a place is 'pkg.mod:attr', 'pkg.mod:Class.attr' or 'pkg.mod:DICT[key]', found {where!r}")
+    module = sys.modules.get(match["module"])
+    if module is None:
+        raise PatchRefused(f"{match['module']} is not imported")
+    parents = match["path"].split(".")
+    attribute = None if match["key"] else parents.pop()
+    try:
+        owner = functools.reduce(getattr, parents, module)
+    except AttributeError as error:
+        raise PatchRefused(f"{where} does not exist ({error})") from error
+    if attribute is None:
+        if not isinstance(owner, dict):
+            raise PatchRefused(f"{where}: wanted a dict, found {type(owner).__name__}")
+        return owner, match["key"], True
+    if not isinstance(owner, type | ModuleType):
+        raise PatchRefused(f"{where}: wanted a class or module to hold it, found {type(owner).__name__}")
+    return owner, attribute, False

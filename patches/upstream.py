@@ -1,0 +1,96 @@
+"""Is this function the one the framework shipped? Who wrote it, what it takes, which version it belongs to."""
+
+import importlib.metadata
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion
+
+from rl_accel.errors import PatchRefused
+from rl_accel.patches.fingerprint import fingerprint
+
+MARK = "__rl_accel_patch__"
+"""Attribute of every replacement: the name of the patch that put it there."""
+
+_DECORATOR_HOMES = frozenset({"torch", *sys.stdlib_module_names}) - {"unittest", "__main__"}
+"""Packages whose decorators (``torch.no_grad``, ``functools.lru_cache``) frameworks put on their own functions."""
+
+
+def require_own(function: Any, target: str) -> None:
+    """Refuse a function that someone else put in place or wrapped.
+
+    ``functools.wraps`` makes a wrapper claim the module and name of what it wraps, so every layer is judged by the
+    module whose globals its code really uses.
+
+    Raises:
+        PatchRefused: a layer belongs to another package than ``target``; the message says to whom.
+    """
+    root = target.partition(":")[0].partition(".")[0]
+    layers = list(_layers(function))
+    for depth, layer in enumerate(layers):
+        home = _home(layer)
+        package = home.partition(".")[0]
+        is_decorator = depth + 1 < len(layers) and package in _DECORATOR_HOMES
+        if package != root and not is_decorator:
+            raise PatchRefused(
+                f"{target} is already {'wrapped' if len(layers) > 1 else 'replaced'} by {describe(layer)}"
+            )
+    if type(layers[-1]) is not FunctionType:
+        raise PatchRefused(f"{target} is a {type(layers[-1]).__name__}, wanted a function")
+
+
+def require_params(function: Callable[..., Any], params: tuple[str, ...], target: str) -> None:
+    """Refuse a function whose parameter names are not ``params``, in order."""
+    found = tuple(inspect.signature(function).parameters)
+    if found != params:
+        raise PatchRefused(f"{target} takes ({', '.join(found)}), wanted ({', '.join(params)})")
+
+
+def require_version(supports: str, target: str) -> None:
+    """Refuse if the imported package is outside ``supports`` (PEP 508; prereleases are let in)."""
+    wanted = Requirement(supports)
+    root = target.partition(":")[0].partition(".")[0]
+    found = getattr(sys.modules.get(root), "__version__", None)
+    try:
+        found = found if isinstance(found, str) else importlib.metadata.version(wanted.name)
+        fits = wanted.specifier.contains(found, prereleases=True)
+    except (importlib.metadata.PackageNotFoundError, InvalidVersion) as error:
+        raise PatchRefused(f"supports {supports}, but the version of {root} is unknown ({error})") from error
+    if not fits:
+        raise PatchRefused(f"supports {supports}, running {found}")
+
+
+def is_known(function: Callable[..., Any], fingerprints: tuple[str, ...]) -> bool:
+    """Whether the body of ``function`` is one of the tested ones."""
+    return fingerprint(function) in fingerprints
+
+
+def describe(item: Any) -> str:
+    """Return who made ``item``, for messages: its real module, its name, and our mark if it is ours."""
+    if item is None:
+        return "nothing"
+    inner = item.__func__ if type(item) in (staticmethod, classmethod) else item
+    mark = getattr(inner, MARK, None)
+    if mark is not None:
+        return f"rl-accel's patch {mark}"
+    code = getattr(inner, "__code__", None)
+    name = code.co_qualname if hasattr(code, "co_qualname") else getattr(code, "co_name", type(inner).__qualname__)
+    return f"{_home(inner)}.{name}"
+
+
+def _layers(function: Any) -> Iterator[Any]:
+    seen: set[int] = set()
+    while function is not None and id(function) not in seen:
+        seen.add(id(function))
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _home(layer: Any) -> str:
+    if type(layer) is FunctionType:
+        return str(layer.__globals__.get("__name__", "?"))
+    return type(layer).__module__

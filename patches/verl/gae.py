@@ -1,0 +1,166 @@
+"""Computes verl's GAE as a scan, with the same bits, in place of its loop over tokens.
+
+Only the recurrence is replaced; whitening stays verl's own function. On CPU tensors the result is bit-identical: rows are
+never cut in time unless ``gae.threads`` or ``gae.backend`` ask for it. On CUDA tensors it is equal to float rounding.
+Arguments outside what was proven (see :func:`_outside`) go to verl's own function, so that results and errors are verl's.
+"""
+
+import contextvars
+import functools
+import logging
+import time
+from typing import Any
+
+import torch
+
+from rl_accel.errors import BackendMissing, PatchRefused
+from rl_accel.patches.parity import require_agreement
+from rl_accel.patches.patch import Patch
+from rl_accel.telemetry import metrics
+
+logger = logging.getLogger("rl_accel")
+
+_MODULE = "verl.trainer.ppo.core_algos"
+_PROBED_COLUMNS = 32
+_EXACT_KERNELS = ("naive", "numba")
+_PARAMS = ("token_level_rewards", "values", "response_mask", "gamma", "lam")
+_probing: contextvars.ContextVar[bool] = contextvars.ContextVar("probing", default=False)
+
+
+def _outside(rewards: Any, values: Any, mask: Any, gamma: Any, lam: Any) -> str | None:
+    """Return why these arguments are verl's own business, or None where the scan is proven to give the same."""
+    if any(type(x) is not torch.Tensor or x.layout is not torch.strided for x in (rewards, values, mask)):
+        return "an argument is not a plain dense tensor"
+    if rewards.dim() != 2 or rewards.numel() == 0 or not rewards.shape == values.shape == mask.shape:
+        return f"shapes are {tuple(rewards.shape)}, {tuple(values.shape)}, {tuple(mask.shape)}"
+    if rewards.dtype is not values.dtype or rewards.dtype not in (torch.float32, torch.float64):
+        return f"rewards are {rewards.dtype}, values {values.dtype}"
+    if mask.dtype not in (rewards.dtype, torch.int64, torch.int32):
+        return f"the mask is {mask.dtype}"
+    if not rewards.device == values.device == mask.device or rewards.device.type not in ("cpu", "cuda"):
+        return f"devices are {rewards.device}, {values.device}, {mask.device}"
+    if any(type(x) not in (float, int) or not 0 <= x <= 1 for x in (gamma, lam)):
+        return f"gamma is {gamma!r}, lam {lam!r}"
+    return None
+
+
+def _scan(original: Any, settings: Any) -> Any:
+    from verl.utils import torch_functional
+
+    from rl_accel import ops
+    from rl_accel.ops.workers import default_threads
+
+    try:
+        kernel = ops.resolve_backend(settings.backend, "cpu")  # where verl computes advantages
+    except ValueError as error:
+        raise PatchRefused(f"gae.backend={settings.backend}: {error}") from error
+    if settings.backend == "auto" and kernel not in _EXACT_KERNELS:
+        missing = ops.available_backends()["numba"]
+        raise BackendMissing(f"no bit-exact kernel: {missing}; gae.backend={kernel} works, equal to float rounding")
+    column_seconds: dict[tuple[int, str], float] = {}
+
+    def compute_gae_advantage_return(
+        token_level_rewards: Any, values: Any, response_mask: Any, gamma: Any, lam: Any
+    ) -> Any:
+        arguments = (token_level_rewards, values, response_mask, gamma, lam)
+        reason = _outside(*arguments)
+        if reason is not None:
+            return _leave(original, arguments, reason)
+        started = time.perf_counter()
+        # More threads than rows would cut rows in time, which rounds differently.
+        threads = settings.threads or min(values.shape[0], default_threads())
+        try:
+            advantages, returns = ops.gae(
+                *arguments, backend=settings.backend, chunk_size=settings.chunk_size, num_threads=threads
+            )
+        except (ValueError, TypeError, BackendMissing) as error:
+            return _leave(original, arguments, str(error))
+        with torch.no_grad():
+            advantages = torch_functional.masked_whiten(advantages, response_mask)
+        if not _probing.get():
+            metrics.put("gae/applied", 1)
+            metrics.put(f"gae/kernel/{ops.resolve_backend(settings.backend, values.device)}", 1)
+            metrics.add("gae/seconds", time.perf_counter() - started)
+            stock = _stock_seconds(original, arguments, column_seconds)
+            if stock is not None:
+                metrics.add("gae/seconds_saved", stock - (time.perf_counter() - started))
+        return advantages, returns
+
+    exact = kernel in _EXACT_KERNELS and settings.threads is None
+    setattr(compute_gae_advantage_return, "exact", exact)  # noqa: B010 - a function has no such attribute to a type checker
+    return compute_gae_advantage_return
+
+
+def _leave(original: Any, arguments: tuple[Any, ...], reason: str) -> Any:
+    if not _probing.get():
+        metrics.put("gae/applied", 0)
+        _warn_once(reason)
+    return original(*arguments)
+
+
+@functools.lru_cache(maxsize=32)
+def _warn_once(reason: str) -> None:
+    logger.warning("rl-accel: GAE is left to verl's own loop: %s", reason)
+
+
+def _stock_seconds(original: Any, arguments: tuple[Any, ...], known: dict[tuple[int, str], float]) -> float | None:
+    """Estimate what verl's loop would take: its seconds for the first 32 columns of a real batch, times T / 32.
+
+    Measured once for each power of two of the batch size, where it costs a few milliseconds, twice over.
+    """
+    rewards, _, mask, gamma, lam = arguments
+    rows, tokens = rewards.shape
+    key = rows.bit_length(), str(rewards.device)
+    if key not in known:
+        columns = min(tokens, _PROBED_COLUMNS)
+        head = [x[:, :columns] for x in arguments[:3]]
+        head[2] = torch.ones_like(mask[:, :columns])  # whitening refuses a mask with nothing in it
+        if head[2].numel() < 2:
+            return None
+        known[key] = min(_seconds(original, (*head, gamma, lam)) for _ in range(2)) / columns
+    return known[key] * tokens
+
+
+def _seconds(function: Any, arguments: tuple[Any, ...]) -> float:
+    device = arguments[0].device
+    started = time.perf_counter()
+    function(*arguments)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def _probe(original: Any, replacement: Any) -> None:
+    random = torch.Generator().manual_seed(0)
+    rows, tokens = 7, 41
+    rewards = torch.randn(rows, tokens, generator=random)
+    values = torch.randn(rows, tokens, generator=random)
+    lengths = torch.tensor([tokens, 1, 17, 0, tokens - 1, 2, 30])
+    inside = torch.arange(tokens) < lengths[:, None]
+    holes = torch.rand(rows, tokens, generator=random) < 0.2  # tool output in the middle of a response
+    rtol, atol = (0.0, 0.0) if replacement.exact else (1e-4, 1e-5)
+    token = _probing.set(True)
+    try:
+        # int64 is what verl passes; each further dtype would compile one more kernel in every process.
+        for mask in (inside.long(), (inside & ~holes).long()):
+            for gamma, lam in ((1.0, 1.0), (0.99, 0.95), (1, 0.0)):
+                arguments = dict(zip(_PARAMS, (rewards, values, mask, gamma, lam), strict=True))
+                require_agreement(original, replacement, arguments, rtol=rtol, atol=atol)
+    finally:
+        _probing.reset(token)
+
+
+PATCHES = (
+    Patch(
+        name="verl.gae",
+        feature="gae",
+        target=f"{_MODULE}:compute_gae_advantage_return",
+        bindings=(f"{_MODULE}:ADV_ESTIMATOR_REGISTRY[gae]",),
+        supports="verl>=0.6.1",
+        params=_PARAMS,
+        make=_scan,
+        fingerprints=("2e3f2bbbc26a908a3b9136131b35348ee7cb33d9d28b4f943036f4d6a108602a",),
+        probe=_probe,
+        no_seam="registered estimators get no values, gamma or lam, and register_adv_est refuses a second GAE",
+    ),
+)

@@ -1,0 +1,195 @@
+"""``rl-accel bench outcome``: verl's own advantage estimators against their fast twins, side by side in one process.
+
+No number is printed for an estimator whose twin does not give the same bits.
+"""
+
+import gc
+import importlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from rl_accel.features import FEATURES
+
+SLOW_SECONDS = 5.0
+"""A run that takes longer is not repeated."""
+
+BYTES_PER_TOKEN = 72
+"""What the hungriest estimator holds at once: seven float32 inputs and outputs, the int64 mask, verl's temporaries."""
+
+
+def patches() -> list[Any]:
+    """Return the patches of the ``advantages`` feature on verl, in the order in which they are applied."""
+    modules = [module for feature in FEATURES if feature.name == "advantages" for module in feature.patches["verl"]]
+    return [patch for module in modules for patch in importlib.import_module(module).PATCHES]
+
+
+def batch(rows: int, tokens: int, group: int, seed: int = 0) -> dict[str, Any]:
+    """Return what verl hands to its estimators: [B, T] tensors with ragged masks, and one uid a prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, tokens + 1, (rows, 1), generator=generator)
+    mask = (torch.arange(tokens) < lengths).long()
+    rewards = torch.zeros(rows, tokens)
+    rewards.scatter_(1, lengths - 1, torch.randint(0, 2, (rows, 1), generator=generator).float())
+    return {
+        "token_level_rewards": rewards,
+        "response_mask": mask,
+        "index": np.array([f"prompt-{row // group}" for row in range(rows)], dtype=object),
+        "old_log_probs": -torch.rand(rows, tokens, generator=generator),
+        "sum_pi_squared": torch.rand(rows, tokens, generator=generator),
+    }
+
+
+def arguments_of(patch: Any, data: dict[str, Any]) -> dict[str, Any]:
+    """Return those of ``data`` that the patched function takes, under the names it has for them."""
+    from omegaconf import OmegaConf
+
+    known = {
+        **data,
+        "values": data["token_level_rewards"],
+        "mask": data["response_mask"],
+        "config": OmegaConf.create({"gamma": 0.99}),
+    }
+    return {name: known[name] for name in patch.params if name in known}
+
+
+def measure(rows: int, tokens: int, group: int, repeats: int, wanted: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """Time every patched function at one shape, first as verl ships it, then with all patches applied.
+
+    Returns:
+        One record each: ``estimator, rows, tokens, group, same_bits, stock_s, fast_s``; seconds are medians, and None
+        where the bits differ.
+    """
+    data = batch(rows, tokens, group)
+    everything = patches()
+    chosen = [patch for patch in everything if not wanted or patch.name.removeprefix("verl.") in wanted]
+    records = []
+    for patch in track(chosen, description=f"{rows} x {tokens}, groups of {group}", transient=True):
+        arguments = arguments_of(patch, data)
+        expected, stock_s = _timed(_bound(patch), arguments, repeats)
+        applied = []
+        try:
+            for other in everything:
+                other.apply(None)
+                applied.append(other)
+            found, fast_s = _timed(_bound(patch), arguments, repeats)
+        finally:
+            for other in reversed(applied):
+                other.revert()
+        same = all(_same_bits(a, b) for a, b in zip(_tensors(expected), _tensors(found), strict=True))
+        records.append(
+            {
+                "estimator": patch.name.removeprefix("verl."),
+                "rows": rows,
+                "tokens": tokens,
+                "group": group,
+                "same_bits": same,
+                "stock_s": stock_s if same else None,
+                "fast_s": fast_s if same else None,
+            }
+        )
+        del expected, found
+        gc.collect()
+    return records
+
+
+def _bound(patch: Any) -> Callable[..., Any]:
+    module, _, name = patch.target.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _timed(function: Callable[..., Any], arguments: dict[str, Any], repeats: int) -> tuple[Any, float]:
+    result = function(**arguments)  # warms caches and compiled kernels
+    seconds: list[float] = []
+    while len(seconds) < repeats:
+        start = time.perf_counter()
+        function(**arguments)
+        seconds.append(time.perf_counter() - start)
+        if seconds[-1] > SLOW_SECONDS:
+            break
+    return result, median(seconds)
+
+
+def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype == torch.float32 and torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def _free_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) * 1024
+    raise click.ClickException("/proc/meminfo has no MemAvailable line: this benchmark runs on Linux")
+
+
+def _table(records: list[dict[str, Any]]) -> Table:
+    table = Table(title="verl's advantage estimators, stock against rl-accel (median)", box=SIMPLE)
+    for heading in ("estimator", "B", "T", "group", "stock ms", "ours ms", "ratio"):
+        name = heading == "estimator"
+        table.add_column(heading, justify="left" if name else "right", no_wrap=name, min_width=28 if name else None)
+    for record in records:
+        numbers = ("bits", "DIFFER", "")
+        if record["same_bits"]:
+            stock, fast = record["stock_s"], record["fast_s"]
+            numbers = (f"{stock * 1e3:.1f}", f"{fast * 1e3:.1f}", f"{stock / fast:.1f}x")
+        table.add_row(record["estimator"], *(str(record[name]) for name in ("rows", "tokens", "group")), *numbers)
+    return table
+
+
+@click.command("outcome")
+@click.option("--rows", "-B", type=click.IntRange(2), multiple=True, default=(256, 1024, 8192), show_default=True)
+@click.option("--tokens", "-T", type=click.IntRange(1), multiple=True, default=(1024, 8192), show_default=True)
+@click.option("--group", type=click.IntRange(2), multiple=True, default=(8, 16), show_default=True, help="group size")
+@click.option("--estimator", multiple=True, help="only these, for example grpo; all by default")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="write the records here")
+def bench_outcome(
+    rows: tuple[int, ...],
+    tokens: tuple[int, ...],
+    group: tuple[int, ...],
+    estimator: tuple[str, ...],
+    repeats: int,
+    json_path: Path | None,
+) -> None:
+    """Time verl's other advantage estimators (GRPO, RLOO, OPO, ...) against their fast twins."""
+    known = [patch.name.removeprefix("verl.") for patch in patches()]
+    unknown = sorted(set(estimator) - set(known))
+    if unknown:
+        raise click.BadParameter(f"{', '.join(unknown)}: wanted one of {', '.join(known)}", param_hint="--estimator")
+    try:
+        importlib.import_module("verl.trainer.ppo.core_algos")
+    except ImportError as error:
+        raise click.ClickException(
+            f"this benchmark measures verl's own functions, and verl is not usable: {error}"
+        ) from error
+    console = Console()
+    records = []
+    for b, t, size in [(b, t, size) for t in tokens for b in rows for size in group]:
+        needed, free = b * t * BYTES_PER_TOKEN, _free_bytes()
+        if needed > free:
+            console.print(f"left out {b} x {t}: wants {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
+            continue
+        records += measure(b, t, size, repeats, estimator)
+    console.print(_table(records))
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(
+            json.dumps({"torch_threads": torch.get_num_threads(), "records": records}, indent=1) + "\n"
+        )
+    if not all(record["same_bits"] for record in records):
+        raise click.ClickException("a twin gives other bits than verl's own function; its numbers were left out")

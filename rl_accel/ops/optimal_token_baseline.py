@@ -1,0 +1,225 @@
+"""Optimal token baseline (OTB) and its multi-turn form: two compiled passes over the rows around one sum a group.
+
+Source: ``compute_optimal_token_baseline_advantage`` and ``compute_multi_turn_optimal_token_baseline_advantage`` of
+verl 0.9.1 (``verl/trainer/ppo/core_algos.py``). With G_t the reward-to-go and W_t = sum_{j<=t} (1 - 2 pi_j + sum pi^2)
+of a response, the baseline of a group at token t is B_t = sum(G_t W_t) / (sum(W_t) + epsilon) over its responses and
+the advantage is G_t - B_t. The multi-turn form counts t over the tokens of the mask only, so that turns of different
+length line up.
+
+The result has the bits of verl's function in float32 on CPU. Running sums add in float64 and round each element, as
+torch's ``cumsum`` does. The order in which torch adds up the responses of a group depends on the column, the vector
+unit and the number of threads, so that sum is left to torch, on a matrix of the same shape.
+
+Shapes: B responses, T tokens, R responses of a group.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rl_accel.ops.groups import LABEL_KINDS, describe, group_rows
+from rl_accel.ops.whiten import is_binary
+from rl_accel.ops.workers import WORKERS, default_threads
+
+Rows = npt.NDArray[np.int64]
+
+BLOCK = 2**21
+"""Tokens taken at a time (whole groups, at least one), so that the two scratch buffers stay small."""
+
+
+def unsupported(
+    token_level_rewards: object,
+    response_mask: object,
+    index: object,
+    old_log_probs: object,
+    sum_pi_squared: object,
+    rollout_is_weights: object = None,
+) -> Exception | None:
+    """Return the error :func:`optimal_token_baseline` would raise for these arguments, or None when it takes them."""
+    shape = token_level_rewards.shape if isinstance(token_level_rewards, torch.Tensor) else None
+    named = {
+        "token_level_rewards": token_level_rewards,
+        "old_log_probs": old_log_probs,
+        "sum_pi_squared": sum_pi_squared,
+        "rollout_is_weights": rollout_is_weights,
+    }
+    for name, tensor in named.items():
+        if tensor is None and name == "rollout_is_weights":
+            continue
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
+            return TypeError(f"{name}: wanted a float32 tensor, found {describe(tensor)}")
+        if tensor.layout != torch.strided or tensor.ndim != 2 or tensor.shape != shape or tensor.device.type != "cpu":
+            return ValueError(f"{name}: wanted [B, T] = {tuple(shape or ())} on cpu, found {describe(tensor)}")
+    mask = response_mask
+    if not isinstance(mask, torch.Tensor) or mask.dtype not in (torch.bool, torch.int32, torch.int64, torch.float32):
+        return TypeError(f"response_mask: wanted bool, int32, int64 or float32, found {describe(mask)}")
+    if mask.layout != torch.strided or mask.shape != shape or mask.device.type != "cpu":
+        return ValueError(f"response_mask: wanted {tuple(shape or ())} on cpu, found {describe(mask)}")
+    if not is_binary(mask):
+        return ValueError("response_mask: wanted 0 and 1 only, found other values")
+    if not isinstance(index, np.ndarray) or index.dtype.kind not in LABEL_KINDS or index.shape != (len(mask),):
+        return TypeError(f"index: wanted {len(mask)} integer, string or object labels, found {describe(index)}")
+    return None
+
+
+def optimal_token_baseline(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: npt.NDArray[np.generic],
+    old_log_probs: torch.Tensor,
+    sum_pi_squared: torch.Tensor,
+    rollout_is_weights: torch.Tensor | None = None,
+    handle_zero_tail: bool = True,
+    epsilon: float = 1e-8,
+    *,
+    multi_turn: bool = False,
+    num_threads: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages against the variance-optimal baseline of each token.
+
+    Args:
+        token_level_rewards: [B, T] float32, CPU.
+        response_mask: [B, T] of 0 and 1 (bool, int32, int64 or float32); 1 marks a token the policy wrote.
+        index: [B] group label of each row.
+        old_log_probs: [B, T] float32, log pi of the tokens taken.
+        sum_pi_squared: [B, T] float32, sum over the vocabulary of pi squared.
+        rollout_is_weights: [B, T] float32 importance weights, W is scaled by their square; None for none.
+        handle_zero_tail: no baseline where only the single longest response of a group is left.
+        epsilon: added to the denominator.
+        multi_turn: count t over masked tokens only.
+        num_threads: threads over rows; by default the usable cores, at most 16. It does not change the result.
+
+    Returns:
+        (advantages, returns), each [B, T] float32; returns is the reward-to-go.
+
+    Raises:
+        TypeError, ValueError: an argument is outside what is written above; the message names it.
+    """
+    error = unsupported(token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights)
+    if error is not None:
+        raise error
+    mask = response_mask
+    threads = num_threads or default_threads()
+    # exp stays torch's: another library's differs in the last bit
+    pi, rewards = torch.exp(old_log_probs.detach()).numpy(), token_level_rewards.detach().numpy()
+    mask_array, pi_squared = mask.numpy(), sum_pi_squared.detach().numpy()
+    importance = np.ones((1, 1), np.float32) if rollout_is_weights is None else rollout_is_weights.detach().numpy()
+    lengths = mask.sum(dim=-1).long().numpy()
+    width = int(lengths.max(initial=0)) if multi_turn else mask.shape[1]
+    advantages, returns = np.empty(mask.shape, np.float32), np.empty(mask.shape, np.float32)
+
+    groups = [line for rows in group_rows(index) for line in rows.numpy()]
+    if multi_turn:
+        # a response without tokens counts for no group; it only gets its row of zeros
+        groups = [kept for group in groups if len(kept := group[lengths[group] > 0])]
+        groups += list(np.flatnonzero(lengths == 0).reshape(-1, 1))
+    for block in _blocks(groups, mask.shape[1]):
+        rows = np.concatenate(block)
+        reward, weight = np.empty((2, len(rows), width), np.float32)
+        inputs = (rewards, mask_array, pi, pi_squared, importance, rollout_is_weights is not None)
+        _split(threads, _forward, rows, *inputs, multi_turn, returns, reward, weight)
+        baseline = _baselines(block, torch.from_numpy(reward), torch.from_numpy(weight), epsilon)
+        line = np.repeat(np.arange(len(block)), [len(group) for group in block])
+        end = _tails(block, lengths, width) if handle_zero_tail else np.full(len(rows), width)
+        _split(threads, _subtract, rows, mask_array, returns, baseline, line, end, multi_turn, advantages)
+    return torch.from_numpy(advantages), torch.from_numpy(returns)
+
+
+def _blocks(groups: list[Rows], tokens: int) -> Iterator[list[Rows]]:
+    block: list[Rows] = []
+    taken = 0
+    for group in groups:
+        if block and (taken + len(group)) * tokens > BLOCK:
+            yield block
+            block, taken = [], 0
+        block.append(group)
+        taken += len(group)
+    if block:
+        yield block
+
+
+def _split(threads: int, kernel: Callable[..., None], rows: Rows, *arguments: object) -> None:
+    """Run ``kernel(first, last, rows, ...)``, which releases the interpreter lock, over all rows, shared out to threads."""
+    cuts = [len(rows) * part // threads for part in range(threads + 1)]
+    WORKERS.run([partial(kernel, i, j, rows, *arguments) for i, j in pairwise(cuts) if i < j])
+
+
+def _baselines(
+    block: list[Rows], reward: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> npt.NDArray[np.float32]:
+    baseline = torch.zeros(len(block), reward.shape[1])
+    first = 0
+    for line, group in zip(baseline, block, strict=True):
+        last = first + len(group)
+        if len(group) > 1:
+            torch.div(reward[first:last].sum(dim=0), weight[first:last].sum(dim=0) + epsilon, out=line)
+        first = last
+    return np.asarray(baseline.numpy())
+
+
+def _tails(block: list[Rows], lengths: Rows, width: int) -> Rows:
+    """Return, for each row of the block, the position from which it has no baseline because only it is left."""
+    ends = []
+    for group in block:
+        end = [width] * len(group)
+        if len(group) > 1:
+            of_group = lengths[group].tolist()
+            second, longest = sorted(of_group)[-2:]
+            if longest > second:
+                end[of_group.index(longest)] = second
+        ends += end
+    return np.array(ends, np.int64)
+
+
+@numba.njit(nogil=True, cache=True)
+def _forward(  # type: ignore[no-untyped-def]
+    first, last, rows, rewards, mask, pi, pi_squared, importance, weighted, multi_turn, returns, reward, weight
+):
+    """Write the reward-to-go of rows[first:last] and their terms G * W and W of the group sums."""
+    tokens = rewards.shape[1]
+    for k in range(first, last):
+        row = rows[k]
+        total = 0.0
+        for t in range(tokens - 1, -1, -1):
+            total += np.float64(rewards[row, t] * np.float32(mask[row, t]))
+            returns[row, t] = np.float32(total)
+        total = 0.0
+        written = 0
+        for t in range(tokens):
+            m = np.float32(mask[row, t])
+            energy = np.float32(1) - np.float32(2) * pi[row, t] + pi_squared[row, t]
+            if weighted:
+                energy = energy * (importance[row, t] * importance[row, t])
+            total += np.float64(energy * m)
+            w = np.float32(total)
+            if not multi_turn:
+                reward[k, t] = returns[row, t] * w * m
+                weight[k, t] = w * m
+            elif m != 0:
+                reward[k, written] = returns[row, t] * w
+                weight[k, written] = w
+                written += 1
+        if multi_turn:
+            reward[k, written:] = 0
+            weight[k, written:] = 0
+
+
+@numba.njit(nogil=True, cache=True)
+def _subtract(first, last, rows, mask, returns, baseline, line, end, multi_turn, advantages):  # type: ignore[no-untyped-def]
+    """Write the advantages of rows[first:last]: reward-to-go minus the baseline of the group, 0 from ``end`` on."""
+    for k in range(first, last):
+        row, of_group, stop = rows[k], baseline[line[k]], end[k]
+        position = 0
+        for t in range(mask.shape[1]):
+            m = np.float32(mask[row, t])
+            if multi_turn and m == 0:
+                advantages[row, t] = 0
+                continue
+            b = of_group[position] if position < stop else np.float32(0)
+            advantages[row, t] = (returns[row, t] - b) * m
+            position += 1

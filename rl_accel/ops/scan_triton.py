@@ -1,0 +1,289 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""The GPU scan: each token is read once and each result written once.
+
+One program walks a sequence back in time, block by block, with the state in registers and the next block's loads under
+way. Inside a block the tokens' maps (next value, running result) -> (the same, one token earlier) are composed by an
+associative scan. Where sequences are too few to fill the device they are cut into pieces: a first launch composes the map
+of each piece, a second one starts every piece from its true state. That reads the inputs twice, so it is done only then.
+
+Half precision is computed in float32, float64 in float64. A value that is not finite is not composed correctly (inf times
+the 0 of a map is NaN where the loop has inf), so a last launch walks sequences that hold one token by token; it looks at
+one number of each other sequence.
+
+Set TRITON_INTERPRET=1 before the import to run it on CPU tensors.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from rl_accel.ops.inputs import Inputs, check_mask_values
+
+INTERPRETED = bool(triton.knobs.runtime.interpret) if hasattr(triton, "knobs") else False
+BLOCK = 2048
+WARPS = 8
+PROGRAMS_PER_PROCESSOR = 4
+LEAST_BLOCKS = 4
+"""Blocks a piece of a cut sequence has at least."""
+
+jit: Any = triton.jit
+
+
+def gae(inputs: Inputs, gamma: float, lam: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return advantages and returns in the dtype of the rewards."""
+    advantages, returns = scan(inputs, gamma, gamma * lam)
+    assert returns is not None
+    return advantages, returns
+
+
+def discounted_returns(inputs: Inputs, gamma: float) -> torch.Tensor:
+    """Return discounted returns in the dtype of the rewards."""
+    return scan(inputs, gamma, gamma)[0]
+
+
+def scan(
+    inputs: Inputs, gamma: float, decay: float, *, block: int = BLOCK, programs: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Launch the kernels: GAE where the inputs hold values, discounted returns where not.
+
+    Args:
+        block: tokens a program takes at a time, a power of two.
+        programs: programs wanted at least; None fills the device. Sequences are cut when there are fewer.
+    """
+    check_mask_values(inputs.mask)
+    rewards = inputs.rewards
+    first_out = torch.empty_like(rewards, memory_format=torch.contiguous_format)
+    second_out = None if inputs.values is None else torch.empty_like(first_out)
+    if rewards.numel() == 0:
+        return first_out, second_out
+    dense = [_dense(tensor) for tensor in (rewards, inputs.values, inputs.mask)]
+    pointers = [rewards if tensor is None else tensor for tensor in dense]
+    pitches = [tensor.stride(0) if tensor.dim() == 2 else 0 for tensor in pointers]
+    packed = inputs.offsets is not None
+    segments = inputs.segments()
+    offsets = torch.tensor(inputs.offsets, device=rewards.device) if packed else rewards
+    longest = max(length for _, length in segments)
+    wide = rewards.dtype is torch.float64
+    pieces, piece = _pieces(len(segments), longest, block, programs or _programs(rewards.device))
+    maps = torch.empty(
+        len(segments) * pieces * 5, device=rewards.device, dtype=torch.float64 if wide else torch.float32
+    )
+    arguments = (*pointers, *pitches, first_out, first_out if second_out is None else second_out, offsets, longest)
+    rates = (*_split(gamma), *_split(decay))
+    flags = {
+        "PACKED": packed,
+        "MASKED": inputs.mask is not None,
+        "GAE": inputs.values is not None,
+        "ACC": tl.float64 if wide else tl.float32,
+    }
+    grid = (len(segments), pieces)
+    for maps_only in (True, False) if pieces > 1 else (False,):
+        _scan_kernel[grid](
+            *arguments, maps, *rates, piece, pieces, **flags, MAPS_ONLY=maps_only, BLOCK=block, num_warps=WARPS
+        )
+    _repair_kernel[(len(segments),)](*arguments, *rates, **flags, num_warps=1)
+    return first_out, second_out
+
+
+def _dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None:
+        return None
+    tensor = tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _pieces(segments: int, longest: int, block: int, programs: int) -> tuple[int, int]:
+    """Return how many pieces every sequence is cut into, and a piece's tokens, a multiple of the block."""
+    blocks = -(-longest // block)
+    wanted = 1 if segments * 2 > programs else programs // segments
+    blocks_each = max(-(-blocks // wanted), LEAST_BLOCKS)
+    return -(-blocks // blocks_each), blocks_each * block
+
+
+def _split(rate: float) -> tuple[float, float]:
+    """Return two float32 numbers whose sum is ``rate``: a kernel takes Python floats as float32, too coarse for float64."""
+    high = float(torch.tensor(rate, dtype=torch.float32))
+    return high, rate - high
+
+
+@jit
+def _compose(a1, b1, c1, d1, e1, a2, b2, c2, d2, e2):
+    """The map that does 1, then 2, where a map is n -> a n + b, x -> c x + d n + e."""
+    return a2 * a1, a2 * b1 + b2, c2 * c1, c2 * d1 + d2 * a1, c2 * e1 + d2 * b1 + e2
+
+
+@jit
+def _token_map(reward, value, m, gamma, decay, GAE: tl.constexpr):
+    """The map of one token: (next value, advantage) for GAE, else (running return, what the token shows of it)."""
+    keep = 1 - m
+    if GAE:
+        return keep, value * m, decay * m + keep, gamma * m, (reward - value) * m
+    else:
+        return gamma * m + keep, reward * m, 0 * m, gamma * m, reward * m
+
+
+@jit
+def _range(offsets, longest, row, PACKED: tl.constexpr):
+    """Return the first token of a sequence in packed tensors (0 in padded ones) and its length."""
+    if PACKED:
+        first = tl.load(offsets + row)
+        return first, tl.load(offsets + row + 1) - first
+    else:
+        return row * 0, row * 0 + longest
+
+
+@jit
+def _load(rewards, values, mask, token, inside, MASKED: tl.constexpr, GAE: tl.constexpr, ACC: tl.constexpr):
+    reward = tl.load(rewards + token, mask=inside, other=0).to(ACC)
+    value = reward
+    if GAE:
+        value = tl.load(values + token, mask=inside, other=0).to(ACC)
+    m = tl.full(reward.shape, 1, ACC)
+    if MASKED:
+        m = tl.load(mask + token, mask=inside, other=0).to(ACC)
+    return reward, value, m
+
+
+@jit
+def _at(x, where):
+    return tl.sum(tl.where(where, x, 0), axis=0)
+
+
+@jit
+def _scan_kernel(
+    rewards,
+    values,
+    mask,
+    reward_pitch,
+    value_pitch,
+    mask_pitch,
+    first_out,
+    second_out,
+    offsets,
+    longest,
+    maps,
+    gamma_high,
+    gamma_low,
+    decay_high,
+    decay_low,
+    piece,
+    pieces,
+    PACKED: tl.constexpr,
+    MASKED: tl.constexpr,
+    GAE: tl.constexpr,
+    ACC: tl.constexpr,
+    MAPS_ONLY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(1)
+    first, length = _range(offsets, longest, row, PACKED)
+    gamma = tl.full((), gamma_high, ACC) + tl.full((), gamma_low, ACC)
+    decay = tl.full((), decay_high, ACC) + tl.full((), decay_low, ACC)
+    rewards += row * reward_pitch + first
+    values += row * value_pitch + first
+    mask += row * mask_pitch + first
+    if not PACKED:
+        first = row * longest
+    own_maps = maps + row * pieces * 5
+
+    start = tl.minimum(number.to(tl.int64) * piece, length)
+    end = tl.minimum(start + piece, length)
+    a, b = tl.full((), 1, ACC), tl.full((), 0, ACC)
+    c, d, e = tl.full((), 1, ACC), tl.full((), 0, ACC), tl.full((), 0, ACC)
+    state, result = tl.full((), 0, ACC), tl.full((), 0, ACC)
+    if not MAPS_ONLY:
+        for after in range(pieces - 1, number, -1):
+            at = own_maps + after * 5
+            result = tl.load(at + 2) * result + tl.load(at + 3) * state + tl.load(at + 4)
+            state = tl.load(at) * state + tl.load(at + 1)
+
+    blocks = tl.cdiv(end - start, BLOCK)
+    lane = tl.arange(0, BLOCK)
+    earliest = lane == 0
+    # blocks are counted from the start of the piece, where memory is aligned, so that loads and stores can be wide
+    token = start + (blocks - 1) * BLOCK + lane
+    reward, value, m = _load(rewards, values, mask, token, (token >= start) & (token < end), MASKED, GAE, ACC)
+    for _ in range(blocks):
+        ahead = token - BLOCK
+        next_reward, next_value, next_m = _load(rewards, values, mask, ahead, ahead >= start, MASKED, GAE, ACC)
+        inside = token < end
+        ta, tb, tc, td, te = _token_map(reward, value, m, gamma, decay, GAE)
+        ta, tc = tl.where(inside, ta, 1), tl.where(inside, tc, 1)
+        tb, td, te = tl.where(inside, tb, 0), tl.where(inside, td, 0), tl.where(inside, te, 0)
+        ta, tb, tc, td, te = tl.associative_scan((ta, tb, tc, td, te), 0, _compose, reverse=True)
+        if MAPS_ONLY:
+            block_map = (_at(ta, earliest), _at(tb, earliest), _at(tc, earliest), _at(td, earliest), _at(te, earliest))
+            a, b, c, d, e = _compose(a, b, c, d, e, *block_map)
+        else:
+            results = tc * result + td * state + te
+            states = ta * state + tb
+            tl.store(first_out + first + token, results, mask=inside)
+            if GAE:
+                tl.store(second_out + first + token, results + value, mask=inside)
+            state, result = _at(states, earliest), _at(results, earliest)
+        token = ahead
+        reward, value, m = next_reward, next_value, next_m
+    if MAPS_ONLY:
+        at = own_maps + number * 5
+        tl.store(at, a)
+        tl.store(at + 1, b)
+        tl.store(at + 2, c)
+        tl.store(at + 3, d)
+        tl.store(at + 4, e)
+
+
+@jit
+def _repair_kernel(
+    rewards,
+    values,
+    mask,
+    reward_pitch,
+    value_pitch,
+    mask_pitch,
+    first_out,
+    second_out,
+    offsets,
+    longest,
+    gamma_high,
+    gamma_low,
+    decay_high,
+    decay_low,
+    PACKED: tl.constexpr,
+    MASKED: tl.constexpr,
+    GAE: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    first, length = _range(offsets, longest, row, PACKED)
+    rewards += row * reward_pitch + first
+    values += row * value_pitch + first
+    mask += row * mask_pitch + first
+    if not PACKED:
+        first = row * longest
+    gamma = tl.full((), gamma_high, ACC) + tl.full((), gamma_low, ACC)
+    decay = tl.full((), decay_high, ACC) + tl.full((), decay_low, ACC)
+    # whatever is not finite stays so in every later step, that is up to the first token
+    probe = tl.load(first_out + first, mask=length > 0, other=0).to(ACC)
+    tokens = tl.where(probe - probe == 0, 0, length)
+    state, result = tl.full((), 0, ACC), tl.full((), 0, ACC)
+    for back in range(tokens):
+        token = length - 1 - back
+        reward, value, m = _load(rewards, values, mask, token, token >= 0, MASKED, GAE, ACC)
+        if GAE:
+            candidate = reward + gamma * state - value + decay * result
+            state = value * m + (1 - m) * state
+            result = candidate * m + (1 - m) * result
+            tl.store(second_out + first + token, result + value)
+        else:
+            result = (reward + gamma * state) * m
+            state = result + state * (1 - m)
+        tl.store(first_out + first + token, result)

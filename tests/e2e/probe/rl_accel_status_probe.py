@@ -1,0 +1,29 @@
+"""Loaded by verl into every process of an end-to-end test: keeps writing what ``rl_accel.status()`` says there.
+
+One file a process, ``$STATUS_PROBE_DIR/<pid>.json``, with the role that Ray shows in the process title.
+"""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+
+def _report(folder: Path) -> None:
+    import psutil
+
+    target = folder / f"{os.getpid()}.json"
+    while folder.exists():
+        import rl_accel
+
+        title = " ".join(psutil.Process().cmdline())
+        found = {"title": title, "status": rl_accel.status().to_dict()}
+        part = target.with_suffix(".part")
+        part.write_text(json.dumps(found))
+        part.replace(target)
+        time.sleep(1.0)
+
+
+if "STATUS_PROBE_DIR" in os.environ:
+    threading.Thread(target=_report, args=(Path(os.environ["STATUS_PROBE_DIR"]),), daemon=True).start()

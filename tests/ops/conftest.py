@@ -1,0 +1,65 @@
+"""Random inputs for the advantage kernels, and how to compare results."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of ``gae``: ragged, masked and padded rows."""
+
+    rewards: torch.Tensor
+    values: torch.Tensor
+    mask: torch.Tensor
+    gamma: float
+    lam: float
+
+
+def make_case(seed: int, *, most_rows: int = 40, most_tokens: int = 60) -> Case:
+    """A case whose mask has at least two tokens: responses of uneven length, observation spans, padding on both sides."""
+    random = np.random.RandomState(seed)
+    rows, tokens = random.randint(1, most_rows), random.randint(2, most_tokens)
+    if seed % 25 == 0:
+        tokens += 512 * random.randint(1, 3)
+    scale = 10.0 ** random.choice([-20, -3, 0, 0, 0, 3, 20])
+    rewards, values = (torch.from_numpy(random.randn(rows, tokens) * scale).float() for _ in range(2))
+    if seed % 3 == 0:
+        rewards[:, :-1] = 0
+    places = torch.arange(tokens)
+    mask = places < torch.from_numpy(random.randint(0, tokens + 1, (rows, 1)))
+    if seed % 2:
+        mask &= torch.from_numpy(random.rand(rows, tokens)) < 0.7
+    if seed % 5 == 0:
+        mask = mask.flip(1)
+    mask[0, :2] = True
+    mask_type = (torch.int64, torch.int64, torch.int32, torch.float32)[seed % 4]
+    gamma, lam = random.choice([0.0, 0.5, 0.9, 0.99, 1.0]), random.choice([0.0, 0.5, 0.95, 1.0])
+    mask = mask.to(mask_type)
+    if seed % 7 == 0:  # as verl cuts the response out of a mask over prompt and response
+        mask = torch.nn.functional.pad(mask, (5, 0), value=1)[:, 5:]
+    if seed % 11 == 0:
+        rewards = rewards.t().contiguous().t()
+    return Case(rewards, values, mask, float(gamma), float(lam))
+
+
+@pytest.fixture(scope="session")
+def case() -> Callable[..., Case]:
+    return make_case
+
+
+@pytest.fixture(scope="session")
+def same_bits() -> Callable[[torch.Tensor, torch.Tensor], bool]:
+    """Equal bit by bit, the sign of zero included; any NaN equals any other."""
+
+    def compare(a: torch.Tensor, b: torch.Tensor) -> bool:
+        word = {torch.float32: torch.int32, torch.float64: torch.int64}[b.dtype]
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        bits = [torch.where(x.isnan(), torch.nan, x).contiguous().view(word) for x in (a, b)]
+        return torch.equal(*bits)
+
+    return compare

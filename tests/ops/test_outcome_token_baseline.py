@@ -1,0 +1,138 @@
+"""Optimal token baselines: the bits of verl's functions, the definition in float64, and clear errors."""
+
+import numpy as np
+import pytest
+import torch
+
+from rl_accel.ops import optimal_token_baseline as module
+from rl_accel.ops.optimal_token_baseline import optimal_token_baseline
+
+
+@pytest.fixture(scope="module")
+def stock():
+    from verl.trainer.ppo import core_algos
+
+    return {
+        False: core_algos.ADV_ESTIMATOR_REGISTRY["optimal_token_baseline"],
+        True: core_algos.ADV_ESTIMATOR_REGISTRY["tir_optimal_token_baseline"],
+    }
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype == torch.float32 and torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def case(seed: int, rows: int, tokens: int, mask_types: tuple[torch.dtype, ...] = (torch.int64,)) -> dict:
+    """Groups of any size with lone, empty, equally long and turn-taking (holed) responses."""
+    random = np.random.RandomState(seed)
+    mask = np.arange(tokens) < random.randint(0, tokens + 1, (rows, 1))
+    if seed % 2:
+        mask &= random.rand(rows, tokens) < 0.7
+    rewards = random.randn(rows, tokens) if seed % 3 else np.eye(tokens)[random.randint(0, tokens, rows)]
+    numbers = random.randint(0, max(1, rows // random.randint(1, 40)), rows)
+    return {
+        "token_level_rewards": torch.from_numpy(rewards).float(),
+        "response_mask": torch.from_numpy(mask).to(mask_types[seed % len(mask_types)]),
+        "index": numbers if seed % 4 == 0 else np.array([f"prompt-{n}" for n in numbers], dtype=object),
+        "old_log_probs": torch.from_numpy(-4 * random.rand(rows, tokens)).float(),
+        "sum_pi_squared": torch.from_numpy(random.rand(rows, tokens)).float(),
+        "rollout_is_weights": torch.from_numpy(2 * random.rand(rows, tokens)).float() if seed % 5 == 0 else None,
+        "handle_zero_tail": seed % 7 != 0,
+    }
+
+
+@pytest.mark.parametrize("multi_turn", [False, True])
+def test_bits_of_verl(stock, multi_turn):
+    for seed in range(200):
+        random = np.random.RandomState(seed)
+        arguments = case(seed, random.randint(1, 90), random.randint(1, 70))
+        expected = stock[multi_turn](**arguments)
+        found = optimal_token_baseline(**arguments, multi_turn=multi_turn)
+        assert same_bits(found[0], expected[0]), f"advantages of case {seed}"
+        assert same_bits(found[1], expected[1]), f"returns of case {seed}"
+
+
+@pytest.mark.parametrize("multi_turn", [False, True])
+@pytest.mark.parametrize("mask_type", [torch.bool, torch.int32, torch.float32])
+def test_bits_of_verl_for_other_masks_and_strides(stock, multi_turn, mask_type):
+    for seed in range(20):
+        arguments = case(seed, 23, 17, (mask_type,))
+        for name in ("token_level_rewards", "old_log_probs"):
+            arguments[name] = arguments[name].t().contiguous().t()
+        expected = stock[multi_turn](**arguments)
+        found = optimal_token_baseline(**arguments, multi_turn=multi_turn)
+        assert same_bits(found[0], expected[0]), f"case {seed}"
+        assert same_bits(found[1], expected[1]), f"case {seed}"
+
+
+@pytest.mark.parametrize("multi_turn", [False, True])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_bits_do_not_depend_on_blocks_or_threads(stock, monkeypatch, multi_turn, threads):
+    arguments = case(5, 120, 900)
+    expected = stock[multi_turn](**arguments)
+    monkeypatch.setattr(module, "BLOCK", 30 * 900)
+    found = optimal_token_baseline(**arguments, multi_turn=multi_turn, num_threads=threads)
+    assert same_bits(found[0], expected[0])
+    assert same_bits(found[1], expected[1])
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(0, 4), (3, 0)])
+def test_empty_batches(rows, tokens):
+    arguments = case(1, max(rows, 1), max(tokens, 1))
+    empty = {k: v[:rows, :tokens] if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    empty["index"] = np.arange(rows)
+    for multi_turn in (False, True):
+        advantages, returns = optimal_token_baseline(**empty, multi_turn=multi_turn)
+        assert advantages.shape == returns.shape == (rows, tokens)
+
+
+@pytest.mark.parametrize("multi_turn", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_spread_as_in_verl(stock, multi_turn, value):
+    arguments = case(1, 30, 20)
+    arguments["token_level_rewards"][7, 3] = value
+    arguments["sum_pi_squared"][11, 2] = value
+    expected = stock[multi_turn](**arguments)
+    found = optimal_token_baseline(**arguments, multi_turn=multi_turn)
+    assert not expected[0].isfinite().all()
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_definition_in_float64():
+    arguments = case(1, 40, 30)
+    arguments["handle_zero_tail"] = False
+    advantages, returns = optimal_token_baseline(**arguments)
+    mask = arguments["response_mask"].double()
+    reward_to_go = (arguments["token_level_rewards"].double() * mask).flip(-1).cumsum(-1).flip(-1)
+    energy = 1 - 2 * arguments["old_log_probs"].double().exp() + arguments["sum_pi_squared"].double()
+    path = (energy * mask).cumsum(-1)
+    for label in set(arguments["index"].tolist()):
+        rows = np.flatnonzero(arguments["index"] == label)
+        baseline = torch.zeros(30, dtype=torch.float64)
+        if len(rows) > 1:
+            weight = path[rows] * mask[rows]
+            baseline = (reward_to_go[rows] * weight).sum(0) / (weight.sum(0) + 1e-8)
+        torch.testing.assert_close(
+            advantages[rows].double(), (reward_to_go[rows] - baseline) * mask[rows], rtol=1e-4, atol=1e-4
+        )
+    torch.testing.assert_close(returns.double(), reward_to_go, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("token_level_rewards", torch.zeros(6, 4, dtype=torch.float64), TypeError),
+        ("old_log_probs", torch.zeros(6, 3), ValueError),
+        ("sum_pi_squared", None, TypeError),
+        ("rollout_is_weights", torch.zeros(5, 4), ValueError),
+        ("response_mask", torch.full((6, 4), 0.5), ValueError),
+        ("response_mask", torch.full((6, 4), 2), ValueError),
+        ("response_mask", torch.ones(6, 4, dtype=torch.float64), TypeError),
+        ("index", np.arange(5), TypeError),
+        ("index", np.arange(6.0), TypeError),
+    ],
+)
+def test_bad_input_is_named(name, value, error):
+    with pytest.raises(error, match=f"^{name}: wanted .* found "):
+        optimal_token_baseline(**{**case(1, 6, 4), name: value})

@@ -1,0 +1,66 @@
+"""Whitening: the bits of verl's masked_whiten, whatever stands outside the mask."""
+
+import numpy as np
+import pytest
+import torch
+
+from rl_accel.ops.whiten import masked_whiten
+
+
+@pytest.fixture(scope="module")
+def stock():
+    from verl.utils import torch_functional
+
+    return torch_functional.masked_whiten
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    word = {torch.float32: torch.int32, torch.float64: torch.int64}
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(word[a.dtype]), b.view(word[b.dtype]))
+
+
+def case(seed: int, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = np.random.RandomState(seed)
+    values = torch.from_numpy(random.randn(rows, tokens) * 10.0 ** random.randint(-3, 4))
+    values = values.to(torch.float64 if seed % 5 == 4 else torch.float32)
+    mask = torch.from_numpy(random.rand(rows, tokens) < random.rand(rows, 1))
+    mask[0, :2] = True
+    if seed % 3 == 0:
+        values[~mask] = (float("nan"), float("inf"), 1e30)[seed % 9 // 3]
+    return values, mask.to((torch.int64, torch.bool, torch.float32, torch.int32)[seed % 4])
+
+
+@pytest.mark.parametrize("shift_mean", [True, False])
+def test_bits_of_verl(stock, shift_mean):
+    for seed in range(200):
+        random = np.random.RandomState(seed)
+        values, mask = case(seed, random.randint(1, 60), random.randint(2, 90))
+        before = values.clone()
+        assert same_bits(masked_whiten(values, mask, shift_mean), stock(values, mask, shift_mean)), f"case {seed}"
+        assert same_bits(values, before)
+
+
+@pytest.mark.parametrize("shape", [(64, 2048), (3, 50_000), (1000, 33)])
+def test_bits_of_verl_where_torch_sums_in_threads(stock, shape):
+    for seed in range(4):
+        values, mask = case(seed, *shape)
+        assert same_bits(masked_whiten(values, mask), stock(values, mask)), f"case {seed}"
+
+
+@pytest.mark.parametrize(
+    ("values", "mask", "error", "names"),
+    [
+        (torch.zeros(2, 3, dtype=torch.bfloat16), torch.ones(2, 3), TypeError, "values"),
+        (torch.zeros(3, 2).t(), torch.ones(2, 3), ValueError, "values"),
+        (torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3), ValueError, "values"),
+        (torch.zeros(2, 3), torch.ones(2, 1), ValueError, "mask"),
+        (torch.zeros(2, 3), torch.full((2, 3), 0.5), ValueError, "mask"),
+        (torch.zeros(2, 3), torch.full((2, 3), float("nan")), ValueError, "mask"),
+        (torch.zeros(2, 3), torch.full((2, 3), 2), ValueError, "mask"),
+        (torch.zeros(2, 3), torch.zeros(2, 3), ValueError, "mask"),
+        (torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.float64), TypeError, "mask"),
+    ],
+)
+def test_bad_input_is_named(values, mask, error, names):
+    with pytest.raises(error, match=f"^{names}: wanted .* found "):
+        masked_whiten(values, mask)

@@ -1,0 +1,63 @@
+"""A small framework written to disk and imported for real, so that the engine meets modules, classes and source files."""
+
+import importlib
+import itertools
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+
+import pytest
+
+_numbers = itertools.count()
+
+SOURCE = '''
+REGISTRY = {}
+
+def register(fn):
+    REGISTRY["double"] = fn
+    return fn
+
+@register
+def double(x, times=2):
+    """Twice x."""
+    return x * times
+
+class Pool:
+    def size(self, extra):
+        return 1 + extra
+
+    @staticmethod
+    def kind(name):
+        return name.upper()
+
+    @classmethod
+    def make(cls, name):
+        return cls.__name__ + name
+
+class Child(Pool):
+    pass
+'''
+
+
+@pytest.fixture
+def framework(tmp_path, monkeypatch) -> Iterator[Callable[..., str]]:
+    """``framework(source, version)`` writes a package with a module ``core`` and returns its (fresh) name."""
+    monkeypatch.syspath_prepend(tmp_path)
+    made = []
+
+    def write(source: str = SOURCE, version: str = "1.4.0", load: bool = True, **modules: str) -> str:
+        name = f"fakeframe{next(_numbers)}"
+        made.append(name)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"__version__ = {version!r}\n")
+        for module, text in {"core": source, **modules}.items():
+            (tmp_path / name / f"{module}.py").write_text(textwrap.dedent(text))
+        importlib.invalidate_caches()
+        if load:
+            for module in ("core", *modules):
+                importlib.import_module(f"{name}.{module}")
+        return name
+
+    yield write
+    for module in [m for m in sys.modules if m.partition(".")[0] in made]:
+        del sys.modules[module]

@@ -1,0 +1,53 @@
+"""Fingerprints: the same work has the same hash however it is written down; other work has another."""
+
+import sys
+
+import pytest
+
+from rl_accel.patches.fingerprint import fingerprint
+
+PLAIN = "def f(a, b=1):\n    c = a + b\n    return c\n"
+
+SAME = {
+    "formatting": "def f( a,b = 1 ):\n\n    # adds\n    c = (a\n         + b)\n    return c\n",
+    "docstring": 'def f(a, b=1):\n    """Adds."""\n    c = a + b\n    return c\n',
+    "annotations": "def f(a: int, b: int = 1) -> int:\n    c: int = a + b\n    return c\n",
+    "decorator": "def deco(fn):\n    return fn\n\n@deco\ndef f(a, b=1):\n    c = a + b\n    return c\n",
+    "indented": "if True:\n        def f(a, b=1):\n            c = a + b\n            return c\n",
+}
+OTHER = {
+    "operator": "def f(a, b=1):\n    c = a - b\n    return c\n",
+    "default": "def f(a, b=2):\n    c = a + b\n    return c\n",
+    "order": "def f(a, b=1):\n    c = b + a\n    return c\n",
+    "constant type": "def f(a, b=1.0):\n    c = a + b\n    return c\n",
+    "none": "def f(a, b=None):\n    c = a + b\n    return c\n",
+    "missing return": "def f(a, b=1):\n    c = a + b\n    return\n",
+}
+
+
+def hash_of(framework, source):
+    return fingerprint(sys.modules[f"{framework(source)}.core"].f)
+
+
+@pytest.mark.parametrize("how", SAME)
+def test_same_work_same_hash(framework, how):
+    assert hash_of(framework, SAME[how]) == hash_of(framework, PLAIN)
+
+
+@pytest.mark.parametrize("how", OTHER)
+def test_other_work_other_hash(framework, how):
+    assert hash_of(framework, OTHER[how]) != hash_of(framework, PLAIN)
+
+
+def test_hash_is_fixed_across_python_versions(framework):
+    assert hash_of(framework, PLAIN) == "bf41ac316586cbcc960eedfc67209944cf468cb66d361d615d01bad77daf6e72"
+
+
+def test_sees_through_wrappers_to_the_body(framework):
+    wrapped = "import functools\ndef g(fn):\n    @functools.wraps(fn)\n    def w(*a):\n        return fn(*a)\n    return w\n\n@g\n"
+    assert hash_of(framework, wrapped + PLAIN) == hash_of(framework, PLAIN)
+
+
+@pytest.mark.parametrize("function", [len, eval("lambda x: x")])
+def test_no_source_no_hash(function):
+    assert fingerprint(function) is None

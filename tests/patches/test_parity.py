@@ -1,0 +1,51 @@
+"""The comparison that decides whether an advantage function may be swapped."""
+
+import pytest
+import torch
+
+from rl_accel.errors import PatchRefused
+from rl_accel.patches.parity import require_agreement
+
+X = torch.tensor([[1.0, 2.0], [3.0, float("nan")]])
+
+
+def same(x, scale):
+    return x * scale, x.sum()
+
+
+def test_equal_outputs_pass_nan_included():
+    require_agreement(same, lambda x, scale: [x * scale, x.sum()], {"x": X, "scale": 2})
+
+
+def test_neither_function_may_touch_the_arguments_of_the_other():
+    def greedy(x):
+        return x.mul_(2)
+
+    require_agreement(greedy, greedy, {"x": torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("replacement", "message"),
+    [
+        (lambda x, scale: (x * scale, x.sum(), x), "wanted 2 outputs, found 3"),
+        (lambda x, scale: ((x * scale).double(), x.sum()), "output 0: wanted .*float32.*found .*float64"),
+        (lambda x, scale: (x * scale, x.sum()[None]), r"output 1: wanted \(\) .*found \(1,\)"),
+        (
+            lambda x, scale: (x * scale + torch.tensor([[0, 1e-6], [0, 0]]), x.sum()),
+            r"output 0 differs by .* at \(0, 1\)",
+        ),
+        (lambda x, scale: (torch.nan_to_num(x * scale), x.sum()), r"output 0 differs by inf at \(1, 1\)"),
+    ],
+)
+def test_differences_are_located(replacement, message):
+    with pytest.raises(PatchRefused, match=message):
+        require_agreement(same, replacement, {"x": X, "scale": 2})
+
+
+def test_tolerance_is_explicit():
+    def near(x, scale):
+        return x * scale * (1 + 1e-6), x.sum()
+
+    require_agreement(same, near, {"x": X, "scale": 2}, rtol=1e-5)
+    with pytest.raises(PatchRefused):
+        require_agreement(same, near, {"x": X, "scale": 2}, rtol=1e-8)

@@ -1,0 +1,354 @@
+"""The patch engine: refuse before writing, write everywhere or nowhere, tell the truth, restore exactly."""
+
+import functools
+import inspect
+import logging
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+
+from rl_accel.errors import BackendMissing, PatchRefused
+from rl_accel.patches.fingerprint import fingerprint
+from rl_accel.patches.patch import Patch, PatchState
+
+
+def tripled(original, settings):
+    def replacement(x, times=2):
+        return original(x, times) * (settings or 3)
+
+    return replacement
+
+
+def around(original, _settings):
+    def replacement(*args):
+        return "ours:" + str(original(*args))
+
+    return replacement
+
+
+@pytest.fixture
+def patch_of(framework):
+    """``patch_of(version=..., **fields)``: the module and a patch of ``core.double``; reverted at the end."""
+    made = []
+
+    def make(version="1.4.0", **fields):
+        name = framework(version=version)
+        core = f"{name}.core"
+        standard = {
+            "name": f"{name}.double",
+            "feature": "test",
+            "target": f"{core}:double",
+            "bindings": (f"{core}:REGISTRY[double]",),
+            "supports": f"{name}>=1.4",
+            "params": ("x", "times"),
+            "make": tripled,
+        }
+        given = {k: v.format(core=core) if isinstance(v, str) else v for k, v in fields.items()}
+        patch = Patch(**{**standard, **given})
+        made.append(patch)
+        return sys.modules[core], patch
+
+    yield make
+    for patch in made:
+        if patch.state() is PatchState.APPLIED:
+            patch.revert()
+
+
+def test_apply_and_revert_at_every_binding(patch_of):
+    core, patch = patch_of()
+    original = core.double
+    patch.apply(10)
+    assert (core.double(1), core.REGISTRY["double"](1), patch.state()) == (20, 20, PatchState.APPLIED)
+    patch.revert()
+    assert core.double is original
+    assert core.REGISTRY["double"] is original
+    assert patch.state() is PatchState.PENDING
+
+
+def test_replacement_looks_like_the_original(patch_of):
+    core, patch = patch_of()
+    original = core.double
+    patch.apply()
+    assert core.double.__name__ == "double"
+    assert core.double.__doc__ == "Twice x."
+    assert core.double.__wrapped__ is original
+    assert core.double.__rl_accel_patch__ == patch.name
+    assert inspect.signature(core.double) == inspect.signature(original)
+
+
+def test_apply_and_revert_are_idempotent(patch_of):
+    core, patch = patch_of()
+    original = core.double
+    patch.apply(3)
+    first = core.double
+    patch.apply(7)
+    assert core.double is first
+    patch.revert()
+    patch.revert()
+    assert core.double is original
+
+
+@pytest.mark.parametrize(
+    ("attribute", "params", "call", "expected"),
+    [
+        ("size", ("self", "extra"), lambda c: c.Pool().size(2), "ours:3"),
+        ("kind", ("name",), lambda c: c.Pool.kind("a"), "ours:A"),
+        ("kind", ("name",), lambda c: c.Pool().kind("a"), "ours:A"),
+        ("make", ("cls", "name"), lambda c: c.Child.make("a"), "ours:Childa"),
+    ],
+)
+def test_methods_keep_their_kind(patch_of, attribute, params, call, expected):
+    core, patch = patch_of(target="{core}:Pool." + attribute, bindings=(), params=params, make=around)
+    raw = vars(core.Pool)[attribute]
+    patch.apply()
+    assert call(core) == expected
+    assert type(vars(core.Pool)[attribute]) is type(raw)
+    patch.revert()
+    assert vars(core.Pool)[attribute] is raw
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"target": "{core}:triple"}, "does not exist"),
+        ({"target": "{core}:Gone.method"}, "does not exist"),
+        ({"target": "{core}:Child.size"}, "is inherited"),
+        ({"target": "{core}:REGISTRY[triple]"}, "does not exist"),
+        ({"target": "{core}:double[x]"}, "wanted a dict, found function"),
+        ({"target": "{core}.later:double"}, "is not imported"),
+        ({"target": "{core}:Pool", "params": ()}, "already replaced by builtins.type"),
+        ({"params": ("x", "factor")}, r"takes \(x, times\), wanted \(x, factor\)"),
+        ({"supports": "fake>=1.5,<2"}, "supports fake>=1.5,<2, running 1.4.0"),
+    ],
+)
+def test_refuses_what_it_was_not_written_for(patch_of, fields, message):
+    core, patch = patch_of(**fields)
+    before = dict(vars(core)), dict(core.REGISTRY)
+    with pytest.raises(PatchRefused, match=message):
+        patch.check()
+    with pytest.raises(PatchRefused, match=message):
+        patch.apply()
+    assert (dict(vars(core)), dict(core.REGISTRY)) == before
+    assert patch.state() is PatchState.PENDING
+
+
+def test_malformed_target_is_a_mistake_of_the_author(patch_of):
+    _, patch = patch_of(target="no colon here")
+    with pytest.raises(ValueError, match=r"pkg\.mod:attr"):
+        patch.check()
+
+
+@pytest.mark.parametrize("version", ["1.5.0.dev3", "1.5rc1", "2.0"])
+def test_prereleases_and_later_versions_count(patch_of, version):
+    _, patch = patch_of(version=version)
+    patch.check()
+
+
+@pytest.mark.parametrize("version", ["not-a-version", None])
+def test_unknown_version_is_refused(patch_of, version):
+    _, patch = patch_of(version=version)
+    with pytest.raises(PatchRefused, match=r"version of .* is unknown"):
+        patch.check()
+
+
+def test_check_writes_nothing(patch_of):
+    core, patch = patch_of()
+    original = core.double
+    patch.check()
+    assert core.double is original
+    assert patch.state() is PatchState.PENDING
+
+
+def test_bindings_must_hold_the_same_object(patch_of):
+    core, patch = patch_of()
+    original, other = core.double, core.register
+    core.REGISTRY["double"] = other
+    with pytest.raises(PatchRefused, match=r"REGISTRY\[double\] holds .*core\.register"):
+        patch.apply()
+    assert core.double is original
+    assert core.REGISTRY["double"] is other
+
+
+@pytest.mark.parametrize("disguised", [True, False])
+def test_foreign_wrapper_before_us_is_named(patch_of, disguised):
+    core, patch = patch_of(bindings=())
+    original = core.double
+
+    def theirs(x, times=2):
+        return original(x, times)
+
+    core.double = functools.wraps(original)(theirs) if disguised else theirs
+    with pytest.raises(PatchRefused, match=r"already (wrapped|replaced) by .*test_patch.*theirs"):
+        patch.apply()
+    assert patch.state() is PatchState.PENDING
+
+
+def test_upstreams_own_decorators_are_no_foreign_wrappers(framework):
+    name = framework(
+        """
+        import contextlib, functools
+        import torch
+        def logged(fn):
+            @functools.wraps(fn)
+            def inner(*args):
+                return fn(*args)
+            return inner
+        @logged
+        @torch.no_grad()
+        @functools.lru_cache
+        def double(x):
+            return 2 * x
+        """
+    )
+    patch = Patch("t", "t", f"{name}.core:double", name, ("x",), around)
+    patch.apply()
+    assert sys.modules[f"{name}.core"].double(2) == "ours:4"
+    patch.revert()
+
+
+def test_another_patch_of_ours_is_named(patch_of):
+    _, patch = patch_of()
+    patch.apply()
+    with pytest.raises(PatchRefused, match=f"already wrapped by rl-accel's patch {patch.name}"):
+        replace(patch, name="second").apply()
+
+
+@pytest.mark.parametrize("where", ["attribute", "dict", "gone"])
+def test_overlaid_later_is_foreign_and_cannot_be_reverted(patch_of, where):
+    core, patch = patch_of()
+    patch.apply()
+    ours = core.double
+
+    def theirs(x, times=2):
+        return ours(x, times)
+
+    if where == "attribute":
+        core.double = theirs
+    elif where == "dict":
+        core.REGISTRY["double"] = theirs
+    else:
+        del core.REGISTRY["double"]
+    assert patch.state() is PatchState.FOREIGN
+    with pytest.raises(PatchRefused, match=r"now holds (.*test_patch.*theirs|nothing); undo that first"):
+        patch.revert()
+    with pytest.raises(PatchRefused, match="now holds"):
+        patch.apply()
+    core.double = core.REGISTRY["double"] = ours
+    assert patch.state() is PatchState.APPLIED
+
+
+def test_failed_write_rolls_back(framework):
+    name = framework(
+        """
+        class Locked(dict):
+            closed = False
+            def __setitem__(self, key, value):
+                if self.closed:
+                    raise RuntimeError("closed")
+                super().__setitem__(key, value)
+        def double(x, times=2):
+            return x * times
+        REGISTRY = Locked(double=double)
+        REGISTRY.closed = True
+        """
+    )
+    core = sys.modules[f"{name}.core"]
+    original = core.double
+    bindings = (f"{name}.core:REGISTRY[double]",)
+    patch = Patch("t", "t", f"{name}.core:double", name, ("x", "times"), tripled, bindings=bindings)
+    with pytest.raises(PatchRefused, match=r"REGISTRY\[double\] cannot be written, nothing stays patched"):
+        patch.apply()
+    assert core.double is original
+    assert core.REGISTRY["double"] is original
+    assert patch.state() is PatchState.PENDING
+
+
+def test_probe_that_disagrees_refuses(patch_of):
+    def probe(original, replacement):
+        if original(5) != replacement(5):
+            raise ValueError("10 is not 30")
+
+    core, patch = patch_of(probe=probe)
+    original = core.double
+    with pytest.raises(PatchRefused, match=r"parity probe against .*:double failed: 10 is not 30"):
+        patch.apply(3)
+    assert core.double is original
+    assert patch.state() is PatchState.PENDING
+    patch.apply(1)
+    assert patch.state() is PatchState.APPLIED
+
+
+def test_factory_that_cannot_deliver_refuses(patch_of):
+    def no_kernel(original, settings):
+        raise BackendMissing("no such kernel here")
+
+    _, patch = patch_of(make=no_kernel)
+    with pytest.raises(PatchRefused, match="no such kernel here"):
+        patch.apply()
+    _, patch = patch_of(make=lambda original, settings: original)
+    with pytest.raises(PatchRefused, match="returned the original"):
+        patch.apply()
+
+
+def test_unknown_body_warns_once_and_known_body_never(patch_of, caplog):
+    core, patch = patch_of(fingerprints=("0" * 64,))
+    with caplog.at_level(logging.WARNING, logger="rl_accel"):
+        for _ in range(2):
+            patch.apply()
+            patch.revert()
+        assert [r.message for r in caplog.records] == [
+            f"rl-accel: {patch.name} was not tested with this body of {patch.target}"
+        ]
+        caplog.clear()
+        known = replace(patch, name="known", fingerprints=("0" * 64, fingerprint(core.double)))
+        known.apply()
+        known.revert()
+    assert not caplog.records
+
+
+def test_module_imported_anew_is_patched_anew(patch_of):
+    core, patch = patch_of()
+    patch.apply()
+    name = core.__name__
+    del sys.modules[name]
+    assert patch.state() is PatchState.PENDING
+    fresh = __import__(name, fromlist=["double"])
+    assert fresh is not core
+    patch.apply()
+    assert fresh.double(1) == 6
+    patch.revert()
+    assert fresh.double(1) == 2
+
+
+def test_threads_see_one_replacement(patch_of):
+    made = []
+
+    def slow(original, settings):
+        made.append(original)
+        return tripled(original, settings)
+
+    core, patch = patch_of(make=slow)
+    original = core.double
+    start, failures = threading.Barrier(8), []
+
+    def work():
+        start.wait()
+        try:
+            for _ in range(50):
+                patch.apply()
+                if core.double.__rl_accel_patch__ != patch.name:
+                    failures.append("not applied")
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert made == [original]
+    patch.revert()
+    assert core.double is original

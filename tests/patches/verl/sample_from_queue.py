@@ -1,0 +1,106 @@
+"""Run by test_sampler.py: samples from a real TransferQueue, stock and patched, and prints what that took as JSON."""
+
+import json
+import sys
+import threading
+import time
+
+import psutil
+import ray
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+from rl_accel.config import SamplerConfig
+from rl_accel.patches.verl.sampler import PATCHES
+from rl_accel.telemetry import metrics
+
+pauses = []
+
+
+class Seen(ReplayBuffer):
+    """verl's buffer, which notes every interval it is told to sleep for."""
+
+    def __setattr__(self, name, value):
+        if name == "poll_interval" and "poll_interval" in vars(self):
+            pauses.append(value)
+        super().__setattr__(name, value)
+
+
+def put(first, count, status):
+    for at in range(first, first + count, 2000):
+        keys = [f"u{n}" for n in range(at, min(at + 2000, first + count))]
+        tag = {"is_prompt": True, "status": status, "global_steps": 1}
+        tq.kv_batch_put(keys=keys, partition_id="train", tags=[tag] * len(keys))
+
+
+def cpu_seconds():
+    """CPU time of this process and of the processes that keep the queue's keys."""
+    family = psutil.Process().children(recursive=True)
+    keepers = [p for p in family if "TransferQueueController" in " ".join(p.cmdline())]
+    assert keepers, [p.name() for p in family]
+    return sum(sum(p.cpu_times()[:2]) for p in (psutil.Process(), *keepers))
+
+
+def sample(keys, rollout_s):
+    """Sample one prompt that finishes after ``rollout_s`` seconds while ``keys`` - 1 others go on running."""
+    buffer = Seen("sync", OmegaConf.create({}), None, "drop", OmegaConf.create({}))
+    put(0, keys, "running")
+    tq.kv_batch_put(keys=["u0_0_0"], partition_id="train", tags=[{"seq_len": 1}])
+    found = {}
+
+    def finish():
+        before, began = cpu_seconds(), time.perf_counter()
+        time.sleep(rollout_s)
+        found["cpu_share"] = (cpu_seconds() - before) / (time.perf_counter() - began)
+        put(0, 1, "finished")
+        found["finished"] = time.perf_counter()
+
+    begun = time.perf_counter()
+    buffer._sync_metadata_from_transfer_queue()
+    found["poll_s"] = time.perf_counter() - begun
+    rollout = threading.Thread(target=finish)
+    rollout.start()
+    buffer.sample(1, "train", 1)
+    found["delay_s"] = time.perf_counter() - found.pop("finished")
+    rollout.join()
+    tq.kv_clear(partition_id="train", keys=["u0_0_0"])
+    return found
+
+
+def main():
+    (patch,) = PATCHES
+    results = {"large_stock": sample(20_000, 10.0)}
+    patch.apply(SamplerConfig())
+    results["large"] = sample(20_000, 16.0)
+    results["large"]["polls"] = metrics.drain()["rl_accel/sampler/polls"]
+    tq.kv_clear(partition_id="train", keys=[f"u{n}" for n in range(1, 20_000)])
+
+    pauses.clear()
+    rounds = [sample(64, 0.5) for _ in range(8)]
+    results["small"] = {
+        "pauses": [pause for pause in pauses if pause != 2.0],  # 2.0 is the stock value being put back
+        "poll_s": [found["poll_s"] for found in rounds],
+        "delay_s": [found["delay_s"] for found in rounds],
+        "seconds_saved": metrics.drain()["rl_accel/sampler/seconds_saved"],
+    }
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    ray.init(
+        address="local",
+        num_cpus=16,
+        include_dashboard=False,
+        _temp_dir=sys.argv[1],
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    try:
+        tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
+        main()
+    finally:
+        try:
+            tq.close()
+        finally:
+            ray.shutdown()

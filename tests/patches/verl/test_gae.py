@@ -1,0 +1,252 @@
+"""The GAE patch on real verl: same bits, at every binding, and verl's own function wherever we cannot promise that."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from rl_accel.config import GaeConfig
+from rl_accel.errors import PatchRefused
+from rl_accel.patches.patch import PatchState
+from rl_accel.patches.verl import gae
+from rl_accel.telemetry import metrics
+
+core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
+(PATCH,) = gae.PATCHES
+
+
+@pytest.fixture(autouse=True)
+def untouched():
+    """Every test starts and ends with verl's own function and no numbers waiting."""
+    assert PATCH.state() is PatchState.PENDING
+    gae._warn_once.cache_clear()
+    metrics.drain()
+    yield
+    PATCH.revert()
+    metrics.drain()
+
+
+def batch(seed, rows, tokens, mask_dtype=torch.int64, dtype=torch.float32):
+    random = np.random.default_rng(seed)
+    lengths = random.integers(0, tokens + 1, rows)
+    lengths[0] = tokens
+    mask = np.arange(tokens) < lengths[:, None]
+    if seed % 2:
+        mask &= random.random((rows, tokens)) < 0.7
+    rewards = random.normal(size=(rows, tokens)) * (random.random((rows, tokens)) < 0.3)
+    values = random.normal(size=(rows, tokens))
+    tensors = [torch.from_numpy(x) for x in (rewards, values, mask)]
+    return tensors[0].to(dtype), tensors[1].to(dtype), tensors[2].to(mask_dtype)
+
+
+def same_bits(found, wanted):
+    return all(
+        f.dtype is w.dtype and f.shape == w.shape and torch.equal(f.view(torch.uint8), w.view(torch.uint8))
+        for f, w in zip(found, wanted, strict=True)
+    )
+
+
+def test_both_bindings_are_replaced_and_restored():
+    original = core_algos.compute_gae_advantage_return
+    PATCH.apply(GaeConfig())
+    ours = core_algos.compute_gae_advantage_return
+    assert ours is not original
+    assert core_algos.get_adv_estimator_fn("gae") is ours
+    assert core_algos.get_adv_estimator_fn(core_algos.AdvantageEstimator.GAE) is ours
+    PATCH.revert()
+    assert core_algos.compute_gae_advantage_return is original
+    assert core_algos.ADV_ESTIMATOR_REGISTRY["gae"] is original
+
+
+def test_body_of_the_installed_verl_is_one_that_was_tested(caplog):
+    with caplog.at_level(logging.WARNING, logger="rl_accel"):
+        PATCH.apply(GaeConfig())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.int64, torch.int32, torch.float32])
+def test_bits_of_verl_on_random_ragged_batches(mask_dtype):
+    original = core_algos.compute_gae_advantage_return
+    PATCH.apply(GaeConfig())
+    random = np.random.default_rng(1)
+    for seed in range(100):
+        rows, tokens = int(random.integers(1, 20)), int(random.integers(2, 70))
+        gamma, lam = [(1.0, 1.0), (1.0, 0.95), (0.99, 0.95), (float(random.random()), float(random.random()))][seed % 4]
+        tensors = batch(seed, rows, tokens, mask_dtype)
+        if int(tensors[2].sum()) < 2:
+            continue
+        wanted = original(*tensors, gamma, lam)
+        found = core_algos.compute_gae_advantage_return(*tensors, gamma=gamma, lam=lam)
+        assert same_bits(found, wanted), (seed, rows, tokens, gamma, lam)
+    assert metrics.drain()["rl_accel/gae/applied"] == 1
+
+
+def test_bits_of_verl_for_float64_strided_and_non_finite_inputs():
+    original = core_algos.compute_gae_advantage_return
+    PATCH.apply(GaeConfig())
+    for seed in range(10):
+        double = batch(seed, 6, 50, dtype=torch.float64)
+        wide = [x[::2, 5:] for x in batch(seed, 12, 60)]
+        turned = [x.t().contiguous().t() for x in batch(seed, 6, 50)]
+        holed = batch(seed, 6, 50)
+        holed[0][2, 20], holed[1][4, 10], holed[1][5, 49] = float("inf"), float("nan"), -float("inf")
+        for tensors in (double, wide, turned, holed):
+            wanted = original(*tensors, 0.99, 0.95)
+            found = core_algos.compute_gae_advantage_return(*tensors, 0.99, 0.95)
+            for f, w in zip(found, wanted, strict=True):
+                assert torch.allclose(f, w, rtol=0, atol=0, equal_nan=True)
+    assert metrics.drain()["rl_accel/gae/applied"] == 1
+
+
+def test_few_rows_are_not_cut_in_time():
+    original = core_algos.compute_gae_advantage_return
+    PATCH.apply(GaeConfig())
+    tensors = batch(0, 1, 16_400)
+    assert same_bits(core_algos.compute_gae_advantage_return(*tensors, 1.0, 0.95), original(*tensors, 1.0, 0.95))
+
+
+def test_arguments_and_random_state_are_left_alone():
+    state = torch.get_rng_state()
+    PATCH.apply(GaeConfig())
+    tensors = batch(3, 8, 40)
+    copies = [x.clone() for x in tensors]
+    tensors[1].requires_grad_()
+    advantages, returns = core_algos.compute_gae_advantage_return(*tensors, 1.0, 0.95)
+    assert not advantages.requires_grad
+    assert not returns.requires_grad
+    assert all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+R, V, M = batch(1, 5, 30)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((R.bfloat16(), V.bfloat16(), M, 1.0, 0.95), "rewards are torch.bfloat16"),
+        ((R.half(), V, M, 1.0, 0.95), "values torch.float32"),
+        ((R, V, M.double(), 1.0, 0.95), "the mask is torch.float64"),
+        ((R, V, M.to(torch.uint8), 1.0, 0.95), "the mask is torch.uint8"),
+        ((R, V, M, torch.tensor(1.0), 0.95), "gamma is tensor"),
+        ((R, V, M, np.float64(1.0), 0.95), "gamma is "),
+        ((R, V, M, 1.5, 0.95), "gamma is 1.5"),
+        ((R, V, M * 2, 1.0, 0.95), "mask wants values between 0 and 1"),
+        ((R, V, M[:1], 1.0, 0.95), "shapes are"),
+    ],
+)
+def test_left_to_verl_outside_the_proven_domain(arguments, reason, caplog):
+    original = core_algos.compute_gae_advantage_return
+    PATCH.apply(GaeConfig())
+    wanted = original(*arguments)
+    with caplog.at_level(logging.WARNING, logger="rl_accel"):
+        for _ in range(2):
+            assert same_bits(core_algos.compute_gae_advantage_return(*arguments), wanted)
+    assert [reason in record.message for record in caplog.records] == [True]
+    assert metrics.drain() == {"rl_accel/gae/applied": 0}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (R, V, M.bool(), 1.0, 0.95),
+        (R, V, torch.zeros_like(M), 1.0, 0.95),
+        (R[:, :0], V[:, :0], M[:, :0], 1.0, 0.95),
+        (R[:0], V[:0], M[:0], 1.0, 0.95),
+    ],
+)
+def test_verls_own_errors_stay_its_own(arguments):
+    with pytest.raises(Exception) as wanted:
+        core_algos.compute_gae_advantage_return(*arguments)
+    PATCH.apply(GaeConfig())
+    with pytest.raises(wanted.type) as found:
+        core_algos.compute_gae_advantage_return(*arguments)
+    assert str(found.value) == str(wanted.value)
+
+
+def test_numbers_for_the_logger():
+    PATCH.apply(GaeConfig())
+    assert metrics.drain() == {}
+    tensors = batch(0, 16, 2000)
+    core_algos.compute_gae_advantage_return(*tensors, 1.0, 0.95)
+    found = metrics.drain()
+    assert set(found) == {f"rl_accel/gae/{name}" for name in ("applied", "kernel/numba", "seconds", "seconds_saved")}
+    assert found["rl_accel/gae/seconds_saved"] > found["rl_accel/gae/seconds"] > 0
+
+
+@pytest.mark.parametrize("settings", [GaeConfig(backend="chunk"), GaeConfig(backend="naive"), GaeConfig(threads=3)])
+def test_asked_for_kernels_agree_with_verl(settings):
+    original = core_algos.compute_gae_advantage_return
+    PATCH.apply(settings)
+    tensors = batch(2, 2, 300)
+    for found, wanted in zip(
+        core_algos.compute_gae_advantage_return(*tensors, 1.0, 0.95), original(*tensors, 1.0, 0.95), strict=True
+    ):
+        assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    assert metrics.drain()["rl_accel/gae/applied"] == 1
+
+
+def test_a_kernel_that_is_wrong_is_refused(monkeypatch):
+    from rl_accel import ops
+
+    original, right = core_algos.compute_gae_advantage_return, ops.gae
+
+    def one_bit_off(*args, **kwargs):
+        advantages, returns = right(*args, **kwargs)
+        advantages[0, 0] = torch.nextafter(advantages[0, 0], torch.tensor(torch.inf))
+        return advantages, returns
+
+    monkeypatch.setattr(ops, "gae", one_bit_off)
+    with pytest.raises(PatchRefused, match=r"verl\.gae: parity probe .* output 0 differs"):
+        PATCH.apply(GaeConfig())
+    assert core_algos.compute_gae_advantage_return is original
+    assert PATCH.state() is PatchState.PENDING
+
+
+def test_a_verl_with_another_signature_is_refused(python, tmp_path):
+    for folder in ("verl", "verl/trainer", "verl/trainer/ppo"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text("__version__ = '0.9.1'\n")
+    (tmp_path / "verl/trainer/ppo/core_algos.py").write_text(
+        "def compute_gae_advantage_return(rewards, values, mask, gamma, lam):\n    return rewards, values\n"
+        "ADV_ESTIMATOR_REGISTRY = {'gae': compute_gae_advantage_return}\n"
+    )
+    done = python(
+        """
+        import verl.trainer.ppo.core_algos as ca
+        from rl_accel.errors import PatchRefused
+        from rl_accel.patches.verl.gae import PATCHES
+        before = ca.compute_gae_advantage_return
+        try:
+            PATCHES[0].apply()
+        except PatchRefused as error:
+            print(error)
+        kept = ca.compute_gae_advantage_return is before is ca.ADV_ESTIMATOR_REGISTRY["gae"]
+        print(ca.__file__, kept, PATCHES[0].state().value)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    refusal, after = done.stdout.splitlines()
+    assert "takes (rewards, values, mask, gamma, lam), wanted (token_level_rewards," in refusal
+    assert after == f"{tmp_path}/verl/trainer/ppo/core_algos.py True pending"
+
+
+def test_a_kernel_that_cannot_take_verls_tensors_is_refused():
+    for backend, reason in {"triton": "gae.backend=triton|triton", "fastest": "gae.backend=fastest"}.items():
+        with pytest.raises(PatchRefused, match=reason):
+            PATCH.apply(GaeConfig(backend=backend))
+    assert PATCH.state() is PatchState.PENDING
+
+
+def test_importable_without_verl(python):
+    done = python(
+        """
+        import sys
+        sys.modules["verl"] = None
+        from rl_accel.patches.verl import gae, sampler
+        print([p.name for p in gae.PATCHES + sampler.PATCHES])
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "['verl.gae', 'verl.sampler']\n"

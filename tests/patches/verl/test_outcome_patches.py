@@ -1,0 +1,250 @@
+"""The advantage patches on real verl: in and out of every binding, same bits through verl's own entry points."""
+
+import dataclasses
+import importlib
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from rl_accel.errors import PatchRefused
+from rl_accel.patches.fingerprint import fingerprint
+from rl_accel.patches.patch import PatchState
+from rl_accel.telemetry import metrics
+
+MODULES = ("outcome", "optimal_token_baseline", "reinforce_plus_plus", "whiten")
+PATCHES = {
+    patch.name.removeprefix("verl."): patch
+    for module in MODULES
+    for patch in importlib.import_module(f"rl_accel.patches.verl.{module}").PATCHES
+}
+ESTIMATORS = [name for name in PATCHES if name != "masked_whiten"]
+CONFIG = OmegaConf.create({"gamma": 0.98, "norm_adv_by_std_in_grpo": True})
+
+
+@pytest.fixture(scope="module")
+def core_algos():
+    return importlib.import_module("verl.trainer.ppo.core_algos")
+
+
+@pytest.fixture
+def apply(core_algos):
+    """Apply patches by name; they are reverted at the end whatever happens."""
+    applied = []
+
+    def apply(*names: str) -> None:
+        for name in names:
+            applied.append(PATCHES[name])
+            PATCHES[name].apply(None)
+
+    yield apply
+    for patch in reversed(applied):
+        patch.revert()
+
+
+def places(patch) -> list:
+    """What every binding of ``patch`` holds."""
+    found = []
+    for where in (patch.target, *patch.bindings):
+        module, _, path = where.partition(":")
+        name, _, key = path.rstrip("]").partition("[")
+        held = getattr(importlib.import_module(module), name)
+        found.append(held[key] if key else held)
+    return found
+
+
+def batch(seed: int, estimator: str) -> dict:
+    """What verl's compute_advantage hands to an estimator, for a random ragged batch without lone responses."""
+    random = np.random.RandomState(seed)
+    rows, tokens = random.randint(4, 60), random.randint(2, 40)
+    mask = np.arange(tokens) < random.randint(1, tokens + 1, (rows, 1))
+    if seed % 2:
+        mask &= random.rand(rows, tokens) < 0.8
+    mask[0, :2] = True
+    index = np.array([f"prompt-{n % max(1, rows // 7)}" for n in range(rows)], dtype=object)
+    random.shuffle(index)
+    arguments = {
+        "token_level_rewards": torch.from_numpy(random.randn(rows, tokens)).float(),
+        "response_mask": torch.from_numpy(mask).long(),
+        "index": index,
+        "config": CONFIG,
+    }
+    if "token_baseline" in estimator:
+        arguments["old_log_probs"] = torch.from_numpy(-3 * random.rand(rows, tokens)).float()
+        arguments["sum_pi_squared"] = torch.from_numpy(random.rand(rows, tokens)).float()
+        arguments["rollout_is_weights"] = None if seed % 3 else torch.from_numpy(random.rand(rows, tokens)).float()
+    return arguments
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype == torch.float32 and torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_in_and_out_of_every_binding(core_algos, apply, name):
+    patch = PATCHES[name]
+    before = places(patch)
+    apply(name)
+    held = places(patch)
+    assert patch.state() is PatchState.APPLIED
+    assert all(now is held[0] and now is not then for now, then in zip(held, before, strict=True))
+    patch.revert()
+    assert patch.state() is PatchState.PENDING
+    assert all(now is then for now, then in zip(places(patch), before, strict=True))
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_upstream_body_is_the_one_tested_with(core_algos, name):
+    assert fingerprint(places(PATCHES[name])[0]) in PATCHES[name].fingerprints
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_bits_of_the_function_it_replaces(core_algos, apply, name):
+    stock = core_algos.get_adv_estimator_fn(name)
+    if name == "grpo":
+        cases = [{k: v for k, v in batch(seed, name).items() if k != "config"} for seed in range(200)]
+    else:
+        cases = [batch(seed, name) for seed in range(200)]
+    expected = [stock(**arguments) for arguments in cases]
+    apply(name, "masked_whiten")
+    metrics.drain()
+    for seed, (arguments, wanted) in enumerate(zip(cases, expected, strict=True)):
+        found = core_algos.get_adv_estimator_fn(name)(**arguments)
+        assert same_bits(found[0], wanted[0]), f"advantages of case {seed}"
+        assert same_bits(found[1], wanted[1]), f"returns of case {seed}"
+    assert metrics.drain() == {}, "a case went to verl's own function"
+
+
+def test_gdpo_is_served_by_the_grpo_patch(core_algos, apply):
+    arguments = batch(1, "gdpo")
+    del arguments["config"]
+    expected = core_algos.compute_gdpo_outcome_advantage(**arguments)
+    apply("grpo", "masked_whiten")
+    assert same_bits(core_algos.compute_gdpo_outcome_advantage(**arguments)[0], expected[0])
+
+
+@pytest.mark.slow  # imports verl's Ray trainer
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_bits_through_verls_compute_advantage(core_algos, apply, name):
+    from verl import DataProto
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+
+    def run(seed: int):
+        arguments = batch(seed, name)
+        index = arguments.pop("index")
+        del arguments["config"]
+        tensors = {key: value for key, value in arguments.items() if value is not None}
+        data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": index})
+        return compute_advantage(data, adv_estimator=name, config=CONFIG).batch
+
+    expected = [run(seed) for seed in range(5)]
+    apply(*PATCHES)
+    for seed, wanted in enumerate(expected):
+        found = run(seed)
+        assert same_bits(found["advantages"], wanted["advantages"])
+        assert same_bits(found["returns"], wanted["returns"])
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("grpo_passk", {"token_level_rewards": torch.randn(4, 2, dtype=torch.bfloat16)}),
+        ("opo", {"index": np.array([0.0, 0.0, 1.0, 1.0])}),
+        ("rloo", {"index": [0, 0, 1, 1]}),
+        ("opo", {"response_mask": torch.ones(4, 1)}),
+        ("gpg", {"f_norm": torch.tensor(2.0)}),
+        ("optimal_token_baseline", {"response_mask": torch.full((4, 2), 0.5)}),
+        ("reinforce_plus_plus", {"response_mask": torch.full((4, 2), 0.5)}),
+    ],
+)
+def test_outside_the_domain_verls_own_function_does_the_work(core_algos, apply, name, change):
+    arguments = {
+        "token_level_rewards": torch.randn(4, 2),
+        "response_mask": torch.ones(4, 2, dtype=torch.int64),
+        "index": np.array([0, 0, 1, 1]),
+        "config": CONFIG,
+    }
+    if name == "optimal_token_baseline":
+        arguments |= {"old_log_probs": -torch.rand(4, 2), "sum_pi_squared": torch.rand(4, 2)}
+    arguments |= change
+    expected = core_algos.get_adv_estimator_fn(name)(**arguments)
+    apply(name)
+    metrics.drain()
+    found = core_algos.get_adv_estimator_fn(name)(**arguments)
+    assert metrics.drain() == {"rl_accel/advantages/stock_calls": 1.0}
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("grpo_passk", {"index": np.array([0, 0, 0, 1])}),
+        ("grpo_passk", {"config": None}),
+        ("reinforce_plus_plus", {"config": None}),
+        ("reinforce_plus_plus_baseline", {"response_mask": torch.zeros(4, 2, dtype=torch.int64)}),
+        ("rloo", {"index": np.array([0, 0, 1])}),
+        ("rloo", {"token_level_rewards": torch.ones(4, 2, dtype=torch.int64)}),
+    ],
+)
+def test_errors_are_verls_own(core_algos, apply, name, change):
+    arguments = {
+        "token_level_rewards": torch.randn(4, 2),
+        "response_mask": torch.ones(4, 2, dtype=torch.int64),
+        "index": np.array([0, 0, 1, 1]),
+        "config": CONFIG,
+        **change,
+    }
+    with pytest.raises(Exception) as stock:
+        core_algos.get_adv_estimator_fn(name)(**arguments)
+    apply(name, "masked_whiten")
+    with pytest.raises(stock.type) as ours:
+        core_algos.get_adv_estimator_fn(name)(**arguments)
+    assert str(ours.value) == str(stock.value)
+
+
+def test_missing_uid_is_verls_error(core_algos, apply):
+    apply("grpo")
+    with pytest.raises(TypeError, match="index"):
+        core_algos.compute_grpo_outcome_advantage(torch.zeros(2, 2), torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_twin_that_disagrees_is_refused(core_algos, name):
+    def one_bit_off(original, settings):
+        good = PATCHES[name].make(original, settings)
+
+        def replacement(*args, **kwargs):
+            found = good(*args, **kwargs)
+            if isinstance(found, tuple):
+                return torch.nextafter(found[0], torch.tensor(9.0)), found[1]
+            return torch.nextafter(found, torch.tensor(9.0))
+
+        return replacement
+
+    wrong = dataclasses.replace(PATCHES[name], make=one_bit_off)
+    before = places(wrong)
+    with pytest.raises(PatchRefused, match="differs by"):
+        wrong.apply(None)
+    assert all(now is then for now, then in zip(places(wrong), before, strict=True))
+
+
+def test_an_old_verl_is_refused(core_algos, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("verl"), "__version__", "0.5.0")
+    for patch in PATCHES.values():
+        with pytest.raises(PatchRefused, match=r"supports verl>=0\.9, .*0\.5\.0"):
+            patch.check()
+
+
+def test_patch_files_import_without_verl(python):
+    result = python(
+        f"""
+        import importlib, sys
+        sys.modules["verl"] = None
+        for name in {MODULES!r}:
+            assert importlib.import_module("rl_accel.patches.verl." + name).PATCHES
+        assert "numba" not in sys.modules
+        """
+    )
+    assert result.returncode == 0, result.stderr

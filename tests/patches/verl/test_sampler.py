@@ -1,0 +1,173 @@
+"""The sampler patch on verl's real replay buffers: same method, other interval, one attribute for every V1 mode."""
+
+import json
+import logging
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from rl_accel.config import SamplerConfig
+from rl_accel.errors import PatchRefused
+from rl_accel.patches.patch import PatchState
+from rl_accel.patches.verl import sampler
+from rl_accel.telemetry import metrics
+
+replay_buffer = pytest.importorskip("verl.trainer.ppo.v1.replay_buffer")
+(PATCH,) = sampler.PATCHES
+
+
+@pytest.fixture(autouse=True)
+def untouched():
+    assert PATCH.state() is PatchState.PENDING
+    metrics.drain()
+    yield
+    PATCH.revert()
+    metrics.drain()
+
+
+def buffer(kind=replay_buffer.ReplayBuffer, poll_interval=2.0):
+    made = kind("sync", OmegaConf.create({}), None, "drop", OmegaConf.create({}), poll_interval=poll_interval)
+    made.running_keys["train"] = {f"r{n}" for n in range(50)}
+    made.finished_keys["train"] = {f"f{n}" for n in range(14)}
+    return made
+
+
+def test_revert_restores_the_very_method():
+    original = vars(replay_buffer.ReplayBuffer)["_wait_for_next_poll"]
+    PATCH.apply(SamplerConfig())
+    assert vars(replay_buffer.ReplayBuffer)["_wait_for_next_poll"] is not original
+    PATCH.revert()
+    assert vars(replay_buffer.ReplayBuffer)["_wait_for_next_poll"] is original
+
+
+def test_body_of_the_installed_verl_is_one_that_was_tested(caplog):
+    with caplog.at_level(logging.WARNING, logger="rl_accel"):
+        PATCH.apply(SamplerConfig())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("kind", [replay_buffer.ReplayBuffer, replay_buffer.ReplayBufferAsync])
+def test_waits_milliseconds_and_leaves_the_interval_alone(kind):
+    """ReplayBuffer serves sync, ReplayBufferAsync colocate_async and separate_async."""
+    PATCH.apply(SamplerConfig())
+    made = buffer(kind, poll_interval=600.0)
+    start = debug = time.time()
+    for _ in range(5):
+        debug = made._wait_for_next_poll("train", debug)
+    assert debug == start
+    assert made.poll_interval == 600.0
+    found = metrics.drain()
+    assert found["rl_accel/sampler/polls"] == 5
+    assert found["rl_accel/sampler/wait_s"] < 600
+
+
+def test_what_is_saved_is_the_time_to_the_wake_up_of_stock():
+    PATCH.apply(SamplerConfig())
+    made, debug = buffer(poll_interval=50.0), time.time()
+    for _ in range(3):
+        debug = made._wait_for_next_poll("train", debug)
+    # Stock would be back after 50 s, we are after milliseconds; the next two polls of the same call add nothing to that.
+    assert metrics.drain()["rl_accel/sampler/seconds_saved"] == pytest.approx(50, abs=5)
+    made._wait_for_next_poll("train", time.time())
+    assert metrics.drain()["rl_accel/sampler/seconds_saved"] == pytest.approx(50, abs=5)
+
+
+def test_cost_of_the_training_between_samples_is_not_taken_for_a_poll(monkeypatch):
+    PATCH.apply(SamplerConfig())
+    made = buffer()
+    made._wait_for_next_poll("train", time.time())
+    ahead = time.perf_counter
+    monkeypatch.setattr(sampler.time, "perf_counter", lambda: ahead() + 100.0)  # a step of 100 s went by
+    made._wait_for_next_poll("train", time.time())
+    assert metrics.drain()["rl_accel/sampler/wait_s"] < 2.0
+
+
+def test_log_line_and_its_pace_are_verls(monkeypatch, caplog):
+    monkeypatch.setattr(replay_buffer, "VERL_REPLAY_BUFFER_DEBUG_INTERVAL_SECONDS", 30)
+    PATCH.apply(SamplerConfig())
+    made, begun = buffer(poll_interval=0.01), time.time() - 31
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger=replay_buffer.logger.name):
+        first = made._wait_for_next_poll("train", begun)
+        second = made._wait_for_next_poll("train", first)
+    assert first > begun
+    assert second == first
+    assert [r.message for r in caplog.records] == ["pending: 0, running: 50, finished: 14, failure: 0"]
+
+
+def test_interval_survives_an_interrupt(monkeypatch):
+    def interrupt(_seconds):
+        raise KeyboardInterrupt
+
+    PATCH.apply(SamplerConfig())
+    made = buffer()
+    monkeypatch.setattr(replay_buffer.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        made._wait_for_next_poll("train", time.time())
+    assert made.poll_interval == 2.0
+
+
+def test_a_method_that_ignores_the_interval_is_refused(framework):
+    name = framework(
+        """
+        import time
+        class ReplayBuffer:
+            def _wait_for_next_poll(self, partition_id, last_debug_time):
+                time.sleep(2.0)
+                return last_debug_time
+        """
+    )
+    core = sys.modules[f"{name}.core"]
+    original = core.ReplayBuffer._wait_for_next_poll
+    patch = replace(PATCH, target=f"{name}.core:ReplayBuffer._wait_for_next_poll", supports=name)
+    with pytest.raises(PatchRefused, match="no longer reads"):
+        patch.apply(SamplerConfig())
+    assert core.ReplayBuffer._wait_for_next_poll is original
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, clean_environment):
+    """What ``sample_from_queue.py`` measures with a real TransferQueue in a process of its own."""
+    ray_folder = tempfile.mkdtemp(prefix="rla", dir="/tmp")  # Ray's socket names must fit in 107 characters
+    try:
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("sample_from_queue.py")), ray_folder],
+            env=clean_environment,
+            cwd=tmp_path_factory.mktemp("queue"),
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+    finally:
+        shutil.rmtree(ray_folder, ignore_errors=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    print(done.stdout)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_small_store_adds_at_most_20_ms(measured):
+    """The pauses are the policy's and asserted; the seconds until sample() came back are the machine's and printed."""
+    small = measured["small"]
+    assert len(small["pauses"]) > 50
+    assert statistics.median(small["pauses"]) <= 0.02
+    assert small["seconds_saved"] > 0
+
+
+@pytest.mark.slow
+def test_polling_20000_keys_costs_at_most_5_percent_of_a_core(measured):
+    """CPU time of the sampling process and of the queue's controller, with room for what else they do.
+
+    On a machine where a poll is so dear that stock's own pause of 2 s costs more than that, ours costs what stock costs.
+    """
+    large, stock = measured["large"], measured["large_stock"]
+    assert large["polls"] >= 3
+    assert large["cpu_share"] <= max(0.06, 1.5 * stock["cpu_share"])
