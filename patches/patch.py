@@ -76,7 +76,7 @@ class Patch:
                 wrapped or replaced by someone), has other parameters, or its package has an unsupported version.
         """
         with _lock:
-            if self.state() is PatchState.PENDING:
+            if not self._is_applied():
                 self._inspect()
 
     def apply(self, settings: Any = None) -> None:
@@ -87,11 +87,8 @@ class Patch:
                 was overlaid by someone else since it was applied.
         """
         with _lock:
-            state = self.state()
-            if state is PatchState.APPLIED:
+            if self._is_applied():
                 return
-            if state is PatchState.FOREIGN:
-                raise PatchRefused(f"{self.name}: applied, but {self._overlaid()}")
             places, original = self._inspect()
             replacement = self._build(original, settings)
             _written[self] = self._write(places, original, replacement)
@@ -112,11 +109,9 @@ class Patch:
             PatchRefused: someone wrapped or replaced ours; undoing would silently remove theirs.
         """
         with _lock:
-            if self.state() is PatchState.FOREIGN:
-                raise PatchRefused(f"{self.name}: {self._overlaid()}; undo that first")
-            for w in reversed(self._record()):
-                put(w.place, w.old)
-            _written.pop(self, None)
+            if self._is_applied():
+                for w in reversed(_written.pop(self)):
+                    put(w.place, w.old)
 
     def _record(self) -> tuple[_Written, ...]:
         written = _written.get(self, ())
@@ -126,9 +121,13 @@ class Patch:
             return ()
         return written
 
-    def _overlaid(self) -> str:
-        other = next(w.place for w in self._record() if w.place.read() is not w.new)
-        return f"{other} now holds {upstream.describe(other.read())}"
+    def _is_applied(self) -> bool:
+        state = self.state()
+        if state is PatchState.FOREIGN:
+            other = next(w.place for w in self._record() if w.place.read() is not w.new)
+            found = upstream.describe(other.read())
+            raise PatchRefused(f"{self.name}: applied, but {other} now holds {found}; undo that first")
+        return state is PatchState.APPLIED
 
     def _inspect(self) -> tuple[list[Place], Any]:
         try:
@@ -159,6 +158,8 @@ class Patch:
             setattr(replacement, upstream.MARK, self.name)
         except RlAccelError as error:
             raise PatchRefused(f"{self.name}: {error}") from error
+        except Exception as error:  # what make() needs of an unknown upstream may be missing in any way
+            raise PatchRefused(f"{self.name}: cannot be made for this version ({error!r})") from error
         if self.probe is not None:
             try:
                 self.probe(original, replacement)

@@ -210,3 +210,23 @@ def test_status_is_plain_data_and_readable(fake_verl, python):
     first, *text = done.stdout.splitlines()
     assert json.loads(first)["features"][0]["patches"][0]["state"] == "waiting"
     assert any("waiting" in line and "verl.gae" in line for line in text)
+
+
+def test_an_upstream_that_lacks_a_part_is_one_warning_or_one_error(fake_verl, python, tmp_path):
+    (tmp_path / "verl" / "utils" / "torch_functional.py").unlink()
+    fake_verl("import verl.utils.torch_functional as verl_F", "verl_F = None")
+    done = python("""
+        import rl_accel
+        from rl_accel.errors import PatchRefused
+        from verl.trainer.ppo import core_algos
+        rl_accel.enable(sampler=False, advantages=False)
+        (patch,) = rl_accel.status()["gae"].patches
+        assert patch.state == "refused", patch
+        try:
+            rl_accel.enable(gae=True)
+        except PatchRefused as error:
+            print(error)
+    """)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("verl.gae: cannot be made for this version")
+    assert done.stderr.count("verl.gae stays off") == 1

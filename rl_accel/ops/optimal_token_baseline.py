@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from rl_accel.ops.groups import LABEL_KINDS, describe, group_rows
+from rl_accel.ops.scan_numba import compiled
 from rl_accel.ops.whiten import is_binary
 from rl_accel.ops.workers import WORKERS, default_threads
 
@@ -176,7 +176,7 @@ def _tails(block: list[Rows], lengths: Rows, width: int) -> Rows:
     return np.array(ends, np.int64)
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _forward(  # type: ignore[no-untyped-def]
     first, last, rows, rewards, mask, pi, pi_squared, importance, weighted, multi_turn, returns, reward, weight
 ):
@@ -209,7 +209,7 @@ def _forward(  # type: ignore[no-untyped-def]
             weight[k, written:] = 0
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _subtract(first, last, rows, mask, returns, baseline, line, end, multi_turn, advantages):  # type: ignore[no-untyped-def]
     """Write the advantages of rows[first:last]: reward-to-go minus the baseline of the group, 0 from ``end`` on."""
     for k in range(first, last):

@@ -13,11 +13,12 @@ REWARD_START, VALUE_START, MASK_START, OUT_START, LENGTH = range(5)
 LEAST_CHUNK = 8192
 """Tokens a piece of a cut sequence has at least; below, finding the piece's entry state costs more than waiting."""
 ALIGN = 16
+SHARES_PER_THREAD = 4
 
 
 @dataclass(frozen=True)
 class Share:
-    """The work of one thread: groups of sequences that run side by side.
+    """What one thread takes at a time: groups of sequences that run side by side.
 
     Attributes:
         table: [G, lanes, 5] int64; a lane of length 0 is idle.
@@ -31,9 +32,10 @@ class Share:
 
 
 def deal(table: Array, states: Array, threads: int, lanes: int) -> list[Share]:
-    """Deal the rows of ``table`` [S, 5], with entry ``states`` [S, 2], to at most ``threads`` shares of equal work.
+    """Deal the rows of ``table`` [S, 5], with entry ``states`` [S, 2], into shares of about equal work, longest first.
 
-    Sequences of similar length run side by side, and no thread stays idle as long as there is a sequence for it.
+    Sequences of similar length run side by side, and no thread stays idle as long as there is a sequence for it. There are a
+    few shares for each thread, to even out what lengths and a busy machine make uneven.
     """
     rows = np.flatnonzero(table[:, LENGTH])
     if not len(rows):
@@ -42,12 +44,9 @@ def deal(table: Array, states: Array, threads: int, lanes: int) -> list[Share]:
     rounds = -(-len(rows) // (threads * lanes))
     width = -(-len(rows) // (rounds * threads))
     groups = [rows[i : i + width] for i in range(0, len(rows), width)]
-    piles: list[list[Array]] = [[] for _ in range(min(threads, len(groups)))]
-    load = [0] * len(piles)
-    for group in groups:  # longest first, each to the thread with the least so far
-        lightest = load.index(min(load))
-        piles[lightest].append(group)
-        load[lightest] += int(table[group[0], LENGTH])
+    piles: list[list[Array]] = [[] for _ in range(min(threads * SHARES_PER_THREAD, len(groups)))]
+    for index, group in enumerate(groups):
+        piles[index % len(piles)].append(group)
     return [_share(pile, table, states, lanes) for pile in piles]
 
 

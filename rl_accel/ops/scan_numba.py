@@ -109,32 +109,32 @@ class _Scan:
         return torch.from_numpy(flat).view(self._inputs.rewards.shape).to(self._inputs.rewards.dtype)
 
     def _run_whole(self, table: Array, threads: int) -> None:
-        self._scan(deal(table, np.zeros((len(table), 2), self._rewards.dtype), threads, LANES), write=True)
+        self._scan(deal(table, np.zeros((len(table), 2), self._rewards.dtype), threads, LANES), threads, write=True)
 
     def _run_cut(self, table: Array, threads: int) -> None:
         pieces, owners = cut(table, threads, LANES)
         shares = deal(pieces, np.zeros((len(pieces), 2), self._rewards.dtype), threads, LANES)
-        self._scan(shares, write=False)
+        self._scan(shares, threads, write=False)
         maps = np.zeros((len(pieces), 3))
 
-        def work(own: Array) -> None:
-            for piece in own:
-                where = pieces[piece, MASK_START], pieces[piece, LENGTH]
-                maps[piece] = transfer(self._mask, *where, float(self._gamma), float(self._decay))
+        def work(piece: int) -> None:
+            where = pieces[piece, MASK_START], pieces[piece, LENGTH]
+            maps[piece] = transfer(self._mask, *where, float(self._gamma), float(self._decay))
 
-        WORKERS.run([partial(work, own) for own in np.array_split(np.arange(len(pieces)), threads)])
+        WORKERS.run([partial(work, piece) for piece in range(len(pieces))], threads)
         entries = compose(owners, collect(shares, len(pieces)), maps).astype(self._rewards.dtype)
-        self._scan(deal(pieces, entries, threads, LANES), write=True)
+        self._scan(deal(pieces, entries, threads, LANES), threads, write=True)
 
-    def _scan(self, shares: list[Share], *, write: bool) -> None:
+    def _scan(self, shares: list[Share], threads: int, *, write: bool) -> None:
         odd_masks: list[bool] = []
 
         def work(share: Share) -> None:
             arrays = (self._rewards, self._values, self._mask, self.first, self.second)
+            scratch = np.zeros(SCRATCH, self._rewards.dtype)
             options = (self._gamma, self._decay, write, self._stream)
-            odd_masks.append(scan_lanes(*arrays, share.table, share.states, *options))
+            odd_masks.append(scan_lanes(*arrays, share.table, share.states, scratch, *options))
 
-        WORKERS.run([partial(work, share) for share in shares])
+        WORKERS.run([partial(work, share) for share in shares], threads)
         if any(odd_masks):
             raise ValueError(OUTSIDE)
 
@@ -175,32 +175,34 @@ def _aligned(tokens: int, dtype: Any) -> Array:
     return memory[skip : skip + tokens]
 
 
-def _take_mask(target: Any, mask: Any, first: Any) -> Any:
-    """Write mask[first:] over target as floats (ones where there is no mask); tell whether a value is outside [0, 1]."""
+def _take_mask(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
+    """Write mask[at:at+count] to target as floats (ones if there is no mask); tell whether one is outside [0, 1]."""
     raise NotImplementedError("compiled code only")
 
 
 @overload(_take_mask, jit_options={"nogil": True})
-def _take_mask_for(target: Any, mask: Any, first: Any) -> Any:
-    def no_mask(target: Any, mask: Any, first: Any) -> Any:
-        target[:] = 1
+def _take_mask_for(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
+    def no_mask(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
+        targets = target[to : to + count]
+        for i in range(count):
+            targets[i] = 1
         return False
 
-    def whole_numbers(target: Any, mask: Any, first: Any) -> Any:
-        source = mask[first : first + len(target)]
+    def whole_numbers(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
+        targets, sources = target[to : to + count], mask[at : at + count]
         bits = 0
-        for i in range(len(target)):
-            bits |= source[i]
+        for i in range(count):
+            bits |= sources[i]
             # through int32, which processors can convert many at a time; a value this cuts short is refused anyway
-            target[i] = np.int32(source[i])
+            targets[i] = np.int32(sources[i])
         return (bits & ~1) != 0
 
-    def fractions(target: Any, mask: Any, first: Any) -> Any:
-        source = mask[first : first + len(target)]
+    def fractions(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
+        targets, sources = target[to : to + count], mask[at : at + count]
         odd = 0
-        for i in range(len(target)):
-            odd += not (source[i] >= 0 and source[i] <= 1)
-            target[i] = source[i]
+        for i in range(count):
+            odd += not (sources[i] >= 0 and sources[i] <= 1)
+            targets[i] = sources[i]
         return odd != 0
 
     if isinstance(mask, types.NoneType):
@@ -209,19 +211,41 @@ def _take_mask_for(target: Any, mask: Any, first: Any) -> Any:
 
 
 @compiled
+def copy(target: Array, to: int, source: Array, at: int, count: int) -> None:
+    """target[to:to+count] = source[at:at+count]."""
+    # numba makes vector code of loops over slices only: any other index might be negative and count from the end
+    targets, sources = target[to : to + count], source[at : at + count]
+    for i in range(count):
+        targets[i] = sources[i]
+
+
+@compiled
+def clear(target: Array, to: int, count: int) -> None:
+    """target[to:to+count] = 0."""
+    targets = target[to : to + count]
+    for i in range(count):
+        targets[i] = 0
+
+
+@compiled
+def accumulate(target: Array, to: int, at: int, count: int) -> None:
+    """target[to:to+count] += target[at:at+count]."""
+    targets, sources = target[to : to + count], target[at : at + count]
+    for i in range(count):
+        targets[i] += sources[i]
+
+
+@compiled
 def put(target: Array, to: int, source: Array, at: int, count: int, streamed: bool) -> None:
     """target[to:to+count] = source[at:at+count], past the caches if ``streamed``."""
     done = 0
     if streamed:
         head = min(-to & 7, count)
-        for i in range(head):
-            target[to + i] = source[at + i]
+        copy(target, to, source, at, head)
         done = head + (count - head) // 8 * 8
         for i in range(head, done, 8):
             stream(target, to + i, source, at + i)
-    rest, taken = target[to + done : to + count], source[at + done : at + count]
-    for i in range(len(rest)):
-        rest[i] = taken[i]
+    copy(target, to + done, source, at + done, count - done)
 
 
 @compiled
@@ -233,6 +257,7 @@ def scan_lanes(
     second_out: Array | None,
     table: Array,
     states: Array,
+    scratch: Array,
     gamma: float,
     decay: float,
     write: bool,
@@ -242,11 +267,11 @@ def scan_lanes(
 
     With values it computes GAE (advantages, then returns); without, discounted returns at rate ``decay``. The lanes of a
     group walk back in step from the last token of each sequence; those that end early go on with empty tokens.
+    ``scratch`` is memory of SCRATCH zeros that no other thread uses.
     """
-    scratch = np.zeros(SCRATCH, rewards.dtype)
     odd_mask = False
     for group in range(table.shape[0]):
-        longest = table[group, :, 4].max()
+        longest = table[group, 0, 4]
         for lane in range(LANES):
             scratch[STATE + lane] = states[group, lane, 0]
             scratch[STATE + LANES + lane] = states[group, lane, 1]
@@ -255,23 +280,15 @@ def scan_lanes(
             for lane in range(LANES):
                 left = max(table[group, lane, 4] - done, 0)
                 count = min(left, BLOCK)
-                row = lane * PITCH + BLOCK
-                idle = width - count
-                if idle > 0:
-                    scratch[REWARD + row - width : REWARD + row - count] = 0
-                    scratch[MASK + row - width : MASK + row - count] = 0
-                    scratch[VALUE + row - width : VALUE + row - count] = 0
-                at = table[group, lane, 0] + left - count
-                target, source = scratch[REWARD + row - count : REWARD + row], rewards[at : at + count]
-                for i in range(count):
-                    target[i] = source[i]
+                to = lane * PITCH + BLOCK - count
+                empty = lane * PITCH + BLOCK - width
+                clear(scratch, REWARD + empty, width - count)
+                clear(scratch, MASK + empty, width - count)
+                copy(scratch, REWARD + to, rewards, table[group, lane, 0] + left - count, count)
                 if values is not None:
-                    at = table[group, lane, 1] + left - count
-                    target, source = scratch[VALUE + row - count : VALUE + row], values[at : at + count]
-                    for i in range(count):
-                        target[i] = source[i]
-                at = table[group, lane, 2] + left - count
-                odd_mask |= _take_mask(scratch[MASK + row - count : MASK + row], mask, at)
+                    clear(scratch, VALUE + empty, width - count)
+                    copy(scratch, VALUE + to, values, table[group, lane, 1] + left - count, count)
+                odd_mask |= _take_mask(scratch, MASK + to, mask, table[group, lane, 2] + left - count, count)
             for token in range(BLOCK - 16, BLOCK - width - 1, -16):
                 for lane in range(LANES):
                     # the same place in the block that comes next
@@ -283,25 +300,22 @@ def scan_lanes(
                         if mask is not None:
                             prefetch(mask, table[group, lane, 2] + ahead)
                             prefetch(mask, table[group, lane, 2] + ahead + 8)
-                if values is not None:
-                    gae_tile(scratch, token + 8, gamma, decay)
-                    gae_tile(scratch, token, gamma, decay)
-                else:
-                    returns_tile(scratch, token + 8, decay)
-                    returns_tile(scratch, token, decay)
+                for tile in range(token + 8, token - 1, -8):
+                    if values is not None:
+                        gae_tile(scratch, tile, gamma, decay)
+                    else:
+                        returns_tile(scratch, tile, decay)
             if not write:
                 continue
             for lane in range(LANES):
                 left = max(table[group, lane, 4] - done, 0)
                 count = min(left, BLOCK)
-                row = lane * PITCH + BLOCK - count
-                at = table[group, lane, 3] + left - count
-                put(first_out, at, scratch, OUT + row, count, streamed)
+                at = lane * PITCH + BLOCK - count
+                to = table[group, lane, 3] + left - count
+                put(first_out, to, scratch, OUT + at, count, streamed)
                 if second_out is not None:
-                    result, value = scratch[OUT + row : OUT + row + count], scratch[VALUE + row : VALUE + row + count]
-                    for i in range(count):
-                        result[i] += value[i]
-                    put(second_out, at, scratch, OUT + row, count, streamed)
+                    accumulate(scratch, OUT + at, VALUE + at, count)
+                    put(second_out, to, scratch, OUT + at, count, streamed)
         for lane in range(LANES):
             states[group, lane, 0] = scratch[STATE + lane]
             states[group, lane, 1] = scratch[STATE + LANES + lane]

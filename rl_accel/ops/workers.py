@@ -6,7 +6,8 @@ its OpenMP one when the process has forked. Both happen inside a Ray actor.
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 MOST_THREADS = 16
@@ -21,18 +22,29 @@ class Workers:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
 
-    def run(self, tasks: Sequence[Callable[[], None]]) -> None:
-        """Run ``tasks``, the first in the calling thread; return when all are done; raise the first error."""
-        others = [self._get().submit(task) for task in tasks[1:]]
+    def run(self, tasks: Iterable[Callable[[], None]], threads: int | None = None) -> None:
+        """Run ``tasks`` on ``threads`` threads, this one among them; return when all are done; raise the first error."""
+        waiting = deque(tasks)
+        threads = default_threads() if threads is None else threads
+
+        def work() -> None:
+            # taken one by one, so that a thread that the system holds up holds up nobody else
+            while waiting:
+                try:
+                    task = waiting.popleft()
+                except IndexError:
+                    return
+                task()
+
+        others = [self._get().submit(work) for _ in range(min(threads, len(waiting)) - 1)]
         try:
-            if tasks:
-                tasks[0]()
+            work()
         finally:
-            # the tasks write into memory that the caller owns, so none may outlive this call
-            for other in others:
-                other.exception()
-        for other in others:
-            other.result()
+            # tasks write into memory that the caller owns, so none may outlive this call
+            errors = [other.exception() for other in others]
+        for error in errors:
+            if error is not None:
+                raise error
 
     def _get(self) -> ThreadPoolExecutor:
         with self._lock:

@@ -6,6 +6,7 @@ from statistics import median_low
 
 _WINDOW_S = 10.0
 _REMEMBERED_POLLS = 5
+_CONVINCING_POLLS = 3
 _EAGER_FRACTION = 0.25
 
 
@@ -22,8 +23,8 @@ class AdaptiveWait:
     poll of up to a quarter of ``max_delay_s`` may be repeated every ``max_delay_s`` out of savings: time in which
     nothing was polled (a training step) earns them, up to what 10 seconds of polling at ``max_cpu_share`` cost. Past
     that, and for still dearer polls from the start, the cost bound alone holds. Over any stretch of ``t`` seconds
-    polling thus costs at most ``max_cpu_share * (t + 10)`` seconds and one poll. The exception is ``longest``, the pause
-    that would be made without us: it is never exceeded, even where it costs more than ``max_cpu_share``.
+    polling thus costs at most ``max_cpu_share * (t + 10)`` seconds and one poll. Pauses go beyond ``longest``, the pause
+    that would be made without us, only where several polls in a row showed that it would cost more than the share.
 
     Near the end, when few prompts are outstanding and some have just settled, pauses start at a quarter of
     ``max_delay_s`` and double until nothing more changes, as far as savings allow.
@@ -62,7 +63,7 @@ class AdaptiveWait:
             poll_s: seconds the poll took.
             outstanding: prompts that the poll showed as not finished.
             settled: prompts that it showed as finished or failed.
-            longest: the most to return, in seconds.
+            longest: the most to return, in seconds, unless polls are known to be too dear for it.
         """
         self._costs.append(max(poll_s, 0.0))
         earned = 0.0 if self._last is None else self.max_cpu_share * max(now - self._last, 0.0)
@@ -77,7 +78,8 @@ class AdaptiveWait:
             # The next poll must be paid by what is saved then; a pause of `affordable` always earns it.
             short = cost - self._savings - self.max_cpu_share * cost
             affordable = min(affordable, max(short, 0.0) / self.max_cpu_share)
-        return min(max(wanted, affordable), longest)
+        ceiling = max(longest, affordable) if len(self._costs) >= _CONVINCING_POLLS else longest
+        return min(max(wanted, affordable), ceiling)
 
     def _wanted(self, cost: float, outstanding: int, settled: int) -> float:
         changed = self._counts is not None and self._counts != (outstanding, settled)

@@ -92,15 +92,15 @@ def test_bits_of_verl_reinforce_plus_plus_baseline(stock):
     from verl.utils.torch_functional import masked_whiten
 
     compared = 0
-    for seed in range(CASES):
+    for seed in range(2 * CASES):
         rewards, mask, index = case(seed)
-        if mask.sum() < 2:
+        if mask.sum() < 2 or compared == CASES:
             continue
         expected, _ = stock["reinforce_plus_plus_baseline"](rewards, mask, index)
         found = masked_whiten(outcome.centred(rewards, mask, index), mask) * mask
         assert same_bits(found, expected), f"case {seed}"
         compared += 1
-    assert compared >= 190
+    assert compared == CASES
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -233,8 +233,9 @@ def test_overlaid_later_is_foreign_and_cannot_be_reverted(patch_of, where):
     assert patch.state() is PatchState.FOREIGN
     with pytest.raises(PatchRefused, match=r"now holds (.*test_patch.*theirs|nothing); undo that first"):
         patch.revert()
-    with pytest.raises(PatchRefused, match="now holds"):
-        patch.apply()
+    for refused in (patch.apply, patch.check):
+        with pytest.raises(PatchRefused, match="now holds"):
+            refused()
     core.double = core.REGISTRY["double"] = ours
     assert patch.state() is PatchState.APPLIED
 

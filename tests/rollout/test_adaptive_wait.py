@@ -49,10 +49,14 @@ def test_expensive_polls_never_borrow():
     assert clock.polled / clock.now <= 0.05 + 1e-9
 
 
-def test_never_waits_longer_than_stock():
-    clock = Clock(AdaptiveWait(), cost=1.0)
-    assert clock.poll() == STOCK
-    assert clock.poll(longest=0.005) == 0.005
+def test_waits_longer_than_stock_only_where_stock_would_break_the_share():
+    assert Clock(AdaptiveWait(), cost=0.0001).poll(longest=0.005) == 0.005
+    clock = Clock(AdaptiveWait(), cost=0.2)
+    assert [clock.poll() for _ in range(3)] == [STOCK, STOCK, pytest.approx(0.2 * 19)]
+    clock.now = clock.polled = 0.0
+    for _ in range(50):
+        clock.poll()
+    assert clock.polled / clock.now <= 0.05 + 1e-9
 
 
 def test_one_hiccup_does_not_slow_down_the_polls_after_it():
@@ -109,7 +113,8 @@ def test_polling_is_bounded_over_any_stretch(share, delay, cost, events):
 def test_wait_is_always_usable(costs, longest, counts):
     clock = Clock(AdaptiveWait(), 0.0)
     for cost, count in zip(costs, counts, strict=False):
-        assert 0 <= clock.poll(count, 100 - count, longest=longest, cost=cost) <= longest
+        wait = clock.poll(count, 100 - count, longest=longest, cost=cost)
+        assert 0 <= wait <= max(longest, 19 * max(costs) + 1e-9)
 
 
 @pytest.mark.parametrize("share", [0, -1, 1.5, math.nan])

@@ -54,9 +54,7 @@ _SIGNATURE = "void(f4[:,:,::1], f4[:,:,:,::1], f4[:,:,:,::1], i8[::1], f4, f4[:,
 
 
 # Sums may be reordered for vector registers: the order is fixed when this is compiled, the same for every row.
-@numba.njit(  # type: ignore[untyped-decorator]
-    _SIGNATURE, fastmath={"reassoc", "contract"}, error_model="numpy", nogil=True, cache=True
-)
+@numba.njit(_SIGNATURE, fastmath={"reassoc", "contract"}, error_model="numpy", nogil=True, cache=True)
 def _one_token(query, keys, values, lengths, scale, out):  # type: ignore[no-untyped-def]
     rows, heads, width = query.shape
     group = heads // keys.shape[1]

@@ -4,66 +4,25 @@ It knows nothing of verl or Ray. One thread owns the model and all state; every 
 carries out between two decoding steps and returns a :class:`concurrent.futures.Future`.
 """
 
+import contextlib
 import logging
 import queue
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from rl_accel.integrations.verl.cpu.requests import EngineError, EngineStats, Generation, Request
 from rl_accel.integrations.verl.cpu.sampling import BatchSampler, SamplingParams, derive_seed
 from rl_accel.integrations.verl.cpu.slots import ROWS, PromptCache, SlotCache, round_up
+from rl_accel.integrations.verl.cpu.weights import copy_weights
 
 logger = logging.getLogger(__name__)
 
 _PROMPTS_KEPT = 64
-
-
-class EngineError(RuntimeError):
-    """The engine cannot do what was asked in its present state, or a request failed inside it."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What a request produced. ``stop_reason`` is "completed" (end token or length) or "aborted" (tokens so far)."""
-
-    token_ids: list[int]
-    logprobs: list[float] | None
-    stop_reason: str
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Counts since the engine started, and the requests it holds now."""
-
-    tokens: int
-    decode_steps: int
-    prefills: int
-    completed: int
-    aborted: int
-    failed: int
-    running: int
-    waiting: int
-    paused: bool
-
-
-@dataclass
-class _Request:
-    request_id: str
-    prompt: list[int]
-    params: SamplingParams
-    seed: int
-    future: "Future[Generation]" = field(default_factory=Future)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.tokens)
 
 
 class Engine:
@@ -84,7 +43,7 @@ class Engine:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Any,
         eos_token_ids: Iterable[int],
         max_num_seqs: int = 64,
         max_model_len: int = 4096,
@@ -106,13 +65,15 @@ class Engine:
         self.max_model_len = max_model_len
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._seed = seed
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._waiting: deque[_Request] = deque()
-        self._running: list[_Request] = []
+        self._commands: queue.SimpleQueue[tuple[Callable[[], None], Future[Any]]] = queue.SimpleQueue()
+        self._gate = threading.Lock()  # nothing is put into the queue after it was emptied for the last time
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
         self._sampler: BatchSampler | None = None
         self._cache = SlotCache(max_num_seqs)
         self._prompts: OrderedDict[tuple[int, ...], tuple[PromptCache, torch.Tensor]] = OrderedDict()
         self._paused = False
+        self._stopping = False
         self._closed = False
         self._counts = dict.fromkeys(("tokens", "decode_steps", "prefills", "completed", "aborted", "failed"), 0)
         self._thread = threading.Thread(target=self._loop, name="rl-accel-cpu-engine", daemon=True)
@@ -136,7 +97,7 @@ class Engine:
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
             raise ValueError(f"request {request_id}: a prompt token is outside the vocabulary of {self.vocab_size}")
         seed = derive_seed(self._seed, request_id) if params.seed is None else params.seed % 2**64
-        request = _Request(request_id, prompt, params, seed)
+        request = Request(request_id, prompt, params, seed)
         self._post(lambda: self._waiting.append(request), request.future)
         return request.future
 
@@ -170,13 +131,16 @@ class Engine:
 
     def close(self) -> None:
         """Abort everything and end the thread. Further commands fail with :class:`EngineError`."""
-        self._commands.put(self._close)
+        with contextlib.suppress(EngineError):
+            self._call(self._close)
         self._thread.join()
 
     def _call(self, action: Callable[[], Any]) -> "Future[Any]":
         future: Future[Any] = Future()
 
-        def run() -> None:
+        def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 result = action()
             except Exception as error:
@@ -184,47 +148,52 @@ class Engine:
             else:
                 future.set_result(result)
 
-        self._post(run, future)
+        self._post(command, future)
         return future
 
     def _post(self, command: Callable[[], None], future: "Future[Any]") -> None:
-        if self._closed:
-            raise EngineError("the engine is closed")
-
-        def guarded() -> None:
+        with self._gate:
             if self._closed:
-                future.set_exception(EngineError("the engine is closed"))
-            else:
-                command()
-
-        self._commands.put(guarded)
+                raise EngineError("the engine is closed")
+            self._commands.put((command, future))
 
     # -- the engine thread ---------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _loop(self) -> None:
-        while not self._closed:
-            idle = self._paused or not (self._waiting or self._running)
-            self._obey(block=idle)
-            if self._closed or self._paused:
-                continue
-            self._drop_cancelled()
-            while self._waiting and len(self._running) < self._max_num_seqs:
-                self._admit(self._waiting.popleft())
-            if self._running:
-                self._decode()
-        self._obey(block=False)
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception as error:
+            logger.exception("the engine thread failed; its requests fail with it")
+            for request in (*self._running, *self._waiting):
+                if not request.future.done():
+                    self._fail(request, error)
+        finally:
+            with self._gate:
+                self._closed = True
+            while not self._commands.empty():
+                _, future = self._commands.get()
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(EngineError("the engine is closed"))
 
-    def _obey(self, block: bool) -> None:
-        while True:
-            try:
-                command = self._commands.get(block=block)
-            except queue.Empty:
-                return
+    def _turn(self) -> None:
+        self._obey(wait=self._paused or not (self._waiting or self._running))
+        if self._paused:
+            return
+        self._drop_cancelled()
+        while self._waiting and len(self._running) < self._max_num_seqs:
+            self._admit(self._waiting.popleft())
+        if self._running:
+            self._decode()
+
+    def _obey(self, wait: bool) -> None:
+        while wait or not self._commands.empty():
+            command, _ = self._commands.get()
             command()
-            block = False
+            wait = False
 
-    def _admit(self, request: _Request) -> None:
+    def _admit(self, request: Request) -> None:
         row = len(self._running)
         try:
             prompt, logits = self._prefill(tuple(request.prompt))
@@ -289,7 +258,7 @@ class Engine:
         if any(ended):
             self._keep([row for row, over in enumerate(ended) if not over])
 
-    def _append(self, request: _Request, token: int, logprob: float) -> bool:
+    def _append(self, request: Request, token: int, logprob: float) -> bool:
         """Record a token; True if the request is over."""
         if token < 0:
             self._fail(request, EngineError(f"request {request.request_id}: the model gave logits that are not finite"))
@@ -318,13 +287,13 @@ class Engine:
         self._running = running
         self._sampler = None
 
-    def _finish(self, request: _Request, reason: str) -> None:
+    def _finish(self, request: Request, reason: str) -> None:
         self._counts[reason] += 1
         logprobs = request.logprobs if request.params.logprobs else None
         if request.future.set_running_or_notify_cancel():
             request.future.set_result(Generation(request.tokens, logprobs, reason))
 
-    def _fail(self, request: _Request, error: Exception) -> None:
+    def _fail(self, request: Request, error: Exception) -> None:
         self._counts["failed"] += 1
         if request.future.set_running_or_notify_cancel():
             request.future.set_exception(error)
@@ -333,7 +302,7 @@ class Engine:
         if any(r.future.cancelled() for r in self._running) or any(r.future.cancelled() for r in self._waiting):
             self._abort(lambda request: request.future.cancelled())
 
-    def _abort(self, chosen: Callable[[_Request], bool]) -> int:
+    def _abort(self, chosen: Callable[[Request], bool]) -> int:
         out = [request for request in (*self._running, *self._waiting) if chosen(request)]
         self._waiting = deque(request for request in self._waiting if not chosen(request))
         self._keep([row for row, request in enumerate(self._running) if not chosen(request)])
@@ -350,24 +319,12 @@ class Engine:
 
     def _close(self) -> None:
         self._abort(lambda request: True)
-        self._closed = True
+        self._stopping = True
 
     def _load(self, weights: Mapping[str, torch.Tensor]) -> None:
         if self._running:
             raise EngineError(
                 f"{len(self._running)} requests are decoding; pause the engine before it gets new weights"
             )
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        own: dict[str, torch.Tensor] = {**parameters, **dict(self._model.named_buffers())}
-        unknown = sorted(set(weights) - set(own))
-        given = {id(own[name]) for name in weights if name in own}
-        missing = sorted(name for name, tensor in parameters.items() if id(tensor) not in given)
-        if unknown or missing:
-            raise ValueError(f"weights do not fit the model: missing {missing[:5]}, unknown {unknown[:5]}")
-        shapes = [name for name, tensor in weights.items() if tensor.shape != own[name].shape]
-        if shapes:
-            found = ", ".join(f"{n} {tuple(weights[n].shape)} for {tuple(own[n].shape)}" for n in shapes[:5])
-            raise ValueError(f"weights do not fit the model: {found}")
-        for name, tensor in weights.items():
-            own[name].copy_(tensor)
+        copy_weights(self._model, weights)
         self._prompts.clear()

@@ -53,8 +53,8 @@ class PlatformCPU(PlatformBase):
     def is_available(self) -> bool:
         return True
 
-    def current_device(self) -> str:  # type: ignore[override]  # verl moves tensors to this; an int would mean cuda:N
-        return "cpu"
+    def current_device(self) -> str:
+        return "cpu"  # verl moves tensors to this; an int, which the base class asks for, would mean cuda:N
 
     def device_count(self) -> int:
         return 1

@@ -72,7 +72,7 @@ def main():
     (patch,) = PATCHES
     results = {"large_stock": sample(20_000, 10.0)}
     patch.apply(SamplerConfig())
-    results["large"] = sample(20_000, 16.0)
+    results["large"] = sample(20_000, 30.0)
     results["large"]["polls"] = metrics.drain()["rl_accel/sampler/polls"]
     tq.kv_clear(partition_id="train", keys=[f"u{n}" for n in range(1, 20_000)])
 

@@ -164,10 +164,6 @@ def test_small_store_adds_at_most_20_ms(measured):
 
 @pytest.mark.slow
 def test_polling_20000_keys_costs_at_most_5_percent_of_a_core(measured):
-    """CPU time of the sampling process and of the queue's controller, with room for what else they do.
-
-    On a machine where a poll is so dear that stock's own pause of 2 s costs more than that, ours costs what stock costs.
-    """
-    large, stock = measured["large"], measured["large_stock"]
-    assert large["polls"] >= 3
-    assert large["cpu_share"] <= max(0.06, 1.5 * stock["cpu_share"])
+    """CPU time of the sampling process and of the queue's controller, with room for what else they do."""
+    assert measured["large"]["polls"] >= 3
+    assert measured["large"]["cpu_share"] <= 0.06

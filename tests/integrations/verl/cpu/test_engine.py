@@ -9,7 +9,8 @@ from concurrent.futures import wait as wait_for
 import pytest
 import torch
 
-from rl_accel.integrations.verl.cpu.engine import Engine, EngineError
+from rl_accel.integrations.verl.cpu.engine import Engine
+from rl_accel.integrations.verl.cpu.requests import EngineError
 from rl_accel.integrations.verl.cpu.sampling import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0, logprobs=True, ignore_eos=True)
@@ -140,7 +141,7 @@ def test_equal_prompts_are_read_once_until_the_weights_change(model, engine_for)
 def test_aborting_one_request_ends_it_alone(model, engine_for):
     engine = engine_for(model, max_num_seqs=4)
     given = prompts(6)
-    limit = SamplingParams(max_tokens=150, ignore_eos=True, logprobs=True, seed=9)
+    limit = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=True, seed=9)
     expected = [engine.submit("r", p, limit).result(60) for p in given]
     futures = [engine.submit(f"r{i}", p, endless(9) if i in (1, 5) else limit) for i, p in enumerate(given)]
     wait_until(lambda: engine.stats().result(10).running == 4)
@@ -276,6 +277,27 @@ def test_a_closed_engine_ends_its_requests_and_its_thread(model):
     with pytest.raises(EngineError, match="closed"):
         engine.submit("r", [5, 6], GREEDY)
     assert "rl-accel-cpu-engine" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_failure_of_the_engine_itself_reaches_every_caller(make_model, engine_for, monkeypatch):
+    engine = engine_for(make_model(), max_num_seqs=1)
+    futures = [engine.submit(str(i), [5, 6], endless(i)) for i in range(3)]
+    wait_until(lambda: engine.stats().result(10).running == 1)
+    monkeypatch.setattr(engine, "_drop_cancelled", lambda: 1 / 0)
+    for future in futures:
+        with pytest.raises(ZeroDivisionError):
+            future.result(10)
+    with pytest.raises(EngineError, match="closed"):
+        engine.pause()
+
+
+def test_a_control_call_that_is_cancelled_harms_nobody(model, engine_for):
+    engine = engine_for(model)
+    [prompt] = prompts(1)
+    futures = [engine.submit(str(i), prompt, GREEDY) for i in range(8)]
+    for _ in range(20):
+        engine.abort("nobody").cancel()
+    assert {future.result(30).stop_reason for future in futures} == {"completed"}
 
 
 def test_a_model_with_sliding_windows_is_refused(make_model):
