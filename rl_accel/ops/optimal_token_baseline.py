@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rl_accel.ops.compile_numba import compiled
 from rl_accel.ops.groups import LABEL_KINDS, describe, group_rows
-from rl_accel.ops.scan_numba import compiled
 from rl_accel.ops.whiten import is_binary
 from rl_accel.ops.workers import WORKERS, default_threads
 

@@ -8,17 +8,16 @@ composed, and then every chunk runs from its true state. Apart from the outputs 
 taken, unless an argument has to be copied first: half precision, or a last dimension that is not dense.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 from numba import types
 from numba.extending import overload
 
+from rl_accel.ops.compile_numba import compiled
 from rl_accel.ops.inputs import OUTSIDE, Inputs
 from rl_accel.ops.plan import LENGTH, MASK_START, OUT_START, Share, collect, compose, cut, deal, too_long
 from rl_accel.ops.tile_numba import (
@@ -45,17 +44,6 @@ SMALL_TOKENS = 1 << 15
 """Below this one thread is faster than waking others."""
 
 Array = npt.NDArray[Any]
-Kernel = TypeVar("Kernel", bound=Callable[..., Any])
-
-
-def compiled(function: Kernel) -> Kernel:
-    """Compile without the interpreter lock and with plain IEEE arithmetic; keep the machine code on disk where possible."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False}
-    try:
-        jitted: Kernel = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder to cache in: neither beside this file nor in the user's cache
-        jitted = numba.njit(**options)(function)
-    return jitted
 
 
 def gae(inputs: Inputs, gamma: float, lam: float, num_threads: int | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,16 +14,16 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-WIDTH = 8
-VECTORS = 2
-LANES = WIDTH * VECTORS
-BLOCK = 256
+LANES = 8
+BLOCK = 1024
 """Tokens of each sequence held in scratch memory at a time; all lanes of all planes then fit the level-2 cache."""
 PITCH = BLOCK + 16
 """Scratch elements from lane to lane; off a power of two, so that the lanes do not share cache sets."""
 PLANE = LANES * PITCH
-REWARD, VALUE, MASK, OUT = 0, PLANE, 2 * PLANE, 3 * PLANE
-STATE = 4 * PLANE
+REWARD, VALUE, MASK = 0, PLANE, 2 * PLANE
+OUT = REWARD
+"""Results take the place of the rewards, which a tile has read by then: less scratch leaves more cache to what comes next."""
+STATE = 3 * PLANE
 """Where the state is kept: the next values of all lanes, then the running advantages (or returns) of all lanes."""
 SCRATCH = STATE + 2 * LANES
 
@@ -45,8 +45,8 @@ def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
         (2, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]),
     )
     for apart, low, high in rounds:
-        mixed: list[Any] = [None] * WIDTH
-        for base in range(0, WIDTH, 2 * apart):
+        mixed: list[Any] = [None] * LANES
+        for base in range(0, LANES, 2 * apart):
             for i in range(apart):
                 pair = rows[base + i], rows[base + i + apart]
                 mixed[base + 2 * i] = _shuffle(builder, *pair, low)
@@ -65,27 +65,24 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 class _Tile:
     """Loads and stores of the 8 x 8 tile that begins at token ``offset`` of the scratch memory."""
 
-    def __init__(self, context: Any, builder: Any, array_type: Any, array: Any, offset: Any, part: int) -> None:
+    def __init__(self, context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> None:
         self._context, self._builder = context, builder
         self._array_type, self._array, self._offset = array_type, array, offset
-        self._first = part * WIDTH
         self._float = _llvm_float(array_type)
         self._bytes = array_type.dtype.bitwidth // 8
-        self.vector = ir.VectorType(self._float, WIDTH)
+        self.vector = ir.VectorType(self._float, LANES)
 
     def _at(self, index: Any) -> Any:
         return _address(self._context, self._builder, self._array_type, self._array, index, self.vector)
 
     def _state(self, slot: int) -> Any:
-        return self._at(ir.Constant(self._offset.type, STATE + slot * LANES + self._first))
+        return self._at(ir.Constant(self._offset.type, STATE + slot * LANES))
 
     def _lane(self, plane: int, lane: int) -> Any:
-        return self._at(
-            self._builder.add(self._offset, ir.Constant(self._offset.type, plane + (self._first + lane) * PITCH))
-        )
+        return self._at(self._builder.add(self._offset, ir.Constant(self._offset.type, plane + lane * PITCH)))
 
     def load(self, plane: int) -> list[Any]:
-        rows = [self._builder.load(self._lane(plane, lane), align=self._bytes) for lane in range(WIDTH)]
+        rows = [self._builder.load(self._lane(plane, lane), align=self._bytes) for lane in range(LANES)]
         return _transpose(self._builder, rows)
 
     def store(self, plane: int, tokens: list[Any]) -> None:
@@ -100,10 +97,10 @@ class _Tile:
 
     def splat(self, scalar: Any) -> Any:
         vector = self._builder.insert_element(ir.Constant(self.vector, ir.Undefined), scalar, ir.Constant(_INDEX, 0))
-        return _shuffle(self._builder, vector, vector, [0] * WIDTH)
+        return _shuffle(self._builder, vector, vector, [0] * LANES)
 
     def ones(self) -> Any:
-        return ir.Constant(self.vector, [1.0] * WIDTH)
+        return ir.Constant(self.vector, [1.0] * LANES)
 
 
 Codegen = Callable[[Any, Any, Any, Any], Any]
@@ -113,24 +110,21 @@ def _gae_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any, decay:
     """GAE over the tile, from its last token to its first; reads and leaves the state."""
 
     def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        tiles = [_Tile(context, b, signature.args[0], *arguments[:2], part) for part in range(VECTORS)]
-        gamma, decay, ones = tiles[0].splat(arguments[2]), tiles[0].splat(arguments[3]), tiles[0].ones()
-        rewards, values, masks = ([tile.load(plane) for tile in tiles] for plane in (REWARD, VALUE, MASK))
-        next_values, lasts = ([tile.load_state(slot) for tile in tiles] for slot in (0, 1))
-        advantages: list[list[Any]] = [[None] * WIDTH for _ in tiles]
-        for t in reversed(range(WIDTH)):
-            for i in range(VECTORS):
-                value, mask = values[i][t], masks[i][t]
-                skip = b.fsub(ones, mask)
-                delta = b.fsub(b.fadd(rewards[i][t], b.fmul(gamma, next_values[i])), value)
-                candidate = b.fadd(delta, b.fmul(decay, lasts[i]))
-                next_values[i] = b.fadd(b.fmul(value, mask), b.fmul(skip, next_values[i]))
-                lasts[i] = b.fadd(b.fmul(candidate, mask), b.fmul(skip, lasts[i]))
-                advantages[i][t] = lasts[i]
-        for i, tile in enumerate(tiles):
-            tile.store_state(0, next_values[i])
-            tile.store_state(1, lasts[i])
-            tile.store(OUT, advantages[i])
+        tile = _Tile(context, b, signature.args[0], arguments[0], arguments[1])
+        gamma, decay, ones = tile.splat(arguments[2]), tile.splat(arguments[3]), tile.ones()
+        rewards, values, mask = tile.load(REWARD), tile.load(VALUE), tile.load(MASK)
+        next_value, last = tile.load_state(0), tile.load_state(1)
+        advantages: list[Any] = [None] * LANES
+        for t in reversed(range(LANES)):
+            skip = b.fsub(ones, mask[t])
+            delta = b.fsub(b.fadd(rewards[t], b.fmul(gamma, next_value)), values[t])
+            candidate = b.fadd(delta, b.fmul(decay, last))
+            next_value = b.fadd(b.fmul(values[t], mask[t]), b.fmul(skip, next_value))
+            last = b.fadd(b.fmul(candidate, mask[t]), b.fmul(skip, last))
+            advantages[t] = last
+        tile.store_state(0, next_value)
+        tile.store_state(1, last)
+        tile.store(OUT, advantages)
         return context.get_dummy_value()
 
     return types.void(scratch, types.intp, gamma, decay), build
@@ -140,19 +134,17 @@ def _returns_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any) ->
     """Discounted returns over the tile, from its last token to its first; reads and leaves the running value."""
 
     def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        tiles = [_Tile(context, b, signature.args[0], *arguments[:2], part) for part in range(VECTORS)]
-        gamma, ones = tiles[0].splat(arguments[2]), tiles[0].ones()
-        rewards, masks = ([tile.load(plane) for tile in tiles] for plane in (REWARD, MASK))
-        running = [tile.load_state(1) for tile in tiles]
-        returns: list[list[Any]] = [[None] * WIDTH for _ in tiles]
-        for t in reversed(range(WIDTH)):
-            for i in range(VECTORS):
-                candidate = b.fadd(rewards[i][t], b.fmul(gamma, running[i]))
-                returns[i][t] = b.fmul(candidate, masks[i][t])
-                running[i] = b.fadd(returns[i][t], b.fmul(running[i], b.fsub(ones, masks[i][t])))
-        for i, tile in enumerate(tiles):
-            tile.store_state(1, running[i])
-            tile.store(OUT, returns[i])
+        tile = _Tile(context, b, signature.args[0], arguments[0], arguments[1])
+        gamma, ones = tile.splat(arguments[2]), tile.ones()
+        rewards, mask = tile.load(REWARD), tile.load(MASK)
+        running = tile.load_state(1)
+        returns: list[Any] = [None] * LANES
+        for t in reversed(range(LANES)):
+            candidate = b.fadd(rewards[t], b.fmul(gamma, running))
+            returns[t] = b.fmul(candidate, mask[t])
+            running = b.fadd(returns[t], b.fmul(running, b.fsub(ones, mask[t])))
+        tile.store_state(1, running)
+        tile.store(OUT, returns)
         return context.get_dummy_value()
 
     return types.void(scratch, types.intp, gamma), build
@@ -162,11 +154,11 @@ def _stream(typing_context: Any, target: Any, to: Any, source: Any, at: Any) -> 
     """target[to:to+8] = source[at:at+8], past the caches; ``to`` must be a multiple of 8 of a 64-byte aligned array."""
 
     def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        vector = ir.VectorType(_llvm_float(signature.args[0]), WIDTH)
+        vector = ir.VectorType(_llvm_float(signature.args[0]), LANES)
         size = signature.args[0].dtype.bitwidth // 8
         loaded = b.load(_address(context, b, signature.args[2], arguments[2], arguments[3], vector), align=size)
         target_at = _address(context, b, signature.args[0], arguments[0], arguments[1], vector)
-        store = b.store(loaded, target_at, align=size * WIDTH)
+        store = b.store(loaded, target_at, align=size * LANES)
         store.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
         return context.get_dummy_value()
 

@@ -34,11 +34,13 @@ def assert_reached_every_role(run) -> None:
     assert all(states(status, "gae") == {"applied"} for status in run.status_in(WORKER))
 
 
-def assert_sound(run, steps: int) -> None:
+def assert_sound(run, steps: int, on_policy: int | None = None) -> None:
+    """``on_policy`` is how many of the steps train only on samples of the newest weights; None means all."""
     assert len(run.steps) == steps
     assert "dtype mismatch" not in run.log
-    for metrics in run.steps:
+    for metrics in run.steps[:on_policy]:
         assert metrics["training/rollout_probs_diff_max"] < 1e-4
+    for metrics in run.steps:
         assert 0 < metrics["actor/grad_norm"] < 1e4
 
 
@@ -72,7 +74,7 @@ ray.init(address="local", num_cpus=16, num_gpus=1, include_dashboard=False, obje
 rl_accel.enable(gae=True, advantages=True, sampler=True)
 """
     run = train(driver + MAIN, *GRPO, "trainer.v1.trainer_mode=colocate_async")
-    assert_sound(run, steps=2)
+    assert_sound(run, steps=2, on_policy=1)  # later steps of this mode go on with what older weights began
     assert_reached_every_role(run)
     assert run.steps[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
     for metrics in run.steps:
@@ -85,7 +87,10 @@ def test_grpo_on_a_cluster_started_before_any_driver(train, start_ray, probe_env
     far = tmp_path / "far"
     far.mkdir()
     cpu = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
-    address = start_ray(num_cpus=16, num_gpus=1, **cpu, **probe_environment(far))
+    own = {
+        "VERL_FILE_LOGGER_PATH": str(tmp_path / "metrics.jsonl")
+    }  # the trainer process has the environment of the cluster
+    address = start_ray(num_cpus=16, num_gpus=1, **cpu, **own, **probe_environment(far))
     driver = "import rl_accel\nrl_accel.enable(gae=True, advantages=True)\n" + MAIN
     existing = ("~+ray_kwargs.ray_init", "ray_kwargs.ray_init.num_cpus=null", "ray_kwargs.ray_init.num_gpus=null")
     run = train(driver, *GRPO, *existing, f"+ray_kwargs.ray_init.address={address}")
