@@ -23,7 +23,7 @@ $(STAMP): requirements/cpu.txt pyproject.toml
 	@touch $@
 
 ab: $(STAMP)  ## train a small model twice with real verl, stock and accelerated, and report the difference
-	$(BIN)/rl-accel ab examples/verl_ppo_cpu/recipe.yaml --out $(AB_OUT)
+	$(BIN)/rl-accel ab examples/verl_ppo_cpu/recipe.yaml --out $(AB_OUT) --overwrite
 
 test: $(STAMP)  ## every test; under 30 minutes on 2 cores
 	$(BIN)/python -m pytest

@@ -1,9 +1,9 @@
 """Make the tiny model, its tokenizer and the data of this recipe: ``python prepare.py FOLDER``. Seconds, nothing is downloaded.
 
 The task: a prompt such as ``digits kqx`` or ``letters 4b7`` names a kind of character and adds some noise; a response is
-scored by the share of its characters that are of that kind, if it has enough of them (``reward.py``). The model, a Qwen2 of
-0.1 million parameters, is first taught for a few seconds to write mixed text that leans to the kind named, with response
-lengths spread out as those of a real policy are: most short, a few up to the limit.
+scored by the share of its characters that are of that kind (``reward.py``). The model, a Qwen2 of 0.1 million parameters, is
+first taught for a few seconds to write mixed text that leans to the kind named, with response lengths spread out as
+those of a real policy are: most short, a few up to the limit.
 """
 
 import argparse

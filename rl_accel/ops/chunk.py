@@ -29,7 +29,7 @@ def gae(inputs: Inputs, gamma: float, lam: float, chunk_size: int | None) -> tup
         advantages[where] = naive.gae_rows(rewards[where], values[where], mask[where], gamma, lam)
     shape, dtype = inputs.rewards.shape, inputs.rewards.dtype
     returns = advantages + values
-    return advantages.reshape(shape).to(dtype), returns.reshape(shape).to(dtype)
+    return advantages.reshape(shape).to(dtype).contiguous(), returns.reshape(shape).to(dtype).contiguous()
 
 
 def discounted_returns(inputs: Inputs, gamma: float, chunk_size: int | None) -> torch.Tensor:
@@ -41,7 +41,7 @@ def discounted_returns(inputs: Inputs, gamma: float, chunk_size: int | None) -> 
     for row, first, last in _not_finite(returns, inputs):
         where = (slice(row, row + 1), slice(first, last))
         returns[where] = naive.returns_rows(rewards[where], mask[where], gamma)
-    return returns.reshape(inputs.rewards.shape).to(inputs.rewards.dtype)
+    return returns.reshape(inputs.rewards.shape).to(inputs.rewards.dtype).contiguous()
 
 
 def reverse_scan(coefficients: torch.Tensor, terms: torch.Tensor, chunk_size: int | None = None) -> torch.Tensor:

@@ -15,8 +15,8 @@ from numba import types
 from numba.extending import intrinsic
 
 LANES = 8
-BLOCK = 1024
-"""Tokens of each sequence held in scratch memory at a time; all lanes of all planes then fit the level-2 cache."""
+BLOCK = 2048
+"""Tokens of each sequence held in scratch memory at a time: long runs through main memory, all of it in a level-2 cache."""
 PITCH = BLOCK + 16
 """Scratch elements from lane to lane; off a power of two, so that the lanes do not share cache sets."""
 PLANE = LANES * PITCH

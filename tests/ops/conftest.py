@@ -24,7 +24,7 @@ def make_case(seed: int, *, most_rows: int = 40, most_tokens: int = 60) -> Case:
     random = np.random.RandomState(seed)
     rows, tokens = random.randint(1, most_rows), random.randint(2, most_tokens)
     if seed % 25 == 0:
-        tokens += 512 * random.randint(1, 3)
+        tokens += 2048 * random.randint(1, 3)
     scale = 10.0 ** random.choice([-20, -3, 0, 0, 0, 3, 20])
     rewards, values = (torch.from_numpy(random.randn(rows, tokens) * scale).float() for _ in range(2))
     if seed % 3 == 0:

@@ -46,12 +46,13 @@ def test_discounted_returns_have_the_bits_of_verls_function(stock, stores, case,
         assert same_bits(discounted_returns(c.rewards, c.mask, c.gamma, backend="numba"), returns), seed
 
 
+@pytest.mark.slow  # compiles a kernel for each pair
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     "mask_type", [None, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16]
 )
 def test_every_mask_type_gives_the_bits_of_the_loop(dtype, mask_type, case, same_bits):
-    for seed in (1, 2, 25):
+    for seed in (1, 2, 5):
         c = case(seed)
         arguments = (c.rewards.to(dtype), c.values.to(dtype), None if mask_type is None else c.mask.to(mask_type))
         for a, b in zip(
@@ -62,9 +63,12 @@ def test_every_mask_type_gives_the_bits_of_the_loop(dtype, mask_type, case, same
             assert same_bits(a, b)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
-    rows=st.integers(1, 20), tokens=st.integers(1, 1100), threads=st.integers(1, 5), seed=st.integers(0, 2**30)
+    rows=st.integers(1, 20),
+    tokens=st.sampled_from([1, 2, 15, 16, 17, 100, 500, 2047, 2048, 2049, 4200]),
+    threads=st.integers(1, 5),
+    seed=st.integers(0, 2**30),
 )
 def test_fractional_masks_give_the_bits_of_the_loop(rows, tokens, threads, seed, same_bits):
     random = torch.Generator().manual_seed(seed)
@@ -90,9 +94,7 @@ def test_few_long_sequences_cut_in_time_agree_with_the_loop(kind, rates, monkeyp
         mask = None if kind == "none" else mask if kind == "fractions" else mask < 0.8
         assert len(plan.too_long(scan_numba_table(rows, tokens), threads)) == rows
         ours = gae(rewards, values, mask, *rates, backend="numba", num_threads=threads)
-        torch.testing.assert_close(
-            ours, gae(rewards, values, mask, *rates, backend="naive"), rtol=1e-12, atol=1e-10
-        )
+        torch.testing.assert_close(ours, gae(rewards, values, mask, *rates, backend="naive"), rtol=1e-12, atol=1e-10)
         ours = discounted_returns(rewards, mask, rates[0], backend="numba", num_threads=threads)
         loop = discounted_returns(rewards, mask, rates[0], backend="naive")
         torch.testing.assert_close(ours, loop, rtol=1e-12, atol=1e-10)

@@ -19,20 +19,19 @@ def reward(repo):
 @pytest.mark.parametrize(
     ("response", "kind", "score"),
     [
-        ("12" * 50, "digits", 1.0),
-        ("1a" * 50, "digits", 0.5),
-        ("1a" * 50, "letters", 0.5),
-        ("abc?" * 30, "letters", 0.75),
-        ("1" * 6, "digits", 0.25),
+        ("1234", "digits", 1.0),
+        ("1a2b", "digits", 0.5),
+        ("1a2b", "letters", 0.5),
+        ("abc?", "letters", 0.75),
         ("", "digits", 0.0),
     ],
 )
-def test_the_reward_is_the_share_of_the_kind_in_a_response_that_is_long_enough(reward, response, kind, score):
+def test_the_reward_is_the_share_of_the_kind_that_was_asked_for(reward, response, kind, score):
     assert reward.compute_score("", response, kind) == score
 
 
 def test_white_space_counts_for_nothing_and_an_unknown_kind_is_an_error(reward):
-    assert reward.compute_score("", "1 2\n" * 32, "digits") == 1.0
+    assert reward.compute_score("", " 1 2 \n", "digits") == 1.0
     assert reward.compute_score("", " \n", "digits") == 0.0
     with pytest.raises(ValueError, match="digits, letters, found 'vowels'"):
         reward.compute_score("", "a", "vowels")

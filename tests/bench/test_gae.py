@@ -1,0 +1,80 @@
+"""The benchmark command: right contestants get numbers, a wrong one gets none and makes it fail."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from rl_accel.bench import gae as bench
+from rl_accel.bench.contestants import Contestant, contestants
+from rl_accel.bench.measure import interleaved, peak_extra_bytes
+
+
+def test_prints_table_goals_and_files(tmp_path):
+    done = CliRunner().invoke(bench.bench_gae, ["--quick", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "correct: rl-accel numba equals the loop bit for bit" in done.output
+    found = json.loads((tmp_path / "gae.json").read_text())
+    assert [(row["batch"], row["tokens"]) for row in found["shapes"]] == list(bench.QUICK)
+    assert all(row["seconds"]["plain copy"]["median"] > 0 for row in found["shapes"])
+    assert all(row["peak_extra_bytes"] for row in found["shapes"])
+    assert (tmp_path / "gae.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_contestant_gets_no_number(monkeypatch):
+    wrong = Contestant("off by one bit", lambda inputs: (inputs[0], inputs[1]), masked=True)
+    monkeypatch.setattr(bench, "contestants", lambda device: [*contestants(device), wrong])
+    done = CliRunner().invoke(bench.bench_gae, ["--batch", "2", "--tokens", "64"])
+    assert done.exit_code == 1
+    assert "WRONG: off by one bit" in done.output
+    table = done.output.split("milliseconds")[1]
+    assert "off by one bit" not in table
+
+
+def test_says_in_one_sentence_whether_it_is_worth_it():
+    done = CliRunner().invoke(bench.bench_gae, ["--batch", "4", "--tokens", "2048"])
+    assert done.exit_code == 0, done.output
+    assert done.output.count("4 x 2048: ") == 1
+
+
+def test_the_verdict_follows_the_numbers():
+    def row(loop, ours):
+        seconds = {"verl's loop": {"median": loop}, "rl-accel numba": {"median": ours}}
+        return {"batch": 2, "tokens": 3, "seconds": seconds}
+
+    assert "worth it, every step saves 1.90 s" in bench.verdict(row(2.0, 0.1))
+    assert "hard to notice" in bench.verdict(row(0.010, 0.001))
+    assert "not worth it" in bench.verdict(row(0.001, 0.002))
+
+
+@pytest.mark.parametrize("arguments", [["--batch", "4"], ["--tokens", "4"], ["--batch", "0", "--tokens", "1"]])
+def test_wrong_options_are_refused(arguments):
+    assert CliRunner().invoke(bench.bench_gae, arguments).exit_code == 2
+
+
+def test_a_device_that_is_not_here_is_refused():
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    done = CliRunner().invoke(bench.bench_gae, ["--device", "cuda"])
+    assert done.exit_code == 2
+    assert "no CUDA device" in done.output
+
+
+def test_memory_is_measured_at_its_highest():
+    def grow():
+        temporary = torch.ones(64 << 20, dtype=torch.uint8)
+        return temporary[:1].clone()
+
+    peak = peak_extra_bytes(grow)
+    assert peak is not None
+    assert 60 << 20 < peak < 90 << 20
+
+
+def test_a_slow_function_is_not_called_again_and_again():
+    import time
+
+    calls = []
+    timings = interleaved({"slow": lambda: (calls.append(1), time.sleep(0.05))}, budget_s=0.01)
+    assert len(calls) == 1
+    assert timings["slow"].runs == 1
