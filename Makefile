@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.ready
+PIP    := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check
+READY  := $(VENV)/.ready
+DEV    := $(VENV)/.ready-dev
 AB_OUT ?= out/ab
 
 export RAY_USAGE_STATS_ENABLED = 0
@@ -13,30 +15,34 @@ export TOKENIZERS_PARALLELISM = false
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-setup: $(STAMP)  ## build the pinned CPU environment in .venv
+setup: $(DEV)  ## build the pinned CPU environment in .venv
 # torch first and alone: with it in place no other package pulls the CUDA build of several gigabytes
-$(STAMP): requirements/cpu.txt pyproject.toml
+$(READY): requirements/cpu.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(PIP) torch==2.13.0
+	$(PIP) --no-deps -r requirements/cpu.txt
+	$(PIP) --no-deps --editable .
 	@touch $@
 
-ab: $(STAMP)  ## train a small model twice with real verl, stock and accelerated, and report the difference
+$(DEV): requirements/dev.txt $(READY)
+	$(PIP) --no-deps -r requirements/dev.txt
+	@touch $@
+
+ab: $(READY)  ## train a small model twice with real verl, stock and accelerated, and report the difference
 	$(BIN)/rl-accel ab examples/verl_ppo_cpu/recipe.yaml --out $(AB_OUT) --overwrite
 
-test: $(STAMP)  ## every test; under 30 minutes on 2 cores
+test: $(DEV)  ## every test; under 30 minutes on 2 cores
 	$(BIN)/python -m pytest
 
-test-fast: $(STAMP)  ## the quick subset; under 2 minutes
+test-fast: $(DEV)  ## the quick subset; under 2 minutes
 	$(BIN)/python -m pytest -m "not slow and not e2e"
 
-check: $(STAMP)  ## ruff and mypy
+check: $(DEV)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## GAE kernels side by side: table, PNG and JSON
+bench: $(READY)  ## GAE kernels side by side: table, PNG and JSON
 	$(BIN)/rl-accel bench gae --out out/bench
 
 clean:  ## remove what the targets above made, the environment included
