@@ -2,14 +2,13 @@
 
 import importlib
 import importlib.metadata
-import importlib.util
 import platform
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rl_accel import __version__
 from rl_accel.errors import PatchRefused
-from rl_accel.features import FEATURES
+from rl_accel.features import FEATURES, is_installed
 
 DISTRIBUTIONS = ("torch", "numba", "triton", "ray", "verl", "TransferQueue", "slime", "transformers", "omegaconf")
 
@@ -50,7 +49,7 @@ def diagnose() -> Diagnosis:
 def _check_feature(feature: Any) -> list[Check]:
     checks = []
     for framework, modules in feature.patches.items():
-        if importlib.util.find_spec(framework) is None:
+        if not is_installed(framework):
             checks.append(Check(feature.name, framework, "absent", f"{framework} is not installed"))
             continue
         for module in modules:

@@ -1,5 +1,7 @@
 """Which features exist, what each may change, and by name (never by import) which patches carry it out."""
 
+import importlib.util
+import sys
 from dataclasses import dataclass
 
 
@@ -44,3 +46,13 @@ FEATURES: tuple[Feature, ...] = (
         patches={"verl": ("rl_accel.patches.verl.sampler",)},
     ),
 )
+
+
+def is_installed(framework: str) -> bool:
+    """Whether the package ``framework`` can be imported here; does not import it."""
+    if framework in sys.modules:
+        return True
+    try:
+        return importlib.util.find_spec(framework) is not None
+    except (ImportError, ValueError):
+        return False

@@ -5,12 +5,9 @@ There is one :class:`Runtime` a process, behind :func:`rl_accel.enable`, :func:`
 """
 
 import importlib
-import importlib.metadata
-import importlib.util
 import json
 import logging
 import os
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +15,7 @@ from typing import Any
 
 from rl_accel import config as cfg
 from rl_accel.errors import ConfigError, PatchRefused, RlAccelError
-from rl_accel.features import FEATURES, Feature
+from rl_accel.features import FEATURES, Feature, is_installed
 from rl_accel.state import FeatureStatus, PatchStatus, Status
 
 logger = logging.getLogger("rl_accel")
@@ -55,6 +52,7 @@ class Runtime:
         self._lock = threading.RLock()
         self._layers: dict[str, dict[str, Any]] = {}
         self._slots: dict[str, _Slot] = {}
+        self._warned: set[str] = set()
 
     # -- flags ---------------------------------------------------------------------------------------------------
 
@@ -128,7 +126,7 @@ class Runtime:
             named = settings.enable is True
             if not (named or (settings.enable is None and config.auto and feature.lossless)):
                 continue
-            present = [name for name in feature.patches if _is_installed(name)]
+            present = [name for name in feature.patches if is_installed(name)]
             if named and not present:
                 raise PatchRefused(
                     f"{feature.name} was asked for, but none of {', '.join(feature.patches)} is installed here"
@@ -166,7 +164,9 @@ class Runtime:
                 if slot.named:
                     self._revert_others(slot)
                     raise
-                logger.warning("rl-accel: %s stays off: %s", slot.patch.name, error)
+                if slot.refusal not in self._warned:  # one warning, also when a later call brings the patch up again
+                    self._warned.add(slot.refusal)
+                    logger.warning("rl-accel: %s stays off: %s", slot.patch.name, error)
 
     def _revert_others(self, refused: _Slot) -> None:
         for slot in self._slots.values():
@@ -205,15 +205,6 @@ class Runtime:
             return Status(
                 pid=os.getpid(), sources=tuple(s for s in _PRECEDENCE if s in self._layers), features=tuple(features)
             )
-
-
-def _is_installed(framework: str) -> bool:
-    if framework in sys.modules:
-        return True
-    try:
-        return importlib.util.find_spec(framework) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 RUNTIME = Runtime()

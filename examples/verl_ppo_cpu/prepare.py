@@ -102,8 +102,8 @@ def teach(network: Qwen2ForCausalLM, tok: PreTrainedTokenizerFast, rng: random.R
     named = {kind: torch.tensor(tok.convert_tokens_to_ids(sorted(KINDS[kind]))) for kind in KINDS}
     other = {kind: torch.tensor(tok.convert_tokens_to_ids(sorted(set(ALPHABET) - KINDS[kind]))) for kind in KINDS}
 
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=steps)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=steps)
     loss = torch.zeros(())
     for _ in range(steps):
         ids = torch.full((rows, width), tok.pad_token_id)

@@ -42,8 +42,7 @@ def deal(table: Array, states: Array, threads: int, lanes: int) -> list[Share]:
         return []
     rows = rows[np.argsort(-table[rows, LENGTH], kind="stable")]
     rounds = -(-len(rows) // (threads * lanes))
-    width = -(-len(rows) // (rounds * threads))
-    groups = [rows[i : i + width] for i in range(0, len(rows), width)]
+    groups = np.array_split(rows, min(rounds * threads, len(rows)))
     piles: list[list[Array]] = [[] for _ in range(min(threads * SHARES_PER_THREAD, len(groups)))]
     for index, group in enumerate(groups):
         piles[index % len(piles)].append(group)

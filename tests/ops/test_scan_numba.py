@@ -21,26 +21,22 @@ def stock():
     return core_algos
 
 
-@pytest.fixture(params=["cached stores", "streamed stores"])
-def stores(request, monkeypatch):
-    if request.param == "streamed stores":
-        monkeypatch.setattr(scan_numba, "STREAM_BYTES", 0)
-
-
-def test_gae_has_the_bits_of_verls_function(stock, stores, case, same_bits):
+def test_gae_has_the_bits_of_verls_function(stock, case, same_bits, monkeypatch):
     from verl.utils.torch_functional import masked_whiten
 
     for seed in range(CASES):
         c = case(seed)
+        monkeypatch.setattr(scan_numba, "STREAM_BYTES", 0 if seed % 2 else 1 << 40)
         whitened, returns = stock.compute_gae_advantage_return(c.rewards, c.values, c.mask, c.gamma, c.lam)
         ours, our_returns = gae(c.rewards, c.values, c.mask, c.gamma, c.lam, backend="numba", num_threads=1 + seed % 3)
         assert same_bits(our_returns, returns), seed
         assert same_bits(masked_whiten(ours, c.mask), whitened), seed
 
 
-def test_discounted_returns_have_the_bits_of_verls_function(stock, stores, case, same_bits):
+def test_discounted_returns_have_the_bits_of_verls_function(stock, case, same_bits, monkeypatch):
     for seed in range(CASES):
         c = case(seed)
+        monkeypatch.setattr(scan_numba, "STREAM_BYTES", 0 if seed % 2 else 1 << 40)
         config = SimpleNamespace(gamma=c.gamma)
         _, returns = stock.compute_reinforce_plus_plus_outcome_advantage(c.rewards, c.mask, config=config)
         assert same_bits(discounted_returns(c.rewards, c.mask, c.gamma, backend="numba"), returns), seed
@@ -63,10 +59,10 @@ def test_every_mask_type_gives_the_bits_of_the_loop(dtype, mask_type, case, same
             assert same_bits(a, b)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     rows=st.integers(1, 20),
-    tokens=st.sampled_from([1, 2, 15, 16, 17, 100, 500, 2047, 2048, 2049, 4200]),
+    tokens=st.sampled_from([1, 2, 15, 16, 17, 100, 500, 2047, 2048, 2049]),
     threads=st.integers(1, 5),
     seed=st.integers(0, 2**30),
 )
@@ -88,16 +84,17 @@ def test_fractional_masks_give_the_bits_of_the_loop(rows, tokens, threads, seed,
 def test_few_long_sequences_cut_in_time_agree_with_the_loop(kind, rates, monkeypatch):
     monkeypatch.setattr(plan, "LEAST_CHUNK", 64)
     torch.manual_seed(7)
-    for rows, tokens, threads in ((1, 128, 2), (1, 3001, 3), (3, 1000, 4), (2, 5000, 16)):
-        rewards, values = (torch.randn(rows, tokens, dtype=torch.float64) for _ in range(2))
+    for rows, tokens, threads in ((1, 128, 2), (1, 1501, 3), (3, 700, 4), (2, 1000, 16)):
+        rewards, values = torch.randn(rows, tokens), torch.randn(rows, tokens)
         mask = torch.rand(rows, tokens)
-        mask = None if kind == "none" else mask if kind == "fractions" else mask < 0.8
+        mask = {"none": None, "bits": (mask < 0.8).long(), "fractions": mask}[kind]
         assert len(plan.too_long(scan_numba_table(rows, tokens), threads)) == rows
-        ours = gae(rewards, values, mask, *rates, backend="numba", num_threads=threads)
-        torch.testing.assert_close(ours, gae(rewards, values, mask, *rates, backend="naive"), rtol=1e-12, atol=1e-10)
-        ours = discounted_returns(rewards, mask, rates[0], backend="numba", num_threads=threads)
-        loop = discounted_returns(rewards, mask, rates[0], backend="naive")
-        torch.testing.assert_close(ours, loop, rtol=1e-12, atol=1e-10)
+        exact = gae(rewards.double(), values.double(), mask, *rates, backend="naive")
+        for a, b in zip(gae(rewards, values, mask, *rates, backend="numba", num_threads=threads), exact, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-6 * float(b.abs().max()))
+        a = discounted_returns(rewards, mask, rates[0], backend="numba", num_threads=threads)
+        b = discounted_returns(rewards.double(), mask, rates[0], backend="naive")
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-6 * float(b.abs().max()))
 
 
 def scan_numba_table(rows: int, tokens: int):
