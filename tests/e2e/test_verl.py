@@ -60,6 +60,8 @@ def test_gae_enabled_in_a_script_and_ray_started_by_verl(train):
 GRPO = (
     "algorithm.adv_estimator=grpo",
     "actor_rollout_ref.rollout.n=4",
+    "data.train_batch_size=16",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",  # one update a step: at the first the policy still is the reference
     "actor_rollout_ref.actor.use_kl_loss=True",
     "actor_rollout_ref.ref.fsdp_config.strategy=fsdp2",
     "actor_rollout_ref.ref.strategy=fsdp2",
