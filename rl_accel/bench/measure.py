@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,51 +13,60 @@ import torch
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one contestant: the median, the extremes and how often it ran."""
+    """Seconds of one contestant: the median, the extremes and how often it ran; and what memory its first call took."""
 
     median: float
     fastest: float
     slowest: float
     runs: int
+    peak_extra_bytes: int | None
 
 
-def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float, most: int = 9) -> dict[str, Timing]:
+def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float, most: int = 7) -> dict[str, Timing]:
     """Time ``functions`` in turn, round after round, so that a change of the machine's speed meets all of them.
 
-    Each is called once beforehand, uncounted. One that has used ``budget_s`` seconds sits out later rounds; every one is
-    counted at least twice, unless a single call takes longer than ``budget_s``.
+    Each is called once beforehand to see what memory it takes, uncounted. One that has used ``budget_s`` seconds sits out
+    later rounds; a call that takes longer than that is counted although it was the first, and not repeated.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    spent = dict.fromkeys(functions, 0.0)
+    spent: dict[str, float] = {}
+    peaks: dict[str, int | None] = {}
     for name, function in functions.items():
-        spent[name] += _once(function)
-        if spent[name] > budget_s:
-            seconds[name].append(spent[name])
+        first: list[float] = []
+        peaks[name] = peak_extra_bytes(partial(_once, function, first))
+        spent[name] = first[0]
+        if first[0] > budget_s:
+            seconds[name] = first
     for _ in range(most):
         for name, function in functions.items():
             if spent[name] <= budget_s:
-                taken = _once(function)
-                spent[name] += taken
-                seconds[name].append(taken)
+                _once(function, seconds[name])
+                spent[name] += seconds[name][-1]
     return {
-        name: Timing(statistics.median(found), min(found), max(found), len(found)) for name, found in seconds.items()
+        name: Timing(statistics.median(found), min(found), max(found), len(found), peaks[name])
+        for name, found in seconds.items()
     }
 
 
 def peak_extra_bytes(function: Callable[[], Any]) -> int | None:
-    """Call ``function`` and return by how much it raised this process's memory at its highest, its result included.
+    """Call ``function`` and return by how much it raised the memory in use at its highest, its result included.
 
-    On Linux, from the kernel's own high-water mark; None where that cannot be reset.
+    With a CUDA device, that of the device as torch counts it; else this process's, from the kernel's high-water mark, or None
+    where that cannot be reset.
     """
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        return torch.cuda.max_memory_allocated() - before
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
+        function()
         return None
     before = _status("VmRSS")
-    result = function()
-    peak = _status("VmHWM")
-    del result
-    return max(peak - before, 0)
+    function()
+    return max(_status("VmHWM") - before, 0)
 
 
 def available_bytes() -> int:
@@ -74,11 +84,10 @@ def _status(field: str) -> int:
     raise OSError(f"/proc/self/status has no {field}")
 
 
-def _once(function: Callable[[], Any]) -> float:
+def _once(function: Callable[[], Any], seconds: list[float]) -> None:
     started = time.perf_counter()
     result = function()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    taken = time.perf_counter() - started
+    seconds.append(time.perf_counter() - started)
     del result
-    return taken

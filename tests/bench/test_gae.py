@@ -11,6 +11,7 @@ from rl_accel.bench.contestants import Contestant, contestants
 from rl_accel.bench.measure import interleaved, peak_extra_bytes
 
 
+@pytest.mark.slow
 def test_prints_table_goals_and_files(tmp_path):
     done = CliRunner().invoke(bench.bench_gae, ["--quick", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
@@ -18,10 +19,13 @@ def test_prints_table_goals_and_files(tmp_path):
     found = json.loads((tmp_path / "gae.json").read_text())
     assert [(row["batch"], row["tokens"]) for row in found["shapes"]] == list(bench.QUICK)
     assert all(row["seconds"]["plain copy"]["median"] > 0 for row in found["shapes"])
-    assert all(row["peak_extra_bytes"] for row in found["shapes"])
+    last = found["shapes"][-1]
+    assert all(timing["peak_extra_bytes"] is not None for timing in last["seconds"].values())
+    assert last["seconds"]["rl-accel numba"]["peak_extra_bytes"] < 1.5 * last["output_bytes"]
     assert (tmp_path / "gae.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_wrong_contestant_gets_no_number(monkeypatch):
     wrong = Contestant("off by one bit", lambda inputs: (inputs[0], inputs[1]), masked=True)
     monkeypatch.setattr(bench, "contestants", lambda device: [*contestants(device), wrong])
@@ -32,6 +36,7 @@ def test_a_wrong_contestant_gets_no_number(monkeypatch):
     assert "off by one bit" not in table
 
 
+@pytest.mark.slow
 def test_says_in_one_sentence_whether_it_is_worth_it():
     done = CliRunner().invoke(bench.bench_gae, ["--batch", "4", "--tokens", "2048"])
     assert done.exit_code == 0, done.output
@@ -69,6 +74,13 @@ def test_memory_is_measured_at_its_highest():
     peak = peak_extra_bytes(grow)
     assert peak is not None
     assert 60 << 20 < peak < 90 << 20
+
+
+def test_a_contestant_that_would_take_too_long_is_left_out_and_said_so():
+    row = {"batch": 2, "tokens": 1000, "seconds": {"slow": {"median": 1.0}}}
+    assert bench._expected("slow", (2, 100_000), [row]) == pytest.approx(100.0)
+    assert bench._expected("slow", (1, 10), [row]) == 0.0
+    assert bench._expected("new", (2, 100_000), [row]) == 0.0
 
 
 def test_a_slow_function_is_not_called_again_and_again():
