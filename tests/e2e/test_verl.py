@@ -142,6 +142,6 @@ def test_the_shipped_recipe_gives_identical_rewards(repo, tmp_path, clean_enviro
     assert {run["status"] for run in summary["runs"]} == {"done"}, done.stdout[-3000:]
     assert (out / "report.html").stat().st_size > 10_000
     checks = {check["name"]: check for check in summary["checks"]}
-    assert checks["identical"]["ok"], checks["identical"]
-    assert checks["rollout_probs_diff"]["ok"]
-    assert checks["forbidden_log"]["ok"]
+    assert checks["identical"]["status"] == "green", checks["identical"]
+    assert checks["rollout_probs_diff"]["status"] == "green", checks["rollout_probs_diff"]
+    assert checks["forbidden_log"]["status"] == "green", checks["forbidden_log"]
