@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+LEAST, ONCE_S = 3, 2.0
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -25,8 +27,9 @@ class Timing:
 def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float, most: int = 7) -> dict[str, Timing]:
     """Time ``functions`` in turn, round after round, so that a change of the machine's speed meets all of them.
 
-    Each is called once beforehand to see what memory it takes, uncounted. One that has used ``budget_s`` seconds sits out
-    later rounds; a call that takes longer than that is counted although it was the first, and not repeated.
+    Each is called once beforehand to see what memory it takes, uncounted, and at least LEAST times after that. One that has
+    used ``budget_s`` seconds then sits out later rounds. A call that takes longer than both that and ONCE_S is counted although
+    it was the first, and not repeated.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     spent: dict[str, float] = {}
@@ -35,11 +38,12 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float, mos
         first: list[float] = []
         peaks[name] = peak_extra_bytes(partial(_once, function, first))
         spent[name] = first[0]
-        if first[0] > budget_s:
+        if first[0] > max(budget_s, ONCE_S):
             seconds[name] = first
-    for _ in range(most):
+    once = {name for name, found in seconds.items() if found}
+    for turn in range(most):
         for name, function in functions.items():
-            if spent[name] <= budget_s:
+            if name not in once and (turn < LEAST or spent[name] <= budget_s):
                 _once(function, seconds[name])
                 spent[name] += seconds[name][-1]
     return {

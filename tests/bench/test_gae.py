@@ -83,10 +83,19 @@ def test_a_contestant_that_would_take_too_long_is_left_out_and_said_so():
     assert bench._expected("new", (2, 100_000), [row]) == 0.0
 
 
-def test_a_slow_function_is_not_called_again_and_again():
+def test_how_often_a_function_is_called_depends_on_how_long_it_takes(monkeypatch):
     import time
 
-    calls = []
-    timings = interleaved({"slow": lambda: (calls.append(1), time.sleep(0.05))}, budget_s=0.01)
-    assert len(calls) == 1
-    assert timings["slow"].runs == 1
+    from rl_accel.bench import measure
+
+    monkeypatch.setattr(measure, "ONCE_S", 0.2)
+    calls = {"quick": 0, "middling": 0, "slow": 0}
+
+    def call(name, seconds):
+        calls[name] += 1
+        time.sleep(seconds)
+
+    functions = {name: lambda n=name, s=s: call(n, s) for name, s in (("quick", 0), ("middling", 0.1), ("slow", 0.3))}
+    timings = interleaved(functions, budget_s=0.15, most=5)
+    assert calls == {"quick": 6, "middling": 1 + measure.LEAST, "slow": 1}
+    assert {name: timing.runs for name, timing in timings.items()} == {"quick": 5, "middling": 3, "slow": 1}
