@@ -6,6 +6,8 @@ PIP    := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check
 READY  := $(VENV)/.ready
 DEV    := $(VENV)/.ready-dev
 AB_OUT ?= out/ab
+# Two files at a time, in the order of their names, so that the long end-to-end tests begin early.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 export RAY_USAGE_STATS_ENABLED = 0
 export HF_HUB_OFFLINE = 1
@@ -32,10 +34,10 @@ ab: $(READY)  ## train a small model twice with real verl, stock and accelerated
 	$(BIN)/rl-accel ab examples/verl_ppo_cpu/recipe.yaml --out $(AB_OUT) --overwrite
 
 test: $(DEV)  ## every test; under 30 minutes on 2 cores
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-fast: $(DEV)  ## the quick subset; under 2 minutes
-	$(BIN)/python -m pytest -m "not slow and not e2e"
+	$(PYTEST) -m "not slow and not e2e"
 
 check: $(DEV)  ## ruff and mypy
 	$(BIN)/ruff check .
