@@ -22,7 +22,7 @@ GOAL_SHAPES = ((256, 32768), (256, 131072))
 GOALS = ((LOOP, 60.0), (CHUNK_128, 4.0))
 COPY_GOAL = 1.5
 COPY, IN_PLACE = "plain copy", "copy in place"
-"""The floor: ``clone()``, which returns new memory as every contestant does. The other, into memory in use before, is for information."""
+"""The floor: ``clone()``, into new memory, where every contestant returns its results. In place: into memory in use before."""
 LONGEST_S = 20.0
 """A contestant expected to take longer for one call is left out, unless a goal needs its time."""
 GAMMA, LAM = 0.99, 0.95
