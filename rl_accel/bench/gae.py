@@ -257,7 +257,7 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
         points = [(row["tokens"], _median(row, name)) for row in chosen if name in row["seconds"]]
         lines = {COPY: "--", IN_PLACE: ":"}
         style: dict[str, Any] = {"linestyle": lines[name], "color": "black"} if name in lines else {"marker": "o"}
-        axes.plot(*zip(*points, strict=True), label=f"{name} (floor)" if name == COPY else name, **style)
+        axes.plot(*zip(*points, strict=True), label=name, **style)
     axes.set(xscale="log", yscale="log", xlabel="tokens T", ylabel="seconds", title=f"GAE over [{batch}, T]")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
