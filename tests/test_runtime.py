@@ -91,6 +91,7 @@ def test_a_bare_enable_is_automatic_and_explicit_names_are_exact(fake_verl, pyth
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_new_settings_reach_an_applied_patch(fake_verl, python):
     done = python("""
         import rl_accel
@@ -133,6 +134,7 @@ def test_by_name_a_changed_verl_stops_with_one_clear_error(fake_verl, python, ch
     assert len(done.stdout.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_by_name_a_changed_verl_fails_the_import_when_enabled_before(fake_verl, python):
     fake_verl(*CHANGED_SIGNATURE)
     done = python(
@@ -212,6 +214,7 @@ def test_status_is_plain_data_and_readable(fake_verl, python):
     assert any("waiting" in line and "verl.gae" in line for line in text)
 
 
+@pytest.mark.slow
 def test_an_upstream_that_lacks_a_part_is_one_warning_or_one_error(fake_verl, python, tmp_path):
     (tmp_path / "verl" / "utils" / "torch_functional.py").unlink()
     fake_verl("import verl.utils.torch_functional as verl_F", "verl_F = None")

@@ -15,6 +15,7 @@ def verl():
     return pytest.importorskip("verl.trainer.ppo.core_algos")
 
 
+@pytest.mark.slow
 def test_every_estimator_is_compared_and_left_as_it_was(verl, tmp_path):
     before = dict(verl.ADV_ESTIMATOR_REGISTRY)
     path = tmp_path / "deep" / "outcome.json"

@@ -140,6 +140,7 @@ def test_calls_from_many_threads_at_once_do_not_disturb_each_other(case, same_bi
         assert all(pool.map(call, range(200)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_works_in_a_forked_child_after_the_parent_used_its_threads(python):
     done = python(

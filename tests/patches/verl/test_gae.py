@@ -239,6 +239,7 @@ def test_a_kernel_that_cannot_take_verls_tensors_is_refused():
     assert PATCH.state() is PatchState.PENDING
 
 
+@pytest.mark.slow
 def test_importable_without_verl(python):
     done = python(
         """

@@ -237,6 +237,7 @@ def test_an_old_verl_is_refused(core_algos, monkeypatch):
             patch.check()
 
 
+@pytest.mark.slow
 def test_patch_files_import_without_verl(python):
     result = python(
         f"""

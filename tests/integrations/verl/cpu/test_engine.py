@@ -62,6 +62,7 @@ def test_sampled_logprobs_are_those_of_the_distribution_at_the_temperature(model
         assert len(generation.token_ids) == 60 or generation.token_ids[-1] == 4
 
 
+@pytest.mark.slow
 def test_a_request_gives_the_same_bits_whatever_shares_its_batch(model, engine_for):
     engine = engine_for(model, max_num_seqs=16)
     rng = random.Random(3)
