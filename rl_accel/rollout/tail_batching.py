@@ -245,6 +245,8 @@ class TailBatching(Rounds):
         prompt = self._pool.unsettled.get(group.prompt_id)
         if prompt is None or not prompt.awaits_verdict or tuple(prompt.generated) != group.response_ids:
             return None
+        if prompt.id not in self._pool.lane_of(prompt).active:
+            return None
         prompt.awaits_verdict = False
         return prompt
 

@@ -232,6 +232,7 @@ def test_a_verdict_on_an_older_attempt_is_ignored():
     host.complete("1:0", "1:1")
     first, second = (check.group for check in host.of(CheckGroup))
     host.take(host.core.group_kept(first, 0.0))
+    assert host.core.group_rejected(second, 0.0) == [], "it was cut off"
     host.acknowledge()
     host.begin().complete("1:1")
     assert host.core.group_rejected(second, 0.0) == []
