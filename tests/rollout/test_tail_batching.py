@@ -311,6 +311,22 @@ def test_the_last_rounds_ignore_quotas_rather_than_lose_prompts():
     assert sorted(host.trained()) == ["m0", "m1"]
 
 
+def test_a_domain_that_runs_out_in_a_round_gives_its_place_to_another():
+    quotas = {"math": 1, "code": 1}
+    host = Host(P0=2, R0=1, data=None, domain_quotas=quotas, prompt_ratio=1.0, response_ratio=1.0, filter_groups=True)
+    host.take(host.core.offer(["m0", "m1"], 0.0, domain="math"))
+    host.take(host.core.offer(["c0"], 0.0, domain="code"))
+    host.begin().complete("c0", "m0")
+    code, maths = (check.group for check in host.of(CheckGroup))
+    host.take(host.core.group_kept(maths, 0.0))
+    host.take(host.core.group_rejected(code, 0.0))
+    assert host.log[-1] == RequestPrompts({"code": 1})
+    host.take(host.core.data_exhausted(0.0))
+    host.complete("m1")
+    host.take(host.core.group_kept(host.of(CheckGroup)[-1].group, 0.0))
+    assert host.trained() == ["m0", "m1"]
+
+
 def test_a_domain_without_quota_is_refused():
     host = Host(P0=2, R0=1, domain_quotas={"math": 1, "code": 1})
     with pytest.raises(ValueError, match="domain must be one of math, code, found 'logic'"):
