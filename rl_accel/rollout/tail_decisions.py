@@ -1,0 +1,162 @@
+"""What tail batching tells its host to do. Plain data: the host acts on each decision, in the order given."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+RoundKind = Literal["short", "long", "final"]
+"""short: more prompts and responses than needed, the first ones win. long: deferred prompts, no surplus. final: what is
+left once the data is exhausted, no surplus."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A prompt and its R0 responses, in the order in which their generation finished."""
+
+    prompt_id: str
+    response_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPrompts:
+    """Offer at least ``counts[domain]`` new prompts (the only domain is ``""`` without quotas), or report that the data
+    is exhausted. A later request replaces an earlier one."""
+
+    counts: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStarted:
+    """A round begins: ``prompts`` are launched at once with ``responses`` each, as the launches that follow say."""
+
+    number: int
+    kind: RoundKind
+    prompts: int
+    responses: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Start these responses of the prompt with the current weights. For a prompt that is already under way they replace
+    failed ones."""
+
+    prompt_id: str
+    response_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Stop these responses wherever they are (generating, with the judge, scored), drop what they left in any buffer, and
+    acknowledge each of them. The prompt itself stays: it may be launched again in a later round."""
+
+    prompt_id: str
+    response_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckGroup:
+    """All responses of the group are scored: answer with ``group_kept`` or ``group_rejected``."""
+
+    group: Group
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFailed:
+    """Responses failed again after their last retry, and too few are left. The prompt will not be trained: log it."""
+
+    prompt_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """The batch: exactly P0 groups of exactly R0 responses. Train on it; the core counts these prompts as trained."""
+
+    number: int
+    kind: RoundKind
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EpochSettled:
+    """Every prompt of an ended epoch is trained, rejected or failed; nothing of it is deferred any more."""
+
+    epoch: int
+    trained: int
+    rejected: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundMetrics:
+    """One round in numbers. ``None``: not known (yet).
+
+    Attributes:
+        number: 1 for the first round of a run.
+        kind: short, long or final.
+        prompt_ratio: prompts launched at the start over P0.
+        rollout_seconds: from the first launch to the batch (or to giving the round up).
+        seconds_saved: estimated seconds that a round of P0 prompts that waits for every response would have taken,
+            less ``rollout_seconds``. Long rounds pay back, so they are often below zero: add up all rounds.
+        queue_length: deferred prompts that wait for a long round, after this one.
+        oldest_deferral_rounds: rounds since the oldest of the deferred prompts was first deferred.
+        prompts_admitted: launched in this round, refills included.
+        prompts_trained: P0, or 0 for a round that could not be filled.
+        prompts_deferred: cut off in this round.
+        prompts_rejected: dropped by the filter.
+        prompts_failed: dropped after their last retry.
+        responses_cancelled: cut off, whether surplus of a trained prompt or of a prompt that was cut off as a whole.
+        responses_failed: reported as failed, retried or not.
+        wasted_token_share: tokens of cancelled and failed responses over all tokens generated. Groups that the filter
+            rejects are not counted as waste.
+        accepted_tokens_mean: mean length of the trained responses of prompts that also had responses cancelled.
+        cancelled_tokens_mean: mean length at which the cancelled responses of the same prompts were cut off, so a lower
+            bound of how long they would have become. Both are means over prompts of the mean within the prompt; their
+            distance is the length bias of preferring the first R0.
+    """
+
+    number: int
+    kind: RoundKind
+    prompt_ratio: float
+    rollout_seconds: float
+    seconds_saved: float | None
+    queue_length: int
+    oldest_deferral_rounds: int
+    prompts_admitted: int
+    prompts_trained: int
+    prompts_deferred: int
+    prompts_rejected: int
+    prompts_failed: int
+    responses_cancelled: int
+    responses_failed: int
+    wasted_token_share: float
+    accepted_tokens_mean: float | None
+    cancelled_tokens_mean: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnded:
+    """Every cancelled response is acknowledged; the next round may begin. No batch came before it if the round could
+    not be filled (prompts were rejected or failed after the data was exhausted)."""
+
+    metrics: RoundMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The data is exhausted and fewer than P0 prompts are left. They stay in the queue: offer more to go on."""
+
+    remainder: tuple[str, ...]
+
+
+Decision = (
+    RequestPrompts
+    | RoundStarted
+    | Launch
+    | Cancel
+    | CheckGroup
+    | PromptFailed
+    | TrainBatch
+    | EpochSettled
+    | RoundEnded
+    | Finished
+)

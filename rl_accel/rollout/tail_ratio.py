@@ -1,0 +1,169 @@
+"""How long prompts take to complete, seen through rounds that cut the slow ones off, and the surplus that pays best."""
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+_GRID = 200
+_CANDIDATES = 32
+_GOOD_ENOUGH = 1.01
+
+
+class CompletionTimes:
+    """Completion times of prompts, from launch until R0 responses are scored, and what follows from them.
+
+    **What is observed.** In a short round a prompt completes after ``x`` seconds, or is cut off after ``c`` and is only
+    known to take longer. The Kaplan-Meier estimator turns both into a distribution F that is right up to the longest
+    time observed; where the round stops depends on nothing but times already seen, which is what the estimator needs.
+    The mass beyond it gets the shape of the times in long rounds that are longer still. This holds whether a prompt was
+    cut off because it is long by nature (its second attempt is long as well) or by bad luck (its second attempt is
+    ordinary, and only the longest of those are taken). A long round launches no surplus of responses; the time at which
+    R0 of r would have been there is read from its R0 responses at the same quantile, rank R0 * (R0 + 1) / (r + 1).
+
+    **What is minimised.** A short round with n prompts lasts S(n), the mean of the P0-th smallest of n draws from F, and
+    defers n - P0 prompts. Each of these costs 1/P0 of a long round, whose mean length L is that of the largest of P0
+    draws from the times seen in long rounds. In the end all n are trained, so a trained prompt costs
+
+        (S(n) + (n - P0) / P0 * L) / n
+
+    seconds of rollout. Training and weight updates cost the same for any n. Of the ratios n / P0 within 1% of the best,
+    the smallest is taken: it wastes the fewest tokens.
+
+    **What is left out.** Generation slows down with more prompts at once; times observed at one ratio are taken to hold
+    at another. L is taken not to depend on n, although the prompts deferred at a small ratio are longer. Both errors
+    shrink as the ratio settles, because it is chosen again before each round.
+
+    Args:
+        prompts_per_step: P0.
+        window: how many of the latest prompts are remembered, of either kind of round; default 16 batches, but at
+            least 256 and at most 4096.
+    """
+
+    def __init__(self, prompts_per_step: int, window: int | None = None) -> None:
+        self.prompts_per_step = prompts_per_step
+        window = min(max(256, 16 * prompts_per_step), 4096) if window is None else window
+        self._short: deque[tuple[float, bool]] = deque(maxlen=window)
+        self._long: deque[tuple[float, float]] = deque(maxlen=window)
+
+    def add_completed(self, seconds: float) -> None:
+        """A prompt completed in a short round."""
+        self._short.append((_to_microseconds(seconds), True))
+
+    def add_cut_off(self, seconds: float) -> None:
+        """A prompt had not completed in a short round after this time."""
+        self._short.append((_to_microseconds(seconds), False))
+
+    def add_long(self, seconds: float, with_surplus: float) -> None:
+        """A deferred prompt completed in a round that waits for all.
+
+        Args:
+            seconds: until the last of its R0 responses was scored.
+            with_surplus: the time it would have taken with a short round's surplus of responses.
+        """
+        self._long.append((_to_microseconds(seconds), _to_microseconds(with_surplus)))
+
+    @property
+    def tail_is_known(self) -> bool:
+        """Whether F can be told to its end: nothing was cut off, or a long round's worth of times is there."""
+        enough = len(self._short) >= self.prompts_per_step
+        return enough and (len(self._long) >= self.prompts_per_step or all(done for _, done in self._short))
+
+    def full_wait(self) -> float | None:
+        """Return the expected seconds until all of P0 prompts are complete; ``None`` while the tail is unknown."""
+        if not self.tail_is_known:
+            return None
+        return _mean_order_statistic(*self._distribution(), self.prompts_per_step, self.prompts_per_step)
+
+    def best_ratio(self, default: float, limit: float = 2.0) -> float:
+        """Return the ratio n / P0 in [1, limit] with the least expected seconds per trained prompt.
+
+        Args:
+            default: returned until a first long round has shown the tail.
+            limit: the largest ratio to consider; key-value cache memory grows with it.
+        """
+        wanted = self.prompts_per_step
+        if len(self._long) < wanted or not self.tail_is_known:
+            return default
+        times, cumulative = self._distribution()
+        tail = sorted(seconds for seconds, _ in self._long)
+        long_round = _mean_order_statistic(tail, _equal_weights(len(tail)), wanted, wanted)
+        most = max(wanted, math.floor(limit * wanted))
+        step = max(1, math.ceil((most - wanted) / _CANDIDATES))
+        costs = {
+            n: (_mean_order_statistic(times, cumulative, wanted, n) + (n - wanted) / wanted * long_round) / n
+            for n in range(wanted, most + 1, step)
+        }
+        bound = _GOOD_ENOUGH * min(costs.values())
+        return next(n for n, cost in costs.items() if cost <= bound) / wanted
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the remembered times, ready for JSON."""
+        return {
+            "short": [[seconds, done] for seconds, done in self._short],
+            "long": [list(pair) for pair in self._long],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the remembered times.
+
+        Raises:
+            KeyError, TypeError, ValueError: this is not what ``state_dict`` returns.
+        """
+        short = [(float(seconds), bool(done)) for seconds, done in state["short"]]
+        long = [(float(seconds), float(with_surplus)) for seconds, with_surplus in state["long"]]
+        self._short.clear()
+        self._short.extend(short)
+        self._long.clear()
+        self._long.extend(long)
+
+    def _distribution(self) -> tuple[list[float], list[float]]:
+        """F as its sorted points and the cumulative probability at each."""
+        # At equal times a prompt that completed comes first: the one cut off takes longer than that.
+        records = sorted(self._short, key=lambda record: (record[0], not record[1]))
+        points: list[float] = []
+        weights: list[float] = []
+        mass = 1.0
+        for at_risk, (seconds, done) in zip(range(len(records), 0, -1), records, strict=True):
+            if done:
+                points.append(seconds)
+                weights.append(mass / at_risk)
+                mass -= mass / at_risk
+        last = points[-1] if points else 0.0
+        beyond = sorted(seconds for _, seconds in self._long if seconds > last) or [records[-1][0]]
+        points += beyond
+        weights += [mass / len(beyond)] * len(beyond)
+        return points, list(accumulate(weights))
+
+
+def _to_microseconds(seconds: float) -> float:
+    """Rounded, so that a saved state is short."""
+    return round(max(seconds, 0.0), 6)
+
+
+def _equal_weights(count: int) -> list[float]:
+    return [(i + 1) / count for i in range(count)]
+
+
+def _mean_order_statistic(points: list[float], cumulative: list[float], k: int, n: int) -> float:
+    """Return the mean of the ``k``-th smallest of ``n`` draws from a discrete distribution.
+
+    The k-th smallest of n uniform numbers follows Beta(k, n - k + 1); its density is integrated over the quantile
+    function on a grid of eight standard deviations to either side.
+    """
+    a, b = k, n - k + 1
+    mean = a / (a + b)
+    deviation = math.sqrt(mean * (1 - mean) / (a + b + 1))
+    low, high = max(0.0, mean - 8 * deviation), min(1.0, mean + 8 * deviation)
+    mode = min(max((a - 1) / (a + b - 2), 1e-9), 1 - 1e-9) if a + b > 2 else 0.5
+    peak = (a - 1) * math.log(mode) + (b - 1) * math.log(1 - mode)
+    weighted = density = 0.0
+    last = len(points) - 1
+    for i in range(_GRID):
+        u = low + (i + 0.5) * (high - low) / _GRID
+        weight = math.exp((a - 1) * math.log(u) + (b - 1) * math.log(1 - u) - peak)
+        density += weight
+        weighted += weight * points[min(bisect_left(cumulative, u), last)]
+    return weighted / density

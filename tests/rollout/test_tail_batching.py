@@ -1,0 +1,660 @@
+"""Tail batching by example: what a short, a long and a final round do, what is saved, what is refused."""
+
+import json
+import math
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+
+from rl_accel.rollout.tail_batching import TailBatching
+from rl_accel.rollout.tail_decisions import (
+    Cancel,
+    CheckGroup,
+    EpochSettled,
+    Finished,
+    Group,
+    Launch,
+    PromptFailed,
+    RequestPrompts,
+    RoundEnded,
+    RoundStarted,
+    TrainBatch,
+)
+from rl_accel.rollout.tail_ratio import CompletionTimes
+from rl_accel.rollout.tail_settings import TailSettings
+
+
+class Host:
+    """Carries out decisions and remembers them. ``data`` prompts are offered as they are asked for; None: not at all."""
+
+    def __init__(self, P0=2, R0=2, data=0, epoch="1", **settings):
+        self.core = TailBatching(TailSettings(P0, R0, **settings)) if not isinstance(P0, TailBatching) else P0
+        self.data = None if data is None else [f"{epoch}:{row}" for row in range(data)]
+        self.now = 0.0
+        self.log, self.responses, self.cancelled = [], {}, []
+
+    def take(self, decisions):
+        for decision in decisions:
+            self.log.append(decision)
+            if isinstance(decision, Launch):
+                self.responses.setdefault(decision.prompt_id, []).extend(decision.response_ids)
+            elif isinstance(decision, Cancel):
+                self.cancelled += decision.response_ids
+                for response_id in decision.response_ids:
+                    self.responses[decision.prompt_id].remove(response_id)
+            elif isinstance(decision, RequestPrompts) and self.data is not None:
+                wanted = sum(decision.counts.values())
+                ids, self.data = self.data[:wanted], self.data[wanted:]
+                if ids:
+                    self.take(self.core.offer(ids, self.now))
+                if len(ids) < wanted:
+                    self.take(self.core.data_exhausted(self.now))
+        return decisions
+
+    def begin(self):
+        self.log, self.responses, self.cancelled = [], {}, []
+        self.take(self.core.begin_round(self.now))
+        return self
+
+    def generate(self, prompt, *responses, tokens=10):
+        for n in responses:
+            self.take(self.core.response_generated(self.responses[prompt][n], tokens, self.now))
+
+    def complete(self, *prompts, tokens=10, seconds=0.0):
+        """The first R0 responses of each prompt finish and are scored."""
+        self.now += seconds
+        for prompt in prompts:
+            first = self.responses[prompt][: self.core.settings.responses_per_prompt]
+            for response_id in first:
+                self.take(self.core.response_generated(response_id, tokens, self.now))
+            for response_id in first:
+                self.take(self.core.response_scored(response_id, self.now))
+
+    def acknowledge(self, tokens=10):
+        while self.cancelled:
+            self.take(self.core.response_aborted(self.cancelled.pop(), tokens, self.now))
+
+    def of(self, kind):
+        return [decision for decision in self.log if isinstance(decision, kind)]
+
+    def one(self, kind):
+        (decision,) = self.of(kind)
+        return decision
+
+    def trained(self):
+        return [group.prompt_id for group in self.one(TrainBatch).groups]
+
+    def play(self, *prompts):
+        """A whole round, in which these prompts are the first to complete."""
+        self.begin().complete(*prompts)
+        self.acknowledge()
+        return self
+
+
+# Short rounds
+
+
+def test_a_short_round_launches_a_surplus_of_prompts_and_responses():
+    host = Host(P0=4, R0=4, data=100).begin()
+    assert host.one(RoundStarted) == RoundStarted(number=1, kind="short", prompts=5, responses=5)
+    assert [len(launch.response_ids) for launch in host.of(Launch)] == [5] * 5
+    assert host.one(RequestPrompts) == RequestPrompts({"": 5})
+
+
+def test_the_first_p0_prompts_to_complete_are_the_batch_and_the_rest_is_cancelled():
+    host = Host(P0=2, R0=2, data=9, prompt_ratio=1.5, response_ratio=1.0).begin()
+    slow = host.responses["1:0"].copy()
+    host.complete("1:2")
+    assert not host.of(TrainBatch)
+    host.complete("1:1")
+    assert host.trained() == ["1:2", "1:1"]
+    assert host.of(Cancel) == [Cancel("1:0", tuple(slow))]
+    assert not host.of(RoundEnded)
+    host.acknowledge()
+    assert host.one(RoundEnded).metrics.prompts_deferred == 1
+
+
+def test_the_first_r0_responses_count_by_generation_not_by_reward():
+    host = Host(P0=1, R0=2, data=1, prompt_ratio=1.0, response_ratio=1.5).begin()
+    a, b, c = host.responses["1:0"]
+    host.take(host.core.response_generated(c, 5, 0.0))
+    host.take(host.core.response_generated(a, 9, 0.0))
+    assert host.one(Cancel) == Cancel("1:0", (b,))  # before any judge has answered
+    host.take(host.core.response_scored(a, 1.0))
+    assert not host.of(TrainBatch)
+    host.take(host.core.response_scored(c, 60.0))
+    assert host.one(TrainBatch).groups == (Group("1:0", (c, a)),)
+
+
+def test_a_response_that_finished_just_before_its_cancellation_is_not_used():
+    host = Host(P0=1, R0=1, data=1, prompt_ratio=1.0, response_ratio=2.0).begin()
+    first, second = host.responses["1:0"]
+    host.take(host.core.response_generated(second, 5, 0.0))
+    assert host.core.response_generated(first, 5, 0.0) == []
+    host.take(host.core.response_scored(second, 0.0))
+    assert host.one(TrainBatch).groups == (Group("1:0", (second,)),)
+    assert not host.of(RoundEnded), "its acknowledgement is still due"
+    host.acknowledge()
+    assert host.of(RoundEnded)
+
+
+def test_no_round_begins_before_the_last_one_is_settled():
+    host = Host(P0=1, R0=1, data=9).begin()
+    with pytest.raises(ValueError, match="begin_round must come between rounds, but a round is open"):
+        host.core.begin_round(0.0)
+    host.complete("1:0")
+    with pytest.raises(ValueError, match="cancelled responses are not acknowledged"):
+        host.core.begin_round(0.0)
+
+
+def test_late_messages_of_an_older_round_are_ignored():
+    host = Host(P0=1, R0=1, data=9, response_ratio=1.0).begin()
+    (old,) = host.responses["1:1"]
+    host.complete("1:0")
+    host.acknowledge()
+    host.begin()
+    assert host.core.response_generated(old, 5, 0.0) == []
+    assert host.core.response_scored(old, 0.0) == []
+    assert host.core.response_failed(old, 5, 0.0) == []
+    assert host.core.response_aborted(old, 5, 0.0) == []
+
+
+# Long rounds
+
+
+def test_a_full_queue_makes_a_long_round_without_any_surplus():
+    host = Host(P0=2, R0=2, data=99, prompt_ratio=1.5)
+    host.play("1:1", "1:2").play("1:4", "1:5").begin()
+    assert host.one(RoundStarted) == RoundStarted(number=3, kind="long", prompts=2, responses=2)
+    assert list(host.responses) == ["1:0", "1:3"]
+    assert not host.of(RequestPrompts)
+    host.complete("1:0", "1:3")
+    assert host.one(TrainBatch).kind == "long"
+    assert host.begin().one(RoundStarted).kind == "short"
+
+
+def test_one_round_in_five_is_long_at_the_default_ratio():
+    host = Host(P0=8, R0=1, data=10_000, response_ratio=1.0)
+    kinds = []
+    for _ in range(50):
+        host.begin()
+        kinds.append(host.one(RoundStarted).kind)
+        host.complete(*list(host.responses)[:8])
+        host.acknowledge()
+    assert kinds.count("long") == 10
+
+
+def test_a_lower_threshold_fills_the_long_round_with_new_prompts():
+    host = Host(P0=3, R0=1, data=99, queue_threshold=1).play("1:0", "1:1", "1:2").begin()
+    assert host.one(RoundStarted).kind == "long"
+    assert list(host.responses) == ["1:3", "1:4", "1:5"]
+
+
+def test_a_deferred_prompt_is_tried_again_until_max_deferrals():
+    host = Host(P0=1, R0=1, data=99, prompt_ratio=2.0, max_deferrals=2)
+    host.play("1:1").begin()
+    assert host.one(RoundStarted).kind == "short"
+    assert list(host.responses) == ["1:0", "1:2"]
+    host.complete("1:2")
+    host.acknowledge()
+    assert host.begin().one(RoundStarted).kind == "long"
+    assert list(host.responses) == ["1:0"]
+
+
+def test_the_queue_is_not_stranded_when_there_is_no_surplus_any_more():
+    host = Host(P0=4, R0=1, data=99, prompt_ratio=1.25).play("1:0", "1:1", "1:2", "1:3")
+    resumed = Host(P0=TailBatching(TailSettings(4, 1, prompt_ratio=1.0)), data=9, epoch="2")
+    resumed.core.load_state_dict(host.core.state_dict())
+    assert resumed.begin().one(RoundStarted).kind == "long"
+    assert next(iter(resumed.responses)) == "1:4"
+
+
+# Filters and failures
+
+
+def test_a_rejected_group_is_replaced_at_once_and_surplus_may_finish_instead():
+    host = Host(P0=2, R0=1, data=9, prompt_ratio=1.5, filter_groups=True).begin()
+    host.complete("1:0")
+    group = host.one(CheckGroup).group
+    assert group.prompt_id == "1:0"
+    host.take(host.core.group_rejected(group, 0.0))
+    assert host.log[-1].prompt_id == "1:3", "a new prompt takes its place"
+    host.complete("1:1", "1:2")
+    for check in host.of(CheckGroup)[1:]:
+        host.take(host.core.group_kept(check.group, 0.0))
+    assert host.trained() == ["1:1", "1:2"]
+
+
+def test_a_verdict_on_an_older_attempt_is_ignored():
+    host = Host(P0=1, R0=1, data=2, prompt_ratio=2.0, response_ratio=1.0, filter_groups=True).begin()
+    host.complete("1:0", "1:1")
+    first, second = (check.group for check in host.of(CheckGroup))
+    host.take(host.core.group_kept(first, 0.0))
+    assert host.core.group_rejected(second, 0.0) == [], "it was cut off"
+    host.acknowledge()
+    host.begin().complete("1:1")
+    assert host.core.group_rejected(second, 0.0) == []
+    host.take(host.core.group_kept(host.one(CheckGroup).group, 0.0))
+    assert host.trained() == ["1:1"]
+
+
+def test_a_rejection_in_a_long_round_is_filled_with_a_new_prompt():
+    host = Host(P0=1, R0=1, data=9, prompt_ratio=3.0, filter_groups=True).begin()
+    host.complete("1:0")
+    host.take(host.core.group_kept(host.one(CheckGroup).group, 0.0))
+    host.acknowledge()
+    assert host.begin().one(RoundStarted).kind == "long"
+    host.complete("1:1")
+    host.take(host.core.group_rejected(host.one(CheckGroup).group, 0.0))
+    assert list(host.responses) == ["1:1", "1:3"], "not with 1:2, which is long"
+
+
+def test_a_failed_response_is_retried_then_its_prompt_is_reported_and_replaced():
+    host = Host(P0=1, R0=2, data=9, prompt_ratio=1.0, response_ratio=1.0, max_retries=1).begin()
+    host.take(host.core.response_failed(host.responses["1:0"][0], 3, 0.0))
+    assert host.of(Launch)[-1] == Launch("1:0", (2,))
+    host.take(host.core.response_failed(2, 3, 0.0))
+    assert host.one(PromptFailed) == PromptFailed("1:0")
+    assert host.one(Cancel) == Cancel("1:0", (1,))
+    assert host.of(Launch)[-1].prompt_id == "1:1"
+    host.complete("1:1")
+    host.acknowledge()
+    metrics = host.one(RoundEnded).metrics
+    assert (metrics.prompts_failed, metrics.responses_failed, metrics.prompts_trained) == (1, 2, 1)
+
+
+def test_a_dead_server_costs_each_of_its_responses_one_retry():
+    host = Host(P0=1, R0=4, data=9, prompt_ratio=1.0, response_ratio=1.0, max_retries=1).begin()
+    for response_id in range(4):
+        host.take(host.core.response_failed(response_id, 0, 0.0))
+    assert not host.of(PromptFailed)
+    assert len(host.of(Launch)) == 1 + 4
+
+
+def test_a_prompt_does_not_fail_while_enough_of_its_responses_remain():
+    host = Host(P0=1, R0=2, data=9, prompt_ratio=1.0, response_ratio=1.5, max_retries=0).begin()
+    assert host.take(host.core.response_failed(0, 3, 0.0)) == []
+    host.take(host.core.response_failed(1, 3, 0.0))
+    assert host.of(PromptFailed)
+
+
+def test_a_failed_judge_is_a_failed_response():
+    host = Host(P0=1, R0=1, data=9, prompt_ratio=1.0, response_ratio=2.0).begin()
+    host.generate("1:0", 0)
+    host.take(host.core.response_failed(0, 10, 0.0))
+    assert host.of(Launch)[-1] == Launch("1:0", (2,)), "the surplus was cancelled, so another is needed"
+
+
+# Domains
+
+
+def test_quotas_hold_in_every_round():
+    host = Host(P0=3, R0=1, data=None, prompt_ratio=1.5, response_ratio=1.0, domain_quotas={"math": 2, "code": 1})
+    host.begin()
+    assert host.one(RequestPrompts) == RequestPrompts({"math": 3, "code": 2})
+    host.take(host.core.offer(["m0", "m1", "m2"], 0.0, domain="math"))
+    host.take(host.core.offer(["c0", "c1"], 0.0, domain="code"))
+    host.complete("m0", "m1")
+    assert host.one(Cancel).prompt_id == "m2", "its domain has all it gives to the batch"
+    host.complete("c1")
+    assert sorted(host.trained()) == ["c1", "m0", "m1"]
+
+
+def test_the_last_rounds_ignore_quotas_rather_than_lose_prompts():
+    host = Host(P0=2, R0=1, domain_quotas={"math": 1, "code": 1}, prompt_ratio=1.0)
+    host.take(host.core.offer(["m0", "m1"], 0.0, domain="math"))
+    host.take(host.core.data_exhausted(0.0))
+    assert host.begin().one(RoundStarted).kind == "final"
+    host.complete("m0", "m1")
+    assert sorted(host.trained()) == ["m0", "m1"]
+
+
+def test_a_domain_that_runs_out_in_a_round_gives_its_place_to_another():
+    quotas = {"math": 1, "code": 1}
+    host = Host(P0=2, R0=1, data=None, domain_quotas=quotas, prompt_ratio=1.0, response_ratio=1.0, filter_groups=True)
+    host.take(host.core.offer(["m0", "m1"], 0.0, domain="math"))
+    host.take(host.core.offer(["c0"], 0.0, domain="code"))
+    host.begin().complete("c0", "m0")
+    code, maths = (check.group for check in host.of(CheckGroup))
+    host.take(host.core.group_kept(maths, 0.0))
+    host.take(host.core.group_rejected(code, 0.0))
+    assert host.log[-1] == RequestPrompts({"code": 1})
+    host.take(host.core.data_exhausted(0.0))
+    host.complete("m1")
+    host.take(host.core.group_kept(host.of(CheckGroup)[-1].group, 0.0))
+    assert host.trained() == ["m0", "m1"]
+
+
+def test_a_domain_without_quota_is_refused():
+    host = Host(P0=2, R0=1, domain_quotas={"math": 1, "code": 1})
+    with pytest.raises(ValueError, match="domain must be one of math, code, found 'logic'"):
+        host.core.offer(["l0"], 0.0, domain="logic")
+
+
+# The end
+
+
+def test_final_rounds_flush_the_queue_first_and_name_what_is_left():
+    host = Host(P0=2, R0=1, data=4, prompt_ratio=1.5, response_ratio=1.0)
+    host.play("1:1", "1:2").begin()
+    assert host.one(RoundStarted).kind == "final"
+    assert list(host.responses) == ["1:0", "1:3"]
+    host.complete("1:0", "1:3")
+    assert host.begin().one(Finished) == Finished(())
+
+
+def test_fewer_than_p0_prompts_are_reported_and_kept_for_more_data():
+    host = Host(P0=2, R0=1, data=3, prompt_ratio=1.0, response_ratio=1.0).play("1:0", "1:1")
+    assert host.begin().one(Finished) == Finished(("1:2",))
+    host.data = ["2:0"]
+    host.take(host.core.offer(["2:0"], 0.0))
+    host.begin().complete("1:2", "2:0")
+    assert host.trained() == ["1:2", "2:0"]
+
+
+def test_a_round_that_cannot_be_filled_is_given_up_and_loses_nothing():
+    host = Host(P0=2, R0=1, data=2, prompt_ratio=1.0, response_ratio=1.0, filter_groups=True).begin()
+    host.complete("1:0")
+    host.take(host.core.group_kept(host.one(CheckGroup).group, 0.0))
+    host.complete("1:1")
+    host.take(host.core.group_rejected(host.of(CheckGroup)[1].group, 0.0))
+    host.acknowledge()
+    assert not host.of(TrainBatch)
+    assert host.one(RoundEnded).metrics.prompts_trained == 0
+    assert host.begin().one(Finished) == Finished(("1:0",))
+    host.take(host.core.offer(["2:0"], 0.0))
+    host.begin()
+    assert list(host.responses) == ["1:0", "2:0"]
+
+
+def test_prompts_cut_off_in_one_epoch_are_trained_in_the_next_and_settle_theirs():
+    host = Host(P0=2, R0=1, data=3, prompt_ratio=1.5, response_ratio=1.0, queue_threshold=1).play("1:0", "1:1")
+    assert host.core.end_epoch() == []
+    host.data = ["2:0", "2:1"]
+    host.begin().complete("1:2", "2:0")
+    assert host.one(EpochSettled) == EpochSettled(epoch=1, trained=3, rejected=0, failed=0)
+
+
+# Metrics
+
+
+def test_metrics_of_a_round():
+    host = Host(P0=2, R0=2, data=9, prompt_ratio=1.5, response_ratio=1.5).begin()
+    host.generate("1:2", 0, tokens=40)  # finished, and wasted when its prompt is cut off
+    host.complete("1:0", tokens=10, seconds=3.0)
+    host.complete("1:1", tokens=20, seconds=1.0)
+    host.acknowledge(tokens=30)
+    metrics = host.one(RoundEnded).metrics
+    assert (metrics.number, metrics.kind, metrics.prompt_ratio) == (1, "short", 1.5)
+    assert metrics.rollout_seconds == 4.0
+    assert metrics.seconds_saved is None, "nothing is known about the tail yet"
+    assert (metrics.prompts_admitted, metrics.prompts_trained, metrics.prompts_deferred) == (3, 2, 1)
+    assert (metrics.queue_length, metrics.oldest_deferral_rounds) == (1, 0)
+    assert metrics.responses_cancelled == 5  # two of surplus, three of the prompt that was cut off
+    assert metrics.wasted_token_share == pytest.approx(150 / (150 + 60))
+    assert (metrics.accepted_tokens_mean, metrics.cancelled_tokens_mean) == (15.0, 30.0)
+
+
+def test_the_age_of_the_oldest_deferred_prompt_grows():
+    host = Host(P0=4, R0=1, data=99)
+    ages = []
+    for _ in range(5):
+        host.begin()
+        host.complete(*list(host.responses)[:4])
+        host.acknowledge()
+        ages.append(host.one(RoundEnded).metrics.oldest_deferral_rounds)
+    assert ages == [0, 1, 2, 3, 0]
+
+
+def test_seconds_saved_compare_with_waiting_for_all():
+    host = Host(P0=4, R0=1, data=999, response_ratio=1.0)
+    saved = {"short": [], "long": []}
+    for _ in range(40):
+        host.begin()
+        order = list(host.responses)
+        seconds = 1.0 if host.one(RoundStarted).kind == "short" else 10.0
+        host.complete(*order[:3])
+        host.complete(order[3], seconds=seconds)
+        host.acknowledge()
+        metrics = host.one(RoundEnded).metrics
+        saved[metrics.kind].append(metrics.seconds_saved)
+    # Three quarters of the prompts take no time at all; a fifth of all is long and takes up to ten seconds.
+    assert saved["short"][-1] > 1.0
+    assert saved["long"][-1] < 0.0
+
+
+# Saving
+
+
+def test_a_saved_state_is_json_and_brings_back_every_prompt():
+    host = Host(P0=2, R0=2, data=99, prompt_ratio=1.5).play("1:1", "1:2").begin()
+    host.complete("1:4")
+    saved = json.loads(json.dumps(host.core.state_dict()))
+    resumed = Host(P0=TailBatching(TailSettings(2, 2, prompt_ratio=1.5)))
+    resumed.core.load_state_dict(saved)
+    assert sorted(resumed.core.unsettled_prompts()) == ["1:0", "1:3", "1:4", "1:5"]
+    resumed.begin()
+    assert list(resumed.responses) == ["1:4", "1:3", "1:5"], "what was in flight goes first, 1:0 waits in the queue"
+    assert resumed.one(RoundStarted).number == 2, "the round is done again"
+    assert min(min(ids) for ids in resumed.responses.values()) > max(max(ids) for ids in host.responses.values())
+
+
+def test_prompts_of_an_interrupted_long_round_wait_in_the_queue_again():
+    host = Host(P0=1, R0=1, data=9, prompt_ratio=2.0).play("1:1").begin()
+    assert host.one(RoundStarted).kind == "long"
+    resumed = Host(P0=TailBatching(TailSettings(1, 1, prompt_ratio=2.0)))
+    resumed.core.load_state_dict(host.core.state_dict())
+    assert resumed.begin().one(RoundStarted).kind == "long"
+    assert list(resumed.responses) == ["1:0"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "state must have version = 1, found 2"),
+        ({"format": "something"}, "state must have format = 'rl_accel.tail_batching', found 'something'"),
+        ({"prompts_per_step": 3}, "state must have prompts_per_step = 2, found 3"),
+        ({"responses_per_prompt": 8}, "state must have responses_per_prompt = 2, found 8"),
+        ({"data_id": "other"}, "state must have data_id = '', found 'other'"),
+        ({"pool": {}}, "state is damaged or does not fit: KeyError"),
+        ({"rounds": None}, "state is damaged or does not fit: TypeError"),
+        ({"times": []}, "state is damaged or does not fit: TypeError"),
+    ],
+)
+def test_a_state_of_another_run_is_refused_and_changes_nothing(change, message):
+    host = Host(data=9).play("1:0", "1:1")
+    before = host.core.state_dict()
+    with pytest.raises(ValueError, match=message):
+        host.core.load_state_dict({**before, **change})
+    assert host.core.state_dict() == before
+
+
+def test_a_state_that_lost_a_prompt_is_refused():
+    state = Host(data=9).play("1:0", "1:1").core.state_dict()
+    state["pool"]["prompts"].pop()
+    with pytest.raises(ValueError, match="ledgers leave 1 prompts open, found 0"):
+        TailBatching(TailSettings(2, 2)).load_state_dict(state)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompts_per_step": 0}, "prompts_per_step must be at least 1, found 0"),
+        ({"prompts_per_step": 2.0}, "prompts_per_step must be a whole number"),
+        ({"responses_per_prompt": True}, "responses_per_prompt must be a whole number, found True"),
+        ({"prompt_ratio": 0.9}, "prompt_ratio must be at least 1"),
+        ({"prompt_ratio": math.nan}, "prompt_ratio must be at least 1"),
+        ({"prompt_ratio": "best"}, "prompt_ratio must be a number or \"auto\", found 'best'"),
+        ({"response_ratio": math.inf}, "response_ratio must be at least 1 and finite"),
+        ({"response_ratio": "auto"}, "response_ratio must be a number, found 'auto'"),
+        ({"queue_threshold": 0}, "queue_threshold must be at least 1"),
+        ({"max_deferrals": 0}, "max_deferrals must be at least 1"),
+        ({"max_retries": -1}, "max_retries must be at least 0"),
+        ({"filter_groups": 1}, "filter_groups must be a bool"),
+        ({"domain_quotas": {"math": 1}}, "domain_quotas must add up to prompts_per_step = 2, found 1"),
+        ({"domain_quotas": {"math": 2, "code": 0}}, r"domain_quotas\['code'\] must be at least 1, found 0"),
+        ({"domain_quotas": ["math"]}, "domain_quotas must map domains"),
+        ({"data_id": 7}, "data_id must be a string, found 7"),
+    ],
+)
+def test_settings_out_of_range(settings, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        TailSettings(**{"prompts_per_step": 2, "responses_per_prompt": 2, **settings})
+
+
+def test_a_ratio_is_rounded_up_to_whole_prompts_but_not_for_rounding_errors():
+    assert Host(P0=10, R0=1, data=99, prompt_ratio=1.1).begin().one(RoundStarted).prompts == 11
+    assert Host(P0=10, R0=1, data=99, prompt_ratio=1.11).begin().one(RoundStarted).prompts == 12
+
+
+def test_prompts_offered_twice_are_refused_as_a_whole():
+    core = TailBatching(TailSettings(2, 2))
+    core.offer(["a"], 0.0)
+    for ids in (["b", "a"], ["b", "b"], ["b", 3]):
+        with pytest.raises((ValueError, TypeError), match="prompt_ids must be"):
+            core.offer(ids, 0.0)
+    assert core.unsettled_prompts() == ["a"]
+
+
+def test_impossible_events_are_refused():
+    host = Host(data=9).begin()
+    core, (first, second, _) = host.core, host.responses["1:0"]
+    with pytest.raises(ValueError, match="was launched, found 99"):
+        core.response_generated(99, 1, 0.0)
+    with pytest.raises(ValueError, match="tokens must be at least 0, found -1"):
+        core.response_generated(first, -1, 0.0)
+    with pytest.raises(ValueError, match="still generating"):
+        core.response_scored(first, 0.0)
+    with pytest.raises(ValueError, match="was not cancelled"):
+        core.response_aborted(first, 1, 0.0)
+    with pytest.raises(ValueError, match="filter_groups must be set"):
+        core.group_kept(Group("1:0", (first, second)), 0.0)
+    core.response_generated(first, 1, 0.0)
+    with pytest.raises(ValueError, match="had finished"):
+        core.response_generated(first, 1, 0.0)
+    core.response_scored(first, 0.0)
+    with pytest.raises(ValueError, match="was scored before"):
+        core.response_scored(first, 0.0)
+    with pytest.raises(ValueError, match="was scored before"):
+        core.response_failed(first, 1, 0.0)
+
+
+# The automatic ratio, against brute force
+
+LENGTHS = json.loads((Path(__file__).parent / "math_response_lengths.json").read_text())
+
+
+TOKENS = np.array([*LENGTHS["tokens"], LENGTHS["limit"]])
+QUANTILES = np.array([*LENGTHS["cum_pct"], 100 - LENGTHS["cap_pct"]]) / 100
+NORMAL = np.linspace(-5, 5, 20001)
+LENGTH_AT = np.interp([NormalDist().cdf(z) for z in NORMAL], QUANTILES, TOKENS)
+
+
+class Simulation:
+    """Rounds by the paper's rule, written anew. A prompt has a difficulty, which its responses share in part."""
+
+    def __init__(self, P0, R0, response_ratio, prompt_share, seed=0):
+        self.P0, self.R0, self.surplus = P0, R0, math.ceil(R0 * response_ratio)
+        self.prompt_share, self.rng, self.queue = prompt_share, np.random.default_rng(seed), np.empty(0)
+        self.seconds = self.trained = 0.0
+
+    def times(self, difficulty, count):
+        """Completion times of ``count`` responses of each prompt, sorted; one token takes 10 ms."""
+        own = math.sqrt(1 - self.prompt_share**2) * self.rng.standard_normal((len(difficulty), count))
+        return np.sort(np.interp(self.prompt_share * difficulty[:, None] + own, NORMAL, LENGTH_AT) / 100, axis=1)
+
+    def run(self, ratio, rounds, observe=None):
+        for _ in range(rounds):
+            if len(self.queue) >= self.P0:
+                times = self.times(self.queue[: self.P0], self.R0)
+                self.queue = self.queue[self.P0 :]
+                self.seconds += times[:, -1].max()
+                if observe:
+                    rank = round(self.R0 * (self.R0 + 1) / (self.surplus + 1))
+                    for of_prompt in times:
+                        observe.add_long(of_prompt[-1], of_prompt[rank - 1])
+            else:
+                new = self.rng.standard_normal(round(ratio * self.P0))
+                done = self.times(new, self.surplus)[:, self.R0 - 1]
+                order = done.argsort()
+                end = done[order[self.P0 - 1]]
+                self.seconds += end
+                self.queue = np.append(self.queue, new[order[self.P0 :]])
+                if observe:
+                    for seconds in done[order[: self.P0]]:
+                        observe.add_completed(seconds)
+                    for _ in order[self.P0 :]:
+                        observe.add_cut_off(end)
+            self.trained += self.P0
+        return self.seconds / self.trained
+
+
+@pytest.mark.parametrize("prompt_share", [0.0, 0.8], ids=["bad luck", "hard prompts"])
+@pytest.mark.parametrize("response_ratio", [1.0, 1.25])
+def test_the_automatic_ratio_is_near_the_best_of_all(response_ratio, prompt_share):
+    P0, R0 = 32, 4
+    grid = [1 + i / 16 for i in range(17)]
+    costs = {ratio: Simulation(P0, R0, response_ratio, prompt_share).run(ratio, 600) for ratio in grid}
+    times = CompletionTimes(P0)
+    ratio, observed = 1.25, Simulation(P0, R0, response_ratio, prompt_share, seed=1)
+    for _ in range(4):
+        observed.run(ratio, 25, observe=times)
+        ratio = times.best_ratio(1.25)
+    chosen = Simulation(P0, R0, response_ratio, prompt_share).run(ratio, 600)
+    assert chosen <= 1.08 * min(costs.values())
+    assert chosen < 0.75 * costs[1.0]
+
+
+def test_waiting_for_all_is_estimated_from_rounds_that_never_did():
+    stock = Simulation(32, 8, 1.0, 0.8).run(1.0, 300) * 32
+    times = CompletionTimes(32)
+    Simulation(32, 8, 1.0, 0.8, seed=1).run(1.25, 60, observe=times)
+    assert times.full_wait() == pytest.approx(stock, rel=0.1)
+
+
+def test_the_automatic_ratio_waits_for_the_first_long_round():
+    times = CompletionTimes(4)
+    for seconds in range(4):
+        times.add_completed(seconds)
+    times.add_cut_off(3.0)
+    assert times.best_ratio(1.25) == 1.25
+    assert times.full_wait() is None
+    for _ in range(4):
+        times.add_long(50.0, 50.0)
+    assert times.best_ratio(1.25) > 1.0
+    assert times.full_wait() > 3.0
+
+
+def test_without_a_tail_there_is_no_surplus():
+    times = CompletionTimes(8)
+    for _ in range(64):
+        times.add_completed(5.0)
+        times.add_long(5.0, 5.0)
+    assert times.best_ratio(1.25) == 1.0
+    assert times.full_wait() == pytest.approx(5.0)
+
+
+def test_the_ratio_is_limited():
+    times = CompletionTimes(8)
+    for i in range(640):
+        times.add_completed(1.0 if i % 2 else 1000.0)
+        times.add_long(1000.0, 1000.0)
+    assert times.best_ratio(1.25, limit=1.5) <= 1.5
+
+
+def test_auto_starts_at_the_default_and_follows_the_observed_times():
+    host = Host(P0=8, R0=1, data=9999, prompt_ratio="auto", response_ratio=1.0)
+    started = []
+    for _ in range(12):
+        host.begin()
+        if host.one(RoundStarted).kind == "short":
+            started.append(host.one(RoundStarted).prompts)
+        host.complete(*list(host.responses)[:8], seconds=1.0)
+        host.acknowledge()
+    assert started[0] == 10
+    assert started[-1] == 8, "all take the same time"
