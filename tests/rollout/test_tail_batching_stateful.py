@@ -29,6 +29,8 @@ from rl_accel.rollout.tail_decisions import (
 )
 from rl_accel.rollout.tail_settings import TailSettings
 
+pytestmark = pytest.mark.slow
+
 
 class Books:
     """What a host can know for certain. Copied at a save, restored after a crash."""
