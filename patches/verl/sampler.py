@@ -18,6 +18,10 @@ from rl_accel.rollout.adaptive_wait import AdaptiveWait
 from rl_accel.telemetry import metrics
 
 
+_WORK = 1.25
+"""Processor seconds a second of polling costs at most: the queue's controller works in part while its client does."""
+
+
 @dataclass
 class _Sampling:
     """One buffer's policy, and where its current ``sample()`` call stands. Times are of ``perf_counter``."""
@@ -35,7 +39,7 @@ class _Sampling:
 
     def newly_saved(self, interval: float) -> float:
         """Seconds saved if the poll now due finds enough samples, less what earlier polls of this call reported."""
-        cycle = interval + self.policy.cost
+        cycle = interval + self.policy.cost / _WORK
         elapsed = self.woke - self.started
         before, self.saved = self.saved, math.ceil(elapsed / cycle) * cycle - elapsed
         return self.saved - before
@@ -54,7 +58,8 @@ def _adaptive(original: Any, settings: Any) -> Any:
             state.begin(now, last_debug_time)
         outstanding = len(self.pending_keys[partition_id]) + len(self.running_keys[partition_id])
         settled = len(self.finished_keys[partition_id]) + len(self.failure_keys[partition_id])
-        self.poll_interval = state.policy.next_wait(now, now - state.woke, outstanding, settled, interval)
+        poll_s = _WORK * (now - state.woke)
+        self.poll_interval = state.policy.next_wait(now, poll_s, outstanding, settled, interval)
         try:
             state.debug_time = original(self, partition_id, last_debug_time)
         finally:
