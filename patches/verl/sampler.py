@@ -17,7 +17,6 @@ from rl_accel.patches.patch import Patch
 from rl_accel.rollout.adaptive_wait import AdaptiveWait
 from rl_accel.telemetry import metrics
 
-
 _WORK = 1.25
 """Processor seconds a second of polling costs at most: the queue's controller works in part while its client does."""
 
