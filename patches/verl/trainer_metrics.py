@@ -1,4 +1,4 @@
-"""Adds ``rl_accel/...`` numbers to what the V1 trainer logs each step: what is applied, kernels used, seconds saved."""
+"""Adds ``rl_accel/...`` numbers to what a verl trainer logs each step: what is applied, kernels used, seconds saved."""
 
 import functools
 from typing import Any
@@ -8,12 +8,10 @@ from rl_accel.patches.patch import Patch
 
 def _with_ours(original: Any, _settings: Any) -> Any:
     @functools.wraps(original)
-    def compute_metrics(self: Any, batch: Any, metrics: Any, timing_raw: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, batch, metrics, timing_raw, *args, **kwargs)
-        metrics.update(_collect())
-        return result
+    def log(self: Any, data: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, {**data, **_collect()}, step, *args, **kwargs)
 
-    return compute_metrics
+    return log
 
 
 def _collect() -> dict[str, float]:
@@ -32,10 +30,10 @@ PATCHES = (
     Patch(
         name="verl.metrics.trainer",
         feature="metrics",
-        target="verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_metrics",
-        supports="verl>=0.9",
-        params=("self", "batch", "metrics", "timing_raw", "global_steps", "epoch"),
+        target="verl.utils.tracking:Tracking.log",
+        supports="verl>=0.6",
+        params=("self", "data", "step", "backend"),
         make=_with_ours,
-        no_seam="on_step_end and sample() can add metrics only from a trainer subclass or a custom sampler",
+        no_seam="the V1 trainer takes metrics only from a subclass of it or a custom sampler, the legacy one from nobody",
     ),
 )

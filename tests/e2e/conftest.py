@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,24 +13,53 @@ from rl_accel.compare.recipe import load
 from rl_accel.compare.runner import Stop, last_lines, prepare, supervised
 
 PROBE = Path(__file__).parent / "probe"
+ROLES = ("TaskRunnerV1", "WorkerDict", "AgentLoopWorker", "RewardLoopWorker")
+"""Names that Ray shows in the titles of the trainer, of FSDP workers, of agent loops and of reward workers."""
+
+
+@dataclass
+class Features:
+    """One process of a run: what it was, and of each feature how it was requested and the states of its patches."""
+
+    role: str
+    requested: dict[str, str]
+    states: dict[str, set[str]]
 
 
 @dataclass
 class Run:
-    """What a finished trainer left: its log, metrics by step, and the status in each of its processes."""
+    """What a finished trainer left: its log, metrics by step, and the features in each of its processes."""
 
     log: str
     steps: list[dict[str, float]]
-    statuses: list[dict] = field(default_factory=list)
+    processes: list[Features]
 
-    def status_in(self, role: str) -> list[dict]:
-        """``status().to_dict()`` of the processes whose Ray title names ``role``."""
-        return [found["status"] for found in self.statuses if role in found["title"]]
+
+@pytest.fixture(scope="session")
+def read_processes() -> Callable[[Path], list[Features]]:
+    """``read_processes(folder)``: what the status probe left there, of the processes that have a role in a run of verl."""
+
+    def read(folder: Path) -> list[Features]:
+        processes = []
+        for found in (json.loads(path.read_text()) for path in folder.glob("*.json")):
+            features = found["status"]["features"]
+            processes += [
+                Features(
+                    role,
+                    {feature["name"]: feature["requested"] for feature in features},
+                    {feature["name"]: {patch["state"] for patch in feature["patches"]} for feature in features},
+                )
+                for role in ROLES
+                if role in found["title"]
+            ]
+        return processes
+
+    return read
 
 
 @pytest.fixture(scope="session")
 def workspace(repo, tmp_path_factory, clean_environment) -> Path:
-    """A folder with the recipe's model and data in it, made once."""
+    """A folder with the recipe's model and data in it."""
     out = tmp_path_factory.mktemp("e2e")
     recipe_file = repo / "examples" / "verl_ppo_cpu" / "recipe.yaml"
     command, env = prepare_command(load(recipe_file), recipe_file.parent, out)
@@ -49,10 +78,12 @@ def probe_environment() -> Callable[[Path], dict[str, str]]:
 
 
 @pytest.fixture
-def train(repo, workspace, clean_environment, probe_environment, tmp_path, short_tmp) -> Callable[..., Run]:
+def train(
+    repo, workspace, clean_environment, probe_environment, read_processes, tmp_path, short_tmp
+) -> Callable[..., Run]:
     """``train(driver, *overrides, steps=2, **env)``: run a driver script with the recipe's overrides of the stock arm.
 
-    The driver gets verl's overrides as its arguments; an override that starts with ``~`` removes one of the recipe.
+    The driver gets verl's overrides as its arguments.
     """
 
     def run(driver: str, *overrides: str, steps: int = 2, **env: str) -> Run:
@@ -61,10 +92,8 @@ def train(repo, workspace, clean_environment, probe_environment, tmp_path, short
         script, log, metrics, probes = (tmp_path / n for n in ("driver.py", "train.log", "metrics.jsonl", "status"))
         script.write_text(driver)
         probes.mkdir()
-        dropped = tuple(item[1:] for item in overrides if item.startswith("~"))
-        kept = [item for item in plan.command if not (dropped and item.startswith(dropped))]
-        first = next(index for index, item in enumerate(kept) if "=" in item)
-        command = [sys.executable, str(script), *kept[first:], *(o for o in overrides if not o.startswith("~"))]
+        first = next(index for index, item in enumerate(plan.command) if "=" in item)
+        command = [sys.executable, str(script), *plan.command[first:], *overrides]
         environment = {
             **clean_environment,
             **{key: value for key, value in plan.env.items() if value is not None},
@@ -77,7 +106,7 @@ def train(repo, workspace, clean_environment, probe_environment, tmp_path, short
         outcome = supervised(command, environment, tmp_path, log, Stop(), lambda: False)
         assert outcome.exit_code == 0, last_lines(log, 60)
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-        statuses = [json.loads(path.read_text()) for path in probes.glob("*.json")]
-        return Run(log.read_text(errors="replace"), [row["data"] for row in rows if row["step"] >= 1], statuses)
+        steps = [row["data"] for row in rows if row["step"] >= 1]
+        return Run(log.read_text(errors="replace"), steps, read_processes(probes))
 
     return run

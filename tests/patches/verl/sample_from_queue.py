@@ -42,6 +42,13 @@ def cpu_seconds():
     return sum(sum(p.cpu_times()[:2]) for p in (psutil.Process(), *keepers))
 
 
+def cpu_share(seconds):
+    """Share of one core that the queue takes while this thread sleeps for ``seconds``."""
+    before, began = cpu_seconds(), time.perf_counter()
+    time.sleep(seconds)
+    return (cpu_seconds() - before) / (time.perf_counter() - began)
+
+
 def sample(keys, rollout_s):
     """Sample one prompt that finishes after ``rollout_s`` seconds while ``keys`` - 1 others go on running."""
     buffer = Seen("sync", OmegaConf.create({}), None, "drop", OmegaConf.create({}))
@@ -50,9 +57,7 @@ def sample(keys, rollout_s):
     found = {}
 
     def finish():
-        before, began = cpu_seconds(), time.perf_counter()
-        time.sleep(rollout_s)
-        found["cpu_share"] = (cpu_seconds() - before) / (time.perf_counter() - began)
+        found["cpu_share"] = cpu_share(rollout_s)
         put(0, 1, "finished")
         found["finished"] = time.perf_counter()
 
@@ -70,8 +75,9 @@ def sample(keys, rollout_s):
 
 def main():
     (patch,) = PATCHES
-    results = {"large_stock": sample(20_000, 10.0)}
     patch.apply(SamplerConfig())
+    put(0, 20_000, "running")
+    results = {"idle": cpu_share(10.0)}
     results["large"] = sample(20_000, 30.0)
     results["large"]["polls"] = metrics.drain()["rl_accel/sampler/polls"]
     tq.kv_clear(partition_id="train", keys=[f"u{n}" for n in range(1, 20_000)])

@@ -164,6 +164,10 @@ def test_small_store_adds_at_most_20_ms(measured):
 
 @pytest.mark.slow
 def test_polling_20000_keys_costs_at_most_5_percent_of_a_core(measured):
-    """CPU time of the sampling process and of the queue's controller, with room for what else they do."""
-    assert measured["large"]["polls"] >= 3
-    assert measured["large"]["cpu_share"] <= 0.06
+    """CPU time of the sampling process and of the queue's controller, less what both take when nobody polls.
+
+    Two polls more are allowed in the 30 seconds: the first one, which no pause precedes, and one for the measurement.
+    """
+    large = measured["large"]
+    assert large["polls"] >= 3
+    assert large["cpu_share"] - measured["idle"] <= 0.05 + 2 * large["poll_s"] / 30

@@ -1,0 +1,88 @@
+"""The shipped recipe, both arms for two steps: the same bits in training, the flags of the run in every process."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def out(repo, tmp_path_factory, clean_environment, probe_environment):
+    """The folder that ``rl-accel ab`` wrote, with what the status probe found in ``status/``."""
+    out, probes = tmp_path_factory.mktemp("recipe") / "ab", tmp_path_factory.mktemp("status")
+    done = subprocess.run(
+        [sys.executable, "-m", "rl_accel", "ab", "examples/verl_ppo_cpu/recipe.yaml", "--out", str(out), "--steps=2"],
+        cwd=repo,
+        env={**clean_environment, **probe_environment(probes)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    print(done.stdout)
+    assert (out / "summary.json").exists(), done.stderr[-3000:]
+    probes.rename(out / "status")
+    return out
+
+
+@pytest.fixture(scope="module")
+def summary(out):
+    return json.loads((out / "summary.json").read_text())
+
+
+def test_every_metric_of_training_is_identical(out, summary):
+    assert {run["status"] for run in summary["runs"]} == {"done"}
+    assert (out / "report.html").stat().st_size > 10_000
+    checks = {check["name"]: check for check in summary["checks"]}
+    for name in ("identical", "rollout_probs_diff", "forbidden_log"):
+        assert checks[name]["status"] == "green", checks[name]
+
+
+def test_flags_of_the_run_reach_every_process_of_that_arm_alone(out, read_processes):
+    processes = read_processes(out / "status")
+    for role in ("TaskRunnerV1", "WorkerDict", "AgentLoopWorker", "RewardLoopWorker"):
+        # One process of each role an arm; the stock arm has no flags at all.
+        assert sorted(p.requested["gae"] for p in processes if p.role == role) == ["by name", "off"], processes
+    (trainer,) = [p for p in processes if p.role == "TaskRunnerV1" and p.requested["gae"] == "by name"]
+    assert trainer.states["gae"] == trainer.states["sampler"] == {"applied"}
+
+
+def test_verls_own_log_says_what_was_applied_and_saved(out):
+    def steps(arm):
+        lines = (out / f"{arm}-seed0" / "metrics.jsonl").read_text().splitlines()
+        return [row["data"] for row in map(json.loads, lines) if row["step"] >= 1]
+
+    for metrics in steps("accelerated"):
+        assert metrics["rl_accel/gae/applied"] == metrics["rl_accel/sampler/applied"] == 1.0
+        assert metrics["rl_accel/gae/kernel/numba"] == 1.0
+        assert metrics["rl_accel/gae/seconds"] > 0
+        assert "rl_accel/gae/seconds_saved" in metrics
+        assert metrics["rl_accel/sampler/polls"] >= 1
+    assert not [key for metrics in steps("stock") for key in metrics if key.startswith("rl_accel/")]
+
+
+def test_the_task_is_what_verl_reads_and_is_made_only_once(repo, out, clean_environment):
+    import pandas
+    import transformers
+
+    task = out / "task"
+    written = (task / "model" / "model.safetensors").stat().st_mtime_ns
+    command = [sys.executable, str(repo / "examples" / "verl_ppo_cpu" / "prepare.py"), str(task)]
+    again = subprocess.run(command, check=True, capture_output=True, text=True, env=clean_environment, timeout=120)
+    assert "up to date" in again.stdout
+    assert (task / "model" / "model.safetensors").stat().st_mtime_ns == written
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(task / "model")
+    rows = pandas.read_parquet(task / "train.parquet").to_dict("records")
+    lengths = set()
+    for row in rows[:200]:
+        text = row["prompt"][0]["content"]
+        assert text.startswith(row["reward_model"]["ground_truth"])
+        ids = tokenizer.apply_chat_template(list(row["prompt"]), add_generation_prompt=True, return_dict=False)
+        assert tokenizer.unk_token_id not in ids
+        lengths.add(len(ids))
+    assert max(lengths) <= 16  # data.max_prompt_length of the recipe
+    assert {row["reward_model"]["ground_truth"] for row in rows} == {"digits", "letters"}
+    assert tokenizer.decode(tokenizer.encode("4 tea"), skip_special_tokens=True) == "4 tea"
