@@ -14,7 +14,7 @@ from rl_accel.compare.runner import Stop, last_lines, supervised
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
-P0, R0, STEPS, SAVED_AT, KILLED_IN = 8, 4, 7, 3, 5
+P0, R0, STEPS, SAVED_AT, KILLED_IN = 8, 4, 7, 4, 5
 OVERRIDES = (
     "algorithm.adv_estimator=grpo",
     f"actor_rollout_ref.rollout.n={R0}",
@@ -137,3 +137,15 @@ def test_the_ledger_is_exact_across_kill_and_resume(left):
     assert len(trained) == len(set(trained)) == P0 * STEPS
     # No more prompts were begun than this run could train, so none of those that were is missing.
     assert set(trained) == {f"1:{row}" for row in range(1, P0 * STEPS + 1)}
+
+
+def test_deferred_prompts_and_the_position_in_the_data_come_back(left):
+    killed, _ = left.ledgers
+    assert numbers(left.steps[0][SAVED_AT])["queue_length"] > 0, "else the checkpoint proves little"
+    rows = [
+        {k: v for row in ledger for k, v in zip(row["trained"], row["rows"], strict=True)} for ledger in left.ledgers
+    ]
+    assert len(set(rows[1].values())) == P0 * STEPS, "no row of the data set twice"
+    again = {prompt_id for row in killed[SAVED_AT:] for prompt_id in row["trained"]} & rows[1].keys()
+    assert len(again) >= P0 // 2
+    assert {i: rows[0][i] for i in again} == {i: rows[1][i] for i in again}, "an id stands for the same row as before"

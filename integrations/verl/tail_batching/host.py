@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -45,11 +45,12 @@ class ResponseWorkers(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """A batch and how it came about. ``keys`` are its trajectories, group by group; ``rounds`` has more than one entry if
-    a round could not be filled."""
+    """A batch and how it came about. ``keys`` are its trajectories, group by group; ``rows`` is the data set's own index of
+    each of its prompts; ``rounds`` has more than one entry if a round could not be filled."""
 
     batch: TrainBatch
     keys: tuple[str, ...]
+    rows: tuple[Any, ...]
     rounds: tuple[RoundMetrics, ...]
 
 
@@ -81,6 +82,7 @@ class Host:
         self._scored: dict[int, Event] = {}
         self._cancelled: set[int] = set()
         self._batch: TrainBatch | None = None
+        self._rows: tuple[Any, ...] = ()
         self._rounds: list[RoundMetrics] = []
         self._over = False
         self._exhausted = False
@@ -109,7 +111,7 @@ class Host:
         keys = tuple(key for response_id in ids for key in self._scored.pop(response_id).keys)
         self._clear_keys(self._scored.values())  # of groups that the filter rejected
         self._scored.clear()
-        return Outcome(batch, keys, tuple(self._rounds))
+        return Outcome(batch, keys, self._rows, tuple(self._rounds))
 
     def _play_round(self) -> None:
         self._over = False
@@ -140,8 +142,8 @@ class Host:
                     self._judge(decision)
                 case TrainBatch():
                     self._batch = decision
-                    for group in decision.groups:
-                        del self.prompts.payloads[group.prompt_id]
+                    trained = [self.prompts.payloads.pop(group.prompt_id) for group in decision.groups]
+                    self._rows = tuple(payload.get("index") for payload in trained)
                 case RoundEnded():
                     self._over = True
                     self._rounds.append(decision.metrics)

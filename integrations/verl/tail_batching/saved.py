@@ -52,7 +52,7 @@ def load(checkpoint: Path, step: int) -> tuple[dict[str, Any], int, dict[str, di
 
 
 class Ledger:
-    """``tail_batching/ledger.jsonl`` beside the checkpoints: one line a step with the ids of the prompts trained in it."""
+    """``tail_batching/ledger.jsonl`` beside the checkpoints: one line a step with the prompts trained in it."""
 
     def __init__(self, root: Path) -> None:
         self.path = root / FOLDER / "ledger.jsonl"
@@ -70,7 +70,8 @@ class Ledger:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("".join(kept))
 
-    def add(self, step: int, number: int, kind: str, trained: Sequence[str]) -> None:
-        """Append a step."""
+    def add(self, step: int, number: int, kind: str, trained: Sequence[str], rows: Sequence[Any]) -> None:
+        """Append a step: the ids of its prompts, and of each the data set's own index."""
+        line = {"step": step, "round": number, "kind": kind, "trained": list(trained), "rows": list(rows)}
         with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, "round": number, "kind": kind, "trained": list(trained)}) + "\n")
+            file.write(json.dumps(line, default=str) + "\n")

@@ -97,7 +97,7 @@ class TailBatchingTrainer(PPOTrainerSync):
             )
             tq.kv_clear(keys=ghosts, partition_id="train")
         batch = outcome.batch
-        self._ledger.add(step, batch.number, batch.kind, [group.prompt_id for group in batch.groups])
+        self._ledger.add(step, batch.number, batch.kind, [group.prompt_id for group in batch.groups], outcome.rows)
         meta = KVBatchMeta(partition_id="train", keys=list(outcome.keys), tags=[stored[key] for key in outcome.keys])
         return meta, report.numbers(outcome.rounds, len(ghosts))
 

@@ -37,10 +37,10 @@ def test_the_ledger_forgets_what_a_checkpoint_does_not_hold(tmp_path):
     ledger = Ledger(tmp_path)
     ledger.rewind(0)
     for step in (1, 2, 3):
-        ledger.add(step, step, "short", [f"1:{step}"])
+        ledger.add(step, step, "short", [f"1:{step}"], [step - 1])
     with ledger.path.open("a") as file:
         file.write('{"step": 4, "tr')  # killed while it wrote
     ledger.rewind(2)
-    ledger.add(3, 3, "long", ["1:9"])
+    ledger.add(3, 3, "long", ["1:9"], [8])
     rows = [json.loads(line) for line in ledger.path.read_text().splitlines()]
     assert [(row["step"], row["trained"]) for row in rows] == [(1, ["1:1"]), (2, ["1:2"]), (3, ["1:9"])]
