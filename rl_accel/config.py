@@ -57,6 +57,23 @@ class SamplerConfig:
 
 
 @dataclass
+class TailBatchingConfig:
+    """Rounds that end with the first prompts to complete. Changes which samples are trained on, so it is never automatic."""
+
+    enable: bool | None = _flag(None, "True: on, and an error if it cannot be; False or null: off")
+    prompt_ratio: float | str = _flag(
+        1.25, "prompts launched in short rounds over those trained, or auto", minimum=1.0, words=("auto",)
+    )
+    response_ratio: float = _flag(
+        1.25, "responses launched in short rounds over those trained; 1 is unbiased", minimum=1.0
+    )
+    queue_threshold: int | None = _flag(None, "deferred prompts that make a long round; null: a whole batch", minimum=1)
+    max_deferrals: int = _flag(1, "a prompt cut off this often waits for a long round", minimum=1)
+    max_retries: int = _flag(2, "how often a failed response is generated again", minimum=0)
+    auto_limit: float = _flag(2.0, "the largest ratio that prompt_ratio=auto may take", minimum=1.0)
+
+
+@dataclass
 class RlAccelConfig:
     """All flags. A section is a feature; ``auto`` turns on every lossless feature whose ``enable`` is null."""
 
@@ -64,6 +81,7 @@ class RlAccelConfig:
     gae: GaeConfig = field(default_factory=GaeConfig)
     advantages: AdvantagesConfig = field(default_factory=AdvantagesConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
 
 
 Layer = tuple[str, Mapping[str, Any]]
@@ -155,13 +173,17 @@ def _set(config: DictConfig, key: str, value: Any, wanted: Any, limits: Mapping[
         raise ConfigError(f"{where} wants {kind}, found {_describe(value)}")
     if isinstance(value, int | float) and not isinstance(value, bool) and ("bool" in kind or kind == "str"):
         raise ConfigError(f"{where} wants {kind}, found {_describe(value)}")
+    if isinstance(value, int) and not isinstance(value, bool) and "float" in kind:
+        value = float(value)  # OmegaConf does so for a float, but not for a union with one
     try:
         config[key] = value
     except OmegaConfBaseException as error:
         raise ConfigError(f"{where} wants {kind}, found {_describe(value)}") from error
     checked = config[key]
-    if checked is None:
+    if checked is None or checked in limits.get("words", ()):
         return
+    if "words" in limits and isinstance(checked, str):
+        raise ConfigError(f"{where} wants a number or {' or '.join(limits['words'])}, found {_describe(checked)}")
     if "choices" in limits and checked not in limits["choices"]:
         raise ConfigError(
             f"{where} wants one of {', '.join(limits['choices'])}, found {checked!r}{_hint(checked, limits)}"

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature of the pack: a section of :class:`rl_accel.config.RlAccelConfig` and the patches behind it.
+    """A feature of the pack: a section of :class:`rl_accel.config.RlAccelConfig` and what carries it out.
 
     ``lossless`` features cannot change training results and are what a bare ``rl_accel.enable()`` turns on.
-    ``patches`` are modules with a ``PATCHES`` tuple, by framework; they are imported only when the feature is on.
+    ``patches`` are modules with a ``PATCHES`` tuple, by framework; they are imported only when the feature is on. A tuple
+    may also hold a :class:`~rl_accel.patches.registration.Registration`: an integration on official seams has its switch
+    and its state there.
     """
 
     name: str
@@ -44,6 +46,12 @@ FEATURES: tuple[Feature, ...] = (
         summary="adaptive waiting for finished rollouts instead of a 2 s poll",
         lossless=True,
         patches={"verl": ("rl_accel.patches.verl.sampler",)},
+    ),
+    Feature(
+        name="tail_batching",
+        summary="short rounds that do not wait for the longest responses, and lose no prompt",
+        lossless=False,
+        patches={"verl": ("rl_accel.integrations.verl.tail_batching.mode",)},
     ),
 )
 

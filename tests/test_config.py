@@ -50,6 +50,10 @@ def test_a_bare_bool_switches_a_feature():
         ({"sampler": {"max_cpu_share": 1.5}}, r"max_cpu_share wants a value between 0\.001 and 1\.0, found 1\.5"),
         ({"sampler": {"max_delay_s": float("nan")}}, r"max_delay_s wants a value between"),
         ({"sampler": {"max_delay_s": None}}, r"max_delay_s wants float, found None"),
+        ({"tail_batching": {"prompt_ratio": "atuo"}}, r"prompt_ratio wants a number or auto, found 'atuo'"),
+        ({"tail_batching": {"prompt_ratio": 0.9}}, r"prompt_ratio wants at least 1\.0, found 0\.9"),
+        ({"tail_batching": {"response_ratio": 0}}, r"response_ratio wants at least 1\.0, found 0\.0"),
+        ({"tail_batching": {"queue_threshold": 0}}, r"queue_threshold wants at least 1, found 0"),
         (["gae"], r"rl_accel wants a mapping of flags, found \['gae'\] \(list\)"),
     ],
 )
@@ -117,3 +121,10 @@ def test_any_mapping_either_resolves_or_is_a_config_error(flags):
     except ConfigError:
         return
     assert isinstance(config, RlAccelConfig)
+
+
+@pytest.mark.parametrize(("given", "kept"), [(2, 2.0), (1.5, 1.5), ("auto", "auto")])
+def test_the_prompt_ratio_is_a_number_or_auto(given, kept):
+    found = resolve([("test", {"tail_batching": {"prompt_ratio": given}})]).tail_batching.prompt_ratio
+    assert found == kept
+    assert type(found) is type(kept)

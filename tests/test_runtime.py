@@ -79,14 +79,16 @@ def test_a_bare_enable_is_automatic_and_explicit_names_are_exact(fake_verl, pyth
         import rl_accel
         requested = lambda: {f.name: f.requested for f in rl_accel.status().features}
         rl_accel.enable()
-        assert set(requested().values()) == {"automatically"}, requested()
+        found = requested()
+        assert found.pop("tail_batching") == "off", "what changes training is never automatic"
+        assert set(found.values()) == {"automatically"}, found
         rl_accel.enable(sampler=False)
         assert requested()["sampler"] == "off" and requested()["gae"] == "automatically"
         rl_accel.enable(gae=dict(backend="numba"))
-        assert requested() == {"gae": "by name", "advantages": "off", "sampler": "off"}
+        assert requested() == {"gae": "by name", "advantages": "off", "sampler": "off", "tail_batching": "off"}
         with rl_accel.enabled(sampler=True):
-            assert requested() == {"gae": "off", "advantages": "off", "sampler": "by name"}
-        assert requested() == {"gae": "by name", "advantages": "off", "sampler": "off"}
+            assert requested() == {"gae": "off", "advantages": "off", "sampler": "by name", "tail_batching": "off"}
+        assert requested() == {"gae": "by name", "advantages": "off", "sampler": "off", "tail_batching": "off"}
     """)
     assert done.returncode == 0, done.stderr
 

@@ -11,7 +11,7 @@ import inspect
 import logging
 from typing import Any
 
-from rl_accel.errors import PatchRefused
+from rl_accel.errors import ConfigError, PatchRefused
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.post_import import when_imported
 
@@ -35,15 +35,53 @@ def take_in(config: Any) -> None:
         RUNTIME.set_layer(FRAMEWORK, flags)
 
 
-def _take_in_first(original: Any, _settings: Any) -> Any:
-    signature = inspect.signature(original)
+def wire(config: Any) -> None:
+    """Choose in ``config`` the official seams that features which are on (whatever switched them on) stand on.
 
-    @functools.wraps(original)
-    def with_flags(*args: Any, **kwargs: Any) -> Any:
-        take_in(signature.bind(*args, **kwargs).arguments["config"])
-        return original(*args, **kwargs)
+    Raises:
+        ConfigError: the configuration and a feature cannot go together.
+    """
+    from rl_accel.runtime import RUNTIME
 
-    return with_flags
+    flags = RUNTIME.resolved().tail_batching
+    if flags.enable:
+        importlib.import_module("rl_accel.integrations.verl.tail_batching.wiring").wire(config, flags)
+
+
+def refuse_unwired(config: Any) -> None:
+    """Stop a trainer that was chosen before anyone could wire a feature that is on.
+
+    Raises:
+        ConfigError: a driver built the trainer without ``validate_config``, or on a trainer that has no seams.
+    """
+    from omegaconf import OmegaConf
+
+    from rl_accel.runtime import RUNTIME
+
+    mode = OmegaConf.select(config, "trainer.v1.trainer_mode", default=None)
+    if RUNTIME.resolved().tail_batching.enable and mode != "tail_batching":
+        raise ConfigError(
+            f"rl_accel.tail_batching wants trainer.v1.trainer_mode = tail_batching in the trainer, found {mode}; "
+            "verl's validate_config sets it, which the driver must call before it starts the trainer"
+        )
+
+
+def _first(*steps: Any) -> Any:
+    """Return the ``make`` of a patch that hands the function's ``config`` to ``steps`` before the function runs."""
+
+    def make(original: Any, _settings: Any) -> Any:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def with_flags(*args: Any, **kwargs: Any) -> Any:
+            config = signature.bind(*args, **kwargs).arguments["config"]
+            for step in steps:
+                step(config)
+            return original(*args, **kwargs)
+
+        return with_flags
+
+    return make
 
 
 PATCHES = (
@@ -53,7 +91,7 @@ PATCHES = (
         target="verl.utils.config:validate_config",
         supports="verl>=0.6",
         params=("config", "use_reference_policy", "use_critic"),
-        make=_take_in_first,
+        make=_first(take_in, wire),
         no_seam=_NO_SEAM,
     ),
     Patch(
@@ -62,7 +100,7 @@ PATCHES = (
         target="verl.trainer.ppo.v1.trainer_base:PPOTrainer.__init__",
         supports="verl>=0.9",
         params=("self", "config"),
-        make=_take_in_first,
+        make=_first(take_in, refuse_unwired),
         no_seam=_NO_SEAM,
     ),
     Patch(
@@ -84,7 +122,7 @@ PATCHES = (
             "train_sampler",
             "device_name",
         ),
-        make=_take_in_first,
+        make=_first(take_in, refuse_unwired),
         no_seam=_NO_SEAM,
     ),
 )

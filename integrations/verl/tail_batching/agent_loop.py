@@ -1,0 +1,148 @@
+"""Agent-loop workers that run single responses, can cancel each of them, and report events to the trainer."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+import transfer_queue as tq
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ, apply_greedy_sampling_params
+
+from rl_accel.integrations.verl.tail_batching.client import SESSION, CancellableJudge, Session
+from rl_accel.integrations.verl.tail_batching.messages import Event, Job
+
+logger = logging.getLogger("rl_accel")
+
+# verl exports the class already wrapped by @ray.remote, which cannot be subclassed.
+_Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
+
+
+class TailAgentLoopWorker(_Worker):
+    """verl's worker, which goes on serving validation, with each training response a task of its own.
+
+    A cancelled response is reported as aborted after its engine request and its judge have stopped and what it had put into
+    TransferQueue is gone: abort, settle, then clear.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.reward_loop_worker_handles is not None:
+            self.reward_loop_worker_handles = [CancellableJudge(worker) for worker in self.reward_loop_worker_handles]
+        filter_groups = self.config.algorithm.get("filter_groups") or {}
+        self._filter_metric = str(filter_groups.get("metric")) if filter_groups.get("enable", False) else None
+        self._sessions: dict[int, Session] = {}
+        self._events: list[Event] = []
+        self._news = asyncio.Event()
+
+    async def act(self, jobs: Sequence[Job], cancel: Sequence[int]) -> None:
+        """Start the responses of ``jobs``, then cancel those of ``cancel``. Ids that are over already are ignored."""
+        for job in jobs:
+            self._launch(job)
+        for response_id in cancel:
+            session = self._sessions.get(response_id)
+            if session is None or session.cancelled:
+                continue
+            session.cancelled = True
+            # A write that is under way is let through and cleared afterwards: stopped halfway it could land later.
+            if not session.storing:
+                session.task.cancel()
+
+    async def next_events(self) -> list[Event]:
+        """Return what happened since the last call, as soon as anything has."""
+        await self._news.wait()
+        self._news.clear()
+        events, self._events = self._events, []
+        return events
+
+    def _launch(self, job: Job) -> None:
+        config = self.config.actor_rollout_ref.rollout
+        prompt = {"agent_name": config.agent.default_agent_loop, **job.payload}
+        prompt.update(uid=job.prompt_id, global_steps=job.step)
+        prompt.pop("__rollout_n__", None)
+        sampling_params = {
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "top_k": config.top_k,
+            "repetition_penalty": 1.0,
+            "logprobs": config.calculate_log_probs,
+        }
+        if not prompt.pop("__do_sample__", True):
+            apply_greedy_sampling_params(sampling_params)
+        trajectory = {"step": job.step, "sample_index": prompt.get("index", 0), "rollout_n": 0, "validate": False}
+        for number, response_id in enumerate(job.response_ids):
+            session = self._sessions[response_id] = Session(response_id)
+            response = self._respond(session, sampling_params, {**trajectory, "rollout_n": number}, prompt)
+            session.task = asyncio.create_task(response)
+            watch = asyncio.create_task(self._watch(session))
+            self.background_tasks.add(watch)
+            watch.add_done_callback(self.background_tasks.discard)
+
+    async def _respond(self, session: Session, sampling_params: dict, trajectory: dict, prompt: dict) -> None:
+        SESSION.set(session)
+        await self._run_agent_loop(
+            dict(sampling_params), trajectory=trajectory, trace=False, session_id=session.response_id, **prompt
+        )
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        session = SESSION.get()
+        if session is None:
+            await super()._agent_loop_postprocess(output, validate, **kwargs)
+            return
+        if session.cancelled:  # an agent loop may have swallowed the cancellation
+            raise asyncio.CancelledError
+        outputs = output if isinstance(output, list) else [output]
+        if not outputs:
+            raise RuntimeError("the agent loop returned no output")
+        session.tokens = sum(sum(item.response_mask) for item in outputs)
+        session.keys = tuple(f"{kwargs['uid']}_{session.response_id}_{index}" for index in range(len(outputs)))
+        self._report(Event("generated", session.response_id, session.tokens))
+        await super()._agent_loop_postprocess(output, validate, **kwargs)
+        session.metric = self._metric_of(outputs[-1])
+
+    async def _compute_teacher_logprobs(self, *args: Any, **kwargs: Any) -> None:
+        await super()._compute_teacher_logprobs(*args, **kwargs)
+        session = SESSION.get()
+        if session is not None:
+            session.storing = True  # verl's next step is to write the trajectories
+
+    def _metric_of(self, output: Any) -> float | None:
+        if self._filter_metric is None:
+            return None
+        if self._filter_metric == "reward":
+            found = output.reward_score
+        else:
+            found = output.extra_fields.get("reward_extra_info", {}).get(self._filter_metric)
+        return None if found is None else float(np.float32(found))
+
+    async def _watch(self, session: Session) -> None:
+        """Report how a response ended, once nothing of it moves any more."""
+        await asyncio.wait({session.task})
+        error = asyncio.CancelledError() if session.task.cancelled() else session.task.exception()
+        if (session.cancelled or error is not None) and session.storing:
+            try:
+                await tq.async_kv_clear(keys=list(session.keys), partition_id="train")
+            except Exception:
+                logger.exception("rl-accel: response %d could not be cleared", session.response_id)
+        del self._sessions[session.response_id]
+        if session.cancelled:
+            self._report(Event("aborted", session.response_id, session.tokens))
+        elif error is not None:
+            logger.error("rl-accel: response %d failed", session.response_id, exc_info=error)
+            line = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._report(Event("failed", session.response_id, session.tokens, error=line))
+        else:
+            self._report(Event("scored", session.response_id, session.tokens, session.keys, session.metric))
+
+    def _report(self, event: Event) -> None:
+        self._events.append(event)
+        self._news.set()
+
+
+class TailAgentLoopManager(AgentLoopManagerTQ):
+    """verl's manager over workers that can cancel."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(TailAgentLoopWorker)

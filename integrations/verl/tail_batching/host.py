@@ -1,0 +1,260 @@
+"""Plays the rounds of tail batching: carries out what the core decides and tells it what happens. Knows no trainer."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from rl_accel.integrations.verl.tail_batching.messages import Event, Job
+from rl_accel.integrations.verl.tail_batching.prompts import Prompts
+from rl_accel.rollout.tail_batching import TailBatching
+from rl_accel.rollout.tail_decisions import (
+    Cancel,
+    CheckGroup,
+    Decision,
+    EpochSettled,
+    Finished,
+    Launch,
+    PromptFailed,
+    RequestPrompts,
+    RoundEnded,
+    RoundMetrics,
+    RoundStarted,
+    TrainBatch,
+)
+
+logger = logging.getLogger("rl_accel")
+
+REPORT_SECONDS = 60.0
+"""After so long without an event one line says what the round waits for."""
+
+
+class ResponseWorkers(Protocol):
+    """What runs responses; see :class:`~rl_accel.integrations.verl.tail_batching.workers.Workers`."""
+
+    def launch(self, job: Job) -> None: ...
+
+    def cancel(self, response_ids: Iterable[int]) -> None: ...
+
+    def wait(self, seconds: float) -> list[Event]: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A batch and how it came about. ``keys`` are its trajectories, group by group; ``rows`` is the data set's own index of
+    each of its prompts; ``rounds`` has more than one entry if a round could not be filled."""
+
+    batch: TrainBatch
+    keys: tuple[str, ...]
+    rows: tuple[Any, ...]
+    rounds: tuple[RoundMetrics, ...]
+
+
+class Host:
+    """Drives ``core`` with real responses, one call of :meth:`play` a training step.
+
+    Args:
+        core: the state machine.
+        prompts: where new prompts come from.
+        workers: runs responses.
+        clear: removes trajectories, by key, from where the workers put them.
+        now: a clock in seconds.
+    """
+
+    def __init__(
+        self,
+        core: TailBatching,
+        prompts: Prompts,
+        workers: ResponseWorkers,
+        clear: Callable[[Sequence[str]], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.core = core
+        self.prompts = prompts
+        self._workers = workers
+        self._clear = clear
+        self._now = now
+        self._todo: deque[Decision] = deque()
+        self._scored: dict[int, Event] = {}
+        self._cancelled: set[int] = set()
+        self._batch: TrainBatch | None = None
+        self._rows: tuple[Any, ...] = ()
+        self._rounds: list[RoundMetrics] = []
+        self._over = False
+        self._exhausted = False
+        self._failed_in_a_row = 0
+        self._last_error = ""
+        self._step = 0
+        self._wanted = 0
+
+    def play(self, step: int, steps_left: int) -> Outcome:
+        """Return the batch of training step ``step``, with everything else of its round settled and cleared.
+
+        ``steps_left`` counts this step too. No more prompts are taken from the data than these steps can train, so that a
+        run ends with final rounds instead of with prompts that were begun and never trained.
+
+        Raises:
+            RuntimeError: so many prompts failed one after the other that something must be broken, or a filter metric is
+                missing.
+        """
+        self._step = step
+        self._wanted = steps_left * self.core.settings.prompts_per_step
+        self._batch, self._rounds = None, []
+        while self._batch is None:
+            self._play_round()
+        batch = self._batch
+        ids = [response_id for group in batch.groups for response_id in group.response_ids]
+        keys = tuple(key for response_id in ids for key in self._scored.pop(response_id).keys)
+        self._clear_keys(self._scored.values())  # of groups that the filter rejected
+        self._scored.clear()
+        return Outcome(batch, keys, self._rows, tuple(self._rounds))
+
+    def _play_round(self) -> None:
+        self._over = False
+        self._todo.extend(self.core.begin_round(self._now()))
+        self._carry_out()
+        while not self._over:
+            events = self._workers.wait(REPORT_SECONDS)
+            if not events:
+                logger.info("rl-accel: tail batching waits for responses of %d prompts", len(self.prompts.payloads))
+            for event in events:
+                self._hear(event)
+                self._carry_out()
+
+    # Decisions
+
+    def _carry_out(self) -> None:
+        while self._todo:
+            decision = self._todo.popleft()
+            match decision:
+                case Launch():
+                    payload = self.prompts.payloads[decision.prompt_id]
+                    self._workers.launch(Job(decision.prompt_id, payload, decision.response_ids, self._step))
+                case Cancel():
+                    self._cancel(decision)
+                case RequestPrompts():
+                    self._supply(sum(decision.counts.values()))
+                case CheckGroup():
+                    self._judge(decision)
+                case TrainBatch():
+                    self._batch = decision
+                    trained = [self.prompts.payloads.pop(group.prompt_id) for group in decision.groups]
+                    self._rows = tuple(payload.get("index") for payload in trained)
+                case RoundEnded():
+                    self._over = True
+                    self._rounds.append(decision.metrics)
+                case PromptFailed():
+                    self._give_up(decision.prompt_id)
+                case Finished():
+                    # Training goes on: as in verl, the data begins anew.
+                    self._over = True
+                    self._offer(self.core.settings.prompts_per_step - len(decision.remainder))
+                case RoundStarted():
+                    logger.info(
+                        "rl-accel: round %d is %s: %d prompts with %d responses each",
+                        decision.number,
+                        decision.kind,
+                        decision.prompts,
+                        decision.responses,
+                    )
+                case EpochSettled():
+                    logger.info(
+                        "rl-accel: epoch %d is settled: %d prompts trained, %d rejected, %d failed",
+                        decision.epoch,
+                        decision.trained,
+                        decision.rejected,
+                        decision.failed,
+                    )
+
+    def _supply(self, count: int) -> None:
+        count = min(count, self._wanted - len(self.prompts.payloads))
+        if count > 0:
+            self._offer(count)
+        else:
+            self._exhausted = True
+            self._todo.extend(self.core.data_exhausted(self._now()))
+
+    def _offer(self, count: int) -> None:
+        self._exhausted = False
+        while count > 0:
+            if self.prompts.begins_epoch:
+                self._todo.extend(self.core.end_epoch())
+            new = [self.prompts.take()]
+            while len(new) < count and not self.prompts.begins_epoch:
+                new.append(self.prompts.take())
+            count -= len(new)
+            self._todo.extend(self.core.offer(new, self._now()))
+
+    def _cancel(self, decision: Cancel) -> None:
+        over = [self._scored.pop(i) for i in decision.response_ids if i in self._scored]
+        done = {event.response_id for event in over}
+        running = [i for i in decision.response_ids if i not in done]
+        self._cancelled.update(running)
+        self._workers.cancel(running)
+        self._clear_keys(over)
+        for event in over:
+            self._todo.extend(self.core.response_aborted(event.response_id, event.tokens, self._now()))
+
+    def _judge(self, decision: CheckGroup) -> None:
+        """verl's rule (``_dapo_filtered_keys``): a group whose metric is the same throughout teaches nothing."""
+        group = decision.group
+        if any(response_id not in self._scored for response_id in group.response_ids):
+            return  # cut off meanwhile
+        values = [self._scored[response_id].metric for response_id in group.response_ids]
+        if None in values:
+            raise RuntimeError(
+                "algorithm.filter_groups.metric must name a metric that the reward function returns; the responses of "
+                f"prompt {group.prompt_id} came without it"
+            )
+        if len(values) < 2 or float(np.std(values)) != 0.0:
+            self._todo.extend(self.core.group_kept(group, self._now()))
+            return
+        if self._exhausted:
+            self._offer(1)  # in place of this one; else a final round would lack a prompt
+        self.prompts.payloads.pop(group.prompt_id)
+        self._todo.extend(self.core.group_rejected(group, self._now()))
+
+    def _give_up(self, prompt_id: str) -> None:
+        del self.prompts.payloads[prompt_id]
+        self._failed_in_a_row += 1
+        logger.error(
+            "rl-accel: prompt %s failed after its last retry and is not trained: %s", prompt_id, self._last_error
+        )
+        if self._failed_in_a_row >= self.core.settings.prompts_per_step:
+            raise RuntimeError(
+                f"rl_accel.tail_batching: {self._failed_in_a_row} prompts failed one after the other; "
+                f"last error: {self._last_error}"
+            )
+
+    # Events
+
+    def _hear(self, event: Event) -> None:
+        now = self._now()
+        response_id = event.response_id
+        match event.kind:
+            case "generated":
+                self._todo.extend(self.core.response_generated(response_id, event.tokens, now))
+            case "scored" if response_id in self._cancelled:  # it was over before the worker heard of it
+                self._cancelled.discard(response_id)
+                self._clear_keys([event])
+                self._todo.extend(self.core.response_aborted(response_id, event.tokens, now))
+            case "scored":
+                self._failed_in_a_row = 0
+                self._scored[response_id] = event
+                self._todo.extend(self.core.response_scored(response_id, now))
+            case "failed":
+                self._cancelled.discard(response_id)
+                self._last_error = event.error
+                self._todo.extend(self.core.response_failed(response_id, event.tokens, now))
+            case "aborted":
+                self._cancelled.discard(response_id)
+                self._todo.extend(self.core.response_aborted(response_id, event.tokens, now))
+
+    def _clear_keys(self, events: Iterable[Event]) -> None:
+        keys = [key for event in events for key in event.keys]
+        if keys:
+            self._clear(keys)

@@ -1,0 +1,46 @@
+"""One step's rounds as numbers for verl's logger."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rl_accel.rollout.tail_decisions import RoundMetrics
+
+_PREFIX = "rl_accel/tail_batching/"
+# A step has a second round only if the first could not be filled: then these add up, the others are the last round's.
+_ADD_UP = (
+    "rollout_seconds",
+    "seconds_saved",
+    "prompts_admitted",
+    "prompts_trained",
+    "prompts_deferred",
+    "prompts_rejected",
+    "prompts_failed",
+    "responses_cancelled",
+    "responses_failed",
+)
+_AS_THEY_ARE = (
+    "prompt_ratio",
+    "queue_length",
+    "oldest_deferral_rounds",
+    "wasted_token_share",
+    "accepted_tokens_mean",
+    "cancelled_tokens_mean",
+)
+
+
+def numbers(rounds: Sequence[RoundMetrics], ghost_keys: int) -> dict[str, float]:
+    """Return ``rl_accel/tail_batching/<name>``: every field of :class:`RoundMetrics` that is known, the kind as 0 or 1.
+
+    No name holds ``max``, ``min``, ``sum`` or ``total``, by which verl would choose another reduction.
+    """
+    last = rounds[-1]
+    out: dict[str, Any] = {f"{kind}_round": float(last.kind == kind) for kind in ("short", "long", "final")}
+    out["round"] = last.number
+    out["rounds"] = len(rounds)
+    out["ghost_keys"] = ghost_keys
+    for name in _ADD_UP:
+        known = [value for value in (getattr(item, name) for item in rounds) if value is not None]
+        out[name] = sum(known) if known else None
+    for name in _AS_THEY_ARE:
+        out[name] = getattr(last, name)
+    return {_PREFIX + name: float(value) for name, value in out.items() if value is not None}

@@ -1,0 +1,77 @@
+"""What tail batching leaves on disk: a sidecar of each checkpoint, and the ledger of trained prompts."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_accel.errors import RlAccelError
+
+FOLDER = "tail_batching"
+_FORMAT = "rl_accel.verl.tail_batching"
+_VERSION = 1
+
+
+class ResumeError(RlAccelError, ValueError):
+    """A checkpoint holds no state of tail batching, or one that does not fit."""
+
+
+def save(checkpoint: Path, step: int, core: dict[str, Any], fetched: int, payloads: dict[str, dict[str, Any]]) -> None:
+    """Write the sidecar of ``checkpoint`` (a ``global_step_N`` folder)."""
+    folder = checkpoint / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(payloads, folder / "prompts.pt")
+    state = {"format": _FORMAT, "version": _VERSION, "step": step, "rows_fetched": fetched, "core": core}
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+def load(checkpoint: Path, step: int) -> tuple[dict[str, Any], int, dict[str, dict[str, Any]]]:
+    """Return core state, rows fetched and payloads as :func:`save` wrote them.
+
+    Raises:
+        ResumeError: the sidecar is missing, damaged, or of another format, version or step.
+    """
+    folder = checkpoint / FOLDER
+    if not (folder / "state.json").exists():
+        raise ResumeError(
+            f"{checkpoint} was saved without tail batching: {folder / 'state.json'} is missing. Resume it with "
+            "rl_accel.tail_batching.enable=False; its position in the data counts batches, not prompts"
+        )
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        payloads = torch.load(folder / "prompts.pt", weights_only=False)
+        found = (state["format"], state["version"], state["step"])
+        core, fetched = state["core"], int(state["rows_fetched"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ResumeError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
+    if found != (_FORMAT, _VERSION, step):
+        raise ResumeError(f"{folder} must be of {(_FORMAT, _VERSION, step)} (format, version, step), found {found}")
+    return core, fetched, payloads
+
+
+class Ledger:
+    """``tail_batching/ledger.jsonl`` beside the checkpoints: one line a step with the prompts trained in it."""
+
+    def __init__(self, root: Path) -> None:
+        self.path = root / FOLDER / "ledger.jsonl"
+
+    def rewind(self, step: int) -> None:
+        """Drop what came after ``step``: the run goes on from there."""
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        kept = []
+        for line in lines:
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except ValueError:  # the last line of a run that was killed while it wrote
+                continue
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("".join(kept))
+
+    def add(self, step: int, number: int, kind: str, trained: Sequence[str], rows: Sequence[Any]) -> None:
+        """Append a step: the ids of its prompts, and of each the data set's own index."""
+        line = {"step": step, "round": number, "kind": kind, "trained": list(trained), "rows": list(rows)}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line, default=str) + "\n")

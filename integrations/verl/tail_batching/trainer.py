@@ -1,0 +1,136 @@
+"""Trainer mode ``tail_batching``: verl's sync trainer, fed by rounds of tail batching."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+from rl_accel.errors import ConfigError
+from rl_accel.integrations.verl.tail_batching import report, saved
+from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
+from rl_accel.integrations.verl.tail_batching.host import Host
+from rl_accel.integrations.verl.tail_batching.prompts import Prompts, row_of
+from rl_accel.integrations.verl.tail_batching.wiring import settings_of
+from rl_accel.integrations.verl.tail_batching.workers import Workers
+from rl_accel.rollout.tail_batching import TailBatching
+
+logger = logging.getLogger("rl_accel")
+
+STOPS_EACH = ("vllm", "hf_cpu")
+"""Engines that stop a request when its caller is cancelled. In others it runs on until all are aborted after the round."""
+
+
+class TailReplayBuffer:
+    """What the trainer samples from: rounds for training, verl's own buffer for validation and everything else."""
+
+    def __init__(self, stock: Any, play: Any) -> None:
+        self._stock = stock
+        self._play = play
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, float]]:
+        """Return the trajectories of exactly P0 x R0 responses and the numbers of their round; see verl's ``ReplayBuffer``."""
+        if partition_id != "train":
+            return self._stock.sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
+        return self._play(global_steps)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+
+class TailBatchingTrainer(PPOTrainerSync):
+    """Strictly on-policy like its base; it differs in where a batch comes from and in what a checkpoint holds."""
+
+    def _build_replay_buffer(self) -> TailReplayBuffer:
+        # verl's constructor calls this first. By any other name than "sync" the base class would buffer for asynchronous
+        # training, keep prompts in TransferQueue, and save and restore what is in it, which after a resume would be ghosts.
+        # What tail batching needs of the other modes, single prompts from the data loader, wiring sets itself.
+        self.trainer_mode = "sync"
+        return TailReplayBuffer(super()._build_replay_buffer(), self._play)
+
+    def _init_dataloader(self) -> None:
+        super()._init_dataloader()
+        settings = settings_of(self.config, data_id=self._data_id())
+        rows, wanted = len(self.train_dataloader), settings.prompts_per_step
+        if rows < wanted:
+            raise ConfigError(
+                f"rl_accel.tail_batching wants a data set of at least data.train_batch_size = {wanted} prompts, found {rows}"
+            )
+        self._core = TailBatching(settings)
+        self._prompts = Prompts(lambda: row_of(self._fetch_one_gen_batch()), rows)
+        self._ledger = saved.Ledger(Path(self.config.trainer.default_local_dir))
+        self._last_step = min(self.total_training_steps, self.steps_per_epoch * self.config.trainer.total_epochs)
+
+    def _data_id(self) -> str:
+        data = self.config.data
+        files = data.train_files if isinstance(data.train_files, str) else OmegaConf.to_container(data.train_files)
+        names = [os.path.basename(name) for name in ([files] if isinstance(files, str) else files)]
+        return f"{names} {len(self.train_dataset)} shuffle={data.get('shuffle')} seed={data.get('seed')}"
+
+    def get_llm_client(self) -> TailLLMServerClient:
+        """Get the client for rollout generation, one that stops what is cancelled."""
+        return self.llm_server_manager.get_client(client_cls=TailLLMServerClient)
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        """Train; see the base class. ``agent_loop_manager`` must be a ``TailAgentLoopManager``."""
+        workers = Workers(agent_loop_manager.agent_loop_workers)
+        self._host = Host(
+            self._core, self._prompts, workers, lambda keys: tq.kv_clear(keys=list(keys), partition_id="train")
+        )
+        super().fit(agent_loop_manager)
+
+    def prepare_step(self) -> dict[str, Any]:
+        """Submit nothing: a round takes its prompts as it needs them."""
+        return {}
+
+    def _play(self, step: int) -> tuple[KVBatchMeta, dict[str, float]]:
+        outcome = self._host.play(step, max(self._last_step - step + 1, 1))
+        stored = (tq.kv_list("train") or {}).get("train", {})
+        ghosts = sorted(set(stored) - set(outcome.keys))
+        if ghosts:
+            logger.error(
+                "rl-accel: %d keys of cancelled responses were left behind, the first is %s", len(ghosts), ghosts[0]
+            )
+            tq.kv_clear(keys=ghosts, partition_id="train")
+        batch = outcome.batch
+        self._ledger.add(step, batch.number, batch.kind, [group.prompt_id for group in batch.groups], outcome.rows)
+        meta = KVBatchMeta(partition_id="train", keys=list(outcome.keys), tags=[stored[key] for key in outcome.keys])
+        return meta, report.numbers(outcome.rounds, len(ghosts))
+
+    def on_sample_end(self) -> None:
+        if not self._stops_each:
+            self.checkpoint_manager.abort_replicas()
+        super().on_sample_end()
+
+    def on_step_end(self) -> None:
+        super().on_step_end()
+        if not self._stops_each:
+            self.checkpoint_manager.resume_generation_replicas()
+
+    @property
+    def _stops_each(self) -> bool:
+        return self.config.actor_rollout_ref.rollout.name in STOPS_EACH
+
+    # Checkpoints
+
+    def _save_checkpoint(self) -> None:
+        # Ours first: the base class ends with the file that makes the checkpoint the one to resume from.
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+        saved.save(folder, self.global_steps, self._core.state_dict(), self._prompts.fetched, self._prompts.payloads)
+        super()._save_checkpoint()
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        step = self.global_steps
+        if step:
+            trainer = self.config.trainer
+            by_path = trainer.resume_mode == "resume_path"
+            folder = Path(trainer.resume_from_path if by_path else f"{trainer.default_local_dir}/global_step_{step}")
+            core, fetched, payloads = saved.load(folder, step)
+            self._core.load_state_dict(core)
+            self._prompts.fetched, self._prompts.payloads = fetched, payloads
+        self._ledger.rewind(step)

@@ -1,0 +1,95 @@
+"""Puts the parts of tail batching into the configuration of an otherwise unchanged sync recipe, or says why it cannot work."""
+
+from typing import Any
+
+from omegaconf import OmegaConf, open_dict
+
+from rl_accel.config import TailBatchingConfig
+from rl_accel.errors import ConfigError
+from rl_accel.integrations.verl.tail_batching import MANAGER, MODE
+from rl_accel.rollout.tail_settings import TailSettings
+
+_FLAG = "rl_accel.tail_batching"
+_MODE_KEY = "trainer.v1.trainer_mode"
+_MANAGER_KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+
+
+def wire(config: Any, flags: TailBatchingConfig) -> None:
+    """Choose our trainer mode and agent-loop manager in ``config`` (verl's, changed in place). Idempotent.
+
+    Raises:
+        ConfigError: something in ``config`` cannot go together with tail batching, or a ratio does not fit.
+    """
+    check(config)
+    with open_dict(config):
+        OmegaConf.update(config, _MODE_KEY, MODE)
+        OmegaConf.update(config, _MANAGER_KEY, MANAGER)
+        config.data.gen_batch_size = 1
+        # The trainer process builds its settings from here, whatever source the flags had.
+        OmegaConf.update(config, "trainer.v1." + MODE, {name: getattr(flags, name) for name in _FIELDS}, merge=False)
+    settings_of(config)
+
+
+_FIELDS = ("prompt_ratio", "response_ratio", "queue_threshold", "max_deferrals", "max_retries", "auto_limit")
+
+
+def settings_of(config: Any, data_id: str = "") -> TailSettings:
+    """Return the core's settings for a ``config`` that :func:`wire` has been through.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    flags = OmegaConf.to_container(config.trainer.v1[MODE])
+    try:
+        return TailSettings(
+            config.data.train_batch_size,
+            config.actor_rollout_ref.rollout.n,
+            filter_groups=bool(OmegaConf.select(config, "algorithm.filter_groups.enable", default=False)),
+            data_id=data_id,
+            **flags,
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{_FLAG}: {error}") from error
+
+
+def check(config: Any) -> None:
+    """Refuse what tail batching cannot work with.
+
+    Raises:
+        ConfigError: names the key, what is wanted and what was found.
+    """
+
+    def get(key: str, default: Any = None) -> Any:
+        return OmegaConf.select(config, key, default=default)
+
+    if get("trainer.v1") is None:
+        import verl
+
+        raise ConfigError(f"{_FLAG} wants verl 0.9.1 or later with its V1 trainer, found verl {verl.__version__}")
+    if not get("trainer.use_v1", True):
+        _refuse("trainer.use_v1", True, get("trainer.use_v1"))
+    mode = get(_MODE_KEY)
+    if mode not in ("sync", MODE):
+        _refuse(_MODE_KEY, "sync", mode, "it is strictly on-policy; an asynchronous trainer has no tail to cut off")
+    if get(f"trainer.v1.{mode}.parameter_sync_step", 1) != 1:
+        _refuse(f"trainer.v1.{mode}.parameter_sync_step", 1, get(f"trainer.v1.{mode}.parameter_sync_step"))
+    sampler = get("trainer.v1.sampler.custom_sampler.name") or get("trainer.v1.sampler.custom_sampler.path")
+    if sampler:
+        _refuse("trainer.v1.sampler.custom_sampler", None, sampler, "the trainer samples from rounds")
+    if get(_MANAGER_KEY) not in (None, "", MANAGER):
+        _refuse(_MANAGER_KEY, None, get(_MANAGER_KEY), "responses must run in workers that can cancel them")
+    if get("skip.rollout_tq.enable", False):
+        _refuse("skip.rollout_tq.enable", False, True, "there is no batch of prompts to replay")
+    colocated = get("reward.reward_model.enable", False) and not get("reward.reward_model.enable_resource_pool", False)
+    if colocated and get("algorithm.filter_groups.enable", False):
+        _refuse("reward.reward_model.enable_resource_pool", True, False, "groups are filtered as they complete")
+    batch = get("data.train_batch_size")
+    users = [("actor_rollout_ref.actor.ppo_mini_batch_size", True)]
+    users.append(("critic.ppo_mini_batch_size", get("critic.enable") or get("algorithm.adv_estimator") == "gae"))
+    for key, used in users:
+        if used and batch % get(key):
+            _refuse(key, f"a divisor of data.train_batch_size = {batch}", get(key), "a batch is never padded")
+
+
+def _refuse(key: str, wanted: Any, found: Any, reason: str = "") -> None:
+    raise ConfigError(f"{_FLAG} wants {key} = {wanted}, found {found}" + (f" ({reason})" if reason else ""))

@@ -1,0 +1,91 @@
+"""The agent-loop workers as the trainer sees them: orders go out in bulk, events come in as soon as there are any."""
+
+import contextlib
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from rl_accel.integrations.verl.tail_batching.messages import Event, Job
+
+logger = logging.getLogger("rl_accel")
+
+
+class Workers:
+    """Spreads responses over ``actors`` (handles of ``TailAgentLoopWorker``) and gathers what happens to them."""
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self._actors = dict(enumerate(actors))
+        self._running: dict[int, set[int]] = {index: set() for index in self._actors}
+        self._home: dict[int, int] = {}
+        self._jobs: dict[int, list[Job]] = {}
+        self._cancels: dict[int, list[int]] = {}
+        self._polls: dict[Any, int] = {}
+        self._orders: list[Any] = []
+
+    def launch(self, job: Job) -> None:
+        """Start the responses of ``job`` on the worker that has the fewest.
+
+        Raises:
+            RuntimeError: no worker is alive.
+        """
+        if not self._actors:
+            raise RuntimeError("rl_accel.tail_batching: every agent-loop worker has died")
+        index = min(self._actors, key=lambda i: len(self._running[i]))
+        self._running[index].update(job.response_ids)
+        self._home.update(dict.fromkeys(job.response_ids, index))
+        self._jobs.setdefault(index, []).append(job)
+
+    def cancel(self, response_ids: Iterable[int]) -> None:
+        """Stop these responses. Those that are over already have an event on its way."""
+        for response_id in response_ids:
+            index = self._home.get(response_id)
+            if index is not None:
+                self._cancels.setdefault(index, []).append(response_id)
+
+    def wait(self, seconds: float) -> list[Event]:
+        """Return events in the order in which each worker reported them; empty if there are none for ``seconds``."""
+        self._send()
+        waiting = set(self._polls.values())
+        for index, actor in self._actors.items():
+            if index not in waiting:
+                self._polls[actor.next_events.remote()] = index
+        ready, _ = ray.wait(list(self._polls), num_returns=1, timeout=seconds)
+        if ready and len(self._polls) > 1:
+            ready, _ = ray.wait(list(self._polls), num_returns=len(self._polls), timeout=0)
+        events = [event for poll in ready for event in self._collect(poll)]
+        for event in events:
+            if event.kind != "generated":
+                self._forget(event.response_id)
+        return events
+
+    def _send(self) -> None:
+        for index in {**self._jobs, **self._cancels}:
+            if index in self._actors:
+                order = self._actors[index].act.remote(self._jobs.get(index, []), self._cancels.get(index, []))
+                self._orders.append(order)
+        self._jobs, self._cancels = {}, {}
+        if not self._orders:
+            return
+        done, self._orders = ray.wait(self._orders, num_returns=len(self._orders), timeout=0)
+        for order in done:
+            with contextlib.suppress(RayActorError):  # its poll says so as well
+                ray.get(order)
+
+    def _collect(self, poll: Any) -> list[Event]:
+        index = self._polls.pop(poll)
+        try:
+            return ray.get(poll)
+        except RayActorError as error:
+            lost = sorted(self._running.pop(index))
+            del self._actors[index]
+            line = f"agent-loop worker {index} died: {error}".splitlines()[0]
+            logger.error("rl-accel: %s; %d responses are lost with it", line, len(lost))
+            return [Event("failed", response_id, error=line) for response_id in lost]
+
+    def _forget(self, response_id: int) -> None:
+        index = self._home.pop(response_id, None)
+        if index in self._running:
+            self._running[index].discard(response_id)

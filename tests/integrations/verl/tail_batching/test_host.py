@@ -1,0 +1,165 @@
+"""The host drives the real core: a batch a step, nothing left behind, no prompt trained twice. Workers here are a schedule."""
+
+import heapq
+import importlib.util
+import random
+
+import pytest
+
+if importlib.util.find_spec("verl") is None or importlib.util.find_spec("transfer_queue") is None:
+    pytest.skip("verl is not installed", allow_module_level=True)
+
+from rl_accel.integrations.verl.tail_batching.host import Host
+from rl_accel.integrations.verl.tail_batching.messages import Event
+from rl_accel.integrations.verl.tail_batching.prompts import Prompts
+from rl_accel.integrations.verl.tail_batching.report import numbers
+from rl_accel.rollout.tail_batching import TailBatching
+from rl_accel.rollout.tail_settings import TailSettings
+
+
+class Schedule:
+    """Workers whose responses take drawn times. ``stored`` is what lies in the buffer; cancelling takes time as well."""
+
+    def __init__(self, seed=0, fails=lambda prompt_id: False, metric=lambda prompt_id, response_id: None):
+        self.random = random.Random(seed)
+        self.time = 0.0
+        self.fails, self.metric = fails, metric
+        self.stored: set[str] = set()
+        self.launched: dict[int, tuple[str, int]] = {}
+        self._due: list = []
+        self._over: set[int] = set()
+
+    def launch(self, job):
+        for response_id in job.response_ids:
+            assert job.payload["row"] > 0
+            self.launched[response_id] = (job.prompt_id, job.step)
+            seconds = self.random.lognormvariate(0, 1)
+            tokens = int(100 * seconds) + 1
+            if self.fails(job.prompt_id):
+                self._at(seconds, Event("failed", response_id, tokens, error="broken"))
+                continue
+            self._at(seconds, Event("generated", response_id, tokens))
+            key, metric = f"{job.prompt_id}_{response_id}_0", self.metric(job.prompt_id, response_id)
+            self._at(seconds + self.random.random(), Event("scored", response_id, tokens, (key,), metric))
+
+    def cancel(self, response_ids):
+        for response_id in response_ids:
+            if response_id not in self._over:
+                self._over.add(response_id)
+                self._at(self.random.random(), Event("aborted", response_id, 1), cancelled=True)
+
+    def wait(self, seconds):
+        assert self._due, "the host waits for ever"
+        self.time, _, event, cancelled = heapq.heappop(self._due)
+        if not cancelled:
+            if event.response_id in self._over:
+                return []
+            if event.kind != "generated":
+                self._over.add(event.response_id)
+            self.stored.update(event.keys)
+        return [event]
+
+    def _at(self, delay, event, cancelled=False):
+        heapq.heappush(self._due, (self.time + delay, len(self._due) + self.random.random(), event, cancelled))
+
+
+def make(rows=1000, workers=None, **settings):
+    workers = workers or Schedule()
+    core = TailBatching(TailSettings(4, 2, **{"queue_threshold": 3, **settings}))
+    count = iter(range(1, 10**9))
+    prompts = Prompts(lambda: {"row": next(count)}, rows)
+    host = Host(core, prompts, workers, lambda keys: workers.stored.difference_update(keys), lambda: workers.time)
+    return host, workers
+
+
+def train(host, workers, steps, first=1):
+    """Play steps ``first`` to ``steps`` as the trainer does and return the outcomes."""
+    outcomes = []
+    for step in range(first, steps + 1):
+        outcome = host.play(step, steps - step + 1)
+        assert len(outcome.keys) == len(set(outcome.keys)) == 8
+        assert workers.stored == set(outcome.keys), "nothing but the batch is left in the buffer"
+        for group in outcome.batch.groups:
+            for response_id in group.response_ids:
+                assert workers.launched[response_id] == (group.prompt_id, step), "on-policy"
+        workers.stored.clear()
+        outcomes.append(outcome)
+    return outcomes
+
+
+def trained(outcomes):
+    return [group.prompt_id for outcome in outcomes for group in outcome.batch.groups]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_short_and_long_rounds_train_every_prompt_that_was_begun_exactly_once(seed):
+    host, workers = make(workers=Schedule(seed))
+    outcomes = train(host, workers, 20)
+    assert {outcome.batch.kind for outcome in outcomes} >= {"short", "long"}
+    ids = trained(outcomes)
+    assert len(ids) == len(set(ids)) == 80 == host.prompts.fetched
+    assert host.prompts.payloads == {}
+
+
+def test_epochs_follow_each_other_and_rows_keep_their_ids_apart():
+    host, workers = make(rows=10)
+    ids = trained(train(host, workers, 10))
+    assert sorted(ids) == sorted(f"{epoch}:{row}" for epoch in (1, 2, 3, 4) for row in range(1, 11))
+
+
+def test_a_constant_group_is_rejected_and_replaced_until_the_batch_is_full():
+    def metric(prompt_id, response_id):
+        return 1.0 if int(prompt_id.split(":")[1]) % 8 == 0 else float(response_id)
+
+    host, workers = make(workers=Schedule(metric=metric), filter_groups=True, queue_threshold=2)
+    outcomes = train(host, workers, 20)
+    ids = trained(outcomes)
+    assert len(ids) == len(set(ids)) == 80
+    assert all(int(prompt_id.split(":")[1]) % 8 for prompt_id in ids)
+    assert sum(item.prompts_rejected for outcome in outcomes for item in outcome.rounds) >= 9
+    assert {outcome.batch.kind for outcome in outcomes} >= {"short", "long"}
+
+
+def test_a_missing_filter_metric_is_named():
+    host, _ = make(filter_groups=True)
+    with pytest.raises(RuntimeError, match=r"algorithm\.filter_groups\.metric must name a metric"):
+        host.play(1, 3)
+
+
+def test_a_broken_prompt_is_retried_then_given_up_and_the_step_goes_on():
+    host, workers = make(workers=Schedule(fails=lambda prompt_id: prompt_id == "1:2"))
+    outcomes = train(host, workers, 6)
+    assert "1:2" not in trained(outcomes)
+    assert sum(item.prompts_failed for outcome in outcomes for item in outcome.rounds) == 1
+    assert len(set(trained(outcomes))) == 24
+
+
+def test_when_everything_fails_the_last_error_comes_out():
+    host, _ = make(workers=Schedule(fails=lambda prompt_id: True))
+    with pytest.raises(RuntimeError, match="4 prompts failed one after the other; last error: broken"):
+        host.play(1, 3)
+
+
+@pytest.mark.parametrize("stop", [1, 4, 7])
+def test_a_resumed_run_goes_on_without_loss_or_repetition(stop):
+    host, _ = make(rows=13)
+    before = [host.play(step, 12 - step + 1) for step in range(1, stop + 1)]
+    state, payloads, fetched = host.core.state_dict(), dict(host.prompts.payloads), host.prompts.fetched
+    again, fresh = make(rows=13, workers=Schedule(seed=99))
+    again.core.load_state_dict(state)
+    again.prompts.payloads, again.prompts.fetched = payloads, fetched
+    ids = trained(before) + trained(train(again, fresh, 12, first=stop + 1))
+    assert len(ids) == len(set(ids)) == 48
+    assert again.prompts.payloads == {}
+
+
+def test_every_number_has_a_name_that_verl_reduces_as_meant():
+    host, workers = make()
+    outcome = train(host, workers, 1)[0]
+    found = numbers(outcome.rounds, 0)
+    assert all(name.startswith("rl_accel/tail_batching/") for name in found)
+    # verl chooses the reduction of a metric by these parts of its name.
+    assert not [name for name in found for part in ("max", "min", "sum", "total") if part in name]
+    assert found["rl_accel/tail_batching/prompts_trained"] == 4.0
+    assert found["rl_accel/tail_batching/short_round"] + found["rl_accel/tail_batching/final_round"] == 1.0
+    assert all(isinstance(value, float) for value in found.values())
