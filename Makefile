@@ -15,7 +15,7 @@ export RAY_USAGE_STATS_ENABLED = 0
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help setup ab test test-fast check bench clean
+.PHONY: help setup ab ab-tail test test-fast check bench clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
@@ -36,6 +36,9 @@ $(DEV): requirements/dev.txt $(READY)
 
 ab: $(READY)  ## train a small model twice with real verl, stock and accelerated, and report the difference
 	$(BIN)/rl-accel ab examples/verl_ppo_cpu/recipe.yaml --out $(AB_OUT) --overwrite
+
+ab-tail: $(READY)  ## the same for tail batching: five arms, three seeds, about an hour
+	$(BIN)/rl-accel ab examples/verl_tail_batching --out $(AB_OUT)-tail --overwrite
 
 test: $(DEV)  ## every test; under 30 minutes on 2 cores
 	$(PYTEST)

@@ -3,18 +3,21 @@
 The task: a prompt such as ``digits kqx`` or ``letters 4b7`` names a kind of character and adds some noise; a response is
 scored by the share of its characters that are of that kind (``reward.py``). The model, a Qwen2 of 0.1 million parameters, is
 first taught for a few seconds to write mixed text that leans to the kind named, with response lengths spread out as
-those of a real policy are: most short, a few up to the limit.
+those of a real policy are: most short, a few up to the limit. With ``--lengths published`` a prompt such as ``digits Dqx``
+holds a mark as well, and lengths have the long tail of ``published_lengths.py``.
 """
 
 import argparse
 import hashlib
 import json
+import math
 import random
 import shutil
 import string
 from pathlib import Path
 
 import pandas as pd
+import published_lengths
 import torch
 from reward import KINDS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -29,12 +32,15 @@ TEMPLATE = (
 LEAN = 0.6
 """Share of characters of the kind named in the text that the model is taught first."""
 MEAN_LENGTH = 150
-PROMPTS = {"train": 2048, "val": 32}
+VALIDATION_PROMPTS = 32
+LENGTHS = ("geometric", "published")
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(lengths: str) -> PreTrainedTokenizerFast:
     """One token a character. Byte-level, because transformers reads the tokenizer of a Qwen2 model in no other way."""
     symbols = [PAD, BOS, UNK, START, END, "Ċ", "Ġ", *ALPHABET]
+    if lengths == "published":
+        symbols += [*published_lengths.PROMPT_MARKS, *published_lengths.RESPONSE_MARKS]
     core = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[], unk_token=UNK))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -49,17 +55,20 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def prompt(rng: random.Random) -> tuple[str, str]:
+def prompt(rng: random.Random, mark: str = "") -> tuple[str, str]:
     """Return the text of a prompt and the kind of character it names."""
     kind = rng.choice(sorted(KINDS))
-    return f"{kind} {''.join(rng.choices(ALPHABET, k=3))}", kind
+    return f"{kind} {mark}{''.join(rng.choices(ALPHABET, k=3 - len(mark)))}", kind
 
 
-def dataset(split: str, rng: random.Random) -> pd.DataFrame:
-    """Return prompts as verl's datasets hold them."""
+def dataset(split: str, count: int, lengths: str, rng: random.Random) -> pd.DataFrame:
+    """Return ``count`` prompts as verl's datasets hold them."""
+    marks = [""] * count
+    if lengths == "published":
+        marks = rng.choices(published_lengths.PROMPT_MARKS, published_lengths.SHARES, k=count)
     rows = []
-    for index in range(PROMPTS[split]):
-        text, kind = prompt(rng)
+    for index, mark in enumerate(marks):
+        text, kind = prompt(rng, mark)
         rows.append(
             {
                 "data_source": "rl_accel/character_kinds",
@@ -75,13 +84,13 @@ def dataset(split: str, rng: random.Random) -> pd.DataFrame:
 def model(tok: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     """Return the tiny model with fresh weights."""
     config = Qwen2Config(
-        vocab_size=64,
+        vocab_size=16 * math.ceil(max(len(tok), 64) / 16),
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        max_position_embeddings=1024,
+        max_position_embeddings=2048,
         bos_token_id=tok.bos_token_id,
         eos_token_id=tok.eos_token_id,
         pad_token_id=tok.pad_token_id,
@@ -127,10 +136,31 @@ def _draw(tokens: torch.Tensor, count: int) -> torch.Tensor:
     return tokens[torch.randint(len(tokens), (count,))]
 
 
-def prepare(folder: Path) -> None:
+def teach_published(network: Qwen2ForCausalLM, tok: PreTrainedTokenizerFast, rng: random.Random) -> float:
+    """Train ``network`` on the same text with the lengths of ``published_lengths`` and return the last loss."""
+    characters = {}
+    for kind, named in KINDS.items():
+        other = set(ALPHABET) - named
+        characters[kind] = shares = torch.zeros(network.config.vocab_size)
+        shares[tok.convert_tokens_to_ids(sorted(named))] = LEAN / len(named)
+        shares[tok.convert_tokens_to_ids(sorted(other))] = (1 - LEAN) / len(other)
+
+    def head(mark: int) -> tuple[list[int], torch.Tensor]:
+        text, kind = prompt(rng, published_lengths.PROMPT_MARKS[mark])
+        turn = [{"role": "user", "content": text}]
+        return tok.apply_chat_template(turn, add_generation_prompt=True, return_dict=False), characters[kind]
+
+    return published_lengths.teach(network, tok, rng, head)
+
+
+def prepare(folder: Path, lengths: str, prompts: int) -> None:
     """Write ``model/``, ``train.parquet`` and ``val.parquet`` to ``folder``, unless this version of them is there."""
-    sources = [Path(__file__), Path(__file__).with_name("reward.py")]
-    stamp = {"sources": hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()}
+    sources = [Path(__file__).with_name(name) for name in ("prepare.py", "reward.py", "published_lengths.py")]
+    stamp = {
+        "sources": hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest(),
+        "lengths": lengths,
+        "prompts": prompts,
+    }
     marker = folder / "prepared.json"
     if marker.exists() and json.loads(marker.read_text()) == stamp:
         print(f"{folder} is up to date")
@@ -140,19 +170,22 @@ def prepare(folder: Path) -> None:
     rng = random.Random(0)
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    for split in PROMPTS:
-        dataset(split, rng).to_parquet(folder / f"{split}.parquet")
-    tok = tokenizer()
+    for split, count in {"train": prompts, "val": VALIDATION_PROMPTS}.items():
+        dataset(split, count, lengths, rng).to_parquet(folder / f"{split}.parquet")
+    tok = tokenizer(lengths)
     network = model(tok)
-    loss = teach(network, tok, rng)
+    loss = (teach if lengths == "geometric" else teach_published)(network, tok, rng)
     tok.save_pretrained(folder / "model")
     network.eval().save_pretrained(folder / "model")
     marker.write_text(json.dumps(stamp))
     count = sum(parameter.numel() for parameter in network.parameters())
-    print(f"{folder}: a model of {count:,} parameters (loss {loss:.2f}), {PROMPTS['train']} prompts")
+    print(f"{folder}: a model of {count:,} parameters (loss {loss:.2f}), {prompts} prompts")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    prepare(parser.parse_args().folder)
+    parser.add_argument("--lengths", choices=LENGTHS, default="geometric", help="how long responses tend to be")
+    parser.add_argument("--prompts", type=int, default=2048, help="rows of train.parquet")
+    wanted = parser.parse_args()
+    prepare(wanted.folder, wanted.lengths, wanted.prompts)

@@ -7,14 +7,15 @@ KINDS = {"digits": frozenset(string.digits), "letters": frozenset(string.ascii_l
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
-    """Return a score in [0, 1]; ``ground_truth`` is the name of the kind. White space does not count.
+    """Return a score in [0, 1]; ``ground_truth`` is the name of the kind. White space and capitals (the marks of
+    ``published_lengths.py``) do not count.
 
     Raises:
         ValueError: ``ground_truth`` is not a kind of this task.
     """
     if ground_truth not in KINDS:
         raise ValueError(f"ground_truth wants one of {', '.join(KINDS)}, found {ground_truth!r}")
-    characters = [character for character in solution_str if not character.isspace()]
+    characters = [character for character in solution_str if not (character.isspace() or character.isupper())]
     if not characters:
         return 0.0
     return sum(character in KINDS[ground_truth] for character in characters) / len(characters)

@@ -1,7 +1,7 @@
 """The checks of a recipe: what must hold in the runs before their numbers mean anything."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,16 @@ class Check:
 
 
 def run_checks(
-    recipe: Recipe, results: Sequence[RunResult], runs: Sequence[RunData], stages: Sequence[Any], out: Path, asked: int
+    recipe: Recipe,
+    results: Sequence[RunResult],
+    runs: Sequence[RunData],
+    stages: Sequence[Any],
+    rollout: Mapping[str, Any] | None,
+    out: Path,
+    asked: int,
 ) -> list[Check]:
-    """Evaluate every check of the recipe. ``asked`` is how many runs the call wanted, ``stages`` the stage table."""
+    """Evaluate every check of the recipe. ``asked`` is how many runs the call wanted; ``stages`` and ``rollout`` are the
+    summary's."""
     found = [
         _completed(results, asked),
         _identical(recipe, runs),
@@ -40,6 +47,7 @@ def run_checks(
         _forbidden_log(recipe, results, out),
         _reward_gain(recipe, runs),
         _faster(recipe, stages),
+        *(_rollout_checks(recipe, rollout) if rollout else []),
     ]
     return [Check(**{**asdict(c), "warn_only": c.name in recipe.checks.warn_only}) for c in found if c is not None]
 
@@ -145,6 +153,61 @@ def _faster(recipe: Recipe, stages: Sequence[Any]) -> Check | None:
             ratio = rows.get(stage, {}).get(arm, {}).get("ratio") or 0.0
             (good if ratio >= wanted else bad).append(f"{stage} {ratio:.2f}x ({arm}), wanted {wanted:g}x")
     return _check("faster", bad, "; ".join(good))
+
+
+def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any]) -> Iterator[Check]:
+    wanted, rows = recipe.rollout, {row["arm"]: row for row in rollout["arms"]}
+    if wanted.faster:
+        yield _bounds("rollout_faster", wanted.faster, rows, "ratio", lambda found, bound: found >= bound, "{:.2f}x")
+    if wanted.wasted_tokens:
+        yield _bounds(
+            "wasted_tokens", wanted.wasted_tokens, rows, "wasted", lambda found, bound: found <= bound, "{:.1%}"
+        )
+    if wanted.same_reward is not None:
+        yield _same_reward(wanted.same_reward, rows)
+    if rollout["ledgers"]:
+        bad: list[str] = []
+        good: list[str] = []
+        for ledger in rollout["ledgers"]:
+            for epoch in ledger["epochs"]:
+                text = f"{ledger['run']} epoch {epoch['epoch']}: {epoch['once']} of {epoch['prompts']} prompts trained once"
+                faults = [f"{epoch[name]} {name}" for name in ("again", "missing", "failed") if epoch[name]]
+                (bad if faults else good).append(", ".join([text, *faults]))
+        yield _check("ledger", bad, "; ".join(good))
+
+
+def _bounds(
+    name: str,
+    wanted: Mapping[str, float],
+    rows: Mapping[str, Any],
+    key: str,
+    holds: Callable[[float, float], bool],
+    form: str,
+) -> Check:
+    bad: list[str] = []
+    good: list[str] = []
+    for arm, bound in wanted.items():
+        if arm not in rows:  # left out with --arms
+            continue
+        found = rows[arm].get(key)
+        if found is None:
+            bad.append(f"{arm}: not measured")
+        else:
+            text = f"{arm} {form.format(found)}, wanted {form.format(bound)}"
+            (good if holds(found, bound) else bad).append(text)
+    return _check(name, bad, "; ".join(good)) if bad or good else Check(name, SKIPPED, "no such arm was run")
+
+
+def _same_reward(bound: float, rows: Mapping[str, Any]) -> Check:
+    found = {arm: row["reward"] for arm, row in rows.items() if row.get("reward")}
+    if not found or any(reward["low"] is None for reward in found.values()):
+        return Check("same_reward", SKIPPED, "an interval needs at least three seeds of the baseline and of each arm")
+    bad: list[str] = []
+    good: list[str] = []
+    for arm, reward in found.items():
+        text = f"{arm} {reward['difference']:+.3f} ({reward['low']:+.3f} to {reward['high']:+.3f})"
+        (good if -bound <= reward["low"] and reward["high"] <= bound else bad).append(text)
+    return _check("same_reward", bad, "; ".join(good), f"wanted the interval within {bound:g}")
 
 
 def pairs(runs: Sequence[RunData], baseline: str) -> Iterator[tuple[RunData, RunData]]:

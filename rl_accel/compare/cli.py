@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from rl_accel.compare import report
 from rl_accel.compare.extra import needs
 from rl_accel.compare.plan import RunPlan, plan_runs, prepare_command
 from rl_accel.compare.progress import ProgressView
-from rl_accel.compare.recipe import Recipe, load
+from rl_accel.compare.recipe import Recipe, load, save
 from rl_accel.compare.runner import RunResult, Stop, last_lines, load_result, prepare, run_all
 from rl_accel.errors import RecipeError, RlAccelError
 
@@ -42,7 +41,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
 
 
 @click.command()
-@click.argument("recipe", required=False, type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("recipe", required=False, type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for logs and the report.")
 @click.option("--arms", callback=_names, help="Comma-separated arms to run (default: all of the recipe).")
 @click.option("--seeds", callback=_numbers, help="Comma-separated seeds (default: those of the recipe).")
@@ -67,12 +66,15 @@ def ab(
     dry_run: bool,
     report_only: Path | None,
 ) -> None:
-    """Run the arms of RECIPE as real trainer processes, one after the other, and compare them.
+    """Run the arms of RECIPE (a file, or a folder with a recipe.yaml) as real trainer processes, one after the other,
+    and compare them.
 
     Ends with a table and DIR/report.html. Exit code 0: all runs completed and no check is red; 1: a run failed or a
     check is red; 2: the recipe or an option is wrong; 128 + signal: stopped, what was measured is kept and reported.
     """
     console = Console()
+    if recipe is not None and recipe.is_dir():
+        recipe /= "recipe.yaml"
     try:
         if report_only is not None:
             sys.exit(_rebuild(report_only.resolve(), recipe, console))
@@ -110,7 +112,7 @@ def _run(
                 console.print(f"preparing: {shlex.join(command)}", markup=False, highlight=False, soft_wrap=True)
             with console.status("preparing data and model"):
                 prepare(command, env, file.parent, out / "prepare.log", stop)
-        shutil.copyfile(file, out / "recipe.yaml")
+        save(spec, out / "recipe.yaml")
         manifest = {"recipe": str(file), "runs": [plan.name for plan in plans]}
         (out / _MANIFEST).write_text(json.dumps(manifest, indent=1))
         if stop:

@@ -1,9 +1,10 @@
-"""The three pictures of a report: reward curves, stage times, step time over steps."""
+"""The pictures of a report: reward curves, stage times, step time over steps; those about rollouts are in rollout_plots."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_accel.compare import rollout_plots
 from rl_accel.compare.extra import needs
 from rl_accel.compare.stats import OTHER
 
@@ -25,13 +26,36 @@ _FURTHER_COLOURS = ("#8c6d46", "#3d5a80", "#c08497", "#a3b18a", "#577590")
 
 
 def draw(summary: dict[str, Any], out: Path) -> list[Path]:
-    """Write ``reward.png``, ``stages.png`` and ``step_time.png`` of a summary into ``out``; skip those without data."""
+    """Write the pictures of a summary into ``out``: reward, stages, step time, those about rollouts; skip those without data."""
     pictures = {"reward.png": _reward, "stages.png": _stages, "step_time.png": _step_time}
     written = []
     for name, make in pictures.items():
         (out / name).unlink(missing_ok=True)
         figure = make(summary)
         if figure is not None:
+            figure.savefig(out / name, dpi=130, facecolor="white")
+            written.append(out / name)
+    return written + _draw_rollout(summary, out)
+
+
+def _draw_rollout(summary: dict[str, Any], out: Path) -> list[Path]:
+    """Write the pictures about rollouts, if the summary has that part."""
+    pictures = {
+        "rollout_seconds.png": rollout_plots.seconds,
+        "queue.png": rollout_plots.queue,
+        "lengths.png": rollout_plots.lengths,
+        "reward_progress.png": rollout_plots.reward,
+    }
+    colours = {arm: _ARM_COLOURS[index % len(_ARM_COLOURS)] for index, arm in enumerate(_arms(summary))}
+    written = []
+    for name, make in pictures.items():
+        (out / name).unlink(missing_ok=True)
+        figure = needs("matplotlib.figure").Figure(figsize=(7.2, 3.6), layout="constrained")
+        if summary["rollout"] and make(figure, summary, colours):
+            for axes in figure.axes:
+                axes.spines[["top", "right"]].set_visible(False)
+                axes.grid(alpha=0.25)
+            _legend(figure)
             figure.savefig(out / name, dpi=130, facecolor="white")
             written.append(out / name)
     return written

@@ -12,6 +12,9 @@ overrides may hold placeholders:
 ``${steps}``       the number of training steps
 =================  ===================================================================
 
+``extends: FILE`` (relative to the recipe) starts from another recipe: ``overrides`` are added to its, ``env``, ``metrics``,
+``checks`` and ``rollout`` replace single keys of its, every other key replaces its own.
+
 ``prepare`` runs before any arm and knows only the first two. Any other ``${...}`` in an override is left to hydra;
 anywhere else it is an error. ``python`` as the first word of a command stands for the interpreter that runs
 ``rl-accel``.
@@ -23,7 +26,7 @@ private folder, ``PYTHONUNBUFFERED``, and removes ``RAY_ADDRESS`` unless the rec
 import difflib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -40,6 +43,10 @@ CHECK_NAMES = (
     "forbidden_log",
     "reward_gain",
     "faster",
+    "rollout_faster",
+    "wasted_tokens",
+    "same_reward",
+    "ledger",
 )
 STAGES = (
     "gen",
@@ -107,6 +114,23 @@ class Checks:
 
 
 @dataclass
+class Rollout:
+    """What the report says of rollouts: seconds by kind of round, lengths of the responses trained on, prompts trained."""
+
+    report: bool = False
+    data: str = "rollouts"
+    """Folder, in that of a run, that ``trainer.rollout_data_dir`` names: lengths come from there."""
+    ledger: str = "checkpoints/tail_batching/ledger.jsonl"
+    """File, in the folder of a run, with the prompts trained in each step, where an arm writes one."""
+    faster: dict[str, float] = field(default_factory=dict)
+    """Arm to the smallest allowed ratio baseline/arm of mean rollout seconds a step, over all seeds."""
+    wasted_tokens: dict[str, float] = field(default_factory=dict)
+    """Arm to the largest allowed share of generated tokens that were not trained on, over all steps and seeds."""
+    same_reward: float | None = None
+    """Bound that the 95% interval of the difference of final rewards, arm less baseline, must stay within (3 seeds or more)."""
+
+
+@dataclass
 class Recipe:
     """An A/B run. See the module's text for placeholders."""
 
@@ -133,6 +157,11 @@ class Recipe:
     """Seconds after which an arm is stopped and counts as failed."""
     metrics: Metrics = field(default_factory=Metrics)
     checks: Checks = field(default_factory=Checks)
+    rollout: Rollout = field(default_factory=Rollout)
+
+
+_ADDED = ("overrides",)
+_MERGED = ("env", "metrics", "checks", "rollout")
 
 
 def load(path: Path) -> Recipe:
@@ -142,15 +171,55 @@ def load(path: Path) -> Recipe:
         RecipeError: the file cannot be read, is not YAML, or does not fit :class:`Recipe`; the message names the file
             and the key, what was wanted and, for an unknown key, the nearest known one.
     """
+    return _check(_read(path, ()), str(path))
+
+
+def parse(text: str, source: str) -> Recipe:
+    """Check the text of a recipe that extends no other; ``source`` names it in messages.
+
+    Raises:
+        RecipeError: as in :func:`load`.
+    """
+    return _check(_parse(text, source), source)
+
+
+def save(recipe: Recipe, path: Path) -> None:
+    """Write a recipe so that :func:`load` returns it again, whatever it extended."""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(recipe))))
+
+
+def _read(path: Path, extended_by: tuple[Path, ...]) -> DictConfig:
+    """Return the mapping in a file, with what it extends filled in."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read the recipe {path}: {error}") from error
-    return parse(text, str(path))
+    raw = _parse(text, str(path))
+    if "extends" not in raw:
+        return raw
+    ours: dict[str, Any] = _plain(raw)
+    other = ours.pop("extends")
+    if not isinstance(other, str):
+        raise RecipeError(f"{path}: extends wants the name of a recipe file, found {other!r}")
+    base_path = (path.parent / other).resolve()
+    if base_path in (*extended_by, path.resolve()):
+        raise RecipeError(f"{path}: extends {other}, which extends this recipe in turn")
+    both: dict[str, Any] = _plain(_read(base_path, (*extended_by, path.resolve())))
+    for key, value in ours.items():
+        theirs = both.get(key)
+        if key in _ADDED and isinstance(value, list) and isinstance(theirs, list):
+            value = theirs + value
+        elif key in _MERGED and isinstance(value, dict) and isinstance(theirs, dict):
+            value = theirs | value
+        both[key] = value
+    return OmegaConf.create(both)
 
 
-def parse(text: str, source: str) -> Recipe:
-    """Check the text of a recipe; ``source`` names it in messages. Raises RecipeError like :func:`load`."""
+def _plain(config: DictConfig) -> Any:
+    return OmegaConf.to_container(config, resolve=False)
+
+
+def _parse(text: str, source: str) -> DictConfig:
     try:
         raw = OmegaConf.create(text)
     except OmegaConfBaseException as error:
@@ -159,6 +228,10 @@ def parse(text: str, source: str) -> Recipe:
         raise RecipeError(f"{source} is not valid YAML: {error}") from error
     if not isinstance(raw, DictConfig) or (len(raw) == 1 and next(iter(raw)) == text.strip()):
         raise RecipeError(f"{source}: a recipe is a mapping with the keys {', '.join(_keys(Recipe))}")
+    return raw
+
+
+def _check(raw: DictConfig, source: str) -> Recipe:
     config = OmegaConf.structured(Recipe)
     for key in raw:
         part = OmegaConf.create({key: raw._get_node(key)})
@@ -267,6 +340,10 @@ def _problems(recipe: Recipe) -> Iterable[str]:
     for stage in recipe.checks.faster:
         if stage not in stages:
             yield f"checks.faster.{stage} is not a stage{nearest(stage, stages)}; stages are {', '.join(stages)}"
+    for key in ("faster", "wasted_tokens"):
+        for arm in getattr(recipe.rollout, key):
+            if arm not in recipe.arms or (key == "faster" and arm == recipe.baseline):
+                yield f"rollout.{key}.{arm} is no arm to compare{nearest(arm, recipe.arms)}; arms are {', '.join(recipe.arms)}"
     for name in recipe.checks.warn_only:
         if name not in CHECK_NAMES:
             known = ", ".join(CHECK_NAMES)

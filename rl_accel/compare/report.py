@@ -14,6 +14,7 @@ from rich.table import Table
 from rl_accel.compare import plots, summary
 from rl_accel.compare.extra import needs
 from rl_accel.compare.recipe import Recipe
+from rl_accel.compare.rollout import ALL, KINDS
 from rl_accel.compare.runner import RunResult, last_lines
 
 _COLOURS = {"green": "green", "red": "red", "skipped": "yellow"}
@@ -45,7 +46,7 @@ def render(found: dict[str, Any], pictures: Sequence[Path], tails: dict[str, str
     arms = [arm for arm in found["recipe"]["arms"] if any(run["arm"] == arm for run in found["runs"])]
     others = [arm for arm in arms if arm != found["recipe"]["baseline"]]
     html: str = environment.from_string(text).render(
-        s=found, images=images, tails=tails, arms=arms, others=others, warmup=warmup_text(found)
+        s=found, images=images, tails=tails, arms=arms, others=others, warmup=warmup_text(found), kinds=_kinds(found)
     )
     return html
 
@@ -78,6 +79,8 @@ def show(found: dict[str, Any], console: Console) -> None:
                 cells += _ratio_cells(row["ratios"].get(arm))
             table.add_row(row["stage"], *cells, style="bold" if row["stage"] == names["step"] else "")
         console.print(table)
+    if found["rollout"]:
+        console.print(_rollout_table(found))
     checks = Table(title="Checks", title_justify="left")
     for column in ("check", "result", "detail"):
         checks.add_column(column)
@@ -88,6 +91,29 @@ def show(found: dict[str, Any], console: Console) -> None:
     console.print(checks)
     for line in found["headline"]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _kinds(found: dict[str, Any]) -> list[str]:
+    """The kinds of rounds that any arm had."""
+    rows = found["rollout"]["arms"] if found["rollout"] else []
+    return [kind for kind in (*KINDS, ALL) if any(kind in row["kinds"] for row in rows)]
+
+
+def _rollout_table(found: dict[str, Any]) -> Table:
+    table = Table(title="Mean rollout seconds a step", title_justify="left")
+    kinds = _kinds(found)
+    table.add_column("arm")
+    for column in ("all steps", "ratio", "95% interval", *kinds, "wasted tokens"):
+        table.add_column(column, justify="right")
+    for row in found["rollout"]["arms"]:
+        cells = [summary.seconds(row["seconds"]) if row["seconds"] is not None else ""]
+        cells += _ratio_cells(row if row.get("ratio") else None)
+        for kind in kinds:
+            part = row["kinds"].get(kind)
+            cells.append(f"{summary.seconds(part['seconds'])} x {part['steps']}" if part else "")
+        cells.append(f"{row['wasted']:.1%}" if row["wasted"] is not None else "")
+        table.add_row(escape(row["arm"]), *cells)
+    return table
 
 
 def _ratio_cells(ratio: dict[str, Any] | None) -> list[str]:

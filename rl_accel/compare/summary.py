@@ -1,7 +1,8 @@
 """``summary.json``: everything an A/B measured and concluded, under a versioned schema.
 
 ``rl_accel.ab/1``: ``schema, created, ok, headline[], recipe{}, environment{}, runs[], measured_steps{run: [first,
-last]}, stages[]`` (see :func:`~rl_accel.compare.stats.stage_table`), ``reward_verdicts[], differences[]`` (one a pair
+last]}, stages[]`` (see :func:`~rl_accel.compare.stats.stage_table`), ``rollout{}`` (see
+:func:`~rl_accel.compare.rollout.summarise`; null unless the recipe asks for it), ``reward_verdicts[], differences[]`` (one a pair
 of runs, see :func:`~rl_accel.compare.stats.first_differences`), ``checks[], curves{metric: {run: {steps, values}}}``.
 NaN is null.
 """
@@ -17,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rl_accel.compare import rollout
 from rl_accel.compare.checks import pairs, run_checks
 from rl_accel.compare.metrics_log import read_steps
 from rl_accel.compare.recipe import Metrics, Recipe
@@ -41,7 +43,8 @@ def summarise(recipe: Recipe, recipe_file: Path, out: Path, results: Sequence[Ru
     runs = load_runs(results, out)
     arms = [arm for arm in recipe.arms if any(run.arm == arm for run in runs)]
     stages = stage_table(runs, arms, recipe.baseline, names)
-    checks = run_checks(recipe, results, runs, stages, out, asked)
+    rollouts = rollout.summarise(recipe, runs, results, arms, out) if recipe.rollout.report else None
+    checks = run_checks(recipe, results, runs, stages, rollouts, out, asked)
     couples = list(pairs(runs, recipe.baseline))
     differences: list[dict[str, Any]] = [
         {"arm": other.arm, "seed": other.seed, "rows": first_differences(base, other, names)} for base, other in couples
@@ -61,6 +64,7 @@ def summarise(recipe: Recipe, recipe_file: Path, out: Path, results: Sequence[Ru
         "runs": [_run(result, runs, recipe) for result in results],
         "measured_steps": {f"{run.arm}-seed{run.seed}": _ends(measured_steps(run, names)) for run in runs},
         "stages": stages,
+        "rollout": rollouts,
         "reward_verdicts": verdicts,
         "differences": differences,
         "checks": [{**asdict(check), "failed": check.failed} for check in checks],
@@ -140,13 +144,34 @@ def _headline(summary: dict[str, Any], recipe: Recipe) -> list[str]:
                 parts.append(f"{label} takes {seconds(ours)} instead of {seconds(base)} ({found['ratio']:.2f}x)")
         if parts:
             lines.append(f"{arm} against {recipe.baseline}: {', '.join(parts)}.")
-    lines += [f"{verdict['text']}." for verdict in summary["reward_verdicts"]]
+    lines += _rollout_lines(summary["rollout"], recipe.baseline) if summary["rollout"] else []
+    if recipe.checks.identical or not summary["rollout"]:  # else the arms differ on purpose
+        lines += [f"{verdict['text']}." for verdict in summary["reward_verdicts"]]
     for run in summary["runs"]:
         if (run["load_average"] or 0.0) > _BUSY * summary["environment"]["cores"]:
             load = f"{run['load_average']:.1f} on {summary['environment']['cores']} cores"
             lines.append(f"The machine was busy when {run['name']} started (load {load}): do not trust its times.")
     red = [check["name"] for check in summary["checks"] if check["status"] == "red"]
     lines.append(f"Red checks: {', '.join(red)}." if red else "No check is red.")
+    return lines
+
+
+def _rollout_lines(rollout: dict[str, Any], baseline: str) -> list[str]:
+    rows = {row["arm"]: row for row in rollout["arms"]}
+    lines = []
+    for arm, row in rows.items():
+        if arm == baseline or row.get("ratio") is None:
+            continue
+        line = f"{arm}: rollouts take {seconds(row['seconds'])} a step instead of {seconds(rows[baseline]['seconds'])}"
+        line += f" ({row['ratio']:.2f}x"
+        line += f", 95% interval {row['low']:.2f}-{row['high']:.2f})" if row["low"] is not None else ")"
+        line += f"; {row['wasted']:.0%} of the tokens are wasted" if row["wasted"] is not None else ""
+        reward = row["reward"]
+        if reward:
+            line += f"; the final reward differs by {reward['difference']:+.3f}"
+            bounds = f" ({reward['low']:+.3f} to {reward['high']:+.3f})" if reward["low"] is not None else ""
+            line += f"{bounds} over {len(reward['seeds'])} seeds"
+        lines.append(line + ".")
     return lines
 
 

@@ -106,8 +106,9 @@ class RoundMetrics:
         prompts_failed: dropped after their last retry.
         responses_cancelled: cut off, whether surplus of a trained prompt or of a prompt that was cut off as a whole.
         responses_failed: reported as failed, retried or not.
-        wasted_token_share: tokens of cancelled and failed responses over all tokens generated. Groups that the filter
-            rejects are not counted as waste.
+        tokens_generated: by all responses of the round, whatever became of them.
+        tokens_wasted: those of cancelled and failed responses. Groups that the filter rejects are not counted as waste.
+        wasted_token_share: ``tokens_wasted`` over ``tokens_generated``.
         accepted_tokens_mean: mean length of the trained responses of prompts that also had responses cancelled.
         cancelled_tokens_mean: mean length at which the cancelled responses of the same prompts were cut off, so a lower
             bound of how long they would have become. Both are means over prompts of the mean within the prompt; their
@@ -128,6 +129,8 @@ class RoundMetrics:
     prompts_failed: int
     responses_cancelled: int
     responses_failed: int
+    tokens_generated: int
+    tokens_wasted: int
     wasted_token_share: float
     accepted_tokens_mean: float | None
     cancelled_tokens_mean: float | None

@@ -48,6 +48,8 @@ class RoundTally:
             prompts_failed=self.failed,
             responses_cancelled=self.cancelled_responses,
             responses_failed=self.failed_responses,
+            tokens_generated=every_token,
+            tokens_wasted=self.wasted_tokens,
             wasted_token_share=self.wasted_tokens / every_token if every_token else 0.0,
             accepted_tokens_mean=_mean_of_means(accepted for accepted, _ in both),
             cancelled_tokens_mean=_mean_of_means(cancelled for _, cancelled in both),

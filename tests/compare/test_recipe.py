@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rl_accel.compare.recipe import Recipe, load, parse
+from rl_accel.compare.recipe import Recipe, load, parse, save
 from rl_accel.errors import RecipeError
 
 
@@ -78,6 +78,8 @@ def test_the_first_arm_is_the_baseline_when_none_is_named(toy_recipe):
         ({"env": {"A": [1]}}, "env.A wants text, a number"),
         ({"metrics": {"warmup_steps": -1}}, "warmup_steps wants at least 0"),
         ({"checks": {"faster": {"adw": 2}}}, r"checks.faster.adw is not a stage \(did you mean adv\?\)"),
+        ({"rollout": {"faster": {"stok": 2}}}, r"rollout.faster.stok is no arm to compare \(did you mean stock\?\)"),
+        ({"rollout": {"faster": {"stock": 2}}}, "rollout.faster.stock is no arm to compare"),
         ({"checks": {"warn_only": ["fast"]}}, r"unknown check 'fast' \(did you mean faster\?\)"),
         ({"overrides": ["a=${unclosed"]}, r"overrides\[0\] wants a list of str: no viable"),
     ],
@@ -100,3 +102,57 @@ def test_an_unreadable_file_is_refused_with_its_path(tmp_path: Path):
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RecipeError, match=r"cannot read the recipe .*binary.yaml"):
         load(tmp_path / "binary.yaml")
+
+
+@pytest.fixture
+def extended(recipe_file, toy_recipe):
+    """Write a recipe and another one that extends it with the given keys; return the path of the second."""
+
+    def write(base=None, **changes):
+        first = recipe_file(**(base or {}))
+        folder = first.parent / "other"
+        folder.mkdir(exist_ok=True)
+        second = folder / "recipe.yaml"
+        second.write_text(yaml.safe_dump({"extends": "../recipe.yaml", **changes}))
+        return second
+
+    return write
+
+
+def test_a_recipe_extends_another(extended):
+    base = {"overrides": ["a=1", "b=${seed}"], "env": {"A": 1, "B": 2}, "checks": {"reward_gain": 0.1}, "seeds": [1, 2]}
+    path = extended(
+        base,
+        name="other",
+        overrides=["a=2"],
+        env={"B": 3},
+        checks={"zero_tolerance": 1.0},
+        arms={"only": {}},
+        baseline="only",
+    )
+    found = load(path)
+    assert found.name == "other"
+    assert found.overrides == ["a=1", "b=${seed}", "a=2"], "the later one of equal overrides counts"
+    assert found.env == {"A": 1, "B": 3}
+    assert (found.checks.reward_gain, found.checks.zero_tolerance) == (0.1, 1.0)
+    assert list(found.arms) == ["only"]
+    assert (found.seeds, found.steps) == ([1, 2], 8), "what is not named is the other recipe's"
+
+
+def test_a_kept_recipe_no_longer_needs_what_it_extended(extended, tmp_path):
+    found = load(extended(overrides=["x=${now:%Y}"]))
+    save(found, tmp_path / "kept.yaml")
+    assert load(tmp_path / "kept.yaml") == found
+
+
+def test_extending_what_is_not_there_or_itself_is_refused(extended):
+    with pytest.raises(RecipeError, match=r"cannot read the recipe .*absent.yaml"):
+        load(extended(extends="absent.yaml"))
+    with pytest.raises(RecipeError, match="extends wants the name of a recipe file, found 3"):
+        load(extended(extends=3))
+    with pytest.raises(RecipeError, match=r"extends recipe\.yaml, which extends this recipe in turn"):
+        load(extended(extends="recipe.yaml"))
+    with pytest.raises(RecipeError, match="which extends this recipe in turn"):
+        load(extended({"extends": "other/recipe.yaml"}))
+    with pytest.raises(RecipeError, match=r"unknown key chekcs \(did you mean checks\?\)"):
+        load(extended(chekcs={}))

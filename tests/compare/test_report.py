@@ -17,7 +17,7 @@ from rl_accel.compare.runner import RunResult
 def build(toy_recipe, tmp_path):
     """Build a report from metrics given as run name -> records; returns the summary."""
 
-    def make(runs, load=0.1, **changes):
+    def make(runs, load=0.1, files=None, **changes):
         recipe = parse(yaml.safe_dump(toy_recipe(**changes), sort_keys=False), "r")
         results = []
         for name, logged in runs.items():
@@ -25,6 +25,8 @@ def build(toy_recipe, tmp_path):
             (tmp_path / name).mkdir()
             lines = [json.dumps({"step": step, "data": data}) for step, data in logged.items()]
             (tmp_path / name / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+            for kept, text in (files or {}).get(name, {}).items():
+                (tmp_path / name / kept).write_text(text)
             result = RunResult(arm, int(seed), 6, "f", ["p", "a=[1, 2]"], {"E": "1", "F": None}, "done", 0)
             result.first_step_at, result.load_average = 3.0, load
             results.append(result)
@@ -168,3 +170,26 @@ def test_the_console_shows_stages_checks_and_verdicts(build, tmp_path):
     assert re.search(r"adv +\S +0\.5 s +\S +0\.1 s +\S +5\.00x", text)
     assert re.search(r"faster +\S +red", text)
     assert "Red checks: faster." in text
+
+
+def test_a_report_about_rollouts_has_its_table_its_ledger_and_its_pictures(build, tmp_path, capsys):
+    prefix = "rl_accel/tail_batching/"
+    ours = records(0.5, **{"timing_s/gen": 0.4, prefix + "short_round": 1.0, prefix + "queue_length": 2.0})
+    for metrics in ours.values():
+        metrics |= {prefix + "tokens_generated": 100.0, prefix + "tokens_wasted": 30.0}
+    ledger = json.dumps({"step": 1, "trained": ["1:1", "1:2"]})
+    found = build(
+        {"stock-seed0": records(0.5), "accelerated-seed0": ours},
+        files={"accelerated-seed0": {"ledger.jsonl": ledger}},
+        rollout={"report": True, "ledger": "ledger.jsonl", "faster": {"accelerated": 2.0}},
+    )
+    text = (tmp_path / "report.html").read_text()
+    assert _Page(text).open == []
+    assert "2.50x" in text
+    assert "30.0%" in text
+    assert "Do the arms train the same?" not in text
+    for name in ("rollout_seconds", "queue", "reward_progress"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "lengths.png").exists(), "nothing was dumped"
+    report.show(found, Console(width=200))
+    assert "Mean rollout seconds a step" in capsys.readouterr().out

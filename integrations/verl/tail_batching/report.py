@@ -17,6 +17,8 @@ _ADD_UP = (
     "prompts_failed",
     "responses_cancelled",
     "responses_failed",
+    "tokens_generated",
+    "tokens_wasted",
 )
 _AS_THEY_ARE = (
     "prompt_ratio",
