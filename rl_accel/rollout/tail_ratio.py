@@ -2,8 +2,9 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ class CompletionTimes:
         if len(self._long) < wanted or not self.tail_is_known:
             return default
         times, cumulative = self._distribution()
-        tail = np.sort([seconds for seconds, _ in self._long])
+        tail = np.sort(_columns(self._long)[0])
         equal = np.arange(1, len(tail) + 1) / len(tail)
         long_round = _mean_order_statistic(tail, equal, wanted, wanted)
         most = max(wanted, math.floor(limit * wanted))
@@ -132,7 +133,7 @@ class CompletionTimes:
         """F as its sorted points and the cumulative probability at each."""
         if self._known is not None:
             return self._known
-        seconds, done = np.array(self._short).T
+        seconds, done = _columns(self._short)
         # At equal times a prompt that completed comes first: the one cut off takes longer than that.
         order = np.lexsort((done == 0, seconds))
         seconds, done = seconds[order], done[order] == 1
@@ -140,7 +141,8 @@ class CompletionTimes:
         left = np.cumprod(np.where(done, 1 - 1 / at_risk, 1.0))
         points, cumulative = seconds[done], 1 - left[done]
         last = points[-1] if len(points) else 0.0
-        beyond = np.sort([longer for _, longer in self._long if longer > last])
+        with_surplus = _columns(self._long)[1]
+        beyond = np.sort(with_surplus[with_surplus > last])
         if not len(beyond):
             beyond = seconds[-1:]
         share = np.arange(1, len(beyond) + 1) / len(beyond)
@@ -151,6 +153,11 @@ class CompletionTimes:
 def _to_microseconds(seconds: float) -> float:
     """Rounded, so that a saved state is short."""
     return round(max(seconds, 0.0), 6)
+
+
+def _columns(pairs: Iterable[tuple[float, float]]) -> _Floats:
+    """``pairs`` as an array [2, N]."""
+    return np.fromiter(chain.from_iterable(pairs), np.float64).reshape(-1, 2).T
 
 
 def _mean_order_statistic(points: _Floats, cumulative: _Floats, k: int, n: int) -> float:
