@@ -44,7 +44,7 @@ def bench_tail(out: Path | None, only: str | None, quick: bool, workers: int) ->
 
     Core: the calls of a simulated run, played back on a fresh core. Load: TransferQueue, verl's load balancer and agent loop, our
     manager, workers and trainer side, each in its real process; only rollout servers sleep drawn times in place of decoding. A
-    batch that is not exactly P0 x R0, a key left behind or a prompt trained twice is an error: no number, and exit status 1.
+    batch that is not exactly P0 x R0, a key left behind, a prompt lost or trained twice is an error: no number, and exit status 1.
     Goals that are not met are shown and do not change it: machines are shared and noisy.
     """
     console = Console(width=None if Console().is_terminal else 160)
@@ -128,7 +128,7 @@ def _load(quick: bool, workers: int, console: Console) -> tuple[list[dict[str, A
                 console.print(problem, markup=False)
                 _show_load(found, console)
                 return found, True
-            console.print(f"correct: {label}: exact batches, no key left behind, every prompt trained once")
+            console.print(f"correct: {label}: exact batches, no key left behind, no prompt trained twice or lost")
             found.append({**plan, **result})
     _show_load(found, console)
     return found, False

@@ -89,7 +89,7 @@ def test_the_load_on_verl_is_exact_and_leaves_no_process_and_no_folder(monkeypat
     monkeypatch.setattr(bench, "ray_temp_dir", lambda: Remembered(real(), folders))
     done = CliRunner().invoke(bench.bench_tail, ["--only", "load", "--quick", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    assert "correct: 4 x 2: exact batches, no key left behind, every prompt trained once" in done.output
+    assert "correct: 4 x 2: exact batches, no key left behind, no prompt trained twice or lost" in done.output
     (size,) = json.loads((tmp_path / "tail.json").read_text())["load"]
     assert len(size["rounds"]) == 3
     for row in size["rounds"]:

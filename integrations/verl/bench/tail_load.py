@@ -74,6 +74,11 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
         notes = [note for notes in ray.get([worker.notes.remote() for worker in workers]) for note in notes]
         stored = set((tq.kv_list("train") or {}).get("train", {}))
         errors += _errors(batch.keys, stored, metrics, trained, plan)
+        waiting = set(host.core.unsettled_prompts())
+        if waiting != host.prompts.payloads.keys() or waiting & trained or len(waiting | trained) != prompts.fetched:
+            errors.append(
+                f"of {prompts.fetched} prompts none may be lost, found {len(trained)} trained and {len(waiting)} waiting"
+            )
         ids = {int(key.split("_")[1]) for key in batch.keys}
         last = max(at for kind, response_id, at in notes if kind == "scored" and response_id in ids)
         prefix = "rl_accel/tail_batching/"

@@ -81,6 +81,7 @@ class Host:
         self._todo: deque[Decision] = deque()
         self._scored: dict[int, Event] = {}
         self._cancelled: set[int] = set()
+        self._garbage: list[str] = []
         self._batch: TrainBatch | None = None
         self._rows: tuple[Any, ...] = ()
         self._rounds: list[RoundMetrics] = []
@@ -111,6 +112,7 @@ class Host:
         keys = tuple(key for response_id in ids for key in self._scored.pop(response_id).keys)
         self._clear_keys(self._scored.values())  # of groups that the filter rejected
         self._scored.clear()
+        self._sweep()
         return Outcome(batch, keys, self._rows, tuple(self._rounds))
 
     def _play_round(self) -> None:
@@ -124,6 +126,7 @@ class Host:
             for event in events:
                 self._hear(event)
                 self._carry_out()
+            self._sweep()
 
     # Decisions
 
@@ -255,6 +258,10 @@ class Host:
                 self._todo.extend(self.core.response_aborted(response_id, event.tokens, now))
 
     def _clear_keys(self, events: Iterable[Event]) -> None:
-        keys = [key for event in events for key in event.keys]
-        if keys:
-            self._clear(keys)
+        self._garbage += [key for event in events for key in event.keys]
+
+    def _sweep(self) -> None:
+        # In bulk: the end of a round leaves hundreds of them, and a call for each prompt would take a second or more.
+        if self._garbage:
+            self._clear(self._garbage)
+            self._garbage = []
