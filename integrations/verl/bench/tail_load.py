@@ -122,7 +122,7 @@ def _errors(keys: list[str], stored: set[str], metrics: dict[str, float], traine
     twice = trained & by_prompt.keys()
     if twice:
         errors.append(f"every prompt must be trained once, found {len(twice)} twice")
-    trained |= by_prompt.keys()
+    trained.update(by_prompt)
     return errors
 
 
