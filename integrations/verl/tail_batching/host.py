@@ -79,9 +79,9 @@ class Host:
         self._clear = clear
         self._now = now
         self._todo: deque[Decision] = deque()
+        self._garbage: list[str] = []
         self._scored: dict[int, Event] = {}
         self._cancelled: set[int] = set()
-        self._garbage: list[str] = []
         self._batch: TrainBatch | None = None
         self._rows: tuple[Any, ...] = ()
         self._rounds: list[RoundMetrics] = []
@@ -111,8 +111,8 @@ class Host:
         ids = [response_id for group in batch.groups for response_id in group.response_ids]
         keys = tuple(key for response_id in ids for key in self._scored.pop(response_id).keys)
         self._clear_keys(self._scored.values())  # of groups that the filter rejected
-        self._scored.clear()
         self._sweep()
+        self._scored.clear()
         return Outcome(batch, keys, self._rows, tuple(self._rounds))
 
     def _play_round(self) -> None:
