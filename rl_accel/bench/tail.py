@@ -234,7 +234,10 @@ def _plot(core: list[dict[str, Any]], load: list[dict[str, Any]], path: Path) ->
         xscale="log", yscale="log", xlabel="P0 x R0", ylabel="seconds a round", title="Rounds on verl without a model"
     )
     for axes in (left, right):
-        axes.grid(alpha=0.3, which="both")
+        ticks = sorted({row["prompts"] * row["responses"] for row in (*core, *load)})
+        axes.set_xticks(ticks, labels=[str(tick) for tick in ticks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
