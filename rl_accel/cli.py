@@ -16,6 +16,7 @@ _LAZY = {
 _LAZY_BENCH = {
     "gae": ("rl_accel.bench.gae", "bench_gae", "GAE kernels against verl's loop and other published ways."),
     "outcome": ("rl_accel.bench.outcome", "bench_outcome", "Twins of verl's other advantage loops against the loops."),
+    "tail": ("rl_accel.bench.tail", "bench_tail", "Tail batching: its core alone, and rounds on verl without a model."),
 }
 
 

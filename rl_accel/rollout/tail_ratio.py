@@ -1,12 +1,16 @@
 """How long prompts take to complete, seen through rounds that cut the slow ones off, and the surplus that pays best."""
 
 import math
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
-from itertools import accumulate
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from itertools import chain
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+_Floats = npt.NDArray[np.float64]
 _GRID = 200
 _CANDIDATES = 32
 _GOOD_ENOUGH = 1.01
@@ -47,14 +51,17 @@ class CompletionTimes:
         window = min(max(256, 16 * prompts_per_step), 4096) if window is None else window
         self._short: deque[tuple[float, bool]] = deque(maxlen=window)
         self._long: deque[tuple[float, float]] = deque(maxlen=window)
+        self._known: tuple[_Floats, _Floats] | None = None
 
     def add_completed(self, seconds: float) -> None:
         """A prompt completed in a short round."""
         self._short.append((_to_microseconds(seconds), True))
+        self._known = None
 
     def add_cut_off(self, seconds: float) -> None:
         """A prompt had not completed in a short round after this time."""
         self._short.append((_to_microseconds(seconds), False))
+        self._known = None
 
     def add_long(self, seconds: float, with_surplus: float) -> None:
         """A deferred prompt completed in a round that waits for all.
@@ -64,6 +71,7 @@ class CompletionTimes:
             with_surplus: the time it would have taken with a short round's surplus of responses.
         """
         self._long.append((_to_microseconds(seconds), _to_microseconds(with_surplus)))
+        self._known = None
 
     @property
     def tail_is_known(self) -> bool:
@@ -88,8 +96,9 @@ class CompletionTimes:
         if len(self._long) < wanted or not self.tail_is_known:
             return default
         times, cumulative = self._distribution()
-        tail = sorted(seconds for seconds, _ in self._long)
-        long_round = _mean_order_statistic(tail, _equal_weights(len(tail)), wanted, wanted)
+        tail = np.sort(_columns(self._long)[0])
+        equal = np.arange(1, len(tail) + 1) / len(tail)
+        long_round = _mean_order_statistic(tail, equal, wanted, wanted)
         most = max(wanted, math.floor(limit * wanted))
         step = max(1, math.ceil((most - wanted) / _CANDIDATES))
         costs = {
@@ -118,24 +127,27 @@ class CompletionTimes:
         self._short.extend(short)
         self._long.clear()
         self._long.extend(long)
+        self._known = None
 
-    def _distribution(self) -> tuple[list[float], list[float]]:
+    def _distribution(self) -> tuple[_Floats, _Floats]:
         """F as its sorted points and the cumulative probability at each."""
+        if self._known is not None:
+            return self._known
+        seconds, done = _columns(self._short)
         # At equal times a prompt that completed comes first: the one cut off takes longer than that.
-        records = sorted(self._short, key=lambda record: (record[0], not record[1]))
-        points: list[float] = []
-        weights: list[float] = []
-        mass = 1.0
-        for at_risk, (seconds, done) in zip(range(len(records), 0, -1), records, strict=True):
-            if done:
-                points.append(seconds)
-                weights.append(mass / at_risk)
-                mass -= mass / at_risk
-        last = points[-1] if points else 0.0
-        beyond = sorted(seconds for _, seconds in self._long if seconds > last) or [records[-1][0]]
-        points += beyond
-        weights += [mass / len(beyond)] * len(beyond)
-        return points, list(accumulate(weights))
+        order = np.lexsort((done == 0, seconds))
+        seconds, done = seconds[order], done[order] == 1
+        at_risk = np.arange(len(seconds), 0, -1)
+        left = np.cumprod(np.where(done, 1 - 1 / at_risk, 1.0))
+        points, cumulative = seconds[done], 1 - left[done]
+        last = points[-1] if len(points) else 0.0
+        with_surplus = _columns(self._long)[1]
+        beyond = np.sort(with_surplus[with_surplus > last])
+        if not len(beyond):
+            beyond = seconds[-1:]
+        share = np.arange(1, len(beyond) + 1) / len(beyond)
+        self._known = np.append(points, beyond), np.append(cumulative, 1 - left[-1] * (1 - share))
+        return self._known
 
 
 def _to_microseconds(seconds: float) -> float:
@@ -143,12 +155,21 @@ def _to_microseconds(seconds: float) -> float:
     return round(max(seconds, 0.0), 6)
 
 
-def _equal_weights(count: int) -> list[float]:
-    return [(i + 1) / count for i in range(count)]
+def _columns(pairs: Iterable[tuple[float, float]]) -> _Floats:
+    """``pairs`` as an array [2, N]."""
+    return np.fromiter(chain.from_iterable(pairs), np.float64).reshape(-1, 2).T
 
 
-def _mean_order_statistic(points: list[float], cumulative: list[float], k: int, n: int) -> float:
-    """Return the mean of the ``k``-th smallest of ``n`` draws from a discrete distribution.
+def _mean_order_statistic(points: _Floats, cumulative: _Floats, k: int, n: int) -> float:
+    """Return the mean of the ``k``-th smallest of ``n`` draws from a discrete distribution (its sorted points, and F there)."""
+    quantiles, weights = _order_statistic(k, n)
+    at = np.searchsorted(cumulative, quantiles)
+    return float(weights @ points[np.minimum(at, len(points) - 1)])
+
+
+@lru_cache(maxsize=512)
+def _order_statistic(k: int, n: int) -> tuple[_Floats, _Floats]:
+    """Quantiles of F, and how likely the ``k``-th smallest of ``n`` draws lies at each.
 
     The k-th smallest of n uniform numbers follows Beta(k, n - k + 1); its density is integrated over the quantile
     function on a grid of eight standard deviations to either side.
@@ -157,13 +178,7 @@ def _mean_order_statistic(points: list[float], cumulative: list[float], k: int, 
     mean = a / (a + b)
     deviation = math.sqrt(mean * (1 - mean) / (a + b + 1))
     low, high = max(0.0, mean - 8 * deviation), min(1.0, mean + 8 * deviation)
-    mode = min(max((a - 1) / (a + b - 2), 1e-9), 1 - 1e-9) if a + b > 2 else 0.5
-    peak = (a - 1) * math.log(mode) + (b - 1) * math.log(1 - mode)
-    weighted = density = 0.0
-    last = len(points) - 1
-    for i in range(_GRID):
-        u = low + (i + 0.5) * (high - low) / _GRID
-        weight = math.exp((a - 1) * math.log(u) + (b - 1) * math.log(1 - u) - peak)
-        density += weight
-        weighted += weight * points[min(bisect_left(cumulative, u), last)]
-    return weighted / density
+    quantiles = low + (np.arange(_GRID) + 0.5) * (high - low) / _GRID
+    logarithms = (a - 1) * np.log(quantiles) + (b - 1) * np.log1p(-quantiles)
+    weights = np.exp(logarithms - logarithms.max())
+    return quantiles, weights / weights.sum()

@@ -15,6 +15,9 @@ from rl_accel.integrations.verl.tail_batching.messages import Event, Job
 
 logger = logging.getLogger("rl_accel")
 
+GATHER_SECONDS = 0.05
+"""How long news wait for more: a call a response would cost the trainer far more than what it does about them."""
+
 # verl exports the class already wrapped by @ray.remote, which cannot be subclassed.
 _Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 
@@ -50,8 +53,9 @@ class TailAgentLoopWorker(_Worker):
                 session.task.cancel()
 
     async def next_events(self) -> list[Event]:
-        """Return what happened since the last call, as soon as anything has."""
+        """Return what happened since the last call, soon after anything has."""
         await self._news.wait()
+        await asyncio.sleep(GATHER_SECONDS)
         self._news.clear()
         events, self._events = self._events, []
         return events

@@ -79,6 +79,7 @@ class Host:
         self._clear = clear
         self._now = now
         self._todo: deque[Decision] = deque()
+        self._garbage: list[str] = []
         self._scored: dict[int, Event] = {}
         self._cancelled: set[int] = set()
         self._batch: TrainBatch | None = None
@@ -110,6 +111,7 @@ class Host:
         ids = [response_id for group in batch.groups for response_id in group.response_ids]
         keys = tuple(key for response_id in ids for key in self._scored.pop(response_id).keys)
         self._clear_keys(self._scored.values())  # of groups that the filter rejected
+        self._sweep()
         self._scored.clear()
         return Outcome(batch, keys, self._rows, tuple(self._rounds))
 
@@ -124,6 +126,7 @@ class Host:
             for event in events:
                 self._hear(event)
                 self._carry_out()
+            self._sweep()
 
     # Decisions
 
@@ -255,6 +258,10 @@ class Host:
                 self._todo.extend(self.core.response_aborted(response_id, event.tokens, now))
 
     def _clear_keys(self, events: Iterable[Event]) -> None:
-        keys = [key for event in events for key in event.keys]
-        if keys:
-            self._clear(keys)
+        self._garbage += [key for event in events for key in event.keys]
+
+    def _sweep(self) -> None:
+        # In bulk: the end of a round leaves hundreds of them, and a call for each prompt would take a second or more.
+        if self._garbage:
+            self._clear(self._garbage)
+            self._garbage = []
