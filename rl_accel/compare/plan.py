@@ -47,7 +47,8 @@ def plan_runs(
     seeds: Sequence[int] | None = None,
     steps: int | None = None,
 ) -> list[RunPlan]:
-    """Return the runs in the order they are made: all arms of one seed, then the next seed.
+    """Return the runs in the order they are made: all arms of one seed, then the next seed. An arm that names seeds of its
+    own leaves out the others.
 
     Raises:
         RecipeError: an arm is unknown, seeds repeat or are negative, steps is below 1, or a placeholder is unknown.
@@ -66,7 +67,13 @@ def plan_runs(
         raise RecipeError("--seeds: this recipe has no seed_overrides, so all runs would be the same")
     if steps < 1:
         raise RecipeError(f"--steps wants at least 1, found {steps}")
-    return [_plan(recipe, recipe_dir, out, arm, seed, steps) for seed in seeds for arm in arms]
+    kept = {name: arm.seeds for name, arm in recipe.arms.items() if arm.seeds is not None}
+    return [
+        _plan(recipe, recipe_dir, out, arm, seed, steps)
+        for seed in seeds
+        for arm in arms
+        if seed in kept.get(arm, seeds)
+    ]
 
 
 def prepare_command(recipe: Recipe, recipe_dir: Path, out: Path) -> tuple[list[str], dict[str, str | None]]:

@@ -71,6 +71,8 @@ class Arm:
     description: str = ""
     overrides: list[str] = field(default_factory=list)
     env: dict[str, Any] = field(default_factory=dict)
+    seeds: list[int] | None = None
+    """Of the recipe's seeds those that this arm is run with; null: all."""
 
 
 @dataclass
@@ -328,6 +330,9 @@ def _problems(recipe: Recipe) -> Iterable[str]:
         yield f"baseline wants one of {', '.join(recipe.arms)}, found {recipe.baseline!r}"
     if not recipe.seeds or len(set(recipe.seeds)) < len(recipe.seeds) or min(recipe.seeds) < 0:
         yield f"seeds wants different numbers of at least 0, found {recipe.seeds}"
+    for name, its in recipe.arms.items():
+        if its.seeds is not None and not (its.seeds and set(its.seeds) <= set(recipe.seeds)):
+            yield f"arms.{name}.seeds wants some of {recipe.seeds}, found {its.seeds}"
     if recipe.steps < 1:
         yield f"steps wants at least 1, found {recipe.steps}"
     if len(recipe.seeds) > 1 and not recipe.seed_overrides:

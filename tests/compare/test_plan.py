@@ -37,6 +37,12 @@ def test_all_arms_of_a_seed_come_before_the_next_seed(recipe):
     assert names == ["accelerated-seed1", "stock-seed1", "accelerated-seed0", "stock-seed0"]
 
 
+def test_an_arm_is_run_with_its_own_seeds_only(recipe):
+    arms = {"stock": {}, "extra": {"seeds": [1]}}
+    names = [plan.name for plan in plan_runs(recipe(arms=arms, seeds=[0, 1]), HOME, OUT)]
+    assert names == ["stock-seed0", "stock-seed1", "extra-seed1"]
+
+
 def test_environment_values_become_text_and_the_arm_wins(recipe):
     spec = recipe(env={"A": False, "B": 2, "C": "${seed}", "D": None}, arms={"stock": {"env": {"B": 3, "A": None}}})
     assert plan_runs(spec, HOME, OUT, seeds=[5])[0].env == {"A": None, "B": "3", "C": "5", "D": None}

@@ -68,6 +68,7 @@ def test_the_first_arm_is_the_baseline_when_none_is_named(toy_recipe):
         ({"arms": {"stock": 3}}, "arms.stock"),
         ({"arms": {"a/b": {}}, "baseline": "a/b"}, "name of an arm wants letters"),
         ({"metrics": 3}, "metrics wants a mapping with the keys reward"),
+        ({"arms": {"stock": {"seeds": [1]}}}, r"arms.stock.seeds wants some of \[0\], found \[1\]"),
         ({"baseline": "stok"}, "baseline wants one of stock, accelerated, found 'stok'"),
         ({"command": []}, "command wants a list"),
         ({"name": ""}, "name wants letters"),

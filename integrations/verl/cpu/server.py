@@ -41,6 +41,7 @@ class CPURolloutServer:
             max_num_seqs=self._config.max_num_seqs,
             max_model_len=self._max_model_len,
             seed=self._config.seed,
+            **_engine_options(self._config),
         )
         self._global_steps: int | None = None
         self._rejecting = False
@@ -136,6 +137,15 @@ class CPURolloutServer:
     async def start_profile(self, **_: Any) -> None: ...
 
     async def stop_profile(self) -> None: ...
+
+
+def _engine_options(config: RolloutConfig) -> dict[str, float]:
+    """What ``rollout.engine_kwargs.hf_cpu`` may hold: ``seconds_per_step``."""
+    options = dict(config.engine_kwargs.get("hf_cpu") or {})
+    unknown = options.keys() - {"seconds_per_step"}
+    if unknown:
+        raise ValueError(f"rollout.engine_kwargs.hf_cpu takes seconds_per_step, found {', '.join(sorted(unknown))}")
+    return options
 
 
 def _eos_token_ids(model: HFModelConfig) -> list[int]:

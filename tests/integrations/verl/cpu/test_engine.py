@@ -139,6 +139,16 @@ def test_equal_prompts_are_read_once_until_the_weights_change(model, engine_for)
     assert engine.stats().result(10).prefills == 2
 
 
+def test_a_pace_slows_decoding_down_and_changes_nothing_else(model, engine_for):
+    params = SamplingParams(max_tokens=30, ignore_eos=True, logprobs=True, seed=1)
+    began = time.monotonic()
+    paced = engine_for(model, seconds_per_step=0.02).submit("r", [5, 6, 7], params).result(30)
+    assert time.monotonic() - began >= 28 * 0.02  # a first token from the prompt, and no wait after the last one
+    assert paced == engine_for(model).submit("r", [5, 6, 7], params).result(30)
+    with pytest.raises(ValueError, match="seconds_per_step wants a number from 0 to 10, found -1"):
+        Engine(model, [4], seconds_per_step=-1)
+
+
 def test_aborting_one_request_ends_it_alone(model, engine_for):
     engine = engine_for(model, max_num_seqs=4)
     given = prompts(6)
