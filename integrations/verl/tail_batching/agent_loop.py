@@ -10,7 +10,7 @@ import ray
 import transfer_queue as tq
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ, apply_greedy_sampling_params
 
-from rl_accel.integrations.verl.tail_batching.client import SESSION, CancellableJudge, Session
+from rl_accel.integrations.verl.tail_batching.calls import SESSION, CancellableJudge, Session
 from rl_accel.integrations.verl.tail_batching.messages import Event, Job
 
 logger = logging.getLogger("rl_accel")

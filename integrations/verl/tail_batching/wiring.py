@@ -30,7 +30,21 @@ def wire(config: Any, flags: TailBatchingConfig) -> None:
     settings_of(config)
 
 
-_FIELDS = ("prompt_ratio", "response_ratio", "queue_threshold", "max_deferrals", "max_retries", "auto_limit")
+_CORE_FIELDS = (
+    "prompt_ratio",
+    "response_ratio",
+    "queue_threshold",
+    "max_deferrals",
+    "max_retries",
+    "auto_limit",
+    "domain_quotas",
+)
+_FIELDS = (*_CORE_FIELDS, "domain_key")
+
+
+def domain_key_of(config: Any) -> str:
+    """Return the column of the data set that names a row's domain, of a ``config`` that :func:`wire` has been through."""
+    return str(config.trainer.v1[MODE].domain_key)
 
 
 def settings_of(config: Any, data_id: str = "") -> TailSettings:
@@ -39,7 +53,9 @@ def settings_of(config: Any, data_id: str = "") -> TailSettings:
     Raises:
         ConfigError: a value is out of range.
     """
-    flags = OmegaConf.to_container(config.trainer.v1[MODE])
+    found = OmegaConf.to_container(config.trainer.v1[MODE])
+    flags = {name: found[name] for name in _CORE_FIELDS}
+    flags["domain_quotas"] = flags["domain_quotas"] or {}
     try:
         return TailSettings(
             config.data.train_batch_size,
