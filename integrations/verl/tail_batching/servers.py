@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 logger = logging.getLogger("rl_accel")
 
@@ -33,6 +33,21 @@ class Servers:
     def __init__(self, manager: Any, engine: str) -> None:
         self._manager = manager
         self._engine = engine
+
+    def reach_all(self, call: Callable[[], None]) -> None:
+        """Make a ``call`` that reaches every server, with dead ones started again first, and again if one dies meanwhile.
+
+        Raises:
+            ServerLost: see :meth:`revive`.
+            RayError: the call failed although every server lives.
+        """
+        self.revive()
+        while True:
+            try:
+                return call()
+            except RayError:
+                if not self.revive():
+                    raise
 
     def revive(self) -> list[str]:
         """Start dead servers again and have the load balancer know exactly those that live; return the revived ones.

@@ -10,13 +10,12 @@ from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from rl_accel.errors import ConfigError
 from rl_accel.integrations.verl.tail_batching import report, saved
 from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
 from rl_accel.integrations.verl.tail_batching.host import Host
 from rl_accel.integrations.verl.tail_batching.prompts import Prompts, row_of
 from rl_accel.integrations.verl.tail_batching.servers import Servers
-from rl_accel.integrations.verl.tail_batching.wiring import domain_key_of, settings_of
+from rl_accel.integrations.verl.tail_batching.wiring import check_data, domain_key_of, settings_of
 from rl_accel.integrations.verl.tail_batching.workers import Workers
 from rl_accel.rollout.tail_batching import TailBatching
 
@@ -56,13 +55,10 @@ class TailBatchingTrainer(PPOTrainerSync):
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
         settings = settings_of(self.config, data_id=self._data_id())
-        rows, wanted = len(self.train_dataloader), settings.prompts_per_step
-        if rows < wanted:
-            raise ConfigError(
-                f"rl_accel.tail_batching wants a data set of at least data.train_batch_size = {wanted} prompts, found {rows}"
-            )
+        rows, domain_key = len(self.train_dataloader), domain_key_of(self.config)
+        check_data(settings, rows, domain_key, getattr(self.train_dataset, "dataframe", None))
         self._core = TailBatching(settings)
-        self._prompts = Prompts(lambda: row_of(self._fetch_one_gen_batch()), rows, domain_key_of(self.config))
+        self._prompts = Prompts(lambda: row_of(self._fetch_one_gen_batch()), rows, domain_key)
         self._ledger = saved.Ledger(Path(self.config.trainer.default_local_dir))
         self._last_step = min(self.total_training_steps, self.steps_per_epoch * self.config.trainer.total_epochs)
 
@@ -104,16 +100,20 @@ class TailBatchingTrainer(PPOTrainerSync):
         return meta, report.numbers(outcome.rounds, len(ghosts))
 
     def on_sample_end(self) -> None:
-        self._servers.revive()
-        if not self._stops_each:
-            self.checkpoint_manager.abort_replicas()
-        super().on_sample_end()
+        def end() -> None:
+            if not self._stops_each:
+                self.checkpoint_manager.abort_replicas()
+            super(TailBatchingTrainer, self).on_sample_end()
+
+        self._servers.reach_all(end)
 
     def on_step_end(self) -> None:
-        self._servers.revive()
-        super().on_step_end()
-        if not self._stops_each:
-            self.checkpoint_manager.resume_generation_replicas()
+        def end() -> None:
+            super(TailBatchingTrainer, self).on_step_end()
+            if not self._stops_each:
+                self.checkpoint_manager.resume_generation_replicas()
+
+        self._servers.reach_all(end)
 
     @property
     def _stops_each(self) -> bool:
