@@ -131,7 +131,7 @@ class TailRun:
         """Return row by prompt id of all that were ``trained``, ``rejected`` or ``failed``."""
         return {prompt_id: row for line in self.ledger for prompt_id, row in line[how].items()}
 
-    def assert_sound(self, steps, prompts):
+    def assert_sound(self, steps, prompts, ghosts=False):
         """Every step trained a full batch, on samples of the weights it then updated."""
         assert list(self.steps) == [line["step"] for line in self.ledger] == list(range(1, steps + 1))
         assert "dtype mismatch" not in self.log
@@ -142,7 +142,7 @@ class TailRun:
             assert metrics["training/off_policy/trajectory_spans/max"] == 1
             assert 0 < metrics["actor/grad_norm"] < 1e4
         assert set(self.numbers("prompts_trained")) == {prompts}
-        assert set(self.numbers("ghost_keys")) == {0.0}
+        assert ghosts or set(self.numbers("ghost_keys")) == {0.0}
 
 
 def read_lines(path):

@@ -1,17 +1,17 @@
-"""Group filtering (DAPO) in short and long rounds, while some agent loops fail always and some once. Of every prompt that was
-begun the ledger says what became of it."""
+"""Group filtering (DAPO) in short and long rounds, while some agent loops fail always, some once, and one takes its process with
+it. Of every prompt that was begun the ledger says what became of it."""
 
 import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 P0, R0, STEPS = 4, 2, 7
-ALWAYS, ONCE = (1, 10), (5, 13)
+ALWAYS, ONCE, KILLS = (1, 10), (5, 13), 8
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_):
     wanted = str.isdigit if ground_truth == "digits" else str.isalpha
     share = sum(map(wanted, solution_str)) / max(len(solution_str), 1)
-    # What the filter looks at. A run id of its own for each response, so only the rows named are constant.
+    # What the filter looks at: as good as different for each response, except for the rows named.
     return {"score": share, "signal": 0.5 if extra_info["index"] % 5 == 2 else hash(solution_str) % 10**6 / 10**6}
 """
 
@@ -22,10 +22,13 @@ def left(tail_run):
         {"name": name, "_target_": "tail_batching_loops.Fails", "folder": "{out}", "once": name == "fails_once"}
         for name in ("fails_always", "fails_once")
     ]
+    loops.append({"name": "kills_worker", "_target_": "tail_batching_loops.KillsWorker", "folder": "{out}"})
 
     def agent_name(index):
         if index in ALWAYS:
             return "fails_always"
+        if index == KILLS:
+            return "kills_worker"
         return "fails_once" if index in ONCE else "single_turn_agent"
 
     return tail_run(
@@ -39,6 +42,7 @@ def left(tail_run):
         f"data.train_batch_size={P0}",
         f"actor_rollout_ref.rollout.n={R0}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={P0}",
+        "trainer.test_freq=3",
         "+rl_accel.tail_batching.prompt_ratio=1.5",
         "+rl_accel.tail_batching.queue_threshold=2",
         reward=REWARD,
@@ -46,7 +50,8 @@ def left(tail_run):
 
 
 def test_batches_are_full_in_short_and_long_rounds(left):
-    left.assert_sound(STEPS, P0)
+    # What a worker had stored and not yet reported when it died is found and cleared.
+    left.assert_sound(STEPS, P0, ghosts=True)
     assert {line["kind"] for line in left.ledger} >= {"short", "long"}
 
 
@@ -78,3 +83,10 @@ def test_a_loop_that_fails_once_is_retried_and_trained(left):
     assert set(ONCE) <= set(left.settled("trained").values())
     for row in ONCE:
         assert left.log.count(f"no tool for row {row}\n") >= 1
+
+
+def test_an_agent_loop_worker_that_dies_is_done_without_in_training_and_validation(left):
+    assert left.log.count("responses are lost with it") == 1
+    assert KILLS in left.settled("trained").values()
+    validated = {step for step, metrics in left.steps.items() if any(name.startswith("val-") for name in metrics)}
+    assert validated == {3, 6, STEPS}

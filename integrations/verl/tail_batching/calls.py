@@ -8,12 +8,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
+
+from rl_accel.integrations.verl.tail_batching.session import SESSION, SPEED
 
 logger = logging.getLogger("rl_accel")
 
@@ -29,37 +29,6 @@ class GenerationAborted(RuntimeError):
 
 class ServerDied(RuntimeError):
     """The process of a rollout server is gone. What it was generating is generated again elsewhere."""
-
-
-@dataclass(eq=False)
-class Session:
-    """A response in the making, in the process that makes it."""
-
-    response_id: int
-    task: "asyncio.Task[None] | None" = None
-    tokens: int = 0
-    keys: tuple[str, ...] = ()
-    metric: float | None = None
-    storing: bool = False
-    cancelled: bool = False
-
-
-SESSION: ContextVar[Session | None] = ContextVar("session", default=None)
-"""The response that the running task works on; None in validation."""
-
-
-@dataclass
-class _Speed:
-    """Tokens and seconds of the responses that ran to their end in this process."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def estimate(self, seconds: float) -> int:
-        return int(seconds * self.tokens / self.seconds) if self.seconds else 0
-
-
-_speed = _Speed()
 
 
 class CancellableJudge:
@@ -119,15 +88,15 @@ class CancellableServer:
             if session is not None:
                 output = await self._stop(call, request["request_id"])
                 seconds = time.perf_counter() - began
-                session.tokens += _speed.estimate(seconds) if output is None else len(output.token_ids)
+                session.tokens += SPEED.estimate(seconds) if output is None else len(output.token_ids)
             raise
         if session is None:
             return output
         session.tokens += len(output.token_ids)
         if output.stop_reason in _ABORTED:
             raise GenerationAborted(f"the engine aborted the request after {len(output.token_ids)} tokens")
-        _speed.tokens += len(output.token_ids)
-        _speed.seconds += time.perf_counter() - began
+        SPEED.tokens += len(output.token_ids)
+        SPEED.seconds += time.perf_counter() - began
         return output
 
     async def _stop(self, call: Any, request_id: str) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from rl_accel.integrations.verl.tail_batching import report
 from rl_accel.integrations.verl.tail_batching.messages import Event, Job, ResponseWorkers
 from rl_accel.integrations.verl.tail_batching.outcome import Outcome, Settled
 from rl_accel.integrations.verl.tail_batching.prompts import Prompts
@@ -131,22 +132,8 @@ class Host:
                     # Training goes on: as in verl, the data begins anew.
                     self._over = True
                     self._todo.extend(self._supply.complete_batch())
-                case RoundStarted():
-                    logger.info(
-                        "rl-accel: round %d is %s: %d prompts with %d responses each",
-                        decision.number,
-                        decision.kind,
-                        decision.prompts,
-                        decision.responses,
-                    )
-                case EpochSettled():
-                    logger.info(
-                        "rl-accel: epoch %d is settled: %d prompts trained, %d rejected, %d failed",
-                        decision.epoch,
-                        decision.trained,
-                        decision.rejected,
-                        decision.failed,
-                    )
+                case RoundStarted() | EpochSettled():
+                    report.announce(decision)
 
     def _cancel(self, decision: Cancel) -> None:
         over = [self._scored.pop(i) for i in decision.response_ids if i in self._scored]

@@ -80,6 +80,11 @@ class TailBatchingTrainer(PPOTrainerSync):
         )
         self._servers = Servers(self.llm_server_manager, self.config.actor_rollout_ref.rollout.name)
         super().fit(agent_loop_manager)
+        left = self._prompts.unsettled()
+        if left:
+            logger.warning(
+                "rl-accel: %d prompts that were taken from the data are not trained; checkpoints hold them", left
+            )
 
     def prepare_step(self) -> dict[str, Any]:
         """Submit nothing: a round takes its prompts as it needs them."""

@@ -1,4 +1,4 @@
-"""Agent loops for the end-to-end tests of tail batching: one of two turns, one that kills a server, one that fails."""
+"""Agent loops for the end-to-end tests of tail batching: one of two turns, two that kill, one that fails."""
 
 import asyncio
 import os
@@ -72,6 +72,19 @@ class KillsServer(SingleTurnAgentLoop):
             while (await server.get_stats.remote()).running < 2:
                 await asyncio.sleep(0.01)
             os.kill(pid, signal.SIGKILL)
+        return await super().run(sampling_params, **kwargs)
+
+
+class KillsWorker(SingleTurnAgentLoop):
+    """The first time, SIGKILL to the process it runs in."""
+
+    def __init__(self, *args: Any, folder: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._marker = Path(folder) / "worker-killed"
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        if first_to_come(self._marker):
+            os.kill(os.getpid(), signal.SIGKILL)
         return await super().run(sampling_params, **kwargs)
 
 

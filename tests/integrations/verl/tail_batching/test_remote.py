@@ -20,16 +20,15 @@ from omegaconf import OmegaConf
 from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer
 
 from rl_accel.integrations.verl.tail_batching.calls import (
-    SESSION,
     CancellableJudge,
     CancellableServer,
     GenerationAborted,
     ServerDied,
-    Session,
 )
 from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
 from rl_accel.integrations.verl.tail_batching.messages import Event, Job
 from rl_accel.integrations.verl.tail_batching.servers import ServerLost, Servers, find_dead
+from rl_accel.integrations.verl.tail_batching.session import SESSION, Session
 from rl_accel.integrations.verl.tail_batching.workers import Workers
 
 pytestmark = pytest.mark.slow
@@ -405,7 +404,8 @@ def gather(workers, count):
 class TestWorkers:
     def test_responses_of_a_worker_that_dies_have_failed_and_later_ones_go_elsewhere(self):
         one, two = start(Worker), start(Worker)
-        workers = Workers([one, two])
+        actors = [one, two]
+        workers = Workers(actors)
         workers.launch(Job("a", {}, (0, 1), 1))
         workers.launch(Job("b", {}, (2, 3), 1))
         workers.launch(Job("quick", {}, (4,), 1))  # to the first worker, as both have two
@@ -415,6 +415,7 @@ class TestWorkers:
         events = gather(workers, 2)
         assert [(event.kind, event.response_id) for event in events] == [("failed", 0), ("failed", 1)]
         assert all("agent-loop worker 0 died" in event.error for event in events)
+        assert actors == [two], "validation goes to those that live"
 
         workers.launch(Job("quick", {}, (5,), 1))
         workers.cancel([0, 2, 4, 77])  # of those only 2 still runs

@@ -79,6 +79,7 @@ def test_intake_without_the_flag_leaves_verls_configuration_alone(composed, flag
     ("keys", "message"),
     [
         ({"trainer__v1__trainer_mode": "colocate_async"}, "trainer.v1.trainer_mode = sync, found colocate_async"),
+        ({"trainer__v1__trainer_mode": "bogus"}, "trainer.v1.trainer_mode = sync, found bogus"),
         ({"trainer__use_v1": False}, "trainer.use_v1 = True, found False"),
         ({"trainer__v1__sync__parameter_sync_step": 2}, "trainer.v1.sync.parameter_sync_step = 1, found 2"),
         ({"trainer__v1__sampler__custom_sampler__name": "Mine"}, "custom_sampler = None, found Mine"),
