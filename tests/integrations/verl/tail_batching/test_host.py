@@ -132,6 +132,27 @@ def test_a_constant_group_is_rejected_and_replaced_until_the_batch_is_full():
     assert {outcome.batch.kind for outcome in outcomes} >= {"short", "long"}
 
 
+def test_a_group_rejected_when_no_more_prompts_are_planned_is_replaced_within_its_round():
+    def metric(prompt_id, response_id):
+        return 1.0 if row_of_id(prompt_id) in (10, 11, 12) else float(response_id)
+
+    host, workers = make(workers=Schedule(metric=metric), filter_groups=True)
+    outcomes = train(host, workers, 3)
+    assert sorted(prompt_id for outcome in outcomes for prompt_id in outcome.settled.rejected) == [
+        "1:10",
+        "1:11",
+        "1:12",
+    ]
+    assert [len(outcome.rounds) for outcome in outcomes] == [1, 1, 1], "no round was given up for want of a prompt"
+    assert host.prompts.fetched == 15
+
+
+def test_no_more_is_fetched_than_a_round_launches_however_the_domains_alternate():
+    host, _ = make(domain=lambda row: "code" if row % 2 else "math")
+    host.play(1, 100)
+    assert host.prompts.fetched == 5
+
+
 def test_a_missing_filter_metric_is_named():
     host, _ = make(filter_groups=True)
     with pytest.raises(RuntimeError, match=r"algorithm\.filter_groups\.metric must name a metric"):
