@@ -71,6 +71,10 @@ class TailBatchingConfig:
     max_deferrals: int = _flag(1, "a prompt cut off this often waits for a long round", minimum=1)
     max_retries: int = _flag(2, "how often a failed response is generated again", minimum=0)
     auto_limit: float = _flag(2.0, "the largest ratio that prompt_ratio=auto may take", minimum=1.0)
+    domain_quotas: dict[str, int] | None = _flag(  # noqa: RUF009 (a field, and null is no dict)
+        None, "prompts of each domain in a batch; null: as the data comes"
+    )
+    domain_key: str = _flag("data_source", "the column of the data set that names a row's domain")
 
 
 @dataclass

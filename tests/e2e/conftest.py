@@ -6,13 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 import pytest
+import yaml
 
 from rl_accel.compare.plan import plan_runs, prepare_command
 from rl_accel.compare.recipe import load
-from rl_accel.compare.runner import Stop, last_lines, prepare, supervised
+from rl_accel.compare.runner import Stop, last_lines, prepare, ray_temp_dir, supervised
 
 PROBE = Path(__file__).parent / "probe"
+LOOPS = Path(__file__).parent / "loops"
 ROLES = ("TaskRunnerV1", "WorkerDict", "AgentLoopWorker", "RewardLoopWorker")
 """Names that Ray shows in the titles of the trainer, of FSDP workers, of agent loops and of reward workers."""
 
@@ -108,5 +111,95 @@ def train(
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         steps = [row["data"] for row in rows if row["step"] >= 1]
         return Run(log.read_text(errors="replace"), steps, read_processes(probes))
+
+    return run
+
+
+@dataclass
+class TailRun:
+    """What a run with tail batching left: its log, metrics by step, the ledger, and the rows of its data."""
+
+    log: str
+    steps: dict[int, dict[str, float]]
+    ledger: list[dict]
+    data: pd.DataFrame
+
+    def numbers(self, name):
+        return [metrics["rl_accel/tail_batching/" + name] for metrics in self.steps.values()]
+
+    def settled(self, how):
+        """Return row by prompt id of all that were ``trained``, ``rejected`` or ``failed``."""
+        return {prompt_id: row for line in self.ledger for prompt_id, row in line[how].items()}
+
+    def assert_sound(self, steps, prompts, ghosts=False):
+        """Every step trained a full batch, on samples of the weights it then updated."""
+        assert list(self.steps) == [line["step"] for line in self.ledger] == list(range(1, steps + 1))
+        assert "dtype mismatch" not in self.log
+        assert "could not be cleared" not in self.log
+        for metrics in self.steps.values():
+            assert metrics["training/rollout_probs_diff_max"] < 1e-4
+            assert metrics["training/off_policy/trajectory_staleness/max"] == 0
+            assert metrics["training/off_policy/trajectory_spans/max"] == 1
+            assert 0 < metrics["actor/grad_norm"] < 1e4
+        assert set(self.numbers("prompts_trained")) == {prompts}
+        assert ghosts or set(self.numbers("ghost_keys")) == {0.0}
+
+
+def read_lines(path):
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may still be being written
+
+
+@pytest.fixture(scope="module")
+def tail_run(repo, workspace, clean_environment, tmp_path_factory):
+    """``tail_run(name, steps, loops, agent_name, *overrides, follow, reward)``: train on rows of the recipe, each with the agent
+    loop that ``agent_name(index)`` names.
+
+    ``loops`` are entries of verl's agent_loop_config_path, in which ``{out}`` is a folder of the run's own; ``reward`` is
+    the source of a reward module. ``follow(metrics, steps)`` is called a few times a second with the path of the metrics
+    and the number of steps in the ledger.
+    """
+
+    def run(name, steps, loops, agent_name, *overrides, follow=lambda metrics, settled: None, reward=None):
+        out = tmp_path_factory.mktemp(name)
+        data = pd.read_parquet(workspace / "task" / "train.parquet").head(256)
+        data["agent_name"] = [agent_name(index) for index in range(len(data))]
+        data["data_source"] = [truth["ground_truth"] for truth in data["reward_model"]]
+        data.to_parquet(out / "train.parquet")
+        (out / "loops.yaml").write_text(yaml.safe_dump(loops).replace("{out}", str(out)))
+        recipe_file = repo / "examples" / "verl_ppo_cpu" / "recipe.yaml"
+        (plan,) = plan_runs(load(recipe_file), recipe_file.parent, workspace, arms=["stock"], steps=steps)
+        command = [
+            *plan.command,
+            f"data.train_files={out / 'train.parquet'}",
+            "data.shuffle=False",
+            "data.max_response_length=160",
+            "data.val_max_samples=4",
+            "actor_rollout_ref.rollout.agent.num_workers=2",
+            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={out / 'loops.yaml'}",
+            f"trainer.default_local_dir={out / 'checkpoints'}",
+            "+rl_accel.tail_batching.enable=True",
+            *overrides,
+        ]
+        if reward is not None:
+            (out / "reward.py").write_text(reward)
+            command.append(f"reward.custom_reward_function.path={out / 'reward.py'}")
+        metrics, log = out / "metrics.jsonl", out / "train.log"
+        ledger = out / "checkpoints" / "tail_batching" / "ledger.jsonl"
+        with ray_temp_dir() as ray_dir:
+            environment = {
+                **clean_environment,
+                **{key: value for key, value in plan.env.items() if value is not None},
+                "VERL_FILE_LOGGER_PATH": str(metrics),
+                "PYTHONUNBUFFERED": "1",
+                "PYTHONPATH": str(LOOPS),
+                "RAY_TMPDIR": str(ray_dir),
+            }
+            outcome = supervised(
+                command, environment, out, log, Stop(), lambda: bool(follow(metrics, len(read_lines(ledger)))), ray_dir
+            )
+        assert outcome.exit_code == 0, last_lines(log, 80)
+        steps_logged = {r["step"]: r["data"] for r in read_lines(metrics) if "training/global_step" in r["data"]}
+        return TailRun(log.read_text(errors="replace"), steps_logged, read_lines(ledger), data)
 
     return run

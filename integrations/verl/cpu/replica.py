@@ -49,7 +49,8 @@ class CPUServerAdapter(BaseRollout):
         self.is_leader_rank = True
 
     async def resume(self, tags: list[str]) -> None:
-        await self._server().wake_up.remote(tags)
+        """Nothing was released. verl calls this before ranks gather the weights: to fail on a dead server here would leave the
+        other ranks waiting for this one."""
 
     async def release(self) -> None:
         await self._server().sleep.remote()

@@ -10,8 +10,9 @@ import ray
 import transfer_queue as tq
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ, apply_greedy_sampling_params
 
-from rl_accel.integrations.verl.tail_batching.client import SESSION, CancellableJudge, Session
+from rl_accel.integrations.verl.tail_batching.calls import CancellableJudge
 from rl_accel.integrations.verl.tail_batching.messages import Event, Job
+from rl_accel.integrations.verl.tail_batching.session import SESSION, Session
 
 logger = logging.getLogger("rl_accel")
 

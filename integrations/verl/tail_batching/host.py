@@ -4,13 +4,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 
-from rl_accel.integrations.verl.tail_batching.messages import Event, Job
+from rl_accel.integrations.verl.tail_batching import report
+from rl_accel.integrations.verl.tail_batching.messages import Event, Job, ResponseWorkers
+from rl_accel.integrations.verl.tail_batching.outcome import Outcome, Settled
 from rl_accel.integrations.verl.tail_batching.prompts import Prompts
+from rl_accel.integrations.verl.tail_batching.supply import Supply
 from rl_accel.rollout.tail_batching import TailBatching
 from rl_accel.rollout.tail_decisions import (
     Cancel,
@@ -31,27 +32,6 @@ logger = logging.getLogger("rl_accel")
 
 REPORT_SECONDS = 60.0
 """After so long without an event one line says what the round waits for."""
-
-
-class ResponseWorkers(Protocol):
-    """What runs responses; see :class:`~rl_accel.integrations.verl.tail_batching.workers.Workers`."""
-
-    def launch(self, job: Job) -> None: ...
-
-    def cancel(self, response_ids: Iterable[int]) -> None: ...
-
-    def wait(self, seconds: float) -> list[Event]: ...
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A batch and how it came about. ``keys`` are its trajectories, group by group; ``rows`` is the data set's own index of
-    each of its prompts; ``rounds`` has more than one entry if a round could not be filled."""
-
-    batch: TrainBatch
-    keys: tuple[str, ...]
-    rows: tuple[Any, ...]
-    rounds: tuple[RoundMetrics, ...]
 
 
 class Host:
@@ -82,29 +62,28 @@ class Host:
         self._garbage: list[str] = []
         self._scored: dict[int, Event] = {}
         self._cancelled: set[int] = set()
+        self._supply = Supply(core, prompts, now)
         self._batch: TrainBatch | None = None
-        self._rows: tuple[Any, ...] = ()
+        self._settled = Settled()
         self._rounds: list[RoundMetrics] = []
         self._over = False
-        self._exhausted = False
         self._failed_in_a_row = 0
         self._last_error = ""
         self._step = 0
-        self._wanted = 0
 
     def play(self, step: int, steps_left: int) -> Outcome:
         """Return the batch of training step ``step``, with everything else of its round settled and cleared.
 
-        ``steps_left`` counts this step too. No more prompts are taken from the data than these steps can train, so that a
-        run ends with final rounds instead of with prompts that were begun and never trained.
+        ``steps_left`` counts this step too; see :class:`~rl_accel.integrations.verl.tail_batching.supply.Supply`.
 
         Raises:
             RuntimeError: so many prompts failed one after the other that something must be broken, or a filter metric is
                 missing.
+            ConfigError: quotas and the domains of the data do not fit.
         """
         self._step = step
-        self._wanted = steps_left * self.core.settings.prompts_per_step
-        self._batch, self._rounds = None, []
+        self._supply.begin_step(steps_left)
+        self._batch, self._settled, self._rounds = None, Settled(), []
         while self._batch is None:
             self._play_round()
         batch = self._batch
@@ -113,7 +92,7 @@ class Host:
         self._clear_keys(self._scored.values())  # of groups that the filter rejected
         self._sweep()
         self._scored.clear()
-        return Outcome(batch, keys, self._rows, tuple(self._rounds))
+        return Outcome(batch, keys, self._settled, tuple(self._rounds))
 
     def _play_round(self) -> None:
         self._over = False
@@ -140,13 +119,13 @@ class Host:
                 case Cancel():
                     self._cancel(decision)
                 case RequestPrompts():
-                    self._supply(sum(decision.counts.values()))
+                    self._todo.extend(self._supply.answer(decision))
                 case CheckGroup():
                     self._judge(decision)
                 case TrainBatch():
                     self._batch = decision
-                    trained = [self.prompts.payloads.pop(group.prompt_id) for group in decision.groups]
-                    self._rows = tuple(payload.get("index") for payload in trained)
+                    ids = [group.prompt_id for group in decision.groups]
+                    self._settled.trained = {prompt_id: self.prompts.settle(prompt_id) for prompt_id in ids}
                 case RoundEnded():
                     self._over = True
                     self._rounds.append(decision.metrics)
@@ -155,42 +134,9 @@ class Host:
                 case Finished():
                     # Training goes on: as in verl, the data begins anew.
                     self._over = True
-                    self._offer(self.core.settings.prompts_per_step - len(decision.remainder))
-                case RoundStarted():
-                    logger.info(
-                        "rl-accel: round %d is %s: %d prompts with %d responses each",
-                        decision.number,
-                        decision.kind,
-                        decision.prompts,
-                        decision.responses,
-                    )
-                case EpochSettled():
-                    logger.info(
-                        "rl-accel: epoch %d is settled: %d prompts trained, %d rejected, %d failed",
-                        decision.epoch,
-                        decision.trained,
-                        decision.rejected,
-                        decision.failed,
-                    )
-
-    def _supply(self, count: int) -> None:
-        count = min(count, self._wanted - len(self.prompts.payloads))
-        if count > 0:
-            self._offer(count)
-        else:
-            self._exhausted = True
-            self._todo.extend(self.core.data_exhausted(self._now()))
-
-    def _offer(self, count: int) -> None:
-        self._exhausted = False
-        while count > 0:
-            if self.prompts.begins_epoch:
-                self._todo.extend(self.core.end_epoch())
-            new = [self.prompts.take()]
-            while len(new) < count and not self.prompts.begins_epoch:
-                new.append(self.prompts.take())
-            count -= len(new)
-            self._todo.extend(self.core.offer(new, self._now()))
+                    self._todo.extend(self._supply.complete_batch())
+                case RoundStarted() | EpochSettled():
+                    report.announce(decision)
 
     def _cancel(self, decision: Cancel) -> None:
         over = [self._scored.pop(i) for i in decision.response_ids if i in self._scored]
@@ -216,13 +162,13 @@ class Host:
         if len(values) < 2 or float(np.std(values)) != 0.0:
             self._todo.extend(self.core.group_kept(group, self._now()))
             return
-        if self._exhausted:
-            self._offer(1)  # in place of this one; else a final round would lack a prompt
-        self.prompts.payloads.pop(group.prompt_id)
+        self._todo.extend(self._supply.replace(group.prompt_id))  # else a final round would lack a prompt
+        self._settled.rejected[group.prompt_id] = self.prompts.settle(group.prompt_id)
         self._todo.extend(self.core.group_rejected(group, self._now()))
 
     def _give_up(self, prompt_id: str) -> None:
-        del self.prompts.payloads[prompt_id]
+        self._settled.failed[prompt_id] = self.prompts.settle(prompt_id)
+        self._settled.errors[prompt_id] = self._last_error
         self._failed_in_a_row += 1
         logger.error(
             "rl-accel: prompt %s failed after its last retry and is not trained: %s", prompt_id, self._last_error

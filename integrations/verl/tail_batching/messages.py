@@ -1,7 +1,8 @@
 """What the trainer and the agent-loop workers say to each other."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +35,13 @@ class Event:
     keys: tuple[str, ...] = ()
     metric: float | None = None
     error: str = ""
+
+
+class ResponseWorkers(Protocol):
+    """What runs responses; see :class:`~rl_accel.integrations.verl.tail_batching.workers.Workers`."""
+
+    def launch(self, job: Job) -> None: ...
+
+    def cancel(self, response_ids: Iterable[int]) -> None: ...
+
+    def wait(self, seconds: float) -> list[Event]: ...

@@ -1,9 +1,12 @@
-"""One step's rounds as numbers for verl's logger."""
+"""What a run says of its rounds: lines of the log, and numbers for verl's logger."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
-from rl_accel.rollout.tail_decisions import RoundMetrics
+from rl_accel.rollout.tail_decisions import EpochSettled, RoundMetrics, RoundStarted
+
+logger = logging.getLogger("rl_accel")
 
 _PREFIX = "rl_accel/tail_batching/"
 # A step has a second round only if the first could not be filled: then these add up, the others are the last round's.
@@ -28,6 +31,21 @@ _AS_THEY_ARE = (
     "accepted_tokens_mean",
     "cancelled_tokens_mean",
 )
+
+
+def announce(event: RoundStarted | EpochSettled) -> None:
+    """Log that a round has begun, or how the prompts of an epoch ended."""
+    match event:
+        case RoundStarted(number, kind, prompts, responses):
+            logger.info("rl-accel: round %d is %s: %d prompts with %d responses each", number, kind, prompts, responses)
+        case EpochSettled(epoch, trained, rejected, failed):
+            logger.info(
+                "rl-accel: epoch %d is settled: %d prompts trained, %d rejected, %d failed",
+                epoch,
+                trained,
+                rejected,
+                failed,
+            )
 
 
 def numbers(rounds: Sequence[RoundMetrics], ghost_keys: int) -> dict[str, float]:

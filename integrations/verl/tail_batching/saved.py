@@ -1,13 +1,16 @@
 """What tail batching leaves on disk: a sidecar of each checkpoint, and the ledger of trained prompts."""
 
 import json
-from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rl_accel.errors import RlAccelError
+from rl_accel.integrations.verl.tail_batching.outcome import Settled
+from rl_accel.integrations.verl.tail_batching.prompts import Prompts
+from rl_accel.rollout.tail_batching import TailBatching
 
 FOLDER = "tail_batching"
 _FORMAT = "rl_accel.verl.tail_batching"
@@ -51,8 +54,36 @@ def load(checkpoint: Path, step: int) -> tuple[dict[str, Any], int, dict[str, di
     return core, fetched, payloads
 
 
+def restore(checkpoint: Path, step: int, core: TailBatching, prompts: Prompts) -> None:
+    """Give ``core`` and ``prompts`` the state that :func:`save` wrote.
+
+    Raises:
+        ResumeError: see :func:`load`; or it is of another run (P0, R0, data or its order). Nothing has changed then.
+    """
+    state, fetched, payloads = load(checkpoint, step)
+    folder = checkpoint / FOLDER
+    trial = TailBatching(core.settings)
+    try:
+        trial.load_state_dict(state)
+    except ValueError as error:
+        raise ResumeError(f"{folder} does not fit this run: {error}") from error
+    differ = sorted(payloads.keys() ^ set(trial.unsettled_prompts()))
+    if differ:
+        raise ResumeError(
+            f"{folder} is damaged: the queue and the saved rows differ in {len(differ)} prompts, such as {differ[0]}"
+        )
+    if len(payloads) > fetched:
+        raise ResumeError(f"{folder} is damaged: {len(payloads)} prompts are open but only {fetched} rows were fetched")
+    core.load_state_dict(state)
+    prompts.restore(fetched, payloads)
+
+
 class Ledger:
-    """``tail_batching/ledger.jsonl`` beside the checkpoints: one line a step with the prompts trained in it."""
+    """``tail_batching/ledger.jsonl`` beside the checkpoints: one line a step with every prompt that it settled.
+
+    ``trained``, ``rejected`` (by the group filter) and ``failed`` (after the last retry) map prompt ids, ``epoch:row`` of the
+    data loader, to the data set's own index of the row; ``errors`` has the last error of each failed prompt.
+    """
 
     def __init__(self, root: Path) -> None:
         self.path = root / FOLDER / "ledger.jsonl"
@@ -70,8 +101,8 @@ class Ledger:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("".join(kept))
 
-    def add(self, step: int, number: int, kind: str, trained: Sequence[str], rows: Sequence[Any]) -> None:
-        """Append a step: the ids of its prompts, and of each the data set's own index."""
-        line = {"step": step, "round": number, "kind": kind, "trained": list(trained), "rows": list(rows)}
+    def add(self, step: int, number: int, kind: str, settled: Settled) -> None:
+        """Append a step that trains the batch of round ``number``."""
+        line = {"step": step, "round": number, "kind": kind, **asdict(settled)}
         with self.path.open("a") as file:
             file.write(json.dumps(line, default=str) + "\n")

@@ -10,12 +10,12 @@ from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from rl_accel.errors import ConfigError
 from rl_accel.integrations.verl.tail_batching import report, saved
 from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
 from rl_accel.integrations.verl.tail_batching.host import Host
 from rl_accel.integrations.verl.tail_batching.prompts import Prompts, row_of
-from rl_accel.integrations.verl.tail_batching.wiring import settings_of
+from rl_accel.integrations.verl.tail_batching.servers import Servers
+from rl_accel.integrations.verl.tail_batching.wiring import check_data, domain_key_of, settings_of
 from rl_accel.integrations.verl.tail_batching.workers import Workers
 from rl_accel.rollout.tail_batching import TailBatching
 
@@ -55,13 +55,10 @@ class TailBatchingTrainer(PPOTrainerSync):
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
         settings = settings_of(self.config, data_id=self._data_id())
-        rows, wanted = len(self.train_dataloader), settings.prompts_per_step
-        if rows < wanted:
-            raise ConfigError(
-                f"rl_accel.tail_batching wants a data set of at least data.train_batch_size = {wanted} prompts, found {rows}"
-            )
+        rows, domain_key = len(self.train_dataloader), domain_key_of(self.config)
+        check_data(settings, rows, domain_key, getattr(self.train_dataset, "dataframe", None))
         self._core = TailBatching(settings)
-        self._prompts = Prompts(lambda: row_of(self._fetch_one_gen_batch()), rows)
+        self._prompts = Prompts(lambda: row_of(self._fetch_one_gen_batch()), rows, domain_key)
         self._ledger = saved.Ledger(Path(self.config.trainer.default_local_dir))
         self._last_step = min(self.total_training_steps, self.steps_per_epoch * self.config.trainer.total_epochs)
 
@@ -81,7 +78,13 @@ class TailBatchingTrainer(PPOTrainerSync):
         self._host = Host(
             self._core, self._prompts, workers, lambda keys: tq.kv_clear(keys=list(keys), partition_id="train")
         )
+        self._servers = Servers(self.llm_server_manager, self.config.actor_rollout_ref.rollout.name)
         super().fit(agent_loop_manager)
+        left = self._prompts.unsettled()
+        if left:
+            logger.warning(
+                "rl-accel: %d prompts that were taken from the data are not trained; checkpoints hold them", left
+            )
 
     def prepare_step(self) -> dict[str, Any]:
         """Submit nothing: a round takes its prompts as it needs them."""
@@ -97,19 +100,25 @@ class TailBatchingTrainer(PPOTrainerSync):
             )
             tq.kv_clear(keys=ghosts, partition_id="train")
         batch = outcome.batch
-        self._ledger.add(step, batch.number, batch.kind, [group.prompt_id for group in batch.groups], outcome.rows)
+        self._ledger.add(step, batch.number, batch.kind, outcome.settled)
         meta = KVBatchMeta(partition_id="train", keys=list(outcome.keys), tags=[stored[key] for key in outcome.keys])
         return meta, report.numbers(outcome.rounds, len(ghosts))
 
     def on_sample_end(self) -> None:
-        if not self._stops_each:
-            self.checkpoint_manager.abort_replicas()
-        super().on_sample_end()
+        def end() -> None:
+            if not self._stops_each:
+                self.checkpoint_manager.abort_replicas()
+            super(TailBatchingTrainer, self).on_sample_end()
+
+        self._servers.reach_all(end)
 
     def on_step_end(self) -> None:
-        super().on_step_end()
-        if not self._stops_each:
-            self.checkpoint_manager.resume_generation_replicas()
+        def end() -> None:
+            super(TailBatchingTrainer, self).on_step_end()
+            if not self._stops_each:
+                self.checkpoint_manager.resume_generation_replicas()
+
+        self._servers.reach_all(end)
 
     @property
     def _stops_each(self) -> bool:
@@ -130,7 +139,5 @@ class TailBatchingTrainer(PPOTrainerSync):
             trainer = self.config.trainer
             by_path = trainer.resume_mode == "resume_path"
             folder = Path(trainer.resume_from_path if by_path else f"{trainer.default_local_dir}/global_step_{step}")
-            core, fetched, payloads = saved.load(folder, step)
-            self._core.load_state_dict(core)
-            self._prompts.fetched, self._prompts.payloads = fetched, payloads
+            saved.restore(folder, step, self._core, self._prompts)
         self._ledger.rewind(step)

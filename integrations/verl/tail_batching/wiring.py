@@ -30,7 +30,21 @@ def wire(config: Any, flags: TailBatchingConfig) -> None:
     settings_of(config)
 
 
-_FIELDS = ("prompt_ratio", "response_ratio", "queue_threshold", "max_deferrals", "max_retries", "auto_limit")
+_CORE_FIELDS = (
+    "prompt_ratio",
+    "response_ratio",
+    "queue_threshold",
+    "max_deferrals",
+    "max_retries",
+    "auto_limit",
+    "domain_quotas",
+)
+_FIELDS = (*_CORE_FIELDS, "domain_key")
+
+
+def domain_key_of(config: Any) -> str:
+    """Return the column of the data set that names a row's domain, of a ``config`` that :func:`wire` has been through."""
+    return str(config.trainer.v1[MODE].domain_key)
 
 
 def settings_of(config: Any, data_id: str = "") -> TailSettings:
@@ -39,7 +53,9 @@ def settings_of(config: Any, data_id: str = "") -> TailSettings:
     Raises:
         ConfigError: a value is out of range.
     """
-    flags = OmegaConf.to_container(config.trainer.v1[MODE])
+    found = OmegaConf.to_container(config.trainer.v1[MODE])
+    flags = {name: found[name] for name in _CORE_FIELDS}
+    flags["domain_quotas"] = flags["domain_quotas"] or {}
     try:
         return TailSettings(
             config.data.train_batch_size,
@@ -50,6 +66,39 @@ def settings_of(config: Any, data_id: str = "") -> TailSettings:
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{_FLAG}: {error}") from error
+
+
+def check_data(settings: TailSettings, rows: int, domain_key: str, frame: Any) -> None:
+    """Refuse data that cannot fill a batch.
+
+    Args:
+        settings: P0 and the quotas are looked at.
+        rows: prompts in an epoch.
+        domain_key: the column that names a row's domain.
+        frame: the data set as ``datasets.Dataset``; anything else (a data set class of the user's) is not looked into, and
+            its domains are checked as they come.
+
+    Raises:
+        ConfigError: there are fewer rows than P0, or quotas and the domains of the rows differ.
+    """
+    wanted = settings.prompts_per_step
+    if rows < wanted:
+        raise ConfigError(
+            f"{_FLAG} wants a data set of at least data.train_batch_size = {wanted} prompts, found {rows}"
+        )
+    quotas = settings.domain_quotas
+    if not quotas or not hasattr(frame, "unique"):
+        return
+    if domain_key not in frame.column_names:
+        raise ConfigError(
+            f"{_FLAG}.domain_key wants a column of the data set ({', '.join(frame.column_names)}), found {domain_key!r}"
+        )
+    found = {str(domain) for domain in frame.unique(domain_key)}
+    if found != quotas.keys():
+        raise ConfigError(
+            f"{_FLAG}.domain_quotas must have a quota for each {domain_key} of the data set, {', '.join(sorted(found))}, "
+            f"found quotas for {', '.join(quotas)}"
+        )
 
 
 def check(config: Any) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import ray
@@ -14,9 +14,13 @@ logger = logging.getLogger("rl_accel")
 
 
 class Workers:
-    """Spreads responses over ``actors`` (handles of ``TailAgentLoopWorker``) and gathers what happens to them."""
+    """Spreads responses over ``actors`` (handles of ``TailAgentLoopWorker``) and gathers what happens to them.
 
-    def __init__(self, actors: Sequence[Any]) -> None:
+    One that dies is taken from ``actors``, the list by which verl's manager gives out validation.
+    """
+
+    def __init__(self, actors: list[Any]) -> None:
+        self._everybody = actors
         self._actors = dict(enumerate(actors))
         self._running: dict[int, set[int]] = {index: set() for index in self._actors}
         self._home: dict[int, int] = {}
@@ -80,7 +84,7 @@ class Workers:
             return ray.get(poll)
         except RayActorError as error:
             lost = sorted(self._running.pop(index))
-            del self._actors[index]
+            self._everybody.remove(self._actors.pop(index))
             line = f"agent-loop worker {index} died: {error}".splitlines()[0]
             logger.error("rl-accel: %s; %d responses are lost with it", line, len(lost))
             return [Event("failed", response_id, error=line) for response_id in lost]

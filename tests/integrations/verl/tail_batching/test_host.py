@@ -9,6 +9,7 @@ import pytest
 if importlib.util.find_spec("verl") is None or importlib.util.find_spec("transfer_queue") is None:
     pytest.skip("verl is not installed", allow_module_level=True)
 
+from rl_accel.errors import ConfigError
 from rl_accel.integrations.verl.tail_batching.host import Host
 from rl_accel.integrations.verl.tail_batching.messages import Event
 from rl_accel.integrations.verl.tail_batching.prompts import Prompts
@@ -63,11 +64,16 @@ class Schedule:
         heapq.heappush(self._due, (self.time + delay, len(self._due) + self.random.random(), event, cancelled))
 
 
-def make(rows=1000, workers=None, **settings):
+def make(rows=1000, workers=None, domain=lambda row: "any", **settings):
+    """A host over ``rows`` rows an epoch; ``domain`` names that of the row with this number, from 1 and on over epochs."""
     workers = workers or Schedule()
     core = TailBatching(TailSettings(4, 2, **{"queue_threshold": 3, **settings}))
-    count = iter(range(1, 10**9))
-    prompts = Prompts(lambda: {"row": next(count)}, rows)
+
+    def fetch():
+        row = prompts.fetched + 1
+        return {"row": row, "index": (row - 1) % rows, "kind": domain(row)}
+
+    prompts = Prompts(fetch, rows, "kind")
     host = Host(core, prompts, workers, lambda keys: workers.stored.difference_update(keys), lambda: workers.time)
     return host, workers
 
@@ -85,6 +91,10 @@ def train(host, workers, steps, first=1):
         workers.stored.clear()
         outcomes.append(outcome)
     return outcomes
+
+
+def row_of_id(prompt_id):
+    return int(prompt_id.split(":")[1])
 
 
 def trained(outcomes):
@@ -116,8 +126,31 @@ def test_a_constant_group_is_rejected_and_replaced_until_the_batch_is_full():
     ids = trained(outcomes)
     assert len(ids) == len(set(ids)) == 80
     assert all(int(prompt_id.split(":")[1]) % 8 for prompt_id in ids)
-    assert sum(item.prompts_rejected for outcome in outcomes for item in outcome.rounds) >= 9
+    rejected = [prompt_id for outcome in outcomes for prompt_id in outcome.settled.rejected]
+    assert len(rejected) == sum(item.prompts_rejected for outcome in outcomes for item in outcome.rounds) >= 9
+    assert sorted(ids + rejected, key=row_of_id) == [f"1:{row}" for row in range(1, len(ids + rejected) + 1)]
     assert {outcome.batch.kind for outcome in outcomes} >= {"short", "long"}
+
+
+def test_a_group_rejected_when_no_more_prompts_are_planned_is_replaced_within_its_round():
+    def metric(prompt_id, response_id):
+        return 1.0 if row_of_id(prompt_id) in (10, 11, 12) else float(response_id)
+
+    host, workers = make(workers=Schedule(metric=metric), filter_groups=True)
+    outcomes = train(host, workers, 3)
+    assert sorted(prompt_id for outcome in outcomes for prompt_id in outcome.settled.rejected) == [
+        "1:10",
+        "1:11",
+        "1:12",
+    ]
+    assert [len(outcome.rounds) for outcome in outcomes] == [1, 1, 1], "no round was given up for want of a prompt"
+    assert host.prompts.fetched == 15
+
+
+def test_no_more_is_fetched_than_a_round_launches_however_the_domains_alternate():
+    host, _ = make(domain=lambda row: "code" if row % 2 else "math")
+    host.play(1, 100)
+    assert host.prompts.fetched == 5
 
 
 def test_a_missing_filter_metric_is_named():
@@ -131,7 +164,89 @@ def test_a_broken_prompt_is_retried_then_given_up_and_the_step_goes_on():
     outcomes = train(host, workers, 6)
     assert "1:2" not in trained(outcomes)
     assert sum(item.prompts_failed for outcome in outcomes for item in outcome.rounds) == 1
+    assert [outcome.settled.failed for outcome in outcomes if outcome.settled.failed] == [{"1:2": 1}]
+    assert [outcome.settled.errors for outcome in outcomes if outcome.settled.errors] == [{"1:2": "broken"}]
     assert len(set(trained(outcomes))) == 24
+    attempts = [response_id for response_id, (prompt_id, _) in workers.launched.items() if prompt_id == "1:2"]
+    assert len(attempts) <= 2 * 3 * 3, "in two rounds at most, three responses, each started again twice at most"
+
+
+@pytest.mark.parametrize("row", [1, 4, 22, 23, 24])
+def test_a_broken_prompt_near_the_end_of_the_run_does_not_keep_the_last_batches_from_being_full(row):
+    host, workers = make(workers=Schedule(fails=lambda prompt_id: prompt_id == f"1:{row}"))
+    ids = trained(train(host, workers, 6))
+    assert len(set(ids)) == 24
+    assert f"1:{row}" not in ids
+    assert host.prompts.payloads == {}
+
+
+def test_what_was_settled_names_the_rows_of_the_data_set():
+    host, workers = make(rows=10)
+    for outcome in train(host, workers, 6):
+        assert outcome.settled.trained == {
+            group.prompt_id: row_of_id(group.prompt_id) - 1 for group in outcome.batch.groups
+        }
+
+
+QUOTAS = {"math": 3, "code": 1}
+
+
+@pytest.mark.parametrize("every", [2, 3, 7])
+@pytest.mark.parametrize("rows", [14, 1000])
+def test_every_batch_has_its_quota_of_each_domain_however_the_rows_are_mixed(rows, every):
+    domains = {}
+
+    def domain(row):
+        return domains.setdefault((row - 1) // rows * rows + (row - 1) % rows, "code" if row % every == 0 else "math")
+
+    host, workers = make(rows=rows, domain=domain, domain_quotas=QUOTAS)
+    outcomes = train(host, workers, 12)
+    ids = trained(outcomes)
+    assert len(set(ids)) == 48
+    for outcome in outcomes:
+        numbers = [
+            (int(epoch) - 1) * rows + int(row) - 1 for epoch, row in (i.split(":") for i in outcome.settled.trained)
+        ]
+        assert sorted(domains[number] for number in numbers) == ["code", "math", "math", "math"]
+    assert {outcome.batch.kind for outcome in outcomes} >= {"short"}
+    # What was fetched and not trained is of the domain that the data has too much of, and is still there.
+    assert len(host.prompts.payloads) == host.prompts.fetched - 48
+    assert set(host.core.unsettled_prompts()) == set(host.prompts.payloads)
+
+
+def test_quotas_hold_in_long_rounds_and_where_groups_are_rejected():
+    host, workers = make(
+        workers=Schedule(metric=lambda p, r: 1.0 if row_of_id(p) % 8 == 0 else float(r)),
+        domain=lambda row: "code" if row % 4 == 0 else "math",
+        domain_quotas=QUOTAS,
+        filter_groups=True,
+        queue_threshold=1,
+    )
+    outcomes = train(host, workers, 12)
+    assert {outcome.batch.kind for outcome in outcomes} >= {"short", "long"}
+    for outcome in outcomes:
+        assert sum(row_of_id(prompt_id) % 4 == 0 for prompt_id in outcome.settled.trained) == 1
+    assert any(outcome.settled.rejected for outcome in outcomes)
+
+
+def test_a_domain_without_quota_is_named_and_so_is_a_quota_without_rows():
+    host, _ = make(domain=lambda row: "code" if row % 4 else "poems", domain_quotas={"code": 4})
+    with pytest.raises(ConfigError, match=r"must have a quota for every kind, found 'poems' at prompt 1:4 .* for code"):
+        host.play(1, 3)
+    host, _ = make(rows=20, domain=lambda row: "code", domain_quotas=QUOTAS)
+    with pytest.raises(ConfigError, match=r"asks for kind = 'math', which no row of the data has"):
+        host.play(1, 3)
+
+
+def test_quotas_may_change_when_a_run_is_resumed():
+    host, _ = make(domain=lambda row: "code" if row % 2 else "math")
+    for step in (1, 2, 3):
+        host.play(step, 6)
+    again, fresh = make(workers=Schedule(9), domain=lambda row: "code" if row % 2 else "math", domain_quotas=QUOTAS)
+    again.core.load_state_dict(host.core.state_dict())
+    again.prompts.restore(host.prompts.fetched, host.prompts.payloads)
+    for outcome in train(again, fresh, 6, first=4):
+        assert sum(row_of_id(prompt_id) % 2 for prompt_id in outcome.settled.trained) == 1
 
 
 def test_when_everything_fails_the_last_error_comes_out():
@@ -147,7 +262,7 @@ def test_a_resumed_run_goes_on_without_loss_or_repetition(stop):
     state, payloads, fetched = host.core.state_dict(), dict(host.prompts.payloads), host.prompts.fetched
     again, fresh = make(rows=13, workers=Schedule(seed=99))
     again.core.load_state_dict(state)
-    again.prompts.payloads, again.prompts.fetched = payloads, fetched
+    again.prompts.restore(fetched, payloads)
     ids = trained(before) + trained(train(again, fresh, 12, first=stop + 1))
     assert len(ids) == len(set(ids)) == 48
     assert again.prompts.payloads == {}

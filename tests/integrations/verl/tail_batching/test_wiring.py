@@ -8,9 +8,9 @@ from omegaconf import OmegaConf
 if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed", allow_module_level=True)
 
-from rl_accel.config import TailBatchingConfig
+from rl_accel.config import TailBatchingConfig, resolve
 from rl_accel.errors import ConfigError
-from rl_accel.integrations.verl.tail_batching.wiring import settings_of, wire
+from rl_accel.integrations.verl.tail_batching.wiring import check_data, domain_key_of, settings_of, wire
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,7 @@ def test_intake_without_the_flag_leaves_verls_configuration_alone(composed, flag
     ("keys", "message"),
     [
         ({"trainer__v1__trainer_mode": "colocate_async"}, "trainer.v1.trainer_mode = sync, found colocate_async"),
+        ({"trainer__v1__trainer_mode": "bogus"}, "trainer.v1.trainer_mode = sync, found bogus"),
         ({"trainer__use_v1": False}, "trainer.use_v1 = True, found False"),
         ({"trainer__v1__sync__parameter_sync_step": 2}, "trainer.v1.sync.parameter_sync_step = 1, found 2"),
         ({"trainer__v1__sampler__custom_sampler__name": "Mine"}, "custom_sampler = None, found Mine"),
@@ -100,6 +101,109 @@ def test_what_cannot_work_is_refused_with_key_wanted_and_found(composed, keys, m
         wire(config, TailBatchingConfig(enable=True))
     assert message in str(caught.value)
     assert plain(config) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"prompt_ratio": 0.9}, r"tail_batching.prompt_ratio wants at least 1.0, found 0.9"),
+        ({"response_ratio": 0.99}, r"tail_batching.response_ratio wants at least 1.0, found 0.99"),
+        ({"auto_limit": 0.5}, r"tail_batching.auto_limit wants at least 1.0, found 0.5"),
+        ({"prompt_ratio": "most"}, r"tail_batching.prompt_ratio wants a number or auto, found 'most'"),
+        ({"prompt_ratio": True}, r"tail_batching.prompt_ratio wants float or str, found True"),
+        ({"queue_threshold": 0}, r"tail_batching.queue_threshold wants at least 1, found 0"),
+        ({"max_deferrals": 0}, r"tail_batching.max_deferrals wants at least 1, found 0"),
+        ({"max_retries": -1}, r"tail_batching.max_retries wants at least 0, found -1"),
+        ({"mode": "long"}, r"unknown key rl_accel.tail_batching.mode"),
+        ({"prompt_ration": 1.5}, r"unknown key .*prompt_ration \(did you mean rl_accel.tail_batching.prompt_ratio\?\)"),
+        ({"domain_quotas": [3]}, r"tail_batching.domain_quotas wants .*, found \[3\]"),
+        ({"domain_quotas": {"math": "many"}}, r"tail_batching.domain_quotas wants"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve([("test", {"tail_batching": flags})])
+
+
+@pytest.mark.parametrize(
+    ("quotas", "message"),
+    [
+        ({"math": 6, "code": 1}, r"domain_quotas must add up to prompts_per_step = 8, found 7"),
+        ({"math": 8, "code": 0}, r"domain_quotas\['code'\] must be at least 1, found 0"),
+    ],
+)
+def test_quotas_must_add_up_to_a_batch(composed, quotas, message):
+    with pytest.raises(ConfigError, match=r"rl_accel\.tail_batching: " + message):
+        wire(changed(composed), TailBatchingConfig(enable=True, domain_quotas=quotas))
+
+
+def test_quotas_reach_the_core_and_the_data(composed):
+    config = changed(
+        composed, rl_accel={"tail_batching": {"domain_quotas": {"math": 6, "code": 2}, "domain_key": "kind"}}
+    )
+    wire(config, resolve([("test", config.rl_accel)]).tail_batching)
+    assert dict(settings_of(config).domain_quotas) == {"math": 6, "code": 2}
+    assert domain_key_of(config) == "kind"
+
+
+def test_data_that_cannot_fill_a_batch_is_refused(composed):
+    config = changed(composed)
+    wire(config, TailBatchingConfig(enable=True, domain_quotas={"math": 6, "code": 2}))
+    settings = settings_of(config)
+    with pytest.raises(ConfigError, match=r"at least data.train_batch_size = 8 prompts, found 7"):
+        check_data(settings, 7, "kind", None)
+
+    import datasets
+
+    def rows(*kinds):
+        return datasets.Dataset.from_dict({"kind": list(kinds), "prompt": ["?"] * len(kinds)})
+
+    check_data(settings, 8, "kind", None)
+    check_data(settings, 8, "kind", rows("math", "code", "math"))
+    for found in (rows("math", "math"), rows("math", "code", "poems")):
+        with pytest.raises(
+            ConfigError, match=r"a quota for each kind of the data set, .*, found quotas for math, code"
+        ):
+            check_data(settings, 8, "kind", found)
+    with pytest.raises(
+        ConfigError, match=r"domain_key wants a column of the data set \(kind, prompt\), found 'source'"
+    ):
+        check_data(settings, 8, "source", rows("math", "code"))
+
+
+@pytest.mark.slow
+def test_the_trainer_refuses_a_data_set_smaller_than_a_round(python, repo):
+    done = python(
+        f"""
+        import sys
+        sys.path.insert(0, {str(repo / "examples" / "verl_ppo_cpu")!r})
+        import random
+        from hydra import compose, initialize_config_module
+        from prepare import dataset, model, tokenizer
+        from verl.trainer.ppo.v1 import get_trainer_cls
+        from rl_accel.patches.verl import config_intake
+        tok = tokenizer()
+        tok.save_pretrained("model")
+        model(tok).save_pretrained("model")
+        dataset("val", random.Random(0)).head(7).to_parquet("seven.parquet")
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            config = compose("ppo_trainer", [
+                "hydra.searchpath=[pkg://rl_accel.integrations.verl.cpu]", "+run_on=cpu", "data.train_batch_size=8",
+                "actor_rollout_ref.model.path=model", "data.train_files=seven.parquet", "data.val_files=seven.parquet",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=8", "critic.ppo_mini_batch_size=8",
+                "data.max_prompt_length=16", "+rl_accel.tail_batching.enable=True",
+            ])
+        config_intake.take_in(config)
+        config_intake.wire(config)
+        trainer = get_trainer_cls("tail_batching")(config)
+        trainer._init_tokenizer()
+        trainer._init_dataloader()
+    """,
+        VERL_PLATFORM="cpu",
+    )
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert "rl_accel.tail_batching wants a data set of at least data.train_batch_size = 8 prompts, found 7" in last
 
 
 def test_a_verl_without_the_v1_trainer_is_refused():

@@ -1,0 +1,132 @@
+"""Remote calls that stop where they run when their caller is cancelled, and text that was cut off never passes for whole.
+
+Cancelling an asyncio task that awaits a Ray reference leaves the remote call running. So an agent loop is handed servers and
+judges that cancel the call itself and wait until it is over.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from rl_accel.integrations.verl.tail_batching.session import SESSION, SPEED
+
+logger = logging.getLogger("rl_accel")
+
+STOP_SECONDS = 30.0
+"""How long to wait for a cancelled call to end before going on without it."""
+
+_ABORTED = ("aborted", "abort")
+
+
+class GenerationAborted(RuntimeError):
+    """The engine cut a response off that nobody had cancelled. It is generated again."""
+
+
+class ServerDied(RuntimeError):
+    """The process of a rollout server is gone. What it was generating is generated again elsewhere."""
+
+
+class CancellableJudge:
+    """A reward worker whose ``compute_score`` is cancelled together with the task that awaits it."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    @property
+    def compute_score(self) -> "CancellableJudge":
+        return self
+
+    async def remote(self, data: Any) -> Any:
+        call = self._worker.compute_score.remote(data)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            await _cancel(call)
+            raise
+
+
+class CancellableServer:
+    """A rollout server whose ``generate`` is cancelled together with the task that awaits it; it counts tokens as well.
+
+    Args:
+        server: handle of the server actor.
+        aborts_by_id: whether its ``abort_request`` works and lets ``generate`` return the tokens so far.
+        on_death: awaited, with what Ray says, before a call to a dead server raises.
+    """
+
+    def __init__(self, server: Any, aborts_by_id: bool, on_death: Callable[[str], Awaitable[None]]) -> None:
+        self._server = server
+        self._aborts_by_id = aborts_by_id
+        self._on_death = on_death
+
+    @property
+    def generate(self) -> "CancellableServer":
+        return self
+
+    async def remote(self, **request: Any) -> Any:
+        """Return the server's ``TokenOutput``.
+
+        Raises:
+            GenerationAborted: the engine aborted it although it is a training response that was not cancelled.
+            ServerDied: the server's process is gone.
+        """
+        session = SESSION.get()
+        call = self._server.generate.remote(**request)
+        began = time.perf_counter()
+        try:
+            output = await call
+        except RayActorError as error:
+            line = str(error).strip().splitlines()[0]
+            await self._on_death(line)
+            raise ServerDied(line) from error
+        except asyncio.CancelledError:
+            if session is not None:
+                output = await self._stop(call, request["request_id"])
+                seconds = time.perf_counter() - began
+                session.tokens += SPEED.estimate(seconds) if output is None else len(output.token_ids)
+            raise
+        if session is None:
+            return output
+        session.tokens += len(output.token_ids)
+        if output.stop_reason in _ABORTED:
+            raise GenerationAborted(f"the engine aborted the request after {len(output.token_ids)} tokens")
+        SPEED.tokens += len(output.token_ids)
+        SPEED.seconds += time.perf_counter() - began
+        return output
+
+    async def _stop(self, call: Any, request_id: str) -> Any:
+        """End the call; return what it had generated, or None where that cannot be known."""
+        if self._aborts_by_id:
+            try:
+                if (await self._server.abort_request.remote(request_id))["aborted"]:
+                    return await _outcome(call)
+            except RayError:  # the server is gone, and the call with it
+                return None
+        return await _cancel(call)
+
+
+async def _cancel(call: Any) -> Any:
+    ray.cancel(call)
+    return await _outcome(call)
+
+
+async def _outcome(call: Any) -> Any:
+    """Wait until the call is over; return its result, or None if it has none."""
+
+    async def result() -> Any:
+        return await call
+
+    task = asyncio.ensure_future(result())
+    await asyncio.wait({task}, timeout=STOP_SECONDS)
+    if not task.done():
+        logger.warning(
+            "rl-accel: a cancelled remote call has not ended after %.0f s; going on without it", STOP_SECONDS
+        )
+        task.cancel()
+        return None
+    return None if task.cancelled() or task.exception() is not None else task.result()

@@ -1,0 +1,110 @@
+"""Two replicas with critic, reference and KL, quotas, agent loops of several turns and validation in between, while servers are
+killed: one generates, the other is idle because the trainer trains. Training goes on and loses no prompt."""
+
+import contextlib
+import signal
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+P0, R0, STEPS, KILLS = 8, 2, 6, 21
+QUOTAS = {"digits": 5, "letters": 3}
+
+
+def kill_a_server(metrics):
+    """SIGKILL to one rollout server of the run that logs to ``metrics``; whether there was one."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            ours = process.environ().get("VERL_FILE_LOGGER_PATH") == str(metrics)
+            if ours and "CPURolloutServer" in " ".join(process.cmdline()):
+                process.send_signal(signal.SIGKILL)
+                return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def left(tail_run):
+    loops = [
+        {"name": "two_turns", "_target_": "tail_batching_loops.TwoTurns"},
+        {
+            "name": "kills_server",
+            "_target_": "tail_batching_loops.KillsServer",
+            "server": "hf_cpu_server_1",
+            "folder": "{out}",
+        },
+    ]
+    killed = []
+
+    def follow(metrics, steps):
+        if steps >= 4 and not killed and kill_a_server(metrics):
+            killed.append(True)
+
+    def agent_name(index):
+        return "kills_server" if index == KILLS else ("tool_agent", "two_turns", "single_turn_agent")[index % 3]
+
+    left = tail_run(
+        "killed",
+        STEPS,
+        loops,
+        agent_name,
+        "trainer.n_gpus_per_node=2",
+        f"data.train_batch_size={P0}",
+        f"actor_rollout_ref.rollout.n={R0}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={P0}",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        f"critic.ppo_mini_batch_size={P0}",
+        "trainer.test_freq=2",
+        "+rl_accel.tail_batching.queue_threshold=3",
+        "+rl_accel.tail_batching.domain_quotas={digits:5,letters:3}",
+        follow=follow,
+    )
+    assert killed, "else nothing was killed while training"
+    return left
+
+
+def test_training_goes_on_with_full_batches_and_equal_weights(left):
+    left.assert_sound(STEPS, P0)
+    for metrics in left.steps.values():
+        assert 0 < metrics["critic/grad_norm"] < 1e4
+    assert left.steps[1]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+    assert left.steps[STEPS]["actor/kl_loss"] > 0
+
+
+def test_what_the_dead_server_generated_is_generated_again_and_it_is_started_again(left):
+    assert sum(left.numbers("responses_failed")) >= 2, "at least two were running on it"
+    assert sum(left.numbers("prompts_failed")) == 0
+    assert "rollout server hf_cpu_server_1 is dead, its requests go to the others" in left.log
+    assert left.log.count("had died and was started again") == 2
+
+
+def test_every_prompt_is_trained_once(left):
+    trained = left.settled("trained")
+    assert len(trained) == sum(len(line["trained"]) for line in left.ledger) == P0 * STEPS
+    assert left.settled("rejected") == left.settled("failed") == {}
+    assert {prompt_id: int(prompt_id.split(":")[1]) - 1 for prompt_id in trained} == trained
+    assert KILLS in trained.values()
+
+
+def test_every_batch_has_its_quotas(left):
+    for line in left.ledger:
+        domains = left.data["data_source"].iloc[list(line["trained"].values())]
+        assert domains.value_counts().to_dict() == QUOTAS
+
+
+def test_agent_loops_of_several_turns_are_trained(left):
+    found = set(left.data["agent_name"].iloc[list(left.settled("trained").values())])
+    assert found == {"tool_agent", "two_turns", "single_turn_agent", "kills_server"}
+    for step, metrics in left.steps.items():
+        turns = (
+            left.data["agent_name"]
+            .iloc[list(left.ledger[step - 1]["trained"].values())]
+            .map(lambda name: 4 if name == "two_turns" else 2)
+        )
+        assert metrics["num_turns/mean"] == pytest.approx(turns.mean())
+
+
+def test_validation_runs_in_between(left):
+    validated = {step for step, metrics in left.steps.items() if any(name.startswith("val-") for name in metrics)}
+    assert validated == {2, 4, 6}
