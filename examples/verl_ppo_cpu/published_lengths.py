@@ -1,7 +1,7 @@
 """Response lengths as published for a 14B model on mathematics, scaled to a small limit, and a tiny model that keeps to them.
 
-A prompt carries one of twelve marks (A to L). The first token of a response is a mark as well (M to X), three times out of
-four the prompt's own, else a random one, and says how long the response tends to be. So a prompt has a typical length,
+A prompt carries one of twelve marks (A to L). The first token of a response is a mark as well (M to X), every other
+time the prompt's own, else a random one, and says how long the response tends to be. So a prompt has a typical length,
 its responses still differ, and over all responses the lengths follow the published distribution.
 """
 
@@ -21,10 +21,10 @@ SHARES = (*[0.096] * 10, 0.03, 0.01)
 """How often each mark occurs."""
 PROMPT_MARKS = string.ascii_uppercase[: len(MEANS)]
 RESPONSE_MARKS = string.ascii_uppercase[len(MEANS) : 2 * len(MEANS)]
-FROM_PROMPT = 0.75
+FROM_PROMPT = 0.5
 """Share of responses whose mark is that of their prompt."""
-SHAPE = 1.5
-"""Weibull shape of the lengths within a mark: their deviation is 0.68 of their mean."""
+SHAPE = 4.0
+"""Weibull shape of the lengths within a mark: their deviation is 0.28 of their mean."""
 NEVER = 1e-5
 """Probability of an end after each token where there should be none."""
 STAGES = ((250, 64, 40), (50, 16, 160), (40, 4, LIMIT))

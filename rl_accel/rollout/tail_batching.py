@@ -83,6 +83,11 @@ class TailBatching(Rounds):
         """Count prompts offered from now on to the next epoch."""
         return list(self._pool.end_epoch())
 
+    @property
+    def is_settling(self) -> bool:
+        """Whether the open round has its batch, or was given up, and only waits for cancelled responses."""
+        return self._phase is Phase.SETTLING
+
     # Responses and groups
 
     def response_generated(self, response_id: int, tokens: int, now: float) -> list[Decision]:

@@ -48,16 +48,28 @@ class SleepingServer:
     def __init__(self, median_s: float, tokens: int, seed: int) -> None:
         self._median_s, self._tokens, self._rng = median_s, tokens, random.Random(seed)
         self._running = 0
+        self._aborted = asyncio.Event()
 
     async def generate(self, request_id: str, prompt_ids: list[int], **_: Any) -> TokenOutput:
         length = drawn(repr(prompt_ids).encode(), self._rng)
         self._running += 1
+        began, reason = time.monotonic(), "completed"
         try:
-            await asyncio.sleep(length * self._median_s)
+            await asyncio.wait_for(self._aborted.wait(), length * self._median_s)
+            length, reason = min(length, (time.monotonic() - began) / self._median_s), "aborted"
+        except TimeoutError:
+            pass
         finally:
             self._running -= 1
         ids = [3 + i % 32 for i in range(max(1, round(length * self._tokens)))]
-        return TokenOutput(token_ids=ids, stop_reason="completed", num_preempted=0, extra_fields={"global_steps": 0})
+        return TokenOutput(token_ids=ids, stop_reason=reason, num_preempted=0, extra_fields={"global_steps": 0})
+
+    async def abort_all_requests(self) -> None:
+        """End every request, and later ones as soon as they come, until :meth:`resume_generation`."""
+        self._aborted.set()
+
+    async def resume_generation(self) -> None:
+        self._aborted.clear()
 
     async def running(self) -> int:
         """Return the number of requests that are not over."""

@@ -33,6 +33,19 @@ from rl_accel.rollout.tail_batching import TailBatching
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
+class Engines:
+    """Stops and resumes the servers as :class:`~rl_accel.integrations.verl.tail_batching.servers.Servers` does."""
+
+    def __init__(self, servers: Any) -> None:
+        self._servers = list(servers)
+
+    def abort(self) -> None:
+        ray.get([server.abort_all_requests.remote() for server in self._servers])
+
+    def resume(self) -> None:
+        ray.get([server.resume_generation.remote() for server in self._servers])
+
+
 class RoundsOnly(TailBatchingTrainer):
     """Our trainer with nothing but what a round needs: no models, no data files, no checkpoints."""
 
@@ -56,7 +69,7 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
     rounds, wanted = plan["rounds"], plan["prompts"]
     numbers = iter(range(10**9))
     prompts = Prompts(lambda: _row(next(numbers)), 10**9)
-    host = Host(TailBatching(settings_of(config)), prompts, Workers(workers), _clear)
+    host = Host(TailBatching(settings_of(config)), prompts, Workers(workers, Engines(servers.values())), _clear)
     ledger = Ledger(folder)
     ledger.rewind(0)
     # As many steps as the data would last for: the last of the rounds played is as full as any other.

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,12 @@ from rl_accel.integrations.verl.tail_batching.session import SESSION, Session
 
 logger = logging.getLogger("rl_accel")
 
-GATHER_SECONDS = 0.05
-"""How long news wait for more: a call a response would cost the trainer far more than what it does about them."""
+GATHER_SHARE, GATHER_SECONDS = 0.005, 0.5
+"""News wait for more, so long as a share of the round's age so far and at most so many seconds: a call for each response would
+cost the trainer far more than what it does about them."""
+
+ENGINES_STOP_SECONDS = 2.0
+"""A request that reached its engine too late to be aborted with all others is cancelled by itself after so long."""
 
 # verl exports the class already wrapped by @ray.remote, which cannot be subclassed.
 _Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
@@ -39,24 +44,42 @@ class TailAgentLoopWorker(_Worker):
         self._sessions: dict[int, Session] = {}
         self._events: list[Event] = []
         self._news = asyncio.Event()
+        self._busy_since = 0.0
 
-    async def act(self, jobs: Sequence[Job], cancel: Sequence[int]) -> None:
-        """Start the responses of ``jobs``, then cancel those of ``cancel``. Ids that are over already are ignored."""
+    async def act(self, jobs: Sequence[Job], cancel: Sequence[int], engines_stop: bool = False) -> None:
+        """Start the responses of ``jobs``, then cancel those of ``cancel``. Ids that are over already are ignored.
+
+        If ``engines_stop``, the engines are about to abort whatever they generate, which is far quicker than request by
+        request; what they do not get to see is cancelled one by one all the same, a little later.
+        """
+        if jobs and not self._sessions:
+            self._busy_since = time.monotonic()
         for job in jobs:
             self._launch(job)
+        left: list[Session] = []
         for response_id in cancel:
             session = self._sessions.get(response_id)
             if session is None or session.cancelled:
                 continue
             session.cancelled = True
+            if engines_stop and session.generating:
+                left.append(session)
             # A write that is under way is let through and cleared afterwards: stopped halfway it could land later.
-            if not session.storing:
+            elif not session.storing:
+                session.task.cancel()
+        if left:
+            self._in_background(self._insist(left))
+
+    async def _insist(self, left: Sequence[Session]) -> None:
+        await asyncio.sleep(ENGINES_STOP_SECONDS)
+        for session in left:
+            if session.generating:
                 session.task.cancel()
 
     async def next_events(self) -> list[Event]:
         """Return what happened since the last call, soon after anything has."""
         await self._news.wait()
-        await asyncio.sleep(GATHER_SECONDS)
+        await asyncio.sleep(min(GATHER_SHARE * (time.monotonic() - self._busy_since), GATHER_SECONDS))
         self._news.clear()
         events, self._events = self._events, []
         return events
@@ -80,9 +103,12 @@ class TailAgentLoopWorker(_Worker):
             session = self._sessions[response_id] = Session(response_id)
             response = self._respond(session, sampling_params, {**trajectory, "rollout_n": number}, prompt)
             session.task = asyncio.create_task(response)
-            watch = asyncio.create_task(self._watch(session))
-            self.background_tasks.add(watch)
-            watch.add_done_callback(self.background_tasks.discard)
+            self._in_background(self._watch(session))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self.background_tasks.add(task)
+        task.add_done_callback(self.background_tasks.discard)
 
     async def _respond(self, session: Session, sampling_params: dict, trajectory: dict, prompt: dict) -> None:
         SESSION.set(session)

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from rl_accel.integrations.verl.tail_batching.session import SESSION, SPEED
+from rl_accel.integrations.verl.tail_batching.session import SESSION, SPEED, Session
 
 logger = logging.getLogger("rl_accel")
 
@@ -76,10 +76,12 @@ class CancellableServer:
             ServerDied: the server's process is gone.
         """
         session = SESSION.get()
+        if session is not None and session.cancelled:  # a loop of several turns
+            raise asyncio.CancelledError
         call = self._server.generate.remote(**request)
         began = time.perf_counter()
         try:
-            output = await call
+            output = await self._wait(call, session)
         except RayActorError as error:
             line = str(error).strip().splitlines()[0]
             await self._on_death(line)
@@ -94,10 +96,22 @@ class CancellableServer:
             return output
         session.tokens += len(output.token_ids)
         if output.stop_reason in _ABORTED:
+            if session.cancelled:  # the engines were stopped because the round is over
+                raise asyncio.CancelledError
             raise GenerationAborted(f"the engine aborted the request after {len(output.token_ids)} tokens")
         SPEED.tokens += len(output.token_ids)
         SPEED.seconds += time.perf_counter() - began
         return output
+
+    @staticmethod
+    async def _wait(call: Any, session: Session | None) -> Any:
+        if session is None:
+            return await call
+        session.generating = True
+        try:
+            return await call
+        finally:
+            session.generating = False
 
     async def _stop(self, call: Any, request_id: str) -> Any:
         """End the call; return what it had generated, or None where that cannot be known."""

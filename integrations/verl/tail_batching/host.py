@@ -95,10 +95,14 @@ class Host:
         return Outcome(batch, keys, self._settled, tuple(self._rounds))
 
     def _play_round(self) -> None:
-        self._over = False
+        self._over = ending = False
+        self._workers.begin_round()
         self._todo.extend(self.core.begin_round(self._now()))
         self._carry_out()
         while not self._over:
+            if self.core.is_settling and not ending:
+                ending = True
+                self._workers.end_round()
             events = self._workers.wait(REPORT_SECONDS)
             if not events:
                 logger.info("rl-accel: tail batching waits for responses of %d prompts", len(self.prompts.payloads))

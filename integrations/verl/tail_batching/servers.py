@@ -33,6 +33,31 @@ class Servers:
     def __init__(self, manager: Any, engine: str) -> None:
         self._manager = manager
         self._engine = engine
+        self._aborted = False
+
+    def abort(self) -> None:
+        """Have every server end its requests, which return what they have. Later ones wait for :meth:`resume`."""
+        self._aborted = True
+        self._tell_all("abort_all_requests")
+
+    def resume(self) -> None:
+        """Go on after :meth:`abort`; nothing happens without one."""
+        if self._aborted:
+            self._tell_all("resume_generation")
+            self._aborted = False
+
+    def _tell_all(self, name: str) -> None:
+        """Call a method of every replica. Dead ones are passed over: who needs them finds out."""
+
+        async def tell() -> list[Any]:
+            calls = [getattr(replica, name)() for replica in self._manager.get_replicas()]
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        for error in asyncio.run(tell()):
+            if isinstance(error, RayActorError):
+                logger.warning("rl-accel: a rollout server did not take part in %s: %s", name, error)
+            elif isinstance(error, BaseException):
+                raise error
 
     def reach_all(self, call: Callable[[], None]) -> None:
         """Make a ``call`` that reaches every server, with dead ones started again first, and again if one dies meanwhile.

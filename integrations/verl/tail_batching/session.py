@@ -14,6 +14,7 @@ class Session:
     tokens: int = 0
     keys: tuple[str, ...] = ()
     metric: float | None = None
+    generating: bool = False
     storing: bool = False
     cancelled: bool = False
 

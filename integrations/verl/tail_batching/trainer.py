@@ -21,9 +21,6 @@ from rl_accel.rollout.tail_batching import TailBatching
 
 logger = logging.getLogger("rl_accel")
 
-STOPS_EACH = ("vllm", "hf_cpu")
-"""Engines that stop a request when its caller is cancelled. In others it runs on until all are aborted after the round."""
-
 
 class TailReplayBuffer:
     """What the trainer samples from: rounds for training, verl's own buffer for validation and everything else."""
@@ -74,11 +71,11 @@ class TailBatchingTrainer(PPOTrainerSync):
 
     def fit(self, agent_loop_manager: Any) -> None:
         """Train; see the base class. ``agent_loop_manager`` must be a ``TailAgentLoopManager``."""
-        workers = Workers(agent_loop_manager.agent_loop_workers)
+        self._servers = Servers(self.llm_server_manager, self.config.actor_rollout_ref.rollout.name)
+        workers = Workers(agent_loop_manager.agent_loop_workers, self._servers)
         self._host = Host(
             self._core, self._prompts, workers, lambda keys: tq.kv_clear(keys=list(keys), partition_id="train")
         )
-        self._servers = Servers(self.llm_server_manager, self.config.actor_rollout_ref.rollout.name)
         super().fit(agent_loop_manager)
         left = self._prompts.unsettled()
         if left:
@@ -105,24 +102,11 @@ class TailBatchingTrainer(PPOTrainerSync):
         return meta, report.numbers(outcome.rounds, len(ghosts))
 
     def on_sample_end(self) -> None:
-        def end() -> None:
-            if not self._stops_each:
-                self.checkpoint_manager.abort_replicas()
-            super(TailBatchingTrainer, self).on_sample_end()
-
-        self._servers.reach_all(end)
+        self._servers.reach_all(super().on_sample_end)
 
     def on_step_end(self) -> None:
-        def end() -> None:
-            super(TailBatchingTrainer, self).on_step_end()
-            if not self._stops_each:
-                self.checkpoint_manager.resume_generation_replicas()
-
-        self._servers.reach_all(end)
-
-    @property
-    def _stops_each(self) -> bool:
-        return self.config.actor_rollout_ref.rollout.name in STOPS_EACH
+        self._servers.reach_all(super().on_step_end)
+        self._servers.resume()
 
     # Checkpoints
 

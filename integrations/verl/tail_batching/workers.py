@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayActorError
@@ -13,14 +13,31 @@ from rl_accel.integrations.verl.tail_batching.messages import Event, Job
 logger = logging.getLogger("rl_accel")
 
 
+DELIVERY_SECONDS = 5.0
+"""How long the engines are stopped late for workers that do not hear; a response that is aborted by surprise counts as failed."""
+
+
+class Engines(Protocol):
+    """What generates; see :class:`~rl_accel.integrations.verl.tail_batching.servers.Servers`."""
+
+    def abort(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
 class Workers:
     """Spreads responses over ``actors`` (handles of ``TailAgentLoopWorker``) and gathers what happens to them.
 
     One that dies is taken from ``actors``, the list by which verl's manager gives out validation.
+
+    Args:
+        actors: the workers.
+        engines: what they generate with; it is stopped at the end of a round.
     """
 
-    def __init__(self, actors: list[Any]) -> None:
+    def __init__(self, actors: list[Any], engines: Engines) -> None:
         self._everybody = actors
+        self._engines = engines
         self._actors = dict(enumerate(actors))
         self._running: dict[int, set[int]] = {index: set() for index in self._actors}
         self._home: dict[int, int] = {}
@@ -28,6 +45,18 @@ class Workers:
         self._cancels: dict[int, list[int]] = {}
         self._polls: dict[Any, int] = {}
         self._orders: list[Any] = []
+
+    def begin_round(self) -> None:
+        """Let the engines generate, should the last round have stopped them."""
+        self._engines.resume()
+
+    def end_round(self) -> None:
+        """Stop the engines: whatever still runs was cancelled. They go on with the next round."""
+        if not any(self._running.values()):
+            return
+        self._send(engines_stop=True)
+        ray.wait(self._orders, num_returns=len(self._orders), timeout=DELIVERY_SECONDS)
+        self._engines.abort()
 
     def launch(self, job: Job) -> None:
         """Start the responses of ``job`` on the worker that has the fewest.
@@ -65,10 +94,11 @@ class Workers:
                 self._forget(event.response_id)
         return events
 
-    def _send(self) -> None:
+    def _send(self, engines_stop: bool = False) -> None:
         for index in {**self._jobs, **self._cancels}:
             if index in self._actors:
-                order = self._actors[index].act.remote(self._jobs.get(index, []), self._cancels.get(index, []))
+                jobs, cancels = self._jobs.get(index, []), self._cancels.get(index, [])
+                order = self._actors[index].act.remote(jobs, cancels, engines_stop)
                 self._orders.append(order)
         self._jobs, self._cancels = {}, {}
         if not self._orders:

@@ -49,6 +49,12 @@ class Schedule:
                 self._over.add(response_id)
                 self._at(self.random.random(), Event("aborted", response_id, 1), cancelled=True)
 
+    def begin_round(self):
+        assert self.launched.keys() == self._over, "nothing of an earlier round is under way"
+
+    def end_round(self):
+        assert self.launched.keys() <= self._over, "the engines are stopped, so all that runs must have been cancelled"
+
     def wait(self, seconds):
         assert self._due, "the host waits for ever"
         self.time, _, event, cancelled = heapq.heappop(self._due)

@@ -69,6 +69,9 @@ class Server:
         self._aborted[request_id].set()
         return {"aborted": True, "request_id": request_id}
 
+    async def gate(self, state):
+        self.seen["gate"] = state
+
     async def look(self):
         return dict(self.seen)
 
@@ -189,6 +192,31 @@ class TestCancelling:
 
         asyncio.run(run())
 
+    def test_what_the_engine_aborts_at_the_end_of_a_round_counts_as_cancelled_and_starts_nothing_new(self):
+        async def run():
+            actor = start(Server)
+            server = CancellableServer(actor, aborts_by_id=False, on_death=nobody_dies)
+            session = Session(1)
+
+            async def respond():
+                SESSION.set(session)
+                await server.generate.remote(request_id="a", **REQUEST)
+
+            task = asyncio.create_task(respond())
+            await until(actor, lambda seen: seen == {"a": "running"})
+            assert session.generating
+            session.cancelled = True
+            await actor.abort_request.remote("a")
+            await asyncio.wait({task})
+            assert task.cancelled()
+            assert (session.tokens, session.generating) == (3, False)
+            again = asyncio.create_task(respond())
+            await asyncio.wait({again})
+            assert again.cancelled()
+            assert await actor.look.remote() == {"a": "aborted"}, "no second request"
+
+        asyncio.run(run())
+
     def test_a_judge_stops_with_its_task(self):
         async def run():
             actor = start(Judge)
@@ -288,6 +316,12 @@ class Replica:
     def server_handle(self):
         return self.servers[0]
 
+    async def abort_all_requests(self):
+        await self.server_handle.gate.remote("closed")
+
+    async def resume_generation(self):
+        await self.server_handle.gate.remote("open")
+
     async def launch_servers(self):
         if not self._starts:
             raise OSError("no room")
@@ -303,6 +337,27 @@ def manager_of(balancer_of):
         return SimpleNamespace(get_replicas=lambda: [replica], global_load_balancer=balancer)
 
     return manager_of
+
+
+class TestStoppingServers:
+    def test_every_living_server_is_told_and_resumed_only_after_it_was_stopped(self):
+        dead, alive = Replica(), Replica()
+        kill(dead.server_handle)
+        servers = Servers(SimpleNamespace(get_replicas=lambda: [dead, alive]), "hf_cpu")
+        servers.resume()
+        assert ray.get(alive.server_handle.look.remote()) == {}
+        servers.abort()
+        assert ray.get(alive.server_handle.look.remote()) == {"gate": "closed"}
+        servers.resume()
+        assert ray.get(alive.server_handle.look.remote()) == {"gate": "open"}
+
+    def test_a_server_that_fails_otherwise_is_no_secret(self):
+        class Broken(Replica):
+            async def abort_all_requests(self):
+                raise OSError("no gate")
+
+        with pytest.raises(OSError, match="no gate"):
+            Servers(SimpleNamespace(get_replicas=lambda: [Broken()]), "hf_cpu").abort()
 
 
 class TestRevivingServers:
@@ -374,8 +429,8 @@ class Worker:
         self._events = asyncio.Queue()
         self.orders = []
 
-    async def act(self, jobs, cancel):
-        self.orders += [*jobs, *cancel]
+    async def act(self, jobs, cancel, engines_stop):
+        self.orders += [*jobs, *cancel, *(["stop"] if engines_stop else [])]
         for job in jobs:
             for response_id in job.response_ids:
                 if job.prompt_id == "quick":
@@ -394,6 +449,20 @@ class Worker:
         return os.getpid()
 
 
+class Engines:
+    """Notes what it is told, and what the workers had been told by then."""
+
+    def __init__(self, *workers):
+        self.told = []
+        self._workers = workers
+
+    def abort(self):
+        self.told.append(("abort", [ray.get(worker.look.remote()) for worker in self._workers]))
+
+    def resume(self):
+        self.told.append(("resume", []))
+
+
 def gather(workers, count):
     events = []
     while len(events) < count:
@@ -405,7 +474,7 @@ class TestWorkers:
     def test_responses_of_a_worker_that_dies_have_failed_and_later_ones_go_elsewhere(self):
         one, two = start(Worker), start(Worker)
         actors = [one, two]
-        workers = Workers(actors)
+        workers = Workers(actors, Engines())
         workers.launch(Job("a", {}, (0, 1), 1))
         workers.launch(Job("b", {}, (2, 3), 1))
         workers.launch(Job("quick", {}, (4,), 1))  # to the first worker, as both have two
@@ -431,9 +500,23 @@ class TestWorkers:
         with pytest.raises(RuntimeError, match="every agent-loop worker has died"):
             workers.launch(Job("c", {}, (6,), 1))
 
+    def test_at_the_end_of_a_round_the_workers_know_before_the_engines_stop(self):
+        one = start(Worker)
+        engines = Engines(one)
+        workers = Workers([one], engines)
+        workers.begin_round()
+        workers.end_round()
+        assert engines.told == [("resume", [])], "nothing runs, so nothing is stopped"
+        job = Job("a", {}, (0, 1), 1)
+        workers.launch(job)
+        workers.cancel([0, 1])
+        workers.end_round()
+        assert engines.told[1:] == [("abort", [[job, 0, 1, "stop"]])]
+        assert {(event.kind, event.response_id) for event in gather(workers, 2)} == {("aborted", 0), ("aborted", 1)}
+
     def test_orders_to_a_worker_that_died_unnoticed_are_reported_as_failed(self):
         one = start(Worker)
-        workers = Workers([one])
+        workers = Workers([one], Engines())
         kill(one)
         workers.launch(Job("a", {}, (0, 1), 1))
         assert [(event.kind, event.response_id) for event in gather(workers, 2)] == [("failed", 0), ("failed", 1)]
