@@ -27,7 +27,7 @@ def main() -> None:
     for batch in range(BATCHES):
         own = times[batch * P0 : (batch + 1) * P0]
         for row, seconds in enumerate(own):
-            stock.barh(row, seconds, left=now, height=0.8, color=TRAINED)
+            stock.barh(row, seconds, left=now, height=0.8, edgecolor="white", linewidth=1.5, color=TRAINED)
         now += max(own)
         stock.axvline(now, color="black", linewidth=0.8)
     stock_ends = now
@@ -37,12 +37,20 @@ def main() -> None:
         own, fresh = fresh[:LAUNCHED], fresh[LAUNCHED:]
         ends = sorted(own)[P0 - 1]
         for row, seconds in enumerate(own):
-            tail.barh(row, min(seconds, ends), left=now, height=0.8, color=TRAINED if seconds <= ends else CUT_OFF)
+            tail.barh(
+                row,
+                min(seconds, ends),
+                left=now,
+                height=0.8,
+                edgecolor="white",
+                linewidth=1.5,
+                color=TRAINED if seconds <= ends else CUT_OFF,
+            )
         queue += [seconds for seconds in own if seconds > ends]
         now += ends
         tail.axvline(now, color="black", linewidth=0.8)
     for row, seconds in enumerate(queue):
-        tail.barh(row, seconds, left=now, height=0.8, color=SECOND)
+        tail.barh(row, seconds, left=now, height=0.8, edgecolor="white", linewidth=1.5, color=SECOND)
     begins, now = now, now + max(queue)
     tail.axvline(now, color="black", linewidth=0.8)
 
