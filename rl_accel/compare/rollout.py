@@ -16,14 +16,13 @@ import numpy.typing as npt
 from rl_accel.compare.extra import needs
 from rl_accel.compare.recipe import Recipe
 from rl_accel.compare.runner import RunResult
-from rl_accel.compare.stats import RunData, gain, measured_steps
+from rl_accel.compare.stats import RunData, gain, measured_steps, ratio_interval
 
 KINDS = ("short", "long", "final")
 ALL = "all"
 """The kind of a rollout that waits for every response, as those of a stock run do."""
 _PREFIX = "rl_accel/tail_batching/"
 _BATCH = "data.train_batch_size="
-_RESAMPLES = 2000
 _MIN_SEEDS = 3
 
 
@@ -100,19 +99,7 @@ def _ratio(base: Sequence[float], ours: Sequence[float]) -> dict[str, float | No
         return {"ratio": None, "low": None, "high": None}
     found: dict[str, float | None] = {"ratio": float(np.mean(base) / np.mean(ours)), "low": None, "high": None}
     if min(len(base), len(ours)) > 1:
-        interval = (
-            needs("scipy.stats")
-            .bootstrap(
-                (base, ours),
-                lambda x, y, axis: np.mean(x, axis=axis) / np.mean(y, axis=axis),
-                n_resamples=_RESAMPLES,
-                vectorized=True,
-                method="percentile",
-                random_state=np.random.default_rng(0),
-            )
-            .confidence_interval
-        )
-        found["low"], found["high"] = float(interval.low), float(interval.high)
+        found["low"], found["high"] = ratio_interval(base, ours, np.mean, paired=False)
     return found
 
 

@@ -5,7 +5,7 @@ All functions are pure: they take :class:`RunData` and return plain dictionaries
 
 import fnmatch
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,21 +122,28 @@ def _ratio(pairs: npt.NDArray[np.float64]) -> dict[str, Any]:
     ratio: dict[str, Any] = {"ratio": _divide(base, ours), "low": None, "high": None, "pairs": len(pairs)}
     ratio["saved_s"] = float(base - ours)
     if len(pairs) >= _MIN_PAIRS and (pairs > 0).all() and len(np.unique(pairs, axis=0)) > 1:
-        interval = (
-            needs("scipy.stats")
-            .bootstrap(
-                (pairs[:, 0], pairs[:, 1]),
-                lambda x, y, axis: np.median(x, axis=axis) / np.median(y, axis=axis),
-                n_resamples=_RESAMPLES,
-                paired=True,
-                vectorized=True,
-                method="percentile",
-                random_state=np.random.default_rng(0),
-            )
-            .confidence_interval
-        )
-        ratio["low"], ratio["high"] = float(interval.low), float(interval.high)
+        ratio["low"], ratio["high"] = ratio_interval(pairs[:, 0], pairs[:, 1], np.median, paired=True)
     return ratio
+
+
+def ratio_interval(
+    base: npt.ArrayLike, ours: npt.ArrayLike, average: Callable[..., Any], paired: bool
+) -> tuple[float, float]:
+    """Bound ``average(base) / average(ours)`` by a 95% bootstrap interval over the values, the same ones on each run."""
+    interval = (
+        needs("scipy.stats")
+        .bootstrap(
+            (base, ours),
+            lambda x, y, axis: average(x, axis=axis) / average(y, axis=axis),
+            n_resamples=_RESAMPLES,
+            paired=paired,
+            vectorized=True,
+            method="percentile",
+            random_state=np.random.default_rng(0),
+        )
+        .confidence_interval
+    )
+    return float(interval.low), float(interval.high)
 
 
 def _divide(a: float, b: float) -> float | None:
