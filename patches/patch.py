@@ -47,6 +47,7 @@ class Patch:
             A staticmethod or classmethod stays one; ``make`` sees the function inside.
         supports: versions it is meant for, PEP 508 (``"verl>=0.6.1"``); prereleases count. Compared with
             ``__version__`` of the imported package, not with an installed dist-info that may lie beside a checkout.
+            Empty for a framework that is run from a checkout and has no version: parameters and probe decide.
         params: parameter names the function must have, in order.
         make: ``make(original, settings) -> replacement``.
         bindings: further places that hold the same function. Their modules must be imported when the patch is

@@ -51,7 +51,9 @@ def require_params(function: Callable[..., Any], params: tuple[str, ...], target
 
 
 def require_version(supports: str, target: str) -> None:
-    """Refuse if the imported package is outside ``supports`` (PEP 508; prereleases are let in)."""
+    """Refuse if the imported package is outside ``supports`` (PEP 508; prereleases are let in; empty: any version)."""
+    if not supports:
+        return
     wanted = Requirement(supports)
     root = target.partition(":")[0].partition(".")[0]
     found = getattr(sys.modules.get(root), "__version__", None)

@@ -26,7 +26,7 @@ FEATURES: tuple[Feature, ...] = (
         name="gae",
         summary="GAE as a scan instead of a loop over tokens",
         lossless=True,
-        patches={"verl": ("rl_accel.patches.verl.gae",)},
+        patches={"verl": ("rl_accel.patches.verl.gae",), "slime": ("rl_accel.patches.slime.gae",)},
     ),
     Feature(
         name="advantages",
@@ -38,7 +38,8 @@ FEATURES: tuple[Feature, ...] = (
                 "rl_accel.patches.verl.reinforce_plus_plus",
                 "rl_accel.patches.verl.optimal_token_baseline",
                 "rl_accel.patches.verl.whiten",
-            )
+            ),
+            "slime": ("rl_accel.patches.slime.reinforce_plus_plus",),
         },
     ),
     Feature(

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_accel.bench.contestants import CHUNK_128, LOOP, OURS, Contestant, Inputs, contestants
+from rl_accel.bench.gae_lengths import bench_lengths
 from rl_accel.bench.measure import available_bytes, interleaved
 from rl_accel.ops import gae
 
@@ -37,13 +38,22 @@ Shape = tuple[int, int]
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for gae.json and gae.png.")
 @click.option("--batch", type=click.IntRange(min=1), help="Only this batch size, and a verdict in one sentence.")
 @click.option("--tokens", type=click.IntRange(min=1), help="Only this response length; goes with --batch.")
+@click.option(
+    "--lengths", metavar="FILE", help="Only a batch of these lengths, against slime's padding; or: lognormal."
+)
 @click.option("--quick", is_flag=True, help="Two small shapes only.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option(
     "--mask-dtype", type=click.Choice(list(_MASKS)), default="int64", show_default=True, help="verl's is int64."
 )
 def bench_gae(
-    out: Path | None, batch: int | None, tokens: int | None, quick: bool, device: str, mask_dtype: str
+    out: Path | None,
+    batch: int | None,
+    tokens: int | None,
+    lengths: str | None,
+    quick: bool,
+    device: str,
+    mask_dtype: str,
 ) -> None:
     """Time GAE kernels against verl's loop (its recurrence, without the whitening that all would share).
 
@@ -55,6 +65,12 @@ def bench_gae(
     if device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("--device cuda: torch sees no CUDA device here")
     console = Console(width=None if Console().is_terminal else 160)
+    if lengths is not None:
+        try:
+            right = bench_lengths(lengths, device, out, console)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+        raise SystemExit(0 if right else 1)
     sound = _gate(contestants(device), device, _MASKS[mask_dtype], console)
     shapes: list[Shape] = [(b, t) for t in TOKENS for b in BATCHES]
     if batch is not None and tokens is not None:

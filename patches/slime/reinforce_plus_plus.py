@@ -1,0 +1,106 @@
+"""Computes slime's REINFORCE++ returns from the lists as they are, in one fused scan, in place of padding to the longest."""
+
+from typing import Any
+
+import torch
+
+from rl_accel import ops
+from rl_accel.errors import BackendMissing, PatchRefused
+from rl_accel.ops.ragged import cu_seqlens
+from rl_accel.patches.patch import Patch
+from rl_accel.patches.slime._packed import LOSS, PPO_UTILS, ContextParallel, warn_once
+from rl_accel.telemetry import metrics
+
+_NAME = "get_reinforce_plus_plus_returns"
+_PARAMS = ("rewards", "kl", "loss_masks", "response_lengths", "total_lengths", "kl_coef", "gamma")
+
+
+def packed_returns(
+    rewards: torch.Tensor, kl: list[torch.Tensor], masks: list[torch.Tensor], kl_coef: float, gamma: float
+) -> list[torch.Tensor]:
+    """Discounted returns of whole responses: ``-kl_coef * kl`` on masked tokens, the reward on the last of them.
+
+    Args:
+        rewards: [S], one a sequence.
+        kl: of each token of each sequence.
+        masks: shapes of ``kl``; as in slime the mask decides what is rewarded, not where the sum goes.
+
+    Raises:
+        AssertionError: a sequence is masked throughout, in slime's words.
+        TypeError, ValueError, BackendMissing: as :func:`rl_accel.ops.discounted_returns`.
+    """
+    lengths = [len(each) for each in kl]
+    flat_kl = torch.cat(kl)
+    mask = torch.cat(list(masks)).to(flat_kl.device)
+    sequence = torch.repeat_interleave(
+        torch.arange(len(lengths), device=flat_kl.device), torch.tensor(lengths, device=flat_kl.device)
+    )
+    position = torch.arange(len(flat_kl), device=flat_kl.device)
+    last = torch.full((len(lengths),), -1, device=flat_kl.device).scatter_reduce(
+        0, sequence, torch.where(mask != 0, position, -1), "amax"
+    )
+    masked = (last < 0).nonzero()
+    assert not len(masked), f"Sequence at index {int(masked[0])} is fully masked."
+    token_rewards = -kl_coef * (flat_kl * mask)
+    token_rewards[last] += rewards.to(token_rewards)
+    returns = ops.discounted_returns(token_rewards, None, gamma, cu_seqlens=cu_seqlens(lengths))
+    return list(returns.split(lengths))
+
+
+def _make(original: Any, _settings: Any) -> Any:
+    def get_reinforce_plus_plus_returns(
+        rewards: Any, kl: Any, loss_masks: Any, response_lengths: Any, total_lengths: Any, kl_coef: Any, gamma: Any
+    ) -> Any:
+        if not len(rewards):
+            return []
+        ranks = ContextParallel()
+        totals, lengths = [int(n) for n in total_lengths], [int(n) for n in response_lengths]
+        whole = ranks.gather(kl, totals, lengths)
+        try:
+            returns = packed_returns(rewards, whole, loss_masks, kl_coef, gamma)
+        except (TypeError, ValueError, BackendMissing) as error:
+            metrics.add("advantages/stock_calls", 1)
+            warn_once("REINFORCE++", str(error))
+            return original(rewards, kl, loss_masks, response_lengths, total_lengths, kl_coef, gamma)
+        return ranks.cut(returns, totals, lengths)
+
+    return get_reinforce_plus_plus_returns
+
+
+def _probe(original: Any, _replacement: Any) -> None:
+    """Compare with slime's chunk scan on a padded batch."""
+    scan = original.__globals__.get("chunked_discounted_returns")
+    if scan is None:
+        raise PatchRefused(f"{PPO_UTILS} has no chunked_discounted_returns to compare with")
+    random = torch.Generator().manual_seed(0)
+    lengths = [130, 1, 57, 128, 3]
+    kl = [torch.rand(length, generator=random) for length in lengths]
+    masks = [torch.ones(length, dtype=torch.int) for length in lengths]
+    masks[0][100:] = masks[2][::3] = 0
+    rewards = torch.randn(len(lengths), generator=random)
+    padded = torch.zeros(len(lengths), max(lengths))
+    for row, (each, mask) in enumerate(zip(kl, masks, strict=True)):
+        padded[row, : len(each)] = -0.1 * each * mask
+        padded[row, int(mask.nonzero()[-1])] += rewards[row]
+    for gamma in (1.0, 0.97, 0.0):
+        wanted = scan(padded, gamma)
+        for row, found in enumerate(packed_returns(rewards, kl, masks, 0.1, gamma)):
+            if not torch.allclose(found, wanted[row, : len(found)], rtol=1e-4, atol=1e-4):
+                apart = float((found - wanted[row, : len(found)]).abs().max())
+                raise PatchRefused(f"returns of sequence {row} differ by {apart:.3g} (gamma={gamma})")
+
+
+PATCHES = (
+    Patch(
+        name="slime.reinforce_plus_plus",
+        feature="advantages",
+        target=f"{LOSS}:{_NAME}",
+        bindings=(f"{PPO_UTILS}:{_NAME}",),
+        supports="",
+        params=_PARAMS,
+        make=_make,
+        fingerprints=("3440ff4207a8f05cded7ccc2f33382a5167e0e7281f8d0ffa489c2c64813712a",),
+        probe=_probe,
+        no_seam="--custom-advantage-function-path replaces the whole branch, the computation of token rewards included",
+    ),
+)

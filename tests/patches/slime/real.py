@@ -1,0 +1,97 @@
+"""Run as a process of its own (or two): compares our advantage functions with slime's, in slime's own module, and prints a line.
+
+``python real.py`` with SLIME_ROOT on PYTHONPATH; RANK, WORLD_SIZE and MASTER_PORT make it one of several context-parallel ranks.
+"""
+
+import os
+import random
+
+import torch
+import torch.distributed as dist
+
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def close(found, wanted):
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.shape == b.shape, (a.shape, b.shape)
+        assert a.dtype == b.dtype, (a.dtype, b.dtype)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def main():
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}", rank=RANK, world_size=WORLD
+    )
+    from megatron.core import mpu
+
+    mpu.initialize_model_parallel(context_parallel_size=WORLD)
+    from slime.backends.megatron_utils import cp_utils, loss
+    from slime.utils import ppo_utils
+
+    import rl_accel
+
+    stock = {
+        name: getattr(loss, name) for name in ("get_advantages_and_returns_batch", "get_reinforce_plus_plus_returns")
+    }
+    rl_accel.enable(gae=True, advantages=True)
+    for name, function in stock.items():
+        assert getattr(loss, name) is not function, f"{name} is still slime's"
+        assert getattr(ppo_utils, name) is getattr(loss, name)
+
+    draw = random.Random(0)
+    compared = 0
+    for batch in (1, 2, 7, 16):
+        lengths = [draw.choice([2, 3, 17, 128, 129, 300]) for _ in range(batch)]
+        totals = [length + draw.randrange(4, 40) for length in lengths]
+        torch.manual_seed(batch)
+        full = {name: [torch.randn(n) for n in lengths] for name in ("values", "rewards", "kl")}
+        masks = [(torch.rand(n) < 0.7).int() for n in lengths]
+        for mask in masks:
+            mask[draw.randrange(len(mask))] = 1
+
+        def mine(name, lengths=lengths, totals=totals, full=full):
+            if WORLD == 1:
+                return [each.clone() for each in full[name]]
+            return [
+                cp_utils.slice_log_prob_with_cp(each, total, length)
+                for each, total, length in zip(full[name], totals, lengths, strict=True)
+            ]
+
+        for gamma, lam in ((1.0, 1.0), (0.99, 0.95), (1.0, 0.0)):
+            arguments = (totals, lengths, mine("values"), mine("rewards"), gamma, lam)
+            for wanted, found in zip(
+                stock["get_advantages_and_returns_batch"](*arguments),
+                loss.get_advantages_and_returns_batch(*arguments),
+                strict=True,
+            ):
+                close(found, wanted)
+                compared += 1
+            keywords = {
+                "rewards": torch.randn(batch, generator=torch.Generator().manual_seed(batch)),
+                "kl": mine("kl"),
+                "loss_masks": masks,
+                "response_lengths": lengths,
+                "total_lengths": totals,
+                "kl_coef": 0.05,
+                "gamma": gamma,
+            }
+            close(
+                loss.get_reinforce_plus_plus_returns(**keywords), stock["get_reinforce_plus_plus_returns"](**keywords)
+            )
+            compared += 1
+
+    rl_accel.disable()
+    for name, function in stock.items():
+        assert getattr(loss, name) is function, f"{name} did not come back"
+        assert getattr(ppo_utils, name) is function
+    print(f"{compared} comparisons agree on rank {RANK} of {WORLD}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
