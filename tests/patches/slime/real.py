@@ -5,7 +5,9 @@
 
 import os
 import random
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -30,12 +32,17 @@ def main():
     from slime.backends.megatron_utils import cp_utils, loss
     from slime.utils import ppo_utils
 
-    import rl_accel
+    import rl_accel.errors
 
     stock = {
         name: getattr(loss, name) for name in ("get_advantages_and_returns_batch", "get_reinforce_plus_plus_returns")
     }
-    rl_accel.enable(gae=True, advantages=True)
+    from slime.utils.misc import load_function
+
+    hook = load_function("rl_accel.integrations.slime.hooks.megatron_init")
+    with pytest.raises(rl_accel.errors.ConfigError, match="did you mean rl_accel.gae.enable"):
+        hook(SimpleNamespace(rl_accel={"gae": {"enabel": True}}))
+    hook(SimpleNamespace(rl_accel={"gae": True, "advantages": True}))
     for name, function in stock.items():
         assert getattr(loss, name) is not function, f"{name} is still slime's"
         assert getattr(ppo_utils, name) is getattr(loss, name)
@@ -82,7 +89,7 @@ def main():
             )
             compared += 1
 
-    rl_accel.disable()
+    hook(SimpleNamespace(rl_accel={}))
     for name, function in stock.items():
         assert getattr(loss, name) is function, f"{name} did not come back"
         assert getattr(ppo_utils, name) is function

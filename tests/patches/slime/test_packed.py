@@ -1,0 +1,105 @@
+"""The advantage functions for slime without slime: the arithmetic against plain loops, and what the patches expect of slime."""
+
+import ast
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_accel.config import GaeConfig
+from rl_accel.patches.slime import gae, reinforce_plus_plus
+
+FACTS = json.loads(Path(__file__).with_name("facts.json").read_text())
+LENGTHS = [5, 1, 130, 2, 64]
+
+
+@pytest.fixture
+def lists():
+    torch.manual_seed(0)
+    return [torch.randn(n) for n in LENGTHS], [torch.randn(n) for n in LENGTHS]
+
+
+def looped(rewards, values, gamma, lam):
+    """The recurrence of slime's ``vanilla_gae`` for one sequence, in float64."""
+    out, after, advantage = [], 0.0, 0.0
+    for reward, value in zip(reversed(rewards.double().tolist()), reversed(values.double().tolist()), strict=True):
+        advantage = reward + gamma * after - value + gamma * lam * advantage
+        after = value
+        out.append(advantage)
+    return torch.tensor(out[::-1], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (1.0, 0.0), (0.0, 0.5)])
+def test_each_sequence_is_computed_by_itself(lists, gamma, lam):
+    rewards, values = lists
+    advantages, returns = gae.packed_gae(values, rewards, LENGTHS, gamma, lam, GaeConfig())
+    for i in range(len(LENGTHS)):
+        wanted = looped(rewards[i], values[i], gamma, lam)
+        torch.testing.assert_close(advantages[i].double(), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(returns[i].double(), wanted + values[i].double(), rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_beyond_a_response_are_left_out_and_the_dtype_is_that_of_the_values(lists):
+    rewards, values = lists
+    short = [max(1, n - 1) for n in LENGTHS]
+    advantages, _ = gae.packed_gae([v.double() for v in values], rewards, short, 1.0, 0.9, GaeConfig())
+    assert [len(each) for each in advantages] == short
+    assert all(each.dtype is torch.float64 for each in advantages)
+    torch.testing.assert_close(advantages[2], looped(rewards[2][:-1], values[2][:-1], 1.0, 0.9), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_returns_put_the_reward_on_the_last_token_that_counts(gamma):
+    torch.manual_seed(1)
+    kl, scores = [torch.rand(n) for n in LENGTHS], torch.randn(len(LENGTHS))
+    masks = [torch.ones(n, dtype=torch.int) for n in LENGTHS]
+    masks[2][100:] = 0
+    masks[4][::2] = 0
+    found = reinforce_plus_plus.packed_returns(scores, kl, masks, 0.1, gamma)
+    for i, mask in enumerate(masks):
+        token_rewards = (-0.1 * kl[i] * mask).double()
+        token_rewards[int(mask.nonzero()[-1])] += scores[i].double()
+        wanted = looped(token_rewards, torch.zeros(LENGTHS[i]), gamma, 1.0)
+        torch.testing.assert_close(found[i].double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sequence_that_is_masked_throughout_is_named_as_slime_does():
+    masks = [torch.ones(2, dtype=torch.int), torch.zeros(3, dtype=torch.int)]
+    with pytest.raises(AssertionError, match="Sequence at index 1 is fully masked"):
+        reinforce_plus_plus.packed_returns(torch.zeros(2), [torch.zeros(2), torch.zeros(3)], masks, 0.1, 1.0)
+
+
+def expected_of_slime():
+    """What our patches hold on to: parameters by function, and the names that loss.py imports."""
+    patches = [*gae.PATCHES, *reinforce_plus_plus.PATCHES]
+    return {patch.target.partition(":")[2]: list(patch.params) for patch in patches}
+
+
+def facts_of(root):
+    """Read the same facts from a checkout of slime."""
+    utils = ast.parse((root / "slime/utils/ppo_utils.py").read_text())
+    loss = ast.parse((root / "slime/backends/megatron_utils/loss.py").read_text())
+    functions = {node.name: [a.arg for a in node.args.args] for node in utils.body if isinstance(node, ast.FunctionDef)}
+    names = [alias.name for node in loss.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    wanted = expected_of_slime()
+    return {
+        "functions": {name: functions.get(name) for name in wanted},
+        "imported_by_loss": sorted(set(names) & set(wanted)),
+        "scans": sorted({"chunked_gae", "chunked_discounted_returns"} & set(functions)),
+    }
+
+
+def test_the_patches_fit_the_recorded_facts_of_slime():
+    assert FACTS["functions"] == expected_of_slime()
+    assert FACTS["imported_by_loss"] == sorted(expected_of_slime())
+    assert FACTS["scans"] == ["chunked_discounted_returns", "chunked_gae"]
+
+
+@pytest.mark.skipif(
+    not os.environ.get("SLIME_ROOT"), reason="slime itself is absent: SLIME_ROOT names no checkout of it"
+)
+def test_the_recorded_facts_are_those_of_the_checkout():
+    recorded = {key: value for key, value in FACTS.items() if key != "commit"}
+    assert facts_of(Path(os.environ["SLIME_ROOT"])) == recorded, f"slime has changed since {FACTS['commit']}"
