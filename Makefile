@@ -15,7 +15,7 @@ export RAY_USAGE_STATS_ENABLED = 0
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help setup ab ab-tail test test-fast check bench clean
+.PHONY: help setup ab ab-tail test test-fast test-slime check bench clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
@@ -45,6 +45,11 @@ test: $(DEV)  ## every test; under 30 minutes on 2 cores
 
 test-fast: $(DEV)  ## the quick subset; under 2 minutes
 	$(PYTEST) -m "not slow and not e2e"
+
+test-slime: $(DEV)  ## with SLIME_ROOT=<checkout of slime>: our patches in the real slime
+	@test -d "$(SLIME_ROOT)/slime" || { echo "SLIME_ROOT must name a checkout of slime, found '$(SLIME_ROOT)'"; exit 2; }
+	$(PIP) --no-deps megatron-core==0.16.1
+	SLIME_ROOT=$(abspath $(SLIME_ROOT)) $(PYTEST) tests/patches/slime
 
 check: $(DEV)  ## ruff and mypy
 	$(BIN)/ruff check .

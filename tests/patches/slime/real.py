@@ -40,7 +40,7 @@ def main():
     from slime.utils.misc import load_function
 
     hook = load_function("rl_accel.integrations.slime.hooks.megatron_init")
-    with pytest.raises(rl_accel.errors.ConfigError, match="did you mean rl_accel.gae.enable"):
+    with pytest.raises(rl_accel.errors.ConfigError, match=r"did you mean rl_accel\.gae\.enable"):
         hook(SimpleNamespace(rl_accel={"gae": {"enabel": True}}))
     hook(SimpleNamespace(rl_accel={"gae": True, "advantages": True}))
     for name, function in stock.items():
