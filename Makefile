@@ -37,7 +37,7 @@ $(DEV): requirements/dev.txt $(READY)
 ab: $(READY)  ## train a small model twice with real verl, stock and accelerated, and report the difference
 	$(BIN)/rl-accel ab examples/verl_ppo_cpu/recipe.yaml --out $(AB_OUT) --overwrite
 
-ab-tail: $(READY)  ## the same for tail batching: five arms, three seeds, under an hour
+ab-tail: $(READY)  ## the same for tail batching: five arms, three seeds, about an hour
 	$(BIN)/rl-accel ab examples/verl_tail_batching --out $(AB_OUT)-tail --overwrite
 
 test: $(DEV)  ## every test; under 30 minutes on 2 cores
