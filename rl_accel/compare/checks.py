@@ -157,7 +157,9 @@ def _faster(recipe: Recipe, stages: Sequence[Any]) -> Check | None:
 
 def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any]) -> Iterator[Check]:
     wanted, rows = recipe.rollout, {row["arm"]: row for row in rollout["arms"]}
-    if wanted.faster:
+    if wanted.faster and recipe.baseline not in rows:
+        yield Check("rollout_faster", SKIPPED, f"{recipe.baseline} was not run")
+    elif wanted.faster:
         yield _bounds("rollout_faster", wanted.faster, rows, "ratio", lambda found, bound: found >= bound, "{:.2f}x")
     if wanted.wasted_tokens:
         yield _bounds(

@@ -114,6 +114,11 @@ def test_an_arm_that_was_left_out_is_skipped(summarise):
     assert found["wasted_tokens"].status == "skipped"
 
 
+def test_without_the_baseline_there_is_no_ratio_to_miss(summarise):
+    _, found = summarise({"accelerated-seed0": OURS}, faster={"accelerated": 2.0})
+    assert (found["rollout_faster"].status, found["rollout_faster"].detail) == ("skipped", "stock was not run")
+
+
 def rewards(*finals):
     return {f"stock-seed{i}": STOCK for i in range(len(finals))} | {
         f"accelerated-seed{i}": [metrics(1.0, 0.5), metrics(1.0, final)] for i, final in enumerate(finals)
