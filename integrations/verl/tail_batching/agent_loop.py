@@ -22,7 +22,8 @@ GATHER_SHARE, GATHER_SECONDS = 0.005, 0.5
 cost the trainer far more than what it does about them."""
 
 ENGINES_STOP_SECONDS = 2.0
-"""A request that reached its engine too late to be aborted with all others is cancelled by itself after so long."""
+"""Requests that reached their engine too late to be aborted with all others are cancelled one by one once none has ended for so
+long."""
 
 # verl exports the class already wrapped by @ray.remote, which cannot be subclassed.
 _Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
@@ -71,10 +72,13 @@ class TailAgentLoopWorker(_Worker):
             self._in_background(self._insist(left))
 
     async def _insist(self, left: Sequence[Session]) -> None:
-        await asyncio.sleep(ENGINES_STOP_SECONDS)
+        before = len(left) + 1
+        while len(left) < before:  # thousands of answers may take this process a while
+            before = len(left)
+            await asyncio.sleep(ENGINES_STOP_SECONDS)
+            left = [session for session in left if session.generating]
         for session in left:
-            if session.generating:
-                session.task.cancel()
+            session.task.cancel()
 
     async def next_events(self) -> list[Event]:
         """Return what happened since the last call, soon after anything has."""
