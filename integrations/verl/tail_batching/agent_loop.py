@@ -17,7 +17,7 @@ from rl_accel.integrations.verl.tail_batching.session import SESSION, Session
 
 logger = logging.getLogger("rl_accel")
 
-GATHER_SHARE, GATHER_SECONDS = 0.005, 0.5
+GATHER_SHARE, GATHER_SECONDS = 0.005, 1.0
 """News wait for more, so long as a share of the round's age so far and at most so many seconds: a call for each response would
 cost the trainer far more than what it does about them."""
 
