@@ -60,6 +60,7 @@ STAGES = (
     "update_weights",
     "save_checkpoint",
 )
+AVERAGES = ("median", "mean")
 NOT_COMPARED = ("timing_*", "perf/*", "*/perf/*", "rl_accel/*", "*memory*", "*/mfu*", "*_mfu*")
 _ARM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -88,6 +89,8 @@ class Metrics:
     """The stage that is the whole step."""
     stages: list[str] = field(default_factory=lambda: list(STAGES))
     """Parts of a step that do not overlap; what is left of the step is shown as "other"."""
+    average: str = "median"
+    """median or mean: what a stage's time and ratio are taken from. A mean where steps are of different kinds."""
     not_compared: list[str] = field(default_factory=lambda: list(NOT_COMPARED))
     """Shell patterns of metrics that may differ between arms, left out of the first-difference table."""
     warmup_steps: int = 2
@@ -110,7 +113,7 @@ class Checks:
     reward_gain: float | None = None
     """Smallest gain of the reward in every arm: mean of the last fifth of the steps less mean of the first fifth."""
     faster: dict[str, float] = field(default_factory=dict)
-    """Stage (or the whole step) to the smallest allowed ratio baseline/arm of median times."""
+    """Stage (or the whole step) to the smallest allowed ratio baseline/arm of average times."""
     warn_only: list[str] = field(default_factory=list)
     """Names of checks that are shown red without making the exit code 1."""
 
@@ -341,6 +344,8 @@ def _problems(recipe: Recipe) -> Iterable[str]:
         yield f"timeout_s wants a number above 0, found {recipe.timeout_s}"
     if recipe.metrics.warmup_steps < 0:
         yield f"metrics.warmup_steps wants at least 0, found {recipe.metrics.warmup_steps}"
+    if recipe.metrics.average not in AVERAGES:
+        yield f"metrics.average wants one of {', '.join(AVERAGES)}, found {recipe.metrics.average!r}"
     stages = [*recipe.metrics.stages, recipe.metrics.step]
     for stage in recipe.checks.faster:
         if stage not in stages:

@@ -65,7 +65,9 @@ def show(found: dict[str, Any], console: Console) -> None:
     arms = [arm for arm in found["recipe"]["arms"] if any(arm in row["arms"] for row in found["stages"])]
     others = [arm for arm in arms if arm != baseline]
     if found["stages"]:
-        console.print(f"Median time of each stage, {warmup_text(found)}", highlight=False, soft_wrap=True)
+        console.print(
+            f"{names['average'].capitalize()} time of each stage, {warmup_text(found)}", highlight=False, soft_wrap=True
+        )
         table = Table()
         table.add_column("stage")
         for arm in arms:
@@ -74,7 +76,7 @@ def show(found: dict[str, Any], console: Console) -> None:
             table.add_column(f"{escape(baseline)}/{escape(arm)}" if len(others) > 1 else "ratio", justify="right")
             table.add_column("95% interval", justify="right")
         for row in found["stages"]:
-            cells = [summary.seconds(row["arms"][a]["median"]) if a in row["arms"] else "" for a in arms]
+            cells = [summary.seconds(row["arms"][a][names["average"]]) if a in row["arms"] else "" for a in arms]
             for arm in others:
                 cells += _ratio_cells(row["ratios"].get(arm))
             table.add_row(row["stage"], *cells, style="bold" if row["stage"] == names["step"] else "")

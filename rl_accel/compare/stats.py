@@ -63,9 +63,9 @@ def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, nam
     """Return one row a stage: seconds of each arm and, for each arm but the baseline, the ratio baseline/arm.
 
     A row is ``{"stage", "arms": {arm: {median, mean, p25, p75, steps}}, "ratios": {arm: {ratio, low, high, pairs,
-    saved_s}}}``. The ratio is of medians over the steps both arms measured with the same seed; ``low`` and ``high``
+    saved_s}}}``. The ratio is of averages over the steps both arms measured with the same seed; ``low`` and ``high``
     bound its 95% interval by a paired bootstrap over those steps (null below 5 pairs). The interval is about the noise
-    between the steps of these runs, not about other machines or loads. ``saved_s`` is the difference of the medians.
+    between the steps of these runs, not about other machines or loads. ``saved_s`` is the difference of the averages.
     """
     times = {(run.arm, run.seed): _stage_times(run, names) for run in runs}
     rows = []
@@ -79,7 +79,7 @@ def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, nam
             if arm != baseline and baseline in row["arms"] and arm in row["arms"]:
                 pairs = _pairs(times, baseline, arm, stage)
                 if len(pairs):
-                    row["ratios"][arm] = _ratio(pairs)
+                    row["ratios"][arm] = _ratio(pairs, np.median if names.average == "median" else np.mean)
         if row["arms"]:
             rows.append(row)
     return rows
@@ -117,12 +117,12 @@ def _summary(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _ratio(pairs: npt.NDArray[np.float64]) -> dict[str, Any]:
-    base, ours = np.median(pairs, axis=0)
+def _ratio(pairs: npt.NDArray[np.float64], average: Callable[..., Any]) -> dict[str, Any]:
+    base, ours = average(pairs, axis=0)
     ratio: dict[str, Any] = {"ratio": _divide(base, ours), "low": None, "high": None, "pairs": len(pairs)}
     ratio["saved_s"] = float(base - ours)
     if len(pairs) >= _MIN_PAIRS and (pairs > 0).all() and len(np.unique(pairs, axis=0)) > 1:
-        ratio["low"], ratio["high"] = ratio_interval(pairs[:, 0], pairs[:, 1], np.median, paired=True)
+        ratio["low"], ratio["high"] = ratio_interval(pairs[:, 0], pairs[:, 1], average, paired=True)
     return ratio
 
 

@@ -140,7 +140,7 @@ def _headline(summary: dict[str, Any], recipe: Recipe) -> list[str]:
         for stage, label in ((recipe.metrics.step, "a step"), ("adv", "the advantage stage")):
             found = rows.get(stage, {}).get("ratios", {}).get(arm)
             if found and found["ratio"]:
-                base, ours = (rows[stage]["arms"][name]["median"] for name in (recipe.baseline, arm))
+                base, ours = (rows[stage]["arms"][name][recipe.metrics.average] for name in (recipe.baseline, arm))
                 parts.append(f"{label} takes {seconds(ours)} instead of {seconds(base)} ({found['ratio']:.2f}x)")
         if parts:
             lines.append(f"{arm} against {recipe.baseline}: {', '.join(parts)}.")

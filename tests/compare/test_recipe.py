@@ -78,6 +78,7 @@ def test_the_first_arm_is_the_baseline_when_none_is_named(toy_recipe):
         ({"seeds": [0, 1], "seed_overrides": []}, "several seeds want seed_overrides"),
         ({"env": {"A": [1]}}, "env.A wants text, a number"),
         ({"metrics": {"warmup_steps": -1}}, "warmup_steps wants at least 0"),
+        ({"metrics": {"average": "mode"}}, "metrics.average wants one of median, mean, found 'mode'"),
         ({"checks": {"faster": {"adw": 2}}}, r"checks.faster.adw is not a stage \(did you mean adv\?\)"),
         ({"rollout": {"faster": {"stok": 2}}}, r"rollout.faster.stok is no arm to compare \(did you mean stock\?\)"),
         ({"rollout": {"faster": {"stock": 2}}}, "rollout.faster.stock is no arm to compare"),

@@ -1,6 +1,7 @@
 """Statistics on data whose answers are known."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -42,6 +43,8 @@ def test_stage_times_leave_out_warm_up_and_the_rest_is_other():
     assert rows["step"]["ratios"]["fast"]["ratio"] == 7 / 4
     assert rows["step"]["ratios"]["fast"]["low"] is None  # three pairs say nothing about noise
     assert "stock" not in rows["step"]["ratios"]
+    of_means = stage_table([slow, fast], ["stock", "fast"], "stock", replace(NAMES, average="mean"))
+    assert next(row for row in of_means if row["stage"] == "step")["ratios"]["fast"]["ratio"] == pytest.approx(23 / 14)
 
 
 def test_the_interval_holds_the_ratio_and_widens_with_noise():
