@@ -218,26 +218,35 @@ def _plot(core: list[dict[str, Any]], load: list[dict[str, Any]], path: Path) ->
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    for ratio in dict.fromkeys(row["prompt_ratio"] for row in core):
-        rows = [row for row in core if row["prompt_ratio"] == ratio]
-        sizes = [row["prompts"] * row["responses"] for row in rows]
-        left.plot(sizes, [row["events_per_s"] / 1e3 for row in rows], marker="o", label=f"prompt_ratio {ratio}")
-    left.axhline(CORE_GOAL / 1e3, color="black", linestyle=":", label="goal")
-    left.set(xscale="log", ylim=(0, None), xlabel="P0 x R0", ylabel="thousand events a second", title="The core alone")
-    for name, label in (("trainer_cpu_s", "trainer process, CPU"), ("after_last_s", "after the last response")):
-        if load:
-            sizes = [size["prompts"] * size["responses"] for size in load]
-            right.plot(sizes, [_mean(size, name) for size in load], marker="o", label=label)
-    right.axhline(LOAD_GOAL_S, color="black", linestyle=":", label="goal")
-    right.set(
-        xscale="log", yscale="log", xlabel="P0 x R0", ylabel="seconds a round", title="Rounds on verl without a model"
+    parts = [(draw, rows) for draw, rows in ((_plot_core, core), (_plot_load, load)) if rows]
+    figure, all_axes = pyplot.subplots(
+        1, len(parts), figsize=(5.5 * len(parts), 4.5), layout="constrained", squeeze=False
     )
-    for axes in (left, right):
-        ticks = sorted({row["prompts"] * row["responses"] for row in (*core, *load)})
+    for axes, (draw, rows) in zip(all_axes[0], parts, strict=True):
+        draw(axes, rows)
+        ticks = sorted({row["prompts"] * row["responses"] for row in rows})
+        axes.set_xscale("log")
+        axes.set_xlabel("P0 x R0")
         axes.set_xticks(ticks, labels=[str(tick) for tick in ticks])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def _plot_core(axes: Any, core: list[dict[str, Any]]) -> None:
+    for ratio in dict.fromkeys(row["prompt_ratio"] for row in core):
+        rows = [row for row in core if row["prompt_ratio"] == ratio]
+        sizes = [row["prompts"] * row["responses"] for row in rows]
+        axes.plot(sizes, [row["events_per_s"] / 1e3 for row in rows], marker="o", label=f"prompt_ratio {ratio}")
+    axes.axhline(CORE_GOAL / 1e3, color="black", linestyle=":", label="goal")
+    axes.set(ylim=(0, None), ylabel="thousand events a second", title="The core alone")
+
+
+def _plot_load(axes: Any, load: list[dict[str, Any]]) -> None:
+    sizes = [size["prompts"] * size["responses"] for size in load]
+    for name, label in (("trainer_cpu_s", "trainer process, CPU"), ("after_last_s", "after the last response")):
+        axes.plot(sizes, [_mean(size, name) for size in load], marker="o", label=label)
+    axes.axhline(LOAD_GOAL_S, color="black", linestyle=":", label="goal")
+    axes.set(yscale="log", ylabel="seconds a round", title="Rounds on verl without a model")
