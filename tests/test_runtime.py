@@ -183,7 +183,7 @@ def test_without_any_framework_a_name_is_refused_and_automatic_is_quiet(python):
     """
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "gae was asked for, but none of verl is installed here"
+    assert done.stdout.strip() == "gae was asked for, but none of verl, slime is installed here"
 
 
 def test_wrong_arguments_change_nothing(fake_verl, python):

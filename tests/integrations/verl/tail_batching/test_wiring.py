@@ -182,7 +182,7 @@ def test_the_trainer_refuses_a_data_set_smaller_than_a_round(python, repo):
         from prepare import dataset, model, tokenizer
         from verl.trainer.ppo.v1 import get_trainer_cls
         from rl_accel.patches.verl import config_intake
-        tok = tokenizer()
+        tok = tokenizer("geometric")
         tok.save_pretrained("model")
         model(tok).save_pretrained("model")
         dataset("val", random.Random(0)).head(7).to_parquet("seven.parquet")
