@@ -185,7 +185,7 @@ def test_the_trainer_refuses_a_data_set_smaller_than_a_round(python, repo):
         tok = tokenizer("geometric")
         tok.save_pretrained("model")
         model(tok).save_pretrained("model")
-        dataset("val", random.Random(0)).head(7).to_parquet("seven.parquet")
+        dataset("val", 7, "geometric", random.Random(0)).to_parquet("seven.parquet")
         with initialize_config_module("verl.trainer.config", version_base=None):
             config = compose("ppo_trainer", [
                 "hydra.searchpath=[pkg://rl_accel.integrations.verl.cpu]", "+run_on=cpu", "data.train_batch_size=8",
