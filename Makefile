@@ -46,10 +46,10 @@ test: $(DEV)  ## every test; under 30 minutes on 2 cores
 test-fast: $(DEV)  ## the quick subset; under 2 minutes
 	$(PYTEST) -m "not slow and not e2e"
 
-test-slime: $(DEV)  ## with SLIME_ROOT=<checkout of slime>: our patches in the real slime
+test-slime: $(DEV)  ## with SLIME_ROOT=<checkout of slime>: our patches and adapters in the real slime, and slime's own tests
 	@test -d "$(SLIME_ROOT)/slime" || { echo "SLIME_ROOT must name a checkout of slime, found '$(SLIME_ROOT)'"; exit 2; }
-	$(PIP) --no-deps megatron-core==0.16.1
-	SLIME_ROOT=$(abspath $(SLIME_ROOT)) $(PYTEST) tests/patches/slime
+	$(PIP) --no-deps -r requirements/slime.txt
+	SLIME_ROOT=$(abspath $(SLIME_ROOT)) $(PYTEST) tests/patches/slime tests/integrations/slime
 
 check: $(DEV)  ## ruff and mypy
 	$(BIN)/ruff check .

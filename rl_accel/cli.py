@@ -11,6 +11,16 @@ from rl_accel import __version__
 from rl_accel.errors import RlAccelError
 
 _LAZY = {
+    "serve-cpu": (
+        "rl_accel.integrations.cpu_engine.cli",
+        "serve_cpu",
+        "A small model behind SGLang's HTTP endpoints, on this CPU.",
+    ),
+    "slime-config": (
+        "rl_accel.integrations.slime.cli",
+        "slime_config",
+        "Write or check the YAML for slime's --custom-config-path.",
+    ),
     "ab": ("rl_accel.compare.cli", "ab", "Train the arms of a recipe one after the other and report the difference."),
 }
 _LAZY_BENCH = {
@@ -90,6 +100,7 @@ def doctor(as_json: bool) -> None:
     for backend, missing in found.backends.items():
         table.add_row("kernel", backend, "cannot" if missing else "works", missing or "")
     console.print(table)
+    console.print(f"sandbox: {found.sandbox}")
 
 
 @cli.command()

@@ -52,7 +52,10 @@ FEATURES: tuple[Feature, ...] = (
         name="tail_batching",
         summary="short rounds that do not wait for the longest responses, and lose no prompt",
         lossless=False,
-        patches={"verl": ("rl_accel.integrations.verl.tail_batching.mode",)},
+        patches={
+            "verl": ("rl_accel.integrations.verl.tail_batching.mode",),
+            "slime": ("rl_accel.patches.slime.requests",),
+        },
     ),
 )
 

@@ -65,7 +65,7 @@ def dataset(split: str, count: int, lengths: str, rng: random.Random) -> pd.Data
     """Return ``count`` prompts as verl's datasets hold them."""
     marks = [""] * count
     if lengths == "published":
-        marks = rng.choices(published_lengths.PROMPT_MARKS, published_lengths.SHARES, k=count)
+        marks = published_lengths.marks_of_prompts(count, rng)
     rows = []
     for index, mark in enumerate(marks):
         text, kind = prompt(rng, mark)

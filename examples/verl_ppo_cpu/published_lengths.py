@@ -5,6 +5,8 @@ time the prompt's own, else a random one, and says how long the response tends t
 its responses still differ, and over all responses the lengths follow the published distribution.
 """
 
+import bisect
+import itertools
 import random
 import string
 from collections.abc import Callable
@@ -29,6 +31,16 @@ NEVER = 1e-5
 """Probability of an end after each token where there should be none."""
 STAGES = ((250, 64, 40), (50, 16, 160), (60, 4, LIMIT))
 """Steps, rows and tokens of a row: what a mark means is learned on short rows, then that it holds however far away."""
+
+
+def marks_of_prompts(count: int, rng: random.Random) -> list[str]:
+    """Return ``count`` marks in random order, each as often as its share says: drawn one by one, 200 prompts may well have
+    none or five of the mark that never ends.
+    """
+    bounds = list(itertools.accumulate(SHARES))
+    marks = [PROMPT_MARKS[bisect.bisect(bounds, (i + 0.5) / count)] for i in range(count)]
+    rng.shuffle(marks)
+    return marks
 
 
 def ending() -> torch.Tensor:

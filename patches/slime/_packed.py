@@ -3,8 +3,11 @@
 import functools
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+
+from rl_accel.errors import PatchRefused
 
 logger = logging.getLogger("rl_accel")
 
@@ -41,6 +44,40 @@ class ContextParallel:
         from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
 
         return [slice_log_prob_with_cp(*each) for each in zip(whole, totals, lengths, strict=True)]
+
+
+PROBE_LENGTHS = (130, 1, 57, 128, 3)
+"""Around the 128 tokens of a chunk of slime's scans."""
+
+
+def padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Pad with zeros to the longest, as slime does."""
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+
+def slimes_own(function: Any, name: str) -> Any:
+    """The scan ``name`` that slime's ``function`` calls.
+
+    Raises:
+        PatchRefused: there is none, so nothing to compare with.
+    """
+    scan = function.__globals__.get(name)
+    if scan is None:
+        raise PatchRefused(f"{PPO_UTILS} has no {name} to compare with")
+    return scan
+
+
+def refuse_unless_equal(what: str, found: Sequence[torch.Tensor], wanted: torch.Tensor) -> None:
+    """Compare sequences with the rows of a padded batch.
+
+    Raises:
+        PatchRefused: one differs by more than rounding.
+    """
+    for row, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        theirs = theirs[: len(ours)]
+        if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4):
+            apart = float((ours - theirs).abs().max())
+            raise PatchRefused(f"{what} of sequence {row} differ by {apart:.3g}")
 
 
 @functools.lru_cache(maxsize=32)

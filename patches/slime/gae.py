@@ -4,6 +4,7 @@ slime pads every sequence to the longest in a Python loop; with long-tailed resp
 Results equal slime's to float rounding. Sequences that the kernels do not take go to slime's own function.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,16 @@ import torch
 from rl_accel.errors import BackendMissing, PatchRefused
 from rl_accel.ops.ragged import gae_of_lists
 from rl_accel.patches.patch import Patch
-from rl_accel.patches.slime._packed import LOSS, PPO_UTILS, ContextParallel, warn_once
-from rl_accel.telemetry import metrics
+from rl_accel.patches.slime._packed import (
+    LOSS,
+    PPO_UTILS,
+    PROBE_LENGTHS,
+    ContextParallel,
+    padded,
+    refuse_unless_equal,
+    slimes_own,
+    warn_once,
+)
 
 _NAME = "get_advantages_and_returns_batch"
 _PARAMS = ("total_lengths", "response_lengths", "values_list", "rewards_list", "gamma", "lambd", "chunked")
@@ -21,7 +30,7 @@ _PARAMS = ("total_lengths", "response_lengths", "values_list", "rewards_list", "
 def packed_gae(
     values: list[torch.Tensor],
     rewards: list[torch.Tensor],
-    lengths: list[int],
+    lengths: Sequence[int],
     gamma: float,
     lambd: float,
     settings: Any,
@@ -56,10 +65,8 @@ def _make(original: Any, settings: Any) -> Any:
             try:
                 advantages, returns = packed_gae(values, rewards, lengths, gamma, lambd, settings)
             except (TypeError, ValueError, BackendMissing) as error:
-                metrics.put("gae/applied", 0)
                 warn_once("GAE", str(error))
                 return original(total_lengths, response_lengths, values_list, rewards_list, gamma, lambd, chunked)
-            metrics.put("gae/applied", 1)
             return ranks.cut(advantages, totals, lengths), ranks.cut(returns, totals, lengths)
 
     setattr(get_advantages_and_returns_batch, "settings", settings)  # noqa: B010 - for the probe
@@ -68,28 +75,19 @@ def _make(original: Any, settings: Any) -> Any:
 
 def _probe(original: Any, replacement: Any) -> None:
     """Compare with slime's chunk scan on a padded batch. Gathering and cutting are slime's own functions in both."""
-    chunked_gae = original.__globals__.get("chunked_gae")
-    if chunked_gae is None:
-        raise PatchRefused(f"{PPO_UTILS} has no chunked_gae to compare with")
+    chunked_gae = slimes_own(original, "chunked_gae")
     random = torch.Generator().manual_seed(0)
-    lengths = [130, 1, 57, 128, 3]
-    padded_values, padded_rewards = (torch.zeros(len(lengths), max(lengths)) for _ in range(2))
-    for row, length in enumerate(lengths):
-        padded_values[row, :length] = torch.randn(length, generator=random)
-        padded_rewards[row, :length] = torch.randn(length, generator=random)
+    values, rewards = ([torch.randn(length, generator=random) for length in PROBE_LENGTHS] for _ in range(2))
     for gamma, lambd in ((1.0, 1.0), (0.99, 0.95), (1.0, 0.0)):
-        wanted = chunked_gae(padded_rewards, padded_values, gamma, lambd)
+        wanted = chunked_gae(padded(rewards), padded(values), gamma, lambd)
         try:
-            found = packed_gae(list(padded_values), list(padded_rewards), lengths, gamma, lambd, replacement.settings)
+            found = packed_gae(values, rewards, PROBE_LENGTHS, gamma, lambd, replacement.settings)
         except (ValueError, BackendMissing) as error:
             raise PatchRefused(
                 f"gae.backend={replacement.settings.backend} cannot be checked on the CPU: {error}"
             ) from error
-        for name, whole, rows in zip(("advantages", "returns"), wanted, found, strict=True):
-            for row, length in enumerate(lengths):
-                if not torch.allclose(rows[row], whole[row, :length], rtol=1e-4, atol=1e-4):
-                    apart = float((rows[row] - whole[row, :length]).abs().max())
-                    raise PatchRefused(f"{name} of sequence {row} differ by {apart:.3g} (gamma={gamma}, lambd={lambd})")
+        for name, theirs, ours in zip(("advantages", "returns"), wanted, found, strict=True):
+            refuse_unless_equal(f"{name} (gamma={gamma}, lambd={lambd})", ours, theirs)
 
 
 PATCHES = (

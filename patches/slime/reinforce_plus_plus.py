@@ -5,11 +5,19 @@ from typing import Any
 import torch
 
 from rl_accel import ops
-from rl_accel.errors import BackendMissing, PatchRefused
+from rl_accel.errors import BackendMissing
 from rl_accel.ops.ragged import cu_seqlens
 from rl_accel.patches.patch import Patch
-from rl_accel.patches.slime._packed import LOSS, PPO_UTILS, ContextParallel, warn_once
-from rl_accel.telemetry import metrics
+from rl_accel.patches.slime._packed import (
+    LOSS,
+    PPO_UTILS,
+    PROBE_LENGTHS,
+    ContextParallel,
+    padded,
+    refuse_unless_equal,
+    slimes_own,
+    warn_once,
+)
 
 _NAME = "get_reinforce_plus_plus_returns"
 _PARAMS = ("rewards", "kl", "loss_masks", "response_lengths", "total_lengths", "kl_coef", "gamma")
@@ -40,7 +48,8 @@ def packed_returns(
         0, sequence, torch.where(mask != 0, position, -1), "amax"
     )
     masked = (last < 0).nonzero()
-    assert not len(masked), f"Sequence at index {int(masked[0])} is fully masked."
+    if len(masked):
+        raise AssertionError(f"Sequence at index {int(masked[0])} is fully masked.")
     token_rewards = -kl_coef * (flat_kl * mask)
     token_rewards[last] += rewards.to(token_rewards)
     returns = ops.discounted_returns(token_rewards, None, gamma, cu_seqlens=cu_seqlens(lengths))
@@ -59,7 +68,6 @@ def _make(original: Any, _settings: Any) -> Any:
         try:
             returns = packed_returns(rewards, whole, loss_masks, kl_coef, gamma)
         except (TypeError, ValueError, BackendMissing) as error:
-            metrics.add("advantages/stock_calls", 1)
             warn_once("REINFORCE++", str(error))
             return original(rewards, kl, loss_masks, response_lengths, total_lengths, kl_coef, gamma)
         return ranks.cut(returns, totals, lengths)
@@ -69,25 +77,18 @@ def _make(original: Any, _settings: Any) -> Any:
 
 def _probe(original: Any, _replacement: Any) -> None:
     """Compare with slime's chunk scan on a padded batch."""
-    scan = original.__globals__.get("chunked_discounted_returns")
-    if scan is None:
-        raise PatchRefused(f"{PPO_UTILS} has no chunked_discounted_returns to compare with")
+    scan = slimes_own(original, "chunked_discounted_returns")
     random = torch.Generator().manual_seed(0)
-    lengths = [130, 1, 57, 128, 3]
-    kl = [torch.rand(length, generator=random) for length in lengths]
-    masks = [torch.ones(length, dtype=torch.int) for length in lengths]
+    kl = [torch.rand(length, generator=random) for length in PROBE_LENGTHS]
+    masks = [torch.ones(length, dtype=torch.int) for length in PROBE_LENGTHS]
     masks[0][100:] = masks[2][::3] = 0
-    rewards = torch.randn(len(lengths), generator=random)
-    padded = torch.zeros(len(lengths), max(lengths))
-    for row, (each, mask) in enumerate(zip(kl, masks, strict=True)):
-        padded[row, : len(each)] = -0.1 * each * mask
-        padded[row, int(mask.nonzero()[-1])] += rewards[row]
+    rewards = torch.randn(len(kl), generator=random)
+    token_rewards = [-0.1 * each * mask for each, mask in zip(kl, masks, strict=True)]
+    for each, mask, reward in zip(token_rewards, masks, rewards, strict=True):
+        each[int(mask.nonzero()[-1])] += reward
     for gamma in (1.0, 0.97, 0.0):
-        wanted = scan(padded, gamma)
-        for row, found in enumerate(packed_returns(rewards, kl, masks, 0.1, gamma)):
-            if not torch.allclose(found, wanted[row, : len(found)], rtol=1e-4, atol=1e-4):
-                apart = float((found - wanted[row, : len(found)]).abs().max())
-                raise PatchRefused(f"returns of sequence {row} differ by {apart:.3g} (gamma={gamma})")
+        found = packed_returns(rewards, kl, masks, 0.1, gamma)
+        refuse_unless_equal(f"returns (gamma={gamma})", found, scan(padded(token_rewards), gamma))
 
 
 PATCHES = (

@@ -165,12 +165,15 @@ def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any]) -> Iterator[Chec
         yield _bounds(
             "wasted_tokens", wanted.wasted_tokens, rows, "wasted", lambda found, bound: found <= bound, "{:.1%}"
         )
+    if wanted.prompts_lost:
+        yield _bounds("prompts_lost", wanted.prompts_lost, rows, "lost", lambda found, bound: found <= bound, "{:.0f}")
     if wanted.same_reward is not None:
         yield _same_reward(wanted.same_reward, rows)
-    if rollout["ledgers"]:
-        bad: list[str] = []
+    if rollout["ledgers"] or rollout["without_ledger"]:
+        bad = [f"{run}: tail batching left no ledger" for run in rollout["without_ledger"]]
         good: list[str] = []
         for ledger in rollout["ledgers"]:
+            bad += [f"{ledger['run']}: steps {ledger['odd_steps']} are no whole batches"] if ledger["odd_steps"] else []
             for epoch in ledger["epochs"]:
                 text = f"{ledger['run']} epoch {epoch['epoch']}: {epoch['once']} of {epoch['prompts']} prompts trained once"
                 faults = [f"{epoch[name]} {name}" for name in ("again", "missing", "failed") if epoch[name]]
@@ -201,9 +204,9 @@ def _bounds(
 
 
 def _same_reward(bound: float, rows: Mapping[str, Any]) -> Check:
-    found = {arm: row["reward"] for arm, row in rows.items() if row.get("reward")}
-    if not found or any(reward["low"] is None for reward in found.values()):
-        return Check("same_reward", SKIPPED, "an interval needs at least three seeds of the baseline and of each arm")
+    found = {arm: row["reward"] for arm, row in rows.items() if row["reward"] and row["reward"]["low"] is not None}
+    if not found:
+        return Check("same_reward", SKIPPED, "an interval needs at least three seeds of the baseline and of an arm")
     bad: list[str] = []
     good: list[str] = []
     for arm, reward in found.items():

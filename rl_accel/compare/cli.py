@@ -1,6 +1,7 @@
 """The command ``rl-accel ab``."""
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ from rl_accel.compare.runner import RunResult, Stop, last_lines, load_result, pr
 from rl_accel.errors import RecipeError, RlAccelError
 
 _MANIFEST = "ab.json"
+_WIDTH = 180
+"""Columns of tables in a file or a pipe."""
 
 
 class _Failure(click.ClickException):
@@ -72,7 +75,7 @@ def ab(
     Ends with a table and DIR/report.html. Exit code 0: all runs completed and no check is red; 1: a run failed or a
     check is red; 2: the recipe or an option is wrong; 128 + signal: stopped, what was measured is kept and reported.
     """
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH)
     if recipe is not None and recipe.is_dir():
         recipe /= "recipe.yaml"
     try:

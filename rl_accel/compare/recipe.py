@@ -45,6 +45,7 @@ CHECK_NAMES = (
     "faster",
     "rollout_faster",
     "wasted_tokens",
+    "prompts_lost",
     "same_reward",
     "ledger",
 )
@@ -131,6 +132,8 @@ class Rollout:
     """Arm to the smallest allowed ratio baseline/arm of mean rollout seconds a step, over all seeds."""
     wasted_tokens: dict[str, float] = field(default_factory=dict)
     """Arm to the largest allowed share of generated tokens that were not trained on, over all steps and seeds."""
+    prompts_lost: dict[str, float] = field(default_factory=dict)
+    """Arm to the largest allowed number of prompts that were taken from the data and are neither trained nor waiting, a run."""
     same_reward: float | None = None
     """Bound that the 95% interval of the difference of final rewards, arm less baseline, must stay within (3 seeds or more)."""
 
@@ -350,7 +353,7 @@ def _problems(recipe: Recipe) -> Iterable[str]:
     for stage in recipe.checks.faster:
         if stage not in stages:
             yield f"checks.faster.{stage} is not a stage{nearest(stage, stages)}; stages are {', '.join(stages)}"
-    for key in ("faster", "wasted_tokens"):
+    for key in ("faster", "wasted_tokens", "prompts_lost"):
         for arm in getattr(recipe.rollout, key):
             if arm not in recipe.arms or (key == "faster" and arm == recipe.baseline):
                 yield f"rollout.{key}.{arm} is no arm to compare{nearest(arm, recipe.arms)}; arms are {', '.join(recipe.arms)}"

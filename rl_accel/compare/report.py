@@ -104,8 +104,9 @@ def _kinds(found: dict[str, Any]) -> list[str]:
 def _rollout_table(found: dict[str, Any]) -> Table:
     table = Table(title="Mean rollout seconds a step", title_justify="left")
     kinds = _kinds(found)
+    lost = ["prompts lost"] if any(row["lost"] is not None for row in found["rollout"]["arms"]) else []
     table.add_column("arm")
-    for column in ("all steps", "ratio", "95% interval", *kinds, "wasted tokens"):
+    for column in ("all steps", "ratio", "95% interval", *kinds, "wasted tokens", *lost):
         table.add_column(column, justify="right")
     for row in found["rollout"]["arms"]:
         cells = [summary.seconds(row["seconds"]) if row["seconds"] is not None else ""]
@@ -114,6 +115,8 @@ def _rollout_table(found: dict[str, Any]) -> Table:
             part = row["kinds"].get(kind)
             cells.append(f"{summary.seconds(part['seconds'])} x {part['steps']}" if part else "")
         cells.append(f"{row['wasted']:.1%}" if row["wasted"] is not None else "")
+        if lost:
+            cells.append(f"{row['lost']:.0f}" if row["lost"] is not None else "")
         table.add_row(escape(row["arm"]), *cells)
     return table
 

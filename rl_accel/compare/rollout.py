@@ -3,6 +3,7 @@
 Reads what tail batching logs, and otherwise only what verl logs and dumps for any run.
 """
 
+import contextlib
 import json
 import math
 from collections import Counter
@@ -22,6 +23,9 @@ KINDS = ("short", "long", "final")
 ALL = "all"
 """The kind of a rollout that waits for every response, as those of a stock run do."""
 _PREFIX = "rl_accel/tail_batching/"
+_COUNTED = ("rollout/", _PREFIX)
+"""Who counts tokens, the most trusted first: what an engine says of a whole rollout, what tail batching reports."""
+_LOST = "rollout/prompts_lost"
 _BATCH = "data.train_batch_size="
 _MIN_SEEDS = 3
 
@@ -33,9 +37,10 @@ def summarise(
 
     ``arms[]``: one an arm with ``seconds`` (mean rollout seconds of the measured steps), ``ratio`` of the baseline's to
     it with its 95% interval ``low``, ``high`` (bootstrap over steps), ``kinds{kind: {steps, seconds}}``, the share of
-    tokens that were ``wasted``, mean ``accepted`` and ``cancelled`` lengths of the same prompts, ``lengths`` (of the
-    responses trained on, see :func:`_lengths`) and ``reward`` (see :func:`_final_rewards`). ``ledgers[]``: one a
-    run that kept one (see :func:`_ledger`). ``series{run: {...}}``: step by step (see :func:`_series`).
+    tokens that were ``wasted``, the prompts ``lost``, mean ``accepted`` and ``cancelled`` lengths of the same prompts,
+    ``lengths`` (of the responses trained on, see :func:`_lengths`) and ``reward`` (see :func:`_final_rewards`). ``ledgers[]``: one
+    a run that kept one (see :func:`_ledger`); ``without_ledger[]``: runs with rounds and none. ``series{run: {...}}``: step
+    by step (see :func:`_series`).
     """
     batches = {result.name: _batch_size(result.command) for result in results}
     seconds = {arm: _seconds(recipe, [run for run in runs if run.arm == arm]) for arm in arms}
@@ -46,14 +51,17 @@ def summarise(
         row: dict[str, Any] = {"arm": arm, "seconds": float(np.mean(seconds[arm])) if seconds[arm] else None}
         row["kinds"] = _kinds(recipe, ours)
         row |= _ratio(base if arm != recipe.baseline else [], seconds[arm])
-        row |= _waste(ours, batches)
+        row |= _waste(ours)
+        row["lost"] = _lost(ours)
         row["lengths"] = _lengths(out / _name(run) / recipe.rollout.data for run in ours)
         row["reward"] = _final_rewards(recipe, runs, arm) if arm != recipe.baseline else None
         rows.append(row)
-    ledgers = [(run, _ledger(out / _name(run) / recipe.rollout.ledger)) for run in runs]
+    kept = {run: out / run / recipe.rollout.ledger for run in map(_name, runs)}
+    wanted = [_name(run) for run in runs if any(kind_of(metrics) != ALL for metrics in run.steps.values())]
     return {
         "arms": rows,
-        "ledgers": [{"run": _name(run), **found} for run, found in ledgers if found is not None],
+        "ledgers": [{"run": run, **_ledger(path, batches.get(run))} for run, path in kept.items() if path.exists()],
+        "without_ledger": [run for run in wanted if not kept[run].exists()],
         "series": {_name(run): _series(recipe, run, batches.get(_name(run))) for run in runs},
     }
 
@@ -103,15 +111,16 @@ def _ratio(base: Sequence[float], ours: Sequence[float]) -> dict[str, float | No
     return found
 
 
-def _waste(runs: Iterable[RunData], batches: Mapping[str, int | None]) -> dict[str, float | None]:
+def _waste(runs: Iterable[RunData]) -> dict[str, float | None]:
     """Share of all generated tokens that were thrown away, and lengths of accepted and cancelled responses of the same prompts."""
     wasted = generated = 0.0
     accepted, cancelled = [], []
     for run in runs:
         for metrics in run.steps.values():
-            if _PREFIX + "tokens_generated" in metrics:
-                generated += metrics[_PREFIX + "tokens_generated"]
-                wasted += metrics[_PREFIX + "tokens_wasted"]
+            prefix = next((prefix for prefix in _COUNTED if prefix + "tokens_generated" in metrics), None)
+            if prefix is not None:
+                generated += metrics[prefix + "tokens_generated"]
+                wasted += metrics[prefix + "tokens_wasted"]
             if _PREFIX + "cancelled_tokens_mean" in metrics:
                 accepted.append(metrics[_PREFIX + "accepted_tokens_mean"])
                 cancelled.append(metrics[_PREFIX + "cancelled_tokens_mean"])
@@ -122,14 +131,16 @@ def _waste(runs: Iterable[RunData], batches: Mapping[str, int | None]) -> dict[s
     }
 
 
+def _lost(runs: Iterable[RunData]) -> float | None:
+    """Most prompts lost in a run, if any run says."""
+    found = [metrics[_LOST] for run in runs for metrics in run.steps.values() if _LOST in metrics]
+    return max(found, default=None)
+
+
 def _lengths(folders: Iterable[Path]) -> dict[str, Any] | None:
     """Count, mean and 101 quantiles of the lengths, in characters, of the responses trained on; None if none were dumped."""
-    found = [
-        len(json.loads(line)["output"])
-        for folder in folders
-        for file in sorted(folder.glob("*.jsonl"))
-        for line in file.read_text().splitlines()
-    ]
+    files = [file for folder in folders for file in sorted(folder.glob("*.jsonl"))]
+    found = [len(entry["output"]) for file in files for entry in _entries(file) if "output" in entry]
     if not found:
         return None
     quantiles: npt.NDArray[np.float64] = np.quantile(found, np.linspace(0, 1, 101))
@@ -160,15 +171,26 @@ def _final_rewards(recipe: Recipe, runs: Sequence[RunData], arm: str) -> dict[st
     return row
 
 
-def _ledger(path: Path) -> dict[str, Any] | None:
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file, one a line; a line that a killed run did not finish is left out."""
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+            if isinstance(entry, dict):
+                yield entry
+
+
+def _ledger(path: Path, batch: int | None) -> dict[str, Any]:
     """Count how often each prompt was trained: ``epochs[]`` with ``prompts`` taken, ``once``, ``again`` (more than once),
-    ``rejected``, ``failed`` and ``missing`` (none of these). None if the run kept no ledger.
+    ``rejected``, ``failed`` and ``missing`` (none of these); and ``odd_steps[]`` that trained other than ``batch`` prompts.
+
+    Every epoch but the last is taken to have as many prompts as the longest, so that one which lost its last ones shows.
     """
-    if not path.exists():
-        return None
+    odd_steps = []
     counts: dict[str, Counter[tuple[int, int]]] = {name: Counter() for name in ("trained", "rejected", "failed")}
-    for line in path.read_text().splitlines():
-        entry = json.loads(line)
+    for entry in _entries(path):
+        if batch is not None and len(entry.get("trained", ())) != batch:
+            odd_steps.append(entry.get("step"))
         for name, counter in counts.items():
             for prompt_id in entry.get(name, ()):
                 epoch, row = prompt_id.split(":")
@@ -176,8 +198,9 @@ def _ledger(path: Path) -> dict[str, Any] | None:
     trained = counts["trained"]
     known = set().union(*counts.values())
     epochs = []
-    for epoch in sorted({epoch for epoch, _ in known}):
-        taken = max(row for number, row in known if number == epoch)
+    last_epoch = max((epoch for epoch, _ in known), default=0)
+    for epoch in range(1, last_epoch + 1):
+        taken = max(row for number, row in known if number == epoch or epoch < last_epoch)
         seen = [trained[epoch, row] for row in range(1, taken + 1)]
         epochs.append(
             {
@@ -190,7 +213,7 @@ def _ledger(path: Path) -> dict[str, Any] | None:
                 "missing": sum((epoch, row) not in known for row in range(1, taken + 1)),
             }
         )
-    return {"epochs": epochs}
+    return {"epochs": epochs, "odd_steps": odd_steps}
 
 
 def _series(recipe: Recipe, run: RunData, batch: int | None) -> dict[str, list[Any]]:

@@ -29,8 +29,9 @@ def metrics(gen, reward, kind=None, generated=0, wasted=0):
 def summarise(toy_recipe, tmp_path):
     """Summarise runs given as ``"arm-seed0" -> list of metrics``; returns the summary and a function that judges it."""
 
-    def make(runs, ledgers=None, outputs=None, **wanted):
-        recipe = parse(yaml.safe_dump(toy_recipe(rollout={"report": True, **wanted}, metrics={"warmup_steps": 0})), "r")
+    def make(runs, ledgers=None, outputs=None, recipe=None, **wanted):
+        keys = {"rollout": {"report": True, **wanted}, "metrics": {"warmup_steps": 0}, **(recipe or {})}
+        recipe = parse(yaml.safe_dump(toy_recipe(**keys)), "r")
         data, results = [], []
         for name, steps in runs.items():
             arm, seed = name.split("-seed")
@@ -67,6 +68,22 @@ def test_seconds_by_kind_and_the_ratio_of_means(summarise):
     assert ours["wasted"] == pytest.approx(120 / 400)
     assert stock["wasted"] is None
     assert (ours["accepted"], ours["cancelled"]) == (10.0, 16.0)
+
+
+def test_what_an_engine_counts_goes_before_what_tail_batching_reports_and_lost_prompts_are_judged(summarise):
+    def counted(lost, wasted, step):
+        extra = {"tokens_generated": 100, "tokens_wasted": wasted, "prompts_lost": lost}
+        return step | {f"rollout/{name}": float(value) for name, value in extra.items()}
+
+    stock = [counted(lost, 20, metrics(2.0, 0.5)) for lost in (4, 8)]
+    ours = [counted(0, 30, metrics(1.0, 0.5, "short", generated=90, wasted=1)) for _ in range(2)]
+    ledgers = {"accelerated-seed0": ledger(["1:1", "1:2", "1:3", "1:4"])}
+    found, checks = summarise(
+        {"stock-seed0": stock, "accelerated-seed0": ours}, ledgers, prompts_lost={"accelerated": 0, "stock": 5}
+    )
+    assert [(row["wasted"], row["lost"]) for row in found["arms"]] == [(0.2, 8.0), (0.3, 0.0)]
+    assert checks["prompts_lost"].status == "red"
+    assert checks["prompts_lost"].detail.startswith("stock 8, wanted 5")
 
 
 def test_series_hold_wall_seconds_and_prompts(summarise):
@@ -144,22 +161,35 @@ def test_the_final_reward_must_be_the_same_within_an_interval(summarise, finals,
         assert reward["high"] - reward["low"] == pytest.approx(2 * 4.3027 * 0.01 / 3**0.5, rel=1e-3)
 
 
+def test_an_arm_with_too_few_seeds_does_not_keep_others_from_being_judged(summarise):
+    more = {"extra-seed0": [metrics(1.0, 0.5), metrics(1.0, 0.1)]}
+    arms = {"stock": {}, "accelerated": {}, "extra": {"seeds": [0]}}
+    _, checks = summarise(rewards(0.9, 0.91, 0.89) | more, recipe={"arms": arms, "seeds": [0, 1, 2]}, same_reward=0.05)
+    assert checks["same_reward"].status == "red"
+    assert "extra" not in checks["same_reward"].detail
+
+
 def ledger(*steps):
     return [{"step": step, "trained": trained} for step, trained in enumerate(steps, 1)]
 
 
 def test_a_ledger_in_which_every_prompt_is_trained_once(summarise):
-    exact = ledger(["1:2", "1:1"], ["2:1", "1:3"])
+    exact = ledger(["1:2", "1:1", "1:3", "1:5"], ["2:1", "1:4", "2:3", "2:2"])
     found, checks = summarise({"accelerated-seed0": OURS, "stock-seed0": STOCK}, {"accelerated-seed0": exact})
-    assert [(e["epoch"], e["prompts"], e["once"]) for e in found["ledgers"][0]["epochs"]] == [(1, 3, 3), (2, 1, 1)]
+    assert [(e["epoch"], e["prompts"], e["once"]) for e in found["ledgers"][0]["epochs"]] == [(1, 5, 5), (2, 3, 3)]
     assert checks["ledger"].status == "green"
 
 
 @pytest.mark.parametrize(
     ("steps", "fault"),
     [
-        ([["1:1", "1:3"]], "1 missing"),
-        ([["1:1", "1:2"], ["1:2", "1:3"]], "1 again"),
+        ([["1:1", "1:3", "1:4", "1:5"]], "1 missing"),
+        ([["1:1", "1:2", "1:3", "1:4"], ["1:2", "1:5", "1:6", "1:7"]], "1 again"),
+        (
+            [["1:1", "1:2", "1:3", "2:1"], ["2:2", "2:3", "2:4", "3:1"]],
+            "epoch 1: 3 of 4 prompts trained once, 1 missing",
+        ),
+        ([["1:1", "1:2", "1:3"]], "steps [1] are no whole batches"),
     ],
 )
 def test_a_ledger_with_a_prompt_lost_or_trained_twice_is_red(summarise, steps, fault):
@@ -169,10 +199,29 @@ def test_a_ledger_with_a_prompt_lost_or_trained_twice_is_red(summarise, steps, f
 
 
 def test_a_rejected_prompt_is_not_missing(summarise):
-    lines = [{"step": 1, "trained": ["1:1", "1:3"], "rejected": ["1:2"]}]
+    lines = [{"step": 1, "trained": {"1:1": 7, "1:3": 8, "1:4": 2, "1:5": 0}, "rejected": {"1:2": 3}}]
     found, checks = summarise({"accelerated-seed0": OURS, "stock-seed0": STOCK}, {"accelerated-seed0": lines})
     assert checks["ledger"].status == "green"
     assert found["ledgers"][0]["epochs"][0]["rejected"] == 1
+
+
+def test_a_run_with_rounds_but_without_a_ledger_is_red(summarise):
+    _, checks = summarise({"accelerated-seed0": OURS, "stock-seed0": STOCK})
+    assert (checks["ledger"].status, checks["ledger"].detail) == (
+        "red",
+        "accelerated-seed0: tail batching left no ledger",
+    )
+
+
+def test_half_a_line_of_a_killed_run_is_left_out(summarise, tmp_path):
+    runs = {"accelerated-seed0": OURS, "stock-seed0": STOCK}
+    summarise(runs, {"accelerated-seed0": ledger(["1:1", "1:2", "1:3", "1:4"])}, {"stock-seed0": ["abc"]})
+    for file in (*tmp_path.glob("*/rollouts/1.jsonl"), *tmp_path.glob("*/checkpoints/*/ledger.jsonl")):
+        file.write_text(file.read_text() + '{"output": "a')
+        file.write_text(file.read_text() + "\n3\n")
+    for path in tmp_path.glob("*/checkpoints/*/ledger.jsonl"):
+        assert rollout._ledger(path, 4)["epochs"][0]["once"] == 4
+    assert rollout._lengths([tmp_path / "stock-seed0" / "rollouts"])["responses"] == 1
 
 
 def test_a_run_without_any_of_it_has_an_empty_part(summarise):

@@ -22,12 +22,12 @@ from verl.workers.rollout.router import get_router_handle
 from rl_accel.config import TailBatchingConfig
 from rl_accel.integrations.verl.bench.tail_actors import NotingManager, SleepingServer, memory_bytes, processor_seconds
 from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
-from rl_accel.integrations.verl.tail_batching.host import Host
-from rl_accel.integrations.verl.tail_batching.prompts import Prompts
-from rl_accel.integrations.verl.tail_batching.saved import Ledger
-from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, TailReplayBuffer
+from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, TailReplayBuffer, clear
 from rl_accel.integrations.verl.tail_batching.wiring import settings_of, wire
 from rl_accel.integrations.verl.tail_batching.workers import Workers
+from rl_accel.rollout.hosting.host import Host
+from rl_accel.rollout.hosting.prompts import Prompts
+from rl_accel.rollout.hosting.saved import Ledger
 from rl_accel.rollout.tail_batching import TailBatching
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -69,7 +69,7 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
     rounds, wanted = plan["rounds"], plan["prompts"]
     numbers = iter(range(10**9))
     prompts = Prompts(lambda: _row(next(numbers)), 10**9)
-    host = Host(TailBatching(settings_of(config)), prompts, Workers(workers, Engines(servers.values())), _clear)
+    host = Host(TailBatching(settings_of(config)), prompts, Workers(workers, Engines(servers.values())), clear)
     ledger = Ledger(folder)
     ledger.rewind(0)
     # As many steps as the data would last for: the last of the rounds played is as full as any other.
@@ -112,7 +112,7 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
             }
         )
         print(json.dumps(found[-1]), flush=True)
-        _clear(batch.keys)  # as the trainer does after its step
+        tq.kv_clear(keys=list(batch.keys), partition_id="train")  # as the trainer does after its step
     running = sum(ray.get([server.running.remote() for server in servers.values()]))
     if running:
         errors.append(f"{running} requests still run on the servers although their round is over")
@@ -190,10 +190,6 @@ def _row(number: int) -> dict[str, Any]:
 
 def _usage(workers: list[Any]) -> list[tuple[int, float]]:
     return ray.get([worker.usage.remote() for worker in workers])
-
-
-def _clear(keys: Any) -> None:
-    tq.kv_clear(keys=list(keys), partition_id="train")
 
 
 def main(plan_file: str, out_file: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from rl_accel.integrations.verl.cpu.sampling import derive_seed
+from rl_accel.integrations.cpu_engine.sampling import derive_seed
 from rl_accel.patches.patch import Patch
 
 

@@ -9,9 +9,9 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import TokenOutput
 
-from rl_accel.integrations.verl.cpu.engine import Engine
-from rl_accel.integrations.verl.cpu.requests import EngineStats, Generation
-from rl_accel.integrations.verl.cpu.sampling import SamplingParams
+from rl_accel.integrations.cpu_engine.engine import Engine
+from rl_accel.integrations.cpu_engine.requests import EngineStats, Generation
+from rl_accel.integrations.cpu_engine.sampling import SamplingParams
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

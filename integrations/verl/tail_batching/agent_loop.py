@@ -12,8 +12,9 @@ import transfer_queue as tq
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ, apply_greedy_sampling_params
 
 from rl_accel.integrations.verl.tail_batching.calls import CancellableJudge
-from rl_accel.integrations.verl.tail_batching.messages import Event, Job
 from rl_accel.integrations.verl.tail_batching.session import SESSION, Session
+from rl_accel.integrations.verl.tail_batching.stored import Stored
+from rl_accel.rollout.hosting.messages import Event, Job
 
 logger = logging.getLogger("rl_accel")
 
@@ -168,7 +169,7 @@ class TailAgentLoopWorker(_Worker):
             line = f"{type(error).__name__}: {error}".splitlines()[0]
             self._report(Event("failed", session.response_id, session.tokens, error=line))
         else:
-            self._report(Event("scored", session.response_id, session.tokens, session.keys, session.metric))
+            self._report(Event("scored", session.response_id, session.tokens, Stored(session.keys, session.metric)))
 
     def _report(self, event: Event) -> None:
         self._events.append(event)

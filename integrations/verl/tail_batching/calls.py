@@ -99,8 +99,7 @@ class CancellableServer:
             if session.cancelled:  # the engines were stopped because the round is over
                 raise asyncio.CancelledError
             raise GenerationAborted(f"the engine aborted the request after {len(output.token_ids)} tokens")
-        SPEED.tokens += len(output.token_ids)
-        SPEED.seconds += time.perf_counter() - began
+        SPEED.add(len(output.token_ids), time.perf_counter() - began)
         return output
 
     @staticmethod

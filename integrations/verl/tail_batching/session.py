@@ -4,6 +4,8 @@ import asyncio
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from rl_accel.rollout.hosting.speed import Speed
+
 
 @dataclass(eq=False)
 class Session:
@@ -21,18 +23,6 @@ class Session:
 
 SESSION: ContextVar[Session | None] = ContextVar("session", default=None)
 """The response that the running task works on; None in validation."""
-
-
-@dataclass
-class Speed:
-    """Tokens and seconds of the responses that ran to their end in this process."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def estimate(self, seconds: float) -> int:
-        """Return how many tokens a response had after ``seconds``, if it ran like those; 0 if none did yet."""
-        return int(seconds * self.tokens / self.seconds) if self.seconds else 0
 
 
 SPEED = Speed()

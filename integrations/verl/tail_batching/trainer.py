@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from rl_accel.integrations.verl.tail_batching import report, saved
 from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
-from rl_accel.integrations.verl.tail_batching.host import Host
-from rl_accel.integrations.verl.tail_batching.prompts import Prompts, row_of
+from rl_accel.integrations.verl.tail_batching.rows import row_of
 from rl_accel.integrations.verl.tail_batching.servers import Servers
+from rl_accel.integrations.verl.tail_batching.stored import Stored, varies
 from rl_accel.integrations.verl.tail_batching.wiring import check_data, domain_key_of, settings_of
 from rl_accel.integrations.verl.tail_batching.workers import Workers
+from rl_accel.rollout.hosting import report, saved
+from rl_accel.rollout.hosting.host import Host
+from rl_accel.rollout.hosting.prompts import Prompts
 from rl_accel.rollout.tail_batching import TailBatching
 
 logger = logging.getLogger("rl_accel")
@@ -73,9 +76,7 @@ class TailBatchingTrainer(PPOTrainerSync):
         """Train; see the base class. ``agent_loop_manager`` must be a ``TailAgentLoopManager``."""
         self._servers = Servers(self.llm_server_manager, self.config.actor_rollout_ref.rollout.name)
         workers = Workers(agent_loop_manager.agent_loop_workers, self._servers)
-        self._host = Host(
-            self._core, self._prompts, workers, lambda keys: tq.kv_clear(keys=list(keys), partition_id="train")
-        )
+        self._host = Host(self._core, self._prompts, workers, clear, varies)
         super().fit(agent_loop_manager)
         left = self._prompts.unsettled()
         if left:
@@ -90,7 +91,8 @@ class TailBatchingTrainer(PPOTrainerSync):
     def _play(self, step: int) -> tuple[KVBatchMeta, dict[str, float]]:
         outcome = self._host.play(step, max(self._last_step - step + 1, 1))
         stored = (tq.kv_list("train") or {}).get("train", {})
-        ghosts = sorted(set(stored) - set(outcome.keys))
+        keys = [key for result in outcome.results for key in result.keys]
+        ghosts = sorted(set(stored) - set(keys))
         if ghosts:
             logger.error(
                 "rl-accel: %d keys of cancelled responses were left behind, the first is %s", len(ghosts), ghosts[0]
@@ -98,8 +100,8 @@ class TailBatchingTrainer(PPOTrainerSync):
             tq.kv_clear(keys=ghosts, partition_id="train")
         batch = outcome.batch
         self._ledger.add(step, batch.number, batch.kind, outcome.settled)
-        meta = KVBatchMeta(partition_id="train", keys=list(outcome.keys), tags=[stored[key] for key in outcome.keys])
-        return meta, report.numbers(outcome.rounds, len(ghosts))
+        meta = KVBatchMeta(partition_id="train", keys=keys, tags=[stored[key] for key in keys])
+        return meta, report.numbers(outcome.rounds) | {f"{report.PREFIX}ghost_keys": float(len(ghosts))}
 
     def on_sample_end(self) -> None:
         self._servers.reach_all(super().on_sample_end)
@@ -112,7 +114,7 @@ class TailBatchingTrainer(PPOTrainerSync):
 
     def _save_checkpoint(self) -> None:
         # Ours first: the base class ends with the file that makes the checkpoint the one to resume from.
-        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}" / saved.FOLDER
         saved.save(folder, self.global_steps, self._core.state_dict(), self._prompts.fetched, self._prompts.payloads)
         super()._save_checkpoint()
 
@@ -123,5 +125,10 @@ class TailBatchingTrainer(PPOTrainerSync):
             trainer = self.config.trainer
             by_path = trainer.resume_mode == "resume_path"
             folder = Path(trainer.resume_from_path if by_path else f"{trainer.default_local_dir}/global_step_{step}")
-            saved.restore(folder, step, self._core, self._prompts)
+            saved.restore(folder / saved.FOLDER, step, self._core, self._prompts)
         self._ledger.rewind(step)
+
+
+def clear(results: Sequence[Stored]) -> None:
+    """Remove the trajectories of responses from TransferQueue."""
+    tq.kv_clear(keys=[key for result in results for key in result.keys], partition_id="train")

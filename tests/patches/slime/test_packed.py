@@ -1,9 +1,4 @@
-"""The advantage functions for slime without slime: the arithmetic against plain loops, and what the patches expect of slime."""
-
-import ast
-import json
-import os
-from pathlib import Path
+"""The advantage functions for slime without slime: the arithmetic against plain loops."""
 
 import pytest
 import torch
@@ -11,7 +6,6 @@ import torch
 from rl_accel.config import GaeConfig
 from rl_accel.patches.slime import gae, reinforce_plus_plus
 
-FACTS = json.loads(Path(__file__).with_name("facts.json").read_text())
 LENGTHS = [5, 1, 130, 2, 64]
 
 
@@ -69,37 +63,3 @@ def test_a_sequence_that_is_masked_throughout_is_named_as_slime_does():
     masks = [torch.ones(2, dtype=torch.int), torch.zeros(3, dtype=torch.int)]
     with pytest.raises(AssertionError, match="Sequence at index 1 is fully masked"):
         reinforce_plus_plus.packed_returns(torch.zeros(2), [torch.zeros(2), torch.zeros(3)], masks, 0.1, 1.0)
-
-
-def expected_of_slime():
-    """What our patches hold on to: parameters by function, and the names that loss.py imports."""
-    patches = [*gae.PATCHES, *reinforce_plus_plus.PATCHES]
-    return {patch.target.partition(":")[2]: list(patch.params) for patch in patches}
-
-
-def facts_of(root):
-    """Read the same facts from a checkout of slime."""
-    utils = ast.parse((root / "slime/utils/ppo_utils.py").read_text())
-    loss = ast.parse((root / "slime/backends/megatron_utils/loss.py").read_text())
-    functions = {node.name: [a.arg for a in node.args.args] for node in utils.body if isinstance(node, ast.FunctionDef)}
-    names = [alias.name for node in loss.body if isinstance(node, ast.ImportFrom) for alias in node.names]
-    wanted = expected_of_slime()
-    return {
-        "functions": {name: functions.get(name) for name in wanted},
-        "imported_by_loss": sorted(set(names) & set(wanted)),
-        "scans": sorted({"chunked_gae", "chunked_discounted_returns"} & set(functions)),
-    }
-
-
-def test_the_patches_fit_the_recorded_facts_of_slime():
-    assert FACTS["functions"] == expected_of_slime()
-    assert FACTS["imported_by_loss"] == sorted(expected_of_slime())
-    assert FACTS["scans"] == ["chunked_discounted_returns", "chunked_gae"]
-
-
-@pytest.mark.skipif(
-    not os.environ.get("SLIME_ROOT"), reason="slime itself is absent: SLIME_ROOT names no checkout of it"
-)
-def test_the_recorded_facts_are_those_of_the_checkout():
-    recorded = {key: value for key, value in FACTS.items() if key != "commit"}
-    assert facts_of(Path(os.environ["SLIME_ROOT"])) == recorded, f"slime has changed since {FACTS['commit']}"

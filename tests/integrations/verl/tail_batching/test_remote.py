@@ -26,10 +26,10 @@ from rl_accel.integrations.verl.tail_batching.calls import (
     ServerDied,
 )
 from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
-from rl_accel.integrations.verl.tail_batching.messages import Event, Job
 from rl_accel.integrations.verl.tail_batching.servers import ServerLost, Servers, find_dead
 from rl_accel.integrations.verl.tail_batching.session import SESSION, Session
 from rl_accel.integrations.verl.tail_batching.workers import Workers
+from rl_accel.rollout.hosting.messages import Event, Job
 
 pytestmark = pytest.mark.slow
 
@@ -435,7 +435,7 @@ class Worker:
             for response_id in job.response_ids:
                 if job.prompt_id == "quick":
                     await self._events.put(Event("generated", response_id, 5))
-                    await self._events.put(Event("scored", response_id, 5, (f"k{response_id}",)))
+                    await self._events.put(Event("scored", response_id, 5, f"r{response_id}"))
         for response_id in cancel:
             await self._events.put(Event("aborted", response_id, 1))
 

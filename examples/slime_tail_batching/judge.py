@@ -1,0 +1,20 @@
+"""The judge of the task, as slime calls it: the share of characters of the kind that the prompt names."""
+
+import asyncio
+import importlib.util
+import random
+from pathlib import Path
+
+_FILE = Path(__file__).parent.parent / "verl_ppo_cpu" / "reward.py"
+_SPEC = importlib.util.spec_from_file_location("character_kinds", _FILE)
+_REWARD = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(_REWARD)
+
+SLOW_SHARE, SLOW_SECONDS = 0.01, 5.0
+
+
+async def score(args, sample, **_):
+    """Return a score in [0, 1]. One response in a hundred takes five seconds to judge, whatever its length."""
+    if random.Random(f"{args.rollout_seed} {sample.index} {sample.response}").random() < SLOW_SHARE:
+        await asyncio.sleep(SLOW_SECONDS)
+    return _REWARD.compute_score("", sample.response, sample.label)

@@ -1,0 +1,176 @@
+"""Make rollouts with slime's own code over a tiny model on this CPU: ``python rollouts.py steps=10 arm=tail task=FOLDER``.
+
+There is no trainer: what is compared is how long a rollout takes, which tokens are kept, and which prompts are lost. The
+server is ``rl-accel serve-cpu``, which speaks SGLang's HTTP; slime's rollout function, data source and judges run as they are.
+"""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pandas as pd
+
+PROMPTS, RESPONSES, LIMIT = 16, 4, 1024
+ARMS = ("over_sampling", "partial", "plain", "tail")
+
+
+def options(words):
+    """Parse ``key=value`` words."""
+    given = dict(word.split("=", 1) for word in words)
+    if given.get("arm") not in ARMS:
+        raise SystemExit(f"arm wants one of {', '.join(ARMS)}, found {given.get('arm')!r}")
+    return given
+
+
+@contextmanager
+def server(model, pace, seed):
+    """Run ``rl-accel serve-cpu`` and yield its address."""
+    command = [sys.executable, "-m", "rl_accel", "serve-cpu", "--model", str(model)]
+    command += ["--seconds-per-step", pace, "--random-seed", seed, "--max-running-requests", "256"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        found = re.search(r"at (http://\S+)", line)
+        if found is None:
+            raise SystemExit(f"the server did not start: {line!r}")
+        yield found[1]
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def arguments(url, task, arm, steps, seed):
+    """Everything that slime's rollout code reads, as its argument parser would leave it."""
+    host, port = url.removeprefix("http://").split(":")
+    args = SimpleNamespace(
+        hf_checkpoint=str(task / "model"),
+        sglang_router_ip=host,
+        sglang_router_port=int(port),
+        sglang_server_concurrency=512,
+        sglang_dp_size=1,
+        rollout_num_engines=1,
+        use_distributed_post=False,
+        rollout_temperature=1.0,
+        rollout_top_p=1.0,
+        rollout_top_k=-1,
+        rollout_max_response_len=LIMIT,
+        rollout_max_prompt_len=None,
+        rollout_stop=None,
+        rollout_stop_token_ids=None,
+        rollout_skip_special_tokens=True,
+        rollout_global_dataset=True,
+        rollout_seed=seed,
+        rollout_shuffle=True,
+        prompt_data=str(task / "prompts.jsonl"),
+        input_key="prompt",
+        label_key="label",
+        metadata_key="metadata",
+        tool_key=None,
+        multimodal_keys=None,
+        apply_chat_template=True,
+        apply_chat_template_kwargs={},
+        dump_details=None,
+        rollout_batch_size=PROMPTS,
+        n_samples_per_prompt=RESPONSES,
+        over_sampling_batch_size=PROMPTS if arm == "plain" else PROMPTS * 5 // 4,
+        buffer_filter_path=None,
+        dynamic_sampling_filter_path=None,
+        rollout_sample_filter_path=None,
+        rollout_all_samples_process_path=None,
+        rollout_sample_hook_path=[],
+        partial_rollout=arm == "partial",
+        mask_offpolicy_in_partial_rollout=False,
+        custom_generate_function_path=None,
+        custom_rm_path="judge.score",
+        rm_type=None,
+        group_rm=False,
+        reward_key=None,
+        ci_test=False,
+        use_rollout_routing_replay=False,
+        router_policy=None,
+        load=None,
+        save="checkpoints",
+        num_rollout=steps,
+        num_epoch=None,
+        rollout_function_path="slime.rollout.sglang_rollout.generate_rollout",
+        eval_function_path="slime.rollout.sglang_rollout.generate_rollout",
+        data_source_path="slime.rollout.data_source.RolloutDataSourceWithBuffer",
+    )
+    if arm == "tail":
+        from rl_accel.integrations.slime.custom_config import make
+
+        # What slime does with the file of --custom-config-path.
+        args.__dict__.update(make(["tail_batching"], {}), over_sampling_batch_size=PROMPTS)
+    return args
+
+
+def counts(url):
+    """Tokens that the server has generated so far."""
+    text = httpx.get(f"{url}/metrics").text
+    return float(re.search(r"^sglang:generation_tokens_total (\S+)", text, re.MULTILINE)[1])
+
+
+def main():
+    given = options(sys.argv[1:])
+    root = os.environ.get("SLIME_ROOT", "")
+    if not (Path(root) / "slime" / "rollout").is_dir():
+        raise SystemExit(f"SLIME_ROOT must name a checkout of https://github.com/THUDM/slime, found {root!r}")
+    sys.path[:0] = [root, str(Path(__file__).parent)]
+    logging.basicConfig(level=logging.INFO)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    arm, steps, seed, task = given["arm"], int(given["steps"]), int(given.get("seed", 0)), Path(given["task"])
+    frame = pd.read_parquet(task / "train.parquet")
+    rows = [
+        {"prompt": row.prompt[0]["content"], "label": row.reward_model["ground_truth"], "metadata": {"row": index}}
+        for index, row in enumerate(frame.itertuples())
+    ]
+    (task / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with server(task / "model", given.get("pace", "0.005"), str(seed)) as url:
+        args = arguments(url, task, arm, steps, seed)
+        roll_out(args, url, steps, Path(os.environ["VERL_FILE_LOGGER_PATH"]))
+
+
+def roll_out(args, url, steps, log):
+    """Make ``steps`` rollouts and write what each took to ``log``."""
+    from slime.rollout.base_types import call_rollout_fn
+    from slime.utils.http_utils import init_http_client
+    from slime.utils.misc import load_function
+
+    init_http_client(args)
+    data_source = load_function(args.data_source_path)(args)
+    function = load_function(args.rollout_function_path)
+    trained = set()
+    with log.open("w", buffering=1) as file:
+        for step in range(1, steps + 1):
+            before, began = counts(url), time.monotonic()
+            output = call_rollout_fn(function, args, step - 1, data_source, evaluation=False)
+            seconds, generated = time.monotonic() - began, counts(url) - before
+            samples = [sample for group in output.samples for sample in group]
+            kept = sum(sample.response_length for sample in samples)
+            trained |= {sample.group_index for sample in samples}
+            waiting = len(data_source.prompts.payloads) if hasattr(data_source, "prompts") else len(data_source.buffer)
+            metrics = {
+                **(output.metrics or {}),
+                "timing_s/gen": seconds,
+                "timing_s/step": seconds,
+                "rollout/tokens_generated": generated,
+                # A partial response that is continued later counts where it is kept, so this can fall below zero.
+                "rollout/tokens_wasted": generated - kept,
+                "rollout/prompts_lost": data_source.sample_group_index - len(trained) - waiting,
+                "critic/score/mean": sum(sample.reward for sample in samples) / len(samples),
+                "response_length/mean": kept / len(samples),
+                "response_length/max": max(sample.response_length for sample in samples),
+            }
+            file.write(json.dumps({"step": step, "data": metrics}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

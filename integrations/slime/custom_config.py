@@ -1,0 +1,112 @@
+"""The YAML file for slime's ``--custom-config-path``: what it must hold, and whether one does. slime takes any key as it is."""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rl_accel import config as cfg
+from rl_accel.errors import ConfigError
+from rl_accel.features import FEATURES
+from rl_accel.integrations.slime.tail_batching import DATA_SOURCE, EVAL, ROLLOUT
+
+SECTION = "rl_accel"
+_MEGATRON_INIT = {"custom_megatron_init_path": "rl_accel.integrations.slime.hooks.megatron_init"}
+HOOKS: dict[str, dict[str, str]] = {
+    "gae": _MEGATRON_INIT,
+    "advantages": _MEGATRON_INIT,
+    "tail_batching": {
+        "rollout_function_path": ROLLOUT,
+        "data_source_path": DATA_SOURCE,
+        # slime has derived it from --rollout-function-path before it reads this file.
+        "eval_function_path": EVAL,
+    },
+}
+"""By feature: slime's flags, as keys of the file, and the path each must have."""
+
+
+def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the content of the file.
+
+    Args:
+        features: what to turn on.
+        settings: further flags by feature.
+
+    Raises:
+        ConfigError: a feature or flag is unknown, or a feature has no part for slime.
+    """
+    content: dict[str, Any] = {}
+    flags: dict[str, Any] = {}
+    for name in features:
+        _require_known(name)
+        content.update(HOOKS[name])
+        flags[name] = {"enable": True}
+    for name, values in settings.items():
+        _require_known(name)
+        flags.setdefault(name, {}).update(values)
+    cfg.resolve([("slime-config", flags)])
+    return {**content, SECTION: flags}
+
+
+def _require_known(name: str) -> None:
+    if name in HOOKS:
+        return
+    if name in {feature.name for feature in FEATURES}:
+        raise ConfigError(f"{name} has no part for slime; there are {', '.join(HOOKS)}")
+    close = difflib.get_close_matches(name, HOOKS, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    raise ConfigError(f"unknown feature {name!r}{hint}; for slime there are {', '.join(HOOKS)}")
+
+
+def check(path: Path, slime_root: Path | None = None) -> list[str]:
+    """Check a file and return warnings: keys that ``slime_root``, if given, has no flag for.
+
+    Raises:
+        ConfigError: the file cannot be read, a flag of ours is wrong, or a path that a feature needs is missing.
+    """
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except Exception as error:  # yaml and OmegaConf raise unrelated classes
+        raise ConfigError(f"{path} is not a readable YAML file: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} wants a mapping of slime's arguments, found {type(content).__name__}")
+    keys = [str(key) for key in content]
+    if SECTION not in content:
+        close = difflib.get_close_matches(SECTION, keys, n=1)
+        raise ConfigError(f"{path} has no {SECTION} section" + (f"; is {close[0]} meant for it?" if close else ""))
+    resolved = cfg.resolve([(str(path), content[SECTION])])
+    for feature, hooks in HOOKS.items():
+        enable = getattr(resolved, feature).enable
+        for key, wanted in hooks.items():
+            if enable and content.get(key) != wanted:
+                raise ConfigError(f"{path}: {SECTION}.{feature} wants {key}: {wanted}, found {content.get(key)}")
+    if slime_root is None:
+        return []
+    flags = flags_of(slime_root)
+    return [_unknown(key, flags) for key in keys if key != SECTION and key not in flags]
+
+
+def flags_of(slime_root: Path) -> set[str]:
+    """Return slime's own flags, as keys of the file (``rollout_batch_size``), read from a checkout without importing it.
+
+    Raises:
+        ConfigError: there is no checkout.
+    """
+    arguments = slime_root / "slime" / "utils" / "arguments.py"
+    if not arguments.is_file():
+        raise ConfigError(
+            f"SLIME_ROOT wants a checkout of slime, found {str(slime_root)!r} (no slime/utils/arguments.py)"
+        )
+    return {flag.replace("-", "_") for flag in re.findall(r'"--([a-z0-9][a-z0-9-]*)"', arguments.read_text())}
+
+
+def _unknown(key: str, flags: Iterable[str]) -> str:
+    close = difflib.get_close_matches(key, flags, n=1)
+    return (
+        f"{key} is no flag of slime's own"
+        + (f" (did you mean {close[0]}?)" if close else "")
+        + "; slime sets it all the same"
+    )

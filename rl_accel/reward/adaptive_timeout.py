@@ -1,0 +1,200 @@
+"""How long a test case may run: a little longer than correct answers to it have taken (RollPacker, NSDI'26, section 5).
+
+Pure: no clock, no processes. Ask :meth:`AdaptiveTimeout.limit` before an execution, report it with :meth:`AdaptiveTimeout.record`.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+_FORMAT = "rl_accel.adaptive_timeout"
+_VERSION = 1
+
+Reason = Literal["learning", "adaptive", "probe"]
+"""Why a limit is what it is. learning: too few correct results are known, the full budget. adaptive: from the anchor. probe: the
+full budget, to find out whether a correct answer takes longer than any has so far."""
+
+
+@dataclass(frozen=True)
+class TimeoutSettings:
+    """The parameters of :class:`AdaptiveTimeout`; seconds throughout.
+
+    Args:
+        scale: the limit is ``scale`` times the anchor plus ``slack``, at least ``minimum`` and at most ``maximum``.
+        slack: for what has nothing to do with the answer, such as starting an interpreter.
+        minimum, maximum: bounds of the limit; ``maximum`` is the full budget.
+        min_correct: until a key has so many correct results it gets the full budget.
+        probe_share: share of the adaptive limits that are the full budget instead. Without any, a correct but slow answer could
+            never raise the anchor.
+        capacity: keys that are remembered; the ones not used for longest are forgotten first.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    scale: float = 1.5
+    slack: float = 0.5
+    minimum: float = 2.0
+    maximum: float = 30.0
+    min_correct: int = 3
+    probe_share: float = 0.02
+    capacity: int = 200_000
+
+    def __post_init__(self) -> None:
+        for name, least in (("scale", 1.0), ("slack", 0.0), ("minimum", 0.0), ("maximum", 0.0), ("probe_share", 0.0)):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= least):
+                raise ValueError(f"{name} must be at least {least:g} and finite, found {value!r}")
+        if self.maximum < self.minimum or self.maximum == 0:
+            raise ValueError(f"maximum must be at least minimum = {self.minimum:g} and above 0, found {self.maximum!r}")
+        if self.probe_share > 1:
+            raise ValueError(f"probe_share must be at most 1, found {self.probe_share!r}")
+        for name in ("min_correct", "capacity"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, found {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What one execution may use. The first of the two that it exceeds stops it.
+
+    Attributes:
+        wall: seconds from start to end.
+        cpu: seconds of processor time of the whole process tree.
+        reason: why.
+    """
+
+    wall: float
+    cpu: float
+    reason: Reason
+
+
+@dataclass(slots=True)
+class _Anchor:
+    """Longest correct execution of a key, as on an unloaded machine, and how many were correct."""
+
+    wall: float = 0.0
+    cpu: float = 0.0
+    correct: int = 0
+
+
+class AdaptiveTimeout:
+    """Anchors by key, a key being a prompt and test case. Not thread-safe.
+
+    ``slowdown`` is by how much the machine is slower at this moment than when it has nothing else to do (3.0: all takes three
+    times as long). Times are divided by it before they teach, and limits multiplied by it, so that a busy machine neither raises
+    anchors nor stops correct answers.
+    """
+
+    def __init__(self, settings: TimeoutSettings | None = None) -> None:
+        self.settings = settings or TimeoutSettings()
+        self._anchors: OrderedDict[str, _Anchor] = OrderedDict()
+        self._until_probe = self._period()
+
+    def __len__(self) -> int:
+        return len(self._anchors)
+
+    def limit(self, key: str, slowdown: float = 1.0) -> Limit:
+        """Return what the next execution of ``key`` may use.
+
+        Raises:
+            ValueError: ``slowdown`` is not a finite number of at least 1.
+        """
+        _check_slowdown(slowdown)
+        anchor = self._find(key)
+        full = self.settings.maximum * slowdown
+        if anchor is None or anchor.correct < self.settings.min_correct:
+            return Limit(full, full, "learning")
+        if self._until_probe is not None:
+            self._until_probe -= 1
+            if self._until_probe <= 0:
+                self._until_probe = self._period()
+                return Limit(full, full, "probe")
+        return Limit(self._from(anchor.wall) * slowdown, self._from(anchor.cpu) * slowdown, "adaptive")
+
+    def expected(self, key: str) -> float:
+        """Return the anchor in wall seconds, or the full budget if it is not known: what a scheduler sorts by."""
+        anchor = self._anchors.get(key)
+        return self.settings.maximum if anchor is None or not anchor.correct else anchor.wall
+
+    def record(self, key: str, wall: float, cpu: float, correct: bool, slowdown: float = 1.0) -> bool:
+        """Report an execution. Only correct ones teach. Evaluations are not to be reported.
+
+        Returns:
+            Whether the anchor rose.
+
+        Raises:
+            ValueError: a time is negative or not finite, or ``slowdown`` below 1.
+        """
+        _check_slowdown(slowdown)
+        for name, value in (("wall", wall), ("cpu", cpu)):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be a finite number of at least 0, found {value!r}")
+        if not correct:
+            return False
+        anchor = self._find(key)
+        if anchor is None:
+            anchor = self._anchors[key] = _Anchor()
+            self._forget()
+        rises = wall / slowdown > anchor.wall or cpu / slowdown > anchor.cpu
+        anchor.wall = min(max(anchor.wall, wall / slowdown), self.settings.maximum)
+        anchor.cpu = min(max(anchor.cpu, cpu / slowdown), self.settings.maximum)
+        anchor.correct += 1
+        return rises
+
+    def merge(self, other: "AdaptiveTimeout") -> None:
+        """Take over what ``other`` knows: the longer anchor and the larger count of each key. Twice is the same as once."""
+        for key, theirs in other._anchors.items():
+            ours = self._anchors.setdefault(key, _Anchor())
+            ours.wall, ours.cpu = max(ours.wall, theirs.wall), max(ours.cpu, theirs.cpu)
+            ours.correct = max(ours.correct, theirs.correct)
+        self._forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the anchors, ready for JSON, the key used last at the end."""
+        anchors = {key: [anchor.wall, anchor.cpu, anchor.correct] for key, anchor in self._anchors.items()}
+        return {"format": _FORMAT, "version": _VERSION, "anchors": anchors}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace all anchors by saved ones. Settings may differ from those of the run that saved them.
+
+        Raises:
+            ValueError: the state is of another kind or version, or damaged; nothing has changed then.
+        """
+        found = (state.get("format"), state.get("version")) if isinstance(state, Mapping) else (None, None)
+        if found != (_FORMAT, _VERSION):
+            raise ValueError(f"state must be of {(_FORMAT, _VERSION)} (format, version), found {found}")
+        anchors: OrderedDict[str, _Anchor] = OrderedDict()
+        try:
+            for key, (wall, cpu, correct) in state["anchors"].items():
+                anchors[str(key)] = _Anchor(float(wall), float(cpu), int(correct))
+                if not (0 <= float(wall) < math.inf and 0 <= float(cpu) < math.inf and int(correct) >= 0):
+                    raise ValueError(f"anchor of {key!r} is {[wall, cpu, correct]}")
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"state is damaged: {type(error).__name__}: {error}") from error
+        self._anchors = anchors
+        self._forget()
+
+    def _find(self, key: str) -> _Anchor | None:
+        anchor = self._anchors.get(key)
+        if anchor is not None:
+            self._anchors.move_to_end(key)
+        return anchor
+
+    def _from(self, anchor: float) -> float:
+        wanted = self.settings.scale * anchor + self.settings.slack
+        return min(max(wanted, self.settings.minimum), self.settings.maximum)
+
+    def _forget(self) -> None:
+        while len(self._anchors) > self.settings.capacity:
+            self._anchors.popitem(last=False)
+
+    def _period(self) -> int | None:
+        return round(1 / self.settings.probe_share) if self.settings.probe_share else None
+
+
+def _check_slowdown(slowdown: float) -> None:
+    if not 1 <= slowdown < math.inf:
+        raise ValueError(f"slowdown must be a finite number of at least 1, found {slowdown!r}")

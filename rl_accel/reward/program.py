@@ -1,0 +1,85 @@
+"""What is to be executed, what it may use, and what came of it."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+Verdict = Literal["passed", "wrong", "error", "timeout", "memory", "killed"]
+"""wrong: it ran, and the answer is another. error: it raised, or ended before it was judged. killed: stopped for a limit other than
+time or memory, or because nobody wants the result any more."""
+Kind = Literal["stdin", "assert", "call", "pytest"]
+KINDS = ("stdin", "assert", "call", "pytest")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test case of a program.
+
+    ``stdin``: the program is run with ``given`` as its input, and what it prints must be ``expected``, trailing white space aside.
+    ``assert``: ``given`` is Python code, run after the program in its namespace; any exception is wrong, an AssertionError or not.
+    ``call``: ``given`` is JSON, ``[name, arguments]``; the function's value, as JSON, must equal ``expected``, JSON too.
+    ``pytest``: ``given`` is a test file; the program is ``solution.py`` beside it.
+
+    Raises:
+        ValueError: the kind is unknown, or JSON was wanted.
+    """
+
+    kind: Kind
+    given: str
+    expected: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, found {self.kind!r}")
+        if self.kind == "call":
+            try:
+                name, arguments = json.loads(self.given)
+                json.loads(self.expected)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"a call wants JSON, [name, arguments] and the value expected: {error}") from error
+            if not isinstance(name, str) or not isinstance(arguments, list):
+                raise ValueError(f"a call wants [name, arguments], found {self.given!r}")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one case may use.
+
+    Args:
+        wall: seconds from start to end.
+        cpu: seconds of processor time, all its processes together.
+        memory: bytes of address space of each process, and of resident memory of all together.
+        processes: how many there may be at once, threads included.
+        file_bytes: size of a file it writes.
+        output_bytes: what it may print; more stops it. Only the beginning is returned.
+    """
+
+    wall: float = 30.0
+    cpu: float = 30.0
+    memory: int = 1 << 30
+    processes: int = 32
+    file_bytes: int = 64 << 20
+    output_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not value > 0:
+                raise ValueError(f"{name} must be above 0, found {value!r}")
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What came of a case.
+
+    Attributes:
+        verdict: see :data:`Verdict`.
+        wall, cpu: seconds it took, of all its processes.
+        output: the beginning of what it printed.
+        reason: in a few words: the exception, the limit that struck.
+    """
+
+    verdict: Verdict
+    wall: float = 0.0
+    cpu: float = 0.0
+    output: str = ""
+    reason: str = ""

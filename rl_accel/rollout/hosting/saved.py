@@ -1,0 +1,106 @@
+"""What tail batching leaves on disk: a sidecar of each checkpoint, and the ledger of trained prompts."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_accel.errors import RlAccelError
+from rl_accel.rollout.hosting.outcome import Settled
+from rl_accel.rollout.hosting.prompts import Prompts
+from rl_accel.rollout.tail_batching import TailBatching
+
+FOLDER = "tail_batching"
+_FORMAT = "rl_accel.tail_batching.host"
+_VERSION = 1
+
+
+class ResumeError(RlAccelError, ValueError):
+    """A checkpoint holds no state of tail batching, or one that does not fit."""
+
+
+def save(folder: Path, step: int, core: dict[str, Any], fetched: int, payloads: dict[str, dict[str, Any]]) -> None:
+    """Write ``folder``, the sidecar of a checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(payloads, folder / "prompts.pt")
+    state = {"format": _FORMAT, "version": _VERSION, "step": step, "rows_fetched": fetched, "core": core}
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+def load(folder: Path, step: int) -> tuple[dict[str, Any], int, dict[str, dict[str, Any]]]:
+    """Return core state, rows fetched and payloads as :func:`save` wrote them.
+
+    Raises:
+        ResumeError: the sidecar is missing, damaged, or of another format, version or step.
+    """
+    if not (folder / "state.json").exists():
+        raise ResumeError(
+            f"{folder.parent} was saved without tail batching: {folder / 'state.json'} is missing. Resume it "
+            "without rl_accel.tail_batching"
+        )
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        payloads = torch.load(folder / "prompts.pt", weights_only=False)
+        found = (state["format"], state["version"], state["step"])
+        core, fetched = state["core"], int(state["rows_fetched"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ResumeError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
+    if found != (_FORMAT, _VERSION, step):
+        raise ResumeError(f"{folder} must be of {(_FORMAT, _VERSION, step)} (format, version, step), found {found}")
+    return core, fetched, payloads
+
+
+def restore(folder: Path, step: int, core: TailBatching, prompts: Prompts) -> None:
+    """Give ``core`` and ``prompts`` the state that :func:`save` wrote.
+
+    Raises:
+        ResumeError: see :func:`load`; or it is of another run (P0, R0, data or its order). Nothing has changed then.
+    """
+    state, fetched, payloads = load(folder, step)
+    trial = TailBatching(core.settings)
+    try:
+        trial.load_state_dict(state)
+    except ValueError as error:
+        raise ResumeError(f"{folder} does not fit this run: {error}") from error
+    differ = sorted(payloads.keys() ^ set(trial.unsettled_prompts()))
+    if differ:
+        raise ResumeError(
+            f"{folder} is damaged: the queue and the saved rows differ in {len(differ)} prompts, such as {differ[0]}"
+        )
+    if len(payloads) > fetched:
+        raise ResumeError(f"{folder} is damaged: {len(payloads)} prompts are open but only {fetched} rows were fetched")
+    core.load_state_dict(state)
+    prompts.restore(fetched, payloads)
+
+
+class Ledger:
+    """``tail_batching/ledger.jsonl`` beside the checkpoints: one line a step with every prompt that it settled.
+
+    ``trained``, ``rejected`` (by the group filter) and ``failed`` (after the last retry) map prompt ids, ``epoch:row`` of the
+    data, to the data set's own index of the row; ``errors`` has the last error of each failed prompt.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.path = root / FOLDER / "ledger.jsonl"
+
+    def rewind(self, step: int) -> None:
+        """Drop what came after ``step``: the run goes on from there."""
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        kept = []
+        for line in lines:
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except ValueError:  # the last line of a run that was killed while it wrote
+                continue
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("".join(kept))
+
+    def add(self, step: int, number: int, kind: str, settled: Settled) -> None:
+        """Append a step that trains the batch of round ``number``."""
+        line = {"step": step, "round": number, "kind": kind, **asdict(settled)}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(line, default=str) + "\n")

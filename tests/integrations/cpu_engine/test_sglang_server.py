@@ -1,0 +1,233 @@
+"""The CPU server speaks SGLang's HTTP: answers, aborts, closed connections, weights, and refusals; a process of its own."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from rl_accel.patches.slime import requests
+
+pytestmark = pytest.mark.slow
+
+PACE = ("--seconds-per-step", "0.005", "--max-running-requests", "8", "--context-length", "256")
+PROMPT = [10, 11, 12]
+ENDLESS = {"max_new_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture
+def client(serve):
+    with httpx.Client(base_url=serve(*PACE), timeout=60) as client:
+        yield client
+
+
+def generate(client, **body):
+    return (
+        client.post("/generate", json={"input_ids": PROMPT, "return_logprob": True, **body}).raise_for_status().json()
+    )
+
+
+def running(client):
+    load = client.get("/v1/loads").json()["loads"][0]
+    assert load["num_total_reqs"] == load["num_running_reqs"] + load["num_waiting_reqs"]
+    return load["num_total_reqs"]
+
+
+def test_a_response_has_text_tokens_and_their_log_probabilities(client):
+    answer = generate(client, sampling_params={"max_new_tokens": 7, "ignore_eos": True, "sampling_seed": 3}, rid="mine")
+    meta = answer["meta_info"]
+    assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"]) == ("mine", 3, 7)
+    assert meta["finish_reason"] == {"type": "length", "length": 7}
+    assert [token for _, token, _ in meta["output_token_logprobs"]] == answer["output_ids"]
+    assert all(logprob < 0 for logprob, _, _ in meta["output_token_logprobs"])
+    again = generate(client, sampling_params={"max_new_tokens": 7, "ignore_eos": True, "sampling_seed": 3})
+    assert again["output_ids"] == answer["output_ids"]
+    assert again["text"] == answer["text"]
+    assert meta["num_retractions"] == 0
+
+
+def test_an_end_token_stops_a_response_and_is_named(client):
+    first = generate(client, sampling_params={"max_new_tokens": 5, "ignore_eos": True, "sampling_seed": 1})[
+        "output_ids"
+    ]
+    stopped = generate(
+        client,
+        sampling_params={"max_new_tokens": 5, "ignore_eos": True, "sampling_seed": 1, "stop_token_ids": [first[2]]},
+    )
+    count = first.index(first[2]) + 1
+    assert stopped["output_ids"] == first[:count]
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": first[2]}
+
+
+def test_a_stream_grows_and_ends_with_the_answer_that_would_have_come_at_once(client):
+    params = {"max_new_tokens": 30, "ignore_eos": True, "sampling_seed": 5}
+    whole = generate(client, sampling_params=params)
+    body = {"input_ids": PROMPT, "return_logprob": True, "sampling_params": params, "stream": True}
+    events = []
+    with client.stream("POST", "/generate", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                events.append(line.removeprefix("data: "))
+    assert events[-1] == "[DONE]"
+    parts = [json.loads(event) for event in events[:-1]]
+    lengths = [len(part["output_ids"]) for part in parts]
+    assert lengths == sorted(lengths)
+    assert len(parts) > 3
+    assert parts[0]["meta_info"]["finish_reason"] is None
+    for key in ("text", "output_ids"):
+        assert parts[-1][key] == whole[key]
+    assert parts[-1]["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]
+
+
+async def _while_generating(url, act, count=1):
+    """Send ``count`` endless requests named r0, r1, ...; ``act(client)`` once all run; return their answers."""
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        body = {"input_ids": PROMPT, "sampling_params": ENDLESS, "return_logprob": True}
+        tasks = [asyncio.create_task(client.post("/generate", json={**body, "rid": f"r{i}"})) for i in range(count)]
+        while (await client.get("/v1/loads")).json()["loads"][0]["num_running_reqs"] < count:
+            await asyncio.sleep(0.005)
+        await act(client)
+        return [(await task).json() for task in tasks]
+
+
+def test_a_request_is_aborted_by_its_id_and_answers_with_what_it_has(client):
+    async def abort(client):
+        await client.post("/abort_request", json={"rid": "r1"})
+        await client.post("/abort_request", json={"rid": "nobody"})
+
+    answers = asyncio.run(_while_generating(str(client.base_url), abort, count=2))
+    assert [answer["meta_info"]["finish_reason"]["type"] for answer in answers] == ["length", "abort"]
+    assert 0 < len(answers[1]["output_ids"]) < 200
+
+
+def test_all_are_aborted_and_later_ones_are_not(client):
+    async def abort(client):
+        await client.post("/abort_request", json={"abort_all": True})
+
+    answers = asyncio.run(_while_generating(str(client.base_url), abort, count=3))
+    assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"abort"}
+    assert (
+        generate(client, sampling_params={"max_new_tokens": 2, "ignore_eos": True})["meta_info"]["completion_tokens"]
+        == 2
+    )
+
+
+def test_a_closed_connection_ends_its_request(client):
+    for stream in (False, True):
+        with httpx.Client(base_url=client.base_url, timeout=0.2) as hasty, pytest.raises(httpx.ReadTimeout):  # noqa: PT012
+            body = {"input_ids": PROMPT, "sampling_params": ENDLESS, "stream": stream}
+            if stream:
+                with hasty.stream("POST", "/generate", json=body) as response:
+                    next(response.iter_lines())
+                raise httpx.ReadTimeout("left")
+            hasty.post("/generate", json=body)
+        for _ in range(100):
+            if running(client) == 0:
+                break
+        assert running(client) == 0
+
+
+def test_a_watched_request_carries_an_id_by_which_it_can_be_aborted(client):
+    """The patch of slime's ``post``, over a plain HTTP client: what a rollout function does to stop one response."""
+    seen = []
+
+    class Watcher:
+        def begin(self):
+            return "r0"
+
+        def end(self, request_id, answer):
+            seen.append(
+                (request_id, answer["meta_info"]["finish_reason"]["type"], answer["meta_info"]["num_retractions"])
+            )
+
+    async def play(url):
+        async with httpx.AsyncClient(timeout=60) as http:
+
+            async def plain(target, payload, max_retries=60, headers=None):
+                return (await http.post(target, json=payload)).json()
+
+            post = requests._make(plain, None)
+            requests.WATCHER.set(Watcher())
+            body = {"input_ids": PROMPT, "sampling_params": ENDLESS}
+            task = asyncio.create_task(post(f"{url}/generate", body))
+            while (await http.get(f"{url}/v1/loads")).json()["loads"][0]["num_running_reqs"] < 1:
+                await asyncio.sleep(0.005)
+            await http.post(f"{url}/abort_request", json={"rid": "r0"})
+            assert (await task)["meta_info"]["finish_reason"]["type"] == "abort"
+            assert "rid" not in body
+
+    asyncio.run(play(str(client.base_url).rstrip("/")))
+    assert seen == [("r0", "abort", 0)]
+
+
+def test_generation_is_paused_and_goes_on(client):
+    client.post("/pause_generation", json={}).raise_for_status()
+    with httpx.Client(base_url=client.base_url, timeout=0.3) as hasty, pytest.raises(httpx.ReadTimeout):
+        hasty.post("/generate", json={"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}})
+    client.post("/continue_generation", json={}).raise_for_status()
+    assert (
+        generate(client, sampling_params={"max_new_tokens": 2, "ignore_eos": True})["meta_info"]["completion_tokens"]
+        == 2
+    )
+
+
+def test_weights_come_from_a_folder_or_stay_as_they_are(client, make_model, model_folder, tmp_path):
+    params = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    before = generate(client, sampling_params=params)["output_ids"]
+    answer = client.post("/update_weights_from_disk", json={"model_path": str(tmp_path / "none")})
+    assert (answer.status_code, answer.json()["success"]) == (400, False)
+    make_model(seed=1, hidden_size=32, eos_token_id=2).save_pretrained(tmp_path / "other")
+    answer = client.post("/update_weights_from_disk", json={"model_path": str(tmp_path / "other")})
+    assert "weights do not fit the model" in answer.json()["message"]
+    assert generate(client, sampling_params=params)["output_ids"] == before
+    make_model(seed=1, eos_token_id=2).save_pretrained(tmp_path / "new")
+    update = {"model_path": str(tmp_path / "new"), "weight_version": "7"}
+    assert client.post("/update_weights_from_disk", json=update).json()["success"]
+    after = generate(client, sampling_params=params)
+    assert after["output_ids"] != before
+    assert after["meta_info"]["weight_version"] == "7"
+    client.post("/update_weights_from_disk", json={"model_path": str(model_folder)}).raise_for_status()
+    assert generate(client, sampling_params=params)["output_ids"] == before
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"sampling_params": {"max_new_tokens": 0}}, "max_tokens wants an integer of at least 1"),
+        ({"sampling_params": {"temprature": 1}}, "unknown sampling parameter 'temprature'"),
+        ({"sampling_params": {"stop": ["\n"]}}, "stop is not supported"),
+        ({"sampling_params": {"custom_params": {"return_top_p_token_ids": True}}}, "custom_params is not supported"),
+        ({"input_ids": []}, "the prompt is empty"),
+        ({"input_ids": [5000]}, "outside the vocabulary"),
+        ({"input_ids": list(range(1, 60)) * 5}, "leaves no room"),
+        ({"input_ids": None}, "KeyError: 'text'"),
+    ],
+)
+def test_what_the_engine_does_not_do_is_refused_in_words(client, body, message):
+    answer = client.post("/generate", json={"input_ids": PROMPT, "sampling_params": {}, **body})
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_it_says_what_it_is(client):
+    assert client.get("/workers").json()["workers"][0]["url"] == str(client.base_url).rstrip("/")
+    assert client.get("/health").status_code == 200
+    info = client.get("/server_info").json()
+    assert info["is_generation"]
+    counters = dict(line.split() for line in client.get("/metrics").text.splitlines() if not line.startswith("#"))
+    assert (
+        float(counters["sglang:generation_tokens_total"])
+        == client.get("/server_info").json()["internal_states"][0]["tokens"]
+    )
+
+
+def test_a_folder_without_a_model_is_a_clear_error(python, tmp_path):
+    result = python(
+        """
+        import subprocess, sys
+        done = subprocess.run([sys.executable, "-m", "rl_accel", "serve-cpu", "--model", "nowhere"], capture_output=True, text=True)
+        print(done.returncode, done.stderr)
+        """
+    )
+    assert "does not exist" in result.stdout
+    assert result.stdout.startswith("2 ")

@@ -1,0 +1,103 @@
+"""What our adapters need to know of slime, read from a checkout without importing it.
+
+``python facts.py CHECKOUT`` prints it as JSON, for ``facts.json``; ``python facts.py CHECKOUT --compare`` shows what has changed.
+"""
+
+import ast
+import difflib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from rl_accel.patches.slime import gae, reinforce_plus_plus, requests, seams
+
+FILE = Path(__file__).with_name("facts.json")
+PATCHES = (*gae.PATCHES, *reinforce_plus_plus.PATCHES, *requests.PATCHES)
+
+
+def wanted():
+    """Parameters by function, as our patches and adapters expect them."""
+    patched = {_definition(patch): patch.params for patch in PATCHES}
+    return {where: list(params) for where, params in {**seams.FUNCTIONS, **patched}.items()}
+
+
+def _definition(patch):
+    """Where the function of a patch is defined: its target or one of its bindings imports it by name."""
+    return next(where for where in (patch.target, *patch.bindings) if ".utils." in where)
+
+
+def facts_of(root):
+    """Read a checkout."""
+    trees = {}
+
+    def tree(module):
+        if module not in trees:
+            path = root / (module.replace(".", "/") + ".py")
+            path = path if path.exists() else path.with_suffix("") / "__init__.py"
+            trees[module] = ast.parse(path.read_text())
+        return trees[module]
+
+    functions = {}
+    for where in wanted():
+        module, _, name = where.partition(":")
+        node = next((n for n in tree(module).body if getattr(n, "name", None) == name), None)
+        functions[where] = None if node is None else [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
+    imported = {}
+    for patch in PATCHES:
+        for where in (patch.target, *patch.bindings):
+            module, _, name = where.partition(":")
+            if where not in functions:
+                nodes = [n for n in tree(module).body if isinstance(n, ast.ImportFrom)]
+                imported[where] = any(alias.name == name for node in nodes for alias in node.names)
+    utils = {node.name for node in tree("slime.utils.ppo_utils").body if isinstance(node, ast.FunctionDef)}
+    sample = _class(tree("slime.utils.types").body, "Sample")
+    status = _class(sample.body, "Status")
+    source = _class(tree("slime.rollout.data_source").body, "RolloutDataSource")
+    flags = re.findall(r'"--([a-z0-9][a-z0-9-]*)"', (root / "slime/utils/arguments.py").read_text())
+    return {
+        "functions": functions,
+        "imported_by_name": imported,
+        "scans": sorted({"chunked_gae", "chunked_discounted_returns"} & utils),
+        "sample_fields": sorted(
+            set(seams.SAMPLE_FIELDS) & {n.target.id for n in sample.body if isinstance(n, ast.AnnAssign)}
+        ),
+        "statuses": sorted(n.targets[0].id for n in status.body if isinstance(n, ast.Assign)),
+        "position": sorted(set(seams.POSITION) & _attributes(source)),
+        "flags": sorted(set(seams.FLAGS) & {flag.replace("-", "_") for flag in flags} | _negated(flags)),
+    }
+
+
+def _class(body, name):
+    return next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+def _attributes(node):
+    targets = [t for n in ast.walk(node) if isinstance(n, ast.Assign) for t in n.targets]
+    return {t.attr for t in targets if isinstance(t, ast.Attribute)}
+
+
+def _negated(flags):
+    return {"rollout_global_dataset"} if "disable-rollout-global-dataset" in flags else set()
+
+
+def main():
+    root = Path(sys.argv[1])
+    if not (root / "slime/utils/arguments.py").is_file():
+        raise SystemExit(f"{root} is no checkout of slime")
+    found = facts_of(root)
+    if "--compare" in sys.argv:
+        recorded = {key: value for key, value in json.loads(FILE.read_text()).items() if key != "commit"}
+        before, after = (json.dumps(facts, indent=1).splitlines() for facts in (recorded, found))
+        changes = list(difflib.unified_diff(before, after, "recorded", "checkout", lineterm="", n=1))
+        print("\n".join(changes) or "nothing has changed")
+        raise SystemExit(bool(changes))
+    commit = subprocess.run(
+        ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    print(json.dumps({"commit": commit or "unknown", **found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Run as a process of its own: slime's argument parser, our YAML, and the real RolloutManager actor on a Ray cluster without GPUs.
+
+``python manager.py URL MODEL PROMPTS FOLDER`` prints a line of JSON for each rollout.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+URL, MODEL, PROMPTS, FOLDER = sys.argv[1:5]
+ROLLOUTS = 6
+
+
+def parse(load):
+    """slime's own parser and checks; Megatron's flags, whose package is not on the index, are set by hand."""
+    import slime.utils.arguments as slime_arguments
+
+    config = Path(FOLDER) / "rl_accel.yaml"
+    command = [sys.executable, "-m", "rl_accel", "slime-config", "--enable", "gae,tail_batching"]
+    config.write_text(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    host, port = URL.removeprefix("http://").split(":")
+    words = {
+        "--custom-config-path": config,
+        "--hf-checkpoint": MODEL,
+        "--prompt-data": PROMPTS,
+        "--input-key": "input",
+        "--label-key": "label",
+        "--metadata-key": "metadata",
+        "--rollout-batch-size": 8,
+        "--n-samples-per-prompt": 4,
+        "--global-batch-size": 32,
+        "--num-rollout": ROLLOUTS,
+        "--rollout-max-response-len": 128,
+        "--rollout-num-gpus": 0,
+        "--rollout-num-gpus-per-engine": 1,
+        "--sglang-router-ip": host,
+        "--sglang-router-port": port,
+        "--sglang-server-concurrency": 512,
+        "--custom-rm-path": "slime_test_plugins.score",
+    }
+    sys.argv = ["train.py", *(str(word) for pair in words.items() for word in pair)]
+    parser = argparse.ArgumentParser(conflict_handler="resolve", allow_abbrev=False)
+    for flag in ("--seed", "--lr", "--clip-grad", "--save", "--load", "--save-interval", "--micro-batch-size"):
+        parser.add_argument(flag, default=None)
+    parser.add_argument("--global-batch-size", type=int)
+    parser.add_argument("--eval-interval", default=None)
+    slime_arguments.get_slime_extra_args_provider()(parser)
+    args, _ = parser.parse_known_args()
+    args.__dict__.update(vars(slime_arguments.sglang_parse_args()))
+    args.__dict__.update(
+        train_backend="megatron",
+        debug_rollout_only=False,
+        debug_train_only=False,
+        load_debug_rollout_data=None,
+        ref_load=None,
+        micro_batch_size=1,
+        save=f"{FOLDER}/checkpoints",
+        load=load,
+    )
+    slime_arguments.slime_validate_args(args)
+    slime_arguments.sglang_validate_args(args)
+    args.load = load
+    args.rollout_num_engines = 1
+    return args
+
+
+def manager(args):
+    import ray
+    from slime.ray.rollout import RolloutManager
+    from slime.ray.utils import add_default_ray_env_vars
+
+    actor = RolloutManager.options(num_cpus=1, num_gpus=0, runtime_env={"env_vars": add_default_ray_env_vars()}).remote(
+        args, None
+    )
+    parallel = {"dp_size": 2, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+    ray.get(actor.set_train_parallel_config.remote(parallel))
+    return actor
+
+
+def generate(actor, rollout_id):
+    import ray
+
+    ranks = [ray.get(ref.inner) for ref in ray.get(actor.generate.remote(rollout_id))]
+    indices = sorted(index for rank in ranks for index in rank["sample_indices"])
+    tokens = sum(len(each) for rank in ranks for each in rank["tokens"])
+    print(
+        json.dumps({"rollout": rollout_id, "samples": len(indices), "unique": len(set(indices)), "tokens": tokens}),
+        flush=True,
+    )
+
+
+def main():
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=3,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100_000_000,
+        _temp_dir=FOLDER,
+        runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}},
+    )
+    try:
+        first = manager(parse(None))
+        ray.get(first.load.remote(-1))
+        for rollout_id in range(3):
+            generate(first, rollout_id)
+        ray.get(first.save.remote(1))  # one behind, as train_async does
+        ray.kill(first)
+        second = manager(parse(f"{FOLDER}/checkpoints"))
+        ray.get(second.load.remote(1))
+        for rollout_id in range(2, ROLLOUTS):
+            generate(second, rollout_id)
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

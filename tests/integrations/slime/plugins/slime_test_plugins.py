@@ -1,0 +1,89 @@
+"""What slime's flags name in the tests: judges, generate functions, filters, hooks. Each notes what it saw in ``SEEN``."""
+
+import asyncio
+import copy
+
+SEEN: list[tuple] = []
+SLOW_ROWS: set[int] = set()
+STUBBORN_ROWS: set[int] = set()
+BROKEN_ROWS: set[int] = set()
+CONSTANT_ROWS: set[int] = set()
+
+
+def reset():
+    SEEN.clear()
+    for rows in (SLOW_ROWS, STUBBORN_ROWS, BROKEN_ROWS, CONSTANT_ROWS):
+        rows.clear()
+
+
+def row_of(sample):
+    return sample.metadata["row"]
+
+
+async def score(args, sample, **kwargs):
+    """Half the responses of a prompt score 1; those of CONSTANT_ROWS all do. SLOW_ROWS take ten minutes.
+
+    slime gives a list if a generate function returned one, and wants as many rewards.
+    """
+    if isinstance(sample, list):
+        return [await score(args, each) for each in sample]
+    SEEN.append(("judge", row_of(sample), sample.index))
+    if row_of(sample) in SLOW_ROWS:
+        await asyncio.sleep(600)
+    if row_of(sample) in STUBBORN_ROWS:
+        for _ in range(600):
+            try:
+                await asyncio.sleep(1)
+            except asyncio.CancelledError:
+                SEEN.append(("refused to stop", row_of(sample)))
+    return 1.0 if row_of(sample) in CONSTANT_ROWS else float(sample.index % 2)
+
+
+async def score_group(args, samples, **kwargs):
+    SEEN.append(("group judge", row_of(samples[0]), len(samples)))
+    if row_of(samples[0]) in SLOW_ROWS:
+        await asyncio.sleep(600)
+    return [float(position) for position, _ in enumerate(samples)]
+
+
+async def broken(args, sample, sampling_params):
+    """slime's own function, but BROKEN_ROWS raise."""
+    from slime.rollout.sglang_rollout import generate
+
+    if row_of(sample) in BROKEN_ROWS:
+        raise OSError("no such tool")
+    return await generate(args, sample, sampling_params)
+
+
+async def two_turns(args, sample, sampling_params):
+    """Fan out: the answer, and a second sample that goes on from it."""
+    from slime.rollout.sglang_rollout import generate
+
+    second = copy.deepcopy(sample)
+    first = await generate(args, sample, dict(sampling_params, max_new_tokens=20))
+    if first.status.value == "aborted":
+        return [first]
+    second = await generate(args, second, dict(sampling_params, max_new_tokens=20))
+    for each in (first, second):
+        each.rollout_id = sample.index
+    return [first, second]
+
+
+async def hook(args, sample, evaluation=False, rollout_id=None):
+    SEEN.append(("hook", row_of(sample), sample.index))
+
+
+def varies(args, samples, **kwargs):
+    from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+
+    SEEN.append(("dynamic filter", row_of(samples[0])))
+    keep = len({sample.reward for sample in samples}) > 1
+    return DynamicFilterOutput(keep=keep, reason=None if keep else "constant")
+
+
+def sample_filter(args, data):
+    SEEN.append(("sample filter", len(data)))
+
+
+def process_all(args, groups, data_source):
+    SEEN.append(("all samples", len(groups)))

@@ -1,0 +1,65 @@
+"""Slime's flags that cannot go together with tail batching, each named. Needs no slime."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rl_accel.config import TailBatchingConfig
+from rl_accel.errors import ConfigError
+from rl_accel.integrations.slime.tail_batching import DATA_SOURCE, ROLLOUT, arguments
+
+FINE = {
+    "rollout_function_path": ROLLOUT,
+    "data_source_path": DATA_SOURCE,
+    "rollout_global_dataset": True,
+    "partial_rollout": False,
+    "over_sampling_batch_size": 8,
+    "rollout_batch_size": 8,
+    "n_samples_per_prompt": 4,
+    "buffer_filter_path": None,
+    "dynamic_sampling_filter_path": None,
+    "prompt_data": "/data/math.jsonl",
+    "rollout_shuffle": True,
+    "rollout_seed": 7,
+    "num_rollout": None,
+    "num_epoch": 3,
+}
+ON = TailBatchingConfig(enable=True)
+
+
+def test_an_ordinary_run_passes_and_its_settings_follow_slimes():
+    args = SimpleNamespace(**FINE)
+    arguments.check(args, ON)
+    settings = arguments.settings_of(args, ON, 100)
+    assert (settings.prompts_per_step, settings.responses_per_prompt, settings.filter_groups) == (8, 4, False)
+    assert settings.data_id == "math.jsonl 100 shuffle=True seed=7"
+    assert arguments.last_rollout(args, 100) == 36
+    assert arguments.last_rollout(SimpleNamespace(**{**FINE, "num_rollout": 5}), 100) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"partial_rollout": True}, "--partial-rollout to be unset, found True .*strictly on-policy"),
+        ({"over_sampling_batch_size": 16}, "--over-sampling-batch-size to be unset, found 16 .*prompt_ratio"),
+        ({"buffer_filter_path": "my.filter"}, r"--buffer-filter-path to be unset, found my\.filter"),
+        ({"rollout_global_dataset": False}, "--disable-rollout-global-dataset to be unset"),
+        ({"rollout_function_path": "my.rollout"}, r"--rollout-function-path to be rl_accel\..*, found my\.rollout"),
+    ],
+)
+def test_a_conflicting_flag_is_named(change, message):
+    with pytest.raises(ConfigError, match=message):
+        arguments.check(SimpleNamespace(**{**FINE, **change}), ON)
+
+
+def test_the_data_source_without_the_flag_is_refused():
+    with pytest.raises(ConfigError, match=r"rl_accel\.tail_batching\.enable is not set"):
+        arguments.check(SimpleNamespace(**FINE), TailBatchingConfig())
+
+
+def test_a_small_data_set_and_a_quota_that_does_not_fit_are_named():
+    args = SimpleNamespace(**FINE)
+    with pytest.raises(ConfigError, match="at least --rollout-batch-size = 8 prompts, found 7"):
+        arguments.settings_of(args, ON, 7)
+    with pytest.raises(ConfigError, match=r"domain_quotas must add up to prompts_per_step = 8, found 3"):
+        arguments.settings_of(args, TailBatchingConfig(enable=True, domain_quotas={"math": 3}), 100)

@@ -1,0 +1,268 @@
+"""Tail batching in slime's own rollout code, where SLIME_ROOT names a checkout, over a real model on the CPU server."""
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.slow
+
+PACE = ("--seconds-per-step", "0.002", "--max-running-requests", "256", "--context-length", "512")
+
+
+@pytest.fixture
+def plugins(slime_root):
+    import slime_test_plugins
+
+    slime_test_plugins.reset()
+    return slime_test_plugins
+
+
+@pytest.fixture
+def start(slime_args, serve, plugins):
+    """``start(**changes)``: arguments, data source and a function that makes rollouts, as slime's RolloutManager does."""
+    url = serve(*PACE)
+
+    def make(**changes):
+        from slime.utils.misc import load_function
+
+        args = slime_args(url, **changes)
+        data_source = load_function(args.data_source_path)(args)
+        function = load_function(args.rollout_function_path)
+        return args, data_source, lambda rollout_id, **how: function(args, rollout_id, data_source, **how)
+
+    return make
+
+
+def leaves(item):
+    return [leaf for each in item for leaf in leaves(each)] if isinstance(item, list) else [item]
+
+
+def check_batch(args, output):
+    """Exactly P0 groups of R0 in slime's order, each sample complete and with an index of its own."""
+    from slime.utils.types import Sample
+
+    assert len(output.samples) == args.rollout_batch_size
+    assert all(len(group) == args.n_samples_per_prompt for group in output.samples)
+    samples = leaves(output.samples)
+    assert [s.index for s in samples] == sorted({s.index for s in samples})
+    for group in output.samples:
+        assert len({s.group_index for s in leaves(group)}) == 1
+    for s in samples:
+        assert s.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+        assert s.reward is not None
+        assert s.generate_function_path is None
+        assert len(s.rollout_log_probs) == s.response_length == len(s.loss_mask) > 0
+        assert len(s.tokens) > s.response_length
+
+
+def ledger(args):
+    return [
+        json.loads(line) for line in (Path(args.save) / "rollout/tail_batching/ledger.jsonl").read_text().splitlines()
+    ]
+
+
+def requests_on(args):
+    load = httpx.get(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/v1/loads").json()["loads"][0]
+    return load["num_total_reqs"]
+
+
+def kinds(output):
+    return next(kind for kind in ("short", "long", "final") if output.metrics[f"rl_accel/tail_batching/{kind}_round"])
+
+
+def test_rounds_return_exact_batches_and_train_every_prompt_once(start):
+    args, source, rollout = start(num_rollout=15)
+    found = []
+    for rollout_id in range(15):
+        output = rollout(rollout_id)
+        check_batch(args, output)
+        assert requests_on(args) == 0, "nothing of the round is left on the server"
+        found.append(kinds(output))
+    assert {"short", "long"} <= set(found)
+    assert found[-1] in ("long", "final"), "the run ends with nothing left"
+    trained = Counter(prompt_id for line in ledger(args) for prompt_id in line["trained"])
+    assert trained == Counter({f"1:{row}": 1 for row in range(1, 121)}), "120 prompts, 15 batches of 8"
+    assert source.prompts.payloads == {}
+    assert output.metrics["rl_accel/preemptions"] == 0.0
+
+
+def test_a_cancelled_response_is_stopped_at_the_server_and_its_tokens_are_counted(start, slime_args):
+    args, _, rollout = start()
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/metrics"
+
+    def count(name):
+        return float(
+            next(line.split()[1] for line in httpx.get(url).text.splitlines() if line.startswith(f"sglang:{name}"))
+        )
+
+    before = {name: count(name) for name in ("generation_tokens_total", "num_aborted_requests_total")}
+    output = rollout(0)
+    assert count("num_aborted_requests_total") > before["num_aborted_requests_total"]
+    # Aborted requests answer with what they have, so the count is exact: it is the server's own.
+    generated = count("generation_tokens_total") - before["generation_tokens_total"]
+    assert output.metrics["rl_accel/tail_batching/tokens_generated"] == generated
+
+
+def test_judges_of_dropped_samples_are_not_waited_for(start, plugins):
+    args, _, rollout = start(rollout_shuffle=False)
+    plugins.SLOW_ROWS.update({1, 4})
+    began = time.monotonic()
+    output = rollout(0)
+    assert time.monotonic() - began < 60, "the judges take ten minutes"
+    check_batch(args, output)
+    rows = {plugins.row_of(s) for s in leaves(output.samples)}
+    assert not rows & plugins.SLOW_ROWS
+    assert output.metrics["rl_accel/tail_batching/prompts_deferred"] == 2
+    assert {entry[1] for entry in plugins.SEEN if entry[0] == "judge"} >= plugins.SLOW_ROWS, "they had been generated"
+
+
+def test_a_judge_that_does_not_let_itself_be_cancelled_is_left_behind(start, plugins, monkeypatch):
+    from rl_accel.integrations.slime.tail_batching import responses
+
+    monkeypatch.setattr(responses, "INSIST_SECONDS", 1.0)
+    args, _, rollout = start(rollout_shuffle=False)
+    plugins.STUBBORN_ROWS.add(2)
+    began = time.monotonic()
+    check_batch(args, rollout(0))
+    assert time.monotonic() - began < 60
+    assert ("refused to stop", 2) in plugins.SEEN
+    plugins.STUBBORN_ROWS.clear()
+    check_batch(args, rollout(1))
+
+
+def test_filters_and_hooks_are_called_in_slimes_order(start, plugins):
+    name = plugins.__name__
+    args, _, rollout = start(
+        rollout_shuffle=False,
+        dynamic_sampling_filter_path=f"{name}.varies",
+        rollout_sample_filter_path=f"{name}.sample_filter",
+        rollout_all_samples_process_path=f"{name}.process_all",
+        rollout_sample_hook_path=[f"{name}.hook"],
+    )
+    plugins.CONSTANT_ROWS.update({0, 3})
+    output = rollout(0)
+    check_batch(args, output)
+    assert not {plugins.row_of(s) for s in leaves(output.samples)} & plugins.CONSTANT_ROWS
+    rejected = int(output.metrics["rollout/dynamic_filter/drop_constant"])
+    assert rejected >= 1
+    assert ledger(args)[0]["rejected"].keys() <= {"1:1", "1:4"}
+    order = [entry[0] for entry in plugins.SEEN]
+    assert order[-2:] == ["sample filter", "all samples"]
+    assert plugins.SEEN[-1] == ("all samples", 8 + rejected)
+    for sample in leaves(output.samples):
+        index = plugins.SEEN.index(("hook", plugins.row_of(sample), sample.index))
+        judged = plugins.SEEN.index(("judge", plugins.row_of(sample), sample.index))
+        assert index < judged < order.index("sample filter")
+
+
+def test_a_fallback_filter_keeps_what_a_batch_needs(start, plugins):
+    args, _, rollout = start(
+        dynamic_sampling_filter_path="slime.rollout.filter_hub.dynamic_sampling_filters."
+        "check_reward_nonzero_std_with_fallback",
+        custom_rm_path=f"{plugins.__name__}.score",
+    )
+    plugins.CONSTANT_ROWS.update(range(120))
+    output = rollout(0)
+    check_batch(args, output)
+    assert output.metrics["rl_accel/tail_batching/prompts_rejected"] == 2, "10 launched, 8 needed"
+
+
+def test_a_group_judge_sees_the_first_responses_of_a_prompt_together(start, plugins):
+    args, _, rollout = start(group_rm=True, custom_rm_path=f"{plugins.__name__}.score_group", rollout_shuffle=False)
+    plugins.SLOW_ROWS.add(5)
+    output = rollout(0)
+    check_batch(args, output)
+    assert {entry[2] for entry in plugins.SEEN if entry[0] == "group judge"} == {4}
+    for group in output.samples:
+        assert [s.reward for s in group] == [0.0, 1.0, 2.0, 3.0]
+        assert plugins.row_of(group[0]) != 5
+
+
+def test_a_generate_function_may_fan_out(start, plugins):
+    _, _, rollout = start(custom_generate_function_path=f"{plugins.__name__}.two_turns")
+    output = rollout(0)
+    assert [len(group) for group in output.samples] == [4] * 8
+    assert all(len(pair) == 2 and pair[0].rollout_id == pair[0].index for group in output.samples for pair in group)
+    assert len({pair[0].index for group in output.samples for pair in group}) == 32
+
+
+def test_a_failing_generate_function_is_retried_then_reported_and_the_rollout_goes_on(start, plugins):
+    args, _, rollout = start(custom_generate_function_path=f"{plugins.__name__}.broken", rollout_shuffle=False)
+    plugins.BROKEN_ROWS.add(6)
+    check_batch(args, rollout(0))
+    plugins.BROKEN_ROWS.clear()
+    for rollout_id in range(1, 6):
+        check_batch(args, rollout(rollout_id))
+    failed = {prompt_id: line["errors"] for line in ledger(args) for prompt_id in line["failed"]}
+    assert failed == {"1:7": {"1:7": "OSError: no such tool"}}
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_resumed_run_trains_every_prompt_once(start, ahead):
+    """``ahead`` rollouts were made already when slime saves, as train_async does."""
+    args, source, rollout = start(rollout_batch_size=6, over_sampling_batch_size=6, num_rollout=20)
+    for rollout_id in range(5 + ahead):
+        rollout(rollout_id)
+    source.save(4)
+    args, source, rollout = start(rollout_batch_size=6, over_sampling_batch_size=6, num_rollout=20, load=args.save)
+    source.load(4)
+    for rollout_id in range(5, 20):
+        check_batch(args, rollout(rollout_id))
+    trained = Counter(prompt_id for line in ledger(args) for prompt_id in line["trained"])
+    assert trained == Counter({f"1:{row}": 1 for row in range(1, 121)})
+
+
+def test_a_checkpoint_of_another_run_is_refused(start):
+    from rl_accel.rollout.hosting.saved import ResumeError
+
+    args, source, rollout = start()
+    rollout(0)
+    source.save(0)
+    with pytest.raises(RuntimeError, match="the state after rollout 7 is not known"):
+        source.save(7)
+    _, other, _ = start(rollout_batch_size=10, over_sampling_batch_size=10, load=args.save)
+    with pytest.raises(ResumeError, match="prompts_per_step = 10, found 8"):
+        other.load(0)
+    for file in Path(args.save).glob("rollout/tail_batching_0/*"):
+        file.unlink()
+    _, other, _ = start(load=args.save)
+    with pytest.raises(ResumeError, match="was saved without tail batching"):
+        other.load(0)
+
+
+def test_quotas_hold_in_every_batch(start, plugins):
+    flags = {"enable": True, "domain_quotas": {"math": 5, "code": 3}, "domain_key": "kind"}
+    args, _, rollout = start(rl_accel={"tail_batching": flags}, num_rollout=6)
+    for rollout_id in range(6):
+        output = rollout(rollout_id)
+        check_batch(args, output)
+        assert Counter(group[0].metadata["kind"] for group in output.samples) == {"math": 5, "code": 3}
+
+
+def test_evaluation_is_slimes_own(start, prompts_file, plugins):
+    from slime.utils.eval_config import EvalDatasetConfig
+
+    dataset = EvalDatasetConfig(name="few", path=str(prompts_file), n_samples_per_eval_prompt=1, input_key="input")
+    dataset.label_key, dataset.metadata_key, dataset.custom_rm_path = "label", "metadata", f"{plugins.__name__}.score"
+    dataset.temperature, dataset.top_p, dataset.top_k, dataset.max_response_len = 1.0, 1.0, -1, 16
+    _, source, rollout = start(eval_datasets=[dataset], eval_max_prompt_len=None)
+    output = rollout(0, evaluation=True)
+    assert len(output.data["few"]["samples"]) == 120
+    assert source.prompts.fetched == 0
+
+
+def test_another_data_source_is_named(start):
+    from slime.rollout.data_source import RolloutDataSource
+
+    from rl_accel.errors import ConfigError
+    from rl_accel.integrations.slime.tail_batching.rollout import generate_rollout
+
+    args, source, _ = start()
+    with pytest.raises(ConfigError, match=r"--data-source-path to be .*TailDataSource, found slime\.rollout"):
+        generate_rollout(args, 0, RolloutDataSource(args))
+    with pytest.raises(RuntimeError, match="samples cannot be added"):
+        source.add_samples([[]])

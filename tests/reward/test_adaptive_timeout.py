@@ -1,0 +1,165 @@
+"""The timeout policy by example and by property: it learns from correct answers only, and keeps to its bounds."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_accel.reward.adaptive_timeout import AdaptiveTimeout, TimeoutSettings
+
+NO_PROBES = {"probe_share": 0.0}
+
+
+def taught(*seconds, key="a", **settings):
+    policy = AdaptiveTimeout(TimeoutSettings(**{**NO_PROBES, **settings}))
+    for each in seconds:
+        policy.record(key, each, each, correct=True)
+    return policy
+
+
+def test_the_full_budget_until_enough_answers_were_correct():
+    policy = taught(0.3, 0.3)
+    assert (policy.limit("a").wall, policy.limit("a").reason) == (30.0, "learning")
+    policy.record("a", 0.3, 0.3, correct=True)
+    assert policy.limit("a").reason == "adaptive"
+    assert policy.limit("b").reason == "learning"
+
+
+@pytest.mark.parametrize(
+    ("longest", "limit"),
+    [(0.3, 2.0), (1.0, 2.0), (4.0, 6.5), (19.0, 29.0), (25.0, 30.0)],
+    ids=["reference solutions of the paper", "minimum", "1.5 times and slack", "near the maximum", "maximum"],
+)
+def test_the_limit_follows_the_longest_correct_answer_within_its_bounds(longest, limit):
+    assert taught(0.1, longest, 0.2).limit("a").wall == limit
+
+
+def test_wrong_answers_teach_nothing():
+    policy = taught(0.3, 0.3, 0.3)
+    assert not policy.record("a", 29.0, 29.0, correct=False)
+    assert policy.limit("a").wall == 2.0
+    assert not policy.record("b", 1.0, 1.0, correct=False)
+    assert len(policy) == 1
+
+
+def test_wall_and_processor_time_have_anchors_of_their_own():
+    policy = AdaptiveTimeout(TimeoutSettings(**NO_PROBES, min_correct=1))
+    policy.record("sleeper", wall=8.0, cpu=0.1, correct=True)
+    limit = policy.limit("sleeper")
+    assert (limit.wall, limit.cpu) == (12.5, 2.0)
+
+
+def test_a_slow_machine_gets_longer_and_raises_no_anchor():
+    quiet, busy = taught(4.0, 4.0, 4.0), AdaptiveTimeout(TimeoutSettings(**NO_PROBES))
+    for _ in range(3):
+        busy.record("a", 12.0, 12.0, correct=True, slowdown=3.0)
+    assert busy.limit("a") == quiet.limit("a")
+    assert busy.limit("a", slowdown=3.0).wall == 3 * 6.5 > 12.0
+    assert quiet.limit("b", slowdown=3.0).wall == 90.0
+
+
+def test_a_share_of_limits_is_the_full_budget_so_that_a_slow_correct_answer_can_be_seen():
+    policy = taught(0.3, 0.3, 0.3, probe_share=0.05)
+    reasons = [policy.limit("a").reason for _ in range(200)]
+    assert reasons.count("probe") == 10
+    assert policy.record("a", 10.0, 10.0, correct=True)
+    assert policy.limit("a").wall == 15.5
+
+
+def test_the_keys_not_used_for_longest_are_forgotten():
+    policy = AdaptiveTimeout(TimeoutSettings(capacity=2, min_correct=1, **NO_PROBES))
+    for key in "ab":
+        policy.record(key, 1.0, 1.0, correct=True)
+    policy.limit("a")
+    policy.record("c", 1.0, 1.0, correct=True)
+    assert [policy.limit(key).reason for key in "abc"] == ["adaptive", "learning", "adaptive"]
+
+
+times = st.floats(0, 100, allow_nan=False)
+records = st.lists(st.tuples(st.sampled_from("abc"), times, times, st.booleans(), st.floats(1, 5)), max_size=30)
+
+
+@given(records)
+def test_a_limit_is_never_out_of_bounds_and_never_below_a_correct_answer(history):
+    policy = AdaptiveTimeout(TimeoutSettings(**NO_PROBES))
+    longest = dict.fromkeys("abc", 0.0)
+    for key, wall, cpu, correct, slowdown in history:
+        policy.record(key, wall, cpu, correct, slowdown)
+        if correct:
+            longest[key] = max(longest[key], wall / slowdown)
+    for key, seconds in longest.items():
+        limit = policy.limit(key)
+        assert 2.0 <= limit.wall <= 30.0
+        assert limit.wall >= min(seconds, 30.0)
+
+
+@given(records, records)
+def test_merging_is_idempotent_and_in_any_order_the_same(ours, theirs):
+    def policy(history):
+        made = AdaptiveTimeout(TimeoutSettings(**NO_PROBES))
+        for key, wall, cpu, correct, slowdown in history:
+            made.record(key, wall, cpu, correct, slowdown)
+        return made
+
+    one, other = policy(ours), policy(theirs)
+    one.merge(policy(theirs))
+    other.merge(policy(ours))
+    assert one.state_dict()["anchors"] == other.state_dict()["anchors"]
+    before = one.state_dict()
+    one.merge(policy(theirs))
+    assert one.state_dict() == before
+
+
+def test_a_state_is_json_and_comes_back():
+    policy = taught(1.0, 4.0, 2.0)
+    saved = json.loads(json.dumps(policy.state_dict()))
+    again = AdaptiveTimeout(TimeoutSettings(**NO_PROBES))
+    again.load_state_dict(saved)
+    assert again.limit("a") == policy.limit("a")
+    assert again.expected("a") == 4.0
+    assert again.expected("z") == 30.0
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"format": "x"}, "state must be of"),
+        ([], "state must be of"),
+        ({"anchors": {"a": [1.0]}}, "state is damaged: ValueError"),
+        ({"anchors": {"a": [-1.0, 1.0, 1]}}, "anchor of 'a'"),
+        ({"anchors": 3}, "state is damaged: AttributeError"),
+    ],
+)
+def test_a_foreign_or_damaged_state_is_refused_and_changes_nothing(state, message):
+    policy = taught(4.0, 4.0, 4.0)
+    if isinstance(state, dict) and "anchors" in state:
+        state = {**policy.state_dict(), **state}
+    with pytest.raises(ValueError, match=message):
+        policy.load_state_dict(state)
+    assert policy.limit("a").wall == 6.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"scale": 0.5}, "scale must be at least 1"),
+        ({"slack": -1}, "slack must be at least 0"),
+        ({"minimum": 5, "maximum": 2}, "maximum must be at least minimum = 5"),
+        ({"probe_share": 1.5}, "probe_share must be at most 1"),
+        ({"maximum": math.inf}, "maximum must be at least 0 and finite"),
+        ({"min_correct": 0}, "min_correct must be at least 1"),
+    ],
+)
+def test_settings_out_of_range_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        TimeoutSettings(**settings)
+
+
+def test_impossible_times_are_refused():
+    policy = AdaptiveTimeout()
+    with pytest.raises(ValueError, match="wall must be a finite number of at least 0, found nan"):
+        policy.record("a", math.nan, 0.0, correct=True)
+    with pytest.raises(ValueError, match=r"slowdown must be a finite number of at least 1, found 0\.5"):
+        policy.limit("a", slowdown=0.5)

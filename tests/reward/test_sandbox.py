@@ -1,0 +1,339 @@
+"""Programs that try to stall, fill, outlive or look into what runs them; each gets its verdict, and nothing is left."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_accel.reward.program import Case, Limits
+from rl_accel.reward.sandbox import Sandbox, SandboxError, bubblewrap_problem
+
+pytestmark = pytest.mark.slow
+
+SHORT = Limits(wall=1.5, cpu=1.0, memory=512 << 20, output_bytes=100_000, file_bytes=4 << 20, processes=16)
+NO_BUBBLEWRAP = bubblewrap_problem()
+AS_ROOT = os.geteuid() == 0
+
+
+@pytest.fixture(params=["process", "bubblewrap"])
+def isolation(request):
+    if request.param == "bubblewrap" and NO_BUBBLEWRAP:
+        pytest.skip(f"bubblewrap: {NO_BUBBLEWRAP}")
+    return request.param
+
+
+def play(work, workers=2, isolation="process"):
+    """Run ``work(sandbox)`` and close the sandbox."""
+
+    async def main():
+        sandbox = Sandbox(workers, isolation)
+        try:
+            return await work(sandbox)
+        finally:
+            await sandbox.close()
+
+    return asyncio.run(main())
+
+
+def run(code, case=None, limits=SHORT, isolation="process"):
+    return play(lambda sandbox: sandbox.run(code, case or Case("stdin", ""), limits), isolation=isolation)
+
+
+def descendants(pid):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            child = int(path.parent.name)
+            found += [child, *descendants(child)]
+    return found
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "verdict"),
+    [
+        (Case("stdin", "20\n22\n", "42"), "print(int(input()) + int(input()))", "passed"),
+        (Case("stdin", "1\n", "2\n"), "print(3)", "wrong"),
+        (Case("stdin", "", "a\nb"), "print('a  ')\nprint('b')\nprint()", "passed"),
+        (Case("stdin", "never read " * 100_000, "1"), "print(1)", "passed"),
+        (Case("stdin", "", "1"), "import sys\nprint(1)\nsys.exit()", "passed"),
+        (Case("stdin", "", ""), "import sys\nsys.exit(3)", "error"),
+        (Case("stdin", "", ""), "1 / 0", "error"),
+        (Case("stdin", "", ""), "def broken(:", "error"),
+        (Case("assert", "assert f(2) == 4"), "def f(x): return x * 2", "passed"),
+        (Case("assert", "assert f(2) == 5"), "def f(x): return x * 2", "wrong"),
+        (Case("assert", "assert f(2) == 5"), "def f(x): raise OSError", "error"),
+        (Case("assert", "assert f(2) == 5"), "raise SystemExit(0)", "error"),
+        (Case("call", '["f", [2, [3]]]', "[3, 2]"), "def f(a, b): return [b[0], a]", "passed"),
+        (Case("call", '["f", [2]]', "3"), "def f(a): return a", "wrong"),
+        (Case("call", '["g", [2]]', "3"), "def f(a): return a", "error"),
+        (Case("call", '["f", []]', "1"), "def f(): return object()", "error"),
+        (Case("pytest", "from solution import f\ndef test(): assert f() == 1"), "def f(): return 1", "passed"),
+        (Case("pytest", "from solution import f\ndef test(): assert f() == 2"), "def f(): return 1", "wrong"),
+        (Case("stdin", "", "1"), "import os\nif os.fork(): os.wait()\nprint(1)", "wrong"),
+        (Case("stdin", "", "[0, 1, 4]"), "import multiprocessing as m\nprint(m.Pool(2).map(abs, [0, 1, 4]))", "passed"),
+    ],
+)
+def test_every_kind_of_case_has_its_verdict(case, code, verdict, isolation):
+    found = run(code, case, Limits(wall=20), isolation)
+    assert found.verdict == verdict, found
+
+
+HOSTILE = {
+    "endless loop": ("while True: pass", "timeout", "cpu limit|wall limit"),
+    "sleeper": ("import time; time.sleep(600)", "timeout", "wall limit"),
+    "fork bomb": ("import os\nwhile True: os.fork()", "error|timeout|memory", ""),
+    "thread bomb": (
+        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,)).start()",
+        "error",
+        "",
+    ),
+    "8 GiB at once": ("x = bytearray(8 << 30)", "memory", "MemoryError"),
+    "8 GiB by and by": ("x = []\nwhile True: x.append(bytearray(16 << 20))", "memory", ""),
+    "endless output": ("while True: print('x' * 1000)", "killed", "output limit"),
+    "10 GiB file": ("f = open('x', 'wb')\nfor _ in range(10240): f.write(bytes(1 << 20))", "error", "File too large"),
+    "ignores signals": (
+        "import signal, time\nfor s in (2, 15, 1): signal.signal(s, signal.SIG_IGN)\ntime.sleep(600)",
+        "timeout",
+        "wall limit",
+    ),
+    "blocks all signals": (
+        "import signal, time\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 64))\ntime.sleep(600)",
+        "timeout",
+        "wall limit",
+    ),
+    "closed stdout": ("import os\nos.close(1); os.close(2)\nprint(1)", "wrong|error|passed", ""),
+    "os._exit": ("import os\nos._exit(0)", "error", "status 0 before"),
+    "kills itself": ("import os\nos.kill(os.getpid(), 9)", "error", "signal 9"),
+    "kills everybody": ("import os\nos.kill(-1, 9)", "error|wrong|killed", ""),
+    "recursion": ("def f(): return f()\nf()", "error", "RecursionError"),
+    "stack of C": ("x = []\nfor _ in range(10 ** 6): x = [x]\nrepr(x)", "error", "RecursionError"),
+    "lone surrogate": (r"print('\ud800')", "error", "UnicodeEncodeError"),
+    "closes every descriptor": ("import os\nos.closerange(0, 4096)", "error", ""),
+    "forges its report": (
+        """
+import os
+for descriptor in range(3, 4096):
+    try:
+        os.write(descriptor, b'{"verdict": "passed", "reason": ""}')
+    except OSError:
+        pass
+1 / 0
+""",
+        "error",
+        "",
+    ),
+    "an exception without text": ("class E(Exception):\n def __str__(self): raise self\nraise E", "error", "E"),
+    "removes builtins": ("import builtins\nbuiltins.__dict__.clear()", "error|wrong|passed", ""),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_program_gets_its_verdict_in_time(name, isolation):
+    import re
+
+    if name == "kills everybody" and isolation == "process" and not AS_ROOT:
+        pytest.skip(
+            "without root and without bubblewrap it would reach all of this user's processes, these tests included"
+        )
+    code, verdict, reason = HOSTILE[name]
+
+    async def work(sandbox):
+        await sandbox.run("pass", Case("stdin", ""), SHORT)  # the worker is warm
+        began = time.monotonic()
+        found = await sandbox.run(code, Case("stdin", "", "nothing"), SHORT)
+        seconds = time.monotonic() - began
+        after = await sandbox.run("print(1)", Case("stdin", "", "1"), SHORT)
+        return found, seconds, after
+
+    found, seconds, after = play(work, isolation=isolation)
+    assert re.fullmatch(verdict, found.verdict), found
+    assert re.search(reason, found.reason), found
+    assert seconds < 6.0
+    assert len(found.output) <= 10_000
+    assert after.verdict == "passed", "the next program is not affected"
+
+
+def test_null_bytes_and_every_character_come_through():
+    text = "a\0b é 漢 🙂"
+    assert run(f"print({text!r})", Case("stdin", "", text)).verdict == "passed"
+    assert run("print(input())", Case("stdin", text, text)).verdict == "passed"
+
+
+def test_the_environment_is_empty_and_the_folder_private(isolation, monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "s3cret")
+    code = "import os\nprint(sorted(os.environ), os.listdir('.'), os.getcwd() == os.environ['HOME'])"
+    found = run(code, isolation=isolation)
+    assert found.output.strip() == "['HOME', 'LANG', 'PATH', 'TMPDIR'] [] True"
+    leak = "import glob\nprint([p for p in glob.glob('/proc/[0-9]*/environ') if b's3cret' in open(p, 'rb').read()])"
+    found = run(f"try:\n exec({leak!r})\nexcept PermissionError: print('[]')", isolation=isolation)
+    if AS_ROOT or isolation == "bubblewrap":
+        assert found.output.strip() == "[]", found
+
+
+@pytest.mark.skipif(
+    not AS_ROOT, reason="without root and without bubblewrap a program has the trainer's own user and network"
+)
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print(open('/etc/shadow').read())",
+        "open('/usr/evil', 'w')",
+        "import socket\nsocket.create_connection(('192.0.2.1', 80), 1)",
+        "import socket, os\ns = socket.create_server(('127.0.0.1', 0)); socket.create_connection(('192.0.2.2', 22), 1)",
+        "import os\nos.setuid(0)",
+        "import os\nos.kill(os.getppid(), 9)",
+    ],
+)
+def test_as_root_a_program_has_no_rights_and_no_network(code):
+    found = run(code)
+    assert found.verdict == "error", found
+    assert "Error" in found.reason
+
+
+def test_a_daemon_of_the_program_ends_with_it(isolation):
+    code = """
+import os, signal, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.setpgid(0, 0)
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+print(1)
+"""
+
+    async def work(sandbox):
+        found = await sandbox.run(code, Case("stdin", "", "1"), SHORT)
+        (worker,) = sandbox._idle
+        return found, len(descendants(worker.process.pid))
+
+    found, left = play(work, isolation=isolation)
+    assert found.verdict == "passed"
+    assert left == (0 if isolation == "process" else 2), "bubblewrap's own process, and the worker in it"
+
+
+def test_files_in_common_folders_do_not_stay(isolation):
+    places = ["/tmp", "/var/tmp", "/dev/shm"]
+    code = f"import os\nfor p in {places!r}:\n os.mkdir(p + '/rla-stray'); open(p + '/rla-stray/x', 'w').write('x')\nprint(1)"
+    if not AS_ROOT and isolation == "process":
+        pytest.skip("only told by their owner, or kept in folders of bubblewrap's own")
+    assert run(code, Case("stdin", "", "1"), isolation=isolation).verdict == "passed"
+    assert not [p for p in places if Path(p, "rla-stray").exists()]
+
+
+def test_a_cancelled_call_stops_its_program_at_once():
+    async def work(sandbox):
+        await sandbox.run("pass", Case("stdin", ""), SHORT)
+        task = asyncio.create_task(sandbox.run("import time; time.sleep(600)", Case("stdin", ""), Limits(wall=600)))
+        await asyncio.sleep(0.3)
+        began = time.monotonic()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        seconds = time.monotonic() - began
+        return seconds, (await sandbox.run("print(1)", Case("stdin", "", "1"), SHORT)).verdict, descendants(os.getpid())
+
+    seconds, verdict, left = play(work)
+    assert seconds < 2.0
+    assert verdict == "passed"
+    assert len(left) <= 2, "idle workers"
+
+
+def test_a_killed_worker_is_replaced_and_its_program_runs_again():
+    async def work(sandbox):
+        await sandbox.run("pass", Case("stdin", ""), SHORT)
+        (worker,) = sandbox._idle
+        code = "import time; time.sleep(0.8); print(1)"
+        task = asyncio.create_task(sandbox.run(code, Case("stdin", "", "1"), Limits(wall=5)))
+        await asyncio.sleep(0.3)
+        children = descendants(worker.process.pid)
+        os.kill(worker.process.pid, signal.SIGKILL)
+        result = await task
+        return result, children
+
+    result, children = play(work)
+    assert result.verdict == "passed"
+    assert children
+    assert not [pid for pid in children if is_alive(pid)], "the program dies with its worker"
+
+
+def test_programs_wait_for_a_free_worker_and_their_limit_starts_when_they_do():
+    async def work(sandbox):
+        code = "import time; time.sleep(0.5); print(1)"
+        return await asyncio.gather(*(sandbox.run(code, Case("stdin", "", "1"), SHORT) for _ in range(8)))
+
+    results = play(work)
+    assert [result.verdict for result in results] == ["passed"] * 8
+    assert all(0.5 <= result.wall < 1.5 for result in results)
+
+
+def test_processor_time_is_that_of_the_whole_tree():
+    code = """
+import os, time
+for _ in range(2):
+    if os.fork() == 0:
+        while time.process_time() < 0.3: pass
+        os._exit(0)
+os.wait(), os.wait()
+"""
+    found = run(code, limits=Limits(wall=10))
+    assert found.cpu >= 0.55
+
+
+def test_after_many_programs_nothing_is_left():
+    def open_files():
+        return len(os.listdir("/proc/self/fd"))
+
+    codes = [
+        "print(1)",
+        "1 / 0",
+        "import os; os._exit(1)",
+        "import os\nif os.fork() == 0:\n import time; time.sleep(600)",
+    ]
+
+    async def work(sandbox):
+        await asyncio.gather(*(sandbox.run(code, Case("stdin", "", "1"), SHORT) for code in codes))
+        before = open_files(), sorted(os.listdir("/tmp"))
+        for _ in range(50):
+            await asyncio.gather(*(sandbox.run(codes[i % 4], Case("stdin", "", "1"), SHORT) for i in range(100)))
+        after = open_files(), sorted(os.listdir("/tmp"))
+        children = [pid for worker in sandbox._idle for pid in descendants(worker.process.pid)]
+        return before, after, children
+
+    before, after, children = play(work)
+    assert after[0] == before[0]
+    assert [name for name in after[1] if name.startswith("rl-accel-run-")] == []
+    assert children == []
+    assert [pid for pid in descendants(os.getpid()) if "zygote" in Path(f"/proc/{pid}/cmdline").read_text()] == []
+
+
+def test_wrong_orders_are_named():
+    with pytest.raises(ValueError, match="kind must be one of stdin, assert, call, pytest, found 'doctest'"):
+        Case("doctest", "")
+    with pytest.raises(ValueError, match="a call wants JSON"):
+        Case("call", "f(2)", "3")
+    with pytest.raises(ValueError, match=r"a call wants \[name, arguments\]"):
+        Case("call", "[1, [2]]", "3")
+    with pytest.raises(ValueError, match="memory must be above 0, found 0"):
+        Limits(memory=0)
+    with pytest.raises(ValueError, match="workers must be at least 1, found 0"):
+        Sandbox(0)
+    if NO_BUBBLEWRAP:
+        with pytest.raises(SandboxError, match="bubblewrap does not work here"):
+            Sandbox(1, "bubblewrap")

@@ -1,0 +1,282 @@
+"""The host drives the real core: a batch a step, nothing left behind, no prompt trained twice. Workers here are a schedule."""
+
+import heapq
+import random
+
+import pytest
+
+from rl_accel.errors import ConfigError
+from rl_accel.rollout.hosting.host import Host
+from rl_accel.rollout.hosting.messages import Event
+from rl_accel.rollout.hosting.prompts import Prompts
+from rl_accel.rollout.hosting.report import numbers
+from rl_accel.rollout.tail_batching import TailBatching
+from rl_accel.rollout.tail_settings import TailSettings
+
+
+class Schedule:
+    """Workers whose responses take drawn times. ``stored`` is what lies in the buffer; cancelling takes time as well."""
+
+    def __init__(self, seed=0, fails=lambda prompt_id: False, metric=lambda prompt_id, response_id: None):
+        self.random = random.Random(seed)
+        self.time = 0.0
+        self.fails, self.metric = fails, metric
+        self.stored: set[tuple[int, float | None]] = set()
+        self.launched: dict[int, tuple[str, int]] = {}
+        self._due: list = []
+        self._over: set[int] = set()
+
+    def launch(self, job):
+        for response_id in job.response_ids:
+            assert job.payload["row"] > 0
+            self.launched[response_id] = (job.prompt_id, job.step)
+            seconds = self.random.lognormvariate(0, 1)
+            tokens = int(100 * seconds) + 1
+            if self.fails(job.prompt_id):
+                self._at(seconds, Event("failed", response_id, tokens, error="broken"))
+                continue
+            self._at(seconds, Event("generated", response_id, tokens))
+            result = response_id, self.metric(job.prompt_id, response_id)
+            self._at(seconds + self.random.random(), Event("scored", response_id, tokens, result))
+
+    def cancel(self, response_ids):
+        for response_id in response_ids:
+            if response_id not in self._over:
+                self._over.add(response_id)
+                self._at(self.random.random(), Event("aborted", response_id, 1), cancelled=True)
+
+    def begin_round(self):
+        assert self.launched.keys() == self._over, "nothing of an earlier round is under way"
+
+    def end_round(self):
+        assert self.launched.keys() <= self._over, "the engines are stopped, so all that runs must have been cancelled"
+
+    def wait(self, seconds):
+        assert self._due, "the host waits for ever"
+        self.time, _, event, cancelled = heapq.heappop(self._due)
+        if not cancelled:
+            if event.response_id in self._over:
+                return []
+            if event.kind != "generated":
+                self._over.add(event.response_id)
+            if event.kind == "scored":
+                self.stored.add(event.result)
+        return [event]
+
+    def _at(self, delay, event, cancelled=False):
+        heapq.heappush(self._due, (self.time + delay, len(self._due) + self.random.random(), event, cancelled))
+
+
+def varies(prompt_id, group):
+    return len({metric for _, metric in group}) > 1
+
+
+def make(rows=1000, workers=None, domain=lambda row: "any", **settings):
+    """A host over ``rows`` rows an epoch; ``domain`` names that of the row with this number, from 1 and on over epochs."""
+    workers = workers or Schedule()
+    core = TailBatching(TailSettings(4, 2, **{"queue_threshold": 3, **settings}))
+
+    def fetch():
+        row = prompts.fetched + 1
+        return {"row": row, "index": (row - 1) % rows, "kind": domain(row)}
+
+    prompts = Prompts(fetch, rows, "kind")
+    host = Host(core, prompts, workers, workers.stored.difference_update, varies, lambda: workers.time)
+    return host, workers
+
+
+def train(host, workers, steps, first=1):
+    """Play steps ``first`` to ``steps`` as the trainer does and return the outcomes."""
+    outcomes = []
+    for step in range(first, steps + 1):
+        outcome = host.play(step, steps - step + 1)
+        assert [i for group in outcome.batch.groups for i in group.response_ids] == [i for i, _ in outcome.results]
+        assert len(outcome.results) == len(set(outcome.results)) == 8
+        assert workers.stored == set(outcome.results), "nothing but the batch is left in the buffer"
+        for group in outcome.batch.groups:
+            for response_id in group.response_ids:
+                assert workers.launched[response_id] == (group.prompt_id, step), "on-policy"
+        workers.stored.clear()
+        outcomes.append(outcome)
+    return outcomes
+
+
+def row_of_id(prompt_id):
+    return int(prompt_id.split(":")[1])
+
+
+def trained(outcomes):
+    return [group.prompt_id for outcome in outcomes for group in outcome.batch.groups]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_short_and_long_rounds_train_every_prompt_that_was_begun_exactly_once(seed):
+    host, workers = make(workers=Schedule(seed))
+    outcomes = train(host, workers, 20)
+    assert {outcome.batch.kind for outcome in outcomes} >= {"short", "long"}
+    ids = trained(outcomes)
+    assert len(ids) == len(set(ids)) == 80 == host.prompts.fetched
+    assert host.prompts.payloads == {}
+
+
+def test_epochs_follow_each_other_and_rows_keep_their_ids_apart():
+    host, workers = make(rows=10)
+    ids = trained(train(host, workers, 10))
+    assert sorted(ids) == sorted(f"{epoch}:{row}" for epoch in (1, 2, 3, 4) for row in range(1, 11))
+
+
+def test_a_constant_group_is_rejected_and_replaced_until_the_batch_is_full():
+    def metric(prompt_id, response_id):
+        return 1.0 if int(prompt_id.split(":")[1]) % 8 == 0 else float(response_id)
+
+    host, workers = make(workers=Schedule(metric=metric), filter_groups=True, queue_threshold=2)
+    outcomes = train(host, workers, 20)
+    ids = trained(outcomes)
+    assert len(ids) == len(set(ids)) == 80
+    assert all(int(prompt_id.split(":")[1]) % 8 for prompt_id in ids)
+    rejected = [prompt_id for outcome in outcomes for prompt_id in outcome.settled.rejected]
+    assert len(rejected) == sum(item.prompts_rejected for outcome in outcomes for item in outcome.rounds) >= 9
+    assert sorted(ids + rejected, key=row_of_id) == [f"1:{row}" for row in range(1, len(ids + rejected) + 1)]
+    assert {outcome.batch.kind for outcome in outcomes} >= {"short", "long"}
+
+
+def test_a_group_rejected_when_no_more_prompts_are_planned_is_replaced_within_its_round():
+    def metric(prompt_id, response_id):
+        return 1.0 if row_of_id(prompt_id) in (10, 11, 12) else float(response_id)
+
+    host, workers = make(workers=Schedule(metric=metric), filter_groups=True)
+    outcomes = train(host, workers, 3)
+    assert sorted(prompt_id for outcome in outcomes for prompt_id in outcome.settled.rejected) == [
+        "1:10",
+        "1:11",
+        "1:12",
+    ]
+    assert [len(outcome.rounds) for outcome in outcomes] == [1, 1, 1], "no round was given up for want of a prompt"
+    assert host.prompts.fetched == 15
+
+
+def test_no_more_is_fetched_than_a_round_launches_however_the_domains_alternate():
+    host, _ = make(domain=lambda row: "code" if row % 2 else "math")
+    host.play(1, 100)
+    assert host.prompts.fetched == 5
+
+
+def test_a_broken_prompt_is_retried_then_given_up_and_the_step_goes_on():
+    host, workers = make(workers=Schedule(fails=lambda prompt_id: prompt_id == "1:2"))
+    outcomes = train(host, workers, 6)
+    assert "1:2" not in trained(outcomes)
+    assert sum(item.prompts_failed for outcome in outcomes for item in outcome.rounds) == 1
+    assert [outcome.settled.failed for outcome in outcomes if outcome.settled.failed] == [{"1:2": 1}]
+    assert [outcome.settled.errors for outcome in outcomes if outcome.settled.errors] == [{"1:2": "broken"}]
+    assert len(set(trained(outcomes))) == 24
+    attempts = [response_id for response_id, (prompt_id, _) in workers.launched.items() if prompt_id == "1:2"]
+    assert len(attempts) <= 2 * 3 * 3, "in two rounds at most, three responses, each started again twice at most"
+
+
+@pytest.mark.parametrize("row", [1, 4, 22, 23, 24])
+def test_a_broken_prompt_near_the_end_of_the_run_does_not_keep_the_last_batches_from_being_full(row):
+    host, workers = make(workers=Schedule(fails=lambda prompt_id: prompt_id == f"1:{row}"))
+    ids = trained(train(host, workers, 6))
+    assert len(set(ids)) == 24
+    assert f"1:{row}" not in ids
+    assert host.prompts.payloads == {}
+
+
+def test_what_was_settled_names_the_rows_of_the_data_set():
+    host, workers = make(rows=10)
+    for outcome in train(host, workers, 6):
+        assert outcome.settled.trained == {
+            group.prompt_id: row_of_id(group.prompt_id) - 1 for group in outcome.batch.groups
+        }
+
+
+QUOTAS = {"math": 3, "code": 1}
+
+
+@pytest.mark.parametrize("every", [2, 3, 7])
+@pytest.mark.parametrize("rows", [14, 1000])
+def test_every_batch_has_its_quota_of_each_domain_however_the_rows_are_mixed(rows, every):
+    domains = {}
+
+    def domain(row):
+        return domains.setdefault((row - 1) // rows * rows + (row - 1) % rows, "code" if row % every == 0 else "math")
+
+    host, workers = make(rows=rows, domain=domain, domain_quotas=QUOTAS)
+    outcomes = train(host, workers, 12)
+    ids = trained(outcomes)
+    assert len(set(ids)) == 48
+    for outcome in outcomes:
+        numbers = [
+            (int(epoch) - 1) * rows + int(row) - 1 for epoch, row in (i.split(":") for i in outcome.settled.trained)
+        ]
+        assert sorted(domains[number] for number in numbers) == ["code", "math", "math", "math"]
+    assert {outcome.batch.kind for outcome in outcomes} >= {"short"}
+    # What was fetched and not trained is of the domain that the data has too much of, and is still there.
+    assert len(host.prompts.payloads) == host.prompts.fetched - 48
+    assert set(host.core.unsettled_prompts()) == set(host.prompts.payloads)
+
+
+def test_quotas_hold_in_long_rounds_and_where_groups_are_rejected():
+    host, workers = make(
+        workers=Schedule(metric=lambda p, r: 1.0 if row_of_id(p) % 8 == 0 else float(r)),
+        domain=lambda row: "code" if row % 4 == 0 else "math",
+        domain_quotas=QUOTAS,
+        filter_groups=True,
+        queue_threshold=1,
+    )
+    outcomes = train(host, workers, 12)
+    assert {outcome.batch.kind for outcome in outcomes} >= {"short", "long"}
+    for outcome in outcomes:
+        assert sum(row_of_id(prompt_id) % 4 == 0 for prompt_id in outcome.settled.trained) == 1
+    assert any(outcome.settled.rejected for outcome in outcomes)
+
+
+def test_a_domain_without_quota_is_named_and_so_is_a_quota_without_rows():
+    host, _ = make(domain=lambda row: "code" if row % 4 else "poems", domain_quotas={"code": 4})
+    with pytest.raises(ConfigError, match=r"must have a quota for every kind, found 'poems' at prompt 1:4 .* for code"):
+        host.play(1, 3)
+    host, _ = make(rows=20, domain=lambda row: "code", domain_quotas=QUOTAS)
+    with pytest.raises(ConfigError, match=r"asks for kind = 'math', which no row of the data has"):
+        host.play(1, 3)
+
+
+def test_quotas_may_change_when_a_run_is_resumed():
+    host, _ = make(domain=lambda row: "code" if row % 2 else "math")
+    for step in (1, 2, 3):
+        host.play(step, 6)
+    again, fresh = make(workers=Schedule(9), domain=lambda row: "code" if row % 2 else "math", domain_quotas=QUOTAS)
+    again.core.load_state_dict(host.core.state_dict())
+    again.prompts.restore(host.prompts.fetched, host.prompts.payloads)
+    for outcome in train(again, fresh, 6, first=4):
+        assert sum(row_of_id(prompt_id) % 2 for prompt_id in outcome.settled.trained) == 1
+
+
+def test_when_everything_fails_the_last_error_comes_out():
+    host, _ = make(workers=Schedule(fails=lambda prompt_id: True))
+    with pytest.raises(RuntimeError, match="4 prompts failed one after the other; last error: broken"):
+        host.play(1, 3)
+
+
+@pytest.mark.parametrize("stop", [1, 4, 7])
+def test_a_resumed_run_goes_on_without_loss_or_repetition(stop):
+    host, _ = make(rows=13)
+    before = [host.play(step, 12 - step + 1) for step in range(1, stop + 1)]
+    state, payloads, fetched = host.core.state_dict(), dict(host.prompts.payloads), host.prompts.fetched
+    again, fresh = make(rows=13, workers=Schedule(seed=99))
+    again.core.load_state_dict(state)
+    again.prompts.restore(fetched, payloads)
+    ids = trained(before) + trained(train(again, fresh, 12, first=stop + 1))
+    assert len(ids) == len(set(ids)) == 48
+    assert again.prompts.payloads == {}
+
+
+def test_every_number_has_a_name_that_verl_reduces_as_meant():
+    host, workers = make()
+    outcome = train(host, workers, 1)[0]
+    found = numbers(outcome.rounds)
+    assert all(name.startswith("rl_accel/tail_batching/") for name in found)
+    # verl chooses the reduction of a metric by these parts of its name.
+    assert not [name for name in found for part in ("max", "min", "sum", "total") if part in name]
+    assert found["rl_accel/tail_batching/prompts_trained"] == 4.0
+    assert found["rl_accel/tail_batching/short_round"] + found["rl_accel/tail_batching/final_round"] == 1.0
+    assert all(isinstance(value, float) for value in found.values())

@@ -1,0 +1,128 @@
+"""The sidecar of a checkpoint comes back as it was written, or is refused with the reason; the ledger rewinds to a step."""
+
+import json
+
+import pytest
+import torch
+
+from rl_accel.rollout.hosting.outcome import Settled
+from rl_accel.rollout.hosting.prompts import Prompts
+from rl_accel.rollout.hosting.saved import Ledger, ResumeError, load, restore, save
+from rl_accel.rollout.tail_batching import TailBatching
+from rl_accel.rollout.tail_settings import TailSettings
+
+CORE = {"format": "core", "rounds": 3}
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    payloads = {"1:7": {"raw_prompt": [{"role": "user", "content": "hi"}], "index": 6}}
+    save(tmp_path, 3, CORE, 42, payloads)
+    assert load(tmp_path, 3) == (CORE, 42, payloads)
+
+
+def test_a_checkpoint_of_a_stock_run_is_refused(tmp_path):
+    with pytest.raises(ResumeError, match=r"saved without tail batching: .*state\.json is missing"):
+        load(tmp_path, 3)
+
+
+def test_another_step_and_a_damaged_file_are_refused(tmp_path):
+    save(tmp_path, 3, CORE, 42, {})
+    with pytest.raises(ResumeError, match=r"4\) \(format, version, step\), found .* 3\)"):
+        load(tmp_path, 4)
+    (tmp_path / "state.json").write_text("{")
+    with pytest.raises(ResumeError, match="is damaged: JSONDecodeError"):
+        load(tmp_path, 3)
+
+
+def test_the_ledger_forgets_what_a_checkpoint_does_not_hold(tmp_path):
+    ledger = Ledger(tmp_path)
+    ledger.rewind(0)
+    for step in (1, 2, 3):
+        ledger.add(step, step, "short", Settled(trained={f"1:{step}": step - 1}))
+    with ledger.path.open("a") as file:
+        file.write('{"step": 4, "tr')  # killed while it wrote
+    ledger.rewind(2)
+    ledger.add(3, 3, "long", Settled({"1:9": 8}, {"1:4": 3}, {"1:5": 4}, {"1:5": "ServerDied: gone"}))
+    rows = [json.loads(line) for line in ledger.path.read_text().splitlines()]
+    assert [(row["step"], row["trained"]) for row in rows] == [(1, {"1:1": 0}), (2, {"1:2": 1}), (3, {"1:9": 8})]
+    assert rows[-1] == {
+        "step": 3,
+        "round": 3,
+        "kind": "long",
+        "trained": {"1:9": 8},
+        "rejected": {"1:4": 3},
+        "failed": {"1:5": 4},
+        "errors": {"1:5": "ServerDied: gone"},
+    }
+
+
+def run_of(data_id="train.parquet", **settings):
+    core = TailBatching(
+        TailSettings(**{"prompts_per_step": 2, "responses_per_prompt": 2, "data_id": data_id, **settings})
+    )
+    return core, Prompts(lambda: {"index": 5}, 10)
+
+
+def saved_run(folder):
+    core, prompts = run_of()
+    core.begin_round(0.0)
+    core.offer([prompts.take()[0] for _ in range(3)], 0.0)
+    save(folder, 4, core.state_dict(), prompts.fetched, prompts.payloads)
+
+
+def test_a_run_comes_back_with_its_prompts_and_its_place_in_the_data(tmp_path):
+    saved_run(tmp_path)
+    core, prompts = run_of()
+    restore(tmp_path, 4, core, prompts)
+    assert set(core.unsettled_prompts()) == set(prompts.payloads) == {"1:1", "1:2", "1:3"}
+    assert (prompts.fetched, prompts.unsettled()) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"data_id": "other.parquet"},
+            "does not fit this run: state must have data_id = 'other.parquet', found 'train.parq",
+        ),
+        ({"prompts_per_step": 3}, "state must have prompts_per_step = 3, found 2"),
+        ({"responses_per_prompt": 4}, "state must have responses_per_prompt = 4, found 2"),
+    ],
+)
+def test_the_queue_of_another_run_is_refused_and_nothing_changes(tmp_path, settings, message):
+    saved_run(tmp_path)
+    core, prompts = run_of(**settings)
+    with pytest.raises(ResumeError, match=message):
+        restore(tmp_path, 4, core, prompts)
+    assert core.unsettled_prompts() == []
+    assert (prompts.fetched, prompts.payloads) == (0, {})
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda state: state.update(version=2), r"must be of .*, 1, 4\).* found .*, 2, 4\)"),
+        (lambda state: state["core"].update(version=99), "state must have version = 1, found 99"),
+        (lambda state: state.pop("rows_fetched"), "is damaged: KeyError: 'rows_fetched'"),
+        (lambda state: state.update(rows_fetched=2), "3 prompts are open but only 2 rows were fetched"),
+        (lambda state: state["core"]["pool"]["prompts"].pop(), "state is damaged or does not fit"),
+    ],
+)
+def test_a_queue_of_another_version_or_a_damaged_one_is_refused(tmp_path, edit, message):
+    saved_run(tmp_path)
+    file = tmp_path / "state.json"
+    state = json.loads(file.read_text())
+    edit(state)
+    file.write_text(json.dumps(state))
+    core, prompts = run_of()
+    with pytest.raises(ResumeError, match=message):
+        restore(tmp_path, 4, core, prompts)
+    assert (core.unsettled_prompts(), prompts.fetched) == ([], 0)
+
+
+def test_a_queue_whose_prompts_are_not_there_is_refused(tmp_path):
+    saved_run(tmp_path)
+    torch.save({"1:1": {"index": 0}}, tmp_path / "prompts.pt")
+    core, prompts = run_of()
+    with pytest.raises(ResumeError, match=r"is damaged: the queue and the saved rows differ in 2 prompts, such as 1:2"):
+        restore(tmp_path, 4, core, prompts)

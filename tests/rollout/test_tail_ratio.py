@@ -1,0 +1,110 @@
+"""The automatic ratio of tail batching, against brute force on published lengths."""
+
+import json
+import math
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+
+from rl_accel.rollout.tail_ratio import CompletionTimes
+
+LENGTHS = json.loads((Path(__file__).parent / "math_response_lengths.json").read_text())
+
+TOKENS = np.array([*LENGTHS["tokens"], LENGTHS["limit"]])
+QUANTILES = np.array([*LENGTHS["cum_pct"], 100 - LENGTHS["cap_pct"]]) / 100
+NORMAL = np.linspace(-5, 5, 20001)
+LENGTH_AT = np.interp([NormalDist().cdf(z) for z in NORMAL], QUANTILES, TOKENS)
+
+
+class Simulation:
+    """Rounds by the paper's rule, written anew. A prompt has a difficulty, which its responses share in part."""
+
+    def __init__(self, P0, R0, response_ratio, prompt_share, seed=0):
+        self.P0, self.R0, self.surplus = P0, R0, math.ceil(R0 * response_ratio)
+        self.prompt_share, self.rng, self.queue = prompt_share, np.random.default_rng(seed), np.empty(0)
+        self.seconds = self.trained = 0.0
+
+    def times(self, difficulty, count):
+        """Completion times of ``count`` responses of each prompt, sorted; one token takes 10 ms."""
+        own = math.sqrt(1 - self.prompt_share**2) * self.rng.standard_normal((len(difficulty), count))
+        return np.sort(np.interp(self.prompt_share * difficulty[:, None] + own, NORMAL, LENGTH_AT) / 100, axis=1)
+
+    def run(self, ratio, rounds, observe=None):
+        for _ in range(rounds):
+            if len(self.queue) >= self.P0:
+                times = self.times(self.queue[: self.P0], self.R0)
+                self.queue = self.queue[self.P0 :]
+                self.seconds += times[:, -1].max()
+                if observe:
+                    rank = round(self.R0 * (self.R0 + 1) / (self.surplus + 1))
+                    for of_prompt in times:
+                        observe.add_long(of_prompt[-1], of_prompt[rank - 1])
+            else:
+                new = self.rng.standard_normal(round(ratio * self.P0))
+                done = self.times(new, self.surplus)[:, self.R0 - 1]
+                order = done.argsort()
+                end = done[order[self.P0 - 1]]
+                self.seconds += end
+                self.queue = np.append(self.queue, new[order[self.P0 :]])
+                if observe:
+                    for seconds in done[order[: self.P0]]:
+                        observe.add_completed(seconds)
+                    for _ in order[self.P0 :]:
+                        observe.add_cut_off(end)
+            self.trained += self.P0
+        return self.seconds / self.trained
+
+
+@pytest.mark.parametrize("prompt_share", [0.0, 0.8], ids=["bad luck", "hard prompts"])
+@pytest.mark.parametrize("response_ratio", [1.0, 1.25])
+def test_the_automatic_ratio_is_near_the_best_of_all(response_ratio, prompt_share):
+    P0, R0 = 32, 4
+    grid = [1 + i / 16 for i in range(17)]
+    costs = {ratio: Simulation(P0, R0, response_ratio, prompt_share).run(ratio, 600) for ratio in grid}
+    times = CompletionTimes(P0)
+    ratio, observed = 1.25, Simulation(P0, R0, response_ratio, prompt_share, seed=1)
+    for _ in range(4):
+        observed.run(ratio, 25, observe=times)
+        ratio = times.best_ratio(1.25)
+    chosen = Simulation(P0, R0, response_ratio, prompt_share).run(ratio, 600)
+    assert chosen <= 1.08 * min(costs.values())
+    assert chosen < 0.75 * costs[1.0]
+
+
+def test_waiting_for_all_is_estimated_from_rounds_that_never_did():
+    stock = Simulation(32, 8, 1.0, 0.8).run(1.0, 300) * 32
+    times = CompletionTimes(32)
+    Simulation(32, 8, 1.0, 0.8, seed=1).run(1.25, 60, observe=times)
+    assert times.full_wait() == pytest.approx(stock, rel=0.1)
+
+
+def test_the_automatic_ratio_waits_for_the_first_long_round():
+    times = CompletionTimes(4)
+    for seconds in range(4):
+        times.add_completed(seconds)
+    times.add_cut_off(3.0)
+    assert times.best_ratio(1.25) == 1.25
+    assert times.full_wait() is None
+    for _ in range(4):
+        times.add_long(50.0, 50.0)
+    assert times.best_ratio(1.25) > 1.0
+    assert times.full_wait() > 3.0
+
+
+def test_without_a_tail_there_is_no_surplus():
+    times = CompletionTimes(8)
+    for _ in range(64):
+        times.add_completed(5.0)
+        times.add_long(5.0, 5.0)
+    assert times.best_ratio(1.25) == 1.0
+    assert times.full_wait() == pytest.approx(5.0)
+
+
+def test_the_ratio_is_limited():
+    times = CompletionTimes(8)
+    for i in range(640):
+        times.add_completed(1.0 if i % 2 else 1000.0)
+        times.add_long(1000.0, 1000.0)
+    assert times.best_ratio(1.25, limit=1.5) <= 1.5
