@@ -19,6 +19,7 @@ from rl_accel.errors import ConfigError
 
 ENV_VAR = "RL_ACCEL_CONFIG"
 BACKENDS = ("auto", "naive", "chunk", "numba", "triton")
+ISOLATION = ("auto", "process", "bubblewrap")
 
 
 def _flag(default: Any, help: str, **limits: Any) -> Any:
@@ -78,6 +79,29 @@ class TailBatchingConfig:
 
 
 @dataclass
+class RewardTimeoutConfig:
+    """Executions that end soon after correct ones have, and are killed then. Changes rewards, so it is never automatic."""
+
+    enable: bool | None = _flag(None, "True: on, and an error if it cannot be; False or null: off")
+    scale: float = _flag(1.5, "the limit over the longest correct execution of the test case", minimum=1.0)
+    slack: float = _flag(0.5, "seconds added to the limit", minimum=0.0)
+    minimum: float = _flag(2.0, "the least limit, in seconds", minimum=0.0)
+    maximum: float = _flag(30.0, "the greatest limit, in seconds, and the limit while little is known", minimum=0.001)
+    min_correct: int = _flag(3, "correct executions of a test case before its limit adapts", minimum=1)
+    probe_share: float = _flag(
+        0.02, "share of executions that get the greatest limit all the same", minimum=0.0, maximum=1.0
+    )
+    correct_above: float = _flag(0.0, "a score above this is of a correct answer (its `acc`, if it has one)")
+    timeout_score: float = _flag(0.0, "the score of an answer whose execution was stopped")
+    early_stop: bool = _flag(False, "leave out the test cases after the first that fails")
+    workers: int | None = _flag(
+        None, "executions at once in each reward process; null: its share of the cores", minimum=1
+    )
+    isolation: str = _flag("auto", "of programs under test; auto takes the best that works", choices=ISOLATION)
+    memory_mb: int = _flag(1024, "memory of a program under test, in MiB", minimum=16)
+
+
+@dataclass
 class RlAccelConfig:
     """All flags. A section is a feature; ``auto`` turns on every lossless feature whose ``enable`` is null."""
 
@@ -86,6 +110,7 @@ class RlAccelConfig:
     advantages: AdvantagesConfig = field(default_factory=AdvantagesConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
+    reward_timeout: RewardTimeoutConfig = field(default_factory=RewardTimeoutConfig)
 
 
 Layer = tuple[str, Mapping[str, Any]]

@@ -12,6 +12,8 @@ from typing import Any, Literal
 _FORMAT = "rl_accel.adaptive_timeout"
 _VERSION = 1
 
+AnchorTuple = tuple[float, float, int]
+"""Longest correct execution in wall and in processor seconds, and how many were correct."""
 Reason = Literal["learning", "adaptive", "probe"]
 """Why a limit is what it is. learning: too few correct results are known, the full budget. adaptive: from the anchor. probe: the
 full budget, to find out whether a correct answer takes longer than any has so far."""
@@ -144,17 +146,26 @@ class AdaptiveTimeout:
         anchor.correct += 1
         return rises
 
-    def merge(self, other: "AdaptiveTimeout") -> None:
-        """Take over what ``other`` knows: the longer anchor and the larger count of each key. Twice is the same as once."""
-        for key, theirs in other._anchors.items():
+    def get(self, key: str) -> AnchorTuple:
+        """Return the anchor of ``key`` in wall and in processor seconds, and how many results were correct; zeros if unknown."""
+        anchor = self._anchors.get(key, _Anchor())
+        return anchor.wall, anchor.cpu, anchor.correct
+
+    def merge(self, anchors: Mapping[str, AnchorTuple]) -> None:
+        """Take over what others know: the longer anchor and the larger count of each key. Twice is the same as once."""
+        for key, (wall, cpu, correct) in anchors.items():
             ours = self._anchors.setdefault(key, _Anchor())
-            ours.wall, ours.cpu = max(ours.wall, theirs.wall), max(ours.cpu, theirs.cpu)
-            ours.correct = max(ours.correct, theirs.correct)
+            ours.wall, ours.cpu, ours.correct = max(ours.wall, wall), max(ours.cpu, cpu), max(ours.correct, correct)
+            self._anchors.move_to_end(key)
         self._forget()
 
+    def anchors(self) -> dict[str, AnchorTuple]:
+        """Return all anchors as :meth:`get` does, the key used last at the end."""
+        return {key: self.get(key) for key in self._anchors}
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the anchors, ready for JSON, the key used last at the end."""
-        anchors = {key: [anchor.wall, anchor.cpu, anchor.correct] for key, anchor in self._anchors.items()}
+        """Return the anchors, ready for JSON."""
+        anchors = {key: list(anchor) for key, anchor in self.anchors().items()}
         return {"format": _FORMAT, "version": _VERSION, "anchors": anchors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

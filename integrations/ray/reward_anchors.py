@@ -1,0 +1,116 @@
+"""The ledger of reward anchors as a named Ray actor, and each process's line to it.
+
+The actor belongs to the job and is made by whoever asks first. Ray starts it again when its process dies, from its last save; if its
+owner died with it, the next to ask makes a new one. Nobody waits for it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from rl_accel.reward.adaptive_timeout import TimeoutSettings
+from rl_accel.reward.shared import Ledger, News, Replica, Update
+
+logger = logging.getLogger("rl_accel")
+
+NAME = "rl_accel_reward_anchors"
+EXCHANGE_SECONDS = 1.0
+SAVE_SECONDS = 30.0
+_PATIENCE_SECONDS = 10.0
+
+
+class LedgerActor:
+    """A :class:`Ledger` in a process of its own."""
+
+    def __init__(self, path: str | None, settings: dict[str, Any]) -> None:
+        wanted = TimeoutSettings(**settings)
+        self._saved = time.monotonic()
+        try:
+            self._ledger = Ledger(Path(path) if path else None, wanted)
+        except (OSError, ValueError) as error:
+            # An actor that raises here would be started for ever; anchors are learned again within a few steps.
+            logger.warning("rl-accel: reward anchors of %s cannot be read and are learned anew: %s", path, error)
+            self._ledger = Ledger(None, wanted)
+
+    def exchange(self, news: News) -> Update:
+        """See :meth:`Ledger.exchange`. Saves now and then."""
+        update = self._ledger.exchange(news)
+        if time.monotonic() - self._saved > SAVE_SECONDS:
+            self.save()
+        return update
+
+    def take_counts(self) -> dict[str, float]:
+        """See :meth:`Ledger.take_counts`; ``anchors`` is how many there are. Saves."""
+        self.save()
+        return {**self._ledger.take_counts(), "anchors": float(len(self._ledger))}
+
+    def save(self) -> None:
+        """See :meth:`Ledger.save`. A full disk costs a warning, not the training."""
+        self._saved = time.monotonic()
+        try:
+            self._ledger.save()
+        except OSError as error:
+            logger.warning("rl-accel: reward anchors could not be saved: %s", error)
+
+
+def ledger(path: str | None, settings: TimeoutSettings) -> Any:
+    """Return the handle of this job's ledger, which is made if there is none."""
+    return (
+        ray.remote(LedgerActor)
+        .options(name=NAME, get_if_exists=True, num_cpus=0, max_restarts=-1)
+        .remote(path, asdict(settings))
+    )
+
+
+class Line:
+    """Keeps ``replica`` and the job's ledger informed of each other, in the background of the running event loop."""
+
+    def __init__(self, replica: Replica, path: str | None) -> None:
+        self._replica = replica
+        self._path = path
+        self._task: asyncio.Task[None] | None = None
+        self._wanted = False
+        self._handle: Any = None
+
+    def use(self) -> None:
+        """Say that anchors are in use: news are exchanged for as long as this is said once an interval."""
+        self._wanted = True
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._keep_up())
+
+    async def close(self) -> None:
+        """Exchange a last time and end."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        await self._exchange()
+
+    async def _keep_up(self) -> None:
+        idle = 0
+        while idle < 3:  # the last results of a step are counted with it or with the next
+            self._wanted, idle = False, 0 if self._wanted else idle + 1
+            await self._exchange()
+            await asyncio.sleep(EXCHANGE_SECONDS)
+
+    async def _exchange(self) -> None:
+        news = self._replica.take_news()
+        try:
+            if self._handle is None:
+                self._handle = ledger(self._path, self._replica.timeout.settings)
+            self._replica.apply(await asyncio.wait_for(self._handle.exchange.remote(news), _PATIENCE_SECONDS))
+        except (RayError, asyncio.TimeoutError) as error:
+            self._handle = None
+            self._replica.put_back(news)
+            self._replica.count("ledger_unreachable")
+            logger.warning("rl-accel: the ledger of reward anchors does not answer: %s", str(error).splitlines()[:1])
+        except asyncio.CancelledError:
+            self._replica.put_back(news)
+            raise

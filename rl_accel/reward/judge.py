@@ -1,0 +1,140 @@
+"""Executions within adaptive limits: who goes next, how long it may take, and what it teaches."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+from rl_accel.reward.pace import Pace
+from rl_accel.reward.program import Case, CaseResult, Limits
+from rl_accel.reward.sandbox import Sandbox
+from rl_accel.reward.shared import Replica
+from rl_accel.reward.turns import Turns
+
+
+class Execution(Protocol):
+    """What came of an execution: a :class:`CaseResult` or a :class:`~rl_accel.reward.graders.GradeResult`."""
+
+    @property
+    def verdict(self) -> str: ...
+
+    @property
+    def wall(self) -> float: ...
+
+    @property
+    def cpu(self) -> float: ...
+
+    @property
+    def waited(self) -> float: ...
+
+
+Result = TypeVar("Result", bound=Execution)
+
+
+class Judge:
+    """Runs at most ``slots`` executions at once; the others wait, and with them those who want the results.
+
+    Counts, in ``replica``: ``executions``, ``correct``, ``timeouts`` (of these ``timeouts_full``: at the full budget), ``killed``
+    (memory, output, or it died), ``cancelled``, ``probes``, ``seconds`` (wall), ``waited_seconds`` (for a turn) and
+    ``saved_seconds``: what executions that were stopped early would have taken longer, had they all run into the full budget.
+    Those that do not teach are counted as ``eval_executions`` alone.
+
+    Args:
+        replica: anchors and counts.
+        slots: executions at once.
+        limits: what an execution may use; wall and processor seconds are those of the policy instead.
+    """
+
+    def __init__(self, replica: Replica, slots: int, limits: Limits | None = None) -> None:
+        self.replica = replica
+        self.limits = limits or Limits()
+        self.turns = Turns(slots)
+        self._pace = Pace()
+
+    async def execute(
+        self,
+        prompt: str,
+        case: str,
+        run: Callable[[Limits], Awaitable[Result]],
+        correct: Callable[[Result], bool],
+        teach: bool = True,
+    ) -> Result:
+        """Run one execution. Cancelling this call cancels ``run``.
+
+        Args:
+            prompt: whose turn it is; executions of one prompt share what it gets.
+            case: which of the prompt's test cases; prompt and case together are the key of the anchor.
+            run: starts it, within the limits it is given.
+            correct: whether a result is. Only the times of correct ones are learned.
+            teach: False for an evaluation, which uses anchors and leaves them as they are.
+        """
+        key = f"{prompt}/{case}"
+        timeout, loop = self.replica.timeout, asyncio.get_running_loop()
+        came = loop.time()
+        async with self.turns.turn(prompt, timeout.expected(key)):
+            began = loop.time()
+            slowdown = self._pace.slowdown()
+            limit = timeout.limit(key, slowdown)
+            try:
+                result = await run(replace(self.limits, wall=limit.wall, cpu=limit.cpu))
+            except asyncio.CancelledError:
+                self.replica.count("cancelled")
+                raise
+        if not teach:
+            self.replica.count("eval_executions")
+            return result
+        full = timeout.settings.maximum * slowdown
+        timed_out = result.verdict == "timeout"
+        is_correct = correct(result)
+        self.replica.record(key, max(result.wall - result.waited, 0.0), result.cpu, is_correct, slowdown)
+        for name, amount in (
+            ("executions", 1),
+            ("correct", is_correct),
+            ("timeouts", timed_out),
+            ("timeouts_full", timed_out and limit.reason != "adaptive"),
+            ("killed", result.verdict in ("killed", "memory")),
+            ("probes", limit.reason == "probe"),
+            ("seconds", result.wall),
+            ("waited_seconds", began - came),
+            ("saved_seconds", max(full - result.wall, 0.0) if timed_out and limit.reason == "adaptive" else 0.0),
+        ):
+            self.replica.count(name, float(amount))
+        return result
+
+
+async def judge_program(
+    judge: Judge,
+    sandbox: Sandbox,
+    prompt: str,
+    code: str,
+    cases: Sequence[Case],
+    teach: bool = True,
+    early_stop: bool = False,
+) -> list[CaseResult]:
+    """Run a program on its test cases and return their results in order.
+
+    With ``early_stop`` they run one after another and end with the first that does not pass: the list is shorter then.
+    """
+
+    async def one(number: int) -> CaseResult:
+        return await judge.execute(
+            prompt,
+            str(number),
+            lambda limits: sandbox.run(code, cases[number], limits),
+            lambda result: result.verdict == "passed",
+            teach,
+        )
+
+    if not early_stop:
+        tasks = [asyncio.ensure_future(one(number)) for number in range(len(cases))]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:  # if one fails, the others are of no use
+            for task in tasks:
+                task.cancel()
+    results: list[CaseResult] = []
+    for number in range(len(cases)):
+        results.append(await one(number))
+        if results[-1].verdict != "passed":
+            break
+    return results

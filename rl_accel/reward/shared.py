@@ -1,0 +1,158 @@
+"""Anchors that many processes share: each has a replica of its own to ask and to teach, and exchanges news with one ledger.
+
+Nothing here waits for another process. A replica that cannot reach the ledger goes on with what it knows; a ledger that begins anew
+asks each replica for everything.
+"""
+
+import json
+import os
+import uuid
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rl_accel.reward.adaptive_timeout import AdaptiveTimeout, AnchorTuple, TimeoutSettings
+
+
+@dataclass
+class News:
+    """What a replica has for the ledger.
+
+    Attributes:
+        life: the ledger that the replica knows; "" for none.
+        version: up to where.
+        learned: by key, anchor and number of correct results since the last exchange.
+        everything: all anchors of the replica, if the ledger asked for them.
+        counts: what was counted since the last exchange, by name.
+    """
+
+    life: str = ""
+    version: int = 0
+    learned: dict[str, AnchorTuple] = field(default_factory=dict)
+    everything: dict[str, AnchorTuple] = field(default_factory=dict)
+    counts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Update:
+    """What the ledger answers: its life and version, the anchors that changed since, and whether it wants everything."""
+
+    life: str
+    version: int
+    anchors: dict[str, AnchorTuple]
+    wants_everything: bool
+
+
+class Replica:
+    """A process's own :class:`AdaptiveTimeout`, which also keeps account of what the ledger does not know yet."""
+
+    def __init__(self, settings: TimeoutSettings | None = None) -> None:
+        self.timeout = AdaptiveTimeout(settings)
+        self._learned: dict[str, AnchorTuple] = {}
+        self._counts: dict[str, float] = {}
+        self._life, self._version, self._tell_everything = "", 0, False
+
+    def record(self, key: str, wall: float, cpu: float, correct: bool, slowdown: float = 1.0) -> None:
+        """Report an execution; see :meth:`AdaptiveTimeout.record`."""
+        self.timeout.record(key, wall, cpu, correct, slowdown)
+        if correct:
+            known = self._learned.get(key, (0.0, 0.0, 0))
+            self._learned[key] = max(known[0], wall / slowdown), max(known[1], cpu / slowdown), known[2] + 1
+
+    def count(self, name: str, amount: float = 1.0) -> None:
+        """Add to a number that the ledger sums over all replicas."""
+        _add(self._counts, {name: amount})
+
+    def take_news(self) -> News:
+        """Return what happened since the last call. If the exchange then fails, give it to :meth:`put_back`."""
+        everything = self.timeout.anchors() if self._tell_everything else {}
+        news = News(self._life, self._version, self._learned, everything, self._counts)
+        self._learned, self._counts, self._tell_everything = {}, {}, False
+        return news
+
+    def put_back(self, news: News) -> None:
+        """Keep ``news`` for the next exchange."""
+        for key, (wall, cpu, correct) in news.learned.items():
+            now = self._learned.get(key, (0.0, 0.0, 0))
+            self._learned[key] = max(now[0], wall), max(now[1], cpu), now[2] + correct
+        _add(self._counts, news.counts)
+        self._tell_everything |= bool(news.everything)
+
+    def apply(self, update: Update) -> None:
+        """Take over what others have learned."""
+        self.timeout.merge(update.anchors)
+        self._life, self._version, self._tell_everything = update.life, update.version, update.wants_everything
+
+
+class Ledger:
+    """The anchors of all replicas and the sums of their counts.
+
+    Args:
+        path: a file to start from, if it is there, and to save to. None: kept in memory only.
+        settings: bounds of anchors and how many are kept.
+
+    Raises:
+        ValueError: the file is damaged, or of another version.
+    """
+
+    def __init__(self, path: Path | None = None, settings: TimeoutSettings | None = None) -> None:
+        self._timeout = AdaptiveTimeout(settings)
+        self._life = uuid.uuid4().hex
+        self._version = 0
+        self._changed: OrderedDict[str, int] = OrderedDict()
+        self._counts: dict[str, float] = {}
+        self._path = path
+        self._saved = 0
+        if path is not None and path.exists():
+            self._timeout.load_state_dict(json.loads(path.read_text()))
+            self._touch(self._timeout.anchors())
+            self._saved = self._version
+
+    def __len__(self) -> int:
+        return len(self._timeout)
+
+    def exchange(self, news: News) -> Update:
+        """Take in a replica's news and return what it does not know."""
+        for key, (wall, cpu, correct) in news.learned.items():
+            self._timeout.merge({key: (wall, cpu, self._timeout.get(key)[2] + correct)})
+        self._timeout.merge(news.everything)
+        _add(self._counts, news.counts)
+        if news.learned or news.everything:
+            self._touch({**news.learned, **news.everything})
+        known = news.life == self._life
+        since = news.version if known else 0
+        anchors = {}
+        for key in reversed(self._changed):
+            if self._changed[key] <= since:
+                break
+            anchors[key] = self._timeout.get(key)
+        return Update(self._life, self._version, anchors, wants_everything=bool(news.life) and not known)
+
+    def take_counts(self) -> dict[str, float]:
+        """Return the sums since the last call."""
+        counts, self._counts = self._counts, {}
+        return counts
+
+    def save(self) -> None:
+        """Write the file, whole or not at all, if anything has changed."""
+        if self._path is None or self._saved == self._version:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        scratch.write_text(json.dumps(self._timeout.state_dict()))
+        scratch.replace(self._path)
+        self._saved = self._version
+
+    def _touch(self, keys: "dict[str, AnchorTuple]") -> None:
+        self._version += 1
+        for key in keys:
+            self._changed[key] = self._version
+            self._changed.move_to_end(key)
+        while len(self._changed) > self._timeout.settings.capacity:
+            self._changed.popitem(last=False)
+
+
+def _add(counts: dict[str, float], more: Mapping[str, float]) -> None:
+    for name, amount in more.items():
+        counts[name] = counts.get(name, 0.0) + amount

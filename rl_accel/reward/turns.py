@@ -1,0 +1,93 @@
+"""Who executes next: a bounded number at once, fair between prompts, the shortest expected first."""
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import AsyncIterator
+from time import monotonic
+
+_Waiting = tuple[float, int, "asyncio.Future[None]"]
+"""When it should be over if it ran since it came, its number, and its turn."""
+
+
+class Turns:
+    """Gives out ``slots`` turns. Use it from one event loop.
+
+    A free slot goes to a prompt that holds the fewest; among those to the execution expected to end first, what it has waited
+    taken off what it is expected to take, so that none waits for ever. Amortised O(log n) a turn.
+    """
+
+    def __init__(self, slots: int) -> None:
+        if slots < 1:
+            raise ValueError(f"slots must be at least 1, found {slots!r}")
+        self._free = slots
+        self._held: Counter[str] = Counter()
+        self._queues: dict[str, list[_Waiting]] = {}
+        # (slots held, head of its queue, prompt); entries that no longer tell the truth are dropped when they come up.
+        self._offers: list[tuple[int, float, int, str]] = []
+        self._numbers = itertools.count()
+        self._waiting = 0
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return self._waiting
+
+    @contextlib.asynccontextmanager
+    async def turn(self, prompt: str, expected: float) -> AsyncIterator[None]:
+        """Hold a slot for ``prompt`` within the block, which is expected to take ``expected`` seconds."""
+        await self._take(prompt, expected)
+        try:
+            yield
+        finally:
+            self._give_back(prompt)
+
+    async def _take(self, prompt: str, expected: float) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        waiting = (monotonic() + expected, next(self._numbers), turn)
+        heapq.heappush(self._queues.setdefault(prompt, []), waiting)
+        self._waiting += 1
+        self._offer(prompt)
+        self._give_out()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._waiting -= 1  # its place in the queue goes when it comes up
+            else:  # it had got its turn, and was cancelled before it could run
+                self._give_back(prompt)
+            raise
+
+    def _give_back(self, prompt: str) -> None:
+        self._free += 1
+        self._held[prompt] -= 1
+        if not self._held[prompt]:
+            del self._held[prompt]
+        self._offer(prompt)
+        self._give_out()
+
+    def _offer(self, prompt: str) -> None:
+        """Put the head of the prompt's queue up for a slot. To be called after its queue or its slots have changed."""
+        queue = self._queues.get(prompt, [])
+        while queue and queue[0][2].done():
+            heapq.heappop(queue)
+        if queue:
+            heapq.heappush(self._offers, (self._held[prompt], *queue[0][:2], prompt))
+        else:
+            self._queues.pop(prompt, None)
+
+    def _give_out(self) -> None:
+        while self._free and self._offers:
+            held, _, number, prompt = heapq.heappop(self._offers)
+            queue = self._queues.get(prompt, [])
+            if not queue or held != self._held[prompt] or number != queue[0][1]:
+                continue
+            turn = queue[0][2]
+            if not turn.done():
+                heapq.heappop(queue)
+                turn.set_result(None)
+                self._free -= 1
+                self._held[prompt] += 1
+                self._waiting -= 1
+            self._offer(prompt)

@@ -1,0 +1,170 @@
+import asyncio
+import random
+
+import pytest
+
+from rl_accel.reward.turns import Turns
+
+
+def play(main):
+    return asyncio.run(asyncio.wait_for(main, 20))
+
+
+async def settle():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Stage:
+    """Executions that start when they get their turn and end when told to."""
+
+    def __init__(self, slots):
+        self.turns = Turns(slots)
+        self.running = []
+        self.began = []
+        self._ends = {}
+        self._tasks = {}
+
+    def enter(self, name, prompt, expected=1.0):
+        self._tasks[name] = asyncio.create_task(self._run(name, prompt, expected))
+
+    async def _run(self, name, prompt, expected):
+        async with self.turns.turn(prompt, expected):
+            self.began.append(name)
+            self.running.append(name)
+            self._ends[name] = asyncio.Event()
+            try:
+                await self._ends[name].wait()
+            finally:
+                self.running.remove(name)
+
+    async def end(self, name):
+        self._ends[name].set()
+        await settle()
+
+    async def cancel(self, name):
+        self._tasks[name].cancel()
+        await settle()
+
+
+def test_no_more_run_at_once_than_there_are_slots():
+    async def main():
+        stage = Stage(2)
+        for i in range(5):
+            stage.enter(i, f"p{i}")
+        await settle()
+        assert len(stage.running) == 2 and len(stage.turns) == 3
+        for _ in range(5):
+            await stage.end(stage.running[0])
+        assert sorted(stage.began) == [0, 1, 2, 3, 4] and len(stage.turns) == 0
+
+    play(main())
+
+
+def test_the_shortest_expected_goes_first():
+    async def main():
+        stage = Stage(1)
+        stage.enter("now", "p")
+        await settle()
+        for name, expected in (("long", 30.0), ("short", 2.0), ("middle", 9.0)):
+            stage.enter(name, name, expected)
+        await settle()
+        for _ in range(4):
+            await stage.end(stage.running[0])
+        assert stage.began == ["now", "short", "middle", "long"]
+
+    play(main())
+
+
+def test_a_prompt_with_many_executions_does_not_keep_others_out():
+    async def main():
+        stage = Stage(2)
+        for i in range(6):
+            stage.enter(f"a{i}", "a", 0.1)
+        stage.enter("b0", "b", 5.0)
+        await settle()
+        assert stage.running == ["a0", "a1"]
+        await stage.end("a0")
+        assert stage.running == ["a1", "b0"]
+
+    play(main())
+
+
+def test_waiting_makes_up_for_a_long_expectation(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("rl_accel.reward.turns.monotonic", lambda: clock[0])
+
+    async def main():
+        stage = Stage(1)
+        stage.enter("now", "p")
+        stage.enter("long", "q", 30.0)
+        await settle()
+        clock[0] = 29.0
+        stage.enter("short", "r", 2.0)
+        await settle()
+        await stage.end("now")
+        assert stage.running == ["long"]
+
+    play(main())
+
+
+def test_a_cancelled_wait_leaves_its_place_and_a_cancelled_execution_its_slot():
+    async def main():
+        stage = Stage(1)
+        for name in "abc":
+            stage.enter(name, name)
+        await settle()
+        await stage.cancel("b")
+        assert len(stage.turns) == 1
+        await stage.cancel("a")
+        assert stage.running == ["c"] and len(stage.turns) == 0
+
+    play(main())
+
+
+def test_a_turn_that_was_given_to_a_task_being_cancelled_goes_on_to_the_next():
+    async def main():
+        stage = Stage(1)
+        for name in "abc":
+            stage.enter(name, name)
+        await settle()
+        stage._ends["a"].set()
+        await asyncio.sleep(0)  # a has ended, b holds its turn and has not run
+        await asyncio.sleep(0)
+        stage._tasks["b"].cancel()
+        await settle()
+        assert stage.running == ["c"]
+
+    play(main())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_execution_gets_its_turn_under_random_cancellation(seed):
+    dice = random.Random(seed)
+
+    async def main():
+        turns, ended = Turns(dice.randint(1, 4)), []
+
+        async def one(i):
+            async with turns.turn(f"p{dice.randint(0, 3)}", dice.random()):
+                for _ in range(dice.randint(0, 3)):
+                    await asyncio.sleep(0)
+            ended.append(i)
+
+        tasks = [asyncio.create_task(one(i)) for i in range(60)]
+        cancelled = set()
+        for i in dice.sample(range(60), 20):
+            await asyncio.sleep(0)
+            if not tasks[i].done():
+                tasks[i].cancel()
+                cancelled.add(i)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert {i for i in range(60) if i not in cancelled} <= set(ended)
+        assert len(turns) == 0 and not turns._held and not turns._queues
+
+    play(main())
+
+
+def test_slots_must_be_a_number_above_zero():
+    with pytest.raises(ValueError, match="at least 1, found 0"):
+        Turns(0)
