@@ -53,10 +53,12 @@ def test_no_more_run_at_once_than_there_are_slots():
         for i in range(5):
             stage.enter(i, f"p{i}")
         await settle()
-        assert len(stage.running) == 2 and len(stage.turns) == 3
+        assert len(stage.running) == 2
+        assert len(stage.turns) == 3
         for _ in range(5):
             await stage.end(stage.running[0])
-        assert sorted(stage.began) == [0, 1, 2, 3, 4] and len(stage.turns) == 0
+        assert sorted(stage.began) == [0, 1, 2, 3, 4]
+        assert len(stage.turns) == 0
 
     play(main())
 
@@ -117,7 +119,8 @@ def test_a_cancelled_wait_leaves_its_place_and_a_cancelled_execution_its_slot():
         await stage.cancel("b")
         assert len(stage.turns) == 1
         await stage.cancel("a")
-        assert stage.running == ["c"] and len(stage.turns) == 0
+        assert stage.running == ["c"]
+        assert len(stage.turns) == 0
 
     play(main())
 
@@ -160,7 +163,9 @@ def test_every_execution_gets_its_turn_under_random_cancellation(seed):
                 cancelled.add(i)
         await asyncio.gather(*tasks, return_exceptions=True)
         assert {i for i in range(60) if i not in cancelled} <= set(ended)
-        assert len(turns) == 0 and not turns._held and not turns._queues
+        assert len(turns) == 0
+        assert not turns._held
+        assert not turns._queues
 
     play(main())
 

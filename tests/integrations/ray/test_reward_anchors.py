@@ -1,0 +1,111 @@
+"""Anchors reach other processes of a real Ray job, and survive the death of what keeps them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import json, sys, time
+import ray
+from rl_accel.integrations.ray import reward_anchors
+from rl_accel.reward.shared import Replica
+
+ray.init(address="local", num_cpus=2, include_dashboard=False, _temp_dir=sys.argv[1])
+PATH = sys.argv[2]
+
+@ray.remote(num_cpus=0)
+class Worker:
+    def __init__(self):
+        self.replica = Replica()
+        self.line = reward_anchors.Line(self.replica, PATH)
+
+    async def learn(self, key, seconds):
+        self.replica.record(key, seconds, seconds, correct=True)
+        self.replica.count("executions")
+        self.line.use()
+
+    async def known(self):
+        self.line.use()
+        return {key: list(anchor) for key, anchor in self.replica.timeout.anchors().items()}
+
+def until(ready, seconds=60):
+    end = time.time() + seconds
+    while time.time() < end:
+        found = ready()
+        if found:
+            return found
+        time.sleep(0.2)
+    raise SystemExit(f"not within {seconds} s")
+
+def both_know(count):
+    found = ray.get([one.known.remote(), other.known.remote()])
+    return found if found[0] == found[1] and len(found[0]) == count else None
+
+def ledger_holds(count):
+    try:
+        found = ray.get(ray.get_actor(reward_anchors.NAME).exchange.remote(reward_anchors.News()), timeout=5).anchors
+    except (ray.exceptions.RayError, ValueError):  # dead, or none of that name yet
+        return None
+    return {key: list(anchor) for key, anchor in found.items()} if len(found) == count else None
+
+one, other = Worker.remote(), Worker.remote()
+report = {}
+ray.get(one.learn.remote("a", 1.0))
+report["shared"] = until(lambda: both_know(1))[1]
+
+handle = ray.get_actor(reward_anchors.NAME)
+report["counts"] = ray.get(handle.take_counts.remote())
+report["saved"] = json.load(open(PATH))["anchors"]
+
+ray.get(other.learn.remote("b", 2.0))
+until(lambda: both_know(2))
+"""
+
+KILLED = """
+import psutil
+(victim,) = [p for p in psutil.process_iter() if " ".join(p.cmdline()).startswith("ray::LedgerActor")]
+victim.kill()
+victim.wait(10)
+ray.get(one.learn.remote("c", 3.0))
+report["after"] = until(lambda: both_know(3))[0]
+report["ledger"] = until(lambda: ledger_holds(3))
+"""
+END = "\nprint(json.dumps(report))\nray.shutdown()\n"
+
+
+def run(script, folder, environment):
+    done = subprocess.run(
+        [sys.executable, "-c", script + END, str(folder / "r"), str(folder / "anchors.json")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_anchors_are_shared_saved_and_outlive_the_ledgers_process(short_tmp, clean_environment):
+    found = run(SCRIPT + KILLED, short_tmp, clean_environment)
+    assert found["shared"] == {"a": [1.0, 1.0, 1]}
+    assert found["counts"]["executions"] == 1.0
+    assert found["counts"]["anchors"] == 1.0
+    assert found["saved"] == {"a": [1.0, 1.0, 1]}
+    everything = {"a": [1.0, 1.0, 1], "b": [2.0, 2.0, 1], "c": [3.0, 3.0, 1]}
+    assert found["after"] == found["ledger"] == everything
+
+
+def test_the_ledgers_owner_may_die(short_tmp, clean_environment):
+    """Whoever asked first owns the ledger; with that worker the ledger goes, and the next to ask makes another."""
+    script = """
+ray.kill(one)
+ray.get(other.learn.remote("b", 2.0))
+report["ledger"] = until(lambda: ledger_holds(2))
+"""
+    found = run(SCRIPT + script, short_tmp, clean_environment)
+    assert found["ledger"] == {"a": [1.0, 1.0, 1], "b": [2.0, 2.0, 1]}
