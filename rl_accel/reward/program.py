@@ -2,11 +2,14 @@
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Verdict = Literal["passed", "wrong", "error", "timeout", "memory", "killed"]
 """wrong: it ran, and the answer is another. error: it raised, or ended before it was judged. killed: stopped for a limit other than
 time or memory, or because nobody wants the result any more."""
+GradeVerdict = Literal["done", "error", "timeout", "killed"]
+"""done: it returned. error: it raised, or its value cannot be sent. killed: it ended without returning, was stopped for a limit
+other than time, or took two workers with it."""
 Kind = Literal["stdin", "assert", "call", "pytest"]
 KINDS = ("stdin", "assert", "call", "pytest")
 
@@ -46,9 +49,9 @@ class Limits:
     """What one case may use.
 
     Args:
-        wall: seconds from start to end.
+        wall: seconds from start to end, less those that it was ready and had to wait for a processor.
         cpu: seconds of processor time, all its processes together.
-        memory: bytes of address space of each process, and of resident memory of all together.
+        memory: bytes of address space of each process, beyond what the worker has, and of resident memory of all together.
         processes: how many there may be at once, threads included.
         file_bytes: size of a file it writes.
         output_bytes: what it may print; more stops it. Only the beginning is returned.
@@ -76,10 +79,32 @@ class CaseResult:
         wall, cpu: seconds it took, of all its processes.
         output: the beginning of what it printed.
         reason: in a few words: the exception, the limit that struck.
+        waited: seconds of ``wall`` that it was ready and had no processor; of several threads, of the one that waited most. 0 where
+            the kernel does not tell.
     """
 
     verdict: Verdict
     wall: float = 0.0
     cpu: float = 0.0
     output: str = ""
+    reason: str = ""
+    waited: float = 0.0
+
+
+@dataclass(frozen=True)
+class GradeResult:
+    """What came of a call of a grader.
+
+    Attributes:
+        value: what it returned; None unless the verdict is "done".
+        verdict: see :data:`GradeVerdict`.
+        wall, cpu, waited: seconds, as in :class:`CaseResult`.
+        reason: in a few words: the exception, the limit that struck.
+    """
+
+    value: Any
+    verdict: GradeVerdict
+    wall: float = 0.0
+    cpu: float = 0.0
+    waited: float = 0.0
     reason: str = ""

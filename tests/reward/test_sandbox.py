@@ -220,12 +220,12 @@ print(1)
 
     async def work(sandbox):
         found = await sandbox.run(code, Case("stdin", "", "1"), SHORT)
-        (worker,) = sandbox._idle
+        (worker,) = sandbox._pool.idle
         return found, len(descendants(worker.process.pid))
 
     found, left = play(work, isolation=isolation)
     assert found.verdict == "passed"
-    assert left == (0 if isolation == "process" else 2), "bubblewrap's own process, and the worker in it"
+    assert left == (1 if isolation == "process" else 3), "the worker, and bubblewrap's own processes"
 
 
 def test_files_in_common_folders_do_not_stay(isolation):
@@ -258,7 +258,7 @@ def test_a_cancelled_call_stops_its_program_at_once():
 def test_a_killed_worker_is_replaced_and_its_program_runs_again():
     async def work(sandbox):
         await sandbox.run("pass", Case("stdin", ""), SHORT)
-        (worker,) = sandbox._idle
+        (worker,) = sandbox._pool.idle
         code = "import time; time.sleep(0.8); print(1)"
         task = asyncio.create_task(sandbox.run(code, Case("stdin", "", "1"), Limits(wall=5)))
         await asyncio.sleep(0.3)
@@ -313,7 +313,7 @@ def test_after_many_programs_nothing_is_left():
         for _ in range(50):
             await asyncio.gather(*(sandbox.run(codes[i % 4], Case("stdin", "", "1"), SHORT) for i in range(100)))
         after = open_files(), sorted(os.listdir("/tmp"))
-        children = [pid for worker in sandbox._idle for pid in descendants(worker.process.pid)]
+        children = [pid for worker in sandbox._pool.idle for pid in descendants(worker.process.pid)]
         return before, after, children
 
     before, after, children = play(work)
