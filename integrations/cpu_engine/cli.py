@@ -17,6 +17,11 @@ from rl_accel.errors import ConfigError
 @click.option(
     "--seconds-per-step", default=0.0, show_default=True, help="Least time of a decoding step, as of a GPU's."
 )
+@click.option(
+    "--kv-tokens",
+    type=int,
+    help="Most tokens that running requests hold together; above it the youngest is preempted. [default: no limit]",
+)
 @click.option("--random-seed", default=0, show_default=True)
 def serve_cpu(
     model: Path,
@@ -25,6 +30,7 @@ def serve_cpu(
     max_running_requests: int,
     context_length: int,
     seconds_per_step: float,
+    kv_tokens: int | None,
     random_seed: int,
 ) -> None:
     """Serve a transformers model on this CPU as SGLang would: what slime's rollout code asks for, router included.
@@ -55,6 +61,7 @@ def serve_cpu(
             max_model_len=context_length,
             seed=random_seed,
             seconds_per_step=seconds_per_step,
+            kv_tokens=kv_tokens,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error

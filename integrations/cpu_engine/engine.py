@@ -9,21 +9,18 @@ import logging
 import queue
 import threading
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
+from rl_accel.integrations.cpu_engine.batch import Batch
 from rl_accel.integrations.cpu_engine.requests import EngineError, EngineStats, Generation, Request
-from rl_accel.integrations.cpu_engine.sampling import BatchSampler, SamplingParams, derive_seed
-from rl_accel.integrations.cpu_engine.slots import ROWS, PromptCache, SlotCache, round_up
-from rl_accel.integrations.cpu_engine.weights import copy_weights
+from rl_accel.integrations.cpu_engine.sampling import SamplingParams, derive_seed
+from rl_accel.integrations.cpu_engine.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-
-_PROMPTS_KEPT = 64
 
 
 class Engine:
@@ -39,6 +36,10 @@ class Engine:
         seed: part of the seed of requests that bring none.
         seconds_per_step: least time of a decoding step, 0 for as fast as it goes. A GPU engine takes about the same time for
             a token of few requests as of many, and leaves the processor to others meanwhile; so does a paced engine.
+        kv_tokens: the most tokens, of prompts and responses so far, that running requests may have together, as the key-value
+            memory of a GPU engine holds only so many; None for no limit. Before a decoding step that would take more the
+            youngest request is preempted: it waits in front of the queue, and is read again, prompt and response so far,
+            when there is room. Its tokens are the same, its log-probabilities to rounding.
 
     Raises:
         ValueError: the model has an attention layout this engine does not do, or a limit is out of range.
@@ -52,37 +53,25 @@ class Engine:
         max_model_len: int = 4096,
         seed: int = 0,
         seconds_per_step: float = 0.0,
+        kv_tokens: int | None = None,
     ) -> None:
         if not 0 <= seconds_per_step < 10:
             raise ValueError(f"seconds_per_step wants a number from 0 to 10, found {seconds_per_step!r}")
-        if max_num_seqs < 1 or max_model_len < 2:
-            raise ValueError(
-                f"max_num_seqs wants at least 1 and max_model_len at least 2, found {max_num_seqs}, {max_model_len}"
-            )
-        kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"}:
-            raise ValueError(f"the CPU engine decodes models with full attention only, found layers of {sorted(kinds)}")
-        from rl_accel.integrations.cpu_engine import attention  # imports transformers
-
-        model.set_attn_implementation(attention.register())
-        self._model = model
+        if max_model_len < 2:
+            raise ValueError(f"max_model_len wants at least 2, found {max_model_len}")
+        self._scheduler = Scheduler(max_num_seqs, kv_tokens)
+        self._batch = Batch(model, max_num_seqs)
         self._eos = frozenset(eos_token_ids)
-        self._max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._seed = seed
         self.seconds_per_step = seconds_per_step
         self._commands: queue.SimpleQueue[tuple[Callable[[], None], Future[Any]]] = queue.SimpleQueue()
         self._gate = threading.Lock()  # nothing is put into the queue after it was emptied for the last time
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
-        self._sampler: BatchSampler | None = None
-        self._cache = SlotCache(max_num_seqs)
-        self._prompts: OrderedDict[tuple[int, ...], tuple[PromptCache, torch.Tensor]] = OrderedDict()
         self._paused = False
         self._stopping = False
         self._closed = False
-        self._counts = dict.fromkeys(("tokens", "decode_steps", "prefills", "completed", "aborted", "failed"), 0)
+        self._counts = dict.fromkeys(("tokens", "decode_steps", "completed", "aborted", "failed"), 0)
         self._thread = threading.Thread(target=self._loop, name="rl-accel-cpu-engine", daemon=True)
         self._thread.start()
 
@@ -100,7 +89,8 @@ class Engine:
         ``watch(token, logprob)`` is called for each token as it is drawn, in the engine's thread, and must be quick.
 
         Raises:
-            ValueError: the prompt is empty, leaves no room for a token, or holds an id outside the vocabulary.
+            ValueError: the prompt is empty, leaves no room for a token, holds an id outside the vocabulary, or exceeds
+                ``kv_tokens`` together with the longest response it may get.
         """
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
@@ -113,7 +103,8 @@ class Engine:
             raise ValueError(f"request {request_id}: a prompt token is outside the vocabulary of {self.vocab_size}")
         seed = derive_seed(self._seed, request_id) if params.seed is None else params.seed % 2**64
         request = Request(request_id, prompt, params, seed, watch=watch)
-        self._post(lambda: self._waiting.append(request), request.future)
+        self._scheduler.check_fits(request, min(len(prompt) + params.max_tokens, self.max_model_len))
+        self._post(lambda: self._scheduler.add(request), request.future)
         return request.future
 
     def ends(self, token: int, params: SamplingParams) -> bool:
@@ -139,18 +130,14 @@ class Engine:
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> "Future[None]":
         """Copy ``weights`` (name -> tensor) into the model. Nothing is written unless all of them fit.
 
-        The future fails with :class:`EngineError` while a request is decoding, and with ValueError for a name that is missing
-        or unknown, or a shape that differs.
+        The future fails with :class:`EngineError` while a request is decoding or preempted, and with ValueError for a name that
+        is missing or unknown, or a shape that differs.
         """
         return self._call(lambda: self._load(weights))
 
-    def stats(self) -> "Future[EngineStats]":
-        """Resolve to the counts of this engine."""
-        return self._call(
-            lambda: EngineStats(
-                **self._counts, running=len(self._running), waiting=len(self._waiting), paused=self._paused
-            )
-        )
+    def stats(self, reset_peak: bool = False) -> "Future[EngineStats]":
+        """Resolve to the counts of this engine; with ``reset_peak``, ``kv_peak`` begins anew for who asks next."""
+        return self._call(lambda: self._stats(reset_peak))
 
     def close(self) -> None:
         """Abort everything and end the thread. Further commands fail with :class:`EngineError`."""
@@ -189,7 +176,7 @@ class Engine:
                 self._turn()
         except Exception as error:
             logger.exception("the engine thread failed; its requests fail with it")
-            for request in (*self._running, *self._waiting):
+            for request in (*self._batch.requests, *self._scheduler.waiting):
                 if not request.future.done():
                     self._fail(request, error)
         finally:
@@ -201,13 +188,13 @@ class Engine:
                     future.set_exception(EngineError("the engine is closed"))
 
     def _turn(self) -> None:
-        self._obey(wait=self._paused or not (self._waiting or self._running))
+        self._obey(wait=self._paused or not (self._scheduler.waiting or self._batch.requests))
         if self._paused:
             return
         self._drop_cancelled()
-        while self._waiting and len(self._running) < self._max_num_seqs:
-            self._admit(self._waiting.popleft())
-        if self._running:
+        while (request := self._scheduler.next(self._batch.requests)) is not None:
+            self._admit(request)
+        if self._batch.requests:
             due = time.monotonic() + self.seconds_per_step
             self._decode()
             time.sleep(max(0.0, due - time.monotonic()))
@@ -219,69 +206,31 @@ class Engine:
             wait = False
 
     def _admit(self, request: Request) -> None:
-        row = len(self._running)
         try:
-            prompt, logits = self._prefill(tuple(request.prompt))
-            (token,), (logprob,) = BatchSampler([request.params], [request.seed])(logits, [request.length])
-            if self._append(request, token, logprob):
-                return
-            self._cache.store(row, prompt)
+            memory, token, logprob = self._batch.begin(request)
+            if not self._append(request, token, logprob):
+                self._batch.join(request, memory)
         except Exception as error:
             self._fail(request, error)
-            return
-        self._running.append(request)
-        self._sampler = None
-
-    def _prefill(self, prompt: tuple[int, ...]) -> tuple[PromptCache, torch.Tensor]:
-        # One prompt at a time: its numbers then do not depend on the other prompts. Equal prompts (a group) share one.
-        found = self._prompts.get(prompt)
-        if found is None:
-            cache = PromptCache()
-            output = self._model(
-                input_ids=torch.tensor([prompt]), past_key_values=cache, use_cache=True, logits_to_keep=1
-            )
-            found = self._prompts[prompt] = (cache, output.logits[:, -1].float())
-            self._counts["prefills"] += 1
-            if len(self._prompts) > _PROMPTS_KEPT:
-                self._prompts.popitem(last=False)
-        return found
 
     def _decode(self) -> None:
-        count = len(self._running)
+        self._keep(self._scheduler.preempt(self._batch.requests))
+        running = self._batch.requests
         try:
-            rows = round_up(count, ROWS)
-            ids = torch.zeros(rows, 1, dtype=torch.long)
-            ids[:count, 0] = torch.tensor([request.tokens[-1] for request in self._running])
-            positions = torch.zeros(rows, dtype=torch.long)
-            positions[:count] = torch.tensor([request.length - 1 for request in self._running])
-            self._cache.window(rows, positions)
-            output = self._model(
-                input_ids=ids,
-                attention_mask=self._cache.mask(),
-                position_ids=positions[:, None],
-                past_key_values=self._cache,
-                use_cache=True,
-            )
-            if self._sampler is None:
-                self._sampler = BatchSampler([r.params for r in self._running], [r.seed for r in self._running])
-            logits = output.logits[:count, -1].float()
-            tokens, logprobs = self._sampler(logits, [request.length for request in self._running])
+            tokens, logprobs = self._batch.step()
         except Exception as error:
-            logger.exception("a decoding step failed; its %d requests fail with it", count)
-            for request in self._running:
+            logger.exception("a decoding step failed; its %d requests fail with it", len(running))
+            for request in running:
                 self._fail(request, error)
-            self._keep([])
+            self._batch.keep([])
             return
         self._counts["decode_steps"] += 1
-        ended = [
-            self._append(request, token, logprob)
-            for request, token, logprob in zip(self._running, tokens, logprobs, strict=True)
-        ]
-        for row, token in enumerate(tokens):
-            if token < 0:
-                self._cache.clear(row)
-        if any(ended):
-            self._keep([row for row, over in enumerate(ended) if not over])
+        drawn = zip(running, tokens, logprobs, strict=True)
+        self._keep([row for row, new in enumerate(drawn) if not self._append(*new)])
+
+    def _keep(self, rows: list[int]) -> None:
+        if len(rows) < len(self._batch.requests):
+            self._batch.keep(rows)
 
     def _append(self, request: Request, token: int, logprob: float) -> bool:
         """Record a token; True if the request is over."""
@@ -299,25 +248,11 @@ class Engine:
             return True
         return False
 
-    def _keep(self, rows: list[int]) -> None:
-        """Go on with ``rows`` only. The last rows move into the gaps, so that running rows are always the first ones."""
-        count = len(rows)
-        movers = [row for row in rows if row >= count]
-        kept = set(rows)
-        running = self._running[:count]
-        for gap in range(count):
-            if gap not in kept:
-                source = movers.pop()
-                self._cache.move(source, gap, self._running[source].length)
-                running[gap] = self._running[source]
-        self._running = running
-        self._sampler = None
-
     def _finish(self, request: Request, reason: str) -> None:
         self._counts[reason] += 1
         logprobs = request.logprobs if request.params.logprobs else None
         if request.future.set_running_or_notify_cancel():
-            request.future.set_result(Generation(request.tokens, logprobs, reason))
+            request.future.set_result(Generation(request.tokens, logprobs, reason, request.preemptions))
 
     def _fail(self, request: Request, error: Exception) -> None:
         self._counts["failed"] += 1
@@ -325,13 +260,13 @@ class Engine:
             request.future.set_exception(error)
 
     def _drop_cancelled(self) -> None:
-        if any(r.future.cancelled() for r in self._running) or any(r.future.cancelled() for r in self._waiting):
+        if any(r.future.cancelled() for queue in (self._batch.requests, self._scheduler.waiting) for r in queue):
             self._abort(lambda request: request.future.cancelled())
 
     def _abort(self, chosen: Callable[[Request], bool]) -> int:
-        out = [request for request in (*self._running, *self._waiting) if chosen(request)]
-        self._waiting = deque(request for request in self._waiting if not chosen(request))
-        self._keep([row for row, request in enumerate(self._running) if not chosen(request)])
+        out = [request for request in self._batch.requests if chosen(request)]
+        self._keep([row for row, request in enumerate(self._batch.requests) if not chosen(request)])
+        out += self._scheduler.drop(chosen)
         for request in out:
             self._finish(request, "aborted")
         return len(out)
@@ -348,9 +283,23 @@ class Engine:
         self._stopping = True
 
     def _load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        if self._running:
-            raise EngineError(
-                f"{len(self._running)} requests are decoding; pause the engine before it gets new weights"
-            )
-        copy_weights(self._model, weights)
-        self._prompts.clear()
+        begun = len(self._batch.requests) + self._scheduler.preempted
+        if begun:
+            raise EngineError(f"{begun} requests are decoding; pause the engine before it gets new weights")
+        self._batch.load(weights)
+
+    def _stats(self, reset_peak: bool) -> EngineStats:
+        stats = EngineStats(
+            **self._counts,
+            prefills=self._batch.prefills,
+            preemptions=self._scheduler.preemptions,
+            running=len(self._batch.requests),
+            waiting=len(self._scheduler.waiting),
+            paused=self._paused,
+            kv_tokens=self._scheduler.kv_tokens,
+            kv_used=sum(request.length - 1 for request in self._batch.requests),  # the last token is not read yet
+            kv_peak=self._batch.peak,
+        )
+        if reset_peak:
+            self._batch.peak = 0
+        return stats

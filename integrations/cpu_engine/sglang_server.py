@@ -121,7 +121,10 @@ class Service:
             "num_running_reqs": stats.running,
             "num_waiting_reqs": stats.waiting,
             "num_total_reqs": stats.running + stats.waiting,
+            "num_used_tokens": stats.kv_used,
         }
+        if stats.kv_tokens is not None:
+            load |= {"max_total_num_tokens": stats.kv_tokens, "token_usage": stats.kv_used / stats.kv_tokens}
         return JSONResponse({"loads": [load]})
 
     async def workers(self, _: Request) -> Response:
@@ -142,25 +145,36 @@ class Service:
                 "pp_size": 1,
                 "version": "rl-accel-cpu",
                 "weight_version": self.weight_version,
-                "internal_states": [{"tokens": stats.tokens, "completed": stats.completed, "aborted": stats.aborted}],
+                "max_total_num_tokens": stats.kv_tokens,
+                "internal_states": [
+                    {
+                        "tokens": stats.tokens,
+                        "completed": stats.completed,
+                        "aborted": stats.aborted,
+                        "retracted": stats.preemptions,
+                        "kv_peak_share": stats.kv_peak_share,
+                    }
+                ],
             }
         )
 
     async def metrics(self, _: Request) -> Response:
-        """``GET /metrics``. The engine has memory for all that it admits, so it never retracts a request."""
+        """``GET /metrics``. A share of the key-value memory is missing where there is no limit to it."""
         stats = await self.stats()
-        lines = [
-            "# TYPE sglang:num_running_reqs gauge",
-            f"sglang:num_running_reqs {stats.running}",
-            "# TYPE sglang:num_queue_reqs gauge",
-            f"sglang:num_queue_reqs {stats.waiting}",
-            "# TYPE sglang:generation_tokens_total counter",
-            f"sglang:generation_tokens_total {stats.tokens}",
-            "# TYPE sglang:num_aborted_requests_total counter",
-            f"sglang:num_aborted_requests_total {stats.aborted}",
-            "# TYPE sglang:num_retracted_requests_total counter",
-            "sglang:num_retracted_requests_total 0",
-        ]
+        values = {
+            "num_running_reqs gauge": stats.running,
+            "num_queue_reqs gauge": stats.waiting,
+            "num_used_tokens gauge": stats.kv_used,
+            "generation_tokens_total counter": stats.tokens,
+            "num_aborted_requests_total counter": stats.aborted,
+            "num_retracted_requests_total counter": stats.preemptions,
+        }
+        if stats.kv_tokens is not None:
+            values |= {
+                "max_total_num_tokens gauge": stats.kv_tokens,
+                "token_usage gauge": stats.kv_used / stats.kv_tokens,
+            }
+        lines = [f"# TYPE sglang:{name}\nsglang:{name.split()[0]} {value}" for name, value in values.items()]
         return PlainTextResponse("\n".join(lines) + "\n")
 
     async def ok(self, _: Request) -> Response:
@@ -218,7 +232,9 @@ class _Call:
             reason = {"type": "stop", "matched": tokens[-1]}
         else:
             reason = {"type": "length", "length": len(tokens)}  # the context is full
-        return self._message(tokens, generation.logprobs or [], reason)
+        message = self._message(tokens, generation.logprobs or [], reason)
+        message["meta_info"]["num_retractions"] = generation.preemptions
+        return message
 
     def _ends(self, token: int) -> bool:
         return self._service.engine.ends(token, self._params)
@@ -232,7 +248,6 @@ class _Call:
             "completion_tokens": len(tokens),
             "cached_tokens": 0,
             "weight_version": self._service.weight_version,
-            "num_retractions": 0,
             "e2e_latency": time.monotonic() - self._began,
         }
         if self._logprobs_wanted:

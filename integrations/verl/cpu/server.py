@@ -41,7 +41,7 @@ class CPURolloutServer:
             max_num_seqs=self._config.max_num_seqs,
             max_model_len=self._max_model_len,
             seed=self._config.seed,
-            **_engine_options(self._config),
+            **_engine_options(self._config, self._max_model_len),
         )
         self._global_steps: int | None = None
         self._rejecting = False
@@ -88,7 +88,7 @@ class CPURolloutServer:
             token_ids=generation.token_ids,
             log_probs=generation.logprobs,
             stop_reason=generation.stop_reason,
-            num_preempted=0,
+            num_preempted=generation.preemptions,
             extra_fields={"global_steps": self._global_steps},
         )
 
@@ -120,9 +120,9 @@ class CPURolloutServer:
         if self._inflight and not self._paused:
             await asyncio.wait(self._inflight)
 
-    async def get_stats(self) -> EngineStats:
-        """Return the counts of the engine."""
-        return await asyncio.wrap_future(self._engine.stats())
+    async def get_stats(self, reset_peak: bool = False) -> EngineStats:
+        """Return the counts of the engine; with ``reset_peak``, the peak of its memory begins anew, say for the next step."""
+        return await asyncio.wrap_future(self._engine.stats(reset_peak))
 
     # The rest of the protocol moves memory between devices, which a CPU engine has no need of.
 
@@ -139,12 +139,20 @@ class CPURolloutServer:
     async def stop_profile(self) -> None: ...
 
 
-def _engine_options(config: RolloutConfig) -> dict[str, float]:
-    """What ``rollout.engine_kwargs.hf_cpu`` may hold: ``seconds_per_step``."""
+def _engine_options(config: RolloutConfig, max_model_len: int) -> dict[str, Any]:
+    """What ``rollout.engine_kwargs.hf_cpu`` may hold: ``seconds_per_step``, and ``kv_tokens``, which must hold any one request."""
     options = dict(config.engine_kwargs.get("hf_cpu") or {})
-    unknown = options.keys() - {"seconds_per_step"}
+    unknown = options.keys() - {"seconds_per_step", "kv_tokens"}
     if unknown:
-        raise ValueError(f"rollout.engine_kwargs.hf_cpu takes seconds_per_step, found {', '.join(sorted(unknown))}")
+        raise ValueError(
+            f"rollout.engine_kwargs.hf_cpu takes seconds_per_step and kv_tokens, found {', '.join(sorted(unknown))}"
+        )
+    budget = options.get("kv_tokens")
+    if isinstance(budget, int) and budget < max_model_len:
+        raise ValueError(
+            f"rollout.engine_kwargs.hf_cpu.kv_tokens={budget} is less than one request may need: {max_model_len} tokens "
+            "(rollout.max_model_len, or the longest prompt and response)"
+        )
     return options
 
 
