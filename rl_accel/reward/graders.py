@@ -4,7 +4,6 @@ import json
 import pickle
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NoReturn
@@ -67,7 +66,7 @@ class Graders:
         """
         limits = limits or Limits()
         payload = pickle.dumps(dict(kwargs), pickle.HIGHEST_PROTOCOL)
-        answer = await self._pool.run({"limits": asdict(limits)}, payload, limits.wall)
+        answer = await self._pool.run({"limits": limits.numbers()}, payload, limits.wall, limits.leash)
         if answer is None:
             return GradeResult(None, "killed", reason="two workers died over it")
         return _result(answer, self.limited)

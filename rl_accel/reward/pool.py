@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import replace
 
 from rl_accel.reward.base_folder import BaseFolder
+from rl_accel.reward.leash import Leash
 from rl_accel.reward.worker_process import LOST, Answer, Header, SandboxError, Setup, WorkerProcess
 
 logger = logging.getLogger("rl_accel")
@@ -36,18 +37,19 @@ class Pool:
         self._numbers = itertools.count()
         self._closed = False
 
-    async def run(self, order: Header, payload: bytes, wall: float) -> Answer | None:
+    async def run(self, order: Header, payload: bytes, wall: float, leash: Leash | None = None) -> Answer | None:
         """Run an order on the next free worker; None if two workers died over it. Cancelling this stops it at once.
+
+        ``leash`` changes its limits while it runs.
 
         Raises:
             SandboxError: no worker can be started, or the pool is closed.
         """
         async with self._free:
             for attempt in (1, 2):
-                worker = self.idle.popleft() if self.idle else await self._start()
-                self._busy.add(worker)
+                worker = await self._take()
                 try:
-                    answer = await worker.run(order, payload, wall)
+                    answer = await worker.run(order, payload, wall, leash)
                 except LOST as error:
                     await self._bury(worker)
                     again = ", trying again" if attempt == 1 and not self._closed else ""
@@ -64,9 +66,13 @@ class Pool:
     async def close(self) -> None:
         """End all workers. What runs is stopped, and its callers get a SandboxError."""
         self._closed = True
-        while everyone := [*self.idle, *self._busy]:
-            self.idle.clear()
-            await asyncio.gather(*(self._bury(worker) for worker in everyone))
+        await asyncio.gather(*(self._bury(worker) for worker in self._busy))
+        for _ in range(self.size):  # until all callers have left
+            await self._free.acquire()
+        for _ in range(self.size):
+            self._free.release()
+        await asyncio.gather(*(self._bury(worker) for worker in self.idle))
+        self.idle.clear()
         if self._folder is not None:
             self._folder.remove()
 
@@ -82,16 +88,28 @@ class Pool:
             self._busy.discard(worker)
             self.idle.append(worker)
 
-    async def _start(self) -> WorkerProcess:
+    async def _take(self) -> WorkerProcess:
+        """An idle worker, or a new one."""
         if self._closed:
             raise SandboxError("the sandbox is closed")
+        worker = self.idle.popleft() if self.idle else await WorkerProcess.spawn(self._setup_of_one())
+        self._busy.add(worker)
+        if worker.network is None:
+            try:
+                await worker.ready(self._setup.seconds)
+            except BaseException:
+                await self._bury(worker)
+                raise
+        return worker
+
+    def _setup_of_one(self) -> Setup:
         setup = self._setup
         if "folder" not in setup.message:
             if self._folder is None:
                 self._folder = BaseFolder()
             folder = os.path.join(self._folder.path, str(next(self._numbers)))
             setup = replace(setup, message={**setup.message, "folder": folder})
-        return await WorkerProcess.start(setup)
+        return setup
 
     async def _bury(self, worker: WorkerProcess) -> None:
         worker.hang_up()  # even if this is cancelled

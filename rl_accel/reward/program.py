@@ -1,8 +1,10 @@
 """What is to be executed, what it may use, and what came of it."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
+
+from rl_accel.reward.leash import Leash
 
 Verdict = Literal["passed", "wrong", "error", "timeout", "memory", "killed"]
 """wrong: it ran, and the answer is another. error: it raised, or ended before it was judged. killed: stopped for a limit other than
@@ -55,6 +57,7 @@ class Limits:
         processes: how many there may be at once, threads included.
         file_bytes: size of a file it writes.
         output_bytes: what it may print; more stops it. Only the beginning is returned.
+        leash: changes ``wall`` and ``cpu`` while it runs; None: they stay.
     """
 
     wall: float = 30.0
@@ -63,11 +66,16 @@ class Limits:
     processes: int = 32
     file_bytes: int = 64 << 20
     output_bytes: int = 1 << 20
+    leash: Leash | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name, value in self.numbers().items():
             if not value > 0:
                 raise ValueError(f"{name} must be above 0, found {value!r}")
+
+    def numbers(self) -> dict[str, float]:
+        """Return all limits by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "leash"}
 
 
 @dataclass(frozen=True)
@@ -79,8 +87,8 @@ class CaseResult:
         wall, cpu: seconds it took, of all its processes.
         output: the beginning of what it printed.
         reason: in a few words: the exception, the limit that struck.
-        waited: seconds of ``wall`` that it was ready and had no processor; of several threads, of the one that waited most. 0 where
-            the kernel does not tell.
+        waited: seconds of ``wall`` that it was ready and had no processor; of several threads, of the one that waited most, and no
+            more than ``wall - cpu``. 0 where the kernel does not tell.
     """
 
     verdict: Verdict

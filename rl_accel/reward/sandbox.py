@@ -53,8 +53,8 @@ class Sandbox:
             SandboxError: no worker can be started, or the sandbox is closed.
         """
         limits = limits or Limits()
-        order = {"code": code, "case": asdict(case), "limits": asdict(limits)}
-        answer = await self._pool.run(order, b"", limits.wall)
+        order = {"code": code, "case": asdict(case), "limits": limits.numbers()}
+        answer = await self._pool.run(order, b"", limits.wall, limits.leash)
         return _result(answer, case) if answer else CaseResult("killed", reason="two workers died over it")
 
     async def close(self) -> None:
@@ -71,7 +71,7 @@ def _result(answer: Answer, case: Case) -> CaseResult:
     if stopped == "memory":
         return CaseResult("memory", reason="resident memory", **measured)
     if stopped:
-        return CaseResult("killed", reason=f"{stopped} limit" if stopped == "output" else stopped, **measured)
+        return CaseResult("killed", reason=stopped if stopped == "cancelled" else f"{stopped} limit", **measured)
     try:
         report = json.loads(told)
         verdict, reason = report["verdict"], str(report["reason"])

@@ -12,6 +12,7 @@ from typing import Any
 
 from rl_accel.errors import RlAccelError
 from rl_accel.reward.bubblewrap import WORKER
+from rl_accel.reward.leash import Leash
 
 Header = dict[str, Any]
 Answer = tuple[Header, bytes]
@@ -53,18 +54,18 @@ class WorkerProcess:
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self.process = process
-        self.network = "shared"
+        self.network: str | None = None  # until it is ready
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
         self._answer: asyncio.Future[Answer] | None = None
         self._count = 0
 
     @classmethod
-    async def start(cls, setup: Setup) -> "WorkerProcess":
-        """Start one and wait until it is ready.
+    async def spawn(cls, setup: Setup) -> "WorkerProcess":
+        """Start one; :meth:`ready` must follow.
 
         Raises:
-            SandboxError: it cannot be started; the message says why.
+            SandboxError: it cannot be started.
         """
         ours, theirs = socket.socketpair()
         shown = None if setup.environment is None else subprocess.DEVNULL
@@ -85,22 +86,27 @@ class WorkerProcess:
                 raise SandboxError(f"a worker cannot be started: {error}") from error
         worker = cls(process)
         worker._reader, worker._writer = await asyncio.open_connection(sock=ours, limit=_LINE_BYTES)
-        try:
-            worker._send(setup.message, setup.payload)
-            ready, _ = await asyncio.wait_for(worker._read(), setup.seconds)
-            if ready["problem"]:
-                raise SandboxError(ready["problem"])
-        except LOST as error:
-            await worker.kill()
-            raise SandboxError(f"a worker did not start within {setup.seconds:g} s, or died") from error
-        except BaseException:
-            await worker.kill()
-            raise
-        worker.network = ready["network"]
+        worker._send(setup.message, setup.payload)
         return worker
 
-    async def run(self, order: Header, payload: bytes, wall: float) -> Answer:
+    async def ready(self, seconds: float) -> None:
+        """Wait until it is ready for orders; if that fails, :meth:`kill` must follow.
+
+        Raises:
+            SandboxError: the message says why it is not, such as what its import raised.
+        """
+        try:
+            ready, _ = await asyncio.wait_for(self._read(), seconds)
+        except LOST as error:
+            raise SandboxError(f"a worker was not ready within {seconds:g} s, or died") from error
+        if ready["problem"]:
+            raise SandboxError(ready["problem"])
+        self.network = ready["network"]
+
+    async def run(self, order: Header, payload: bytes, wall: float, leash: Leash | None = None) -> Answer:
         """Send an order and wait for its answer; if this is cancelled, :meth:`stop` must follow, or :meth:`kill`.
+
+        ``leash`` gives it other limits meanwhile, not above those of the order.
 
         Raises:
             ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError: the worker has died, or is stuck.
@@ -108,7 +114,9 @@ class WorkerProcess:
         self._count += 1
         self._send({"run": self._count, **order}, payload)
         self._answer = asyncio.ensure_future(self._wait(wall))
-        return await asyncio.shield(self._answer)
+        self._answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # nobody else may ask
+        with leash.followed(self._change) if leash else contextlib.nullcontext():
+            return await asyncio.shield(self._answer)
 
     async def stop(self) -> None:
         """Have the worker stop what it runs, and wait until that is done.
@@ -132,11 +140,12 @@ class WorkerProcess:
 
     def hang_up(self) -> None:
         """Close the socket, which ends the worker. Does not wait for it."""
-        if self._answer is not None:
-            self._answer.cancel()
         with contextlib.suppress(OSError):
             self._writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # a fork of ours may hold it open
         self._writer.close()
+
+    def _change(self, wall: float, cpu: float) -> None:
+        self._send({"change": self._count, "wall": wall, "cpu": cpu}, b"")
 
     def _send(self, header: Header, payload: bytes) -> None:
         if payload:

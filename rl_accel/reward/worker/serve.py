@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from .channel import Channel, Header
 from .child import Child
 from .isolate import Identity
 from .leftovers import Strays, remove
-from .tree import descendants, kill_all
+from .tree import cpu_of_ended, descendants, kill_all
 from .watch import Bounds, Sink, Watch
 
 OUTPUT_KEPT = 10_000
@@ -52,16 +51,14 @@ class Server:
             if order.get("case", {}).get("kind") == "pytest":
                 with contextlib.suppress(ImportError):
                     __import__("pytest")  # here, so that the next ones need not
-            try:
-                answer, report = self._run(order, payload, spared)
-            finally:
-                if strays:
-                    strays.remove()
-            self.channel.send({"id": order["run"], **answer}, report)
+            self._run(order, payload, spared)
+            if strays:
+                strays.remove()
 
-    def _run(self, order: Header, payload: bytes, spared: frozenset[int]) -> tuple[Header, bytes]:
+    def _run(self, order: Header, payload: bytes, spared: frozenset[int]) -> None:
+        """Execute an order and answer it when its last process has gone. Its folder goes after that: it may hold much."""
         limited, limits = self.setup["limited"], order["limits"]
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        before = cpu_of_ended()
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(self._folder()) if limited else None
             report, to_report = _pipe(stack)
@@ -77,29 +74,29 @@ class Server:
             for descriptor in (to_report, to_out):
                 if descriptor is not None:
                     os.close(descriptor)
-            bounds = Bounds(limits["wall"], limits["cpu"], limits["memory"] if limited else None)
+            some = (limits["memory"], limits["processes"]) if limited else (None, None)
+            bounds = Bounds(limits["wall"], limits["cpu"], *some)
             most = VERDICT_BYTES if self.function is None else limits["memory"] if limited else None
-            watch = Watch(
-                child, began, bounds, self.channel, spared, Sink(report, most), Sink(out, limits["output_bytes"])
-            )
+            sinks = Sink(report, most), Sink(out, limits["output_bytes"])
+            watch = Watch(child, began, bounds, self.channel, spared, *sinks)
             stopped, status = watch.until_end()
             wall = time.monotonic() - began
             kill_all(spared)
+            cpu = cpu_of_ended() - before
             watch.drain()
-            told, printed = bytes(watch.report.data), bytes(watch.output.data)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        answer = {
-            "stopped": stopped,
-            "status": status,
-            "output": printed[:OUTPUT_KEPT].decode(errors="replace"),
-            "printed": printed.decode(errors="replace")
-            if order.get("case", {}).get("kind") == "stdin" and not stopped
-            else "",
-            "wall": wall,
-            "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-            "waited": min(watch.waited, wall),
-        }
-        return answer, told
+            printed = bytes(watch.output.data)
+            judged = order.get("case", {}).get("kind") == "stdin" and not stopped
+            answer = {
+                "id": order["run"],
+                "stopped": stopped,
+                "status": status,
+                "output": printed[:OUTPUT_KEPT].decode(errors="replace"),
+                "printed": printed.decode(errors="replace") if judged else "",
+                "wall": wall,
+                "cpu": cpu,
+                "waited": watch.waited(wall, cpu),
+            }
+            self.channel.send(answer, bytes(watch.report.data))
 
     @contextlib.contextmanager
     def _folder(self) -> Any:

@@ -20,6 +20,7 @@ from .isolate import (
     prctl,
 )
 from .keeper import keep
+from .leftovers import remove
 
 
 def main(descriptor: int) -> None:
@@ -63,7 +64,8 @@ def _serve(channel: Channel, setup: Header, payload: bytes, identity: Identity |
     if identity and not problem:
         problem = let_interpreter_be_read()
     if setup["limited"]:
-        os.makedirs(setup["folder"], mode=0o711, exist_ok=True)
+        os.mkdir(setup["folder"])
+        os.chmod(setup["folder"], 0o711)
     from .serve import Server  # after the import: what it imports is then the target's, if that has changed sys.path
 
     gc.collect()
@@ -73,7 +75,7 @@ def _serve(channel: Channel, setup: Header, payload: bytes, identity: Identity |
         if not problem:
             Server(channel, setup, identity, function).serve()
     except Gone:
-        pass
+        remove(setup["folder"])  # the keeper does that too, unless it is the one that has gone
 
 
 def _import(setup: Header, payload: bytes) -> Callable[..., Any] | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import time
 from collections.abc import Collection, Iterator
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MOST = 100_000
+_TIMES, _RESIDENT, _STACK = slice(11, 15), 21, 25
+"""Where the kernel's line says processor ticks (its own, and those of children waited for), pages, and the address of the stack."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +21,14 @@ class Usage:
 
     Attributes:
         cpu: processor seconds, of children that have ended and were waited for too.
-        memory: resident bytes; a page that two share counts twice.
+        memory: resident bytes beyond those that forks have from this process; a page that two share counts twice.
+        threads: how many there are, ended processes that nobody has waited for among them.
         waited: seconds that a thread was ready and had no processor, the largest of all threads; 0 where the kernel does not tell.
     """
 
     cpu: float
     memory: int
+    threads: int
     waited: float
 
 
@@ -50,15 +55,25 @@ def threads(pid: int) -> list[str]:
 
 def usage(processes: list[int]) -> Usage:
     """What ``processes`` use now."""
-    cpu = memory = 0
+    cpu = memory = running = 0
     waited = 0.0
+    ours = _stat(os.getpid())
     for pid in processes:
-        with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-            cpu += sum(map(int, fields[11:15]))
-            memory += int(fields[21])
-        waited = max([waited, *(_waited(thread) for thread in threads(pid))])
-    return Usage(cpu / _TICKS, memory * _PAGE, waited)
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            stat = _stat(pid)
+            cpu += sum(map(int, stat[_TIMES]))
+            is_fork = stat[_STACK] == ours[_STACK] and int(stat[_STACK]) > 0  # else it runs a program of its own
+            memory += max(0, int(stat[_RESIDENT]) - (int(ours[_RESIDENT]) if is_fork else 0))
+        folders = threads(pid)
+        running += len(folders)
+        waited = max([waited, *(_waited(folder) for folder in folders)])
+    return Usage(cpu / _TICKS, memory * _PAGE, running, waited)
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process, after its name, which may be anything."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()
 
 
 def main_waited(pid: int) -> float:
@@ -70,21 +85,6 @@ def _waited(folder: str) -> float:
     with contextlib.suppress(OSError, IndexError, ValueError), open(f"{folder}/schedstat") as file:
         return int(file.read().split()[1]) / 1e9
     return 0.0
-
-
-def shared_fairly(processes: list[int]) -> int | None:
-    """Resident bytes where a shared page counts once; dear to read. None where the kernel does not tell."""
-    total = 0
-    for pid in processes:
-        try:
-            with open(f"/proc/{pid}/smaps_rollup") as file:
-                total += sum(int(line.split()[1]) for line in file if line.startswith("Pss:")) << 10
-        except ProcessLookupError:
-            continue
-        except OSError:
-            if os.path.exists(f"/proc/{pid}"):
-                return None
-    return total
 
 
 def kill_all(spared: Collection[int] = ()) -> None:
@@ -101,6 +101,19 @@ def kill_all(spared: Collection[int] = ()) -> None:
                     os.kill(pid, one)
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
+
+
+def reap_orphans(child: int) -> None:
+    """Wait for processes that have ended and whose parents have too. ``child``, which has not, is left alone."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != child:
+            os.waitpid(ended.si_pid, 0)
+
+
+def cpu_of_ended() -> float:
+    """Processor seconds of all processes that this one has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _reap() -> None:

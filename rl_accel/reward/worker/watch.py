@@ -4,10 +4,10 @@ import os
 import select
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .channel import Channel
-from .tree import descendants, main_waited, shared_fairly, usage
+from .tree import cpu_of_ended, descendants, main_waited, reap_orphans, usage
 
 LOOK_SECONDS = 0.02
 WAITED_FACTOR = 10.0
@@ -18,11 +18,12 @@ ALIVE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Bounds:
-    """What strikes here: wall and processor seconds, resident bytes (None: any)."""
+    """What strikes here: wall and processor seconds, resident bytes and threads (None: any)."""
 
     wall: float
     cpu: float
     memory: int | None
+    processes: int | None
 
 
 class Sink:
@@ -60,12 +61,9 @@ class Watch:
         child: its first process.
         began: when, on the monotonic clock.
         bounds: what it may use.
-        channel: anything from there stops it.
+        channel: anything from there stops it, save other limits.
         spared: children that are not of the execution.
         report, output: what it says and prints.
-
-    Attributes:
-        waited: seconds it was ready and had no processor; of several threads, of the one that waited most.
     """
 
     def __init__(
@@ -80,7 +78,8 @@ class Watch:
     ) -> None:
         self.report = report
         self.output = output
-        self.waited = 0.0
+        self._waited = 0.0
+        self._cpu_before = cpu_of_ended()
         self._child = child
         self._began = began
         self._bounds = bounds
@@ -106,8 +105,11 @@ class Watch:
             while True:
                 pause = max(0.0, look_at - time.monotonic())
                 ready = {descriptor for descriptor, _ in poll.poll(pause * 1000)}
-                if self._channel.interrupted(ready):
-                    return "cancelled", -1
+                while self._channel.interrupted(ready):
+                    header, _ = self._channel.next()
+                    if "change" not in header:
+                        return "cancelled", -1
+                    self._bounds = replace(self._bounds, wall=header["wall"], cpu=header["cpu"])
                 for sink in [sink for sink in sinks if sink.descriptor in ready]:
                     if not sink.read():
                         sinks.remove(sink)
@@ -115,7 +117,7 @@ class Watch:
                 if self.output.full or self.report.full:
                     return "output", -1
                 if ended in ready:
-                    self.waited = max(self.waited, main_waited(self._child))
+                    self._waited = max(self._waited, main_waited(self._child))
                     return "", os.waitpid(self._child, 0)[1]
                 if time.monotonic() >= look_at:
                     if struck := self._look():
@@ -124,26 +126,34 @@ class Watch:
         finally:
             os.close(ended)
 
+    def waited(self, wall: float, cpu: float) -> float:
+        """Seconds it was ready and had no processor, of ``wall`` in which it used ``cpu``.
+
+        Of several threads it is that of the one that waited most, but no more than is left of ``wall`` beside ``cpu``: threads that
+        wait for each other's processors use, together, one at least.
+        """
+        return max(0.0, min(self._waited, wall - cpu))
+
     def drain(self) -> None:
         """Take what is still in the pipes, when nobody is left who writes to them."""
         self.report.read()
         self.output.read()
 
     def _look(self) -> str:
-        processes = descendants(self._spared)
-        used = usage(processes)
-        self.waited = max(self.waited, used.waited)
+        reap_orphans(self._child)
+        used = usage(descendants(self._spared))
+        self._waited = max(self._waited, used.waited)
         now = time.monotonic()
-        wall = now - self._began
-        if wall - min(self.waited, wall) > self._bounds.wall or wall > self._bounds.wall * WAITED_FACTOR:
+        wall, cpu = now - self._began, used.cpu + cpu_of_ended() - self._cpu_before
+        if wall - self.waited(wall, cpu) > self._bounds.wall or wall > self._bounds.wall * WAITED_FACTOR:
             return "wall"
         if now > self._alive_at:
             self._channel.send({"alive": True})
             self._alive_at = now + ALIVE_SECONDS
-        if used.cpu > self._bounds.cpu:
+        if cpu > self._bounds.cpu:
             return "cpu"
         if self._bounds.memory is not None and used.memory > self._bounds.memory:
-            memory = shared_fairly(processes)  # pages that all have from the worker are not each one's own
-            if memory is None or memory > self._bounds.memory:
-                return "memory"
+            return "memory"
+        if self._bounds.processes is not None and used.threads > self._bounds.processes:
+            return "processes"
         return ""

@@ -1,0 +1,326 @@
+"""Graders that raise, hang, spin, print much or start what does not end: each call has its verdict, and the worker stays warm."""
+
+import asyncio
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_accel.reward.graders import GradeResult, Graders, Limits, SandboxError
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).with_name("graders_under_test.py")
+SHORT = Limits(wall=1.0, cpu=1.0)
+AS_ROOT = os.geteuid() == 0
+
+
+def play(name, work, workers=1, **options):
+    """Run ``work(graders)`` and close them."""
+
+    async def main():
+        graders = Graders(f"{HERE}:{name}", workers, **options)
+        try:
+            return await work(graders)
+        finally:
+            await graders.close()
+
+    return asyncio.run(main())
+
+
+def call(name, limits=None, limited=False, **kwargs):
+    return play(name, lambda graders: graders.call(kwargs, limits), limited=limited)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def eventually(condition):
+    for _ in range(6000):
+        if found := condition():
+            return found
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come to pass")
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("value", [None, 0.5, {"score": 1.0, "acc": [True, (1, "é")]}, "漢", {1, 2}, 10**30])
+def test_a_value_comes_back_as_it_was(value, limited):
+    found = call("echo", limited=limited, value=value)
+    assert found.verdict == "done", found
+    assert found.value == value
+    assert type(found.value) is type(value)
+
+
+def test_it_is_called_with_keyword_arguments():
+    kwargs = {"data_source": "gsm8k", "solution_str": "4", "ground_truth": "4", "extra_info": {"index": 3}}
+    assert call("compute_score", **kwargs).value == {"score": 1.0, "acc": True, "extra": {"index": 3}}
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_not_a_number_is_a_value(limited):
+    found = call("nan", limited=limited)
+    assert found.verdict == "done"
+    assert math.isnan(found.value)
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_megabytes_come_through_both_ways(limited):
+    assert len(call("large", limited=limited, size=5_000_000).value) == 5_000_000
+    assert call("echo", limited=limited, value="y" * 5_000_000).value == "y" * 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "verdict", "reason"),
+    [
+        ("fail", {"text": "no such thing"}, "error", "ValueError: no such thing"),
+        ("echo", {"values": 1}, "error", "TypeError: .*unexpected keyword argument"),
+        ("unpicklable", {}, "error", "Can't pickle|PicklingError"),
+        ("sleep", {}, "timeout", "wall limit"),
+        ("spin", {}, "timeout", "(cpu|wall) limit"),
+        ("leave", {"status": 3}, "killed", "ended with status 3"),
+    ],
+)
+def test_what_goes_wrong_has_its_verdict(name, kwargs, verdict, reason):
+    import re
+
+    async def work(graders):
+        return await graders.call(kwargs, SHORT), await graders.call(kwargs, SHORT)
+
+    for found in play(name, work):
+        assert found.verdict == verdict, found
+        assert found.value is None
+        assert re.search(reason, found.reason), found
+
+
+def test_a_call_that_is_stopped_says_what_it_took():
+    found = call("sleep", SHORT)
+    assert found.wall >= 1.0
+    assert found.cpu < 1.0
+    assert found.waited < found.wall
+
+
+def test_calls_share_nothing_but_the_import():
+    async def work(graders):
+        return [(await graders.call({})).value for _ in range(3)]
+
+    assert play("count", work) == [1, 1, 1]
+
+
+def test_a_daemon_ends_with_its_call(tmp_path):
+    path = tmp_path / "pid"
+    found = call("leave_daemon", path=str(path))
+    assert found.value == 1.0
+    assert not is_alive(int(path.read_text()))
+
+
+def test_a_cancelled_call_stops_all_it_started_and_the_worker_stays(tmp_path):
+    path = tmp_path / "pid"
+
+    async def work(graders):
+        task = asyncio.create_task(graders.call({"path": str(path)}))
+        await eventually(lambda: path.exists() and path.read_text())
+        (worker,) = graders._pool._busy
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return is_alive(int(path.read_text())), list(graders._pool.idle) == [worker], is_alive(worker.process.pid)
+
+    assert play("leave_daemon_and_sleep", work) == (False, True, True)
+
+
+def test_the_caller_environment_folder_and_output_are_the_graders(monkeypatch, capfd):
+    monkeypatch.setenv("RLA_OF_CALLER", "yes")
+    found = call("where").value
+    assert (found["cwd"], found["value"], found["uid"]) == (os.getcwd(), "yes", os.getuid())
+    call("say", text="said by the grader")
+    assert "said by the grader" in capfd.readouterr().out
+
+
+def test_a_module_of_the_callers_path_is_found(tmp_path, monkeypatch):
+    (tmp_path / "watch.py").write_text("def score(x): return x + 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def main():
+        graders = Graders("watch:score", 1)  # a name that one of the worker's own files has
+        try:
+            return await graders.call({"x": 1})
+        finally:
+            await graders.close()
+
+    assert asyncio.run(main()).value == 2
+
+
+def test_a_factory_is_called_once_in_the_worker():
+    found = play("make", lambda graders: graders.call({"value": 4}), arguments={"factor": 3})
+    assert found.value == {"value": 12, "made_in_worker": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "reason"),
+    [
+        ("absent", None, "AttributeError: .*absent"),
+        ("NO_FUNCTION", None, "TypeError: .*NO_FUNCTION must be a function, found 7"),
+        ("make_number", {}, "must be a function, found 7"),
+        ("make", {"facto": 1}, "unexpected keyword argument"),
+    ],
+)
+def test_a_target_that_is_none_is_named(name, arguments, reason):
+    with pytest.raises(SandboxError, match=reason):
+        play(name, lambda graders: graders.call({}), arguments=arguments)
+
+
+def test_an_import_that_fails_says_where(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("x = 1\nimport nothing_of_that_name\n\ndef score(): return 1\n")
+
+    async def main():
+        graders = Graders(f"{path}:score", 2)
+        try:
+            await asyncio.gather(*(graders.call({}) for _ in range(4)))
+        finally:
+            await graders.close()
+
+    where = (
+        "ModuleNotFoundError: No module named 'nothing_of_that_name' .*broken.py, line 2: import nothing_of_that_name"
+    )
+    with pytest.raises(SandboxError, match=where):
+        asyncio.run(main())
+
+
+def test_wrong_targets_and_arguments_are_named():
+    with pytest.raises(ValueError, match="target must be 'module:function'"):
+        Graders("os.path.join")
+    with pytest.raises(ValueError, match="workers must be at least 1, found 0"):
+        Graders("os.path:join", 0)
+    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
+        play("echo", lambda graders: graders.call({"value": lambda: 1}))
+
+
+def test_a_worker_that_is_killed_is_replaced_once():
+    async def work(graders):
+        killed = []
+        task = asyncio.create_task(graders.call({}, Limits(wall=60)))
+        for _ in range(2):
+            worker = await eventually(lambda: next((one for one in graders._pool._busy if one._count), None))
+            killed.append(worker)
+            os.kill(worker.process.pid, signal.SIGKILL)
+            await eventually(lambda worker=worker: worker not in graders._pool._busy)
+        return await task, len(set(killed)), (await graders.call({}, SHORT)).verdict
+
+    found, workers, after = play("sleep", work)
+    assert (found.verdict, found.reason) == ("killed", "two workers died over it")
+    assert workers == 2
+    assert after == "timeout"
+
+
+def test_many_calls_leave_nothing(tmp_path):
+    async def work(graders):
+        def files():
+            return len(os.listdir("/proc/self/fd"))
+
+        await asyncio.gather(*(graders.call({"value": 0}) for _ in range(2)))
+        before = files()
+        found = await asyncio.gather(*(graders.call({"value": number}) for number in range(200)))
+        assert [result.value for result in found] == list(range(200))
+        (one, two) = (worker.process.pid for worker in graders._pool.idle)
+        children = [len(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()) for pid in (one, two)]
+        return before, files(), children, (one, two)
+
+    before, after, children, keepers = play("echo", work, workers=2)
+    assert after == before
+    assert children == [1, 1], "the workers themselves"
+    assert not [pid for pid in keepers if is_alive(pid)]
+
+
+LIMITED = {
+    "reads the environment": ("import os\nscore = sorted(os.environ)", ["HOME", "LANG", "PATH", "TMPDIR"]),
+    "has a folder of its own": ("import os\nscore = (os.listdir('.'), os.getcwd() == os.environ['HOME'])", ([], True)),
+    "prints much": ("print('x' * 10000)\nscore = 1", 1),
+    "has numpy's numbers": (
+        "import numpy\nscore = {'a': numpy.float32(0.5), 'b': numpy.arange(2)}",
+        {"a": 0.5, "b": [0, 1]},
+    ),
+    "starts processes": ("import multiprocessing as m\nscore = m.Pool(2).map(abs, [0, -1])", [0, 1]),
+}
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_a_limited_grader_may_execute_what_it_grades(name):
+    code, value = LIMITED[name]
+    found = call("execute", Limits(wall=60, cpu=60), limited=True, code=code)
+    assert found.verdict == "done", found
+    assert found.value == value
+
+
+FORGED = r"""
+import os
+os.write(200, b'{"verdict": "done", "reason": ""}' + b"\ncos\nsystem\n(Vtouch evil\ntR.")
+os._exit(0)
+"""
+UNBRIDLED = {
+    "memory": ("score = bytearray(8 << 30)", "error", "MemoryError"),
+    "endless output": ("while True: print('x' * 1000)", "killed", "output limit"),
+    "endless loop": ("while True: pass", "timeout", "limit"),
+    "fork bomb": ("import os\nwhile True: os.fork()", "error|killed|timeout", ""),
+    "a large file": ("f = open('x', 'wb')\nfor _ in range(100): f.write(bytes(1 << 20))", "error", "File too large"),
+    "a value of a class": ("import fractions\nscore = fractions.Fraction(1, 2)", "error", "returns numbers, text"),
+    "a pickle of its own": (FORGED, "error", "plain values, found os.system"),
+}
+
+
+@pytest.mark.parametrize("name", UNBRIDLED)
+def test_a_limited_grader_is_held_to_every_limit(name):
+    import re
+
+    code, verdict, reason = UNBRIDLED[name]
+    limits = Limits(wall=5, cpu=3, memory=256 << 20, output_bytes=100_000, file_bytes=4 << 20, processes=16)
+    found = call("execute", limits, limited=True, code=code)
+    assert re.fullmatch(verdict, found.verdict), found
+    assert re.search(reason, found.reason), found
+
+
+@pytest.mark.skipif(not AS_ROOT, reason="without root a limited grader has this user's files and network")
+@pytest.mark.parametrize(
+    "code",
+    [
+        "open('/usr/evil', 'w')",
+        "import socket\nsocket.create_connection(('192.0.2.1', 80), 1)",
+        "import os\nos.kill(os.getppid(), 9)",
+    ],
+)
+def test_as_root_a_limited_grader_has_no_rights_and_no_network(code):
+    found = call("execute", limited=True, code=code)
+    assert found.verdict == "error", found
+    assert "Error" in found.reason
+
+
+def test_a_script_that_forgets_to_close_ends_all_the_same(tmp_path):
+    code = f"""
+import asyncio
+from rl_accel.reward.graders import Graders
+async def main():
+    graders = Graders("{HERE}:where", 1)
+    print((await graders.call({{}})).value["pid"])
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+    async def ended():
+        await eventually(lambda: not is_alive(int(done.stdout)))
+
+    asyncio.run(ended())
+
+
+def test_a_result_is_plain_data():
+    assert GradeResult(1.0, "done").reason == ""
