@@ -57,6 +57,15 @@ FEATURES: tuple[Feature, ...] = (
             "slime": ("rl_accel.patches.slime.requests",),
         },
     ),
+    Feature(
+        name="reward_timeout",
+        summary="executions of rewards that end soon after correct ones have, and are killed then",
+        lossless=False,
+        patches={
+            "verl": ("rl_accel.integrations.verl.reward_timeout.mode",),
+            "slime": ("rl_accel.patches.slime.reward_seams",),
+        },
+    ),
 )
 
 

@@ -80,15 +80,16 @@ def test_a_bare_enable_is_automatic_and_explicit_names_are_exact(fake_verl, pyth
         requested = lambda: {f.name: f.requested for f in rl_accel.status().features}
         rl_accel.enable()
         found = requested()
-        assert found.pop("tail_batching") == "off", "what changes training is never automatic"
+        semantic = {name: found.pop(name) for name in ("tail_batching", "reward_timeout")}
+        assert set(semantic.values()) == {"off"}, "what changes training is never automatic"
         assert set(found.values()) == {"automatically"}, found
         rl_accel.enable(sampler=False)
         assert requested()["sampler"] == "off" and requested()["gae"] == "automatically"
         rl_accel.enable(gae=dict(backend="numba"))
-        assert requested() == {"gae": "by name", "advantages": "off", "sampler": "off", "tail_batching": "off"}
+        assert requested() == {"gae": "by name", "advantages": "off", "sampler": "off", **semantic}
         with rl_accel.enabled(sampler=True):
-            assert requested() == {"gae": "off", "advantages": "off", "sampler": "by name", "tail_batching": "off"}
-        assert requested() == {"gae": "by name", "advantages": "off", "sampler": "off", "tail_batching": "off"}
+            assert requested() == {"gae": "off", "advantages": "off", "sampler": "by name", **semantic}
+        assert requested() == {"gae": "by name", "advantages": "off", "sampler": "off", **semantic}
     """)
     assert done.returncode == 0, done.stderr
 

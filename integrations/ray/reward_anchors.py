@@ -51,6 +51,10 @@ class LedgerActor:
         self.save()
         return {**self._ledger.take_counts(), "anchors": float(len(self._ledger))}
 
+    def life(self) -> str:
+        """Return what tells this ledger from one that comes after it."""
+        return self._ledger.life
+
     def save(self) -> None:
         """See :meth:`Ledger.save`. A full disk costs a warning, not the training."""
         self._saved = time.monotonic()

@@ -9,13 +9,19 @@ import functools
 import importlib
 import inspect
 import logging
+from collections.abc import Iterator
 from typing import Any
 
-from rl_accel.errors import ConfigError, PatchRefused
+from rl_accel.errors import PatchRefused
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.post_import import when_imported
 
 logger = logging.getLogger("rl_accel")
+_WIRINGS = {
+    "tail_batching": "rl_accel.integrations.verl.tail_batching.wiring",
+    "reward_timeout": "rl_accel.integrations.verl.reward_timeout.wiring",
+}
+"""Features on official seams, in the order in which they choose them: modules with ``wire`` and ``refuse_unwired``."""
 _NO_SEAM = "verl hands the whole configuration to no plug-in: the entry point is imported before it is read"
 
 
@@ -41,11 +47,8 @@ def wire(config: Any) -> None:
     Raises:
         ConfigError: the configuration and a feature cannot go together.
     """
-    from rl_accel.runtime import RUNTIME
-
-    flags = RUNTIME.resolved().tail_batching
-    if flags.enable:
-        importlib.import_module("rl_accel.integrations.verl.tail_batching.wiring").wire(config, flags)
+    for wiring, flags in _switched_on():
+        wiring.wire(config, flags)
 
 
 def refuse_unwired(config: Any) -> None:
@@ -54,16 +57,18 @@ def refuse_unwired(config: Any) -> None:
     Raises:
         ConfigError: a driver built the trainer without ``validate_config``, or on a trainer that has no seams.
     """
-    from omegaconf import OmegaConf
+    for wiring, _ in _switched_on():
+        wiring.refuse_unwired(config)
 
+
+def _switched_on() -> Iterator[tuple[Any, Any]]:
+    """The wiring and the flags of each feature that is on."""
     from rl_accel.runtime import RUNTIME
 
-    mode = OmegaConf.select(config, "trainer.v1.trainer_mode", default=None)
-    if RUNTIME.resolved().tail_batching.enable and mode != "tail_batching":
-        raise ConfigError(
-            f"rl_accel.tail_batching wants trainer.v1.trainer_mode = tail_batching in the trainer, found {mode}; "
-            "verl's validate_config sets it, which the driver must call before it starts the trainer"
-        )
+    for name, module in _WIRINGS.items():
+        flags = getattr(RUNTIME.resolved(), name)
+        if flags.enable:
+            yield importlib.import_module(module), flags
 
 
 def _first(*steps: Any) -> Any:

@@ -98,7 +98,7 @@ class Ledger:
 
     def __init__(self, path: Path | None = None, settings: TimeoutSettings | None = None) -> None:
         self._timeout = AdaptiveTimeout(settings)
-        self._life = uuid.uuid4().hex
+        self.life = uuid.uuid4().hex
         self._version = 0
         self._changed: OrderedDict[str, int] = OrderedDict()
         self._counts: dict[str, float] = {}
@@ -120,14 +120,14 @@ class Ledger:
         _add(self._counts, news.counts)
         if news.learned or news.everything:
             self._touch({**news.learned, **news.everything})
-        known = news.life == self._life
+        known = news.life == self.life
         since = news.version if known else 0
         anchors = {}
         for key in reversed(self._changed):
             if self._changed[key] <= since:
                 break
             anchors[key] = self._timeout.get(key)
-        return Update(self._life, self._version, anchors, wants_everything=bool(news.life) and not known)
+        return Update(self.life, self._version, anchors, wants_everything=bool(news.life) and not known)
 
     def take_counts(self) -> dict[str, float]:
         """Return the sums since the last call."""

@@ -4,10 +4,15 @@ Names are relative (``gae/seconds``); :func:`drain` returns them under ``rl_acce
 or ``total`` into a name: verl chooses how to reduce a metric by these substrings.
 """
 
+import logging
 import threading
+from collections.abc import Callable, Mapping
+
+logger = logging.getLogger("rl_accel")
 
 _lock = threading.Lock()
 _values: dict[str, float] = {}
+_collectors: dict[str, Callable[[], Mapping[str, float]]] = {}
 
 
 def add(name: str, value: float) -> None:
@@ -22,9 +27,23 @@ def put(name: str, value: float) -> None:
         _values[name] = float(value)
 
 
-def drain() -> dict[str, float]:
-    """Return everything recorded since the last call as ``{"rl_accel/<name>": value}`` and start anew."""
+def collect(feature: str, collector: Callable[[], Mapping[str, float]] | None) -> None:
+    """Have :func:`drain` ask ``collector`` for what other processes have recorded, by relative name; None: no longer."""
     with _lock:
-        out = {f"rl_accel/{name}": value for name, value in _values.items()}
+        if collector is None:
+            _collectors.pop(feature, None)
+        else:
+            _collectors[feature] = collector
+
+
+def drain() -> dict[str, float]:
+    """Return everything recorded since the last call as ``{"rl_accel/<name>": value}`` and start anew. Never raises."""
+    with _lock:
+        out, collectors = dict(_values), dict(_collectors)
         _values.clear()
-    return out
+    for feature, collector in collectors.items():
+        try:
+            out.update(collector())
+        except Exception:  # numbers are not worth a step
+            logger.warning("rl-accel: the numbers of %s could not be collected", feature, exc_info=True)
+    return {f"rl_accel/{name}": value for name, value in out.items()}

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import ray
 import transfer_queue as tq
-from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ, apply_greedy_sampling_params
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, apply_greedy_sampling_params
 
-from rl_accel.integrations.verl.tail_batching.calls import CancellableJudge
+from rl_accel.integrations.verl.reward_timeout.agent_loop import RewardTimeoutAgentLoopWorker
 from rl_accel.integrations.verl.tail_batching.session import SESSION, Session
 from rl_accel.integrations.verl.tail_batching.stored import Stored
 from rl_accel.rollout.hosting.messages import Event, Job
@@ -26,11 +26,8 @@ ENGINES_STOP_SECONDS = 2.0
 """Requests that reached their engine too late to be aborted with all others are cancelled one by one once none has ended for so
 long."""
 
-# verl exports the class already wrapped by @ray.remote, which cannot be subclassed.
-_Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 
-
-class TailAgentLoopWorker(_Worker):
+class TailAgentLoopWorker(RewardTimeoutAgentLoopWorker):
     """verl's worker, which goes on serving validation, with each training response a task of its own.
 
     A cancelled response is reported as aborted after its engine request and its judge have stopped and what it had put into
@@ -39,8 +36,6 @@ class TailAgentLoopWorker(_Worker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.reward_loop_worker_handles is not None:
-            self.reward_loop_worker_handles = [CancellableJudge(worker) for worker in self.reward_loop_worker_handles]
         filter_groups = self.config.algorithm.get("filter_groups") or {}
         self._filter_metric = str(filter_groups.get("metric")) if filter_groups.get("enable", False) else None
         self._sessions: dict[int, Session] = {}

@@ -1,24 +1,18 @@
 """Remote calls that stop where they run when their caller is cancelled, and text that was cut off never passes for whole.
 
-Cancelling an asyncio task that awaits a Ray reference leaves the remote call running. So an agent loop is handed servers and
-judges that cancel the call itself and wait until it is over.
+Cancelling an asyncio task that awaits a Ray reference leaves the remote call running. So an agent loop is handed servers
+that cancel the call itself and wait until it is over.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import ray
 from ray.exceptions import RayActorError, RayError
 
+from rl_accel.integrations.ray.cancellation import cancel, outcome
 from rl_accel.integrations.verl.tail_batching.session import SESSION, SPEED, Session
-
-logger = logging.getLogger("rl_accel")
-
-STOP_SECONDS = 30.0
-"""How long to wait for a cancelled call to end before going on without it."""
 
 _ABORTED = ("aborted", "abort")
 
@@ -29,25 +23,6 @@ class GenerationAborted(RuntimeError):
 
 class ServerDied(RuntimeError):
     """The process of a rollout server is gone. What it was generating is generated again elsewhere."""
-
-
-class CancellableJudge:
-    """A reward worker whose ``compute_score`` is cancelled together with the task that awaits it."""
-
-    def __init__(self, worker: Any) -> None:
-        self._worker = worker
-
-    @property
-    def compute_score(self) -> "CancellableJudge":
-        return self
-
-    async def remote(self, data: Any) -> Any:
-        call = self._worker.compute_score.remote(data)
-        try:
-            return await call
-        except asyncio.CancelledError:
-            await _cancel(call)
-            raise
 
 
 class CancellableServer:
@@ -117,29 +92,7 @@ class CancellableServer:
         if self._aborts_by_id:
             try:
                 if (await self._server.abort_request.remote(request_id))["aborted"]:
-                    return await _outcome(call)
+                    return await outcome(call)
             except RayError:  # the server is gone, and the call with it
                 return None
-        return await _cancel(call)
-
-
-async def _cancel(call: Any) -> Any:
-    ray.cancel(call)
-    return await _outcome(call)
-
-
-async def _outcome(call: Any) -> Any:
-    """Wait until the call is over; return its result, or None if it has none."""
-
-    async def result() -> Any:
-        return await call
-
-    task = asyncio.ensure_future(result())
-    await asyncio.wait({task}, timeout=STOP_SECONDS)
-    if not task.done():
-        logger.warning(
-            "rl-accel: a cancelled remote call has not ended after %.0f s; going on without it", STOP_SECONDS
-        )
-        task.cancel()
-        return None
-    return None if task.cancelled() or task.exception() is not None else task.result()
+        return await cancel(call)

@@ -30,6 +30,20 @@ def wire(config: Any, flags: TailBatchingConfig) -> None:
     settings_of(config)
 
 
+def refuse_unwired(config: Any) -> None:
+    """Stop a trainer that was chosen before anyone could wire this feature.
+
+    Raises:
+        ConfigError: its driver has not called ``validate_config``, or it is one without these seams.
+    """
+    mode = OmegaConf.select(config, _MODE_KEY, default=None)
+    if mode != MODE:
+        raise ConfigError(
+            f"{_FLAG} wants {_MODE_KEY} = {MODE} in the trainer, found {mode}; "
+            "verl's validate_config sets it, which the driver must call before it starts the trainer"
+        )
+
+
 _CORE_FIELDS = (
     "prompt_ratio",
     "response_ratio",

@@ -19,8 +19,8 @@ import ray
 from omegaconf import OmegaConf
 from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer
 
+from rl_accel.integrations.verl.reward_timeout.judges import CancellableJudge
 from rl_accel.integrations.verl.tail_batching.calls import (
-    CancellableJudge,
     CancellableServer,
     GenerationAborted,
     ServerDied,

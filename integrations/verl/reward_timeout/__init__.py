@@ -1,0 +1,21 @@
+"""Adaptive time limits for rewards on verl: ``+rl_accel.reward_timeout.enable=True``.
+
+Only official seams: a reward manager and an agent-loop manager. ``wiring`` chooses them in the configuration. In a reward worker
+``manager`` holds the reward manager that was configured and gives it a function of ours to score with; ``scoring`` runs the
+user's function, or verl's own, within limits (``functions``, ``prime_code``, ``fusion``). In an agent-loop worker ``agent_loop``
+tells validation from training and goes on without a reward worker that dies. ``mode`` brings the numbers to the trainer's logger.
+"""
+
+MANAGER = "RewardTimeoutManager"
+MANAGER_MODULE = "pkg://rl_accel.integrations.verl.reward_timeout.manager"
+"""The values of ``reward.reward_manager.name`` and ``.module.path``."""
+
+AGENT_LOOPS = "rl_accel.integrations.verl.reward_timeout.agent_loop.RewardTimeoutAgentLoopManager"
+LEGACY_AGENT_LOOPS = "rl_accel.integrations.verl.reward_timeout.agent_loop.LegacyRewardTimeoutAgentLoopManager"
+"""The values of ``actor_rollout_ref.rollout.agent.agent_loop_manager_class`` on the V1 and on the legacy trainer."""
+
+SECTION = "reward_timeout"
+"""What every process finds under ``reward`` in verl's configuration: the flags, the manager that is held, where anchors go."""
+
+VALIDATION = "__rl_accel_validation__"
+"""The column that marks a response of a validation on its way to a reward worker. Nobody else sees it."""

@@ -1,0 +1,42 @@
+"""Makes the feature visible where verl keeps reward managers, and collects its numbers in the trainer process."""
+
+from typing import Any
+
+from rl_accel.integrations.verl.reward_timeout import MANAGER
+from rl_accel.patches.registration import Registration
+from rl_accel.telemetry import metrics
+
+_NAME = "rl_accel_reward_timeout"
+
+
+def _registry() -> dict[str, type]:
+    from verl.experimental.reward_loop.reward_manager import registry
+
+    found: dict[str, type] = registry.REWARD_MANAGER
+    return found
+
+
+def _register(_settings: Any) -> None:
+    from rl_accel.integrations.verl.reward_timeout.manager import RewardTimeoutManager
+    from rl_accel.integrations.verl.reward_timeout.numbers import Collector
+
+    _registry()[_NAME] = RewardTimeoutManager
+    metrics.collect("reward_timeout", Collector())
+
+
+def _unregister() -> None:
+    metrics.collect("reward_timeout", None)
+    _registry().pop(_NAME, None)
+
+
+PATCHES = (
+    Registration(
+        name="verl.reward_manager.reward_timeout",
+        feature="reward_timeout",
+        target=f"verl.experimental.reward_loop:{MANAGER}",
+        register=_register,
+        unregister=_unregister,
+        owner="rl_accel.integrations.verl.reward_timeout.manager",
+        find=lambda: _registry().get(_NAME),
+    ),
+)

@@ -1,0 +1,151 @@
+"""Rewards that hang, on the real trainer: they are killed early, and training outlives kill -9 of everything that scores."""
+
+import contextlib
+import json
+from dataclasses import dataclass, field
+
+import pandas as pd
+import psutil
+import pytest
+
+from rl_accel.compare.plan import plan_runs
+from rl_accel.compare.recipe import load
+from rl_accel.compare.runner import Stop, last_lines, ray_temp_dir, supervised
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
+
+STEPS, PROMPTS, RESPONSES, VALIDATED = 8, 8, 4, 4
+FULL = 6.0
+REWARD = """
+import sys, time, zlib
+
+KINDS = {"digits": set("0123456789"), "letters": set("abcdefghijklmnopqrstuvwxyz")}
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert not any("rl_accel" in key for key in extra_info), extra_info
+    if zlib.crc32(solution_str.encode()) % 8 == 0:
+        time.sleep(600)
+    time.sleep(0.05)
+    right = sum(character in KINDS[ground_truth] for character in solution_str)
+    share = right / max(len(solution_str), 1)
+    return {"score": share, "acc": share > 0.1, "length": len(solution_str)}
+"""
+VICTIMS = {2: "ray::LedgerActor", 3: "rl_accel/reward/worker", 5: "ray::RewardLoopWorker"}
+"""What is killed once so many steps are logged, by its command line."""
+
+
+@dataclass
+class Left:
+    """What a run left: its log, its metrics by step, the file of anchors, and what was killed."""
+
+    log: str
+    steps: dict[int, dict[str, float]]
+    anchors: dict
+    killed: dict[str, int] = field(default_factory=dict)
+
+    def numbers(self, name):
+        return [metrics["rl_accel/reward_timeout/" + name] for metrics in self.steps.values()]
+
+
+def read(path):
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {row["step"]: row["data"] for row in rows if "training/global_step" in row["data"]}
+
+
+def kill(name, metrics):
+    """SIGKILL to the first process called so of the run that logs to ``metrics``; how many there were."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            ours = process.environ().get("VERL_FILE_LOGGER_PATH") == str(metrics)
+            if ours and name in " ".join(process.cmdline()):
+                found.append(process)
+    for process in found[:1]:
+        process.kill()
+    return len(found)
+
+
+@pytest.fixture(scope="module")
+def left(repo, workspace, clean_environment, tmp_path_factory):
+    out = tmp_path_factory.mktemp("reward")
+    (out / "reward.py").write_text(REWARD)
+    pd.read_parquet(workspace / "task" / "train.parquet").head(PROMPTS).to_parquet(out / "train.parquet")
+    recipe_file = repo / "examples" / "verl_ppo_cpu" / "recipe.yaml"
+    (plan,) = plan_runs(load(recipe_file), recipe_file.parent, workspace, arms=["stock"], steps=STEPS)
+    command = [
+        *plan.command,
+        "algorithm.adv_estimator=grpo",
+        f"actor_rollout_ref.rollout.n={RESPONSES}",
+        f"data.train_batch_size={PROMPTS}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
+        "actor_rollout_ref.rollout.agent.num_workers=2",
+        "data.max_response_length=64",
+        f"data.train_files={out / 'train.parquet'}",
+        f"data.val_max_samples={VALIDATED}",
+        "trainer.total_epochs=100",
+        "trainer.test_freq=4",
+        "reward.num_workers=2",
+        f"reward.custom_reward_function.path={out / 'reward.py'}",
+        f"trainer.default_local_dir={out / 'checkpoints'}",
+        "+rl_accel.reward_timeout.enable=True",
+        f"+rl_accel.reward_timeout.maximum={FULL}",
+        "+rl_accel.reward_timeout.minimum=0.5",
+        "+rl_accel.reward_timeout.min_correct=2",
+        "+rl_accel.reward_timeout.timeout_score=-0.5",
+        "+rl_accel.reward_timeout.workers=4",
+    ]
+    metrics, log, killed = out / "metrics.jsonl", out / "train.log", {}
+
+    def follow():
+        settled = len(read(metrics))
+        for step, name in VICTIMS.items():
+            if settled >= step and name not in killed:
+                killed[name] = kill(name, metrics)
+        return False
+
+    with ray_temp_dir() as ray_dir:
+        environment = {
+            **clean_environment,
+            **{key: value for key, value in plan.env.items() if value is not None},
+            "VERL_FILE_LOGGER_PATH": str(metrics),
+            "PYTHONUNBUFFERED": "1",
+            "RAY_TMPDIR": str(ray_dir),
+        }
+        outcome = supervised(command, environment, out, log, Stop(), follow, ray_dir)
+    assert outcome.exit_code == 0, last_lines(log, 80)
+    anchors = json.loads((out / "checkpoints" / "rl_accel_reward_anchors.json").read_text())
+    return Left(log.read_text(errors="replace"), read(metrics), anchors["anchors"], killed)
+
+
+def test_training_goes_on_whatever_is_killed(left):
+    assert left.killed == {
+        "ray::LedgerActor": 1,
+        "rl_accel/reward/worker": left.killed["rl_accel/reward/worker"],
+        "ray::RewardLoopWorker": 2,
+    }
+    assert left.killed["rl_accel/reward/worker"] >= 1
+    assert list(left.steps) == list(range(1, STEPS + 1))
+    for metrics in left.steps.values():
+        assert 0 < metrics["actor/grad_norm"] < 1e4
+        assert metrics["rl_accel/reward_timeout/applied"] == 1.0
+
+
+def test_the_metrics_say_what_happened(left):
+    for name in (
+        "executions",
+        "timeouts",
+        "timeouts_full",
+        "saved_seconds",
+        "seconds",
+        "anchors",
+        "ledger_restarts",
+        "reward_workers_lost",
+        "eval_executions",
+        "ledger_unreachable",
+        "killed",
+        "errors",
+    ):
+        print(name, left.numbers(name))
+    assert sum(left.numbers("ledger_restarts")) == 1
+    assert sum(left.numbers("reward_workers_lost")) >= 1

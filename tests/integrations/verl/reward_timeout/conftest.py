@@ -1,0 +1,129 @@
+"""verl's configuration as a run composes it, real tokens, and a reward manager of ours on a function of the test's."""
+
+import asyncio
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("verl") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def composed() -> Any:
+    """verl's own defaults."""
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_folder)
+
+
+@pytest.fixture
+def configure(composed: Any, tmp_path: Path) -> Callable[..., Any]:
+    """``configure(source, flags, **keys)``: verl's configuration, wired, with ``source`` as the custom reward function's module.
+
+    ``__`` in the name of a key stands for a dot.
+    """
+    from omegaconf import OmegaConf
+
+    from rl_accel.config import RewardTimeoutConfig
+    from rl_accel.integrations.verl.reward_timeout.wiring import wire
+
+    def make(source: str | None = None, flags: dict[str, Any] | None = None, **keys: Any) -> Any:
+        config = composed.copy()
+        config.trainer.default_local_dir = str(tmp_path / "checkpoints")
+        if source is not None:
+            module = tmp_path / "graded.py"
+            module.write_text(source)
+            keys = {"reward__custom_reward_function__path": str(module), **keys}
+        for key, value in keys.items():
+            OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
+        wire(config, RewardTimeoutConfig(enable=True, **(flags or {})))
+        return config
+
+    return make
+
+
+@pytest.fixture
+def manager_of(tokenizer: Any) -> Callable[[Any], Any]:
+    """``manager_of(config)``: the reward manager that verl itself loads for ``config``."""
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    return lambda config: load_reward_manager(config, tokenizer)
+
+
+@pytest.fixture
+def responses(tokenizer: Any) -> Callable[..., list[Any]]:
+    """``responses("a", "b", ground_truth=..., **columns)``: one DataProto for each text, as an agent loop sends it."""
+    import numpy as np
+    import torch
+    from tensordict import TensorDict
+    from verl.protocol import DataProto
+
+    def make(
+        *texts: str, ground_truth: Any = "7", data_source: str = "test", validation: bool = False, **columns: Any
+    ) -> list[Any]:
+        from rl_accel.integrations.verl.reward_timeout import VALIDATION
+
+        found = []
+        for text in texts:
+            prompt = torch.tensor([tokenizer.encode("q1", add_special_tokens=False)])
+            answer = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
+            whole = torch.cat([prompt, answer], dim=1)
+            batch = TensorDict(
+                {"prompts": prompt, "responses": answer, "input_ids": whole, "attention_mask": torch.ones_like(whole)},
+                batch_size=1,
+            )
+            row = {
+                "data_source": data_source,
+                "reward_model": {"style": "rule", "ground_truth": ground_truth},
+                "raw_prompt": [{"role": "user", "content": "q1"}],
+                "extra_info": {"index": 0},
+                "uid": "u",
+                "__num_turns__": 2,
+                "tool_extra_fields": {},
+                **columns,
+            }
+            if validation:
+                row[VALIDATION] = True
+            arrays = {}
+            for name, value in row.items():
+                arrays[name] = np.empty(1, dtype=object)
+                arrays[name][0] = value
+            found.append(DataProto(batch=batch, non_tensor_batch=arrays))
+        return found
+
+    return make
+
+
+@pytest.fixture
+def score(manager_of: Callable[[Any], Any]) -> Callable[..., list[dict[str, Any]]]:
+    """``score(manager or config, data)``: what the manager says of each of ``data``, asked all at once."""
+
+    def run(manager: Any, data: list[Any]) -> list[dict[str, Any]]:
+        if not hasattr(manager, "run_single"):
+            manager = manager_of(manager)
+
+        async def all_of_them() -> list[dict[str, Any]]:
+            manager.loop = asyncio.get_running_loop()  # verl's managers are made in the loop of their actor
+            if hasattr(manager, "held"):
+                manager.held.loop = manager.loop
+            try:
+                return list(await asyncio.gather(*(manager.run_single(item) for item in data)))
+            finally:
+                if hasattr(manager, "scorer"):
+                    await manager.scorer.close()
+
+        return asyncio.run(all_of_them())
+
+    return run
