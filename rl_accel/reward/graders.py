@@ -55,6 +55,11 @@ class Graders:
         payload = b"" if arguments is None else pickle.dumps(dict(arguments))
         self._pool = Pool(workers, Setup((), (), None, message, payload, _START_SECONDS))
 
+    @property
+    def deaths(self) -> int:
+        """How many workers have died during calls."""
+        return self._pool.deaths
+
     async def call(self, kwargs: Mapping[str, Any], limits: Limits | None = None) -> GradeResult:
         """Call the grader with ``kwargs``. Cancelling this stops it, and all that it started, at once.
 

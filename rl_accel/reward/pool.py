@@ -21,6 +21,9 @@ class Pool:
         workers: None: the cores this process may use.
         setup: how they are started. Where ``setup.message`` asks for limits, each is given a folder of its own.
 
+    Attributes:
+        deaths: how many workers have died during calls.
+
     Raises:
         ValueError: fewer than one worker.
     """
@@ -30,6 +33,7 @@ class Pool:
         if self.size < 1:
             raise ValueError(f"workers must be at least 1, found {workers!r}")
         self.idle: deque[WorkerProcess] = deque()
+        self.deaths = 0
         self._setup = setup
         self._busy: set[WorkerProcess] = set()
         self._free = asyncio.Semaphore(self.size)
@@ -51,6 +55,7 @@ class Pool:
                 try:
                     answer = await worker.run(order, payload, wall, leash)
                 except LOST as error:
+                    self.deaths += 1
                     await self._bury(worker)
                     again = ", trying again" if attempt == 1 and not self._closed else ""
                     logger.warning("rl-accel: a sandbox worker died (%r)%s", error, again)

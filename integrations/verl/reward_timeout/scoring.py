@@ -64,6 +64,7 @@ class Scorer:
         self._substitutes = Substitutes()
         self._warned: set[str] = set()
         self._graders: list[Graders] = []
+        self._deaths = 0
 
     async def score(self, *args: Any, **kwargs: Any) -> Any:
         """Return what verl's reward managers expect of a reward function: a number, or a dict with a ``score``.
@@ -77,6 +78,9 @@ class Scorer:
         if call is None:
             call = Call(prompt_key(data_source, arguments.get("ground_truth"), None, arguments.get("extra_info")), True)
         outcome = await self._runner(data_source).run(call, arguments)
+        deaths = sum(graders.deaths for graders in self._graders)
+        self._replica.count("workers_replaced", deaths - self._deaths)
+        self._deaths = deaths
         trouble = outcome.trouble()
         if not trouble:
             self._substitutes.learn(data_source, outcome.value)
