@@ -25,6 +25,7 @@ _LAZY = {
 }
 _LAZY_BENCH = {
     "gae": ("rl_accel.bench.gae", "bench_gae", "GAE kernels against verl's loop and other published ways."),
+    "reward": ("rl_accel.bench.reward", "bench_reward", "A fixed time limit of rewards against the adaptive one."),
     "outcome": ("rl_accel.bench.outcome", "bench_outcome", "Twins of verl's other advantage loops against the loops."),
     "tail": ("rl_accel.bench.tail", "bench_tail", "Tail batching: its core alone, and rounds on verl without a model."),
 }
