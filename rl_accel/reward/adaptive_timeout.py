@@ -104,16 +104,24 @@ class AdaptiveTimeout:
         Raises:
             ValueError: ``slowdown`` is not a finite number of at least 1.
         """
-        _check_slowdown(slowdown)
-        anchor = self._find(key)
-        full = self.settings.maximum * slowdown
-        if anchor is None or anchor.correct < self.settings.min_correct:
-            return Limit(full, full, "learning")
-        if self._until_probe is not None:
+        limit = self.learned(key, slowdown)
+        if limit.reason == "adaptive" and self._until_probe is not None:
             self._until_probe -= 1
             if self._until_probe <= 0:
                 self._until_probe = self._period()
-                return Limit(full, full, "probe")
+                return Limit(self.settings.maximum * slowdown, self.settings.maximum * slowdown, "probe")
+        return limit
+
+    def learned(self, key: str, slowdown: float = 1.0) -> Limit:
+        """Return what :meth:`limit` does, and never a probe: for an execution that has had its limit, and goes on.
+
+        Raises:
+            ValueError: ``slowdown`` is not a finite number of at least 1.
+        """
+        _check_slowdown(slowdown)
+        anchor = self._find(key)
+        if anchor is None or anchor.correct < self.settings.min_correct:
+            return Limit(self.settings.maximum * slowdown, self.settings.maximum * slowdown, "learning")
         return Limit(self._from(anchor.wall) * slowdown, self._from(anchor.cpu) * slowdown, "adaptive")
 
     def expected(self, key: str) -> float:

@@ -1,10 +1,13 @@
 """Executions within adaptive limits: who goes next, how long it may take, and what it teaches."""
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
+from rl_accel.reward.adaptive_timeout import Limit
+from rl_accel.reward.leash import Leash
 from rl_accel.reward.pace import Pace
 from rl_accel.reward.program import Case, CaseResult, Limits
 from rl_accel.reward.sandbox import Sandbox
@@ -30,9 +33,21 @@ class Execution(Protocol):
 
 Result = TypeVar("Result", bound=Execution)
 
+_LOOKS = 4
+"""So often a limit is looked for in the time of the least one."""
+_LEAST_PAUSE_SECONDS = 0.02
+
 
 class Judge:
     """Runs at most ``slots`` executions at once; the others wait, and with them those who want the results.
+
+    All responses of a prompt are judged at about the same time, and most of those that hang have begun before a limit is known.
+    So an execution that began with the full budget is given the limit, counted from its start, as soon as enough others of its
+    test case were correct, and follows the anchor if that rises. The price: those that are ready first decide. A correct answer
+    that takes much longer than they did is stopped, which would have ended by itself, and raised the anchor, if limits were for
+    later executions only. A probe keeps the full budget, whether it began with a limit or is given one now.
+
+    An execution that has no limit of its own and runs for longer than ``minimum`` is late: one more of its prompt goes first then.
 
     Counts, in ``replica``: ``executions``, ``correct``, ``timeouts`` (of these ``timeouts_full``: at the full budget), ``killed``
     (memory, output, or it died), ``cancelled``, ``probes``, ``seconds`` (wall), ``waited_seconds`` (for a turn) and
@@ -71,15 +86,22 @@ class Judge:
         key = f"{prompt}/{case}"
         timeout, loop = self.replica.timeout, asyncio.get_running_loop()
         came = loop.time()
-        async with self.turns.turn(prompt, timeout.expected(key)):
+        async with self.turns.turn(prompt, timeout.expected(key)) as is_late:
             began = loop.time()
             slowdown = self._pace.slowdown()
-            limit = timeout.limit(key, slowdown)
+            allowed = _Allowed(timeout.limit(key, slowdown))
+            limits = replace(self.limits, wall=allowed.limit.wall, cpu=allowed.limit.cpu, leash=allowed.leash)
+            learning = allowed.limit.reason == "learning"
+            follow = asyncio.create_task(self._follow(key, allowed, slowdown, is_late)) if learning else None
             try:
-                result = await run(replace(self.limits, wall=limit.wall, cpu=limit.cpu))
+                result = await run(limits)
             except asyncio.CancelledError:
                 self.replica.count("cancelled")
                 raise
+            finally:
+                if follow:
+                    follow.cancel()
+        limit = allowed.limit
         if not teach:
             self.replica.count("eval_executions")
             return result
@@ -100,6 +122,31 @@ class Judge:
         ):
             self.replica.count(name, float(amount))
         return result
+
+    async def _follow(self, key: str, allowed: "_Allowed", slowdown: float, is_late: Callable[[], None]) -> None:
+        """Give an execution that began with the full budget its limit once there is one, and say if it takes long until then."""
+        timeout = self.replica.timeout
+        late_after = timeout.settings.minimum * slowdown
+        for look in itertools.count(1):
+            await asyncio.sleep(max(late_after / _LOOKS, _LEAST_PAUSE_SECONDS))
+            if allowed.limit.reason == "learning":
+                allowed.limit = timeout.limit(key, slowdown)
+            else:
+                allowed.limit = timeout.learned(key, slowdown)
+            if allowed.limit.reason == "probe":
+                return
+            if allowed.limit.reason == "adaptive":
+                allowed.leash.give(allowed.limit.wall, allowed.limit.cpu)
+            elif look == _LOOKS:
+                is_late()
+
+
+@dataclass
+class _Allowed:
+    """The limit of an execution as it is now, and how it is told."""
+
+    limit: Limit
+    leash: Leash = field(default_factory=Leash)
 
 
 async def judge_program(

@@ -5,7 +5,7 @@ import contextlib
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from time import monotonic
 
 _Waiting = tuple[float, int, "asyncio.Future[None]"]
@@ -16,7 +16,8 @@ class Turns:
     """Gives out ``slots`` turns. Use it from one event loop.
 
     A free slot goes to a prompt that holds the fewest; among those to the execution expected to end first, what it has waited
-    taken off what it is expected to take, so that none waits for ever. Amortised O(log n) a turn.
+    taken off what it is expected to take, so that none waits for ever. A prompt with an execution that is late goes before all
+    others with one more: from that one may be learned that the late one is to be stopped. Amortised O(log n) a turn.
     """
 
     def __init__(self, slots: int) -> None:
@@ -24,8 +25,9 @@ class Turns:
             raise ValueError(f"slots must be at least 1, found {slots!r}")
         self._free = slots
         self._held: Counter[str] = Counter()
+        self._late: Counter[str] = Counter()
         self._queues: dict[str, list[_Waiting]] = {}
-        # (slots held, head of its queue, prompt); entries that no longer tell the truth are dropped when they come up.
+        # (standing, head of its queue, prompt); entries that no longer tell the truth are dropped when they come up.
         self._offers: list[tuple[int, float, int, str]] = []
         self._numbers = itertools.count()
         self._waiting = 0
@@ -35,12 +37,27 @@ class Turns:
         return self._waiting
 
     @contextlib.asynccontextmanager
-    async def turn(self, prompt: str, expected: float) -> AsyncIterator[None]:
-        """Hold a slot for ``prompt`` within the block, which is expected to take ``expected`` seconds."""
+    async def turn(self, prompt: str, expected: float) -> AsyncIterator[Callable[[], None]]:
+        """Hold a slot for ``prompt`` within the block, which is expected to take ``expected`` seconds.
+
+        What it yields is to be called, once, if the execution is late.
+        """
         await self._take(prompt, expected)
+        late = []
+
+        def is_late() -> None:
+            late.append(True)
+            self._late[prompt] += 1
+            self._offer(prompt)
+            self._give_out()
+
         try:
-            yield
+            yield is_late
         finally:
+            if late:
+                self._late[prompt] -= 1
+                if not self._late[prompt]:
+                    del self._late[prompt]
             self._give_back(prompt)
 
     async def _take(self, prompt: str, expected: float) -> None:
@@ -73,15 +90,18 @@ class Turns:
         while queue and queue[0][2].done():
             heapq.heappop(queue)
         if queue:
-            heapq.heappush(self._offers, (self._held[prompt], *queue[0][:2], prompt))
+            heapq.heappush(self._offers, (self._standing(prompt), *queue[0][:2], prompt))
         else:
             self._queues.pop(prompt, None)
 
+    def _standing(self, prompt: str) -> int:
+        return self._held[prompt] - (2 if prompt in self._late else 0)
+
     def _give_out(self) -> None:
         while self._free and self._offers:
-            held, _, number, prompt = heapq.heappop(self._offers)
+            standing, _, number, prompt = heapq.heappop(self._offers)
             queue = self._queues.get(prompt, [])
-            if not queue or held != self._held[prompt] or number != queue[0][1]:
+            if not queue or standing != self._standing(prompt) or number != queue[0][1]:
                 continue
             turn = queue[0][2]
             if not turn.done():

@@ -24,12 +24,13 @@ class Stage:
         self.began = []
         self._ends = {}
         self._tasks = {}
+        self.late = {}
 
     def enter(self, name, prompt, expected=1.0):
         self._tasks[name] = asyncio.create_task(self._run(name, prompt, expected))
 
     async def _run(self, name, prompt, expected):
-        async with self.turns.turn(prompt, expected):
+        async with self.turns.turn(prompt, expected) as self.late[name]:
             self.began.append(name)
             self.running.append(name)
             self._ends[name] = asyncio.Event()
@@ -45,6 +46,47 @@ class Stage:
     async def cancel(self, name):
         self._tasks[name].cancel()
         await settle()
+
+
+def test_a_prompt_with_a_late_execution_goes_first_with_one_more():
+    async def main():
+        stage = Stage(2)
+        for name in ("p0", "q0", "q1", "r0", "p1", "p2", "s0"):
+            stage.enter(name, name[0])
+        await settle()
+        assert stage.running == ["p0", "q0"]
+        stage.late["p0"]()
+        await stage.end("q0")
+        assert stage.running == ["p0", "p1"]  # and neither q1, which came first, nor r0, whose prompt holds none
+        stage.enter("q2", "q")
+        await stage.end("p1")
+        assert stage.running == ["p0", "p2"]
+        await stage.end("p2")
+        assert stage.running == ["p0", "q1"]
+        await stage.end("p0")
+        stage.enter("p3", "p")
+        await stage.end("q1")
+        assert stage.running == ["r0", "s0"]  # over, and p is as any other
+
+    play(main())
+
+
+def test_late_executions_of_one_prompt_take_over_no_more_than_one_slot_before_others():
+    async def main():
+        stage = Stage(4)
+        for i in range(6):
+            stage.enter(f"p{i}", "p")
+        for i in range(6):
+            stage.enter(f"q{i}", "q")
+        await settle()
+        assert stage.running == ["p0", "p1", "p2", "p3"]
+        stage.late["p0"]()
+        stage.late["p1"]()
+        for ends in ("p2", "p3", "p4", "q0"):
+            await stage.end(ends)
+        assert stage.running == ["p0", "p1", "p5", "q1"]
+
+    play(main())
 
 
 def test_no_more_run_at_once_than_there_are_slots():
