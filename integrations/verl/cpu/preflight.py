@@ -51,6 +51,10 @@ def find_problems(config: Any) -> Iterator[tuple[str, str]]:
             yield f"{rollout}.{key}=1", "a rollout replica is one process"
     if get(f"{rollout}.logprobs_mode", "processed_logprobs") != "processed_logprobs":
         yield f"{rollout}.logprobs_mode=processed_logprobs", "the only log-probabilities that hf_cpu returns"
+    budget = get(f"{rollout}.engine_kwargs.hf_cpu.kv_tokens")
+    longest = get(f"{rollout}.max_model_len", get(f"{rollout}.prompt_length", 0) + get(f"{rollout}.response_length", 0))
+    if isinstance(budget, int) and budget < longest:
+        yield f"{rollout}.engine_kwargs.hf_cpu.kv_tokens={longest}", f"one request may need more than {budget} tokens"
     yield from _engine_problems(get)
     for model in ("actor_rollout_ref.model", "critic.model"):
         if model.startswith("critic") and not _uses_critic(get):

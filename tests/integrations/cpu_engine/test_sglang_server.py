@@ -209,6 +209,45 @@ def test_what_the_engine_does_not_do_is_refused_in_words(client, body, message):
     assert message in answer.json()["error"]["message"]
 
 
+def test_a_server_with_little_memory_retracts_requests_and_counts_them(client, serve):
+    params = [{"max_new_tokens": 100, "ignore_eos": True, "sampling_seed": i} for i in range(8)]
+
+    async def answers(url):
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            bodies = [{"input_ids": PROMPT, "sampling_params": p, "return_logprob": True} for p in params]
+            return [one.json() for one in await asyncio.gather(*[http.post("/generate", json=body) for body in bodies])]
+
+    def counters(http):
+        lines = http.get("/metrics").raise_for_status().text.splitlines()
+        return {name: float(value) for name, value in (line.split() for line in lines if not line.startswith("#"))}
+
+    free = asyncio.run(answers(str(client.base_url)))
+    with httpx.Client(base_url=serve(*PACE, "--kv-tokens", "300"), timeout=60) as tight:
+        found = asyncio.run(answers(str(tight.base_url)))
+        assert [one["output_ids"] for one in found] == [one["output_ids"] for one in free]
+        retractions = sum(one["meta_info"]["num_retractions"] for one in found)
+        assert retractions > 0
+        metrics = counters(tight)
+        assert metrics["sglang:num_retracted_requests_total"] == retractions
+        assert (metrics["sglang:max_total_num_tokens"], metrics["sglang:token_usage"]) == (300, 0)
+        load = tight.get("/v1/loads").json()["loads"][0]
+        assert (load["max_total_num_tokens"], load["num_used_tokens"], load["token_usage"]) == (300, 0, 0)
+        [state] = tight.get("/server_info").json()["internal_states"]
+        assert state["retracted"] == retractions
+        assert 0.9 < state["kv_peak_share"] <= 1
+    assert {one["meta_info"]["num_retractions"] for one in free} == {0}
+    assert counters(client)["sglang:num_retracted_requests_total"] == 0
+    assert "sglang:token_usage" not in counters(client)  # unknown is not 0
+    assert "token_usage" not in client.get("/v1/loads").json()["loads"][0]
+
+
+def test_a_request_for_which_the_memory_is_too_small_is_refused(serve):
+    with httpx.Client(base_url=serve(*PACE, "--kv-tokens", "150"), timeout=60) as tight:
+        answer = tight.post("/generate", json={"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 148}})
+        assert answer.status_code == 400
+        assert "do not fit into kv_tokens=150" in answer.json()["error"]["message"]
+
+
 def test_it_says_what_it_is(client):
     assert client.get("/workers").json()["workers"][0]["url"] == str(client.base_url).rstrip("/")
     assert client.get("/health").status_code == 200

@@ -79,3 +79,10 @@ def test_a_cluster_that_runs_already_keeps_its_resources(configured):
 def test_another_engine_device_in_the_environment_is_named(configured, monkeypatch):
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "npu")
     assert overrides(configured(*SHORTCUT)) == ["VERL_ENGINE_DEVICE=cuda (environment)"]
+
+
+def test_memory_in_which_one_response_would_not_fit_is_named(configured):
+    given = [*SHORTCUT, "data.max_prompt_length=100", "data.max_response_length=200"]
+    key = "actor_rollout_ref.rollout.engine_kwargs.hf_cpu.kv_tokens"
+    assert overrides(configured(*given, f"+{key}=300")) == []
+    assert overrides(configured(*given, f"+{key}=299")) == [f"{key}=300"]

@@ -125,6 +125,41 @@ await replicas[1].resume_generation()
     )
 
 
+def test_a_server_with_little_memory_preempts_answers_the_same_and_tells(serve):
+    serve(
+        """
+def with_memory(tokens):
+    return {**rollout, "engine_kwargs": {"hf_cpu": {"kv_tokens": tokens}}}
+
+tight = with_memory(300)
+replicas = [get_rollout_replica_class("hf_cpu")(rank, config, model) for rank, config in enumerate((rollout, tight))]
+await asyncio.gather(*[replica.launch_servers() for replica in replicas])
+answers = [
+    await asyncio.gather(
+        *[r.server_handle.generate.remote([5, 6, 7], {**PARAMS, "seed": i, "ignore_eos": True}, f"r{i}") for i in range(8)]
+    )
+    for r in replicas
+]
+for free, found in zip(*answers, strict=True):
+    assert (found.token_ids, found.stop_reason, len(found.token_ids)) == (free.token_ids, "completed", 200)
+    torch.testing.assert_close(torch.tensor(found.log_probs), torch.tensor(free.log_probs), atol=2e-5, rtol=0)
+    assert free.num_preempted == 0
+free, found = await asyncio.gather(*[r.server_handle.get_stats.remote(reset_peak=True) for r in replicas])
+assert found.preemptions == sum(answer.num_preempted for answer in answers[1]) > 0
+assert found.kv_tokens == 300 and 0.9 < found.kv_peak_share <= 1, found
+assert (free.preemptions, free.kv_tokens, free.kv_peak_share) == (0, None, None) and free.kv_peak > 300, free
+assert (await replicas[1].server_handle.get_stats.remote()).kv_peak == 0
+
+try:
+    await get_rollout_replica_class("hf_cpu")(2, with_memory(215), model).launch_servers()
+except Exception as error:
+    assert "less than one request may need: 216 tokens" in str(error), error
+else:
+    raise AssertionError("a server was started in which a request may not fit")
+        """
+    )
+
+
 def test_single_requests_end_by_id_or_by_cancelling_their_reference(serve):
     serve(
         """
