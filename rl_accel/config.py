@@ -97,6 +97,7 @@ class RewardTimeoutConfig:
     workers: int | None = _flag(
         None, "executions at once in each reward process; null: its share of the cores", minimum=1
     )
+    grader: str | None = _flag(None, "slime: dotted path of the grader that --custom-rm-path named; null: by --rm-type")
     isolation: str = _flag("auto", "of programs under test; auto takes the best that works", choices=ISOLATION)
     memory_mb: int = _flag(1024, "memory of a program under test, in MiB", minimum=16)
 

@@ -11,11 +11,14 @@ from omegaconf import OmegaConf
 from rl_accel import config as cfg
 from rl_accel.errors import ConfigError
 from rl_accel.features import FEATURES
+from rl_accel.integrations.slime.reward_timeout import JUDGE, LOG, MARK
 from rl_accel.integrations.slime.tail_batching import DATA_SOURCE, EVAL, ROLLOUT
 
 SECTION = "rl_accel"
-_MEGATRON_INIT = {"custom_megatron_init_path": "rl_accel.integrations.slime.hooks.megatron_init"}
-HOOKS: dict[str, dict[str, str]] = {
+_MEGATRON_INIT: dict[str, str | list[str]] = {
+    "custom_megatron_init_path": "rl_accel.integrations.slime.hooks.megatron_init"
+}
+HOOKS: dict[str, dict[str, str | list[str]]] = {
     "gae": _MEGATRON_INIT,
     "advantages": _MEGATRON_INIT,
     "tail_batching": {
@@ -24,8 +27,13 @@ HOOKS: dict[str, dict[str, str]] = {
         # slime has derived it from --rollout-function-path before it reads this file.
         "eval_function_path": EVAL,
     },
+    "reward_timeout": {
+        "custom_rm_path": JUDGE,
+        "rollout_sample_hook_path": [MARK],
+        "custom_rollout_log_function_path": LOG,
+    },
 }
-"""By feature: slime's flags, as keys of the file, and the path each must have."""
+"""By feature: slime's flags, as keys of the file, and the path each must have, or the paths that it must hold among others."""
 
 
 def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -81,12 +89,18 @@ def check(path: Path, slime_root: Path | None = None) -> list[str]:
     for feature, hooks in HOOKS.items():
         enable = getattr(resolved, feature).enable
         for key, wanted in hooks.items():
-            if enable and content.get(key) != wanted:
+            if enable and not _has(content.get(key), wanted):
                 raise ConfigError(f"{path}: {SECTION}.{feature} wants {key}: {wanted}, found {content.get(key)}")
     if slime_root is None:
         return []
     flags = flags_of(slime_root)
     return [_unknown(key, flags) for key in keys if key != SECTION and key not in flags]
+
+
+def _has(found: Any, wanted: str | list[str]) -> bool:
+    if isinstance(wanted, list):
+        return isinstance(found, list) and set(wanted) <= set(found)
+    return bool(found == wanted)
 
 
 def flags_of(slime_root: Path) -> set[str]:

@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_accel.errors import PatchRefused
@@ -72,21 +72,28 @@ def require() -> None:
     Raises:
         PatchRefused: names the function or field, what is wanted and what was found.
     """
-    for where, wanted in FUNCTIONS.items():
+    found = problem("tail_batching", FUNCTIONS, SAMPLE_FIELDS, STATUSES)
+    if found:
+        raise PatchRefused(found)
+
+
+def problem(
+    feature: str, functions: Mapping[str, tuple[str, ...]], fields: Sequence[str], statuses: Sequence[str] = ()
+) -> str:
+    """Say what the slime that can be imported here lacks of these functions, fields of ``Sample`` and its statuses, or ""."""
+    for where, wanted in functions.items():
         module, _, name = where.partition(":")
         function = getattr(importlib.import_module(module), name, None)
         if function is None:
-            raise PatchRefused(f"tail batching wants {where}, which this slime does not have")
+            return f"{feature} wants {where}, which this slime does not have"
         found = _parameters(function)
         if found != wanted:
-            raise PatchRefused(f"tail batching wants {where}({', '.join(wanted)}), found ({', '.join(found)})")
+            return f"{feature} wants {where}({', '.join(wanted)}), found ({', '.join(found)})"
     from slime.utils.types import Sample
 
-    fields = Sample.__dataclass_fields__
-    missing = [name for name in SAMPLE_FIELDS if name not in fields]
-    missing += [f"Status.{name}" for name in STATUSES if not hasattr(Sample.Status, name)]
-    if missing:
-        raise PatchRefused(f"tail batching wants slime's Sample to have {', '.join(missing)}")
+    missing = [name for name in fields if name not in Sample.__dataclass_fields__]
+    missing += [f"Status.{name}" for name in statuses if not hasattr(Sample.Status, name)]
+    return f"{feature} wants slime's Sample to have {', '.join(missing)}" if missing else ""
 
 
 def _parameters(function: Any) -> tuple[str, ...]:

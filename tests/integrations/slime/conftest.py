@@ -88,6 +88,7 @@ def slime_args(slime_root, model_folder, prompts_file, tmp_path) -> Callable[...
             "custom_generate_function_path": None,
             "custom_rm_path": "slime_test_plugins.score",
             "rm_type": None,
+            "log_reward_category": None,
             "group_rm": False,
             "reward_key": None,
             "eval_reward_key": None,

@@ -28,15 +28,16 @@ def test_every_path_can_be_imported_as_slime_does(slime_root):
     from slime.utils.misc import load_function
 
     for hooks in custom_config.HOOKS.values():
-        for path in hooks.values():
-            assert callable(load_function(path))
+        for paths in hooks.values():
+            for path in paths if isinstance(paths, list) else [paths]:
+                assert callable(load_function(path))
 
 
 @pytest.mark.parametrize(
     ("features", "settings", "message"),
     [
         (["gea"], {}, r"unknown feature 'gea' \(did you mean gae\?\)"),
-        (["sampler"], {}, "sampler has no part for slime; there are gae, advantages, tail_batching"),
+        (["sampler"], {}, "sampler has no part for slime; there are gae, advantages, tail_batching, reward_timeout"),
         (["gae"], {"gae": {"backend": "nunba"}}, "found 'nunba'"),
         (["gae"], {"gae": {"chunks": 3}}, r"unknown key rl_accel\.gae\.chunks"),
     ],
@@ -77,6 +78,18 @@ def test_other_keys_are_looked_up_in_the_checkout(tmp_path):
     ]
     with pytest.raises(ConfigError, match="SLIME_ROOT wants a checkout of slime, found '/nowhere'"):
         custom_config.check(tmp_path / "x.yaml", custom_config.Path("/nowhere"))
+
+
+def test_a_list_of_hooks_may_hold_others_beside_ours(tmp_path):
+    content = custom_config.make(["reward_timeout"], {"reward_timeout": {"grader": "my.grader"}})
+    (ours,) = content["rollout_sample_hook_path"]
+    for hooks in ([ours], ["my.hook", ours]):
+        assert custom_config.check(write(tmp_path / "x.yaml", {**content, "rollout_sample_hook_path": hooks})) == []
+    for hooks in (["my.hook"], ours, None):
+        with pytest.raises(
+            ConfigError, match=r"reward_timeout wants rollout_sample_hook_path: \['rl_accel\..*, found "
+        ):
+            custom_config.check(write(tmp_path / "x.yaml", {**content, "rollout_sample_hook_path": hooks}))
 
 
 def test_a_file_that_is_no_mapping_or_not_there_is_named(tmp_path):

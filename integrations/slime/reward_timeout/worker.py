@@ -1,0 +1,99 @@
+"""A grader in a process of its own: what it is given of slime's arguments and of a sample, and what it has changed in the sample.
+
+:func:`make` runs in a worker of :class:`rl_accel.reward.graders.Graders`, the functions it returns in forks of it.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import pickle
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from slime.rollout import rm_hub
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+MAKE = f"{__name__}:make"
+_HEAVY = (
+    "multimodal_train_inputs",
+    "rollout_log_probs",
+    "rollout_routed_experts",
+    "rollout_top_p_token_ids",
+    "rollout_top_p_token_offsets",
+    "teacher_log_probs",
+    "trace",
+)
+"""Fields of a sample that graders are not given, for their size."""
+_STOCK = ("prompt", "response", "label", "metadata", "status")
+"""The fields that slime's own graders read, and those without which there is no sample."""
+
+Packed = dict[str, bytes]
+Changes = dict[str, Any]
+
+
+def pack(values: dict[str, Any]) -> Packed:
+    """Return those of ``values`` that can be pickled, each for itself."""
+    packed = {}
+    for name, value in values.items():
+        with contextlib.suppress(Exception):  # whatever a __reduce__ raises
+            packed[name] = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    return packed
+
+
+def pack_sample(sample: Any, whole: bool) -> Packed:
+    """Return a sample for a grader; not ``whole``: for one of slime's own."""
+    fields = sample.to_dict()
+    wanted = [name for name in fields if name not in _HEAVY] if whole else _STOCK
+    return pack({name: fields[name] for name in wanted})
+
+
+def make(args: Packed, grader: str | None) -> Callable[..., Any]:
+    """Return ``grade(samples, single)``, which returns the grader's value and what changed in each sample.
+
+    Args:
+        args: slime's arguments.
+        grader: its path. None: slime's own of the sample's ``rm_type``.
+    """
+    arguments = Namespace(**_unpack(args))
+    if grader is None:
+        arguments.custom_rm_path = None
+        _warm_up(arguments)
+    function = rm_hub.async_rm if grader is None else load_function(grader)
+
+    def grade(samples: list[Packed], single: bool) -> tuple[Any, list[Changes]]:
+        found = [Sample.from_dict(_unpack(packed)) for packed in samples]
+        before = [pack(vars(sample)) for sample in found]
+        value = function(arguments, found[0] if single else found)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_finish(value))
+        return value, [_changes(*each) for each in zip(found, before, strict=True)]
+
+    return grade
+
+
+def _warm_up(arguments: Any) -> None:
+    """Have slime's grader import here what it imports when it is first used, or every fork would."""
+    metadata = {"instruction_id_list": [], "kwargs": []}
+    sample = Sample(prompt="", response="</think>\\boxed{\\frac{1}{2}}", label="0.51", metadata=metadata)
+    if arguments.rm_type and not arguments.rm_type.endswith("remote_rm"):
+        with contextlib.suppress(Exception):
+            asyncio.run(rm_hub.async_rm(arguments, sample))
+
+
+async def _finish(value: Any) -> Any:
+    return await value
+
+
+def _unpack(packed: Packed) -> dict[str, Any]:
+    values = {}
+    for name, data in packed.items():
+        with contextlib.suppress(Exception):  # of a class that this process cannot import
+            values[name] = pickle.loads(data)
+    return values
+
+
+def _changes(sample: Any, before: Packed) -> Changes:
+    after = pack(vars(sample))
+    return {name: getattr(sample, name) for name, data in after.items() if before.get(name) != data}

@@ -1,0 +1,94 @@
+"""Graders as users write them, for ``grader``. What a response is worth, and what its grading does, stands in its metadata."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def _leave_word(sample):
+    """Say in a file which processes grade: this one and a child of it in a session of its own."""
+    if "pids" in sample.metadata:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        Path(sample.metadata["pids"], f"{os.getpid()}-{child.pid}").touch()
+
+
+def _act(sample):
+    what = sample.metadata.get("does", "")
+    if what == "hang":
+        _leave_word(sample)
+        time.sleep(600)
+    elif what == "spin":
+        while True:
+            pass
+    elif what == "raise":
+        raise KeyError("no such answer")
+    elif what == "exit":
+        os._exit(3)
+    elif what == "quit":
+        sys.exit(3)
+    elif what == "slow":
+        time.sleep(1.5)
+    return {"nan": float("nan"), "inf": float("inf"), "none": None}.get(what, float(sample.metadata.get("score", 1.0)))
+
+
+def plain(args, sample):
+    return _act(sample)
+
+
+async def without_await(args, sample, **kwargs):
+    """What slime's users write today: async because slime wants it, blocking all the same."""
+    if isinstance(sample, list):
+        return [_act(each) for each in sample]
+    return _act(sample)
+
+
+async def awaiting(args, sample, **kwargs):
+    if sample.metadata.get("does") == "hang":
+        await asyncio.sleep(600)
+    if sample.metadata.get("does") == "refuse":
+        for _ in range(40):
+            try:
+                await asyncio.sleep(0.5)
+            except asyncio.CancelledError:
+                sample.metadata["refused"] = True
+    await asyncio.sleep(0.01)
+    return _act(sample)
+
+
+async def holding(args, sample, **kwargs):
+    time.sleep(1.2)
+    await asyncio.sleep(0)
+    return 1.0
+
+
+async def together(args, samples, **kwargs):
+    """A judge for --group-rm, which compares."""
+    best = max(each.metadata["score"] for each in samples)
+    await asyncio.sleep(0)
+    return [float(each.metadata["score"] == best) for each in samples]
+
+
+def as_dict(args, sample):
+    return {"score": _act(sample), "acc": True, "pred": "42", "steps": 3, "where": None}
+
+
+def changing(args, sample):
+    """Graders write into samples, and slime reads it: ``raw_reward``."""
+    sample.metadata["raw_reward"] = 7.0
+    sample.remove_sample = True
+    sample.note = f"{args.rm_note} of {sample.tool_call_count} calls"
+    return 1.0
+
+
+def by_row(args, sample):
+    """For rollouts: row 2 hangs, row 5 raises, the others score by their index."""
+    row = sample.metadata["row"]
+    if row in sample.metadata.get("hanging", (2,)):
+        _leave_word(sample)
+        time.sleep(600)
+    if row == 5:
+        raise OSError("no such tool")
+    return float(sample.index % 2)
