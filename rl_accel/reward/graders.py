@@ -28,9 +28,9 @@ class Graders:
         target: "module:function" or "/path/file.py:function".
         workers: calls at once; the others wait in order. None: the cores this process may use.
         arguments: if given, the target is called once in each worker with them (pickled), and returns the function.
-        limited: hold the calls to all limits, in a private folder, without the network, with an empty environment, and, where this
-            process is root, as another user: for a grader that executes what it grades. Its prints are dropped, and it may return
-            numbers, text, lists and dicts only. What it read when it was imported is in its memory.
+        limited: hold the calls to all limits, as a :class:`Sandbox` with isolation "process" does: for a grader that executes what it
+            grades. The import itself is free, and what it read is in reach. Where this process is root, calls run as another user,
+            who can read ``sys.path``. Prints are dropped, and a call may return numbers, text, lists and dicts only.
 
     Raises:
         ValueError: the target has another form.
@@ -49,7 +49,14 @@ class Graders:
         if where.endswith(".py"):
             target = f"{Path(where).resolve()}:{name}"
         self.limited = limited
-        message = {"serves": "grades", "limited": limited, "preload": [], "path": sys.path, "target": target}
+        message = {
+            "serves": "grades",
+            "limited": limited,
+            "wrapped": False,
+            "preload": [],
+            "path": sys.path,
+            "target": target,
+        }
         if not limited:
             message["folder"] = ""
         payload = b"" if arguments is None else pickle.dumps(dict(arguments))

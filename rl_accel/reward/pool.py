@@ -40,6 +40,7 @@ class Pool:
         self._folder: BaseFolder | None = None
         self._numbers = itertools.count()
         self._closed = False
+        self._warned = False
 
     async def run(self, order: Header, payload: bytes, wall: float, leash: Leash | None = None) -> Answer | None:
         """Run an order on the next free worker; None if two workers died over it. Cancelling this stops it at once.
@@ -99,12 +100,15 @@ class Pool:
             raise SandboxError("the sandbox is closed")
         worker = self.idle.popleft() if self.idle else await WorkerProcess.spawn(self._setup_of_one())
         self._busy.add(worker)
-        if worker.network is None:
+        if worker.shared is None:
             try:
                 await worker.ready(self._setup.seconds)
             except BaseException:
                 await self._bury(worker)
                 raise
+            if worker.shared and self._setup.message["limited"] and not self._warned:
+                self._warned = True
+                logger.warning("rl-accel: untrusted programs share this machine's %s", " and ".join(worker.shared))
         return worker
 
     def _setup_of_one(self) -> Setup:

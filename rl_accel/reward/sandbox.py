@@ -19,9 +19,9 @@ class Sandbox:
     """A pool of warm workers, each of which runs one program at a time in a process of its own that it forks for it.
 
     Use it from one event loop. ``isolation`` is "process" (process group, limits, empty environment, private folder; as root also a
-    user and a network of its own) or "bubblewrap" (all that, of the file system only the interpreter and the system's programs,
-    read-only, a private /tmp, and processes and a network of its own). Without root, "process" does not keep a program from this
-    user's files, network and other processes: it could send them signals.
+    user of its own; where the kernel allows it also processes and a network of its own, else a warning is logged) or "bubblewrap"
+    (all that, of the file system only the interpreter and the system's programs, read-only, and a private /tmp). Without root,
+    "process" does not keep a program from this user's files.
 
     Args:
         workers: programs run at once; the others wait in order. None: the cores this process may use.
@@ -38,7 +38,7 @@ class Sandbox:
             raise SandboxError(f"bubblewrap does not work here: {missing}")
         self.isolation = "process" if isolation == "process" or missing else "bubblewrap"
         wrapped = self.isolation == "bubblewrap"
-        message = {"serves": "programs", "limited": True, "preload": list(preload)}
+        message = {"serves": "programs", "limited": True, "wrapped": wrapped, "preload": list(preload)}
         if wrapped:
             message["folder"] = "/tmp/rl-accel"  # in a /tmp of its own
         before = tuple(bubblewrap()) if wrapped else ()

@@ -50,11 +50,16 @@ class Setup:
 
 
 class WorkerProcess:
-    """A worker that is ready for orders, one at a time."""
+    """A worker that takes orders, one at a time.
+
+    Attributes:
+        process: its keeper, or what is before it.
+        shared: what its programs share with us, of "network" and "processes"; None until it is ready.
+    """
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self.process = process
-        self.network: str | None = None  # until it is ready
+        self.shared: tuple[str, ...] | None = None
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
         self._answer: asyncio.Future[Answer] | None = None
@@ -101,7 +106,7 @@ class WorkerProcess:
             raise SandboxError(f"a worker was not ready within {seconds:g} s, or died") from error
         if ready["problem"]:
             raise SandboxError(ready["problem"])
-        self.network = ready["network"]
+        self.shared = tuple(ready["shared"])
 
     async def run(self, order: Header, payload: bytes, wall: float, leash: Leash | None = None) -> Answer:
         """Send an order and wait for its answer; if this is cancelled, :meth:`stop` must follow, or :meth:`kill`.

@@ -1,6 +1,7 @@
 """Programs that try to stall, fill, outlive or look into what runs them; each gets its verdict, and nothing is left."""
 
 import asyncio
+import functools
 import os
 import signal
 import time
@@ -40,6 +41,17 @@ def play(work, workers=2, isolation="process"):
 
 def run(code, case=None, limits=SHORT, isolation="process"):
     return play(lambda sandbox: sandbox.run(code, case or Case("stdin", ""), limits), isolation=isolation)
+
+
+@functools.cache
+def shared():
+    """What programs share with these tests where bubblewrap is not used."""
+
+    async def work(sandbox):
+        await sandbox.run("pass", Case("stdin", ""))
+        return sandbox._pool.idle[0].shared
+
+    return play(work)
 
 
 def descendants(pid):
@@ -145,10 +157,8 @@ for descriptor in range(3, 4096):
 def test_a_hostile_program_gets_its_verdict_in_time(name, isolation):
     import re
 
-    if name == "kills everybody" and isolation == "process" and not AS_ROOT:
-        pytest.skip(
-            "without root and without bubblewrap it would reach all of this user's processes, these tests included"
-        )
+    if name == "kills everybody" and isolation == "process" and not AS_ROOT and "processes" in shared():
+        pytest.skip("it would reach all of this user's processes, these tests included")
     code, verdict, reason = HOSTILE[name]
 
     async def work(sandbox):
@@ -184,9 +194,27 @@ def test_the_environment_is_empty_and_the_folder_private(isolation, monkeypatch)
         assert found.output.strip() == "[]", found
 
 
-@pytest.mark.skipif(
-    not AS_ROOT, reason="without root and without bubblewrap a program has the trainer's own user and network"
-)
+def test_a_program_sees_no_process_but_its_own(isolation):
+    if isolation == "process" and "processes" in shared():
+        pytest.skip("the kernel does not let this user hide them")
+    code = "import os\nprint(len([name for name in os.listdir('/proc') if name.isdigit()]))"
+    found = run(code, isolation=isolation)
+    assert int(found.output) <= 4, "its own, its worker, and with bubblewrap two more"
+
+
+def test_a_program_has_no_network(isolation):
+    if isolation == "process" and "network" in shared():
+        pytest.skip("the kernel does not let this user leave it")
+    found = run("import socket\nsocket.create_connection(('192.0.2.1', 80), 1)", isolation=isolation)
+    assert "unreachable" in found.reason, found
+
+
+def test_a_program_has_no_capabilities(isolation):
+    code = "print([line.split()[1] for line in open('/proc/self/status') if line.startswith(('CapPrm', 'CapEff'))])"
+    assert run(code, isolation=isolation).output.strip() == str(["0" * 16] * 2)
+
+
+@pytest.mark.skipif(not AS_ROOT, reason="without root and without bubblewrap a program has the trainer's own user")
 @pytest.mark.parametrize(
     "code",
     [

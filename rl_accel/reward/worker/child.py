@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 
 from .channel import Channel, Header
 from .grade import grade
-from .isolate import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, Identity, prctl
+from .identity import Identity
 from .judge import judge
+from .kernel import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, drop_capabilities, prctl
 from .tree import own_processes
 
 _REPORT = 200
@@ -35,6 +36,7 @@ class Child:
     identity: Identity | None
     channel: Channel
     function: Callable[..., Any] | None
+    outer: int
 
     def run(self) -> NoReturn:
         """Execute the order, report, and end without any cleaning up of the program's own."""
@@ -99,7 +101,8 @@ class Child:
             _put(resource.RLIMIT_NPROC, limits["processes"])
             self.identity.become()
         else:
-            _put(resource.RLIMIT_NPROC, limits["processes"] + own_processes())
+            _put(resource.RLIMIT_NPROC, limits["processes"] + own_processes() + self.outer)
+            drop_capabilities()  # of a user namespace, if this is in one
 
 
 def _put(what: int, value: float) -> None:

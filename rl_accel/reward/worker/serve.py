@@ -10,7 +10,7 @@ from typing import Any
 
 from .channel import Channel, Header
 from .child import Child
-from .isolate import Identity
+from .identity import Identity
 from .leftovers import Strays, remove
 from .tree import cpu_of_ended, descendants, kill_all
 from .watch import Bounds, Sink, Watch
@@ -29,12 +29,14 @@ class Server:
         setup: the first message.
         identity: the user that limited executions run as.
         function: the grader; None if programs are served.
+        outer: processes that the user of programs has where this one cannot see them.
     """
 
     channel: Channel
     setup: Header
     identity: Identity | None
     function: Callable[..., Any] | None
+    outer: int
 
     def serve(self) -> None:
         """Answer orders, one at a time, until there is nobody to ask.
@@ -70,7 +72,8 @@ class Server:
             began = time.monotonic()
             child = os.fork()
             if child == 0:
-                Child(order, payload, folder, to_out, to_report, self.identity, self.channel, self.function).run()
+                streams = to_out, to_report
+                Child(order, payload, folder, *streams, self.identity, self.channel, self.function, self.outer).run()
             for descriptor in (to_report, to_out):
                 if descriptor is not None:
                     os.close(descriptor)

@@ -12,22 +12,27 @@ from collections.abc import Callable
 from typing import Any
 
 from .channel import Channel, Gone, Header
-from .isolate import (
-    PR_SET_CHILD_SUBREAPER,
-    Identity,
+from .identity import Identity
+from .keeper import keep
+from .kernel import PR_SET_CHILD_SUBREAPER, prctl
+from .leftovers import remove
+from .serve import Server
+from .spaces import (
+    hide_processes,
     leave_network,
     let_interpreter_be_read,
-    prctl,
+    processes_can_be_hidden,
+    show_own_processes,
 )
-from .keeper import keep
-from .leftovers import remove
+from .tree import own_processes
 
 
 def main(descriptor: int) -> None:
     """Split into a keeper and a worker, and serve until the other end of the socket is closed.
 
-    The first message says what for: ``serves`` ("programs" or "grades"), ``folder`` (its own, made here), ``limited``, ``preload``
-    (modules), ``path`` (``sys.path``), ``target``; its payload is the target's arguments, pickled. The answer: ``problem``, or "".
+    The first message says what for: ``serves`` ("programs" or "grades"), ``folder`` (its own, made here), ``limited``, ``wrapped``
+    (in bubblewrap), ``preload`` (modules), ``path`` (``sys.path``), ``target``; its payload is the target's arguments, pickled. The
+    answer says ``problem``, or "", and what is ``shared`` with the trainer: its "network", its "processes", or nothing.
     """
     control = socket.socket(fileno=descriptor)
     channel = Channel(control)
@@ -42,38 +47,43 @@ def main(descriptor: int) -> None:
     except OSError as error:
         channel.send({"problem": str(error)})
         return
-    above = os.getpid()
+    hidden = setup["limited"] and not setup["wrapped"] and processes_can_be_hidden()
+    outer = own_processes() if hidden and not identity else 0
+    if hidden:
+        hide_processes()
+    keeper = os.pidfd_open(os.getpid())
     worker = os.fork()
     if worker:
         keep(worker, control, setup["folder"], identity.uid if identity else None)
     os.setsid()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    keeper = os.pidfd_open(above)
-    if os.getppid() == above:  # or it has died already
-        _serve(Channel(control, keeper), setup, payload, identity)
+    if hidden:
+        show_own_processes()
+    _serve(Channel(control, keeper), setup, payload, identity, outer, hidden or setup["wrapped"])
     os._exit(0)
 
 
-def _serve(channel: Channel, setup: Header, payload: bytes, identity: Identity | None) -> None:
+def _serve(
+    channel: Channel, setup: Header, payload: bytes, identity: Identity | None, outer: int, hidden: bool
+) -> None:
     function, problem = None, ""
     try:
         function = _import(setup, payload)
     except BaseException as error:
         problem = _describe(error)
-    network = setup["limited"] and leave_network()
+    alone = setup["wrapped"] or (setup["limited"] and leave_network())
     if identity and not problem:
         problem = let_interpreter_be_read()
     if setup["limited"]:
         os.mkdir(setup["folder"])
         os.chmod(setup["folder"], 0o711)
-    from .serve import Server  # after the import: what it imports is then the target's, if that has changed sys.path
-
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page
     try:
-        channel.send({"problem": problem, "network": "none" if network else "shared"})
+        shared = [name for name, own in (("network", alone), ("processes", hidden)) if not own]
+        channel.send({"problem": problem, "shared": shared})
         if not problem:
-            Server(channel, setup, identity, function).serve()
+            Server(channel, setup, identity, function, outer).serve()
     except Gone:
         remove(setup["folder"])  # the keeper does that too, unless it is the one that has gone
 
