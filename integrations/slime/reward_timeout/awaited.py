@@ -1,10 +1,11 @@
 """Graders that await something, such as a reward server: within a limit, on slime's own event loop."""
 
 import asyncio
+import contextlib
 import logging
 import time
 import types
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Iterator
 from typing import Any
 
 from rl_accel.reward.program import GradeResult, Limits
@@ -46,6 +47,30 @@ class _Steps:
                 error = thrown
 
 
+@contextlib.contextmanager
+def _alarm(limits: Limits) -> Iterator["asyncio.Future[None]"]:
+    """A future that is done when the time is up, also if the limit changes meanwhile."""
+    loop = asyncio.get_running_loop()
+    began, over = loop.time(), loop.create_future()
+
+    def ring() -> None:
+        if not over.done():
+            over.set_result(None)
+
+    def move(wall: float, _cpu: float) -> None:
+        nonlocal timer
+        timer.cancel()
+        timer = loop.call_at(began + wall, ring)
+
+    timer = loop.call_at(began + limits.wall, ring)
+    try:
+        with limits.leash.followed(move) if limits.leash else contextlib.nullcontext():
+            yield over
+    finally:
+        timer.cancel()
+        over.cancel()
+
+
 async def within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: str) -> GradeResult:
     """Await ``coroutine`` for at most ``limits.wall`` seconds. One that does not let itself be cancelled is left behind."""
     steps = _Steps(coroutine)
@@ -55,7 +80,8 @@ async def within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: str)
     task.add_done_callback(_left_behind.discard)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
-        await asyncio.wait([task], timeout=limits.wall)
+        with _alarm(limits) as over:
+            await asyncio.wait({task, over}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         if not task.done():
             task.cancel()

@@ -13,6 +13,7 @@ from rl_accel.integrations.slime.reward_timeout import JUDGE, MARK, arguments
 from rl_accel.integrations.slime.reward_timeout.awaited import within
 from rl_accel.integrations.slime.reward_timeout.programs import cases_of, program_of
 from rl_accel.integrations.slime.reward_timeout.scores import Scores
+from rl_accel.reward.leash import Leash
 from rl_accel.reward.program import Case, Limits
 
 ON = RewardTimeoutConfig(enable=True)
@@ -148,6 +149,22 @@ def test_an_awaited_grader_is_held_to_its_limit():
         ("error", None, "it was cancelled, and not by us"),
     ]
     assert time.monotonic() - began < 5
+
+
+def test_a_limit_may_change_while_a_grader_is_awaited():
+    async def main():
+        leash = Leash()
+        grading = asyncio.ensure_future(within(asyncio.sleep(60), Limits(wall=50.0, leash=leash), "a"))
+        longer = Leash()
+        other = asyncio.ensure_future(within(asyncio.sleep(0.6, 7), Limits(wall=0.3, leash=longer), "a"))
+        await asyncio.sleep(0.1)
+        leash.give(0.2, 1.0)
+        longer.give(30.0, 1.0)
+        return await grading, await other
+
+    short, long = asyncio.run(main())
+    assert (short.verdict, long.verdict, long.value) == ("timeout", "done", 7)
+    assert 0.15 < short.wall < 2
 
 
 def test_cancelling_reaches_an_awaited_grader():
