@@ -20,8 +20,8 @@ class TpSettings:
         gpus_per_node: ``None``: what the framework says.
         max_changes: changes carried out in a run, one of which is kept for rolling back; below 2 nothing ever changes.
         reference_steps: steps that the reference of a round kind remembers, exponentially fading.
-        confirm_steps: latest steps of a round kind whose mean is held against the reference.
-        least_reference: a reference below this counts as this, so that a handful of preemptions is no rise.
+        confirm_steps: latest steps of a round kind, the least of which is held against the reference.
+        least_reference: fewer preemptions than this count as this when a rise is looked for: a handful is none.
         kv_limit: TP is halved only if the cache would be no fuller than this afterwards.
         check_steps: steps of each round kind after a change before it is judged.
         check_limit: steps after which it is judged by the round kinds that came.
