@@ -28,7 +28,7 @@ class Graders:
         target: "module:function" or "/path/file.py:function".
         workers: calls at once; the others wait in order. None: the cores this process may use.
         arguments: if given, the target is called once in each worker with them (pickled), and returns the function.
-        limited: hold the calls to all limits, as a :class:`Sandbox` with isolation "process" does: for a grader that executes what it
+        limited: hold the calls to all limits, as a :class:`Sandbox` with isolation "process" does: for one that executes what it
             grades. The import itself is free, and what it read is in reach. Where this process is root, calls run as another user,
             who can read ``sys.path``. Prints are dropped, and a call may return numbers, text, lists and dicts only.
 
