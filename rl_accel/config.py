@@ -87,7 +87,7 @@ class RewardTimeoutConfig:
     slack: float = _flag(0.5, "seconds added to the limit", minimum=0.0)
     minimum: float = _flag(2.0, "the least limit, in seconds", minimum=0.0)
     maximum: float = _flag(30.0, "the greatest limit, in seconds, and the limit while little is known", minimum=0.001)
-    min_correct: int = _flag(3, "correct executions of a test case before its limit adapts", minimum=1)
+    min_correct: int = _flag(1, "correct executions of a test case before its limit adapts", minimum=1)
     probe_share: float = _flag(
         0.02, "share of executions that get the greatest limit all the same", minimum=0.0, maximum=1.0
     )

@@ -13,12 +13,12 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from rl_accel.bench.reward_run import WrongResult, check_verdicts, cores, load, nothing_left, run_arms
+from rl_accel.bench.reward_run import WrongResult, check_verdicts, cores, load, measure_overhead, nothing_left, run_arms
 from rl_accel.bench.reward_summary import FASTER_GOAL, KILLED_GOAL, kills_too_many, summarise
 from rl_accel.bench.reward_workload import workload
 from rl_accel.reward.adaptive_timeout import TimeoutSettings
 
-SIZE = {"prompts": 64, "responses": 8, "epochs": 2, "batch": 16}
+SIZE = {"prompts": 56, "responses": 16, "epochs": 2, "batch": 14}
 QUICK = {"prompts": 6, "responses": 6, "epochs": 2, "batch": 6}
 NEVER = 10**9
 
@@ -36,9 +36,9 @@ def policies(scale: float) -> dict[str, TimeoutSettings]:
 @click.option("--prompts", type=click.IntRange(min=1), help=f"Prompts of an epoch.  [default: {SIZE['prompts']}]")
 @click.option("--responses", type=click.IntRange(min=1), help=f"Responses of a prompt.  [default: {SIZE['responses']}]")
 @click.option("--epochs", type=click.IntRange(min=1), help=f"How often each prompt comes.  [default: {SIZE['epochs']}]")
-@click.option("--workers", type=click.IntRange(min=1), help="Executions at once.  [default: the cores]")
+@click.option("--workers", type=click.IntRange(min=1), help="Executions at once.  [default: two a core]")
 @click.option(
-    "--scale", type=click.FloatRange(min=0.02), default=0.1, show_default=True, help="Of all times and limits."
+    "--scale", type=click.FloatRange(min=0.02), default=0.07, show_default=True, help="Of all times and limits."
 )
 @click.option(
     "--spread", type=click.FloatRange(min=0), default=0.3, show_default=True, help="Of times within a prompt."
@@ -71,8 +71,7 @@ def bench_reward(
     size = dict(QUICK if quick else SIZE)
     size |= {k: v for k, v in {"prompts": prompts, "responses": responses, "epochs": epochs}.items() if v is not None}
     size["batch"] = next(b for b in range(min(size["batch"], size["prompts"]), 0, -1) if size["prompts"] % b == 0)
-    slots = workers or cores()
-    batches = workload(**size, scale=scale, spread=spread, seed=seed)
+    slots = workers or 2 * cores()
     settings = policies(scale)
     console.print(
         f"{size['prompts']} prompts x {size['responses']} responses x {size['epochs']} epochs, {slots} at once on {cores()} cores; "
@@ -83,7 +82,11 @@ def bench_reward(
     try:
         with nothing_left():
             known = asyncio.run(check_verdicts(settings["fixed"], slots, isolation))
-            console.print(f"correct: {known} known programs, each verdict as it must be")
+            overhead = asyncio.run(measure_overhead(slots, isolation))
+            console.print(
+                f"correct: {known} known programs, all verdicts right; the sandbox takes {overhead * 1000:.1f} ms of an execution"
+            )
+            batches = workload(**size, scale=scale, spread=spread, overhead=overhead, seed=seed)
             for condition in conditions:
                 with load(cores() if condition == "loaded" else 0), console.status(condition):
                     before = os.getloadavg()[0]
@@ -101,6 +104,7 @@ def bench_reward(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         given = {**size, "workers": slots, "cores": cores(), "scale": scale, "spread": spread, "seed": seed}
+        given["overhead_s"] = overhead
         policy = {name: asdict(value) for name, value in settings.items()}
         (out / "reward.json").write_text(json.dumps({"given": given, "policies": policy, "found": rows}, indent=1))
         _plot(rows, scale, out / "reward.png")

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -105,6 +106,12 @@ async def check_verdicts(settings: TimeoutSettings, slots: int, isolation: str |
         if result.verdict != verdict or not result.reason.startswith(reason):
             raise WrongResult(f"wanted {verdict} {reason}, found {result.verdict} {result.reason}:\n{code}")
     return len(known)
+
+
+async def measure_overhead(slots: int, isolation: str | None) -> float:
+    """Return the seconds of an execution that does nothing, one at a time; the median."""
+    async with _open(slots, isolation) as sandbox:
+        return statistics.median([(await sandbox.run(f"print({ANSWER})", CASE)).wall for _ in range(30)])
 
 
 @contextlib.asynccontextmanager

@@ -9,44 +9,16 @@ from rl_accel.reward.program import Case
 
 HANGING = 0.0505
 """Share of executions that run into a fixed limit of 30 s. RollPacker (NSDI'26), Fig. 7a: model-generated code, digitised."""
-SECONDS: tuple[float, ...] = (
-    0.116,
-    0.147,
-    0.164,
-    0.185,
-    0.2,
-    0.252,
-    0.29,
-    0.361,
-    0.393,
-    0.441,
-    0.489,
-    0.565,
-    0.652,
-    0.694,
-    0.74,
-    0.788,
+# fmt: off
+SECONDS = (
+    0.116, 0.147, 0.164, 0.185, 0.2, 0.252, 0.29, 0.361, 0.393, 0.441, 0.489, 0.565, 0.652, 0.694, 0.74, 0.788, 0.833, 0.955, 1.065,
+    1.237, 1.62, 2.264, 2.79, 15.09, 23.55, 29.0,
 )
-SECONDS += (0.833, 0.955, 1.065, 1.237, 1.62, 2.264, 2.79, 15.09, 23.55, 29.0)
-SHARES: tuple[float, ...] = (
-    0.0,
-    0.039,
-    0.077,
-    0.126,
-    0.165,
-    0.302,
-    0.446,
-    0.609,
-    0.642,
-    0.686,
-    0.73,
-    0.756,
-    0.798,
-    0.821,
-    0.85,
-    0.873,
+SHARES = (
+    0.0, 0.039, 0.077, 0.126, 0.165, 0.302, 0.446, 0.609, 0.642, 0.686, 0.73, 0.756, 0.798, 0.821, 0.85, 0.873, 0.89, 0.919, 0.931,
+    0.936, 0.939, 0.9405, 0.943, 0.945, 0.947, 0.9495,
 )
-SHARES += (0.89, 0.919, 0.931, 0.936, 0.939, 0.9405, 0.943, 0.945, 0.947, 0.9495)
+# fmt: on
 """The others, same figure: cumulative shares of executions. 0.9 % of them lie between 2 and 30 s."""
 CORRECT = (0.2, 1.0)
 """Share of a prompt's responses that are correct: spread evenly over the prompts. Our choice; nothing is published."""
@@ -76,7 +48,14 @@ CASE = Case("stdin", "", ANSWER)
 
 
 def workload(
-    prompts: int, responses: int, epochs: int, batch: int, scale: float, spread: float, seed: int = 0
+    prompts: int,
+    responses: int,
+    epochs: int,
+    batch: int,
+    scale: float,
+    spread: float,
+    overhead: float = 0.0,
+    seed: int = 0,
 ) -> list[list[Response]]:
     """Return batches of responses, ``batch`` prompts each, the prompts in a new order in every epoch.
 
@@ -86,10 +65,11 @@ def workload(
 
     Args:
         scale: all seconds are multiplied by it.
+        overhead: seconds that an execution takes beside its program, which are a part of those published.
         spread: standard deviation of the logarithm of that factor. 0.3: nine in ten are within 1.6 times the typical time.
     """
     rng = random.Random(seed)
-    typical = [quantile((i + 0.5) / prompts) for i in range(prompts)]
+    typical = [quantile((i + rng.random()) / prompts) for i in range(prompts)]
     correct = [CORRECT[0] + (CORRECT[1] - CORRECT[0]) * (i + 0.5) / prompts for i in range(prompts)]
     rng.shuffle(typical)
     rng.shuffle(correct)
@@ -106,8 +86,9 @@ def workload(
                     ends = right or rng.random() >= hanging
                     seconds = min(typical[prompt] * rng.lognormvariate(0, spread), SECONDS[-1]) * scale
                     kind: Kind = rng.choice(("sleep", "busy"))
-                    code = program(kind, seconds if ends else None, ANSWER if right else "41")
-                    drawn.append(Response(f"prompt-{prompt}", code, right, seconds if ends else None))
+                    own = max(seconds - overhead, 0.0) if ends else None
+                    code = program(kind, own, ANSWER if right else "41")
+                    drawn.append(Response(f"prompt-{prompt}", code, right, own))
             rng.shuffle(drawn)
             batches.append(drawn)
     return batches

@@ -25,6 +25,8 @@ class TimeoutSettings:
 
     Args:
         scale: the limit is ``scale`` times the anchor plus ``slack``, at least ``minimum`` and at most ``maximum``.
+        caution: while only n results were correct, ``scale`` is larger by the factor ``1 + caution / n``: the longest of a few says
+            little about the next. It costs next to nothing, as the limit of most keys is ``minimum`` all the same.
         slack: for what has nothing to do with the answer, such as starting an interpreter.
         minimum, maximum: bounds of the limit; ``maximum`` is the full budget.
         min_correct: until a key has so many correct results it gets the full budget.
@@ -40,13 +42,14 @@ class TimeoutSettings:
     slack: float = 0.5
     minimum: float = 2.0
     maximum: float = 30.0
-    min_correct: int = 3
+    min_correct: int = 1
     probe_share: float = 0.02
     capacity: int = 200_000
+    caution: float = 2.0
 
     def __post_init__(self) -> None:
-        for name, least in (("scale", 1.0), ("slack", 0.0), ("minimum", 0.0), ("maximum", 0.0), ("probe_share", 0.0)):
-            value = getattr(self, name)
+        for name in ("scale", "slack", "minimum", "maximum", "probe_share", "caution"):
+            value, least = getattr(self, name), 1.0 if name == "scale" else 0.0
             if not (math.isfinite(value) and value >= least):
                 raise ValueError(f"{name} must be at least {least:g} and finite, found {value!r}")
         if self.maximum < self.minimum or self.maximum == 0:
@@ -122,7 +125,8 @@ class AdaptiveTimeout:
         anchor = self._find(key)
         if anchor is None or anchor.correct < self.settings.min_correct:
             return Limit(self.settings.maximum * slowdown, self.settings.maximum * slowdown, "learning")
-        return Limit(self._from(anchor.wall) * slowdown, self._from(anchor.cpu) * slowdown, "adaptive")
+        wall, cpu = (self._from(seconds, anchor.correct) * slowdown for seconds in (anchor.wall, anchor.cpu))
+        return Limit(wall, cpu, "adaptive")
 
     def expected(self, key: str) -> float:
         """Return the anchor in wall seconds, or the full budget if it is not known: what a scheduler sorts by."""
@@ -202,8 +206,8 @@ class AdaptiveTimeout:
             self._anchors.move_to_end(key)
         return anchor
 
-    def _from(self, anchor: float) -> float:
-        wanted = self.settings.scale * anchor + self.settings.slack
+    def _from(self, anchor: float, correct: int) -> float:
+        wanted = self.settings.scale * (1 + self.settings.caution / correct) * anchor + self.settings.slack
         return min(max(wanted, self.settings.minimum), self.settings.maximum)
 
     def _forget(self) -> None:

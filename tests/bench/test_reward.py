@@ -142,7 +142,7 @@ def test_a_policy_that_kills_correct_answers_is_red(monkeypatch):
     real = bench.policies
 
     def hasty(scale):
-        ours = replace(real(scale)["adaptive"], slack=0.0, minimum=0.0, scale=1.0, min_correct=1)
+        ours = replace(real(scale)["adaptive"], slack=0.0, minimum=0.0, maximum=0.002)
         return {**real(scale), "adaptive": ours}
 
     monkeypatch.setattr(bench, "policies", hasty)

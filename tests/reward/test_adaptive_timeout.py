@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout, TimeoutSettings
 
-NO_PROBES = {"probe_share": 0.0}
+NO_PROBES = {"probe_share": 0.0, "min_correct": 3, "caution": 0.0}
 
 
 def taught(*seconds, key="a", **settings):
@@ -36,6 +36,22 @@ def test_the_limit_follows_the_longest_correct_answer_within_its_bounds(longest,
     assert taught(0.1, longest, 0.2).limit("a").wall == limit
 
 
+@pytest.mark.parametrize(
+    ("correct", "limit"),
+    [(1, 12.5), (2, 8.5), (4, 6.5), (400, 4.52)],
+    ids=["3 times as long", "twice", "1.5", "as it is"],
+)
+def test_the_limit_is_wider_while_few_answers_were_correct(correct, limit):
+    assert taught(*[2.68] * correct, min_correct=1, caution=2.0).limit("a").wall == pytest.approx(limit, abs=0.1)
+    assert taught(*[0.3] * correct, min_correct=1, caution=2.0).limit("a").wall == 2.0
+
+
+def test_one_correct_answer_is_enough_by_default():
+    policy = AdaptiveTimeout()
+    policy.record("a", 0.3, 0.3, correct=True)
+    assert (policy.limit("a").wall, policy.limit("a").reason) == (2.0, "adaptive")
+
+
 def test_wrong_answers_teach_nothing():
     policy = taught(0.3, 0.3, 0.3)
     assert not policy.record("a", 29.0, 29.0, correct=False)
@@ -45,7 +61,7 @@ def test_wrong_answers_teach_nothing():
 
 
 def test_wall_and_processor_time_have_anchors_of_their_own():
-    policy = AdaptiveTimeout(TimeoutSettings(**NO_PROBES, min_correct=1))
+    policy = AdaptiveTimeout(TimeoutSettings(**{**NO_PROBES, "min_correct": 1}))
     policy.record("sleeper", wall=8.0, cpu=0.1, correct=True)
     limit = policy.limit("sleeper")
     assert (limit.wall, limit.cpu) == (12.5, 2.0)
@@ -69,7 +85,7 @@ def test_a_share_of_limits_is_the_full_budget_so_that_a_slow_correct_answer_can_
 
 
 def test_the_keys_not_used_for_longest_are_forgotten():
-    policy = AdaptiveTimeout(TimeoutSettings(capacity=2, min_correct=1, **NO_PROBES))
+    policy = AdaptiveTimeout(TimeoutSettings(**{**NO_PROBES, "capacity": 2, "min_correct": 1}))
     for key in "ab":
         policy.record(key, 1.0, 1.0, correct=True)
     policy.limit("a")

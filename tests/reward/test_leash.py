@@ -13,7 +13,9 @@ from rl_accel.reward.program import Case, CaseResult, Limits
 from rl_accel.reward.sandbox import Sandbox
 from rl_accel.reward.shared import Replica
 
-SETTINGS = TimeoutSettings(scale=1.5, slack=0.05, minimum=0.2, maximum=20.0, min_correct=2, probe_share=0.0)
+SETTINGS = TimeoutSettings(
+    scale=1.5, slack=0.05, minimum=0.2, maximum=20.0, min_correct=2, probe_share=0.0, caution=0.0
+)
 HANGS = ("while True: pass", "import time\nwhile True: time.sleep(9)")
 RIGHT = "print(42)"
 CASE = Case("stdin", "", "42")
@@ -145,7 +147,7 @@ def test_a_hang_that_began_with_the_full_budget_ends_soon_after_enough_others_we
 def test_it_keeps_the_full_budget_while_too_few_were_correct():
     async def main():
         judge, executions = (
-            made(TimeoutSettings(minimum=0.1, maximum=0.6, min_correct=2, probe_share=0.0)),
+            made(TimeoutSettings(minimum=0.1, maximum=0.6, min_correct=2, probe_share=0.0, caution=0.0)),
             Executions(),
         )
         results = await together(
@@ -162,7 +164,7 @@ def test_it_keeps_the_full_budget_while_too_few_were_correct():
 
 def test_its_limit_rises_with_the_anchor():
     async def main():
-        judge = made(TimeoutSettings(slack=0.2, minimum=0.8, maximum=20.0, min_correct=2, probe_share=0.0))
+        judge = made(TimeoutSettings(slack=0.2, minimum=0.8, maximum=20.0, min_correct=2, probe_share=0.0, caution=0.0))
         executions = Executions()
         return await together(
             judge,
