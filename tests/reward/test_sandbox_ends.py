@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rl_accel.reward.program import Case, Limits
-from rl_accel.reward.sandbox import Sandbox, SandboxError
+from rl_accel.reward.sandbox import Sandbox, SandboxError, bubblewrap_problem
 
 pytestmark = pytest.mark.slow
 
@@ -156,6 +156,16 @@ def test_after_the_trainer_was_killed_the_next_sandbox_cleans_up():
     assert base.exists()
     assert asyncio.run(main()).verdict == "passed"
     assert not base.exists()
+
+
+@pytest.mark.skipif(bool(bubblewrap_problem()), reason=f"bubblewrap: {bubblewrap_problem()}")
+def test_with_bubblewrap_all_ends_with_the_trainer():
+    code = OWNER.format(isolation="bubblewrap", code=DAEMON)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
+        owner.stdout.readline()
+        everyone = eventually(lambda: len(found := family(owner.pid)) >= 2 * 8 and found)
+        owner.kill()
+    eventually(lambda: not living(everyone))
 
 
 BESIDE = textwrap.dedent("""

@@ -50,6 +50,8 @@ class Child:
         try:
             os.setsid()
             self.channel.close()
+            with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+                file.write("1000")  # where memory ends, this goes before the trainer does
             if self.folder is not None and self.out is not None:
                 report = self._limit(self.folder, self.out)
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which would reset it
