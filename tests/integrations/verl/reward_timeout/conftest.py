@@ -114,7 +114,10 @@ def score(manager_of: Callable[[Any], Any]) -> Callable[..., list[dict[str, Any]
         if not hasattr(manager, "run_single"):
             manager = manager_of(manager)
 
+        from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
+
         async def all_of_them() -> list[dict[str, Any]]:
+            RateLimitedRewardManager._semaphore = asyncio.Semaphore(1)  # the class's own belongs to the first loop
             manager.loop = asyncio.get_running_loop()  # verl's managers are made in the loop of their actor
             if hasattr(manager, "held"):
                 manager.held.loop = manager.loop

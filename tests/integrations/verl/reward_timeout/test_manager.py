@@ -1,48 +1,253 @@
 """Rewards of real responses through verl's own loading of managers and functions: the same as without us, but for time."""
 
+import asyncio
+import contextlib
 import time
 
+import psutil
+import pytest
+from omegaconf import OmegaConf
 
-ECHO = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    return float(solution_str == ground_truth)
-"""
+SYNC = """
+import os, sys, time
 
-TROUBLE = """
-import time
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
+    assert not any("rl_accel" in key for key in extra_info), extra_info
     if solution_str == "hang":
+        while True:
+            pass
+    if solution_str == "sleep":
         time.sleep(600)
     if solution_str == "die":
-        import os; os._exit(3)
+        os._exit(3)
     if solution_str == "raise":
         raise ValueError("no such thing")
-    if solution_str == "nan":
-        return float("nan")
-    if solution_str == "none":
-        return None
-    return {"score": 1.0 if solution_str == ground_truth else 0.25, "acc": solution_str == ground_truth, "pred": solution_str}
+    if solution_str in ("nan", "none"):
+        return {"nan": float("nan"), "none": None}[solution_str]
+    right = solution_str == ground_truth
+    return {"score": (1.0 if right else 0.25) + bonus, "acc": right, "pred": solution_str, "length": len(solution_str)}
 """
+
+NUMBER = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return {}\n"
 
 ASYNC = """
 import asyncio
+
 async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "hang":
         await asyncio.sleep(600)
+    if solution_str == "stubborn":
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            await asyncio.sleep(600)
     if solution_str == "raise":
         raise asyncio.TimeoutError("of an http client")
     return float(solution_str == ground_truth)
 """
+QUICK = {"maximum": 1.0, "minimum": 0.5, "timeout_score": -1.0, "workers": 4, "min_correct": 3}
 
 
-def test_a_hanging_function_is_killed_and_all_samples_have_the_same_keys(configure, manager_of, responses, score):
-    config = configure(TROUBLE, {"maximum": 1.0, "minimum": 0.5, "timeout_score": -1.0, "workers": 4})
-    manager = manager_of(config)
+def counts(manager):
+    return manager.scorer._replica.take_news().counts
+
+
+def anchors(manager):
+    return manager.scorer._replica.timeout.anchors()
+
+
+@pytest.fixture
+def stock(composed, tokenizer, tmp_path):
+    """``stock(**keys)``: the manager that verl loads without us, for the same function."""
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    def make(**keys):
+        config = composed.copy()
+        keys = {"reward__custom_reward_function__path": str(tmp_path / "graded.py"), **keys}
+        for key, value in keys.items():
+            OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
+        return load_reward_manager(config, tokenizer)
+
+    return make
+
+
+def test_a_function_that_hangs_raises_or_returns_nothing_costs_its_own_reward_only(
+    configure, manager_of, responses, score, caplog
+):
+    manager = manager_of(configure(SYNC, QUICK))
     began = time.monotonic()
-    texts = ["7", "8", "hang", "die", "raise", "nan", "none"]
-    good, bad, *troubles = score(manager, responses("7", "8")) + score(manager_of(config), responses(*texts))[2:]
-    assert time.monotonic() - began < 20
-    assert good == {"reward_score": 1.0, "reward_extra_info": {"score": 1.0, "acc": True, "pred": "7"}}
+    good, bad, *rest = score(manager, responses("7", "8", "hang", "sleep", "die", "raise", "nan", "none"))
+    assert time.monotonic() - began < 30
+    assert good == {"reward_score": 1.0, "reward_extra_info": {"score": 1.0, "acc": True, "pred": "7", "length": 1}}
     assert bad["reward_score"] == 0.25
-    for trouble in troubles:
-        assert trouble["reward_score"] == -1.0
+    for found in rest:
+        assert found["reward_score"] == -1.0
+    found = counts(manager)
+    assert (found["executions"], found["correct"], found["timeouts"], found["timeouts_full"]) == (8, 1, 2, 2)
+    assert (found["killed"], found["errors"]) == (1, 3)
+    warnings = [record.message for record in caplog.records if "gave no score" in record.message]
+    assert len(warnings) == 4, "the first of each kind"
+    assert any("ValueError: no such thing" in line for line in warnings)
+    assert sum("returned nan" in line for line in warnings) == 1
+
+
+def test_all_samples_have_the_same_keys_of_the_same_types(configure, manager_of, responses, score):
+    manager = manager_of(configure(SYNC, QUICK))
+
+    async def one_after_the_other():
+        return [await manager.run_single(item) for item in responses("7", "raise", "sleep")]
+
+    manager.loop = manager.held.loop = asyncio.new_event_loop()
+    good, *rest = manager.loop.run_until_complete(one_after_the_other())
+    manager.loop.run_until_complete(manager.scorer.close())
+    for found in rest:
+        extra = found["reward_extra_info"]
+        assert extra == {"score": -1.0, "acc": False, "pred": "", "length": 0}
+        assert {key: type(value) for key, value in extra.items()} == {
+            key: type(value) for key, value in good["reward_extra_info"].items()
+        }
+
+
+@pytest.mark.parametrize("name", ["naive", "dapo", "gdpo", "rate_limited", "remote"])
+def test_every_manager_of_verls_gives_the_rewards_that_it_gives_without_us(
+    configure, manager_of, responses, score, stock, name
+):
+    keys = {"reward__reward_manager__name": name}
+    if name == "dapo":
+        buffer = {"enable": True, "len": 4, "penalty_factor": 1.0, "log": True}
+        keys |= {"reward__reward_kwargs": {"overlong_buffer_cfg": buffer, "max_resp_len": 5}}
+    keys["reward__custom_reward_function__reward_kwargs"] = {"bonus": 0.5}
+    manager = manager_of(configure(SYNC, {"timeout_score": -1.0}, **keys))
+    texts = ["7", "8", "abcd", "7777777"]
+    ours = score(manager, responses(*texts))
+    # verl's own "remote" makes actors; it differs from "naive" in where the function runs.
+    theirs = score(
+        stock(**{**keys, "reward__reward_manager__name": "naive" if name == "remote" else name}), responses(*texts)
+    )
+    assert [dict(item) for item in ours] == [dict(item) for item in theirs]
+    if name == "rate_limited":
+        assert manager.held.timeout is None, "its own limit would strike"
+
+
+@pytest.mark.parametrize("value", ["0.75", "True", "2", "__import__('numpy').float32(0.5)"])
+def test_a_plain_number_stays_what_it_is(configure, responses, score, stock, value):
+    ours = score(configure(NUMBER.format(value)), responses("7"))
+    theirs = score(stock(), responses("7"))
+    assert ours == theirs
+    assert type(ours[0]["reward_score"]) is type(theirs[0]["reward_score"])
+
+
+def test_an_async_function_is_cancelled_at_its_limit(configure, manager_of, responses, score):
+    manager = manager_of(configure(ASYNC, {**QUICK, "maximum": 0.5}))
+    began = time.monotonic()
+    found = [item["reward_score"] for item in score(manager, responses("7", "8", "hang", "stubborn", "raise"))]
+    assert time.monotonic() - began < 10
+    assert found == [1.0, 0.0, -1.0, -1.0, -1.0]
+    told = counts(manager)
+    assert (told["timeouts"], told["errors"], told["correct"]) == (2, 1, 1), "a TimeoutError of its own is an error"
+
+
+def test_limits_come_down_once_correct_answers_are_known(configure, manager_of, responses, score):
+    manager = manager_of(
+        configure(SYNC, {"maximum": 30.0, "minimum": 0.3, "slack": 0.1, "min_correct": 2, "workers": 1})
+    )
+    began = time.monotonic()
+    found = score(manager, responses("7", "7", "7", "sleep"))
+    assert time.monotonic() - began < 15
+    assert [item["reward_score"] for item in found] == [1.0, 1.0, 1.0, 0.0]
+    told = counts(manager)
+    assert told["timeouts"] == 1
+    assert told["saved_seconds"] > 20
+
+
+def test_a_validation_uses_anchors_and_teaches_nothing(configure, manager_of, responses, score):
+    manager = manager_of(configure(SYNC, QUICK))
+    found = score(manager, responses("7", "8", "raise", validation=True))
+    assert [item["reward_score"] for item in found] == [1.0, 0.25, -1.0]
+    assert anchors(manager) == {}
+    assert {name: value for name, value in counts(manager).items() if value} == {"eval_executions": 3, "eval_errors": 1}
+
+
+def test_prompts_are_told_apart_by_their_text_and_not_by_uid(configure, manager_of, responses, score):
+    manager = manager_of(configure(SYNC))
+    ask = lambda text: [{"role": "user", "content": text}]  # noqa: E731
+    data = [
+        *responses("7", uid="one", raw_prompt=ask("q1")),
+        *responses("7", uid="two", raw_prompt=ask("q1")),
+        *responses("7", uid="one", raw_prompt=ask("q2")),
+        *responses("7", uid="one", raw_prompt=ask("q1"), data_source="other"),
+    ]
+    score(manager, data)
+    assert sorted(anchor[2] for anchor in anchors(manager).values()) == [1, 1, 2]
+
+
+def test_a_cancelled_response_kills_what_judges_it(configure, manager_of, responses, tmp_path):
+    marker = tmp_path / "pid"
+    source = f"""
+import os, subprocess, time
+def compute_score(**_):
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    open({str(marker)!r} + ".part", "w").write(f"{{os.getpid()}} {{child.pid}}")
+    os.rename({str(marker)!r} + ".part", {str(marker)!r})
+    time.sleep(600)
+"""
+
+    async def cancel():
+        manager = manager_of(configure(source))
+        manager.held.loop = asyncio.get_running_loop()
+        task = asyncio.create_task(manager.run_single(responses("7")[0]))
+        while not marker.exists():
+            await asyncio.sleep(0.02)
+        pids = [int(pid) for pid in marker.read_text().split()]
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        began = time.monotonic()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        while any(psutil.pid_exists(pid) for pid in pids):
+            assert time.monotonic() - began < 5
+            await asyncio.sleep(0.02)
+        assert counts(manager)["cancelled"] == 1
+        await manager.scorer.close()
+
+    asyncio.run(cancel())
+
+
+CUSTOM = """
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+
+class Mine(RewardManagerBase):
+    def __init__(self, config, tokenizer, compute_score, reward_router_address=None, reward_model_tokenizer=None):
+        super().__init__(config, tokenizer, compute_score)
+        assert config.reward.reward_manager.name == "Mine", "it sees its own configuration"
+
+    async def run_single(self, data):
+        assert not any("rl_accel" in name for name in data.non_tensor_batch)
+        score = self.compute_score("test", "7", "7", {"index": 1})
+        if AWAITS:
+            score = await score
+        return {"reward_score": score if not AWAITS else score["score"] * 2, "reward_extra_info": {}}
+"""
+
+
+def test_a_manager_of_the_users_that_awaits_is_held_and_another_refused(configure, responses, score, tmp_path):
+    from rl_accel.errors import ConfigError
+
+    path = tmp_path / "mine.py"
+    keys = {"source": "importlib", "name": "Mine", "module__path": str(path)}
+    keys = {f"reward__reward_manager__{key}": value for key, value in keys.items()}
+    path.write_text("AWAITS = True\n" + CUSTOM)
+    assert score(configure(SYNC, **keys), responses("8"))[0]["reward_score"] == 2.0
+    path.write_text("AWAITS = False\n" + CUSTOM)
+    with pytest.raises(ConfigError, match=r"awaits its compute_score.*found Mine of"):
+        score(configure(SYNC, **keys), responses("8"))
+
+
+def test_verls_own_rewards_are_the_same(configure, composed, tokenizer, responses, score):
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    data = {"ground_truth": "7", "data_source": "math"}
+    texts = ["7", "boxed7", "answer8"]
+    assert score(configure(), responses(*texts, **data)) == score(
+        load_reward_manager(composed.copy(), tokenizer), responses(*texts, **data)
+    )

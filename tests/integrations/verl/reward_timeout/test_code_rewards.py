@@ -1,0 +1,178 @@
+"""verl's own code rewards, case by case within limits: the same scores as verl's own functions give."""
+
+import asyncio
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+STDIN = {"inputs": [f"{n}\n" for n in range(4)], "outputs": [f"{n * 2}\n" for n in range(4)]}
+MANY = {"inputs": [f"{n}\n" for n in range(12)], "outputs": [f"{n * 2}\n" for n in range(12)]}
+CALL = {"fn_name": "double", "inputs": ["1", "[1]", '"a"'], "outputs": ["2", "[1, 1]", '"aa"']}
+PROGRAMS = {
+    "right": "print(int(input()) * 2)",
+    "fenced": "Here:\n```python\nimport sys\nprint(2 * int(sys.stdin.read()))\n```\nDone.",
+    "main": "def main():\n    print(int(input()) * 2)\nif __name__ == '__main__':\n    main()",
+    "half": "n = int(input())\nprint(n * 2 if n % 2 else 'odd')",
+    "first ten": "n = int(input())\nprint(n * 2 if n < 10 else 0)",
+    "raises": "n = int(input())\nassert n < 2\nprint(n * 2)",
+    "floats": "print(float(input()) * 2)",
+    "no code": "I do not know.",
+    "exits": "import sys\nprint(int(input()) * 2)\nsys.exit(0)",
+    "silent": "n = input()",
+}
+FUNCTIONS = {
+    "right": "def double(x):\n    return x * 2",
+    "method": "class Solution:\n    def double(self, x):\n        return x * 2",
+    "partly": "def double(x):\n    return x * 2 if isinstance(x, int) else x",
+    "other name": "def twice(x):\n    return x * 2",
+    "prints": "print(eval(input()) * 2)",
+}
+
+
+@pytest.fixture
+def prime(configure, manager_of):
+    """``prime(solutions, truth, **flags)``: our scores of these programs, and what was counted."""
+
+    def run(solutions, truth, **flags):
+        manager = manager_of(configure(None, {"workers": 2, **flags}))
+
+        async def all_of_them():
+            try:
+                return [
+                    await manager.scorer.score(
+                        data_source="codecontests", solution_str=text, ground_truth=truth, extra_info={}
+                    )
+                    for text in solutions
+                ]
+            finally:
+                await manager.scorer.close()
+
+        return asyncio.run(all_of_them()), manager.scorer._replica
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("truth", "programs"),
+    [
+        (STDIN, PROGRAMS),
+        (MANY, ["right", "first ten", "half"]),
+        (CALL, FUNCTIONS),
+        ({**STDIN, "outputs": []}, ["right"]),
+    ],
+    ids=["stdin", "more than ten", "function", "outputs missing"],
+)
+def test_prime_code_scores_are_verls(prime, truth, programs):
+    from verl.utils.reward_score import default_compute_score
+
+    source = programs if isinstance(programs, dict) else {name: PROGRAMS[name] for name in programs}
+    ours, _ = prime(source.values(), json.dumps(truth))
+    theirs = [default_compute_score("codecontests", text, json.dumps(truth)) for text in source.values()]
+    assert dict(zip(source, ours, strict=True)) == dict(zip(source, theirs, strict=True))
+
+
+@pytest.mark.parametrize("truth", ["not json", "[]", "{}", json.dumps({"inputs": None, "outputs": []})])
+def test_a_ground_truth_that_holds_no_cases_is_zero_as_with_verl(prime, truth):
+    assert prime(["print(1)"], truth)[0] == [0.0]
+
+
+def test_a_case_that_hangs_fails_alone_and_is_killed(prime):
+    hangs = "n = int(input())\nwhile n == 1:\n    pass\nprint(n * 2)"
+    began = time.monotonic()
+    scores, replica = prime([hangs], STDIN, maximum=1.0, minimum=0.5)
+    assert scores == [0.75]
+    assert time.monotonic() - began < 20
+    counts = replica.take_news().counts
+    assert (counts["executions"], counts["timeouts"], counts["correct"]) == (4, 1, 3)
+    assert len(replica.timeout.anchors()) == 3, "every case has an anchor of its own"
+
+
+def test_early_stop_leaves_out_the_rest_and_scores_all_or_nothing(prime):
+    wrong = "n = int(input())\nprint(n * 2 if n else 'x')"
+    scores, _ = prime([PROGRAMS["right"], wrong], STDIN, early_stop=True)
+    assert scores == [1.0, 0.0]
+
+
+class Sandbox(BaseHTTPRequestHandler):
+    """Speaks sandbox_fusion's API about programs that say themselves what is to become of them."""
+
+    seen: list[dict] = []  # noqa: RUF012
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.seen.append(asked)
+        code, given = asked["code"], asked["stdin"]
+        run = {
+            "status": "Finished",
+            "execution_time": 0.25,
+            "return_code": 0,
+            "stdout": f"{int(given) * 2}\n",
+            "stderr": "",
+        }
+        answer = {"status": "Success", "compile_result": None, "run_result": run}
+        if "wrong" in code and int(given) % 2:
+            run["stdout"] = "no"
+        if "hang" in code and int(given) == 1:
+            run.update(status="TimeLimitExceeded", execution_time=float(asked["run_timeout"]))
+            answer["status"] = "Failed"
+        if "compile" in code and int(given) == 2:
+            answer.update(status="Failed", compile_result={"status": "Error", "execution_time": 0.1})
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def fusion():
+    Sandbox.seen = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Sandbox)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/run_code"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.slow
+def test_sandbox_fusion_scores_are_verls_with_limits_of_ours(fusion, configure, manager_of):
+    from verl.utils.reward_score import sandbox_fusion
+
+    texts = [
+        "```python\nright\n```",
+        "```\nwrong\n```",
+        "```python\nhang\n```",
+        "```python\ncompile\n```",
+        "no code at all",
+    ]
+    truths = [STDIN, MANY, {"inputs": ["1"], "outputs": []}, {"nothing": 1}, {"assert_case": []}]
+    for truth in truths:
+        theirs = [
+            sandbox_fusion.compute_score(fusion, None, 1024, text, json.dumps(truth), continuous=True)[0]
+            for text in texts
+        ]
+        Sandbox.seen.clear()
+        manager = manager_of(
+            configure(None, {"maximum": 4.5, "minimum": 1.5, "min_correct": 1}, reward__sandbox_fusion__url=fusion)
+        )
+
+        async def score(text, manager=manager, truth=truth):
+            return await manager.scorer.score("codecontests", text, json.dumps(truth), {})
+
+        async def all_of_them():
+            return [await score(text) for text in texts]
+
+        assert asyncio.run(all_of_them()) == theirs
+        if truth is STDIN:
+            assert [asked["run_timeout"] for asked in Sandbox.seen][:4] == [5] * 4, "the whole budget, in whole seconds"
+            assert Sandbox.seen[-1]["run_timeout"] == 2, "learned from what the sandbox says that correct ones took"
+            anchors = manager.scorer._replica.timeout.anchors().values()
+            assert {wall for wall, _, _ in anchors} == {0.25}

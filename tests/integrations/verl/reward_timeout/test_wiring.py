@@ -1,0 +1,141 @@
+"""One flag puts our reward manager over the configured one; what it cannot work with is refused by name."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from rl_accel.config import RewardTimeoutConfig
+from rl_accel.errors import ConfigError
+from rl_accel.integrations.verl.reward_timeout import AGENT_LOOPS, LEGACY_AGENT_LOOPS, MANAGER, MANAGER_MODULE
+from rl_accel.integrations.verl.reward_timeout.wiring import is_wired, refuse_unwired, wire, wired
+
+ON = RewardTimeoutConfig(enable=True)
+LOOPS = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+
+
+def changed(composed, **keys):
+    config = composed.copy()
+    for key, value in keys.items():
+        OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
+    return config
+
+
+def test_one_flag_sets_the_keys_of_the_official_seams_and_nothing_else(composed):
+    config = changed(composed, trainer__default_local_dir="/somewhere/run")
+    wire(config, RewardTimeoutConfig(enable=True, scale=2.0, workers=3))
+    found = wired(config)
+    assert (found.source, found.name, found.path) == ("register", "naive", None)
+    assert (found.settings.scale, found.settings.maximum, found.flags.workers) == (2.0, 30.0, 3)
+    assert found.anchors == "/somewhere/run/rl_accel_reward_anchors.json"
+
+    before, after = OmegaConf.to_container(composed), OmegaConf.to_container(config)
+    before["trainer"]["default_local_dir"] = "/somewhere/run"
+    before["reward"]["reward_manager"].update(source="importlib", name=MANAGER)
+    before["reward"]["reward_manager"]["module"]["path"] = MANAGER_MODULE
+    before["reward"]["reward_timeout"] = after["reward"]["reward_timeout"]
+    before["actor_rollout_ref"]["rollout"]["agent"]["agent_loop_manager_class"] = AGENT_LOOPS
+    assert after == before
+
+    wire(config, RewardTimeoutConfig(enable=True, scale=2.0, workers=3))
+    assert OmegaConf.to_container(config) == after, "a second time changes nothing"
+
+
+def test_a_manager_of_the_users_is_remembered(composed):
+    keys = {"source": "importlib", "name": "Mine", "module__path": "/x/mine.py"}
+    config = changed(composed, **{f"reward__reward_manager__{key}": value for key, value in keys.items()})
+    wire(config, ON)
+    assert (wired(config).source, wired(config).name, wired(config).path) == ("importlib", "Mine", "/x/mine.py")
+
+
+def test_agent_loops_are_those_of_the_trainer(composed):
+    config = changed(composed, trainer__use_v1=False)
+    wire(config, ON)
+    assert OmegaConf.select(config, LOOPS) == LEGACY_AGENT_LOOPS
+
+    from rl_accel.integrations.verl import tail_batching
+
+    config = changed(composed, **{LOOPS.replace(".", "__"): tail_batching.MANAGER})
+    wire(config, ON)
+    assert OmegaConf.select(config, LOOPS) == tail_batching.MANAGER, "its workers mark validation, too"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"reward__reward_model__enable": True}, r"custom_reward_function\.path = a function, found None"),
+        (
+            {"reward__reward_model__enable": True, "reward__custom_reward_function__path": "x.py"},
+            r"reward\.reward_model\.enable_resource_pool = True, found False",
+        ),
+        ({LOOPS.replace(".", "__"): "mine.Manager"}, r"agent_loop_manager_class = None, found mine\.Manager"),
+        ({"reward__reward_manager__name": "prime"}, r"reward_manager\.name = one of .*naive.*, found prime"),
+    ],
+)
+def test_what_cannot_work_is_refused(composed, keys, message):
+    config = changed(composed, **keys)
+    before = OmegaConf.to_container(config)
+    with pytest.raises(ConfigError, match=r"rl_accel\.reward_timeout wants .*" + message):
+        wire(config, ON)
+    assert OmegaConf.to_container(config) == before
+
+
+def test_flags_that_do_not_go_together_are_refused(composed):
+    with pytest.raises(ConfigError, match=r"rl_accel\.reward_timeout: maximum must be at least minimum"):
+        wire(changed(composed), RewardTimeoutConfig(enable=True, minimum=5.0, maximum=1.0))
+
+
+def test_a_verl_without_a_reward_loop_is_refused():
+    with pytest.raises(ConfigError, match=r"wants verl 0\.9\.1 or later with its reward loop"):
+        wire(OmegaConf.create({"trainer": {}}), ON)
+
+
+def test_a_trainer_that_nobody_wired_is_stopped(composed):
+    with pytest.raises(ConfigError, match=rf"reward_manager\.name = {MANAGER} in the trainer, found naive"):
+        refuse_unwired(composed)
+    config = changed(composed)
+    wire(config, ON)
+    refuse_unwired(config)
+
+
+def test_verls_intake_wires_both_features_and_neither_without_flags(composed):
+    from rl_accel.integrations.verl import tail_batching
+    from rl_accel.patches.verl import config_intake
+    from rl_accel.runtime import RUNTIME
+
+    layers = RUNTIME.layers()
+    flags = {"rl_accel__tail_batching": {"enable": True}, "rl_accel__reward_timeout": {"enable": True}}
+    sizes = {
+        "data__train_batch_size": 8,
+        "actor_rollout_ref__actor__ppo_mini_batch_size": 8,
+        "critic__ppo_mini_batch_size": 8,
+    }
+    try:
+        config = changed(composed)
+        config_intake.wire(config)
+        assert OmegaConf.to_container(config) == OmegaConf.to_container(composed)
+        config = changed(composed, **sizes, **flags)
+        config_intake.take_in(config)
+        with pytest.raises(ConfigError, match="tail_batching"):
+            config_intake.refuse_unwired(config)
+        config_intake.wire(config)
+        assert is_wired(config)
+        assert OmegaConf.select(config, LOOPS) == tail_batching.MANAGER
+        config_intake.wire(config)
+        config_intake.refuse_unwired(config)
+    finally:
+        RUNTIME.restore(layers)
+
+
+def test_the_manager_is_registered_while_the_feature_is_on(python):
+    done = python("""
+        import rl_accel
+        rl_accel.enable(reward_timeout=True)
+        assert rl_accel.status()["reward_timeout"].patches[0].state == "waiting"
+        import verl.experimental.reward_loop
+        from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
+        assert get_reward_manager_cls("rl_accel_reward_timeout").__name__ == "RewardTimeoutManager"
+        assert rl_accel.status()["reward_timeout"].applied
+        rl_accel.disable()
+        from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
+        assert "rl_accel_reward_timeout" not in REWARD_MANAGER
+    """)
+    assert done.returncode == 0, done.stderr
