@@ -67,7 +67,8 @@ class Limit:
 
     Attributes:
         wall: seconds from start to end.
-        cpu: seconds of processor time of the whole process tree.
+        cpu: seconds of processor time of the whole process tree, at least ``wall``: what strikes those that compute on several
+            processors.
         reason: why.
     """
 
@@ -126,7 +127,8 @@ class AdaptiveTimeout:
         if anchor is None or anchor.correct < self.settings.min_correct:
             return Limit(self.settings.maximum * slowdown, self.settings.maximum * slowdown, "learning")
         wall, cpu = (self._from(seconds, anchor.correct) * slowdown for seconds in (anchor.wall, anchor.cpu))
-        return Limit(wall, cpu, "adaptive")
+        # Not below the wall limit: one answer may compute what another has waited for.
+        return Limit(wall, max(wall, cpu), "adaptive")
 
     def expected(self, key: str) -> float:
         """Return the anchor in wall seconds, or the full budget if it is not known: what a scheduler sorts by."""

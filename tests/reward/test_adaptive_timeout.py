@@ -62,9 +62,16 @@ def test_wrong_answers_teach_nothing():
 
 def test_wall_and_processor_time_have_anchors_of_their_own():
     policy = AdaptiveTimeout(TimeoutSettings(**{**NO_PROBES, "min_correct": 1}))
+    policy.record("two processors", wall=8.0, cpu=16.0, correct=True)
+    limit = policy.limit("two processors")
+    assert (limit.wall, limit.cpu) == (12.5, 24.5)
+
+
+def test_an_answer_may_compute_for_as_long_as_another_has_waited():
+    policy = taught(8.0, min_correct=1)
     policy.record("sleeper", wall=8.0, cpu=0.1, correct=True)
     limit = policy.limit("sleeper")
-    assert (limit.wall, limit.cpu) == (12.5, 2.0)
+    assert (limit.wall, limit.cpu) == (12.5, 12.5)
 
 
 def test_a_slow_machine_gets_longer_and_raises_no_anchor():
