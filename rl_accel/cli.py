@@ -21,6 +21,11 @@ _LAZY = {
         "slime_config",
         "Write or check the YAML for slime's --custom-config-path.",
     ),
+    "run": (
+        "rl_accel.relaunch",
+        "run",
+        "Run a trainer, and again with other overrides when it asks for that.",
+    ),
     "ab": ("rl_accel.compare.cli", "ab", "Train the arms of a recipe one after the other and report the difference."),
 }
 _LAZY_BENCH = {

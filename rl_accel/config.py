@@ -20,6 +20,7 @@ from rl_accel.errors import ConfigError
 ENV_VAR = "RL_ACCEL_CONFIG"
 BACKENDS = ("auto", "naive", "chunk", "numba", "triton")
 ISOLATION = ("auto", "process", "bubblewrap")
+TP_ACTIONS = ("advise", "restart", "live")
 
 
 def _flag(default: Any, help: str, **limits: Any) -> Any:
@@ -103,6 +104,36 @@ class RewardTimeoutConfig:
 
 
 @dataclass
+class TpReplanConfig:
+    """A tensor-parallel size that follows preemptions. It changes how responses are batched, so it is never automatic."""
+
+    enable: bool | None = _flag(None, "True: on, and an error if it cannot be; False or null: off")
+    action: str = _flag(
+        "advise", "advise: say what would be better; restart: save, stop, start anew", choices=TP_ACTIONS
+    )
+    threshold: float = _flag(1.05, "preemptions over their reference from which on TP doubles", minimum=1.0)
+    calm_steps: int = _flag(4, "steps in a row without a preemption after which TP halves", minimum=1)
+    cooldown: int = _flag(4, "steps after a change in which none is asked for", minimum=0)
+    min_tp: int = _flag(1, "the smallest size", minimum=1)
+    max_tp: int | None = _flag(None, "the largest size; null: a node", minimum=1)
+    memory_gb: float | None = _flag(None, "GiB of one GPU; null: memory bounds nothing", minimum=0.1)
+    memory_share: float | None = _flag(
+        None, "share of it for rollout; null: the framework's own setting", minimum=0.01, maximum=1.0
+    )
+    min_sequences: int = _flag(4, "sequences of the greatest length that a server's cache must hold", minimum=1)
+    gpus_per_node: int | None = _flag(None, "null: what the framework says", minimum=1)
+    max_changes: int = _flag(6, "changes in a run, one of which is kept for rolling back", minimum=0)
+    reference_steps: int = _flag(10, "steps that the reference of a round kind remembers", minimum=1)
+    confirm_steps: int = _flag(2, "latest steps, the least of which is held against the reference", minimum=1)
+    least_reference: float = _flag(10.0, "fewer preemptions than this count as this", minimum=1.0)
+    kv_limit: float = _flag(0.9, "TP halves only if the cache would be no fuller", minimum=0.0, maximum=1.0)
+    check_steps: int = _flag(3, "steps of each round kind after a change before it is judged", minimum=2)
+    check_limit: int = _flag(20, "steps after which it is judged by the round kinds that came", minimum=1)
+    slower: float = _flag(0.03, "rise of rollout seconds per token that has a change rolled back", minimum=0.0)
+    retry_steps: int = _flag(25, "steps until the same change is tried again; doubles each time", minimum=1)
+
+
+@dataclass
 class RlAccelConfig:
     """All flags. A section is a feature; ``auto`` turns on every lossless feature whose ``enable`` is null."""
 
@@ -112,6 +143,7 @@ class RlAccelConfig:
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     reward_timeout: RewardTimeoutConfig = field(default_factory=RewardTimeoutConfig)
+    tp_replan: TpReplanConfig = field(default_factory=TpReplanConfig)
 
 
 Layer = tuple[str, Mapping[str, Any]]

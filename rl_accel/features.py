@@ -66,6 +66,12 @@ FEATURES: tuple[Feature, ...] = (
             "slime": ("rl_accel.patches.slime.reward_seams",),
         },
     ),
+    Feature(
+        name="tp_replan",
+        summary="a tensor-parallel size of the rollout that follows its preemptions",
+        lossless=False,
+        patches={"verl": ("rl_accel.integrations.verl.tp_replan.mode",)},
+    ),
 )
 
 

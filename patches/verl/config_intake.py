@@ -9,7 +9,8 @@ import functools
 import importlib
 import inspect
 import logging
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rl_accel.errors import PatchRefused
@@ -20,8 +21,10 @@ logger = logging.getLogger("rl_accel")
 _WIRINGS = {
     "tail_batching": "rl_accel.integrations.verl.tail_batching.wiring",
     "reward_timeout": "rl_accel.integrations.verl.reward_timeout.wiring",
+    "tp_replan": "rl_accel.integrations.verl.tp_replan.wiring",
 }
 """Features on official seams, in the order in which they choose them: modules with ``wire`` and ``refuse_unwired``."""
+_trainer: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference takes its place)
 _NO_SEAM = "verl hands the whole configuration to no plug-in: the entry point is imported before it is read"
 
 
@@ -61,6 +64,16 @@ def refuse_unwired(config: Any) -> None:
         wiring.refuse_unwired(config)
 
 
+def trainer() -> Any:
+    """Return the V1 trainer that was constructed last in this process, or None."""
+    return _trainer()
+
+
+def _remember(trainer: Any) -> None:
+    global _trainer
+    _trainer = weakref.ref(trainer)
+
+
 def _switched_on() -> Iterator[tuple[Any, Any]]:
     """The wiring and the flags of each feature that is on."""
     from rl_accel.runtime import RUNTIME
@@ -79,9 +92,11 @@ def _first(*steps: Any) -> Any:
 
         @functools.wraps(original)
         def with_flags(*args: Any, **kwargs: Any) -> Any:
-            config = signature.bind(*args, **kwargs).arguments["config"]
+            given = signature.bind(*args, **kwargs).arguments
             for step in steps:
-                step(config)
+                step(given["config"])
+            if "self" in given:
+                _remember(given["self"])
             return original(*args, **kwargs)
 
         return with_flags

@@ -9,7 +9,10 @@ from rl_accel.patches.patch import Patch
 def _with_ours(original: Any, _settings: Any) -> Any:
     @functools.wraps(original)
     def log(self: Any, data: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, {**data, **_collect()}, step, *args, **kwargs)
+        from rl_accel.telemetry import metrics
+
+        data = {**data, **_collect()}
+        return original(self, {**data, **metrics.observe(data)}, step, *args, **kwargs)
 
     return log
 

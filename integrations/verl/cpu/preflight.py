@@ -46,15 +46,20 @@ def find_problems(config: Any) -> Iterator[tuple[str, str]]:
         yield f"{rollout}.name=hf_cpu", f"{get(f'{rollout}.name')} does not generate on a CPU"
     if get(f"{rollout}.dtype") != "float32":
         yield f"{rollout}.dtype=float32", "the rollout has to compute as the trainer does"
-    for key in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"):
+    for key in ("data_parallel_size", "pipeline_model_parallel_size"):
         if get(f"{rollout}.{key}", 1) != 1:
             yield f"{rollout}.{key}=1", "a rollout replica is one process"
+    tp, ranks = get(f"{rollout}.tensor_model_parallel_size", 1), _ranks(get)
+    if ranks and ranks % tp:
+        yield f"{rollout}.tensor_model_parallel_size=1", f"{ranks} ranks cannot share servers by {tp}"
     if get(f"{rollout}.logprobs_mode", "processed_logprobs") != "processed_logprobs":
         yield f"{rollout}.logprobs_mode=processed_logprobs", "the only log-probabilities that hf_cpu returns"
     budget = get(f"{rollout}.engine_kwargs.hf_cpu.kv_tokens")
+    spared = (tp - 1) * get(f"{rollout}.engine_kwargs.hf_cpu.weight_tokens", 0)
     longest = get(f"{rollout}.max_model_len", get(f"{rollout}.prompt_length", 0) + get(f"{rollout}.response_length", 0))
-    if isinstance(budget, int) and budget < longest:
-        yield f"{rollout}.engine_kwargs.hf_cpu.kv_tokens={longest}", f"one request may need more than {budget} tokens"
+    if isinstance(budget, int) and budget * tp + spared < longest:
+        least = -(-(longest - spared) // tp)
+        yield f"{rollout}.engine_kwargs.hf_cpu.kv_tokens={least}", f"one request may need {longest} tokens"
     yield from _engine_problems(get)
     for model in ("actor_rollout_ref.model", "critic.model"):
         if model.startswith("critic") and not _uses_critic(get):
@@ -65,6 +70,10 @@ def find_problems(config: Any) -> Iterator[tuple[str, str]]:
     yield from _ray_problems(get)
     if os.environ.get("VERL_ENGINE_DEVICE") != "cuda":
         yield "VERL_ENGINE_DEVICE=cuda (environment)", "the FSDP engine is registered with verl under this name only"
+
+
+def _ranks(get: Callable[..., Any]) -> int:
+    return int(get("trainer.n_gpus_per_node", 0) * get("trainer.nnodes", 1))
 
 
 def _uses_critic(get: Callable[..., Any]) -> bool:
@@ -89,7 +98,7 @@ def _engine_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
 def _ray_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
     if get("ray_kwargs.ray_init.address") is not None or os.environ.get("RAY_ADDRESS"):
         return  # the resources of a cluster that already runs are not this run's to choose
-    ranks = get("trainer.n_gpus_per_node", 0) * get("trainer.nnodes", 1)
+    ranks = _ranks(get)
     standalone = get("actor_rollout_ref.rollout.nnodes", 0) * get("actor_rollout_ref.rollout.n_gpus_per_node", 0)
     if get("ray_kwargs.ray_init.num_gpus", 0) < ranks + standalone:
         yield (

@@ -19,13 +19,17 @@ def server_name(replica_rank: int, role: str = "") -> str:
 
 
 class CPURolloutReplica(RolloutReplica):
-    """One server actor on the CPU. Tensor, data and pipeline parallelism do not exist here."""
+    """One server actor on the CPU, whatever the number of its ranks: the model is never split.
+
+    A tensor-parallel size of n regroups: n ranks share one server, which has the key-value budget of all of them.
+    """
 
     async def launch_servers(self) -> None:
-        if self.world_size != 1:
+        tp = self.config.tensor_model_parallel_size
+        if self.world_size != tp:
             raise ValueError(
-                "rollout.name=hf_cpu wants tensor_model_parallel_size, data_parallel_size and pipeline_model_parallel_size of 1 "
-                f"(one replica a rank), found a product of {self.world_size}"
+                "rollout.name=hf_cpu wants data_parallel_size and pipeline_model_parallel_size of 1, "
+                f"found a product of {self.world_size // tp}"
             )
         role = "reward_" if self.is_reward_model else "teacher_" if self.is_teacher_model else ""
         name = server_name(self.replica_rank, role) + self.name_suffix
@@ -41,19 +45,21 @@ class CPURolloutReplica(RolloutReplica):
 
 
 class CPUServerAdapter(BaseRollout):
-    """Lives in the training worker and hands its weights to the server actor through Ray's object store."""
+    """Lives in the training worker; the first of a server's ranks hands the weights to it through Ray's object store."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)
-        self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank
-        self.is_leader_rank = True
+        rank, tp = int(os.environ.get("RANK", "0")), self.config.tensor_model_parallel_size
+        self.replica_rank = rank // tp if replica_rank == -1 else replica_rank
+        self.is_leader_rank = rank % tp == 0
 
     async def resume(self, tags: list[str]) -> None:
         """Nothing was released. verl calls this before ranks gather the weights: to fail on a dead server here would leave the
         other ranks waiting for this one."""
 
     async def release(self) -> None:
-        await self._server().sleep.remote()
+        if self.is_leader_rank:
+            await self._server().sleep.remote()
 
     @torch.no_grad()
     async def update_weights(
@@ -61,10 +67,14 @@ class CPUServerAdapter(BaseRollout):
         weights: Iterator[tuple[str, torch.Tensor]] | AsyncIterator[tuple[str, torch.Tensor]],
         global_steps: int | None = None,
         wire_format: str = "named_tensors",
-        **_: Any,
+        **_kwargs: Any,
     ) -> None:
         if wire_format != "named_tensors":
             raise ValueError(f"hf_cpu takes weights as named_tensors, found wire_format={wire_format!r}")
+        if not self.is_leader_rank:
+            async for _ in ensure_async_iterator(weights):  # every rank takes part in gathering them
+                pass
+            return
         # Copied: the trainer goes on changing its own tensors while the object store still refers to them.
         full = {name: tensor.detach().to("cpu", copy=True) async for name, tensor in ensure_async_iterator(weights)}
         await self._server().load_weights.remote(full, global_steps)

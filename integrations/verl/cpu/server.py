@@ -139,21 +139,47 @@ class CPURolloutServer:
     async def stop_profile(self) -> None: ...
 
 
+_OPTIONS = ("seconds_per_step", "kv_tokens", "weight_tokens")
+
+
 def _engine_options(config: RolloutConfig, max_model_len: int) -> dict[str, Any]:
-    """What ``rollout.engine_kwargs.hf_cpu`` may hold: ``seconds_per_step``, and ``kv_tokens``, which must hold any one request."""
+    """Return the options of the engine from ``rollout.engine_kwargs.hf_cpu``, which may hold :data:`_OPTIONS`.
+
+    The budget of a server, see :func:`server_budget`, must hold any one request.
+    """
     options = dict(config.engine_kwargs.get("hf_cpu") or {})
-    unknown = options.keys() - {"seconds_per_step", "kv_tokens"}
+    unknown = options.keys() - set(_OPTIONS)
     if unknown:
         raise ValueError(
-            f"rollout.engine_kwargs.hf_cpu takes seconds_per_step and kv_tokens, found {', '.join(sorted(unknown))}"
+            f"rollout.engine_kwargs.hf_cpu takes {', '.join(_OPTIONS)}, found {', '.join(sorted(unknown))}"
         )
-    budget = options.get("kv_tokens")
-    if isinstance(budget, int) and budget < max_model_len:
+    tokens, weights, ranks = (
+        options.get("kv_tokens"),
+        options.pop("weight_tokens", 0),
+        config.tensor_model_parallel_size,
+    )
+    if not isinstance(weights, int) or isinstance(weights, bool) or weights < 0:
         raise ValueError(
-            f"rollout.engine_kwargs.hf_cpu.kv_tokens={budget} is less than one request may need: {max_model_len} tokens "
-            "(rollout.max_model_len, or the longest prompt and response)"
+            f"rollout.engine_kwargs.hf_cpu.weight_tokens wants a whole number of at least 0, found {weights!r}"
         )
+    if isinstance(tokens, int) and not isinstance(tokens, bool):
+        options["kv_tokens"] = budget = server_budget(tokens, weights, ranks)
+        if budget < max_model_len:
+            of_ranks = f", {budget} for {ranks} ranks," if ranks > 1 else ""
+            raise ValueError(
+                f"rollout.engine_kwargs.hf_cpu.kv_tokens={tokens}{of_ranks} is less than one request may need: {max_model_len} "
+                "tokens (rollout.max_model_len, or the longest prompt and response)"
+            )
     return options
+
+
+def server_budget(kv_tokens: int, weight_tokens: int, ranks: int) -> int:
+    """Return the tokens that a server of ``ranks`` ranks has room for.
+
+    A rank has room for ``kv_tokens`` beside a whole copy of the weights, which take the room of ``weight_tokens``. Ranks that
+    share a server need one copy between them, as GPUs do that tensor parallelism splits it over.
+    """
+    return ranks * kv_tokens + (ranks - 1) * weight_tokens
 
 
 def _eos_token_ids(model: HFModelConfig) -> list[int]:

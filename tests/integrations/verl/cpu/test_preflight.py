@@ -38,7 +38,13 @@ def overrides(config):
 
 def test_all_that_a_stock_configuration_lacks_is_in_one_message(configured):
     with pytest.raises(ConfigError) as caught:
-        preflight.check(configured("actor_rollout_ref.rollout.name=vllm", "trainer.n_gpus_per_node=2"))
+        preflight.check(
+            configured(
+                "actor_rollout_ref.rollout.name=vllm",
+                "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
+                "trainer.n_gpus_per_node=2",
+            )
+        )
     message = str(caught.value)
     for needed in (
         "actor_rollout_ref.rollout.name=hf_cpu",
@@ -86,3 +92,13 @@ def test_memory_in_which_one_response_would_not_fit_is_named(configured):
     key = "actor_rollout_ref.rollout.engine_kwargs.hf_cpu.kv_tokens"
     assert overrides(configured(*given, f"+{key}=300")) == []
     assert overrides(configured(*given, f"+{key}=299")) == [f"{key}=300"]
+
+
+def test_ranks_may_share_a_server_and_its_memory_is_that_of_all_of_them(configured):
+    given = [*SHORTCUT, "data.max_prompt_length=100", "data.max_response_length=200", "trainer.n_gpus_per_node=2"]
+    given.append("actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+    memory = "actor_rollout_ref.rollout.engine_kwargs.hf_cpu"
+    assert overrides(configured(*given)) == []
+    assert overrides(configured(*given, f"+{memory}.kv_tokens=150")) == []
+    assert overrides(configured(*given, f"+{memory}.kv_tokens=149")) == [f"{memory}.kv_tokens=150"]
+    assert overrides(configured(*given, f"+{memory}.kv_tokens=100", f"+{memory}.weight_tokens=100")) == []

@@ -1,0 +1,87 @@
+"""Word from a job's trainer to its driver that the job wants to be launched again, and the exit code that says so.
+
+The trainer may be on another node and has no say in what its driver's process returns. So it leaves a note in the cluster's
+key-value store under the job's id. The driver looks for one when its main thread has ended, writes it to the file that
+``rl-accel run`` asked for, and exits with :data:`rl_accel.relaunch.EXIT_CODE`.
+"""
+
+import atexit
+import json
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from rl_accel.relaunch import EXIT_CODE, NOTE_VAR
+
+_NAMESPACE = b"rl_accel"
+_armed = False
+_found: list[dict[str, Any]] = []
+
+
+def publish(note: dict[str, Any]) -> None:
+    """Leave ``note`` (JSON) for the driver of this process's job. A later one replaces it."""
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    _internal_kv_put(_key(), json.dumps(note), overwrite=True, namespace=_NAMESPACE)
+
+
+def arm() -> None:
+    """Have this process, a driver, look for a note when its main thread ends. Idempotent."""
+    global _armed
+    if _armed or threading.current_thread() is not threading.main_thread():
+        return
+    _armed = True
+    # A thread, because Ray's own exit function, registered after ours, takes the store away.
+    threading.Thread(target=_look, name="rl-accel-restart-note", daemon=False).start()
+    atexit.register(_leave)
+
+
+def _look() -> None:
+    threading.main_thread().join()
+    try:
+        ray = sys.modules.get("ray")
+        if ray is None or not ray.is_initialized():
+            return
+        from ray.experimental.internal_kv import _internal_kv_get
+
+        stored = _internal_kv_get(_key(), namespace=_NAMESPACE)
+    except Exception as error:  # a cluster that is gone left no note either
+        print(f"rl-accel: no word of a restart could be had from Ray: {error}", file=sys.stderr)
+        return
+    if not stored:
+        return
+    note = json.loads(stored)
+    file = os.environ.get(NOTE_VAR)
+    if file:
+        fresh = Path(file + ".tmp")
+        fresh.write_text(json.dumps(note))
+        os.replace(fresh, file)
+    else:
+        overrides = " ".join(note["overrides"])
+        print(
+            f"rl-accel: this run goes on when it is launched again with: {overrides} (rl-accel run -- does that)",
+            file=sys.stderr,
+        )
+    _found.append(note)
+
+
+def _leave() -> None:
+    """The last word on the exit code: an exit function can change it in no other way."""
+    if not _found:
+        return
+    import ray
+
+    ray.shutdown()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_CODE)
+
+
+def _key() -> str:
+    import ray
+
+    return f"restart:{ray.get_runtime_context().get_job_id()}"

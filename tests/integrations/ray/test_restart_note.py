@@ -1,0 +1,53 @@
+"""A note left by an actor becomes the exit code of its driver, and the file that was asked for."""
+
+import importlib.util
+import json
+
+import pytest
+
+from rl_accel.relaunch import EXIT_CODE, NOTE_VAR
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
+]
+
+DRIVER = """
+import os
+import ray
+from rl_accel.integrations.ray import restart_note
+
+restart_note.arm()
+restart_note.arm()
+ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=100_000_000, _temp_dir=os.environ["RAY_TEMP"])
+
+@ray.remote(num_cpus=0)
+class Trainer:
+    def ask(self):
+        restart_note.publish({"step": 3, "overrides": ["tp=4"]})
+        restart_note.publish({"step": 4, "overrides": ["tp=2"]})
+
+trainer = Trainer.remote()
+"""
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(1)"])
+def test_a_note_is_the_exit_code_and_a_file_however_the_driver_ends(python, short_tmp, tmp_path, end):
+    file = tmp_path / "note.json"
+    done = python(DRIVER + "ray.get(trainer.ask.remote())\n" + end, RAY_TEMP=str(short_tmp), **{NOTE_VAR: str(file)})
+    assert done.returncode == EXIT_CODE, done.stderr
+    assert json.loads(file.read_text()) == {"step": 4, "overrides": ["tp=2"]}
+
+
+def test_without_anyone_to_relaunch_it_a_line_says_how(python, short_tmp):
+    done = python(DRIVER + "ray.get(trainer.ask.remote())", RAY_TEMP=str(short_tmp))
+    assert done.returncode == EXIT_CODE
+    assert "this run goes on when it is launched again with: tp=2" in done.stderr
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise SystemExit(5)", 5), ("ray.shutdown()", 0)])
+def test_without_a_note_the_exit_code_is_the_drivers_own(python, short_tmp, tmp_path, end, code):
+    file = tmp_path / "note.json"
+    done = python(DRIVER + end, RAY_TEMP=str(short_tmp), **{NOTE_VAR: str(file)})
+    assert done.returncode == code, done.stderr
+    assert not file.exists()

@@ -1,0 +1,198 @@
+"""``rl-accel run`` on toy trainers: relaunches by the note alone, ends loops, passes signals on and leaves nothing behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from rl_accel.relaunch import EXIT_CODE, NOTE_VAR, _merged
+
+TOY = f"""
+import json, os, sys, time
+from pathlib import Path
+here = Path(sys.argv[1])
+launches = here / "launches"
+with launches.open("a") as file:
+    file.write(json.dumps(sys.argv[2:]) + "\\n")
+number = len(launches.read_text().splitlines())
+def ask(step, *overrides):
+    Path(os.environ["{NOTE_VAR}"]).write_text(json.dumps({{"step": step, "overrides": overrides}}))
+"""
+
+
+@pytest.fixture
+def start(tmp_path, clean_environment):
+    """``start(body, *options)``: ``rl-accel run`` on a toy with this ``body``; ended after the test."""
+    started = []
+
+    def run(body, *options, words=()):
+        toy = tmp_path / "toy.py"
+        toy.write_text(TOY + body)
+        command = [sys.executable, "-m", "rl_accel", "run", "--pause", "0", *options, "--"]
+        process = subprocess.Popen(
+            [*command, sys.executable, str(toy), str(tmp_path), *words],
+            cwd=tmp_path,
+            env=clean_environment,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(30)
+        process.stderr.close()
+
+
+def launches(folder):
+    file = folder / "launches"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+def pid_in(folder, name):
+    """Return the process that a toy has written down, once it has."""
+    file = folder / name
+    return int(until(lambda: file.exists() and file.read_text()))
+
+
+def gone(pid):
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [("sys.exit(0)", 0), ("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137), (f"sys.exit({EXIT_CODE})", EXIT_CODE)],
+)
+def test_without_a_note_the_code_of_the_command_is_returned_and_nothing_is_relaunched(start, tmp_path, body, code):
+    process = start(body)
+    assert process.wait(60) == code
+    assert len(launches(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("code", [EXIT_CODE, 0, 1])
+def test_the_note_decides_whatever_the_code_and_its_overrides_replace_earlier_ones(start, tmp_path, code):
+    process = start(
+        f"""
+if number == 1:
+    ask(4, "tp=2", "mode=auto"); sys.exit({code})
+if number == 2:
+    ask(9, "tp=4", "mode=auto"); sys.exit({code})
+sys.exit(3)
+""",
+        words=["tp=1", "other=5"],
+    )
+    assert process.wait(60) == 3
+    first = ["tp=1", "other=5"]
+    assert launches(tmp_path) == [first, [*first, "tp=2", "mode=auto"], [*first, "tp=4", "mode=auto"]]
+    said = process.stderr.read()
+    assert "restart 1 of at most 6, after step 4, with: tp=2 mode=auto" in said
+    assert "restart 2 of at most 6, after step 9" in said
+
+
+def test_a_loop_ends_at_the_limit_with_the_code_of_the_run_and_a_line(start, tmp_path):
+    process = start(f"ask(number, 'tp=2'); sys.exit({EXIT_CODE})", "--max-restarts", "2")
+    assert process.wait(60) == EXIT_CODE
+    assert len(launches(tmp_path)) == 3
+    assert "stopped after 2 restarts, the most allowed (--max-restarts); to go on, add: tp=2" in process.stderr.read()
+
+
+def test_restarts_that_make_no_step_end_at_once(start, tmp_path):
+    process = start(f"ask(5, 'tp=2'); sys.exit({EXIT_CODE})")
+    assert process.wait(60) == EXIT_CODE
+    assert len(launches(tmp_path)) == 2
+    assert "step 5 asks for a restart again, no step was made since" in process.stderr.read()
+
+
+def test_a_note_that_cannot_be_read_is_none(start, tmp_path):
+    process = start(f"Path(os.environ['{NOTE_VAR}']).write_text('{{'); sys.exit(5)")
+    assert process.wait(60) == 5
+    assert "cannot be read" in process.stderr.read()
+
+
+def test_a_command_that_does_not_exist_is_127(clean_environment):
+    done = subprocess.run(
+        [sys.executable, "-m", "rl_accel", "run", "--", "/no/such/command"],
+        env=clean_environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 127
+    assert "cannot start /no/such/command" in done.stderr
+
+
+def test_a_signal_reaches_the_command_and_ends_the_relaunching(start, tmp_path):
+    process = start(
+        """
+import signal
+def leave(number, frame):
+    ask(3, "tp=2")
+    (here / "got").write_text(str(number))
+    sys.exit(21)
+signal.signal(signal.SIGTERM, leave)
+(here / "pid").write_text(str(os.getpid()))
+time.sleep(120)
+"""
+    )
+    pid_in(tmp_path, "pid")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 21
+    assert (tmp_path / "got").read_text() == str(int(signal.SIGTERM))
+    assert len(launches(tmp_path)) == 1, "who stops a run does not want it back"
+
+
+def test_a_signal_that_is_no_end_is_passed_on_too(start, tmp_path):
+    process = start(
+        """
+import signal
+signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(22))
+(here / "pid").write_text(str(os.getpid()))
+time.sleep(120)
+"""
+    )
+    pid_in(tmp_path, "pid")
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == 22
+
+
+_LEAVES_ONE = """
+import subprocess
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+(here / "left").write_text(str(child.pid))
+"""
+
+
+def test_what_a_launch_leaves_behind_is_ended_before_the_next(start, tmp_path):
+    process = start(_LEAVES_ONE + "sys.exit(0)")
+    assert process.wait(60) == 0
+    assert gone(int((tmp_path / "left").read_text()))
+    assert "ended what the launch left behind" in process.stderr.read()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a child of its parent's death")
+def test_the_command_ends_when_the_relauncher_is_killed(start, tmp_path):
+    process = start('(here / "pid").write_text(str(os.getpid()))\ntime.sleep(120)')
+    pid = pid_in(tmp_path, "pid")
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(30)
+    until(lambda: gone(pid), 30)
+
+
+def test_overrides_of_one_key_replace_each_other():
+    assert _merged(["a=1", "b=2"], ["a=3"]) == ["b=2", "a=3"]
