@@ -60,9 +60,9 @@ def workload(
     """Return batches of responses, ``batch`` prompts each, the prompts in a new order in every epoch.
 
     How long correct programs take is for the most part a matter of the prompt: its typical time is a quantile of the published
-    distribution, one prompt in a hundred takes between 2 and 30 s, and each response takes that times a log-normal factor. Wrong
-    programs take as long, or for ever: so many of them that the published share of all does. Half of all wait, half compute. Of those
-    slow prompts there is one in 106; with fewer prompts there is none.
+    distribution, and each response takes that times a log-normal factor. One prompt in 106 takes more than 2 s; with fewer prompts
+    hardly one does. Wrong programs take as long, or for ever: so many of them that the published share of all does. Half of all
+    wait, half compute.
 
     Args:
         scale: all seconds are multiplied by it.
