@@ -21,6 +21,11 @@ _LAZY = {
         "slime_config",
         "Write or check the YAML for slime's --custom-config-path.",
     ),
+    "profile": (
+        "rl_accel.telemetry.cli",
+        "profile",
+        "Where a step's time went in a run, and which flag would save most.",
+    ),
     "ab": ("rl_accel.compare.cli", "ab", "Train the arms of a recipe one after the other and report the difference."),
 }
 _LAZY_BENCH = {
