@@ -21,6 +21,11 @@ _LAZY = {
         "slime_config",
         "Write or check the YAML for slime's --custom-config-path.",
     ),
+    "profile": (
+        "rl_accel.telemetry.cli",
+        "profile",
+        "Where a step's time went in a run, and which flag would save most.",
+    ),
     "run": (
         "rl_accel.relaunch",
         "run",

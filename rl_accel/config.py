@@ -104,6 +104,13 @@ class RewardTimeoutConfig:
 
 
 @dataclass
+class TelemetryConfig:
+    """The stage clock: where a step's time goes. Changes nothing, but speeds nothing up either, so it is never automatic."""
+
+    enable: bool | None = _flag(None, "True: on, and an error if it cannot be; False or null: off")
+
+
+@dataclass
 class TpReplanConfig:
     """A tensor-parallel size that follows preemptions. It changes how responses are batched, so it is never automatic."""
 
@@ -135,7 +142,7 @@ class TpReplanConfig:
 
 @dataclass
 class RlAccelConfig:
-    """All flags. A section is a feature; ``auto`` turns on every lossless feature whose ``enable`` is null."""
+    """All flags. A section is a feature; ``auto`` turns on every automatic feature whose ``enable`` is null."""
 
     auto: bool = _flag(False, "turn on the lossless features that work here (what a bare rl_accel.enable() does)")
     gae: GaeConfig = field(default_factory=GaeConfig)
@@ -143,6 +150,7 @@ class RlAccelConfig:
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     tail_batching: TailBatchingConfig = field(default_factory=TailBatchingConfig)
     reward_timeout: RewardTimeoutConfig = field(default_factory=RewardTimeoutConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     tp_replan: TpReplanConfig = field(default_factory=TpReplanConfig)
 
 

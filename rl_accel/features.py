@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Feature:
     """A feature of the pack: a section of :class:`rl_accel.config.RlAccelConfig` and what carries it out.
 
-    ``lossless`` features cannot change training results and are what a bare ``rl_accel.enable()`` turns on.
+    ``lossless`` features cannot change training results. A bare ``rl_accel.enable()`` turns them on, unless they are
+    ``by_name_only``.
     ``patches`` are modules with a ``PATCHES`` tuple, by framework; they are imported only when the feature is on. A tuple
     may also hold a :class:`~rl_accel.patches.registration.Registration`: an integration on official seams has its switch
     and its state there.
@@ -19,6 +20,12 @@ class Feature:
     summary: str
     lossless: bool
     patches: dict[str, tuple[str, ...]]
+    by_name_only: bool = False
+
+    @property
+    def automatic(self) -> bool:
+        """Whether a bare ``rl_accel.enable()`` turns it on."""
+        return self.lossless and not self.by_name_only
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -65,6 +72,13 @@ FEATURES: tuple[Feature, ...] = (
             "verl": ("rl_accel.integrations.verl.reward_timeout.mode",),
             "slime": ("rl_accel.patches.slime.reward_seams",),
         },
+    ),
+    Feature(
+        name="telemetry",
+        summary="where a step's time goes: stages, idle share of generation, completion times, preemptions",
+        lossless=True,
+        patches={"verl": ("rl_accel.integrations.verl.telemetry.mode",)},
+        by_name_only=True,  # it speeds nothing up and leaves a file
     ),
     Feature(
         name="tp_replan",

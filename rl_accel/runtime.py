@@ -124,7 +124,7 @@ class Runtime:
         for feature in FEATURES:
             settings = getattr(config, feature.name)
             named = settings.enable is True
-            if not (named or (settings.enable is None and config.auto and feature.lossless)):
+            if not (named or (settings.enable is None and config.auto and feature.automatic)):
                 continue
             present = [name for name in feature.patches if is_installed(name)]
             if named and not present:
@@ -191,7 +191,7 @@ class Runtime:
             features = []
             for feature in FEATURES:
                 enable = getattr(config, feature.name).enable
-                automatic = enable is None and config.auto and feature.lossless
+                automatic = enable is None and config.auto and feature.automatic
                 slots = [slot for slot in self._slots.values() if slot.feature == feature.name]
                 features.append(
                     FeatureStatus(
@@ -213,7 +213,7 @@ RUNTIME = Runtime()
 def enable(**features: Any) -> Status:
     """Turn features on in this process and in Ray processes that this program starts from now on.
 
-    Without arguments (or with only ``feature=False``): every lossless feature, automatically; one that cannot work
+    Without arguments (or with only ``feature=False``): every lossless speed-up, automatically; one that cannot work
     here logs a warning and stays off. With arguments: exactly the named features, ``gae=True`` or
     ``gae=dict(backend="numba")``; one that cannot work raises. A second call replaces the arguments of the first.
 

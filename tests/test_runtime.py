@@ -80,8 +80,9 @@ def test_a_bare_enable_is_automatic_and_explicit_names_are_exact(fake_verl, pyth
         requested = lambda: {f.name: f.requested for f in rl_accel.status().features}
         rl_accel.enable()
         found = requested()
-        semantic = {name: found.pop(name) for name in ("tail_batching", "reward_timeout", "tp_replan")}
-        assert set(semantic.values()) == {"off"}, "what changes training is never automatic"
+        never = ("tail_batching", "reward_timeout", "telemetry", "tp_replan")
+        semantic = {name: found.pop(name) for name in never}
+        assert set(semantic.values()) == {"off"}, "neither what changes training nor what only observes is automatic"
         assert set(found.values()) == {"automatically"}, found
         rl_accel.enable(sampler=False)
         assert requested()["sampler"] == "off" and requested()["gae"] == "automatically"

@@ -1,1 +1,1 @@
-"""slime: functions for its flags, each loadable by its dotted path. So far the advantages; nothing of the rollout yet."""
+"""slime: functions for its flags, each loadable by its dotted path. Which, :mod:`.custom_config` says."""

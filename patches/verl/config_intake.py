@@ -21,6 +21,7 @@ logger = logging.getLogger("rl_accel")
 _WIRINGS = {
     "tail_batching": "rl_accel.integrations.verl.tail_batching.wiring",
     "reward_timeout": "rl_accel.integrations.verl.reward_timeout.wiring",
+    "telemetry": "rl_accel.integrations.verl.telemetry.wiring",
     "tp_replan": "rl_accel.integrations.verl.tp_replan.wiring",
 }
 """Features on official seams, in the order in which they choose them: modules with ``wire`` and ``refuse_unwired``."""

@@ -9,15 +9,12 @@ from rl_accel.patches.patch import Patch
 def _with_ours(original: Any, _settings: Any) -> Any:
     @functools.wraps(original)
     def log(self: Any, data: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
-        from rl_accel.telemetry import metrics
-
-        data = {**data, **_collect()}
-        return original(self, {**data, **metrics.observe(data)}, step, *args, **kwargs)
+        return original(self, {**data, **_collect(data, step)}, step, *args, **kwargs)
 
     return log
 
 
-def _collect() -> dict[str, float]:
+def _collect(data: Any, step: Any) -> dict[str, float]:
     from rl_accel.runtime import RUNTIME
     from rl_accel.telemetry import metrics
 
@@ -26,7 +23,7 @@ def _collect() -> dict[str, float]:
         for feature in RUNTIME.status().features
         if feature.requested != "off"
     }
-    return {**applied, **metrics.drain()}
+    return {**applied, **metrics.drain(), **metrics.observed(step, data)}
 
 
 PATCHES = (

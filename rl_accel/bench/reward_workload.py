@@ -60,8 +60,9 @@ def workload(
     """Return batches of responses, ``batch`` prompts each, the prompts in a new order in every epoch.
 
     How long correct programs take is for the most part a matter of the prompt: its typical time is a quantile of the published
-    distribution, one prompt in a hundred takes between 2 and 30 s, and each response takes that times a log-normal factor. Wrong
-    programs take as long, or for ever: so many of them that the published share of all does. Half of all wait, half compute.
+    distribution, and each response takes that times a log-normal factor. One prompt in 106 takes more than 2 s; with fewer prompts
+    hardly one does. Wrong programs take as long, or for ever: so many of them that the published share of all does. Half of all
+    wait, half compute.
 
     Args:
         scale: all seconds are multiplied by it.
@@ -69,28 +70,32 @@ def workload(
         spread: standard deviation of the logarithm of that factor. 0.3: nine in ten are within 1.6 times the typical time.
     """
     rng = random.Random(seed)
-    typical = [quantile((i + rng.random()) / prompts) for i in range(prompts)]
-    correct = [CORRECT[0] + (CORRECT[1] - CORRECT[0]) * (i + 0.5) / prompts for i in range(prompts)]
+    shares = [(i + 0.5) / prompts for i in range(prompts)]
+    typical = [quantile(share) for share in shares]
+    correct = [CORRECT[0] + (CORRECT[1] - CORRECT[0]) * share for share in shares]
     rng.shuffle(typical)
     rng.shuffle(correct)
-    hanging = HANGING / (1 - sum(correct) / prompts)
+    drawn = [
+        [rng.random() < correct[prompt] for _ in range(responses)] for _ in range(epochs) for prompt in range(prompts)
+    ]
+    wrong = [(i, j) for i, row in enumerate(drawn) for j, right in enumerate(row) if not right]
+    hanging = set(rng.sample(wrong, round(HANGING * len(drawn) * responses)))
     batches = []
-    for _ in range(epochs):
+    for epoch in range(epochs):
         order = list(range(prompts))
         rng.shuffle(order)
         for first in range(0, prompts, batch):
-            drawn = []
+            made = []
             for prompt in order[first : first + batch]:
-                for _ in range(responses):
-                    right = rng.random() < correct[prompt]
-                    ends = right or rng.random() >= hanging
+                row = epoch * prompts + prompt
+                for place, right in enumerate(drawn[row]):
                     seconds = min(typical[prompt] * rng.lognormvariate(0, spread), SECONDS[-1]) * scale
+                    own = None if (row, place) in hanging else max(seconds - overhead, 0.0)
                     kind: Kind = rng.choice(("sleep", "busy"))
-                    own = max(seconds - overhead, 0.0) if ends else None
                     code = program(kind, own, ANSWER if right else "41")
-                    drawn.append(Response(f"prompt-{prompt}", code, right, own))
-            rng.shuffle(drawn)
-            batches.append(drawn)
+                    made.append(Response(f"prompt-{prompt}", code, right, own))
+            rng.shuffle(made)
+            batches.append(made)
     return batches
 
 

@@ -1,4 +1,4 @@
-"""Import of the libraries that only some commands need, with an error that says how to get them."""
+"""Import of the libraries that only reports and the A/B runner need, with an error that says how to get them."""
 
 import importlib
 from typing import Any
@@ -16,5 +16,5 @@ def needs(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise RlAccelError(
-            f"this command needs {module.split('.')[0]}: in a checkout of rl-accel, pip install '.[report]'"
+            f"this command of rl-accel needs {module.split('.')[0]}: in a checkout of rl-accel, pip install '.[report]'"
         ) from error

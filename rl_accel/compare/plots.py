@@ -9,7 +9,7 @@ from rl_accel.compare.extra import needs
 from rl_accel.compare.stats import OTHER
 
 _ARM_COLOURS = ("#8d99ae", "#1d6fd1", "#e07a1f", "#2a9d5c", "#b5498f", "#7a5c3e")
-_STAGE_COLOURS = {
+STAGE_COLOURS = {
     "gen": "#4878a8",
     "reward": "#9bc0de",
     "old_log_prob": "#e8a24c",
@@ -135,7 +135,7 @@ def _stages(summary: dict[str, Any]) -> Any:
         widths = [max(0.0, row["arms"].get(arm, {}).get("mean", 0.0)) for arm in arms]
         if max(widths) < 0.002 * longest:
             continue
-        colour = _STAGE_COLOURS.get(row["stage"], _FURTHER_COLOURS[index % len(_FURTHER_COLOURS)])
+        colour = STAGE_COLOURS.get(row["stage"], _FURTHER_COLOURS[index % len(_FURTHER_COLOURS)])
         axes.barh(
             arms, widths, left=[left[a] for a in arms], color=colour, label=row["stage"], edgecolor="white", lw=0.5
         )

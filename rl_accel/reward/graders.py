@@ -64,7 +64,7 @@ class Graders:
 
     @property
     def deaths(self) -> int:
-        """How many workers have died during calls."""
+        """How many workers have died of themselves."""
         return self._pool.deaths
 
     async def call(self, kwargs: Mapping[str, Any], limits: Limits | None = None) -> GradeResult:

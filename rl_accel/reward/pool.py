@@ -22,7 +22,7 @@ class Pool:
         setup: how they are started. Where ``setup.message`` asks for limits, each is given a folder of its own.
 
     Attributes:
-        deaths: how many workers have died during calls.
+        deaths: how many workers have died of themselves.
 
     Raises:
         ValueError: fewer than one worker.
@@ -98,6 +98,9 @@ class Pool:
         """An idle worker, or a new one."""
         if self._closed:
             raise SandboxError("the sandbox is closed")
+        while self.idle and self.idle[0].gone:  # it died while it had nothing to do: no order is to blame
+            self.deaths += 1
+            await self._bury(self.idle.popleft())
         worker = self.idle.popleft() if self.idle else await WorkerProcess.spawn(self._setup_of_one())
         self._busy.add(worker)
         if worker.shared is None:

@@ -108,6 +108,11 @@ class WorkerProcess:
             raise SandboxError(ready["problem"])
         self.shared = tuple(ready["shared"])
 
+    @property
+    def gone(self) -> bool:
+        """Whether it, or its keeper, has died."""
+        return self._reader.at_eof() or self.process.poll() is not None
+
     async def run(self, order: Header, payload: bytes, wall: float, leash: Leash | None = None) -> Answer:
         """Send an order and wait for its answer; if this is cancelled, :meth:`stop` must follow, or :meth:`kill`.
 

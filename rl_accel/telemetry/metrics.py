@@ -11,10 +11,14 @@ from typing import Any
 
 logger = logging.getLogger("rl_accel")
 
+Observer = Callable[[int, Mapping[str, Any]], Mapping[str, float]]
+"""Makes numbers by relative name of a step and of what the trainer logs for it."""
+
 _lock = threading.Lock()
 _values: dict[str, float] = {}
 _collectors: dict[str, Callable[[], Mapping[str, float]]] = {}
-_observers: dict[str, Callable[[Mapping[str, Any]], Mapping[str, float]]] = {}
+_observers: dict[str, Any] = {}
+_failed: set[str] = set()
 
 
 def add(name: str, value: float) -> None:
@@ -31,11 +35,18 @@ def put(name: str, value: float) -> None:
 
 def collect(feature: str, collector: Callable[[], Mapping[str, float]] | None) -> None:
     """Have :func:`drain` ask ``collector`` for what other processes have recorded, by relative name; None: no longer."""
-    with _lock:
-        if collector is None:
-            _collectors.pop(feature, None)
-        else:
-            _collectors[feature] = collector
+    _enter(_collectors, feature, collector)
+
+
+def observe(feature: str, observer: Observer | None) -> None:
+    """Have :func:`observed` show ``observer`` each step's metrics; None: no longer."""
+    _enter(_observers, feature, observer)
+    _failed.discard(feature)
+
+
+def observer(feature: str) -> Any:
+    """Return who observes for ``feature``, or None."""
+    return _observers.get(feature)
 
 
 def drain() -> dict[str, float]:
@@ -51,29 +62,27 @@ def drain() -> dict[str, float]:
     return {f"rl_accel/{name}": value for name, value in out.items()}
 
 
-def watch(feature: str, observer: Callable[[Mapping[str, Any]], Mapping[str, float]] | None) -> None:
-    """Have :func:`observe` show ``observer`` what is logged; its answer, by relative name, is logged too. None: no longer."""
-    with _lock:
-        if observer is None:
-            _observers.pop(feature, None)
-        else:
-            _observers[feature] = observer
+def observed(step: int, logged: Mapping[str, Any]) -> dict[str, float]:
+    """Return what observers make of the metrics ``logged`` for ``step`` as ``{"rl_accel/<name>": value}``. Never raises.
 
-
-def watching(feature: str) -> Callable[[Mapping[str, Any]], Mapping[str, float]] | None:
-    """Return what :func:`watch` was given for ``feature``."""
-    with _lock:
-        return _observers.get(feature)
-
-
-def observe(data: Mapping[str, Any]) -> dict[str, float]:
-    """Show observers the numbers that are about to be logged, and return theirs as ``{"rl_accel/<name>": value}``. Never raises."""
+    An observer that fails costs one warning.
+    """
     with _lock:
         observers = dict(_observers)
     out: dict[str, float] = {}
-    for feature, observer in observers.items():
+    for feature, look in observers.items():
         try:
-            out.update(observer(data))
-        except Exception:  # an observer is not worth a step
-            logger.warning("rl-accel: %s could not take in a step", feature, exc_info=True)
+            out.update(look(step, logged))
+        except Exception:
+            if feature not in _failed:
+                _failed.add(feature)
+                logger.warning("rl-accel: %s failed at step %s, and may again", feature, step, exc_info=True)
     return {f"rl_accel/{name}": value for name, value in out.items()}
+
+
+def _enter(table: dict[str, Any], feature: str, entry: Any) -> None:
+    with _lock:
+        if entry is None:
+            table.pop(feature, None)
+        else:
+            table[feature] = entry

@@ -324,3 +324,22 @@ asyncio.run(main())
 
 def test_a_result_is_plain_data():
     assert GradeResult(1.0, "done").reason == ""
+
+
+def test_workers_that_die_idle_are_replaced_and_no_call_is_blamed(tmp_path):
+    """However many there are: a call gives up only after two have died over it."""
+    (tmp_path / "idle_graders.py").write_text("def echo(value):\n    return value\n")
+
+    async def run():
+        graders = Graders(f"{tmp_path / 'idle_graders.py'}:echo", 3)
+        try:
+            await asyncio.gather(*(graders.call({"value": n}) for n in range(3)))
+            for worker in graders._pool.idle:
+                worker.process.kill()
+                worker.process.wait()
+            found = [(await graders.call({"value": n})).value for n in range(3)]
+            return found, graders.deaths
+        finally:
+            await graders.close()
+
+    assert asyncio.run(run()) == ([0, 1, 2], 3)

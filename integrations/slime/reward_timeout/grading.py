@@ -26,7 +26,7 @@ from rl_accel.reward.shared import Replica
 logger = logging.getLogger("rl_accel")
 
 _MOST_WORKERS = 16
-"""Each has imported slime, some 400 MiB."""
+"""Each has imported slime, some 250 MiB."""
 _AT_ONCE = 1 << 20
 """slime does not hold awaited graders back, and they cost this machine nothing."""
 

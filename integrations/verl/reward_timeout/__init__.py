@@ -6,13 +6,14 @@ user's function, or verl's own, within limits (``functions``, ``prime_code``, ``
 tells validation from training and goes on without a reward worker that dies. ``mode`` brings the numbers to the trainer's logger.
 """
 
+from rl_accel.integrations.verl.agent_loop import LEGACY_MANAGER as LEGACY_AGENT_LOOPS
+from rl_accel.integrations.verl.agent_loop import MANAGER as AGENT_LOOPS
+
+__all__ = ["AGENT_LOOPS", "LEGACY_AGENT_LOOPS", "MANAGER", "MANAGER_MODULE", "SECTION", "VALIDATION"]
+
 MANAGER = "RewardTimeoutManager"
 MANAGER_MODULE = "pkg://rl_accel.integrations.verl.reward_timeout.manager"
 """The values of ``reward.reward_manager.name`` and ``.module.path``."""
-
-AGENT_LOOPS = "rl_accel.integrations.verl.reward_timeout.agent_loop.RewardTimeoutAgentLoopManager"
-LEGACY_AGENT_LOOPS = "rl_accel.integrations.verl.reward_timeout.agent_loop.LegacyRewardTimeoutAgentLoopManager"
-"""The values of ``actor_rollout_ref.rollout.agent.agent_loop_manager_class`` on the V1 and on the legacy trainer."""
 
 SECTION = "reward_timeout"
 """What every process finds under ``reward`` in verl's configuration: the flags, the manager that is held, where anchors go."""

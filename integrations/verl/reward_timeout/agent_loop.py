@@ -1,11 +1,7 @@
-"""Agent-loop workers that mark the responses of a validation for the reward workers, and outlive those."""
+"""A part of agent-loop workers: they mark the responses of a validation for the reward workers, and outlive those."""
 
 from contextvars import ContextVar
 from typing import Any
-
-import ray
-from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
-from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from rl_accel.integrations.verl.reward_timeout import VALIDATION
 from rl_accel.integrations.verl.reward_timeout.judges import judges
@@ -13,12 +9,9 @@ from rl_accel.integrations.verl.reward_timeout.wiring import is_wired
 
 _VALIDATING: ContextVar[bool] = ContextVar("rl_accel_validating", default=False)
 
-# verl exports the class already wrapped by @ray.remote, which cannot be subclassed.
-_WorkerTQ: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 
-
-class _Marking:
-    """What both workers below add to verl's. Without the feature it only cancels and replaces reward workers."""
+class Marking:
+    """What this feature adds to an agent-loop worker. Without the feature it only cancels and replaces reward workers."""
 
     config: Any
     reward_loop_worker_handles: Any
@@ -39,27 +32,3 @@ class _Marking:
         if is_wired(self.config) and _VALIDATING.get():
             kwargs = {**kwargs, VALIDATION: True}  # a copy: what verl stores of the response is not marked
         await super()._compute_score(outputs, kwargs=kwargs)  # type: ignore[misc]
-
-
-class RewardTimeoutAgentLoopWorker(_Marking, _WorkerTQ):
-    """verl's V1 worker, marking."""
-
-
-class LegacyRewardTimeoutAgentLoopWorker(_Marking, AgentLoopWorker):
-    """verl's worker for the legacy trainer, marking."""
-
-
-class RewardTimeoutAgentLoopManager(AgentLoopManagerTQ):
-    """verl's V1 manager over workers that mark."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.agent_loop_workers_class = ray.remote(RewardTimeoutAgentLoopWorker)
-
-
-class LegacyRewardTimeoutAgentLoopManager(AgentLoopManager):
-    """verl's manager for the legacy trainer over workers that mark."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.agent_loop_workers_class = ray.remote(LegacyRewardTimeoutAgentLoopWorker)
-        super().__init__(*args, **kwargs)

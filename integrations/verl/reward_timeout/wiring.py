@@ -10,20 +10,12 @@ from omegaconf import OmegaConf, open_dict
 
 from rl_accel.config import RewardTimeoutConfig
 from rl_accel.errors import ConfigError
-from rl_accel.integrations.verl import tail_batching
-from rl_accel.integrations.verl.reward_timeout import (
-    AGENT_LOOPS,
-    LEGACY_AGENT_LOOPS,
-    MANAGER,
-    MANAGER_MODULE,
-    SECTION,
-)
+from rl_accel.integrations.verl import agent_loop
+from rl_accel.integrations.verl.reward_timeout import MANAGER, MANAGER_MODULE, SECTION
 from rl_accel.reward.adaptive_timeout import TimeoutSettings
 
 _FLAG = "rl_accel.reward_timeout"
 _REWARD = "reward.reward_manager"
-_AGENT_LOOPS_KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
-_OURS = (AGENT_LOOPS, LEGACY_AGENT_LOOPS, tail_batching.MANAGER)
 _ANCHORS = "rl_accel_reward_anchors.json"
 _SETTINGS = ("scale", "slack", "minimum", "maximum", "min_correct", "probe_share")
 
@@ -70,8 +62,7 @@ def wire(config: Any, flags: RewardTimeoutConfig) -> None:
     with open_dict(config):
         manager.source, manager.name, manager.module.path = "importlib", MANAGER, MANAGER_MODULE
         OmegaConf.update(config, f"reward.{SECTION}", section, merge=False)
-        if OmegaConf.select(config, _AGENT_LOOPS_KEY, default=None) not in _OURS:
-            OmegaConf.update(config, _AGENT_LOOPS_KEY, AGENT_LOOPS if _is_v1(config) else LEGACY_AGENT_LOOPS)
+    agent_loop.choose(config)
     try:
         _ = wired(config).settings
     except ValueError as error:
@@ -133,9 +124,7 @@ def check(config: Any) -> None:
                 False,
                 "on the trainer's own devices scores are taken in one go, and validation is not told from training",
             )
-    loops = get(_AGENT_LOOPS_KEY)
-    if loops not in (None, "", *_OURS):
-        _refuse(_AGENT_LOOPS_KEY, None, loops, "agent loops must tell validation from training")
+    agent_loop.check(config, _FLAG, "agent loops must tell validation from training")
     source, name = get(f"{_REWARD}.source"), get(f"{_REWARD}.name")
     if source == "register":
         from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
@@ -158,10 +147,6 @@ def _tells_validation() -> bool:
         )
     except (ImportError, AttributeError):
         return False
-
-
-def _is_v1(config: Any) -> bool:
-    return bool(OmegaConf.select(config, "trainer.use_v1", default=False))
 
 
 def _refuse(key: str, wanted: Any, found: Any, reason: str = "") -> None:

@@ -7,11 +7,10 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import numpy as np
-import ray
 import transfer_queue as tq
-from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, apply_greedy_sampling_params
+from verl.trainer.ppo.v1.agent_loop_tq import apply_greedy_sampling_params
 
-from rl_accel.integrations.verl.reward_timeout.agent_loop import RewardTimeoutAgentLoopWorker
+from rl_accel.integrations.verl.agent_loop.workers import SharedAgentLoopManager, SharedAgentLoopWorker
 from rl_accel.integrations.verl.tail_batching.session import SESSION, Session
 from rl_accel.integrations.verl.tail_batching.stored import Stored
 from rl_accel.rollout.hosting.messages import Event, Job
@@ -27,7 +26,7 @@ ENGINES_STOP_SECONDS = 2.0
 long."""
 
 
-class TailAgentLoopWorker(RewardTimeoutAgentLoopWorker):
+class TailAgentLoopWorker(SharedAgentLoopWorker):
     """verl's worker, which goes on serving validation, with each training response a task of its own.
 
     A cancelled response is reported as aborted after its engine request and its judge have stopped and what it had put into
@@ -116,6 +115,10 @@ class TailAgentLoopWorker(RewardTimeoutAgentLoopWorker):
             dict(sampling_params), trajectory=trajectory, trace=False, session_id=session.response_id, **prompt
         )
 
+    def _tokens_so_far(self) -> int | None:
+        session = SESSION.get()
+        return super()._tokens_so_far() if session is None else session.tokens
+
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         session = SESSION.get()
         if session is None:
@@ -171,9 +174,7 @@ class TailAgentLoopWorker(RewardTimeoutAgentLoopWorker):
         self._news.set()
 
 
-class TailAgentLoopManager(AgentLoopManagerTQ):
+class TailAgentLoopManager(SharedAgentLoopManager):
     """verl's manager over workers that can cancel."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.agent_loop_workers_class = ray.remote(TailAgentLoopWorker)
+    worker = TailAgentLoopWorker

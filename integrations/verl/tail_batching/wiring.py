@@ -6,12 +6,12 @@ from omegaconf import OmegaConf, open_dict
 
 from rl_accel.config import TailBatchingConfig
 from rl_accel.errors import ConfigError
+from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.tail_batching import MANAGER, MODE
 from rl_accel.rollout.tail_settings import TailSettings
 
 _FLAG = "rl_accel.tail_batching"
 _MODE_KEY = "trainer.v1.trainer_mode"
-_MANAGER_KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 
 
 def wire(config: Any, flags: TailBatchingConfig) -> None:
@@ -23,7 +23,7 @@ def wire(config: Any, flags: TailBatchingConfig) -> None:
     check(config)
     with open_dict(config):
         OmegaConf.update(config, _MODE_KEY, MODE)
-        OmegaConf.update(config, _MANAGER_KEY, MANAGER)
+        OmegaConf.update(config, agent_loop.KEY, MANAGER)
         config.data.gen_batch_size = 1
         # The trainer process builds its settings from here, whatever source the flags had.
         OmegaConf.update(config, "trainer.v1." + MODE, {name: getattr(flags, name) for name in _FIELDS}, merge=False)
@@ -139,8 +139,7 @@ def check(config: Any) -> None:
     sampler = get("trainer.v1.sampler.custom_sampler.name") or get("trainer.v1.sampler.custom_sampler.path")
     if sampler:
         _refuse("trainer.v1.sampler.custom_sampler", None, sampler, "the trainer samples from rounds")
-    if get(_MANAGER_KEY) not in (None, "", MANAGER):
-        _refuse(_MANAGER_KEY, None, get(_MANAGER_KEY), "responses must run in workers that can cancel them")
+    agent_loop.check(config, _FLAG, "responses must run in workers that can cancel them")
     if get("skip.rollout_tq.enable", False):
         _refuse("skip.rollout_tq.enable", False, True, "there is no batch of prompts to replay")
     colocated = get("reward.reward_model.enable", False) and not get("reward.reward_model.enable_resource_pool", False)

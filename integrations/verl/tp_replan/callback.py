@@ -22,7 +22,7 @@ _TAIL = "rl_accel/tail_batching/"
 
 
 class TpReplan:
-    """Called with the numbers of each step before they are logged, in the trainer process; returns those of its own.
+    """An observer of what the trainer logs, in its process.
 
     Args:
         flags: of this feature.
@@ -39,7 +39,7 @@ class TpReplan:
         self._planner: TpPlanner | None = None
         self._mute = ""
 
-    def __call__(self, data: Mapping[str, Any]) -> dict[str, float]:
+    def __call__(self, _step: int, data: Mapping[str, Any]) -> dict[str, float]:
         """Take in the numbers of a step. What has no ``training/global_step`` is a validation: only its preemptions are set aside.
 
         Returns:

@@ -1,21 +1,17 @@
 """Preemptions of a step: differences of the servers' own counters. What a server does not say is unknown, never 0."""
 
 import logging
-import math
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from rl_accel.integrations.verl.telemetry.preemptions import COUNTERS, counter_in
+
 logger = logging.getLogger("rl_accel")
 
 PATIENCE_SECONDS = 5.0
-_NAMES = {
-    "vllm": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
-    # sglang:num_retracted_reqs, without _total, is a gauge in some versions.
-    "sglang": ("sglang:num_retracted_requests_total", "sglang:num_retracted_reqs_total"),
-}
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ def reader(engine: str, manager: Any) -> Read:
     """Return what asks the servers of verl's ``LLMServerManager``."""
     if engine == "hf_cpu":
         return lambda: _ask_actors(manager)
-    return lambda: _ask_endpoints(manager.server_addresses, _NAMES[engine])
+    return lambda: _ask_endpoints(manager.server_addresses, COUNTERS[engine])
 
 
 def _ask_actors(manager: Any) -> dict[str, Reading | None]:
@@ -96,12 +92,12 @@ def _ask_actors(manager: Any) -> dict[str, Reading | None]:
 _warned: set[str] = set()
 
 
-def _ask_endpoints(addresses: list[str], names: tuple[str, ...]) -> dict[str, Reading | None]:
+def _ask_endpoints(addresses: Sequence[str], names: Sequence[str]) -> dict[str, Reading | None]:
     with ThreadPoolExecutor(max_workers=max(1, min(16, len(addresses)))) as pool:
         return dict(zip(addresses, pool.map(lambda address: _ask_endpoint(address, names), addresses), strict=True))
 
 
-def _ask_endpoint(address: str, names: tuple[str, ...]) -> Reading | None:
+def _ask_endpoint(address: str, names: Sequence[str]) -> Reading | None:
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # servers are within the cluster
     try:
         with direct.open(f"http://{address}/metrics", timeout=PATIENCE_SECONDS) as answer:
@@ -115,20 +111,10 @@ def _ask_endpoint(address: str, names: tuple[str, ...]) -> Reading | None:
     return found
 
 
-def parse(text: str, names: tuple[str, ...]) -> Reading | None:
+def parse(text: str, names: Sequence[str]) -> Reading | None:
     """Return the first of the counters ``names`` that is in ``text`` (Prometheus), added up over labels; None if there is none."""
-    values: dict[str, float] = {}
-    for line in text.splitlines():
-        series, _, rest = line.rpartition("} ") if "{" in line else line.partition(" ")
-        name = series.partition("{")[0]
-        if name in (*names, "process_start_time_seconds"):
-            try:
-                values[name] = values.get(name, 0.0) + float(rest.split()[0])
-            except (ValueError, IndexError):
-                return None
-    for name in names:
-        if name in values:
-            value = values[name]
-            life = str(values.get("process_start_time_seconds", ""))
-            return Reading(int(value), life) if math.isfinite(value) and value >= 0 else None
-    return None
+    try:
+        value, started = counter_in(text, names), counter_in(text, ("process_start_time_seconds",))
+    except (ValueError, IndexError):
+        return None
+    return None if value is None or value < 0 else Reading(int(value), "" if started is None else str(started))

@@ -11,7 +11,7 @@ _FEATURE = "tp_replan"
 def _register(settings: Any) -> None:
     from rl_accel.integrations.verl.tp_replan.callback import TpReplan
 
-    metrics.watch(_FEATURE, TpReplan(settings))
+    metrics.observe(_FEATURE, TpReplan(settings))
 
 
 PATCHES = (
@@ -20,8 +20,8 @@ PATCHES = (
         feature=_FEATURE,
         target="verl.utils.tracking:each logged step",
         register=_register,
-        unregister=lambda: metrics.watch(_FEATURE, None),
+        unregister=lambda: metrics.observe(_FEATURE, None),
         owner="rl_accel.integrations.verl.tp_replan.callback",
-        find=lambda: metrics.watching(_FEATURE),
+        find=lambda: metrics.observer(_FEATURE),
     ),
 )

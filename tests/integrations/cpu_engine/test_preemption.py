@@ -137,7 +137,7 @@ def test_a_request_that_alone_exceeds_the_budget_is_refused_when_it_is_made(mode
 
 def one_away(model, engine_for, **options):
     """An engine, paced to leave time, whose second of two endless requests has just been preempted."""
-    engine = engine_for(model, kv_tokens=200, max_model_len=200, seconds_per_step=0.01, **options)
+    engine = engine_for(model, kv_tokens=200, max_model_len=200, seconds_per_step=0.02, **options)
     futures = [engine.submit(name, [5] * 60, endless(seed)) for seed, name in enumerate(("old", "young"))]
     wait_until(lambda: engine.stats().result(10).preemptions == 1)
     stats = engine.stats().result(10)

@@ -1,17 +1,35 @@
 """Run as a process of its own: slime's argument parser, our YAML, and the real RolloutManager actor on a Ray cluster without GPUs.
 
-``python manager.py URL MODEL PROMPTS FOLDER`` prints a line of JSON for each rollout.
+``python manager.py URL MODEL PROMPTS FOLDER tail`` prints a line of JSON for each rollout of a run that is killed and resumed;
+with ``rewards`` instead of ``tail``, for each rollout what slime has logged of it, while the ledger of anchors is killed.
 """
 
 import argparse
+import ast
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-URL, MODEL, PROMPTS, FOLDER = sys.argv[1:5]
+URL, MODEL, PROMPTS, FOLDER, WHAT = sys.argv[1:6]
 ROLLOUTS = 6
+FEATURES = {
+    "tail": ["--enable", "gae,tail_batching"],
+    "rewards": [
+        *("--enable", "reward_timeout", "--set", "reward_timeout.grader=slime_test_graders.by_row"),
+        *("--set", "reward_timeout.min_correct=1", "--set", "reward_timeout.maximum=5"),
+    ],
+}
+WORDS = {
+    "tail": {"--custom-rm-path": "slime_test_plugins.score"},
+    "rewards": {
+        "--custom-rm-path": "slime_test_graders.by_row",
+        "--eval-interval": 1,
+        "--n-samples-per-eval-prompt": 1,
+        "--eval-max-response-len": 16,
+    },
+}
 
 
 def parse(load):
@@ -19,7 +37,7 @@ def parse(load):
     import slime.utils.arguments as slime_arguments
 
     config = Path(FOLDER) / "rl_accel.yaml"
-    command = [sys.executable, "-m", "rl_accel", "slime-config", "--enable", "gae,tail_batching"]
+    command = [sys.executable, "-m", "rl_accel", "slime-config", *FEATURES[WHAT]]
     config.write_text(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     host, port = URL.removeprefix("http://").split(":")
     words = {
@@ -39,14 +57,15 @@ def parse(load):
         "--sglang-router-ip": host,
         "--sglang-router-port": port,
         "--sglang-server-concurrency": 512,
-        "--custom-rm-path": "slime_test_plugins.score",
+        **WORDS[WHAT],
     }
     sys.argv = ["train.py", *(str(word) for pair in words.items() for word in pair)]
+    if "--eval-interval" in words:
+        sys.argv += ["--eval-prompt-data", "few", PROMPTS]
     parser = argparse.ArgumentParser(conflict_handler="resolve", allow_abbrev=False)
     for flag in ("--seed", "--lr", "--clip-grad", "--save", "--load", "--save-interval", "--micro-batch-size"):
         parser.add_argument(flag, default=None)
     parser.add_argument("--global-batch-size", type=int)
-    parser.add_argument("--eval-interval", default=None)
     slime_arguments.get_slime_extra_args_provider()(parser)
     args, _ = parser.parse_known_args()
     args.__dict__.update(vars(slime_arguments.sglang_parse_args()))
@@ -92,6 +111,45 @@ def generate(actor, rollout_id):
     )
 
 
+def train_and_resume():
+    import ray
+
+    first = manager(parse(None))
+    ray.get(first.load.remote(-1))
+    for rollout_id in range(3):
+        generate(first, rollout_id)
+    ray.get(first.save.remote(1))  # one behind, as train_async does
+    ray.kill(first)
+    second = manager(parse(f"{FOLDER}/checkpoints"))
+    ray.get(second.load.remote(1))
+    for rollout_id in range(2, ROLLOUTS):
+        generate(second, rollout_id)
+
+
+def judge_and_lose_the_ledger():
+    import ray
+
+    actor = manager(parse(None))
+    for rollout_id in range(3):
+        ray.get(actor.generate.remote(rollout_id))
+        if rollout_id == 0:
+            ray.kill(ray.get_actor("rl_accel_reward_anchors"), no_restart=False)
+        if rollout_id == 1:
+            ray.get(ray.get_actor("rl_accel_reward_anchors").life.remote())
+        print(json.dumps(logged(f"perf {rollout_id}: ")), flush=True)
+    ray.get(actor.eval.remote(2))
+    print(json.dumps(logged("eval 2: ")), flush=True)
+
+
+def logged(start):
+    """What slime has logged in a line that begins so."""
+    for file in Path(FOLDER).glob("session_*/logs/worker-*.err"):
+        for line in file.read_text().splitlines():
+            if start in line:
+                return ast.literal_eval(line.partition(start)[2])
+    raise RuntimeError(f"{start!r} was not logged")
+
+
 def main():
     import ray
 
@@ -105,16 +163,7 @@ def main():
         runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}},
     )
     try:
-        first = manager(parse(None))
-        ray.get(first.load.remote(-1))
-        for rollout_id in range(3):
-            generate(first, rollout_id)
-        ray.get(first.save.remote(1))  # one behind, as train_async does
-        ray.kill(first)
-        second = manager(parse(f"{FOLDER}/checkpoints"))
-        ray.get(second.load.remote(1))
-        for rollout_id in range(2, ROLLOUTS):
-            generate(second, rollout_id)
+        {"tail": train_and_resume, "rewards": judge_and_lose_the_ledger}[WHAT]()
     finally:
         ray.shutdown()
 

@@ -39,13 +39,10 @@ collect, report = Collector(), {}
 
 def processes(name):
     found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if name in " ".join(process.cmdline()):
-                found.append(process)
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if name in " ".join(process.cmdline()) and process.environ().get("OF_THIS_TEST") == folder and process not in found:
+            ours = process.pid != os.getpid() and process.environ().get("OF_THIS_TEST") == folder
+            if ours and name in " ".join(process.cmdline()):
                 found.append(process)
     return found
 
@@ -99,7 +96,7 @@ async def main():
     report["after cancellation"] = await score("7")
 
 asyncio.run(main())
-print(json.dumps(report))
+open(folder + "/report.json", "w").write(json.dumps(report))
 ray.shutdown()
 """
 GRADED = """
@@ -145,7 +142,7 @@ def test_scoring_goes_on_whatever_is_killed(short_tmp, clean_environment, model_
         cwd=short_tmp,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads((short_tmp / "report.json").read_text())
     assert found["before"] == [1.0, 0.0, 1.0]
     assert (found["taught"]["executions"], found["taught"]["correct"], found["taught"]["anchors"]) == (3, 2, 1)
     assert found["validation"] == [1.0]

@@ -10,7 +10,6 @@ from rl_accel.integrations.ray import restart_note
 from rl_accel.integrations.verl.tp_replan import STATE_FILE, callback
 from rl_accel.integrations.verl.tp_replan.callback import TpReplan, kind_of, tokens_of
 from rl_accel.integrations.verl.tp_replan.counters import Reading
-from rl_accel.telemetry import metrics
 
 QUICK = {"enable": True, "confirm_steps": 1, "least_reference": 1.0}
 TP = "actor_rollout_ref__rollout__tensor_model_parallel_size"
@@ -62,7 +61,7 @@ def run(configure, monkeypatch):
                 "prompt_length/mean": 20.0,
                 **more,
             }
-            found = told(data)
+            found = told(number, data)
             return {name.removeprefix("tp_replan/"): value for name, value in found.items()}
 
         return SimpleNamespace(step=step, trainer=trainer, told=told, total=total)
@@ -97,7 +96,7 @@ def test_unknown_preemptions_decide_nothing_and_are_not_logged_as_a_number(run):
 def test_preemptions_of_validation_are_not_taken_for_those_of_a_step(run):
     one = run()
     one.total.value = 500  # those of the validation before the first step
-    one.told({"val-core/acc": 0.5})
+    one.told(0, {"val-core/acc": 0.5})
     assert one.step(1, 2)["preemptions"] == 2.0
     assert "preemptions" not in one.step(2, 80, **{"val-core/acc": 0.5})
     assert one.step(3, 0, **{"val-core/acc": 0.5})["preemptions"] == 0.0, "none at all is none of the step's"
@@ -187,19 +186,4 @@ def test_the_planners_state_goes_along_with_a_resumed_run_and_not_with_a_new_one
 
 
 def test_without_a_trainer_there_is_nothing_to_say():
-    assert TpReplan(TpReplanConfig(enable=True), lambda: None)({"training/global_step": 1}) == {}
-
-
-def test_observers_see_what_is_logged_and_one_that_fails_costs_a_warning(caplog):
-    def fails(_data):
-        raise RuntimeError("broken")
-
-    metrics.watch("good", lambda data: {"good/seen": data["x"] + 1})
-    metrics.watch("bad", fails)
-    try:
-        assert metrics.observe({"x": 1}) == {"rl_accel/good/seen": 2}
-        assert "bad could not take in a step" in caplog.text
-    finally:
-        metrics.watch("good", None)
-        metrics.watch("bad", None)
-    assert metrics.observe({"x": 1}) == {}
+    assert TpReplan(TpReplanConfig(enable=True), lambda: None)(1, {"training/global_step": 1}) == {}

@@ -1,0 +1,81 @@
+"""How often rollout servers took memory from one request for another, by the servers' own counters and nothing else.
+
+What verl reports with each response is no source: it reads 0 or -1 where the engine does not say. A server whose counter cannot be
+read makes the number unknown.
+"""
+
+import math
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ray
+
+PATIENCE_SECONDS = 2.0
+COUNTERS = {
+    "vllm": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
+    "sglang": ("sglang:num_retracted_requests_total", "sglang:num_retracted_reqs_total"),
+}
+"""Counters on ``/metrics``. vLLM shows its with rollout.disable_log_stats=False, SGLang its with metrics enabled. (SGLang's gauge
+``num_retracted_reqs`` is not a count of all so far.)"""
+
+_AT_ONCE = 16
+
+
+class Preemptions:
+    """The counters of all servers, step after step.
+
+    Args:
+        engine: ``rollout.name``.
+        read: returns the counter of a server by its id, None if it cannot be known; default asks the server.
+    """
+
+    def __init__(self, engine: str, read: Callable[[str], float | None] | None = None) -> None:
+        self._read = read or (lambda server: read_counter(engine, server))
+        self._before: dict[str, float] = {}
+
+    def take(self, servers: Sequence[str]) -> float | None:
+        """Return the preemptions of all ``servers`` since the last call (since their start, at the first); None if unknown.
+
+        A counter that has fallen belongs to a server that was started again.
+        """
+        if not servers:
+            return None
+        with ThreadPoolExecutor(min(len(servers), _AT_ONCE)) as pool:
+            values = dict(zip(servers, pool.map(self._read, servers), strict=True))
+        known = {server: value for server, value in values.items() if value is not None}
+        before, self._before = self._before, {**self._before, **known}
+        if len(known) < len(servers):
+            return None
+        return sum(
+            value - (old if (old := before.get(server, 0.0)) <= value else 0.0) for server, value in known.items()
+        )
+
+
+def read_counter(engine: str, server: str) -> float | None:
+    """Return the counter of one server: ``host:port`` of vLLM or SGLang, the name of an actor of the CPU engine."""
+    try:
+        if engine == "hf_cpu":
+            stats: Any = ray.get(ray.get_actor(server).get_stats.remote(), timeout=PATIENCE_SECONDS)
+            return float(stats.preemptions)
+        if engine not in COUNTERS:
+            return None
+        with urllib.request.urlopen(f"http://{server}/metrics", timeout=PATIENCE_SECONDS) as answer:
+            return counter_in(answer.read().decode(errors="replace"), COUNTERS[engine])
+    except Exception:  # whatever keeps a server from answering, its counter is unknown
+        return None
+
+
+def counter_in(text: str, names: Sequence[str]) -> float | None:
+    """Return the value of the first of the counters ``names`` that is in Prometheus' ``text``, added up over its labels."""
+    found: Mapping[str, list[float]] = {name: [] for name in names}
+    for line in text.splitlines():
+        name, _, rest = line.replace("{", " {", 1).partition(" ")
+        if name in found:
+            value = float(rest.rpartition("}")[2].split()[0])  # a time may follow the value
+            found[name].append(value)
+    for values in found.values():
+        if values and all(math.isfinite(value) for value in values):
+            return sum(values)
+    return None

@@ -1,0 +1,138 @@
+"""One flag has agent loops note completion times, alone or together with the features that need agent loops of ours, too."""
+
+import importlib.util
+
+import pytest
+from omegaconf import OmegaConf
+
+if importlib.util.find_spec("verl") is None:
+    pytest.skip("verl is not installed", allow_module_level=True)
+
+from rl_accel.config import TelemetryConfig
+from rl_accel.errors import ConfigError
+from rl_accel.integrations.verl import agent_loop, tail_batching
+from rl_accel.integrations.verl.telemetry.wiring import file_of, refuse_unwired, wire
+from rl_accel.patches.verl import config_intake
+from rl_accel.runtime import RUNTIME
+
+ON = TelemetryConfig(enable=True)
+SIZES = {"data.train_batch_size": 8, "actor_rollout_ref.actor.ppo_mini_batch_size": 8, "critic.ppo_mini_batch_size": 8}
+
+
+@pytest.fixture(scope="module")
+def composed():
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer")
+
+
+@pytest.fixture(autouse=True)
+def flags_are_put_back():
+    layers = RUNTIME.layers()
+    yield
+    RUNTIME.restore(layers)
+
+
+def changed(composed, keys):
+    config = composed.copy()
+    for key, value in keys.items():
+        OmegaConf.update(config, key, value, force_add=True)
+    return config
+
+
+def test_one_flag_sets_the_agent_loops_and_the_file_and_nothing_else(composed):
+    config = changed(composed, {"trainer.default_local_dir": "/somewhere/run"})
+    wire(config, ON)
+    assert str(file_of(config)) == "/somewhere/run/rl_accel_telemetry.jsonl"
+    after = OmegaConf.to_container(config)
+    before = OmegaConf.to_container(changed(composed, {"trainer.default_local_dir": "/somewhere/run"}))
+    before["trainer"]["rl_accel_telemetry"] = {"file": "/somewhere/run/rl_accel_telemetry.jsonl"}
+    before["actor_rollout_ref"]["rollout"]["agent"]["agent_loop_manager_class"] = agent_loop.MANAGER
+    assert after == before
+    wire(config, ON)
+    assert OmegaConf.to_container(config) == after, "a second time changes nothing"
+
+
+def test_the_legacy_trainer_gets_its_own_agent_loops(composed):
+    config = changed(composed, {"trainer.use_v1": False})
+    wire(config, ON)
+    assert OmegaConf.select(config, agent_loop.KEY) == agent_loop.LEGACY_MANAGER
+
+
+def test_agent_loops_of_the_users_are_refused(composed):
+    config = changed(composed, {agent_loop.KEY: "mine.Manager"})
+    before = OmegaConf.to_container(config)
+    with pytest.raises(
+        ConfigError, match=r"rl_accel\.telemetry wants .*agent_loop_manager_class = None, found mine\.Manager"
+    ):
+        wire(config, ON)
+    assert OmegaConf.to_container(config) == before
+
+
+@pytest.mark.parametrize(
+    ("others", "manager"),
+    [
+        ((), agent_loop.MANAGER),
+        (("reward_timeout",), agent_loop.MANAGER),
+        (("tail_batching",), tail_batching.MANAGER),
+        (("tail_batching", "reward_timeout"), tail_batching.MANAGER),
+    ],
+)
+def test_features_that_need_agent_loops_share_them(composed, others, manager):
+    flags = {f"rl_accel.{name}.enable": True for name in ("telemetry", *others)}
+    config = changed(composed, {**SIZES, **flags})
+    config_intake.take_in(config)
+    for _ in range(2):
+        config_intake.wire(config)
+        config_intake.refuse_unwired(config)
+        assert OmegaConf.select(config, agent_loop.KEY) == manager
+        assert file_of(config) is not None
+
+
+def test_bare_enable_leaves_it_off(composed):
+    config = changed(composed, {"rl_accel.auto": True})
+    config_intake.take_in(config)
+    config_intake.wire(config)
+    assert file_of(config) is None
+
+
+def test_a_trainer_that_nobody_wired_is_stopped(composed):
+    with pytest.raises(ConfigError, match=r"rl_accel_telemetry in the configuration of the trainer, found nothing"):
+        refuse_unwired(composed)
+
+
+@pytest.mark.slow
+def test_every_worker_has_the_parts_of_all_features_and_verl_below_them(python):
+    done = python("""
+        from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
+        from rl_accel.integrations.verl.agent_loop import workers
+        from rl_accel.integrations.verl.reward_timeout.agent_loop import Marking
+        from rl_accel.integrations.verl.tail_batching.agent_loop import TailAgentLoopManager, TailAgentLoopWorker
+        from rl_accel.integrations.verl.telemetry.recording import Observed, Recording
+        for worker in (workers.SharedAgentLoopWorker, workers.LegacySharedAgentLoopWorker, TailAgentLoopWorker):
+            order = worker.__mro__
+            assert order.index(Recording) < order.index(Marking) < order.index(AgentLoopWorker)
+        for manager in (workers.SharedAgentLoopManager, workers.LegacySharedAgentLoopManager, TailAgentLoopManager):
+            assert issubclass(manager, Observed) and issubclass(manager, AgentLoopManager)
+        assert TailAgentLoopManager.worker is TailAgentLoopWorker
+    """)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_observer_is_there_while_the_feature_is_on(python):
+    done = python("""
+        import rl_accel
+        rl_accel.enable(telemetry=True)
+        assert rl_accel.status()["telemetry"].patches[0].state == "waiting"
+        import verl.utils.tracking
+        from rl_accel.telemetry import metrics
+        assert rl_accel.status()["telemetry"].applied
+        found = metrics.observed(1, {"timing_s/step": 4.0, "timing_s/gen": 3.0})
+        assert found["rl_accel/telemetry/share/gen"] == 0.75 and found["rl_accel/telemetry/share/other"] == 0.25
+        assert metrics.observed(1, {"val/acc": 1.0}) == {}
+        rl_accel.disable()
+        assert metrics.observed(1, {"timing_s/step": 4.0}) == {}
+    """)
+    assert done.returncode == 0, done.stderr
