@@ -184,11 +184,61 @@ stats = await server.get_stats.remote()
 assert (stats.completed, stats.aborted, stats.running, stats.waiting) == (38, 2, 0, 0), stats
 
 try:
-    wide = get_rollout_replica_class("hf_cpu")(1, {**rollout, "tensor_model_parallel_size": 2}, model)
+    wide = get_rollout_replica_class("hf_cpu")(1, {**rollout, "data_parallel_size": 2}, model)
     await wide.launch_servers()
 except ValueError as error:
-    assert "tensor_model_parallel_size" in str(error)
+    assert "data_parallel_size" in str(error)
 else:
     raise AssertionError("a replica of two processes was started")
+        """
+    )
+
+
+def test_ranks_share_a_server_which_has_their_memory_and_takes_weights_from_the_first(serve):
+    serve(
+        """
+def shared(ranks, **memory):
+    return {**rollout, "tensor_model_parallel_size": ranks, "engine_kwargs": {"hf_cpu": memory}}
+
+pair = shared(2, kv_tokens=150, weight_tokens=40)
+replica = get_rollout_replica_class("hf_cpu")(0, pair, model)
+await replica.launch_servers()
+server = replica.server_handle
+assert (await server.get_stats.remote()).kv_tokens == 2 * 150 + 40
+
+seeded = {**PARAMS, "seed": 3, "ignore_eos": True}
+before = (await server.generate.remote([5, 6, 7], seeded, "a")).token_ids
+source = AutoModelForCausalLM.from_pretrained("model")
+taken = []
+def zeros():
+    for name, parameter in source.named_parameters():
+        taken.append(name)
+        yield name, torch.zeros_like(parameter)
+pair = rollout.copy()
+pair.tensor_model_parallel_size = 2
+for rank, server_of_rank in ((3, 1), (1, 0), (0, 0)):
+    os.environ["RANK"] = str(rank)
+    adapter = get_rollout_class("hf_cpu")(pair, model, None)
+    assert (adapter.replica_rank, adapter.is_leader_rank) == (server_of_rank, rank % 2 == 0), rank
+    if rank == 3:
+        continue
+    taken.clear()
+    await adapter.update_weights(zeros(), global_steps=rank + 7)
+    await adapter.release()
+    assert len(taken) == len(list(source.named_parameters())), "every rank takes part in gathering"
+    after = await server.generate.remote([5, 6, 7], seeded, "b")
+    assert (after.token_ids == before) == (rank == 1), rank
+assert after.extra_fields == {"global_steps": 7}
+
+for ranks, memory, message in (
+    (2, {"kv_tokens": 107}, "kv_tokens=107, 214 for 2 ranks, is less than one request may need: 216 tokens"),
+    (2, {"kv_tokens": 150, "weight_tokens": -1}, "weight_tokens wants a whole number of at least 0, found -1"),
+):
+    try:
+        await get_rollout_replica_class("hf_cpu")(5, shared(ranks, **memory), model).launch_servers()
+    except Exception as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError(message)
         """
     )
