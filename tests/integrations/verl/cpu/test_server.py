@@ -230,12 +230,12 @@ for rank, server_of_rank in ((3, 1), (1, 0), (0, 0)):
     assert (after.token_ids == before) == (rank == 1), rank
 assert after.extra_fields == {"global_steps": 7}
 
-for ranks, memory, message in (
-    (2, {"kv_tokens": 107}, "kv_tokens=107, 214 for 2 ranks, is less than one request may need: 216 tokens"),
-    (2, {"kv_tokens": 150, "weight_tokens": -1}, "weight_tokens wants a whole number of at least 0, found -1"),
+for number, memory, message in (
+    (5, {"kv_tokens": 107}, "kv_tokens=107, 214 for 2 ranks, is less than one request may need: 216 tokens"),
+    (6, {"kv_tokens": 150, "weight_tokens": -1}, "weight_tokens wants a whole number of at least 0, found -1"),
 ):
     try:
-        await get_rollout_replica_class("hf_cpu")(5, shared(ranks, **memory), model).launch_servers()
+        await get_rollout_replica_class("hf_cpu")(number, shared(2, **memory), model).launch_servers()
     except Exception as error:
         assert message in str(error), error
     else:
