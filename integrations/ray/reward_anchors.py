@@ -81,6 +81,7 @@ class Line:
         self._path = path
         self._task: asyncio.Task[None] | None = None
         self._wanted = False
+        self._silent = False
         self._handle: Any = None
         self._call: tuple[News, asyncio.Future[Update]] | None = None
 
@@ -120,7 +121,7 @@ class Line:
             self._replica.put_back(news)
             self._complain(str(error).splitlines()[0])
         else:
-            self._call = None
+            self._call, self._silent = None, False
             self._replica.apply(update)
 
     async def _ask(self, news: News) -> Update:
@@ -130,5 +131,8 @@ class Line:
         return update
 
     def _complain(self, why: str) -> None:
+        self._wanted = True  # there is more to tell
         self._replica.count("ledger_unreachable")
-        logger.warning("rl-accel: the ledger of reward anchors does not answer: %s", why)
+        if not self._silent:
+            logger.warning("rl-accel: the ledger of reward anchors does not answer: %s", why)
+        self._silent = True
