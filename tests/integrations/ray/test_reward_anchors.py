@@ -13,7 +13,7 @@ from rl_accel.reward.shared import Ledger, Replica
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
-import json, sys, time
+import json, os, signal, sys, time
 import ray
 from rl_accel.integrations.ray import reward_anchors
 from rl_accel.reward.shared import Replica
@@ -70,10 +70,9 @@ until(lambda: both_know(2))
 """
 
 KILLED = """
-import psutil
-(victim,) = [p for p in psutil.process_iter() if " ".join(p.cmdline()).startswith("ray::LedgerActor")]
-victim.kill()
-victim.wait(10)
+victim = ray.get(ray.get_actor(reward_anchors.NAME).__ray_call__.remote(lambda ledger: os.getpid()))
+os.kill(victim, signal.SIGKILL)
+until(lambda: not os.path.exists(f"/proc/{victim}"))
 ray.get(one.learn.remote("c", 3.0))
 report["after"] = until(lambda: both_know(3))[0]
 report["ledger"] = until(lambda: ledger_holds(3))
