@@ -19,7 +19,8 @@ class Registration:
         target: ``"pkg.mod:entry"``, the module whose import makes the registry available and, in words, the entry.
         register: ``register(settings)`` makes the entry. It may raise PatchRefused if this framework lacks something.
         unregister: removes it.
-        find: returns what the registry holds under our name, or None. Called only once the module is imported.
+        find: returns what the registry holds under our name, or None. Called by any thread, with the lock of the runtime held,
+            from the moment at which the import of the module has begun; so it must not import.
         owner: the module that defines what we register.
     """
 

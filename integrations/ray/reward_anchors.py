@@ -1,7 +1,7 @@
 """The ledger of reward anchors as a named Ray actor, and each process's line to it.
 
-The actor belongs to the job and is made by whoever asks first. Ray starts it again when its process dies, from its last save; if its
-owner died with it, the next to ask makes a new one. Nobody waits for it.
+The actor belongs to the job and is made by whoever asks first. Ray starts it again when its process dies, from its last save; if
+its owner died with it, the next to ask makes a new one. Nobody waits for it.
 """
 
 import asyncio
@@ -81,7 +81,9 @@ class Line:
         self._path = path
         self._task: asyncio.Task[None] | None = None
         self._wanted = False
+        self._silent = False
         self._handle: Any = None
+        self._call: tuple[News, asyncio.Future[Update]] | None = None
 
     def use(self) -> None:
         """Say that anchors are in use: news are exchanged for as long as this is said once an interval."""
@@ -105,16 +107,32 @@ class Line:
             await asyncio.sleep(EXCHANGE_SECONDS)
 
     async def _exchange(self) -> None:
-        news = self._replica.take_news()
+        """Tell the news and take over the answer. A call that takes long is waited for again: sent twice it would count twice."""
+        if self._call is None:
+            news = self._replica.take_news()
+            self._call = news, asyncio.ensure_future(self._ask(news))
+        news, call = self._call
         try:
-            if self._handle is None:
-                self._handle = ledger(self._path, self._replica.timeout.settings)
-            self._replica.apply(await asyncio.wait_for(self._handle.exchange.remote(news), _PATIENCE_SECONDS))
-        except (RayError, asyncio.TimeoutError) as error:
-            self._handle = None
+            update = await asyncio.wait_for(asyncio.shield(call), _PATIENCE_SECONDS)
+        except asyncio.TimeoutError:
+            self._complain("it takes long")
+        except RayError as error:
+            self._call, self._handle = None, None
             self._replica.put_back(news)
-            self._replica.count("ledger_unreachable")
-            logger.warning("rl-accel: the ledger of reward anchors does not answer: %s", str(error).splitlines()[:1])
-        except asyncio.CancelledError:
-            self._replica.put_back(news)
-            raise
+            self._complain(str(error).splitlines()[0])
+        else:
+            self._call, self._silent = None, False
+            self._replica.apply(update)
+
+    async def _ask(self, news: News) -> Update:
+        if self._handle is None:
+            self._handle = ledger(self._path, self._replica.timeout.settings)
+        update: Update = await self._handle.exchange.remote(news)
+        return update
+
+    def _complain(self, why: str) -> None:
+        self._wanted = True  # there is more to tell
+        self._replica.count("ledger_unreachable")
+        if not self._silent:
+            logger.warning("rl-accel: the ledger of reward anchors does not answer: %s", why)
+        self._silent = True

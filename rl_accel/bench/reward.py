@@ -172,12 +172,13 @@ def _plot(rows: Mapping[str, Any], scale: float, path: Path) -> None:
     for place, found in enumerate(rows.values()):
         for offset, (name, row) in zip((-0.2, 0.2), found["arms"].items(), strict=True):
             label = {"fixed": "fixed limit", "adaptive": "adaptive limit"}[name] if place == 0 else None
-            for axes, value in ((total, row["seconds"]), (step, row["step_s"])):
-                bars = axes.bar(place + offset, value, 0.38, color=colors[name], label=label)
+            for axes, value, shown in ((total, row["seconds"], label), (step, row["step_s"], None)):
+                bars = axes.bar(place + offset, value, 0.38, color=colors[name], label=shown)
                 axes.bar_label(bars, fmt="%.3g")
     for axes, title in ((total, "seconds of all executions"), (step, "seconds of a step's rewards")):
-        axes.set(xticks=range(len(rows)), xticklabels=list(rows), title=f"{title} (times scaled by {scale:g})")
+        names = ["{}\nload average {:.0f} to {:.0f}".format(name, *row["load_average"]) for name, row in rows.items()]
+        axes.set(xticks=range(len(rows)), xticklabels=names, title=f"{title} (times scaled by {scale:g})")
         axes.spines[["top", "right"]].set_visible(False)
-    total.legend(frameon=False)
+    figure.legend(loc="outside lower center", ncol=2, frameon=False)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -10,7 +10,7 @@ from rl_accel.telemetry.responses import CANCELLED, COMPLETED
 
 PARTS = {
     "most": ("nine in ten responses", "#4878a8"),
-    "waiting": ("waiting for the longest", "#d1495b"),
+    "waiting": ("waiting for the longest", "#b5498f"),
     "reward": ("rewards", "#9bc0de"),
     "rest": ("noticing, storing", "#b7b7a4"),
 }

@@ -164,22 +164,21 @@ def test_it_keeps_the_full_budget_while_too_few_were_correct():
 
 def test_its_limit_rises_with_the_anchor():
     async def main():
-        judge = made(TimeoutSettings(slack=0.2, minimum=0.8, maximum=20.0, min_correct=2, probe_share=0.0, caution=0.0))
-        executions = Executions()
+        judge, executions = made(replace(SETTINGS, scale=6.0, slack=0.2, minimum=1.5)), Executions()
         return await together(
             judge,
-            executions.taking("slow", 2.8),
+            executions.taking("slow", 60.0),
             executions.taking("first", 0.02),
             executions.taking("second", 0.03),
-            executions.taking("a little slower", 0.6),
-            executions.taking("slower still", 0.9),
+            executions.taking("slower", 0.3),
+            executions.taking("slower still", 0.5),
         ), executions.given["slow"]
 
     results, given = play(main())
     assert [result.verdict for result in results] == ["timeout", *["passed"] * 4]
     assert given[0] == 20.0
     assert given[1:] == sorted(given[1:])
-    assert given[-1] == pytest.approx(1.5 * 0.9 + 0.2)
+    assert results[0].wall == given[-1] == pytest.approx(6.0 * 0.5 + 0.2)
 
 
 def test_what_others_have_learned_counts_too():

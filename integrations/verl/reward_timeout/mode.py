@@ -1,5 +1,6 @@
 """Makes the feature visible where verl keeps reward managers, and collects its numbers in the trainer process."""
 
+import sys
 from typing import Any
 
 from rl_accel.integrations.verl.reward_timeout import MANAGER
@@ -14,6 +15,12 @@ def _registry() -> dict[str, type]:
 
     found: dict[str, type] = registry.REWARD_MANAGER
     return found
+
+
+def _find() -> Any:
+    # Not imported here: the state is asked for by any thread, and another one may be about to import this very module.
+    registry = sys.modules.get("verl.experimental.reward_loop.reward_manager.registry")
+    return getattr(registry, "REWARD_MANAGER", {}).get(_NAME)
 
 
 def _register(_settings: Any) -> None:
@@ -37,6 +44,6 @@ PATCHES = (
         register=_register,
         unregister=_unregister,
         owner="rl_accel.integrations.verl.reward_timeout.manager",
-        find=lambda: _registry().get(_NAME),
+        find=_find,
     ),
 )

@@ -1,5 +1,6 @@
 """Registers the trainer mode where verl looks modes up: in the trainer process, once its trainers are imported."""
 
+import sys
 from typing import Any
 
 from rl_accel.errors import PatchRefused
@@ -11,6 +12,12 @@ def _registry() -> dict[str, type]:
     from verl.trainer.ppo.v1 import trainer_base
 
     return trainer_base.TRAINER_REGISTRY
+
+
+def _find() -> Any:
+    # Not imported here: the state is asked for by any thread, and another one may be about to import this very module.
+    trainer_base = sys.modules.get("verl.trainer.ppo.v1.trainer_base")
+    return getattr(trainer_base, "TRAINER_REGISTRY", {}).get(MODE)
 
 
 def _register(_settings: Any) -> None:
@@ -31,6 +38,6 @@ PATCHES = (
         register=_register,
         unregister=lambda: _registry().pop(MODE, None),
         owner="rl_accel.integrations.verl.tail_batching.trainer",
-        find=lambda: _registry().get(MODE),
+        find=_find,
     ),
 )

@@ -49,10 +49,7 @@ class Observer:
         self._preemptions = Preemptions(str(config.actor_rollout_ref.rollout.name))
         slots = OmegaConf.select(config, "actor_rollout_ref.rollout.max_num_seqs", default=None)
         self._slots_each = int(slots) if slots else None
-        # Asynchronous trainers have responses under way when their stage begins.
-        mode = OmegaConf.select(config, "trainer.v1.trainer_mode", default="sync")
-        is_v1 = OmegaConf.select(config, "trainer.use_v1", default=False)
-        self._window_known = not is_v1 or mode in ("sync", "tail_batching")
+        self._window_known = _begins_with_its_stage(config)
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
         """Return the numbers of a training step by name, ``telemetry/idle_share``; {} for anything else that is logged."""
@@ -109,6 +106,15 @@ class Observer:
         if what not in self._warned:
             self._warned.add(what)
             logger.warning("rl-accel: telemetry: %s: %s", what, str(error).splitlines()[:1])
+
+
+def _begins_with_its_stage(config: Any) -> bool:
+    """Whether generation begins when the stage does. Asynchronous trainers have responses under way then."""
+    if not OmegaConf.select(config, "trainer.use_v1", default=False):
+        return True
+    mode = OmegaConf.select(config, "trainer.v1.trainer_mode", default="sync")
+    stages_a_step = OmegaConf.select(config, f"trainer.v1.{mode}.parameter_sync_step", default=1)
+    return mode in ("sync", "tail_batching") and stages_a_step == 1
 
 
 def _numbers(

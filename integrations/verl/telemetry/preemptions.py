@@ -13,6 +13,8 @@ from typing import Any
 import ray
 
 PATIENCE_SECONDS = 2.0
+ATTEMPTS = 3
+"""After so many steps in a row without an answer nobody is asked any more: servers that are silent would cost each step."""
 COUNTERS = {
     "vllm": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
     "sglang": ("sglang:num_retracted_requests_total", "sglang:num_retracted_reqs_total"),
@@ -34,19 +36,21 @@ class Preemptions:
     def __init__(self, engine: str, read: Callable[[str], float | None] | None = None) -> None:
         self._read = read or (lambda server: read_counter(engine, server))
         self._before: dict[str, float] = {}
+        self._in_vain = 0
 
     def take(self, servers: Sequence[str]) -> float | None:
         """Return the preemptions of all ``servers`` since the last call (since their start, at the first); None if unknown.
 
         A counter that has fallen belongs to a server that was started again.
         """
-        if not servers:
+        if not servers or self._in_vain == ATTEMPTS:
             return None
         with ThreadPoolExecutor(min(len(servers), _AT_ONCE)) as pool:
             values = dict(zip(servers, pool.map(self._read, servers), strict=True))
         known = {server: value for server, value in values.items() if value is not None}
         before, self._before = self._before, {**self._before, **known}
-        if len(known) < len(servers):
+        self._in_vain = 0 if len(known) == len(servers) else self._in_vain + 1
+        if self._in_vain:
             return None
         return sum(
             value - (old if (old := before.get(server, 0.0)) <= value else 0.0) for server, value in known.items()

@@ -1,15 +1,19 @@
 """Anchors reach other processes of a real Ray job, and survive the death of what keeps them."""
 
+import asyncio
 import json
 import subprocess
 import sys
 
 import pytest
 
+from rl_accel.integrations.ray import reward_anchors
+from rl_accel.reward.shared import Ledger, Replica
+
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
-import json, sys, time
+import json, os, signal, sys, time
 import ray
 from rl_accel.integrations.ray import reward_anchors
 from rl_accel.reward.shared import Replica
@@ -66,10 +70,9 @@ until(lambda: both_know(2))
 """
 
 KILLED = """
-import psutil
-(victim,) = [p for p in psutil.process_iter() if " ".join(p.cmdline()).startswith("ray::LedgerActor")]
-victim.kill()
-victim.wait(10)
+victim = ray.get(ray.get_actor(reward_anchors.NAME).__ray_call__.remote(lambda ledger: os.getpid()))
+os.kill(victim, signal.SIGKILL)
+until(lambda: not os.path.exists(f"/proc/{victim}"))
 ray.get(one.learn.remote("c", 3.0))
 report["after"] = until(lambda: both_know(3))[0]
 report["ledger"] = until(lambda: ledger_holds(3))
@@ -109,3 +112,33 @@ report["ledger"] = until(lambda: ledger_holds(2))
 """
     found = run(SCRIPT + script, short_tmp, clean_environment)
     assert found["ledger"] == {"a": [1.0, 1.0, 1], "b": [2.0, 2.0, 1]}
+
+
+def test_news_that_a_slow_ledger_takes_long_over_are_counted_once(monkeypatch):
+    ledger = Ledger()
+
+    class Exchange:
+        async def remote(self, news):
+            await asyncio.sleep(0.3)
+            return ledger.exchange(news)
+
+    class Handle:
+        exchange = Exchange()
+
+    monkeypatch.setattr(reward_anchors, "ledger", lambda path, settings: Handle())
+    monkeypatch.setattr(reward_anchors, "_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(reward_anchors, "EXCHANGE_SECONDS", 0.01)
+
+    async def main():
+        replica = Replica()
+        line = reward_anchors.Line(replica, None)
+        replica.record("a", 1.0, 1.0, correct=True)
+        replica.count("executions")
+        line.use()
+        await asyncio.sleep(1.0)
+        return replica.timeout.get("a")
+
+    assert asyncio.run(main()) == (1.0, 1.0, 1)
+    counts = ledger.take_counts()
+    assert counts["executions"] == 1.0
+    assert counts["ledger_unreachable"] > 0

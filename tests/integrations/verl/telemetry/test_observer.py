@@ -61,3 +61,32 @@ def test_notes_of_a_dead_worker_are_missing_and_the_step_goes_on(python, tmp_pat
     kept = [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
     assert [len(line["responses"]) for line in kept] == [2, 1, 1, 0]
     assert [line["slots"] for line in kept] == [8, 8, 8, None]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "known"),
+    [
+        ({"use_v1": False}, True),
+        ({"use_v1": True, "v1": {"trainer_mode": "sync", "sync": {"parameter_sync_step": 1}}}, True),
+        ({"use_v1": True, "v1": {"trainer_mode": "sync", "sync": {"parameter_sync_step": 2}}}, False),
+        ({"use_v1": True, "v1": {"trainer_mode": "tail_batching", "tail_batching": {"prompt_ratio": 1.25}}}, True),
+        ({"use_v1": True, "v1": {"trainer_mode": "colocate_async"}}, False),
+    ],
+)
+def test_parts_of_generation_are_told_only_where_it_begins_with_its_stage(trainer, known):
+    from types import SimpleNamespace
+
+    from omegaconf import OmegaConf
+
+    from rl_accel.integrations.verl.telemetry.observer import Observer
+    from rl_accel.telemetry.responses import Response
+
+    rollout = {"name": "vllm", "max_num_seqs": 4}
+    observer = Observer()
+    observer.attach(
+        OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": rollout}}), [], SimpleNamespace()
+    )
+    observer._fetch = lambda: [Response("p", 10.0, 12.0, 13.0, 13.0, 20)]
+    found = observer(1, {"timing_s/step": 8.0, "timing_s/gen": 4.0})
+    assert found["telemetry/completion_p50_seconds"] == 3.0
+    assert ("telemetry/idle_share" in found) == known

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from rl_accel.integrations.verl.telemetry.preemptions import COUNTERS, Preemptions, counter_in
+from rl_accel.integrations.verl.telemetry.preemptions import ATTEMPTS, COUNTERS, Preemptions, counter_in
 
 VLLM = """# HELP vllm:num_preemptions_total Cumulative number of preemptions
 # TYPE vllm:num_preemptions_total counter
@@ -35,6 +35,13 @@ def test_one_unknown_counter_makes_the_number_unknown():
     values.update(b=2.0)
     assert counters.take(["a", "b"]) == 2.0
     assert counters.take([]) is None
+
+
+def test_servers_that_never_answer_are_not_asked_for_ever():
+    asked = []
+    counters = Preemptions("any", asked.append)
+    assert [counters.take(["a", "b"]) for _ in range(9)] == [None] * 9
+    assert len(asked) == 2 * ATTEMPTS
 
 
 @pytest.mark.parametrize(
