@@ -324,6 +324,27 @@ os.wait(), os.wait()
     assert found.cpu >= 0.55
 
 
+def test_a_program_that_the_kernel_stopped_for_its_processor_time_has_timed_out():
+    """A worker without a processor looks late; the kernel's own limit on the program strikes before it."""
+
+    async def work(sandbox):
+        task = asyncio.create_task(sandbox.run("while True: pass", Case("stdin", ""), Limits(wall=60, cpu=0.5)))
+        while True:
+            await asyncio.sleep(0.01)
+            running = [descendants(worker.process.pid) for worker in sandbox._pool._busy]
+            if running and len(running[0]) == 2:  # the keeper's child is the worker, its child the program
+                break
+        worker, program = running[0]
+        os.kill(worker, signal.SIGSTOP)
+        while is_alive(program):
+            await asyncio.sleep(0.05)
+        os.kill(worker, signal.SIGCONT)
+        return await task
+
+    found = play(work, workers=1)
+    assert (found.verdict, found.reason) == ("timeout", "cpu limit")
+
+
 def test_after_many_programs_nothing_is_left():
     def open_files():
         return len(os.listdir("/proc/self/fd"))

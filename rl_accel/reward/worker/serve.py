@@ -86,6 +86,8 @@ class Server:
             wall = time.monotonic() - began
             kill_all(spared)
             cpu = cpu_of_ended() - before
+            if not stopped and os.WIFSIGNALED(status) and cpu > limits["cpu"]:
+                stopped = "cpu"  # the kernel's own limit struck before this watch, which had no processor, could look
             watch.drain()
             printed = bytes(watch.output.data)
             judged = order.get("case", {}).get("kind") == "stdin" and not stopped
