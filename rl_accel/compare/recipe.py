@@ -34,6 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_accel.errors import RecipeError
+from rl_accel.telemetry.stage_clock import STAGES
 
 CHECK_NAMES = (
     "completed",
@@ -48,18 +49,6 @@ CHECK_NAMES = (
     "prompts_lost",
     "same_reward",
     "ledger",
-)
-STAGES = (
-    "gen",
-    "reward",
-    "old_log_prob",
-    "ref",
-    "values",
-    "adv",
-    "update_critic",
-    "update_actor",
-    "update_weights",
-    "save_checkpoint",
 )
 AVERAGES = ("median", "mean")
 NOT_COMPARED = ("timing_*", "perf/*", "*/perf/*", "rl_accel/*", "*memory*", "*/mfu*", "*_mfu*")

@@ -1,5 +1,8 @@
 """Parameters and cache bytes, against real transformers models that hold no memory."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -41,17 +44,7 @@ CASES = {
         "vocab_size": 151936,
     },
 }
-QWEN3_8B = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-}
+QWEN3_8B = json.loads((Path(__file__).parent / "qwen3_8b.json").read_text())
 
 
 def a_config(name):

@@ -1,5 +1,8 @@
 """Which sizes are possible: by example, by brute force, and what is said about the others."""
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -7,16 +10,7 @@ from hypothesis import strategies as st
 from rl_accel.parallel.tp_bounds import TpBounds
 from rl_accel.parallel.tp_settings import TpSettings
 
-QWEN3_8B = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-}
+QWEN3_8B = json.loads((Path(__file__).parent / "qwen3_8b.json").read_text())
 GIB = 2**30
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,16 +12,7 @@ from rl_accel.parallel.tp_decisions import Observation
 from rl_accel.parallel.tp_planner import TpPlanner
 from rl_accel.parallel.tp_settings import TpSettings
 
-QWEN3_8B = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-}
+QWEN3_8B = json.loads((Path(__file__).parent / "qwen3_8b.json").read_text())
 PUBLISHED = {
     # RollPacker (NSDI'26), Qwen3-8B, 32k tokens, 8 GPUs: preemptions and rollout seconds of a step at each size
     "short": {1: (5199, 1029), 2: (4102, 768)},
