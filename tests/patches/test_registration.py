@@ -21,7 +21,7 @@ def test_status_from_another_thread_does_not_wait_for_an_import(python, feature,
         over = threading.Event()
 
         def ask():
-            while not over.is_set():
+            while not over.wait(0.002):  # without a pause the import would hardly ever get the interpreter
                 rl_accel.status()
 
         threading.Thread(target=ask, daemon=True).start()
