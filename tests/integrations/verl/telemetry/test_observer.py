@@ -32,6 +32,14 @@ def test_notes_of_a_dead_worker_are_missing_and_the_step_goes_on(python, tmp_pat
                 warnings.append(record.getMessage())
         logging.getLogger("rl_accel").addHandler(Handler())
 
+        def kill(actor, method):
+            ray.kill(actor)  # which does not wait for the actor's end
+            while True:
+                try:
+                    ray.get(getattr(actor, method).remote())
+                except ray.exceptions.RayActorError:
+                    return
+
         ray.init(address="local", num_cpus=2, include_dashboard=False, _temp_dir={str(short_tmp)!r})
         workers = [ray.remote(Worker).options(num_cpus=0).remote(name) for name in "ab"]
         balancer = ray.remote(Balancer).options(num_cpus=0).remote()
@@ -44,10 +52,10 @@ def test_notes_of_a_dead_worker_are_missing_and_the_step_goes_on(python, tmp_pat
         observer.attach(config, workers, SimpleNamespace(_load_balancer=balancer))
         timings = {{"timing_s/step": 8.0, "timing_s/gen": 4.0}}
         found = [observer(1, timings)]
-        ray.kill(workers[1])
+        kill(workers[1], "take_responses")
         found += [observer(2, timings), observer(3, timings)]
-        ray.kill(balancer)
-        ray.kill(workers[0])
+        kill(balancer, "get_all_servers")
+        kill(workers[0], "take_responses")
         found += [observer(4, timings)]
         print(json.dumps([found, warnings]))
     """)
