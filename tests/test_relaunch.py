@@ -12,6 +12,8 @@ import pytest
 
 from rl_accel.relaunch import EXIT_CODE, NOTE_VAR, _merged
 
+pytestmark = pytest.mark.slow
+
 TOY = f"""
 import json, os, sys, time
 from pathlib import Path

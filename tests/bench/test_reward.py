@@ -17,6 +17,8 @@ from rl_accel.bench.reward_workload import HANGING, Response, quantile, workload
 from rl_accel.reward.adaptive_timeout import TimeoutSettings
 from rl_accel.reward.program import Case, CaseResult
 
+pytestmark = pytest.mark.slow
+
 TINY = ["--prompts", "3", "--responses", "6", "--epochs", "2", "--scale", "0.03", "--only", "quiet"]
 
 

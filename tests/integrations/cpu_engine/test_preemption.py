@@ -9,6 +9,8 @@ import torch
 from rl_accel.integrations.cpu_engine.requests import EngineError
 from rl_accel.integrations.cpu_engine.sampling import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 _KINDS = [{"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.3, "top_k": 10}, {"top_p": 0.8}]
 
 

@@ -8,6 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 STDIN = {"inputs": [f"{n}\n" for n in range(4)], "outputs": [f"{n * 2}\n" for n in range(4)]}
 MANY = {"inputs": [f"{n}\n" for n in range(12)], "outputs": [f"{n * 2}\n" for n in range(12)]}
 CALL = {"fn_name": "double", "inputs": ["1", "[1]", '"a"'], "outputs": ["2", "[1, 1]", '"aa"']}

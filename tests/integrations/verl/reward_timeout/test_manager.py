@@ -8,6 +8,8 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
+pytestmark = pytest.mark.slow
+
 SYNC = """
 import os, sys, time
 
