@@ -1,5 +1,6 @@
 """Timing and memory of functions run side by side in one process."""
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -59,8 +60,9 @@ def peak_extra_bytes(function: Callable[[], Any]) -> int | None:
     """Call ``function`` and return by how much it raised the memory in use at its highest, its result included.
 
     With a CUDA device, that of the device as torch counts it; else this process's, from the kernel's high-water mark, or None
-    where that cannot be reset.
+    where that cannot be reset. What the process gives back meanwhile, in another thread, makes it too low.
     """
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

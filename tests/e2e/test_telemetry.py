@@ -62,7 +62,6 @@ def test_every_response_is_noted_and_shares_add_up(run, folder):
         # Of those that tail batching has no use for, some end by themselves before they are stopped.
         assert ours["cancelled"] <= metrics["rl_accel/tail_batching/responses_cancelled"]
         assert ours["responses"] - ours["cancelled"] >= P0 * R0
-        assert metrics["rl_accel/reward_timeout/executions"] >= P0 * R0
         assert ours["tokens"] == metrics["rl_accel/tail_batching/tokens_generated"]
         assert {response.server for response in step.responses if response.tokens} == {"hf_cpu_server_0"}
         assert 0 < ours["idle_share"] < 1
@@ -71,6 +70,10 @@ def test_every_response_is_noted_and_shares_add_up(run, folder):
         assert sum(ours[f"{part}_seconds"] for part in parts) == pytest.approx(metrics["timing_s/gen"], rel=1e-6)
         assert all(r.began <= r.generated <= r.rewarded <= r.ended for r in step.responses if r.outcome == "completed")
     assert {metrics["rl_accel/tail_batching/short_round"] for metrics in run} == {0.0, 1.0}
+    # Reward processes tell once a second what they have counted: the last of a step may show in the next, of the last step in none.
+    executions = [metrics["rl_accel/reward_timeout/executions"] for metrics in run]
+    assert min(executions) > 0
+    assert sum(executions) > (STEPS - 1) * P0 * R0
 
     log = folder / "metrics.jsonl"
     log.write_text("".join(json.dumps({"step": n, "data": m}) + "\n" for n, m in enumerate(run, 1)))
