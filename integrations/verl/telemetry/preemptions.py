@@ -4,23 +4,18 @@ What verl reports with each response is no source: it reads 0 or -1 where the en
 read makes the number unknown.
 """
 
-import math
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
 
+from rl_accel.telemetry.server_counters import COUNTERS, counter_in
+
 PATIENCE_SECONDS = 2.0
 ATTEMPTS = 3
 """After so many steps in a row without an answer nobody is asked any more: servers that are silent would cost each step."""
-COUNTERS = {
-    "vllm": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
-    "sglang": ("sglang:num_retracted_requests_total", "sglang:num_retracted_reqs_total"),
-}
-"""Counters on ``/metrics``. vLLM shows its with rollout.disable_log_stats=False, SGLang its with metrics enabled. (SGLang's gauge
-``num_retracted_reqs`` is not a count of all so far.)"""
 
 _AT_ONCE = 16
 
@@ -69,17 +64,3 @@ def read_counter(engine: str, server: str) -> float | None:
             return counter_in(answer.read().decode(errors="replace"), COUNTERS[engine])
     except Exception:  # whatever keeps a server from answering, its counter is unknown
         return None
-
-
-def counter_in(text: str, names: Sequence[str]) -> float | None:
-    """Return the value of the first of the counters ``names`` that is in Prometheus' ``text``, added up over its labels."""
-    found: Mapping[str, list[float]] = {name: [] for name in names}
-    for line in text.splitlines():
-        name, _, rest = line.replace("{", " {", 1).partition(" ")
-        if name in found:
-            value = float(rest.rpartition("}")[2].split()[0])  # a time may follow the value
-            found[name].append(value)
-    for values in found.values():
-        if values and all(math.isfinite(value) for value in values):
-            return sum(values)
-    return None
