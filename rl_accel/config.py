@@ -116,7 +116,9 @@ class TpReplanConfig:
 
     enable: bool | None = _flag(None, "True: on, and an error if it cannot be; False or null: off")
     action: str = _flag(
-        "advise", "advise: say what would be better; restart: save, stop, start anew", choices=TP_ACTIONS
+        "advise",
+        "advise: say what would be better; restart: save, stop, start anew; live: new servers within the run",
+        choices=TP_ACTIONS,
     )
     threshold: float = _flag(1.05, "preemptions over their reference from which on TP doubles", minimum=1.0)
     calm_steps: int = _flag(4, "steps in a row without a preemption after which TP halves", minimum=1)

@@ -61,11 +61,13 @@ def prompt(rng: random.Random, mark: str = "") -> tuple[str, str]:
     return f"{kind} {mark}{''.join(rng.choices(ALPHABET, k=3 - len(mark)))}", kind
 
 
-def dataset(split: str, count: int, lengths: str, rng: random.Random) -> pd.DataFrame:
-    """Return ``count`` prompts as verl's datasets hold them."""
+def dataset(split: str, count: int, lengths: str, rng: random.Random, ordered: bool = False) -> pd.DataFrame:
+    """Return ``count`` prompts as verl's datasets hold them, ``ordered`` by how long their responses tend to be."""
     marks = [""] * count
     if lengths == "published":
         marks = published_lengths.marks_of_prompts(count, rng)
+    if ordered:
+        marks.sort()
     rows = []
     for index, mark in enumerate(marks):
         text, kind = prompt(rng, mark)
@@ -153,13 +155,14 @@ def teach_published(network: Qwen2ForCausalLM, tok: PreTrainedTokenizerFast, rng
     return published_lengths.teach(network, tok, rng, head)
 
 
-def prepare(folder: Path, lengths: str, prompts: int) -> None:
+def prepare(folder: Path, lengths: str, prompts: int, ordered: bool = False) -> None:
     """Write ``model/``, ``train.parquet`` and ``val.parquet`` to ``folder``, unless this version of them is there."""
     sources = [Path(__file__).with_name(name) for name in ("prepare.py", "reward.py", "published_lengths.py")]
     stamp = {
         "sources": hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest(),
         "lengths": lengths,
         "prompts": prompts,
+        "ordered": ordered,
     }
     marker = folder / "prepared.json"
     if marker.exists() and json.loads(marker.read_text()) == stamp:
@@ -171,7 +174,7 @@ def prepare(folder: Path, lengths: str, prompts: int) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     for split, count in {"train": prompts, "val": VALIDATION_PROMPTS}.items():
-        dataset(split, count, lengths, rng).to_parquet(folder / f"{split}.parquet")
+        dataset(split, count, lengths, rng, ordered).to_parquet(folder / f"{split}.parquet")
     tok = tokenizer(lengths)
     network = model(tok)
     loss = (teach if lengths == "geometric" else teach_published)(network, tok, rng)
@@ -187,5 +190,6 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--lengths", choices=LENGTHS, default="geometric", help="how long responses tend to be")
     parser.add_argument("--prompts", type=int, default=2048, help="rows of train.parquet")
+    parser.add_argument("--ordered", action="store_true", help="prompts whose responses tend to be longer come later")
     wanted = parser.parse_args()
-    prepare(wanted.folder, wanted.lengths, wanted.prompts)
+    prepare(wanted.folder, wanted.lengths, wanted.prompts, wanted.ordered)

@@ -1,28 +1,28 @@
 """Preemptions by the rollout servers' own counters, and differences of them. What a server does not say is unknown, never 0."""
 
-import importlib.util
 import logging
 import math
+import re
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 logger = logging.getLogger("rl_accel")
 
 PATIENCE_SECONDS = 5.0
 COUNTERS = {
     "vllm": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
-    "sglang": ("sglang:num_retracted_requests_total", "sglang:num_retracted_reqs_total"),
+    "sglang": ("sglang:num_retracted_requests_total",),
 }
-"""Counters on ``/metrics``. vLLM shows its with rollout.disable_log_stats=False, SGLang its with metrics enabled. (SGLang's gauge
-``num_retracted_reqs`` is not a count of all so far.)"""
-SGLANG_GAUGE = "sglang:num_retracted_reqs"
-_SGLANG_METRICS = ("srt/observability/metrics_collector.py", "srt/metrics/collector.py")
-"""Where versions of SGLang define their metrics."""
+"""Counters on ``/metrics``. vLLM shows its with rollout.disable_log_stats=False, SGLang (0.5.7 or later) its with metrics enabled.
+(SGLang's gauge ``num_retracted_reqs`` is not a count of all so far.)"""
+COMPANIONS = {"sglang:num_retracted_requests_total": "sglang:realtime_tokens_total"}
+"""SGLang leaves the counter out until the first retraction. The companion came with the same release and is there from the first
+token: with it on the page and the counter not, the counter is 0."""
 
 _AT_ONCE = 16
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,15 @@ class Counters:
 _warned: set[str] = set()
 
 
-def ask_endpoints(urls: Mapping[str, str], names: Sequence[str], silent: str = "") -> dict[str, Reading | None]:
+def ask_endpoints(urls: Mapping[str, str], names: Sequence[str]) -> dict[str, Reading | None]:
     """Read ``/metrics`` of servers, by name; one line of warning for those that do not say, the first time they do not.
 
     Args:
         urls: ``http://host:port`` by name.
         names: the counter, under the names that versions of the engine give it.
-        silent: see :func:`parse`.
     """
     with ThreadPoolExecutor(max_workers=max(1, min(_AT_ONCE, len(urls)))) as pool:
-        answers = list(pool.map(lambda url: _ask_endpoint(url, names, silent), urls.values()))
+        answers = list(pool.map(lambda url: _ask_endpoint(url, names), urls.values()))
     failed = [(url, said) for url, said in zip(urls.values(), answers, strict=True) if isinstance(said, str)]
     if new := [(url, problem) for url, problem in failed if url not in _warned]:
         _warned.update(url for url, _ in new)
@@ -104,60 +103,45 @@ def fetch(url: str) -> str:
         return str(answer.read().decode(errors="replace"))
 
 
-def _ask_endpoint(url: str, names: Sequence[str], silent: str) -> Reading | str:
+def _ask_endpoint(url: str, names: Sequence[str]) -> Reading | str:
     try:
-        found = parse(fetch(f"{url}/metrics"), names, silent)
+        found = parse(fetch(f"{url}/metrics"), names)
     except (OSError, ValueError) as error:
         return str(error)
     return f"has no {names[0]}" if found is None else found
 
 
-def parse(text: str, names: Sequence[str], silent: str = "") -> Reading | None:
-    """Return the first of the counters ``names`` that is in ``text`` (Prometheus), added up over labels; None if there is none.
-
-    Args:
-        text: of ``/metrics``.
-        names: the counter, under the names that versions of the engine give it.
-        silent: a metric of an engine that shows the counter only once it has counted: where this is, the counter is then 0.
-    """
+def parse(text: str, names: Sequence[str]) -> Reading | None:
+    """Return what ``text`` (Prometheus) says of the counter :func:`counter_in` finds; None if it cannot be known."""
     try:
         value, started = counter_in(text, names), counter_in(text, ("process_start_time_seconds",))
-        if value is None and silent and not _mentioned(text, names) and counter_in(text, (silent,)) is not None:
-            value = 0.0
     except (ValueError, IndexError):
         return None
     return None if value is None or value < 0 else Reading(int(value), "" if started is None else str(started))
 
 
-def _mentioned(text: str, names: Sequence[str]) -> bool:
-    return any(line.startswith(tuple(names)) for line in text.splitlines())
-
-
-def sglang_silent() -> str:
-    """Return the metric that shows that an SGLang without the counter has not counted yet, as :func:`parse` wants it.
-
-    Its counter has labels, and Prometheus shows such a one only after its first event; SGLang 0.5.23 calls it only if something was
-    retracted. The gauge is older than the counter, so that the installed SGLang must have the counter, or nothing is concluded. Its
-    source is read, as importing it takes seconds and needs a GPU's libraries.
-    """
-    found = importlib.util.find_spec("sglang")
-    for folder in found.submodule_search_locations or () if found else ():
-        for file in _SGLANG_METRICS:
-            path = Path(folder) / file
-            if path.is_file() and COUNTERS["sglang"][0] in path.read_text(errors="replace"):
-                return SGLANG_GAUGE
-    return ""
-
-
 def counter_in(text: str, names: Sequence[str]) -> float | None:
-    """Return the value of the first of the counters ``names`` that is in Prometheus' ``text``, added up over its labels."""
-    found: Mapping[str, list[float]] = {name: [] for name in names}
+    """Return the value of the first of the counters ``names`` that is in Prometheus' ``text``, None if it cannot be known.
+
+    It is added up over labels. But all ranks of one SGLang engine count the same event, each with labels ``tp_rank`` and such: of
+    those that differ in nothing but a rank (other than ``dp_rank``) the largest is taken.
+    """
+    companions = {COMPANIONS[name] for name in names if name in COMPANIONS}
+    found: Mapping[str, dict[frozenset[tuple[str, str]], list[float]]] = {name: {} for name in (*names, *companions)}
     for line in text.splitlines():
         name, _, rest = line.replace("{", " {", 1).partition(" ")
         if name in found:
-            value = float(rest.rpartition("}")[2].split()[0])  # a time may follow the value
-            found[name].append(value)
-    for values in found.values():
-        if values and all(math.isfinite(value) for value in values):
-            return sum(values)
-    return None
+            labels, _, numbers = rest.rpartition("}")
+            places = frozenset(
+                (label, value)
+                for label, value in _LABEL.findall(labels)
+                if label == "dp_rank" or not label.endswith("_rank")
+            )
+            value = float(numbers.split()[0])  # a time may follow the value
+            found[name].setdefault(places, []).append(value)
+    for name in names:
+        groups = found[name].values()
+        if groups and all(math.isfinite(value) for values in groups for value in values):
+            return sum(max(values) for values in groups)
+    silent = [name for name in names if not found[name]]
+    return 0.0 if any(found.get(COMPANIONS.get(name, "")) for name in silent) else None

@@ -1,4 +1,7 @@
-"""Responses outgrow the memory of two servers of a rank each: advice leaves them so, a restart goes on with one server of two."""
+"""Responses outgrow the memory of two servers of a rank each: advice leaves them so, a restart goes on with one server of two.
+
+So does a run whose servers are replaced while it lives.
+"""
 
 import json
 import re
@@ -137,6 +140,22 @@ def test_a_restart_goes_on_with_one_server_of_two_ranks_at_the_exact_step(train)
     for metrics in left.metrics.values():
         assert metrics["training/rollout_probs_diff_max"] < 1e-4
         assert metrics["response_length/mean"] == LONG
+        assert 0 < metrics["actor/grad_norm"] < 1e4
+
+
+def test_live_goes_on_with_one_server_of_two_ranks_in_the_same_launch(train):
+    left = train([], "+rl_accel.tp_replan.action=live")
+    assert left.code == 0, left.log[-4000:]
+    assert left.steps == list(left.metrics) == list(range(1, STEPS + 1))
+    assert left.log.count("tp_replan: TP is 2 now") == 1
+    assert saved(left.log) == []
+    assert left.numbers("tp") == [1.0] * DECIDED_AT + [2.0] * (STEPS - DECIDED_AT)
+    preemptions = left.numbers("preemptions")
+    assert preemptions[DECIDED_AT - 1] > 5
+    assert preemptions[DECIDED_AT:] == [0.0] * (STEPS - DECIDED_AT)
+    assert left.numbers("changes")[-1] == 1.0
+    for metrics in left.metrics.values():
+        assert metrics["training/rollout_probs_diff_max"] < 1e-4, "the new server has the weights of now"
         assert 0 < metrics["actor/grad_norm"] < 1e4
 
 

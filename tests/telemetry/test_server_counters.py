@@ -1,19 +1,8 @@
 """Preemptions of a step are differences; whatever makes a difference doubtful makes it unknown."""
 
-import importlib.util
-import sys
-
 import pytest
 
-from rl_accel.telemetry.server_counters import (
-    COUNTERS,
-    SGLANG_GAUGE,
-    Counters,
-    Reading,
-    ask_endpoints,
-    parse,
-    sglang_silent,
-)
+from rl_accel.telemetry.server_counters import COUNTERS, Counters, Reading, ask_endpoints, parse
 
 VLLM = ("vllm:num_preemptions_total", "vllm:num_preemptions")
 
@@ -81,33 +70,6 @@ def test_text_without_the_counter_is_unknown(text):
 
 
 SGLANG = COUNTERS["sglang"]
-GAUGE = 'sglang:num_retracted_reqs{engine_type="unified"} 0.0\n'
-
-
-def test_a_counter_that_is_silent_until_it_has_counted_is_0_where_its_engine_is_known_to_be_so():
-    assert parse(GAUGE, SGLANG, SGLANG_GAUGE) == Reading(0)
-    assert parse(GAUGE, SGLANG) is None, "an older SGLang has the gauge and no counter"
-    assert parse("process_start_time_seconds 3\n", SGLANG, SGLANG_GAUGE) is None, "its scheduler has said nothing"
-    assert parse(GAUGE + "sglang:num_retracted_requests_total 5\n", SGLANG, SGLANG_GAUGE) == Reading(5)
-    assert parse(GAUGE + "sglang:num_retracted_requests_total NaN\n", SGLANG, SGLANG_GAUGE) is None
-
-
-@pytest.mark.parametrize(
-    ("source", "gauge"), [("sglang:num_retracted_requests_total", SGLANG_GAUGE), (SGLANG_GAUGE, "")]
-)
-def test_an_sglang_is_known_by_its_source(tmp_path, monkeypatch, source, gauge):
-    metrics = tmp_path / "sglang" / "srt" / "metrics"
-    metrics.mkdir(parents=True)
-    (tmp_path / "sglang" / "__init__.py").write_text("raise ImportError('it is not imported')")
-    (metrics / "collector.py").write_text(f'Counter(name="{source}")')
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "sglang", raising=False)
-    assert sglang_silent() == gauge
-
-
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is absent")
-def test_the_installed_sglang_is_one_whose_counter_is_silent():
-    assert sglang_silent() == SGLANG_GAUGE
 
 
 def test_servers_that_do_not_say_are_named_in_one_line_and_once(caplog):

@@ -5,17 +5,17 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from rl_accel.telemetry.server_counters import COUNTERS, Read, Reading, ask_endpoints, fetch, sglang_silent
+from rl_accel.telemetry.server_counters import COUNTERS, Read, Reading, ask_endpoints, fetch
 
 logger = logging.getLogger("rl_accel")
 
 
 def reader(args: Any) -> Read:
     """Return what asks every worker of the router for its counter. slime has all its engines show their metrics."""
-    workers, silent = _workers_of(args), sglang_silent()
+    workers = _workers_of(args)
 
     def read() -> dict[str, Reading | None]:
-        return ask_endpoints(workers(), COUNTERS["sglang"], silent)
+        return ask_endpoints(workers(), COUNTERS["sglang"])
 
     return read
 

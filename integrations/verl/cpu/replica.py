@@ -38,10 +38,10 @@ class CPURolloutReplica(RolloutReplica):
             .options(name=name, num_cpus=0, max_concurrency=self.max_concurrency)
             .remote(self.config, self.model_config, self.replica_rank)
         )
-        await server.get_stats.remote()
-        self.servers = [server]
+        self.servers = [server]  # before it is known to live: whoever ends this replica finds it
         self._server_handle = server
         self._server_address = name
+        await server.get_stats.remote()
 
 
 class CPUServerAdapter(BaseRollout):
@@ -49,9 +49,14 @@ class CPUServerAdapter(BaseRollout):
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)
-        rank, tp = int(os.environ.get("RANK", "0")), self.config.tensor_model_parallel_size
-        self.replica_rank = rank // tp if replica_rank == -1 else replica_rank
-        self.is_leader_rank = rank % tp == 0
+        self.regroup(self.config.tensor_model_parallel_size)
+        if replica_rank != -1:
+            self.replica_rank = replica_rank
+
+    def regroup(self, tp: int) -> None:
+        """Serve one of the servers that ``tp`` ranks share each, from the next weight update on."""
+        rank = int(os.environ.get("RANK", "0"))
+        self.replica_rank, self.is_leader_rank = rank // tp, rank % tp == 0
 
     async def resume(self, tags: list[str]) -> None:
         """Nothing was released. verl calls this before ranks gather the weights: to fail on a dead server here would leave the

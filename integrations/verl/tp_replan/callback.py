@@ -8,6 +8,7 @@ from typing import Any
 from rl_accel.config import TpReplanConfig
 from rl_accel.integrations.verl.tp_replan import STATE_FILE
 from rl_accel.integrations.verl.tp_replan.counters import reader
+from rl_accel.integrations.verl.tp_replan.live import change
 from rl_accel.integrations.verl.tp_replan.restart import restart
 from rl_accel.integrations.verl.tp_replan.wiring import TP_KEY, bounds_of
 from rl_accel.parallel import tp_state_file
@@ -79,9 +80,7 @@ class TpReplan:
         return {f"tp_replan/{name}": value for name, value in numbers.items()}
 
     def _begin(self, trainer: Any) -> None:
-        engine = str(_select(trainer.config, "actor_rollout_ref.rollout.name"))
-        self._counters = Counters(reader(engine, trainer.llm_server_manager))
-        self._trainer, self._planner = trainer, None
+        self._trainer, self._planner, self._counters = trainer, None, _counters(trainer)
 
     def _decide(self, trainer: Any, planner: TpPlanner, seen: Observation, step: int) -> int:
         decision = planner.step(seen)
@@ -96,6 +95,8 @@ class TpReplan:
         self._save(trainer, planner, step)
         if self._flags.action == "restart":
             restart(trainer, step, decision)
+        elif self._flags.action == "live" and change(trainer, step, decision):
+            self._counters = _counters(trainer)
         return decision.tp
 
     def _resume(self, trainer: Any, step: int) -> TpPlanner:
@@ -124,6 +125,12 @@ def tokens_of(data: Mapping[str, Any]) -> int | None:
             return None
         generated = float(both) * float(response) / (float(response) + float(prompt))
     return max(1, round(float(generated)))
+
+
+def _counters(trainer: Any) -> Counters:
+    """Return the counters of servers that have just been launched."""
+    engine = str(_select(trainer.config, "actor_rollout_ref.rollout.name"))
+    return Counters(reader(engine, trainer.llm_server_manager))
 
 
 def _state_file(trainer: Any) -> Path | None:

@@ -9,7 +9,6 @@ from rl_accel.telemetry.server_counters import (
     Read,
     Reading,
     ask_endpoints,
-    sglang_silent,
 )
 
 logger = logging.getLogger("rl_accel")
@@ -19,11 +18,10 @@ def reader(engine: str, manager: Any) -> Read:
     """Return what asks the servers of verl's ``LLMServerManager``."""
     if engine == "hf_cpu":
         return lambda: _ask_actors(manager)
-    silent = sglang_silent() if engine == "sglang" else ""
 
     def read() -> dict[str, Reading | None]:
         urls = {address: f"http://{address}" for address in manager.server_addresses}
-        return ask_endpoints(urls, COUNTERS[engine], silent)
+        return ask_endpoints(urls, COUNTERS[engine])
 
     return read
 

@@ -20,11 +20,13 @@ _COUNTED = {"hf_cpu": None, "vllm": (f"{_ROLLOUT}.disable_log_stats", False)} | 
     "sglang": (f"{_ROLLOUT}.engine_kwargs.sglang.enable_metrics", True)
 }
 """Engines whose preemptions can be read, and the key that has them count."""
+_RELAUNCHED = ("hf_cpu",)
+"""Engines whose training side can be given other servers within a run."""
 _NEEDED_IN_A_CHECKPOINT = ("model", "optimizer", "extra")
 
 
 def wire(config: Any, flags: TpReplanConfig) -> None:
-    """Check ``config`` (verl's) and have its servers count preemptions. Idempotent. With action=restart, arm the exit code.
+    """Check ``config`` (verl's) and have its servers count preemptions. Idempotent. Arm the exit code, but for action=advise.
 
     Raises:
         ConfigError: something in ``config`` cannot go together with this feature, or no size is possible.
@@ -35,7 +37,7 @@ def wire(config: Any, flags: TpReplanConfig) -> None:
         with open_dict(config):
             OmegaConf.update(config, *switch, force_add=True)
     bounds_of(config, flags)
-    if flags.action == "restart":
+    if flags.action != "advise":  # live too: if no server comes up again, the run ends to be launched again
         from rl_accel.integrations.ray import restart_note
 
         restart_note.arm()
@@ -58,10 +60,6 @@ def check(config: Any, flags: TpReplanConfig) -> None:
     Raises:
         ConfigError: names the key, what is wanted and what was found.
     """
-    if flags.action == "live":
-        raise ConfigError(
-            f"{FLAG}.action=live is not available: servers cannot yet be relaunched within a run; use action=restart"
-        )
     if _get(config, "trainer.v1") is None:
         import verl
 
@@ -78,7 +76,12 @@ def check(config: Any, flags: TpReplanConfig) -> None:
         _refuse(f"{_ROLLOUT}.name", f"one of {', '.join(_COUNTED)}", engine, "preemptions of others are not known")
     if _get(config, f"{_ROLLOUT}.disaggregation.enabled", False):
         _refuse(f"{_ROLLOUT}.disaggregation.enabled", False, True)
-    if flags.action == "restart":
+    if flags.action == "live" and engine not in _RELAUNCHED:
+        raise ConfigError(
+            f"{FLAG}.action=live wants {_ROLLOUT}.name = {' or '.join(_RELAUNCHED)}, found {engine} (training workers hold on "
+            "to the servers that they began with); use action=restart"
+        )
+    if flags.action != "advise":
         _check_checkpoints(config)
 
 

@@ -19,6 +19,17 @@ def changed(composed, **keys):
     return config
 
 
+def test_our_own_manager_cannot_be_held_and_is_not_offered(composed, monkeypatch):
+    from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
+
+    from rl_accel.integrations.verl.reward_timeout.manager import RewardTimeoutManager
+
+    monkeypatch.setitem(REWARD_MANAGER, "ours", RewardTimeoutManager)
+    with pytest.raises(ConfigError, match=r"= one of dapo, .*, found ours$") as caught:
+        wire(changed(composed, reward__reward_manager__name="ours"), ON)
+    assert str(caught.value).count("ours") == 1
+
+
 def test_one_flag_sets_the_keys_of_the_official_seams_and_nothing_else(composed):
     config = changed(composed, trainer__default_local_dir="/somewhere/run")
     wire(config, RewardTimeoutConfig(enable=True, scale=2.0, workers=3))

@@ -84,12 +84,17 @@ def test_a_restart_wants_checkpoints_that_hold_everything_and_advice_does_not(co
     wire(configure(**keys), ON)
 
 
-def test_live_is_refused_with_one_line(configure):
+def test_live_wants_an_engine_that_can_be_relaunched_and_checkpoints_as_a_restart(configure):
+    live = TpReplanConfig(enable=True, action="live")
+    wire(configure(), live)
     with pytest.raises(ConfigError) as caught:
-        wire(configure(), TpReplanConfig(enable=True, action="live"))
+        wire(configure(**{ROLLOUT + "name": "vllm"}), live)
     assert str(caught.value) == (
-        "rl_accel.tp_replan.action=live is not available: servers cannot yet be relaunched within a run; use action=restart"
+        "rl_accel.tp_replan.action=live wants actor_rollout_ref.rollout.name = hf_cpu, found vllm (training workers hold on to "
+        "the servers that they began with); use action=restart"
     )
+    with pytest.raises(ConfigError, match="async_save = False"):
+        wire(configure(actor_rollout_ref__actor__checkpoint__async_save=True), live)
 
 
 def test_bounds_come_from_the_cluster_the_model_and_the_flags(configure):
