@@ -140,6 +140,9 @@ class TpReplanConfig:
     check_limit: int = _flag(20, "steps after which it is judged by the round kinds that came", minimum=1)
     slower: float = _flag(0.03, "rise of rollout seconds per token that has a change rolled back", minimum=0.0)
     retry_steps: int = _flag(25, "steps until the same change is tried again; doubles each time", minimum=1)
+    config_file: str | None = _flag(
+        None, "slime: the file for its --sglang-config that advice writes; null: rl_accel_sglang_config.yaml in --save"
+    )
 
 
 @dataclass

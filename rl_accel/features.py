@@ -84,7 +84,10 @@ FEATURES: tuple[Feature, ...] = (
         name="tp_replan",
         summary="a tensor-parallel size of the rollout that follows its preemptions",
         lossless=False,
-        patches={"verl": ("rl_accel.integrations.verl.tp_replan.mode",)},
+        patches={
+            "verl": ("rl_accel.integrations.verl.tp_replan.mode",),
+            "slime": ("rl_accel.patches.slime.rollout_log_seams",),
+        },
     ),
 )
 

@@ -11,8 +11,12 @@ from omegaconf import OmegaConf
 from rl_accel import config as cfg
 from rl_accel.errors import ConfigError
 from rl_accel.features import FEATURES
-from rl_accel.integrations.slime.reward_timeout import JUDGE, LOG, MARK
+from rl_accel.integrations.slime.reward_timeout import JUDGE, MARK
+from rl_accel.integrations.slime.reward_timeout import arguments as reward_timeout
+from rl_accel.integrations.slime.rollout_log import LOG, LOG_EVALUATION
 from rl_accel.integrations.slime.tail_batching import DATA_SOURCE, EVAL, ROLLOUT
+from rl_accel.integrations.slime.tail_batching import arguments as tail_batching
+from rl_accel.integrations.slime.tp_replan import arguments as tp_replan
 
 SECTION = "rl_accel"
 _MEGATRON_INIT: dict[str, str | list[str]] = {
@@ -32,6 +36,11 @@ HOOKS: dict[str, dict[str, str | list[str]]] = {
         "rollout_sample_hook_path": [MARK],
         "custom_rollout_log_function_path": LOG,
     },
+    "tp_replan": {
+        **_MEGATRON_INIT,
+        "custom_rollout_log_function_path": LOG,
+        "custom_eval_rollout_log_function_path": LOG_EVALUATION,
+    },
 }
 """By feature: slime's flags, as keys of the file, and the path each must have, or the paths that it must hold among others."""
 
@@ -44,7 +53,7 @@ def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> 
         settings: further flags by feature.
 
     Raises:
-        ConfigError: a feature or flag is unknown, or a feature has no part for slime.
+        ConfigError: a feature or flag is unknown, flags contradict each other, or a feature has no part for slime.
     """
     content: dict[str, Any] = {}
     flags: dict[str, Any] = {}
@@ -55,8 +64,15 @@ def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> 
     for name, values in settings.items():
         _require_known(name)
         flags.setdefault(name, {}).update(values)
-    cfg.resolve([("slime-config", flags)])
+    _check_flags(cfg.resolve([("slime-config", flags)]))
     return {**content, SECTION: flags}
+
+
+def _check_flags(config: cfg.RlAccelConfig) -> None:
+    """Refuse flags that are right one by one, but not together or not on slime, as their features would when a run has begun."""
+    tail_batching.check_flags(config.tail_batching)
+    reward_timeout.settings_of(config.reward_timeout)
+    tp_replan.check_flags(config.tp_replan)
 
 
 def _require_known(name: str) -> None:
@@ -86,6 +102,7 @@ def check(path: Path, slime_root: Path | None = None) -> list[str]:
         close = difflib.get_close_matches(SECTION, keys, n=1)
         raise ConfigError(f"{path} has no {SECTION} section" + (f"; is {close[0]} meant for it?" if close else ""))
     resolved = cfg.resolve([(str(path), content[SECTION])])
+    _check_flags(resolved)
     for feature, hooks in HOOKS.items():
         enable = getattr(resolved, feature).enable
         for key, wanted in hooks.items():

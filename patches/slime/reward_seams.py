@@ -1,13 +1,8 @@
 """What reward_timeout holds on to in slime. It replaces nothing: slime's flags name our functions."""
 
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
-from rl_accel.errors import PatchRefused
-from rl_accel.patches.patch import PatchState
-from rl_accel.patches.slime import seams
+from rl_accel.patches.slime.seam_check import SeamCheck
 
 FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "slime.rollout.rm_hub:async_rm": ("args", "sample"),
@@ -38,31 +33,12 @@ FLAGS = (
 )
 
 
-@dataclass(frozen=True)
-class SeamCheck:
-    """Stands in a module's ``PATCHES`` for a feature that changes nothing. "Applied" means that this slime fits."""
-
-    name: str
-    feature: str
-    target: str
-
-    def state(self) -> PatchState:
-        """Return what slime's own modules say."""
-        if self.target.partition(":")[0] not in sys.modules:
-            return PatchState.PENDING
-        return PatchState.PENDING if seams.problem(self.feature, FUNCTIONS, SAMPLE_FIELDS) else PatchState.APPLIED
-
-    def apply(self, _settings: Any) -> None:
-        """Look whether everything is there.
-
-        Raises:
-            PatchRefused: names what is wanted and what was found.
-        """
-        if problem := seams.problem(self.feature, FUNCTIONS, SAMPLE_FIELDS):
-            raise PatchRefused(problem)
-
-    def revert(self) -> None:
-        """There is nothing to undo."""
-
-
-PATCHES = (SeamCheck("slime.reward_timeout", "reward_timeout", "slime.rollout.sglang_rollout:generate_and_rm"),)
+PATCHES = (
+    SeamCheck(
+        "slime.reward_timeout",
+        "reward_timeout",
+        "slime.rollout.sglang_rollout:generate_and_rm",
+        FUNCTIONS,
+        SAMPLE_FIELDS,
+    ),
+)

@@ -24,6 +24,7 @@ class TpBounds:
             still bounds, and memory does not.
         max_tokens: greatest length of a sequence, prompt and response.
         bytes_per_value: of weights and cache, 2 for bfloat16.
+        multiple_of: what sizes must be multiples of: the expert-parallel size, which splits an engine's GPUs itself.
 
     Attributes:
         sizes: the possible sizes, ascending.
@@ -43,15 +44,17 @@ class TpBounds:
         model: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
         bytes_per_value: int = 2,
+        multiple_of: int = 1,
     ) -> None:
         check_whole("world_size", world_size, 1)
+        check_whole("multiple_of", multiple_of, 1)
         check_whole("bytes_per_value", bytes_per_value, 1)
         for name, value in (("gpus_per_node", gpus_per_node), ("max_tokens", max_tokens)):
             if value is not None:
                 check_whole(name, value, 1)
         self.settings, self.world_size, self.max_tokens = settings, world_size, max_tokens
         self.gpus_per_node = settings.gpus_per_node or gpus_per_node or world_size
-        self._bytes = bytes_per_value
+        self._bytes, self._multiple_of = bytes_per_value, multiple_of
         self._shape = read_shape(model or {})
         self._heads, self._kv_heads = _heads(model or {}, self._shape)
         self.note = self._what_is_unknown(model)
@@ -78,6 +81,8 @@ class TpBounds:
         found = []
         if self.world_size % size:
             found.append(f"does not divide {self.world_size} GPUs")
+        if size % self._multiple_of:
+            found.append(f"is no multiple of {self._multiple_of}")
         if size > self.gpus_per_node:
             found.append(f"is more than the {self.gpus_per_node} GPUs of a node")
         elif self.world_size > self.gpus_per_node and self.gpus_per_node % size:

@@ -74,6 +74,22 @@ class TpSettings:
         if self.check_limit < self.check_steps:
             raise ValueError(f"check_limit must be at least check_steps = {self.check_steps}, found {self.check_limit}")
 
+    @classmethod
+    def of(cls, flags: Any, memory_share: float = 0.9) -> "TpSettings":
+        """Return the settings that ``flags`` (:class:`~rl_accel.config.TpReplanConfig`) say.
+
+        Args:
+            flags: of the user.
+            memory_share: the framework's own, for when they do not name one.
+
+        Raises:
+            TypeError, ValueError: as for the class.
+        """
+        found = {name: getattr(flags, name) for name in cls.__dataclass_fields__ if name != "_"}
+        if found["memory_share"] is None:
+            found["memory_share"] = memory_share
+        return cls(**found)
+
 
 def check_whole(name: str, value: Any, least: int) -> None:
     """Raise unless ``value`` is a whole number of at least ``least``."""

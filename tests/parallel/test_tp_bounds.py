@@ -40,6 +40,12 @@ def test_possible_sizes(arguments, sizes):
     assert bounds(**arguments).sizes == sizes
 
 
+def test_sizes_are_multiples_of_what_splits_an_engine_itself():
+    found = TpBounds(TpSettings(), 8, 8, multiple_of=4)
+    assert found.sizes == (4, 8)
+    assert found.why_not(2) == "is no multiple of 4"
+
+
 def test_the_users_node_goes_before_the_frameworks():
     assert TpBounds(TpSettings(gpus_per_node=2), 16, 8).sizes == (1, 2)
 

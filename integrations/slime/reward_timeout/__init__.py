@@ -2,4 +2,3 @@
 
 JUDGE = "rl_accel.integrations.slime.reward_timeout.judging.judge"
 MARK = "rl_accel.integrations.slime.reward_timeout.evaluation.mark"
-LOG = "rl_accel.integrations.slime.reward_timeout.metrics.log"

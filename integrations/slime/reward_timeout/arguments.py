@@ -1,32 +1,19 @@
 """Our flags among slime's arguments, and which of slime's have to be set with them."""
 
-import functools
-import json
 from typing import Any
 
 from rl_accel.config import RewardTimeoutConfig
 from rl_accel.errors import ConfigError
+from rl_accel.integrations.slime import flags as all_flags
 from rl_accel.integrations.slime.reward_timeout import JUDGE, MARK
 from rl_accel.reward.adaptive_timeout import TimeoutSettings
-from rl_accel.runtime import FRAMEWORK, RUNTIME
 
 _FLAG = "rl_accel.reward_timeout"
 
 
 def flags_of(args: Any) -> RewardTimeoutConfig:
-    """Return the flags under ``args.rl_accel``, in force from then on.
-
-    Raises:
-        ConfigError: a flag is wrong.
-        PatchRefused: this slime is not one that the feature fits.
-    """
-    return _resolve(json.dumps(getattr(args, "rl_accel", None) or {}, sort_keys=True))
-
-
-@functools.lru_cache(maxsize=16)
-def _resolve(flags: str) -> RewardTimeoutConfig:
-    RUNTIME.set_layer(FRAMEWORK, json.loads(flags))
-    return RUNTIME.resolved().reward_timeout
+    """Return this feature's flags under ``args.rl_accel``; see :func:`rl_accel.integrations.slime.flags.flags_of`."""
+    return all_flags.flags_of(args).reward_timeout
 
 
 def settings_of(flags: RewardTimeoutConfig) -> TimeoutSettings:

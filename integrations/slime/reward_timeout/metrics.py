@@ -6,9 +6,6 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from slime.observability import logging_utils
-from slime.observability.metric_utils import compute_rollout_step
-
 from rl_accel.integrations.slime.reward_timeout.judging import OPEN
 
 logger = logging.getLogger("rl_accel")
@@ -17,17 +14,9 @@ PREFIX = "rl_accel/reward_timeout/"
 _PATIENCE_SECONDS = 5.0
 
 
-def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, rollout_time: float) -> bool:
-    """slime's ``--custom-rollout-log-function-path``: adds our numbers to those that slime is about to log, and has it go on."""
-    numbers = {f"{PREFIX}{name}": amount for name, amount in take_counts().items()}
-    if not numbers:
-        return False
-    if isinstance(rollout_extra_metrics, dict):
-        rollout_extra_metrics.update(numbers)
-    else:  # a rollout function that returns no metrics
-        step = compute_rollout_step(args, rollout_id)
-        logging_utils.log(args, {**numbers, "rollout/step": step}, step_key="rollout/step")
-    return False
+def numbers_of(_rollout: Any) -> dict[str, float]:
+    """Return what was counted since the last call, for slime's log."""
+    return {f"{PREFIX}{name}": amount for name, amount in take_counts().items()}
 
 
 _late: "dict[asyncio.AbstractEventLoop, concurrent.futures.Future[dict[str, float]]]" = {}

@@ -52,10 +52,29 @@ def settings_of(args: Any, flags: TailBatchingConfig, rows: int) -> TailSettings
             f"{_FLAG} wants a data set of at least --rollout-batch-size = {args.rollout_batch_size} prompts, found {rows}"
         )
     name = os.path.basename(str(args.prompt_data))
+    return _settings(
+        flags,
+        args.rollout_batch_size,
+        args.n_samples_per_prompt,
+        filter_groups=args.dynamic_sampling_filter_path is not None,
+        data_id=f"{name} {rows} shuffle={args.rollout_shuffle} seed={args.rollout_seed}",
+    )
+
+
+def check_flags(flags: TailBatchingConfig) -> None:
+    """Refuse flags that cannot be right whatever slime's arguments are.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    _settings(flags, max(1, sum((flags.domain_quotas or {}).values())), 1)
+
+
+def _settings(flags: TailBatchingConfig, prompts: int, responses: int, **more: Any) -> TailSettings:
     try:
         return TailSettings(
-            args.rollout_batch_size,
-            args.n_samples_per_prompt,
+            prompts,
+            responses,
             prompt_ratio=flags.prompt_ratio,  # type: ignore[arg-type]  # the schema admits "auto" as the only word
             response_ratio=flags.response_ratio,
             queue_threshold=flags.queue_threshold,
@@ -63,8 +82,7 @@ def settings_of(args: Any, flags: TailBatchingConfig, rows: int) -> TailSettings
             max_retries=flags.max_retries,
             auto_limit=flags.auto_limit,
             domain_quotas=flags.domain_quotas or {},
-            filter_groups=args.dynamic_sampling_filter_path is not None,
-            data_id=f"{name} {rows} shuffle={args.rollout_shuffle} seed={args.rollout_seed}",
+            **more,
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{_FLAG}: {error}") from error

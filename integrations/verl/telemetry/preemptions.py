@@ -4,30 +4,20 @@ What verl reports with each response is no source: it reads 0 or -1 where the en
 read makes the number unknown.
 """
 
-import math
-import re
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
 
+from rl_accel.telemetry.server_counters import COUNTERS, counter_in
+
 PATIENCE_SECONDS = 2.0
 ATTEMPTS = 3
 """After so many steps in a row without an answer nobody is asked any more: servers that are silent would cost each step."""
-COUNTERS = {
-    "vllm": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
-    "sglang": ("sglang:num_retracted_requests_total",),
-}
-"""Counters on ``/metrics``. vLLM shows its with rollout.disable_log_stats=False, SGLang (0.5.7 or later) its with metrics enabled.
-(SGLang's gauge ``num_retracted_reqs`` is not a count of all so far.)"""
-COMPANIONS = {"sglang:num_retracted_requests_total": "sglang:realtime_tokens_total"}
-"""SGLang leaves the counter out until the first retraction. The companion came with the same release and is there from the first
-token: with it on the page and the counter not, the counter is 0."""
 
 _AT_ONCE = 16
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class Preemptions:
@@ -74,30 +64,3 @@ def read_counter(engine: str, server: str) -> float | None:
             return counter_in(answer.read().decode(errors="replace"), COUNTERS[engine])
     except Exception:  # whatever keeps a server from answering, its counter is unknown
         return None
-
-
-def counter_in(text: str, names: Sequence[str]) -> float | None:
-    """Return the value of the first of the counters ``names`` that is in Prometheus' ``text``, None if it cannot be known.
-
-    It is added up over labels. But all ranks of one SGLang engine count the same event, each with labels ``tp_rank`` and such: of
-    those that differ in nothing but a rank (other than ``dp_rank``) the largest is taken.
-    """
-    companions = {COMPANIONS[name] for name in names if name in COMPANIONS}
-    found: Mapping[str, dict[frozenset[tuple[str, str]], list[float]]] = {name: {} for name in (*names, *companions)}
-    for line in text.splitlines():
-        name, _, rest = line.replace("{", " {", 1).partition(" ")
-        if name in found:
-            labels, _, numbers = rest.rpartition("}")
-            places = frozenset(
-                (label, value)
-                for label, value in _LABEL.findall(labels)
-                if label == "dp_rank" or not label.endswith("_rank")
-            )
-            value = float(numbers.split()[0])  # a time may follow the value
-            found[name].setdefault(places, []).append(value)
-    for name in names:
-        groups = found[name].values()
-        if groups and all(math.isfinite(value) for values in groups for value in values):
-            return sum(max(values) for values in groups)
-    silent = [name for name in names if not found[name]]
-    return 0.0 if any(found.get(COMPANIONS.get(name, "")) for name in silent) else None

@@ -1,25 +1,25 @@
 """Shows the planner each step of the trainer, and says or does what it decides."""
 
-import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_accel.config import TpReplanConfig
 from rl_accel.integrations.verl.tp_replan import STATE_FILE
-from rl_accel.integrations.verl.tp_replan.counters import Counters, reader
+from rl_accel.integrations.verl.tp_replan.counters import reader
 from rl_accel.integrations.verl.tp_replan.live import change
 from rl_accel.integrations.verl.tp_replan.restart import restart
 from rl_accel.integrations.verl.tp_replan.wiring import TP_KEY, bounds_of
-from rl_accel.parallel.tp_decisions import Observation, RoundKind
+from rl_accel.parallel import tp_state_file
+from rl_accel.parallel.tp_decisions import Observation
 from rl_accel.parallel.tp_planner import TpPlanner
+from rl_accel.parallel.tp_rounds import kind_of, tokens_generated
+from rl_accel.telemetry.server_counters import Counters
 
 logger = logging.getLogger("rl_accel")
 
 _STEP = "training/global_step"
-_TAIL = "rl_accel/tail_batching/"
 
 
 class TpReplan:
@@ -104,36 +104,19 @@ class TpReplan:
         if planner.bounds.note:
             logger.info("rl-accel: tp_replan: %s", planner.bounds.note)
         file = _state_file(trainer)
-        if step > 1 and file is not None and file.is_file():
-            try:
-                planner.load_state_dict(json.loads(file.read_text())["planner"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                logger.warning("rl-accel: tp_replan begins anew, %s cannot be used: %s", file, error)
+        if step > 1 and file is not None:
+            tp_state_file.load(file, planner)
         return planner
 
     def _save(self, trainer: Any, planner: TpPlanner, step: int) -> None:
         file = _state_file(trainer)
-        if file is None:
-            return
-        fresh = file.with_suffix(".tmp")
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_text(json.dumps({"step": step, "planner": planner.state_dict()}))
-            os.replace(fresh, file)
-        except OSError as error:
-            logger.warning("rl-accel: tp_replan: %s could not be written: %s", file, error)
-
-
-def kind_of(data: Mapping[str, Any]) -> RoundKind:
-    """Return the kind of round that the numbers of a step are of."""
-    if data.get(_TAIL + "short_round"):
-        return "short"
-    return "long" if data.get(_TAIL + "long_round") else "all"
+        if file is not None:
+            tp_state_file.save(file, planner, step)
 
 
 def tokens_of(data: Mapping[str, Any]) -> int | None:
     """Return the tokens generated in a step: as tail batching counted them, else those of the responses trained on."""
-    generated = data.get(_TAIL + "tokens_generated")
+    generated = tokens_generated(data)
     if not generated:
         both, response, prompt = (
             data.get(key) for key in ("perf/total_num_tokens", "response_length/mean", "prompt_length/mean")

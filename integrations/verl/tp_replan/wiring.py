@@ -128,10 +128,7 @@ def settings_of(config: Any, flags: TpReplanConfig) -> TpSettings:
     Raises:
         TypeError, ValueError: flags contradict each other.
     """
-    found = {name: getattr(flags, name) for name in TpSettings.__dataclass_fields__ if name != "_"}
-    if flags.memory_share is None:
-        found["memory_share"] = float(_get(config, f"{_ROLLOUT}.gpu_memory_utilization", 0.9))
-    return TpSettings(**found)
+    return TpSettings.of(flags, float(_get(config, f"{_ROLLOUT}.gpu_memory_utilization", 0.9)))
 
 
 def model_configuration(path: str) -> Mapping[str, Any] | None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 SLIME_ROOT = os.environ.get("SLIME_ROOT", "")
 
@@ -111,3 +112,33 @@ def slime_args(slime_root, model_folder, prompts_file, tmp_path) -> Callable[...
         return args
 
     return make
+
+
+MODEL = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
+
+
+@pytest.fixture
+def arguments_of(tmp_path):
+    """``arguments_of(**changes)``: 4 GPUs in a node, an engine on each, a model of 4 heads on disk."""
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, "num_attention_heads": 4, "num_key_value_heads": 4}))
+
+    def make(**changes):
+        usual = {"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 1, "num_gpus_per_node": 4}
+        fixed = {"hf_checkpoint": str(tmp_path), "save": None, "sglang_config": None, "prefill_num_servers": None}
+        return SimpleNamespace(**{**usual, **fixed, "sglang_pp_size": 1, "sglang_dp_size": 1, **changes})
+
+    return make
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    """``config_file(group, group, model=..., others=...)`` writes a file for ``--sglang-config`` and returns its path."""
+
+    def write(*groups, model=None, others=()):
+        file = tmp_path / "engines.yaml"
+        file.write_text(
+            yaml.safe_dump({"sglang": [{"name": "actor", "server_groups": groups, **(model or {})}, *others]})
+        )
+        return str(file)
+
+    return write

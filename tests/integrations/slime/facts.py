@@ -11,16 +11,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rl_accel.patches.slime import gae, reinforce_plus_plus, requests, reward_seams, seams
+from rl_accel.patches.slime import gae, reinforce_plus_plus, requests, reward_seams, rollout_log_seams, seams
 
 FILE = Path(__file__).with_name("facts.json")
+SEAMS = (seams, reward_seams, rollout_log_seams)
 PATCHES = (*gae.PATCHES, *reinforce_plus_plus.PATCHES, *requests.PATCHES)
 
 
 def wanted():
     """Parameters by function, as our patches and adapters expect them."""
     patched = {_definition(patch): patch.params for patch in PATCHES}
-    return {where: list(params) for where, params in {**seams.FUNCTIONS, **reward_seams.FUNCTIONS, **patched}.items()}
+    parameters = {where: params for each in SEAMS for where, params in each.FUNCTIONS.items()}
+    return {where: list(params) for where, params in {**parameters, **patched}.items()}
+
+
+def held(name):
+    """``SAMPLE_FIELDS`` or ``FLAGS``, of all features."""
+    return {each for module in SEAMS for each in getattr(module, name)}
 
 
 def _definition(patch):
@@ -61,14 +68,11 @@ def facts_of(root):
         "imported_by_name": imported,
         "scans": sorted({"chunked_gae", "chunked_discounted_returns"} & utils),
         "sample_fields": sorted(
-            {*seams.SAMPLE_FIELDS, *reward_seams.SAMPLE_FIELDS}
-            & {n.target.id for n in sample.body if isinstance(n, ast.AnnAssign)}
+            held("SAMPLE_FIELDS") & {n.target.id for n in sample.body if isinstance(n, ast.AnnAssign)}
         ),
         "statuses": sorted(n.targets[0].id for n in status.body if isinstance(n, ast.Assign)),
         "position": sorted(set(seams.POSITION) & _attributes(source)),
-        "flags": sorted(
-            {*seams.FLAGS, *reward_seams.FLAGS} & {flag.replace("-", "_") for flag in flags} | _negated(flags)
-        ),
+        "flags": sorted(held("FLAGS") & {flag.replace("-", "_") for flag in flags} | _negated(flags)),
     }
 
 

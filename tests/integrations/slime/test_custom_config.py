@@ -40,11 +40,37 @@ def test_every_path_can_be_imported_as_slime_does(slime_root):
         (["sampler"], {}, "sampler has no part for slime; there are gae, advantages, tail_batching, reward_timeout"),
         (["gae"], {"gae": {"backend": "nunba"}}, "found 'nunba'"),
         (["gae"], {"gae": {"chunks": 3}}, r"unknown key rl_accel\.gae\.chunks"),
+        (["sampler"], {}, "advantages, tail_batching, reward_timeout, tp_replan"),
     ],
 )
 def test_a_wrong_feature_or_flag_is_named(features, settings, message):
     with pytest.raises(ConfigError, match=message):
         custom_config.make(features, settings)
+
+
+@pytest.mark.parametrize(
+    ("feature", "settings", "message"),
+    [
+        ("reward_timeout", {"minimum": 40}, r"maximum must be at least minimum = 40 and above 0, found 30\.0"),
+        ("tp_replan", {"min_tp": 4, "max_tp": 2}, "max_tp must be at least min_tp = 4, found 2"),
+        ("tp_replan", {"check_limit": 2}, "check_limit must be at least check_steps = 3, found 2"),
+        ("tail_batching", {"domain_quotas": {"math": 0}}, r"domain_quotas\['math'\] must be at least 1, found 0"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_in_the_words_of_their_feature(
+    tmp_path, feature, settings, message
+):
+    with pytest.raises(ConfigError, match=rf"rl_accel\.{feature}: {message}"):
+        custom_config.make([feature], {feature: settings})
+    content = custom_config.make([feature], {})
+    content["rl_accel"][feature].update(settings)
+    with pytest.raises(ConfigError, match=rf"rl_accel\.{feature}: {message}"):
+        custom_config.check(write(tmp_path / "x.yaml", content))
+
+
+def test_quotas_are_right_for_some_batch(tmp_path):
+    content = custom_config.make(["tail_batching"], {"tail_batching": {"domain_quotas": {"math": 6, "code": 2}}})
+    assert custom_config.check(write(tmp_path / "x.yaml", content)) == []
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,10 @@ def test_every_place_that_a_patch_writes_to_holds_the_function_by_name():
 
 
 def test_fields_states_and_flags_that_we_use_are_there():
-    assert RECORDED["sample_fields"] == sorted({*facts.seams.SAMPLE_FIELDS, *facts.reward_seams.SAMPLE_FIELDS})
+    assert RECORDED["sample_fields"] == sorted(facts.held("SAMPLE_FIELDS"))
     assert RECORDED["statuses"] == sorted(facts.seams.STATUSES)
     assert RECORDED["position"] == sorted(facts.seams.POSITION)
-    assert RECORDED["flags"] == sorted({*facts.seams.FLAGS, *facts.reward_seams.FLAGS, "rollout_global_dataset"})
+    assert RECORDED["flags"] == sorted({*facts.held("FLAGS"), "rollout_global_dataset"})
 
 
 def test_the_recorded_facts_are_those_of_the_checkout(slime_root):

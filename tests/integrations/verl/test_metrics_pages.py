@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("ray")
 
-from rl_accel.integrations.verl.telemetry.preemptions import COUNTERS, Preemptions, counter_in
-from rl_accel.integrations.verl.tp_replan.counters import Counters, parse
+from rl_accel.integrations.verl.telemetry.preemptions import Preemptions
+from rl_accel.telemetry.server_counters import COUNTERS, Counters, counter_in, parse
 
 DATA = Path(__file__).parent / "data"
 

@@ -7,7 +7,8 @@ import pytest
 
 pytest.importorskip("ray")
 
-from rl_accel.integrations.verl.telemetry.preemptions import ATTEMPTS, COUNTERS, Preemptions, counter_in
+from rl_accel.integrations.verl.telemetry.preemptions import ATTEMPTS, Preemptions
+from rl_accel.telemetry.server_counters import COUNTERS, counter_in
 
 VLLM = """# HELP vllm:num_preemptions_total Cumulative number of preemptions
 # TYPE vllm:num_preemptions_total counter

@@ -9,7 +9,7 @@ from rl_accel.config import TpReplanConfig
 from rl_accel.integrations.ray import restart_note
 from rl_accel.integrations.verl.tp_replan import STATE_FILE, callback
 from rl_accel.integrations.verl.tp_replan.callback import TpReplan, kind_of, tokens_of
-from rl_accel.integrations.verl.tp_replan.counters import Reading
+from rl_accel.telemetry.server_counters import Reading
 
 QUICK = {"enable": True, "confirm_steps": 1, "least_reference": 1.0}
 TP = "actor_rollout_ref__rollout__tensor_model_parallel_size"

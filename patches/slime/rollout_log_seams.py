@@ -1,0 +1,36 @@
+"""What tp_replan holds on to in slime. It replaces nothing: slime's flags name our functions."""
+
+from collections.abc import Mapping
+
+from rl_accel.patches.slime.seam_check import SeamCheck
+
+FUNCTIONS: Mapping[str, tuple[str, ...]] = {
+    "slime.observability.rollout_metrics:log_rollout_data": (
+        "rollout_id",
+        "args",
+        "samples",
+        "rollout_extra_metrics",
+        "rollout_time",
+    ),
+    "slime.observability.rollout_metrics:log_eval_rollout_data": ("rollout_id", "args", "data", "extra_metrics"),
+    "slime.observability.logging_utils:log": ("args", "metrics", "step_key"),
+    "slime.observability.metric_utils:compute_rollout_step": ("args", "rollout_id"),
+}
+"""Parameters by function, ``*args`` and ``**kwargs`` left out."""
+SAMPLE_FIELDS = ("response_length",)
+FLAGS = (
+    "custom_rollout_log_function_path",
+    "custom_eval_rollout_log_function_path",
+    "rollout_num_gpus",
+    "rollout_num_gpus_per_engine",
+    "num_gpus_per_node",
+)
+PATCHES = (
+    SeamCheck(
+        "slime.tp_replan",
+        "tp_replan",
+        "slime.observability.rollout_metrics:log_rollout_data",
+        FUNCTIONS,
+        SAMPLE_FIELDS,
+    ),
+)

@@ -1,0 +1,81 @@
+"""Preemptions of a step are differences; whatever makes a difference doubtful makes it unknown."""
+
+import pytest
+
+from rl_accel.telemetry.server_counters import COUNTERS, Counters, Reading, ask_endpoints, parse
+
+VLLM = ("vllm:num_preemptions_total", "vllm:num_preemptions")
+
+
+def taken(*readings):
+    """What successive calls return when the servers say this."""
+    queue = list(readings)
+    counters = Counters(lambda: queue.pop(0))
+    return [counters.take() for _ in readings]
+
+
+def servers(*counts, life="", kv_use=None):
+    return {f"s{i}": None if c is None else Reading(c, life, kv_use) for i, c in enumerate(counts)}
+
+
+def test_the_first_reading_is_since_the_start_and_later_ones_are_differences_over_all_servers():
+    assert taken(servers(3, 4), servers(5, 4), servers(5, 4)) == [(7, None), (2, None), (0, None)]
+
+
+def test_a_server_that_does_not_say_makes_this_step_and_the_next_unknown():
+    assert taken(servers(1, 1), servers(2, None), servers(3, 3), servers(3, 4)) == [
+        (2, None),
+        (None, None),
+        (None, None),
+        (1, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    "after",
+    [servers(9, life="two"), servers(1, life="one"), {"other": Reading(9, "one")}, servers(5, 5, life="one"), {}],
+)
+def test_a_server_that_was_started_anew_or_is_new_is_unknown(after):
+    assert taken(servers(4, life="one"), after)[1] == (None, None)
+
+
+def test_the_fullest_cache_counts_and_one_that_is_unknown_makes_it_unknown():
+    first = {"a": Reading(0, "", 0.3), "b": Reading(0, "", 0.7)}
+    second = {"a": Reading(0, "", 0.3), "b": Reading(0, "", None)}
+    assert taken(first, second) == [(0, 0.7), (0, None)]
+
+
+def test_counters_in_prometheus_text_are_added_up_over_labels():
+    text = """# HELP vllm:num_preemptions_total Cumulative number of preemptions
+# TYPE vllm:num_preemptions_total counter
+process_start_time_seconds 1.7e+09
+vllm:num_preemptions_total{engine="0",model_name="a b}"} 3.0
+vllm:num_preemptions_total{engine="1",model_name="m"} 4.0
+vllm:num_preemptions_created{engine="0"} 1.7e+09
+"""
+    assert parse(text, VLLM) == Reading(7, "1700000000.0")
+    assert parse("vllm:num_preemptions 2\n", VLLM) == Reading(2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "sglang:num_retracted_reqs 4\n",
+        *(f"vllm:num_preemptions_total{value}\n" for value in (" NaN", " x", " -1", "{")),
+    ],
+)
+def test_text_without_the_counter_is_unknown(text):
+    assert parse(text, VLLM) is None
+
+
+SGLANG = COUNTERS["sglang"]
+
+
+def test_servers_that_do_not_say_are_named_in_one_line_and_once(caplog):
+    urls = {f"s{port}": f"http://127.0.0.1:{port}" for port in (1, 2, 3)}
+    for _ in range(2):
+        assert ask_endpoints(urls, SGLANG) == dict.fromkeys(urls)
+    (record,) = caplog.records
+    assert "preemptions are unknown, http://127.0.0.1:1/metrics: " in record.getMessage()
+    assert record.getMessage().endswith(", and 2 other servers")
