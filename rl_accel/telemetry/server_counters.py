@@ -88,7 +88,7 @@ def ask_endpoints(urls: Mapping[str, str], names: Sequence[str]) -> dict[str, Re
     if new := [(url, problem) for url, problem in failed if url not in _warned]:
         _warned.update(url for url, _ in new)
         others = f", and {len(new) - 1} other servers" if new[1:] else ""
-        logger.warning("rl-accel: tp_replan: preemptions are unknown, %s/metrics: %s%s", *new[0], others)
+        logger.warning("rl-accel: preemptions are unknown, %s/metrics: %s%s", *new[0], others)
     return {name: None if isinstance(said, str) else said for name, said in zip(urls, answers, strict=True)}
 
 

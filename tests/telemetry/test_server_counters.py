@@ -2,6 +2,7 @@
 
 import pytest
 
+from rl_accel.telemetry import server_counters
 from rl_accel.telemetry.server_counters import COUNTERS, Counters, Reading, ask_endpoints, parse
 
 VLLM = ("vllm:num_preemptions_total", "vllm:num_preemptions")
@@ -72,7 +73,8 @@ def test_text_without_the_counter_is_unknown(text):
 SGLANG = COUNTERS["sglang"]
 
 
-def test_servers_that_do_not_say_are_named_in_one_line_and_once(caplog):
+def test_servers_that_do_not_say_are_named_in_one_line_and_once(caplog, monkeypatch):
+    monkeypatch.setattr(server_counters, "_warned", set())
     urls = {f"s{port}": f"http://127.0.0.1:{port}" for port in (1, 2, 3)}
     for _ in range(2):
         assert ask_endpoints(urls, SGLANG) == dict.fromkeys(urls)

@@ -32,7 +32,7 @@ def _workers_of(args: Any) -> Callable[[], dict[str, str]]:
             return {f"{worker.get('id', '')} {worker['url']}": worker["url"].rstrip("/") for worker in found}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             if not silent:
-                logger.warning("rl-accel: tp_replan: preemptions are unknown, %s: %r", router, error)
+                logger.warning("rl-accel: preemptions are unknown, %s: %r", router, error)
             silent = True
             return {}
 

@@ -9,16 +9,19 @@ from typing import Any
 import ray
 from omegaconf import OmegaConf
 
-from rl_accel.integrations.verl.telemetry.preemptions import Preemptions
+from rl_accel.integrations.verl.server_counters import read_servers
 from rl_accel.integrations.verl.telemetry.wiring import file_of
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.responses import Response
+from rl_accel.telemetry.server_counters import Counters
 from rl_accel.telemetry.stage_clock import Generation
 from rl_accel.telemetry.steps_file import Step, StepsFile
 
 logger = logging.getLogger("rl_accel")
 
 PATIENCE_SECONDS = 5.0
+ATTEMPTS = 3
+"""So many steps in a row without an answer, and servers are not asked for preemptions any more: silence costs seconds each time."""
 _PARTS = ("most", "waiting", "reward", "rest", "after_half")
 
 
@@ -29,7 +32,10 @@ class Observer:
         self._workers: Sequence[Any] = ()
         self._balancer: Any = None
         self._file: StepsFile | None = None
-        self._preemptions: Preemptions | None = None
+        self._engine = ""
+        self._asked: list[str] = []
+        self._counters: Counters
+        self._in_vain = 0
         self._slots_each: int | None = None
         self._window_known = False
         self._warned: set[str] = set()
@@ -46,7 +52,8 @@ class Observer:
         self._workers = workers
         self._balancer = getattr(client, "_load_balancer", None)
         self._file = None if path is None else StepsFile(path)
-        self._preemptions = Preemptions(str(config.actor_rollout_ref.rollout.name))
+        self._engine = str(config.actor_rollout_ref.rollout.name)
+        self._counters, self._in_vain = Counters(lambda: read_servers(self._engine, self._asked)), 0
         slots = OmegaConf.select(config, "actor_rollout_ref.rollout.max_num_seqs", default=None)
         self._slots_each = int(slots) if slots else None
         self._window_known = _begins_with_its_stage(config)
@@ -60,7 +67,7 @@ class Observer:
         responses = self._fetch()
         servers = self._servers()
         slots = self._slots_each * len(servers) if self._slots_each and servers else None
-        preemptions = self._preemptions.take(servers) if self._preemptions and servers else None
+        preemptions = self._preempted(servers)
         found: Generation | None = None
         each: dict[str, Generation] = {}
         if self._window_known and responses and seconds.get("gen", 0.0) > 0:
@@ -93,6 +100,15 @@ class Observer:
         with contextlib.suppress(Exception):  # then capacity and preemptions are unknown
             return sorted(ray.get(self._balancer.get_all_servers.remote(), timeout=PATIENCE_SECONDS))
         return []
+
+    def _preempted(self, servers: list[str]) -> int | None:
+        """Preemptions since the last call (since their start, at the first); None if unknown."""
+        if not servers or self._in_vain == ATTEMPTS:
+            return None
+        self._asked = servers
+        found, _ = self._counters.take()
+        self._in_vain = 0 if found is not None else self._in_vain + 1
+        return found
 
     def _keep(self, step: Step, found: Generation | None, servers: Mapping[str, Generation]) -> None:
         if self._file is None:

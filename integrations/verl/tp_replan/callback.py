@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_accel.config import TpReplanConfig
+from rl_accel.integrations.verl.server_counters import read_servers
 from rl_accel.integrations.verl.tp_replan import STATE_FILE
-from rl_accel.integrations.verl.tp_replan.counters import reader
 from rl_accel.integrations.verl.tp_replan.live import change
 from rl_accel.integrations.verl.tp_replan.restart import restart
 from rl_accel.integrations.verl.tp_replan.wiring import TP_KEY, bounds_of
@@ -130,7 +130,7 @@ def tokens_of(data: Mapping[str, Any]) -> int | None:
 def _counters(trainer: Any) -> Counters:
     """Return the counters of servers that have just been launched."""
     engine = str(_select(trainer.config, "actor_rollout_ref.rollout.name"))
-    return Counters(reader(engine, trainer.llm_server_manager))
+    return Counters(lambda: read_servers(engine, trainer.llm_server_manager.server_addresses, reset_peak=True))
 
 
 def _state_file(trainer: Any) -> Path | None:

@@ -5,6 +5,9 @@ import json
 import pytest
 
 pytest.importorskip("ray")
+
+from rl_accel.telemetry.server_counters import Reading
+
 pytestmark = pytest.mark.slow
 
 
@@ -65,7 +68,9 @@ def test_notes_of_a_dead_worker_are_missing_and_the_step_goes_on(python, tmp_pat
     assert found[0]["telemetry/idle_share"] == 0.5
     assert all(numbers["telemetry/share/gen"] == 0.5 for numbers in found)
     assert not any("telemetry/preemptions" in numbers for numbers in found), "unknown is not zero"
-    assert len(warnings) == 1
+    assert len(warnings) == 2
+    assert "preemptions are unknown, http://gone:" in warnings[0]
+    assert "notes of an agent-loop worker are missing" in warnings[1]
     kept = [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
     assert [len(line["responses"]) for line in kept] == [2, 1, 1, 0]
     assert [line["slots"] for line in kept] == [8, 8, 8, None]
@@ -98,3 +103,29 @@ def test_parts_of_generation_are_told_only_where_it_begins_with_its_stage(traine
     found = observer(1, {"timing_s/step": 8.0, "timing_s/gen": 4.0})
     assert found["telemetry/completion_p50_seconds"] == 3.0
     assert ("telemetry/idle_share" in found) == known
+
+
+def test_servers_that_never_say_how_often_they_preempt_are_not_asked_for_ever(monkeypatch):
+    from types import SimpleNamespace
+
+    from omegaconf import OmegaConf
+
+    from rl_accel.integrations.verl.telemetry import observer as module
+
+    answers = [None, 4, 4, None, None, None, 9]
+    asked = []
+
+    def read(_engine, servers):
+        asked.append(servers)
+        said = answers.pop(0)
+        return {"a": None if said is None else Reading(said)}
+
+    monkeypatch.setattr(module, "read_servers", read)
+    observer = module.Observer()
+    observer.attach(
+        OmegaConf.create({"trainer": {}, "actor_rollout_ref": {"rollout": {"name": "any"}}}), [], SimpleNamespace()
+    )
+    observer._servers = lambda: ["a"]
+    found = [observer(step, {"timing_s/step": 8.0, "timing_s/gen": 4.0}) for step in range(8)]
+    assert [numbers.get("telemetry/preemptions") for numbers in found] == [None, None, 0.0, *[None] * 5]
+    assert asked == [["a"]] * (3 + module.ATTEMPTS)

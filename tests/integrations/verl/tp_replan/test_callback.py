@@ -34,14 +34,14 @@ def run(configure, monkeypatch):
     total = SimpleNamespace(value=0)
     monkeypatch.setattr(
         callback,
-        "reader",
-        lambda engine, manager: lambda: {"s": None if total.value is None else Reading(total.value)},
+        "read_servers",
+        lambda engine, servers, reset_peak: {"s": None if total.value is None else Reading(total.value)},
     )
 
     def make(flags=None, **keys):
         trainer = SimpleNamespace(
             config=configure(**keys),
-            llm_server_manager=None,
+            llm_server_manager=SimpleNamespace(server_addresses=["s"]),
             checkpoint_manager=Manager(),
             total_training_steps=100,
             steps_per_epoch=10**6,

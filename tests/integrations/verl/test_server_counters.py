@@ -1,4 +1,4 @@
-"""The servers of verl's manager are asked where they say how often they preempt."""
+"""verl's servers are asked where they say how often they preempt."""
 
 import http.server
 import threading
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_accel.integrations.verl.tp_replan.counters import reader
+from rl_accel.integrations.verl.server_counters import read_servers
 from rl_accel.telemetry.server_counters import Reading
 
 
@@ -34,11 +34,12 @@ def endpoint():
 
 def test_endpoints_are_read_and_those_that_are_off_are_unknown_and_named_once(endpoint, monkeypatch, caplog):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    read = reader("vllm", SimpleNamespace(server_addresses=[endpoint.address]))
-    assert read() == {endpoint.address: None} == read()
+    for _ in range(2):
+        assert read_servers("vllm", [endpoint.address]) == {endpoint.address: None}
     assert caplog.text.count(f"preemptions are unknown, http://{endpoint.address}/metrics: HTTP Error 404") == 1
     endpoint.text = "vllm:num_preemptions_total 5\n"
-    assert read() == {endpoint.address: Reading(5)}
-    read = reader("sglang", SimpleNamespace(server_addresses=[endpoint.address, "127.0.0.1:1"]))
+    assert read_servers("vllm", [endpoint.address]) == {endpoint.address: Reading(5)}
     endpoint.text = "sglang:num_retracted_requests_total 6\n"
-    assert read() == {endpoint.address: Reading(6), "127.0.0.1:1": None}
+    found = read_servers("sglang", [endpoint.address, "127.0.0.1:1"])
+    assert found == {endpoint.address: Reading(6), "127.0.0.1:1": None}
+    assert read_servers("trtllm", [endpoint.address]) == {endpoint.address: None}, "nobody knows its counter"
