@@ -64,13 +64,18 @@ class LedgerActor:
             logger.warning("rl-accel: reward anchors could not be saved: %s", error)
 
 
+_handles: dict[Any, Any] = {}
+"""Of every ledger that this process has made or met. Ray ends an actor with the handle that it was made with."""
+
+
 def ledger(path: str | None, settings: TimeoutSettings) -> Any:
     """Return the handle of this job's ledger, which is made if there is none."""
-    return (
+    handle = (
         ray.remote(LedgerActor)
         .options(name=NAME, get_if_exists=True, num_cpus=0, max_restarts=-1)
         .remote(path, asdict(settings))
     )
+    return _handles.setdefault(handle._actor_id, handle)
 
 
 class Line:
@@ -116,7 +121,7 @@ class Line:
             update = await asyncio.wait_for(asyncio.shield(call), _PATIENCE_SECONDS)
         except asyncio.TimeoutError:
             self._complain("it takes long")
-        except RayError as error:
+        except (RayError, ValueError) as error:  # ValueError: it went while it was looked up
             self._call, self._handle = None, None
             self._replica.put_back(news)
             self._complain(str(error).splitlines()[0])

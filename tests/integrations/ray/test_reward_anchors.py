@@ -103,6 +103,24 @@ def test_anchors_are_shared_saved_and_outlive_the_ledgers_process(short_tmp, cle
     assert found["after"] == found["ledger"] == everything
 
 
+def test_the_ledger_outlives_a_handle_that_is_let_go(short_tmp, clean_environment):
+    script = """
+import gc, json, sys, time
+import ray
+from rl_accel.integrations.ray import reward_anchors
+from rl_accel.reward.adaptive_timeout import TimeoutSettings
+
+ray.init(address="local", num_cpus=1, include_dashboard=False, _temp_dir=sys.argv[1])
+handle = reward_anchors.ledger(None, TimeoutSettings())
+life = ray.get(handle.life.remote())
+del handle
+gc.collect()
+time.sleep(2)
+report = {"same": ray.get(reward_anchors.ledger(None, TimeoutSettings()).life.remote()) == life}
+"""
+    assert run(script, short_tmp, clean_environment)["same"]
+
+
 def test_the_ledgers_owner_may_die(short_tmp, clean_environment):
     """Whoever asked first owns the ledger; with that worker the ledger goes, and the next to ask makes another."""
     script = """

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 URL, MODEL, PROMPTS, FOLDER, WHAT = sys.argv[1:6]
@@ -136,24 +135,10 @@ def judge_and_lose_the_ledger():
         if rollout_id == 0:
             ray.kill(ray.get_actor("rl_accel_reward_anchors"), no_restart=False)
         if rollout_id == 1:
-            wait_for_the_ledger()
+            ray.get(ray.get_actor("rl_accel_reward_anchors").life.remote())
         print(json.dumps(logged(f"perf {rollout_id}: ")), flush=True)
     ray.get(actor.eval.remote(2))
     print(json.dumps(logged("eval 2: ")), flush=True)
-
-
-def wait_for_the_ledger(seconds=30):
-    """Ray starts it again, or the next to ask does: right after it was killed there may be none."""
-    import ray
-
-    give_up = time.monotonic() + seconds
-    while True:
-        try:
-            return ray.get(ray.get_actor("rl_accel_reward_anchors").life.remote())
-        except (ValueError, ray.exceptions.RayActorError):
-            if time.monotonic() > give_up:
-                raise
-            time.sleep(0.2)
 
 
 def logged(start):

@@ -82,7 +82,7 @@ def play(arguments_of, cluster):
 
 
 def lines(caplog):
-    return [record.getMessage() for record in caplog.records if "tp_replan" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if record.name == "rl_accel"]
 
 
 def test_advice_is_one_line_and_asked_for_once(play, caplog):
