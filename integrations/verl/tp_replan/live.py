@@ -48,8 +48,8 @@ def change(trainer: Any, step: int, decision: Decision) -> bool:
         except Exception:  # of an engine, of Ray, of a worker
             logger.warning("rl-accel: tp_replan: no servers with TP %d came up", tp, exc_info=True)
             continue
-        words = "TP is %d now" if tp == decision.tp else "TP is %d again"
-        logger.warning(f"rl-accel: tp_replan: {words} (%.1f s for new servers)", tp, time.monotonic() - began)
+        since = "now" if tp == decision.tp else "again"
+        logger.warning("rl-accel: tp_replan: TP is %d %s (%.1f s for new servers)", tp, since, time.monotonic() - began)
         return True
     _stop(trainer)
     end(trainer, step, was, f"no servers came up with TP {decision.tp}, nor with {was} again")
