@@ -35,9 +35,13 @@ def packed_returns(
 
     Raises:
         AssertionError: a sequence is masked throughout, in slime's words.
-        TypeError, ValueError, BackendMissing: as :func:`rl_accel.ops.discounted_returns`.
+        TypeError, ValueError, BackendMissing: as :func:`rl_accel.ops.discounted_returns`; rewards, kl and masks do not belong
+            together.
     """
     lengths = [len(each) for each in kl]
+    found = [len(each) for each in masks]
+    if found != lengths or len(rewards) != len(lengths):
+        raise ValueError(f"{len(rewards)} rewards and masks of {found} do not go with sequences of {lengths}")
     flat_kl = torch.cat(kl)
     mask = torch.cat(list(masks)).to(flat_kl.device)
     sequence = torch.repeat_interleave(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from rl_accel.patches.slime.rollout_log_seams import LOG_FUNCTIONS
 from rl_accel.patches.slime.seam_check import SeamCheck
 
 FUNCTIONS: Mapping[str, tuple[str, ...]] = {
@@ -9,15 +10,7 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "slime.rollout.rm_hub:batched_async_rm": ("args", "samples"),
     "slime.rollout.sglang_rollout:generate_and_rm": ("args", "sample", "sampling_params", "evaluation"),
     "slime.rollout.sample_hooks:apply_rollout_sample_hooks": ("args", "value"),
-    "slime.observability.rollout_metrics:log_rollout_data": (
-        "rollout_id",
-        "args",
-        "samples",
-        "rollout_extra_metrics",
-        "rollout_time",
-    ),
-    "slime.observability.logging_utils:log": ("args", "metrics", "step_key"),
-    "slime.observability.metric_utils:compute_rollout_step": ("args", "rollout_id"),
+    **LOG_FUNCTIONS,
     "slime.utils.misc:load_function": ("path",),
 }
 """Parameters by function, ``*args`` and ``**kwargs`` left out."""

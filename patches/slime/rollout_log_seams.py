@@ -1,10 +1,10 @@
-"""What tp_replan holds on to in slime. It replaces nothing: slime's flags name our functions."""
+"""What our function that logs a rollout holds on to in slime, and with it tp_replan. Nothing is replaced: slime's flags name it."""
 
 from collections.abc import Mapping
 
 from rl_accel.patches.slime.seam_check import SeamCheck
 
-FUNCTIONS: Mapping[str, tuple[str, ...]] = {
+LOG_FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "slime.observability.rollout_metrics:log_rollout_data": (
         "rollout_id",
         "args",
@@ -12,11 +12,14 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
         "rollout_extra_metrics",
         "rollout_time",
     ),
-    "slime.observability.rollout_metrics:log_eval_rollout_data": ("rollout_id", "args", "data", "extra_metrics"),
     "slime.observability.logging_utils:log": ("args", "metrics", "step_key"),
     "slime.observability.metric_utils:compute_rollout_step": ("args", "rollout_id"),
 }
-"""Parameters by function, ``*args`` and ``**kwargs`` left out."""
+"""Parameters by function, ``*args`` and ``**kwargs`` left out: of every feature that logs."""
+FUNCTIONS = {
+    **LOG_FUNCTIONS,
+    "slime.observability.rollout_metrics:log_eval_rollout_data": ("rollout_id", "args", "data", "extra_metrics"),
+}
 SAMPLE_FIELDS = ("response_length",)
 FLAGS = (
     "custom_rollout_log_function_path",

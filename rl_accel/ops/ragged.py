@@ -34,11 +34,15 @@ def gae_of_lists(
         Advantages and returns, [T_i] each in the dtype of the values: views into one tensor of all tokens.
 
     Raises:
-        TypeError, ValueError, BackendMissing: as :func:`rl_accel.ops.gae`; there are no sequences.
+        TypeError, ValueError, BackendMissing: as :func:`rl_accel.ops.gae`; there are no sequences, or rewards of other lengths.
     """
     if not values:
         raise ValueError("values wants at least one sequence, found none")
     lengths = [len(each) for each in values]
+    if [len(each) for each in rewards] != lengths:
+        raise ValueError(
+            f"rewards wants the lengths of values, {_told(lengths)}, found {_told(list(map(len, rewards)))}"
+        )
     flat = torch.cat(list(values))
     advantages, returns = gae(
         torch.cat(list(rewards)).to(flat),
@@ -52,3 +56,9 @@ def gae_of_lists(
         num_threads=num_threads,
     )
     return list(torch.split(advantages, lengths)), list(torch.split(returns, lengths))
+
+
+def _told(lengths: list[int]) -> str:
+    """A batch may have thousands of sequences: the first few say enough."""
+    more = "" if len(lengths) <= 8 else f" and {len(lengths) - 8} more"
+    return f"{lengths[:8]}{more}"

@@ -1,7 +1,9 @@
 """What a decoder needs of GPU memory at a tensor-parallel size, told from its Hugging Face configuration alone."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 KNOWN_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
@@ -107,3 +109,23 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} of the model configuration must be a whole number of at least 1, found {value!r}")
     return value
+
+
+def read_configuration(path: str, fetch: Callable[[str], str] = str) -> Mapping[str, Any] | None:
+    """Return a model's Hugging Face configuration; None if it cannot be read here, and the bounds then say what is unknown.
+
+    Args:
+        path: a folder, or the name of a model.
+        fetch: makes of what is no folder here something that transformers finds.
+    """
+    try:
+        file = Path(path) / "config.json"
+        if file.is_file():
+            found: Mapping[str, Any] = json.loads(file.read_text())
+            return found
+        from transformers import AutoConfig
+
+        read: dict[str, Any] = AutoConfig.from_pretrained(fetch(path)).to_dict()
+        return read
+    except Exception:  # of the file system, of the hub, of code that comes with a model
+        return None

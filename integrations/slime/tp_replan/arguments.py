@@ -1,13 +1,11 @@
 """Which sizes slime's arguments allow, and what this feature cannot work with."""
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rl_accel.config import TpReplanConfig
 from rl_accel.errors import ConfigError
 from rl_accel.integrations.slime.tp_replan.layout import Layout, layout_of, setting
+from rl_accel.parallel.model_memory import read_configuration
 from rl_accel.parallel.tp_bounds import TpBounds
 from rl_accel.parallel.tp_settings import TpSettings
 
@@ -66,7 +64,7 @@ def bounds_of(args: Any, flags: TpReplanConfig, layout: Layout) -> TpBounds:
     def said(name: str, default: Any = None) -> Any:
         return setting(args, layout.overrides, name, default)
 
-    model = _model_configuration(str(layout.overrides["model_path"]))
+    model = read_configuration(str(layout.overrides["model_path"]))
     if model is not None and said("quantization"):
         model = {**model, "quantization_config": True}
     try:
@@ -94,18 +92,3 @@ def _longest(args: Any) -> int | None:
     prompt, response = (getattr(args, f"rollout_max_{which}_len", None) for which in ("prompt", "response"))
     together = prompt + response if prompt and response else None
     return getattr(args, "rollout_max_context_len", None) or together
-
-
-def _model_configuration(path: str) -> Mapping[str, Any] | None:
-    """The model's configuration, None if it cannot be read here: bounds then say what is unknown."""
-    try:
-        file = Path(path) / "config.json"
-        if file.is_file():
-            found: Mapping[str, Any] = json.loads(file.read_text())
-            return found
-        from transformers import AutoConfig
-
-        read: dict[str, Any] = AutoConfig.from_pretrained(path).to_dict()
-        return read
-    except Exception:  # of the file system, of the hub, of a model with code of its own
-        return None

@@ -1,8 +1,5 @@
 """Which sizes a configuration of verl allows, and what this feature cannot work with."""
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf, open_dict
@@ -10,6 +7,7 @@ from omegaconf import OmegaConf, open_dict
 from rl_accel.config import TpReplanConfig
 from rl_accel.errors import ConfigError
 from rl_accel.integrations.verl.tail_batching import MODE as TAIL_BATCHING
+from rl_accel.parallel.model_memory import read_configuration
 from rl_accel.parallel.tp_bounds import TpBounds
 from rl_accel.parallel.tp_settings import TpSettings
 
@@ -102,7 +100,7 @@ def bounds_of(config: Any, flags: TpReplanConfig) -> TpBounds:
     longest = number(f"{_ROLLOUT}.max_model_len", 0) or sum(
         number(f"data.max_{which}_length", 0) for which in ("prompt", "response")
     )
-    model = model_configuration(str(_get(config, "actor_rollout_ref.model.path", "")))
+    model = read_configuration(str(_get(config, "actor_rollout_ref.model.path", "")), _copied)
     if model is not None and _get(config, f"{_ROLLOUT}.quantization"):
         model = {**model, "quantization_config": True}
     try:
@@ -131,22 +129,10 @@ def settings_of(config: Any, flags: TpReplanConfig) -> TpSettings:
     return TpSettings.of(flags, float(_get(config, f"{_ROLLOUT}.gpu_memory_utilization", 0.9)))
 
 
-def model_configuration(path: str) -> Mapping[str, Any] | None:
-    """Return the model's configuration, None if it cannot be read here."""
-    try:
-        file = Path(path) / "config.json"
-        if file.is_file():
-            found: Mapping[str, Any] = json.loads(file.read_text())
-            return found
-        from transformers import AutoConfig
-        from verl.utils.fs import copy_to_local
+def _copied(path: str) -> str:
+    from verl.utils.fs import copy_to_local
 
-        read: dict[str, Any] = AutoConfig.from_pretrained(copy_to_local(path)).to_dict()
-        return read
-    except (
-        Exception
-    ):  # of the file system, of the hub, of code that comes with a model: bounds then say what is unknown
-        return None
+    return str(copy_to_local(path))
 
 
 def _check_checkpoints(config: Any) -> None:
