@@ -12,7 +12,7 @@ from rl_accel.errors import RlAccelError
 
 _LAZY = {
     "serve-cpu": (
-        "rl_accel.integrations.cpu_engine.cli",
+        "rl_accel.lab.cpu_engine.cli",
         "serve_cpu",
         "A small model behind SGLang's HTTP endpoints, on this CPU.",
     ),
@@ -31,13 +31,21 @@ _LAZY = {
         "run",
         "Run a trainer, and again with other overrides when it asks for that.",
     ),
-    "ab": ("rl_accel.compare.cli", "ab", "Train the arms of a recipe one after the other and report the difference."),
+    "ab": ("rl_accel.lab.ab.cli", "ab", "Train the arms of a recipe one after the other and report the difference."),
 }
 _LAZY_BENCH = {
-    "gae": ("rl_accel.bench.gae", "bench_gae", "GAE kernels against verl's loop and other published ways."),
-    "reward": ("rl_accel.bench.reward", "bench_reward", "A fixed time limit of rewards against the adaptive one."),
-    "outcome": ("rl_accel.bench.outcome", "bench_outcome", "Twins of verl's other advantage loops against the loops."),
-    "tail": ("rl_accel.bench.tail", "bench_tail", "Tail batching: its core alone, and rounds on verl without a model."),
+    "gae": ("rl_accel.lab.bench.gae", "bench_gae", "GAE kernels against verl's loop and other published ways."),
+    "reward": ("rl_accel.lab.bench.reward", "bench_reward", "A fixed time limit of rewards against the adaptive one."),
+    "outcome": (
+        "rl_accel.lab.bench.outcome",
+        "bench_outcome",
+        "Twins of verl's other advantage loops against the loops.",
+    ),
+    "tail": (
+        "rl_accel.lab.bench.tail",
+        "bench_tail",
+        "Tail batching: its core alone, and rounds on verl without a model.",
+    ),
 }
 
 

@@ -46,7 +46,7 @@ class Launches:
 
     def run(self) -> int:
         """Return the exit code of the last launch, 128 + n if signal n ended it. Call it in the main thread."""
-        from rl_accel.compare.processes import become_subreaper
+        from rl_accel.lab.ab.processes import become_subreaper
 
         become_subreaper()
         overrides: list[str] = []
@@ -77,7 +77,7 @@ class Launches:
         raise AssertionError("unreachable")
 
     def _launch(self, command: list[str], file: Path) -> int:
-        from rl_accel.compare.processes import descendants, end_all
+        from rl_accel.lab.ab.processes import descendants, end_all
 
         environment = {**os.environ, NOTE_VAR: str(file)}
         try:
@@ -128,7 +128,7 @@ class Launches:
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(max_restarts: int, pause: float, command: tuple[str, ...]) -> None:
     """Run a trainer, and again with other overrides when it asks for that (rl_accel.tp_replan.action=restart)."""
-    from rl_accel.compare.extra import needs
+    from rl_accel.lab.ab.extra import needs
 
     needs("psutil")
     raise SystemExit(Launches(command, max_restarts, pause).run())

@@ -20,10 +20,6 @@ def _start() -> None:
         from rl_accel.runtime import RUNTIME
 
         RUNTIME.adopt(payload)
-    if os.environ.get("VERL_PLATFORM") == "cpu":
-        from rl_accel.integrations.verl import cpu
-
-        cpu.activate()
 
 
 try:

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rl_accel.compare.metrics_log import read_steps
 from rl_accel.errors import RlAccelError
+from rl_accel.lab.ab.metrics_log import read_steps
 from rl_accel.telemetry import stage_clock, steps_file
 from rl_accel.telemetry.replay import prompt_seconds, replay
 from rl_accel.telemetry.stage_clock import OTHER, Generation

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from rl_accel.compare.extra import needs
-from rl_accel.compare.plots import STAGE_COLOURS
+from rl_accel.lab.ab.extra import needs
+from rl_accel.lab.ab.plots import STAGE_COLOURS
 from rl_accel.telemetry.profile import Profile
 from rl_accel.telemetry.responses import CANCELLED, COMPLETED
 

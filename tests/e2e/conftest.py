@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 import yaml
 
-from rl_accel.compare.plan import plan_runs, prepare_command
-from rl_accel.compare.recipe import load
-from rl_accel.compare.runner import Stop, last_lines, prepare, ray_temp_dir, supervised
+from rl_accel.lab.ab.plan import plan_runs, prepare_command
+from rl_accel.lab.ab.recipe import load
+from rl_accel.lab.ab.runner import Stop, last_lines, prepare, ray_temp_dir, supervised
 
 PROBE = Path(__file__).parent / "probe"
 LOOPS = Path(__file__).parent / "loops"

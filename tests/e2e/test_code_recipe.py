@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rl_accel.compare.metrics_log import read_steps
+from rl_accel.lab.ab.metrics_log import read_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
-from rl_accel.compare.plan import plan_runs
-from rl_accel.compare.recipe import load
-from rl_accel.compare.runner import Stop, last_lines, supervised
+from rl_accel.lab.ab.plan import plan_runs
+from rl_accel.lab.ab.recipe import load
+from rl_accel.lab.ab.runner import Stop, last_lines, supervised
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 

@@ -188,7 +188,7 @@ def test_the_trainer_refuses_a_data_set_smaller_than_a_round(python, repo):
         dataset("val", 7, "geometric", random.Random(0)).to_parquet("seven.parquet")
         with initialize_config_module("verl.trainer.config", version_base=None):
             config = compose("ppo_trainer", [
-                "hydra.searchpath=[pkg://rl_accel.integrations.verl.cpu]", "+run_on=cpu", "data.train_batch_size=8",
+                "hydra.searchpath=[pkg://rl_accel.lab.verl_cpu]", "+run_on=cpu", "data.train_batch_size=8",
                 "actor_rollout_ref.model.path=model", "data.train_files=seven.parquet", "data.val_files=seven.parquet",
                 "actor_rollout_ref.actor.ppo_mini_batch_size=8", "critic.ppo_mini_batch_size=8",
                 "data.max_prompt_length=16", "+rl_accel.tail_batching.enable=True",

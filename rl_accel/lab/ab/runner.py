@@ -1,0 +1,277 @@
+"""Running the plans of an A/B one after the other as real processes, and keeping what they measured."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from rl_accel.errors import RlAccelError
+from rl_accel.lab.ab.metrics_log import Tail
+from rl_accel.lab.ab.plan import RunPlan
+from rl_accel.lab.ab.processes import MARKER, end_all, marked
+
+GRACE_S = 15.0
+"""How long a trainer that was asked to stop, or the daemons of one that ended, may take before they are killed."""
+_POLL_S = 0.2
+
+
+@dataclass
+class RunResult:
+    """What became of one run; kept in ``run.json`` beside its log and its metrics."""
+
+    arm: str
+    seed: int
+    steps_wanted: int
+    fingerprint: str
+    command: list[str]
+    env: dict[str, str | None]
+    status: str = "running"
+    """running, done, failed, timeout or interrupted."""
+    exit_code: int | None = None
+    steps_done: int = 0
+    seconds: float = 0.0
+    """Wall time of the process, from its start until nothing of it was left."""
+    first_step_at: float | None = None
+    """Seconds from the start of the process to the first logged training step."""
+    started: str = ""
+    load_average: float | None = None
+    """Of the machine when the run started: a busy machine spoils timings."""
+    message: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}-seed{self.seed}"
+
+
+class Watcher(Protocol):
+    """Shows progress. Called from the runner's thread."""
+
+    def started(self, plan: RunPlan) -> None: ...
+    def step(self, plan: RunPlan, step: int, metrics: Mapping[str, float]) -> None: ...
+    def tick(self) -> None: ...
+    def ended(self, plan: RunPlan, result: RunResult) -> None: ...
+
+
+@dataclass
+class Stop:
+    """Remembers stop signals. The first asks the run to end, a second kills it at once."""
+
+    signals: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.signals)
+
+    @property
+    def now(self) -> bool:
+        return len(self.signals) > 1
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator["Stop"]:
+        """Catch SIGINT, SIGTERM and SIGHUP inside the block (only the main thread can)."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, lambda n, _: self.signals.append(n)) for number in caught}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def run_all(plans: Sequence[RunPlan], watcher: Watcher, stop: Stop, resume: bool = False) -> list[RunResult]:
+    """Run every plan in turn and return one result each; after a stop signal the rest are left out.
+
+    A failed run does not keep the next from running. With ``resume``, a run that an earlier call completed with the
+    same command is kept as it is.
+    """
+    results = []
+    for plan in plans:
+        kept = finished(plan) if resume else None
+        if kept is None:
+            if stop:
+                break
+            watcher.started(plan)
+            kept = run_one(plan, watcher, stop)
+        watcher.ended(plan, kept)
+        results.append(kept)
+    return results
+
+
+def run_one(plan: RunPlan, watcher: Watcher, stop: Stop) -> RunResult:
+    """Run one plan in a fresh ``plan.directory``: train.log, metrics.jsonl, run.json, and Ray's logs if it fails."""
+    shutil.rmtree(plan.directory, ignore_errors=True)
+    plan.directory.mkdir(parents=True)
+    result = RunResult(plan.arm, plan.seed, plan.steps, plan.fingerprint, list(plan.command), dict(plan.env))
+    result.started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    result.load_average = os.getloadavg()[0]
+    _save(plan, result)
+    metrics_file = plan.directory / "metrics.jsonl"
+    tail, start = Tail(metrics_file), time.monotonic()
+
+    def follow() -> bool:
+        for step, metrics in tail.read():
+            if step >= 1:  # step 0 is a validation before training
+                result.steps_done = max(result.steps_done, step)
+                result.first_step_at = result.first_step_at or time.monotonic() - start
+            watcher.step(plan, step, metrics)
+        watcher.tick()
+        return plan.timeout_s is not None and time.monotonic() - start > plan.timeout_s
+
+    env = dict(plan.env) | {"VERL_FILE_LOGGER_PATH": str(metrics_file), "PYTHONUNBUFFERED": "1"}
+    with ray_temp_dir() as ray_dir:
+        env["RAY_TMPDIR"] = str(ray_dir)
+        env.setdefault("RAY_ADDRESS", None)  # a run must never join a cluster that is not its own
+        log = plan.directory / "train.log"
+        outcome = supervised(plan.command, env, plan.directory, log, stop, follow, ray_dir)
+        result.seconds = time.monotonic() - start
+        follow()
+        result.exit_code = outcome.exit_code
+        result.status, result.message = _verdict(outcome, result, tail)
+        if result.status == "failed":
+            _keep_ray_logs(ray_dir, plan.directory / "ray_logs")
+    _save(plan, result)
+    return result
+
+
+@dataclass
+class Outcome:
+    exit_code: int
+    reason: str
+    """ended, stopped or timeout."""
+
+
+def supervised(
+    command: Sequence[str],
+    env: Mapping[str, str | None],
+    cwd: Path,
+    log: Path,
+    stop: Stop,
+    follow: Callable[[], bool],
+    temp: Path | None = None,
+) -> Outcome:
+    """Run a command until it ends, ``stop`` is set or ``follow()`` (called a few times a second) says time is over.
+
+    When this returns or raises, no process of the command is left; nor soon after this process is killed, and then
+    ``temp`` is removed as well.
+    """
+    run_id = uuid.uuid4().hex
+    merged: dict[str, str | None] = {**os.environ, **env, MARKER: run_id}
+    full = {key: value for key, value in merged.items() if value is not None}
+    options = ["--grace", str(GRACE_S), *(["--temp", str(temp)] if temp else [])]
+    words = [sys.executable, "-m", "rl_accel.lab.ab.supervise", *options, "--", *command]
+    reason = "ended"
+    with log.open("ab") as output:
+        supervisor = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=cwd, env=full, start_new_session=True
+        )
+        assert supervisor.stdin is not None
+        try:
+            while supervisor.poll() is None:
+                if stop:
+                    reason = "stopped"
+                    break
+                if follow():
+                    reason = "timeout"
+                    break
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    supervisor.wait(_POLL_S)
+        finally:
+            supervisor.stdin.close()  # asks it to end the run
+            deadline = time.monotonic() + GRACE_S + 20.0
+            while supervisor.poll() is None and not stop.now and time.monotonic() < deadline:
+                time.sleep(0.05)
+            end_all(lambda: marked(run_id), grace_s=0.0 if stop.now else 2.0)
+            supervisor.wait()
+    return Outcome(supervisor.returncode, reason)
+
+
+@contextlib.contextmanager
+def ray_temp_dir() -> Iterator[Path]:
+    """Make a private folder for Ray with a path short enough for its sockets (107 bytes), and remove it at the end."""
+    base = tempfile.gettempdir()
+    if len(base) > 24 and os.access("/tmp", os.W_OK):
+        base = "/tmp"
+    path = Path(tempfile.mkdtemp(prefix="rlab-", dir=base))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def finished(plan: RunPlan) -> RunResult | None:
+    """Return the kept result of a plan if it was completed with the same command, else None."""
+    result = load_result(plan.directory)
+    if result is None or result.status != "done" or result.fingerprint != plan.fingerprint:
+        return None
+    return result
+
+
+def load_result(directory: Path) -> RunResult | None:
+    """Read ``run.json`` of a run's folder; None if there is none or it is damaged."""
+    try:
+        return RunResult(**json.loads((directory / "run.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def prepare(command: Sequence[str], env: Mapping[str, str | None], cwd: Path, log: Path, stop: Stop) -> None:
+    """Run the recipe's prepare command.
+
+    Raises:
+        RlAccelError: it failed; the message holds the last lines of its log.
+    """
+    log.unlink(missing_ok=True)
+    outcome = supervised(command, env, cwd, log, stop, lambda: False)
+    if outcome.reason == "ended" and outcome.exit_code:
+        raise RlAccelError(f"prepare failed with exit code {outcome.exit_code}; the end of {log}:\n{last_lines(log)}")
+
+
+def last_lines(log: Path, count: int = 30) -> str:
+    """Return the last lines of a log, long lines cut."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 200_000))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(line[:400] for line in lines[-count:])
+
+
+def _verdict(outcome: Outcome, result: RunResult, tail: Tail) -> tuple[str, str]:
+    if outcome.reason == "stopped":
+        return "interrupted", f"stopped at step {result.steps_done}"
+    if outcome.reason == "timeout":
+        return "timeout", f"stopped after {result.seconds:.0f} s (timeout_s) at step {result.steps_done}"
+    if outcome.exit_code:
+        return "failed", f"exit code {outcome.exit_code} at step {result.steps_done}"
+    if not result.steps_done:
+        return "failed", f"no training step in {tail.path.name}: trainer.logger must include file"
+    if result.steps_done < result.steps_wanted:
+        return "failed", f"ended by itself at step {result.steps_done} of {result.steps_wanted}"
+    bad = f"; {tail.bad_lines} unreadable lines in {tail.path.name}" if tail.bad_lines else ""
+    return "done", f"{result.steps_done} steps{bad}"
+
+
+def _keep_ray_logs(ray_dir: Path, target: Path) -> None:
+    for logs in sorted(ray_dir.glob("**/session_2*/logs")):
+        with contextlib.suppress(OSError, shutil.Error):
+            shutil.copytree(logs, target, symlinks=False, ignore_dangling_symlinks=True, dirs_exist_ok=True)
+
+
+def _save(plan: RunPlan, result: RunResult) -> None:
+    temporary = plan.directory / "run.json.part"
+    temporary.write_text(json.dumps(asdict(result), indent=1))
+    temporary.replace(plan.directory / "run.json")

@@ -1,0 +1,208 @@
+"""``python -m rl_accel.lab.bench.tail_load PLAN.json OUT.json``: rounds of one size, without a model.
+
+Real are TransferQueue, verl's load balancer and LLM client, the agent loop, our manager and workers, and our trainer's way from
+the core's decisions to the batch. Not real are the rollout servers, which sleep, and there is no judge and no training.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import transfer_queue as tq
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GPTNeoXConfig, PreTrainedTokenizerFast
+from verl.workers.rollout.router import get_router_handle
+
+from rl_accel.config import TailBatchingConfig
+from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
+from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, TailReplayBuffer, clear
+from rl_accel.integrations.verl.tail_batching.wiring import settings_of, wire
+from rl_accel.integrations.verl.tail_batching.workers import Workers
+from rl_accel.lab.bench.tail_actors import NotingManager, SleepingServer, memory_bytes, processor_seconds
+from rl_accel.rollout.hosting.host import Host
+from rl_accel.rollout.hosting.prompts import Prompts
+from rl_accel.rollout.hosting.saved import Ledger
+from rl_accel.rollout.tail_batching import TailBatching
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+class Engines:
+    """Stops and resumes the servers as :class:`~rl_accel.integrations.verl.tail_batching.servers.Servers` does."""
+
+    def __init__(self, servers: Any) -> None:
+        self._servers = list(servers)
+
+    def abort(self) -> None:
+        ray.get([server.abort_all_requests.remote() for server in self._servers])
+
+    def resume(self) -> None:
+        ray.get([server.resume_generation.remote() for server in self._servers])
+
+
+class RoundsOnly(TailBatchingTrainer):
+    """Our trainer with nothing but what a round needs: no models, no data files, no checkpoints."""
+
+    def __init__(self, host: Host, ledger: Ledger, steps: int) -> None:
+        self._host, self._ledger, self._last_step = host, ledger, steps
+
+
+def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Play the rounds of ``plan`` (see :mod:`rl_accel.lab.bench.tail`) in this process's Ray cluster; return what was found."""
+    config = _config(plan, _model(folder / "model"))
+    tq.init(config.transfer_queue)
+    servers = {
+        f"sleeping_{index}": ray.remote(SleepingServer)
+        .options(num_cpus=0, max_concurrency=100_000)
+        .remote(plan["median_s"], plan["tokens"], index)
+        for index in range(plan["servers"])
+    }
+    client = TailLLMServerClient(config=config, load_balancer_handle=get_router_handle(servers))
+    workers = NotingManager.create(config=config, llm_client=client).agent_loop_workers
+    _usage(workers)  # they are up
+    rounds, wanted = plan["rounds"], plan["prompts"]
+    numbers = iter(range(10**9))
+    prompts = Prompts(lambda: _row(next(numbers)), 10**9)
+    host = Host(TailBatching(settings_of(config)), prompts, Workers(workers, Engines(servers.values())), clear)
+    ledger = Ledger(folder)
+    ledger.rewind(0)
+    # As many steps as the data would last for: the last of the rounds played is as full as any other.
+    trainer = RoundsOnly(host, ledger, rounds + 100)
+    buffer = TailReplayBuffer(None, trainer._play)
+    found: list[dict[str, Any]] = []
+    errors: list[str] = []
+    trained: set[str] = set()
+    for step in range(1, rounds + 1):
+        before, used, began = _usage(workers), processor_seconds(), time.monotonic()
+        batch, metrics = buffer.sample(step, "train", wanted)
+        ended = time.monotonic()
+        used = processor_seconds() - used
+        after = _usage(workers)
+        notes = [note for notes in ray.get([worker.notes.remote() for worker in workers]) for note in notes]
+        stored = set((tq.kv_list("train") or {}).get("train", {}))
+        errors += _errors(batch.keys, stored, metrics, trained, plan)
+        waiting = set(host.core.unsettled_prompts())
+        if waiting != host.prompts.payloads.keys() or waiting & trained or len(waiting | trained) != prompts.fetched:
+            errors.append(
+                f"of {prompts.fetched} prompts none may be lost, found {len(trained)} trained and {len(waiting)} waiting"
+            )
+        ids = {int(key.split("_")[1]) for key in batch.keys}
+        last = max(at for kind, response_id, at in notes if kind == "scored" and response_id in ids)
+        prefix = "rl_accel/tail_batching/"
+        metrics = {name.removeprefix(prefix): value for name, value in metrics.items()}
+        found.append(
+            {
+                "kind": next(kind for kind in ("short", "long", "final") if metrics[f"{kind}_round"]),
+                "launched_responses": len({response_id for _, response_id, _ in notes}),
+                "seconds": ended - began,
+                "settle_s": ended - began - metrics["rollout_seconds"],
+                "trainer_cpu_s": used,
+                "after_last_s": ended - last,
+                "events": len(notes),
+                "cancelled": metrics["responses_cancelled"],
+                "worker_cpu_s": sum(new[1] - old[1] for new, old in zip(after, before, strict=True)),
+                "trainer_bytes": memory_bytes(),
+                "worker_bytes": max(usage[0] for usage in after),
+            }
+        )
+        print(json.dumps(found[-1]), flush=True)
+        tq.kv_clear(keys=list(batch.keys), partition_id="train")  # as the trainer does after its step
+    running = sum(ray.get([server.running.remote() for server in servers.values()]))
+    if running:
+        errors.append(f"{running} requests still run on the servers although their round is over")
+    return {"rounds": found, "errors": errors}
+
+
+def _errors(keys: list[str], stored: set[str], metrics: dict[str, float], trained: set[str], plan: dict) -> list[str]:
+    """What is wrong with a batch: its size, ghosts beside it, a prompt that was trained before."""
+    wanted, each = plan["prompts"], plan["responses"]
+    by_prompt: dict[str, int] = {}
+    for key in keys:
+        by_prompt[key.split("_")[0]] = by_prompt.get(key.split("_")[0], 0) + 1
+    errors = []
+    if len(keys) != len(set(keys)) or len(by_prompt) != wanted or set(by_prompt.values()) != {each}:
+        errors.append(
+            f"a batch must be {wanted} prompts x {each} responses, found {len(by_prompt)} and {len(keys)} keys"
+        )
+    if stored != set(keys) or metrics["rl_accel/tail_batching/ghost_keys"]:
+        errors.append(f"nothing but the batch may be stored, found {len(stored - set(keys))} other keys")
+    twice = trained & by_prompt.keys()
+    if twice:
+        errors.append(f"every prompt must be trained once, found {len(twice)} twice")
+    trained.update(by_prompt)
+    return errors
+
+
+def _config(plan: dict[str, Any], model: Path) -> Any:
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer")
+    changes = {
+        "data.train_batch_size": plan["prompts"],
+        "data.max_prompt_length": 64,
+        "data.max_response_length": 16384,
+        "actor_rollout_ref.model.path": str(model),
+        "actor_rollout_ref.rollout.name": "vllm",  # cancelled as on vLLM: the remote call itself
+        "actor_rollout_ref.rollout.n": plan["responses"],
+        "actor_rollout_ref.rollout.agent.num_workers": plan["workers"],
+        "actor_rollout_ref.actor.ppo_mini_batch_size": plan["prompts"],
+        "critic.enable": False,
+        "algorithm.adv_estimator": "grpo",
+        "transfer_queue.enable": True,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+    }
+    for key, value in changes.items():
+        OmegaConf.update(config, key, value, force_add=True)
+    ratios = {name: plan[name] for name in ("prompt_ratio", "response_ratio", "queue_threshold")}
+    wire(config, TailBatchingConfig(enable=True, **ratios))
+    OmegaConf.resolve(config)
+    return config
+
+
+def _model(folder: Path) -> Path:
+    """A tokenizer, one token a word, and the configuration of a model that nobody loads."""
+    words = {f"w{i}": i for i in range(512)}
+    core = Tokenizer(models.WordLevel({"<unk>": 512, "<eos>": 513, **words}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>", chat_template=TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
+    GPTNeoXConfig(vocab_size=1024, architectures=["GPTNeoXForCausalLM"]).save_pretrained(folder)
+    return folder
+
+
+def _row(number: int) -> dict[str, Any]:
+    words = " ".join(f"w{(number * 7 + i * 31) % 512}" for i in range(24)) + f" w{number % 512} w{number // 512 % 512}"
+    return {
+        "raw_prompt": [{"role": "user", "content": words}],
+        "data_source": "drawn",
+        "reward_model": {"style": "rule", "ground_truth": ""},
+        "extra_info": {"index": number},
+        "index": number,
+    }
+
+
+def _usage(workers: list[Any]) -> list[tuple[int, float]]:
+    return ray.get([worker.usage.remote() for worker in workers])
+
+
+def main(plan_file: str, out_file: str) -> None:
+    """Start a Ray cluster, run the plan of ``plan_file``, write what was found to ``out_file``."""
+    plan = json.loads(Path(plan_file).read_text())
+    ray.init(num_cpus=32, num_gpus=0, include_dashboard=False, log_to_driver=False)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            Path(out_file).write_text(json.dumps(run(plan, Path(folder))))
+    finally:
+        tq.close()
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

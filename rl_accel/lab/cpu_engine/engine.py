@@ -1,0 +1,305 @@
+"""A small generation engine on CPU: batched decoding of a transformers causal LM with requests joining and leaving.
+
+It knows nothing of verl or Ray. One thread owns the model and all state; every public method posts a command that this thread
+carries out between two decoding steps and returns a :class:`concurrent.futures.Future`.
+"""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from rl_accel.lab.cpu_engine.batch import Batch
+from rl_accel.lab.cpu_engine.requests import EngineError, EngineStats, Generation, Request
+from rl_accel.lab.cpu_engine.sampling import SamplingParams, derive_seed
+from rl_accel.lab.cpu_engine.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Continuous batching over ``model``, which must be in eval mode with full attention in every layer.
+
+    The model is the engine's from then on: its attention is replaced by one that decodes over the engine's memory.
+
+    Args:
+        model: a transformers causal LM on CPU.
+        eos_token_ids: tokens that end a response.
+        max_num_seqs: requests decoded together; further ones wait in order of arrival.
+        max_model_len: largest length of prompt and response together.
+        seed: part of the seed of requests that bring none.
+        seconds_per_step: least time of a decoding step, 0 for as fast as it goes. A GPU engine takes about the same time for
+            a token of few requests as of many, and leaves the processor to others meanwhile; so does a paced engine.
+        kv_tokens: the most tokens, of prompts and responses so far, that running requests may have together, as the key-value
+            memory of a GPU engine holds only so many; None for no limit. Before a decoding step that would take more the
+            youngest request is preempted: it waits in front of the queue, and is read again, prompt and response so far,
+            when there is room. Its tokens are the same, its log-probabilities to rounding.
+
+    Raises:
+        ValueError: the model has an attention layout this engine does not do, or a limit is out of range.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        eos_token_ids: Iterable[int],
+        max_num_seqs: int = 64,
+        max_model_len: int = 4096,
+        seed: int = 0,
+        seconds_per_step: float = 0.0,
+        kv_tokens: int | None = None,
+    ) -> None:
+        if not 0 <= seconds_per_step < 10:
+            raise ValueError(f"seconds_per_step wants a number from 0 to 10, found {seconds_per_step!r}")
+        if max_model_len < 2:
+            raise ValueError(f"max_model_len wants at least 2, found {max_model_len}")
+        self._scheduler = Scheduler(max_num_seqs, kv_tokens)
+        self._batch = Batch(model, max_num_seqs)
+        self._eos = frozenset(eos_token_ids)
+        self.max_model_len = max_model_len
+        self.vocab_size = int(model.get_input_embeddings().num_embeddings)
+        self._seed = seed
+        self.seconds_per_step = seconds_per_step
+        self._commands: queue.SimpleQueue[tuple[Callable[[], None], Future[Any]]] = queue.SimpleQueue()
+        self._gate = threading.Lock()  # nothing is put into the queue after it was emptied for the last time
+        self._paused = False
+        self._stopping = False
+        self._closed = False
+        self._counts = dict.fromkeys(("tokens", "decode_steps", "completed", "aborted", "failed"), 0)
+        self._thread = threading.Thread(target=self._loop, name="rl-accel-cpu-engine", daemon=True)
+        self._thread.start()
+
+    # -- commands: any thread ------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_ids: Iterable[int],
+        params: SamplingParams,
+        watch: Callable[[int, float], None] | None = None,
+    ) -> "Future[Generation]":
+        """Queue a request. Cancelling the returned future drops the request.
+
+        ``watch(token, logprob)`` is called for each token as it is drawn, in the engine's thread, and must be quick.
+
+        Raises:
+            ValueError: the prompt is empty, leaves no room for a token, holds an id outside the vocabulary, or exceeds
+                ``kv_tokens`` together with the longest response it may get.
+        """
+        prompt = [int(token) for token in prompt_ids]
+        if not prompt:
+            raise ValueError(f"request {request_id}: the prompt is empty")
+        if len(prompt) >= self.max_model_len:
+            raise ValueError(
+                f"request {request_id}: a prompt of {len(prompt)} tokens leaves no room below max_model_len={self.max_model_len}"
+            )
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            raise ValueError(f"request {request_id}: a prompt token is outside the vocabulary of {self.vocab_size}")
+        seed = derive_seed(self._seed, request_id) if params.seed is None else params.seed % 2**64
+        request = Request(request_id, prompt, params, seed, watch=watch)
+        self._scheduler.check_fits(request, min(len(prompt) + params.max_tokens, self.max_model_len))
+        self._post(lambda: self._scheduler.add(request), request.future)
+        return request.future
+
+    def ends(self, token: int, params: SamplingParams) -> bool:
+        """Whether ``token`` ends a response."""
+        return (token in self._eos and not params.ignore_eos) or token in params.stop_token_ids
+
+    def abort(self, request_id: str) -> "Future[int]":
+        """End every request with this id as "aborted"; resolves to how many there were."""
+        return self._call(lambda: self._abort(lambda request: request.request_id == request_id))
+
+    def abort_all(self) -> "Future[int]":
+        """End every request as "aborted"; resolves to how many there were. Later ones are not held."""
+        return self._call(lambda: self._abort(lambda request: True))
+
+    def pause(self) -> "Future[int]":
+        """End every request as "aborted" and hold later ones until :meth:`resume`; resolves to how many were ended."""
+        return self._call(self._pause)
+
+    def resume(self) -> "Future[None]":
+        """Go on after :meth:`pause`."""
+        return self._call(self._resume)
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> "Future[None]":
+        """Copy ``weights`` (name -> tensor) into the model. Nothing is written unless all of them fit.
+
+        The future fails with :class:`EngineError` while a request is decoding or preempted, and with ValueError for a name that
+        is missing or unknown, or a shape that differs.
+        """
+        return self._call(lambda: self._load(weights))
+
+    def stats(self, reset_peak: bool = False) -> "Future[EngineStats]":
+        """Resolve to the counts of this engine; with ``reset_peak``, ``kv_peak`` begins anew for who asks next."""
+        return self._call(lambda: self._stats(reset_peak))
+
+    def close(self) -> None:
+        """Abort everything and end the thread. Further commands fail with :class:`EngineError`."""
+        with contextlib.suppress(EngineError):
+            self._call(self._close)
+        self._thread.join()
+
+    def _call(self, action: Callable[[], Any]) -> "Future[Any]":
+        future: Future[Any] = Future()
+
+        def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = action()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._post(command, future)
+        return future
+
+    def _post(self, command: Callable[[], None], future: "Future[Any]") -> None:
+        with self._gate:
+            if self._closed:
+                raise EngineError("the engine is closed")
+            self._commands.put((command, future))
+
+    # -- the engine thread ---------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _loop(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception as error:
+            logger.exception("the engine thread failed; its requests fail with it")
+            for request in (*self._batch.requests, *self._scheduler.waiting):
+                if not request.future.done():
+                    self._fail(request, error)
+        finally:
+            with self._gate:
+                self._closed = True
+            while not self._commands.empty():
+                _, future = self._commands.get()
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(EngineError("the engine is closed"))
+
+    def _turn(self) -> None:
+        self._obey(wait=self._paused or not (self._scheduler.waiting or self._batch.requests))
+        if self._paused:
+            return
+        self._drop_cancelled()
+        while (request := self._scheduler.next(self._batch.requests)) is not None:
+            self._admit(request)
+        if self._batch.requests:
+            due = time.monotonic() + self.seconds_per_step
+            self._decode()
+            time.sleep(max(0.0, due - time.monotonic()))
+
+    def _obey(self, wait: bool) -> None:
+        while wait or not self._commands.empty():
+            command, _ = self._commands.get()
+            command()
+            wait = False
+
+    def _admit(self, request: Request) -> None:
+        try:
+            memory, token, logprob = self._batch.begin(request)
+            if not self._append(request, token, logprob):
+                self._batch.join(request, memory)
+        except Exception as error:
+            self._fail(request, error)
+
+    def _decode(self) -> None:
+        self._keep(self._scheduler.preempt(self._batch.requests))
+        running = self._batch.requests
+        try:
+            tokens, logprobs = self._batch.step()
+        except Exception as error:
+            logger.exception("a decoding step failed; its %d requests fail with it", len(running))
+            for request in running:
+                self._fail(request, error)
+            self._batch.keep([])
+            return
+        self._counts["decode_steps"] += 1
+        drawn = zip(running, tokens, logprobs, strict=True)
+        self._keep([row for row, new in enumerate(drawn) if not self._append(*new)])
+
+    def _keep(self, rows: list[int]) -> None:
+        if len(rows) < len(self._batch.requests):
+            self._batch.keep(rows)
+
+    def _append(self, request: Request, token: int, logprob: float) -> bool:
+        """Record a token; True if the request is over."""
+        if token < 0:
+            self._fail(request, EngineError(f"request {request.request_id}: the model gave logits that are not finite"))
+            return True
+        request.tokens.append(token)
+        request.logprobs.append(logprob)
+        self._counts["tokens"] += 1
+        if request.watch is not None:
+            request.watch(token, logprob)
+        params = request.params
+        if self.ends(token, params) or len(request.tokens) >= params.max_tokens or request.length >= self.max_model_len:
+            self._finish(request, "completed")
+            return True
+        return False
+
+    def _finish(self, request: Request, reason: str) -> None:
+        self._counts[reason] += 1
+        logprobs = request.logprobs if request.params.logprobs else None
+        if request.future.set_running_or_notify_cancel():
+            request.future.set_result(Generation(request.tokens, logprobs, reason, request.preemptions))
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        self._counts["failed"] += 1
+        if request.future.set_running_or_notify_cancel():
+            request.future.set_exception(error)
+
+    def _drop_cancelled(self) -> None:
+        if any(r.future.cancelled() for queue in (self._batch.requests, self._scheduler.waiting) for r in queue):
+            self._abort(lambda request: request.future.cancelled())
+
+    def _abort(self, chosen: Callable[[Request], bool]) -> int:
+        out = [request for request in self._batch.requests if chosen(request)]
+        self._keep([row for row, request in enumerate(self._batch.requests) if not chosen(request)])
+        out += self._scheduler.drop(chosen)
+        for request in out:
+            self._finish(request, "aborted")
+        return len(out)
+
+    def _pause(self) -> int:
+        self._paused = True
+        return self._abort(lambda request: True)
+
+    def _resume(self) -> None:
+        self._paused = False
+
+    def _close(self) -> None:
+        self._abort(lambda request: True)
+        self._stopping = True
+
+    def _load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        begun = len(self._batch.requests) + self._scheduler.preempted
+        if begun:
+            raise EngineError(f"{begun} requests are decoding; pause the engine before it gets new weights")
+        self._batch.load(weights)
+
+    def _stats(self, reset_peak: bool) -> EngineStats:
+        stats = EngineStats(
+            **self._counts,
+            prefills=self._batch.prefills,
+            preemptions=self._scheduler.preemptions,
+            running=len(self._batch.requests),
+            waiting=len(self._scheduler.waiting),
+            paused=self._paused,
+            kv_tokens=self._scheduler.kv_tokens,
+            kv_used=sum(request.length - 1 for request in self._batch.requests),  # the last token is not read yet
+            kv_peak=self._batch.peak,
+        )
+        if reset_peak:
+            self._batch.peak = 0
+        return stats

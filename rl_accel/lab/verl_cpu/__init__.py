@@ -1,0 +1,60 @@
+"""Real verl on a machine without an accelerator: ``VERL_PLATFORM=cpu`` and ``rollout.name=hf_cpu``.
+
+Nothing here runs unless that variable is set. :func:`activate` is then called in every process that imports verl.
+"""
+
+import os
+from types import ModuleType
+
+PLATFORM = "cpu"
+ROLLOUT = "hf_cpu"
+
+_ENVIRONMENT = {
+    "VERL_ENGINE_DEVICE": "cuda",  # verl's engines are registered by device; the FSDP engine of this name runs anywhere
+    "OMP_NUM_THREADS": "1",  # Ray's workers share the cores; and sums keep their order
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+_active = False
+
+
+def activate() -> None:
+    """Register the CPU platform and the ``hf_cpu`` rollout with verl, and arm the patches a CPU needs. Idempotent.
+
+    Called while verl is being imported, before it asks for its platform. Modules of verl that are not imported yet stay so: what
+    concerns them waits for them. Variables already set in the environment are left alone.
+
+    Raises:
+        PatchRefused: this verl is not one that the patches fit (raised when the module in question is imported).
+    """
+    global _active
+    if _active:
+        return
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+    from verl.plugin.platform.platform_manager import PlatformRegistry
+
+    from rl_accel.lab.verl_cpu import compat, preflight, repeatable
+    from rl_accel.lab.verl_cpu.platform import PlatformCPU
+    from rl_accel.patches.post_import import when_imported
+
+    PlatformRegistry.register(PLATFORM)(PlatformCPU)
+    when_imported("verl.workers.rollout.base", _register_adapter)
+    when_imported("verl.workers.rollout.replica", _register_replica)
+    for patch in (*compat.PATCHES, *repeatable.PATCHES, *preflight.PATCHES):
+        when_imported(patch.target.partition(":")[0], lambda _module, patch=patch: patch.apply(None))
+    _active = True
+
+
+def _register_adapter(base: ModuleType) -> None:
+    base._ROLLOUT_REGISTRY[(ROLLOUT, "async")] = "rl_accel.lab.verl_cpu.replica.CPUServerAdapter"
+
+
+def _register_replica(replica: ModuleType) -> None:
+    def load() -> type:
+        from rl_accel.lab.verl_cpu.replica import CPURolloutReplica
+
+        return CPURolloutReplica
+
+    replica.RolloutReplicaRegistry.register(ROLLOUT, load)

@@ -1,0 +1,15 @@
+"""An entry point of group ``verl.plugins``: registers the CPU platform while verl is imported, if ``VERL_PLATFORM=cpu``.
+
+verl swallows exceptions raised here at DEBUG level, so an error becomes ``SystemExit`` with one line, which it does not catch.
+"""
+
+import os
+
+if os.environ.get("VERL_PLATFORM") == "cpu":
+    from rl_accel.errors import RlAccelError
+    from rl_accel.lab import verl_cpu
+
+    try:
+        verl_cpu.activate()
+    except RlAccelError as error:
+        raise SystemExit(f"rl-accel: {error}") from error

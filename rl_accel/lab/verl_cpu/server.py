@@ -1,0 +1,190 @@
+"""The Ray actor that verl's client and checkpoint engine talk to: admission, weights versions, the engine behind it."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.rollout.replica import TokenOutput
+
+from rl_accel.lab.cpu_engine.engine import Engine
+from rl_accel.lab.cpu_engine.requests import EngineStats, Generation
+from rl_accel.lab.cpu_engine.sampling import SamplingParams
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class CPURolloutServer:
+    """One replica of the rollout model. The methods are the ones verl calls on a vLLM or SGLang server actor.
+
+    A request that fails raises to its own caller and disturbs nobody else. A caller that is cancelled (``ray.cancel`` on the
+    reference of :meth:`generate`) frees its place in the batch before the next token.
+    """
+
+    def __init__(self, config: Any, model_config: Any, replica_rank: int) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._config: RolloutConfig = omega_conf_to_dataclass(config, dataclass_type=RolloutConfig)
+        model: HFModelConfig = omega_conf_to_dataclass(model_config, dataclass_type=HFModelConfig)
+        if self._config.dtype not in _DTYPES:
+            raise ValueError(f"rollout.dtype wants one of {', '.join(_DTYPES)} on a CPU, found {self._config.dtype!r}")
+        self._max_model_len = self._config.max_model_len or (self._config.prompt_length + self._config.response_length)
+        self._engine = Engine(
+            AutoModelForCausalLM.from_pretrained(
+                model.local_path,
+                dtype=_DTYPES[self._config.dtype],
+                trust_remote_code=model.trust_remote_code,
+            ).eval(),
+            eos_token_ids=_eos_token_ids(model),
+            max_num_seqs=self._config.max_num_seqs,
+            max_model_len=self._max_model_len,
+            seed=self._config.seed,
+            **_engine_options(self._config, self._max_model_len),
+        )
+        self._global_steps: int | None = None
+        self._rejecting = False
+        self._paused = False
+        self._inflight: set[asyncio.Future[Generation]] = set()
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        image_data: Any = None,
+        video_data: Any = None,
+        audio_data: Any = None,
+        mm_processor_kwargs: Any = None,
+        priority: int = 0,
+    ) -> TokenOutput:
+        """Generate one response, tokens in and tokens out.
+
+        Raises:
+            ValueError: the prompt does not fit, a sampling parameter is unknown, or images, video or audio are given.
+            EngineError: the request failed inside the engine.
+        """
+        if any(data is not None for data in (image_data, video_data, audio_data)):
+            raise ValueError("hf_cpu generates from text only; images, video or audio were given")
+        if self._rejecting:
+            return self._output(Generation([], None, "aborted"))
+        params = SamplingParams.from_dict(
+            sampling_params, max_tokens=self._default_max_tokens(len(prompt_ids)), ignore_eos=self._config.ignore_eos
+        )
+        future = asyncio.wrap_future(self._engine.submit(request_id, prompt_ids, params))
+        self._inflight.add(future)
+        try:
+            return self._output(await future)
+        finally:
+            self._inflight.discard(future)
+
+    def _default_max_tokens(self, prompt_length: int) -> int:
+        total = self._config.prompt_length + self._config.response_length
+        return max(1, min(self._config.response_length, total - prompt_length))
+
+    def _output(self, generation: Generation) -> TokenOutput:
+        return TokenOutput(
+            token_ids=generation.token_ids,
+            log_probs=generation.logprobs,
+            stop_reason=generation.stop_reason,
+            num_preempted=generation.preemptions,
+            extra_fields={"global_steps": self._global_steps},
+        )
+
+    async def load_weights(self, weights: dict[str, torch.Tensor], global_steps: int | None) -> None:
+        """Take over ``weights`` as version ``global_steps``; None keeps the version."""
+        await asyncio.wrap_future(self._engine.load_weights(weights))
+        if global_steps is not None:
+            self._global_steps = global_steps
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        self._global_steps = global_steps
+
+    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
+        """End every request; later ones wait for :meth:`resume_generation`, or return at once if ``reject_request``."""
+        self._rejecting, self._paused = reject_request, True
+        return {"aborted_count": await asyncio.wrap_future(self._engine.pause())}
+
+    async def resume_generation(self) -> None:
+        self._rejecting, self._paused = False, False
+        await asyncio.wrap_future(self._engine.resume())
+
+    async def abort_request(self, request_id: str) -> dict[str, Any]:
+        """End the requests with this id."""
+        count = await asyncio.wrap_future(self._engine.abort(request_id))
+        return {"aborted": count > 0, "request_id": request_id}
+
+    async def sleep(self) -> None:
+        """Wait for what is still being generated, as vLLM's server does before it gives up its memory."""
+        if self._inflight and not self._paused:
+            await asyncio.wait(self._inflight)
+
+    async def get_stats(self, reset_peak: bool = False) -> EngineStats:
+        """Return the counts of the engine; with ``reset_peak``, the peak of its memory begins anew, say for the next step."""
+        return await asyncio.wrap_future(self._engine.stats(reset_peak))
+
+    # The rest of the protocol moves memory between devices, which a CPU engine has no need of.
+
+    async def wake_up(self, tags: list[str] | None = None) -> None: ...
+
+    async def clear_kv_cache(self) -> None: ...
+
+    async def release_kv_cache(self) -> None: ...
+
+    async def resume_kv_cache(self) -> None: ...
+
+    async def start_profile(self, **_: Any) -> None: ...
+
+    async def stop_profile(self) -> None: ...
+
+
+_OPTIONS = ("seconds_per_step", "kv_tokens", "weight_tokens")
+
+
+def _engine_options(config: RolloutConfig, max_model_len: int) -> dict[str, Any]:
+    """Return the options of the engine from ``rollout.engine_kwargs.hf_cpu``, which may hold :data:`_OPTIONS`.
+
+    The budget of a server, see :func:`server_budget`, must hold any one request.
+    """
+    options = dict(config.engine_kwargs.get("hf_cpu") or {})
+    unknown = options.keys() - set(_OPTIONS)
+    if unknown:
+        raise ValueError(
+            f"rollout.engine_kwargs.hf_cpu takes {', '.join(_OPTIONS)}, found {', '.join(sorted(unknown))}"
+        )
+    tokens, weights, ranks = (
+        options.get("kv_tokens"),
+        options.pop("weight_tokens", 0),
+        config.tensor_model_parallel_size,
+    )
+    if not isinstance(weights, int) or isinstance(weights, bool) or weights < 0:
+        raise ValueError(
+            f"rollout.engine_kwargs.hf_cpu.weight_tokens wants a whole number of at least 0, found {weights!r}"
+        )
+    if isinstance(tokens, int) and not isinstance(tokens, bool):
+        options["kv_tokens"] = budget = server_budget(tokens, weights, ranks)
+        if budget < max_model_len:
+            of_ranks = f", {budget} for {ranks} ranks," if ranks > 1 else ""
+            raise ValueError(
+                f"rollout.engine_kwargs.hf_cpu.kv_tokens={tokens}{of_ranks} is less than one request may need: {max_model_len} "
+                "tokens (rollout.max_model_len, or the longest prompt and response)"
+            )
+    return options
+
+
+def server_budget(kv_tokens: int, weight_tokens: int, ranks: int) -> int:
+    """Return the tokens that a server of ``ranks`` ranks has room for.
+
+    A rank has room for ``kv_tokens`` beside a whole copy of the weights, which take the room of ``weight_tokens``. Ranks that
+    share a server need one copy between them, as GPUs do that tensor parallelism splits it over.
+    """
+    return ranks * kv_tokens + (ranks - 1) * weight_tokens
+
+
+def _eos_token_ids(model: HFModelConfig) -> list[int]:
+    generation = model.generation_config
+    eos = generation.eos_token_id if generation is not None else None
+    if eos is None:
+        eos = model.tokenizer.eos_token_id
+    return list(eos) if isinstance(eos, list | tuple) else [eos]

@@ -1,0 +1,160 @@
+"""A recipe is checked before anything runs, and its errors name the key, what was wanted and the nearest known one."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rl_accel.errors import RecipeError
+from rl_accel.lab.ab.recipe import Recipe, load, parse, save
+
+
+def dump(mapping) -> str:
+    return yaml.safe_dump(mapping, sort_keys=False)
+
+
+def test_reads_every_section(toy_recipe):
+    recipe = parse(
+        dump(
+            toy_recipe(
+                seeds=[3, 4],
+                env={"A": 1, "B": True, "C": None},
+                metrics={"reward": "r", "warmup_steps": 0},
+                checks={"faster": {"adv": 2}, "warn_only": ["faster"], "rollout_probs_diff": None},
+            )
+        ),
+        "r",
+    )
+    assert list(recipe.arms) == ["stock", "accelerated"]
+    assert recipe.arms["accelerated"].overrides == ["adv=0.1"]
+    assert recipe.seeds == [3, 4]
+    assert recipe.env == {"A": 1, "B": True, "C": None}
+    assert (recipe.metrics.reward, recipe.metrics.warmup_steps) == ("r", 0)
+    assert recipe.metrics.stages == Recipe().metrics.stages
+    assert (recipe.checks.faster, recipe.checks.rollout_probs_diff) == ({"adv": 2.0}, None)
+
+
+def test_placeholders_and_hydra_interpolations_are_kept_as_they_are(toy_recipe):
+    overrides = ["a=${run_dir}/x", "b=${data.train_batch_size}", "c=${oc.env:HOME}", "d=5"]
+    assert parse(dump(toy_recipe(overrides=overrides)), "r").overrides == overrides
+
+
+def test_the_first_arm_is_the_baseline_when_none_is_named(toy_recipe):
+    mapping = toy_recipe()
+    del mapping["baseline"]
+    assert parse(dump(mapping), "r").baseline == "stock"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step": 3}, r"unknown key step \(did you mean steps\?\); a recipe takes name, "),
+        (
+            {"arms": {"a": {"overides": []}}},
+            r"unknown key arms\.a\.overides \(did you mean overrides\?\); arms.a takes",
+        ),
+        ({"metrics": {"rewards": "x"}}, r"unknown key metrics\.rewards \(did you mean reward\?\); metrics takes"),
+        ({"checks": {"identic": []}}, r"unknown key checks\.identic \(did you mean identical\?\)"),
+        ({"steps": "many"}, "steps wants int"),
+        ({"steps": True}, "steps wants int"),
+        ({"steps": 0}, "steps wants at least 1, found 0"),
+        ({"timeout_s": "long"}, "timeout_s wants float or null"),
+        ({"timeout_s": 0}, "timeout_s wants a number above 0"),
+        ({"overrides": "a=1"}, "overrides wants a list of str"),
+        ({"overrides": {"a": 1}}, "overrides wants a list of str"),
+        ({"overrides": [["a=1"]]}, r"overrides wants a list of str, found \['a=1'\] in it"),
+        ({"arms": ["stock"]}, "arms wants a mapping from arm names to arms"),
+        ({"arms": {}}, "arms wants a mapping from arm names to arms, found nothing"),
+        ({"arms": {"stock": 3}}, "arms.stock"),
+        ({"arms": {"a/b": {}}, "baseline": "a/b"}, "name of an arm wants letters"),
+        ({"metrics": 3}, "metrics wants a mapping with the keys reward"),
+        ({"arms": {"stock": {"seeds": [1]}}}, r"arms.stock.seeds wants some of \[0\], found \[1\]"),
+        ({"baseline": "stok"}, "baseline wants one of stock, accelerated, found 'stok'"),
+        ({"command": []}, "command wants a list"),
+        ({"name": ""}, "name wants letters"),
+        ({"name": None}, "name wants str"),
+        ({"seeds": [1, 1]}, "seeds wants different numbers"),
+        ({"seeds": [-1]}, "seeds wants different numbers of at least 0"),
+        ({"seeds": [0, 1], "seed_overrides": []}, "several seeds want seed_overrides"),
+        ({"env": {"A": [1]}}, "env.A wants text, a number"),
+        ({"metrics": {"warmup_steps": -1}}, "warmup_steps wants at least 0"),
+        ({"metrics": {"average": "mode"}}, "metrics.average wants one of median, mean, found 'mode'"),
+        ({"checks": {"faster": {"adw": 2}}}, r"checks.faster.adw is not a stage \(did you mean adv\?\)"),
+        ({"rollout": {"faster": {"stok": 2}}}, r"rollout.faster.stok is no arm to compare \(did you mean stock\?\)"),
+        ({"rollout": {"faster": {"stock": 2}}}, "rollout.faster.stock is no arm to compare"),
+        ({"checks": {"warn_only": ["fast"]}}, r"unknown check 'fast' \(did you mean faster\?\)"),
+        ({"overrides": ["a=${unclosed"]}, r"overrides\[0\] wants a list of str: no viable"),
+    ],
+)
+def test_a_wrong_recipe_is_refused_with_the_key(toy_recipe, changes, message):
+    with pytest.raises(RecipeError, match=message) as caught:
+        parse(dump(toy_recipe(**changes)), "the/recipe.yaml")
+    assert str(caught.value).startswith("the/recipe.yaml: ")
+
+
+@pytest.mark.parametrize("text", ["", "just text", "- a\n- list", "a: [unclosed", "a: 1\na: 2"])
+def test_text_that_is_no_mapping_is_refused(text):
+    with pytest.raises(RecipeError, match=r"^r(:| is not valid YAML)"):
+        parse(text, "r")
+
+
+def test_an_unreadable_file_is_refused_with_its_path(tmp_path: Path):
+    with pytest.raises(RecipeError, match=r"cannot read the recipe .*absent.yaml"):
+        load(tmp_path / "absent.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match=r"cannot read the recipe .*binary.yaml"):
+        load(tmp_path / "binary.yaml")
+
+
+@pytest.fixture
+def extended(recipe_file, toy_recipe):
+    """Write a recipe and another one that extends it with the given keys; return the path of the second."""
+
+    def write(base=None, **changes):
+        first = recipe_file(**(base or {}))
+        folder = first.parent / "other"
+        folder.mkdir(exist_ok=True)
+        second = folder / "recipe.yaml"
+        second.write_text(yaml.safe_dump({"extends": "../recipe.yaml", **changes}))
+        return second
+
+    return write
+
+
+def test_a_recipe_extends_another(extended):
+    base = {"overrides": ["a=1", "b=${seed}"], "env": {"A": 1, "B": 2}, "checks": {"reward_gain": 0.1}, "seeds": [1, 2]}
+    path = extended(
+        base,
+        name="other",
+        overrides=["a=2"],
+        env={"B": 3},
+        checks={"zero_tolerance": 1.0},
+        arms={"only": {}},
+        baseline="only",
+    )
+    found = load(path)
+    assert found.name == "other"
+    assert found.overrides == ["a=1", "b=${seed}", "a=2"], "the later one of equal overrides counts"
+    assert found.env == {"A": 1, "B": 3}
+    assert (found.checks.reward_gain, found.checks.zero_tolerance) == (0.1, 1.0)
+    assert list(found.arms) == ["only"]
+    assert (found.seeds, found.steps) == ([1, 2], 8), "what is not named is the other recipe's"
+
+
+def test_a_kept_recipe_no_longer_needs_what_it_extended(extended, tmp_path):
+    found = load(extended(overrides=["x=${now:%Y}"]))
+    save(found, tmp_path / "kept.yaml")
+    assert load(tmp_path / "kept.yaml") == found
+
+
+def test_extending_what_is_not_there_or_itself_is_refused(extended):
+    with pytest.raises(RecipeError, match=r"cannot read the recipe .*absent.yaml"):
+        load(extended(extends="absent.yaml"))
+    with pytest.raises(RecipeError, match="extends wants the name of a recipe file, found 3"):
+        load(extended(extends=3))
+    with pytest.raises(RecipeError, match=r"extends recipe\.yaml, which extends this recipe in turn"):
+        load(extended(extends="recipe.yaml"))
+    with pytest.raises(RecipeError, match="which extends this recipe in turn"):
+        load(extended({"extends": "other/recipe.yaml"}))
+    with pytest.raises(RecipeError, match=r"unknown key chekcs \(did you mean checks\?\)"):
+        load(extended(chekcs={}))

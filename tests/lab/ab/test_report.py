@@ -1,0 +1,195 @@
+"""The report holds the numbers, stands alone, and survives thin data."""
+
+import html.parser
+import json
+import re
+
+import pytest
+import yaml
+from rich.console import Console
+
+from rl_accel.lab.ab import report
+from rl_accel.lab.ab.recipe import parse
+from rl_accel.lab.ab.runner import RunResult
+
+
+@pytest.fixture
+def build(toy_recipe, tmp_path):
+    """Build a report from metrics given as run name -> records; returns the summary."""
+
+    def make(runs, load=0.1, files=None, **changes):
+        recipe = parse(yaml.safe_dump(toy_recipe(**changes), sort_keys=False), "r")
+        results = []
+        for name, logged in runs.items():
+            arm, seed = name.split("-seed")
+            (tmp_path / name).mkdir()
+            lines = [json.dumps({"step": step, "data": data}) for step, data in logged.items()]
+            (tmp_path / name / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+            for kept, text in (files or {}).get(name, {}).items():
+                (tmp_path / name / kept).write_text(text)
+            result = RunResult(arm, int(seed), 6, "f", ["p", "a=[1, 2]"], {"E": "1", "F": None}, "done", 0)
+            result.first_step_at, result.load_average = 3.0, load
+            results.append(result)
+        return report.build(recipe, tmp_path / "recipe.yaml", tmp_path, results, len(runs))
+
+    return make
+
+
+def records(adv, steps=6, **changed):
+    made = {}
+    for step in range(1, steps + 1):
+        made[step] = {
+            "timing_s/gen": 1.0,
+            "timing_s/adv": adv,
+            "timing_s/step": 1.5 + adv,
+            "critic/score/mean": step / 10,
+            "response_length/mean": 5,
+        }
+        made[step].update({name.replace("__", "/"): value for name, value in changed.items()})
+    return made
+
+
+class _Page(html.parser.HTMLParser):
+    void = frozenset({"meta", "img", "br"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.links, self.images = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.links += [given[name] for name in ("href", "src") if name in given]
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_loads_nothing(build, tmp_path):
+    build({"stock-seed0": records(0.5), "accelerated-seed0": records(0.1)})
+    text = (tmp_path / "report.html").read_text()
+    page = _Page(text)
+    assert page.open == []
+    assert len(page.links) == 3
+    assert all(link.startswith("data:image/png;base64,") for link in page.links)
+    assert "1.25x" in text  # 2.0 s against 1.6 s
+    assert "5.00x" in text
+    assert "is identical in all 6 steps; so are all 2 training metrics" in text
+    assert "E=1 p &#39;a=[1, 2]&#39;" in text
+    for name in ("reward", "stages", "step_time"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_summary_holds_all_numbers_and_is_strict_json(build, tmp_path):
+    build({"stock-seed0": records(0.5, x=float("nan")), "accelerated-seed0": records(0.1, x=float("nan"))})
+    text = (tmp_path / "summary.json").read_text()
+    assert not re.search(r"\b(NaN|Infinity)\b", text)
+    summary = json.loads(text)
+    assert summary["measured_steps"] == {"stock-seed0": [3, 6], "accelerated-seed0": [3, 6]}
+    assert summary["curves"]["timing_s/step"]["stock-seed0"]["values"] == [2.0] * 6
+    assert summary["runs"][0]["startup_seconds"] == 1.0
+    assert summary["runs"][0]["reward"] == {"before": 0.1, "after": 0.6, "gain": 0.5}
+    assert summary["environment"]["versions"]["torch"]
+
+
+def test_a_difference_is_listed_with_its_step_and_size(build, tmp_path):
+    other = records(0.1)
+    other[4]["critic/score/mean"] = 0.5
+    other[3]["actor/grad_norm"] = 1.0
+    base = records(0.5)
+    base[3]["actor/grad_norm"] = 1.25
+    found = build({"stock-seed0": base, "accelerated-seed0": other})
+    (verdict,) = found["reward_verdicts"]
+    assert verdict["parts_at"] == 4
+    assert "parts at step 4 (0.4 and 0.5)" in verdict["text"]
+    assert (
+        "2 of 3 training metrics differ somewhere, first actor/grad_norm at step 3 by 2.5e-01 (update)"
+        in verdict["text"]
+    )
+    text = (tmp_path / "report.html").read_text()
+    assert "first difference of each metric" in text
+    assert "1 of 6" in text
+
+
+def test_a_busy_machine_is_named(build):
+    found = build({"stock-seed0": records(0.5)}, load=1000.0)
+    assert any("busy when stock-seed0 started (load 1000.0 on" in line for line in found["headline"])
+
+
+def test_several_seeds_and_arms_each_get_a_verdict(build):
+    runs = {f"{arm}-seed{seed}": records(0.1) for seed in (0, 1) for arm in ("stock", "accelerated", "third")}
+    found = build(runs, arms={"stock": {}, "accelerated": {}, "third": {}})
+    assert [(v["arm"], v["seed"]) for v in found["reward_verdicts"]] == [
+        ("accelerated", 0),
+        ("third", 0),
+        ("accelerated", 1),
+        ("third", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        {},
+        {"stock-seed0": {}},
+        {"stock-seed0": {0: {"val/x": 1.0}}},
+        {"stock-seed0": records(0.1, steps=1)},
+        {"accelerated-seed0": records(0.1)},
+        {"stock-seed0": records(0.1), "accelerated-seed1": records(0.1)},
+        {"stock-seed0": records(0.1), "accelerated-seed0": {}},
+    ],
+)
+def test_thin_data_still_make_a_report(build, tmp_path, runs):
+    found = build(runs)
+    console = Console(record=True, width=120, file=(tmp_path / "console").open("w"))
+    report.show(found, console)
+    console.file.close()
+    assert _Page((tmp_path / "report.html").read_text()).open == []
+    assert json.loads((tmp_path / "summary.json").read_text())["reward_verdicts"] == []
+
+
+def test_stale_plots_are_removed_when_there_is_nothing_to_draw(build, tmp_path):
+    (tmp_path / "reward.png").write_bytes(b"old")
+    build({})
+    assert not (tmp_path / "reward.png").exists()
+
+
+def test_text_of_recipe_and_logs_is_escaped(build, tmp_path):
+    build({"stock-seed0": records(0.1)}, description="<script>alert(1)</script>")
+    assert "<script>" not in (tmp_path / "report.html").read_text()
+
+
+def test_the_console_shows_stages_checks_and_verdicts(build, tmp_path):
+    found = build({"stock-seed0": records(0.5), "accelerated-seed0": records(0.1)}, checks={"faster": {"adv": 50}})
+    with (tmp_path / "console").open("w") as file:
+        report.show(found, Console(width=120, file=file))
+    text = (tmp_path / "console").read_text()
+    assert "Median time of each stage, steps 3-6; the first 2 of each run are warm-up" in text
+    assert re.search(r"adv +\S +0\.5 s +\S +0\.1 s +\S +5\.00x", text)
+    assert re.search(r"faster +\S +red", text)
+    assert "Red checks: faster." in text
+
+
+def test_a_report_about_rollouts_has_its_table_its_ledger_and_its_pictures(build, tmp_path, capsys):
+    prefix = "rl_accel/tail_batching/"
+    ours = records(0.5, **{"timing_s/gen": 0.4, prefix + "short_round": 1.0, prefix + "queue_length": 2.0})
+    for metrics in ours.values():
+        metrics |= {prefix + "tokens_generated": 100.0, prefix + "tokens_wasted": 30.0}
+    ledger = json.dumps({"step": 1, "trained": ["1:1", "1:2"]})
+    found = build(
+        {"stock-seed0": records(0.5), "accelerated-seed0": ours},
+        files={"accelerated-seed0": {"ledger.jsonl": ledger}},
+        rollout={"report": True, "ledger": "ledger.jsonl", "faster": {"accelerated": 2.0}},
+    )
+    text = (tmp_path / "report.html").read_text()
+    assert _Page(text).open == []
+    assert "2.50x" in text
+    assert "30.0%" in text
+    assert "Do the arms train the same?" not in text
+    for name in ("rollout_seconds", "queue", "reward_progress"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "lengths.png").exists(), "nothing was dumped"
+    report.show(found, Console(width=200))
+    assert "Mean rollout seconds a step" in capsys.readouterr().out

@@ -1,0 +1,176 @@
+"""Statistics on data whose answers are known."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from rl_accel.lab.ab.recipe import Metrics
+from rl_accel.lab.ab.stats import (
+    RunData,
+    agreement,
+    compared,
+    curve,
+    first_differences,
+    gain,
+    measured_steps,
+    phase,
+    stage_table,
+)
+
+NAMES = Metrics(stages=["gen", "adv"], warmup_steps=2)
+
+
+def run(arm, times, seed=0, **more):
+    """A run whose steps take ``times`` = [(gen, adv, step), ...], with further metrics as lists."""
+    steps = {}
+    for index, (gen, adv, step) in enumerate(times):
+        row = {"timing_s/gen": gen, "timing_s/adv": adv, "timing_s/step": step}
+        steps[index + 1] = row | {name: values[index] for name, values in more.items()}
+    return RunData(arm, seed, steps)
+
+
+def test_stage_times_leave_out_warm_up_and_the_rest_is_other():
+    slow = run("stock", [(99, 99, 999)] * 2 + [(1, 4, 6), (2, 4, 7), (3, 4, 10)])
+    fast = run("fast", [(88, 88, 888)] * 2 + [(1, 1, 3), (2, 1, 4), (3, 1, 7)])
+    rows = {row["stage"]: row for row in stage_table([slow, fast], ["stock", "fast"], "stock", NAMES)}
+    assert list(rows) == ["gen", "adv", "other", "step"]
+    assert rows["gen"]["arms"]["stock"]["median"] == 2
+    assert rows["adv"]["ratios"]["fast"]["ratio"] == 4
+    assert rows["adv"]["ratios"]["fast"]["saved_s"] == 3
+    assert rows["other"]["arms"]["stock"]["median"] == 1
+    assert rows["step"]["arms"]["stock"] == {"median": 7, "mean": 23 / 3, "p25": 6.5, "p75": 8.5, "steps": 3}
+    assert rows["step"]["ratios"]["fast"]["ratio"] == 7 / 4
+    assert rows["step"]["ratios"]["fast"]["low"] is None  # three pairs say nothing about noise
+    assert "stock" not in rows["step"]["ratios"]
+    of_means = stage_table([slow, fast], ["stock", "fast"], "stock", replace(NAMES, average="mean"))
+    assert next(row for row in of_means if row["stage"] == "step")["ratios"]["fast"]["ratio"] == pytest.approx(23 / 14)
+
+
+def test_the_interval_holds_the_ratio_and_widens_with_noise():
+    steady, noisy = [1 + 0.001 * (i % 5) for i in range(40)], [1 + 0.3 * (i % 5) for i in range(40)]
+
+    def interval(seconds):
+        base = run("stock", [(s, 0, 2 * s) for s in seconds])
+        other = run("fast", [(s, 0, s) for s in reversed(seconds)])
+        (row,) = (r for r in stage_table([base, other], ["stock", "fast"], "stock", NAMES) if r["stage"] == "step")
+        return row["ratios"]["fast"]
+
+    calm, rough = interval(steady), interval(noisy)
+    assert calm["low"] <= calm["ratio"] <= calm["high"]
+    assert calm["pairs"] == 38
+    assert rough["high"] - rough["low"] > 10 * (calm["high"] - calm["low"])
+    assert calm == interval(steady)  # the same data give the same report
+
+
+def test_only_steps_measured_in_both_arms_of_a_seed_are_paired():
+    base = [run("stock", [(1, 1, 2)] * 5, seed=0), run("stock", [(1, 1, 8)] * 5, seed=1)]
+    other = [run("fast", [(1, 1, 1)] * 4, seed=0)]
+    rows = {row["stage"]: row for row in stage_table(base + other, ["stock", "fast"], "stock", NAMES)}
+    assert rows["step"]["ratios"]["fast"] == {"ratio": 2, "low": None, "high": None, "pairs": 2, "saved_s": 1}
+    assert rows["step"]["arms"]["stock"]["steps"] == 6
+
+
+def test_stages_that_an_arm_does_not_have_get_no_ratio():
+    base = RunData("stock", 0, {s: {"timing_s/step": 2.0, "timing_s/gen": 1.0} for s in range(1, 6)})
+    other = RunData("fast", 0, {s: {"timing_s/step": 1.0} for s in range(1, 6)})
+    rows = {row["stage"]: row for row in stage_table([base, other], ["stock", "fast"], "stock", NAMES)}
+    assert "adv" not in rows
+    assert rows["gen"]["ratios"] == {}
+    assert rows["step"]["ratios"]["fast"]["ratio"] == 2
+
+
+def test_a_stage_that_takes_no_time_has_no_ratio():
+    base, other = run("stock", [(1, 1, 2)] * 8), run("fast", [(1, 0, 1)] * 8)
+    rows = {row["stage"]: row for row in stage_table([base, other], ["stock", "fast"], "stock", NAMES)}
+    assert rows["adv"]["ratios"]["fast"]["ratio"] is None
+
+
+@pytest.mark.parametrize(("steps", "measured"), [(5, [3, 4, 5]), (3, [3]), (2, [2]), (1, [1]), (0, [])])
+def test_a_run_shorter_than_its_warm_up_still_counts_its_last_step(steps, measured):
+    assert measured_steps(run("a", [(1, 1, 2)] * steps), NAMES) == measured
+
+
+def test_a_validation_before_training_is_no_step():
+    data = RunData("a", 0, {0: {"val/score": 1.0}, 1: {"timing_s/step": 1.0}, 2: {"timing_s/step": 1.0}})
+    assert measured_steps(data, Metrics(warmup_steps=0)) == [1, 2]
+
+
+def test_first_differences_come_in_the_order_of_the_training_step():
+    times = [(1, 1, 2)] * 4
+    base = run("stock", times, **{"critic/score/mean": [1, 2, 3, 4], "actor/grad_norm": [1.0, 2.0, 4.0, 8.0]})
+    other = run("fast", times, **{"critic/score/mean": [1, 2, 3, 5], "actor/grad_norm": [1.0, 2.0, 4.1, 9.0]})
+    grad, score = first_differences(base, other, NAMES)
+    assert (grad["metric"], grad["step"], grad["phase"]) == ("actor/grad_norm", 3, "update")
+    assert grad["abs"] == pytest.approx(0.1)
+    assert grad["rel"] == pytest.approx(0.1 / 4.1)
+    assert (grad["max_abs"], grad["steps_differing"], grad["steps_compared"]) == (1.0, 2, 4)
+    assert (score["metric"], score["step"], score["baseline"], score["arm"]) == ("critic/score/mean", 4, 4, 5)
+
+
+def test_within_a_step_the_earlier_part_is_named_first():
+    names = ["actor/pg_loss", "critic/returns/mean", "critic/values/mean", "response_length/mean", "something/new"]
+    base = run("stock", [(1, 1, 2)], **{name: [1.0] for name in names})
+    other = run("fast", [(1, 1, 2)], **{name: [2.0] for name in names})
+    found = [row["metric"] for row in first_differences(base, other, NAMES)]
+    assert found == [
+        "response_length/mean",
+        "critic/values/mean",
+        "critic/returns/mean",
+        "actor/pg_loss",
+        "something/new",
+    ]
+
+
+def test_agreement_names_the_parts_of_a_step_that_are_identical():
+    base = run("stock", [(1, 1, 2)], **{"critic/score/mean": [1.0], "rollout_corr/kl": [0.0], "actor/loss": [1.0]})
+    other = run("fast", [(9, 9, 9)], **{"critic/score/mean": [1.0], "rollout_corr/kl": [1e-9], "actor/loss": [1.0]})
+    found = agreement(base, other, NAMES, first_differences(base, other, NAMES))
+    assert found == {
+        "metrics_compared": 3,
+        "metrics_differing": 1,
+        "identical_phases": ["rollout and reward", "update"],
+    }
+
+
+def test_nan_equals_nan_and_a_missing_value_differs():
+    base = run("stock", [(1, 1, 2)] * 2, a=[math.nan, math.nan])
+    assert first_differences(base, run("fast", [(1, 1, 2)] * 2, a=[math.nan, math.nan]), NAMES) == []
+    (row,) = first_differences(base, run("fast", [(1, 1, 2)] * 2, a=[math.nan, 1.0]), NAMES)
+    assert row["step"] == 2
+    (row,) = first_differences(base, run("fast", [(1, 1, 2)] * 2), NAMES)
+    assert (row["step"], row["arm"], row["abs"]) == (1, None, None)
+
+
+def test_steps_that_only_one_run_reached_are_not_compared():
+    base, other = run("stock", [(1, 1, 2)] * 3, a=[1, 1, 1]), run("fast", [(1, 1, 2)] * 2, a=[1, 1])
+    assert first_differences(base, other, NAMES) == []
+
+
+def test_times_throughput_memory_and_our_own_metrics_are_not_compared():
+    free = ["timing_s/gen", "timing_per_token_ms/gen", "perf/throughput", "actor/perf/max_memory_allocated_gb"]
+    free += ["rl_accel/gae/seconds", "perf/mfu/actor"]
+    assert compared([*free, "actor/pg_loss"], NAMES) == ["actor/pg_loss"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "where"),
+    [
+        ("critic/score/mean", "rollout and reward"),
+        ("training/rollout_probs_diff_max", "rollout against trainer probabilities"),
+        ("critic/values/mean", "log-probabilities and values"),
+        ("critic/advantages/mean", "advantages and returns"),
+        ("critic/vf_loss", "update"),
+        ("val-core/x/acc", "validation"),
+    ],
+)
+def test_metrics_belong_to_a_part_of_the_step(metric, where):
+    assert phase(metric) == where
+
+
+def test_curve_and_gain():
+    data = run("a", [(1, 1, 2)] * 10, r=[0, 0, 1, 1, 1, 1, 1, 1, 5, 7])
+    assert curve(data, "r") == {"steps": list(range(1, 11)), "values": [0, 0, 1, 1, 1, 1, 1, 1, 5, 7]}
+    assert gain(data, "r") == {"before": 0, "after": 6, "gain": 6}
+    assert gain(data, "absent") is None
+    assert gain(run("a", [(1, 1, 2)], r=[1]), "r") is None

@@ -1,0 +1,104 @@
+"""The supervisor leaves nothing of a command behind, whoever dies first."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_accel.lab.ab.processes import MARKER, end_all, marked
+
+TRAINER = Path(__file__).with_name("toy_trainer.py")
+
+
+@pytest.fixture
+def supervise(tmp_path):
+    """Start the supervisor on a command in ``tmp_path``; ended after the test."""
+    started = []
+    environment = {**os.environ, MARKER: "test-run", "RAY_TMPDIR": "x", "VERL_FILE_LOGGER_PATH": str(tmp_path / "m")}
+
+    def start(*command, grace=0.5):
+        words = [sys.executable, "-m", "rl_accel.lab.ab.supervise", "--grace", str(grace), "--", *command]
+        with (tmp_path / "log").open("wb") as log:
+            process = subprocess.Popen(
+                words,
+                cwd=tmp_path,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        started.append(process)
+        return process
+
+    yield start
+    end_all(lambda: marked("test-run"), grace_s=0)
+    for process in started:
+        process.stdin.close()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [("raise SystemExit(0)", 0), ("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 128 + 9)],
+)
+def test_it_ends_with_the_exit_code_of_the_command(supervise, code, expected):
+    assert supervise(sys.executable, "-c", code).wait(30) == expected
+
+
+def test_a_command_that_cannot_start_is_said(supervise, tmp_path):
+    assert supervise(str(tmp_path / "absent")).wait(30) == 127
+    assert "cannot start" in (tmp_path / "log").read_text()
+
+
+def test_the_command_gets_ctrl_c_as_if_started_by_hand(supervise):
+    code = "import signal; raise SystemExit(signal.getsignal(signal.SIGINT) is not signal.default_int_handler)"
+    assert supervise(sys.executable, "-c", code).wait(30) == 0
+
+
+def test_children_that_outlive_the_command_are_ended(supervise, tmp_path, gone):
+    assert supervise(sys.executable, str(TRAINER), "steps=1", "stubborn=yes", grace=0.2).wait(30) == 0
+    assert gone(tmp_path / "stubborn_pid")
+    assert "ended what the run left behind: python" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("stubborn", ["yes", "deaf"])
+@pytest.mark.parametrize("end", ["input closes", "SIGTERM"])
+def test_it_ends_a_stubborn_command_and_its_detached_child(supervise, tmp_path, wait_for, gone, end, stubborn):
+    process = supervise(sys.executable, str(TRAINER), "steps=1", "hang_at=1", f"stubborn={stubborn}")
+    wait_for((tmp_path / "m").exists, "the trainer's metrics file")
+    if end == "SIGTERM":
+        process.terminate()
+    else:
+        process.stdin.close()
+    assert process.wait(30) == 128 + (signal.SIGKILL if stubborn == "deaf" else signal.SIGTERM)
+    assert gone(tmp_path / "pid")
+    assert gone(tmp_path / "stubborn_pid")
+
+
+def test_the_marker_finds_a_run_whose_supervisor_was_killed(supervise, tmp_path, wait_for, gone):
+    process = supervise(sys.executable, str(TRAINER), "steps=1", "hang_at=1")
+    wait_for((tmp_path / "m").exists, "the trainer's metrics file")
+    process.kill()
+    process.wait()
+    assert not gone(tmp_path / "pid")
+    assert end_all(lambda: marked("test-run"), grace_s=5)
+    assert gone(tmp_path / "pid")
+    assert marked("test-run") == []
+
+
+def test_the_marker_of_another_run_finds_nothing(supervise, tmp_path, wait_for):
+    supervise(sys.executable, str(TRAINER), "steps=1", "hang_at=1")
+    wait_for((tmp_path / "m").exists, "the trainer's metrics file")
+    assert marked("test-ru") == []
+    assert len(marked("test-run")) == 2
+
+
+def test_end_all_waits_no_longer_than_needed():
+    before = time.monotonic()
+    assert end_all(list, grace_s=60) == []
+    assert time.monotonic() - before < 30

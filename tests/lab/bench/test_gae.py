@@ -1,0 +1,106 @@
+"""The benchmark command: right contestants get numbers, a wrong one gets none and makes it fail."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from rl_accel.lab.bench import gae as bench
+from rl_accel.lab.bench.contestants import Contestant, contestants
+from rl_accel.lab.bench.measure import interleaved, peak_extra_bytes
+
+
+@pytest.mark.slow
+def test_prints_table_goals_and_files(tmp_path):
+    done = CliRunner().invoke(bench.bench_gae, ["--quick", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "correct: rl-accel numba equals the loop bit for bit" in done.output
+    found = json.loads((tmp_path / "gae.json").read_text())
+    assert [(row["batch"], row["tokens"]) for row in found["shapes"]] == list(bench.QUICK)
+    assert all(row["seconds"]["plain copy"]["median"] > 0 for row in found["shapes"])
+    last = found["shapes"][-1]
+    assert all(timing["peak_extra_bytes"] is not None for timing in last["seconds"].values())
+    assert last["seconds"]["rl-accel numba"]["peak_extra_bytes"] < 1.5 * last["output_bytes"]
+    assert (tmp_path / "gae.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_wrong_contestant_gets_no_number(monkeypatch):
+    wrong = Contestant("off by one bit", lambda inputs: (inputs[0], inputs[1]), masked=True)
+    monkeypatch.setattr(bench, "contestants", lambda device: [*contestants(device), wrong])
+    done = CliRunner().invoke(bench.bench_gae, ["--batch", "2", "--tokens", "64"])
+    assert done.exit_code == 1
+    assert "WRONG: off by one bit" in done.output
+    table = done.output.split("milliseconds")[1]
+    assert "off by one bit" not in table
+
+
+@pytest.mark.slow
+def test_says_in_one_sentence_whether_it_is_worth_it():
+    done = CliRunner().invoke(bench.bench_gae, ["--batch", "4", "--tokens", "2048"])
+    assert done.exit_code == 0, done.output
+    assert done.output.count("4 x 2048: ") == 1
+
+
+def test_the_verdict_follows_the_numbers():
+    def row(loop, ours):
+        seconds = {"verl's loop": {"median": loop}, "rl-accel numba": {"median": ours}}
+        return {"batch": 2, "tokens": 3, "seconds": seconds}
+
+    assert "worth it, every step saves 1.90 s" in bench.verdict(row(2.0, 0.1))
+    assert "hard to notice" in bench.verdict(row(0.010, 0.001))
+    assert "not worth it" in bench.verdict(row(0.001, 0.002))
+
+
+@pytest.mark.parametrize("arguments", [["--batch", "4"], ["--tokens", "4"], ["--batch", "0", "--tokens", "1"]])
+def test_wrong_options_are_refused(arguments):
+    assert CliRunner().invoke(bench.bench_gae, arguments).exit_code == 2
+
+
+def test_a_device_that_is_not_here_is_refused():
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    done = CliRunner().invoke(bench.bench_gae, ["--device", "cuda"])
+    assert done.exit_code == 2
+    assert "no CUDA device" in done.output
+
+
+def test_memory_is_measured_at_its_highest():
+    def grow():
+        temporary = torch.ones(64 << 20, dtype=torch.uint8)
+        return temporary[:1].clone()
+
+    peaks = [peak_extra_bytes(grow) for _ in range(5)]
+    assert None not in peaks
+    assert 60 << 20 < max(peaks) < 90 << 20  # not each: earlier tests' memory may go back to the system at that moment
+
+
+def test_a_contestant_that_would_take_too_long_is_left_out_and_said_so():
+    row = {"batch": 2, "tokens": 1000, "seconds": {"slow": {"median": 1.0}}}
+    assert bench._expected("slow", (2, 100_000), [row]) == pytest.approx(100.0)
+    assert bench._expected("slow", (1, 10), [row]) == 0.0
+    assert bench._expected("new", (2, 100_000), [row]) == 0.0
+
+
+def test_how_often_a_function_is_called_depends_on_how_long_it_takes(monkeypatch):
+    import time
+
+    from rl_accel.lab.bench import measure
+
+    monkeypatch.setattr(measure, "ONCE_S", 0.2)
+    monkeypatch.setattr(measure, "WARM_S", 0.05)
+    calls = {"quick": 0, "middling": 0, "slow": 0}
+
+    def call(name, seconds):
+        calls[name] += 1
+        time.sleep(seconds)
+
+    functions = {name: lambda n=name, s=s: call(n, s) for name, s in (("quick", 0), ("middling", 0.1), ("slow", 0.3))}
+    timings = interleaved(functions, budget_s=0.15, most=5)
+    assert calls == {
+        "quick": 1 + 2 * 5,
+        "middling": 1 + measure.LEAST,
+        "slow": 1,
+    }  # quick ones twice, uncounted and counted
+    assert {name: timing.runs for name, timing in timings.items()} == {"quick": 5, "middling": 3, "slow": 1}

@@ -1,0 +1,167 @@
+"""``bench reward``: its programs are as published, its sums are right, and what is wrong turns it red."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from rl_accel.lab.bench import reward as bench
+from rl_accel.lab.bench import reward_run
+from rl_accel.lab.bench.reward_run import Arm, WrongResult, check, check_verdicts, nothing_left
+from rl_accel.lab.bench.reward_summary import kills_too_many, summarise
+from rl_accel.lab.bench.reward_workload import HANGING, Response, quantile, workload
+from rl_accel.reward.adaptive_timeout import TimeoutSettings
+from rl_accel.reward.program import Case, CaseResult
+
+pytestmark = pytest.mark.slow
+
+TINY = ["--prompts", "3", "--responses", "6", "--epochs", "2", "--scale", "0.03", "--only", "quiet"]
+
+
+def drawn(**changes):
+    size = {"prompts": 100, "responses": 16, "epochs": 4, "batch": 20, "scale": 1.0, "spread": 0.3}
+    return workload(**{**size, **changes})
+
+
+def test_the_workload_is_as_published():
+    batches = drawn(responses=64)
+    everything = [response for batch in batches for response in batch]
+    assert len(batches) == 20
+    assert {len(batch) for batch in batches} == {20 * 64}
+    hanging = sum(response.seconds is None for response in everything) / len(everything)
+    assert hanging == pytest.approx(HANGING, abs=1e-4)
+    assert not any(response.correct and response.seconds is None for response in everything)
+    ending = sorted(response.seconds for response in everything if response.seconds is not None)
+    assert ending[len(ending) // 2] == pytest.approx(0.31, abs=0.03)
+    assert sum(2 < seconds <= 30 for seconds in ending) / len(everything) == pytest.approx(0.009, abs=0.006)
+    assert sum(response.correct for response in everything) / len(everything) == pytest.approx(0.6, abs=0.02)
+
+
+def test_quantiles_are_those_of_the_figure():
+    assert [quantile(share / 0.9495) for share in (0.126, 0.609, 0.89, 0.9405)] == pytest.approx(
+        [0.185, 0.361, 0.833, 2.264]
+    )
+    assert 2.79 < quantile(0.995) < 29.0
+
+
+def test_a_workload_is_the_same_for_the_same_seed_and_all_times_are_scaled():
+    assert drawn(seed=1) == drawn(seed=1) != drawn(seed=2)
+    full = [response.seconds for batch in drawn() for response in batch]
+    scaled = [response.seconds for batch in drawn(scale=0.1) for response in batch]
+    assert scaled == pytest.approx([seconds and seconds * 0.1 for seconds in full])
+
+
+def test_programs_print_their_answer_after_their_time():
+    response = next(r for r in drawn(scale=0.1)[0] if r.correct and r.seconds is not None)
+    done = subprocess.run([sys.executable, "-c", response.code], capture_output=True, text=True, check=True)
+    assert done.stdout == "42\n"
+
+
+def made_up(hanging, limit):
+    batch = [
+        Response("p", "", True, 1.0),
+        Response("p", "", True, 5.0),
+        Response("p", "", False, 1.0),
+        Response("q", "", False, None),
+    ]
+    slow = (
+        CaseResult("passed", wall=5.0)
+        if limit >= 5
+        else CaseResult("timeout", wall=limit, waited=1.0, reason="cpu limit")
+    )
+    results = [CaseResult("passed", wall=1.0), slow, CaseResult("wrong", wall=1.0)]
+    return batch, [*results, CaseResult("timeout", wall=hanging, reason="wall limit")]
+
+
+def test_the_sums():
+    batch, fixed = made_up(30.0, 30.0)
+    _, early = made_up(4.0, 4.0)
+    arms = {
+        "fixed": Arm([fixed, fixed], [40.0, 42.0]),
+        "adaptive": Arm([fixed, early], [40.0, 1.0]),
+    }
+    arms["adaptive"].counts.update({"saved_seconds": 26.0})
+    rows = summarise([batch, batch], arms, epochs=2)
+    fixed, ours = rows["fixed"], rows["adaptive"]
+    assert (fixed["seconds"], ours["seconds"]) == (74.0, 37.0 + 10.0)
+    assert ours["times_less"] == 74.0 / 47.0
+    assert (ours["own_seconds"], ours["own_times_less"]) == (46.0, 74.0 / 46.0)
+    assert ours["epoch_times_less"] == [1.0, 3.7]
+    assert (fixed["step_s"], ours["step_s"], ours["steps_faster"]) == (41.0, 20.5, 2.0)
+    assert (fixed["wrongly_killed"], ours["wrongly_killed"], ours["changed"], ours["correct"]) == (0, 1, 1, 4)
+    assert (fixed["struck"], ours["struck"]) == ({"wall": 2}, {"wall": 2, "cpu": 1})
+    assert (ours["saved_s"], ours["saved_estimate_s"]) == (27.0, 26.0)
+
+
+@pytest.mark.parametrize(
+    ("killed", "correct", "many"), [(0, 100, False), (1, 100, False), (2, 100, True), (2, 1000, False), (3, 1000, True)]
+)
+def test_two_killed_in_a_thousand_are_allowed_and_one_always(killed, correct, many):
+    assert kills_too_many({"wrongly_killed": killed, "correct": correct}) == many
+
+
+@pytest.mark.parametrize(
+    ("response", "verdict"),
+    [
+        (Response("p", "", True, 1.0), "wrong"),
+        (Response("p", "", False, 1.0), "passed"),
+        (Response("p", "", False, None), "error"),
+        (Response("p", "", True, 1.0), "killed"),
+    ],
+)
+def test_a_verdict_that_was_not_earned_is_named(response, verdict):
+    with pytest.raises(WrongResult, match=f"found {verdict}"):
+        check([response], [CaseResult(verdict)])
+
+
+def test_what_is_left_behind_is_found():
+    left = []
+    with pytest.raises(WrongResult, match="1 processes are left"), nothing_left():
+        left.append(subprocess.Popen(["sleep", "60"]))
+    left[0].kill()
+    left[0].wait()
+
+
+def test_known_programs_get_their_verdicts():
+    with nothing_left():
+        settings = TimeoutSettings(minimum=0.2, maximum=1.0)
+        assert asyncio.run(check_verdicts(settings, 2, "process")) == 8
+
+
+def test_a_tiny_run_prints_a_table_and_writes_files(tmp_path):
+    done = CliRunner().invoke(bench.bench_reward, [*TINY, "--out", str(tmp_path / "deep")])
+    assert "correct: all verdicts of 72 executions, no process left" in done.output, done.output
+    assert "waits for a processor; goal 3" in done.output
+    found = json.loads((tmp_path / "deep" / "reward.json").read_text())
+    fixed, ours = (found["found"]["quiet"]["arms"][name] for name in ("fixed", "adaptive"))
+    assert fixed["executions"] == ours["executions"] == 36
+    assert found["policies"]["fixed"]["min_correct"] > 10**6
+    assert found["policies"]["adaptive"]["maximum"] == pytest.approx(0.9)
+    assert fixed["counts"]["timeouts"] == fixed["timeouts"]
+    assert (tmp_path / "deep" / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_policy_that_kills_correct_answers_is_red(monkeypatch):
+    real = bench.policies
+
+    def hasty(scale):
+        ours = replace(real(scale)["adaptive"], slack=0.0, minimum=0.0, maximum=0.002)
+        return {**real(scale), "adaptive": ours}
+
+    monkeypatch.setattr(bench, "policies", hasty)
+    done = CliRunner().invoke(bench.bench_reward, TINY)
+    assert done.exit_code == 1
+    assert "of correct answers killed; goal at most 0.2%: NOT met" in done.output
+
+
+def test_no_number_stands_beside_a_wrong_verdict(monkeypatch):
+    monkeypatch.setattr(reward_run, "CASE", Case("stdin", "", "43"))
+    done = CliRunner().invoke(bench.bench_reward, TINY)
+    assert done.exit_code == 1
+    assert "WRONG: wanted passed" in done.output
+    assert "no numbers" in done.output
+    assert "times less" not in done.output

@@ -1,0 +1,53 @@
+"""The one-token kernel against scaled_dot_product_attention on ragged lengths, with and without shared heads."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from rl_accel.lab.cpu_engine.attention import _attention
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("width", [8, 13, 32])
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_every_row_attends_to_its_own_past_only(kv_heads, width, scaling):
+    generator = torch.Generator().manual_seed(width)
+    rows, heads, capacity = 9, 4, 70
+    query = torch.randn(rows, heads, 1, width, generator=generator)
+    key, value = (torch.randn(rows, kv_heads, capacity, width, generator=generator) for _ in range(2))
+    lengths = torch.tensor([1, 2, 7, 8, 9, 33, 64, 69, 70])
+    mask = (torch.arange(capacity) < lengths[:, None])[:, None, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True
+    )
+    for memory in (key, value):
+        memory[~mask.expand(rows, kv_heads, 1, capacity)[:, :, 0]] = torch.nan  # behind the mask nothing is read
+    found, _ = _attention(torch.nn.Module(), query, key, value, mask, scaling=scaling)
+    torch.testing.assert_close(found.transpose(1, 2), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_neither_the_size_of_the_memory_nor_the_other_rows_change_a_bit():
+    query, memory = torch.randn(12, 4, 1, 32), torch.randn(16, 2, 256, 32)
+    lengths = torch.randint(1, 120, (12,))
+
+    def attend(rows, capacity):
+        mask = (torch.arange(capacity) < lengths[:rows, None])[:, None, None]
+        window = memory[:, :, :capacity].contiguous()
+        return _attention(torch.nn.Module(), query[:rows], window, window, mask)[0]
+
+    whole = attend(12, 256)
+    for rows, capacity in ((12, 128), (12, 120), (5, 256), (1, 130)):
+        assert torch.equal(attend(rows, capacity), whole[:rows])
+
+
+def test_prompts_take_the_ordinary_way_and_other_precisions_are_computed_in_float32():
+    module = torch.nn.Module()
+    module.is_causal = True
+    for length, dtype in ((5, torch.float32), (1, torch.bfloat16)):
+        query = torch.randn(2, 2, length, 16).to(dtype)
+        key = torch.randn(2, 2, 5, 16).to(dtype)
+        found, _ = _attention(module, query, key, key, None)
+        expected = torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=length > 1)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.transpose(1, 2), expected, atol=1e-5 if length > 1 else 2e-2, rtol=0)

@@ -1,0 +1,317 @@
+"""The engine against a plain forward of the model, and a request's independence of what else runs."""
+
+import random
+import threading
+import time
+from concurrent.futures import CancelledError
+from concurrent.futures import wait as wait_for
+
+import pytest
+import torch
+
+from rl_accel.lab.cpu_engine.engine import Engine
+from rl_accel.lab.cpu_engine.requests import EngineError
+from rl_accel.lab.cpu_engine.sampling import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=40, temperature=0, logprobs=True, ignore_eos=True)
+
+
+def prompts(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(5, 64) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def endless(seed: int) -> SamplingParams:
+    return SamplingParams(max_tokens=10_000, ignore_eos=True, logprobs=True, seed=seed)
+
+
+@torch.inference_mode()
+def plain_logprobs(model, prompt, tokens, temperature=1.0):
+    logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    return torch.log_softmax(logits / temperature, -1)
+
+
+def wait_until(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the engine did not get there"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("heads", [4, 1], ids=["all-heads", "one-kv-head"])
+def test_greedy_tokens_and_logprobs_are_those_of_a_plain_forward(make_model, engine_for, heads):
+    model = make_model(num_key_value_heads=heads)
+    engine = engine_for(model)
+    given = prompts(20)
+    for prompt, future in [(p, engine.submit("r", p, GREEDY)) for p in given]:
+        generation = future.result(30)
+        expected = plain_logprobs(model, prompt, generation.token_ids)
+        assert generation.token_ids == expected.argmax(-1).tolist()
+        torch.testing.assert_close(torch.tensor(generation.logprobs), expected.max(-1).values, atol=2e-5, rtol=0)
+
+
+def test_sampled_logprobs_are_those_of_the_distribution_at_the_temperature(model, engine_for):
+    engine = engine_for(model)
+    params = [SamplingParams(max_tokens=60, temperature=0.5 + i / 8, logprobs=True, seed=i) for i in range(16)]
+    given = prompts(16)
+    for prompt, p, future in [(q, p, engine.submit("r", q, p)) for q, p in zip(given, params, strict=True)]:
+        generation = future.result(30)
+        expected = plain_logprobs(model, prompt, generation.token_ids, p.temperature)
+        chosen = expected.gather(1, torch.tensor(generation.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(generation.logprobs), chosen, atol=2e-5, rtol=0)
+        assert len(generation.token_ids) == 60 or generation.token_ids[-1] == 4
+
+
+@pytest.mark.slow
+def test_a_request_gives_the_same_bits_whatever_shares_its_batch(model, engine_for):
+    engine = engine_for(model, max_num_seqs=16)
+    rng = random.Random(3)
+    lengths = [300, 170, *(rng.randint(1, 60) for _ in range(14))]  # across the block sizes of the cache
+    requests = [
+        (
+            prompt,
+            SamplingParams(
+                max_tokens=length,
+                seed=i,
+                logprobs=True,
+                ignore_eos=True,
+                temperature=(1.0, 0.0, 1.3)[i % 3],
+                top_k=(-1, 10)[i % 2],
+            ),
+        )
+        for i, (prompt, length) in enumerate(zip(prompts(16, longest=140), lengths, strict=True))
+    ]
+    alone = [engine.submit("r", *request).result(60) for request in requests]
+    together = [future.result(60) for future in [engine.submit("r", *request) for request in requests]]
+    assert together == alone
+    staggered = {}
+    for i in rng.sample(range(16), 16):
+        staggered[i] = engine.submit("r", *requests[i])
+        time.sleep(rng.random() * 0.01)
+    assert [staggered[i].result(60) for i in range(16)] == alone
+
+
+def test_seeds_decide_the_tokens_and_their_absence_leaves_it_to_the_request_id(model, engine_for):
+    engine = engine_for(model)
+    [prompt] = prompts(1)
+
+    def tokens(request_id, seed):
+        params = SamplingParams(max_tokens=30, ignore_eos=True, seed=seed)
+        return engine.submit(request_id, prompt, params).result(30).token_ids
+
+    assert tokens("a", 1) == tokens("b", 1)
+    assert tokens("a", 1) != tokens("a", 2)
+    assert tokens("a", None) == tokens("a", None)
+    assert tokens("a", None) != tokens("b", None)
+
+
+def test_more_requests_than_places_all_complete_and_responses_end_where_they_should(model, engine_for):
+    engine = engine_for(model, max_num_seqs=3, max_model_len=64)
+    given = prompts(30)
+    futures = [engine.submit(str(i), p, SamplingParams(max_tokens=50, seed=i)) for i, p in enumerate(given)]
+    for prompt, future in zip(given, futures, strict=True):
+        generation = future.result(60)
+        assert generation.stop_reason == "completed"
+        assert generation.logprobs is None
+        tokens = generation.token_ids
+        assert 4 not in tokens[:-1]
+        assert tokens[-1] == 4 or len(tokens) == min(50, 64 - len(prompt))
+    stats = engine.stats().result(10)
+    assert (stats.completed, stats.running, stats.waiting) == (30, 0, 0)
+
+
+def test_stop_tokens_of_a_request_end_it(model, engine_for):
+    engine = engine_for(model)
+    [prompt] = prompts(1)
+    free = engine.submit("r", prompt, GREEDY).result(30).token_ids
+    stop = free[7]
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, stop_token_ids=(stop,))
+    assert engine.submit("r", prompt, params).result(30).token_ids == free[: free.index(stop) + 1]
+
+
+def test_equal_prompts_are_read_once_until_the_weights_change(model, engine_for):
+    engine = engine_for(model)
+    group = [engine.submit(str(i), [5, 6, 7], SamplingParams(seed=i)) for i in range(6)]
+    wait_for(group)
+    assert engine.stats().result(10).prefills == 1
+    engine.load_weights(dict(model.named_parameters())).result(10)
+    engine.submit("r", [5, 6, 7], GREEDY).result(30)
+    assert engine.stats().result(10).prefills == 2
+
+
+def test_a_pace_slows_decoding_down_and_changes_nothing_else(model, engine_for):
+    params = SamplingParams(max_tokens=30, ignore_eos=True, logprobs=True, seed=1)
+    began = time.monotonic()
+    paced = engine_for(model, seconds_per_step=0.02).submit("r", [5, 6, 7], params).result(30)
+    assert time.monotonic() - began >= 28 * 0.02  # a first token from the prompt, and no wait after the last one
+    assert paced == engine_for(model).submit("r", [5, 6, 7], params).result(30)
+    with pytest.raises(ValueError, match="seconds_per_step wants a number from 0 to 10, found -1"):
+        Engine(model, [4], seconds_per_step=-1)
+
+
+def test_aborting_one_request_ends_it_alone(model, engine_for):
+    engine = engine_for(model, max_num_seqs=4)
+    given = prompts(6)
+    limit = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=True, seed=9)
+    expected = [engine.submit("r", p, limit).result(60) for p in given]
+    futures = [engine.submit(f"r{i}", p, endless(9) if i in (1, 5) else limit) for i, p in enumerate(given)]
+    wait_until(lambda: engine.stats().result(10).running == 4)
+    assert engine.abort("r1").result(10) == 1
+    assert engine.abort("r5").result(10) == 1  # this one may still be waiting for a place
+    assert engine.abort("nobody").result(10) == 0
+    aborted = futures[1].result(10)
+    assert aborted.stop_reason == "aborted"
+    assert len(aborted.logprobs) == len(aborted.token_ids)
+    for i in (0, 2, 3, 4):
+        assert futures[i].result(60) == expected[i]
+
+
+def test_pause_ends_everything_holds_what_comes_and_resume_goes_on(model, engine_for):
+    engine = engine_for(model, max_num_seqs=3)
+    futures = [engine.submit(str(i), p, endless(i)) for i, p in enumerate(prompts(5))]
+    wait_until(lambda: engine.stats().result(10).tokens > 20)
+    assert engine.pause().result(10) == 5
+    assert {future.result(10).stop_reason for future in futures} == {"aborted"}
+    held = engine.submit("late", [5, 6], GREEDY)
+    stats = engine.stats().result(10)
+    assert (stats.paused, stats.waiting, stats.running) == (True, 1, 0)
+    assert not held.done()
+    engine.resume().result(10)
+    assert held.result(30).stop_reason == "completed"
+
+
+def test_a_response_resumed_from_its_own_tokens_goes_on_as_if_never_aborted(model, engine_for):
+    engine = engine_for(model)
+    [prompt] = prompts(1)
+    whole = engine.submit("r", prompt, SamplingParams(max_tokens=120, ignore_eos=True, seed=4)).result(30).token_ids
+    rest = SamplingParams(max_tokens=70, ignore_eos=True, seed=4)
+    assert engine.submit("r", prompt + whole[:50], rest).result(30).token_ids == whole[50:]
+
+
+def test_cancelling_a_future_frees_its_place(model, engine_for):
+    engine = engine_for(model, max_num_seqs=1)
+    first = engine.submit("first", [5, 6], endless(0))
+    second = engine.submit("second", [7, 8], GREEDY)
+    wait_until(lambda: engine.stats().result(10).running == 1)
+    assert first.cancel()
+    assert second.result(30).stop_reason == "completed"
+    with pytest.raises(CancelledError):
+        first.result(1)
+
+
+def test_new_weights_are_used_from_the_next_request_on(make_model, engine_for):
+    old, new = make_model(seed=0), make_model(seed=1)
+    engine = engine_for(old)
+    [prompt] = prompts(1)
+    engine.submit("r", prompt, GREEDY).result(30)
+    engine.load_weights({name: tensor.clone() for name, tensor in new.named_parameters()}).result(10)
+    tokens = engine.submit("r", prompt, GREEDY).result(30).token_ids
+    assert tokens == plain_logprobs(new, prompt, tokens).argmax(-1).tolist()
+
+
+def test_tied_weights_may_come_under_one_name(make_model, engine_for):
+    engine = engine_for(make_model(tie_word_embeddings=True))
+    new = make_model(seed=1, tie_word_embeddings=True)
+    weights = dict(new.named_parameters())
+    assert "lm_head.weight" not in weights
+    engine.load_weights(weights).result(10)
+    tokens = engine.submit("r", [5, 6], GREEDY).result(30).token_ids
+    assert tokens == plain_logprobs(new, [5, 6], tokens).argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop("lm_head.weight"), "missing.*lm_head"),
+        (lambda weights: weights.update(extra=torch.zeros(1)), "unknown.*extra"),
+        (lambda weights: weights.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight \(3,\)"),
+    ],
+    ids=["missing", "unknown", "shape"],
+)
+def test_weights_that_do_not_fit_change_nothing(make_model, engine_for, change, message):
+    model = make_model()
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    weights = {name: tensor + 1 for name, tensor in before.items()}
+    change(weights)
+    with pytest.raises(ValueError, match=message):
+        engine_for(model).load_weights(weights).result(10)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
+
+
+def test_weights_are_refused_while_a_request_decodes(model, engine_for):
+    engine = engine_for(model)
+    engine.submit("r", [5, 6], endless(0))
+    wait_until(lambda: engine.stats().result(10).running == 1)
+    with pytest.raises(EngineError, match="1 requests are decoding"):
+        engine.load_weights(dict(model.named_parameters())).result(10)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "the prompt is empty"),
+        ([5] * 512, "512 tokens leaves no room"),
+        ([5, 64], "vocabulary"),
+        ([-1], "vocabulary"),
+    ],
+)
+def test_a_prompt_that_cannot_be_read_is_refused_at_once(model, engine_for, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        engine_for(model).submit("r", prompt, GREEDY)
+
+
+def test_requests_that_fail_in_the_model_fail_alone_and_leave_nothing_behind(make_model, engine_for):
+    model = make_model()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[63] = torch.nan
+    engine = engine_for(model, max_num_seqs=2)
+
+    def avoiding(seed):
+        return SamplingParams(max_tokens=30, seed=seed, stop_token_ids=(63,), ignore_eos=True)
+
+    in_prompt = engine.submit("first", [5, 63], avoiding(0))
+    with pytest.raises(EngineError, match="request first: the model gave logits that are not finite"):
+        in_prompt.result(30)
+    # Without a stop at token 63 a response sooner or later reads its own NaN, in the middle of a batch.
+    others = [engine.submit(f"n{i}", [5, 6], SamplingParams(max_tokens=500, seed=i, ignore_eos=True)) for i in range(6)]
+    wait_for(others)
+    assert any(other.exception() for other in others)
+    after = [engine.submit(f"g{i}", [7, 8, 9], avoiding(i)) for i in range(6)]
+    assert {future.result(30).stop_reason for future in after} == {"completed"}
+
+
+def test_a_closed_engine_ends_its_requests_and_its_thread(model):
+    engine = Engine(model, [4], max_num_seqs=2, max_model_len=512)
+    future = engine.submit("r", [5, 6], endless(0))
+    engine.close()
+    assert future.result(10).stop_reason == "aborted"
+    with pytest.raises(EngineError, match="closed"):
+        engine.submit("r", [5, 6], GREEDY)
+    assert "rl-accel-cpu-engine" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_failure_of_the_engine_itself_reaches_every_caller(make_model, engine_for, monkeypatch):
+    engine = engine_for(make_model(), max_num_seqs=1)
+    futures = [engine.submit(str(i), [5, 6], endless(i)) for i in range(3)]
+    wait_until(lambda: engine.stats().result(10).running == 1)
+    monkeypatch.setattr(engine, "_drop_cancelled", lambda: 1 / 0)
+    for future in futures:
+        with pytest.raises(ZeroDivisionError):
+            future.result(10)
+    with pytest.raises(EngineError, match="closed"):
+        engine.pause()
+
+
+def test_a_control_call_that_is_cancelled_harms_nobody(model, engine_for):
+    engine = engine_for(model)
+    [prompt] = prompts(1)
+    futures = [engine.submit(str(i), prompt, GREEDY) for i in range(8)]
+    for _ in range(20):
+        engine.abort("nobody").cancel()
+    assert {future.result(30).stop_reason for future in futures} == {"completed"}
+
+
+def test_a_model_with_sliding_windows_is_refused(make_model):
+    model = make_model(use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    with pytest.raises(ValueError, match="full attention only"):
+        Engine(model, [4])

@@ -1,0 +1,230 @@
+"""The engine with a budget of key-value memory, against the same engine without one."""
+
+import random
+import time
+
+import pytest
+import torch
+
+from rl_accel.lab.cpu_engine.requests import EngineError
+from rl_accel.lab.cpu_engine.sampling import SamplingParams
+
+pytestmark = pytest.mark.slow
+
+_KINDS = [{"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.3, "top_k": 10}, {"top_p": 0.8}]
+
+
+def prompt_of(rng, longest=30):
+    return [rng.randrange(5, 64) for _ in range(rng.randint(1, longest))]
+
+
+def wait_until(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the engine did not get there"
+        time.sleep(0.002)
+
+
+def endless(seed):
+    return SamplingParams(max_tokens=10_000, ignore_eos=True, logprobs=True, seed=seed)
+
+
+def assert_same(found, expected):
+    """Equal tokens; and log-probabilities as close as two orders of summation are."""
+    assert (found.stop_reason, found.token_ids) == (expected.stop_reason, expected.token_ids)
+    torch.testing.assert_close(torch.tensor(found.logprobs), torch.tensor(expected.logprobs), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", _KINDS, ids=["greedy", "sampled", "top-k", "top-p"])
+def test_preempted_requests_give_what_they_would_have_given(model, engine_for, kind):
+    rng = random.Random(1)
+    requests = [
+        (prompt_of(rng), SamplingParams(max_tokens=rng.randint(1, 90), seed=i, logprobs=True, ignore_eos=True, **kind))
+        for i in range(24)
+    ]
+    free = engine_for(model)
+    expected = [future.result(60) for future in [free.submit("r", *request) for request in requests]]
+    tight = engine_for(model, kv_tokens=130)
+    found = [future.result(60) for future in [tight.submit("r", *request) for request in requests]]
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one, other)
+    stats = tight.stats().result(10)
+    assert stats.preemptions == sum(generation.preemptions for generation in found) >= 5
+    assert stats.prefills == len(requests) + stats.preemptions
+    assert 110 < stats.kv_peak <= 130
+    assert stats.tokens == sum(len(generation.token_ids) for generation in found)
+    assert free.stats().result(10).preemptions == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_arrives_and_is_aborted_the_rest_is_as_without_a_budget(model, engine_for, seed):
+    rng = random.Random(seed)
+    budget = rng.randint(140, 260)
+    engines = engine_for(model), engine_for(model, kv_tokens=budget)
+    requests = [
+        (
+            f"r{i}",
+            prompt_of(rng, 40),
+            SamplingParams(
+                max_tokens=rng.randint(1, 100), logprobs=True, ignore_eos=rng.random() < 0.7, **rng.choice(_KINDS)
+            ),
+        )
+        for i in range(40)
+    ]
+    expected = [future.result(60) for future in [engines[0].submit(*request) for request in requests]]
+    futures, ways_out = [], set()
+    for i, request in enumerate(requests):
+        futures.append(engines[1].submit(*request))
+        if rng.random() < 0.3:
+            time.sleep(rng.random() * 0.02)
+        if rng.random() < 0.25:
+            chosen = rng.randrange(i + 1)
+            if rng.random() < 0.5:
+                engines[1].abort(f"r{chosen}")
+                ways_out.add((chosen, "aborted"))
+            elif futures[chosen].cancel():
+                ways_out.add((chosen, "cancelled"))
+    for i, (future, whole) in enumerate(zip(futures, expected, strict=True)):
+        if future.cancelled():
+            assert (i, "cancelled") in ways_out
+            continue
+        found = future.result(60)
+        if found.stop_reason == "aborted":
+            assert (i, "aborted") in ways_out
+            assert found.token_ids == whole.token_ids[: len(found.token_ids)]
+            assert len(found.logprobs) == len(found.token_ids)
+        else:
+            assert_same(found, whole)
+    stats = engines[1].stats().result(10)
+    assert stats.preemptions > 0
+    assert stats.kv_peak <= budget
+    assert (stats.running, stats.waiting, stats.failed, stats.kv_used) == (0, 0, 0, 0)
+
+
+def test_a_budget_that_suffices_changes_no_bit(model, engine_for):
+    rng = random.Random(2)
+    requests = [(prompt_of(rng), SamplingParams(max_tokens=40, seed=i, logprobs=True)) for i in range(12)]
+    answers = [
+        [future.result(60) for future in [engine.submit("r", *request) for request in requests]]
+        for engine in (engine_for(model), engine_for(model, kv_tokens=10_000))
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_the_oldest_request_is_never_preempted_however_many_come_after_it(model, engine_for):
+    engine = engine_for(model, kv_tokens=220)
+    first = engine.submit("first", [5, 6], SamplingParams(max_tokens=200, ignore_eos=True, seed=0))
+    rng = random.Random(0)
+    others = []
+    while not first.done():
+        params = SamplingParams(max_tokens=rng.randint(20, 60), ignore_eos=True)
+        others.append(engine.submit(str(len(others)), prompt_of(rng), params))
+        time.sleep(0.001)
+    assert first.result().preemptions == 0
+    assert sum(other.result(120).preemptions for other in others) > 0
+    assert {other.result().stop_reason for other in others} == {"completed"}
+
+
+def test_a_request_that_alone_exceeds_the_budget_is_refused_when_it_is_made(model, engine_for):
+    engine = engine_for(model, kv_tokens=100)
+    with pytest.raises(ValueError, match=r"request r: a prompt of 60 tokens .* up to 41 do not fit into kv_tokens=100"):
+        engine.submit("r", [5] * 60, SamplingParams(max_tokens=41))
+    fits = engine.submit("r", [5] * 60, SamplingParams(max_tokens=40, ignore_eos=True))
+    assert len(fits.result(30).token_ids) == 40
+    # A response ends at max_model_len too, whatever was asked for.
+    capped = engine_for(model, kv_tokens=100, max_model_len=100).submit("r", [5] * 60, endless(0))
+    assert len(capped.result(30).token_ids) == 40
+
+
+def one_away(model, engine_for, **options):
+    """An engine, paced to leave time, whose second of two endless requests has just been preempted."""
+    engine = engine_for(model, kv_tokens=200, max_model_len=200, seconds_per_step=0.02, **options)
+    futures = [engine.submit(name, [5] * 60, endless(seed)) for seed, name in enumerate(("old", "young"))]
+    wait_until(lambda: engine.stats().result(10).preemptions == 1)
+    stats = engine.stats().result(10)
+    assert (stats.running, stats.waiting) == (1, 1)
+    return engine, futures
+
+
+def test_a_request_is_aborted_while_it_is_away_with_the_tokens_it_has(model, engine_for):
+    whole = engine_for(model, max_model_len=200).submit("r", [5] * 60, endless(1)).result(30)
+    engine, (old, young) = one_away(model, engine_for)
+    assert engine.abort("young").result(10) == 1
+    found = young.result(10)
+    assert (found.stop_reason, found.preemptions) == ("aborted", 1)
+    assert 35 < len(found.token_ids) < 45
+    assert found.token_ids == whole.token_ids[: len(found.token_ids)]
+    assert old.result(30).stop_reason == "completed"
+
+
+def test_a_request_that_is_cancelled_while_it_is_away_is_forgotten(model, engine_for):
+    engine, (old, young) = one_away(model, engine_for)
+    assert young.cancel()
+    wait_until(lambda: engine.stats().result(10).waiting == 0)
+    assert old.result(30).stop_reason == "completed"
+    assert engine.stats().result(10).preemptions == 1
+
+
+def test_pause_ends_a_request_that_is_away(model, engine_for):
+    engine, futures = one_away(model, engine_for)
+    assert engine.pause().result(10) == 2
+    assert {future.result(10).stop_reason for future in futures} == {"aborted"}
+    assert engine.stats().result(10).waiting == 0
+
+
+def test_weights_are_refused_as_long_as_a_request_is_away(make_model, engine_for):
+    old_model, new_model = make_model(seed=0), make_model(seed=1)
+    engine, (old, young) = one_away(old_model, engine_for)
+    weights = {name: tensor.clone() for name, tensor in new_model.named_parameters()}
+    with pytest.raises(EngineError, match="2 requests are decoding"):
+        engine.load_weights(weights).result(10)
+    # Between two steps, with nothing running but the one that is away: it would go on under other weights.
+    engine.abort("old")
+    refused = engine.load_weights(weights)
+    assert old.result(10).stop_reason == "aborted"
+    with pytest.raises(EngineError, match="1 requests are decoding"):
+        refused.result(10)
+    engine.abort_all().result(10)
+    engine.load_weights(weights).result(10)
+    assert young.result(10).stop_reason == "aborted"
+
+
+def test_a_stream_of_tokens_goes_on_after_a_preemption(model, engine_for):
+    engine = engine_for(model, kv_tokens=200, max_model_len=200)
+    seen = {0: [], 1: []}
+    futures = [
+        engine.submit("r", [5] * 60, endless(i), watch=lambda token, _, i=i: seen[i].append(token)) for i in seen
+    ]
+    answers = [future.result(30) for future in futures]
+    assert [answer.preemptions for answer in answers] == [0, 1]
+    assert [answer.token_ids for answer in answers] == [seen[0], seen[1]]
+
+
+def test_the_peak_is_told_since_it_was_last_asked_for(model, engine_for):
+    engine = engine_for(model, kv_tokens=400)
+
+    def run(count):
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        for future in [engine.submit(str(i), [5] * 10, params) for i in range(count)]:
+            future.result(30)
+
+    run(4)
+    assert engine.stats().result(10).kv_peak_share == pytest.approx(4 * 49 / 400)
+    assert engine.stats(reset_peak=True).result(10).kv_peak_share == pytest.approx(4 * 49 / 400)
+    assert engine.stats().result(10).kv_peak == 0
+    run(1)
+    assert engine.stats().result(10).kv_peak == 49  # the last token is never read
+    free = engine_for(model)
+    assert free.stats().result(10).kv_tokens is None
+    assert free.stats().result(10).kv_peak_share is None
+
+
+def test_a_preempted_request_that_fails_when_it_is_read_again_fails_alone(model, engine_for, monkeypatch):
+    engine, (old, young) = one_away(model, engine_for)
+    read = engine._batch._read
+    monkeypatch.setattr(engine._batch, "_read", lambda tokens: 1 / 0 if len(tokens) > 60 else read(tokens))
+    assert old.result(30).stop_reason == "completed"
+    with pytest.raises(ZeroDivisionError):
+        young.result(30)
+    assert engine.submit("later", [6] * 60, SamplingParams(max_tokens=5)).result(30).stop_reason == "completed"

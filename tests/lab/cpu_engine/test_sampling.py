@@ -1,0 +1,132 @@
+"""Sampling: uniforms that depend on seed and position only, exact truncation, clear refusals."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from rl_accel.lab.cpu_engine.sampling import BatchSampler, SamplingParams, derive_seed, uniforms
+
+
+def draw(logits, params, seeds, positions):
+    return BatchSampler(params, seeds)(logits, positions)
+
+
+def test_uniforms_are_the_published_splitmix64_stream():
+    # First outputs of SplitMix64 with seed 1234567, from the reference implementation.
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    found = uniforms(np.full(3, 1234567, dtype=np.uint64), np.arange(3))
+    assert found.tolist() == [(value >> 11) * 2.0**-53 for value in expected]
+
+
+def test_uniforms_are_uniform_along_seeds_and_along_positions():
+    many = np.arange(20_000)
+    along_positions = uniforms(np.full(len(many), 42, dtype=np.uint64), many)
+    along_seeds = uniforms(np.array([derive_seed(i) for i in many], dtype=np.uint64), np.full(len(many), 7))
+    for sample in (along_positions, along_seeds):
+        assert stats.kstest(sample, "uniform").pvalue > 1e-3
+
+
+def test_drawn_tokens_follow_the_softmax_at_the_temperature():
+    logits = torch.tensor([[2.0, 0.0, -1.0, 1.0, -3.0]])
+    count = 20_000
+    for temperature in (0.5, 1.0, 1.7):
+        params = [SamplingParams(temperature=temperature)] * count
+        tokens, _ = draw(logits.expand(count, -1), params, [3] * count, range(count))
+        expected = torch.softmax(logits[0].double() / temperature, 0).numpy() * count
+        assert stats.chisquare(np.bincount(tokens, minlength=5), expected).pvalue > 1e-3
+
+
+def test_greedy_takes_the_likeliest_token_and_reports_the_plain_logprob():
+    logits = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
+    tokens, logprobs = draw(logits, [SamplingParams(temperature=0)] * 6, range(6), range(6))
+    assert tokens == logits.argmax(-1).tolist()
+    assert logprobs == torch.log_softmax(logits, -1).max(-1).values.tolist()
+
+
+@given(
+    seed=st.integers(0, 2**63 - 1),
+    top_k=st.integers(1, 12),
+    top_p=st.floats(0.05, 1.0),
+    temperature=st.floats(0.2, 3.0),
+)
+def test_truncation_keeps_the_top_k_then_the_smallest_set_with_top_p(seed, top_k, top_p, temperature):
+    logits = torch.randn(1, 10, generator=torch.Generator().manual_seed(seed % 2**31)) * 2
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    probabilities = torch.softmax(logits[0].double() / temperature, 0)
+    order = probabilities.argsort(descending=True).tolist()[:top_k]
+    inside = probabilities[order] / probabilities[order].sum()
+    kept, mass = [], 0.0
+    for token, probability in zip(order, inside.tolist(), strict=True):
+        if kept and mass >= top_p - 1e-6:
+            break
+        kept.append(token)
+        mass += probability
+    (token,), (logprob,) = draw(logits, [params], [seed], [0])
+    assert token in kept
+    share = float(probabilities[token] / probabilities[kept].sum())
+    # A set that ends within rounding of top_p may hold one token more or less.
+    boundary = abs(mass - top_p) < 1e-5 or abs(mass - inside[len(kept) - 1].item() - top_p) < 1e-5
+    assert boundary or logprob == pytest.approx(np.log(share), abs=1e-5)
+
+
+def test_a_token_of_zero_probability_is_never_drawn():
+    logits = torch.full((4096, 8), -torch.inf)
+    logits[:, 3] = 0.0
+    tokens, logprobs = draw(logits, [SamplingParams()] * 4096, range(4096), [0] * 4096)
+    assert set(tokens) == {3}
+    assert set(logprobs) == {0.0}
+
+
+def test_rows_do_not_influence_each_other():
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(16, 40, generator=generator)
+    params = [
+        SamplingParams(temperature=0.3 * i, top_k=(-1, 5)[i % 2], top_p=(1.0, 0.8)[i % 3 == 0]) for i in range(16)
+    ]
+    together = draw(logits, params, range(16), range(16))
+    alone = [draw(logits[i : i + 1], [params[i]], [i], [i]) for i in range(16)]
+    assert together == ([tokens[0] for tokens, _ in alone], [logprobs[0] for _, logprobs in alone])
+
+
+def test_a_row_that_is_not_finite_is_marked_and_its_neighbours_are_not():
+    logits = torch.zeros(3, 4)
+    logits[1, 2] = torch.nan
+    tokens, _ = draw(logits, [SamplingParams()] * 3, range(3), range(3))
+    assert tokens[1] == -1
+    assert min(tokens[0], tokens[2]) >= 0
+
+
+def test_seeds_do_not_depend_on_hash_randomisation():
+    assert derive_seed(0, "a", None) == 10994160445515956199
+    assert len({derive_seed(a, b) for a in range(50) for b in range(50)}) == 2500
+
+
+def test_parameters_of_an_agent_loop_are_understood():
+    params = SamplingParams.from_dict(
+        {"temperature": 0.7, "top_k": -1, "top_p": 0.9, "repetition_penalty": 1.0, "logprobs": True, "seed": 5},
+        max_tokens=30,
+    )
+    assert params == SamplingParams(max_tokens=30, temperature=0.7, top_p=0.9, logprobs=True, seed=5)
+    assert SamplingParams.from_dict({"max_new_tokens": 7, "logprobs": None}).max_tokens == 7
+    assert SamplingParams.from_dict({"logprobs": 0}).logprobs  # vLLM's "only the sampled token"
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temprature": 1.0}, "unknown sampling parameter 'temprature'"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2 is not supported"),
+        ({"temperature": -1}, "temperature wants"),
+        ({"temperature": float("nan")}, "temperature wants"),
+        ({"top_k": -2}, "top_k wants"),
+        ({"top_k": 1.5}, "top_k wants"),
+        ({"top_p": 0.0}, "top_p wants"),
+        ({"max_tokens": 0}, "max_tokens wants"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(params, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams.from_dict(params)

@@ -1,0 +1,88 @@
+"""What VERL_PLATFORM=cpu does to a process that imports verl, and that nothing happens without it."""
+
+import importlib.util
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed"),
+]
+
+
+def test_without_the_variable_nothing_of_the_cpu_runtime_is_even_imported(python):
+    result = python(
+        """
+        import os, sys
+        import verl
+        from verl.plugin.platform.platform_manager import PlatformRegistry
+        assert PlatformRegistry.get("cpu") is None
+        ours = {name for name in sys.modules if name.startswith("rl_accel.lab.verl_cpu")}
+        assert ours <= {"rl_accel.lab.verl_cpu", "rl_accel.lab.verl_cpu.plugin"}, ours
+        assert "VERL_ENGINE_DEVICE" not in os.environ
+        """
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_with_it_verl_finds_platform_rollout_and_every_patch(python):
+    result = python(
+        """
+        import os, sys
+        import verl
+        from verl.utils import device
+        assert device.get_device_name() == device.get_device_id() == "cpu"
+        assert device.get_resource_name() == "GPU" and device.get_nccl_backend() == "gloo"
+        assert device.get_torch_device().is_available() is False
+        assert os.environ["VERL_ENGINE_DEVICE"] == "cuda"
+        assert "verl.workers.rollout.base" not in sys.modules, "importing verl must stay cheap"
+
+        from verl.workers.rollout.base import get_rollout_class
+        from verl.workers.rollout.replica import get_rollout_replica_class
+        from rl_accel.lab.verl_cpu.replica import CPURolloutReplica, CPUServerAdapter
+        assert get_rollout_class("hf_cpu") is CPUServerAdapter
+        assert get_rollout_replica_class("hf_cpu") is CPURolloutReplica
+
+        import verl.trainer.main_ppo, verl.trainer.ppo.v1, verl.workers.engine.fsdp
+        from rl_accel.lab.verl_cpu import activate, compat, preflight, repeatable
+        activate()  # a second time changes nothing
+        for patch in (*compat.PATCHES, *repeatable.PATCHES, *preflight.PATCHES):
+            assert patch.state().value == "applied", patch
+            assert patch.no_seam
+        """,
+        VERL_PLATFORM="cpu",
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_run_that_cannot_work_stops_before_a_cluster_starts_and_says_why(python):
+    result = python(
+        """
+        import sys
+        from verl.trainer.main_ppo import main
+        sys.argv = ["main_ppo", "actor_rollout_ref.rollout.name=vllm", "hydra.run.dir=.", "hydra.output_subdir=null"]
+        main()
+        """,
+        VERL_PLATFORM="cpu",
+    )
+    assert result.returncode != 0
+    assert "this run cannot work with VERL_PLATFORM=cpu" in result.stderr
+    assert "actor_rollout_ref.rollout.name=hf_cpu" in result.stderr
+    assert "ray init" not in result.stdout
+
+
+def test_the_value_model_is_loaded_with_the_attention_of_its_config(python, make_model, tmp_path):
+    make_model().save_pretrained(tmp_path / "model")
+    result = python(
+        """
+        import sys, torch
+        from transformers import AutoConfig
+        from verl.utils.model import load_valuehead_model
+        config = AutoConfig.from_pretrained("model", attn_implementation="sdpa", num_labels=1)
+        model = load_valuehead_model("model", torch.float32, config, False)
+        assert model.config._attn_implementation == "sdpa"
+        assert model(input_ids=torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, 1)
+        """,
+        VERL_PLATFORM="cpu",
+    )
+    assert result.returncode == 0, result.stderr

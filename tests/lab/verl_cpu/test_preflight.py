@@ -1,0 +1,104 @@
+"""The preflight names everything a CPU run lacks, and its own advice, taken, silences it."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+
+from rl_accel.errors import ConfigError
+from rl_accel.lab.verl_cpu import preflight
+
+SHORTCUT = ["hydra.searchpath=[pkg://rl_accel.lab.verl_cpu]", "+run_on=cpu"]
+
+
+@pytest.fixture
+def configured(monkeypatch):
+    """``configured(*overrides)`` composes the configuration that ``python -m verl.trainer.main_ppo`` would get."""
+    spec = importlib.util.find_spec("verl")
+    if spec is None or spec.origin is None:
+        pytest.skip("verl is not installed")
+    monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    folder = Path(spec.origin).parent / "trainer" / "config"
+
+    def make(*overrides):
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(config_dir=str(folder), version_base=None):
+            return compose(config_name="ppo_trainer", overrides=list(overrides))
+
+    yield make
+    GlobalHydra.instance().clear()
+
+
+def overrides(config):
+    return [override for override, _ in preflight.find_problems(config)]
+
+
+def test_all_that_a_stock_configuration_lacks_is_in_one_message(configured):
+    with pytest.raises(ConfigError) as caught:
+        preflight.check(
+            configured(
+                "actor_rollout_ref.rollout.name=vllm",
+                "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
+                "trainer.n_gpus_per_node=2",
+            )
+        )
+    message = str(caught.value)
+    for needed in (
+        "actor_rollout_ref.rollout.name=hf_cpu",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "critic.fsdp.strategy=fsdp2",
+        "+actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype=fp32",
+        "+critic.model.override_config.attn_implementation=sdpa",
+        "+ray_kwargs.ray_init.num_gpus=2",
+        "ray_kwargs.ray_init.num_cpus=16",
+        "+run_on=cpu",
+    ):
+        assert needed in message
+
+
+def test_the_advice_taken_leaves_nothing_to_advise(configured):
+    given = ["actor_rollout_ref.rollout.name=vllm", "trainer.n_gpus_per_node=2"]
+    advice = overrides(configured(*given))
+    assert overrides(configured(*given, *advice)) == []
+
+
+def test_the_shortcut_alone_is_enough(configured):
+    assert overrides(configured(*SHORTCUT, "trainer.n_gpus_per_node=2")) == []
+
+
+def test_a_run_without_a_critic_is_not_asked_about_one(configured):
+    found = overrides(configured("actor_rollout_ref.rollout.name=hf_cpu", "algorithm.adv_estimator=grpo"))
+    assert found
+    assert not [override for override in found if "critic" in override]
+
+
+def test_a_cluster_that_runs_already_keeps_its_resources(configured):
+    found = overrides(configured("+ray_kwargs.ray_init.address=auto", "trainer.n_gpus_per_node=64"))
+    assert not [override for override in found if "ray_init" in override]
+
+
+def test_another_engine_device_in_the_environment_is_named(configured, monkeypatch):
+    monkeypatch.setenv("VERL_ENGINE_DEVICE", "npu")
+    assert overrides(configured(*SHORTCUT)) == ["VERL_ENGINE_DEVICE=cuda (environment)"]
+
+
+def test_memory_in_which_one_response_would_not_fit_is_named(configured):
+    given = [*SHORTCUT, "data.max_prompt_length=100", "data.max_response_length=200"]
+    key = "actor_rollout_ref.rollout.engine_kwargs.hf_cpu.kv_tokens"
+    assert overrides(configured(*given, f"+{key}=300")) == []
+    assert overrides(configured(*given, f"+{key}=299")) == [f"{key}=300"]
+
+
+def test_ranks_may_share_a_server_and_its_memory_is_that_of_all_of_them(configured):
+    given = [*SHORTCUT, "data.max_prompt_length=100", "data.max_response_length=200", "trainer.n_gpus_per_node=2"]
+    given.append("actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+    memory = "actor_rollout_ref.rollout.engine_kwargs.hf_cpu"
+    assert overrides(configured(*given)) == []
+    assert overrides(configured(*given, f"+{memory}.kv_tokens=150")) == []
+    assert overrides(configured(*given, f"+{memory}.kv_tokens=149")) == [f"{memory}.kv_tokens=150"]
+    assert overrides(configured(*given, f"+{memory}.kv_tokens=100", f"+{memory}.weight_tokens=100")) == []
