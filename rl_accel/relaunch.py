@@ -20,6 +20,8 @@ from typing import Any
 
 import click
 
+from rl_accel.processes import become_subreaper, end_descendants, shell_exit_code
+
 EXIT_CODE = 75
 """Of a run that wants to be launched again (``EX_TEMPFAIL`` of sysexits.h)."""
 NOTE_VAR = "RL_ACCEL_RESTART_FILE"
@@ -46,8 +48,6 @@ class Launches:
 
     def run(self) -> int:
         """Return the exit code of the last launch, 128 + n if signal n ended it. Call it in the main thread."""
-        from rl_accel.lab.ab.processes import become_subreaper
-
         become_subreaper()
         overrides: list[str] = []
         reached = -1
@@ -77,8 +77,6 @@ class Launches:
         raise AssertionError("unreachable")
 
     def _launch(self, command: list[str], file: Path) -> int:
-        from rl_accel.lab.ab.processes import descendants, end_all
-
         environment = {**os.environ, NOTE_VAR: str(file)}
         try:
             self._child = subprocess.Popen(
@@ -90,13 +88,10 @@ class Launches:
         if self._stopped:  # the signal came while there was no one to pass it on to
             self._pass_on(signal.SIGTERM)
         code = self._child.wait()
-        deadline = time.monotonic() + _ORPHANS_S
-        while descendants() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        ended = end_all(descendants, grace_s=2.0)
+        ended = end_descendants(_ORPHANS_S)
         if ended:
             _say(f"ended what the launch left behind: {', '.join(sorted(ended))}")
-        return 128 - code if code < 0 else code
+        return shell_exit_code(code)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -128,9 +123,6 @@ class Launches:
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(max_restarts: int, pause: float, command: tuple[str, ...]) -> None:
     """Run a trainer, and again with other overrides when it asks for that (rl_accel.tp_replan.action=restart)."""
-    from rl_accel.lab.ab.extra import needs
-
-    needs("psutil")
     raise SystemExit(Launches(command, max_restarts, pause).run())
 
 
