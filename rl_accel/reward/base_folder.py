@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from rl_accel.reward.worker.leftovers import remove
+from rl_accel.reward.worker.cleanup import remove
 
 _PREFIX = "rl-accel-sandbox-"
 

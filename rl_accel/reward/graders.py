@@ -78,7 +78,7 @@ class Graders:
         """
         limits = limits or Limits()
         payload = pickle.dumps(dict(kwargs), pickle.HIGHEST_PROTOCOL)
-        answer = await self._pool.run({"limits": limits.numbers()}, payload, limits.wall, limits.leash)
+        answer = await self._pool.run({"limits": limits.numbers()}, payload, limits.wall, limits.updates)
         if answer is None:
             return GradeResult(None, "killed", reason="two workers died over it")
         return _result(answer, self.limited)

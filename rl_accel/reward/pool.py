@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import replace
 
 from rl_accel.reward.base_folder import BaseFolder
-from rl_accel.reward.leash import Leash
+from rl_accel.reward.limit_updates import LimitUpdates
 from rl_accel.reward.worker_process import LOST, Answer, Header, SandboxError, Setup, WorkerProcess
 
 logger = logging.getLogger("rl_accel")
@@ -42,10 +42,12 @@ class Pool:
         self._closed = False
         self._warned = False
 
-    async def run(self, order: Header, payload: bytes, wall: float, leash: Leash | None = None) -> Answer | None:
+    async def run(
+        self, order: Header, payload: bytes, wall: float, updates: LimitUpdates | None = None
+    ) -> Answer | None:
         """Run an order on the next free worker; None if two workers died over it. Cancelling this stops it at once.
 
-        ``leash`` changes its limits while it runs.
+        ``updates`` changes its limits while it runs.
 
         Raises:
             SandboxError: no worker can be started, or the pool is closed.
@@ -54,7 +56,7 @@ class Pool:
             for attempt in (1, 2):
                 worker = await self._take()
                 try:
-                    answer = await worker.run(order, payload, wall, leash)
+                    answer = await worker.run(order, payload, wall, updates)
                 except LOST as error:
                     self.deaths += 1
                     await self._bury(worker)

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from rl_accel.reward.leash import Leash
+from rl_accel.reward.limit_updates import LimitUpdates
 
 Verdict = Literal["passed", "wrong", "error", "timeout", "memory", "killed"]
 """wrong: it ran, and the answer is another. error: it raised, or ended before it was judged. killed: stopped for a limit other than
@@ -57,7 +57,7 @@ class Limits:
         processes: how many there may be at once, threads included.
         file_bytes: size of a file it writes.
         output_bytes: what it may print; more stops it. Only the beginning is returned.
-        leash: changes ``wall`` and ``cpu`` while it runs; None: they stay.
+        updates: changes ``wall`` and ``cpu`` while it runs; None: they stay.
     """
 
     wall: float = 30.0
@@ -66,7 +66,7 @@ class Limits:
     processes: int = 32
     file_bytes: int = 64 << 20
     output_bytes: int = 1 << 20
-    leash: Leash | None = field(default=None, repr=False, compare=False)
+    updates: LimitUpdates | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, value in self.numbers().items():
@@ -75,7 +75,7 @@ class Limits:
 
     def numbers(self) -> dict[str, float]:
         """Return all limits by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "leash"}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "updates"}
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Sandbox:
         """
         limits = limits or Limits()
         order = {"code": code, "case": asdict(case), "limits": limits.numbers()}
-        answer = await self._pool.run(order, b"", limits.wall, limits.leash)
+        answer = await self._pool.run(order, b"", limits.wall, limits.updates)
         return _result(answer, case) if answer else CaseResult("killed", reason="two workers died over it")
 
     async def close(self) -> None:

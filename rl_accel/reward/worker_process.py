@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_accel.errors import RlAccelError
 from rl_accel.reward.bubblewrap import WORKER
-from rl_accel.reward.leash import Leash
+from rl_accel.reward.limit_updates import LimitUpdates
 
 Header = dict[str, Any]
 Answer = tuple[Header, bytes]
@@ -21,7 +21,7 @@ LOST = (ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError)
 _GRACE_SECONDS = 10.0
 """A worker that has not been heard so long after the wall limit is ended itself, with all that descends from it."""
 _END_SECONDS = 8.0
-"""A worker ends its program and itself in this time, or its keeper does it; then the keeper is killed."""
+"""A worker ends its program and itself in this time, or its reaper does it; then the reaper is killed."""
 _LINE_BYTES = 64 << 20
 
 
@@ -53,7 +53,7 @@ class WorkerProcess:
     """A worker that takes orders, one at a time.
 
     Attributes:
-        process: its keeper, or what is before it.
+        process: its reaper, or what is before it.
         shared: what its programs share with us, of "network" and "processes"; None until it is ready.
     """
 
@@ -110,13 +110,13 @@ class WorkerProcess:
 
     @property
     def gone(self) -> bool:
-        """Whether it, or its keeper, has died."""
+        """Whether it, or its reaper, has died."""
         return self._reader.at_eof() or self.process.poll() is not None
 
-    async def run(self, order: Header, payload: bytes, wall: float, leash: Leash | None = None) -> Answer:
+    async def run(self, order: Header, payload: bytes, wall: float, updates: LimitUpdates | None = None) -> Answer:
         """Send an order and wait for its answer; if this is cancelled, :meth:`stop` must follow, or :meth:`kill`.
 
-        ``leash`` gives it other limits meanwhile, not above those of the order.
+        ``updates`` gives it other limits meanwhile, not above those of the order.
 
         Raises:
             ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError: the worker has died, or is stuck.
@@ -125,7 +125,7 @@ class WorkerProcess:
         self._send({"run": self._count, **order}, payload)
         self._answer = asyncio.ensure_future(self._wait(wall))
         self._answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # nobody else may ask
-        with leash.followed(self._change) if leash else contextlib.nullcontext():
+        with updates.subscribed(self._change) if updates else contextlib.nullcontext():
             return await asyncio.shield(self._answer)
 
     async def stop(self) -> None:

@@ -236,10 +236,10 @@ def test_many_calls_leave_nothing(tmp_path):
         children = [len(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()) for pid in (one, two)]
         return before, files(), children, (one, two)
 
-    before, after, children, keepers = play("echo", work, workers=2)
+    before, after, children, reapers = play("echo", work, workers=2)
     assert after == before
     assert children == [1, 1], "the workers themselves"
-    assert not [pid for pid in keepers if is_alive(pid)]
+    assert not [pid for pid in reapers if is_alive(pid)]
 
 
 LIMITED = {

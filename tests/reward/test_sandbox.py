@@ -276,13 +276,13 @@ def test_a_cancelled_call_stops_its_program_at_once():
             await task
         seconds = time.monotonic() - began
         verdict = (await sandbox.run("print(1)", Case("stdin", "", "1"), SHORT)).verdict
-        keepers = [worker.process.pid for worker in sandbox._pool.idle]
-        return seconds, verdict, [len(descendants(keeper)) for keeper in keepers]
+        reapers = [worker.process.pid for worker in sandbox._pool.idle]
+        return seconds, verdict, [len(descendants(reaper)) for reaper in reapers]
 
     seconds, verdict, left = play(work)
     assert seconds < 30.0
     assert verdict == "passed"
-    assert set(left) == {1}, "each keeper has its idle worker, and that has nothing"
+    assert set(left) == {1}, "each reaper has its idle worker, and that has nothing"
 
 
 def test_a_killed_worker_is_replaced_and_its_program_runs_again():
@@ -334,7 +334,7 @@ def test_a_program_that_the_kernel_stopped_for_its_processor_time_has_timed_out(
         while True:
             await asyncio.sleep(0.01)
             running = [descendants(worker.process.pid) for worker in sandbox._pool._busy]
-            if running and len(running[0]) == 2:  # the keeper's child is the worker, its child the program
+            if running and len(running[0]) == 2:  # the reaper's child is the worker, its child the program
                 break
         worker, program = running[0]
         os.kill(worker, signal.SIGSTOP)
@@ -365,14 +365,14 @@ def test_after_many_programs_nothing_is_left():
             await asyncio.gather(*(sandbox.run(codes[i % 4], Case("stdin", "", "1"), SHORT) for i in range(100)))
         after = open_files()
         folder = Path(sandbox._pool._folder.path)
-        keepers = [worker.process.pid for worker in sandbox._pool.idle]
-        return before, after, folder, keepers, [len(descendants(pid)) for pid in keepers]
+        reapers = [worker.process.pid for worker in sandbox._pool.idle]
+        return before, after, folder, reapers, [len(descendants(pid)) for pid in reapers]
 
-    before, after, folder, keepers, children = play(work)
+    before, after, folder, reapers, children = play(work)
     assert after == before
     assert children == [1, 1], "the workers themselves"
     assert not folder.exists()
-    assert not [pid for pid in keepers if is_alive(pid)]
+    assert not [pid for pid in reapers if is_alive(pid)]
 
 
 def test_wrong_orders_are_named():

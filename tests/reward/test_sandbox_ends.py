@@ -1,4 +1,4 @@
-"""Whoever dies, the program, its worker, the worker's keeper or the trainer: no process and no folder stays."""
+"""Whoever dies, the program, its worker, the worker's reaper or the trainer: no process and no folder stays."""
 
 import asyncio
 import os
@@ -73,7 +73,7 @@ async def eventually_async(condition, seconds=60.0):
     return found
 
 
-@pytest.mark.parametrize("victim", ["worker", "keeper", "both"])
+@pytest.mark.parametrize("victim", ["worker", "reaper", "both"])
 def test_a_worker_that_is_killed_leaves_nothing(victim):
     async def main():
         sandbox = Sandbox(1, "process")
@@ -85,7 +85,7 @@ def test_a_worker_that_is_killed_leaves_nothing(victim):
         assert len(everyone) >= 4, "the worker, the program and two daemons"
         worker = everyone[0]
         if victim == "both":
-            os.killpg(process.pid, signal.SIGKILL)  # what ends a session, ends the keeper
+            os.killpg(process.pid, signal.SIGKILL)  # what ends a session, ends the reaper
         else:
             os.kill(worker if victim == "worker" else process.pid, signal.SIGKILL)
         await eventually_async(lambda: list(base.glob("1/run/started")))  # it runs again, in another worker
@@ -142,7 +142,7 @@ def test_after_the_trainer_was_killed_the_next_sandbox_cleans_up():
         eventually(lambda: len(list(base.glob("*/run/started"))) == 2)
         everyone = family(owner.pid)
         owner.kill()
-    assert len(everyone) >= 10, "two keepers, workers and programs, and four daemons"
+    assert len(everyone) >= 10, "two reapers, workers and programs, and four daemons"
     eventually(lambda: not living(everyone))
     eventually(lambda: not list(base.iterdir()))
 

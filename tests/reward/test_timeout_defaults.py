@@ -1,6 +1,6 @@
 """Why the defaults are what they are: the policy on published times, replayed without processes.
 
-All responses of a prompt begin together. Limits are those of the moment in which an execution ends or is stopped, as the judge
+All responses of a prompt begin together. Limits are those of the moment in which an execution ends or is stopped, as the executor
 gives them to executions that are running.
 """
 

@@ -64,7 +64,7 @@ def _alarm(limits: Limits) -> Iterator["asyncio.Future[None]"]:
 
     timer = loop.call_at(began + limits.wall, ring)
     try:
-        with limits.leash.followed(move) if limits.leash else contextlib.nullcontext():
+        with limits.updates.subscribed(move) if limits.updates else contextlib.nullcontext():
             yield over
     finally:
         timer.cancel()

@@ -19,9 +19,9 @@ from rl_accel.integrations.slime.reward_timeout.processes import Processes, Run
 from rl_accel.integrations.slime.reward_timeout.programs import Programs
 from rl_accel.integrations.slime.reward_timeout.scores import Scores
 from rl_accel.integrations.slime.reward_timeout.ways import Way, way_of
-from rl_accel.reward.judge import Judge
+from rl_accel.reward.anchor_store import Replica
+from rl_accel.reward.limited_executor import LimitedExecutor
 from rl_accel.reward.program import GradeResult, Limits
-from rl_accel.reward.shared import Replica
 
 logger = logging.getLogger("rl_accel")
 
@@ -36,7 +36,7 @@ class Grading:
 
     Attributes:
         replica: anchors and counts.
-        line: to the job's ledger of anchors; None without Ray.
+        store_client: of the job's store of anchors; None without Ray.
 
     Args:
         args: slime's.
@@ -48,8 +48,8 @@ class Grading:
         self.replica = Replica(arguments.settings_of(flags))
         limits = Limits(memory=flags.memory_mb << 20)
         workers = flags.workers or min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
-        self._bounded = Judge(self.replica, workers, limits)
-        self._unbounded = Judge(self.replica, _AT_ONCE, limits)
+        self._bounded = LimitedExecutor(self.replica, workers, limits)
+        self._unbounded = LimitedExecutor(self.replica, _AT_ONCE, limits)
         self._processes = Processes(args, workers)
         self._programs = Programs(self._bounded, workers, flags)
         self._stock_args = copy.copy(args)
@@ -57,16 +57,16 @@ class Grading:
         self._scores = Scores(flags, [key for key in (args.reward_key, args.eval_reward_key) if key])
         self._warned: set[str] = set()
         self.anchors_path = str(Path(args.save) / "rl_accel_reward_anchors.json") if args.save else None
-        self.line: Any = None
+        self.store_client: Any = None
         if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-            from rl_accel.integrations.ray.reward_anchors import Line
+            from rl_accel.integrations.ray.reward_anchors import StoreClient
 
-            self.line = Line(self.replica, self.anchors_path)
+            self.store_client = StoreClient(self.replica, self.anchors_path)
 
     def use(self) -> None:
         """Keep anchors up to date for a while."""
-        if self.line is not None:
-            self.line.use()
+        if self.store_client is not None:
+            self.store_client.use()
 
     def way_of(self, sample: Any) -> Way | None:
         """The user's grader of a sample; None: slime's own, or its test cases."""
@@ -157,9 +157,9 @@ class Grading:
             )
 
     async def flush(self) -> None:
-        """Tell the ledger everything that happened so far."""
-        if self.line is not None:
-            await self.line.close()
+        """Tell the store everything that happened so far."""
+        if self.store_client is not None:
+            await self.store_client.close()
 
     async def close(self) -> None:
         """End all processes, and stop what they grade."""

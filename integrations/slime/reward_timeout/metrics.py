@@ -41,7 +41,7 @@ def _counts_of(loop: asyncio.AbstractEventLoop, grading: Any) -> Iterator[dict[s
         _late[loop] = asyncio.run_coroutine_threadsafe(_take(grading), loop)
         yield _late[loop].result(_PATIENCE_SECONDS)
     except concurrent.futures.TimeoutError:
-        logger.warning("rl-accel: the ledger of reward anchors does not answer; its numbers are late by a rollout")
+        logger.warning("rl-accel: the store of reward anchors does not answer; its numbers are late by a rollout")
         return
     except Exception as error:  # numbers are not worth a training
         logger.warning("rl-accel: no numbers of this rollout's rewards: %r", error)
@@ -49,12 +49,12 @@ def _counts_of(loop: asyncio.AbstractEventLoop, grading: Any) -> Iterator[dict[s
 
 
 async def _take(grading: Any) -> dict[str, float]:
-    if grading.line is None:
-        news = grading.replica.take_news()
-        return {**news.counts, "anchors": float(len(grading.replica.timeout))}
-    from rl_accel.integrations.ray.reward_anchors import ledger
+    if grading.store_client is None:
+        delta = grading.replica.take_delta()
+        return {**delta.counts, "anchors": float(len(grading.replica.timeout))}
+    from rl_accel.integrations.ray.reward_anchors import anchor_store
 
     await grading.flush()
-    handle = ledger(grading.anchors_path, grading.replica.timeout.settings)
+    handle = anchor_store(grading.anchors_path, grading.replica.timeout.settings)
     counts: dict[str, float] = await handle.take_counts.remote()
     return counts

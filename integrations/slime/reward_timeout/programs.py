@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from rl_accel.config import RewardTimeoutConfig
-from rl_accel.reward.judge import Judge, judge_program
+from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
 from rl_accel.reward.program import Case
 from rl_accel.reward.sandbox import Sandbox
 
@@ -27,13 +27,13 @@ class Programs:
     """Runs the programs in responses.
 
     Args:
-        judge: turns and limits.
+        executor: slots and limits.
         workers: programs at once.
         flags: our flags.
     """
 
-    def __init__(self, judge: Judge, workers: int, flags: RewardTimeoutConfig) -> None:
-        self._judge = judge
+    def __init__(self, executor: LimitedExecutor, workers: int, flags: RewardTimeoutConfig) -> None:
+        self._executor = executor
         self._workers = workers
         self._flags = flags
         self._sandbox: Sandbox | None = None
@@ -53,7 +53,7 @@ class Programs:
             isolation = None if self._flags.isolation == "auto" else self._flags.isolation
             self._sandbox = Sandbox(self._workers, isolation)
         program, early_stop = program + addition, self._flags.early_stop
-        results = await judge_program(self._judge, self._sandbox, prompt, program, cases, teach, early_stop)
+        results = await execute_program(self._executor, self._sandbox, prompt, program, cases, teach, early_stop)
         return sum(result.verdict == "passed" for result in results) / len(cases)
 
     async def close(self) -> None:

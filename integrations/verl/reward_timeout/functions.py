@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_accel.integrations.verl.reward_timeout.outcome import Outcome, is_correct
 from rl_accel.reward.graders import Graders
-from rl_accel.reward.judge import Judge
+from rl_accel.reward.limited_executor import LimitedExecutor
 from rl_accel.reward.program import Limits
 
 
@@ -41,14 +41,14 @@ class SyncFunction:
     """A function that runs in a process of its own, forked from one that has imported it: a kill takes all that it started.
 
     Args:
-        judge: turns and limits.
+        executor: slots and limits.
         graders: where it runs.
         above: scores above this are of correct answers.
         fixed: keyword arguments that go over those of a call.
     """
 
-    def __init__(self, judge: Judge, graders: Graders, above: float, fixed: Mapping[str, Any]) -> None:
-        self._judge = judge
+    def __init__(self, executor: LimitedExecutor, graders: Graders, above: float, fixed: Mapping[str, Any]) -> None:
+        self._executor = executor
         self._graders = graders
         self._above = above
         self._fixed = dict(fixed)
@@ -60,26 +60,28 @@ class SyncFunction:
             SandboxError: the function cannot be imported in a process of its own.
         """
         given = {**arguments, **self._fixed}
-        return await _execute(self._judge, call, lambda limits: self._graders.call(given, limits), self._above)
+        return await _execute(self._executor, call, lambda limits: self._graders.call(given, limits), self._above)
 
 
 class AsyncFunction:
     """A coroutine function. It is awaited here and cancelled at the limit; nothing helps if it blocks the event loop."""
 
-    def __init__(self, judge: Judge, function: Callable[..., Awaitable[Any]], above: float) -> None:
-        self._judge = judge
+    def __init__(self, executor: LimitedExecutor, function: Callable[..., Awaitable[Any]], above: float) -> None:
+        self._executor = executor
         self._function = function
         self._above = above
 
     async def run(self, call: Call, arguments: dict[str, Any]) -> Outcome:
         """Score one response. Cancelling this cancels the function."""
         return await _execute(
-            self._judge, call, lambda limits: _await(self._function(**arguments), limits), self._above
+            self._executor, call, lambda limits: _await(self._function(**arguments), limits), self._above
         )
 
 
-async def _execute(judge: Judge, call: Call, run: Callable[[Limits], Awaitable[Any]], above: float) -> Outcome:
-    result = await judge.execute(
+async def _execute(
+    executor: LimitedExecutor, call: Call, run: Callable[[Limits], Awaitable[Any]], above: float
+) -> Outcome:
+    result = await executor.execute(
         call.prompt,
         "",
         run,
@@ -129,7 +131,7 @@ def _deadline(began: float, limits: Limits, over: "asyncio.Future[None]") -> Ite
         timer = loop.call_at(began + min(wall, limits.wall), end)
 
     timer = loop.call_at(began + limits.wall, end)
-    with limits.leash.followed(move) if limits.leash else contextlib.nullcontext():
+    with limits.updates.subscribed(move) if limits.updates else contextlib.nullcontext():
         try:
             yield
         finally:

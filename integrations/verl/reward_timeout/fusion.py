@@ -11,7 +11,7 @@ from typing import Any
 from rl_accel.integrations.verl.reward_timeout.functions import AwaitedResult, Call
 from rl_accel.integrations.verl.reward_timeout.outcome import Outcome
 from rl_accel.integrations.verl.reward_timeout.prime_code import SCORED_CASES
-from rl_accel.reward.judge import Judge
+from rl_accel.reward.limited_executor import LimitedExecutor
 
 _COLUMNS = ("inputs", "outputs", "assert_case")
 _TIMED_OUT = ("timeout", "compile_timeout")
@@ -25,14 +25,14 @@ class Fusion:
     the first ten cases, and cases after one that does not compile fail; cases after the tenth are left out.
 
     Args:
-        judge: limits, and as many turns as requests may be under way.
+        executor: limits, and as many turns as requests may be under way.
         options: keyword arguments of verl's: ``sandbox_fusion_url``, ``concurrent_semaphore``, ``memory_limit_mb``.
         early_stop: leave out the cases after the first that fails. The score is then 0 or 1.
         threads: requests at once.
     """
 
-    def __init__(self, judge: Judge, options: dict[str, Any], early_stop: bool, threads: int) -> None:
-        self._judge = judge
+    def __init__(self, executor: LimitedExecutor, options: dict[str, Any], early_stop: bool, threads: int) -> None:
+        self._executor = executor
         self._options = options
         self._early_stop = early_stop
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="rl_accel_fusion")
@@ -69,7 +69,7 @@ class Fusion:
             wall = time.monotonic() - began if wall is None else float(wall)
             return AwaitedResult("timeout" if status in _TIMED_OUT else "done", score == 1.0, wall, reason=status)
 
-        return await self._judge.execute(call.prompt, f"fusion/{number}", run, lambda found: found.value, call.teach)
+        return await self._executor.execute(call.prompt, f"fusion/{number}", run, lambda found: found.value, call.teach)
 
     async def _ask(self, solution: str, cases: Any, timeout: int) -> Any:
         from verl.utils.reward_score import sandbox_fusion

@@ -13,13 +13,13 @@ from verl.protocol import DataProto
 from verl.utils.import_utils import load_extern_object
 
 from rl_accel.errors import ConfigError
-from rl_accel.integrations.ray.reward_anchors import Line
+from rl_accel.integrations.ray.reward_anchors import StoreClient
 from rl_accel.integrations.verl.reward_timeout import MANAGER, VALIDATION
 from rl_accel.integrations.verl.reward_timeout.functions import Call
 from rl_accel.integrations.verl.reward_timeout.judges import SUCCESSOR
 from rl_accel.integrations.verl.reward_timeout.scoring import CALL, Scorer, prompt_key
 from rl_accel.integrations.verl.reward_timeout.wiring import Wired, wired
-from rl_accel.reward.shared import Replica
+from rl_accel.reward.anchor_store import Replica
 
 
 class RewardTimeoutManager(RewardManagerBase):
@@ -45,7 +45,7 @@ class RewardTimeoutManager(RewardManagerBase):
         ours = wired(config)
         replica = Replica(ours.settings)
         # Outside a Ray job there is nobody to share with, and asking would start one.
-        self._line = Line(replica, ours.anchors) if ray.is_initialized() else None
+        self._store_client = StoreClient(replica, ours.anchors) if ray.is_initialized() else None
         if SUCCESSOR in (_actor_name() or ""):
             replica.count("reward_workers_lost")
         slots = ours.flags.workers or share_of_cores(config.reward.num_workers)
@@ -88,8 +88,8 @@ class RewardTimeoutManager(RewardManagerBase):
         return result
 
     def _share(self) -> None:
-        if self._line is not None:
-            self._line.use()
+        if self._store_client is not None:
+            self._store_client.use()
 
 
 def _actor_name() -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 from rl_accel.integrations.verl.reward_timeout.functions import Call
 from rl_accel.integrations.verl.reward_timeout.outcome import Outcome
 from rl_accel.reward.graders import GradeResult, Graders
-from rl_accel.reward.judge import Judge
+from rl_accel.reward.limited_executor import LimitedExecutor
 
 DATA_SOURCES = ("codecontests", "apps", "codeforces", "taco")
 """Data sources that verl's ``default_compute_score`` scores by running code."""
@@ -40,14 +40,14 @@ class PrimeCode:
     after the first ten, which verl runs and which cannot change its score, are left out.
 
     Args:
-        judge: turns and limits.
+        executor: slots and limits.
         graders: where cases run; see :func:`graders`.
         early_stop: leave out the cases after the first that fails. The score is then 0 or 1: the share of passed cases is not
             known, and is taken to be 0.
     """
 
-    def __init__(self, judge: Judge, graders: Graders, early_stop: bool) -> None:
-        self._judge = judge
+    def __init__(self, executor: LimitedExecutor, graders: Graders, early_stop: bool) -> None:
+        self._executor = executor
         self._graders = graders
         self._early_stop = early_stop
 
@@ -85,7 +85,7 @@ class PrimeCode:
                 alarm = math.ceil(limits.wall) + _ALARM_SECONDS
                 return self._graders.call({"case": cases[number], "code": code, "timeout": alarm}, limits)
 
-            result = await self._judge.execute(call.prompt, f"{kind}/{number}", run, _passed, call.teach)
+            result = await self._executor.execute(call.prompt, f"{kind}/{number}", run, _passed, call.teach)
             return result.value if result.verdict == "done" else [False]
 
         tasks = [asyncio.ensure_future(one(number)) for number in range(len(cases))]

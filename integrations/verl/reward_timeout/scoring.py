@@ -18,10 +18,10 @@ from rl_accel.integrations.verl.reward_timeout.fusion import Fusion
 from rl_accel.integrations.verl.reward_timeout.outcome import Substitutes
 from rl_accel.integrations.verl.reward_timeout.prime_code import PrimeCode
 from rl_accel.integrations.verl.reward_timeout.wiring import Wired
+from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.graders import Graders
-from rl_accel.reward.judge import Judge
+from rl_accel.reward.limited_executor import LimitedExecutor
 from rl_accel.reward.program import Limits
-from rl_accel.reward.shared import Replica
 
 logger = logging.getLogger("rl_accel")
 
@@ -58,8 +58,8 @@ class Scorer:
         self._flags = wired.flags
         self._replica = replica
         limits = Limits(memory=wired.flags.memory_mb << 20)
-        self._local = Judge(replica, slots, limits)
-        self._remote = Judge(replica, ASYNC_SLOTS, limits)
+        self._local = LimitedExecutor(replica, slots, limits)
+        self._remote = LimitedExecutor(replica, ASYNC_SLOTS, limits)
         self._slots = slots
         self._substitutes = Substitutes()
         self._warned: set[str] = set()

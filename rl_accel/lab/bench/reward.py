@@ -70,7 +70,7 @@ def bench_reward(
     """Measure what the adaptive timeout saves and what it costs.
 
     Programs that take as long as published, wait or compute, are right or wrong, and never end in 5 % of the cases, run through the
-    real judge in the real sandbox. Each batch is executed twice, under the fixed limit and under the adaptive one, first on the
+    real executor in the real sandbox. Each batch is executed twice, under the fixed limit and under the adaptive one, first on the
     machine as it is, then with as many busy processes beside as there are cores. Verdicts and what is left behind are checked: if
     one is wrong there is no number, and exit status 1; so is it if too many correct answers were stopped. A ratio that is not
     reached is shown and does not change it: machines are shared and noisy.

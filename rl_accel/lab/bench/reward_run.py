@@ -15,10 +15,10 @@ from pathlib import Path
 
 from rl_accel.lab.bench.reward_workload import ANSWER, CASE, Response, program
 from rl_accel.reward.adaptive_timeout import TimeoutSettings
-from rl_accel.reward.judge import Judge, judge_program
+from rl_accel.reward.anchor_store import Replica
+from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
 from rl_accel.reward.program import CaseResult
 from rl_accel.reward.sandbox import Sandbox
-from rl_accel.reward.shared import Replica
 
 _SUBREAPER = 36
 _END_SECONDS = 2.0
@@ -35,7 +35,7 @@ class Arm:
     Attributes:
         results: of each batch, in the order of its responses.
         makespans: seconds from the start of each batch until its last result.
-        counts: the judge's.
+        counts: the executor's.
     """
 
     results: list[list[CaseResult]] = field(default_factory=list)
@@ -53,17 +53,17 @@ async def run_arms(
     """
     arms = {name: Arm() for name in policies}
     async with contextlib.AsyncExitStack() as stack:
-        judges = {name: Judge(Replica(settings), slots) for name, settings in policies.items()}
+        executors = {name: LimitedExecutor(Replica(settings), slots) for name, settings in policies.items()}
         sandboxes = {name: await stack.enter_async_context(_open(slots, isolation)) for name in policies}
         for number, batch in enumerate(batches):
             for name in list(policies)[:: -1 if number % 2 else 1]:  # neither is always the first
                 began = time.monotonic()
                 found = await asyncio.gather(
-                    *(judge_program(judges[name], sandboxes[name], r.prompt, r.code, [CASE]) for r in batch)
+                    *(execute_program(executors[name], sandboxes[name], r.prompt, r.code, [CASE]) for r in batch)
                 )
                 arms[name].makespans.append(time.monotonic() - began)
                 arms[name].results.append([result for (result,) in found])
-                arms[name].counts.update(judges[name].replica.take_news().counts)
+                arms[name].counts.update(executors[name].replica.take_delta().counts)
                 check(batch, arms[name].results[-1])
     return arms
 
@@ -100,8 +100,8 @@ async def check_verdicts(settings: TimeoutSettings, slots: int, isolation: str |
         "import os\nif os.fork() == 0:\n    os.setsid()\n    os.fork()\nwhile True:\n    pass": ("timeout", ""),
     }  # fmt: skip
     async with _open(slots, isolation) as sandbox:
-        judge = Judge(Replica(settings), slots)
-        found = await asyncio.gather(*(judge_program(judge, sandbox, code, code, [CASE]) for code in known))
+        executor = LimitedExecutor(Replica(settings), slots)
+        found = await asyncio.gather(*(execute_program(executor, sandbox, code, code, [CASE]) for code in known))
     for (code, (verdict, reason)), (result,) in zip(known.items(), found, strict=True):
         if result.verdict != verdict or not result.reason.startswith(reason):
             raise WrongResult(f"wanted {verdict} {reason}, found {result.verdict} {result.reason}:\n{code}")

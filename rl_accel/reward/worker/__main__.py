@@ -1,4 +1,4 @@
-"""Start a worker. Its files are loaded as a package of its own name: a program's own ``watch`` or ``judge`` must not find ours."""
+"""Start a worker. Its files are loaded as a package of its own name: a program's ``import watch`` must not find ours."""
 
 import importlib
 import importlib.util

@@ -10,7 +10,7 @@ Header = dict[str, Any]
 
 
 class Gone(Exception):
-    """The trainer, or the keeper of this process, is not there any more."""
+    """The trainer, or the reaper of this process, is not there any more."""
 
 
 class Channel:
@@ -18,21 +18,21 @@ class Channel:
 
     Args:
         control: the socket.
-        keeper: a pidfd of the process that looks after this one, or -1. Its end counts as the end of the socket.
+        reaper: a pidfd of the process that looks after this one, or -1. Its end counts as the end of the socket.
     """
 
-    def __init__(self, control: socket.socket, keeper: int = -1) -> None:
+    def __init__(self, control: socket.socket, reaper: int = -1) -> None:
         self.control = control
-        self.keeper = keeper
+        self.reaper = reaper
         self._rest = bytearray()
         self._poll = select.poll()
         self.register(self._poll)
 
     def register(self, poll: "select.poll") -> None:
-        """Have ``poll`` wake for what comes from the trainer, and when the keeper ends."""
+        """Have ``poll`` wake for what comes from the trainer, and when the reaper ends."""
         poll.register(self.control, select.POLLIN)
-        if self.keeper >= 0:
-            poll.register(self.keeper, select.POLLIN)
+        if self.reaper >= 0:
+            poll.register(self.reaper, select.POLLIN)
 
     def close(self) -> None:
         self.control.close()
@@ -70,7 +70,7 @@ class Channel:
         Raises:
             Gone: nobody waits for the execution any more.
         """
-        if self.keeper in ready:
+        if self.reaper in ready:
             raise Gone
         if not self._rest and self.control.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
@@ -82,7 +82,7 @@ class Channel:
 
     def _receive(self) -> None:
         ready = {descriptor for descriptor, _ in self._poll.poll()}
-        if self.keeper in ready:
+        if self.reaper in ready:
             raise Gone
         try:
             got = self.control.recv(1 << 20)

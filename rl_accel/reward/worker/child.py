@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from .channel import Channel, Header
 from .grade import grade
 from .identity import Identity
-from .judge import judge
 from .kernel import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, drop_capabilities, prctl
+from .run_program import run_program
 from .tree import own_processes
 
 _REPORT = 200
@@ -61,7 +61,7 @@ class Child:
             os._exit(70)
         program = os.getpid()
         if self.function is None:
-            told = judge(self.order["code"], self.order["case"])
+            told = run_program(self.order["code"], self.order["case"])
         else:
             told = grade(self.function, self.payload, plain=self.folder is not None)
         for stream in (sys.stdout, sys.stderr):

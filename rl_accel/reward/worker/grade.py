@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .judge import describe
+from .run_program import describe
 
 
 def find(target: str, arguments: dict[str, Any] | None) -> Callable[..., Any]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from .channel import Channel, Header
 from .child import Child
+from .cleanup import UserFiles, remove
 from .identity import Identity
-from .leftovers import Strays, remove
 from .tree import cpu_of_ended, descendants, kill_all
 from .watch import Bounds, Sink, Watch
 
@@ -45,7 +45,7 @@ class Server:
             Gone: the channel is closed.
         """
         spared = frozenset(descendants())  # what the target started when it was imported
-        strays = Strays(self.identity.uid) if self.identity else None
+        user_files = UserFiles(self.identity.uid) if self.identity else None
         while True:
             order, payload = self.channel.next()
             if "run" not in order:
@@ -54,8 +54,8 @@ class Server:
                 with contextlib.suppress(ImportError):
                     __import__("pytest")  # here, so that the next ones need not
             self._run(order, payload, spared)
-            if strays:
-                strays.remove()
+            if user_files:
+                user_files.remove()
 
     def _run(self, order: Header, payload: bytes, spared: frozenset[int]) -> None:
         """Execute an order and answer it when its last process has gone. Its folder goes after that: it may hold much."""

@@ -12,23 +12,23 @@ from collections.abc import Callable
 from typing import Any
 
 from .channel import Channel, Gone, Header
+from .cleanup import remove
 from .identity import Identity
-from .keeper import keep
 from .kernel import PR_SET_CHILD_SUBREAPER, prctl
-from .leftovers import remove
-from .serve import Server
-from .spaces import (
+from .namespaces import (
     hide_processes,
     leave_network,
     let_interpreter_be_read,
     processes_can_be_hidden,
     show_own_processes,
 )
+from .reaper import reap
+from .serve import Server
 from .tree import own_processes
 
 
 def main(descriptor: int) -> None:
-    """Split into a keeper and a worker, and serve until the other end of the socket is closed.
+    """Split into a reaper and a worker, and serve until the other end of the socket is closed.
 
     The first message says what for: ``serves`` ("programs" or "grades"), ``folder`` (its own, made here), ``limited``, ``wrapped``
     (in bubblewrap), ``preload`` (modules), ``path`` (``sys.path``), ``target``; its payload is the target's arguments, pickled. The
@@ -51,15 +51,15 @@ def main(descriptor: int) -> None:
     outer = own_processes() if hidden and not identity else 0
     if hidden:
         hide_processes()
-    keeper = os.pidfd_open(os.getpid())
+    reaper = os.pidfd_open(os.getpid())
     worker = os.fork()
     if worker:
-        keep(worker, control, setup["folder"], identity.uid if identity else None)
+        reap(worker, control, setup["folder"], identity.uid if identity else None)
     os.setsid()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     if hidden:
         show_own_processes()
-    _serve(Channel(control, keeper), setup, payload, identity, outer, hidden or setup["wrapped"])
+    _serve(Channel(control, reaper), setup, payload, identity, outer, hidden or setup["wrapped"])
     os._exit(0)
 
 
@@ -85,7 +85,7 @@ def _serve(
         if not problem:
             Server(channel, setup, identity, function, outer).serve()
     except Gone:
-        remove(setup["folder"])  # the keeper does that too, unless it is the one that has gone
+        remove(setup["folder"])  # the reaper does that too, unless it is the one that has gone
 
 
 def _import(setup: Header, payload: bytes) -> Callable[..., Any] | None:
@@ -94,7 +94,7 @@ def _import(setup: Header, payload: bytes) -> Callable[..., Any] | None:
     for module in setup["preload"]:
         importlib.import_module(module)
     if setup["serves"] == "programs":
-        from . import usual  # noqa: F401 - what programs usually import
+        from . import preload  # noqa: F401 - what programs usually import
 
         return None
     from .grade import find

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rl_accel.integrations.ray import reward_anchors
-from rl_accel.reward.shared import Ledger, Replica
+from rl_accel.reward.anchor_store import AnchorStore, Replica
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +16,7 @@ SCRIPT = """
 import json, os, signal, sys, time
 import ray
 from rl_accel.integrations.ray import reward_anchors
-from rl_accel.reward.shared import Replica
+from rl_accel.reward.anchor_store import Replica
 
 ray.init(address="local", num_cpus=2, include_dashboard=False, _temp_dir=sys.argv[1])
 PATH = sys.argv[2]
@@ -25,15 +25,15 @@ PATH = sys.argv[2]
 class Worker:
     def __init__(self):
         self.replica = Replica()
-        self.line = reward_anchors.Line(self.replica, PATH)
+        self.store_client = reward_anchors.StoreClient(self.replica, PATH)
 
     async def learn(self, key, seconds):
         self.replica.record(key, seconds, seconds, correct=True)
         self.replica.count("executions")
-        self.line.use()
+        self.store_client.use()
 
     async def known(self):
-        self.line.use()
+        self.store_client.use()
         return {key: list(anchor) for key, anchor in self.replica.timeout.anchors().items()}
 
 def until(ready, seconds=60):
@@ -49,9 +49,9 @@ def both_know(count):
     found = ray.get([one.known.remote(), other.known.remote()])
     return found if found[0] == found[1] and len(found[0]) == count else None
 
-def ledger_holds(count):
+def store_holds(count):
     try:
-        found = ray.get(ray.get_actor(reward_anchors.NAME).exchange.remote(reward_anchors.News()), timeout=5).anchors
+        found = ray.get(ray.get_actor(reward_anchors.NAME).exchange.remote(reward_anchors.AnchorDelta()), timeout=5).anchors
     except (ray.exceptions.RayError, ValueError):  # dead, or none of that name yet
         return None
     return {key: list(anchor) for key, anchor in found.items()} if len(found) == count else None
@@ -70,12 +70,12 @@ until(lambda: both_know(2))
 """
 
 KILLED = """
-victim = ray.get(ray.get_actor(reward_anchors.NAME).__ray_call__.remote(lambda ledger: os.getpid()))
+victim = ray.get(ray.get_actor(reward_anchors.NAME).__ray_call__.remote(lambda store: os.getpid()))
 os.kill(victim, signal.SIGKILL)
 until(lambda: not os.path.exists(f"/proc/{victim}"))
 ray.get(one.learn.remote("c", 3.0))
 report["after"] = until(lambda: both_know(3))[0]
-report["ledger"] = until(lambda: ledger_holds(3))
+report["store"] = until(lambda: store_holds(3))
 """
 END = "\nprint(json.dumps(report))\nray.shutdown()\n"
 
@@ -100,10 +100,10 @@ def test_anchors_are_shared_saved_and_outlive_the_ledgers_process(short_tmp, cle
     assert found["counts"]["anchors"] == 1.0
     assert found["saved"] == {"a": [1.0, 1.0, 1]}
     everything = {"a": [1.0, 1.0, 1], "b": [2.0, 2.0, 1], "c": [3.0, 3.0, 1]}
-    assert found["after"] == found["ledger"] == everything
+    assert found["after"] == found["store"] == everything
 
 
-def test_the_ledger_outlives_a_handle_that_is_let_go(short_tmp, clean_environment):
+def test_the_store_outlives_a_handle_that_is_let_go(short_tmp, clean_environment):
     script = """
 import gc, json, sys, time
 import ray
@@ -111,45 +111,45 @@ from rl_accel.integrations.ray import reward_anchors
 from rl_accel.reward.adaptive_timeout import TimeoutSettings
 
 ray.init(address="local", num_cpus=1, include_dashboard=False, _temp_dir=sys.argv[1])
-handle = reward_anchors.ledger(None, TimeoutSettings())
-life = ray.get(handle.life.remote())
+handle = reward_anchors.anchor_store(None, TimeoutSettings())
+incarnation = ray.get(handle.incarnation.remote())
 del handle
 gc.collect()
 time.sleep(2)
-report = {"same": ray.get(reward_anchors.ledger(None, TimeoutSettings()).life.remote()) == life}
+report = {"same": ray.get(reward_anchors.anchor_store(None, TimeoutSettings()).incarnation.remote()) == incarnation}
 """
     assert run(script, short_tmp, clean_environment)["same"]
 
 
 def test_the_ledgers_owner_may_die(short_tmp, clean_environment):
-    """Whoever asked first owns the ledger; with that worker the ledger goes, and the next to ask makes another."""
+    """Whoever asked first owns the store; with that worker the store goes, and the next to ask makes another."""
     script = """
 ray.kill(one)
 ray.get(other.learn.remote("b", 2.0))
-report["ledger"] = until(lambda: ledger_holds(2))
+report["store"] = until(lambda: store_holds(2))
 """
     found = run(SCRIPT + script, short_tmp, clean_environment)
-    assert found["ledger"] == {"a": [1.0, 1.0, 1], "b": [2.0, 2.0, 1]}
+    assert found["store"] == {"a": [1.0, 1.0, 1], "b": [2.0, 2.0, 1]}
 
 
-def test_news_that_a_slow_ledger_takes_long_over_are_counted_once(monkeypatch):
-    ledger = Ledger()
+def test_changes_that_a_slow_store_takes_long_over_are_counted_once(monkeypatch):
+    store = AnchorStore()
 
     class Exchange:
-        async def remote(self, news):
+        async def remote(self, delta):
             await asyncio.sleep(0.3)
-            return ledger.exchange(news)
+            return store.exchange(delta)
 
     class Handle:
         exchange = Exchange()
 
-    monkeypatch.setattr(reward_anchors, "ledger", lambda path, settings: Handle())
+    monkeypatch.setattr(reward_anchors, "anchor_store", lambda path, settings: Handle())
     monkeypatch.setattr(reward_anchors, "_PATIENCE_SECONDS", 0.05)
     monkeypatch.setattr(reward_anchors, "EXCHANGE_SECONDS", 0.01)
 
     async def main():
         replica = Replica()
-        line = reward_anchors.Line(replica, None)
+        line = reward_anchors.StoreClient(replica, None)
         replica.record("a", 1.0, 1.0, correct=True)
         replica.count("executions")
         line.use()
@@ -157,6 +157,6 @@ def test_news_that_a_slow_ledger_takes_long_over_are_counted_once(monkeypatch):
         return replica.timeout.get("a")
 
     assert asyncio.run(main()) == (1.0, 1.0, 1)
-    counts = ledger.take_counts()
+    counts = store.take_counts()
     assert counts["executions"] == 1.0
-    assert counts["ledger_unreachable"] > 0
+    assert counts["store_unreachable"] > 0

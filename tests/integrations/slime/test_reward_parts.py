@@ -13,7 +13,7 @@ from rl_accel.integrations.slime.reward_timeout import JUDGE, MARK, arguments
 from rl_accel.integrations.slime.reward_timeout.awaited import within
 from rl_accel.integrations.slime.reward_timeout.programs import cases_of, program_of
 from rl_accel.integrations.slime.reward_timeout.scores import Scores
-from rl_accel.reward.leash import Leash
+from rl_accel.reward.limit_updates import LimitUpdates
 from rl_accel.reward.program import Case, Limits
 
 ON = RewardTimeoutConfig(enable=True)
@@ -153,13 +153,13 @@ def test_an_awaited_grader_is_held_to_its_limit():
 
 def test_a_limit_may_change_while_a_grader_is_awaited():
     async def main():
-        leash = Leash()
-        grading = asyncio.ensure_future(within(asyncio.sleep(60), Limits(wall=50.0, leash=leash), "a"))
-        longer = Leash()
-        other = asyncio.ensure_future(within(asyncio.sleep(0.6, 7), Limits(wall=0.3, leash=longer), "a"))
+        updates = LimitUpdates()
+        grading = asyncio.ensure_future(within(asyncio.sleep(60), Limits(wall=50.0, updates=updates), "a"))
+        longer = LimitUpdates()
+        other = asyncio.ensure_future(within(asyncio.sleep(0.6, 7), Limits(wall=0.3, updates=longer), "a"))
         await asyncio.sleep(0.1)
-        leash.give(0.2, 1.0)
-        longer.give(30.0, 1.0)
+        updates.publish(0.2, 1.0)
+        longer.publish(30.0, 1.0)
         return await grading, await other
 
     short, long = asyncio.run(main())

@@ -51,7 +51,7 @@ QUICK = {"maximum": 1.0, "minimum": 0.5, "timeout_score": -1.0, "workers": 4, "m
 
 
 def counts(manager):
-    return manager.scorer._replica.take_news().counts
+    return manager.scorer._replica.take_delta().counts
 
 
 def anchors(manager):

@@ -75,8 +75,8 @@ async def main():
 
     report["graders killed"] = kill("rl_accel/reward/worker") > 0
     report["after graders"] = await score("7", "8")
-    report["ledgers killed"] = kill("ray::LedgerActor")
-    report["after ledger"] = await score("7", "8")
+    report["stores killed"] = kill("ray::AnchorStoreActor")
+    report["after store"] = await score("7", "8")
     report["reward workers killed"] = kill("ray::RewardLoopWorker")
     report["after reward workers"] = await score("7", "8", "7", "8")
     report["lost"] = await numbers(
@@ -148,11 +148,11 @@ def test_scoring_goes_on_whatever_is_killed(short_tmp, clean_environment, model_
     assert found["validation"] == [1.0]
     assert (found["unseen"]["eval_executions"], found["unseen"]["executions"]) == (1, 0), "a validation teaches nothing"
     assert found["graders killed"]
-    assert found["after graders"] == found["after ledger"] == [1.0, 0.0]
-    assert (found["ledgers killed"], found["reward workers killed"]) == (1, 2)
+    assert found["after graders"] == found["after store"] == [1.0, 0.0]
+    assert (found["stores killed"], found["reward workers killed"]) == (1, 2)
     assert found["after reward workers"] == [1.0, 0.0, 1.0, 0.0]
     assert found["lost"]["reward_workers_lost"] == 2
-    assert found["lost"]["ledger_restarts"] == 1
+    assert found["lost"]["store_restarts"] == 1
     assert found["lost"]["anchors"] == 1, "back from its file"
     assert found["seconds to die"] < 5
     assert found["after cancellation"] == [1.0]

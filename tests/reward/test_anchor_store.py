@@ -4,82 +4,82 @@ import random
 import pytest
 
 from rl_accel.reward.adaptive_timeout import TimeoutSettings
-from rl_accel.reward.shared import Ledger, Replica
+from rl_accel.reward.anchor_store import AnchorStore, Replica
 
 
-def exchange(replica, ledger):
-    replica.apply(ledger.exchange(replica.take_news()))
+def exchange(replica, store):
+    replica.apply(store.exchange(replica.take_delta()))
 
 
 def test_what_one_learns_the_others_know_after_an_exchange():
-    ledger, one, other = Ledger(), Replica(), Replica()
+    store, one, other = AnchorStore(), Replica(), Replica()
     for seconds in (0.2, 0.7):
         one.record("p/0", seconds, seconds / 2, correct=True)
     other.record("p/0", 0.4, 0.4, correct=True)
     other.record("p/1", 9.0, 9.0, correct=False)
     for replica in (one, other, one):
-        exchange(replica, ledger)
+        exchange(replica, store)
     assert one.timeout.get("p/0") == other.timeout.get("p/0") == (0.7, 0.4, 3)
     assert one.timeout.limit("p/0").reason == "adaptive"
     assert other.timeout.get("p/1") == (0.0, 0.0, 0)
 
 
 def test_times_of_a_slow_machine_are_told_as_of_a_quiet_one():
-    ledger, slow, other = Ledger(), Replica(), Replica()
+    store, slow, other = AnchorStore(), Replica(), Replica()
     slow.record("p/0", 3.0, 3.0, correct=True, slowdown=3.0)
-    exchange(slow, ledger)
-    exchange(other, ledger)
+    exchange(slow, store)
+    exchange(other, store)
     assert other.timeout.get("p/0") == (1.0, 1.0, 1)
 
 
 def test_an_update_holds_only_what_has_changed():
-    ledger, one, other = Ledger(), Replica(), Replica()
+    store, one, other = AnchorStore(), Replica(), Replica()
     one.record("a", 1.0, 1.0, correct=True)
-    exchange(one, ledger)
-    assert ledger.exchange(one.take_news()).anchors == {}
+    exchange(one, store)
+    assert store.exchange(one.take_delta()).anchors == {}
     other.record("b", 2.0, 2.0, correct=True)
-    exchange(other, ledger)
-    assert ledger.exchange(one.take_news()).anchors == {"b": (2.0, 2.0, 1)}
+    exchange(other, store)
+    assert store.exchange(one.take_delta()).anchors == {"b": (2.0, 2.0, 1)}
 
 
-def test_a_ledger_that_begins_anew_is_told_everything():
-    before, one = Ledger(), Replica()
+def test_a_store_that_begins_anew_is_told_everything():
+    before, one = AnchorStore(), Replica()
     one.record("a", 1.0, 1.0, correct=True)
     exchange(one, before)
-    after = Ledger()
+    after = AnchorStore()
     one.record("b", 2.0, 2.0, correct=True)
     exchange(one, after)
     exchange(one, after)
     assert len(after) == 2
-    assert after.exchange(Replica().take_news()).anchors["a"] == (1.0, 1.0, 1)
+    assert after.exchange(Replica().take_delta()).anchors["a"] == (1.0, 1.0, 1)
 
 
 def test_news_of_a_failed_exchange_are_told_with_the_next():
-    ledger, one = Ledger(), Replica()
+    store, one = AnchorStore(), Replica()
     one.record("a", 1.0, 1.0, correct=True)
     one.count("executions")
-    lost = one.take_news()
+    lost = one.take_delta()
     one.record("a", 2.0, 0.5, correct=True)
     one.count("executions")
     one.put_back(lost)
-    exchange(one, ledger)
+    exchange(one, store)
     assert one.timeout.get("a") == (2.0, 1.0, 2)
-    assert ledger.take_counts() == {"executions": 2.0}
-    assert ledger.take_counts() == {}
+    assert store.take_counts() == {"executions": 2.0}
+    assert store.take_counts() == {}
 
 
-def test_a_saved_ledger_goes_on(tmp_path):
+def test_a_saved_store_goes_on(tmp_path):
     path = tmp_path / "runs" / "anchors.json"
-    ledger, one = Ledger(path), Replica()
+    store, one = AnchorStore(path), Replica()
     one.record("a", 1.0, 0.5, correct=True)
-    exchange(one, ledger)
-    ledger.save()
+    exchange(one, store)
+    store.save()
     written = path.stat().st_mtime_ns
-    ledger.save()
+    store.save()
     assert path.stat().st_mtime_ns == written
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     fresh = Replica()
-    exchange(fresh, Ledger(path))
+    exchange(fresh, AnchorStore(path))
     assert fresh.timeout.get("a") == (1.0, 0.5, 1)
 
 
@@ -88,22 +88,22 @@ def test_a_damaged_file_is_refused(tmp_path, content):
     path = tmp_path / "anchors.json"
     path.write_text(content)
     with pytest.raises(ValueError):
-        Ledger(path)
+        AnchorStore(path)
 
 
-def test_a_ledger_keeps_no_more_than_its_capacity():
-    ledger, one = Ledger(settings=TimeoutSettings(capacity=10)), Replica()
+def test_a_store_keeps_no_more_than_its_capacity():
+    store, one = AnchorStore(settings=TimeoutSettings(capacity=10)), Replica()
     for i in range(50):
         one.record(str(i), 1.0, 1.0, correct=True)
-    exchange(one, ledger)
-    assert len(ledger) == 10
-    assert len(ledger.exchange(Replica().take_news()).anchors) == 10
+    exchange(one, store)
+    assert len(store) == 10
+    assert len(store.exchange(Replica().take_delta()).anchors) == 10
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_all_agree_in_the_end_whatever_gets_lost(seed):
     dice = random.Random(seed)
-    ledger, replicas, longest = Ledger(), [Replica() for _ in range(3)], {}
+    store, replicas, longest = AnchorStore(), [Replica() for _ in range(3)], {}
     for _ in range(300):
         replica = dice.choice(replicas)
         if dice.random() < 0.6:
@@ -111,13 +111,13 @@ def test_all_agree_in_the_end_whatever_gets_lost(seed):
             replica.record(key, seconds, seconds, correct=True)
             longest[key] = max(longest.get(key, 0.0), seconds)
         elif dice.random() < 0.3:
-            replica.put_back(replica.take_news())
+            replica.put_back(replica.take_delta())
         elif dice.random() < 0.1:
-            ledger = Ledger()
+            store = AnchorStore()
         else:
-            exchange(replica, ledger)
+            exchange(replica, store)
     for _ in range(3):
         for replica in replicas:
-            exchange(replica, ledger)
+            exchange(replica, store)
     for replica in replicas:
         assert {key: anchor[0] for key, anchor in replica.timeout.anchors().items()} == longest

@@ -12,8 +12,8 @@ _Waiting = tuple[float, int, "asyncio.Future[None]"]
 """When it should be over if it ran since it came, its number, and its turn."""
 
 
-class Turns:
-    """Gives out ``slots`` turns. Use it from one event loop.
+class FairScheduler:
+    """Gives out ``slots`` slots. Use it from one event loop.
 
     A free slot goes to a prompt that holds the fewest; among those to the execution expected to end first, what it has waited
     taken off what it is expected to take, so that none waits for ever. A prompt with an execution that is late goes before all
@@ -37,7 +37,7 @@ class Turns:
         return self._waiting
 
     @contextlib.asynccontextmanager
-    async def turn(self, prompt: str, expected: float) -> AsyncIterator[Callable[[], None]]:
+    async def slot(self, prompt: str, expected: float) -> AsyncIterator[Callable[[], None]]:
         """Hold a slot for ``prompt`` within the block, which is expected to take ``expected`` seconds.
 
         What it yields is to be called, once, if the execution is late.

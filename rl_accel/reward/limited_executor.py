@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from rl_accel.reward.adaptive_timeout import Limit
-from rl_accel.reward.leash import Leash
+from rl_accel.reward.anchor_store import Replica
+from rl_accel.reward.fair_scheduler import FairScheduler
+from rl_accel.reward.limit_updates import LimitUpdates
 from rl_accel.reward.pace import Pace
 from rl_accel.reward.program import Case, CaseResult, Limits
 from rl_accel.reward.sandbox import Sandbox
-from rl_accel.reward.shared import Replica
-from rl_accel.reward.turns import Turns
 
 
 class Execution(Protocol):
@@ -38,7 +38,7 @@ _LOOKS = 4
 _LEAST_PAUSE_SECONDS = 0.02
 
 
-class Judge:
+class LimitedExecutor:
     """Runs at most ``slots`` executions at once; the others wait, and with them those who want the results.
 
     All responses of a prompt are judged at about the same time, and most of those that hang have begun before a limit is known.
@@ -63,7 +63,7 @@ class Judge:
     def __init__(self, replica: Replica, slots: int, limits: Limits | None = None) -> None:
         self.replica = replica
         self.limits = limits or Limits()
-        self.turns = Turns(slots)
+        self.scheduler = FairScheduler(slots)
         self._pace = Pace()
 
     async def execute(
@@ -86,11 +86,11 @@ class Judge:
         key = f"{prompt}/{case}"
         timeout, loop = self.replica.timeout, asyncio.get_running_loop()
         came = loop.time()
-        async with self.turns.turn(prompt, timeout.expected(key)) as is_late:
+        async with self.scheduler.slot(prompt, timeout.expected(key)) as is_late:
             began = loop.time()
             slowdown = self._pace.slowdown()
             allowed = _Allowed(timeout.limit(key, slowdown))
-            limits = replace(self.limits, wall=allowed.limit.wall, cpu=allowed.limit.cpu, leash=allowed.leash)
+            limits = replace(self.limits, wall=allowed.limit.wall, cpu=allowed.limit.cpu, updates=allowed.updates)
             learning = allowed.limit.reason == "learning"
             follow = asyncio.create_task(self._follow(key, allowed, slowdown, is_late)) if learning else None
             try:
@@ -136,7 +136,7 @@ class Judge:
             if allowed.limit.reason == "probe":
                 return
             if allowed.limit.reason == "adaptive":
-                allowed.leash.give(allowed.limit.wall, allowed.limit.cpu)
+                allowed.updates.publish(allowed.limit.wall, allowed.limit.cpu)
             elif look == _LOOKS:
                 is_late()
 
@@ -146,11 +146,11 @@ class _Allowed:
     """The limit of an execution as it is now, and how it is told."""
 
     limit: Limit
-    leash: Leash = field(default_factory=Leash)
+    updates: LimitUpdates = field(default_factory=LimitUpdates)
 
 
-async def judge_program(
-    judge: Judge,
+async def execute_program(
+    executor: LimitedExecutor,
     sandbox: Sandbox,
     prompt: str,
     code: str,
@@ -164,7 +164,7 @@ async def judge_program(
     """
 
     async def one(number: int) -> CaseResult:
-        return await judge.execute(
+        return await executor.execute(
             prompt,
             str(number),
             lambda limits: sandbox.run(code, cases[number], limits),

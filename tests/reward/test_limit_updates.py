@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from rl_accel.reward.adaptive_timeout import TimeoutSettings
-from rl_accel.reward.judge import Judge, judge_program
-from rl_accel.reward.leash import Leash
+from rl_accel.reward.anchor_store import Replica
+from rl_accel.reward.limit_updates import LimitUpdates
+from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
 from rl_accel.reward.program import Case, CaseResult, Limits
 from rl_accel.reward.sandbox import Sandbox
-from rl_accel.reward.shared import Replica
 
 SETTINGS = TimeoutSettings(
     scale=1.5, slack=0.05, minimum=0.2, maximum=20.0, min_correct=2, probe_share=0.0, caution=0.0
@@ -26,38 +26,38 @@ def play(main):
 
 
 def test_what_was_given_before_somebody_followed_is_told_then_and_nothing_twice():
-    leash, told = Leash(), []
-    leash.give(5.0, 4.0)
-    with leash.followed(lambda wall, cpu: told.append((wall, cpu))):
-        leash.give(5.0, 4.0)
-        leash.give(3.0, 4.0)
-    leash.give(1.0, 1.0)
+    updates, told = LimitUpdates(), []
+    updates.publish(5.0, 4.0)
+    with updates.subscribed(lambda wall, cpu: told.append((wall, cpu))):
+        updates.publish(5.0, 4.0)
+        updates.publish(3.0, 4.0)
+    updates.publish(1.0, 1.0)
     assert told == [(5.0, 4.0), (3.0, 4.0)]
 
 
 def test_a_leash_is_no_limit_and_makes_no_difference_to_limits():
-    limits = Limits(leash=Leash())
+    limits = Limits(updates=LimitUpdates())
     assert limits == Limits()
-    assert "leash" not in limits.numbers()
+    assert "updates" not in limits.numbers()
     assert limits.numbers()["wall"] == 30.0
     with pytest.raises(ValueError, match="memory must be above 0"):
-        Limits(memory=0, leash=Leash())
+        Limits(memory=0, updates=LimitUpdates())
 
 
 @pytest.mark.parametrize("code", HANGS)
 def test_the_sandbox_stops_at_the_limit_given_last_and_its_worker_goes_on(code):
     async def main():
-        sandbox, leash = Sandbox(1, "process"), Leash()
+        sandbox, updates = Sandbox(1, "process"), LimitUpdates()
         try:
-            running = asyncio.create_task(sandbox.run(code, CASE, Limits(wall=30.0, cpu=30.0, leash=leash)))
+            running = asyncio.create_task(sandbox.run(code, CASE, Limits(wall=30.0, cpu=30.0, updates=updates)))
             await asyncio.sleep(0.3)
-            leash.give(0.6, 20.0)
-            leash.give(0.9, 20.0)  # it may rise again
+            updates.publish(0.6, 20.0)
+            updates.publish(0.9, 20.0)  # it may rise again
             began = time.monotonic()
             stopped = await running
             (worker,) = sandbox._pool.idle
             pid = worker.process.pid
-            after = [await sandbox.run(RIGHT, CASE, Limits(leash=leash)) for _ in range(3)]
+            after = [await sandbox.run(RIGHT, CASE, Limits(updates=updates)) for _ in range(3)]
             (worker,) = sandbox._pool.idle
             return stopped, time.monotonic() - began, [result.verdict for result in after], pid == worker.process.pid
         finally:
@@ -73,11 +73,11 @@ def test_the_sandbox_stops_at_the_limit_given_last_and_its_worker_goes_on(code):
 
 def test_a_limit_that_has_passed_already_stops_at_once():
     async def main():
-        sandbox, leash = Sandbox(1, "process"), Leash()
+        sandbox, updates = Sandbox(1, "process"), LimitUpdates()
         try:
-            running = asyncio.create_task(sandbox.run(HANGS[1], CASE, Limits(wall=30.0, leash=leash)))
+            running = asyncio.create_task(sandbox.run(HANGS[1], CASE, Limits(wall=30.0, updates=updates)))
             await asyncio.sleep(1.0)  # its worker starts meanwhile
-            leash.give(0.01, 30.0)
+            updates.publish(0.01, 30.0)
             return await running
         finally:
             await sandbox.close()
@@ -103,7 +103,7 @@ class Executions:
                 allowed[0] = wall
                 given.append(wall)
 
-            with limits.leash.followed(tell):
+            with limits.updates.subscribed(tell):
                 while loop.time() - began < min(seconds, allowed[0]):
                     await asyncio.sleep(0.005)
             return CaseResult(verdict if seconds <= allowed[0] else "timeout", wall=min(seconds, allowed[0]))
@@ -112,27 +112,27 @@ class Executions:
 
 
 def made(settings=SETTINGS, slots=8):
-    judge = Judge(Replica(settings), slots)
-    judge._pace.slowdown = lambda: 1.0
-    return judge
+    executor = LimitedExecutor(Replica(settings), slots)
+    executor._pace.slowdown = lambda: 1.0
+    return executor
 
 
-async def together(judge, *executions, prompt="p"):
+async def together(executor, *executions, prompt="p"):
     return await asyncio.gather(
-        *(judge.execute(prompt, "0", run, lambda result: result.verdict == "passed") for run in executions)
+        *(executor.execute(prompt, "0", run, lambda result: result.verdict == "passed") for run in executions)
     )
 
 
 def test_a_hang_that_began_with_the_full_budget_ends_soon_after_enough_others_were_correct():
     async def main():
-        judge, executions = made(), Executions()
+        executor, executions = made(), Executions()
         results = await together(
-            judge,
+            executor,
             executions.taking("hangs", 60.0),
             executions.taking("first", 0.02),
             executions.taking("second", 0.03),
         )
-        return results, executions.given, judge.replica.take_news().counts
+        return results, executions.given, executor.replica.take_delta().counts
 
     (hung, *others), given, counts = play(main())
     assert hung.verdict == "timeout"
@@ -146,17 +146,17 @@ def test_a_hang_that_began_with_the_full_budget_ends_soon_after_enough_others_we
 
 def test_it_keeps_the_full_budget_while_too_few_were_correct():
     async def main():
-        judge, executions = (
+        executor, executions = (
             made(TimeoutSettings(minimum=0.1, maximum=0.6, min_correct=2, probe_share=0.0, caution=0.0)),
             Executions(),
         )
         results = await together(
-            judge,
+            executor,
             executions.taking("hangs", 60.0),
             executions.taking("right", 0.02),
             executions.taking("wrong", 0.02, "wrong"),
         )
-        return results[0], executions.given["hangs"], judge.replica.take_news().counts
+        return results[0], executions.given["hangs"], executor.replica.take_delta().counts
 
     hung, given, counts = play(main())
     assert (hung.wall, given, counts["timeouts_full"]) == (0.6, [0.6], 1.0)
@@ -164,9 +164,9 @@ def test_it_keeps_the_full_budget_while_too_few_were_correct():
 
 def test_its_limit_rises_with_the_anchor():
     async def main():
-        judge, executions = made(replace(SETTINGS, scale=6.0, slack=0.2, minimum=1.5)), Executions()
+        executor, executions = made(replace(SETTINGS, scale=6.0, slack=0.2, minimum=1.5)), Executions()
         return await together(
-            judge,
+            executor,
             executions.taking("slow", 60.0),
             executions.taking("first", 0.02),
             executions.taking("second", 0.03),
@@ -183,10 +183,10 @@ def test_its_limit_rises_with_the_anchor():
 
 def test_what_others_have_learned_counts_too():
     async def main():
-        judge, executions = made(), Executions()
-        running = asyncio.create_task(together(judge, executions.taking("hangs", 60.0)))
+        executor, executions = made(), Executions()
+        running = asyncio.create_task(together(executor, executions.taking("hangs", 60.0)))
         await asyncio.sleep(0.05)
-        judge.replica.timeout.merge({"p/0": (0.4, 0.1, 7)})
+        executor.replica.timeout.merge({"p/0": (0.4, 0.1, 7)})
         ((hung,), given) = await running, executions.given["hangs"]
         return hung.wall, given
 
@@ -196,9 +196,9 @@ def test_what_others_have_learned_counts_too():
 def test_a_probe_keeps_the_full_budget():
     async def main():
         settings = TimeoutSettings(minimum=0.1, maximum=0.8, min_correct=1, probe_share=1.0)
-        judge, executions = made(settings), Executions()
-        results = await together(judge, executions.taking("slow", 0.5), executions.taking("first", 0.02))
-        return [r.verdict for r in results], executions.given["slow"], judge.replica.take_news().counts["probes"]
+        executor, executions = made(settings), Executions()
+        results = await together(executor, executions.taking("slow", 0.5), executions.taking("first", 0.02))
+        return [r.verdict for r in results], executions.given["slow"], executor.replica.take_delta().counts["probes"]
 
     assert play(main()) == (["passed", "passed"], [0.8], 1.0)
 
@@ -207,10 +207,10 @@ def test_a_probe_keeps_the_full_budget():
 def test_a_group_with_a_hang_takes_no_longer_than_its_limit_with_real_processes(isolation):
     async def main():
         settings = replace(SETTINGS, maximum=60.0)
-        sandbox, judge = Sandbox(2, isolation), made(settings, slots=2)
+        sandbox, executor = Sandbox(2, isolation), made(settings, slots=2)
         try:
             codes = [HANGS[0], *[RIGHT] * 6]
-            found = await asyncio.gather(*(judge_program(judge, sandbox, "p", code, [CASE]) for code in codes))
+            found = await asyncio.gather(*(execute_program(executor, sandbox, "p", code, [CASE]) for code in codes))
             return [result for (result,) in found]
         finally:
             await sandbox.close()

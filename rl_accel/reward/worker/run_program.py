@@ -7,11 +7,11 @@ import sys
 from typing import Any
 
 
-def judge(code: str, case: dict[str, Any]) -> bytes:
+def run_program(code: str, case: dict[str, Any]) -> bytes:
     """The report of the program ``code`` on ``case``, as JSON: its ``verdict`` and the ``reason``."""
     verdict, reason = "passed", ""
     try:
-        verdict, reason = _judge(code, case)
+        verdict, reason = _verdict(code, case)
     except SystemExit as error:
         if case["kind"] != "stdin" or error.code not in (None, 0):
             verdict, reason = "error", f"SystemExit: {error.code}"
@@ -30,7 +30,7 @@ def describe(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _judge(code: str, case: dict[str, Any]) -> tuple[str, str]:
+def _verdict(code: str, case: dict[str, Any]) -> tuple[str, str]:
     kind = case["kind"]
     if kind == "pytest":
         return _pytest(code, case["given"])

@@ -7,14 +7,14 @@ import signal
 import socket
 from typing import NoReturn
 
-from .leftovers import Strays, remove
+from .cleanup import UserFiles, remove
 from .tree import kill_all
 
 END_SECONDS = 3.0
 """A worker whose trainer has gone ends its program and itself; one that does not in this time is killed."""
 
 
-def keep(worker: int, control: socket.socket, folder: str, uid: int | None) -> NoReturn:
+def reap(worker: int, control: socket.socket, folder: str, uid: int | None) -> NoReturn:
     """Wait until the worker ends or the trainer does, then end what is left of both and remove the worker's folder.
 
     The trainer's end shows in the socket, or, where another process of the trainer's holds that too, in the trainer itself.
@@ -35,5 +35,5 @@ def keep(worker: int, control: socket.socket, folder: str, uid: int | None) -> N
     kill_all()
     remove(folder)
     if uid is not None:
-        Strays(uid).remove()
+        UserFiles(uid).remove()
     os._exit(0)

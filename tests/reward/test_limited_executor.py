@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from rl_accel.reward.adaptive_timeout import TimeoutSettings
-from rl_accel.reward.judge import Judge, judge_program
+from rl_accel.reward.anchor_store import Replica
+from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
 from rl_accel.reward.program import Case, CaseResult
-from rl_accel.reward.shared import Replica
 
 SETTINGS = TimeoutSettings(scale=1.5, slack=0.5, minimum=2.0, maximum=30.0, min_correct=2, probe_share=0.0, caution=0.0)
 
@@ -17,9 +17,9 @@ def play(main):
 
 
 def made(slots=4, settings=SETTINGS):
-    judge = Judge(Replica(settings), slots)
-    judge._pace.slowdown = lambda: 1.0
-    return judge
+    executor = LimitedExecutor(Replica(settings), slots)
+    executor._pace.slowdown = lambda: 1.0
+    return executor
 
 
 def taking(result, seen=None):
@@ -37,23 +37,23 @@ def passed(result):
 
 def test_limits_adapt_once_enough_correct_results_are_known():
     async def main():
-        judge, seen = made(), []
+        executor, seen = made(), []
         for wall in (4.0, 6.0, 1.0):
-            await judge.execute("p", "0", taking(CaseResult("passed", wall=wall, cpu=wall / 10), seen), passed)
-        return judge, seen
+            await executor.execute("p", "0", taking(CaseResult("passed", wall=wall, cpu=wall / 10), seen), passed)
+        return executor, seen
 
-    judge, seen = play(main())
+    executor, seen = play(main())
     assert seen == [(30.0, 30.0), (30.0, 30.0), (9.5, 9.5)]
-    assert judge.replica.take_news().counts["correct"] == 3.0
+    assert executor.replica.take_delta().counts["correct"] == 3.0
 
 
 def test_other_test_cases_and_prompts_have_limits_of_their_own():
     async def main():
-        judge, seen = made(), []
+        executor, seen = made(), []
         for _ in range(2):
-            await judge.execute("p", "0", taking(CaseResult("passed", wall=1.0)), passed)
+            await executor.execute("p", "0", taking(CaseResult("passed", wall=1.0)), passed)
         for prompt, case in (("p", "1"), ("q", "0"), ("p", "0")):
-            await judge.execute(prompt, case, taking(CaseResult("wrong"), seen), passed)
+            await executor.execute(prompt, case, taking(CaseResult("wrong"), seen), passed)
         return seen
 
     assert [wall for wall, _ in play(main())] == [30.0, 30.0, 2.0]
@@ -61,9 +61,9 @@ def test_other_test_cases_and_prompts_have_limits_of_their_own():
 
 def test_time_without_a_processor_does_not_teach():
     async def main():
-        judge = made()
-        await judge.execute("p", "0", taking(CaseResult("passed", wall=9.0, cpu=3.0, waited=5.5)), passed)
-        return judge.replica.timeout.get("p/0")
+        executor = made()
+        await executor.execute("p", "0", taking(CaseResult("passed", wall=9.0, cpu=3.0, waited=5.5)), passed)
+        return executor.replica.timeout.get("p/0")
 
     assert play(main()) == (3.5, 3.0, 1)
 
@@ -71,37 +71,37 @@ def test_time_without_a_processor_does_not_teach():
 @pytest.mark.parametrize("verdict", ["wrong", "error", "timeout", "memory", "killed"])
 def test_only_correct_results_teach(verdict):
     async def main():
-        judge = made()
-        await judge.execute("p", "0", taking(CaseResult(verdict, wall=1.0, cpu=1.0)), passed)
-        return judge.replica.timeout.get("p/0")
+        executor = made()
+        await executor.execute("p", "0", taking(CaseResult(verdict, wall=1.0, cpu=1.0)), passed)
+        return executor.replica.timeout.get("p/0")
 
     assert play(main()) == (0.0, 0.0, 0)
 
 
 def test_an_evaluation_uses_anchors_and_leaves_them():
     async def main():
-        judge, seen = made(), []
+        executor, seen = made(), []
         for _ in range(2):
-            await judge.execute("p", "0", taking(CaseResult("passed", wall=4.0)), passed)
-        judge.replica.take_news()
-        await judge.execute("p", "0", taking(CaseResult("passed", wall=6.0), seen), passed, teach=False)
-        return judge.replica, seen
+            await executor.execute("p", "0", taking(CaseResult("passed", wall=4.0)), passed)
+        executor.replica.take_delta()
+        await executor.execute("p", "0", taking(CaseResult("passed", wall=6.0), seen), passed, teach=False)
+        return executor.replica, seen
 
     replica, seen = play(main())
     assert seen == [(6.5, 6.5)]
     assert replica.timeout.get("p/0") == (4.0, 0.0, 2)
-    assert replica.take_news().counts == {"eval_executions": 1.0}
+    assert replica.take_delta().counts == {"eval_executions": 1.0}
 
 
 def test_what_is_counted():
     async def main():
-        judge = made()
+        executor = made()
         for _ in range(2):
-            await judge.execute("p", "0", taking(CaseResult("passed", wall=1.0)), passed)
-        await judge.execute("p", "0", taking(CaseResult("timeout", wall=2.0)), passed)
-        await judge.execute("q", "0", taking(CaseResult("timeout", wall=30.0)), passed)
-        await judge.execute("q", "0", taking(CaseResult("memory", wall=1.0)), passed)
-        counts = judge.replica.take_news().counts
+            await executor.execute("p", "0", taking(CaseResult("passed", wall=1.0)), passed)
+        await executor.execute("p", "0", taking(CaseResult("timeout", wall=2.0)), passed)
+        await executor.execute("q", "0", taking(CaseResult("timeout", wall=30.0)), passed)
+        await executor.execute("q", "0", taking(CaseResult("memory", wall=1.0)), passed)
+        counts = executor.replica.take_delta().counts
         return {name: counts[name] for name in counts if name != "waited_seconds"}
 
     assert play(main()) == {
@@ -118,7 +118,7 @@ def test_what_is_counted():
 
 def test_cancelling_the_caller_cancels_the_execution_and_frees_its_slot():
     async def main():
-        judge, stopped = made(slots=1), []
+        executor, stopped = made(slots=1), []
 
         async def endless(limits):
             try:
@@ -127,13 +127,13 @@ def test_cancelling_the_caller_cancels_the_execution_and_frees_its_slot():
                 stopped.append(True)
                 raise
 
-        task = asyncio.create_task(judge.execute("p", "0", endless, passed))
+        task = asyncio.create_task(executor.execute("p", "0", endless, passed))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await judge.execute("p", "0", taking(CaseResult("passed")), passed)
-        return stopped, judge.replica.take_news().counts
+        await executor.execute("p", "0", taking(CaseResult("passed")), passed)
+        return stopped, executor.replica.take_delta().counts
 
     stopped, counts = play(main())
     assert stopped == [True]
@@ -160,7 +160,7 @@ def cases(*verdicts):
 
 def test_all_test_cases_of_a_program_are_judged_in_order():
     async def main():
-        return await judge_program(made(), Programs(), "p", "", cases("passed", "wrong", "passed"))
+        return await execute_program(made(), Programs(), "p", "", cases("passed", "wrong", "passed"))
 
     assert [result.verdict for result in play(main())] == ["passed", "wrong", "passed"]
 
@@ -168,7 +168,7 @@ def test_all_test_cases_of_a_program_are_judged_in_order():
 def test_early_stop_leaves_out_what_comes_after_a_failure():
     async def main():
         programs = Programs()
-        results = await judge_program(
+        results = await execute_program(
             made(), programs, "p", "", cases("passed", "timeout", "passed", "wrong"), early_stop=True
         )
         return [result.verdict for result in results], programs.ran
@@ -178,11 +178,11 @@ def test_early_stop_leaves_out_what_comes_after_a_failure():
 
 def test_a_sandbox_that_fails_fails_the_program_and_stops_its_other_cases():
     async def main():
-        judge = made(slots=1)
+        executor = made(slots=1)
         with pytest.raises(RuntimeError, match="no worker"):
-            await judge_program(judge, Programs(), "p", "", cases("breaks", *["passed"] * 50))
+            await execute_program(executor, Programs(), "p", "", cases("breaks", *["passed"] * 50))
         await asyncio.sleep(0.01)
-        return len(judge.turns), judge.replica.take_news().counts.get("executions", 0.0)
+        return len(executor.scheduler), executor.replica.take_delta().counts.get("executions", 0.0)
 
     waiting, executions = play(main())
     assert waiting == 0

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from rl_accel.reward.turns import Turns
+from rl_accel.reward.fair_scheduler import FairScheduler
 
 
 def play(main):
@@ -19,7 +19,7 @@ class Stage:
     """Executions that start when they get their turn and end when told to."""
 
     def __init__(self, slots):
-        self.turns = Turns(slots)
+        self.scheduler = FairScheduler(slots)
         self.running = []
         self.began = []
         self._ends = {}
@@ -30,7 +30,7 @@ class Stage:
         self._tasks[name] = asyncio.create_task(self._run(name, prompt, expected))
 
     async def _run(self, name, prompt, expected):
-        async with self.turns.turn(prompt, expected) as self.late[name]:
+        async with self.scheduler.slot(prompt, expected) as self.late[name]:
             self.began.append(name)
             self.running.append(name)
             self._ends[name] = asyncio.Event()
@@ -96,11 +96,11 @@ def test_no_more_run_at_once_than_there_are_slots():
             stage.enter(i, f"p{i}")
         await settle()
         assert len(stage.running) == 2
-        assert len(stage.turns) == 3
+        assert len(stage.scheduler) == 3
         for _ in range(5):
             await stage.end(stage.running[0])
         assert sorted(stage.began) == [0, 1, 2, 3, 4]
-        assert len(stage.turns) == 0
+        assert len(stage.scheduler) == 0
 
     play(main())
 
@@ -136,7 +136,7 @@ def test_a_prompt_with_many_executions_does_not_keep_others_out():
 
 def test_waiting_makes_up_for_a_long_expectation(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("rl_accel.reward.turns.monotonic", lambda: clock[0])
+    monkeypatch.setattr("rl_accel.reward.fair_scheduler.monotonic", lambda: clock[0])
 
     async def main():
         stage = Stage(1)
@@ -159,10 +159,10 @@ def test_a_cancelled_wait_leaves_its_place_and_a_cancelled_execution_its_slot():
             stage.enter(name, name)
         await settle()
         await stage.cancel("b")
-        assert len(stage.turns) == 1
+        assert len(stage.scheduler) == 1
         await stage.cancel("a")
         assert stage.running == ["c"]
-        assert len(stage.turns) == 0
+        assert len(stage.scheduler) == 0
 
     play(main())
 
@@ -188,10 +188,10 @@ def test_every_execution_gets_its_turn_under_random_cancellation(seed):
     dice = random.Random(seed)
 
     async def main():
-        turns, ended = Turns(dice.randint(1, 4)), []
+        scheduler, ended = FairScheduler(dice.randint(1, 4)), []
 
         async def one(i):
-            async with turns.turn(f"p{dice.randint(0, 3)}", dice.random()):
+            async with scheduler.slot(f"p{dice.randint(0, 3)}", dice.random()):
                 for _ in range(dice.randint(0, 3)):
                     await asyncio.sleep(0)
             ended.append(i)
@@ -205,13 +205,13 @@ def test_every_execution_gets_its_turn_under_random_cancellation(seed):
                 cancelled.add(i)
         await asyncio.gather(*tasks, return_exceptions=True)
         assert {i for i in range(60) if i not in cancelled} <= set(ended)
-        assert len(turns) == 0
-        assert not turns._held
-        assert not turns._queues
+        assert len(scheduler) == 0
+        assert not scheduler._held
+        assert not scheduler._queues
 
     play(main())
 
 
 def test_slots_must_be_a_number_above_zero():
     with pytest.raises(ValueError, match="at least 1, found 0"):
-        Turns(0)
+        FairScheduler(0)

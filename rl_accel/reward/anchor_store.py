@@ -1,6 +1,6 @@
-"""Anchors that many processes share: each has a replica of its own to ask and to teach, and exchanges news with one ledger.
+"""Anchors that many processes share: each has a replica of its own to ask and to teach, and exchanges changes with one store.
 
-Nothing here waits for another process. A replica that cannot reach the ledger goes on with what it knows; a ledger that begins anew
+Nothing here waits for another process. A replica that cannot reach the store goes on with what it knows; a store that begins anew
 asks each replica for everything.
 """
 
@@ -16,18 +16,18 @@ from rl_accel.reward.adaptive_timeout import AdaptiveTimeout, AnchorTuple, Timeo
 
 
 @dataclass
-class News:
-    """What a replica has for the ledger.
+class AnchorDelta:
+    """What a replica has for the store.
 
     Attributes:
-        life: the ledger that the replica knows; "" for none.
+        incarnation: the store that the replica knows; "" for none.
         version: up to where.
         learned: by key, anchor and number of correct results since the last exchange.
-        everything: all anchors of the replica, if the ledger asked for them.
+        everything: all anchors of the replica, if the store asked for them.
         counts: what was counted since the last exchange, by name.
     """
 
-    life: str = ""
+    incarnation: str = ""
     version: int = 0
     learned: dict[str, AnchorTuple] = field(default_factory=dict)
     everything: dict[str, AnchorTuple] = field(default_factory=dict)
@@ -36,22 +36,22 @@ class News:
 
 @dataclass
 class Update:
-    """What the ledger answers: its life and version, the anchors that changed since, and whether it wants everything."""
+    """What the store answers: its incarnation and version, the anchors that changed since, and whether it wants everything."""
 
-    life: str
+    incarnation: str
     version: int
     anchors: dict[str, AnchorTuple]
     wants_everything: bool
 
 
 class Replica:
-    """A process's own :class:`AdaptiveTimeout`, which also keeps account of what the ledger does not know yet."""
+    """A process's own :class:`AdaptiveTimeout`, which also keeps account of what the store does not know yet."""
 
     def __init__(self, settings: TimeoutSettings | None = None) -> None:
         self.timeout = AdaptiveTimeout(settings)
         self._learned: dict[str, AnchorTuple] = {}
         self._counts: dict[str, float] = {}
-        self._life, self._version, self._tell_everything = "", 0, False
+        self._incarnation, self._version, self._tell_everything = "", 0, False
 
     def record(self, key: str, wall: float, cpu: float, correct: bool, slowdown: float = 1.0) -> None:
         """Report an execution; see :meth:`AdaptiveTimeout.record`."""
@@ -61,31 +61,35 @@ class Replica:
             self._learned[key] = max(known[0], wall / slowdown), max(known[1], cpu / slowdown), known[2] + 1
 
     def count(self, name: str, amount: float = 1.0) -> None:
-        """Add to a number that the ledger sums over all replicas."""
+        """Add to a number that the store sums over all replicas."""
         _add(self._counts, {name: amount})
 
-    def take_news(self) -> News:
+    def take_delta(self) -> AnchorDelta:
         """Return what happened since the last call. If the exchange then fails, give it to :meth:`put_back`."""
         everything = self.timeout.anchors() if self._tell_everything else {}
-        news = News(self._life, self._version, self._learned, everything, self._counts)
+        delta = AnchorDelta(self._incarnation, self._version, self._learned, everything, self._counts)
         self._learned, self._counts, self._tell_everything = {}, {}, False
-        return news
+        return delta
 
-    def put_back(self, news: News) -> None:
-        """Keep ``news`` for the next exchange."""
-        for key, (wall, cpu, correct) in news.learned.items():
+    def put_back(self, delta: AnchorDelta) -> None:
+        """Keep ``delta`` for the next exchange."""
+        for key, (wall, cpu, correct) in delta.learned.items():
             now = self._learned.get(key, (0.0, 0.0, 0))
             self._learned[key] = max(now[0], wall), max(now[1], cpu), now[2] + correct
-        _add(self._counts, news.counts)
-        self._tell_everything |= bool(news.everything)
+        _add(self._counts, delta.counts)
+        self._tell_everything |= bool(delta.everything)
 
     def apply(self, update: Update) -> None:
         """Take over what others have learned."""
         self.timeout.merge(update.anchors)
-        self._life, self._version, self._tell_everything = update.life, update.version, update.wants_everything
+        self._incarnation, self._version, self._tell_everything = (
+            update.incarnation,
+            update.version,
+            update.wants_everything,
+        )
 
 
-class Ledger:
+class AnchorStore:
     """The anchors of all replicas and the sums of their counts.
 
     Args:
@@ -98,7 +102,7 @@ class Ledger:
 
     def __init__(self, path: Path | None = None, settings: TimeoutSettings | None = None) -> None:
         self._timeout = AdaptiveTimeout(settings)
-        self.life = uuid.uuid4().hex
+        self.incarnation = uuid.uuid4().hex
         self._version = 0
         self._changed: OrderedDict[str, int] = OrderedDict()
         self._counts: dict[str, float] = {}
@@ -112,22 +116,22 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._timeout)
 
-    def exchange(self, news: News) -> Update:
-        """Take in a replica's news and return what it does not know."""
-        for key, (wall, cpu, correct) in news.learned.items():
+    def exchange(self, delta: AnchorDelta) -> Update:
+        """Take in a replica's delta and return what it does not know."""
+        for key, (wall, cpu, correct) in delta.learned.items():
             self._timeout.merge({key: (wall, cpu, self._timeout.get(key)[2] + correct)})
-        self._timeout.merge(news.everything)
-        _add(self._counts, news.counts)
-        if news.learned or news.everything:
-            self._touch({**news.learned, **news.everything})
-        known = news.life == self.life
-        since = news.version if known else 0
+        self._timeout.merge(delta.everything)
+        _add(self._counts, delta.counts)
+        if delta.learned or delta.everything:
+            self._touch({**delta.learned, **delta.everything})
+        known = delta.incarnation == self.incarnation
+        since = delta.version if known else 0
         anchors = {}
         for key in reversed(self._changed):
             if self._changed[key] <= since:
                 break
             anchors[key] = self._timeout.get(key)
-        return Update(self.life, self._version, anchors, wants_everything=bool(news.life) and not known)
+        return Update(self.incarnation, self._version, anchors, wants_everything=bool(delta.incarnation) and not known)
 
     def take_counts(self) -> dict[str, float]:
         """Return the sums since the last call."""

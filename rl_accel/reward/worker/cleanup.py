@@ -21,7 +21,7 @@ def remove(folder: str) -> None:
                 subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-class Strays:
+class UserFiles:
     """Files that a user of our own has left in the common folders. A folder that has not changed is not read again."""
 
     def __init__(self, uid: int) -> None:
