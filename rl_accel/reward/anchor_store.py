@@ -5,13 +5,13 @@ asks each replica for everything.
 """
 
 import json
-import os
 import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rl_accel.files import write_atomically
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout, AnchorTuple, TimeoutSettings
 
 
@@ -142,10 +142,7 @@ class AnchorStore:
         """Write the file, whole or not at all, if anything has changed."""
         if self._path is None or self._saved == self._version:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        scratch.write_text(json.dumps(self._timeout.state_dict()))
-        scratch.replace(self._path)
+        write_atomically(self._path, json.dumps(self._timeout.state_dict()))
         self._saved = self._version
 
     def _touch(self, keys: "dict[str, AnchorTuple]") -> None:
