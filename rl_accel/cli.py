@@ -37,7 +37,7 @@ _LAZY_BENCH = {
     "gae": ("rl_accel.lab.bench.gae", "bench_gae", "GAE kernels against verl's loop and other published ways."),
     "reward": ("rl_accel.lab.bench.reward", "bench_reward", "A fixed time limit of rewards against the adaptive one."),
     "outcome": (
-        "rl_accel.lab.bench.outcome",
+        "rl_accel.lab.bench.group_advantages",
         "bench_outcome",
         "Twins of verl's other advantage loops against the loops.",
     ),

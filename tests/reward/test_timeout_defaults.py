@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import pytest
 
-from rl_accel.lab.bench.reward_workload import workload
+from rl_accel.lab.bench.reward import workload
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout, TimeoutSettings
 
 

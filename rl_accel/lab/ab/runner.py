@@ -1,8 +1,16 @@
-"""Running the plans of an A/B one after the other as real processes, and keeping what they measured."""
+"""Running the plans of an A/B one after the other as real processes, and keeping what they measured.
 
+``python -m rl_accel.lab.ab.runner [options] -- COMMAND...`` supervises one command: it ends the command and everything the command
+started when the command ends, when it gets SIGTERM, and when its standard input closes. The last one is the point: the runner holds
+the other end, so even a killed runner takes its run along. Every process of a run inherits the variable :data:`MARKER` as well,
+which finds them when the supervisor itself was killed.
+"""
+
+import argparse
 import contextlib
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -14,16 +22,24 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+import psutil
 
 from rl_accel.errors import RlAccelError
+from rl_accel.files import write_atomically
 from rl_accel.lab.ab.metrics_log import Tail
-from rl_accel.lab.ab.plan import RunPlan
-from rl_accel.lab.ab.processes import MARKER, end_all, marked
+from rl_accel.processes import become_subreaper, descendants, end_all, end_descendants, has_ended, shell_exit_code
 
+if TYPE_CHECKING:  # read for each run by its supervisor too, which plans nothing
+    from rl_accel.lab.ab.recipe import RunPlan
+
+MARKER = "RL_ACCEL_AB_RUN"
 GRACE_S = 15.0
 """How long a trainer that was asked to stop, or the daemons of one that ended, may take before they are killed."""
 _POLL_S = 0.2
+_ORPHANS_S = 5.0
+"""How long daemons that shut down by themselves after the trainer's end may take."""
 
 
 @dataclass
@@ -57,10 +73,10 @@ class RunResult:
 class Watcher(Protocol):
     """Shows progress. Called from the runner's thread."""
 
-    def started(self, plan: RunPlan) -> None: ...
-    def step(self, plan: RunPlan, step: int, metrics: Mapping[str, float]) -> None: ...
+    def started(self, plan: "RunPlan") -> None: ...
+    def step(self, plan: "RunPlan", step: int, metrics: Mapping[str, float]) -> None: ...
     def tick(self) -> None: ...
-    def ended(self, plan: RunPlan, result: RunResult) -> None: ...
+    def ended(self, plan: "RunPlan", result: RunResult) -> None: ...
 
 
 @dataclass
@@ -91,7 +107,7 @@ class Stop:
                 signal.signal(number, handler)
 
 
-def run_all(plans: Sequence[RunPlan], watcher: Watcher, stop: Stop, resume: bool = False) -> list[RunResult]:
+def run_all(plans: Sequence["RunPlan"], watcher: Watcher, stop: Stop, resume: bool = False) -> list[RunResult]:
     """Run every plan in turn and return one result each; after a stop signal the rest are left out.
 
     A failed run does not keep the next from running. With ``resume``, a run that an earlier call completed with the
@@ -110,7 +126,7 @@ def run_all(plans: Sequence[RunPlan], watcher: Watcher, stop: Stop, resume: bool
     return results
 
 
-def run_one(plan: RunPlan, watcher: Watcher, stop: Stop) -> RunResult:
+def run_one(plan: "RunPlan", watcher: Watcher, stop: Stop) -> RunResult:
     """Run one plan in a fresh ``plan.directory``: train.log, metrics.jsonl, run.json, and Ray's logs if it fails."""
     shutil.rmtree(plan.directory, ignore_errors=True)
     plan.directory.mkdir(parents=True)
@@ -171,7 +187,7 @@ def supervised(
     merged: dict[str, str | None] = {**os.environ, **env, MARKER: run_id}
     full = {key: value for key, value in merged.items() if value is not None}
     options = ["--grace", str(GRACE_S), *(["--temp", str(temp)] if temp else [])]
-    words = [sys.executable, "-m", "rl_accel.lab.ab.supervise", *options, "--", *command]
+    words = [sys.executable, "-m", "rl_accel.lab.ab.runner", *options, "--", *command]
     reason = "ended"
     with log.open("ab") as output:
         supervisor = subprocess.Popen(
@@ -211,7 +227,7 @@ def ray_temp_dir() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def finished(plan: RunPlan) -> RunResult | None:
+def finished(plan: "RunPlan") -> RunResult | None:
     """Return the kept result of a plan if it was completed with the same command, else None."""
     result = load_result(plan.directory)
     if result is None or result.status != "done" or result.fingerprint != plan.fingerprint:
@@ -271,7 +287,71 @@ def _keep_ray_logs(ray_dir: Path, target: Path) -> None:
             shutil.copytree(logs, target, symlinks=False, ignore_dangling_symlinks=True, dirs_exist_ok=True)
 
 
-def _save(plan: RunPlan, result: RunResult) -> None:
-    temporary = plan.directory / "run.json.part"
-    temporary.write_text(json.dumps(asdict(result), indent=1))
-    temporary.replace(plan.directory / "run.json")
+def _save(plan: "RunPlan", result: RunResult) -> None:
+    write_atomically(plan.directory / "run.json", json.dumps(asdict(result), indent=1))
+
+
+def marked(run_id: str) -> list[psutil.Process]:
+    """Return every living process of this user whose environment holds this run's marker, and their descendants."""
+    members: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        if process.pid != os.getpid() and _has_marker(process.pid, f"{MARKER}={run_id}".encode()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                members |= {member.pid: member for member in (process, *process.children(recursive=True))}
+    members.pop(os.getpid(), None)
+    return [process for process in members.values() if not has_ended(process)]
+
+
+def _has_marker(pid: int, wanted: bytes) -> bool:
+    try:
+        return wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # gone, or not ours
+        return False
+
+
+def main(arguments: list[str]) -> int:
+    """Supervise the command given in ``arguments`` and return its exit code, 128 + n if signal n ended it."""
+    parser = argparse.ArgumentParser(prog="python -m rl_accel.lab.ab.runner", description="Supervise one command.")
+    parser.add_argument("--grace", type=float, default=15.0, help="seconds a stopped command may take to end")
+    parser.add_argument("--temp", help="a folder that is removed if the command was stopped")
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args(arguments)
+    code, stopped = _supervise(options.command, options.grace)
+    if stopped and options.temp:
+        shutil.rmtree(options.temp, ignore_errors=True)
+    return code
+
+
+def _supervise(command: list[str], grace_s: float) -> tuple[int, bool]:
+    """Return the exit code and whether the command was stopped rather than ended by itself."""
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+    for ignored in (signal.SIGINT, signal.SIGHUP):  # the runner decides, and it closes our input
+        signal.signal(ignored, lambda number, _: None)  # SIG_IGN would be inherited by the command
+    become_subreaper()
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    except OSError as error:
+        print(f"cannot start {command[0]}: {error}", file=sys.stderr)
+        return 127, False
+    while child.poll() is None and not stopped:
+        if select.select([sys.stdin], [], [], 0.1)[0] and not os.read(sys.stdin.fileno(), 1024):
+            stopped.append(signal.SIGTERM)
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            child.terminate()
+        try:
+            child.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        ended = end_all(descendants, grace_s=2.0)
+    else:
+        ended = end_descendants(leave_s=min(grace_s, _ORPHANS_S))
+    if ended:
+        print(f"rl-accel ab: ended what the run left behind: {', '.join(sorted(ended))}", file=sys.stderr)
+    return shell_exit_code(child.wait()), bool(stopped)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,16 @@
-"""``rl-accel bench gae``: GAE kernels side by side in one process, correctness first, a plain copy of the same bytes as floor."""
+"""``rl-accel bench gae``: GAE kernels side by side in one process, correctness first, a plain copy of the same bytes as floor.
 
+With ``--lengths``: one batch of responses of very different lengths. slime pads every sequence to the longest in a Python loop,
+scans chunks of 128 tokens one after the other, and cuts the padding off again; ours takes the sequences end to end.
+"""
+
+import contextlib
+import ctypes
 import json
-from collections.abc import Callable
-from dataclasses import asdict
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +20,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from rl_accel.lab.bench.contestants import CHUNK_128, LOOP, OURS, Contestant, Inputs, contestants
-from rl_accel.lab.bench.gae_lengths import bench_lengths
-from rl_accel.lab.bench.measure import available_bytes, interleaved
+from rl_accel.lab.bench.measure import (
+    available_bytes,
+    console_of_benchmark,
+    interleaved,
+    met,
+    output_folder,
+    peak_extra_bytes,
+    results_files,
+)
 from rl_accel.ops import gae
+from rl_accel.ops.ragged import gae_of_lists
 
+LOOP, CHUNK_128, OURS = "verl's loop", "slime chunk 128", "rl-accel"
 BATCHES, TOKENS = (1, 8, 64, 256, 1024), (1024, 8192, 32768, 131072)
 QUICK = ((8, 1024), (64, 8192))
 GOAL_SHAPES = ((256, 32768), (256, 131072))
@@ -31,7 +47,92 @@ _QUADRATIC_WORK = 2e9
 _TOLERANCE = 1e-4
 _MASKS = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 
+LOGNORMAL = "lognormal"
+SLIME = "slime, padded"
+LENGTHS_GOAL = 10.0
+_SEQUENCES, _LONGEST, _SIGMA = 64, 16384, 1.5
+_LENGTHS_BUDGET_S = 5.0
+_MMAP_THRESHOLD = -3
+"""``M_MMAP_THRESHOLD`` of glibc's mallopt."""
+
 Shape = tuple[int, int]
+Result = tuple[torch.Tensor, torch.Tensor]
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, float, float]
+Lists = tuple[list[torch.Tensor], list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """An implementation of GAE. ``masked``: it honours verl's mask; ``quadratic``: it needs O(T^2) memory or work."""
+
+    name: str
+    run: Callable[[Inputs], Result]
+    masked: bool
+    quadratic: bool = False
+    exact: bool = False
+    """Promised to equal verl's loop bit for bit."""
+
+
+def _ours(backend: str) -> Callable[[Inputs], Result]:
+    return lambda inputs: gae(*inputs, backend=backend)
+
+
+def _deltas(rewards: torch.Tensor, values: torch.Tensor, gamma: float) -> torch.Tensor:
+    following = torch.nn.functional.pad(values[:, 1:], (0, 1))
+    return rewards + gamma * following - values
+
+
+def slime_chunk(inputs: Inputs, chunk: int = 128) -> Result:
+    """slime's chunk scan (its pull request 850): reversed time, a matrix product a chunk, then a serial pass over chunks."""
+    rewards, values, _, gamma, lam = inputs
+    rows, tokens = rewards.shape
+    decay = gamma * lam
+    padded = torch.nn.functional.pad(_deltas(rewards, values, gamma).flip(1), (0, -tokens % chunk))
+    blocks = padded.view(rows, -1, chunk)
+    steps = torch.arange(chunk, device=rewards.device)
+    powers = torch.tensor(decay, device=rewards.device, dtype=rewards.dtype) ** (steps[None, :] - steps[:, None])
+    local = blocks @ torch.triu(powers)
+    carry = decay ** (steps + 1.0).to(rewards.dtype)
+    out = torch.empty_like(local)
+    last = rewards.new_zeros(rows)
+    for index in range(blocks.shape[1]):
+        out[:, index] = local[:, index] + carry * last[:, None]
+        last = out[:, index, -1]
+    advantages = out.view(rows, -1)[:, :tokens].flip(1)
+    return advantages, advantages + values
+
+
+def matrix(inputs: Inputs) -> Result:
+    """All weights decay^(t - s) as one [T, T] matrix."""
+    rewards, values, _, gamma, lam = inputs
+    steps = torch.arange(rewards.shape[1], device=rewards.device)
+    exponents = (steps[:, None] - steps[None, :]).clamp(min=0).to(rewards.dtype)
+    weights = torch.tril((gamma * lam) ** exponents)
+    advantages = _deltas(rewards, values, gamma) @ weights
+    return advantages, advantages + values
+
+
+def convolution(inputs: Inputs) -> Result:
+    """The same weights as a convolution kernel of length T, the way torchrl's vectorised estimator does it."""
+    rewards, values, _, gamma, lam = inputs
+    tokens = rewards.shape[1]
+    kernel = (gamma * lam) ** torch.arange(tokens, device=rewards.device, dtype=rewards.dtype)
+    padded = torch.nn.functional.pad(_deltas(rewards, values, gamma)[:, None], (0, tokens - 1))
+    advantages = torch.nn.functional.conv1d(padded, kernel[None, None])[:, 0]
+    return advantages, advantages + values
+
+
+def contestants(device: str) -> list[Contestant]:
+    """Return the contestants for tensors on ``device``, verl's loop first and ours second."""
+    fastest = "triton" if device == "cuda" else "numba"
+    return [
+        Contestant(LOOP, _ours("naive"), masked=True, exact=True),
+        Contestant(f"{OURS} {fastest}", _ours(fastest), masked=True, exact=fastest == "numba"),
+        Contestant(f"{OURS} chunk", _ours("chunk"), masked=True),
+        Contestant(CHUNK_128, slime_chunk, masked=False),
+        Contestant("convolution", convolution, masked=False, quadratic=True),
+        Contestant("matrix", matrix, masked=False, quadratic=True),
+    ]
 
 
 @click.command("gae")
@@ -64,7 +165,8 @@ def bench_gae(
         raise click.UsageError("--batch and --tokens go together")
     if device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("--device cuda: torch sees no CUDA device here")
-    console = Console(width=None if Console().is_terminal else 160)
+    console = console_of_benchmark()
+    output_folder(out)
     if lengths is not None:
         try:
             right = bench_lengths(lengths, device, out, console)
@@ -79,17 +181,16 @@ def bench_gae(
         shapes = list(QUICK)
     rows: list[dict[str, Any]] = []
     for shape in shapes:
-        found = _measure(shape, sound, device, _MASKS[mask_dtype], rows, console)
-        rows += [] if found is None else [found]
+        row = _measure(shape, sound, device, _MASKS[mask_dtype], rows, console)
+        rows += [] if row is None else [row]
     _show(rows, console)
     if batch is not None and rows:
         console.print(verdict(rows[0]))
     _show_goals(rows, console)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "gae.json").write_text(json.dumps({"device": device, "mask": mask_dtype, "shapes": rows}, indent=1))
-        _plot(rows, out / "gae.png")
-        console.print(f"{out / 'gae.json'}, {out / 'gae.png'}", soft_wrap=True)
+        results = {"device": device, "mask": mask_dtype, "shapes": rows}
+        with results_files(out, "gae", results, console, (8, 5.5)) as (_, (axes,)):
+            _plot(rows, axes)
     if len(sound) < len(contestants(device)):
         raise SystemExit(1)
 
@@ -106,10 +207,10 @@ def make_inputs(shape: Shape, device: str, mask_dtype: torch.dtype, seed: int = 
     return rewards.to(device), values.to(device), mask.to(device, mask_dtype), GAMMA, LAM
 
 
-def _gate(found: list[Contestant], device: str, mask_dtype: torch.dtype, console: Console) -> list[Contestant]:
+def _gate(candidates: list[Contestant], device: str, mask_dtype: torch.dtype, console: Console) -> list[Contestant]:
     """Return the contestants that agree with the loop in float64 (and bit for bit where they promise to)."""
     sound = []
-    for contestant in found:
+    for contestant in candidates:
         worst, exact = 0.0, True
         for seed, shape in enumerate([(1, 1), (3, 5), (33, 1500), (2, 4099)]):
             inputs = make_inputs(shape, device, mask_dtype, seed)
@@ -118,10 +219,10 @@ def _gate(found: list[Contestant], device: str, mask_dtype: torch.dtype, console
             try:
                 result = contestant.run(inputs)
             except Exception as error:  # whatever a contestant does wrong is its result, not the benchmark's end
-                console.print(f"[red]{contestant.name}: {error}", markup=True)
+                console.print(f"{contestant.name}: {error}", style="red", markup=False)
                 worst = float("inf")
                 break
-            worst = max(worst, _distance(result, truth))
+            worst = max(worst, *(_distance(a, b) for a, b in zip(result, truth, strict=True)))
             if contestant.exact:
                 same = gae(*inputs, backend="naive")
                 exact &= all(torch.equal(a, b) for a, b in zip(result, same, strict=True))
@@ -136,15 +237,15 @@ def _gate(found: list[Contestant], device: str, mask_dtype: torch.dtype, console
     return sound
 
 
-def _distance(found: tuple[torch.Tensor, torch.Tensor], truth: tuple[torch.Tensor, torch.Tensor]) -> float:
-    """The largest relative error in the 2-norm; NaN counts as infinite."""
-    errors = [float((a.double() - b).norm() / b.norm().clamp(min=1e-30)) for a, b in zip(found, truth, strict=True)]
-    return max(error if error == error else float("inf") for error in errors)
+def _distance(result: torch.Tensor, truth: torch.Tensor) -> float:
+    """The relative error in the 2-norm; NaN counts as infinite."""
+    error = float((result.double() - truth).norm() / truth.norm().clamp(min=1e-30))
+    return error if error == error else float("inf")
 
 
 def _measure(
     shape: Shape,
-    found: list[Contestant],
+    sound: list[Contestant],
     device: str,
     mask_dtype: torch.dtype,
     before: list[dict[str, Any]],
@@ -159,7 +260,7 @@ def _measure(
     inputs = make_inputs(shape, device, mask_dtype)
     bare: Inputs = (*inputs[:2], None, GAMMA, LAM)
     functions = _copies(moved // 2, device)
-    for contestant in found:
+    for contestant in sound:
         work, expected = rows * tokens * tokens, _expected(contestant.name, shape, before)
         if contestant.quadratic and (work > _QUADRATIC_WORK or 24 * tokens * tokens > memory):
             console.print(f"{rows} x {tokens}: {contestant.name} left out, it grows with T^2: {work:.0e} products")
@@ -233,10 +334,12 @@ def _show_goals(rows: list[dict[str, Any]], console: Console) -> None:
         for name, wanted in GOALS:
             other = _median(row, name)
             if other is not None:
-                word = "met" if other / mine >= wanted else "NOT met"
-                console.print(f"{_label(row)}: {other / mine:.1f}x over {name}; goal at least {wanted:g}x: {word}")
+                ratio = other / mine
+                console.print(
+                    f"{_label(row)}: {ratio:.1f}x over {name}; goal at least {wanted:g}x: {met(ratio >= wanted)}"
+                )
         share = mine / row["seconds"][COPY]["median"]
-        word = "met" if share <= COPY_GOAL else "NOT met"
+        word = met(share <= COPY_GOAL)
         console.print(f"{_label(row)}: {share:.2f}x the time of a {COPY}; goal at most {COPY_GOAL:g}x: {word}")
         harder = mine / row["seconds"][IN_PLACE]["median"]
         console.print(f"{_label(row)}: {harder:.2f}x the time of a {IN_PLACE}, which takes no new memory; no goal")
@@ -260,13 +363,7 @@ def _label(row: dict[str, Any]) -> str:
     return f"{row['batch']} x {row['tokens']}"
 
 
-def _plot(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5.5), layout="constrained")
+def _plot(rows: list[dict[str, Any]], axes: Any) -> None:
     batch = 256 if any(row["batch"] == 256 for row in rows) else rows[0]["batch"]
     chosen = sorted((row for row in rows if row["batch"] == batch), key=lambda row: int(row["tokens"]))
     for name in dict.fromkeys(name for row in chosen for name in row["seconds"]):
@@ -277,5 +374,92 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set(xscale="log", yscale="log", xlabel="tokens T", ylabel="seconds", title=f"GAE over [{batch}, T]")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+
+
+def read_lengths(source: str) -> list[int]:
+    """Return the lengths in a file: whole numbers of at least 1, separated by anything else. ``lognormal`` draws 64 of them,
+    the longest 16,384 tokens.
+
+    Raises:
+        ValueError: the file cannot be read or holds something else.
+    """
+    if source == LOGNORMAL:
+        draw = random.Random(0)
+        drawn = [draw.lognormvariate(0, _SIGMA) for _ in range(_SEQUENCES)]
+        return [max(1, round(_LONGEST * length / max(drawn))) for length in drawn]
+    try:
+        words = re.split(r"[\s,\[\]]+", Path(source).read_text().strip(" \n\t[],"))
+        lengths = [int(word) for word in words]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--lengths wants {LOGNORMAL} or a file of whole numbers, found {source}: {error}") from error
+    if min(lengths) < 1:
+        raise ValueError(f"--lengths wants whole numbers of at least 1, found {min(lengths)} in {source}")
+    return lengths
+
+
+def slime_padded(rewards: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Lists:
+    """slime's published algorithm, written anew: copy into [B, longest], chunk scan, views without the padding."""
+    longest = max(map(len, values))
+    padded_rewards, padded_values = (values[0].new_zeros(len(values), longest) for _ in range(2))
+    for row, (reward, value) in enumerate(zip(rewards, values, strict=True)):
+        padded_rewards[row, : len(reward)] = reward
+        padded_values[row, : len(value)] = value
+    advantages, returns = slime_chunk((padded_rewards, padded_values, None, GAMMA, LAM))
+    rows = range(len(values))
+    return [advantages[i, : len(values[i])] for i in rows], [returns[i, : len(values[i])] for i in rows]
+
+
+def bench_lengths(source: str, device: str, out: Path | None, console: Console) -> bool:
+    """Measure slime's padding and ours, print time, memory and ratios; whether both are right (else there are no numbers)."""
+    lengths = read_lengths(source)
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = ([torch.randn(n, generator=generator).to(device) for n in lengths] for _ in range(2))
+    functions: dict[str, Callable[[], Lists]] = {
+        SLIME: lambda: slime_padded(rewards, values),
+        OURS: lambda: gae_of_lists(rewards, values, GAMMA, LAM),
+    }
+    truth = gae_of_lists([r.double() for r in rewards], [v.double() for v in values], GAMMA, LAM, backend="naive")
+    errors = {}
+    for name, function in functions.items():
+        pairs = zip(function(), truth, strict=True)
+        errors[name] = max(_distance(torch.cat(result), torch.cat(wanted)) for result, wanted in pairs)
+    for name, error in errors.items():
+        word = "correct" if error < _TOLERANCE else "[red]WRONG"
+        console.print(f"{word}: {name}, {error:.1e} from the loop in float64")
+    if max(errors.values()) >= _TOLERANCE:
+        return False
+    padding = len(lengths) * max(lengths) / sum(lengths)
+    console.print(
+        f"{len(lengths)} sequences, {sum(lengths):,} tokens, the longest {max(lengths):,}: padded {padding:.1f}x"
+    )
+    timings = interleaved(functions, _LENGTHS_BUDGET_S)
+    _give_memory_back()
+    peaks = {name: peak_extra_bytes(function) for name, function in functions.items()}
+    table = Table()
+    for column in ("", "milliseconds", "extra memory, MiB"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, timing in timings.items():
+        memory = "-" if (peak := peaks[name]) is None else f"{peak / 2**20:,.1f}"
+        table.add_row(name, f"{timing.median * 1e3:,.2f}", memory)
+    console.print(table)
+    results: dict[str, Any] = {"device": device, "lengths": lengths, "padding": padding}
+    results["time"] = timings[SLIME].median / timings[OURS].median
+    word = met(results["time"] >= LENGTHS_GOAL)
+    console.print(f"time: {results['time']:.1f}x less; goal at least {LENGTHS_GOAL:g}x: {word}")
+    theirs, ours = peaks[SLIME], peaks[OURS]
+    if theirs is not None and ours:
+        results["memory"] = theirs / ours
+        word = met(results["memory"] >= padding)
+        console.print(f"memory: {results['memory']:.1f}x less; goal at least the padding, {padding:.1f}x: {word}")
+    if out is not None:
+        results["seconds"] = {name: timing.median for name, timing in timings.items()}
+        (out / "gae_lengths.json").write_text(json.dumps(results, indent=1))
+    return True
+
+
+def _give_memory_back() -> None:
+    """Have the C library return freed memory at once, or tensors of a few hundred kilobytes would seem to cost nothing."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library: small tensors are then not counted
+        library = ctypes.CDLL(None)
+        library.mallopt(_MMAP_THRESHOLD, 1 << 16)
+        library.malloc_trim(0)

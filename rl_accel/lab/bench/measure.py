@@ -1,17 +1,26 @@
-"""Timing and memory of functions run side by side in one process."""
+"""What the benchmarks share: timing and memory of functions run side by side in one process, and the files they write."""
 
+import contextlib
 import gc
+import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+
+from rl_accel.lab.ab.extra import needs
 
 LEAST, ONCE_S, WARM_S = 3, 2.0, 1.0
+
+
+class WrongResult(AssertionError):
+    """A check that comes before any number failed; says what was wanted and what was found."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float, mos
         spent[name] = first[0]
         if first[0] > max(budget_s, ONCE_S):
             seconds[name] = first
-    once = {name for name, found in seconds.items() if found}
+    once = {name for name, taken in seconds.items() if taken}
     for turn in range(most):
         for name, function in functions.items():
             if name not in once and (turn < LEAST or spent[name] <= budget_s):
@@ -51,8 +60,8 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float, mos
                 _once(function, seconds[name])
                 spent[name] += seconds[name][-1]
     return {
-        name: Timing(statistics.median(found), min(found), max(found), len(found), peaks[name])
-        for name, found in seconds.items()
+        name: Timing(statistics.median(taken), min(taken), max(taken), len(taken), peaks[name])
+        for name, taken in seconds.items()
     }
 
 
@@ -84,6 +93,39 @@ def available_bytes() -> int:
         if line.startswith("MemAvailable"):
             return int(line.split()[1]) * 1024
     raise OSError("/proc/meminfo has no MemAvailable")
+
+
+def console_of_benchmark() -> Console:
+    """A console that is wide enough for the tables where the output is a file or a pipe."""
+    return Console(width=None if Console().is_terminal else 160)
+
+
+def met(holds: bool) -> str:
+    """How a goal is reported."""
+    return "met" if holds else "NOT met"
+
+
+def output_folder(out: Path | None) -> None:
+    """Make the folder that results go to, before anything is measured.
+
+    Raises:
+        RlAccelError: matplotlib, which draws them, is not installed.
+    """
+    if out is not None:
+        needs("matplotlib")
+        out.mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def results_files(
+    out: Path, name: str, results: Any, console: Console, size: tuple[float, float], columns: int = 1
+) -> Iterator[tuple[Any, Any]]:
+    """Write ``results`` to ``name.json`` in ``out``; yield a figure and its axes to draw on, which become ``name.png``."""
+    (out / f"{name}.json").write_text(json.dumps(results, indent=1))
+    figure = needs("matplotlib.figure").Figure(figsize=size, layout="constrained")
+    yield figure, figure.subplots(1, columns, squeeze=False)[0]
+    figure.savefig(out / f"{name}.png", dpi=130)
+    console.print(f"{out / name}.json, {out / name}.png", soft_wrap=True, markup=False)
 
 
 def _status(field: str) -> int:

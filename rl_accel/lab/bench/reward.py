@@ -1,34 +1,345 @@
-"""``rl-accel bench reward``: a fixed timeout against the adaptive one, with real processes that take published times."""
+"""``rl-accel bench reward``: a fixed timeout against the adaptive one, with real processes that take published times.
+
+Programs as long as published are drawn (:func:`workload`), executed batch by batch in turns under each policy (:func:`run_arms`),
+checked, and summed up (:func:`summarise`).
+"""
 
 import asyncio
-import json
+import contextlib
+import ctypes
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+import random
+import statistics
+import subprocess
+import sys
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
+import numpy as np
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from rl_accel.lab.bench.reward_run import (
-    WrongResult,
-    check_verdicts,
-    cores,
-    load,
-    measure_overhead,
-    nothing_left,
-    run_arms,
-)
-from rl_accel.lab.bench.reward_summary import FASTER_GOAL, KILLED_GOAL, kills_too_many, summarise
-from rl_accel.lab.bench.reward_workload import workload
+from rl_accel.lab.bench.measure import WrongResult, console_of_benchmark, met, output_folder, results_files
+from rl_accel.processes import become_subreaper, descendants
 from rl_accel.reward.adaptive_timeout import TimeoutSettings
+from rl_accel.reward.anchor_store import Replica
+from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
+from rl_accel.reward.program import Case, CaseResult
+from rl_accel.reward.sandbox import Sandbox
 
 SIZE = {"prompts": 112, "responses": 16, "epochs": 1, "batch": 14}
 QUICK = {"prompts": 6, "responses": 6, "epochs": 2, "batch": 6}
+FASTER_GOAL = 3.0
+KILLED_GOAL = 0.002
 NEVER = 10**9
+_PR_SET_CHILD_SUBREAPER = 36
+_END_SECONDS = 2.0
+
+HANGING = 0.0505
+"""Share of executions that run into a fixed limit of 30 s. RollPacker (NSDI'26), Fig. 7a: model-generated code, digitised."""
+# fmt: off
+SECONDS = (
+    0.116, 0.147, 0.164, 0.185, 0.2, 0.252, 0.29, 0.361, 0.393, 0.441, 0.489, 0.565, 0.652, 0.694, 0.74, 0.788, 0.833, 0.955, 1.065,
+    1.237, 1.62, 2.264, 2.79, 15.09, 23.55, 29.0,
+)
+SHARES = (
+    0.0, 0.039, 0.077, 0.126, 0.165, 0.302, 0.446, 0.609, 0.642, 0.686, 0.73, 0.756, 0.798, 0.821, 0.85, 0.873, 0.89, 0.919, 0.931,
+    0.936, 0.939, 0.9405, 0.943, 0.945, 0.947, 0.9495,
+)
+# fmt: on
+"""The others, same figure: cumulative shares of executions. 0.9 % of them lie between 2 and 30 s."""
+CORRECT = (0.2, 1.0)
+"""Share of a prompt's responses that are correct: spread evenly over the prompts. Our choice; nothing is published."""
+ANSWER = "42"
+
+Kind = Literal["sleep", "busy"]
+
+
+@dataclass(frozen=True)
+class Response:
+    """One program.
+
+    Attributes:
+        prompt: whose.
+        code: what is executed.
+        correct: whether it prints the answer, in the end.
+        seconds: what it takes; None: it never ends.
+    """
+
+    prompt: str
+    code: str
+    correct: bool
+    seconds: float | None
+
+
+CASE = Case("stdin", "", ANSWER)
+
+
+def workload(
+    prompts: int,
+    responses: int,
+    epochs: int,
+    batch: int,
+    scale: float,
+    spread: float,
+    overhead: float = 0.0,
+    seed: int = 0,
+) -> list[list[Response]]:
+    """Return batches of responses, ``batch`` prompts each, the prompts in a new order in every epoch.
+
+    How long correct programs take is for the most part a matter of the prompt: its typical time is a quantile of the published
+    distribution, and each response takes that times a log-normal factor. One prompt in 106 takes more than 2 s; with fewer prompts
+    hardly one does. Wrong programs take as long, or for ever: so many of them that the published share of all does. Half of all
+    wait, half compute.
+
+    Args:
+        scale: all seconds are multiplied by it.
+        overhead: seconds that an execution takes beside its program, which are a part of those published.
+        spread: standard deviation of the logarithm of that factor. 0.3: nine in ten are within 1.6 times the typical time.
+    """
+    rng = random.Random(seed)
+    shares = [(i + 0.5) / prompts for i in range(prompts)]
+    typical = [quantile(share) for share in shares]
+    correct = [CORRECT[0] + (CORRECT[1] - CORRECT[0]) * share for share in shares]
+    rng.shuffle(typical)
+    rng.shuffle(correct)
+    drawn = [
+        [rng.random() < correct[prompt] for _ in range(responses)] for _ in range(epochs) for prompt in range(prompts)
+    ]
+    wrong = [(i, j) for i, row in enumerate(drawn) for j, right in enumerate(row) if not right]
+    hanging = set(rng.sample(wrong, round(HANGING * len(drawn) * responses)))
+    batches = []
+    for epoch in range(epochs):
+        order = list(range(prompts))
+        rng.shuffle(order)
+        for first in range(0, prompts, batch):
+            made = []
+            for prompt in order[first : first + batch]:
+                row = epoch * prompts + prompt
+                for place, right in enumerate(drawn[row]):
+                    seconds = min(typical[prompt] * rng.lognormvariate(0, spread), SECONDS[-1]) * scale
+                    own = None if (row, place) in hanging else max(seconds - overhead, 0.0)
+                    kind: Kind = rng.choice(("sleep", "busy"))
+                    code = program(kind, own, ANSWER if right else "41")
+                    made.append(Response(f"prompt-{prompt}", code, right, own))
+            rng.shuffle(made)
+            batches.append(made)
+    return batches
+
+
+def quantile(share: float) -> float:
+    """Return the seconds that so many of the executions that end stay below, as published."""
+    wanted = share * SHARES[-1]
+    right = min(max(bisect_left(SHARES, wanted), 1), len(SHARES) - 1)
+    part = (wanted - SHARES[right - 1]) / (SHARES[right] - SHARES[right - 1])
+    return SECONDS[right - 1] + part * (SECONDS[right] - SECONDS[right - 1])
+
+
+def program(kind: Kind, seconds: float | None, answer: str) -> str:
+    """Return Python that prints ``answer`` after it has slept for ``seconds``, or computed for so many seconds of a processor.
+
+    None: it sleeps, or computes, for ever.
+    """
+    if seconds is None:
+        return "import time\nwhile True:\n    time.sleep(9)" if kind == "sleep" else "while True:\n    pass"
+    if kind == "sleep":
+        return f"import time\ntime.sleep({seconds})\nprint({answer})"
+    return f"import time\nwhile time.process_time() < {seconds}:\n    pass\nprint({answer})"
+
+
+@dataclass
+class Arm:
+    """What one arm did.
+
+    Attributes:
+        results: of each batch, in the order of its responses.
+        makespans: seconds from the start of each batch until its last result.
+        counts: the executor's.
+    """
+
+    results: list[list[CaseResult]] = field(default_factory=list)
+    makespans: list[float] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+async def run_arms(
+    batches: Sequence[Sequence[Response]], policies: Mapping[str, TimeoutSettings], slots: int, isolation: str | None
+) -> dict[str, Arm]:
+    """Execute every batch under each policy, one after the other, all responses of a batch at once.
+
+    Raises:
+        WrongResult: see :func:`check`.
+    """
+    arms = {name: Arm() for name in policies}
+    async with contextlib.AsyncExitStack() as stack:
+        executors = {name: LimitedExecutor(Replica(settings), slots) for name, settings in policies.items()}
+        sandboxes = {name: await stack.enter_async_context(_open(slots, isolation)) for name in policies}
+        for number, batch in enumerate(batches):
+            for name in list(policies)[:: -1 if number % 2 else 1]:  # neither is always the first
+                began = time.monotonic()
+                cases = await asyncio.gather(
+                    *(execute_program(executors[name], sandboxes[name], r.prompt, r.code, [CASE]) for r in batch)
+                )
+                arms[name].makespans.append(time.monotonic() - began)
+                arms[name].results.append([result for (result,) in cases])
+                arms[name].counts.update(executors[name].replica.take_delta().counts)
+                check(batch, arms[name].results[-1])
+    return arms
+
+
+def check(batch: Sequence[Response], results: Sequence[CaseResult]) -> None:
+    """Compare verdicts with what the programs do. A program that ends may have been stopped; that is counted, not wrong.
+
+    Raises:
+        WrongResult: a program that never ends was not stopped, or one that does has another verdict than it earned.
+    """
+    for response, result in zip(batch, results, strict=True):
+        earned = "passed" if response.correct else "wrong"
+        allowed = ("timeout",) if response.seconds is None else (earned, "timeout")
+        if result.verdict not in allowed:
+            raise WrongResult(
+                f"wanted {' or '.join(allowed)}, found {result.verdict} ({result.reason}):\n{response.code}"
+            )
+
+
+async def check_verdicts(settings: TimeoutSettings, slots: int, isolation: str | None) -> int:
+    """Execute programs whose verdicts are known, and return how many.
+
+    Raises:
+        WrongResult: a verdict is another.
+    """
+    known = {
+        program("sleep", 0.01, ANSWER): ("passed", ""),
+        program("busy", 0.01, ANSWER): ("passed", ""),
+        program("sleep", 0.01, "41"): ("wrong", ""),
+        "raise ValueError(1)": ("error", "ValueError: 1"),
+        "import os; os._exit(3)": ("error", ""),
+        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + program("sleep", None, ANSWER): ("timeout", "wall"),
+        program("busy", None, ANSWER): ("timeout", ""),
+        "import os\nif os.fork() == 0:\n    os.setsid()\n    os.fork()\nwhile True:\n    pass": ("timeout", ""),
+    }  # fmt: skip
+    async with _open(slots, isolation) as sandbox:
+        executor = LimitedExecutor(Replica(settings), slots)
+        results = await asyncio.gather(*(execute_program(executor, sandbox, code, code, [CASE]) for code in known))
+    for (code, (verdict, reason)), (result,) in zip(known.items(), results, strict=True):
+        if result.verdict != verdict or not result.reason.startswith(reason):
+            raise WrongResult(f"wanted {verdict} {reason}, found {result.verdict} {result.reason}:\n{code}")
+    return len(known)
+
+
+async def measure_overhead(slots: int, isolation: str | None) -> float:
+    """Return the seconds of an execution that does nothing, one at a time; the median."""
+    async with _open(slots, isolation) as sandbox:
+        return statistics.median([(await sandbox.run(f"print({ANSWER})", CASE)).wall for _ in range(30)])
+
+
+@contextlib.asynccontextmanager
+async def _open(slots: int, isolation: str | None) -> AsyncIterator[Sandbox]:
+    sandbox = Sandbox(slots, isolation)
+    try:
+        yield sandbox
+    finally:
+        await sandbox.close()
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """Raise WrongResult if the block leaves a process behind. Orphans within it become children of this process."""
+    before = set(descendants())
+    become_subreaper()
+    try:
+        yield
+        deadline = time.monotonic() + _END_SECONDS
+        while (left := set(descendants()) - before) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if left:
+            raise WrongResult(f"{len(left)} processes are left: {sorted(process.pid for process in left)}")
+    finally:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def load(processes: int) -> Iterator[None]:
+    """Keep so many cores busy with processes that do nothing else."""
+    spinners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.wait()
+
+
+def cores() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def summarise(batches: Sequence[Sequence[Response]], arms: Mapping[str, Arm], epochs: int) -> dict[str, Any]:
+    """Return, by arm: what executions took, which of them were stopped, and what differs from the first arm.
+
+    ``seconds`` are those of all executions, ``epoch_seconds`` of each epoch, ``own_seconds`` those in which they did not wait for a
+    processor, which a busy machine does not change; ``step_s`` is the mean time from the start of a batch to its last result;
+    ``wrongly_killed`` are correct answers that did not pass; ``struck`` says which limit stopped how many.
+    """
+    names = list(arms)
+    base = arms[names[0]]
+    rows: dict[str, Any] = {}
+    for name, arm in arms.items():
+        walls = np.array([result.wall for results in arm.results for result in results])
+        per_batch = [sum(result.wall for result in results) for results in arm.results]
+        per_epoch = np.array(per_batch).reshape(epochs, -1).sum(1)
+        triples = [
+            (response, result, other)
+            for batch, results, others in zip(batches, arm.results, base.results, strict=True)
+            for response, result, other in zip(batch, results, others, strict=True)
+        ]
+        stopped = [result for _, result, _ in triples if result.verdict == "timeout"]
+        killed = sum(response.correct and result.verdict != "passed" for response, result, _ in triples)
+        rows[name] = {
+            "executions": len(triples),
+            "seconds": float(walls.sum()),
+            "own_seconds": float(sum(result.wall - result.waited for _, result, _ in triples)),
+            "epoch_seconds": per_epoch.tolist(),
+            "step_s": float(np.mean(arm.makespans)),
+            "p50_s": float(np.quantile(walls, 0.5)),
+            "p99_s": float(np.quantile(walls, 0.99)),
+            "correct": sum(response.correct for response, _, _ in triples),
+            "wrongly_killed": killed,
+            "changed": sum((result.verdict == "passed") != (other.verdict == "passed") for _, result, other in triples),
+            "timeouts": len(stopped),
+            "struck": dict(Counter(result.reason.split()[0] for result in stopped)),
+            "counts": dict(arm.counts),
+            "saved_estimate_s": arm.counts["saved_seconds"],
+        }
+    first = rows[names[0]]
+    for row in rows.values():
+        row["saved_s"] = first["seconds"] - row["seconds"]
+        row["times_less"] = first["seconds"] / row["seconds"]
+        row["own_times_less"] = first["own_seconds"] / row["own_seconds"]
+        row["epoch_times_less"] = [a / b for a, b in zip(first["epoch_seconds"], row["epoch_seconds"], strict=True)]
+        row["steps_faster"] = first["step_s"] / row["step_s"]
+    return rows
+
+
+def kill_verdict(killed: int, correct: int) -> str:
+    """Say whether a share of correct answers that were killed meets the goal: "met", "NOT met" or "too few to tell".
+
+    One killed is never too many, it may be chance. The goal is met where so few killed would have a chance of at most 5%
+    if the true share were at the goal.
+    """
+    if killed > max(1.0, KILLED_GOAL * correct):
+        return "NOT met"
+    chances = (math.comb(correct, k) * KILLED_GOAL**k * (1 - KILLED_GOAL) ** (correct - k) for k in range(killed + 1))
+    return "met" if killed <= KILLED_GOAL * correct and sum(chances) <= 0.05 else "too few to tell"
 
 
 def policies(scale: float) -> dict[str, TimeoutSettings]:
@@ -75,7 +386,8 @@ def bench_reward(
     one is wrong there is no number, and exit status 1; so is it if too many correct answers were stopped. A ratio that is not
     reached is shown and does not change it: machines are shared and noisy.
     """
-    console = Console(width=None if Console().is_terminal else 160)
+    console = console_of_benchmark()
+    output_folder(out)
     size = dict(QUICK if quick else SIZE)
     size |= {k: v for k, v in {"prompts": prompts, "responses": responses, "epochs": epochs}.items() if v is not None}
     size["batch"] = next(b for b in range(min(size["batch"], size["prompts"]), 0, -1) if size["prompts"] % b == 0)
@@ -110,13 +422,12 @@ def bench_reward(
     )
     red = _show(rows, console)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         given = {**size, "workers": slots, "cores": cores(), "scale": scale, "spread": spread, "seed": seed}
         given["overhead_s"] = overhead
         policy = {name: asdict(value) for name, value in settings.items()}
-        (out / "reward.json").write_text(json.dumps({"given": given, "policies": policy, "found": rows}, indent=1))
-        _plot(rows, scale, out / "reward.png")
-        console.print(f"{out / 'reward.json'}, {out / 'reward.png'}", soft_wrap=True)
+        results = {"given": given, "policies": policy, "found": rows}
+        with results_files(out, "reward", results, console, (10, 4), columns=2) as (figure, axes):
+            _plot(rows, scale, figure, axes)
     if red:
         raise SystemExit(1)
 
@@ -127,8 +438,8 @@ def _show(rows: Mapping[str, Any], console: Console) -> bool:
     headings = ("machine", "limit", "total s", "times less", "by epoch", "step s", "p50 s", "p99 s", "correct")
     for heading in (*headings, "killed wrongly", "rewards changed", "timeouts", "full budget", "saved s (estimate)"):
         table.add_column(heading, justify="right")
-    for condition, found in rows.items():
-        for name, row in found["arms"].items():
+    for condition, measured in rows.items():
+        for name, row in measured["arms"].items():
             struck = ", ".join(f"{count} {limit}" for limit, count in sorted(row["struck"].items()))
             table.add_row(
                 condition,
@@ -153,32 +464,30 @@ def _show(rows: Mapping[str, Any], console: Console) -> bool:
         soft_wrap=True,
     )
     red = False
-    for condition, found in rows.items():
-        row = found["arms"]["adaptive"]
-        load_average = "{:.1f} to {:.1f}".format(*found["load_average"])
-        word = "met" if row["times_less"] >= FASTER_GOAL else "NOT met"
+    for condition, measured in rows.items():
+        row = measured["arms"]["adaptive"]
+        load_average = "{:.1f} to {:.1f}".format(*measured["load_average"])
         ratios = (
             f"{row['times_less']:.2f} times less, {row['own_times_less']:.2f} less without their waits for a processor"
         )
+        word = met(row["times_less"] >= FASTER_GOAL)
         console.print(f"{condition} (load average {load_average}): {ratios}; goal {FASTER_GOAL:g}: {word}")
-        share = row["wrongly_killed"] / max(row["correct"], 1)
-        many = kills_too_many(row)
-        red |= many
-        word = "[red]NOT met[/red]" if many else "met"
-        console.print(f"{condition}: {share:.2%} of correct answers killed; goal at most {KILLED_GOAL:.1%}: {word}")
+        killed, correct = row["wrongly_killed"], row["correct"]
+        word = kill_verdict(killed, correct)
+        red |= word == "NOT met"
+        console.print(
+            f"{condition}: {killed} of {correct:,} correct answers killed ({killed / max(correct, 1):.2%}); "
+            f"goal at most {KILLED_GOAL:.1%}: {word}",
+            style="red" if word == "NOT met" else None,
+        )
     return red
 
 
-def _plot(rows: Mapping[str, Any], scale: float, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (total, step) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+def _plot(rows: Mapping[str, Any], scale: float, figure: Any, axes_of: Any) -> None:
+    total, step = axes_of
     colors = {"fixed": "#c9c9c9", "adaptive": "#3b78b5"}
-    for place, found in enumerate(rows.values()):
-        for offset, (name, row) in zip((-0.2, 0.2), found["arms"].items(), strict=True):
+    for place, condition in enumerate(rows.values()):
+        for offset, (name, row) in zip((-0.2, 0.2), condition["arms"].items(), strict=True):
             label = {"fixed": "fixed limit", "adaptive": "adaptive limit"}[name] if place == 0 else None
             for axes, value, shown in ((total, row["seconds"], label), (step, row["step_s"], None)):
                 bars = axes.bar(place + offset, value, 0.38, color=colors[name], label=shown)
@@ -188,5 +497,3 @@ def _plot(rows: Mapping[str, Any], scale: float, path: Path) -> None:
         axes.set(xticks=range(len(rows)), xticklabels=names, title=f"{title} (times scaled by {scale:g})")
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncol=2, frameon=False)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)

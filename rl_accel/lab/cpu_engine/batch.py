@@ -1,17 +1,198 @@
-"""The model, its key-value memory and the requests that are being decoded in it: one row each."""
+"""The model, its key-value memory and the requests that are decoded in it, one row each.
+
+A row always starts at position 0 and is padded on the right, so that a key sits at the same place whatever else runs. Attention of
+one new token is computed row by row over exactly the row's own length: its result cannot depend on the batch, and no time goes into
+padding, which makes it about three times as fast as a padded ``scaled_dot_product_attention`` on one core. Row counts are rounded
+up to ``ROWS``, because CPU kernels treat very few rows with another matrix multiplication, which rounds differently.
+"""
 
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import numba
+import numpy as np
 import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rl_accel.lab.cpu_engine.requests import Request
 from rl_accel.lab.cpu_engine.sampling import BatchSampler
-from rl_accel.lab.cpu_engine.slots import ROWS, PromptCache, SlotCache, round_up
-from rl_accel.lab.cpu_engine.weights import copy_weights
+from rl_accel.lab.cpu_engine.scheduler import Request
 
+ATTENTION = "rl_accel_cpu"
+"""The name of :func:`attend` in transformers."""
+BLOCK = 128
+ROWS = 8
 _PROMPTS_KEPT = 64
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
+    return -(-value // multiple) * multiple
+
+
+class PromptCache:
+    """Collects the keys and values of one prompt: per layer [1, H, L, D]. Speaks the part of the cache API models use."""
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.layers.append((keys, values))
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+class SlotCache:
+    """Keys and values of up to ``slots`` sequences: per layer [slots, H, capacity, D], grown when a sequence needs it.
+
+    Before a decoding step :meth:`window` says how many rows take part and where each writes. :meth:`update` then returns the
+    whole memory, which the attention of this package reads as far as :meth:`mask` allows.
+    """
+
+    is_compileable = False
+
+    def __init__(self, slots: int) -> None:
+        self.slots = round_up(slots, ROWS)
+        self.capacity = 0
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self._rows = torch.arange(0)
+        self._width = 0
+        self._positions = torch.arange(0)
+
+    def store(self, row: int, prompt: PromptCache) -> None:
+        """Copy a prompt's keys and values to the beginning of ``row``."""
+        if not self._keys:
+            for keys, values in prompt.layers:
+                self._keys.append(keys.new_zeros(self.slots, keys.shape[1], 0, keys.shape[3]))
+                self._values.append(values.new_zeros(self.slots, values.shape[1], 0, values.shape[3]))
+        length = prompt.layers[0][0].shape[2]
+        self._reserve(length)
+        for (keys, values), own_keys, own_values in zip(prompt.layers, self._keys, self._values, strict=True):
+            own_keys[row, :, :length] = keys[0]
+            own_values[row, :, :length] = values[0]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` positions of row ``source`` over row ``target``."""
+        for memory in (*self._keys, *self._values):
+            memory[target, :, :length] = memory[source, :, :length]
+
+    def clear(self, row: int) -> None:
+        """Zero ``row``: a NaN left behind would reach the row's next request, because 0 * NaN is NaN."""
+        for memory in (*self._keys, *self._values):
+            memory[row] = 0
+
+    def window(self, rows: int, positions: torch.Tensor) -> None:
+        """Select rows 0..rows-1 for the next forward; row i writes at ``positions[i]`` and reads up to it."""
+        self._width = round_up(int(positions.max()) + 1, BLOCK)
+        self._reserve(self._width)
+        self._rows = torch.arange(rows)
+        self._positions = positions
+
+    def mask(self) -> torch.Tensor:
+        """Return the boolean attention mask [rows, 1, 1, width] of the window: True where a row may look."""
+        return (torch.arange(self._width) <= self._positions[:, None])[:, None, None, :]
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        own_keys, own_values = self._keys[layer_idx], self._values[layer_idx]
+        own_keys[self._rows, :, self._positions] = keys[:, :, 0]
+        own_values[self._rows, :, self._positions] = values[:, :, 0]
+        return own_keys, own_values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._width
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._width, 0
+
+    def _reserve(self, length: int) -> None:
+        if length <= self.capacity:
+            return
+        capacity = round_up(max(length, 2 * self.capacity), BLOCK)
+        for memories in (self._keys, self._values):
+            for layer, old in enumerate(memories):
+                grown = old.new_zeros(*old.shape[:2], capacity, old.shape[3])
+                grown[:, :, : self.capacity] = old
+                memories[layer] = grown
+        self.capacity = capacity
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend with ``query`` [B, H, L, D]; for L = 1 with the rows of a memory that may be larger than the batch.
+
+    ``key`` and ``value`` are [at least B, KV heads, capacity, D]; ``attention_mask`` [B, 1, 1, T] is True for the first
+    positions of a row. Returns [B, L, H, D].
+    """
+    if query.shape[2] > 1:
+        output: torch.Tensor
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return output, None
+    rows, heads, _, width = query.shape
+    if attention_mask is None:
+        lengths = torch.full((rows,), key.shape[2])
+    else:
+        lengths = attention_mask[:, 0, 0].sum(-1)
+    scale = width**-0.5 if scaling is None else scaling
+    out = torch.empty(rows, 1, heads, width)
+    memory = [tensor.float().contiguous().numpy() for tensor in (key, value)]
+    _one_token(query[:, :, 0].float().contiguous().numpy(), *memory, lengths.numpy(), scale, out[:, 0].numpy())
+    return out.to(query.dtype), None
+
+
+_SIGNATURE = "void(f4[:,:,::1], f4[:,:,:,::1], f4[:,:,:,::1], i8[::1], f4, f4[:,:,::1])"
+"""The only one: code compiled for arrays of another layout would sum in another order."""
+
+
+# Sums may be reordered for vector registers: the order is fixed when this is compiled, the same for every row.
+@numba.njit(_SIGNATURE, fastmath={"reassoc", "contract"}, error_model="numpy", nogil=True, cache=True)
+def _one_token(query, keys, values, lengths, scale, out):  # type: ignore[no-untyped-def]
+    rows, heads, width = query.shape
+    group = heads // keys.shape[1]
+    weights = np.empty(keys.shape[2], np.float32)
+    for row in range(rows):
+        length = lengths[row]
+        for head in range(heads):
+            q, k, v = query[row, head], keys[row, head // group], values[row, head // group]
+            highest = np.float32(-np.inf)
+            for t in range(length):
+                score = np.float32(0)
+                for d in range(width):
+                    score += q[d] * k[t, d]
+                score *= scale
+                weights[t] = score
+                highest = max(highest, score)
+            total = np.float32(0)
+            for t in range(length):
+                weights[t] = np.exp(weights[t] - highest)
+                total += weights[t]
+            o = out[row, head]
+            o[:] = 0
+            for t in range(length):
+                weight = weights[t]
+                for d in range(width):
+                    o[d] += weight * v[t, d]
+            for d in range(width):
+                o[d] /= total
 
 
 class Batch:
@@ -27,9 +208,8 @@ class Batch:
         kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise ValueError(f"the CPU engine decodes models with full attention only, found layers of {sorted(kinds)}")
-        from rl_accel.lab.cpu_engine import attention  # imports transformers
-
-        model.set_attn_implementation(attention.register())
+        AttentionInterface.register(ATTENTION, attend)
+        model.set_attn_implementation(ATTENTION)
         self._model = model
         self.requests: list[Request] = []
         self.prefills = 0
@@ -56,12 +236,11 @@ class Batch:
 
     def _read_prompt(self, prompt: tuple[int, ...]) -> tuple[PromptCache, torch.Tensor]:
         """Equal prompts (a group) share one reading."""
-        found = self._prompts.get(prompt)
-        if found is None:
-            found = self._prompts[prompt] = self._read(prompt)
+        if prompt not in self._prompts:
+            self._prompts[prompt] = self._read(prompt)
             if len(self._prompts) > _PROMPTS_KEPT:
                 self._prompts.popitem(last=False)
-        return found
+        return self._prompts[prompt]
 
     def _read(self, tokens: tuple[int, ...] | list[int]) -> tuple[PromptCache, torch.Tensor]:
         # One sequence at a time: its numbers then do not depend on the others.
@@ -112,10 +291,25 @@ class Batch:
         self._sampler = None
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy ``weights`` into the model of an empty batch, all or nothing.
+        """Copy ``weights`` (name -> tensor) into the model of an empty batch. Tied weights need only one name.
 
         Raises:
-            ValueError: the weights do not fit the model.
+            ValueError: a parameter is missing, a name is unknown or a shape differs; nothing has been written then.
         """
-        copy_weights(self._model, weights)
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        own: dict[str, torch.Tensor] = {**parameters, **dict(self._model.named_buffers())}
+        unknown = sorted(set(weights) - set(own))
+        given = {id(own[name]) for name in weights if name in own}
+        missing = sorted(name for name, tensor in parameters.items() if id(tensor) not in given)
+        if unknown or missing:
+            raise ValueError(f"weights do not fit the model: missing {missing[:5]}, unknown {unknown[:5]}")
+        wrong = [name for name, tensor in weights.items() if tensor.shape != own[name].shape]
+        if wrong:
+            shapes = ", ".join(
+                f"{name} {tuple(weights[name].shape)} for {tuple(own[name].shape)}" for name in wrong[:5]
+            )
+            raise ValueError(f"weights do not fit the model: {shapes}")
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
         self._prompts.clear()

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from rl_accel.lab.cpu_engine.batch import Batch
-from rl_accel.lab.cpu_engine.requests import EngineError, EngineStats, Generation, Request
 from rl_accel.lab.cpu_engine.sampling import SamplingParams, derive_seed
-from rl_accel.lab.cpu_engine.scheduler import Scheduler
+from rl_accel.lab.cpu_engine.scheduler import EngineError, EngineStats, Generation, Request, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +172,7 @@ class Engine:
     def _loop(self) -> None:
         try:
             while not self._stopping:
-                self._turn()
+                self._run_once()
         except Exception as error:
             logger.exception("the engine thread failed; its requests fail with it")
             for request in (*self._batch.requests, *self._scheduler.waiting):
@@ -187,8 +186,9 @@ class Engine:
                 if future.set_running_or_notify_cancel():
                     future.set_exception(EngineError("the engine is closed"))
 
-    def _turn(self) -> None:
-        self._obey(wait=self._paused or not (self._scheduler.waiting or self._batch.requests))
+    def _run_once(self) -> None:
+        """Carry out commands, admit requests, decode one token of each."""
+        self._run_commands(wait=self._paused or not (self._scheduler.waiting or self._batch.requests))
         if self._paused:
             return
         self._drop_cancelled()
@@ -199,7 +199,7 @@ class Engine:
             self._decode()
             time.sleep(max(0.0, due - time.monotonic()))
 
-    def _obey(self, wait: bool) -> None:
+    def _run_commands(self, wait: bool) -> None:
         while wait or not self._commands.empty():
             command, _ = self._commands.get()
             command()

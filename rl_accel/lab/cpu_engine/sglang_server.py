@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from rl_accel.lab.cpu_engine.engine import Engine
-from rl_accel.lab.cpu_engine.requests import EngineError, EngineStats, Generation
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
+from rl_accel.lab.cpu_engine.scheduler import EngineError, EngineStats, Generation
 
 _TEXT_OPTIONS = {"no_stop_trim": True, "spaces_between_special_tokens": False, "skip_special_tokens": None}
 """How an answer is made into text; every value slime sends is accepted."""
@@ -59,8 +59,9 @@ class Service:
         if body.get("stream"):
             return StreamingResponse(call.stream(), media_type="text/event-stream")
         gone = asyncio.create_task(_disconnected(request))
+        first: list[asyncio.Future[Any]] = [call.done, gone]
         try:
-            await asyncio.wait({call.done, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if not call.done.done():
                 call.done.cancel()
                 return Response(status_code=499)
@@ -117,7 +118,7 @@ class Service:
     async def loads(self, _: Request) -> Response:
         """``GET /v1/loads``."""
         stats = await self.stats()
-        load = {
+        load: dict[str, float] = {
             "num_running_reqs": stats.running,
             "num_waiting_reqs": stats.waiting,
             "num_total_reqs": stats.running + stats.waiting,
@@ -161,7 +162,7 @@ class Service:
     async def metrics(self, _: Request) -> Response:
         """``GET /metrics``. A share of the key-value memory is missing where there is no limit to it."""
         stats = await self.stats()
-        values = {
+        values: dict[str, float] = {
             "num_running_reqs gauge": stats.running,
             "num_queue_reqs gauge": stats.waiting,
             "num_used_tokens gauge": stats.kv_used,
@@ -261,7 +262,8 @@ class _Call:
         try:
             while not self.done.done():
                 grown = asyncio.create_task(self._grown.wait())
-                await asyncio.wait({self.done, grown}, return_when=asyncio.FIRST_COMPLETED)
+                first: list[asyncio.Future[Any]] = [self.done, grown]
+                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
                 grown.cancel()
                 self._grown.clear()
                 if not self.done.done():

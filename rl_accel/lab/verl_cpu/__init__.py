@@ -35,25 +35,29 @@ def activate() -> None:
 
     from verl.plugin.platform.platform_manager import PlatformRegistry
 
-    from rl_accel.lab.verl_cpu import compat, preflight, repeatable
+    from rl_accel.lab.verl_cpu.patches import SWITCHES
     from rl_accel.lab.verl_cpu.platform import PlatformCPU
+    from rl_accel.patches.patch import Patch
     from rl_accel.patches.post_import import when_imported
+
+    def apply_when_imported(patch: Patch) -> None:
+        when_imported(patch.target.partition(":")[0], lambda _module: patch.apply())
 
     PlatformRegistry.register(PLATFORM)(PlatformCPU)
     when_imported("verl.workers.rollout.base", _register_adapter)
     when_imported("verl.workers.rollout.replica", _register_replica)
-    for patch in (*compat.PATCHES, *repeatable.PATCHES, *preflight.PATCHES):
-        when_imported(patch.target.partition(":")[0], lambda _module, patch=patch: patch.apply(None))
+    for patch in SWITCHES:
+        apply_when_imported(patch)
     _active = True
 
 
 def _register_adapter(base: ModuleType) -> None:
-    base._ROLLOUT_REGISTRY[(ROLLOUT, "async")] = "rl_accel.lab.verl_cpu.replica.CPUServerAdapter"
+    base._ROLLOUT_REGISTRY[(ROLLOUT, "async")] = "rl_accel.lab.verl_cpu.rollout.CPUServerAdapter"
 
 
 def _register_replica(replica: ModuleType) -> None:
     def load() -> type:
-        from rl_accel.lab.verl_cpu.replica import CPURolloutReplica
+        from rl_accel.lab.verl_cpu.rollout import CPURolloutReplica
 
         return CPURolloutReplica
 

@@ -7,7 +7,6 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rl_accel.errors import ConfigError
-from rl_accel.patches.patch import Patch
 
 _CPUS_A_RANK = 3
 """verl reserves a bundle of three CPUs for a rank of its colocated worker groups."""
@@ -110,26 +109,3 @@ def _ray_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
     found = get("ray_kwargs.ray_init.num_cpus", os.cpu_count() or 1)
     if found < cpus:
         yield f"ray_kwargs.ray_init.num_cpus={cpus}", f"placement needs {cpus}, there are {found}; also only tokens"
-
-
-def _check_first(original: Callable[..., Any], _settings: Any) -> Callable[..., Any]:
-    def auto_set_device(config: Any) -> Any:
-        result = original(config)
-        config.trainer.device = "cpu"
-        check(config)
-        return result
-
-    return auto_set_device
-
-
-PATCHES: tuple[Patch, ...] = (
-    Patch(
-        name="verl.cpu.preflight",
-        feature="cpu",
-        target="verl.utils.device:auto_set_device",
-        supports="verl>=0.9.0",
-        params=("config",),
-        make=_check_first,
-        no_seam="the function sets trainer.device for two platforms by name and asks no other",
-    ),
-)

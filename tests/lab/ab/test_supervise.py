@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_accel.lab.ab.processes import MARKER, end_all, marked
+from rl_accel.lab.ab.runner import MARKER, marked
+from rl_accel.processes import end_all
 
 TRAINER = Path(__file__).with_name("toy_trainer.py")
 
@@ -21,7 +22,7 @@ def supervise(tmp_path):
     environment = {**os.environ, MARKER: "test-run", "RAY_TMPDIR": "x", "VERL_FILE_LOGGER_PATH": str(tmp_path / "m")}
 
     def start(*command, grace=0.5):
-        words = [sys.executable, "-m", "rl_accel.lab.ab.supervise", "--grace", str(grace), "--", *command]
+        words = [sys.executable, "-m", "rl_accel.lab.ab.runner", "--grace", str(grace), "--", *command]
         with (tmp_path / "log").open("wb") as log:
             process = subprocess.Popen(
                 words,

@@ -7,7 +7,6 @@ import torch
 from click.testing import CliRunner
 
 from rl_accel.lab.bench import gae as bench
-from rl_accel.lab.bench.contestants import Contestant, contestants
 from rl_accel.lab.bench.measure import interleaved, peak_extra_bytes
 
 
@@ -27,7 +26,8 @@ def test_prints_table_goals_and_files(tmp_path):
 
 @pytest.mark.slow
 def test_a_wrong_contestant_gets_no_number(monkeypatch):
-    wrong = Contestant("off by one bit", lambda inputs: (inputs[0], inputs[1]), masked=True)
+    wrong = bench.Contestant("off by one bit", lambda inputs: (inputs[0], inputs[1]), masked=True)
+    contestants = bench.contestants
     monkeypatch.setattr(bench, "contestants", lambda device: [*contestants(device), wrong])
     done = CliRunner().invoke(bench.bench_gae, ["--batch", "2", "--tokens", "64"])
     assert done.exit_code == 1
@@ -104,3 +104,46 @@ def test_how_often_a_function_is_called_depends_on_how_long_it_takes(monkeypatch
         "slow": 1,
     }  # quick ones twice, uncounted and counted
     assert {name: timing.runs for name, timing in timings.items()} == {"quick": 5, "middling": 3, "slow": 1}
+
+
+@pytest.mark.parametrize("text", ["3 5\n7", "[3, 5, 7]", "3,5,7\n"])
+def test_lengths_may_be_separated_by_anything(tmp_path, text):
+    (tmp_path / "lengths").write_text(text)
+    assert bench.read_lengths(str(tmp_path / "lengths")) == [3, 5, 7]
+
+
+@pytest.mark.parametrize("text", ["", "3 0", "3 five", "2.5"])
+def test_other_files_are_refused_with_what_was_found(tmp_path, text):
+    (tmp_path / "lengths").write_text(text)
+    done = CliRunner().invoke(bench.bench_gae, ["--lengths", str(tmp_path / "lengths")])
+    assert done.exit_code == 2
+    assert "--lengths wants" in done.output
+    assert CliRunner().invoke(bench.bench_gae, ["--lengths", str(tmp_path / "absent")]).exit_code == 2
+
+
+def test_the_drawn_batch_is_that_of_the_name():
+    lengths = bench.read_lengths("lognormal")
+    assert (len(lengths), max(lengths)) == (64, 16384)
+    assert 8 < 64 * max(lengths) / sum(lengths) < 20
+
+
+@pytest.mark.slow
+def test_prints_both_and_keeps_the_numbers(tmp_path):
+    (tmp_path / "lengths").write_text(" ".join(str(n) for n in [3000, 20, 30, 1, 500]))
+    done = CliRunner().invoke(bench.bench_gae, ["--lengths", str(tmp_path / "lengths"), "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "correct: slime, padded" in done.output
+    assert "correct: rl-accel" in done.output
+    assert "padded 4.2x" in done.output
+    results = json.loads((tmp_path / "gae_lengths.json").read_text())
+    assert results["padding"] == pytest.approx(5 * 3000 / 3551)
+    assert results["time"] == pytest.approx(results["seconds"]["slime, padded"] / results["seconds"]["rl-accel"])
+
+
+def test_wrong_padding_gets_no_number(monkeypatch):
+    monkeypatch.setattr(bench, "slime_padded", lambda rewards, values: (rewards, values))
+    monkeypatch.setattr(bench, "read_lengths", lambda source: [3, 5])
+    done = CliRunner().invoke(bench.bench_gae, ["--lengths", "x"])
+    assert done.exit_code == 1
+    assert "WRONG: slime, padded" in done.output
+    assert "milliseconds" not in done.output

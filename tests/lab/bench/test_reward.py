@@ -10,10 +10,19 @@ import pytest
 from click.testing import CliRunner
 
 from rl_accel.lab.bench import reward as bench
-from rl_accel.lab.bench import reward_run
-from rl_accel.lab.bench.reward_run import Arm, WrongResult, check, check_verdicts, nothing_left
-from rl_accel.lab.bench.reward_summary import kills_too_many, summarise
-from rl_accel.lab.bench.reward_workload import HANGING, Response, quantile, workload
+from rl_accel.lab.bench.measure import WrongResult
+from rl_accel.lab.bench.reward import (
+    HANGING,
+    Arm,
+    Response,
+    check,
+    check_verdicts,
+    kill_verdict,
+    nothing_left,
+    quantile,
+    summarise,
+    workload,
+)
 from rl_accel.reward.adaptive_timeout import TimeoutSettings
 from rl_accel.reward.program import Case, CaseResult
 
@@ -98,10 +107,21 @@ def test_the_sums():
 
 
 @pytest.mark.parametrize(
-    ("killed", "correct", "many"), [(0, 100, False), (1, 100, False), (2, 100, True), (2, 1000, False), (3, 1000, True)]
+    ("killed", "correct", "verdict"),
+    [
+        (0, 33, "too few to tell"),
+        (1, 33, "too few to tell"),
+        (2, 100, "NOT met"),
+        (0, 1400, "too few to tell"),
+        (0, 1600, "met"),
+        (2, 1000, "too few to tell"),
+        (3, 1000, "NOT met"),
+        (1, 10_000, "met"),
+        (21, 10_000, "NOT met"),
+    ],
 )
-def test_two_killed_in_a_thousand_are_allowed_and_one_always(killed, correct, many):
-    assert kills_too_many({"wrongly_killed": killed, "correct": correct}) == many
+def test_the_goal_is_called_met_only_where_the_sample_can_decide(killed, correct, verdict):
+    assert kill_verdict(killed, correct) == verdict
 
 
 @pytest.mark.parametrize(
@@ -155,11 +175,11 @@ def test_a_policy_that_kills_correct_answers_is_red(monkeypatch):
     monkeypatch.setattr(bench, "policies", hasty)
     done = CliRunner().invoke(bench.bench_reward, TINY)
     assert done.exit_code == 1
-    assert "of correct answers killed; goal at most 0.2%: NOT met" in done.output
+    assert "goal at most 0.2%: NOT met" in done.output
 
 
 def test_no_number_stands_beside_a_wrong_verdict(monkeypatch):
-    monkeypatch.setattr(reward_run, "CASE", Case("stdin", "", "43"))
+    monkeypatch.setattr(bench, "CASE", Case("stdin", "", "43"))
     done = CliRunner().invoke(bench.bench_reward, TINY)
     assert done.exit_code == 1
     assert "WRONG: wanted passed" in done.output

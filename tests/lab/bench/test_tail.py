@@ -7,18 +7,19 @@ import pytest
 from click.testing import CliRunner
 
 from rl_accel.lab.bench import tail as bench
-from rl_accel.lab.bench.tail_core import WrongResult, check, measure, record
+from rl_accel.lab.bench.measure import WrongResult
+from rl_accel.lab.bench.tail import check_batches, record, time_core
 from rl_accel.rollout.tail_decisions import Group, TrainBatch
 from rl_accel.rollout.tail_settings import TailSettings
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.25, "auto"])
 def test_the_calls_of_a_run_can_be_played_back_on_a_fresh_core(ratio):
-    found = measure(TailSettings(4, 2, prompt_ratio=ratio), rounds=12, repeats=1)
-    assert sum(found.kinds.values()) == found.rounds == 12
-    assert found.events > 12 * 4 * 2 * 2
-    assert found.to_dict()["events_per_s"] > 0
-    assert (found.kinds["long"] > 0) == (ratio != 1.0)
+    speed = time_core(TailSettings(4, 2, prompt_ratio=ratio), rounds=12, repeats=1)
+    assert sum(speed.kinds.values()) == speed.rounds == 12
+    assert speed.events > 12 * 4 * 2 * 2
+    assert speed.to_dict()["events_per_s"] > 0
+    assert (speed.kinds["long"] > 0) == (ratio != 1.0)
 
 
 def test_a_run_is_the_same_for_the_same_seed():
@@ -39,7 +40,7 @@ def test_a_run_is_the_same_for_the_same_seed():
 def test_a_wrong_batch_is_named(groups, message):
     batch = TrainBatch(1, "short", tuple(Group(*group) for group in groups))
     with pytest.raises(WrongResult) as caught:
-        check([batch], TailSettings(2, 2), rounds=1)
+        check_batches([batch], TailSettings(2, 2), rounds=1)
     assert message in str(caught.value)
 
 
@@ -47,7 +48,7 @@ def test_no_number_stands_beside_a_red_check(monkeypatch, tmp_path):
     def wrong(*_):
         raise WrongResult("a prompt was trained twice")
 
-    monkeypatch.setattr(bench, "measure", wrong)
+    monkeypatch.setattr(bench, "time_core", wrong)
     done = CliRunner().invoke(bench.bench_tail, ["--only", "core", "--quick"])
     assert done.exit_code == 1
     assert "WRONG: 8 x 8, prompt_ratio 1.25: a prompt was trained twice; no numbers" in done.output

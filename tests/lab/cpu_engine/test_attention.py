@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from rl_accel.lab.cpu_engine.attention import _attention
+from rl_accel.lab.cpu_engine.batch import attend
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -23,22 +23,22 @@ def test_every_row_attends_to_its_own_past_only(kv_heads, width, scaling):
     )
     for memory in (key, value):
         memory[~mask.expand(rows, kv_heads, 1, capacity)[:, :, 0]] = torch.nan  # behind the mask nothing is read
-    found, _ = _attention(torch.nn.Module(), query, key, value, mask, scaling=scaling)
-    torch.testing.assert_close(found.transpose(1, 2), expected, atol=1e-6, rtol=1e-5)
+    output, _ = attend(torch.nn.Module(), query, key, value, mask, scaling=scaling)
+    torch.testing.assert_close(output.transpose(1, 2), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_neither_the_size_of_the_memory_nor_the_other_rows_change_a_bit():
     query, memory = torch.randn(12, 4, 1, 32), torch.randn(16, 2, 256, 32)
     lengths = torch.randint(1, 120, (12,))
 
-    def attend(rows, capacity):
+    def on_memory_of(rows, capacity):
         mask = (torch.arange(capacity) < lengths[:rows, None])[:, None, None]
         window = memory[:, :, :capacity].contiguous()
-        return _attention(torch.nn.Module(), query[:rows], window, window, mask)[0]
+        return attend(torch.nn.Module(), query[:rows], window, window, mask)[0]
 
-    whole = attend(12, 256)
+    whole = on_memory_of(12, 256)
     for rows, capacity in ((12, 128), (12, 120), (5, 256), (1, 130)):
-        assert torch.equal(attend(rows, capacity), whole[:rows])
+        assert torch.equal(on_memory_of(rows, capacity), whole[:rows])
 
 
 def test_prompts_take_the_ordinary_way_and_other_precisions_are_computed_in_float32():
@@ -47,7 +47,7 @@ def test_prompts_take_the_ordinary_way_and_other_precisions_are_computed_in_floa
     for length, dtype in ((5, torch.float32), (1, torch.bfloat16)):
         query = torch.randn(2, 2, length, 16).to(dtype)
         key = torch.randn(2, 2, 5, 16).to(dtype)
-        found, _ = _attention(module, query, key, key, None)
+        output, _ = attend(module, query, key, key, None)
         expected = torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=length > 1)
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.transpose(1, 2), expected, atol=1e-5 if length > 1 else 2e-2, rtol=0)
+        assert output.dtype == dtype
+        torch.testing.assert_close(output.transpose(1, 2), expected, atol=1e-5 if length > 1 else 2e-2, rtol=0)

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from rl_accel.lab.cpu_engine.requests import EngineError
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
+from rl_accel.lab.cpu_engine.scheduler import EngineError
 
 pytestmark = pytest.mark.slow
 

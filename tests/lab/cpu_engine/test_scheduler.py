@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_accel.lab.cpu_engine.requests import Request
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
-from rl_accel.lab.cpu_engine.scheduler import HEADROOM, Scheduler
+from rl_accel.lab.cpu_engine.scheduler import HEADROOM, Request, Scheduler
 
 
 def request(name, prompt, response=1):

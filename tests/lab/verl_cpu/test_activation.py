@@ -39,14 +39,15 @@ def test_with_it_verl_finds_platform_rollout_and_every_patch(python):
 
         from verl.workers.rollout.base import get_rollout_class
         from verl.workers.rollout.replica import get_rollout_replica_class
-        from rl_accel.lab.verl_cpu.replica import CPURolloutReplica, CPUServerAdapter
+        from rl_accel.lab.verl_cpu.rollout import CPURolloutReplica, CPUServerAdapter
         assert get_rollout_class("hf_cpu") is CPUServerAdapter
         assert get_rollout_replica_class("hf_cpu") is CPURolloutReplica
 
         import verl.trainer.main_ppo, verl.trainer.ppo.v1, verl.workers.engine.fsdp
-        from rl_accel.lab.verl_cpu import activate, compat, preflight, repeatable
+        from rl_accel.lab.verl_cpu import activate
+        from rl_accel.lab.verl_cpu.patches import SWITCHES
         activate()  # a second time changes nothing
-        for patch in (*compat.PATCHES, *repeatable.PATCHES, *preflight.PATCHES):
+        for patch in SWITCHES:
             assert patch.state().value == "applied", patch
             assert patch.no_seam
         """,

@@ -1,17 +1,22 @@
-"""The Ray actor that verl's client and checkpoint engine talk to: admission, weights versions, the engine behind it."""
+"""The rollout engine ``rollout.name=hf_cpu``: the server actor that verl's client and checkpoint engine talk to, the replica that
+starts it, and the trainer's side of weight updates."""
 
 import asyncio
-from collections.abc import Sequence
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
+import ray
 import torch
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig, RolloutConfig
-from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.replica import RolloutReplica, TokenOutput
+from verl.workers.rollout.utils import ensure_async_iterator
 
 from rl_accel.lab.cpu_engine.engine import Engine
-from rl_accel.lab.cpu_engine.requests import EngineStats, Generation
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
+from rl_accel.lab.cpu_engine.scheduler import EngineStats, Generation
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -81,7 +86,8 @@ class CPURolloutServer:
 
     def _default_max_tokens(self, prompt_length: int) -> int:
         total = self._config.prompt_length + self._config.response_length
-        return max(1, min(self._config.response_length, total - prompt_length))
+        longest: int = min(self._config.response_length, total - prompt_length)
+        return max(1, longest)
 
     def _output(self, generation: Generation) -> TokenOutput:
         return TokenOutput(
@@ -188,3 +194,73 @@ def _eos_token_ids(model: HFModelConfig) -> list[int]:
     if eos is None:
         eos = model.tokenizer.eos_token_id
     return list(eos) if isinstance(eos, list | tuple) else [eos]
+
+
+def server_name(replica_rank: int, role: str = "") -> str:
+    """Return the name of the Ray actor that serves replica ``replica_rank``."""
+    return f"hf_cpu_server_{role}{replica_rank}"
+
+
+class CPURolloutReplica(RolloutReplica):
+    """One server actor on the CPU, whatever the number of its ranks: the model is never split.
+
+    With a tensor-parallel size of n, n ranks share one server, which has the key-value budget of all of them.
+    """
+
+    async def launch_servers(self) -> None:
+        tp = self.config.tensor_model_parallel_size
+        if self.world_size != tp:
+            raise ValueError(
+                "rollout.name=hf_cpu wants data_parallel_size and pipeline_model_parallel_size of 1, "
+                f"found a product of {self.world_size // tp}"
+            )
+        role = "reward_" if self.is_reward_model else "teacher_" if self.is_teacher_model else ""
+        name = server_name(self.replica_rank, role) + self.name_suffix
+        server = (
+            ray.remote(CPURolloutServer)
+            .options(name=name, num_cpus=0, max_concurrency=self.max_concurrency)
+            .remote(self.config, self.model_config, self.replica_rank)
+        )
+        self.servers = [server]  # before it is known to live, so that whoever ends this replica can end it
+        self._server_handle = server
+        self._server_address = name
+        await server.get_stats.remote()
+
+
+class CPUServerAdapter(BaseRollout):
+    """Lives in the training worker; the first of a server's ranks hands the weights to it through Ray's object store."""
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
+        super().__init__(config, model_config, device_mesh)
+        rank, tp = int(os.environ.get("RANK", "0")), self.config.tensor_model_parallel_size
+        self.replica_rank = rank // tp if replica_rank == -1 else replica_rank
+        self.is_leader_rank = rank % tp == 0
+
+    async def resume(self, tags: list[str]) -> None:
+        """Nothing was released. verl calls this before ranks gather the weights: to fail on a dead server here would leave the
+        other ranks waiting for this one."""
+
+    async def release(self) -> None:
+        if self.is_leader_rank:
+            await self._server().sleep.remote()
+
+    @torch.no_grad()
+    async def update_weights(
+        self,
+        weights: Iterator[tuple[str, torch.Tensor]] | AsyncIterator[tuple[str, torch.Tensor]],
+        global_steps: int | None = None,
+        wire_format: str = "named_tensors",
+        **_kwargs: Any,
+    ) -> None:
+        if wire_format != "named_tensors":
+            raise ValueError(f"hf_cpu takes weights as named_tensors, found wire_format={wire_format!r}")
+        if not self.is_leader_rank:
+            async for _ in ensure_async_iterator(weights):  # every rank takes part in gathering them
+                pass
+            return
+        # Copied: the trainer goes on changing its own tensors while the object store still refers to them.
+        full = {name: tensor.detach().to("cpu", copy=True) async for name, tensor in ensure_async_iterator(weights)}
+        await self._server().load_weights.remote(full, global_steps)
+
+    def _server(self) -> Any:
+        return ray.get_actor(server_name(self.replica_rank))

@@ -1,4 +1,4 @@
-"""``rl-accel bench outcome``: verl's own advantage estimators against their fast twins, side by side in one process.
+"""``rl-accel bench outcome``: verl's other advantage estimators, most of them over groups of responses, against their fast twins.
 
 No number is printed for an estimator whose twin does not give the same bits.
 """
@@ -21,6 +21,7 @@ from rich.progress import track
 from rich.table import Table
 
 from rl_accel.features import FEATURES
+from rl_accel.lab.bench.measure import available_bytes
 
 SLOW_SECONDS = 5.0
 """A run that takes longer is not repeated."""
@@ -83,11 +84,11 @@ def measure(rows: int, tokens: int, group: int, repeats: int, wanted: tuple[str,
             for other in everything:
                 other.apply(None)
                 applied.append(other)
-            found, fast_s = _timed(_bound(patch), arguments, repeats)
+            result, fast_s = _timed(_bound(patch), arguments, repeats)
         finally:
             for other in reversed(applied):
                 other.revert()
-        same = all(_same_bits(a, b) for a, b in zip(_tensors(expected), _tensors(found), strict=True))
+        same = all(_same_bits(a, b) for a, b in zip(_tensors(expected), _tensors(result), strict=True))
         records.append(
             {
                 "estimator": patch.name.removeprefix("verl."),
@@ -99,7 +100,7 @@ def measure(rows: int, tokens: int, group: int, repeats: int, wanted: tuple[str,
                 "fast_s": fast_s if same else None,
             }
         )
-        del expected, found
+        del expected, result
         gc.collect()
     return records
 
@@ -128,13 +129,6 @@ def _tensors(result: Any) -> tuple[torch.Tensor, ...]:
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype == torch.float32 and torch.equal(a.view(torch.int32), b.view(torch.int32))
-
-
-def _free_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable"):
-            return int(line.split()[1]) * 1024
-    raise click.ClickException("/proc/meminfo has no MemAvailable line: this benchmark runs on Linux")
 
 
 def _table(records: list[dict[str, Any]]) -> Table:
@@ -180,7 +174,7 @@ def bench_outcome(
     console = Console()
     records = []
     for b, t, size in [(b, t, size) for t in tokens for b in rows for size in group]:
-        needed, free = b * t * BYTES_PER_TOKEN, _free_bytes()
+        needed, free = b * t * BYTES_PER_TOKEN, available_bytes()
         if needed > free:
             console.print(f"left out {b} x {t}: wants {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
             continue

@@ -1,0 +1,178 @@
+"""What has to be replaced in verl for a CPU: assumptions of an accelerator where a platform has no say, and what makes runs repeat.
+
+Two runs of one seed are equal row by row, so that an A/B on a CPU compares training and not luck. Stock verl names prompts by
+random uuids, lets an unseeded server draw the tokens and hands a batch to the trainer in the order in which responses happened to
+finish. Here a response's seed comes from the run's seed, the step, the place of its prompt in the order of submission and its
+session; and a batch is in the order of submission. Nothing is added to or taken from a batch.
+"""
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+from rl_accel.lab.cpu_engine.sampling import derive_seed
+from rl_accel.lab.verl_cpu.preflight import check
+from rl_accel.patches.patch import Patch
+
+
+def _one_backend(original: Callable[..., Any], _settings: Any) -> Callable[..., Any]:
+    def initialize_global_process_group_ray(timeout_second: int | None = None, backend: str | None = None) -> Any:
+        return original(timeout_second=timeout_second, backend=backend or "cpu:gloo")
+
+    return initialize_global_process_group_ray
+
+
+def _value_model_with_configured_attention(_original: Callable[..., Any], _settings: Any) -> Callable[..., Any]:
+    def load_valuehead_model(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
+        from transformers import AutoModelForTokenClassification
+
+        return AutoModelForTokenClassification.from_pretrained(
+            local_path,
+            dtype=torch_dtype,
+            config=model_config,
+            attn_implementation=model_config._attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
+
+    return load_valuehead_model
+
+
+def _parameters_stay(original: Callable[..., Any], _settings: Any) -> Callable[..., Any]:
+    def apply_fsdp2(model: Any, fsdp_kwargs: dict[str, Any], config: Any) -> Any:
+        from torch.distributed.fsdp import OffloadPolicy
+
+        return original(model, {**fsdp_kwargs, "offload_policy": OffloadPolicy()}, config)
+
+    return apply_fsdp2
+
+
+def _check_first(original: Callable[..., Any], _settings: Any) -> Callable[..., Any]:
+    def auto_set_device(config: Any) -> Any:
+        result = original(config)
+        config.trainer.device = "cpu"
+        check(config)
+        return result
+
+    return auto_set_device
+
+
+def _number_prompts(original: Callable[..., Any], _settings: Any) -> Callable[..., Any]:
+    numbers = count()
+
+    def generate_sequences(self: Any, prompts: Any) -> Any:
+        if "priority" not in prompts:
+            import torch
+
+            # The column that verl's own V0 manager fills the same way; engines on a CPU do not schedule by it.
+            prompts["priority"] = torch.tensor([next(numbers) for _ in range(len(prompts))], dtype=torch.int64)
+        return original(self, prompts)
+
+    return generate_sequences
+
+
+def _seed_responses(original: Callable[..., Any], _settings: Any) -> Callable[..., Any]:
+    async def _run_agent_loop(
+        self: Any,
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        *,
+        agent_name: str,
+        trace: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        if "seed" not in sampling_params:
+            prompt = int(kwargs["priority"]) if "priority" in kwargs else kwargs.get("uid")
+            seed = derive_seed(
+                self.config.actor_rollout_ref.rollout.seed,
+                int(trajectory["step"]),
+                bool(trajectory["validate"]),
+                prompt,
+                kwargs.get("session_id"),
+            )
+            sampling_params = {**sampling_params, "seed": seed % 2**63}
+        return await original(self, sampling_params, trajectory, agent_name=agent_name, trace=trace, **kwargs)
+
+    return _run_agent_loop
+
+
+def _order_rows(original: Callable[..., Any], _settings: Any) -> Callable[..., Any]:
+    def _materialize_batch(
+        self: Any, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: dict[str, dict[str, Any]]
+    ) -> Any:
+        submitted = {uid: place for place, uid in enumerate(self.prompt_global_steps[partition_id])}
+
+        def place(key: str) -> tuple[int, int, int]:
+            uid, session, index = key.rsplit("_", 2)
+            return submitted.get(uid, len(submitted)), int(session), int(index)
+
+        ordered = {key: partition_snapshot[key] for key in sorted(partition_snapshot, key=place)}
+        return original(self, partition_id, selected_prompt_uids, ordered)
+
+    return _materialize_batch
+
+
+SWITCHES: tuple[Patch, ...] = (
+    Patch(
+        name="verl.cpu.process_group",
+        feature="cpu",
+        target="verl.utils.distributed:initialize_global_process_group_ray",
+        supports="verl>=0.9.0",
+        params=("timeout_second", "backend"),
+        make=_one_backend,
+        no_seam="the backend string is built from the platform's device and backend names; on a CPU it names cpu:gloo twice",
+    ),
+    Patch(
+        name="verl.cpu.value_model",
+        feature="cpu",
+        target="verl.utils.model:load_valuehead_model",
+        supports="verl>=0.9.0",
+        params=("local_path", "torch_dtype", "model_config", "trust_remote_code"),
+        make=_value_model_with_configured_attention,
+        no_seam="the critic is always loaded with flash_attention_2, whatever attn_implementation the config names",
+    ),
+    Patch(
+        name="verl.cpu.offload_policy",
+        feature="cpu",
+        target="verl.utils.fsdp_utils:apply_fsdp2",
+        supports="verl>=0.9.0",
+        params=("model", "fsdp_kwargs", "config"),
+        make=_parameters_stay,
+        no_seam="a forward-only FSDP2 engine always offloads to pinned memory, which needs an accelerator",
+    ),
+    Patch(
+        name="verl.cpu.preflight",
+        feature="cpu",
+        target="verl.utils.device:auto_set_device",
+        supports="verl>=0.9.0",
+        params=("config",),
+        make=_check_first,
+        no_seam="the function sets trainer.device for two platforms by name and asks no other",
+    ),
+    Patch(
+        name="verl.cpu.prompt_numbers",
+        feature="cpu",
+        target="verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ.generate_sequences",
+        supports="verl>=0.9.0",
+        params=("self", "prompts"),
+        make=_number_prompts,
+        no_seam="agent_loop_manager_class takes one class, and a run may need it for its own",
+    ),
+    Patch(
+        name="verl.cpu.response_seeds",
+        feature="cpu",
+        target="verl.experimental.agent_loop.agent_loop:AgentLoopWorker._run_agent_loop",
+        supports="verl>=0.9.0",
+        params=("self", "sampling_params", "trajectory", "agent_name", "trace", "kwargs"),
+        make=_seed_responses,
+        no_seam="a server is told neither which prompt of the batch nor which session a request is",
+    ),
+    Patch(
+        name="verl.cpu.row_order",
+        feature="cpu",
+        target="verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._materialize_batch",
+        supports="verl>=0.9.1",
+        params=("self", "partition_id", "selected_prompt_uids", "partition_snapshot"),
+        make=_order_rows,
+        no_seam="custom_sampler takes one class, and a run may need it for its own",
+    ),
+)
