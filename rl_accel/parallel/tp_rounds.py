@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_accel.parallel.tp_decisions import RoundKind
-from rl_accel.rollout.hosting.report import PREFIX
+from rl_accel.rollout.driver import METRICS_PREFIX as PREFIX
 
 
 def kind_of(numbers: Mapping[str, Any]) -> RoundKind:

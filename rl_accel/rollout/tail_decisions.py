@@ -46,7 +46,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Stop these responses wherever they are (generating, with the judge, scored), drop what they left in any buffer, and
+    """Stop these responses wherever they are (generating, waiting for its reward, scored), drop what they left in any buffer, and
     acknowledge each of them. The prompt itself stays: it may be launched again in a later round."""
 
     prompt_id: str
@@ -86,9 +86,9 @@ class EpochSettled:
     failed: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RoundMetrics:
-    """One round in numbers. ``None``: not known (yet).
+    """One round in numbers, complete when it has ended. ``None``: not known (yet).
 
     Attributes:
         number: 1 for the first round of a run.
@@ -118,22 +118,22 @@ class RoundMetrics:
     number: int
     kind: RoundKind
     prompt_ratio: float
-    rollout_seconds: float
-    seconds_saved: float | None
-    queue_length: int
-    oldest_deferral_rounds: int
-    prompts_admitted: int
-    prompts_trained: int
-    prompts_deferred: int
-    prompts_rejected: int
-    prompts_failed: int
-    responses_cancelled: int
-    responses_failed: int
-    tokens_generated: int
-    tokens_wasted: int
-    wasted_token_share: float
-    accepted_tokens_mean: float | None
-    cancelled_tokens_mean: float | None
+    rollout_seconds: float = 0.0
+    seconds_saved: float | None = None
+    queue_length: int = 0
+    oldest_deferral_rounds: int = 0
+    prompts_admitted: int = 0
+    prompts_trained: int = 0
+    prompts_deferred: int = 0
+    prompts_rejected: int = 0
+    prompts_failed: int = 0
+    responses_cancelled: int = 0
+    responses_failed: int = 0
+    tokens_generated: int = 0
+    tokens_wasted: int = 0
+    wasted_token_share: float = 0.0
+    accepted_tokens_mean: float | None = None
+    cancelled_tokens_mean: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,72 @@
-"""The prompts tail batching has been offered and has not settled yet: where each waits, and how each epoch ended."""
+"""What is fixed for a run, and its prompts that are not settled yet: where each waits, and how each epoch ended."""
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rl_accel.config import TailBatchingConfig
+from rl_accel.errors import ConfigError
 from rl_accel.rollout.tail_decisions import EpochSettled
-from rl_accel.rollout.tail_settings import TailSettings
+
+
+@dataclass(frozen=True)
+class TailRun:
+    """What is fixed for a run of :class:`~rl_accel.rollout.tail_batching.TailBatching`.
+
+    Args:
+        prompts_per_step: P0, prompts in a batch.
+        responses_per_prompt: R0, responses of each.
+        flags: the user's.
+        filter_groups: ask for a verdict on each complete group (dynamic sampling as in DAPO).
+        data_id: anything that names the data and its order; a saved state with another one is refused.
+
+    Raises:
+        ConfigError: P0 or R0 is below 1, or ``flags.domain_quotas`` do not add up to P0.
+    """
+
+    prompts_per_step: int
+    responses_per_prompt: int
+    flags: TailBatchingConfig = field(default_factory=TailBatchingConfig)
+    filter_groups: bool = False
+    data_id: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("prompts_per_step", "responses_per_prompt"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"rl_accel.tail_batching wants {name} to be at least 1, found {getattr(self, name)}")
+        for domain, quota in self.domain_quotas.items():
+            if quota < 1:
+                raise ConfigError(
+                    f"rl_accel.tail_batching: domain_quotas[{domain!r}] must be at least 1, found {quota}"
+                )
+        placed = sum(self.domain_quotas.values())
+        if self.domain_quotas and placed != self.prompts_per_step:
+            raise ConfigError(
+                f"rl_accel.tail_batching: domain_quotas must add up to the batch of {self.prompts_per_step} prompts, "
+                f"found {placed}"
+            )
+
+    @property
+    def domain_quotas(self) -> Mapping[str, int]:
+        """Prompts of each domain in a batch; empty without quotas."""
+        return self.flags.domain_quotas or {}
+
+    @property
+    def queue_threshold(self) -> int:
+        """Deferred prompts that make a long round."""
+        return self.flags.queue_threshold or self.prompts_per_step
+
+    @property
+    def surplus_responses(self) -> int:
+        """Responses of each prompt that a short round launches."""
+        return scaled(self.responses_per_prompt, self.flags.response_ratio)
+
+
+def scaled(count: int, ratio: float) -> int:
+    """Return ``ceil(count * ratio)``, not one more where the product is whole but for rounding (10 * 1.1)."""
+    return math.ceil(count * ratio - 1e-9)
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +149,7 @@ class Lane:
 
 
 @dataclass(slots=True)
-class EpochLedger:
+class EpochCounts:
     """How the prompts of an epoch were settled so far."""
 
     offered: int = 0
@@ -104,27 +164,27 @@ class EpochLedger:
 
 
 class PromptPool:
-    """All unsettled prompts by lane, and the ledger of every epoch that has any.
+    """All unsettled prompts by lane, and the counts of every epoch that has any.
 
     A prompt that was cut off waits in its lane's ``queue`` once it has been deferred ``max_deferrals`` times, and at the
     front of ``fresh`` before.
     """
 
-    def __init__(self, settings: TailSettings) -> None:
-        self.settings = settings
-        self.lanes = {d: Lane(q) for d, q in settings.domain_quotas.items()} or {"": Lane(settings.prompts_per_step)}
+    def __init__(self, run: TailRun) -> None:
+        self.run = run
+        self.lanes = {d: Lane(q) for d, q in run.domain_quotas.items()} or {"": Lane(run.prompts_per_step)}
         self.unsettled: dict[str, Prompt] = {}
         self.deferred: dict[str, int] = {}  # prompt id to the round that deferred it first; oldest first
         self.epoch = 1
-        self.ledgers: dict[int, EpochLedger] = {1: EpochLedger()}
+        self.epochs: dict[int, EpochCounts] = {1: EpochCounts()}
 
     def lane_of(self, prompt: Prompt) -> Lane:
         """Return the lane of the prompt's domain."""
-        return self.lanes[prompt.domain if self.settings.domain_quotas else ""]
+        return self.lanes[prompt.domain if self.run.domain_quotas else ""]
 
     def offer(self, prompt_ids: Iterable[str], domain: str) -> None:
         """Add new prompts of the current epoch; all or, if one of them is refused, none."""
-        if self.settings.domain_quotas and domain not in self.lanes:
+        if self.run.domain_quotas and domain not in self.lanes:
             raise ValueError(f"domain must be one of {', '.join(self.lanes)}, found {domain!r}")
         prompts = [Prompt(prompt_id, domain, self.epoch) for prompt_id in prompt_ids]
         for prompt in prompts:
@@ -133,10 +193,10 @@ class PromptPool:
         added = {prompt.id: prompt for prompt in prompts}
         twice = added.keys() & self.unsettled.keys()
         if twice or len(added) < len(prompts):
-            found = next(iter(twice), None) or next(p.id for p in prompts if added[p.id] is not p)
-            raise ValueError(f"prompt_ids must be new (unique for each epoch and row), found {found!r} twice")
+            prompt_id = next(iter(twice), None) or next(p.id for p in prompts if added[p.id] is not p)
+            raise ValueError(f"prompt_ids must be new (unique for each epoch and row), found {prompt_id!r} twice")
         self.unsettled.update(added)
-        self.ledgers[self.epoch].offered += len(prompts)
+        self.epochs[self.epoch].offered += len(prompts)
         if prompts:
             self.lane_of(prompts[0]).fresh.extend(prompts)
 
@@ -151,7 +211,7 @@ class PromptPool:
         early = []
         for prompt in prompts:
             prompt.reset()
-            if prompt.deferrals >= self.settings.max_deferrals:
+            if prompt.deferrals >= self.run.flags.max_deferrals:
                 self.lane_of(prompt).queue.append(prompt)
             else:
                 early.append(prompt)
@@ -162,26 +222,26 @@ class PromptPool:
         """Count the prompt as trained, rejected or failed, for ever."""
         del self.unsettled[prompt.id]
         self.deferred.pop(prompt.id, None)
-        ledger = self.ledgers[prompt.epoch]
-        setattr(ledger, outcome, getattr(ledger, outcome) + 1)
+        counts = self.epochs[prompt.epoch]
+        setattr(counts, outcome, getattr(counts, outcome) + 1)
         return self._close(prompt.epoch)
 
     def end_epoch(self) -> list[EpochSettled]:
         """Prompts offered from now on belong to the next epoch."""
         self.epoch += 1
-        self.ledgers[self.epoch] = EpochLedger()
+        self.epochs[self.epoch] = EpochCounts()
         return self._close(self.epoch - 1)
 
     def _close(self, epoch: int) -> list[EpochSettled]:
-        ledger = self.ledgers[epoch]
-        if epoch == self.epoch or not ledger.is_settled:
+        counts = self.epochs[epoch]
+        if epoch == self.epoch or not counts.is_settled:
             return []
-        del self.ledgers[epoch]
-        return [EpochSettled(epoch, ledger.trained, ledger.rejected, ledger.failed)]
+        del self.epochs[epoch]
+        return [EpochSettled(epoch, counts.trained, counts.rejected, counts.failed)]
 
     def share_out_rest(self) -> bool:
         """Plan a final round: every lane gives up to its quota, and others fill up. False: fewer than P0 are left."""
-        missing = self.settings.prompts_per_step
+        missing = self.run.prompts_per_step
         for lane in self.lanes.values():
             lane.share = min(lane.quota, lane.waiting)
             missing -= lane.share
@@ -203,29 +263,29 @@ class PromptPool:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return prompts and ledgers, ready for JSON."""
+        """Return prompts and counts, ready for JSON."""
         prompts = [p for lane in self.lanes.values() for p in lane.prompts()]
         return {
             "epoch": self.epoch,
-            "ledgers": {str(epoch): asdict(ledger) for epoch, ledger in self.ledgers.items()},
+            "ledgers": {str(epoch): asdict(counts) for epoch, counts in self.epochs.items()},
             "prompts": [[p.id, p.domain, p.epoch, p.deferrals, p.deferred_in] for p in prompts],
         }
 
     @classmethod
-    def restored(cls, settings: TailSettings, state: Mapping[str, Any]) -> "PromptPool":
+    def restored(cls, run: TailRun, state: Mapping[str, Any]) -> "PromptPool":
         """Return the pool that ``state_dict`` saved, every prompt waiting."""
-        pool = cls(settings)
+        pool = cls(run)
         pool.epoch = int(state["epoch"])
-        pool.ledgers = {int(epoch): EpochLedger(**ledger) for epoch, ledger in state["ledgers"].items()}
+        pool.epochs = {int(epoch): EpochCounts(**counts) for epoch, counts in state["ledgers"].items()}
         prompts = [Prompt(*fields) for fields in state["prompts"]]
         for prompt in prompts:
-            if settings.domain_quotas and prompt.domain not in pool.lanes:
+            if run.domain_quotas and prompt.domain not in pool.lanes:
                 raise ValueError(f"domain_quotas must cover the domain {prompt.domain!r} of a saved prompt")
         pool.unsettled = {prompt.id: prompt for prompt in prompts}
         by_age = sorted((p for p in prompts if p.deferred_in is not None), key=lambda p: p.deferred_in or 0)
         pool.deferred = {p.id: p.deferred_in or 0 for p in by_age}
-        open_prompts = sum(e.offered - e.trained - e.rejected - e.failed for e in pool.ledgers.values())
-        if not len(pool.unsettled) == len(prompts) == open_prompts or pool.epoch not in pool.ledgers:
-            raise ValueError(f"ledgers leave {open_prompts} prompts open, found {len(pool.unsettled)}")
+        open_prompts = sum(e.offered - e.trained - e.rejected - e.failed for e in pool.epochs.values())
+        if not len(pool.unsettled) == len(prompts) == open_prompts or pool.epoch not in pool.epochs:
+            raise ValueError(f"the counts of epochs leave {open_prompts} prompts open, found {len(pool.unsettled)}")
         pool.put_back(prompts)
         return pool

@@ -1,10 +1,11 @@
 """Tail batching by example: what a short, a long and a final round do, what is saved, what is refused."""
 
 import json
-import math
 
 import pytest
 
+from rl_accel.config import TailBatchingConfig
+from rl_accel.errors import ConfigError
 from rl_accel.rollout.tail_batching import TailBatching
 from rl_accel.rollout.tail_decisions import (
     Cancel,
@@ -19,14 +20,14 @@ from rl_accel.rollout.tail_decisions import (
     RoundStarted,
     TrainBatch,
 )
-from rl_accel.rollout.tail_settings import TailSettings
+from rl_accel.rollout.tail_prompts import TailRun
 
 
 class Host:
     """Carries out decisions and remembers them. ``data`` prompts are offered as they are asked for; None: not at all."""
 
-    def __init__(self, P0=2, R0=2, data=0, epoch="1", **settings):
-        self.core = TailBatching(TailSettings(P0, R0, **settings)) if not isinstance(P0, TailBatching) else P0
+    def __init__(self, P0=2, R0=2, data=0, epoch="1", filter_groups=False, **flags):
+        self.core = TailBatching(TailRun(P0, R0, TailBatchingConfig(**flags), filter_groups))
         self.data = None if data is None else [f"{epoch}:{row}" for row in range(data)]
         self.now = 0.0
         self.log, self.responses, self.cancelled = [], {}, []
@@ -62,7 +63,7 @@ class Host:
         """The first R0 responses of each prompt finish and are scored."""
         self.now += seconds
         for prompt in prompts:
-            first = self.responses[prompt][: self.core.settings.responses_per_prompt]
+            first = self.responses[prompt][: self.core.run.responses_per_prompt]
             for response_id in first:
                 self.take(self.core.response_generated(response_id, tokens, self.now))
             for response_id in first:
@@ -201,7 +202,7 @@ def test_a_deferred_prompt_is_tried_again_until_max_deferrals():
 
 def test_the_queue_is_not_stranded_when_there_is_no_surplus_any_more():
     host = Host(P0=4, R0=1, data=99, prompt_ratio=1.25).play("1:0", "1:1", "1:2", "1:3")
-    resumed = Host(P0=TailBatching(TailSettings(4, 1, prompt_ratio=1.0)), data=9, epoch="2")
+    resumed = Host(P0=4, R0=1, prompt_ratio=1.0, data=9, epoch="2")
     resumed.core.load_state_dict(host.core.state_dict())
     assert resumed.begin().one(RoundStarted).kind == "long"
     assert next(iter(resumed.responses)) == "1:4"
@@ -428,7 +429,7 @@ def test_a_saved_state_is_json_and_brings_back_every_prompt():
     host = Host(P0=2, R0=2, data=99, prompt_ratio=1.5).play("1:1", "1:2").begin()
     host.complete("1:4")
     saved = json.loads(json.dumps(host.core.state_dict()))
-    resumed = Host(P0=TailBatching(TailSettings(2, 2, prompt_ratio=1.5)))
+    resumed = Host(P0=2, R0=2, prompt_ratio=1.5)
     resumed.core.load_state_dict(saved)
     assert sorted(resumed.core.unsettled_prompts()) == ["1:0", "1:3", "1:4", "1:5"]
     resumed.begin()
@@ -440,7 +441,7 @@ def test_a_saved_state_is_json_and_brings_back_every_prompt():
 def test_prompts_of_an_interrupted_long_round_wait_in_the_queue_again():
     host = Host(P0=1, R0=1, data=9, prompt_ratio=2.0).play("1:1").begin()
     assert host.one(RoundStarted).kind == "long"
-    resumed = Host(P0=TailBatching(TailSettings(1, 1, prompt_ratio=2.0)))
+    resumed = Host(P0=1, R0=1, prompt_ratio=2.0)
     resumed.core.load_state_dict(host.core.state_dict())
     assert resumed.begin().one(RoundStarted).kind == "long"
     assert list(resumed.responses) == ["1:0"]
@@ -470,37 +471,31 @@ def test_a_state_of_another_run_is_refused_and_changes_nothing(change, message):
 def test_a_state_that_lost_a_prompt_is_refused():
     state = Host(data=9).play("1:0", "1:1").core.state_dict()
     state["pool"]["prompts"].pop()
-    with pytest.raises(ValueError, match="ledgers leave 1 prompts open, found 0"):
-        TailBatching(TailSettings(2, 2)).load_state_dict(state)
+    with pytest.raises(ValueError, match="leave 1 prompts open, found 0"):
+        TailBatching(TailRun(2, 2)).load_state_dict(state)
 
 
 # Bad input
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("run", "message"),
     [
-        ({"prompts_per_step": 0}, "prompts_per_step must be at least 1, found 0"),
-        ({"prompts_per_step": 2.0}, "prompts_per_step must be a whole number"),
-        ({"responses_per_prompt": True}, "responses_per_prompt must be a whole number, found True"),
-        ({"prompt_ratio": 0.9}, "prompt_ratio must be at least 1"),
-        ({"prompt_ratio": math.nan}, "prompt_ratio must be at least 1"),
-        ({"prompt_ratio": "best"}, "prompt_ratio must be a number or \"auto\", found 'best'"),
-        ({"response_ratio": math.inf}, "response_ratio must be at least 1 and finite"),
-        ({"response_ratio": "auto"}, "response_ratio must be a number, found 'auto'"),
-        ({"queue_threshold": 0}, "queue_threshold must be at least 1"),
-        ({"max_deferrals": 0}, "max_deferrals must be at least 1"),
-        ({"max_retries": -1}, "max_retries must be at least 0"),
-        ({"filter_groups": 1}, "filter_groups must be a bool"),
-        ({"domain_quotas": {"math": 1}}, "domain_quotas must add up to prompts_per_step = 2, found 1"),
-        ({"domain_quotas": {"math": 2, "code": 0}}, r"domain_quotas\['code'\] must be at least 1, found 0"),
-        ({"domain_quotas": ["math"]}, "domain_quotas must map domains"),
-        ({"data_id": 7}, "data_id must be a string, found 7"),
+        ({"prompts_per_step": 0}, "prompts_per_step to be at least 1, found 0"),
+        ({"responses_per_prompt": 0}, "responses_per_prompt to be at least 1, found 0"),
+        (
+            {"flags": TailBatchingConfig(domain_quotas={"math": 1})},
+            r"domain_quotas must add up to .* 2 prompts, found 1",
+        ),
+        (
+            {"flags": TailBatchingConfig(domain_quotas={"math": 2, "code": 0})},
+            r"\['code'\] must be at least 1, found 0",
+        ),
     ],
 )
-def test_settings_out_of_range(settings, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        TailSettings(**{"prompts_per_step": 2, "responses_per_prompt": 2, **settings})
+def test_a_run_that_makes_no_sense_is_refused(run, message):
+    with pytest.raises(ConfigError, match=message):
+        TailRun(**{"prompts_per_step": 2, "responses_per_prompt": 2, **run})
 
 
 def test_a_ratio_is_rounded_up_to_whole_prompts_but_not_for_rounding_errors():
@@ -509,7 +504,7 @@ def test_a_ratio_is_rounded_up_to_whole_prompts_but_not_for_rounding_errors():
 
 
 def test_prompts_offered_twice_are_refused_as_a_whole():
-    core = TailBatching(TailSettings(2, 2))
+    core = TailBatching(TailRun(2, 2))
     core.offer(["a"], 0.0)
     for ids in (["b", "a"], ["b", "b"], ["b", 3]):
         with pytest.raises((ValueError, TypeError), match="prompt_ids must be"):

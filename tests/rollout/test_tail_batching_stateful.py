@@ -1,4 +1,4 @@
-"""Random interleavings of everything that can happen to tail batching, judged by a ledger that shares no code with it.
+"""Random interleavings of everything that can happen to tail batching, checked against books that share no code with it.
 
 The machine below is a host: it knows only the decisions it was given and the events it sent. It checks each decision
 against its own books, can lose its process at any moment, and knows when nothing can happen any more.
@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rl_accel.config import TailBatchingConfig
 from rl_accel.rollout.tail_batching import TailBatching
 from rl_accel.rollout.tail_decisions import (
     Cancel,
@@ -27,7 +28,7 @@ from rl_accel.rollout.tail_decisions import (
     RoundStarted,
     TrainBatch,
 )
-from rl_accel.rollout.tail_settings import TailSettings
+from rl_accel.rollout.tail_prompts import TailRun
 
 pytestmark = pytest.mark.slow
 
@@ -81,22 +82,20 @@ class Host(RuleBasedStateMachine):
         self.P0, self.R0, self.filtered, self.retries = prompts, responses, filtered, retries
         self.surplus = -(-responses * surplus // 1)
         self.quotas = {"code": split, "math": prompts - split} if 0 < split < prompts else {}
-        self.settings = TailSettings(
-            prompts_per_step=prompts,
-            responses_per_prompt=responses,
+        flags = TailBatchingConfig(
             prompt_ratio=ratio,
             response_ratio=surplus,
             queue_threshold=threshold,
             max_deferrals=deferrals,
             max_retries=retries,
-            filter_groups=filtered,
             domain_quotas=self.quotas,
         )
+        self.run = TailRun(prompts, responses, flags, filtered)
         self.books = Books()
         self.now = 0.0
         self.saved = None
         self.batches = Counter()
-        self.boot(TailBatching(self.settings))
+        self.boot(TailBatching(self.run))
 
     def boot(self, core):
         """A new process: nothing is under way."""
@@ -381,7 +380,7 @@ class Host(RuleBasedStateMachine):
     @rule()
     def crash(self):
         state, books = self.saved
-        core = TailBatching(self.settings)
+        core = TailBatching(self.run)
         core.load_state_dict(json.loads(state))
         assert json.loads(json.dumps(core.state_dict())) == core.state_dict()
         self.books = copy.deepcopy(books)

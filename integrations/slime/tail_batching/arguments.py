@@ -6,7 +6,7 @@ from typing import Any
 from rl_accel.config import TailBatchingConfig
 from rl_accel.errors import ConfigError
 from rl_accel.integrations.slime.tail_batching import DATA_SOURCE, ROLLOUT
-from rl_accel.rollout.tail_settings import TailSettings
+from rl_accel.rollout.tail_prompts import TailRun
 
 _FLAG = "rl_accel.tail_batching"
 
@@ -41,21 +41,21 @@ def check(args: Any, flags: TailBatchingConfig) -> None:
         _refuse("--buffer-filter-path", "unset", args.buffer_filter_path, "the queue is tail batching's own")
 
 
-def settings_of(args: Any, flags: TailBatchingConfig, rows: int) -> TailSettings:
-    """Return the core's settings for a data set of ``rows`` prompts.
+def run_of(args: Any, flags: TailBatchingConfig, rows: int) -> TailRun:
+    """Return the core's run for a data set of ``rows`` prompts.
 
     Raises:
-        ConfigError: a value is out of range, or the data set is smaller than a batch.
+        ConfigError: quotas and the batch do not fit, or the data set is smaller than a batch.
     """
     if rows < args.rollout_batch_size:
         raise ConfigError(
             f"{_FLAG} wants a data set of at least --rollout-batch-size = {args.rollout_batch_size} prompts, found {rows}"
         )
     name = os.path.basename(str(args.prompt_data))
-    return _settings(
-        flags,
+    return TailRun(
         args.rollout_batch_size,
         args.n_samples_per_prompt,
+        flags,
         filter_groups=args.dynamic_sampling_filter_path is not None,
         data_id=f"{name} {rows} shuffle={args.rollout_shuffle} seed={args.rollout_seed}",
     )
@@ -67,25 +67,7 @@ def check_flags(flags: TailBatchingConfig) -> None:
     Raises:
         ConfigError: a value is out of range.
     """
-    _settings(flags, max(1, sum((flags.domain_quotas or {}).values())), 1)
-
-
-def _settings(flags: TailBatchingConfig, prompts: int, responses: int, **more: Any) -> TailSettings:
-    try:
-        return TailSettings(
-            prompts,
-            responses,
-            prompt_ratio=flags.prompt_ratio,  # type: ignore[arg-type]  # the schema admits "auto" as the only word
-            response_ratio=flags.response_ratio,
-            queue_threshold=flags.queue_threshold,
-            max_deferrals=flags.max_deferrals,
-            max_retries=flags.max_retries,
-            auto_limit=flags.auto_limit,
-            domain_quotas=flags.domain_quotas or {},
-            **more,
-        )
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{_FLAG}: {error}") from error
+    TailRun(max(1, sum((flags.domain_quotas or {}).values())), 1, flags)
 
 
 def last_rollout(args: Any, rows: int) -> int:

@@ -1,4 +1,4 @@
-"""The data source of tail batching: slime's own, with the queue of deferred prompts, and a ledger of the trained ones."""
+"""The data source of tail batching: slime's own, with the queue of deferred prompts, and a log of the settled ones."""
 
 import logging
 from collections import deque
@@ -13,9 +13,9 @@ from slime.rollout.data_source import RolloutDataSource
 from rl_accel.errors import ConfigError
 from rl_accel.integrations.slime.tail_batching import arguments
 from rl_accel.patches.slime import seams
-from rl_accel.rollout.hosting import saved
-from rl_accel.rollout.hosting.outcome import Outcome
-from rl_accel.rollout.hosting.prompts import Prompts
+from rl_accel.rollout import saved
+from rl_accel.rollout.driver import StepResult
+from rl_accel.rollout.prompt_supply import PromptSupply
 from rl_accel.rollout.tail_batching import TailBatching
 from rl_accel.runtime import FRAMEWORK, RUNTIME
 
@@ -41,8 +41,8 @@ class TailDataSource(RolloutDataSource):  # type: ignore[misc]  # slime has no t
 
     Attributes:
         core: the state machine.
-        prompts: rows ``{"sample": Sample, "index": group_index, <domain_key>: domain}`` by prompt id.
-        player: what plays the rounds; the rollout function sets it when it is first called.
+        supply: rows ``{"sample": Sample, "index": group_index, <domain_key>: domain}`` by prompt id.
+        driver: what plays the rounds; the rollout function sets it when it is first called.
 
     Raises:
         ConfigError: a flag is wrong, or one of slime's cannot go together with tail batching.
@@ -57,11 +57,11 @@ class TailDataSource(RolloutDataSource):  # type: ignore[misc]  # slime has no t
         if self.dataset is None:
             raise ConfigError("rl_accel.tail_batching wants --prompt-data, found none")
         self._domain_key = flags.domain_key
-        self.core = TailBatching(arguments.settings_of(args, flags, len(self)))
-        self.prompts = Prompts(self._fetch, len(self), flags.domain_key)
+        self.core = TailBatching(arguments.run_of(args, flags, len(self)))
+        self.supply = PromptSupply(self.core, self._fetch, len(self), flags.domain_key)
         self.last_rollout = arguments.last_rollout(args, len(self))
-        self._ledger = saved.Ledger(Path(args.save) / "rollout") if args.save else None
-        self.player: Any = None
+        self._log = saved.SettlementLog(Path(args.save) / "rollout") if args.save else None
+        self.driver: Any = None
         self._moments: deque[_Moment] = deque(maxlen=_KEPT)
 
     def _fetch(self) -> dict[str, Any]:
@@ -82,14 +82,12 @@ class TailDataSource(RolloutDataSource):  # type: ignore[misc]  # slime has no t
         """
         raise RuntimeError("rl_accel.tail_batching keeps its own queue; samples cannot be added to its data source")
 
-    def settle(self, rollout_id: int, outcome: Outcome) -> None:
+    def settle(self, rollout_id: int, result: StepResult) -> None:
         """Note what became of the prompts of a rollout, and remember the state after it for :meth:`save`."""
-        if self._ledger is not None:
-            self._ledger.add(rollout_id, outcome.batch.number, outcome.batch.kind, outcome.settled)
+        if self._log is not None:
+            self._log.add(rollout_id, result)
         position = {name: getattr(self, name) for name in seams.POSITION}
-        moment = _Moment(
-            rollout_id, position, self.core.state_dict(), self.prompts.fetched, dict(self.prompts.payloads)
-        )
+        moment = _Moment(rollout_id, position, self.core.state_dict(), self.supply.fetched, dict(self.supply.payloads))
         self._moments.append(moment)
 
     def save(self, rollout_id: int) -> None:
@@ -118,9 +116,9 @@ class TailDataSource(RolloutDataSource):  # type: ignore[misc]  # slime has no t
         if self.args.load is not None and rollout_id is not None:
             position = Path(self.args.load) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
             if position.exists():
-                saved.restore(_folder(self.args.load, rollout_id), rollout_id, self.core, self.prompts)
-        if self._ledger is not None:
-            self._ledger.rewind(-1 if rollout_id is None else rollout_id)
+                saved.restore(_folder(self.args.load, rollout_id), rollout_id, self.core, self.supply)
+        if self._log is not None:
+            self._log.rewind(-1 if rollout_id is None else rollout_id)
 
     @contextmanager
     def _at(self, position: dict[str, Any]) -> Iterator[None]:

@@ -18,8 +18,7 @@ from slime.utils.async_utils import get_async_loop
 from rl_accel.integrations.slime.tail_batching.engines import Engines
 from rl_accel.integrations.slime.tail_batching.session import GENERATE, SESSION, Session
 from rl_accel.patches.slime.requests import WATCHER
-from rl_accel.rollout.hosting.messages import Event, Job
-from rl_accel.rollout.hosting.speed import Speed
+from rl_accel.rollout.driver import Event, Job, TokenRate
 
 logger = logging.getLogger("rl_accel")
 
@@ -30,7 +29,7 @@ INSIST_SECONDS = 5.0
 
 
 class Responses:
-    """The workers of a :class:`~rl_accel.rollout.hosting.host.Host`. Responses run on slime's event loop; the host's thread
+    """The workers of a :class:`~rl_accel.rollout.driver.RolloutDriver`. Responses run on slime's event loop; the host's thread
     calls the public methods.
 
     Args:
@@ -52,7 +51,7 @@ class Responses:
         self._stopper: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._ending = False
-        self._speed = Speed()
+        self._token_rate = TokenRate()
         self.retractions: int | None = None
 
     # The host's side
@@ -147,7 +146,7 @@ class Responses:
         if session.retractions is not None:
             self.retractions = (self.retractions or 0) + session.retractions
         if session.cancelled_at is not None:
-            tokens = session.tokens or self._speed.estimate(
+            tokens = session.tokens or self._token_rate.estimate(
                 session.cancelled_at - session.began if session.began else 0
             )
             self._events.put(Event("aborted", session.response_id, tokens))
@@ -156,7 +155,7 @@ class Responses:
             line = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
             self._events.put(Event("failed", session.response_id, session.tokens, error=line))
         else:
-            self._speed.add(session.tokens, time.monotonic() - session.began)
+            self._token_rate.add(session.tokens, time.monotonic() - session.began)
             self._events.put(Event("scored", session.response_id, session.tokens, session.result))
 
     def _cancel(self, response_ids: Iterable[int]) -> None:

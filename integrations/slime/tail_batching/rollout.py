@@ -19,8 +19,7 @@ from rl_accel.integrations.slime.tail_batching.data_source import TailDataSource
 from rl_accel.integrations.slime.tail_batching.engines import Engines
 from rl_accel.integrations.slime.tail_batching.responses import Responses
 from rl_accel.integrations.slime.tail_batching.session import samples_of
-from rl_accel.rollout.hosting import report
-from rl_accel.rollout.hosting.host import Host
+from rl_accel.rollout.driver import RolloutDriver
 
 Group = list[Any]
 
@@ -39,13 +38,13 @@ def generate_rollout(
     if not isinstance(data_source, TailDataSource):
         found = f"{type(data_source).__module__}.{type(data_source).__qualname__}"
         raise ConfigError(f"rl_accel.tail_batching wants --data-source-path to be {DATA_SOURCE}, found {found}")
-    if data_source.player is None:
-        data_source.player = Player(args, data_source)
-    output: RolloutFnTrainOutput = data_source.player.play(rollout_id)
+    if data_source.driver is None:
+        data_source.driver = TailRollout(args, data_source)
+    output: RolloutFnTrainOutput = data_source.driver.play(rollout_id)
     return output
 
 
-class Player:
+class TailRollout:
     """Plays the rounds of a run for one data source."""
 
     def __init__(self, args: Any, data_source: TailDataSource) -> None:
@@ -53,8 +52,8 @@ class Player:
         self._source = data_source
         self._engines = Engines(args)
         self._responses = Responses(args, self._engines, data_source.new_index)
-        self._host = Host(
-            data_source.core, data_source.prompts, self._responses, discard=lambda results: None, passes=self._passes
+        self._driver = RolloutDriver(
+            data_source.core, data_source.supply, self._responses, discard=lambda results: None, passes=self._passes
         )
         filter_path = args.dynamic_sampling_filter_path
         self._filter = load_function(filter_path) if filter_path is not None else None
@@ -64,18 +63,18 @@ class Player:
     def play(self, rollout_id: int) -> RolloutFnTrainOutput:
         """Return the batch of a rollout. Nothing else of it is left on any server."""
         self._drops, self._rejected, self._responses.retractions = MetricGatherer(), [], None
-        outcome = self._host.play(rollout_id, max(self._source.last_rollout - rollout_id, 1))
+        result = self._driver.play(rollout_id, max(self._source.last_rollout - rollout_id, 1))
         run(self._engines.drain())
         size = self._args.n_samples_per_prompt
-        groups = [_in_order(outcome.results[i : i + size]) for i in range(0, len(outcome.results), size)]
+        groups = [_in_order(result.results[i : i + size]) for i in range(0, len(result.results), size)]
         groups.sort(key=_index)
-        self._source.settle(rollout_id, outcome)
+        self._source.settle(rollout_id, result)
         if self._args.rollout_sample_filter_path is not None:
             load_function(self._args.rollout_sample_filter_path)(self._args, groups)
         if self._args.rollout_all_samples_process_path is not None:
             every = sorted([*groups, *self._rejected], key=_index)
             load_function(self._args.rollout_all_samples_process_path)(self._args, every, self._source)
-        metrics = report.numbers(outcome.rounds) | self._drops.collect()
+        metrics = result.metrics() | self._drops.collect()
         if self._responses.retractions is not None:
             metrics["rl_accel/preemptions"] = float(self._responses.retractions)
         return RolloutFnTrainOutput(samples=groups, metrics=metrics)

@@ -14,7 +14,7 @@ from slime.rollout import sglang_rollout
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
-from rl_accel.rollout.hosting.messages import Event
+from rl_accel.rollout.driver import Event
 
 GENERATE = f"{__name__}.generate"
 

@@ -13,7 +13,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import apply_greedy_sampling_params
 from rl_accel.integrations.verl.agent_loop.workers import SharedAgentLoopManager, SharedAgentLoopWorker
 from rl_accel.integrations.verl.tail_batching.session import SESSION, Session
 from rl_accel.integrations.verl.tail_batching.stored import Stored
-from rl_accel.rollout.hosting.messages import Event, Job
+from rl_accel.rollout.driver import Event, Job
 
 logger = logging.getLogger("rl_accel")
 

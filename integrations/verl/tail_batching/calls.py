@@ -12,7 +12,7 @@ from typing import Any
 from ray.exceptions import RayActorError, RayError
 
 from rl_accel.integrations.ray.cancellation import cancel, outcome
-from rl_accel.integrations.verl.tail_batching.session import SESSION, SPEED, Session
+from rl_accel.integrations.verl.tail_batching.session import SESSION, TOKEN_RATE, Session
 
 _ABORTED = ("aborted", "abort")
 
@@ -65,7 +65,7 @@ class CancellableServer:
             if session is not None:
                 output = await self._stop(call, request["request_id"])
                 seconds = time.perf_counter() - began
-                session.tokens += SPEED.estimate(seconds) if output is None else len(output.token_ids)
+                session.tokens += TOKEN_RATE.estimate(seconds) if output is None else len(output.token_ids)
             raise
         if session is None:
             return output
@@ -74,7 +74,7 @@ class CancellableServer:
             if session.cancelled:  # the engines were stopped because the round is over
                 raise asyncio.CancelledError
             raise GenerationAborted(f"the engine aborted the request after {len(output.token_ids)} tokens")
-        SPEED.add(len(output.token_ids), time.perf_counter() - began)
+        TOKEN_RATE.add(len(output.token_ids), time.perf_counter() - began)
         return output
 
     @staticmethod

@@ -4,7 +4,7 @@ import asyncio
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from rl_accel.rollout.hosting.speed import Speed
+from rl_accel.rollout.driver import TokenRate
 
 
 @dataclass(eq=False)
@@ -25,4 +25,4 @@ SESSION: ContextVar[Session | None] = ContextVar("session", default=None)
 """The response that the running task works on; None in validation."""
 
 
-SPEED = Speed()
+TOKEN_RATE = TokenRate()

@@ -15,11 +15,11 @@ from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
 from rl_accel.integrations.verl.tail_batching.rows import row_of
 from rl_accel.integrations.verl.tail_batching.servers import Servers
 from rl_accel.integrations.verl.tail_batching.stored import Stored, varies
-from rl_accel.integrations.verl.tail_batching.wiring import check_data, domain_key_of, settings_of
+from rl_accel.integrations.verl.tail_batching.wiring import check_data, run_of
 from rl_accel.integrations.verl.tail_batching.workers import Workers
-from rl_accel.rollout.hosting import report, saved
-from rl_accel.rollout.hosting.host import Host
-from rl_accel.rollout.hosting.prompts import Prompts
+from rl_accel.rollout import saved
+from rl_accel.rollout.driver import METRICS_PREFIX, RolloutDriver
+from rl_accel.rollout.prompt_supply import PromptSupply
 from rl_accel.rollout.tail_batching import TailBatching
 
 logger = logging.getLogger("rl_accel")
@@ -54,12 +54,12 @@ class TailBatchingTrainer(PPOTrainerSync):
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
-        settings = settings_of(self.config, data_id=self._data_id())
-        rows, domain_key = len(self.train_dataloader), domain_key_of(self.config)
-        check_data(settings, rows, domain_key, getattr(self.train_dataset, "dataframe", None))
-        self._core = TailBatching(settings)
-        self._prompts = Prompts(lambda: row_of(self._fetch_one_gen_batch()), rows, domain_key)
-        self._ledger = saved.Ledger(Path(self.config.trainer.default_local_dir))
+        run = run_of(self.config, data_id=self._data_id())
+        rows = len(self.train_dataloader)
+        check_data(run, rows, getattr(self.train_dataset, "dataframe", None))
+        self._core = TailBatching(run)
+        self._supply = PromptSupply(self._core, lambda: row_of(self._fetch_one_gen_batch()), rows, run.flags.domain_key)
+        self._log = saved.SettlementLog(Path(self.config.trainer.default_local_dir))
         self._last_step = min(self.total_training_steps, self.steps_per_epoch * self.config.trainer.total_epochs)
 
     def _data_id(self) -> str:
@@ -76,9 +76,9 @@ class TailBatchingTrainer(PPOTrainerSync):
         """Train; see the base class. ``agent_loop_manager`` must be a ``TailAgentLoopManager``."""
         self._servers = Servers(self.llm_server_manager, self.config.actor_rollout_ref.rollout.name)
         workers = Workers(agent_loop_manager.agent_loop_workers, self._servers)
-        self._host = Host(self._core, self._prompts, workers, clear, varies)
+        self._driver = RolloutDriver(self._core, self._supply, workers, clear, varies)
         super().fit(agent_loop_manager)
-        left = self._prompts.unsettled()
+        left = len(self._supply.payloads)
         if left:
             logger.warning(
                 "rl-accel: %d prompts that were taken from the data are not trained; checkpoints hold them", left
@@ -89,19 +89,18 @@ class TailBatchingTrainer(PPOTrainerSync):
         return {}
 
     def _play(self, step: int) -> tuple[KVBatchMeta, dict[str, float]]:
-        outcome = self._host.play(step, max(self._last_step - step + 1, 1))
+        result = self._driver.play(step, max(self._last_step - step + 1, 1))
         stored = (tq.kv_list("train") or {}).get("train", {})
-        keys = [key for result in outcome.results for key in result.keys]
+        keys = [key for response in result.results for key in response.keys]
         ghosts = sorted(set(stored) - set(keys))
         if ghosts:
             logger.error(
                 "rl-accel: %d keys of cancelled responses were left behind, the first is %s", len(ghosts), ghosts[0]
             )
             tq.kv_clear(keys=ghosts, partition_id="train")
-        batch = outcome.batch
-        self._ledger.add(step, batch.number, batch.kind, outcome.settled)
+        self._log.add(step, result)
         meta = KVBatchMeta(partition_id="train", keys=keys, tags=[stored[key] for key in keys])
-        return meta, report.numbers(outcome.rounds) | {f"{report.PREFIX}ghost_keys": float(len(ghosts))}
+        return meta, result.metrics() | {f"{METRICS_PREFIX}ghost_keys": float(len(ghosts))}
 
     def on_sample_end(self) -> None:
         self._servers.reach_all(super().on_sample_end)
@@ -115,7 +114,7 @@ class TailBatchingTrainer(PPOTrainerSync):
     def _save_checkpoint(self) -> None:
         # Ours first: the base class ends with the file that makes the checkpoint the one to resume from.
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}" / saved.FOLDER
-        saved.save(folder, self.global_steps, self._core.state_dict(), self._prompts.fetched, self._prompts.payloads)
+        saved.save(folder, self.global_steps, self._core.state_dict(), self._supply.fetched, self._supply.payloads)
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
@@ -125,8 +124,8 @@ class TailBatchingTrainer(PPOTrainerSync):
             trainer = self.config.trainer
             by_path = trainer.resume_mode == "resume_path"
             folder = Path(trainer.resume_from_path if by_path else f"{trainer.default_local_dir}/global_step_{step}")
-            saved.restore(folder / saved.FOLDER, step, self._core, self._prompts)
-        self._ledger.rewind(step)
+            saved.restore(folder / saved.FOLDER, step, self._core, self._supply)
+        self._log.rewind(step)
 
 
 def clear(results: Sequence[Stored]) -> None:

@@ -1,5 +1,6 @@
 """Puts the parts of tail batching into the configuration of an otherwise unchanged sync recipe, or says why it cannot work."""
 
+from dataclasses import asdict
 from typing import Any
 
 from omegaconf import OmegaConf, open_dict
@@ -8,7 +9,7 @@ from rl_accel.config import TailBatchingConfig
 from rl_accel.errors import ConfigError
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.tail_batching import MANAGER, MODE
-from rl_accel.rollout.tail_settings import TailSettings
+from rl_accel.rollout.tail_prompts import TailRun
 
 _FLAG = "rl_accel.tail_batching"
 _MODE_KEY = "trainer.v1.trainer_mode"
@@ -18,7 +19,7 @@ def wire(config: Any, flags: TailBatchingConfig) -> None:
     """Choose our trainer mode and agent-loop manager in ``config`` (verl's, changed in place). Idempotent.
 
     Raises:
-        ConfigError: something in ``config`` cannot go together with tail batching, or a ratio does not fit.
+        ConfigError: something in ``config`` cannot go together with tail batching, or quotas do not fit the batch.
     """
     check(config)
     with open_dict(config):
@@ -26,8 +27,8 @@ def wire(config: Any, flags: TailBatchingConfig) -> None:
         OmegaConf.update(config, agent_loop.KEY, MANAGER)
         config.data.gen_batch_size = 1
         # The trainer process builds its settings from here, whatever source the flags had.
-        OmegaConf.update(config, "trainer.v1." + MODE, {name: getattr(flags, name) for name in _FIELDS}, merge=False)
-    settings_of(config)
+        OmegaConf.update(config, "trainer.v1." + MODE, asdict(flags), merge=False)
+    run_of(config)
 
 
 def refuse_unwired(config: Any) -> None:
@@ -44,73 +45,49 @@ def refuse_unwired(config: Any) -> None:
         )
 
 
-_CORE_FIELDS = (
-    "prompt_ratio",
-    "response_ratio",
-    "queue_threshold",
-    "max_deferrals",
-    "max_retries",
-    "auto_limit",
-    "domain_quotas",
-)
-_FIELDS = (*_CORE_FIELDS, "domain_key")
-
-
-def domain_key_of(config: Any) -> str:
-    """Return the column of the data set that names a row's domain, of a ``config`` that :func:`wire` has been through."""
-    return str(config.trainer.v1[MODE].domain_key)
-
-
-def settings_of(config: Any, data_id: str = "") -> TailSettings:
-    """Return the core's settings for a ``config`` that :func:`wire` has been through.
+def run_of(config: Any, data_id: str = "") -> TailRun:
+    """Return the core's run for a ``config`` that :func:`wire` has been through.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: quotas and the batch do not fit.
     """
-    found = OmegaConf.to_container(config.trainer.v1[MODE])
-    flags = {name: found[name] for name in _CORE_FIELDS}
-    flags["domain_quotas"] = flags["domain_quotas"] or {}
-    try:
-        return TailSettings(
-            config.data.train_batch_size,
-            config.actor_rollout_ref.rollout.n,
-            filter_groups=bool(OmegaConf.select(config, "algorithm.filter_groups.enable", default=False)),
-            data_id=data_id,
-            **flags,
-        )
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{_FLAG}: {error}") from error
+    return TailRun(
+        config.data.train_batch_size,
+        config.actor_rollout_ref.rollout.n,
+        TailBatchingConfig(**OmegaConf.to_container(config.trainer.v1[MODE])),
+        filter_groups=bool(OmegaConf.select(config, "algorithm.filter_groups.enable", default=False)),
+        data_id=data_id,
+    )
 
 
-def check_data(settings: TailSettings, rows: int, domain_key: str, frame: Any) -> None:
+def check_data(run: TailRun, rows: int, frame: Any) -> None:
     """Refuse data that cannot fill a batch.
 
     Args:
-        settings: P0 and the quotas are looked at.
+        run: P0 and the quotas are looked at.
         rows: prompts in an epoch.
-        domain_key: the column that names a row's domain.
         frame: the data set as ``datasets.Dataset``; anything else (a data set class of the user's) is not looked into, and
             its domains are checked as they come.
 
     Raises:
         ConfigError: there are fewer rows than P0, or quotas and the domains of the rows differ.
     """
-    wanted = settings.prompts_per_step
+    wanted = run.prompts_per_step
     if rows < wanted:
         raise ConfigError(
             f"{_FLAG} wants a data set of at least data.train_batch_size = {wanted} prompts, found {rows}"
         )
-    quotas = settings.domain_quotas
+    quotas, domain_key = run.domain_quotas, run.flags.domain_key
     if not quotas or not hasattr(frame, "unique"):
         return
     if domain_key not in frame.column_names:
         raise ConfigError(
             f"{_FLAG}.domain_key wants a column of the data set ({', '.join(frame.column_names)}), found {domain_key!r}"
         )
-    found = {str(domain) for domain in frame.unique(domain_key)}
-    if found != quotas.keys():
+    domains = {str(domain) for domain in frame.unique(domain_key)}
+    if domains != quotas.keys():
         raise ConfigError(
-            f"{_FLAG}.domain_quotas must have a quota for each {domain_key} of the data set, {', '.join(sorted(found))}, "
+            f"{_FLAG}.domain_quotas must have a quota for each {domain_key} of the data set, {', '.join(sorted(domains))}, "
             f"found quotas for {', '.join(quotas)}"
         )
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import RayActorError
 
-from rl_accel.rollout.hosting.messages import Event, Job
+from rl_accel.rollout.driver import Event, Job
 
 logger = logging.getLogger("rl_accel")
 

@@ -21,11 +21,12 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from rl_accel.config import TailBatchingConfig
 from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
 from rl_accel.lab.bench.measure import WrongResult, console_of_benchmark, met, output_folder, results_files
 from rl_accel.rollout.tail_batching import TailBatching
 from rl_accel.rollout.tail_decisions import Cancel, Decision, Finished, Launch, RequestPrompts, RoundEnded, TrainBatch
-from rl_accel.rollout.tail_settings import TailSettings
+from rl_accel.rollout.tail_prompts import TailRun
 
 CORE_SIZES = ((8, 8), (32, 16), (128, 16), (512, 16))
 CORE_CALLS = 150_000
@@ -65,13 +66,13 @@ class CoreSpeed:
         return {**asdict(self), "events_per_s": self.events / self.seconds}
 
 
-def time_core(settings: TailSettings, rounds: int, repeats: int = 3, seed: int = 0) -> CoreSpeed:
+def time_core(run: TailRun, rounds: int, repeats: int = 3, seed: int = 0) -> CoreSpeed:
     """Play ``rounds`` batches of data to their end, check the result, then time the same calls on a fresh core.
 
     The core has no clock, so that the calls of one run can be written down and played back without the schedule between them.
 
     Args:
-        settings: P0, R0 and ratios.
+        run: P0, R0 and ratios.
         rounds: batches of data.
         repeats: how often the calls are played back; the fastest counts.
         seed: of the drawn times.
@@ -79,11 +80,11 @@ def time_core(settings: TailSettings, rounds: int, repeats: int = 3, seed: int =
     Raises:
         WrongResult: a batch was not P0 x R0, or a prompt was not trained exactly once.
     """
-    calls, batches = record(settings, rounds, seed)
-    check_batches(batches, settings, rounds)
+    calls, batches = record(run, rounds, seed)
+    check_batches(batches, run, rounds)
     best = float("inf")
     for _ in range(repeats):
-        core = TailBatching(settings)
+        core = TailBatching(run)
         bound: list[tuple[Callable[..., list[Decision]], tuple[Any, ...]]] = [(getattr(core, n), a) for n, a in calls]
         gc.collect()
         started = time.process_time()  # others may use the machine meanwhile
@@ -94,9 +95,9 @@ def time_core(settings: TailSettings, rounds: int, repeats: int = 3, seed: int =
             raise WrongResult("the same calls must lead to the same end, found prompts that are not settled")
     kinds = {kind: sum(batch.kind == kind for batch in batches) for kind in ("short", "long", "final")}
     return CoreSpeed(
-        settings.prompts_per_step,
-        settings.responses_per_prompt,
-        str(settings.prompt_ratio),
+        run.prompts_per_step,
+        run.responses_per_prompt,
+        str(run.flags.prompt_ratio),
         len(batches),
         kinds,
         len(calls),
@@ -104,10 +105,10 @@ def time_core(settings: TailSettings, rounds: int, repeats: int = 3, seed: int =
     )
 
 
-def record(settings: TailSettings, rounds: int, seed: int = 0) -> tuple[list[Call], list[TrainBatch]]:
+def record(run: TailRun, rounds: int, seed: int = 0) -> tuple[list[Call], list[TrainBatch]]:
     """Drive a core through ``rounds`` batches of data; return the calls made and the batches that came out."""
-    core, rng = TailBatching(settings), random.Random(seed)
-    rows = rounds * settings.prompts_per_step
+    core, rng = TailBatching(run), random.Random(seed)
+    rows = rounds * run.prompts_per_step
     calls: list[Call] = []
     batches: list[TrainBatch] = []
     due: list[tuple[float, int, str, int, int]] = []
@@ -167,13 +168,13 @@ def record(settings: TailSettings, rounds: int, seed: int = 0) -> tuple[list[Cal
     return calls, batches
 
 
-def check_batches(batches: list[TrainBatch], settings: TailSettings, rounds: int) -> None:
+def check_batches(batches: list[TrainBatch], run: TailRun, rounds: int) -> None:
     """Every batch has P0 groups of R0, every prompt of ``rounds`` batches of data was trained once, no response twice.
 
     Raises:
         WrongResult: it is not so.
     """
-    prompts, responses_each = settings.prompts_per_step, settings.responses_per_prompt
+    prompts, responses_each = run.prompts_per_step, run.responses_per_prompt
     for batch in batches:
         sizes = {len(group.response_ids) for group in batch.groups}
         if len(batch.groups) != prompts or sizes != {responses_each}:
@@ -221,9 +222,9 @@ def _core(quick: bool, console: Console) -> list[dict[str, Any]]:
     for prompts, responses in CORE_SIZES[:2] if quick else CORE_SIZES:
         rounds = max(6, CORE_CALLS // (prompts * responses * 3) // (10 if quick else 1))
         for ratio in (RATIO, "auto"):
-            settings = TailSettings(prompts, responses, prompt_ratio=ratio)
+            tail_run = TailRun(prompts, responses, TailBatchingConfig(prompt_ratio=ratio))
             try:
-                speeds.append(time_core(settings, rounds).to_dict())
+                speeds.append(time_core(tail_run, rounds).to_dict())
             except WrongResult as error:
                 console.print(f"[red]WRONG: {prompts} x {responses}, prompt_ratio {ratio}: {error}; no numbers")
                 return []

@@ -30,11 +30,11 @@ from rl_accel.config import TailBatchingConfig
 from rl_accel.integrations.verl.tail_batching.agent_loop import TailAgentLoopManager, TailAgentLoopWorker
 from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
 from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, TailReplayBuffer, clear
-from rl_accel.integrations.verl.tail_batching.wiring import settings_of, wire
+from rl_accel.integrations.verl.tail_batching.wiring import run_of, wire
 from rl_accel.integrations.verl.tail_batching.workers import Workers
-from rl_accel.rollout.hosting.host import Host
-from rl_accel.rollout.hosting.prompts import Prompts
-from rl_accel.rollout.hosting.saved import Ledger
+from rl_accel.rollout.driver import RolloutDriver
+from rl_accel.rollout.prompt_supply import PromptSupply
+from rl_accel.rollout.saved import SettlementLog
 from rl_accel.rollout.tail_batching import TailBatching
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -145,8 +145,8 @@ class Engines:
 class RoundsOnly(TailBatchingTrainer):
     """Our trainer with nothing but what a round needs: no models, no data files, no checkpoints."""
 
-    def __init__(self, host: Host, ledger: Ledger, steps: int) -> None:
-        self._host, self._ledger, self._last_step = host, ledger, steps
+    def __init__(self, driver: RolloutDriver, log: SettlementLog, steps: int) -> None:
+        self._driver, self._log, self._last_step = driver, log, steps
 
 
 def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -164,12 +164,13 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
     _usage(workers)  # they are up
     rounds, wanted = plan["rounds"], plan["prompts"]
     numbers = iter(range(10**9))
-    prompts = Prompts(lambda: _row(next(numbers)), 10**9)
-    host = Host(TailBatching(settings_of(config)), prompts, Workers(workers, Engines(servers.values())), clear)
-    ledger = Ledger(folder)
-    ledger.rewind(0)
+    core = TailBatching(run_of(config))
+    supply = PromptSupply(core, lambda: _row(next(numbers)), 10**9)
+    driver = RolloutDriver(core, supply, Workers(workers, Engines(servers.values())), clear)
+    log = SettlementLog(folder)
+    log.rewind(0)
     # As many steps as the data would last for: the last of the rounds played is as full as any other.
-    trainer = RoundsOnly(host, ledger, rounds + 100)
+    trainer = RoundsOnly(driver, log, rounds + 100)
     buffer = TailReplayBuffer(None, trainer._play)
     found: list[dict[str, Any]] = []
     errors: list[str] = []
@@ -183,10 +184,10 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
         notes = [note for notes in ray.get([worker.notes.remote() for worker in workers]) for note in notes]
         stored = set((tq.kv_list("train") or {}).get("train", {}))
         errors += _errors(batch.keys, stored, metrics, trained, plan)
-        waiting = set(host.core.unsettled_prompts())
-        if waiting != host.prompts.payloads.keys() or waiting & trained or len(waiting | trained) != prompts.fetched:
+        waiting = set(core.unsettled_prompts())
+        if waiting != supply.payloads.keys() or waiting & trained or len(waiting | trained) != supply.fetched:
             errors.append(
-                f"of {prompts.fetched} prompts none may be lost, found {len(trained)} trained and {len(waiting)} waiting"
+                f"of {supply.fetched} prompts none may be lost, found {len(trained)} trained and {len(waiting)} waiting"
             )
         ids = {int(key.split("_")[1]) for key in batch.keys}
         last = max(at for kind, response_id, at in notes if kind == "scored" and response_id in ids)

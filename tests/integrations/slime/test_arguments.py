@@ -27,12 +27,12 @@ FINE = {
 ON = TailBatchingConfig(enable=True)
 
 
-def test_an_ordinary_run_passes_and_its_settings_follow_slimes():
+def test_an_ordinary_run_passes_and_its_run_follows_slimes():
     args = SimpleNamespace(**FINE)
     arguments.check(args, ON)
-    settings = arguments.settings_of(args, ON, 100)
-    assert (settings.prompts_per_step, settings.responses_per_prompt, settings.filter_groups) == (8, 4, False)
-    assert settings.data_id == "math.jsonl 100 shuffle=True seed=7"
+    run = arguments.run_of(args, ON, 100)
+    assert (run.prompts_per_step, run.responses_per_prompt, run.filter_groups) == (8, 4, False)
+    assert run.data_id == "math.jsonl 100 shuffle=True seed=7"
     assert arguments.last_rollout(args, 100) == 36
     assert arguments.last_rollout(SimpleNamespace(**{**FINE, "num_rollout": 5}), 100) == 5
 
@@ -60,6 +60,6 @@ def test_the_data_source_without_the_flag_is_refused():
 def test_a_small_data_set_and_a_quota_that_does_not_fit_are_named():
     args = SimpleNamespace(**FINE)
     with pytest.raises(ConfigError, match="at least --rollout-batch-size = 8 prompts, found 7"):
-        arguments.settings_of(args, ON, 7)
-    with pytest.raises(ConfigError, match=r"domain_quotas must add up to prompts_per_step = 8, found 3"):
-        arguments.settings_of(args, TailBatchingConfig(enable=True, domain_quotas={"math": 3}), 100)
+        arguments.run_of(args, ON, 7)
+    with pytest.raises(ConfigError, match=r"domain_quotas must add up to .* 8 prompts, found 3"):
+        arguments.run_of(args, TailBatchingConfig(enable=True, domain_quotas={"math": 3}), 100)

@@ -86,7 +86,7 @@ def test_rounds_return_exact_batches_and_train_every_prompt_once(start):
     assert found[-1] in ("long", "final"), "the run ends with nothing left"
     trained = Counter(prompt_id for line in ledger(args) for prompt_id in line["trained"])
     assert trained == Counter({f"1:{row}": 1 for row in range(1, 121)}), "120 prompts, 15 batches of 8"
-    assert source.prompts.payloads == {}
+    assert source.supply.payloads == {}
     assert output.metrics["rl_accel/preemptions"] == 0.0
 
 
@@ -217,7 +217,7 @@ def test_a_resumed_run_trains_every_prompt_once(start, ahead):
 
 
 def test_a_checkpoint_of_another_run_is_refused(start):
-    from rl_accel.rollout.hosting.saved import ResumeError
+    from rl_accel.rollout.saved import ResumeError
 
     args, source, rollout = start()
     rollout(0)
@@ -252,7 +252,7 @@ def test_evaluation_is_slimes_own(start, prompts_file, plugins):
     _, source, rollout = start(eval_datasets=[dataset], eval_max_prompt_len=None)
     output = rollout(0, evaluation=True)
     assert len(output.data["few"]["samples"]) == 120
-    assert source.prompts.fetched == 0
+    assert source.supply.fetched == 0
 
 
 def test_another_data_source_is_named(start):

@@ -6,16 +6,17 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from rl_accel.config import TailBatchingConfig
 from rl_accel.lab.bench import tail as bench
 from rl_accel.lab.bench.measure import WrongResult
 from rl_accel.lab.bench.tail import check_batches, record, time_core
 from rl_accel.rollout.tail_decisions import Group, TrainBatch
-from rl_accel.rollout.tail_settings import TailSettings
+from rl_accel.rollout.tail_prompts import TailRun
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.25, "auto"])
 def test_the_calls_of_a_run_can_be_played_back_on_a_fresh_core(ratio):
-    speed = time_core(TailSettings(4, 2, prompt_ratio=ratio), rounds=12, repeats=1)
+    speed = time_core(TailRun(4, 2, TailBatchingConfig(prompt_ratio=ratio)), rounds=12, repeats=1)
     assert sum(speed.kinds.values()) == speed.rounds == 12
     assert speed.events > 12 * 4 * 2 * 2
     assert speed.to_dict()["events_per_s"] > 0
@@ -23,9 +24,9 @@ def test_the_calls_of_a_run_can_be_played_back_on_a_fresh_core(ratio):
 
 
 def test_a_run_is_the_same_for_the_same_seed():
-    settings = TailSettings(3, 2)
-    assert record(settings, 5, seed=1) == record(settings, 5, seed=1)
-    assert record(settings, 5, seed=1) != record(settings, 5, seed=2)
+    run = TailRun(3, 2)
+    assert record(run, 5, seed=1) == record(run, 5, seed=1)
+    assert record(run, 5, seed=1) != record(run, 5, seed=2)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_a_run_is_the_same_for_the_same_seed():
 def test_a_wrong_batch_is_named(groups, message):
     batch = TrainBatch(1, "short", tuple(Group(*group) for group in groups))
     with pytest.raises(WrongResult) as caught:
-        check_batches([batch], TailSettings(2, 2), rounds=1)
+        check_batches([batch], TailRun(2, 2), rounds=1)
     assert message in str(caught.value)
 
 

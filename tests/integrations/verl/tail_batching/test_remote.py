@@ -29,7 +29,7 @@ from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
 from rl_accel.integrations.verl.tail_batching.servers import ServerLost, Servers, find_dead
 from rl_accel.integrations.verl.tail_batching.session import SESSION, Session
 from rl_accel.integrations.verl.tail_batching.workers import Workers
-from rl_accel.rollout.hosting.messages import Event, Job
+from rl_accel.rollout.driver import Event, Job
 
 pytestmark = pytest.mark.slow
 

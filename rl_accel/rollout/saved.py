@@ -1,15 +1,14 @@
-"""What tail batching leaves on disk: a sidecar of each checkpoint, and the ledger of trained prompts."""
+"""What tail batching leaves on disk: a sidecar of each checkpoint, and a log of settled prompts."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rl_accel.errors import RlAccelError
-from rl_accel.rollout.hosting.outcome import Settled
-from rl_accel.rollout.hosting.prompts import Prompts
+from rl_accel.rollout.driver import StepResult
+from rl_accel.rollout.prompt_supply import PromptSupply
 from rl_accel.rollout.tail_batching import TailBatching
 
 FOLDER = "tail_batching"
@@ -43,23 +42,23 @@ def load(folder: Path, step: int) -> tuple[dict[str, Any], int, dict[str, dict[s
     try:
         state = json.loads((folder / "state.json").read_text())
         payloads = torch.load(folder / "prompts.pt", weights_only=False)
-        found = (state["format"], state["version"], state["step"])
+        identity = (state["format"], state["version"], state["step"])
         core, fetched = state["core"], int(state["rows_fetched"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ResumeError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
-    if found != (_FORMAT, _VERSION, step):
-        raise ResumeError(f"{folder} must be of {(_FORMAT, _VERSION, step)} (format, version, step), found {found}")
+    if identity != (_FORMAT, _VERSION, step):
+        raise ResumeError(f"{folder} must be of {(_FORMAT, _VERSION, step)} (format, version, step), found {identity}")
     return core, fetched, payloads
 
 
-def restore(folder: Path, step: int, core: TailBatching, prompts: Prompts) -> None:
-    """Give ``core`` and ``prompts`` the state that :func:`save` wrote.
+def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -> None:
+    """Give ``core`` and ``supply`` the state that :func:`save` wrote.
 
     Raises:
         ResumeError: see :func:`load`; or it is of another run (P0, R0, data or its order). Nothing has changed then.
     """
     state, fetched, payloads = load(folder, step)
-    trial = TailBatching(core.settings)
+    trial = TailBatching(core.run)
     try:
         trial.load_state_dict(state)
     except ValueError as error:
@@ -72,10 +71,10 @@ def restore(folder: Path, step: int, core: TailBatching, prompts: Prompts) -> No
     if len(payloads) > fetched:
         raise ResumeError(f"{folder} is damaged: {len(payloads)} prompts are open but only {fetched} rows were fetched")
     core.load_state_dict(state)
-    prompts.restore(fetched, payloads)
+    supply.restore(fetched, payloads)
 
 
-class Ledger:
+class SettlementLog:
     """``tail_batching/ledger.jsonl`` beside the checkpoints: one line a step with every prompt that it settled.
 
     ``trained``, ``rejected`` (by the group filter) and ``failed`` (after the last retry) map prompt ids, ``epoch:row`` of the
@@ -98,9 +97,10 @@ class Ledger:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("".join(kept))
 
-    def add(self, step: int, number: int, kind: str, settled: Settled) -> None:
-        """Append a step that trains the batch of round ``number``."""
-        line = {"step": step, "round": number, "kind": kind, **asdict(settled)}
+    def add(self, step: int, result: StepResult) -> None:
+        """Append what a step settled."""
+        line = {"step": step, "round": result.batch.number, "kind": result.batch.kind}
+        line |= {name: getattr(result, name) for name in ("trained", "rejected", "failed", "errors")}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(line, default=str) + "\n")

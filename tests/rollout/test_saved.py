@@ -1,15 +1,16 @@
-"""The sidecar of a checkpoint comes back as it was written, or is refused with the reason; the ledger rewinds to a step."""
+"""The sidecar of a checkpoint comes back as it was written, or is refused with the reason; the log rewinds to a step."""
 
 import json
 
 import pytest
 import torch
 
-from rl_accel.rollout.hosting.outcome import Settled
-from rl_accel.rollout.hosting.prompts import Prompts
-from rl_accel.rollout.hosting.saved import Ledger, ResumeError, load, restore, save
+from rl_accel.rollout.driver import StepResult
+from rl_accel.rollout.prompt_supply import PromptSupply
+from rl_accel.rollout.saved import ResumeError, SettlementLog, load, restore, save
 from rl_accel.rollout.tail_batching import TailBatching
-from rl_accel.rollout.tail_settings import TailSettings
+from rl_accel.rollout.tail_decisions import RequestPrompts, TrainBatch
+from rl_accel.rollout.tail_prompts import TailRun
 
 CORE = {"format": "core", "rounds": 3}
 
@@ -34,16 +35,21 @@ def test_another_step_and_a_damaged_file_are_refused(tmp_path):
         load(tmp_path, 3)
 
 
-def test_the_ledger_forgets_what_a_checkpoint_does_not_hold(tmp_path):
-    ledger = Ledger(tmp_path)
-    ledger.rewind(0)
+def batch(number, kind):
+    return TrainBatch(number, kind, ())
+
+
+def test_the_log_forgets_what_a_checkpoint_does_not_hold(tmp_path):
+    log = SettlementLog(tmp_path)
+    log.rewind(0)
     for step in (1, 2, 3):
-        ledger.add(step, step, "short", Settled(trained={f"1:{step}": step - 1}))
-    with ledger.path.open("a") as file:
+        log.add(step, StepResult(batch(step, "short"), trained={f"1:{step}": step - 1}))
+    with log.path.open("a") as file:
         file.write('{"step": 4, "tr')  # killed while it wrote
-    ledger.rewind(2)
-    ledger.add(3, 3, "long", Settled({"1:9": 8}, {"1:4": 3}, {"1:5": 4}, {"1:5": "ServerDied: gone"}))
-    rows = [json.loads(line) for line in ledger.path.read_text().splitlines()]
+    log.rewind(2)
+    result = StepResult(batch(3, "long"), (), [], {"1:9": 8}, {"1:4": 3}, {"1:5": 4}, {"1:5": "ServerDied: gone"})
+    log.add(3, result)
+    rows = [json.loads(line) for line in log.path.read_text().splitlines()]
     assert [(row["step"], row["trained"]) for row in rows] == [(1, {"1:1": 0}), (2, {"1:2": 1}), (3, {"1:9": 8})]
     assert rows[-1] == {
         "step": 3,
@@ -56,26 +62,25 @@ def test_the_ledger_forgets_what_a_checkpoint_does_not_hold(tmp_path):
     }
 
 
-def run_of(data_id="train.parquet", **settings):
-    core = TailBatching(
-        TailSettings(**{"prompts_per_step": 2, "responses_per_prompt": 2, "data_id": data_id, **settings})
-    )
-    return core, Prompts(lambda: {"index": 5}, 10)
+def new_run(data_id="train.parquet", **facts):
+    core = TailBatching(TailRun(**{"prompts_per_step": 2, "responses_per_prompt": 2, "data_id": data_id, **facts}))
+    return core, PromptSupply(core, lambda: {"index": 5}, 10)
 
 
 def saved_run(folder):
-    core, prompts = run_of()
+    core, supply = new_run()
     core.begin_round(0.0)
-    core.offer([prompts.take()[0] for _ in range(3)], 0.0)
-    save(folder, 4, core.state_dict(), prompts.fetched, prompts.payloads)
+    supply.begin_step(9)
+    supply.answer(RequestPrompts({"": 3}), 0.0)
+    save(folder, 4, core.state_dict(), supply.fetched, supply.payloads)
 
 
 def test_a_run_comes_back_with_its_prompts_and_its_place_in_the_data(tmp_path):
     saved_run(tmp_path)
-    core, prompts = run_of()
-    restore(tmp_path, 4, core, prompts)
-    assert set(core.unsettled_prompts()) == set(prompts.payloads) == {"1:1", "1:2", "1:3"}
-    assert (prompts.fetched, prompts.unsettled()) == (3, 3)
+    core, supply = new_run()
+    restore(tmp_path, 4, core, supply)
+    assert set(core.unsettled_prompts()) == set(supply.payloads) == {"1:1", "1:2", "1:3"}
+    assert (supply.fetched, len(supply.payloads)) == (3, 3)
 
 
 @pytest.mark.parametrize(
@@ -91,11 +96,11 @@ def test_a_run_comes_back_with_its_prompts_and_its_place_in_the_data(tmp_path):
 )
 def test_the_queue_of_another_run_is_refused_and_nothing_changes(tmp_path, settings, message):
     saved_run(tmp_path)
-    core, prompts = run_of(**settings)
+    core, supply = new_run(**settings)
     with pytest.raises(ResumeError, match=message):
-        restore(tmp_path, 4, core, prompts)
+        restore(tmp_path, 4, core, supply)
     assert core.unsettled_prompts() == []
-    assert (prompts.fetched, prompts.payloads) == (0, {})
+    assert (supply.fetched, supply.payloads) == (0, {})
 
 
 @pytest.mark.parametrize(
@@ -114,15 +119,15 @@ def test_a_queue_of_another_version_or_a_damaged_one_is_refused(tmp_path, edit, 
     state = json.loads(file.read_text())
     edit(state)
     file.write_text(json.dumps(state))
-    core, prompts = run_of()
+    core, supply = new_run()
     with pytest.raises(ResumeError, match=message):
-        restore(tmp_path, 4, core, prompts)
-    assert (core.unsettled_prompts(), prompts.fetched) == ([], 0)
+        restore(tmp_path, 4, core, supply)
+    assert (core.unsettled_prompts(), supply.fetched) == ([], 0)
 
 
 def test_a_queue_whose_prompts_are_not_there_is_refused(tmp_path):
     saved_run(tmp_path)
     torch.save({"1:1": {"index": 0}}, tmp_path / "prompts.pt")
-    core, prompts = run_of()
+    core, supply = new_run()
     with pytest.raises(ResumeError, match=r"is damaged: the queue and the saved rows differ in 2 prompts, such as 1:2"):
-        restore(tmp_path, 4, core, prompts)
+        restore(tmp_path, 4, core, supply)

@@ -1,17 +1,16 @@
-"""The host drives the real core: a batch a step, nothing left behind, no prompt trained twice. Workers here are a schedule."""
+"""The driver over the real core: a batch a step, nothing left behind, no prompt trained twice. Workers here are a schedule."""
 
 import heapq
 import random
 
 import pytest
 
+from rl_accel.config import TailBatchingConfig
 from rl_accel.errors import ConfigError
-from rl_accel.rollout.hosting.host import Host
-from rl_accel.rollout.hosting.messages import Event
-from rl_accel.rollout.hosting.prompts import Prompts
-from rl_accel.rollout.hosting.report import numbers
+from rl_accel.rollout.driver import Event, RolloutDriver
+from rl_accel.rollout.prompt_supply import PromptSupply
 from rl_accel.rollout.tail_batching import TailBatching
-from rl_accel.rollout.tail_settings import TailSettings
+from rl_accel.rollout.tail_prompts import TailRun
 
 
 class Schedule:
@@ -52,7 +51,7 @@ class Schedule:
         assert self.launched.keys() <= self._over, "the engines are stopped, so all that runs must have been cancelled"
 
     def wait(self, seconds):
-        assert self._due, "the host waits for ever"
+        assert self._due, "the driver waits for ever"
         self.time, _, event, cancelled = heapq.heappop(self._due)
         if not cancelled:
             if event.response_id in self._over:
@@ -71,57 +70,57 @@ def varies(prompt_id, group):
     return len({metric for _, metric in group}) > 1
 
 
-def make(rows=1000, workers=None, domain=lambda row: "any", **settings):
-    """A host over ``rows`` rows an epoch; ``domain`` names that of the row with this number, from 1 and on over epochs."""
+def make(rows=1000, workers=None, domain=lambda row: "any", filter_groups=False, **flags):
+    """A driver over ``rows`` rows an epoch; ``domain`` names that of the row with this number, from 1 and on over epochs."""
     workers = workers or Schedule()
-    core = TailBatching(TailSettings(4, 2, **{"queue_threshold": 3, **settings}))
+    core = TailBatching(TailRun(4, 2, TailBatchingConfig(**{"queue_threshold": 3, **flags}), filter_groups))
 
     def fetch():
-        row = prompts.fetched + 1
+        row = supply.fetched + 1
         return {"row": row, "index": (row - 1) % rows, "kind": domain(row)}
 
-    prompts = Prompts(fetch, rows, "kind")
-    host = Host(core, prompts, workers, workers.stored.difference_update, varies, lambda: workers.time)
-    return host, workers
+    supply = PromptSupply(core, fetch, rows, "kind")
+    driver = RolloutDriver(core, supply, workers, workers.stored.difference_update, varies, lambda: workers.time)
+    return driver, workers
 
 
-def train(host, workers, steps, first=1):
-    """Play steps ``first`` to ``steps`` as the trainer does and return the outcomes."""
-    outcomes = []
+def train(driver, workers, steps, first=1):
+    """Play steps ``first`` to ``steps`` as the trainer does and return the results."""
+    results = []
     for step in range(first, steps + 1):
-        outcome = host.play(step, steps - step + 1)
-        assert [i for group in outcome.batch.groups for i in group.response_ids] == [i for i, _ in outcome.results]
-        assert len(outcome.results) == len(set(outcome.results)) == 8
-        assert workers.stored == set(outcome.results), "nothing but the batch is left in the buffer"
-        for group in outcome.batch.groups:
+        result = driver.play(step, steps - step + 1)
+        assert [i for group in result.batch.groups for i in group.response_ids] == [i for i, _ in result.results]
+        assert len(result.results) == len(set(result.results)) == 8
+        assert workers.stored == set(result.results), "nothing but the batch is left in the buffer"
+        for group in result.batch.groups:
             for response_id in group.response_ids:
                 assert workers.launched[response_id] == (group.prompt_id, step), "on-policy"
         workers.stored.clear()
-        outcomes.append(outcome)
-    return outcomes
+        results.append(result)
+    return results
 
 
 def row_of_id(prompt_id):
     return int(prompt_id.split(":")[1])
 
 
-def trained(outcomes):
-    return [group.prompt_id for outcome in outcomes for group in outcome.batch.groups]
+def trained(results):
+    return [group.prompt_id for result in results for group in result.batch.groups]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_short_and_long_rounds_train_every_prompt_that_was_begun_exactly_once(seed):
-    host, workers = make(workers=Schedule(seed))
-    outcomes = train(host, workers, 20)
-    assert {outcome.batch.kind for outcome in outcomes} >= {"short", "long"}
-    ids = trained(outcomes)
-    assert len(ids) == len(set(ids)) == 80 == host.prompts.fetched
-    assert host.prompts.payloads == {}
+    driver, workers = make(workers=Schedule(seed))
+    results = train(driver, workers, 20)
+    assert {result.batch.kind for result in results} >= {"short", "long"}
+    ids = trained(results)
+    assert len(ids) == len(set(ids)) == 80 == driver.supply.fetched
+    assert driver.supply.payloads == {}
 
 
 def test_epochs_follow_each_other_and_rows_keep_their_ids_apart():
-    host, workers = make(rows=10)
-    ids = trained(train(host, workers, 10))
+    driver, workers = make(rows=10)
+    ids = trained(train(driver, workers, 10))
     assert sorted(ids) == sorted(f"{epoch}:{row}" for epoch in (1, 2, 3, 4) for row in range(1, 11))
 
 
@@ -129,65 +128,63 @@ def test_a_constant_group_is_rejected_and_replaced_until_the_batch_is_full():
     def metric(prompt_id, response_id):
         return 1.0 if int(prompt_id.split(":")[1]) % 8 == 0 else float(response_id)
 
-    host, workers = make(workers=Schedule(metric=metric), filter_groups=True, queue_threshold=2)
-    outcomes = train(host, workers, 20)
-    ids = trained(outcomes)
+    driver, workers = make(workers=Schedule(metric=metric), filter_groups=True, queue_threshold=2)
+    results = train(driver, workers, 20)
+    ids = trained(results)
     assert len(ids) == len(set(ids)) == 80
     assert all(int(prompt_id.split(":")[1]) % 8 for prompt_id in ids)
-    rejected = [prompt_id for outcome in outcomes for prompt_id in outcome.settled.rejected]
-    assert len(rejected) == sum(item.prompts_rejected for outcome in outcomes for item in outcome.rounds) >= 9
+    rejected = [prompt_id for result in results for prompt_id in result.rejected]
+    assert len(rejected) == sum(item.prompts_rejected for result in results for item in result.rounds) >= 9
     assert sorted(ids + rejected, key=row_of_id) == [f"1:{row}" for row in range(1, len(ids + rejected) + 1)]
-    assert {outcome.batch.kind for outcome in outcomes} >= {"short", "long"}
+    assert {result.batch.kind for result in results} >= {"short", "long"}
 
 
 def test_a_group_rejected_when_no_more_prompts_are_planned_is_replaced_within_its_round():
     def metric(prompt_id, response_id):
         return 1.0 if row_of_id(prompt_id) in (10, 11, 12) else float(response_id)
 
-    host, workers = make(workers=Schedule(metric=metric), filter_groups=True)
-    outcomes = train(host, workers, 3)
-    assert sorted(prompt_id for outcome in outcomes for prompt_id in outcome.settled.rejected) == [
+    driver, workers = make(workers=Schedule(metric=metric), filter_groups=True)
+    results = train(driver, workers, 3)
+    assert sorted(prompt_id for result in results for prompt_id in result.rejected) == [
         "1:10",
         "1:11",
         "1:12",
     ]
-    assert [len(outcome.rounds) for outcome in outcomes] == [1, 1, 1], "no round was given up for want of a prompt"
-    assert host.prompts.fetched == 15
+    assert [len(result.rounds) for result in results] == [1, 1, 1], "no round was given up for want of a prompt"
+    assert driver.supply.fetched == 15
 
 
 def test_no_more_is_fetched_than_a_round_launches_however_the_domains_alternate():
-    host, _ = make(domain=lambda row: "code" if row % 2 else "math")
-    host.play(1, 100)
-    assert host.prompts.fetched == 5
+    driver, _ = make(domain=lambda row: "code" if row % 2 else "math")
+    driver.play(1, 100)
+    assert driver.supply.fetched == 5
 
 
 def test_a_broken_prompt_is_retried_then_given_up_and_the_step_goes_on():
-    host, workers = make(workers=Schedule(fails=lambda prompt_id: prompt_id == "1:2"))
-    outcomes = train(host, workers, 6)
-    assert "1:2" not in trained(outcomes)
-    assert sum(item.prompts_failed for outcome in outcomes for item in outcome.rounds) == 1
-    assert [outcome.settled.failed for outcome in outcomes if outcome.settled.failed] == [{"1:2": 1}]
-    assert [outcome.settled.errors for outcome in outcomes if outcome.settled.errors] == [{"1:2": "broken"}]
-    assert len(set(trained(outcomes))) == 24
+    driver, workers = make(workers=Schedule(fails=lambda prompt_id: prompt_id == "1:2"))
+    results = train(driver, workers, 6)
+    assert "1:2" not in trained(results)
+    assert sum(item.prompts_failed for result in results for item in result.rounds) == 1
+    assert [result.failed for result in results if result.failed] == [{"1:2": 1}]
+    assert [result.errors for result in results if result.errors] == [{"1:2": "broken"}]
+    assert len(set(trained(results))) == 24
     attempts = [response_id for response_id, (prompt_id, _) in workers.launched.items() if prompt_id == "1:2"]
     assert len(attempts) <= 2 * 3 * 3, "in two rounds at most, three responses, each started again twice at most"
 
 
 @pytest.mark.parametrize("row", [1, 4, 22, 23, 24])
 def test_a_broken_prompt_near_the_end_of_the_run_does_not_keep_the_last_batches_from_being_full(row):
-    host, workers = make(workers=Schedule(fails=lambda prompt_id: prompt_id == f"1:{row}"))
-    ids = trained(train(host, workers, 6))
+    driver, workers = make(workers=Schedule(fails=lambda prompt_id: prompt_id == f"1:{row}"))
+    ids = trained(train(driver, workers, 6))
     assert len(set(ids)) == 24
     assert f"1:{row}" not in ids
-    assert host.prompts.payloads == {}
+    assert driver.supply.payloads == {}
 
 
 def test_what_was_settled_names_the_rows_of_the_data_set():
-    host, workers = make(rows=10)
-    for outcome in train(host, workers, 6):
-        assert outcome.settled.trained == {
-            group.prompt_id: row_of_id(group.prompt_id) - 1 for group in outcome.batch.groups
-        }
+    driver, workers = make(rows=10)
+    for result in train(driver, workers, 6):
+        assert result.trained == {group.prompt_id: row_of_id(group.prompt_id) - 1 for group in result.batch.groups}
 
 
 QUOTAS = {"math": 3, "code": 1}
@@ -201,79 +198,77 @@ def test_every_batch_has_its_quota_of_each_domain_however_the_rows_are_mixed(row
     def domain(row):
         return domains.setdefault((row - 1) // rows * rows + (row - 1) % rows, "code" if row % every == 0 else "math")
 
-    host, workers = make(rows=rows, domain=domain, domain_quotas=QUOTAS)
-    outcomes = train(host, workers, 12)
-    ids = trained(outcomes)
+    driver, workers = make(rows=rows, domain=domain, domain_quotas=QUOTAS)
+    results = train(driver, workers, 12)
+    ids = trained(results)
     assert len(set(ids)) == 48
-    for outcome in outcomes:
-        numbers = [
-            (int(epoch) - 1) * rows + int(row) - 1 for epoch, row in (i.split(":") for i in outcome.settled.trained)
-        ]
+    for result in results:
+        numbers = [(int(epoch) - 1) * rows + int(row) - 1 for epoch, row in (i.split(":") for i in result.trained)]
         assert sorted(domains[number] for number in numbers) == ["code", "math", "math", "math"]
-    assert {outcome.batch.kind for outcome in outcomes} >= {"short"}
+    assert {result.batch.kind for result in results} >= {"short"}
     # What was fetched and not trained is of the domain that the data has too much of, and is still there.
-    assert len(host.prompts.payloads) == host.prompts.fetched - 48
-    assert set(host.core.unsettled_prompts()) == set(host.prompts.payloads)
+    assert len(driver.supply.payloads) == driver.supply.fetched - 48
+    assert set(driver.core.unsettled_prompts()) == set(driver.supply.payloads)
 
 
 def test_quotas_hold_in_long_rounds_and_where_groups_are_rejected():
-    host, workers = make(
+    driver, workers = make(
         workers=Schedule(metric=lambda p, r: 1.0 if row_of_id(p) % 8 == 0 else float(r)),
         domain=lambda row: "code" if row % 4 == 0 else "math",
         domain_quotas=QUOTAS,
         filter_groups=True,
         queue_threshold=1,
     )
-    outcomes = train(host, workers, 12)
-    assert {outcome.batch.kind for outcome in outcomes} >= {"short", "long"}
-    for outcome in outcomes:
-        assert sum(row_of_id(prompt_id) % 4 == 0 for prompt_id in outcome.settled.trained) == 1
-    assert any(outcome.settled.rejected for outcome in outcomes)
+    results = train(driver, workers, 12)
+    assert {result.batch.kind for result in results} >= {"short", "long"}
+    for result in results:
+        assert sum(row_of_id(prompt_id) % 4 == 0 for prompt_id in result.trained) == 1
+    assert any(result.rejected for result in results)
 
 
 def test_a_domain_without_quota_is_named_and_so_is_a_quota_without_rows():
-    host, _ = make(domain=lambda row: "code" if row % 4 else "poems", domain_quotas={"code": 4})
+    driver, _ = make(domain=lambda row: "code" if row % 4 else "poems", domain_quotas={"code": 4})
     with pytest.raises(ConfigError, match=r"must have a quota for every kind, found 'poems' at prompt 1:4 .* for code"):
-        host.play(1, 3)
-    host, _ = make(rows=20, domain=lambda row: "code", domain_quotas=QUOTAS)
+        driver.play(1, 3)
+    driver, _ = make(rows=20, domain=lambda row: "code", domain_quotas=QUOTAS)
     with pytest.raises(ConfigError, match=r"asks for kind = 'math', which no row of the data has"):
-        host.play(1, 3)
+        driver.play(1, 3)
 
 
 def test_quotas_may_change_when_a_run_is_resumed():
-    host, _ = make(domain=lambda row: "code" if row % 2 else "math")
+    driver, _ = make(domain=lambda row: "code" if row % 2 else "math")
     for step in (1, 2, 3):
-        host.play(step, 6)
+        driver.play(step, 6)
     again, fresh = make(workers=Schedule(9), domain=lambda row: "code" if row % 2 else "math", domain_quotas=QUOTAS)
-    again.core.load_state_dict(host.core.state_dict())
-    again.prompts.restore(host.prompts.fetched, host.prompts.payloads)
-    for outcome in train(again, fresh, 6, first=4):
-        assert sum(row_of_id(prompt_id) % 2 for prompt_id in outcome.settled.trained) == 1
+    again.core.load_state_dict(driver.core.state_dict())
+    again.supply.restore(driver.supply.fetched, driver.supply.payloads)
+    for result in train(again, fresh, 6, first=4):
+        assert sum(row_of_id(prompt_id) % 2 for prompt_id in result.trained) == 1
 
 
 def test_when_everything_fails_the_last_error_comes_out():
-    host, _ = make(workers=Schedule(fails=lambda prompt_id: True))
+    driver, _ = make(workers=Schedule(fails=lambda prompt_id: True))
     with pytest.raises(RuntimeError, match="4 prompts failed one after the other; last error: broken"):
-        host.play(1, 3)
+        driver.play(1, 3)
 
 
 @pytest.mark.parametrize("stop", [1, 4, 7])
 def test_a_resumed_run_goes_on_without_loss_or_repetition(stop):
-    host, _ = make(rows=13)
-    before = [host.play(step, 12 - step + 1) for step in range(1, stop + 1)]
-    state, payloads, fetched = host.core.state_dict(), dict(host.prompts.payloads), host.prompts.fetched
+    driver, _ = make(rows=13)
+    before = [driver.play(step, 12 - step + 1) for step in range(1, stop + 1)]
+    state, payloads, fetched = driver.core.state_dict(), dict(driver.supply.payloads), driver.supply.fetched
     again, fresh = make(rows=13, workers=Schedule(seed=99))
     again.core.load_state_dict(state)
-    again.prompts.restore(fetched, payloads)
+    again.supply.restore(fetched, payloads)
     ids = trained(before) + trained(train(again, fresh, 12, first=stop + 1))
     assert len(ids) == len(set(ids)) == 48
-    assert again.prompts.payloads == {}
+    assert again.supply.payloads == {}
 
 
 def test_every_number_has_a_name_that_verl_reduces_as_meant():
-    host, workers = make()
-    outcome = train(host, workers, 1)[0]
-    found = numbers(outcome.rounds)
+    driver, workers = make()
+    result = train(driver, workers, 1)[0]
+    found = result.metrics()
     assert all(name.startswith("rl_accel/tail_batching/") for name in found)
     # verl chooses the reduction of a metric by these parts of its name.
     assert not [name for name in found for part in ("max", "min", "sum", "total") if part in name]

@@ -1,1 +1,0 @@
-"""Plays the rounds of tail batching for any framework whose workers can run, cancel and report single responses."""
