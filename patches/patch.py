@@ -1,6 +1,5 @@
 """A reversible replacement of one function of another package, described as data and checked before it is made."""
 
-import enum
 import functools
 import logging
 import threading
@@ -11,16 +10,9 @@ from typing import Any
 from rl_accel.errors import PatchRefused, RlAccelError
 from rl_accel.patches import upstream
 from rl_accel.patches.places import Place, find, holds, put, repack, unpack
+from rl_accel.switch import SwitchState
 
 logger = logging.getLogger("rl_accel")
-
-
-class PatchState(enum.Enum):
-    """What the live bindings say. FOREIGN: we applied, then someone wrapped or replaced ours at some binding."""
-
-    PENDING = "pending"
-    APPLIED = "applied"
-    FOREIGN = "foreign"
 
 
 @dataclass(frozen=True)
@@ -94,14 +86,14 @@ class Patch:
             replacement = self._build(original, settings)
             _written[self] = self._write(places, original, replacement)
 
-    def state(self) -> PatchState:
+    def state(self) -> SwitchState:
         """Return the state as the places show it now, not as we remember it."""
         with _lock:
             written = self._record()
             if not written:
-                return PatchState.PENDING
+                return SwitchState.PENDING
             ours = all(w.place.read() is w.new for w in written)
-            return PatchState.APPLIED if ours else PatchState.FOREIGN
+            return SwitchState.APPLIED if ours else SwitchState.FOREIGN
 
     def revert(self) -> None:
         """Put back the very objects that were there. Does nothing if the patch is not applied.
@@ -124,11 +116,11 @@ class Patch:
 
     def _is_applied(self) -> bool:
         state = self.state()
-        if state is PatchState.FOREIGN:
+        if state is SwitchState.FOREIGN:
             other = next(w.place for w in self._record() if w.place.read() is not w.new)
             found = upstream.describe(other.read())
             raise PatchRefused(f"{self.name}: applied, but {other} now holds {found}; undo that first")
-        return state is PatchState.APPLIED
+        return state is SwitchState.APPLIED
 
     def _inspect(self) -> tuple[list[Place], Any]:
         try:

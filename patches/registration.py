@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_accel.errors import PatchRefused
-from rl_accel.patches.patch import PatchState
+from rl_accel.switch import SwitchState
 
 
 @dataclass(frozen=True)
 class Registration:
-    """Stands beside :class:`~rl_accel.patches.patch.Patch` in a module's ``PATCHES`` and goes on and off like one.
+    """Stands beside :class:`~rl_accel.patches.patch.Patch` in a module's ``SWITCHES`` and goes on and off like one.
 
     Attributes:
         name: unique, ``"verl.trainer_mode.tail_batching"``.
@@ -32,14 +32,14 @@ class Registration:
     find: Callable[[], Any]
     owner: str
 
-    def state(self) -> PatchState:
+    def state(self) -> SwitchState:
         """Return what the registry itself says."""
         if self.target.partition(":")[0] not in sys.modules:
-            return PatchState.PENDING
+            return SwitchState.PENDING
         found = self.find()
         if found is None:
-            return PatchState.PENDING
-        return PatchState.APPLIED if getattr(found, "__module__", None) == self.owner else PatchState.FOREIGN
+            return SwitchState.PENDING
+        return SwitchState.APPLIED if getattr(found, "__module__", None) == self.owner else SwitchState.FOREIGN
 
     def apply(self, settings: Any) -> None:
         """Make the entry. Idempotent.
@@ -48,9 +48,9 @@ class Registration:
             PatchRefused: the name is taken, or the framework lacks something.
         """
         state = self.state()
-        if state is PatchState.FOREIGN:
+        if state is SwitchState.FOREIGN:
             raise PatchRefused(f"{self.name}: {self.target} is registered already, by {self.find()!r}")
-        if state is PatchState.PENDING:
+        if state is SwitchState.PENDING:
             try:
                 self.register(settings)
             except (ImportError, AttributeError) as error:
@@ -58,5 +58,5 @@ class Registration:
 
     def revert(self) -> None:
         """Remove the entry, if it is ours."""
-        if self.state() is PatchState.APPLIED:
+        if self.state() is SwitchState.APPLIED:
             self.unregister()

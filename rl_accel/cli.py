@@ -93,8 +93,8 @@ def status(as_json: bool) -> None:
     from rl_accel.runtime import RUNTIME
 
     RUNTIME.adopt(os.environ.get("RL_ACCEL_SOURCES"))
-    found = RUNTIME.status()
-    click.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+    answer = RUNTIME.status()
+    click.echo(json.dumps(answer.to_dict(), indent=2) if as_json else str(answer))
 
 
 @cli.command()
@@ -103,32 +103,18 @@ def doctor(as_json: bool) -> None:
     """Which frameworks, versions and backends are here, and which features work with them; tries each for real."""
     from rl_accel.doctor import diagnose
 
-    found = diagnose()
-    if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=2))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(soft_wrap=True)
-    console.print(f"rl-accel {__version__}, Python {found.python}")
-    console.print("  ".join(f"{name} {version or '-'}" for name, version in found.versions.items()))
-    table = Table("feature", "patch or backend", "verdict", "reason")
-    for check in found.checks:
-        table.add_row(check.feature, check.patch, check.verdict, check.reason)
-    for backend, missing in found.backends.items():
-        table.add_row("kernel", backend, "cannot" if missing else "works", missing or "")
-    console.print(table)
-    console.print(f"sandbox: {found.sandbox}")
+    diagnosis = diagnose()
+    click.echo(json.dumps(diagnosis.to_dict(), indent=2) if as_json else str(diagnosis))
 
 
 @cli.command()
 def flags() -> None:
     """Every flag with its default, as written in RL_ACCEL_CONFIG, on verl's command line or in rl_accel.enable()."""
     from rl_accel.config import describe_flags
+    from rl_accel.state import aligned
 
-    for key, default, text in describe_flags():
-        click.echo(f"{key:<24} {default:<8} {text}")
+    for line in aligned(describe_flags()):
+        click.echo(line)
 
 
 def main() -> None:

@@ -1,20 +1,30 @@
 """What ``rl-accel doctor`` finds: frameworks, kernel backends, and whether each feature works here."""
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import io
+import logging
 import os
 import platform
 import sys
+import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rl_accel import __version__
 from rl_accel.errors import ConfigError, PatchRefused
-from rl_accel.features import FEATURES, is_installed
+from rl_accel.features import FEATURES, FLAG_READERS
+from rl_accel.features.feature import Feature
+from rl_accel.runtime import is_installed, switches_of
+from rl_accel.state import aligned
+from rl_accel.switch import Switch, SwitchState
 
 DISTRIBUTIONS = ("torch", "numba", "triton", "ray", "verl", "TransferQueue", "slime", "transformers", "omegaconf")
+_READS_FLAGS = "reads flags"
 
 
 @dataclass(frozen=True)
@@ -29,8 +39,15 @@ class Check:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything found. ``versions``: by distribution, None if absent; ``backends``: None or a reason; ``sandbox``: how programs of
-    a code reward would be isolated, and why not better."""
+    """Everything found.
+
+    Attributes:
+        python: its version.
+        versions: by distribution, None if absent.
+        backends: by kernel backend, None if it works or the reason why not.
+        checks: of each switch of each feature, and of what reads flags.
+        sandbox: how programs of a code reward would be isolated, and why not better.
+    """
 
     python: str
     versions: dict[str, str | None]
@@ -42,18 +59,47 @@ class Diagnosis:
         """Return nested plain dicts and lists, ready for JSON."""
         return {"version": __version__, **asdict(self)}
 
+    def __str__(self) -> str:
+        rows = [("feature", "switch or backend", "verdict", "reason")]
+        rows += [(check.feature, check.patch, check.verdict, check.reason) for check in self.checks]
+        rows += [("kernel", name, "cannot" if why else "works", why or "") for name, why in self.backends.items()]
+        versions = "  ".join(f"{name} {version or '-'}" for name, version in self.versions.items())
+        head = [f"rl-accel {__version__}, Python {self.python}", versions, ""]
+        return "\n".join([*head, *aligned(rows), "", f"sandbox: {self.sandbox}"])
+
 
 def diagnose() -> Diagnosis:
-    """Look at this environment. Imports the frameworks found, applies each patch for real and reverts it again."""
-    from rl_accel.ops import available_backends
-    from rl_accel.reward.sandbox import bubblewrap_problem
+    """Look at this environment. Imports the frameworks found, applies each switch for real and reverts it again."""
+    with _quiet():
+        from rl_accel.ops import available_backends
+        from rl_accel.reward.sandbox import bubblewrap_problem
 
-    checkout = _use_slime_checkout()
-    versions = {name: _version(name) for name in DISTRIBUTIONS} | {"slime": checkout}
-    checks = [check for feature in FEATURES for check in _check_feature(feature)]
-    missing = bubblewrap_problem()
-    sandbox = f"process ({missing})" if missing else "bubblewrap"
-    return Diagnosis(platform.python_version(), versions, available_backends(), tuple(checks), sandbox)
+        checkout = _use_slime_checkout()
+        versions = {name: _version(name) for name in DISTRIBUTIONS} | {"slime": checkout}
+        checks = [check for feature in FEATURES for check in _check_feature(feature)]
+        for framework, module in FLAG_READERS.items():
+            if is_installed(framework):
+                checks += [_try(_READS_FLAGS, switch, None) for switch in switches_of(module)]
+        problem = bubblewrap_problem()
+        sandbox = f"process ({problem})" if problem else "bubblewrap"
+        return Diagnosis(platform.python_version(), versions, available_backends(), tuple(checks), sandbox)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what frameworks print and log while they are imported away from the report."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _use_slime_checkout() -> str | None:
@@ -67,33 +113,47 @@ def _use_slime_checkout() -> str | None:
         raise ConfigError(f"SLIME_ROOT wants a checkout of slime, found {root!r} (no slime/utils/arguments.py)")
     if root and root not in sys.path:
         sys.path.insert(0, root)
-    found = importlib.util.find_spec("slime")
-    return str(Path(found.origin).parent) if found is not None and found.origin else None
+    spec = importlib.util.find_spec("slime")
+    return str(Path(spec.origin).parent) if spec is not None and spec.origin else None
 
 
-def _check_feature(feature: Any) -> list[Check]:
-    checks = []
-    for framework, modules in feature.patches.items():
+def _check_feature(feature: Feature[Any]) -> Iterator[Check]:
+    for framework, modules in feature.switches.items():
         if not is_installed(framework):
-            checks.append(Check(feature.name, framework, "absent", f"{framework} is not installed"))
+            yield Check(feature.name, framework, "absent", f"{framework} is not installed")
             continue
+        if framework == "verl" and feature.verl:
+            yield _check_seams(feature)
         for module in modules:
-            for patch in importlib.import_module(module).PATCHES:
-                checks.append(_try(feature.name, patch))
-    return checks
+            for switch in switches_of(module):
+                yield _try(feature.name, switch, feature.flags())
 
 
-def _try(feature: str, patch: Any) -> Check:
-    from rl_accel.config import RlAccelConfig
+def _check_seams(feature: Feature[Any]) -> Check:
+    """What a run says before it begins: whether this verl has the extension points that the feature stands on."""
+    from rl_accel.patches import seams
 
+    name = f"verl.{feature.name}"
     try:
-        importlib.import_module(patch.target.partition(":")[0])
-        if patch.state().value != "applied":
-            patch.apply(getattr(RlAccelConfig(), feature))
-            patch.revert()
+        seams.require(feature.name, importlib.import_module(feature.verl).SEAMS)
     except (PatchRefused, ImportError) as error:
-        return Check(feature, patch.name, "cannot", str(error))
-    return Check(feature, patch.name, "works")
+        return Check(feature.name, name, "cannot", _one_line(error))
+    return Check(feature.name, name, "works")
+
+
+def _try(feature: str, switch: Switch, settings: Any) -> Check:
+    try:
+        importlib.import_module(switch.target.partition(":")[0])
+        if switch.state() is not SwitchState.APPLIED:
+            switch.apply(settings)
+            switch.revert()
+    except (PatchRefused, ImportError) as error:
+        return Check(feature, switch.name, "cannot", _one_line(error))
+    return Check(feature, switch.name, "works")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _version(distribution: str) -> str | None:

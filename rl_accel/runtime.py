@@ -5,9 +5,11 @@ There is one :class:`Runtime` a process, behind :func:`rl_accel.enable`, :func:`
 """
 
 import importlib
+import importlib.util
 import json
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,8 +17,10 @@ from typing import Any
 
 from rl_accel import config as cfg
 from rl_accel.errors import ConfigError, PatchRefused, RlAccelError
-from rl_accel.features import FEATURES, Feature, is_installed
-from rl_accel.state import FeatureStatus, PatchStatus, Status
+from rl_accel.features import FEATURES, FLAG_READERS, LOGGERS
+from rl_accel.post_import import when_imported
+from rl_accel.state import FeatureStatus, Status, SwitchStatus
+from rl_accel.switch import Switch
 
 logger = logging.getLogger("rl_accel")
 
@@ -28,21 +32,33 @@ _PRECEDENCE = (ENVIRONMENT, FRAMEWORK, KEYWORDS)
 
 
 class _Slot:
-    """One patch of one feature in this process: waiting for its module, applied, or refused."""
+    """One switch in this process: waiting for its module, applied, or refused.
 
-    def __init__(self, patch: Any, feature: str) -> None:
-        self.patch = patch
-        self.feature = feature
-        self.settings: Any = None
-        self.named = False
+    Attributes:
+        owner: the feature it belongs to, ``_FLAG_READER`` or ``_LOGGER``.
+        named: an error if it cannot be applied; else a warning.
+        settings: flags of its feature.
+    """
+
+    def __init__(self, switch: Switch, owner: str, named: bool, settings: Any) -> None:
+        self.switch = switch
+        self.owner = owner
+        self.named = named
+        self.settings = settings
         self.hook: Any = None
         self.refusal: str | None = None
 
     def state(self) -> str:
         if self.refusal is not None:
             return "refused"
-        state = str(self.patch.state().value)
+        state = str(self.switch.state().value)
         return "waiting" if state == "pending" and self.hook is not None else state
+
+    def status(self) -> SwitchStatus:
+        return SwitchStatus(self.switch.name, self.switch.target, self.state(), self.refusal or "")
+
+
+_FLAG_READER, _LOGGER = "reading flags", "logging"
 
 
 class Runtime:
@@ -51,19 +67,31 @@ class Runtime:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._layers: dict[str, dict[str, Any]] = {}
+        self._flags = cfg.resolve([])
+        self._reads_flags = False
         self._slots: dict[str, _Slot] = {}
         self._warned: set[str] = set()
 
     # -- flags ---------------------------------------------------------------------------------------------------
 
-    def set_layer(self, source: str, flags: Mapping[str, Any]) -> None:
-        """Replace the flags that came from ``source``, bring patches in line and hand the flags to Ray processes.
+    def flags(self) -> cfg.Flags:
+        """Return the flags in force: every layer merged, weakest first."""
+        return self._flags
+
+    def read_flags(self) -> None:
+        """Read flags from the configuration of frameworks as well, until :meth:`clear`. Idempotent."""
+        with self._lock:
+            self._reads_flags = True
+            self._bring_in_line()
+
+    def set_layer(self, source: str, flags: Any) -> None:
+        """Replace the flags that came from ``source``, bring switches in line and hand the flags to Ray processes.
 
         Raises:
             ConfigError: a flag is wrong.
             PatchRefused: a feature asked for by name cannot be applied; nothing of this call stays applied.
         """
-        flags = cfg.normalise(flags, source)
+        flags = cfg.as_mapping(flags, source)
         with self._lock:
             if self._layers.get(source) != flags:
                 self._replace_layers({**self._layers, source: flags}, publish=True)
@@ -89,23 +117,23 @@ class Runtime:
             self._replace_layers(layers, publish=True)
 
     def clear(self) -> None:
-        """Turn everything off: revert every patch, forget every flag, tell Ray processes started later."""
-        self.restore({})
+        """Turn everything off: put every original object back, forget every flag, tell Ray processes started later."""
+        with self._lock:
+            self._reads_flags = False
+            self.restore({})
 
     def _replace_layers(self, layers: dict[str, dict[str, Any]], publish: bool) -> None:
-        previous, self._layers = self._layers, layers
+        before = self._layers, self._flags
+        flags = cfg.resolve([(source, layers[source]) for source in _PRECEDENCE if source in layers])
+        self._layers, self._flags = layers, flags
         try:
             self._bring_in_line()
         except BaseException:
-            self._layers = previous
+            self._layers, self._flags = before
             self._bring_in_line()
             raise
         if publish:
             self._publish()
-
-    def resolved(self) -> cfg.RlAccelConfig:
-        """Return the flags in force: every layer merged, weakest first."""
-        return cfg.resolve([(source, self._layers[source]) for source in _PRECEDENCE if source in self._layers])
 
     def _publish(self) -> None:
         payload = json.dumps(self._layers) if self._layers else None
@@ -116,68 +144,75 @@ class Runtime:
         propagate = importlib.import_module("rl_accel.integrations.ray.propagate")
         propagate.publish(SOURCES_VAR, payload)
 
-    # -- patches -------------------------------------------------------------------------------------------------
+    # -- switches ------------------------------------------------------------------------------------------------
 
     def _bring_in_line(self) -> None:
-        config = self.resolved()
-        wanted: dict[str, tuple[Any, Feature, bool, Any]] = {}
-        for feature in FEATURES:
-            settings = getattr(config, feature.name)
-            named = settings.enable is True
-            if not (named or (settings.enable is None and config.auto and feature.automatic)):
-                continue
-            present = [name for name in feature.patches if is_installed(name)]
-            if named and not present:
-                raise PatchRefused(
-                    f"{feature.name} was asked for, but none of {', '.join(feature.patches)} is installed here"
-                )
-            for framework in present:
-                for module in feature.patches[framework]:
-                    for patch in importlib.import_module(module).PATCHES:
-                        wanted[patch.name] = (patch, feature, named, settings)
+        wanted = {slot.switch.name: slot for slot in self._wanted()}
         for name in [name for name in self._slots if name not in wanted]:
             self._drop(name)
-        for name, (patch, feature, named, settings) in wanted.items():
+        for name, fresh in wanted.items():
             slot = self._slots.get(name)
-            if slot is not None and slot.settings == settings and slot.named == named:
+            if slot is not None and slot.settings == fresh.settings and slot.named == fresh.named:
                 continue
             if slot is not None:
                 self._drop(name)
-            self._arm(patch, feature, named, settings)
+            self._arm(fresh)
 
-    def _arm(self, patch: Any, feature: Feature, named: bool, settings: Any) -> None:
-        from rl_accel.patches.post_import import when_imported
+    def _wanted(self) -> Iterator[_Slot]:
+        on = False
+        for feature in FEATURES:
+            requested = self._flags.requested(feature)
+            if requested == "off":
+                continue
+            named, on = requested == "by name", True
+            installed = [framework for framework in feature.switches if is_installed(framework)]
+            if named and not installed:
+                raise PatchRefused(
+                    f"{feature.name} was asked for, but none of {', '.join(feature.switches)} is installed here"
+                )
+            for framework in installed:
+                for module in feature.switches[framework]:
+                    for switch in switches_of(module):
+                        yield _Slot(switch, feature.name, named, self._flags[feature])
+        for framework, module in FLAG_READERS.items():
+            if (on or self._reads_flags) and is_installed(framework):
+                for switch in switches_of(module):
+                    yield _Slot(switch, _FLAG_READER, False, None)
+        for framework, module in LOGGERS.items():
+            if on and is_installed(framework):
+                for switch in switches_of(module):
+                    yield _Slot(switch, _LOGGER, False, None)
 
-        slot = self._slots[patch.name] = _Slot(patch, feature.name)
-        slot.named, slot.settings = named, settings
-        module = patch.target.partition(":")[0]
+    def _arm(self, slot: _Slot) -> None:
+        self._slots[slot.switch.name] = slot
+        module = slot.switch.target.partition(":")[0]
         slot.hook = when_imported(module, lambda _module: self._apply(slot))
 
     def _apply(self, slot: _Slot) -> None:
         with self._lock:
-            if self._slots.get(slot.patch.name) is not slot:
+            if self._slots.get(slot.switch.name) is not slot:
                 return
             try:
-                slot.patch.apply(slot.settings)
+                slot.switch.apply(slot.settings)
             except PatchRefused as error:
                 slot.refusal = str(error)
                 if slot.named:
                     self._revert_others(slot)
                     raise
-                if slot.refusal not in self._warned:  # one warning, also when a later call brings the patch up again
+                if slot.refusal not in self._warned:  # one warning, also when a later call brings the switch up again
                     self._warned.add(slot.refusal)
-                    logger.warning("rl-accel: %s stays off: %s", slot.patch.name, error)
+                    logger.warning("rl-accel: %s stays off: %s", slot.switch.name, error)
 
     def _revert_others(self, refused: _Slot) -> None:
         for slot in self._slots.values():
-            if slot.feature == refused.feature and slot.refusal is None:
-                slot.patch.revert()
-                slot.refusal = f"reverted, because {refused.patch.name} was refused"
+            if slot.owner == refused.owner and slot.refusal is None:
+                slot.switch.revert()
+                slot.refusal = f"reverted, because {refused.switch.name} was refused"
 
     def _drop(self, name: str) -> None:
         slot = self._slots[name]
         if slot.refusal is None:
-            slot.patch.revert()
+            slot.switch.revert()
         if slot.hook is not None:
             slot.hook.cancel()
         del self._slots[name]
@@ -187,24 +222,36 @@ class Runtime:
     def status(self) -> Status:
         """Return what is on in this process, read from the live modules."""
         with self._lock:
-            config = self.resolved()
-            features = []
-            for feature in FEATURES:
-                enable = getattr(config, feature.name).enable
-                automatic = enable is None and config.auto and feature.automatic
-                slots = [slot for slot in self._slots.values() if slot.feature == feature.name]
-                features.append(
-                    FeatureStatus(
-                        name=feature.name,
-                        requested="by name" if enable else "automatically" if automatic else "off",
-                        patches=tuple(
-                            PatchStatus(s.patch.name, s.patch.target, s.state(), s.refusal or "") for s in slots
-                        ),
-                    )
-                )
+            features = [
+                FeatureStatus(feature.name, self._flags.requested(feature), self._status_of(feature.name))
+                for feature in FEATURES
+            ]
             return Status(
-                pid=os.getpid(), sources=tuple(s for s in _PRECEDENCE if s in self._layers), features=tuple(features)
+                pid=os.getpid(),
+                sources=tuple(s for s in _PRECEDENCE if s in self._layers),
+                features=tuple(features),
+                flag_readers=self._status_of(_FLAG_READER),
+                loggers=self._status_of(_LOGGER),
             )
+
+    def _status_of(self, owner: str) -> tuple[SwitchStatus, ...]:
+        return tuple(slot.status() for slot in self._slots.values() if slot.owner == owner)
+
+
+def switches_of(module: str) -> tuple[Switch, ...]:
+    """Import ``module`` and return its ``SWITCHES``."""
+    switches: tuple[Switch, ...] = importlib.import_module(module).SWITCHES
+    return switches
+
+
+def is_installed(framework: str) -> bool:
+    """Whether the package ``framework`` can be imported here; does not import it."""
+    if framework in sys.modules:
+        return True
+    try:
+        return importlib.util.find_spec(framework) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 RUNTIME = Runtime()
@@ -234,7 +281,9 @@ def enable(**features: Any) -> Status:
 
 
 def disable() -> Status:
-    """Revert every patch in this process and leave the flags to no Ray process started later. Returns the status.
+    """Put every original object back in this process and leave flags to no Ray process started later. Returns the status.
+
+    Flags in a framework's configuration are no longer read here either.
 
     Raises:
         PatchRefused: someone wrapped a patched function after us, so that it cannot be restored exactly.

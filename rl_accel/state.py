@@ -1,5 +1,6 @@
 """The answer of :func:`rl_accel.status`: plain data that prints as a table and turns into JSON."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -7,8 +8,8 @@ from rl_accel import __version__
 
 
 @dataclass(frozen=True)
-class PatchStatus:
-    """One patch. ``state``: applied, waiting (its module is not imported yet), refused, foreign (wrapped by others)."""
+class SwitchStatus:
+    """One switch. ``state``: applied, waiting (its module is not imported yet), refused, foreign (wrapped by others)."""
 
     name: str
     target: str
@@ -22,22 +23,32 @@ class FeatureStatus:
 
     name: str
     requested: str
-    patches: tuple[PatchStatus, ...]
+    patches: tuple[SwitchStatus, ...]
 
     @property
     def applied(self) -> bool:
-        """Whether at least one patch of the feature is in force and none is refused or overlaid by someone else."""
+        """Whether at least one switch of the feature is in force and none is refused or overlaid by someone else."""
         states = {patch.state for patch in self.patches}
         return "applied" in states and not states & {"refused", "foreign"}
 
 
 @dataclass(frozen=True)
 class Status:
-    """What is on in one process."""
+    """What is on in one process.
+
+    Attributes:
+        pid: of the process.
+        sources: where its flags come from, weakest first.
+        features: every feature of the pack.
+        flag_readers: what reads flags from a framework's configuration; armed by the plug-in, without any flag.
+        loggers: what adds our numbers to a framework's log; armed while a feature is on.
+    """
 
     pid: int
     sources: tuple[str, ...]
     features: tuple[FeatureStatus, ...]
+    flag_readers: tuple[SwitchStatus, ...] = ()
+    loggers: tuple[SwitchStatus, ...] = ()
 
     def __getitem__(self, feature: str) -> FeatureStatus:
         for item in self.features:
@@ -50,10 +61,21 @@ class Status:
         return {"version": __version__, **asdict(self)}
 
     def __str__(self) -> str:
-        lines = [f"rl-accel {__version__}, process {self.pid}; flags from: {', '.join(self.sources) or 'nowhere'}"]
-        for feature in self.features:
-            lines.append(f"  {feature.name:<12} {feature.requested}")
-            for patch in feature.patches:
-                reason = f" ({patch.reason})" if patch.reason else ""
-                lines.append(f"    {patch.state:<9} {patch.name:<34} {patch.target}{reason}")
-        return "\n".join(lines)
+        head = f"rl-accel {__version__}, process {self.pid}; flags from: {', '.join(self.sources) or 'nowhere'}"
+        others = (("reads flags", self.flag_readers), ("logs numbers", self.loggers))
+        rows = []
+        for name, requested, switches in (
+            *((feature.name, feature.requested, feature.patches) for feature in self.features),
+            *((name, "", switches) for name, switches in others if switches),
+        ):
+            rows.append((name, requested, "", ""))
+            rows += [("", s.state, s.name, f"{s.target} ({s.reason})" if s.reason else s.target) for s in switches]
+        return "\n".join([head, *aligned(rows, indent=2)])
+
+
+def aligned(rows: Iterable[Sequence[str]], indent: int = 0) -> list[str]:
+    """Return a line for each of ``rows``, with columns as wide as their widest cell; the last one is never cut."""
+    table = [tuple(row) for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
+    return [" " * indent + line.rstrip() for line in lines]

@@ -4,15 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_accel.config import RlAccelConfig, describe_flags, read_environment, resolve
+from rl_accel.config import Flags, describe_flags, read_environment, resolve
 from rl_accel.errors import ConfigError
+from rl_accel.features import FEATURES, GAE, SAMPLER, TAIL_BATCHING
 
 
 def test_defaults_turn_nothing_on():
     config = resolve([])
-    assert config == RlAccelConfig()
     assert config.auto is False
-    assert [config.gae.enable, config.advantages.enable, config.sampler.enable] == [None, None, None]
+    assert all(config[feature] == feature.flags() for feature in FEATURES)
+    assert {config.requested(feature) for feature in FEATURES} == {"off"}
 
 
 def test_later_layers_win_key_by_key():
@@ -23,12 +24,12 @@ def test_later_layers_win_key_by_key():
             ("keywords", {"gae": {"enable": False}}),
         ]
     )
-    assert (config.gae.enable, config.gae.backend, config.gae.chunk_size) == (False, "numba", 64)
+    assert config[GAE] == GAE.flags(enable=False, backend="numba", chunk_size=64)
 
 
 def test_a_bare_bool_switches_a_feature():
-    assert resolve([("test", {"gae": True, "sampler": False})]).gae.enable is True
-    assert resolve([("test", {"gae": True, "sampler": False})]).sampler.enable is False
+    assert resolve([("test", {"gae": True, "sampler": False})])[GAE].enable is True
+    assert resolve([("test", {"gae": True, "sampler": False})])[SAMPLER].enable is False
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,9 @@ def test_a_bare_bool_switches_a_feature():
         ({"tail_batching": {"prompt_ratio": 0.9}}, r"prompt_ratio wants at least 1\.0, found 0\.9"),
         ({"tail_batching": {"response_ratio": 0}}, r"response_ratio wants at least 1\.0, found 0\.0"),
         ({"tail_batching": {"queue_threshold": 0}}, r"queue_threshold wants at least 1, found 0"),
+        ({"auto": 1}, r"rl_accel\.auto wants bool, found 1 \(int\)"),
+        ({"reward_timeout": {"minimum": 40}}, r"rl_accel\.reward_timeout: maximum must be at least minimum = 40"),
+        ({"tail_batching": {"domain_quotas": {"math": 0}}}, r"domain_quotas\['math'\] must be at least 1, found 0"),
         (["gae"], r"rl_accel wants a mapping of flags, found \['gae'\] \(list\)"),
     ],
 )
@@ -70,7 +74,7 @@ def test_the_nearest_known_key_reaches_across_sections():
 
 @pytest.mark.parametrize("text", ["gae: true", '{"gae": {"enable": true}}', "gae:\n  enable: true\n"])
 def test_the_environment_takes_inline_yaml_and_json(text):
-    assert read_environment(text) == {"gae": {"enable": True}}
+    assert resolve([("test", read_environment(text))])[GAE].enable is True
 
 
 def test_the_environment_takes_a_path(tmp_path, monkeypatch):
@@ -120,11 +124,11 @@ def test_any_mapping_either_resolves_or_is_a_config_error(flags):
         config = resolve([("test", flags)])
     except ConfigError:
         return
-    assert isinstance(config, RlAccelConfig)
+    assert isinstance(config, Flags)
 
 
 @pytest.mark.parametrize(("given", "kept"), [(2, 2.0), (1.5, 1.5), ("auto", "auto")])
 def test_the_prompt_ratio_is_a_number_or_auto(given, kept):
-    found = resolve([("test", {"tail_batching": {"prompt_ratio": given}})]).tail_batching.prompt_ratio
+    found = resolve([("test", {"tail_batching": {"prompt_ratio": given}})])[TAIL_BATCHING].prompt_ratio
     assert found == kept
     assert type(found) is type(kept)

@@ -39,7 +39,7 @@ def received() -> str | None:
 
         stored = _internal_kv_get(_job_key(), namespace=_NAMESPACE)
         if stored:
-            return stored.decode()
+            return str(stored, "utf-8")
     return os.environ.get(_CARRIED_VAR)
 
 

@@ -11,37 +11,10 @@ from omegaconf import OmegaConf
 from rl_accel import config as cfg
 from rl_accel.errors import ConfigError
 from rl_accel.features import FEATURES
-from rl_accel.integrations.slime.reward_timeout import JUDGE, MARK
-from rl_accel.integrations.slime.reward_timeout import arguments as reward_timeout
-from rl_accel.integrations.slime.rollout_log import LOG, LOG_EVALUATION
-from rl_accel.integrations.slime.tail_batching import DATA_SOURCE, EVAL, ROLLOUT
-from rl_accel.integrations.slime.tail_batching import arguments as tail_batching
-from rl_accel.integrations.slime.tp_replan import arguments as tp_replan
+from rl_accel.integrations.slime.hooks import require_values
 
 SECTION = "rl_accel"
-_MEGATRON_INIT: dict[str, str | list[str]] = {
-    "custom_megatron_init_path": "rl_accel.integrations.slime.hooks.megatron_init"
-}
-HOOKS: dict[str, dict[str, str | list[str]]] = {
-    "gae": _MEGATRON_INIT,
-    "advantages": _MEGATRON_INIT,
-    "tail_batching": {
-        "rollout_function_path": ROLLOUT,
-        "data_source_path": DATA_SOURCE,
-        # slime has derived it from --rollout-function-path before it reads this file.
-        "eval_function_path": EVAL,
-    },
-    "reward_timeout": {
-        "custom_rm_path": JUDGE,
-        "rollout_sample_hook_path": [MARK],
-        "custom_rollout_log_function_path": LOG,
-    },
-    "tp_replan": {
-        **_MEGATRON_INIT,
-        "custom_rollout_log_function_path": LOG,
-        "custom_eval_rollout_log_function_path": LOG_EVALUATION,
-    },
-}
+HOOKS = {feature.name: feature.slime.arguments for feature in FEATURES if feature.slime is not None}
 """By feature: slime's flags, as keys of the file, and the path each must have, or the paths that it must hold among others."""
 
 
@@ -64,15 +37,8 @@ def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> 
     for name, values in settings.items():
         _require_known(name)
         flags.setdefault(name, {}).update(values)
-    _check_flags(cfg.resolve([("slime-config", flags)]))
+    require_values(cfg.resolve([("slime-config", flags)]))
     return {**content, SECTION: flags}
-
-
-def _check_flags(config: cfg.RlAccelConfig) -> None:
-    """Refuse flags that are right one by one, but not together or not on slime, as their features would when a run has begun."""
-    tail_batching.check_flags(config.tail_batching)
-    reward_timeout.settings_of(config.reward_timeout)
-    tp_replan.check_flags(config.tp_replan)
 
 
 def _require_known(name: str) -> None:
@@ -101,17 +67,18 @@ def check(path: Path, slime_root: Path | None = None) -> list[str]:
     if SECTION not in content:
         close = difflib.get_close_matches(SECTION, keys, n=1)
         raise ConfigError(f"{path} has no {SECTION} section" + (f"; is {close[0]} meant for it?" if close else ""))
-    resolved = cfg.resolve([(str(path), content[SECTION])])
-    _check_flags(resolved)
-    for feature, hooks in HOOKS.items():
-        enable = getattr(resolved, feature).enable
-        for key, wanted in hooks.items():
-            if enable and not _has(content.get(key), wanted):
-                raise ConfigError(f"{path}: {SECTION}.{feature} wants {key}: {wanted}, found {content.get(key)}")
+    flags = cfg.resolve([(str(path), content[SECTION])])
+    require_values(flags)
+    for feature in FEATURES:
+        if feature.slime is None or not flags[feature].enable:
+            continue
+        for key, wanted in feature.slime.arguments.items():
+            if not _has(content.get(key), wanted):
+                raise ConfigError(f"{path}: {SECTION}.{feature.name} wants {key}: {wanted}, found {content.get(key)}")
     if slime_root is None:
         return []
-    flags = flags_of(slime_root)
-    return [_unknown(key, flags) for key in keys if key != SECTION and key not in flags]
+    known = arguments_of(slime_root)
+    return [_unknown(key, known) for key in keys if key != SECTION and key not in known]
 
 
 def _has(found: Any, wanted: str | list[str]) -> bool:
@@ -120,7 +87,7 @@ def _has(found: Any, wanted: str | list[str]) -> bool:
     return bool(found == wanted)
 
 
-def flags_of(slime_root: Path) -> set[str]:
+def arguments_of(slime_root: Path) -> set[str]:
     """Return slime's own flags, as keys of the file (``rollout_batch_size``), read from a checkout without importing it.
 
     Raises:

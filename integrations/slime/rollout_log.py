@@ -1,18 +1,26 @@
 """slime has room for one function that logs a rollout, so there is one: every feature that is on adds its numbers."""
 
-import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_accel.integrations.slime.flags import flags_of
+from rl_accel.features import FEATURES
+from rl_accel.features.feature import SlimeHooks
+from rl_accel.integrations.slime.hooks import flags_of, function_at
+from rl_accel.patches.seams import Seams
 
-LOG, LOG_EVALUATION = f"{__name__}.log", f"{__name__}.log_evaluation"
-_FEATURES = {
-    "reward_timeout": "rl_accel.integrations.slime.reward_timeout.metrics",
-    "tp_replan": "rl_accel.integrations.slime.tp_replan.replan",
+LOG_SEAMS: Seams = {
+    "slime.observability.rollout_metrics:log_rollout_data": (
+        "rollout_id",
+        "args",
+        "samples",
+        "rollout_extra_metrics",
+        "rollout_time",
+    ),
+    "slime.observability.logging_utils:log": ("args", "metrics", "step_key"),
+    "slime.observability.metric_utils:compute_rollout_step": ("args", "rollout_id"),
 }
-"""Modules with ``numbers_of(rollout)``, by feature."""
+"""What :func:`log` needs of slime."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,7 @@ class Rollout:
         args: slime's.
         samples: of the batch.
         metrics: of the rollout function; empty if it returns none.
-        seconds: from its first request until the batch was complete, judges included.
+        seconds: from its first request until the batch was complete, rewards included.
     """
 
     number: int
@@ -40,13 +48,12 @@ def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, ro
     Raises:
         ConfigError: a flag is wrong.
     """
-    flags = flags_of(args)
     extra = rollout_extra_metrics if isinstance(rollout_extra_metrics, dict) else None
     rollout = Rollout(rollout_id, args, samples, extra or {}, rollout_time)
     numbers: dict[str, float] = {}
-    for feature, module in _FEATURES.items():
-        if getattr(flags, feature).enable:
-            numbers |= importlib.import_module(module).numbers_of(rollout)
+    for hooks in _hooks_of_features_that_are_on(args):
+        if hooks.metrics:
+            numbers |= function_at(hooks.metrics)(rollout)
     if extra is not None:
         extra.update(numbers)
     elif numbers:  # a rollout function that returns no metrics
@@ -55,16 +62,22 @@ def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, ro
 
 
 def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) -> bool:
-    """slime's ``--custom-eval-rollout-log-function-path``: what servers count in an evaluation is not of the next rollout.
+    """slime's ``--custom-eval-rollout-log-function-path``: tells features that what was generated last was an evaluation.
 
     Raises:
         ConfigError: a flag is wrong.
     """
-    if flags_of(args).tp_replan.enable:
-        from rl_accel.integrations.slime.tp_replan import replan
-
-        replan.set_aside(args)
+    for hooks in _hooks_of_features_that_are_on(args):
+        if hooks.after_evaluation:
+            function_at(hooks.after_evaluation)(args)
     return False
+
+
+def _hooks_of_features_that_are_on(args: Any) -> Iterator[SlimeHooks]:
+    flags = flags_of(args)
+    for feature in FEATURES:
+        if feature.slime and flags.requested(feature) != "off":
+            yield feature.slime
 
 
 def _log_alone(args: Any, rollout_id: int, numbers: dict[str, float]) -> None:

@@ -1,1 +1,1 @@
-"""Patches of slime. Each module is importable without slime and lists its patches in ``PATCHES``."""
+"""Patches of slime. Each module is importable without slime and lists its patches in ``SWITCHES``."""

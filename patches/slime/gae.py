@@ -90,7 +90,7 @@ def _probe(original: Any, replacement: Any) -> None:
             refuse_unless_equal(f"{name} (gamma={gamma}, lambd={lambd})", ours, theirs)
 
 
-PATCHES = (
+SWITCHES = (
     Patch(
         name="slime.gae",
         feature="gae",

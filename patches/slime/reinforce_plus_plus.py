@@ -95,7 +95,7 @@ def _probe(original: Any, _replacement: Any) -> None:
         refuse_unless_equal(f"returns (gamma={gamma})", found, scan(padded(token_rewards), gamma))
 
 
-PATCHES = (
+SWITCHES = (
     Patch(
         name="slime.reinforce_plus_plus",
         feature="advantages",

@@ -7,7 +7,6 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 from rl_accel.patches.patch import Patch
-from rl_accel.patches.slime.seams import require
 
 
 class Watcher(Protocol):
@@ -39,7 +38,7 @@ def _make(original: Any, _settings: Any) -> Any:
     return post
 
 
-PATCHES = (
+SWITCHES = (
     Patch(
         name="slime.requests",
         feature="tail_batching",
@@ -48,7 +47,6 @@ PATCHES = (
         supports="",
         params=("url", "payload", "max_retries", "headers"),
         make=_make,
-        probe=lambda _original, _replacement: require(),
         no_seam="a custom generate function would have to repeat the whole of slime's own to add one key to its payload",
     ),
 )

@@ -1,1 +1,1 @@
-"""Patches of verl. Each module is importable without verl and lists its patches in ``PATCHES``."""
+"""Patches of verl. Each module is importable without verl and lists its patches in ``SWITCHES``."""

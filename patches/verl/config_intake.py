@@ -2,102 +2,93 @@
 
 In the driver that is ``validate_config``, so that a misspelt key stops the run before a cluster starts. In the
 trainer process it is the constructor of the trainer, which also serves drivers that call neither ``main_ppo`` nor
-``validate_config``.
+``validate_config``. These are the only functions of verl that the pack wraps without being asked.
+
+A feature that stands on verl's extension points has a module (:attr:`~rl_accel.features.feature.Feature.verl`) with
+
+- ``SEAMS``: what it needs of verl, for :func:`rl_accel.patches.seams.require`,
+- ``wire(config, flags)``, which chooses its extension points in ``config`` (verl's, changed in place), idempotent,
+- ``refuse_unwired(config)``, which stops a trainer whose driver has not called ``validate_config``.
+
+``wire`` and ``refuse_unwired`` raise ConfigError where the configuration and the feature cannot go together.
 """
 
 import functools
 import importlib
 import inspect
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rl_accel.errors import PatchRefused
-from rl_accel.patches.patch import Patch
-from rl_accel.patches.post_import import when_imported
+from omegaconf import OmegaConf
 
-logger = logging.getLogger("rl_accel")
-_WIRINGS = {
-    "tail_batching": "rl_accel.integrations.verl.tail_batching.wiring",
-    "reward_timeout": "rl_accel.integrations.verl.reward_timeout.wiring",
-    "telemetry": "rl_accel.integrations.verl.telemetry.wiring",
-    "tp_replan": "rl_accel.integrations.verl.tp_replan.wiring",
-}
-"""Features on official seams, in the order in which they choose them: modules with ``wire`` and ``refuse_unwired``."""
+from rl_accel.features import FEATURES
+from rl_accel.patches import seams
+from rl_accel.patches.patch import Patch
+from rl_accel.runtime import FRAMEWORK, RUNTIME
+
 _trainer: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference takes its place)
 _NO_SEAM = "verl hands the whole configuration to no plug-in: the entry point is imported before it is read"
 
 
-def take_in(config: Any) -> None:
-    """Put the ``rl_accel`` section of a verl ``config`` in force, if there is one.
-
-    Raises:
-        ConfigError: a key is unknown or a value unusable.
-        PatchRefused: a feature asked for by name cannot be applied.
-    """
-    from omegaconf import OmegaConf
-
-    flags = OmegaConf.select(config, "rl_accel", default=None)
-    if flags is not None:
-        from rl_accel.runtime import FRAMEWORK, RUNTIME
-
-        RUNTIME.set_layer(FRAMEWORK, flags)
-
-
-def wire(config: Any) -> None:
-    """Choose in ``config`` the official seams that features which are on (whatever switched them on) stand on.
-
-    Raises:
-        ConfigError: the configuration and a feature cannot go together.
-    """
-    for wiring, flags in _switched_on():
-        wiring.wire(config, flags)
-
-
-def refuse_unwired(config: Any) -> None:
-    """Stop a trainer that was chosen before anyone could wire a feature that is on.
-
-    Raises:
-        ConfigError: a driver built the trainer without ``validate_config``, or on a trainer that has no seams.
-    """
-    for wiring, _ in _switched_on():
-        wiring.refuse_unwired(config)
-
-
 def trainer() -> Any:
-    """Return the V1 trainer that was constructed last in this process, or None."""
+    """Return the trainer that was constructed last in this process, or None."""
     return _trainer()
 
 
-def _remember(trainer: Any) -> None:
-    global _trainer
-    _trainer = weakref.ref(trainer)
+def _take_in(config: Any) -> None:
+    """Put the ``rl_accel`` section of a verl ``config`` in force, if there is one."""
+    flags = OmegaConf.select(config, "rl_accel", default=None)
+    if flags is not None:
+        RUNTIME.set_layer(FRAMEWORK, flags)
 
 
-def _switched_on() -> Iterator[tuple[Any, Any]]:
-    """The wiring and the flags of each feature that is on."""
-    from rl_accel.runtime import RUNTIME
-
-    for name, module in _WIRINGS.items():
-        flags = getattr(RUNTIME.resolved(), name)
-        if flags.enable:
-            yield importlib.import_module(module), flags
+def _wired_features() -> Iterator[tuple[str, Any, Any]]:
+    """Name, wiring module and flags of each feature that is on and stands on verl's extension points."""
+    flags = RUNTIME.flags()
+    for feature in FEATURES:
+        if feature.verl and flags.requested(feature) != "off":
+            yield feature.name, importlib.import_module(feature.verl), flags[feature]
 
 
-def _first(*steps: Any) -> Any:
-    """Return the ``make`` of a patch that hands the function's ``config`` to ``steps`` before the function runs."""
+def in_driver(config: Any) -> None:
+    """Take the flags of ``config`` in and choose in it the extension points of features that are on, whoever named them.
+
+    Raises:
+        ConfigError: a key is unknown, a value unusable, or ``config`` and a feature cannot go together.
+        PatchRefused: a feature asked for by name cannot be applied to this verl.
+    """
+    _take_in(config)
+    for name, wiring, flags in _wired_features():
+        seams.require_modules(name, wiring.SEAMS)  # the functions in them are checked where verl imports them anyway
+        wiring.wire(config, flags)
+
+
+def in_trainer(config: Any) -> None:
+    """Take the flags of ``config`` in, and stop a trainer that was chosen before anyone could wire a feature that is on.
+
+    Raises:
+        ConfigError, PatchRefused: as :func:`in_driver`; or the driver has not called ``validate_config``.
+    """
+    _take_in(config)
+    for name, wiring, _ in _wired_features():
+        seams.require(name, wiring.SEAMS)
+        wiring.refuse_unwired(config)
+
+
+def _before(step: Callable[[Any], None]) -> Any:
+    """Return the ``make`` of a patch that calls ``step`` with the function's ``config`` before the function runs."""
 
     def make(original: Any, _settings: Any) -> Any:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
         def with_flags(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            for step in steps:
-                step(given["config"])
-            if "self" in given:
-                _remember(given["self"])
+            arguments = signature.bind(*args, **kwargs).arguments
+            step(arguments["config"])
+            if "self" in arguments:
+                global _trainer
+                _trainer = weakref.ref(arguments["self"])
             return original(*args, **kwargs)
 
         return with_flags
@@ -105,14 +96,14 @@ def _first(*steps: Any) -> Any:
     return make
 
 
-PATCHES = (
+SWITCHES = (
     Patch(
         name="verl.config.driver",
         feature="config",
         target="verl.utils.config:validate_config",
         supports="verl>=0.6",
         params=("config", "use_reference_policy", "use_critic"),
-        make=_first(take_in, wire),
+        make=_before(in_driver),
         no_seam=_NO_SEAM,
     ),
     Patch(
@@ -121,7 +112,7 @@ PATCHES = (
         target="verl.trainer.ppo.v1.trainer_base:PPOTrainer.__init__",
         supports="verl>=0.9",
         params=("self", "config"),
-        make=_first(take_in, refuse_unwired),
+        make=_before(in_trainer),
         no_seam=_NO_SEAM,
     ),
     Patch(
@@ -143,24 +134,7 @@ PATCHES = (
             "train_sampler",
             "device_name",
         ),
-        make=_first(take_in, refuse_unwired),
+        make=_before(in_trainer),
         no_seam=_NO_SEAM,
     ),
 )
-
-
-def watch() -> None:
-    """Apply the patches of this file and of ``trainer_metrics`` as verl imports their modules. Never raises later.
-
-    A place that cannot be patched costs one warning: flags given in the run's configuration are then not seen there.
-    """
-    metrics = importlib.import_module("rl_accel.patches.verl.trainer_metrics")
-    for patch in (*PATCHES, *metrics.PATCHES):
-        when_imported(patch.target.partition(":")[0], functools.partial(_apply_or_warn, patch))
-
-
-def _apply_or_warn(patch: Patch, _module: Any) -> None:
-    try:
-        patch.apply(None)
-    except PatchRefused as error:
-        logger.warning("rl-accel: flags or metrics of a verl run may be ignored here: %s", error)

@@ -150,7 +150,7 @@ def _probe(original: Any, replacement: Any) -> None:
         _probing.reset(token)
 
 
-PATCHES = (
+SWITCHES = (
     Patch(
         name="verl.gae",
         feature="gae",

@@ -53,7 +53,7 @@ _PARAMS = (
     "kwargs",
 )
 
-PATCHES = (
+SWITCHES = (
     advantage_patch(
         "optimal_token_baseline",
         "compute_optimal_token_baseline_advantage",

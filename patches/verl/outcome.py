@@ -98,7 +98,7 @@ def _reinforce_plus_plus_baseline(
 
 _COMMON = ("token_level_rewards", "response_mask", "index", "epsilon")
 
-PATCHES = (
+SWITCHES = (
     advantage_patch(
         "grpo",
         "compute_grpo_outcome_advantage",

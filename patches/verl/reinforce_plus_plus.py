@@ -35,7 +35,7 @@ def _batch() -> dict[str, Any]:
     return {**batch, "config": OmegaConf.create({"gamma": 0.97})}
 
 
-PATCHES = (
+SWITCHES = (
     advantage_patch(
         "reinforce_plus_plus",
         "compute_reinforce_plus_plus_outcome_advantage",

@@ -77,7 +77,7 @@ def _require_interval(original: Any, _replacement: Any) -> None:
         raise PatchRefused("it no longer reads self.poll_interval, so setting it would change nothing")
 
 
-PATCHES = (
+SWITCHES = (
     Patch(
         name="verl.sampler",
         feature="sampler",

@@ -1,9 +1,11 @@
-"""Adds ``rl_accel/...`` numbers to what a verl trainer logs each step: what is applied, kernels used, seconds saved."""
+"""Adds ``rl_accel/...`` numbers to what a verl trainer logs each step, while a feature is on."""
 
 import functools
 from typing import Any
 
 from rl_accel.patches.patch import Patch
+from rl_accel.runtime import RUNTIME
+from rl_accel.telemetry import metrics
 
 
 def _with_ours(original: Any, _settings: Any) -> Any:
@@ -15,9 +17,6 @@ def _with_ours(original: Any, _settings: Any) -> Any:
 
 
 def _collect(data: Any, step: Any) -> dict[str, float]:
-    from rl_accel.runtime import RUNTIME
-    from rl_accel.telemetry import metrics
-
     applied = {
         f"rl_accel/{feature.name}/applied": float(feature.applied)
         for feature in RUNTIME.status().features
@@ -26,7 +25,7 @@ def _collect(data: Any, step: Any) -> dict[str, float]:
     return {**applied, **metrics.drain(), **metrics.observed(step, data)}
 
 
-PATCHES = (
+SWITCHES = (
     Patch(
         name="verl.metrics.trainer",
         feature="metrics",

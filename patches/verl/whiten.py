@@ -35,7 +35,7 @@ def _probe(original: Any, replacement: Any) -> None:
         require_agreement(original, replacement, {"values": values, "mask": mask, "shift_mean": shift_mean})
 
 
-PATCHES = (
+SWITCHES = (
     Patch(
         name="verl.masked_whiten",
         feature="advantages",

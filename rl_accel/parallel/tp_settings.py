@@ -76,7 +76,7 @@ class TpSettings:
 
     @classmethod
     def of(cls, flags: Any, memory_share: float = 0.9) -> "TpSettings":
-        """Return the settings that ``flags`` (:class:`~rl_accel.config.TpReplanConfig`) say.
+        """Return the settings that ``flags`` (:class:`~rl_accel.features.tp_replan.TpReplanFlags`) say.
 
         Args:
             flags: of the user.

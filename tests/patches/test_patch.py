@@ -11,7 +11,8 @@ import pytest
 
 from rl_accel.errors import BackendMissing, PatchRefused
 from rl_accel.patches.fingerprint import fingerprint
-from rl_accel.patches.patch import Patch, PatchState
+from rl_accel.patches.patch import Patch
+from rl_accel.switch import SwitchState
 
 
 def tripled(original, settings):
@@ -52,7 +53,7 @@ def patch_of(framework):
 
     yield make
     for patch in made:
-        if patch.state() is PatchState.APPLIED:
+        if patch.state() is SwitchState.APPLIED:
             patch.revert()
 
 
@@ -60,11 +61,11 @@ def test_apply_and_revert_at_every_binding(patch_of):
     core, patch = patch_of()
     original = core.double
     patch.apply(10)
-    assert (core.double(1), core.REGISTRY["double"](1), patch.state()) == (20, 20, PatchState.APPLIED)
+    assert (core.double(1), core.REGISTRY["double"](1), patch.state()) == (20, 20, SwitchState.APPLIED)
     patch.revert()
     assert core.double is original
     assert core.REGISTRY["double"] is original
-    assert patch.state() is PatchState.PENDING
+    assert patch.state() is SwitchState.PENDING
 
 
 def test_replacement_looks_like_the_original(patch_of):
@@ -131,7 +132,7 @@ def test_refuses_what_it_was_not_written_for(patch_of, fields, message):
     with pytest.raises(PatchRefused, match=message):
         patch.apply()
     assert (dict(vars(core)), dict(core.REGISTRY)) == before
-    assert patch.state() is PatchState.PENDING
+    assert patch.state() is SwitchState.PENDING
 
 
 def test_malformed_target_is_a_mistake_of_the_author(patch_of):
@@ -158,7 +159,7 @@ def test_check_writes_nothing(patch_of):
     original = core.double
     patch.check()
     assert core.double is original
-    assert patch.state() is PatchState.PENDING
+    assert patch.state() is SwitchState.PENDING
 
 
 def test_bindings_must_hold_the_same_object(patch_of):
@@ -182,7 +183,7 @@ def test_foreign_wrapper_before_us_is_named(patch_of, disguised):
     core.double = functools.wraps(original)(theirs) if disguised else theirs
     with pytest.raises(PatchRefused, match=r"already (wrapped|replaced) by .*test_patch.*theirs"):
         patch.apply()
-    assert patch.state() is PatchState.PENDING
+    assert patch.state() is SwitchState.PENDING
 
 
 def test_upstreams_own_decorators_are_no_foreign_wrappers(framework):
@@ -230,14 +231,14 @@ def test_overlaid_later_is_foreign_and_cannot_be_reverted(patch_of, where):
         core.REGISTRY["double"] = theirs
     else:
         del core.REGISTRY["double"]
-    assert patch.state() is PatchState.FOREIGN
+    assert patch.state() is SwitchState.FOREIGN
     with pytest.raises(PatchRefused, match=r"now holds (.*test_patch.*theirs|nothing); undo that first"):
         patch.revert()
     for refused in (patch.apply, patch.check):
         with pytest.raises(PatchRefused, match="now holds"):
             refused()
     core.double = core.REGISTRY["double"] = ours
-    assert patch.state() is PatchState.APPLIED
+    assert patch.state() is SwitchState.APPLIED
 
 
 def test_failed_write_rolls_back(framework):
@@ -263,7 +264,7 @@ def test_failed_write_rolls_back(framework):
         patch.apply()
     assert core.double is original
     assert core.REGISTRY["double"] is original
-    assert patch.state() is PatchState.PENDING
+    assert patch.state() is SwitchState.PENDING
 
 
 def test_probe_that_disagrees_refuses(patch_of):
@@ -276,9 +277,9 @@ def test_probe_that_disagrees_refuses(patch_of):
     with pytest.raises(PatchRefused, match=r"parity probe against .*:double failed: 10 is not 30"):
         patch.apply(3)
     assert core.double is original
-    assert patch.state() is PatchState.PENDING
+    assert patch.state() is SwitchState.PENDING
     patch.apply(1)
-    assert patch.state() is PatchState.APPLIED
+    assert patch.state() is SwitchState.APPLIED
 
 
 def test_factory_that_cannot_deliver_refuses(patch_of):
@@ -314,7 +315,7 @@ def test_module_imported_anew_is_patched_anew(patch_of):
     patch.apply()
     name = core.__name__
     del sys.modules[name]
-    assert patch.state() is PatchState.PENDING
+    assert patch.state() is SwitchState.PENDING
     fresh = __import__(name, fromlist=["double"])
     assert fresh is not core
     patch.apply()

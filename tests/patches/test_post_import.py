@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from rl_accel.errors import PatchRefused
-from rl_accel.patches.post_import import when_imported
+from rl_accel.post_import import when_imported
 
 
 def test_waits_for_the_import_without_importing(framework):
@@ -102,7 +102,7 @@ def test_a_callback_may_register_another_for_its_own_module(framework):
 def test_half_imported_module_is_refused_in_its_own_thread(framework):
     name = framework(
         """
-        import rl_accel.patches.post_import as p
+        import rl_accel.post_import as p
         try:
             p.when_imported(__name__, print)
         except Exception as e:

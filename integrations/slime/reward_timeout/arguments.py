@@ -2,21 +2,21 @@
 
 from typing import Any
 
-from rl_accel.config import RewardTimeoutConfig
 from rl_accel.errors import ConfigError
-from rl_accel.integrations.slime import flags as all_flags
+from rl_accel.features.reward_timeout import REWARD_TIMEOUT, RewardTimeoutFlags
+from rl_accel.integrations.slime import hooks
 from rl_accel.integrations.slime.reward_timeout import JUDGE, MARK
 from rl_accel.reward.adaptive_timeout import TimeoutSettings
 
 _FLAG = "rl_accel.reward_timeout"
 
 
-def flags_of(args: Any) -> RewardTimeoutConfig:
-    """Return this feature's flags under ``args.rl_accel``; see :func:`rl_accel.integrations.slime.flags.flags_of`."""
-    return all_flags.flags_of(args).reward_timeout
+def flags_of(args: Any) -> RewardTimeoutFlags:
+    """Return this feature's flags under ``args.rl_accel``; see :func:`rl_accel.integrations.slime.hooks.flags_of`."""
+    return hooks.flags_of(args)[REWARD_TIMEOUT]
 
 
-def settings_of(flags: RewardTimeoutConfig) -> TimeoutSettings:
+def settings_of(flags: RewardTimeoutFlags) -> TimeoutSettings:
     """Return the policy's parameters.
 
     Raises:
@@ -35,7 +35,7 @@ def settings_of(flags: RewardTimeoutConfig) -> TimeoutSettings:
         raise ConfigError(f"{_FLAG}: {error}") from error
 
 
-def check(args: Any, flags: RewardTimeoutConfig) -> None:
+def check(args: Any, flags: RewardTimeoutFlags) -> None:
     """Refuse to judge where evaluations could not be told from training, or by ourselves.
 
     Raises:

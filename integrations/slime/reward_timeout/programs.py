@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from rl_accel.config import RewardTimeoutConfig
+from rl_accel.features.reward_timeout import RewardTimeoutFlags
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
 from rl_accel.reward.program import Case
 from rl_accel.reward.sandbox import Sandbox
@@ -32,7 +32,7 @@ class Programs:
         flags: our flags.
     """
 
-    def __init__(self, executor: LimitedExecutor, workers: int, flags: RewardTimeoutConfig) -> None:
+    def __init__(self, executor: LimitedExecutor, workers: int, flags: RewardTimeoutFlags) -> None:
         self._executor = executor
         self._workers = workers
         self._flags = flags

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_accel.config import RewardTimeoutConfig
+from rl_accel.features.reward_timeout import RewardTimeoutFlags
 
 
 class Scores:
@@ -15,7 +15,7 @@ class Scores:
         keys: the keys that slime looks up in a reward: for training, and, if another, for evaluation.
     """
 
-    def __init__(self, flags: RewardTimeoutConfig, keys: Sequence[str]) -> None:
+    def __init__(self, flags: RewardTimeoutFlags, keys: Sequence[str]) -> None:
         self._flags = flags
         self._keys = tuple(dict.fromkeys(keys))
         self._key = self._keys[0] if self._keys else None

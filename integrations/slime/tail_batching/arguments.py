@@ -3,15 +3,15 @@
 import os
 from typing import Any
 
-from rl_accel.config import TailBatchingConfig
 from rl_accel.errors import ConfigError
+from rl_accel.features.tail_batching import TailBatchingFlags
 from rl_accel.integrations.slime.tail_batching import DATA_SOURCE, ROLLOUT
 from rl_accel.rollout.tail_prompts import TailRun
 
 _FLAG = "rl_accel.tail_batching"
 
 
-def check(args: Any, flags: TailBatchingConfig) -> None:
+def check(args: Any, flags: TailBatchingFlags) -> None:
     """Refuse what tail batching cannot work with.
 
     Raises:
@@ -41,7 +41,7 @@ def check(args: Any, flags: TailBatchingConfig) -> None:
         _refuse("--buffer-filter-path", "unset", args.buffer_filter_path, "the queue is tail batching's own")
 
 
-def run_of(args: Any, flags: TailBatchingConfig, rows: int) -> TailRun:
+def run_of(args: Any, flags: TailBatchingFlags, rows: int) -> TailRun:
     """Return the core's run for a data set of ``rows`` prompts.
 
     Raises:
@@ -61,7 +61,7 @@ def run_of(args: Any, flags: TailBatchingConfig, rows: int) -> TailRun:
     )
 
 
-def check_flags(flags: TailBatchingConfig) -> None:
+def check_flags(flags: TailBatchingFlags) -> None:
     """Refuse flags that cannot be right whatever slime's arguments are.
 
     Raises:

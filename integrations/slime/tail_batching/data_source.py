@@ -11,13 +11,13 @@ from typing import Any
 from slime.rollout.data_source import RolloutDataSource
 
 from rl_accel.errors import ConfigError
-from rl_accel.integrations.slime.tail_batching import arguments
-from rl_accel.patches.slime import seams
+from rl_accel.features.tail_batching import TAIL_BATCHING
+from rl_accel.integrations.slime.hooks import flags_of
+from rl_accel.integrations.slime.tail_batching import arguments, seams
 from rl_accel.rollout import saved
 from rl_accel.rollout.driver import StepResult
 from rl_accel.rollout.prompt_supply import PromptSupply
 from rl_accel.rollout.tail_batching import TailBatching
-from rl_accel.runtime import FRAMEWORK, RUNTIME
 
 logger = logging.getLogger("rl_accel")
 
@@ -50,8 +50,7 @@ class TailDataSource(RolloutDataSource):  # type: ignore[misc]  # slime has no t
     """
 
     def __init__(self, args: Any) -> None:
-        RUNTIME.set_layer(FRAMEWORK, getattr(args, "rl_accel", None) or {})
-        flags = RUNTIME.resolved().tail_batching
+        flags = flags_of(args)[TAIL_BATCHING]
         arguments.check(args, flags)
         super().__init__(args)
         if self.dataset is None:

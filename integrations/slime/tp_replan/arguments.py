@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from rl_accel.config import TpReplanConfig
 from rl_accel.errors import ConfigError
+from rl_accel.features.tp_replan import TpReplanFlags
 from rl_accel.integrations.slime.tp_replan.layout import Layout, layout_of, setting
 from rl_accel.parallel.model_memory import read_configuration
 from rl_accel.parallel.tp_bounds import TpBounds
@@ -13,7 +13,7 @@ _FLAG = "rl_accel.tp_replan"
 _USUAL_SHARE = 0.9
 
 
-def check_flags(flags: TpReplanConfig) -> None:
+def check_flags(flags: TpReplanFlags) -> None:
     """Refuse flags that cannot be right whatever slime's arguments are.
 
     Raises:
@@ -26,7 +26,7 @@ def check_flags(flags: TpReplanConfig) -> None:
     settings_of(flags)
 
 
-def check(args: Any, flags: TpReplanConfig) -> None:
+def check(args: Any, flags: TpReplanFlags) -> None:
     """Refuse, before anything is generated, what this feature cannot work with.
 
     Raises:
@@ -42,7 +42,7 @@ def generates(args: Any) -> bool:
     return not (getattr(args, "debug_train_only", False) or getattr(args, "load_debug_rollout_data", None))
 
 
-def settings_of(flags: TpReplanConfig, memory_share: float = _USUAL_SHARE) -> TpSettings:
+def settings_of(flags: TpReplanFlags, memory_share: float = _USUAL_SHARE) -> TpSettings:
     """Return the planner's settings.
 
     Raises:
@@ -54,7 +54,7 @@ def settings_of(flags: TpReplanConfig, memory_share: float = _USUAL_SHARE) -> Tp
         raise ConfigError(f"{_FLAG}: {error}") from error
 
 
-def bounds_of(args: Any, flags: TpReplanConfig, layout: Layout) -> TpBounds:
+def bounds_of(args: Any, flags: TpReplanFlags, layout: Layout) -> TpBounds:
     """Return the possible sizes.
 
     Raises:

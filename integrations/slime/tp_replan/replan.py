@@ -4,8 +4,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rl_accel.config import TpReplanConfig
-from rl_accel.integrations.slime.flags import flags_of
+from rl_accel.features.tp_replan import TP_REPLAN, TpReplanFlags
+from rl_accel.integrations.slime.hooks import flags_of
 from rl_accel.integrations.slime.rollout_log import Rollout
 from rl_accel.integrations.slime.tp_replan import STATE_FILE, arguments
 from rl_accel.integrations.slime.tp_replan.advice import advise
@@ -33,7 +33,7 @@ class TpReplan:
         ConfigError: see :func:`~rl_accel.integrations.slime.tp_replan.arguments.check`.
     """
 
-    def __init__(self, args: Any, flags: TpReplanConfig) -> None:
+    def __init__(self, args: Any, flags: TpReplanFlags) -> None:
         arguments.check_flags(flags)
         self.args = args
         self._flags = flags
@@ -90,7 +90,7 @@ _running: TpReplan | None = None
 def _of(args: Any) -> TpReplan:
     global _running
     if _running is None or _running.args is not args:
-        _running = TpReplan(args, flags_of(args).tp_replan)
+        _running = TpReplan(args, flags_of(args)[TP_REPLAN])
     return _running
 
 

@@ -36,7 +36,7 @@ def _unregister() -> None:
     _registry().pop(_NAME, None)
 
 
-PATCHES = (
+SWITCHES = (
     Registration(
         name="verl.reward_manager.reward_timeout",
         feature="reward_timeout",

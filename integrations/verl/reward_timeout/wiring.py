@@ -8,12 +8,19 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
-from rl_accel.config import RewardTimeoutConfig
 from rl_accel.errors import ConfigError
+from rl_accel.features.reward_timeout import RewardTimeoutFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.reward_timeout import MANAGER, MANAGER_MODULE, SECTION
+from rl_accel.patches.seams import Seams
 from rl_accel.reward.adaptive_timeout import TimeoutSettings
 
+SEAMS: Seams = {
+    "verl.experimental.agent_loop.agent_loop:AgentLoopWorker._compute_score": ("self", "outputs", "kwargs"),
+    "verl.experimental.agent_loop.agent_loop:AgentLoopWorker._agent_loop_postprocess": ("self", "output", "validate"),
+    "verl.experimental.reward_loop.reward_manager.registry:REWARD_MANAGER": None,
+}
+"""Agent loops must tell validation from training; verl 0.9.1 has them."""
 _FLAG = "rl_accel.reward_timeout"
 _REWARD = "reward.reward_manager"
 _ANCHORS = "rl_accel_reward_anchors.json"
@@ -30,7 +37,7 @@ class Wired:
         anchors: the file of the anchors; None: they are not saved.
     """
 
-    flags: RewardTimeoutConfig
+    flags: RewardTimeoutFlags
     source: str
     name: str
     path: str | None
@@ -42,7 +49,7 @@ class Wired:
         return TimeoutSettings(**{name: getattr(self.flags, name) for name in _SETTINGS})
 
 
-def wire(config: Any, flags: RewardTimeoutConfig) -> None:
+def wire(config: Any, flags: RewardTimeoutFlags) -> None:
     """Choose our reward manager and agent loops in ``config`` (verl's, changed in place). Idempotent.
 
     Raises:
@@ -78,7 +85,7 @@ def wired(config: Any) -> Wired:
     """Return what :func:`wire` left in ``config``."""
     section = OmegaConf.to_container(config.reward[SECTION])
     manager, anchors = section.pop("manager"), section.pop("anchors")
-    return Wired(RewardTimeoutConfig(**section), **manager, anchors=anchors)
+    return Wired(RewardTimeoutFlags(**section), **manager, anchors=anchors)
 
 
 def refuse_unwired(config: Any) -> None:

@@ -30,7 +30,7 @@ def _register(_settings: Any) -> None:
     register_trainer(MODE)(TailBatchingTrainer)
 
 
-PATCHES = (
+SWITCHES = (
     Registration(
         name="verl.trainer_mode.tail_batching",
         feature="tail_batching",

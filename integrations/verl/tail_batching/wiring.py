@@ -5,17 +5,24 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
-from rl_accel.config import TailBatchingConfig
 from rl_accel.errors import ConfigError
+from rl_accel.features.tail_batching import TailBatchingFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.tail_batching import MANAGER, MODE
+from rl_accel.patches.seams import Seams
 from rl_accel.rollout.tail_prompts import TailRun
 
+SEAMS: Seams = {
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer.prepare_step": ("self",),
+    "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ": None,
+    "verl.trainer.ppo.v1:PPOTrainerSync": None,
+}
+"""verl 0.9.1 has them."""
 _FLAG = "rl_accel.tail_batching"
 _MODE_KEY = "trainer.v1.trainer_mode"
 
 
-def wire(config: Any, flags: TailBatchingConfig) -> None:
+def wire(config: Any, flags: TailBatchingFlags) -> None:
     """Choose our trainer mode and agent-loop manager in ``config`` (verl's, changed in place). Idempotent.
 
     Raises:
@@ -54,7 +61,7 @@ def run_of(config: Any, data_id: str = "") -> TailRun:
     return TailRun(
         config.data.train_batch_size,
         config.actor_rollout_ref.rollout.n,
-        TailBatchingConfig(**OmegaConf.to_container(config.trainer.v1[MODE])),
+        TailBatchingFlags(**OmegaConf.to_container(config.trainer.v1[MODE])),
         filter_groups=bool(OmegaConf.select(config, "algorithm.filter_groups.enable", default=False)),
         data_id=data_id,
     )

@@ -12,7 +12,7 @@ def _register(_settings: Any) -> None:
     metrics.observe("telemetry", Observer())
 
 
-PATCHES = (
+SWITCHES = (
     Registration(
         name="verl.telemetry.observer",
         feature="telemetry",

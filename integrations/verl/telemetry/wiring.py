@@ -6,15 +6,21 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
-from rl_accel.config import TelemetryConfig
 from rl_accel.errors import ConfigError
+from rl_accel.features.telemetry import TelemetryFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.telemetry import FILE, SECTION
+from rl_accel.patches.seams import Seams
 
+SEAMS: Seams = {
+    "verl.experimental.agent_loop.agent_loop:AgentLoopWorker._compute_score": ("self", "outputs", "kwargs"),
+    "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ": None,
+}
+"""verl 0.9.1 has them."""
 _FLAG = "rl_accel.telemetry"
 
 
-def wire(config: Any, flags: TelemetryConfig) -> None:
+def wire(config: Any, flags: TelemetryFlags) -> None:
     """Choose our agent loops in ``config`` (verl's, changed in place). Idempotent.
 
     Raises:

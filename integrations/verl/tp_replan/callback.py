@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_accel.config import TpReplanConfig
+from rl_accel.features.tp_replan import TpReplanFlags
 from rl_accel.integrations.verl.server_counters import read_servers
 from rl_accel.integrations.verl.tp_replan import STATE_FILE
 from rl_accel.integrations.verl.tp_replan.live import change
@@ -30,7 +30,7 @@ class TpReplan:
         find_trainer: returns verl's trainer.
     """
 
-    def __init__(self, flags: TpReplanConfig, find_trainer: Any = None) -> None:
+    def __init__(self, flags: TpReplanFlags, find_trainer: Any = None) -> None:
         from rl_accel.patches.verl import config_intake
 
         self._flags = flags

@@ -14,7 +14,7 @@ def _register(settings: Any) -> None:
     metrics.observe(_FEATURE, TpReplan(settings))
 
 
-PATCHES = (
+SWITCHES = (
     Registration(
         name="verl.trainer_log.tp_replan",
         feature=_FEATURE,

@@ -4,13 +4,16 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
-from rl_accel.config import TpReplanConfig
 from rl_accel.errors import ConfigError
+from rl_accel.features.tp_replan import TpReplanFlags
 from rl_accel.integrations.verl.tail_batching import MODE as TAIL_BATCHING
 from rl_accel.parallel.model_memory import read_configuration
 from rl_accel.parallel.tp_bounds import TpBounds
 from rl_accel.parallel.tp_settings import TpSettings
+from rl_accel.patches.seams import Seams
 
+SEAMS: Seams = {"verl.trainer.ppo.v1.trainer_base:PPOTrainer.prepare_step": ("self",)}
+"""verl 0.9.1 has it."""
 FLAG = "rl_accel.tp_replan"
 TP_KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -23,7 +26,7 @@ _RELAUNCHED = ("hf_cpu",)
 _NEEDED_IN_A_CHECKPOINT = ("model", "optimizer", "extra")
 
 
-def wire(config: Any, flags: TpReplanConfig) -> None:
+def wire(config: Any, flags: TpReplanFlags) -> None:
     """Check ``config`` (verl's) and have its servers count preemptions. Idempotent. Arm the exit code, but for action=advise.
 
     Raises:
@@ -52,7 +55,7 @@ def refuse_unwired(config: Any) -> None:
         _refuse(*switch, _get(config, switch[0]), "verl's validate_config sets it, which the driver must call")
 
 
-def check(config: Any, flags: TpReplanConfig) -> None:
+def check(config: Any, flags: TpReplanFlags) -> None:
     """Refuse what this feature cannot work with.
 
     Raises:
@@ -83,7 +86,7 @@ def check(config: Any, flags: TpReplanConfig) -> None:
         _check_checkpoints(config)
 
 
-def bounds_of(config: Any, flags: TpReplanConfig) -> TpBounds:
+def bounds_of(config: Any, flags: TpReplanFlags) -> TpBounds:
     """Return the possible sizes.
 
     Raises:
@@ -120,7 +123,7 @@ def bounds_of(config: Any, flags: TpReplanConfig) -> TpBounds:
     return bounds
 
 
-def settings_of(config: Any, flags: TpReplanConfig) -> TpSettings:
+def settings_of(config: Any, flags: TpReplanFlags) -> TpSettings:
     """Return the planner's settings.
 
     Raises:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from rl_accel.features import FEATURES
+from rl_accel.features import ADVANTAGES
 from rl_accel.lab.bench.measure import available_bytes
 
 SLOW_SECONDS = 5.0
@@ -32,8 +32,8 @@ BYTES_PER_TOKEN = 72
 
 def patches() -> list[Any]:
     """Return the patches of the ``advantages`` feature on verl, in the order in which they are applied."""
-    modules = [module for feature in FEATURES if feature.name == "advantages" for module in feature.patches["verl"]]
-    return [patch for module in modules for patch in importlib.import_module(module).PATCHES]
+    modules = ADVANTAGES.switches["verl"]
+    return [patch for module in modules for patch in importlib.import_module(module).SWITCHES]
 
 
 def batch(rows: int, tokens: int, group: int, seed: int = 0) -> dict[str, Any]:

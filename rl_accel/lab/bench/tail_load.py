@@ -26,7 +26,7 @@ from transformers import GPTNeoXConfig, PreTrainedTokenizerFast
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import get_router_handle
 
-from rl_accel.config import TailBatchingConfig
+from rl_accel.features.tail_batching import TailBatchingFlags
 from rl_accel.integrations.verl.tail_batching.agent_loop import TailAgentLoopManager, TailAgentLoopWorker
 from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
 from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, TailReplayBuffer, clear
@@ -256,7 +256,7 @@ def _config(plan: dict[str, Any], model: Path) -> Any:
     for key, value in changes.items():
         OmegaConf.update(config, key, value, force_add=True)
     ratios = {name: plan[name] for name in ("prompt_ratio", "response_ratio", "queue_threshold")}
-    wire(config, TailBatchingConfig(enable=True, **ratios))
+    wire(config, TailBatchingFlags(enable=True, **ratios))
     OmegaConf.resolve(config)
     return config
 

@@ -38,7 +38,7 @@ def activate() -> None:
     from rl_accel.lab.verl_cpu.patches import SWITCHES
     from rl_accel.lab.verl_cpu.platform import PlatformCPU
     from rl_accel.patches.patch import Patch
-    from rl_accel.patches.post_import import when_imported
+    from rl_accel.post_import import when_imported
 
     def apply_when_imported(patch: Patch) -> None:
         when_imported(patch.target.partition(":")[0], lambda _module: patch.apply())

@@ -11,23 +11,32 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rl_accel.patches.slime import gae, reinforce_plus_plus, requests, reward_seams, rollout_log_seams, seams
+from rl_accel.integrations.slime.reward_timeout import seams as reward_seams
+from rl_accel.integrations.slime.tail_batching import seams
+from rl_accel.integrations.slime.tp_replan import seams as tp_seams
+from rl_accel.patches.slime import gae, reinforce_plus_plus, requests
 
 FILE = Path(__file__).with_name("facts.json")
-SEAMS = (seams, reward_seams, rollout_log_seams)
-PATCHES = (*gae.PATCHES, *reinforce_plus_plus.PATCHES, *requests.PATCHES)
+SEAMS = (seams, reward_seams, tp_seams)
+CHECKS = tuple(check for module in SEAMS for check in module.SWITCHES)
+SWITCHES = (*gae.SWITCHES, *reinforce_plus_plus.SWITCHES, *requests.SWITCHES)
 
 
 def wanted():
     """Parameters by function, as our patches and adapters expect them."""
-    patched = {_definition(patch): patch.params for patch in PATCHES}
-    parameters = {where: params for each in SEAMS for where, params in each.FUNCTIONS.items()}
+    patched = {_definition(patch): patch.params for patch in SWITCHES}
+    parameters = {where: params for check in CHECKS for where, params in check.seams.items()}
     return {where: list(params) for where, params in {**parameters, **patched}.items()}
 
 
-def held(name):
-    """``SAMPLE_FIELDS`` or ``FLAGS``, of all features."""
-    return {each for module in SEAMS for each in getattr(module, name)}
+def sample_fields():
+    """Fields of ``Sample`` that features read."""
+    return {name for check in CHECKS for name in check.attributes["slime.utils.types:Sample"]}
+
+
+def arguments():
+    """slime's arguments that features read."""
+    return {name for module in SEAMS for name in module.ARGUMENTS}
 
 
 def _definition(patch):
@@ -52,7 +61,7 @@ def facts_of(root):
         node = next((n for n in tree(module).body if getattr(n, "name", None) == name), None)
         functions[where] = None if node is None else [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
     imported = {}
-    for patch in PATCHES:
+    for patch in SWITCHES:
         for where in (patch.target, *patch.bindings):
             module, _, name = where.partition(":")
             if where not in functions:
@@ -67,12 +76,10 @@ def facts_of(root):
         "functions": functions,
         "imported_by_name": imported,
         "scans": sorted({"chunked_gae", "chunked_discounted_returns"} & utils),
-        "sample_fields": sorted(
-            held("SAMPLE_FIELDS") & {n.target.id for n in sample.body if isinstance(n, ast.AnnAssign)}
-        ),
+        "sample_fields": sorted(sample_fields() & {n.target.id for n in sample.body if isinstance(n, ast.AnnAssign)}),
         "statuses": sorted(n.targets[0].id for n in status.body if isinstance(n, ast.Assign)),
         "position": sorted(set(seams.POSITION) & _attributes(source)),
-        "flags": sorted(held("FLAGS") & {flag.replace("-", "_") for flag in flags} | _negated(flags)),
+        "flags": sorted(arguments() & {flag.replace("-", "_") for flag in flags} | _negated(flags)),
     }
 
 

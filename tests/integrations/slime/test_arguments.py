@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_accel.config import TailBatchingConfig
 from rl_accel.errors import ConfigError
+from rl_accel.features.tail_batching import TailBatchingFlags
 from rl_accel.integrations.slime.tail_batching import DATA_SOURCE, ROLLOUT, arguments
 
 FINE = {
@@ -24,7 +24,7 @@ FINE = {
     "num_rollout": None,
     "num_epoch": 3,
 }
-ON = TailBatchingConfig(enable=True)
+ON = TailBatchingFlags(enable=True)
 
 
 def test_an_ordinary_run_passes_and_its_run_follows_slimes():
@@ -54,7 +54,7 @@ def test_a_conflicting_flag_is_named(change, message):
 
 def test_the_data_source_without_the_flag_is_refused():
     with pytest.raises(ConfigError, match=r"rl_accel\.tail_batching\.enable is not set"):
-        arguments.check(SimpleNamespace(**FINE), TailBatchingConfig())
+        arguments.check(SimpleNamespace(**FINE), TailBatchingFlags())
 
 
 def test_a_small_data_set_and_a_quota_that_does_not_fit_are_named():
@@ -62,4 +62,4 @@ def test_a_small_data_set_and_a_quota_that_does_not_fit_are_named():
     with pytest.raises(ConfigError, match="at least --rollout-batch-size = 8 prompts, found 7"):
         arguments.run_of(args, ON, 7)
     with pytest.raises(ConfigError, match=r"domain_quotas must add up to .* 8 prompts, found 3"):
-        arguments.run_of(args, TailBatchingConfig(enable=True, domain_quotas={"math": 3}), 100)
+        arguments.run_of(args, TailBatchingFlags(enable=True, domain_quotas={"math": 3}), 100)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rl_accel.switch import SwitchState
+
 _SPEC = importlib.util.spec_from_file_location("slime_facts", Path(__file__).with_name("facts.py"))
 facts = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(facts)
@@ -24,10 +26,10 @@ def test_every_place_that_a_patch_writes_to_holds_the_function_by_name():
 
 
 def test_fields_states_and_flags_that_we_use_are_there():
-    assert RECORDED["sample_fields"] == sorted(facts.held("SAMPLE_FIELDS"))
-    assert RECORDED["statuses"] == sorted(facts.seams.STATUSES)
+    assert RECORDED["sample_fields"] == sorted(facts.sample_fields())
+    assert RECORDED["statuses"] == sorted(facts.CHECKS[0].attributes["slime.utils.types:Sample.Status"])
     assert RECORDED["position"] == sorted(facts.seams.POSITION)
-    assert RECORDED["flags"] == sorted({*facts.held("FLAGS"), "rollout_global_dataset"})
+    assert RECORDED["flags"] == sorted({*facts.arguments(), "rollout_global_dataset"})
 
 
 def test_the_recorded_facts_are_those_of_the_checkout(slime_root):
@@ -36,7 +38,10 @@ def test_the_recorded_facts_are_those_of_the_checkout(slime_root):
 
 
 def test_the_slime_that_is_imported_fits(slime_root):
-    facts.seams.require()
+    for check in facts.CHECKS:
+        check.apply(None)
+        assert check.state() is SwitchState.APPLIED
+        check.revert()
 
 
 def test_a_slime_that_has_changed_is_refused_by_name(slime_root, monkeypatch):
@@ -48,4 +53,4 @@ def test_a_slime_that_has_changed_is_refused_by_name(slime_root, monkeypatch):
     with pytest.raises(
         PatchRefused, match=r"generate_and_rm\(args, sample, sampling_params, evaluation\), found \(args, samp"
     ):
-        facts.seams.require()
+        facts.CHECKS[0].apply(None)

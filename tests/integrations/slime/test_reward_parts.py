@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_accel.config import RewardTimeoutConfig
 from rl_accel.errors import ConfigError
+from rl_accel.features.reward_timeout import RewardTimeoutFlags
 from rl_accel.integrations.slime.reward_timeout import JUDGE, MARK, arguments
 from rl_accel.integrations.slime.reward_timeout.awaited import within
 from rl_accel.integrations.slime.reward_timeout.programs import cases_of, program_of
@@ -16,11 +16,11 @@ from rl_accel.integrations.slime.reward_timeout.scores import Scores
 from rl_accel.reward.limit_updates import LimitUpdates
 from rl_accel.reward.program import Case, Limits
 
-ON = RewardTimeoutConfig(enable=True)
+ON = RewardTimeoutFlags(enable=True)
 
 
 def scores(*keys, **flags):
-    return Scores(RewardTimeoutConfig(**flags), keys)
+    return Scores(RewardTimeoutFlags(**flags), keys)
 
 
 @pytest.mark.parametrize(
@@ -222,13 +222,13 @@ def test_the_processor_time_of_an_awaited_grader_is_its_own():
 @pytest.mark.parametrize(
     ("change", "flags", "message"),
     [
-        ({}, RewardTimeoutConfig(), r"rl_accel\.reward_timeout\.enable is not set"),
+        ({}, RewardTimeoutFlags(), r"rl_accel\.reward_timeout\.enable is not set"),
         (
             {"rollout_sample_hook_path": ["my.hook"]},
             ON,
             r"rollout_sample_hook_path to hold rl_accel.*found \['my\.hook'\]",
         ),
-        ({}, RewardTimeoutConfig(enable=True, grader=JUDGE), "grader wants the grader that --custom-rm-path named"),
+        ({}, RewardTimeoutFlags(enable=True, grader=JUDGE), "grader wants the grader that --custom-rm-path named"),
     ],
 )
 def test_what_would_judge_wrongly_is_refused(change, flags, message):
@@ -240,4 +240,4 @@ def test_what_would_judge_wrongly_is_refused(change, flags, message):
 
 def test_bounds_that_contradict_each_other_are_named():
     with pytest.raises(ConfigError, match=r"rl_accel\.reward_timeout: maximum must be at least minimum = 5"):
-        arguments.settings_of(RewardTimeoutConfig(minimum=5.0, maximum=1.0))
+        arguments.settings_of(RewardTimeoutFlags(minimum=5.0, maximum=1.0))

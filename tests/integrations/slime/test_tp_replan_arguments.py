@@ -3,14 +3,14 @@
 import pytest
 import yaml
 
-from rl_accel.config import TpReplanConfig
 from rl_accel.errors import ConfigError
+from rl_accel.features.tp_replan import TpReplanFlags
 from rl_accel.integrations.slime import custom_config, hooks, rollout_log
 from rl_accel.integrations.slime.tp_replan import arguments
 from rl_accel.integrations.slime.tp_replan.layout import layout_of
 from rl_accel.runtime import RUNTIME
 
-ON = TpReplanConfig(enable=True)
+ON = TpReplanFlags(enable=True)
 
 
 @pytest.fixture(autouse=True)
@@ -92,12 +92,12 @@ def test_bounds_come_from_the_cluster_the_model_and_the_flags(arguments_of):
 
     assert sizes() == (1, 2, 4)
     assert sizes(rollout_num_gpus=16, num_gpus_per_node=8) == (1, 2, 4), "the model has 4 heads"
-    assert sizes(TpReplanConfig(enable=True, max_tp=2)) == (1, 2)
+    assert sizes(TpReplanFlags(enable=True, max_tp=2)) == (1, 2)
     assert sizes(sglang_pp_size=2, rollout_num_gpus_per_engine=2) == (1, 2)
     with pytest.raises(
         ConfigError, match=r"no tensor-parallel size is possible on 4 GPUs: .*TP 4: is below min_tp = 8"
     ):
-        sizes(TpReplanConfig(enable=True, min_tp=8))
+        sizes(TpReplanFlags(enable=True, min_tp=8))
 
 
 # The file for --custom-config-path

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_accel.config import GaeConfig
+from rl_accel.features.gae import GaeFlags
 from rl_accel.patches.slime import gae, reinforce_plus_plus
 
 LENGTHS = [5, 1, 130, 2, 64]
@@ -28,7 +28,7 @@ def looped(rewards, values, gamma, lam):
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (1.0, 0.0), (0.0, 0.5)])
 def test_each_sequence_is_computed_by_itself(lists, gamma, lam):
     rewards, values = lists
-    advantages, returns = gae.packed_gae(values, rewards, LENGTHS, gamma, lam, GaeConfig())
+    advantages, returns = gae.packed_gae(values, rewards, LENGTHS, gamma, lam, GaeFlags())
     for i in range(len(LENGTHS)):
         wanted = looped(rewards[i], values[i], gamma, lam)
         torch.testing.assert_close(advantages[i].double(), wanted, rtol=1e-5, atol=1e-5)
@@ -38,7 +38,7 @@ def test_each_sequence_is_computed_by_itself(lists, gamma, lam):
 def test_tokens_beyond_a_response_are_left_out_and_the_dtype_is_that_of_the_values(lists):
     rewards, values = lists
     short = [max(1, n - 1) for n in LENGTHS]
-    advantages, _ = gae.packed_gae([v.double() for v in values], rewards, short, 1.0, 0.9, GaeConfig())
+    advantages, _ = gae.packed_gae([v.double() for v in values], rewards, short, 1.0, 0.9, GaeFlags())
     assert [len(each) for each in advantages] == short
     assert all(each.dtype is torch.float64 for each in advantages)
     torch.testing.assert_close(advantages[2], looped(rewards[2][:-1], values[2][:-1], 1.0, 0.9), rtol=1e-6, atol=1e-6)

@@ -11,8 +11,8 @@ import transfer_queue as tq
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-from rl_accel.config import SamplerConfig
-from rl_accel.patches.verl.sampler import PATCHES
+from rl_accel.features.sampler import SamplerFlags
+from rl_accel.patches.verl.sampler import SWITCHES
 from rl_accel.telemetry import metrics
 
 pauses = []
@@ -74,8 +74,8 @@ def sample(keys, rollout_s):
 
 
 def main():
-    (patch,) = PATCHES
-    patch.apply(SamplerConfig())
+    (patch,) = SWITCHES
+    patch.apply(SamplerFlags())
     put(0, 20_000, "running")
     results = {"idle": cpu_share(10.0)}
     results["large"] = sample(20_000, 30.0)

@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from rl_accel.config import GaeConfig
 from rl_accel.errors import PatchRefused
-from rl_accel.patches.patch import PatchState
+from rl_accel.features.gae import GaeFlags
 from rl_accel.patches.verl import gae
+from rl_accel.switch import SwitchState
 from rl_accel.telemetry import metrics
 
 core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
-(PATCH,) = gae.PATCHES
+(PATCH,) = gae.SWITCHES
 
 
 @pytest.fixture(autouse=True)
 def untouched():
     """Every test starts and ends with verl's own function and no numbers waiting."""
-    assert PATCH.state() is PatchState.PENDING
+    assert PATCH.state() is SwitchState.PENDING
     gae._warn_once.cache_clear()
     metrics.drain()
     yield
@@ -49,7 +49,7 @@ def same_bits(found, wanted):
 
 def test_both_bindings_are_replaced_and_restored():
     original = core_algos.compute_gae_advantage_return
-    PATCH.apply(GaeConfig())
+    PATCH.apply(GaeFlags())
     ours = core_algos.compute_gae_advantage_return
     assert ours is not original
     assert core_algos.get_adv_estimator_fn("gae") is ours
@@ -61,14 +61,14 @@ def test_both_bindings_are_replaced_and_restored():
 
 def test_body_of_the_installed_verl_is_one_that_was_tested(caplog):
     with caplog.at_level(logging.WARNING, logger="rl_accel"):
-        PATCH.apply(GaeConfig())
+        PATCH.apply(GaeFlags())
     assert not caplog.records
 
 
 @pytest.mark.parametrize("mask_dtype", [torch.int64, torch.int32, torch.float32])
 def test_bits_of_verl_on_random_ragged_batches(mask_dtype):
     original = core_algos.compute_gae_advantage_return
-    PATCH.apply(GaeConfig())
+    PATCH.apply(GaeFlags())
     random = np.random.default_rng(1)
     for seed in range(100):
         rows, tokens = int(random.integers(1, 20)), int(random.integers(2, 70))
@@ -84,7 +84,7 @@ def test_bits_of_verl_on_random_ragged_batches(mask_dtype):
 
 def test_bits_of_verl_for_float64_strided_and_non_finite_inputs():
     original = core_algos.compute_gae_advantage_return
-    PATCH.apply(GaeConfig())
+    PATCH.apply(GaeFlags())
     for seed in range(10):
         double = batch(seed, 6, 50, dtype=torch.float64)
         wide = [x[::2, 5:] for x in batch(seed, 12, 60)]
@@ -101,14 +101,14 @@ def test_bits_of_verl_for_float64_strided_and_non_finite_inputs():
 
 def test_few_rows_are_not_cut_in_time():
     original = core_algos.compute_gae_advantage_return
-    PATCH.apply(GaeConfig())
+    PATCH.apply(GaeFlags())
     tensors = batch(0, 1, 16_400)
     assert same_bits(core_algos.compute_gae_advantage_return(*tensors, 1.0, 0.95), original(*tensors, 1.0, 0.95))
 
 
 def test_arguments_and_random_state_are_left_alone():
     state = torch.get_rng_state()
-    PATCH.apply(GaeConfig())
+    PATCH.apply(GaeFlags())
     tensors = batch(3, 8, 40)
     copies = [x.clone() for x in tensors]
     tensors[1].requires_grad_()
@@ -138,7 +138,7 @@ R, V, M = batch(1, 5, 30)
 )
 def test_left_to_verl_outside_the_proven_domain(arguments, reason, caplog):
     original = core_algos.compute_gae_advantage_return
-    PATCH.apply(GaeConfig())
+    PATCH.apply(GaeFlags())
     wanted = original(*arguments)
     with caplog.at_level(logging.WARNING, logger="rl_accel"):
         for _ in range(2):
@@ -159,14 +159,14 @@ def test_left_to_verl_outside_the_proven_domain(arguments, reason, caplog):
 def test_verls_own_errors_stay_its_own(arguments):
     with pytest.raises(Exception) as wanted:
         core_algos.compute_gae_advantage_return(*arguments)
-    PATCH.apply(GaeConfig())
+    PATCH.apply(GaeFlags())
     with pytest.raises(wanted.type) as found:
         core_algos.compute_gae_advantage_return(*arguments)
     assert str(found.value) == str(wanted.value)
 
 
 def test_numbers_for_the_logger():
-    PATCH.apply(GaeConfig())
+    PATCH.apply(GaeFlags())
     assert metrics.drain() == {}
     tensors = batch(0, 16, 2000)
     core_algos.compute_gae_advantage_return(*tensors, 1.0, 0.95)
@@ -175,7 +175,7 @@ def test_numbers_for_the_logger():
     assert found["rl_accel/gae/seconds_saved"] > found["rl_accel/gae/seconds"] > 0
 
 
-@pytest.mark.parametrize("settings", [GaeConfig(backend="chunk"), GaeConfig(backend="naive"), GaeConfig(threads=3)])
+@pytest.mark.parametrize("settings", [GaeFlags(backend="chunk"), GaeFlags(backend="naive"), GaeFlags(threads=3)])
 def test_asked_for_kernels_agree_with_verl(settings):
     original = core_algos.compute_gae_advantage_return
     PATCH.apply(settings)
@@ -199,9 +199,9 @@ def test_a_kernel_that_is_wrong_is_refused(monkeypatch):
 
     monkeypatch.setattr(ops, "gae", one_bit_off)
     with pytest.raises(PatchRefused, match=r"verl\.gae: parity probe .* output 0 differs"):
-        PATCH.apply(GaeConfig())
+        PATCH.apply(GaeFlags())
     assert core_algos.compute_gae_advantage_return is original
-    assert PATCH.state() is PatchState.PENDING
+    assert PATCH.state() is SwitchState.PENDING
 
 
 def test_a_verl_with_another_signature_is_refused(python, tmp_path):
@@ -216,14 +216,14 @@ def test_a_verl_with_another_signature_is_refused(python, tmp_path):
         """
         import verl.trainer.ppo.core_algos as ca
         from rl_accel.errors import PatchRefused
-        from rl_accel.patches.verl.gae import PATCHES
+        from rl_accel.patches.verl.gae import SWITCHES
         before = ca.compute_gae_advantage_return
         try:
-            PATCHES[0].apply()
+            SWITCHES[0].apply()
         except PatchRefused as error:
             print(error)
         kept = ca.compute_gae_advantage_return is before is ca.ADV_ESTIMATOR_REGISTRY["gae"]
-        print(ca.__file__, kept, PATCHES[0].state().value)
+        print(ca.__file__, kept, SWITCHES[0].state().value)
         """
     )
     assert done.returncode == 0, done.stderr
@@ -235,8 +235,8 @@ def test_a_verl_with_another_signature_is_refused(python, tmp_path):
 def test_a_kernel_that_cannot_take_verls_tensors_is_refused():
     for backend, reason in {"triton": "gae.backend=triton|triton", "fastest": "gae.backend=fastest"}.items():
         with pytest.raises(PatchRefused, match=reason):
-            PATCH.apply(GaeConfig(backend=backend))
-    assert PATCH.state() is PatchState.PENDING
+            PATCH.apply(GaeFlags(backend=backend))
+    assert PATCH.state() is SwitchState.PENDING
 
 
 @pytest.mark.slow
@@ -246,7 +246,7 @@ def test_importable_without_verl(python):
         import sys
         sys.modules["verl"] = None
         from rl_accel.patches.verl import gae, sampler
-        print([p.name for p in gae.PATCHES + sampler.PATCHES])
+        print([p.name for p in gae.SWITCHES + sampler.SWITCHES])
         """
     )
     assert done.returncode == 0, done.stderr

@@ -10,16 +10,16 @@ from omegaconf import OmegaConf
 
 from rl_accel.errors import PatchRefused
 from rl_accel.patches.fingerprint import fingerprint
-from rl_accel.patches.patch import PatchState
+from rl_accel.switch import SwitchState
 from rl_accel.telemetry import metrics
 
 MODULES = ("outcome", "optimal_token_baseline", "reinforce_plus_plus", "whiten")
-PATCHES = {
+SWITCHES = {
     patch.name.removeprefix("verl."): patch
     for module in MODULES
-    for patch in importlib.import_module(f"rl_accel.patches.verl.{module}").PATCHES
+    for patch in importlib.import_module(f"rl_accel.patches.verl.{module}").SWITCHES
 }
-ESTIMATORS = [name for name in PATCHES if name != "masked_whiten"]
+ESTIMATORS = [name for name in SWITCHES if name != "masked_whiten"]
 CONFIG = OmegaConf.create({"gamma": 0.98, "norm_adv_by_std_in_grpo": True})
 
 
@@ -35,8 +35,8 @@ def apply(core_algos):
 
     def apply(*names: str) -> None:
         for name in names:
-            applied.append(PATCHES[name])
-            PATCHES[name].apply(None)
+            applied.append(SWITCHES[name])
+            SWITCHES[name].apply(None)
 
     yield apply
     for patch in reversed(applied):
@@ -81,22 +81,22 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype == torch.float32 and torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
-@pytest.mark.parametrize("name", PATCHES)
+@pytest.mark.parametrize("name", SWITCHES)
 def test_in_and_out_of_every_binding(core_algos, apply, name):
-    patch = PATCHES[name]
+    patch = SWITCHES[name]
     before = places(patch)
     apply(name)
     held = places(patch)
-    assert patch.state() is PatchState.APPLIED
+    assert patch.state() is SwitchState.APPLIED
     assert all(now is held[0] and now is not then for now, then in zip(held, before, strict=True))
     patch.revert()
-    assert patch.state() is PatchState.PENDING
+    assert patch.state() is SwitchState.PENDING
     assert all(now is then for now, then in zip(places(patch), before, strict=True))
 
 
-@pytest.mark.parametrize("name", PATCHES)
+@pytest.mark.parametrize("name", SWITCHES)
 def test_upstream_body_is_the_one_tested_with(core_algos, name):
-    assert fingerprint(places(PATCHES[name])[0]) in PATCHES[name].fingerprints
+    assert fingerprint(places(SWITCHES[name])[0]) in SWITCHES[name].fingerprints
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -139,7 +139,7 @@ def test_bits_through_verls_compute_advantage(core_algos, apply, name):
         return compute_advantage(data, adv_estimator=name, config=CONFIG).batch
 
     expected = [run(seed) for seed in range(5)]
-    apply(*PATCHES)
+    apply(*SWITCHES)
     for seed, wanted in enumerate(expected):
         found = run(seed)
         assert same_bits(found["advantages"], wanted["advantages"])
@@ -210,10 +210,10 @@ def test_missing_uid_is_verls_error(core_algos, apply):
         core_algos.compute_grpo_outcome_advantage(torch.zeros(2, 2), torch.ones(2, 2))
 
 
-@pytest.mark.parametrize("name", PATCHES)
+@pytest.mark.parametrize("name", SWITCHES)
 def test_a_twin_that_disagrees_is_refused(core_algos, name):
     def one_bit_off(original, settings):
-        good = PATCHES[name].make(original, settings)
+        good = SWITCHES[name].make(original, settings)
 
         def replacement(*args, **kwargs):
             found = good(*args, **kwargs)
@@ -223,7 +223,7 @@ def test_a_twin_that_disagrees_is_refused(core_algos, name):
 
         return replacement
 
-    wrong = dataclasses.replace(PATCHES[name], make=one_bit_off)
+    wrong = dataclasses.replace(SWITCHES[name], make=one_bit_off)
     before = places(wrong)
     with pytest.raises(PatchRefused, match="differs by"):
         wrong.apply(None)
@@ -232,7 +232,7 @@ def test_a_twin_that_disagrees_is_refused(core_algos, name):
 
 def test_an_old_verl_is_refused(core_algos, monkeypatch):
     monkeypatch.setattr(importlib.import_module("verl"), "__version__", "0.5.0")
-    for patch in PATCHES.values():
+    for patch in SWITCHES.values():
         with pytest.raises(PatchRefused, match=r"supports verl>=0\.9, .*0\.5\.0"):
             patch.check()
 
@@ -244,7 +244,7 @@ def test_patch_files_import_without_verl(python):
         import importlib, sys
         sys.modules["verl"] = None
         for name in {MODULES!r}:
-            assert importlib.import_module("rl_accel.patches.verl." + name).PATCHES
+            assert importlib.import_module("rl_accel.patches.verl." + name).SWITCHES
         assert "numba" not in sys.modules
         """
     )

@@ -14,19 +14,19 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from rl_accel.config import SamplerConfig
 from rl_accel.errors import PatchRefused
-from rl_accel.patches.patch import PatchState
+from rl_accel.features.sampler import SamplerFlags
 from rl_accel.patches.verl import sampler
+from rl_accel.switch import SwitchState
 from rl_accel.telemetry import metrics
 
 replay_buffer = pytest.importorskip("verl.trainer.ppo.v1.replay_buffer")
-(PATCH,) = sampler.PATCHES
+(PATCH,) = sampler.SWITCHES
 
 
 @pytest.fixture(autouse=True)
 def untouched():
-    assert PATCH.state() is PatchState.PENDING
+    assert PATCH.state() is SwitchState.PENDING
     metrics.drain()
     yield
     PATCH.revert()
@@ -42,7 +42,7 @@ def buffer(kind=replay_buffer.ReplayBuffer, poll_interval=2.0):
 
 def test_revert_restores_the_very_method():
     original = vars(replay_buffer.ReplayBuffer)["_wait_for_next_poll"]
-    PATCH.apply(SamplerConfig())
+    PATCH.apply(SamplerFlags())
     assert vars(replay_buffer.ReplayBuffer)["_wait_for_next_poll"] is not original
     PATCH.revert()
     assert vars(replay_buffer.ReplayBuffer)["_wait_for_next_poll"] is original
@@ -50,14 +50,14 @@ def test_revert_restores_the_very_method():
 
 def test_body_of_the_installed_verl_is_one_that_was_tested(caplog):
     with caplog.at_level(logging.WARNING, logger="rl_accel"):
-        PATCH.apply(SamplerConfig())
+        PATCH.apply(SamplerFlags())
     assert not caplog.records
 
 
 @pytest.mark.parametrize("kind", [replay_buffer.ReplayBuffer, replay_buffer.ReplayBufferAsync])
 def test_waits_milliseconds_and_leaves_the_interval_alone(kind):
     """ReplayBuffer serves sync, ReplayBufferAsync colocate_async and separate_async."""
-    PATCH.apply(SamplerConfig())
+    PATCH.apply(SamplerFlags())
     made = buffer(kind, poll_interval=600.0)
     start = debug = time.time()
     for _ in range(5):
@@ -70,7 +70,7 @@ def test_waits_milliseconds_and_leaves_the_interval_alone(kind):
 
 
 def test_what_is_saved_is_the_time_to_the_wake_up_of_stock():
-    PATCH.apply(SamplerConfig())
+    PATCH.apply(SamplerFlags())
     made, debug = buffer(poll_interval=50.0), time.time()
     for _ in range(3):
         debug = made._wait_for_next_poll("train", debug)
@@ -81,7 +81,7 @@ def test_what_is_saved_is_the_time_to_the_wake_up_of_stock():
 
 
 def test_cost_of_the_training_between_samples_is_not_taken_for_a_poll(monkeypatch):
-    PATCH.apply(SamplerConfig())
+    PATCH.apply(SamplerFlags())
     made = buffer()
     made._wait_for_next_poll("train", time.time())
     ahead = time.perf_counter
@@ -92,7 +92,7 @@ def test_cost_of_the_training_between_samples_is_not_taken_for_a_poll(monkeypatc
 
 def test_log_line_and_its_pace_are_verls(monkeypatch, caplog):
     monkeypatch.setattr(replay_buffer, "VERL_REPLAY_BUFFER_DEBUG_INTERVAL_SECONDS", 30)
-    PATCH.apply(SamplerConfig())
+    PATCH.apply(SamplerFlags())
     made, begun = buffer(poll_interval=0.01), time.time() - 31
     caplog.clear()
     with caplog.at_level(logging.INFO, logger=replay_buffer.logger.name):
@@ -107,7 +107,7 @@ def test_interval_survives_an_interrupt(monkeypatch):
     def interrupt(_seconds):
         raise KeyboardInterrupt
 
-    PATCH.apply(SamplerConfig())
+    PATCH.apply(SamplerFlags())
     made = buffer()
     monkeypatch.setattr(replay_buffer.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -129,7 +129,7 @@ def test_a_method_that_ignores_the_interval_is_refused(framework):
     original = core.ReplayBuffer._wait_for_next_poll
     patch = replace(PATCH, target=f"{name}.core:ReplayBuffer._wait_for_next_poll", supports=name)
     with pytest.raises(PatchRefused, match="no longer reads"):
-        patch.apply(SamplerConfig())
+        patch.apply(SamplerFlags())
     assert core.ReplayBuffer._wait_for_next_poll is original
 
 

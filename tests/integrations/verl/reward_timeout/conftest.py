@@ -36,7 +36,7 @@ def configure(composed: Any, tmp_path: Path) -> Callable[..., Any]:
     """
     from omegaconf import OmegaConf
 
-    from rl_accel.config import RewardTimeoutConfig
+    from rl_accel.features.reward_timeout import RewardTimeoutFlags
     from rl_accel.integrations.verl.reward_timeout.wiring import wire
 
     def make(source: str | None = None, flags: dict[str, Any] | None = None, **keys: Any) -> Any:
@@ -48,7 +48,7 @@ def configure(composed: Any, tmp_path: Path) -> Callable[..., Any]:
             keys = {"reward__custom_reward_function__path": str(module), **keys}
         for key, value in keys.items():
             OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
-        wire(config, RewardTimeoutConfig(enable=True, **(flags or {})))
+        wire(config, RewardTimeoutFlags(enable=True, **(flags or {})))
         return config
 
     return make

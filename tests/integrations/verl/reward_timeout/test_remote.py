@@ -17,7 +17,7 @@ folder, model = sys.argv[1:3]
 ray.init(address="local", num_cpus=4, include_dashboard=False, _temp_dir=folder + "/r")
 
 from hydra import compose, initialize_config_module
-from rl_accel.config import RewardTimeoutConfig
+from rl_accel.features.reward_timeout import RewardTimeoutFlags
 from rl_accel.integrations.ray import reward_anchors
 from rl_accel.integrations.verl.reward_timeout import VALIDATION
 from rl_accel.integrations.verl.reward_timeout.judges import judges
@@ -32,7 +32,7 @@ with initialize_config_module("verl.trainer.config", version_base=None):
     config = compose("ppo_trainer", [
         f"actor_rollout_ref.model.path={model}", "reward.num_workers=2", f"trainer.default_local_dir={folder}/run",
         f"reward.custom_reward_function.path={folder}/graded.py"])
-wire(config, RewardTimeoutConfig(enable=True, maximum=20.0, minimum=0.5, min_correct=1, workers=2))
+wire(config, RewardTimeoutFlags(enable=True, maximum=20.0, minimum=0.5, min_correct=1, workers=2))
 manager = RewardLoopManager(config)
 workers = judges(manager.reward_loop_worker_handles, config)
 collect, report = Collector(), {}

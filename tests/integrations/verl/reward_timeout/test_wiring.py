@@ -3,12 +3,12 @@
 import pytest
 from omegaconf import OmegaConf
 
-from rl_accel.config import RewardTimeoutConfig
 from rl_accel.errors import ConfigError
+from rl_accel.features.reward_timeout import RewardTimeoutFlags
 from rl_accel.integrations.verl.reward_timeout import AGENT_LOOPS, LEGACY_AGENT_LOOPS, MANAGER, MANAGER_MODULE
 from rl_accel.integrations.verl.reward_timeout.wiring import is_wired, refuse_unwired, wire, wired
 
-ON = RewardTimeoutConfig(enable=True)
+ON = RewardTimeoutFlags(enable=True)
 LOOPS = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 
 
@@ -32,7 +32,7 @@ def test_our_own_manager_cannot_be_held_and_is_not_offered(composed, monkeypatch
 
 def test_one_flag_sets_the_keys_of_the_official_seams_and_nothing_else(composed):
     config = changed(composed, trainer__default_local_dir="/somewhere/run")
-    wire(config, RewardTimeoutConfig(enable=True, scale=2.0, workers=3))
+    wire(config, RewardTimeoutFlags(enable=True, scale=2.0, workers=3))
     found = wired(config)
     assert (found.source, found.name, found.path) == ("register", "naive", None)
     assert (found.settings.scale, found.settings.maximum, found.flags.workers) == (2.0, 30.0, 3)
@@ -46,7 +46,7 @@ def test_one_flag_sets_the_keys_of_the_official_seams_and_nothing_else(composed)
     before["actor_rollout_ref"]["rollout"]["agent"]["agent_loop_manager_class"] = AGENT_LOOPS
     assert after == before
 
-    wire(config, RewardTimeoutConfig(enable=True, scale=2.0, workers=3))
+    wire(config, RewardTimeoutFlags(enable=True, scale=2.0, workers=3))
     assert OmegaConf.to_container(config) == after, "a second time changes nothing"
 
 
@@ -91,7 +91,7 @@ def test_what_cannot_work_is_refused(composed, keys, message):
 
 def test_flags_that_do_not_go_together_are_refused(composed):
     with pytest.raises(ConfigError, match=r"rl_accel\.reward_timeout: maximum must be at least minimum"):
-        wire(changed(composed), RewardTimeoutConfig(enable=True, minimum=5.0, maximum=1.0))
+        wire(changed(composed), RewardTimeoutFlags(enable=True, minimum=5.0, maximum=1.0))
 
 
 def test_a_verl_without_a_reward_loop_is_refused():
@@ -121,17 +121,16 @@ def test_verls_intake_wires_both_features_and_neither_without_flags(composed):
     }
     try:
         config = changed(composed)
-        config_intake.wire(config)
+        config_intake.in_driver(config)
         assert OmegaConf.to_container(config) == OmegaConf.to_container(composed)
         config = changed(composed, **sizes, **flags)
-        config_intake.take_in(config)
         with pytest.raises(ConfigError, match="tail_batching"):
-            config_intake.refuse_unwired(config)
-        config_intake.wire(config)
+            config_intake.in_trainer(config)
+        config_intake.in_driver(config)
         assert is_wired(config)
         assert OmegaConf.select(config, LOOPS) == tail_batching.MANAGER
-        config_intake.wire(config)
-        config_intake.refuse_unwired(config)
+        config_intake.in_driver(config)
+        config_intake.in_trainer(config)
     finally:
         RUNTIME.restore(layers)
 

@@ -8,8 +8,9 @@ from omegaconf import OmegaConf
 if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed", allow_module_level=True)
 
-from rl_accel.config import TailBatchingConfig, resolve
+from rl_accel.config import resolve
 from rl_accel.errors import ConfigError
+from rl_accel.features.tail_batching import TAIL_BATCHING, TailBatchingFlags
 from rl_accel.integrations.verl.tail_batching.wiring import check_data, run_of, wire
 
 
@@ -41,7 +42,7 @@ def plain(config):
 
 def test_one_flag_sets_the_keys_of_the_official_seams_and_nothing_else(composed):
     config = changed(composed)
-    wire(config, TailBatchingConfig(enable=True, prompt_ratio="auto", queue_threshold=3))
+    wire(config, TailBatchingFlags(enable=True, prompt_ratio="auto", queue_threshold=3))
     assert config.trainer.v1.trainer_mode == "tail_batching"
     run = run_of(config)
     assert (run.prompts_per_step, run.flags.prompt_ratio, run.queue_threshold) == (8, "auto", 3)
@@ -54,7 +55,7 @@ def test_one_flag_sets_the_keys_of_the_official_seams_and_nothing_else(composed)
     agent["agent_loop_manager_class"] = "rl_accel.integrations.verl.tail_batching.agent_loop.TailAgentLoopManager"
     assert after == before
 
-    wire(config, TailBatchingConfig(enable=True, prompt_ratio="auto", queue_threshold=3))
+    wire(config, TailBatchingFlags(enable=True, prompt_ratio="auto", queue_threshold=3))
     assert plain(config) == after, "a second time changes nothing"
 
 
@@ -67,9 +68,8 @@ def test_intake_without_the_flag_leaves_verls_configuration_alone(composed, flag
     before = plain(config)
     layers = RUNTIME.layers()
     try:
-        config_intake.take_in(config)
-        config_intake.wire(config)
-        config_intake.refuse_unwired(config)
+        config_intake.in_driver(config)
+        config_intake.in_trainer(config)
     finally:
         RUNTIME.restore(layers)
     assert plain(config) == before
@@ -98,7 +98,7 @@ def test_what_cannot_work_is_refused_with_key_wanted_and_found(composed, keys, m
     config = changed(composed, **keys)
     before = plain(config)
     with pytest.raises(ConfigError, match=r"rl_accel\.tail_batching wants") as caught:
-        wire(config, TailBatchingConfig(enable=True))
+        wire(config, TailBatchingFlags(enable=True))
     assert message in str(caught.value)
     assert plain(config) == before
 
@@ -134,14 +134,14 @@ def test_flags_that_make_no_sense_are_refused(flags, message):
 )
 def test_quotas_must_add_up_to_a_batch(composed, quotas, message):
     with pytest.raises(ConfigError, match=r"rl_accel\.tail_batching: " + message):
-        wire(changed(composed), TailBatchingConfig(enable=True, domain_quotas=quotas))
+        wire(changed(composed), TailBatchingFlags(enable=True, domain_quotas=quotas))
 
 
 def test_quotas_reach_the_core_and_the_data(composed):
     config = changed(
         composed, rl_accel={"tail_batching": {"domain_quotas": {"math": 6, "code": 2}, "domain_key": "kind"}}
     )
-    wire(config, resolve([("test", config.rl_accel)]).tail_batching)
+    wire(config, resolve([("test", config.rl_accel)])[TAIL_BATCHING])
     flags = run_of(config).flags
     assert (flags.domain_quotas, flags.domain_key) == ({"math": 6, "code": 2}, "kind")
 
@@ -150,7 +150,7 @@ def test_data_that_cannot_fill_a_batch_is_refused(composed):
     config = changed(composed)
 
     def run(domain_key="kind"):
-        flags = TailBatchingConfig(enable=True, domain_quotas={"math": 6, "code": 2}, domain_key=domain_key)
+        flags = TailBatchingFlags(enable=True, domain_quotas={"math": 6, "code": 2}, domain_key=domain_key)
         wire(config, flags)
         return run_of(config)
 
@@ -197,8 +197,7 @@ def test_the_trainer_refuses_a_data_set_smaller_than_a_round(python, repo):
                 "actor_rollout_ref.actor.ppo_mini_batch_size=8", "critic.ppo_mini_batch_size=8",
                 "data.max_prompt_length=16", "+rl_accel.tail_batching.enable=True",
             ])
-        config_intake.take_in(config)
-        config_intake.wire(config)
+        config_intake.in_driver(config)
         trainer = get_trainer_cls("tail_batching")(config)
         trainer._init_tokenizer()
         trainer._init_dataloader()
@@ -212,7 +211,7 @@ def test_the_trainer_refuses_a_data_set_smaller_than_a_round(python, repo):
 
 def test_a_verl_without_the_v1_trainer_is_refused():
     with pytest.raises(ConfigError, match=r"wants verl 0\.9\.1 or later with its V1 trainer, found verl"):
-        wire(OmegaConf.create({"trainer": {}}), TailBatchingConfig(enable=True))
+        wire(OmegaConf.create({"trainer": {}}), TailBatchingFlags(enable=True))
 
 
 def test_a_trainer_that_nobody_wired_is_stopped(composed):
@@ -223,7 +222,7 @@ def test_a_trainer_that_nobody_wired_is_stopped(composed):
     try:
         RUNTIME.set_layer(FRAMEWORK, {"tail_batching": {"enable": True}})
         with pytest.raises(ConfigError, match=r"trainer_mode = tail_batching in the trainer, found sync"):
-            config_intake.refuse_unwired(composed)
+            config_intake.in_trainer(composed)
     finally:
         RUNTIME.restore(layers)
 

@@ -8,14 +8,14 @@ from omegaconf import OmegaConf
 if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed", allow_module_level=True)
 
-from rl_accel.config import TelemetryConfig
 from rl_accel.errors import ConfigError
+from rl_accel.features.telemetry import TelemetryFlags
 from rl_accel.integrations.verl import agent_loop, tail_batching
 from rl_accel.integrations.verl.telemetry.wiring import file_of, refuse_unwired, wire
 from rl_accel.patches.verl import config_intake
 from rl_accel.runtime import RUNTIME
 
-ON = TelemetryConfig(enable=True)
+ON = TelemetryFlags(enable=True)
 SIZES = {"data.train_batch_size": 8, "actor_rollout_ref.actor.ppo_mini_batch_size": 8, "critic.ppo_mini_batch_size": 8}
 
 
@@ -82,18 +82,16 @@ def test_agent_loops_of_the_users_are_refused(composed):
 def test_features_that_need_agent_loops_share_them(composed, others, manager):
     flags = {f"rl_accel.{name}.enable": True for name in ("telemetry", *others)}
     config = changed(composed, {**SIZES, **flags})
-    config_intake.take_in(config)
     for _ in range(2):
-        config_intake.wire(config)
-        config_intake.refuse_unwired(config)
+        config_intake.in_driver(config)
+        config_intake.in_trainer(config)
         assert OmegaConf.select(config, agent_loop.KEY) == manager
         assert file_of(config) is not None
 
 
 def test_bare_enable_leaves_it_off(composed):
     config = changed(composed, {"rl_accel.auto": True})
-    config_intake.take_in(config)
-    config_intake.wire(config)
+    config_intake.in_driver(config)
     assert file_of(config) is None
 
 

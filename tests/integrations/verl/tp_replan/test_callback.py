@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_accel.config import TpReplanConfig
+from rl_accel.features.tp_replan import TpReplanFlags
 from rl_accel.integrations.ray import restart_note
 from rl_accel.integrations.verl.tp_replan import STATE_FILE, callback
 from rl_accel.integrations.verl.tp_replan.callback import TpReplan, kind_of, tokens_of
@@ -48,7 +48,7 @@ def run(configure, monkeypatch):
             global_steps=0,
         )
         trainer._save_checkpoint = lambda: trainer.checkpoint_manager.calls.append(f"save {trainer.global_steps}")
-        told = TpReplan(TpReplanConfig(**{**QUICK, **(flags or {})}), lambda: trainer)
+        told = TpReplan(TpReplanFlags(**{**QUICK, **(flags or {})}), lambda: trainer)
 
         def step(number, preemptions, **more):
             trainer.global_steps = number
@@ -186,4 +186,4 @@ def test_the_planners_state_goes_along_with_a_resumed_run_and_not_with_a_new_one
 
 
 def test_without_a_trainer_there_is_nothing_to_say():
-    assert TpReplan(TpReplanConfig(enable=True), lambda: None)(1, {"training/global_step": 1}) == {}
+    assert TpReplan(TpReplanFlags(enable=True), lambda: None)(1, {"training/global_step": 1}) == {}

@@ -3,12 +3,12 @@
 import pytest
 from omegaconf import OmegaConf
 
-from rl_accel.config import TpReplanConfig
 from rl_accel.errors import ConfigError
+from rl_accel.features.tp_replan import TpReplanFlags
 from rl_accel.integrations.verl.tp_replan.wiring import bounds_of, refuse_unwired, settings_of, wire
 
-ON = TpReplanConfig(enable=True)
-RESTART = TpReplanConfig(enable=True, action="restart")
+ON = TpReplanFlags(enable=True)
+RESTART = TpReplanFlags(enable=True, action="restart")
 ROLLOUT = "actor_rollout_ref__rollout__"
 
 
@@ -85,7 +85,7 @@ def test_a_restart_wants_checkpoints_that_hold_everything_and_advice_does_not(co
 
 
 def test_live_wants_an_engine_that_can_be_relaunched_and_checkpoints_as_a_restart(configure):
-    live = TpReplanConfig(enable=True, action="live")
+    live = TpReplanFlags(enable=True, action="live")
     wire(configure(), live)
     with pytest.raises(ConfigError) as caught:
         wire(configure(**{ROLLOUT + "name": "vllm"}), live)
@@ -101,7 +101,7 @@ def test_bounds_come_from_the_cluster_the_model_and_the_flags(configure):
     assert bounds_of(configure(), ON).sizes == (1, 2, 4)
     assert bounds_of(configure(trainer__nnodes=2, trainer__n_gpus_per_node=2), ON).sizes == (1, 2)
     assert bounds_of(configure(**{ROLLOUT + "data_parallel_size": 2}), ON).sizes == (1, 2)
-    assert bounds_of(configure(), TpReplanConfig(enable=True, max_tp=2)).sizes == (1, 2)
+    assert bounds_of(configure(), TpReplanFlags(enable=True, max_tp=2)).sizes == (1, 2)
     assert bounds_of(configure(model={"num_attention_heads": 2}), ON).sizes == (1, 2)
 
 
@@ -109,18 +109,18 @@ def test_bounds_that_no_size_satisfies_are_one_clear_error(configure):
     with pytest.raises(
         ConfigError, match=r"no tensor-parallel size is possible on 4 GPUs: TP 1: is below min_tp = 4; .*TP 4"
     ):
-        wire(configure(model={"num_attention_heads": 2}), TpReplanConfig(enable=True, min_tp=4))
+        wire(configure(model={"num_attention_heads": 2}), TpReplanFlags(enable=True, min_tp=4))
 
 
 def test_flags_that_contradict_each_other_are_named(configure):
     with pytest.raises(ConfigError, match="max_tp must be at least min_tp = 2"):
-        wire(configure(), TpReplanConfig(enable=True, min_tp=2, max_tp=1))
+        wire(configure(), TpReplanFlags(enable=True, min_tp=2, max_tp=1))
 
 
 def test_the_share_of_memory_is_the_engines_unless_it_is_given(configure):
     config = configure(**{ROLLOUT + "gpu_memory_utilization": 0.4})
     assert settings_of(config, ON).memory_share == 0.4
-    assert settings_of(config, TpReplanConfig(enable=True, memory_share=0.8)).memory_share == 0.8
+    assert settings_of(config, TpReplanFlags(enable=True, memory_share=0.8)).memory_share == 0.8
 
 
 def test_a_model_that_cannot_be_read_bounds_nothing(configure):

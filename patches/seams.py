@@ -1,0 +1,104 @@
+"""Checks that a framework has what a feature needs of it, so that one that has changed is refused by name."""
+
+import functools
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_accel.errors import PatchRefused
+from rl_accel.switch import SwitchState
+
+Seams = Mapping[str, tuple[str, ...] | None]
+"""By ``"pkg.mod:function"`` or ``"pkg.mod:Class.attribute"``: parameter names in order, without ``*args`` and ``**kwargs``;
+None: whatever they are."""
+
+
+def require(feature: str, seams: Seams) -> None:
+    """Import the modules of ``seams`` and check what is in them.
+
+    Raises:
+        PatchRefused: names the first thing that is absent or different, what is wanted and what was found.
+    """
+    for where, wanted in seams.items():
+        module, _, path = where.partition(":")
+        try:
+            item = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        except (ImportError, AttributeError) as error:
+            raise PatchRefused(f"{feature} wants {where}, which is not there ({error})") from error
+        if wanted is not None and (present := _parameters(item)) != wanted:
+            raise PatchRefused(f"{feature} wants {where}({', '.join(wanted)}), found ({', '.join(present)})")
+
+
+def require_modules(feature: str, seams: Seams) -> None:
+    """Check that the modules of ``seams`` exist, without importing them; their top-level package must be imported.
+
+    Raises:
+        PatchRefused: names the first one that is absent.
+    """
+    for where in seams:
+        package, *rest = where.partition(":")[0].split(".")
+        home = importlib.util.find_spec(package)
+        folders = home.submodule_search_locations if home is not None else None
+        files = [Path(folder, *rest) for folder in folders or ()]
+        if not any(file.with_suffix(".py").is_file() or (file / "__init__.py").is_file() for file in files):
+            raise PatchRefused(f"{feature} wants {where}, which is not in the {package} installed here")
+
+
+_passed: set[str] = set()
+
+
+@dataclass(frozen=True)
+class SeamCheck:
+    """A switch that changes nothing: "applied" means that the framework has what a feature needs of it.
+
+    Attributes:
+        name: unique, ``"slime.reward_timeout"``.
+        feature: the feature (section of the flags) it belongs to.
+        target: ``"pkg.mod:what"``; the check is made once ``pkg.mod`` is imported.
+        seams: what is needed.
+        attributes: by ``"pkg.mod:Class"``, the names that the class or its dataclass fields must have.
+    """
+
+    name: str
+    feature: str
+    target: str
+    seams: Seams
+    attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def state(self) -> SwitchState:
+        """Return APPLIED if the last check found everything."""
+        return SwitchState.APPLIED if self.name in _passed else SwitchState.PENDING
+
+    def apply(self, _settings: Any) -> None:
+        """Look whether everything is there.
+
+        Raises:
+            PatchRefused: names what is wanted and what was found.
+        """
+        require(self.feature, self.seams)
+        for where, wanted in self.attributes.items():
+            module, _, path = where.partition(":")
+            owner = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+            present = {*dir(owner), *getattr(owner, "__dataclass_fields__", ())}
+            if missing := [name for name in wanted if name not in present]:
+                raise PatchRefused(f"{self.feature} wants {where} to have {', '.join(missing)}")
+        _passed.add(self.name)
+
+    def revert(self) -> None:
+        """Forget the check; there is nothing to undo."""
+        _passed.discard(self.name)
+
+
+def _parameters(function: Any) -> tuple[str, ...]:
+    """Names of the parameters, without ``*args``, ``**kwargs`` and the one that Ray adds to methods of its actors."""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(inspect.unwrap(function)).parameters.values()
+    return tuple(
+        parameter.name
+        for parameter in parameters
+        if parameter.kind not in variable and parameter.name != "_ray_trace_ctx"
+    )
