@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rl_accel.config import TailBatchingConfig
 from rl_accel.errors import ConfigError
+from rl_accel.features.tail_batching import TailBatchingFlags
 from rl_accel.rollout.tail_decisions import EpochSettled
 
 
@@ -28,7 +28,7 @@ class TailRun:
 
     prompts_per_step: int
     responses_per_prompt: int
-    flags: TailBatchingConfig = field(default_factory=TailBatchingConfig)
+    flags: TailBatchingFlags = field(default_factory=TailBatchingFlags)
     filter_groups: bool = False
     data_id: str = ""
 

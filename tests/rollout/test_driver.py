@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from rl_accel.config import TailBatchingConfig
 from rl_accel.errors import ConfigError
+from rl_accel.features.tail_batching import TailBatchingFlags
 from rl_accel.rollout.driver import Event, RolloutDriver
 from rl_accel.rollout.prompt_supply import PromptSupply
 from rl_accel.rollout.tail_batching import TailBatching
@@ -73,7 +73,7 @@ def varies(prompt_id, group):
 def make(rows=1000, workers=None, domain=lambda row: "any", filter_groups=False, **flags):
     """A driver over ``rows`` rows an epoch; ``domain`` names that of the row with this number, from 1 and on over epochs."""
     workers = workers or Schedule()
-    core = TailBatching(TailRun(4, 2, TailBatchingConfig(**{"queue_threshold": 3, **flags}), filter_groups))
+    core = TailBatching(TailRun(4, 2, TailBatchingFlags(**{"queue_threshold": 3, **flags}), filter_groups))
 
     def fetch():
         row = supply.fetched + 1

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from rl_accel.config import TailBatchingConfig
 from rl_accel.errors import ConfigError
+from rl_accel.features.tail_batching import TailBatchingFlags
 from rl_accel.rollout.tail_batching import TailBatching
 from rl_accel.rollout.tail_decisions import (
     Cancel,
@@ -27,7 +27,7 @@ class Host:
     """Carries out decisions and remembers them. ``data`` prompts are offered as they are asked for; None: not at all."""
 
     def __init__(self, P0=2, R0=2, data=0, epoch="1", filter_groups=False, **flags):
-        self.core = TailBatching(TailRun(P0, R0, TailBatchingConfig(**flags), filter_groups))
+        self.core = TailBatching(TailRun(P0, R0, TailBatchingFlags(**flags), filter_groups))
         self.data = None if data is None else [f"{epoch}:{row}" for row in range(data)]
         self.now = 0.0
         self.log, self.responses, self.cancelled = [], {}, []
@@ -484,11 +484,11 @@ def test_a_state_that_lost_a_prompt_is_refused():
         ({"prompts_per_step": 0}, "prompts_per_step to be at least 1, found 0"),
         ({"responses_per_prompt": 0}, "responses_per_prompt to be at least 1, found 0"),
         (
-            {"flags": TailBatchingConfig(domain_quotas={"math": 1})},
+            {"flags": TailBatchingFlags(domain_quotas={"math": 1})},
             r"domain_quotas must add up to .* 2 prompts, found 1",
         ),
         (
-            {"flags": TailBatchingConfig(domain_quotas={"math": 2, "code": 0})},
+            {"flags": TailBatchingFlags(domain_quotas={"math": 2, "code": 0})},
             r"\['code'\] must be at least 1, found 0",
         ),
     ],

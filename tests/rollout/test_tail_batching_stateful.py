@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rl_accel.config import TailBatchingConfig
+from rl_accel.features.tail_batching import TailBatchingFlags
 from rl_accel.rollout.tail_batching import TailBatching
 from rl_accel.rollout.tail_decisions import (
     Cancel,
@@ -82,7 +82,7 @@ class Host(RuleBasedStateMachine):
         self.P0, self.R0, self.filtered, self.retries = prompts, responses, filtered, retries
         self.surplus = -(-responses * surplus // 1)
         self.quotas = {"code": split, "math": prompts - split} if 0 < split < prompts else {}
-        flags = TailBatchingConfig(
+        flags = TailBatchingFlags(
             prompt_ratio=ratio,
             response_ratio=surplus,
             queue_threshold=threshold,

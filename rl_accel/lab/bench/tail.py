@@ -21,7 +21,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from rl_accel.config import TailBatchingConfig
+from rl_accel.features.tail_batching import TailBatchingFlags
 from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
 from rl_accel.lab.bench.measure import WrongResult, console_of_benchmark, met, output_folder, results_files
 from rl_accel.rollout.tail_batching import TailBatching
@@ -222,7 +222,7 @@ def _core(quick: bool, console: Console) -> list[dict[str, Any]]:
     for prompts, responses in CORE_SIZES[:2] if quick else CORE_SIZES:
         rounds = max(6, CORE_CALLS // (prompts * responses * 3) // (10 if quick else 1))
         for ratio in (RATIO, "auto"):
-            tail_run = TailRun(prompts, responses, TailBatchingConfig(prompt_ratio=ratio))
+            tail_run = TailRun(prompts, responses, TailBatchingFlags(prompt_ratio=ratio))
             try:
                 speeds.append(time_core(tail_run, rounds).to_dict())
             except WrongResult as error:

@@ -6,7 +6,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from rl_accel.config import TailBatchingConfig
+from rl_accel.features.tail_batching import TailBatchingFlags
 from rl_accel.lab.bench import tail as bench
 from rl_accel.lab.bench.measure import WrongResult
 from rl_accel.lab.bench.tail import check_batches, record, time_core
@@ -16,7 +16,7 @@ from rl_accel.rollout.tail_prompts import TailRun
 
 @pytest.mark.parametrize("ratio", [1.0, 1.25, "auto"])
 def test_the_calls_of_a_run_can_be_played_back_on_a_fresh_core(ratio):
-    speed = time_core(TailRun(4, 2, TailBatchingConfig(prompt_ratio=ratio)), rounds=12, repeats=1)
+    speed = time_core(TailRun(4, 2, TailBatchingFlags(prompt_ratio=ratio)), rounds=12, repeats=1)
     assert sum(speed.kinds.values()) == speed.rounds == 12
     assert speed.events > 12 * 4 * 2 * 2
     assert speed.to_dict()["events_per_s"] > 0
