@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_accel.errors import PatchRefused, RlAccelError
 from rl_accel.patches import upstream
-from rl_accel.patches.places import Place, find, holds, put, repack, unpack
+from rl_accel.patches.places import Place, find, holds, put, repack, restore_copies, unpack
 from rl_accel.switch import SwitchState
 
 logger = logging.getLogger("rl_accel")
@@ -96,7 +96,9 @@ class Patch:
             return SwitchState.APPLIED if ours else SwitchState.FOREIGN
 
     def revert(self) -> None:
-        """Put back the very objects that were there. Does nothing if the patch is not applied.
+        """Put back the very objects that were there, also where a module of the framework has imported ours by name since.
+
+        Does nothing if the patch is not applied.
 
         Raises:
             PatchRefused: someone wrapped or replaced ours; undoing would silently remove theirs.
@@ -105,6 +107,7 @@ class Patch:
             if self._is_applied():
                 for w in reversed(_written.pop(self)):
                     put(w.place, w.old)
+                    restore_copies(self.target, w.new, w.old)
 
     def _record(self) -> tuple[_Written, ...]:
         written = _written.get(self, ())

@@ -60,6 +60,15 @@ def put(place: Place, value: Any) -> None:
         setattr(place.owner, place.name, value)
 
 
+def restore_copies(target: str, new: Any, old: Any) -> None:
+    """Put ``old`` wherever a module of the target's package holds ``new``: ``from x import f`` copies what is there then."""
+    package = target.partition(":")[0].partition(".")[0]
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == package and isinstance(module, ModuleType):
+            for attribute in [key for key, value in vars(module).items() if value is new]:
+                setattr(module, attribute, old)
+
+
 def unpack(raw: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Return the function inside ``raw`` and what turns a function into ``raw``'s kind again."""
     if type(raw) in (staticmethod, classmethod):

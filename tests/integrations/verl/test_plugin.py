@@ -25,6 +25,100 @@ def test_verl_loads_the_plugin_and_nothing_is_on(python):
     assert done.returncode == 0, done.stderr
 
 
+READERS = {
+    "verl.utils.config:validate_config",
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer.__init__",
+    "verl.trainer.ppo.ray_trainer:RayPPOTrainer.__init__",
+}
+SNAPSHOT = """
+    import importlib, json, sys, types
+
+    def objects():
+        \"\"\"Every function and class of verl's modules, and every attribute of its classes.\"\"\"
+        found = {}
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] == "verl" and module is not None:
+                for key, value in list(vars(module).items()):
+                    if isinstance(value, (types.FunctionType, type)):
+                        found[f"{name}:{key}"] = value
+                    if isinstance(value, type) and value.__module__ == name:
+                        found.update({f"{name}:{key}.{inner}": item for inner, item in list(vars(value).items())})
+        return found
+
+    def import_trainers():
+        for name in ("main_ppo", "ppo.ray_trainer", "ppo.v1", "ppo.core_algos"):
+            importlib.import_module("verl.trainer." + name)
+        importlib.import_module("verl.utils.tracking")
+"""
+
+
+@pytest.mark.slow
+def test_without_a_flag_only_what_reads_flags_is_touched_and_disable_puts_it_back(python):
+    done = python(
+        SNAPSHOT
+        + """
+    import verl
+    assert "rl_accel" not in sys.modules
+    import_trainers()
+    before = objects()
+    import rl_accel.integrations.verl.plugin
+    after = objects()
+    changed = {name for name in before if after[name] is not before[name]}
+    status = rl_accel.status()
+    assert {reader.state for reader in status.flag_readers} == {"applied"}, status
+    assert {reader.target for reader in status.flag_readers} == changed, status
+    assert status.loggers == ()
+    rl_accel.disable()
+    again = objects()
+    assert again.keys() == before.keys()
+    assert [name for name in before if again[name] is not before[name]] == []
+    assert rl_accel.status().flag_readers == ()
+    print(json.dumps(sorted(changed)))
+    """,
+        VERL_USE_EXTERNAL_PLUGINS="none",
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout.splitlines()[-1])) == READERS
+
+
+@pytest.mark.slow
+def test_after_disable_no_module_of_verl_holds_anything_of_ours(python):
+    done = python(
+        SNAPSHOT
+        + """
+    import verl, rl_accel
+
+    def ours():
+        return {name for name, item in objects().items() if hasattr(item, "__rl_accel_patch__")}
+
+    import_trainers()
+    assert "verl.utils.config:validate_config" in ours()
+    rl_accel.enable(gae=True, sampler=True)
+    assert {"verl.utils.tracking:Tracking.log", "verl.trainer.ppo.core_algos:compute_gae_advantage_return"} <= ours()
+    rl_accel.disable()
+    assert ours() == set()
+    """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_log_is_wrapped_only_while_a_feature_is_on(python):
+    done = python(
+        """
+        import verl, rl_accel
+        from verl.utils.tracking import Tracking
+        log = Tracking.log
+        rl_accel.enable(sampler=True)
+        assert Tracking.log is not log and Tracking.log.__wrapped__ is log
+        assert [logger.state for logger in rl_accel.status().loggers] == ["applied"]
+        rl_accel.enable(sampler=False, gae=False, advantages=False)
+        assert Tracking.log is log, "nothing is on"
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_the_environment_switches_features_on(python):
     done = python(
