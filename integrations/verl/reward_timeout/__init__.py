@@ -6,11 +6,6 @@ user's function, or verl's own, within limits (``functions``, ``prime_code``, ``
 tells validation from training and goes on without a reward worker that dies. ``mode`` brings the numbers to the trainer's logger.
 """
 
-from rl_accel.integrations.verl.agent_loop import LEGACY_MANAGER as LEGACY_AGENT_LOOPS
-from rl_accel.integrations.verl.agent_loop import MANAGER as AGENT_LOOPS
-
-__all__ = ["AGENT_LOOPS", "LEGACY_AGENT_LOOPS", "MANAGER", "MANAGER_MODULE", "SECTION", "VALIDATION"]
-
 MANAGER = "RewardTimeoutManager"
 MANAGER_MODULE = "pkg://rl_accel.integrations.verl.reward_timeout.manager"
 """The values of ``reward.reward_manager.name`` and ``.module.path``."""
@@ -20,3 +15,6 @@ SECTION = "reward_timeout"
 
 VALIDATION = "__rl_accel_validation__"
 """The column that marks a response of a validation on its way to a reward worker. Nobody else sees it."""
+
+WORKER_PART = "rl_accel.integrations.verl.reward_timeout.agent_loop.Marking"
+"""What this feature adds to agent-loop workers."""

@@ -3,32 +3,28 @@
 from contextvars import ContextVar
 from typing import Any
 
+from rl_accel.integrations.verl.agent_loop import WorkerPart
 from rl_accel.integrations.verl.reward_timeout import VALIDATION
-from rl_accel.integrations.verl.reward_timeout.judges import judges
-from rl_accel.integrations.verl.reward_timeout.wiring import is_wired
+from rl_accel.integrations.verl.reward_worker_proxy import proxies
 
 _VALIDATING: ContextVar[bool] = ContextVar("rl_accel_validating", default=False)
 
 
-class Marking:
-    """What this feature adds to an agent-loop worker. Without the feature it only cancels and replaces reward workers."""
-
-    config: Any
-    reward_loop_worker_handles: Any
+class Marking(WorkerPart):
+    """What this feature adds to an agent-loop worker."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.reward_loop_worker_handles is not None:
-            self.reward_loop_worker_handles = judges(self.reward_loop_worker_handles, self.config)
+        self.reward_loop_worker_handles = proxies(self.reward_loop_worker_handles, self.config)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
         before = _VALIDATING.set(bool(validate))
         try:
-            return await super()._agent_loop_postprocess(output, validate, **kwargs)  # type: ignore[misc]
+            return await super()._agent_loop_postprocess(output, validate, **kwargs)
         finally:
             _VALIDATING.reset(before)
 
     async def _compute_score(self, outputs: Any, kwargs: dict[str, Any]) -> None:
-        if is_wired(self.config) and _VALIDATING.get():
+        if _VALIDATING.get():
             kwargs = {**kwargs, VALIDATION: True}  # a copy: what verl stores of the response is not marked
-        await super()._compute_score(outputs, kwargs=kwargs)  # type: ignore[misc]
+        await super()._compute_score(outputs, kwargs=kwargs)

@@ -16,9 +16,9 @@ from rl_accel.errors import ConfigError
 from rl_accel.integrations.ray.reward_anchors import StoreClient
 from rl_accel.integrations.verl.reward_timeout import MANAGER, VALIDATION
 from rl_accel.integrations.verl.reward_timeout.functions import Call
-from rl_accel.integrations.verl.reward_timeout.judges import SUCCESSOR
 from rl_accel.integrations.verl.reward_timeout.scoring import CALL, Scorer, prompt_key
 from rl_accel.integrations.verl.reward_timeout.wiring import Wired, wired
+from rl_accel.integrations.verl.reward_worker_proxy import SUCCESSOR
 from rl_accel.reward.anchor_store import Replica
 
 

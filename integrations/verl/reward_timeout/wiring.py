@@ -11,7 +11,7 @@ from omegaconf import OmegaConf, open_dict
 from rl_accel.errors import ConfigError
 from rl_accel.features.reward_timeout import RewardTimeoutFlags
 from rl_accel.integrations.verl import agent_loop
-from rl_accel.integrations.verl.reward_timeout import MANAGER, MANAGER_MODULE, SECTION
+from rl_accel.integrations.verl.reward_timeout import MANAGER, MANAGER_MODULE, SECTION, WORKER_PART
 from rl_accel.patches.seams import Seams
 from rl_accel.reward.adaptive_timeout import TimeoutSettings
 
@@ -69,7 +69,7 @@ def wire(config: Any, flags: RewardTimeoutFlags) -> None:
     with open_dict(config):
         manager.source, manager.name, manager.module.path = "importlib", MANAGER, MANAGER_MODULE
         OmegaConf.update(config, f"reward.{SECTION}", section, merge=False)
-    agent_loop.choose(config)
+    agent_loop.choose(config, WORKER_PART)
     try:
         _ = wired(config).settings
     except ValueError as error:

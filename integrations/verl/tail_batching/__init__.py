@@ -8,5 +8,5 @@ start, cancel and settle responses in the agent-loop workers.
 MODE = "tail_batching"
 """The value of ``trainer.v1.trainer_mode``."""
 
-MANAGER = "rl_accel.integrations.verl.tail_batching.agent_loop.TailAgentLoopManager"
-"""The value of ``actor_rollout_ref.rollout.agent.agent_loop_manager_class``."""
+WORKER_PART = "rl_accel.integrations.verl.tail_batching.agent_loop.TailAgentLoopWorker"
+"""What this feature adds to agent-loop workers."""

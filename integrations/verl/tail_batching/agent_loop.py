@@ -10,7 +10,8 @@ import numpy as np
 import transfer_queue as tq
 from verl.trainer.ppo.v1.agent_loop_tq import apply_greedy_sampling_params
 
-from rl_accel.integrations.verl.agent_loop.workers import SharedAgentLoopManager, SharedAgentLoopWorker
+from rl_accel.integrations.verl.agent_loop import WorkerPart
+from rl_accel.integrations.verl.reward_worker_proxy import proxies
 from rl_accel.integrations.verl.tail_batching.session import SESSION, Session
 from rl_accel.integrations.verl.tail_batching.stored import Stored
 from rl_accel.rollout.driver import Event, Job
@@ -26,15 +27,18 @@ ENGINES_STOP_SECONDS = 2.0
 long."""
 
 
-class TailAgentLoopWorker(SharedAgentLoopWorker):
+class TailAgentLoopWorker(WorkerPart):
     """verl's worker, which goes on serving validation, with each training response a task of its own.
 
     A cancelled response is reported as aborted after its engine request and its judge have stopped and what it had put into
     TransferQueue is gone: abort, settle, then clear.
     """
 
+    outermost = True  # it stops what was cancelled before any other part sees it
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.reward_loop_worker_handles = proxies(self.reward_loop_worker_handles, self.config)
         filter_groups = self.config.algorithm.get("filter_groups") or {}
         self._filter_metric = str(filter_groups.get("metric")) if filter_groups.get("enable", False) else None
         self._sessions: dict[int, Session] = {}
@@ -115,9 +119,9 @@ class TailAgentLoopWorker(SharedAgentLoopWorker):
             dict(sampling_params), trajectory=trajectory, trace=False, session_id=session.response_id, **prompt
         )
 
-    def _tokens_so_far(self) -> int | None:
+    def tokens_so_far(self) -> int | None:
         session = SESSION.get()
-        return super()._tokens_so_far() if session is None else session.tokens
+        return super().tokens_so_far() if session is None else session.tokens
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         session = SESSION.get()
@@ -172,9 +176,3 @@ class TailAgentLoopWorker(SharedAgentLoopWorker):
     def _report(self, event: Event) -> None:
         self._events.append(event)
         self._news.set()
-
-
-class TailAgentLoopManager(SharedAgentLoopManager):
-    """verl's manager over workers that can cancel."""
-
-    worker = TailAgentLoopWorker

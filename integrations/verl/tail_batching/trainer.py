@@ -73,7 +73,7 @@ class TailBatchingTrainer(PPOTrainerSync):
         return self.llm_server_manager.get_client(client_cls=TailLLMServerClient)
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Train; see the base class. ``agent_loop_manager`` must be a ``TailAgentLoopManager``."""
+        """Train; see the base class. The workers of ``agent_loop_manager`` must be able to cancel."""
         self._servers = Servers(self.llm_server_manager, self.config.actor_rollout_ref.rollout.name)
         workers = Workers(agent_loop_manager.agent_loop_workers, self._servers)
         self._driver = RolloutDriver(self._core, self._supply, workers, clear, varies)

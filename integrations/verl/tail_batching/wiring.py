@@ -8,7 +8,7 @@ from omegaconf import OmegaConf, open_dict
 from rl_accel.errors import ConfigError
 from rl_accel.features.tail_batching import TailBatchingFlags
 from rl_accel.integrations.verl import agent_loop
-from rl_accel.integrations.verl.tail_batching import MANAGER, MODE
+from rl_accel.integrations.verl.tail_batching import MODE, WORKER_PART
 from rl_accel.patches.seams import Seams
 from rl_accel.rollout.tail_prompts import TailRun
 
@@ -31,10 +31,10 @@ def wire(config: Any, flags: TailBatchingFlags) -> None:
     check(config)
     with open_dict(config):
         OmegaConf.update(config, _MODE_KEY, MODE)
-        OmegaConf.update(config, agent_loop.KEY, MANAGER)
         config.data.gen_batch_size = 1
         # The trainer process builds its settings from here, whatever source the flags had.
         OmegaConf.update(config, "trainer.v1." + MODE, asdict(flags), merge=False)
+    agent_loop.choose(config, WORKER_PART)
     run_of(config)
 
 

@@ -11,3 +11,6 @@ SECTION = "trainer.rl_accel_telemetry"
 
 FILE = "rl_accel_telemetry.jsonl"
 """Its name, in ``trainer.default_local_dir``."""
+
+WORKER_PART = "rl_accel.integrations.verl.telemetry.recording.Recording"
+"""What this feature adds to agent-loop workers."""

@@ -1,34 +1,38 @@
-"""Parts of agent-loop workers and managers: workers note completion times, and the observer in the trainer is told of them."""
+"""What telemetry adds to agent-loop workers: they note when each response began, was generated and got its reward."""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from rl_accel.integrations.verl.telemetry.wiring import file_of
+from rl_accel.integrations.verl.agent_loop import WorkerPart
 from rl_accel.telemetry import metrics
 from rl_accel.telemetry.responses import CANCELLED, COMPLETED, CURRENT, FAILED, Notebook
 
 
-class Recording:
-    """What this feature adds to an agent-loop worker; without the feature nothing. Responses of a validation are not noted."""
-
-    config: Any
-    llm_client: Any
+class Recording(WorkerPart):
+    """Notes responses of training; those of a validation are not noted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._notebook = Notebook() if file_of(self.config) is not None else None
-        if self._notebook is not None and hasattr(self.llm_client, "_acquire_server"):
+        self._notebook = Notebook()
+        if hasattr(self.llm_client, "_acquire_server"):
             self.llm_client._acquire_server = _noting_the_server(self.llm_client._acquire_server)
 
     async def take_responses(self) -> list[tuple[Any, ...]]:
         """See :meth:`~rl_accel.telemetry.responses.Notebook.take`."""
-        return [] if self._notebook is None else self._notebook.take()
+        return self._notebook.take()
+
+    @classmethod
+    def attach(cls, manager: Any) -> None:
+        """Tell the observer in the trainer process whom to ask for notes."""
+        observer = metrics.observer("telemetry")
+        if observer is not None:
+            observer.attach(manager.config, manager.agent_loop_workers, manager.llm_client)
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
-        run: Any = super()._run_agent_loop  # type: ignore[misc]
-        if self._notebook is None or trajectory["validate"]:
+        run = super()._run_agent_loop
+        if trajectory["validate"]:
             return await run(sampling_params, trajectory, **kwargs)
         prompt = kwargs.get("uid", trajectory["sample_index"])  # the legacy trainer keeps the uid to itself
         note = self._notebook.begin(str(prompt))
@@ -44,12 +48,8 @@ class Recording:
         finally:
             CURRENT.reset(before)
             if note.tokens is None:
-                note.tokens = self._tokens_so_far()
+                note.tokens = self.tokens_so_far()
             self._notebook.end(note, outcome)
-
-    def _tokens_so_far(self) -> int | None:
-        """Tokens of a response that ends before it is whole, if they are known."""
-        return None
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
         note = CURRENT.get()
@@ -57,10 +57,10 @@ class Recording:
             note.generated = time.time()
             outputs = output if isinstance(output, list) else [output]
             note.tokens = sum(sum(item.response_mask) for item in outputs)
-        return await super()._agent_loop_postprocess(output, validate, **kwargs)  # type: ignore[misc]
+        return await super()._agent_loop_postprocess(output, validate, **kwargs)
 
     async def _compute_score(self, outputs: Any, kwargs: dict[str, Any]) -> None:
-        await super()._compute_score(outputs, kwargs=kwargs)  # type: ignore[misc]
+        await super()._compute_score(outputs, kwargs=kwargs)
         note = CURRENT.get()
         if note is not None:
             note.rewarded = time.time()
@@ -75,17 +75,3 @@ def _noting_the_server(acquire: Callable[..., Awaitable[Any]]) -> Callable[..., 
         return server_id, server
 
     return acquire_server
-
-
-class Observed:
-    """What this feature adds to a manager of agent loops, which lives in the trainer process."""
-
-    config: Any
-    agent_loop_workers: Any
-    llm_client: Any
-
-    async def _init_agent_loop_workers(self) -> None:
-        await super()._init_agent_loop_workers()  # type: ignore[misc]
-        observer = metrics.observer("telemetry")
-        if observer is not None and file_of(self.config) is not None:
-            observer.attach(self.config, self.agent_loop_workers, self.llm_client)

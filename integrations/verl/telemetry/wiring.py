@@ -9,7 +9,7 @@ from omegaconf import OmegaConf, open_dict
 from rl_accel.errors import ConfigError
 from rl_accel.features.telemetry import TelemetryFlags
 from rl_accel.integrations.verl import agent_loop
-from rl_accel.integrations.verl.telemetry import FILE, SECTION
+from rl_accel.integrations.verl.telemetry import FILE, SECTION, WORKER_PART
 from rl_accel.patches.seams import Seams
 
 SEAMS: Seams = {
@@ -31,7 +31,7 @@ def wire(config: Any, flags: TelemetryFlags) -> None:
     with open_dict(config):
         # Absolute: the trainer process may have another working directory than the driver.
         OmegaConf.update(config, SECTION, {"file": str(Path(os.path.abspath(folder)) / FILE)}, merge=False)
-    agent_loop.choose(config)
+    agent_loop.choose(config, WORKER_PART)
 
 
 def file_of(config: Any) -> Path | None:

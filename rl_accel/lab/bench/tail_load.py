@@ -27,7 +27,8 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import get_router_handle
 
 from rl_accel.features.tail_batching import TailBatchingFlags
-from rl_accel.integrations.verl.tail_batching.agent_loop import TailAgentLoopManager, TailAgentLoopWorker
+from rl_accel.integrations.verl import agent_loop
+from rl_accel.integrations.verl.tail_batching.agent_loop import TailAgentLoopWorker
 from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
 from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, TailReplayBuffer, clear
 from rl_accel.integrations.verl.tail_batching.wiring import run_of, wire
@@ -121,14 +122,6 @@ class NotingWorker(TailAgentLoopWorker):
         return memory_bytes(), processor_seconds()
 
 
-class NotingManager(TailAgentLoopManager):
-    """Our agent-loop manager over workers that note."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.agent_loop_workers_class = ray.remote(NotingWorker)
-
-
 class Engines:
     """Stops and resumes the servers as :class:`~rl_accel.integrations.verl.tail_batching.servers.Servers` does."""
 
@@ -160,7 +153,7 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
         for index in range(plan["servers"])
     }
     client = TailLLMServerClient(config=config, load_balancer_handle=get_router_handle(servers))
-    workers = NotingManager.create(config=config, llm_client=client).agent_loop_workers
+    workers = agent_loop.AgentLoops.create(config=config, llm_client=client).agent_loop_workers
     _usage(workers)  # they are up
     rounds, wanted = plan["rounds"], plan["prompts"]
     numbers = iter(range(10**9))
@@ -257,6 +250,7 @@ def _config(plan: dict[str, Any], model: Path) -> Any:
         OmegaConf.update(config, key, value, force_add=True)
     ratios = {name: plan[name] for name in ("prompt_ratio", "response_ratio", "queue_threshold")}
     wire(config, TailBatchingFlags(enable=True, **ratios))
+    OmegaConf.update(config, agent_loop.PARTS, ["rl_accel.lab.bench.tail_load.NotingWorker"])
     OmegaConf.resolve(config)
     return config
 

@@ -9,7 +9,6 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
 from rl_accel.integrations.verl.reward_timeout import VALIDATION, agent_loop
 from rl_accel.integrations.verl.reward_timeout.agent_loop import Marking
-from rl_accel.integrations.verl.tail_batching.agent_loop import TailAgentLoopWorker
 
 WorkerTQ = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 
@@ -22,7 +21,7 @@ class Legacy(Marking, AgentLoopWorker):
     pass
 
 
-WORKERS = [V1, Legacy, TailAgentLoopWorker]
+WORKERS = [V1, Legacy]
 
 
 class RewardWorker:
@@ -46,11 +45,10 @@ def output():
 
 
 @pytest.mark.parametrize("kind", WORKERS)
-@pytest.mark.parametrize("wired", [True, False])
-def test_only_validation_is_marked_and_only_for_the_reward_worker(kind, wired, configure, composed):
+def test_only_validation_is_marked_and_only_for_the_reward_worker(kind, configure):
     judge = RewardWorker()
     worker = object.__new__(kind)  # its constructor wants a cluster; scoring wants these
-    worker.config = configure() if wired else composed
+    worker.config = configure()
     worker.reward_loop_worker_handles = [judge]
     worker.processor = worker.mm_processor_kwargs = None
     kwargs = {"raw_prompt": "q", "uid": "u"}
@@ -65,7 +63,7 @@ def test_only_validation_is_marked_and_only_for_the_reward_worker(kind, wired, c
 
     asyncio.run(score_all())
     validation, training = (data.non_tensor_batch for data in judge.sent)
-    assert (VALIDATION in validation) == wired
+    assert VALIDATION in validation
     assert VALIDATION not in training
     assert kwargs == {"raw_prompt": "q", "uid": "u"}, "what is stored of the response is not marked"
 

@@ -20,7 +20,7 @@ from hydra import compose, initialize_config_module
 from rl_accel.features.reward_timeout import RewardTimeoutFlags
 from rl_accel.integrations.ray import reward_anchors
 from rl_accel.integrations.verl.reward_timeout import VALIDATION
-from rl_accel.integrations.verl.reward_timeout.judges import judges
+from rl_accel.integrations.verl.reward_worker_proxy import proxies
 from rl_accel.integrations.verl.reward_timeout.numbers import Collector
 from rl_accel.integrations.verl.reward_timeout.wiring import wire
 from verl.experimental.reward_loop.reward_loop import RewardLoopManager
@@ -34,7 +34,7 @@ with initialize_config_module("verl.trainer.config", version_base=None):
         f"reward.custom_reward_function.path={folder}/graded.py"])
 wire(config, RewardTimeoutFlags(enable=True, maximum=20.0, minimum=0.5, min_correct=1, workers=2))
 manager = RewardLoopManager(config)
-workers = judges(manager.reward_loop_worker_handles, config)
+workers = proxies(manager.reward_loop_worker_handles, config)
 collect, report = Collector(), {}
 
 def processes(name):

@@ -5,7 +5,8 @@ from omegaconf import OmegaConf
 
 from rl_accel.errors import ConfigError
 from rl_accel.features.reward_timeout import RewardTimeoutFlags
-from rl_accel.integrations.verl.reward_timeout import AGENT_LOOPS, LEGACY_AGENT_LOOPS, MANAGER, MANAGER_MODULE
+from rl_accel.integrations.verl import agent_loop
+from rl_accel.integrations.verl.reward_timeout import MANAGER, MANAGER_MODULE, WORKER_PART
 from rl_accel.integrations.verl.reward_timeout.wiring import is_wired, refuse_unwired, wire, wired
 
 ON = RewardTimeoutFlags(enable=True)
@@ -43,7 +44,8 @@ def test_one_flag_sets_the_keys_of_the_official_seams_and_nothing_else(composed)
     before["reward"]["reward_manager"].update(source="importlib", name=MANAGER)
     before["reward"]["reward_manager"]["module"]["path"] = MANAGER_MODULE
     before["reward"]["reward_timeout"] = after["reward"]["reward_timeout"]
-    before["actor_rollout_ref"]["rollout"]["agent"]["agent_loop_manager_class"] = AGENT_LOOPS
+    before["actor_rollout_ref"]["rollout"]["agent"]["agent_loop_manager_class"] = agent_loop.MANAGER
+    before["trainer"]["rl_accel_agent_loop_parts"] = [WORKER_PART]
     assert after == before
 
     wire(config, RewardTimeoutFlags(enable=True, scale=2.0, workers=3))
@@ -55,18 +57,6 @@ def test_a_manager_of_the_users_is_remembered(composed):
     config = changed(composed, **{f"reward__reward_manager__{key}": value for key, value in keys.items()})
     wire(config, ON)
     assert (wired(config).source, wired(config).name, wired(config).path) == ("importlib", "Mine", "/x/mine.py")
-
-
-def test_agent_loops_are_those_of_the_trainer(composed):
-    config = changed(composed, trainer__use_v1=False)
-    wire(config, ON)
-    assert OmegaConf.select(config, LOOPS) == LEGACY_AGENT_LOOPS
-
-    from rl_accel.integrations.verl import tail_batching
-
-    config = changed(composed, **{LOOPS.replace(".", "__"): tail_batching.MANAGER})
-    wire(config, ON)
-    assert OmegaConf.select(config, LOOPS) == tail_batching.MANAGER, "its workers mark validation, too"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +98,6 @@ def test_a_trainer_that_nobody_wired_is_stopped(composed):
 
 
 def test_verls_intake_wires_both_features_and_neither_without_flags(composed):
-    from rl_accel.integrations.verl import tail_batching
     from rl_accel.patches.verl import config_intake
     from rl_accel.runtime import RUNTIME
 
@@ -128,7 +117,7 @@ def test_verls_intake_wires_both_features_and_neither_without_flags(composed):
             config_intake.in_trainer(config)
         config_intake.in_driver(config)
         assert is_wired(config)
-        assert OmegaConf.select(config, LOOPS) == tail_batching.MANAGER
+        assert OmegaConf.select(config, LOOPS) == agent_loop.MANAGER
         config_intake.in_driver(config)
         config_intake.in_trainer(config)
     finally:

@@ -19,7 +19,7 @@ import ray
 from omegaconf import OmegaConf
 from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer
 
-from rl_accel.integrations.verl.reward_timeout.judges import CancellableJudge
+from rl_accel.integrations.verl.reward_worker_proxy import RewardWorkerProxy
 from rl_accel.integrations.verl.tail_batching.calls import (
     CancellableServer,
     GenerationAborted,
@@ -220,7 +220,7 @@ class TestCancelling:
     def test_a_judge_stops_with_its_task(self):
         async def run():
             actor = start(Judge)
-            judge = CancellableJudge(actor)
+            judge = RewardWorkerProxy(actor)
             await start_and_cancel(
                 lambda: judge.compute_score.remote(None), lambda: until(actor, lambda seen: seen == ["running"])
             )

@@ -11,6 +11,8 @@ if importlib.util.find_spec("verl") is None:
 from rl_accel.config import resolve
 from rl_accel.errors import ConfigError
 from rl_accel.features.tail_batching import TAIL_BATCHING, TailBatchingFlags
+from rl_accel.integrations.verl import agent_loop
+from rl_accel.integrations.verl.tail_batching import WORKER_PART
 from rl_accel.integrations.verl.tail_batching.wiring import check_data, run_of, wire
 
 
@@ -52,7 +54,8 @@ def test_one_flag_sets_the_keys_of_the_official_seams_and_nothing_else(composed)
     before["trainer"]["v1"]["tail_batching"] = after["trainer"]["v1"]["tail_batching"]
     before["data"]["gen_batch_size"] = 1
     agent = before["actor_rollout_ref"]["rollout"]["agent"]
-    agent["agent_loop_manager_class"] = "rl_accel.integrations.verl.tail_batching.agent_loop.TailAgentLoopManager"
+    agent["agent_loop_manager_class"] = agent_loop.MANAGER
+    before["trainer"]["rl_accel_agent_loop_parts"] = [WORKER_PART]
     assert after == before
 
     wire(config, TailBatchingFlags(enable=True, prompt_ratio="auto", queue_threshold=3))

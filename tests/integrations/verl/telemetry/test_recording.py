@@ -4,7 +4,6 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from omegaconf import OmegaConf
 
 pytest.importorskip("ray")
 
@@ -20,8 +19,8 @@ class Client:
 class Worker:
     """What verl's worker does to a response, as far as it matters here."""
 
-    def __init__(self, config):
-        self.config, self.llm_client = config, Client()
+    def __init__(self):
+        self.llm_client = Client()
 
     async def _run_agent_loop(self, sampling_params, trajectory, *, agent_name, **kwargs):
         await self.llm_client._acquire_server("request")
@@ -58,7 +57,7 @@ def respond(worker, agent_name="plain", validate=False, uid="u", cancel_after=No
 
 @pytest.fixture
 def worker():
-    return RecordingWorker(OmegaConf.create({"trainer": {"rl_accel_telemetry": {"file": "/x"}}}))
+    return RecordingWorker()
 
 
 def test_a_response_that_completes(worker):
@@ -94,9 +93,3 @@ def test_responses_at_once_do_not_mix(worker):
         "plain": ("completed", 3),
         "broken": ("failed", None),
     }
-
-
-def test_without_the_feature_nothing_is_noted():
-    worker = RecordingWorker(OmegaConf.create({"trainer": {}}))
-    assert respond(worker) == []
-    assert "_acquire_server" not in vars(worker.llm_client)

@@ -10,13 +10,13 @@ if importlib.util.find_spec("verl") is None:
 
 from rl_accel.errors import ConfigError
 from rl_accel.features.telemetry import TelemetryFlags
-from rl_accel.integrations.verl import agent_loop, tail_batching
+from rl_accel.integrations.verl import agent_loop
+from rl_accel.integrations.verl.telemetry import WORKER_PART
 from rl_accel.integrations.verl.telemetry.wiring import file_of, refuse_unwired, wire
 from rl_accel.patches.verl import config_intake
 from rl_accel.runtime import RUNTIME
 
 ON = TelemetryFlags(enable=True)
-SIZES = {"data.train_batch_size": 8, "actor_rollout_ref.actor.ppo_mini_batch_size": 8, "critic.ppo_mini_batch_size": 8}
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +49,10 @@ def test_one_flag_sets_the_agent_loops_and_the_file_and_nothing_else(composed):
     before = OmegaConf.to_container(changed(composed, {"trainer.default_local_dir": "/somewhere/run"}))
     before["trainer"]["rl_accel_telemetry"] = {"file": "/somewhere/run/rl_accel_telemetry.jsonl"}
     before["actor_rollout_ref"]["rollout"]["agent"]["agent_loop_manager_class"] = agent_loop.MANAGER
+    before["trainer"]["rl_accel_agent_loop_parts"] = [WORKER_PART]
     assert after == before
     wire(config, ON)
     assert OmegaConf.to_container(config) == after, "a second time changes nothing"
-
-
-def test_the_legacy_trainer_gets_its_own_agent_loops(composed):
-    config = changed(composed, {"trainer.use_v1": False})
-    wire(config, ON)
-    assert OmegaConf.select(config, agent_loop.KEY) == agent_loop.LEGACY_MANAGER
 
 
 def test_agent_loops_of_the_users_are_refused(composed):
@@ -70,25 +65,6 @@ def test_agent_loops_of_the_users_are_refused(composed):
     assert OmegaConf.to_container(config) == before
 
 
-@pytest.mark.parametrize(
-    ("others", "manager"),
-    [
-        ((), agent_loop.MANAGER),
-        (("reward_timeout",), agent_loop.MANAGER),
-        (("tail_batching",), tail_batching.MANAGER),
-        (("tail_batching", "reward_timeout"), tail_batching.MANAGER),
-    ],
-)
-def test_features_that_need_agent_loops_share_them(composed, others, manager):
-    flags = {f"rl_accel.{name}.enable": True for name in ("telemetry", *others)}
-    config = changed(composed, {**SIZES, **flags})
-    for _ in range(2):
-        config_intake.in_driver(config)
-        config_intake.in_trainer(config)
-        assert OmegaConf.select(config, agent_loop.KEY) == manager
-        assert file_of(config) is not None
-
-
 def test_bare_enable_leaves_it_off(composed):
     config = changed(composed, {"rl_accel.auto": True})
     config_intake.in_driver(config)
@@ -98,24 +74,6 @@ def test_bare_enable_leaves_it_off(composed):
 def test_a_trainer_that_nobody_wired_is_stopped(composed):
     with pytest.raises(ConfigError, match=r"rl_accel_telemetry in the configuration of the trainer, found nothing"):
         refuse_unwired(composed)
-
-
-@pytest.mark.slow
-def test_every_worker_has_the_parts_of_all_features_and_verl_below_them(python):
-    done = python("""
-        from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
-        from rl_accel.integrations.verl.agent_loop import workers
-        from rl_accel.integrations.verl.reward_timeout.agent_loop import Marking
-        from rl_accel.integrations.verl.tail_batching.agent_loop import TailAgentLoopManager, TailAgentLoopWorker
-        from rl_accel.integrations.verl.telemetry.recording import Observed, Recording
-        for worker in (workers.SharedAgentLoopWorker, workers.LegacySharedAgentLoopWorker, TailAgentLoopWorker):
-            order = worker.__mro__
-            assert order.index(Recording) < order.index(Marking) < order.index(AgentLoopWorker)
-        for manager in (workers.SharedAgentLoopManager, workers.LegacySharedAgentLoopManager, TailAgentLoopManager):
-            assert issubclass(manager, Observed) and issubclass(manager, AgentLoopManager)
-        assert TailAgentLoopManager.worker is TailAgentLoopWorker
-    """)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

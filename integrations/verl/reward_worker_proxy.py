@@ -1,4 +1,4 @@
-"""The reward workers as an agent loop sees them: cancelled together with who waits for them, and replaced when they die.
+"""verl's reward workers as an agent loop sees them: a call ends with the task that awaits it, and a dead worker is replaced.
 
 A reward worker of verl's that dies stays dead and is still asked; every prompt that it is asked about fails then.
 """
@@ -27,7 +27,7 @@ SUCCESSOR = "_successor_"
 """In the names of reward workers that came in place of dead ones, between the number of the worker and that of deaths."""
 
 
-class CancellableJudge:
+class RewardWorkerProxy:
     """A reward worker whose ``compute_score`` is cancelled together with the task that awaits it.
 
     Args:
@@ -41,7 +41,7 @@ class CancellableJudge:
         self._deaths = 0
 
     @property
-    def compute_score(self) -> "CancellableJudge":
+    def compute_score(self) -> "RewardWorkerProxy":
         return self
 
     async def remote(self, data: Any) -> Any:
@@ -72,17 +72,24 @@ class CancellableJudge:
         raise AssertionError("unreachable")
 
 
-def judges(workers: Sequence[Any], config: Any) -> list[CancellableJudge]:
-    """Return the reward workers of a job as judges, in order.
+def proxies(workers: Sequence[Any] | None, config: Any) -> list[RewardWorkerProxy] | None:
+    """Return a proxy of each reward worker of a job, in order; those that are proxies stay as they are.
 
     A dead one is made anew, under a name that all agent loops know. With a reward model, whose address a new one would not know,
     its work goes to another.
 
     Args:
-        workers: handles of verl's ``RewardLoopWorker`` actors.
+        workers: handles of verl's ``RewardLoopWorker`` actors, or proxies; None if agent loops compute no rewards.
         config: verl's.
     """
-    return [CancellableJudge(worker, partial(_successor, n, workers, config)) for n, worker in enumerate(workers)]
+    if workers is None:
+        return None
+    return [
+        worker
+        if isinstance(worker, RewardWorkerProxy)
+        else RewardWorkerProxy(worker, partial(_successor, n, workers, config))
+        for n, worker in enumerate(workers)
+    ]
 
 
 def _successor(number: int, workers: Sequence[Any], config: Any, deaths: int) -> Any:

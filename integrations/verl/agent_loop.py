@@ -1,0 +1,136 @@
+"""verl's agent-loop workers with what features add to them: each feature that is on adds its own part, and nothing else is there.
+
+A feature's wiring names its part in verl's configuration with :func:`choose`. In the trainer process verl asks
+:class:`AgentLoops` for a manager, whose workers are of verl's class with those parts in front.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import ray
+from omegaconf import OmegaConf, open_dict
+
+from rl_accel.errors import ConfigError
+
+KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+MANAGER = f"{__name__}.AgentLoops"
+"""verl's key for the manager of agent loops, and our value of it."""
+
+PARTS = "trainer.rl_accel_agent_loop_parts"
+"""The full names of the parts, in alphabetical order."""
+
+
+class WorkerPart:
+    """What one feature adds to verl's agent-loop worker: a mixin that comes before verl's class.
+
+    Attributes:
+        outermost: comes before all parts that are not; else the order is alphabetical.
+    """
+
+    outermost = False
+
+    config: Any
+    llm_client: Any
+    reward_loop_worker_handles: Any
+    background_tasks: Any
+
+    if TYPE_CHECKING:  # verl's own methods, which a part may extend
+
+        async def _run_agent_loop(self, sampling_params: Any, trajectory: Any, **kwargs: Any) -> Any: ...
+
+        async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any: ...
+
+        async def _compute_score(self, outputs: Any, kwargs: dict[str, Any]) -> None: ...
+
+        async def _compute_teacher_logprobs(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def tokens_so_far(self) -> int | None:
+        """Return how many tokens the response of the running task has, which is not complete; None if unknown."""
+        return None
+
+    @classmethod
+    def attach(cls, manager: Any) -> None:
+        """Do what the feature needs in the trainer process once ``manager`` has started its workers."""
+
+
+def check(config: Any, flag: str, reason: str) -> None:
+    """Refuse a manager of the user's.
+
+    Args:
+        config: verl's.
+        flag: the feature's, for the message.
+        reason: why the feature needs ours, for the message.
+
+    Raises:
+        ConfigError: names the key, what is wanted and what was found.
+    """
+    manager = OmegaConf.select(config, KEY, default=None)
+    if manager not in (None, "", MANAGER):
+        raise ConfigError(f"{flag} wants {KEY} = None, found {manager} ({reason})")
+
+
+def choose(config: Any, part: str) -> None:
+    """Add ``part`` to the agent-loop workers of ``config`` (verl's, changed in place). Idempotent.
+
+    Args:
+        config: has been through :func:`check`.
+        part: full name of a :class:`WorkerPart`. It is imported in the trainer process, not here.
+    """
+    parts = sorted({*OmegaConf.select(config, PARTS, default=()), part})
+    with open_dict(config):
+        OmegaConf.update(config, KEY, MANAGER)
+        OmegaConf.update(config, PARTS, parts, merge=False)
+
+
+class AgentLoops:
+    """What verl finds under :data:`KEY`: all it does with a manager's class is to call ``create``."""
+
+    @staticmethod
+    def create(config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return verl's manager over workers with the parts that ``config`` names; the arguments are verl's."""
+        return manager_class(config).create(config, *args, **kwargs)
+
+
+def manager_class(config: Any) -> Any:
+    """Return a subclass of the manager that verl would choose for ``config``, over workers of :func:`worker_class`."""
+    if _is_v1(config):
+        from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ as VerlManager
+    else:
+        from verl.experimental.agent_loop.agent_loop import AgentLoopManager as VerlManager
+    worker = worker_class(config)
+
+    class Manager(VerlManager):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.agent_loop_workers_class = ray.remote(worker)
+
+        async def _init_agent_loop_workers(self) -> None:
+            await super()._init_agent_loop_workers()
+            for part in _parts(config):
+                part.attach(self)
+
+    return Manager
+
+
+def worker_class(config: Any) -> Any:
+    """Return verl's worker for the trainer of ``config`` with the parts that ``config`` names."""
+    if _is_v1(config):
+        from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+
+        # verl exports the class already wrapped by @ray.remote, which cannot be subclassed.
+        worker = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
+    else:
+        from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+
+        worker = AgentLoopWorker
+    return type("AgentLoopWorker", (*_parts(config), worker), {})
+
+
+def _is_v1(config: Any) -> bool:
+    return bool(OmegaConf.select(config, "trainer.use_v1", default=False))
+
+
+def _parts(config: Any) -> list[type[WorkerPart]]:
+    names = [name.rpartition(".") for name in OmegaConf.select(config, PARTS, default=())]
+    parts = [getattr(importlib.import_module(module), name) for module, _, name in names]
+    return sorted(parts, key=lambda part: not part.outermost)
