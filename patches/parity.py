@@ -1,11 +1,20 @@
-"""Compares an upstream function with its replacement on real tensors before the first is swapped for the second."""
+"""A function of a framework and its replacement: both agree before the swap, and afterwards each serves what it is right for."""
 
+import functools
+import logging
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from rl_accel.errors import PatchRefused
+from rl_accel.errors import BackendMissing, PatchRefused
+from rl_accel.telemetry import metrics
+
+logger = logging.getLogger("rl_accel")
+
+PROBING: ContextVar[bool] = ContextVar("probing", default=False)
+"""Whether a replacement is called to be compared: it then leaves no numbers and calls no original."""
 
 
 def require_agreement(
@@ -23,8 +32,14 @@ def require_agreement(
 
     Raises:
         PatchRefused: an output differs; says which, where and by how much.
+        TypeError, ValueError, BackendMissing: the replacement does not take these arguments.
     """
-    wanted, found = _call(original, arguments), _call(replacement, arguments)
+    wanted = _call(original, arguments)
+    token = PROBING.set(True)
+    try:
+        found = _call(replacement, arguments)
+    finally:
+        PROBING.reset(token)
     if len(wanted) != len(found):
         raise PatchRefused(f"wanted {len(wanted)} outputs, found {len(found)}")
     for i, (want, got) in enumerate(zip(wanted, found, strict=True)):
@@ -38,6 +53,34 @@ def require_agreement(
             apart[(got == want) | (got.isnan() & want.isnan())] = 0
             at = tuple(int(n) for n in torch.unravel_index(apart.argmax(), apart.shape))
             raise PatchRefused(f"output {i} differs by {float(apart[at]):.3g} at {at}")
+
+
+def with_fallback(ours: Callable[..., Any], original: Callable[..., Any], feature: str) -> Callable[..., Any]:
+    """Return a function that calls ``ours``, and ``original`` where ours refuses its arguments.
+
+    Ours refuses what it is not proven for with TypeError, ValueError or BackendMissing. That costs one warning for each
+    reason and counts in the metric ``<feature>/stock_calls``; results and errors are then those of the original.
+    """
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return ours(*args, **kwargs)
+        except (TypeError, ValueError, BackendMissing) as error:
+            if PROBING.get():
+                raise
+            reason = str(error)
+        metrics.add(f"{feature}/stock_calls", 1)
+        warn_once(original.__qualname__, reason)
+        return original(*args, **kwargs)
+
+    return replacement
+
+
+@functools.lru_cache(maxsize=32)
+def warn_once(function: str, reason: str) -> None:
+    """Say that a call is left to the framework's own ``function``, once for each reason."""
+    logger.warning("rl-accel: a call is left to the framework's own %s: %s", function, reason)
 
 
 def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:

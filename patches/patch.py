@@ -44,9 +44,9 @@ class Patch:
         make: ``make(original, settings) -> replacement``.
         bindings: further places that hold the same function. Their modules must be imported when the patch is
             applied, or it is refused; nothing is patched later behind the user's back.
-        fingerprints: :func:`~rl_accel.patches.fingerprint.fingerprint` of the bodies this patch was tested with. An
+        fingerprints: :func:`~rl_accel.patches.upstream.fingerprint` of the bodies this patch was tested with. An
             unknown body costs one warning; whether the patch goes on is up to ``probe``.
-        probe: ``probe(original, replacement)`` compares both before the first write; whatever it raises refuses.
+        probe: ``probe(original, replacement, settings)`` compares both before the first write; whatever it raises refuses.
         no_seam: why no official extension point serves.
     """
 
@@ -58,15 +58,16 @@ class Patch:
     make: Callable[[Any, Any], Any]
     bindings: tuple[str, ...] = ()
     fingerprints: tuple[str, ...] = ()
-    probe: Callable[[Any, Any], None] | None = None
+    probe: Callable[[Any, Any, Any], None] | None = None
     no_seam: str = ""
 
     def check(self) -> None:
         """Say whether the patch could be applied now. Writes nothing; imports nothing.
 
         Raises:
-            PatchRefused: the target or a binding is absent or not imported, not upstream's own function (already
-                wrapped or replaced by someone), has other parameters, or its package has an unsupported version.
+            NotInThisVersion: its package has an unsupported version, or the target or a binding is absent.
+            PatchRefused: one is not imported, not upstream's own function (already wrapped or replaced by someone) or
+                has other parameters.
         """
         with _lock:
             if not self._is_applied():
@@ -129,6 +130,7 @@ class Patch:
         try:
             places = [find(self.target)]
             original, _ = unpack(places[0].read())
+            upstream.require_version(self.supports, self.target)
             upstream.require_own(original, self.target)
             upstream.require_params(original, self.params, self.target)
             places += [find(where) for where in self.bindings]
@@ -137,13 +139,12 @@ class Patch:
                     raise PatchRefused(
                         f"{place} holds {upstream.describe(place.read())}, not the object of {places[0]}"
                     )
-            upstream.require_version(self.supports, self.target)
         except PatchRefused as error:
-            raise PatchRefused(f"{self.name}: {error}") from error
+            raise type(error)(f"{self.name}: {error}") from error
         return places, original
 
     def _build(self, original: Any, settings: Any) -> Any:
-        if self.fingerprints and self not in _warned and not upstream.is_known(original, self.fingerprints):
+        if self.fingerprints and self not in _warned and upstream.fingerprint(original) not in self.fingerprints:
             _warned.add(self)
             logger.warning("rl-accel: %s was not tested with this body of %s", self.name, self.target)
         try:
@@ -158,7 +159,7 @@ class Patch:
             raise PatchRefused(f"{self.name}: cannot be made for this version ({error!r})") from error
         if self.probe is not None:
             try:
-                self.probe(original, replacement)
+                self.probe(original, replacement, settings)
             except Exception as error:
                 raise PatchRefused(f"{self.name}: parity probe against {self.target} failed: {error}") from error
         return replacement

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from rl_accel.errors import PatchRefused
+from rl_accel.errors import NotInThisVersion, PatchRefused
 
 _FORM = re.compile(r"(?P<module>[\w.]+):(?P<path>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)(\[(?P<key>[^\[\]]+)\])?")
 
@@ -42,13 +42,14 @@ def find(where: str) -> Place:
 
     Raises:
         ValueError: ``where`` has another form.
-        PatchRefused: its module is not imported, or the object is not there (a class must hold it itself).
+        NotInThisVersion: the object is not there (a class must hold it itself).
+        PatchRefused: its module is not imported.
     """
     owner, name, keyed = _owner(where)
     place = Place(where, owner, name, keyed)
     if place.read() is None:
         inherited = not keyed and isinstance(owner, type) and hasattr(owner, name)
-        raise PatchRefused(f"{where} {'is inherited, not defined there' if inherited else 'does not exist'}")
+        raise NotInThisVersion(f"{where} {'is inherited, not defined there' if inherited else 'does not exist'}")
     return place
 
 
@@ -102,7 +103,7 @@ def _owner(where: str) -> tuple[Any, str, bool]:
     try:
         owner = functools.reduce(getattr, parents, module)
     except AttributeError as error:
-        raise PatchRefused(f"{where} does not exist ({error})") from error
+        raise NotInThisVersion(f"{where} does not exist ({error})") from error
     if attribute is None:
         if not isinstance(owner, dict):
             raise PatchRefused(f"{where}: wanted a dict, found {type(owner).__name__}")

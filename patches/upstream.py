@@ -1,5 +1,7 @@
 """Is this function the one the framework shipped? Who wrote it, what it takes, which version it belongs to."""
 
+import ast
+import hashlib
 import importlib.metadata
 import inspect
 import sys
@@ -10,8 +12,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion
 
-from rl_accel.errors import PatchRefused
-from rl_accel.patches.fingerprint import fingerprint
+from rl_accel.errors import NotInThisVersion, PatchRefused
 
 MARK = "__rl_accel_patch__"
 """Attribute of every replacement: the name of the patch that put it there."""
@@ -63,12 +64,27 @@ def require_version(supports: str, target: str) -> None:
     except (importlib.metadata.PackageNotFoundError, InvalidVersion) as error:
         raise PatchRefused(f"supports {supports}, but the version of {root} is unknown ({error})") from error
     if not fits:
-        raise PatchRefused(f"supports {supports}, running {found}")
+        raise NotInThisVersion(f"supports {supports}, running {found}")
 
 
-def is_known(function: Callable[..., Any], fingerprints: tuple[str, ...]) -> bool:
-    """Whether the body of ``function`` is one of the tested ones."""
-    return fingerprint(function) in fingerprints
+def fingerprint(function: Callable[..., Any]) -> str | None:
+    """Return a hash of what ``function`` does (sha256 of its syntax tree), or None where its source cannot be read.
+
+    Formatting, comments, docstring, decorators and annotations do not count.
+
+    Two bodies with one hash do the same; the same body has the same hash on every Python version, because only
+    node types, names and constants go in, not the text of :func:`ast.dump`, which changes between versions.
+    """
+    try:
+        source = inspect.getsource(inspect.unwrap(function))
+        # A method's source is indented; dedenting it would also move the lines of multi-line strings.
+        tree = ast.parse(f"if True:\n{source}" if source[:1].isspace() else source)
+    except (OSError, TypeError, SyntaxError):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            return hashlib.sha256(repr(_canonical(_stripped(node))).encode()).hexdigest()
+    return None
 
 
 def describe(item: Any) -> str:
@@ -79,8 +95,8 @@ def describe(item: Any) -> str:
     mark = getattr(inner, MARK, None)
     if mark is not None:
         return f"rl-accel's patch {mark}"
-    code = getattr(inner, "__code__", None)
-    name = code.co_qualname if hasattr(code, "co_qualname") else getattr(code, "co_name", type(inner).__qualname__)
+    code: Any = getattr(inner, "__code__", None)
+    name = getattr(code, "co_qualname", None) or getattr(code, "co_name", type(inner).__qualname__)
     return f"{_home(inner)}.{name}"
 
 
@@ -96,3 +112,26 @@ def _home(layer: Any) -> str:
     if type(layer) is FunctionType:
         return str(layer.__globals__.get("__name__", "?"))
     return type(layer).__module__
+
+
+def _stripped(function: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
+    function.decorator_list = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.returns = None
+            if ast.get_docstring(node, clean=False) is not None:
+                node.body = node.body[1:]
+    return function
+
+
+def _canonical(node: Any) -> Any:
+    if isinstance(node, ast.AnnAssign) and node.value is not None:
+        return "Assign", (("targets", [_canonical(node.target)]), ("value", _canonical(node.value)))
+    if isinstance(node, ast.AST):
+        parts = ((name, _canonical(value)) for name, value in ast.iter_fields(node) if name not in ("ctx", "kind"))
+        return type(node).__name__, tuple((name, part) for name, part in parts if part not in (None, []))
+    if isinstance(node, list):
+        return [_canonical(item) for item in node]
+    return repr(node) if node is not None else None

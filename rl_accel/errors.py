@@ -17,5 +17,9 @@ class PatchRefused(RlAccelError, RuntimeError):
     """A patch target is absent, unsupported, already wrapped by someone else, or disagrees with its replacement."""
 
 
+class NotInThisVersion(PatchRefused):
+    """The framework here has no such function, or is of a version that the patch is not meant for."""
+
+
 class BackendMissing(RlAccelError, ImportError):
     """A kernel backend was asked for by name but cannot run here. The message says how to get it."""

@@ -1,15 +1,11 @@
 """What the advantage patches of slime share: where they go, and whole sequences on every rank."""
 
-import functools
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from rl_accel.errors import PatchRefused
-
-logger = logging.getLogger("rl_accel")
 
 LOSS = "slime.backends.megatron_utils.loss"
 """Holds the functions by name, so they have to be replaced here: patching ``ppo_utils`` alone would do nothing."""
@@ -55,7 +51,7 @@ def padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
-def slimes_own(function: Any, name: str) -> Any:
+def stock_scan(function: Any, name: str) -> Any:
     """The scan ``name`` that slime's ``function`` calls.
 
     Raises:
@@ -78,9 +74,3 @@ def refuse_unless_equal(what: str, found: Sequence[torch.Tensor], wanted: torch.
         if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4):
             apart = float((ours - theirs).abs().max())
             raise PatchRefused(f"{what} of sequence {row} differ by {apart:.3g}")
-
-
-@functools.lru_cache(maxsize=32)
-def warn_once(what: str, reason: str) -> None:
-    """Say that slime's own function serves, once for each reason."""
-    logger.warning("rl-accel: %s is left to slime's own function: %s", what, reason)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from rl_accel.errors import BackendMissing, PatchRefused
-from rl_accel.ops.ragged import gae_of_lists
+from rl_accel.ops import gae_of_lists
+from rl_accel.patches.parity import with_fallback
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.slime._packed import (
     LOSS,
@@ -19,8 +20,7 @@ from rl_accel.patches.slime._packed import (
     ContextParallel,
     padded,
     refuse_unless_equal,
-    slimes_own,
-    warn_once,
+    stock_scan,
 )
 
 _NAME = "get_advantages_and_returns_batch"
@@ -35,7 +35,7 @@ def packed_gae(
     lambd: float,
     settings: Any,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """GAE of whole responses, the first ``lengths[i]`` tokens of each; see :func:`~rl_accel.ops.ragged.gae_of_lists`."""
+    """GAE of whole responses, the first ``lengths[i]`` tokens of each; see :func:`~rl_accel.ops.gae_of_lists`."""
     return gae_of_lists(
         [reward[:length] for reward, length in zip(rewards, lengths, strict=True)],
         [value[:length] for value, length in zip(values, lengths, strict=True)],
@@ -57,35 +57,28 @@ def _make(original: Any, settings: Any) -> Any:
         lambd: Any,
         chunked: bool = True,
     ) -> Any:
+        ranks = ContextParallel()
+        totals, lengths = [int(n) for n in total_lengths], [int(n) for n in response_lengths]
         with torch.no_grad():
-            ranks = ContextParallel()
-            totals, lengths = [int(n) for n in total_lengths], [int(n) for n in response_lengths]
             values = ranks.gather(values_list, totals, lengths)
             rewards = ranks.gather(rewards_list, totals, lengths)
-            try:
-                advantages, returns = packed_gae(values, rewards, lengths, gamma, lambd, settings)
-            except (TypeError, ValueError, BackendMissing) as error:
-                warn_once("GAE", str(error))
-                return original(total_lengths, response_lengths, values_list, rewards_list, gamma, lambd, chunked)
+            advantages, returns = packed_gae(values, rewards, lengths, gamma, lambd, settings)
             return ranks.cut(advantages, totals, lengths), ranks.cut(returns, totals, lengths)
 
-    setattr(get_advantages_and_returns_batch, "settings", settings)  # noqa: B010 - for the probe
-    return get_advantages_and_returns_batch
+    return with_fallback(get_advantages_and_returns_batch, original, "gae")
 
 
-def _probe(original: Any, replacement: Any) -> None:
+def _probe(original: Any, _replacement: Any, settings: Any) -> None:
     """Compare with slime's chunk scan on a padded batch. Gathering and cutting are slime's own functions in both."""
-    chunked_gae = slimes_own(original, "chunked_gae")
+    chunked_gae = stock_scan(original, "chunked_gae")
     random = torch.Generator().manual_seed(0)
     values, rewards = ([torch.randn(length, generator=random) for length in PROBE_LENGTHS] for _ in range(2))
     for gamma, lambd in ((1.0, 1.0), (0.99, 0.95), (1.0, 0.0)):
         wanted = chunked_gae(padded(rewards), padded(values), gamma, lambd)
         try:
-            found = packed_gae(values, rewards, PROBE_LENGTHS, gamma, lambd, replacement.settings)
+            found = packed_gae(values, rewards, PROBE_LENGTHS, gamma, lambd, settings)
         except (ValueError, BackendMissing) as error:
-            raise PatchRefused(
-                f"gae.backend={replacement.settings.backend} cannot be checked on the CPU: {error}"
-            ) from error
+            raise PatchRefused(f"gae.backend={settings.backend} cannot be checked on the CPU: {error}") from error
         for name, theirs, ours in zip(("advantages", "returns"), wanted, found, strict=True):
             refuse_unless_equal(f"{name} (gamma={gamma}, lambd={lambd})", ours, theirs)
 

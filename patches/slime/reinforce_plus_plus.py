@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from rl_accel import ops
-from rl_accel.errors import BackendMissing
-from rl_accel.ops.ragged import cu_seqlens
+from rl_accel.ops.scan import cu_seqlens_of
+from rl_accel.patches.parity import with_fallback
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.slime._packed import (
     LOSS,
@@ -15,8 +15,7 @@ from rl_accel.patches.slime._packed import (
     ContextParallel,
     padded,
     refuse_unless_equal,
-    slimes_own,
-    warn_once,
+    stock_scan,
 )
 
 _NAME = "get_reinforce_plus_plus_returns"
@@ -56,8 +55,8 @@ def packed_returns(
         raise AssertionError(f"Sequence at index {int(masked[0])} is fully masked.")
     token_rewards = -kl_coef * (flat_kl * mask)
     token_rewards[last] += rewards.to(token_rewards)
-    returns = ops.discounted_returns(token_rewards, None, gamma, cu_seqlens=cu_seqlens(lengths))
-    return list(returns.split(lengths))
+    returns = ops.discounted_returns(token_rewards, None, gamma, cu_seqlens=cu_seqlens_of(lengths))
+    return list(torch.split(returns, lengths))
 
 
 def _make(original: Any, _settings: Any) -> Any:
@@ -69,19 +68,14 @@ def _make(original: Any, _settings: Any) -> Any:
         ranks = ContextParallel()
         totals, lengths = [int(n) for n in total_lengths], [int(n) for n in response_lengths]
         whole = ranks.gather(kl, totals, lengths)
-        try:
-            returns = packed_returns(rewards, whole, loss_masks, kl_coef, gamma)
-        except (TypeError, ValueError, BackendMissing) as error:
-            warn_once("REINFORCE++", str(error))
-            return original(rewards, kl, loss_masks, response_lengths, total_lengths, kl_coef, gamma)
-        return ranks.cut(returns, totals, lengths)
+        return ranks.cut(packed_returns(rewards, whole, loss_masks, kl_coef, gamma), totals, lengths)
 
-    return get_reinforce_plus_plus_returns
+    return with_fallback(get_reinforce_plus_plus_returns, original, "advantages")
 
 
-def _probe(original: Any, _replacement: Any) -> None:
+def _probe(original: Any, _replacement: Any, _settings: Any) -> None:
     """Compare with slime's chunk scan on a padded batch."""
-    scan = slimes_own(original, "chunked_discounted_returns")
+    scan = stock_scan(original, "chunked_discounted_returns")
     random = torch.Generator().manual_seed(0)
     kl = [torch.rand(length, generator=random) for length in PROBE_LENGTHS]
     masks = [torch.ones(length, dtype=torch.int) for length in PROBE_LENGTHS]

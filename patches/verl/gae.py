@@ -2,53 +2,45 @@
 
 Only the recurrence is replaced; whitening stays verl's own function. On CPU tensors the result is bit-identical: rows are
 never cut in time unless ``gae.threads`` or ``gae.backend`` ask for it. On CUDA tensors it is equal to float rounding.
-Arguments outside what was proven (see :func:`_outside`) go to verl's own function, so that results and errors are verl's.
+Arguments outside what was proven (see :func:`_require_proven`) go to verl's own function, so that results and errors are verl's.
 """
 
-import contextvars
-import functools
-import logging
 import time
 from typing import Any
 
 import torch
 
+from rl_accel import ops
 from rl_accel.errors import BackendMissing, PatchRefused
-from rl_accel.patches.parity import require_agreement
+from rl_accel.ops.workers import default_threads
+from rl_accel.patches.parity import PROBING, require_agreement, with_fallback
 from rl_accel.patches.patch import Patch
 from rl_accel.telemetry import metrics
-
-logger = logging.getLogger("rl_accel")
 
 _MODULE = "verl.trainer.ppo.core_algos"
 _PROBED_COLUMNS = 32
 _EXACT_KERNELS = ("naive", "numba")
 _PARAMS = ("token_level_rewards", "values", "response_mask", "gamma", "lam")
-_probing: contextvars.ContextVar[bool] = contextvars.ContextVar("probing", default=False)
 
 
-def _outside(rewards: Any, values: Any, mask: Any, gamma: Any, lam: Any) -> str | None:
-    """Return why these arguments are verl's own business, or None where the scan is proven to give the same."""
+def _require_proven(rewards: Any, values: Any, mask: Any, gamma: Any, lam: Any) -> None:
+    """Raise ValueError unless the scan is proven to give for these arguments what verl's loop gives."""
     if any(type(x) is not torch.Tensor or x.layout is not torch.strided for x in (rewards, values, mask)):
-        return "an argument is not a plain dense tensor"
+        raise ValueError("an argument is not a plain dense tensor")
     if rewards.dim() != 2 or rewards.numel() == 0 or not rewards.shape == values.shape == mask.shape:
-        return f"shapes are {tuple(rewards.shape)}, {tuple(values.shape)}, {tuple(mask.shape)}"
+        raise ValueError(f"shapes are {tuple(rewards.shape)}, {tuple(values.shape)}, {tuple(mask.shape)}")
     if rewards.dtype is not values.dtype or rewards.dtype not in (torch.float32, torch.float64):
-        return f"rewards are {rewards.dtype}, values {values.dtype}"
+        raise ValueError(f"rewards are {rewards.dtype}, values {values.dtype}")
     if mask.dtype not in (rewards.dtype, torch.int64, torch.int32):
-        return f"the mask is {mask.dtype}"
+        raise ValueError(f"the mask is {mask.dtype}")
     if not rewards.device == values.device == mask.device or rewards.device.type not in ("cpu", "cuda"):
-        return f"devices are {rewards.device}, {values.device}, {mask.device}"
+        raise ValueError(f"devices are {rewards.device}, {values.device}, {mask.device}")
     if any(type(x) not in (float, int) or not 0 <= x <= 1 for x in (gamma, lam)):
-        return f"gamma is {gamma!r}, lam {lam!r}"
-    return None
+        raise ValueError(f"gamma is {gamma!r}, lam {lam!r}")
 
 
-def _scan(original: Any, settings: Any) -> Any:
+def _make(original: Any, settings: Any) -> Any:
     from verl.utils import torch_functional
-
-    from rl_accel import ops
-    from rl_accel.ops.workers import default_threads
 
     try:
         kernel = ops.resolve_backend(settings.backend, "cpu")  # where verl computes advantages
@@ -63,22 +55,16 @@ def _scan(original: Any, settings: Any) -> Any:
         token_level_rewards: Any, values: Any, response_mask: Any, gamma: Any, lam: Any
     ) -> Any:
         arguments = (token_level_rewards, values, response_mask, gamma, lam)
-        reason = _outside(*arguments)
-        if reason is not None:
-            return _leave(original, arguments, reason)
+        _require_proven(*arguments)
         started = time.perf_counter()
         # More threads than rows would cut rows in time, which rounds differently.
         threads = settings.threads or min(values.shape[0], default_threads())
-        try:
-            advantages, returns = ops.gae(
-                *arguments, backend=settings.backend, chunk_size=settings.chunk_size, num_threads=threads
-            )
-        except (ValueError, TypeError, BackendMissing) as error:
-            return _leave(original, arguments, str(error))
+        advantages, returns = ops.gae(
+            *arguments, backend=settings.backend, chunk_size=settings.chunk_size, num_threads=threads
+        )
         with torch.no_grad():
             advantages = torch_functional.masked_whiten(advantages, response_mask)
-        if not _probing.get():
-            metrics.put("gae/applied", 1)
+        if not PROBING.get():
             metrics.put(f"gae/kernel/{ops.resolve_backend(settings.backend, values.device)}", 1)
             metrics.add("gae/seconds", time.perf_counter() - started)
             stock = _stock_seconds(original, arguments, column_seconds)
@@ -86,21 +72,7 @@ def _scan(original: Any, settings: Any) -> Any:
                 metrics.add("gae/seconds_saved", stock - (time.perf_counter() - started))
         return advantages, returns
 
-    exact = kernel in _EXACT_KERNELS and settings.threads is None
-    setattr(compute_gae_advantage_return, "exact", exact)  # noqa: B010 - a function has no such attribute to a type checker
-    return compute_gae_advantage_return
-
-
-def _leave(original: Any, arguments: tuple[Any, ...], reason: str) -> Any:
-    if not _probing.get():
-        metrics.put("gae/applied", 0)
-        _warn_once(reason)
-    return original(*arguments)
-
-
-@functools.lru_cache(maxsize=32)
-def _warn_once(reason: str) -> None:
-    logger.warning("rl-accel: GAE is left to verl's own loop: %s", reason)
+    return with_fallback(compute_gae_advantage_return, original, "gae")
 
 
 def _stock_seconds(original: Any, arguments: tuple[Any, ...], known: dict[tuple[int, str], float]) -> float | None:
@@ -118,7 +90,7 @@ def _stock_seconds(original: Any, arguments: tuple[Any, ...], known: dict[tuple[
         if head[2].numel() < 2:
             return None
         known[key] = min(_seconds(original, (*head, gamma, lam)) for _ in range(2)) / columns
-    return known[key] * tokens
+    return known[key] * int(tokens)
 
 
 def _seconds(function: Any, arguments: tuple[Any, ...]) -> float:
@@ -130,7 +102,7 @@ def _seconds(function: Any, arguments: tuple[Any, ...]) -> float:
     return time.perf_counter() - started
 
 
-def _probe(original: Any, replacement: Any) -> None:
+def _probe(original: Any, replacement: Any, settings: Any) -> None:
     random = torch.Generator().manual_seed(0)
     rows, tokens = 7, 41
     rewards = torch.randn(rows, tokens, generator=random)
@@ -138,16 +110,13 @@ def _probe(original: Any, replacement: Any) -> None:
     lengths = torch.tensor([tokens, 1, 17, 0, tokens - 1, 2, 30])
     inside = torch.arange(tokens) < lengths[:, None]
     holes = torch.rand(rows, tokens, generator=random) < 0.2  # tool output in the middle of a response
-    rtol, atol = (0.0, 0.0) if replacement.exact else (1e-4, 1e-5)
-    token = _probing.set(True)
-    try:
-        # int64 is what verl passes; each further dtype would compile one more kernel in every process.
-        for mask in (inside.long(), (inside & ~holes).long()):
-            for gamma, lam in ((1.0, 1.0), (0.99, 0.95), (1, 0.0)):
-                arguments = dict(zip(_PARAMS, (rewards, values, mask, gamma, lam), strict=True))
-                require_agreement(original, replacement, arguments, rtol=rtol, atol=atol)
-    finally:
-        _probing.reset(token)
+    exact = ops.resolve_backend(settings.backend, "cpu") in _EXACT_KERNELS and settings.threads is None
+    rtol, atol = (0.0, 0.0) if exact else (1e-4, 1e-5)
+    # int64 is what verl passes; each further dtype would compile one more kernel in every process.
+    for mask in (inside.long(), (inside & ~holes).long()):
+        for gamma, lam in ((1.0, 1.0), (0.99, 0.95), (1, 0.0)):
+            arguments = dict(zip(_PARAMS, (rewards, values, mask, gamma, lam), strict=True))
+            require_agreement(original, replacement, arguments, rtol=rtol, atol=atol)
 
 
 SWITCHES = (
@@ -158,7 +127,7 @@ SWITCHES = (
         bindings=(f"{_MODULE}:ADV_ESTIMATOR_REGISTRY[gae]",),
         supports="verl>=0.6.1",
         params=_PARAMS,
-        make=_scan,
+        make=_make,
         fingerprints=("2e3f2bbbc26a908a3b9136131b35348ee7cb33d9d28b4f943036f4d6a108602a",),
         probe=_probe,
         no_seam="registered estimators get no values, gamma or lam, and register_adv_est refuses a second GAE",

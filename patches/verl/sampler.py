@@ -72,7 +72,7 @@ def _adaptive(original: Any, settings: Any) -> Any:
     return wait_for_next_poll
 
 
-def _require_interval(original: Any, _replacement: Any) -> None:
+def _require_interval(original: Any, _replacement: Any, _settings: Any) -> None:
     if "poll_interval" not in original.__code__.co_names:
         raise PatchRefused("it no longer reads self.poll_interval, so setting it would change nothing")
 

@@ -19,12 +19,7 @@ ADVANTAGES = Feature(
     lossless=True,
     automatic=True,
     switches={
-        "verl": (
-            "rl_accel.patches.verl.outcome",
-            "rl_accel.patches.verl.reinforce_plus_plus",
-            "rl_accel.patches.verl.optimal_token_baseline",
-            "rl_accel.patches.verl.whiten",
-        ),
+        "verl": ("rl_accel.patches.verl.advantages",),
         "slime": ("rl_accel.patches.slime.reinforce_plus_plus",),
     },
     slime=SlimeHooks({"custom_megatron_init_path": "rl_accel.integrations.slime.hooks.megatron_init"}),

@@ -13,7 +13,7 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
 def _digest() -> str:
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()
 
 
@@ -22,7 +22,7 @@ _DIGEST = _digest()
 
 class _Cache(FunctionCache):  # type: ignore[misc]
     """numba looks only at the file of the function itself. A kernel here uses constants and intrinsics of its neighbours,
-    and code compiled for other ones would write past its memory, so that every file of the folder counts."""
+    and code compiled for other ones would write past its memory, so that every file of the kernels counts."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return (*super()._index_key(sig, codegen), _DIGEST)

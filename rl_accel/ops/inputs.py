@@ -1,19 +1,24 @@
-"""The one place where the arguments of the advantage kernels are checked.
+"""Checks of the arguments of all advantage kernels, and the checked arguments of the scans.
 
-Every check here costs nothing that grows with the number of tokens. Mask *values* are the exception, see
-:func:`check_mask_values`.
+Checks cost nothing that grows with the number of tokens, but for those of mask *values*: :func:`check_mask_values` and
+:func:`is_binary` read the mask once.
 """
 
 import math
 import numbers
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS)
+BINARY_MASKS = (torch.bool, torch.int32, torch.int64, torch.float32)
+LABEL_KINDS = "biuUSO"
+"""NumPy dtype kinds of group labels that compare like the dictionary keys frameworks group by. Floats do not: NaN."""
 OUTSIDE = (
     "mask wants values between 0 and 1, found at least one outside (or not a number); "
     "1 marks a token that counts, 0 one that is skipped, and a fraction blends the two"
@@ -22,12 +27,16 @@ OUTSIDE = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """Checked arguments. ``offsets`` is None for [B, T] tensors, else the S+1 segment boundaries of packed [N] tensors."""
+    """Checked arguments of a scan. ``offsets``: None for [B, T] tensors, else the S + 1 boundaries of packed [N] ones."""
 
     rewards: torch.Tensor
     values: torch.Tensor | None
     mask: torch.Tensor | None
     offsets: tuple[int, ...] | None
+    gamma: float
+    lam: float
+    chunk_size: int | None
+    num_threads: int | None
 
     def segments(self) -> list[tuple[int, int]]:
         """Return ``(first token, length)`` of every sequence, counted in a contiguous layout."""
@@ -37,37 +46,110 @@ class Inputs:
         return [(row * tokens, tokens) for row in range(batch)]
 
 
-def check(rewards: Any, values: Any, mask: Any, cu_seqlens: Any, *, needs_values: bool) -> Inputs:
-    """Check tensors and return them detached from autograd.
+def check_scan(
+    rewards: Any,
+    values: Any,
+    mask: Any,
+    gamma: Any,
+    lam: Any,
+    cu_seqlens: Any,
+    chunk_size: Any,
+    num_threads: Any,
+    *,
+    needs_values: bool,
+) -> Inputs:
+    """Check the arguments of a scan and return them, tensors detached from autograd.
 
     Raises:
-        TypeError: an argument is no dense tensor, or has a dtype that is not taken.
-        ValueError: shapes, dtypes or devices do not fit together, or ``cu_seqlens`` does not cover the tokens.
+        TypeError: an argument is no dense tensor or number, or has a dtype that is not taken.
+        ValueError: shapes, dtypes or devices do not fit together, a number is out of range, or ``cu_seqlens`` does not
+            cover the tokens.
     """
-    rewards = _tensor("rewards", rewards, FLOATS)
-    wanted = 2 if cu_seqlens is None else 1
-    if rewards.dim() != wanted:
+    rewards = check_tensor("rewards", rewards, FLOATS).detach()
+    if rewards.dim() != (2 if cu_seqlens is None else 1):
         layout = "[B, T]" if cu_seqlens is None else "[N], packed, with cu_seqlens"
         raise ValueError(f"rewards wants shape {layout}, found {list(rewards.shape)}")
     if needs_values:
-        values = _tensor("values", values, FLOATS)
-        _alike("values", values, rewards)
+        values = check_tensor("values", values, FLOATS, like=rewards).detach()
         if values.dtype != rewards.dtype:
             raise ValueError(f"values wants the dtype of rewards, {rewards.dtype}, found {values.dtype}")
     if mask is not None:
-        mask = _tensor("mask", mask, MASKS)
-        _alike("mask", mask, rewards)
+        mask = check_tensor("mask", mask, MASKS, like=rewards).detach()
     offsets = None if cu_seqlens is None else _offsets(cu_seqlens, rewards.shape[0])
-    return Inputs(rewards, values if needs_values else None, mask, offsets)
+    numbers_given = _rate("gamma", gamma), _rate("lam", lam), _count("chunk_size", chunk_size)
+    return Inputs(rewards, values, mask, offsets, *numbers_given, _count("num_threads", num_threads))
 
 
-def check_rate(name: str, value: Any) -> float:
-    """Return ``value`` as a float in [0, 1].
+def check_tensor(
+    name: str,
+    value: Any,
+    dtypes: Iterable[torch.dtype],
+    *,
+    like: torch.Tensor | None = None,
+    of: str = "rewards",
+    gradient: bool = True,
+) -> torch.Tensor:
+    """Return ``value`` if it is a dense tensor of one of ``dtypes``, with shape and device of ``like``, the argument ``of``.
 
     Raises:
-        TypeError: it is not a real number.
-        ValueError: it is outside [0, 1] or not a number (NaN).
+        TypeError: it is no tensor, not dense or of another dtype.
+        ValueError: it has another shape or device, or requires a gradient where ``gradient`` is False.
     """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} wants a torch.Tensor, found {type(value).__name__}")
+    if value.dtype not in dtypes:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} wants one of the dtypes {known}, found {str(value.dtype).removeprefix('torch.')}")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name} wants a dense tensor, found layout {value.layout}")
+    if like is not None and value.shape != like.shape:
+        raise ValueError(f"{name} wants the shape of {of}, {list(like.shape)}, found {list(value.shape)}")
+    if like is not None and value.device != like.device:
+        raise ValueError(f"{name} wants the device of {of}, {like.device}, found {value.device}")
+    if value.requires_grad and not gradient:
+        raise ValueError(f"{name} wants a tensor without gradient, found one that requires it")
+    return value
+
+
+def check_rows(name: str, value: Any, dtypes: Iterable[torch.dtype], *, gradient: bool = True) -> torch.Tensor:
+    """Return ``value`` if it is a [B, T] tensor on the CPU, else raise as :func:`check_tensor` does."""
+    rows = check_tensor(name, value, dtypes, gradient=gradient)
+    if rows.dim() != 2 or rows.device.type != "cpu":
+        raise ValueError(f"{name} wants [B, T] on cpu, found {list(rows.shape)} on {rows.device}")
+    return rows
+
+
+def check_labels(index: Any, rows: int) -> None:
+    """Raise TypeError or ValueError unless ``index`` holds a group label (integer, string or object) for each row."""
+    if not isinstance(index, np.ndarray) or index.dtype.kind not in LABEL_KINDS:
+        kind = f"dtype {index.dtype}" if isinstance(index, np.ndarray) else type(index).__name__
+        raise TypeError(f"index wants an array of integers, strings or objects, found {kind}")
+    if index.shape != (rows,):
+        raise ValueError(f"index wants one label for each of {rows} rows, found shape {index.shape}")
+
+
+def is_binary(mask: torch.Tensor) -> bool:
+    """Tell whether a mask (of one of ``BINARY_MASKS``) holds nothing but 0 and 1."""
+    if mask.dtype == torch.bool or mask.numel() == 0:
+        return True
+    low, high = torch.aminmax(mask)
+    return bool(low >= 0) and bool(high <= 1) and (mask.dtype != torch.float32 or torch.equal(mask, mask.round()))
+
+
+def check_mask_values(mask: torch.Tensor | None) -> None:
+    """Raise ValueError when a mask on the CPU holds a value outside [0, 1] or NaN.
+
+    The numba kernel does the same test on the fly, at no extra pass. A mask on an accelerator is not tested, because the
+    answer would stall the device's queue: there, odd values give what the loop's arithmetic gives.
+    """
+    if mask is None or mask.device.type != "cpu" or mask.dtype is torch.bool or mask.numel() == 0:
+        return
+    low, high = torch.aminmax(mask)
+    if not (low >= 0 and high <= 1):
+        raise ValueError(OUTSIDE)
+
+
+def _rate(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} wants a number between 0 and 1, found {value!r} ({type(value).__name__})")
     rate = float(value)
@@ -76,8 +158,7 @@ def check_rate(name: str, value: Any) -> float:
     return rate
 
 
-def check_count(name: str, value: Any) -> int | None:
-    """Return ``value`` if it is None or a whole number of at least 1; TypeError or ValueError otherwise."""
+def _count(name: str, value: Any) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -87,48 +168,17 @@ def check_count(name: str, value: Any) -> int | None:
     return int(value)
 
 
-def check_mask_values(mask: torch.Tensor | None) -> None:
-    """Raise ValueError when a mask on the CPU holds a value outside [0, 1] or NaN.
-
-    It reads the mask once; the numba kernel does the same test on the fly, at no extra pass. A mask on an accelerator is
-    not tested, because the answer would stall the device's queue: there, odd values give what the loop's arithmetic gives.
-    """
-    if mask is None or mask.device.type != "cpu" or mask.dtype is torch.bool or mask.numel() == 0:
-        return
-    low, high = torch.aminmax(mask)
-    if not (low >= 0 and high <= 1):
-        raise ValueError(OUTSIDE)
-
-
-def _tensor(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} wants a torch.Tensor, found {type(value).__name__}")
-    if value.dtype not in dtypes:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{name} wants one of the dtypes {known}, found {str(value.dtype).removeprefix('torch.')}")
-    if value.layout is not torch.strided:
-        raise TypeError(f"{name} wants a dense tensor, found layout {value.layout}")
-    return value.detach()
-
-
-def _alike(name: str, value: torch.Tensor, rewards: torch.Tensor) -> None:
-    if value.shape != rewards.shape:
-        raise ValueError(f"{name} wants the shape of rewards, {list(rewards.shape)}, found {list(value.shape)}")
-    if value.device != rewards.device:
-        raise ValueError(f"{name} wants the device of rewards, {rewards.device}, found {value.device}")
-
-
 def _offsets(cu_seqlens: Any, tokens: int) -> tuple[int, ...]:
-    cu_seqlens = _tensor("cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
+    cu_seqlens = check_tensor("cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens wants shape [S + 1], found {list(cu_seqlens.shape)}")
     offsets = tuple(cu_seqlens.tolist())
     if offsets[0] != 0 or offsets[-1] != tokens:
-        raise ValueError(
-            f"cu_seqlens wants to run from 0 to {tokens} (the tokens), found {offsets[0]} to {offsets[-1]}"
-        )
-    for index in range(1, len(offsets)):
-        if offsets[index] < offsets[index - 1]:
-            found = f"{offsets[index - 1]} before {offsets[index]} at position {index}"
-            raise ValueError(f"cu_seqlens wants values that never fall, found {found}")
+        ends = f"{offsets[0]} to {offsets[-1]}"
+        raise ValueError(f"cu_seqlens wants to run from 0 to {tokens} (the tokens), found {ends}")
+    for index, (before, after) in enumerate(pairwise(offsets), 1):
+        if after < before:
+            raise ValueError(
+                f"cu_seqlens wants values that never fall, found {before} before {after} at position {index}"
+            )
     return offsets

@@ -22,49 +22,14 @@ import numpy.typing as npt
 import torch
 
 from rl_accel.ops.compile_numba import compiled
-from rl_accel.ops.groups import LABEL_KINDS, describe, group_rows
-from rl_accel.ops.whiten import is_binary
+from rl_accel.ops.group_advantages import group_rows
+from rl_accel.ops.inputs import BINARY_MASKS, check_labels, check_rows, check_tensor, is_binary
 from rl_accel.ops.workers import WORKERS, default_threads
 
 Rows = npt.NDArray[np.int64]
 
 BLOCK = 2**21
 """Tokens taken at a time (whole groups, at least one), so that the two scratch buffers stay small."""
-
-
-def unsupported(
-    token_level_rewards: object,
-    response_mask: object,
-    index: object,
-    old_log_probs: object,
-    sum_pi_squared: object,
-    rollout_is_weights: object = None,
-) -> Exception | None:
-    """Return the error :func:`optimal_token_baseline` would raise for these arguments, or None when it takes them."""
-    shape = token_level_rewards.shape if isinstance(token_level_rewards, torch.Tensor) else None
-    named = {
-        "token_level_rewards": token_level_rewards,
-        "old_log_probs": old_log_probs,
-        "sum_pi_squared": sum_pi_squared,
-        "rollout_is_weights": rollout_is_weights,
-    }
-    for name, tensor in named.items():
-        if tensor is None and name == "rollout_is_weights":
-            continue
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
-            return TypeError(f"{name}: wanted a float32 tensor, found {describe(tensor)}")
-        if tensor.layout != torch.strided or tensor.ndim != 2 or tensor.shape != shape or tensor.device.type != "cpu":
-            return ValueError(f"{name}: wanted [B, T] = {tuple(shape or ())} on cpu, found {describe(tensor)}")
-    mask = response_mask
-    if not isinstance(mask, torch.Tensor) or mask.dtype not in (torch.bool, torch.int32, torch.int64, torch.float32):
-        return TypeError(f"response_mask: wanted bool, int32, int64 or float32, found {describe(mask)}")
-    if mask.layout != torch.strided or mask.shape != shape or mask.device.type != "cpu":
-        return ValueError(f"response_mask: wanted {tuple(shape or ())} on cpu, found {describe(mask)}")
-    if not is_binary(mask):
-        return ValueError("response_mask: wanted 0 and 1 only, found other values")
-    if not isinstance(index, np.ndarray) or index.dtype.kind not in LABEL_KINDS or index.shape != (len(mask),):
-        return TypeError(f"index: wanted {len(mask)} integer, string or object labels, found {describe(index)}")
-    return None
 
 
 def optimal_token_baseline(
@@ -100,10 +65,18 @@ def optimal_token_baseline(
     Raises:
         TypeError, ValueError: an argument is outside what is written above; the message names it.
     """
-    error = unsupported(token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights)
-    if error is not None:
-        raise error
-    mask = response_mask
+    name = "token_level_rewards"
+    check_rows(name, token_level_rewards, (torch.float32,))
+    check_tensor("old_log_probs", old_log_probs, (torch.float32,), like=token_level_rewards, of=name)
+    check_tensor("sum_pi_squared", sum_pi_squared, (torch.float32,), like=token_level_rewards, of=name)
+    if rollout_is_weights is not None:
+        check_tensor("rollout_is_weights", rollout_is_weights, (torch.float32,), like=token_level_rewards, of=name)
+    mask = check_tensor("response_mask", response_mask, BINARY_MASKS, like=token_level_rewards, of=name)
+    if not is_binary(mask):
+        raise ValueError("response_mask wants 0 and 1 only, found other values")
+    check_labels(index, len(mask))
+    if not isinstance(epsilon, float):
+        raise TypeError(f"epsilon wants a float, found {type(epsilon).__name__}")
     threads = num_threads or default_threads()
     # exp stays torch's: another library's differs in the last bit
     pi, rewards = torch.exp(old_log_probs.detach()).numpy(), token_level_rewards.detach().numpy()

@@ -7,42 +7,20 @@ of addition is torch's affair.
 
 import torch
 
-from rl_accel.ops.groups import describe
+from rl_accel.ops.inputs import BINARY_MASKS, check_tensor, is_binary
 
 
-def unsupported(values: object, mask: object) -> Exception | None:
-    """Return the error that :func:`masked_whiten` would raise for these arguments, or None when it takes them."""
-    if not isinstance(values, torch.Tensor) or values.dtype not in (torch.float32, torch.float64):
-        return TypeError(f"values: wanted a float32 or float64 tensor, found {describe(values)}")
-    if (
-        values.layout != torch.strided
-        or values.device.type != "cpu"
-        or values.requires_grad
-        or not values.is_contiguous()
-    ):
-        return ValueError(f"values: wanted a contiguous tensor on cpu without gradient, found {describe(values)}")
-    if not isinstance(mask, torch.Tensor) or mask.dtype not in (torch.bool, torch.int32, torch.int64, torch.float32):
-        return TypeError(f"mask: wanted bool, int32, int64 or float32, found {describe(mask)}")
-    if (
-        mask.layout != torch.strided
-        or mask.shape != values.shape
-        or mask.device != values.device
-        or not mask.is_contiguous()
-    ):
-        return ValueError(f"mask: wanted contiguous {tuple(values.shape)} on cpu, found {describe(mask)}")
-    if not is_binary(mask):
-        return ValueError("mask: wanted 0 and 1 only, found other values")
-    if bool(mask.sum() < 2):
-        return ValueError("mask: wanted at least two ones, found fewer")
-    return None
-
-
-def is_binary(mask: torch.Tensor) -> bool:
-    """Tell whether a bool, int or float32 mask holds nothing but 0 and 1."""
-    if mask.dtype == torch.bool or mask.numel() == 0:
-        return True
-    low, high = torch.aminmax(mask)
-    return bool(low >= 0) and bool(high <= 1) and (mask.dtype != torch.float32 or torch.equal(mask, mask.round()))
+def check(values: object, mask: object) -> None:
+    """Raise what :func:`masked_whiten` raises for these arguments. For callers with work to do before they whiten."""
+    whitened = check_tensor("values", values, (torch.float32, torch.float64), gradient=False)
+    counted = check_tensor("mask", mask, BINARY_MASKS, like=whitened, of="values")
+    for name, tensor in (("values", whitened), ("mask", counted)):
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError(f"{name} wants a contiguous tensor on cpu, found {tensor.device}, {tensor.stride()}")
+    if not is_binary(counted):
+        raise ValueError("mask wants 0 and 1 only, found other values")
+    if bool(counted.sum() < 2):
+        raise ValueError("mask wants at least two ones, found fewer")
 
 
 def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
@@ -60,9 +38,7 @@ def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = T
     Raises:
         TypeError, ValueError: an argument is outside what is written above; the message names it.
     """
-    error = unsupported(values, mask)
-    if error is not None:
-        raise error
+    check(values, mask)
     with torch.no_grad():
         outside = mask == 0
         count = mask.sum()

@@ -6,9 +6,10 @@ CALL = """
 import sys, torch
 from rl_accel.ops import compile_numba
 compile_numba._DIGEST = {digest}
-from rl_accel.ops import gae, scan_numba
+from rl_accel.ops import gae
+from rl_accel.ops.scan import numba_kernels
 gae(torch.ones(2, 3), torch.ones(2, 3), backend="numba")
-stats = scan_numba.scan_lanes.stats
+stats = numba_kernels.scan_lanes.stats
 print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 """
 

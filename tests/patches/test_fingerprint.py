@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from rl_accel.patches.fingerprint import fingerprint
+from rl_accel.patches.upstream import fingerprint
 
 PLAIN = "def f(a, b=1):\n    c = a + b\n    return c\n"
 

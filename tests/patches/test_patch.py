@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from rl_accel.errors import BackendMissing, PatchRefused
-from rl_accel.patches.fingerprint import fingerprint
 from rl_accel.patches.patch import Patch
+from rl_accel.patches.upstream import fingerprint
 from rl_accel.switch import SwitchState
 
 
@@ -268,7 +268,7 @@ def test_failed_write_rolls_back(framework):
 
 
 def test_probe_that_disagrees_refuses(patch_of):
-    def probe(original, replacement):
+    def probe(original, replacement, settings):
         if original(5) != replacement(5):
             raise ValueError("10 is not 30")
 

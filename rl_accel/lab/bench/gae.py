@@ -29,8 +29,7 @@ from rl_accel.lab.bench.measure import (
     peak_extra_bytes,
     results_files,
 )
-from rl_accel.ops import gae
-from rl_accel.ops.ragged import gae_of_lists
+from rl_accel.ops import gae, gae_of_lists
 
 LOOP, CHUNK_128, OURS = "verl's loop", "slime chunk 128", "rl-accel"
 BATCHES, TOKENS = (1, 8, 64, 256, 1024), (1024, 8192, 32768, 131072)

@@ -1,4 +1,5 @@
-"""LLVM building blocks of the CPU scan: eight sequences side by side in one vector register.
+# mypy: allow-untyped-decorators
+"""The compiled part of the CPU scan: eight sequences side by side in one vector register.
 
 A plain loop over tokens waits some 20 cycles a token, because each step needs the result of the one before. Eight
 sequences in the lanes of a vector share that wait. Tensors hold one sequence after the other, so a tile of 8 sequences x 8
@@ -10,9 +11,15 @@ same float operations in the same order as the loop.
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
+
+from rl_accel.ops.compile_numba import compiled
+
+Array = npt.NDArray[Any]
 
 LANES = 8
 BLOCK = 2048
@@ -195,3 +202,169 @@ returns_tile = intrinsic(_returns_tile)
 stream = intrinsic(_stream)
 prefetch = intrinsic(_prefetch)
 fence = intrinsic(_fence)
+
+
+def _take_mask(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
+    """Write mask[at:at+count] to target as floats (ones if there is no mask); tell whether one is outside [0, 1]."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_take_mask, jit_options={"nogil": True})
+def _take_mask_for(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
+    def no_mask(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
+        targets = target[to : to + count]
+        for i in range(count):
+            targets[i] = 1
+        return False
+
+    def whole_numbers(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
+        targets, sources = target[to : to + count], mask[at : at + count]
+        bits = 0
+        for i in range(count):
+            bits |= sources[i]
+            # through int32, which processors can convert many at a time; a value this cuts short is refused anyway
+            targets[i] = np.int32(sources[i])
+        return (bits & ~1) != 0
+
+    def fractions(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
+        targets, sources = target[to : to + count], mask[at : at + count]
+        odd = 0
+        for i in range(count):
+            odd += not (sources[i] >= 0 and sources[i] <= 1)
+            targets[i] = sources[i]
+        return odd != 0
+
+    if isinstance(mask, types.NoneType):
+        return no_mask
+    return whole_numbers if isinstance(mask.dtype, types.Integer) else fractions
+
+
+@compiled
+def copy(target: Array, to: int, source: Array, at: int, count: int) -> None:
+    """target[to:to+count] = source[at:at+count]."""
+    # numba makes vector code of loops over slices only: any other index might be negative and count from the end
+    targets, sources = target[to : to + count], source[at : at + count]
+    for i in range(count):
+        targets[i] = sources[i]
+
+
+@compiled
+def clear(target: Array, to: int, count: int) -> None:
+    """target[to:to+count] = 0."""
+    targets = target[to : to + count]
+    for i in range(count):
+        targets[i] = 0
+
+
+@compiled
+def accumulate(target: Array, to: int, at: int, count: int) -> None:
+    """target[to:to+count] += target[at:at+count]."""
+    targets, sources = target[to : to + count], target[at : at + count]
+    for i in range(count):
+        targets[i] += sources[i]
+
+
+@compiled
+def put(target: Array, to: int, source: Array, at: int, count: int, streamed: bool) -> None:
+    """target[to:to+count] = source[at:at+count], past the caches if ``streamed``."""
+    done = 0
+    if streamed:
+        head = min(-to & 7, count)
+        copy(target, to, source, at, head)
+        done = head + (count - head) // 8 * 8
+        for i in range(head, done, 8):
+            stream(target, to + i, source, at + i)
+    copy(target, to + done, source, at + done, count - done)
+
+
+@compiled
+def scan_lanes(
+    rewards: Array,
+    values: Array | None,
+    mask: Array | None,
+    first_out: Array,
+    second_out: Array | None,
+    table: Array,
+    states: Array,
+    scratch: Array,
+    gamma: float,
+    decay: float,
+    write: bool,
+    streamed: bool,
+) -> bool:
+    """Scan the groups of a :class:`rl_accel.ops.scan.numba.Share`; tell whether the mask holds a value outside [0, 1].
+
+    With values it computes GAE (advantages, then returns); without, discounted returns at rate ``decay``. The lanes of a
+    group walk back in step from the last token of each sequence; those that end early go on with empty tokens.
+    ``scratch`` is memory of SCRATCH zeros that no other thread uses.
+    """
+    odd_mask = False
+    for group in range(table.shape[0]):
+        longest = table[group, 0, 4]
+        for lane in range(LANES):
+            scratch[STATE + lane] = states[group, lane, 0]
+            scratch[STATE + LANES + lane] = states[group, lane, 1]
+        for done in range(0, longest, BLOCK):
+            width = min(BLOCK, (longest - done + 15) // 16 * 16)
+            for lane in range(LANES):
+                left = max(table[group, lane, 4] - done, 0)
+                count = min(left, BLOCK)
+                to = lane * PITCH + BLOCK - count
+                empty = lane * PITCH + BLOCK - width
+                clear(scratch, REWARD + empty, width - count)
+                clear(scratch, MASK + empty, width - count)
+                copy(scratch, REWARD + to, rewards, table[group, lane, 0] + left - count, count)
+                if values is not None:
+                    clear(scratch, VALUE + empty, width - count)
+                    copy(scratch, VALUE + to, values, table[group, lane, 1] + left - count, count)
+                odd_mask |= _take_mask(scratch, MASK + to, mask, table[group, lane, 2] + left - count, count)
+            for token in range(BLOCK - 16, BLOCK - width - 1, -16):
+                for lane in range(LANES):
+                    # the same place in the block that comes next
+                    ahead = table[group, lane, 4] - done - 2 * BLOCK + token
+                    if ahead >= 0:
+                        prefetch(rewards, table[group, lane, 0] + ahead)
+                        if values is not None:
+                            prefetch(values, table[group, lane, 1] + ahead)
+                        if mask is not None:
+                            prefetch(mask, table[group, lane, 2] + ahead)
+                            prefetch(mask, table[group, lane, 2] + ahead + 8)
+                for tile in range(token + 8, token - 1, -8):
+                    if values is not None:
+                        gae_tile(scratch, tile, gamma, decay)
+                    else:
+                        returns_tile(scratch, tile, decay)
+            if not write:
+                continue
+            for lane in range(LANES):
+                left = max(table[group, lane, 4] - done, 0)
+                count = min(left, BLOCK)
+                at = lane * PITCH + BLOCK - count
+                to = table[group, lane, 3] + left - count
+                put(first_out, to, scratch, OUT + at, count, streamed)
+                if second_out is not None:
+                    accumulate(scratch, OUT + at, VALUE + at, count)
+                    put(second_out, to, scratch, OUT + at, count, streamed)
+        for lane in range(LANES):
+            states[group, lane, 0] = scratch[STATE + lane]
+            states[group, lane, 1] = scratch[STATE + LANES + lane]
+    fence()
+    return odd_mask
+
+
+@compiled
+def transfer(mask: Array | None, first: int, length: int, gamma: float, decay: float) -> tuple[float, float, float]:
+    """Return (p, d, c) of :func:`rl_accel.ops.scan.numba.compose` for the ``length`` tokens from ``first`` on."""
+    p, d, c = 1.0, 0.0, 1.0
+    for t in range(first + length - 1, first - 1, -1):
+        m = 1.0
+        if mask is not None:
+            m = float(mask[t])
+        keep = 1.0 - m
+        step = decay * m + keep
+        d = step * d + gamma * m * p
+        c *= step
+        p *= keep
+        if p == 0 and d == 0 and c == 0:
+            break
+    return p, d, c

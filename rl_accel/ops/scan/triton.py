@@ -31,16 +31,16 @@ LEAST_BLOCKS = 4
 jit: Any = triton.jit
 
 
-def gae(inputs: Inputs, gamma: float, lam: float) -> tuple[torch.Tensor, torch.Tensor]:
+def gae(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Return advantages and returns in the dtype of the rewards."""
-    advantages, returns = scan(inputs, gamma, gamma * lam)
+    advantages, returns = scan(inputs, inputs.gamma, inputs.gamma * inputs.lam)
     assert returns is not None
     return advantages, returns
 
 
-def discounted_returns(inputs: Inputs, gamma: float) -> torch.Tensor:
+def discounted_returns(inputs: Inputs) -> torch.Tensor:
     """Return discounted returns in the dtype of the rewards."""
-    return scan(inputs, gamma, gamma)[0]
+    return scan(inputs, inputs.gamma, inputs.gamma)[0]
 
 
 def scan(

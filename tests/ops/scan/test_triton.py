@@ -14,11 +14,12 @@ pytestmark = [
 
 COMMON = """
 import itertools, torch
-from rl_accel.ops import discounted_returns, gae, scan_triton
-from rl_accel.ops.inputs import check
+from rl_accel.ops import discounted_returns, gae
+from rl_accel.ops.inputs import check_scan
+from rl_accel.ops.scan import triton as scan_triton
 
 def both(rewards, values, mask, bounds, gamma=0.99, lam=0.95, **options):
-    inputs = check(rewards, values, mask, bounds, needs_values=values is not None)
+    inputs = check_scan(rewards, values, mask, gamma, lam, bounds, None, None, needs_values=values is not None)
     ours = scan_triton.scan(inputs, gamma, gamma * lam if values is not None else gamma, **options)
     wide = [None if x is None else x.double() for x in (rewards, values)]
     if values is None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_accel.ops import discounted_returns, gae
-from rl_accel.ops.chunk import reverse_scan
+from rl_accel.ops.scan.chunk import reverse_scan
 
 
 @settings(max_examples=60, deadline=None)

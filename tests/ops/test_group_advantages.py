@@ -1,14 +1,14 @@
-"""Outcome advantages: the bits of verl's own functions on random ragged groups, and clear errors outside the domain."""
+"""Group advantages: the bits of verl's own functions on random ragged groups, and clear errors outside the domain."""
 
 import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from rl_accel.ops import outcome
-from rl_accel.ops.groups import group_rows, group_std
+from rl_accel.ops.group_advantages import gpg, group_rows, group_std, grpo, opo, passk, rloo
 
 CASES = 210
+OURS = {"grpo": grpo, "rloo": rloo, "opo": opo, "gpg": gpg}
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +61,13 @@ def case(seed: int, smallest: int = 1) -> tuple[torch.Tensor, torch.Tensor, np.n
 @pytest.mark.parametrize(
     ("name", "ours", "theirs"),
     [
-        ("grpo", outcome.grpo, {}),
-        ("grpo", lambda *a: outcome.grpo(*a, normalise=False), {"norm_adv_by_std_in_grpo": False}),
-        ("grpo", lambda *a: outcome.grpo(*a, epsilon=1e-3), {"epsilon": 1e-3}),
-        ("rloo", outcome.rloo, {}),
-        ("opo", outcome.opo, {}),
-        ("gpg", outcome.gpg, {}),
-        ("gpg", lambda *a: outcome.gpg(*a, f_norm=3.0), {"f_norm": 3.0}),
+        ("grpo", grpo, {}),
+        ("grpo", lambda *a: grpo(*a, normalise=False), {"norm_adv_by_std_in_grpo": False}),
+        ("grpo", lambda *a: grpo(*a, epsilon=1e-3), {"epsilon": 1e-3}),
+        ("rloo", rloo, {}),
+        ("opo", opo, {}),
+        ("gpg", gpg, {}),
+        ("gpg", lambda *a: gpg(*a, f_norm=3.0), {"f_norm": 3.0}),
     ],
 )
 def test_bits_of_verl(stock, name, ours, theirs):
@@ -85,7 +85,7 @@ def test_bits_of_verl_passk(stock, normalise):
     for seed in range(CASES):
         rewards, mask, index = case(seed, smallest=2)
         expected, _ = stock["grpo_passk"](rewards, mask, index, config=config)
-        assert same_bits(outcome.passk(rewards, mask, index, normalise=normalise), expected), f"case {seed}"
+        assert same_bits(passk(rewards, mask, index, normalise=normalise), expected), f"case {seed}"
 
 
 def test_bits_of_verl_reinforce_plus_plus_baseline(stock):
@@ -97,7 +97,7 @@ def test_bits_of_verl_reinforce_plus_plus_baseline(stock):
         if mask.sum() < 2 or compared == CASES:
             continue
         expected, _ = stock["reinforce_plus_plus_baseline"](rewards, mask, index)
-        found = masked_whiten(outcome.centred(rewards, mask, index), mask) * mask
+        found = masked_whiten(grpo(rewards, mask, index, normalise=False), mask) * mask
         assert same_bits(found, expected), f"case {seed}"
         compared += 1
     assert compared == CASES
@@ -109,7 +109,7 @@ def test_values_that_are_not_finite_stay_in_their_group(stock, name, value):
     rewards, mask = torch.randn(12, 3), torch.ones(12, 3, dtype=torch.int64)
     rewards[5, 1] = value
     index = np.arange(12) // 4
-    found, expected = getattr(outcome, name)(rewards, mask, index), stock[name](rewards, mask, index)[0]
+    found, expected = OURS[name](rewards, mask, index), stock[name](rewards, mask, index)[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert not found[4:8].isfinite().all()
     assert found[:4].isfinite().all()
@@ -132,7 +132,7 @@ def test_group_rows_keeps_batch_order_and_first_appearance():
 def test_inputs_are_left_alone():
     rewards, mask, index = case(17)
     before = rewards.clone(), mask.clone(), index.copy()
-    for function in (outcome.grpo, outcome.rloo, outcome.opo, outcome.gpg, outcome.centred):
+    for function in (grpo, rloo, opo, gpg):
         function(rewards, mask, index)
     assert torch.equal(rewards, before[0])
     assert torch.equal(mask, before[1])
@@ -158,30 +158,33 @@ GOOD = (torch.zeros(4, 3), torch.ones(4, 3, dtype=torch.int64), np.array([0, 0, 
         (2, np.array([0, 0, 1]), ValueError, "index"),
     ],
 )
-@pytest.mark.parametrize("function", [outcome.grpo, outcome.rloo, outcome.opo, outcome.gpg, outcome.passk])
+@pytest.mark.parametrize(
+    "function",
+    [grpo, rloo, opo, gpg, passk],
+)
 def test_bad_input_is_named(function, position, value, error, names):
     arguments = list(GOOD)
     arguments[position] = value
-    with pytest.raises(error, match=f"^{names}: wanted .* found "):
+    with pytest.raises(error, match=f"^{names} wants .* found "):
         function(*arguments)
 
 
 def test_passk_refuses_a_lone_response():
     with pytest.raises(ValueError, match="at least 2 responses"):
-        outcome.passk(GOOD[0], GOOD[1], np.array([0, 0, 0, 1]))
+        passk(GOOD[0], GOOD[1], np.array([0, 0, 0, 1]))
 
 
 def test_unhashable_labels_are_a_type_error():
     index = np.empty(4, dtype=object)
     index[:] = [[0], [0], [1], [1]]
     with pytest.raises(TypeError, match="unhashable"):
-        outcome.grpo(GOOD[0], GOOD[1], index)
+        grpo(GOOD[0], GOOD[1], index)
 
 
 def test_another_default_dtype_is_refused():
     torch.set_default_dtype(torch.float64)
     try:
         with pytest.raises(ValueError, match="default dtype"):
-            outcome.grpo(*GOOD)
+            grpo(*GOOD)
     finally:
         torch.set_default_dtype(torch.float32)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_accel.ops import plan
+from rl_accel.ops.scan import numba as plan
 
 
 def table_of(lengths):

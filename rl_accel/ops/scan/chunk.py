@@ -8,16 +8,17 @@ chunks of all rows in one vector operation, and the pass along the chunks is the
 
 import torch
 
-from rl_accel.ops import naive
 from rl_accel.ops.inputs import Inputs, check_mask_values
+from rl_accel.ops.scan import naive
 
 DEFAULT_CHUNK = 64
 
 
-def gae(inputs: Inputs, gamma: float, lam: float, chunk_size: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def gae(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Return advantages and returns in the dtype of the rewards; half precision is computed in float32."""
     check_mask_values(inputs.mask)
     assert inputs.values is not None
+    gamma, lam, chunk_size = inputs.gamma, inputs.lam, inputs.chunk_size
     rewards, mask = _prepare(inputs.rewards, inputs.offsets), _prepare_mask(inputs)
     values = _prepare(inputs.values, inputs.offsets)
     keep = 1 - mask
@@ -32,9 +33,10 @@ def gae(inputs: Inputs, gamma: float, lam: float, chunk_size: int | None) -> tup
     return advantages.reshape(shape).to(dtype).contiguous(), returns.reshape(shape).to(dtype).contiguous()
 
 
-def discounted_returns(inputs: Inputs, gamma: float, chunk_size: int | None) -> torch.Tensor:
+def discounted_returns(inputs: Inputs) -> torch.Tensor:
     """Return discounted returns in the dtype of the rewards; half precision is computed in float32."""
     check_mask_values(inputs.mask)
+    gamma, chunk_size = inputs.gamma, inputs.chunk_size
     rewards, mask = _prepare(inputs.rewards, inputs.offsets), _prepare_mask(inputs)
     running = reverse_scan(_cut(gamma * mask + (1 - mask), inputs), rewards * mask, chunk_size)
     returns = (rewards + gamma * _shift(running, inputs)) * mask

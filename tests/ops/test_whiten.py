@@ -62,5 +62,5 @@ def test_bits_of_verl_where_torch_sums_in_threads(stock, shape):
     ],
 )
 def test_bad_input_is_named(values, mask, error, names):
-    with pytest.raises(error, match=f"^{names}: wanted .* found "):
+    with pytest.raises(error, match=f"^{names} wants .* found "):
         masked_whiten(values, mask)

@@ -4,7 +4,7 @@ Each function gives the bits that verl 0.9.1 gives (``verl/trainer/ppo/core_algo
 The arithmetic of one group is the same chain of operations; it runs over all groups of equal size at once. What a group
 of one response means is the framework's rule, not ours: it keeps its score as it is (mean 0, standard deviation 1).
 
-Shapes: B responses, T tokens, R responses of a prompt group. Common arguments:
+Shapes: B responses, T tokens, G groups of one size, R responses of a prompt group. Common arguments:
 
 - ``token_level_rewards``: [B, T] float32 or float64, on CPU, no gradient. The score of a response is the sum over T.
 - ``response_mask``: [B, T], any number type or bool; the result is multiplied by it, so it is 0 where the mask is 0.
@@ -13,40 +13,17 @@ Shapes: B responses, T tokens, R responses of a prompt group. Common arguments:
 All return advantages [B, T] and raise ``TypeError`` or ``ValueError``, naming the argument, for anything else.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rl_accel.ops.groups import LABEL_KINDS, describe, group_std, map_groups
+from rl_accel.ops.inputs import MASKS, check_labels, check_rows, check_tensor
 
 Index = npt.NDArray[np.generic]
-
-
-def unsupported(token_level_rewards: object, response_mask: object, index: object) -> Exception | None:
-    """Return the error that the functions below would raise for these arguments, or None when they take them.
-
-    A caller with a slower path that takes anything asks this first.
-    """
-    rewards, mask = token_level_rewards, response_mask
-    if not isinstance(rewards, torch.Tensor) or rewards.dtype not in (torch.float32, torch.float64):
-        return TypeError(f"token_level_rewards: wanted a float32 or float64 tensor, found {describe(rewards)}")
-    if rewards.layout != torch.strided or rewards.ndim != 2 or rewards.device.type != "cpu" or rewards.requires_grad:
-        return ValueError(
-            f"token_level_rewards: wanted dense [B, T] on cpu without gradient, found {describe(rewards)}"
-        )
-    if not isinstance(mask, torch.Tensor) or mask.is_complex() or mask.layout != torch.strided:
-        return TypeError(f"response_mask: wanted a dense tensor of numbers, found {describe(mask)}")
-    if mask.shape != rewards.shape or mask.device != rewards.device or mask.requires_grad:
-        return ValueError(
-            f"response_mask: wanted {tuple(rewards.shape)} on cpu without gradient, found {describe(mask)}"
-        )
-    if not isinstance(index, np.ndarray) or index.dtype.kind not in LABEL_KINDS:
-        return TypeError(f"index: wanted an array of integers, strings or objects, found {describe(index)}")
-    if index.shape != rewards.shape[:1]:
-        return ValueError(f"index: wanted one label for each of {len(rewards)} rows, found {describe(index)}")
-    if torch.get_default_dtype() != torch.float32:
-        return ValueError(f"torch default dtype: wanted float32, found {torch.get_default_dtype()}")
-    return None
+Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""``rule(scores of the groups [G, R], rows [G, R])`` returns the advantage [G, R] of each response."""
 
 
 def grpo(
@@ -56,9 +33,12 @@ def grpo(
     epsilon: float = 1e-6,
     normalise: bool = True,
 ) -> torch.Tensor:
-    """GRPO: (score - group mean) / (group std + epsilon); without ``normalise`` the difference alone (Dr. GRPO).
+    """GRPO: (score - group mean) / (group std + epsilon).
 
-    Source: ``compute_grpo_outcome_advantage``; arXiv 2402.03300, arXiv 2503.20783.
+    Without ``normalise`` the difference alone: Dr. GRPO, and REINFORCE++-baseline before it whitens.
+
+    Source: ``compute_grpo_outcome_advantage`` and ``compute_reinforce_plus_plus_baseline_outcome_advantage``;
+    arXiv 2402.03300, arXiv 2503.20783, arXiv 2501.03262.
     """
 
     def rule(scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -70,7 +50,7 @@ def grpo(
         std = torch.ones(len(rows)) if alone else group_std(scores)
         return centred / (std + epsilon).to(scores.dtype).unsqueeze(-1)
 
-    return _spread(map_groups(_scores(token_level_rewards, response_mask, index), index, rule), response_mask)
+    return _spread(_by_group(_scores(token_level_rewards, response_mask, index), index, rule), response_mask)
 
 
 def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Index) -> torch.Tensor:
@@ -85,7 +65,7 @@ def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: 
             return scores
         return scores * size / (size - 1) - scores.mean(dim=-1, keepdim=True) * size / (size - 1)
 
-    return _spread(map_groups(_scores(token_level_rewards, response_mask, index), index, rule), response_mask)
+    return _spread(_by_group(_scores(token_level_rewards, response_mask, index), index, rule), response_mask)
 
 
 def opo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Index) -> torch.Tensor:
@@ -102,15 +82,7 @@ def opo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: I
         weights = lengths[rows]
         return scores - ((weights * scores).sum(dim=-1) / weights.sum(dim=-1)).unsqueeze(-1)
 
-    return _spread(map_groups(scores, index, rule), response_mask)
-
-
-def centred(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Index) -> torch.Tensor:
-    """Score minus group mean: REINFORCE++-baseline before it whitens.
-
-    Source: ``compute_reinforce_plus_plus_baseline_outcome_advantage``; arXiv 2501.03262.
-    """
-    return grpo(token_level_rewards, response_mask, index, normalise=False)
+    return _spread(_by_group(scores, index, rule), response_mask)
 
 
 def gpg(
@@ -126,7 +98,7 @@ def gpg(
     def rule(scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return alpha * (scores if rows.shape[1] == 1 else scores - scores.mean(dim=-1, keepdim=True)) / f_norm
 
-    return _spread(map_groups(scores, index, rule), response_mask)
+    return _spread(_by_group(scores, index, rule), response_mask)
 
 
 def passk(
@@ -147,7 +119,7 @@ def passk(
     def rule(scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         if rows.shape[1] < 2:
             raise ValueError(
-                f"index: Pass@k needs at least 2 responses in a group, row {int(rows[0, 0])} is alone in its"
+                f"index wants at least 2 responses in a group for Pass@k, found row {int(rows[0, 0])} alone"
             )
         top, best = torch.topk(scores, 2, dim=-1)
         lead = top[:, 0] - top[:, 1]
@@ -155,14 +127,66 @@ def passk(
             lead = lead / (group_std(scores) + epsilon)
         return torch.zeros_like(scores).scatter_(1, best[:, :1], lead.unsqueeze(-1))
 
-    return _spread(map_groups(_scores(token_level_rewards, response_mask, index), index, rule), response_mask)
+    return _spread(_by_group(_scores(token_level_rewards, response_mask, index), index, rule), response_mask)
+
+
+def group_rows(index: Index) -> list[torch.Tensor]:
+    """Collect the rows of each group of ``index`` [B], groups of equal size together.
+
+    Returns:
+        One int64 tensor [G, R] for each group size R that occurs, ascending in R. A line of it holds the rows of one
+        group in batch order; lines are in order of first appearance.
+
+    Raises:
+        TypeError: a label is not hashable.
+    """
+    numbers: dict[object, int] = {}
+    ids = np.fromiter((numbers.setdefault(label, len(numbers)) for label in index.tolist()), np.int64, len(index))
+    counts = np.bincount(ids, minlength=len(numbers))
+    by_group = np.argsort(ids, kind="stable")
+    starts = np.cumsum(counts) - counts
+    return [
+        torch.from_numpy(by_group[starts[counts == size][:, None] + np.arange(size)])
+        for size in np.unique(counts).tolist()
+    ]
+
+
+def group_std(scores: torch.Tensor) -> torch.Tensor:
+    """Return the unbiased standard deviation [G] of each line of ``scores`` [G, R], R >= 2, float32 or float64, CPU.
+
+    ``torch.std`` of a whole vector and ``torch.std(dim=-1)`` of a matrix are different algorithms (two passes in
+    float64 against Welford's) and part in the last bits. This one takes the two passes for all groups at once, in the
+    same order, so it agrees with ``torch.std`` called on each line alone to the bit.
+    """
+    groups, size = scores.shape
+    if groups < size:
+        return torch.stack([torch.std(line) for line in scores])
+    values = scores.double().numpy()
+    mean = scores.mean(dim=-1).double().numpy()
+    total = np.zeros(groups)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for position in range(size):
+            deviation = values[:, position] - mean
+            total += deviation * deviation
+        # numpy's square root is correctly rounded; torch's vector one is not.
+        return torch.from_numpy(np.sqrt(total / (size - 1))).to(scores.dtype)
 
 
 def _scores(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Index) -> torch.Tensor:
-    error = unsupported(token_level_rewards, response_mask, index)
-    if error is not None:
-        raise error
-    return token_level_rewards.sum(dim=-1)
+    name = "token_level_rewards"
+    rewards = check_rows(name, token_level_rewards, (torch.float32, torch.float64), gradient=False)
+    check_tensor("response_mask", response_mask, MASKS, like=rewards, of=name, gradient=False)
+    check_labels(index, len(rewards))
+    if torch.get_default_dtype() != torch.float32:
+        raise ValueError(f"torch's default dtype wants to be float32, found {torch.get_default_dtype()}")
+    return rewards.sum(dim=-1)
+
+
+def _by_group(scores: torch.Tensor, index: Index, rule: Rule) -> torch.Tensor:
+    out = torch.empty_like(scores)
+    for rows in group_rows(index):
+        out[rows] = rule(scores[rows], rows).to(out.dtype)
+    return out
 
 
 def _spread(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:

@@ -13,22 +13,22 @@ import torch
 from rl_accel.ops.inputs import Inputs, check_mask_values
 
 
-def gae(inputs: Inputs, gamma: float, lam: float) -> tuple[torch.Tensor, torch.Tensor]:
+def gae(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Return advantages and returns, shaped and typed like the rewards. See :func:`rl_accel.ops.gae`."""
     check_mask_values(inputs.mask)
     assert inputs.values is not None
     advantages = torch.empty_like(inputs.rewards, memory_format=torch.contiguous_format)
     for where, (rewards, values, mask) in _rows(inputs.rewards, inputs.values, inputs.mask, inputs.offsets):
-        advantages[where] = gae_rows(rewards, values, mask, gamma, lam).view_as(advantages[where])
+        advantages[where] = gae_rows(rewards, values, mask, inputs.gamma, inputs.lam).view_as(advantages[where])
     return advantages, advantages + inputs.values
 
 
-def discounted_returns(inputs: Inputs, gamma: float) -> torch.Tensor:
+def discounted_returns(inputs: Inputs) -> torch.Tensor:
     """Return discounted returns, shaped and typed like the rewards. See :func:`rl_accel.ops.discounted_returns`."""
     check_mask_values(inputs.mask)
     returns = torch.empty_like(inputs.rewards, memory_format=torch.contiguous_format)
     for where, (rewards, _, mask) in _rows(inputs.rewards, inputs.rewards, inputs.mask, inputs.offsets):
-        returns[where] = returns_rows(rewards, mask, gamma).view_as(returns[where])
+        returns[where] = returns_rows(rewards, mask, inputs.gamma).view_as(returns[where])
     return returns
 
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_accel.ops import discounted_returns, gae, plan, scan_numba
+from rl_accel.ops import discounted_returns, gae
+from rl_accel.ops.scan import numba as scan_numba
 
 CASES = 240
 
@@ -82,13 +83,13 @@ def test_fractional_masks_give_the_bits_of_the_loop(rows, tokens, threads, seed,
 @pytest.mark.parametrize("kind", ["bits", "fractions", "none"])
 @pytest.mark.parametrize("rates", [(1.0, 1.0), (0.99, 0.95), (0.5, 0.0)])
 def test_few_long_sequences_cut_in_time_agree_with_the_loop(kind, rates, monkeypatch):
-    monkeypatch.setattr(plan, "LEAST_CHUNK", 64)
+    monkeypatch.setattr(scan_numba, "LEAST_CHUNK", 64)
     torch.manual_seed(7)
     for rows, tokens, threads in ((1, 128, 2), (1, 1501, 3), (3, 700, 4), (2, 1000, 16)):
         rewards, values = torch.randn(rows, tokens), torch.randn(rows, tokens)
         mask = torch.rand(rows, tokens)
         mask = {"none": None, "bits": (mask < 0.8).long(), "fractions": mask}[kind]
-        assert len(plan.too_long(scan_numba_table(rows, tokens), threads)) == rows
+        assert len(scan_numba.too_long(scan_numba_table(rows, tokens), threads)) == rows
         exact = gae(rewards.double(), values.double(), mask, *rates, backend="naive")
         for a, b in zip(gae(rewards, values, mask, *rates, backend="numba", num_threads=threads), exact, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-6 * float(b.abs().max()))
@@ -104,7 +105,7 @@ def scan_numba_table(rows: int, tokens: int):
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("cut", [False, True])
 def test_what_is_not_finite_spreads_as_in_the_loop(value, cut, same_bits, monkeypatch):
-    monkeypatch.setattr(plan, "LEAST_CHUNK", 64 if cut else 1 << 40)
+    monkeypatch.setattr(scan_numba, "LEAST_CHUNK", 64 if cut else 1 << 40)
     torch.manual_seed(3)
     for place, into_values, fractional in ((150, 0, 0), (150, 1, 0), (700, 0, 1), (700, 1, 1), (0, 1, 0), (999, 0, 0)):
         rewards, values = torch.randn(2, 1000), torch.randn(2, 1000)
@@ -169,8 +170,8 @@ def test_works_where_compiled_code_cannot_be_kept(python):
         from rl_accel.ops import gae
         ones = torch.ones(2, 3)
         assert gae(ones, ones, backend="numba")[1].tolist() == [[3, 2, 1]] * 2
-        from rl_accel.ops import scan_numba
-        assert type(scan_numba.scan_lanes._cache).__name__ == "NullCache"
+        from rl_accel.ops.scan import numba_kernels
+        assert type(numba_kernels.scan_lanes._cache).__name__ == "NullCache"
         """,
         NUMBA_CACHE_DIR="/dev/null/nowhere",
         NUMBA_CACHE_LOCATOR_CLASSES="_UserProvidedCacheLocator",

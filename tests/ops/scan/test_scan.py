@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_accel.errors import BackendMissing, RlAccelError
-from rl_accel.ops import available_backends, discounted_returns, gae, resolve_backend
+from rl_accel.ops import available_backends, discounted_returns, gae, gae_of_lists, resolve_backend
 
 CPU_BACKENDS = ["naive", "chunk", "numba"]
 every_cpu_backend = pytest.mark.parametrize("backend", CPU_BACKENDS)
@@ -255,3 +255,36 @@ def test_without_numba_the_cpu_falls_back_to_the_chunk_scan(python):
 def test_importing_the_face_loads_no_compiler():
     source = "import sys, rl_accel.ops; sys.exit(bool({'numba', 'triton', 'verl', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", source], timeout=120).returncode == 0
+
+
+LENGTHS = (5, 1, 700, 33)
+
+
+def lists(lengths, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(length, generator=generator) for length in lengths]
+
+
+@pytest.mark.parametrize("backend", ["naive", "numba"])
+def test_each_sequence_is_scanned_by_itself(backend):
+    rewards, values = lists(LENGTHS, 0), lists(LENGTHS, 1)
+    advantages, returns = gae_of_lists(rewards, values, 0.99, 0.9, backend=backend)
+    for index, (reward, value) in enumerate(zip(rewards, values, strict=True)):
+        wanted = gae(reward[None], value[None], None, 0.99, 0.9, backend="naive")
+        torch.testing.assert_close(advantages[index], wanted[0][0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(returns[index], wanted[1][0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "values", "message"),
+    [
+        ((3, 2), (2, 3), r"lengths of values, \[2, 3\], found \[3, 2\]"),
+        ((3, 2), (5,), r"lengths of values, \[5\], found \[3, 2\]"),
+        ((1,) * 12, (1,) * 11 + (2,), r"found \[1, 1, 1, 1, 1, 1, 1, 1\] and 4 more"),
+        ((), (), "at least one sequence"),
+    ],
+    ids=["same total", "same tokens in fewer", "many", "none"],
+)
+def test_lists_that_do_not_belong_together_are_refused(rewards, values, message):
+    with pytest.raises(ValueError, match=message):
+        gae_of_lists(lists(rewards, 0), lists(values, 1))

@@ -1,15 +1,20 @@
-"""The public face of the advantage kernels: which backend, and the calls themselves."""
+"""Recurrences over time, from the last token to the first: GAE and discounted returns.
+
+A module here is a backend: ``naive`` is the loop, and the truth that the others are held to. Each has
+``gae(inputs) -> (advantages, returns)`` and ``discounted_returns(inputs) -> returns``.
+"""
 
 import difflib
 import functools
 import importlib
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from rl_accel.errors import BackendMissing
-from rl_accel.ops import chunk, naive
-from rl_accel.ops.inputs import check, check_count, check_rate
+from rl_accel.ops.inputs import check_scan
 
 BACKENDS = ("naive", "chunk", "numba", "triton")
 
@@ -62,22 +67,11 @@ def gae(
 
     Source: Schulman et al. 2016 (arXiv:1506.02438); verl/trainer/ppo/core_algos.py, compute_gae_advantage_return.
     """
-    inputs = check(rewards, values, mask, cu_seqlens, needs_values=True)
-    gamma, lam = check_rate("gamma", gamma), check_rate("lam", lam)
-    chunk_size, num_threads = check_count("chunk_size", chunk_size), check_count("num_threads", num_threads)
-    backend = resolve_backend(backend, inputs.rewards.device)
+    numbers = (gamma, lam, cu_seqlens, chunk_size, num_threads)
+    inputs = check_scan(rewards, values, mask, *numbers, needs_values=True)
     with torch.no_grad():
-        if backend == "naive":
-            return naive.gae(inputs, gamma, lam)
-        if backend == "chunk":
-            return chunk.gae(inputs, gamma, lam, chunk_size)
-        if backend == "numba":
-            from rl_accel.ops import scan_numba
-
-            return scan_numba.gae(inputs, gamma, lam, num_threads)
-        from rl_accel.ops import scan_triton
-
-        return scan_triton.gae(inputs, gamma, lam)
+        advantages, returns = _backend(backend, inputs.rewards.device).gae(inputs)
+    return advantages, returns
 
 
 def discounted_returns(
@@ -107,22 +101,51 @@ def discounted_returns(
 
     Source: verl/trainer/ppo/core_algos.py, compute_reinforce_plus_plus_outcome_advantage.
     """
-    inputs = check(rewards, None, mask, cu_seqlens, needs_values=False)
-    gamma = check_rate("gamma", gamma)
-    chunk_size, num_threads = check_count("chunk_size", chunk_size), check_count("num_threads", num_threads)
-    backend = resolve_backend(backend, inputs.rewards.device)
+    numbers = (gamma, 1.0, cu_seqlens, chunk_size, num_threads)
+    inputs = check_scan(rewards, None, mask, *numbers, needs_values=False)
     with torch.no_grad():
-        if backend == "naive":
-            return naive.discounted_returns(inputs, gamma)
-        if backend == "chunk":
-            return chunk.discounted_returns(inputs, gamma, chunk_size)
-        if backend == "numba":
-            from rl_accel.ops import scan_numba
+        returns: torch.Tensor = _backend(backend, inputs.rewards.device).discounted_returns(inputs)
+    return returns
 
-            return scan_numba.discounted_returns(inputs, gamma, num_threads)
-        from rl_accel.ops import scan_triton
 
-        return scan_triton.discounted_returns(inputs, gamma)
+def cu_seqlens_of(lengths: Sequence[int]) -> torch.Tensor:
+    """Return the boundaries [S + 1] of sequences that lie end to end. On the CPU, where the kernels read them."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)
+
+
+def gae_of_lists(
+    rewards: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    *,
+    backend: str = "auto",
+    chunk_size: int | None = None,
+    num_threads: int | None = None,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """GAE of each sequence by itself, without padding; no mask.
+
+    Args:
+        rewards: [T_i] each, cast to the dtype of the values.
+        values: [T_i] each; all of one dtype and device.
+        gamma, lam, backend, chunk_size, num_threads: as for :func:`gae`.
+
+    Returns:
+        Advantages and returns, [T_i] each in the dtype of the values: views into one tensor of all tokens.
+
+    Raises:
+        TypeError, ValueError, BackendMissing: as :func:`gae`; there are no sequences, or rewards of other lengths.
+    """
+    if not values:
+        raise ValueError("values wants at least one sequence, found none")
+    lengths, reward_lengths = [len(row) for row in values], [len(row) for row in rewards]
+    if reward_lengths != lengths:
+        raise ValueError(f"rewards wants the lengths of values, {_shown(lengths)}, found {_shown(reward_lengths)}")
+    flat = torch.cat(list(values))
+    options: dict[str, Any] = {"backend": backend, "chunk_size": chunk_size, "num_threads": num_threads}
+    flat_rewards = torch.cat(list(rewards)).to(flat)
+    advantages, returns = gae(flat_rewards, flat, None, gamma, lam, cu_seqlens=cu_seqlens_of(lengths), **options)
+    return list(torch.split(advantages, lengths)), list(torch.split(returns, lengths))
 
 
 def available_backends() -> dict[str, str | None]:
@@ -154,19 +177,20 @@ def resolve_backend(backend: str, device: torch.device | str) -> str:
     return backend
 
 
+def _backend(name: str, device: torch.device) -> Any:
+    return importlib.import_module(f"{__name__}.{resolve_backend(name, device)}")
+
+
 @functools.cache
 def _missing(backend: str) -> str | None:
     if backend in ("naive", "chunk"):
         return None
-    package: Any = backend
     try:
-        importlib.import_module(package)
+        importlib.import_module(backend)
     except ModuleNotFoundError as error:
         how = "pip install numba" if backend == "numba" else "pip install triton, or the extra rl-accel[triton]"
         return f"{error.name} is not installed ({how})"
-    except (
-        Exception
-    ) as error:  # a library can fail on import in many ways, for instance with another numpy than it was built for
+    except Exception as error:  # such as a library that was built for another numpy
         return f"importing {backend} fails: {error}"
     if backend == "triton" and _triton_device() == "cuda" and not torch.cuda.is_available():
         return "there is no CUDA device (TRITON_INTERPRET=1 runs it on the CPU, slowly, for tests)"
@@ -174,6 +198,12 @@ def _missing(backend: str) -> str | None:
 
 
 def _triton_device() -> str:
-    from rl_accel.ops import scan_triton
+    from rl_accel.ops.scan import triton
 
-    return "cpu" if scan_triton.INTERPRETED else "cuda"
+    return "cpu" if triton.INTERPRETED else "cuda"
+
+
+def _shown(lengths: list[int]) -> str:
+    """The first few: a batch may have thousands of sequences."""
+    more = "" if len(lengths) <= 8 else f" and {len(lengths) - 8} more"
+    return f"{lengths[:8]}{more}"

@@ -1,0 +1,279 @@
+"""verl's advantage estimators without their loops over responses or tokens, with the same bits.
+
+GRPO (which serves GDPO too), RLOO, OPO, GPG, Pass@k, both REINFORCE++, both optimal token baselines, and the whitening that
+GAE, GDPO and REINFORCE++ call through its module. Each is a patch of its own: one that does not fit this verl leaves the
+others on.
+"""
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_accel import ops
+from rl_accel.ops import group_advantages, whiten
+from rl_accel.ops.workers import default_threads
+from rl_accel.patches.parity import require_agreement, with_fallback
+from rl_accel.patches.patch import Patch
+
+FEATURE = "advantages"
+_CORE_ALGOS = "verl.trainer.ppo.core_algos"
+_TORCH_FUNCTIONAL = "verl.utils.torch_functional"
+
+
+# -- ours, with the parameters of verl's functions; TypeError or ValueError leaves a call to verl ----------------------
+
+
+def _number(name: str, value: Any) -> Any:
+    if not isinstance(value, int | float):
+        raise TypeError(f"{name} wants a number, found {type(value).__name__}")
+    return value
+
+
+def _twice(advantages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return advantages, advantages
+
+
+def _grpo(
+    token_level_rewards: Any,
+    response_mask: Any,
+    index: Any,
+    epsilon: Any = 1e-6,
+    norm_adv_by_std_in_grpo: Any = True,
+    config: Any = None,
+) -> Any:
+    numbers = _number("epsilon", epsilon), bool(norm_adv_by_std_in_grpo)
+    return _twice(group_advantages.grpo(token_level_rewards, response_mask, index, *numbers))
+
+
+def _rloo(token_level_rewards: Any, response_mask: Any, index: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return _twice(group_advantages.rloo(token_level_rewards, response_mask, index))
+
+
+def _opo(token_level_rewards: Any, response_mask: Any, index: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return _twice(group_advantages.opo(token_level_rewards, response_mask, index))
+
+
+def _gpg(
+    token_level_rewards: Any,
+    response_mask: Any,
+    index: Any,
+    epsilon: Any = 1e-6,
+    f_norm: Any = 1.0,
+    *_args: Any,
+    **_kwargs: Any,
+) -> Any:
+    return _twice(group_advantages.gpg(token_level_rewards, response_mask, index, _number("f_norm", f_norm)))
+
+
+def _passk(
+    token_level_rewards: Any,
+    response_mask: Any,
+    index: Any,
+    epsilon: Any = 1e-6,
+    norm_adv_by_std_in_grpo: Any = True,
+    config: Any = None,
+    **_kwargs: Any,
+) -> Any:
+    if config is None:
+        raise TypeError("config wants the configuration of the algorithm, found None")
+    numbers = _number("epsilon", epsilon), bool(config.get("norm_adv_by_std_in_grpo", True))
+    return _twice(group_advantages.passk(token_level_rewards, response_mask, index, *numbers))
+
+
+def _reinforce_plus_plus_baseline(
+    token_level_rewards: Any, response_mask: Any, index: Any, *_args: Any, **_kwargs: Any
+) -> Any:
+    centred = group_advantages.grpo(token_level_rewards, response_mask, index, normalise=False)
+    return _twice(_whiten(centred, response_mask) * response_mask)
+
+
+def _reinforce_plus_plus(token_level_rewards: Any, response_mask: Any, config: Any = None, **_kwargs: Any) -> Any:
+    gamma = getattr(config, "gamma", None)
+    if not isinstance(gamma, float):
+        raise TypeError(f"config.gamma wants a float, found {gamma!r}")
+    whiten.check(token_level_rewards, response_mask)
+    if token_level_rewards.dtype != torch.float32 or token_level_rewards.ndim != 2:
+        raise TypeError("token_level_rewards wants float32 [B, T]")
+    # a row that is cut in time among threads is rounded elsewhere: never more threads than rows
+    threads = min(len(token_level_rewards), default_threads())
+    returns = ops.discounted_returns(token_level_rewards, response_mask, gamma, backend="numba", num_threads=threads)
+    return _whiten(returns, response_mask) * response_mask, returns
+
+
+def _whiten(values: torch.Tensor, mask: torch.Tensor) -> Any:
+    return importlib.import_module(_TORCH_FUNCTIONAL).masked_whiten(values, mask)
+
+
+def _optimal_token_baseline(
+    token_level_rewards: Any,
+    response_mask: Any,
+    index: Any,
+    old_log_probs: Any,
+    sum_pi_squared: Any,
+    rollout_is_weights: Any = None,
+    handle_zero_tail: Any = True,
+    epsilon: Any = 1e-8,
+    *,
+    multi_turn: bool,
+    **_kwargs: Any,
+) -> Any:
+    # imported here: it loads the compiler, and runs that use another estimator never need it
+    kernels = importlib.import_module("rl_accel.ops.optimal_token_baseline")
+    tensors = (token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights)
+    return kernels.optimal_token_baseline(*tensors, bool(handle_zero_tail), epsilon, multi_turn=multi_turn)
+
+
+def _masked_whiten(values: Any, mask: Any, shift_mean: Any = True) -> Any:
+    return whiten.masked_whiten(values, mask, bool(shift_mean))
+
+
+# -- the patches -------------------------------------------------------------------------------------------------------
+
+
+def _batch(*names: str) -> dict[str, Any]:
+    """Return the arguments ``names`` of a small batch: groups of several sizes, a shorter mask per row, holes in it."""
+    random = np.random.RandomState(0)
+    index = np.array([f"prompt-{n}" for n in np.repeat(np.arange(6), (2, 3, 4, 5, 8, 9))], dtype=object)
+    random.shuffle(index)
+    shape = rows, tokens = len(index), 11
+    mask = (np.arange(tokens) < random.randint(1, tokens + 1, (rows, 1))) & (random.rand(*shape) < 0.8)
+    batch: dict[str, Any] = {
+        "token_level_rewards": torch.from_numpy(random.randn(*shape)).float(),
+        "response_mask": torch.from_numpy(mask).long(),
+        "index": index,
+        "old_log_probs": torch.from_numpy(-random.rand(*shape)).float(),
+        "sum_pi_squared": torch.from_numpy(random.rand(*shape)).float(),
+        "rollout_is_weights": torch.from_numpy(random.rand(*shape)).float(),
+    }
+    if "config" in names:
+        from omegaconf import OmegaConf
+
+        batch["config"] = OmegaConf.create({"gamma": 0.97})
+    return {name: batch[name] for name in names if name in batch}
+
+
+def _estimator(
+    name: str,
+    function: str,
+    ours: Callable[..., Any],
+    params: tuple[str, ...],
+    fingerprint: str,
+    supports: str = "verl>=0.6.1",
+) -> Patch:
+    """Return the patch of one advantage estimator, at its function and its registry entry."""
+
+    def probe(original: Any, replacement: Any, _settings: Any) -> None:
+        require_agreement(original, replacement, _batch(*params))
+
+    return Patch(
+        name=f"verl.{name}",
+        feature=FEATURE,
+        target=f"{_CORE_ALGOS}:{function}",
+        bindings=(f"{_CORE_ALGOS}:ADV_ESTIMATOR_REGISTRY[{name}]",),
+        supports=supports,
+        params=params,
+        make=lambda original, _settings: with_fallback(ours, original, FEATURE),
+        fingerprints=(fingerprint,),
+        probe=probe,
+        no_seam="register_adv_est refuses a second function under the name of a stock estimator",
+    )
+
+
+def _probe_whiten(original: Any, replacement: Any, _settings: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(13, 37, generator=generator)
+    mask = (torch.rand(13, 37, generator=generator) < 0.6).long()
+    values[mask == 0] *= 1e6
+    for shift_mean in (True, False):
+        require_agreement(original, replacement, {"values": values, "mask": mask, "shift_mean": shift_mean})
+
+
+_COMMON = ("token_level_rewards", "response_mask", "index", "epsilon")
+_TOKEN_BASELINE = (
+    *("token_level_rewards", "response_mask", "index", "old_log_probs", "sum_pi_squared", "rollout_is_weights"),
+    *("handle_zero_tail", "epsilon", "kwargs"),
+)
+
+SWITCHES = (
+    _estimator(
+        "grpo",
+        "compute_grpo_outcome_advantage",
+        _grpo,
+        (*_COMMON, "norm_adv_by_std_in_grpo", "config"),
+        "0d59272e72f0d3755cf57f03e942f125265e12be71df5a72d8ec52086756e5ed",
+    ),
+    _estimator(
+        "rloo",
+        "compute_rloo_outcome_advantage",
+        _rloo,
+        (*_COMMON, "config", "kwargs"),
+        "d07c650d96e7f8e8d325c012d143c0c23322575a0ff8bacf0403ff38f01a0e65",
+    ),
+    _estimator(
+        "opo",
+        "compute_opo_outcome_advantage",
+        _opo,
+        (*_COMMON, "config", "kwargs"),
+        "59329d41d9f0ce8f6af0bde44fe6eac419cb679abf45a337a2a1a7b1dcf4cae0",
+    ),
+    _estimator(
+        "gpg",
+        "compute_gpg_outcome_advantage",
+        _gpg,
+        (*_COMMON, "f_norm", "alpha", "config", "kwargs"),
+        "5dbb2121684cc1ef1b46f240f701e801788eca9d452318c6546d8c308a38e579",
+    ),
+    _estimator(
+        "grpo_passk",
+        "compute_grpo_passk_outcome_advantage",
+        _passk,
+        (*_COMMON, "norm_adv_by_std_in_grpo", "config", "kwargs"),
+        "d72fb9c45521e9393a9cc1bd689b99f76e1fddb6461a06d225e2d84d446ee981",
+    ),
+    _estimator(
+        "reinforce_plus_plus_baseline",
+        "compute_reinforce_plus_plus_baseline_outcome_advantage",
+        _reinforce_plus_plus_baseline,
+        (*_COMMON, "config", "kwargs"),
+        "b2a6a1a6af4e0f7cc0e6d7e251ae4bd22997f9dee982b1f90a794b2d9443a4f4",
+    ),
+    _estimator(
+        "reinforce_plus_plus",
+        "compute_reinforce_plus_plus_outcome_advantage",
+        _reinforce_plus_plus,
+        ("token_level_rewards", "response_mask", "config", "kwargs"),
+        "627e73b6f89bdcdbfafd35290a4ef3299368694855765bd8592870ef4ffb2c26",
+        supports="verl>=0.9",  # before, a masked token ended the running return instead of being stepped over
+    ),
+    _estimator(
+        "optimal_token_baseline",
+        "compute_optimal_token_baseline_advantage",
+        partial(_optimal_token_baseline, multi_turn=False),
+        _TOKEN_BASELINE,
+        "e430df5dbd434464d1a1c85f885d3da0ee0c6a9ae09530ac0c1bb5d8ac8868e1",
+        supports="verl>=0.8",
+    ),
+    _estimator(
+        "tir_optimal_token_baseline",
+        "compute_multi_turn_optimal_token_baseline_advantage",
+        partial(_optimal_token_baseline, multi_turn=True),
+        _TOKEN_BASELINE,
+        "ded98e6666f7310a78b2d4b9d7e69c6f84174126b5d83b416eadc579e5677073",
+        supports="verl>=0.8",
+    ),
+    Patch(
+        name="verl.masked_whiten",
+        feature=FEATURE,
+        target=f"{_TORCH_FUNCTIONAL}:masked_whiten",
+        supports="verl>=0.6.1",
+        params=("values", "mask", "shift_mean"),
+        make=lambda original, _settings: with_fallback(_masked_whiten, original, FEATURE),
+        fingerprints=("ed90007825688c5bed7cbf25d02293eeedd7bc7785da816e2f4fa3b75c6ed6e0",),
+        probe=_probe_whiten,
+        no_seam="a utility function: verl has no switch or registry for it",
+    ),
+)
