@@ -51,10 +51,11 @@ test-slime: $(DEV)  ## with SLIME_ROOT=<checkout of slime>: our patches and adap
 	$(PIP) --no-deps -r requirements/slime.txt
 	SLIME_ROOT=$(abspath $(SLIME_ROOT)) $(PYTEST) tests/patches/slime tests/integrations/slime
 
-check: $(DEV)  ## ruff and mypy
+check: $(DEV)  ## ruff, mypy --strict on everything that ships, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 bench: $(READY)  ## GAE kernels side by side: table, PNG and JSON
 	$(BIN)/rl-accel bench gae --out out/bench
