@@ -3,12 +3,12 @@
 import json
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
-import tomllib
 
 FOLDERS = ("rl_accel", "patches", "integrations")
 

@@ -119,7 +119,7 @@ class StoreClient:
         delta, call = self._call
         try:
             update = await asyncio.wait_for(asyncio.shield(call), _PATIENCE_SECONDS)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             self._complain("it takes long")
         except (RayError, ValueError) as error:  # ValueError: it went while it was looked up
             self._call, self._handle = None, None

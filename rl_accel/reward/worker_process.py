@@ -142,7 +142,7 @@ class WorkerProcess:
         self.hang_up()
         try:
             await asyncio.wait_for(asyncio.to_thread(self.process.wait), _END_SECONDS)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             self.process.kill()
             await asyncio.to_thread(self.process.wait)
         with contextlib.suppress(ConnectionError):
