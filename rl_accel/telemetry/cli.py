@@ -7,7 +7,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from rl_accel.lab.ab.summary import seconds as text_of
+from rl_accel.lab.ab.report import seconds as text_of
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.profile import WARMUP, Profile, Waste
 from rl_accel.telemetry.profile import profile as profile_of

@@ -10,8 +10,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from rl_accel.lab.ab.plan import plan_runs, prepare_command
-from rl_accel.lab.ab.recipe import load
+from rl_accel.lab.ab.recipe import load, plan_runs, prepare_command
 from rl_accel.lab.ab.runner import Stop, last_lines, prepare, ray_temp_dir, supervised
 
 PROBE = Path(__file__).parent / "probe"

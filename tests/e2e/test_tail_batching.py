@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
-from rl_accel.lab.ab.plan import plan_runs
-from rl_accel.lab.ab.recipe import load
+from rl_accel.lab.ab.recipe import load, plan_runs
 from rl_accel.lab.ab.runner import Stop, last_lines, supervised
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]

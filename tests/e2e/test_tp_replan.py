@@ -12,8 +12,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from rl_accel.lab.ab.plan import plan_runs
-from rl_accel.lab.ab.recipe import load
+from rl_accel.lab.ab.recipe import load, plan_runs
 from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
 from rl_accel.relaunch import EXIT_CODE
 

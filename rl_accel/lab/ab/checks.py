@@ -1,6 +1,7 @@
 """The checks of a recipe: what must hold in the runs before their numbers mean anything."""
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ _PROBS_DIFF = "training/rollout_probs_diff_max"
 
 @dataclass(frozen=True)
 class Check:
-    """The outcome of one check; a red one makes the exit code 1 unless it is only a warning."""
+    """The result of one check; a red one makes the exit code 1 unless it is only a warning."""
 
     name: str
     status: str
@@ -39,7 +40,7 @@ def run_checks(
 ) -> list[Check]:
     """Evaluate every check of the recipe. ``asked`` is how many runs the call wanted; ``stages`` and ``rollout`` are the
     summary's."""
-    found = [
+    checks = [
         _completed(results, asked),
         _identical(recipe, runs),
         _rollout_probs_diff(recipe, runs),
@@ -49,7 +50,7 @@ def run_checks(
         _faster(recipe, stages),
         *(_rollout_checks(recipe, rollout) if rollout else []),
     ]
-    return [Check(**{**asdict(c), "warn_only": c.name in recipe.checks.warn_only}) for c in found if c is not None]
+    return [Check(**{**asdict(c), "warn_only": c.name in recipe.checks.warn_only}) for c in checks if c is not None]
 
 
 def _completed(results: Sequence[RunResult], asked: int) -> Check:
@@ -130,12 +131,12 @@ def _reward_gain(recipe: Recipe, runs: Sequence[RunData]) -> Check | None:
     bad: list[str] = []
     good: list[str] = []
     for run in runs:
-        found = gain(run, recipe.metrics.reward)
-        if found is None:
+        change = gain(run, recipe.metrics.reward)
+        if change is None:
             bad.append(f"{run.arm} seed {run.seed}: too few values of {recipe.metrics.reward}")
             continue
-        text = f"{run.arm} seed {run.seed}: {found['before']:.3f} to {found['after']:.3f}"
-        (good if found["gain"] >= wanted else bad).append(text)
+        text = f"{run.arm} seed {run.seed}: {change['before']:.3f} to {change['after']:.3f}"
+        (good if change["gain"] >= wanted else bad).append(text)
     return _check("reward_gain", bad, "; ".join(good), f"wanted a gain of at least {wanted:g}")
 
 
@@ -160,13 +161,11 @@ def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any]) -> Iterator[Chec
     if wanted.faster and recipe.baseline not in rows:
         yield Check("rollout_faster", SKIPPED, f"{recipe.baseline} was not run")
     elif wanted.faster:
-        yield _bounds("rollout_faster", wanted.faster, rows, "ratio", lambda found, bound: found >= bound, "{:.2f}x")
+        yield _bounds("rollout_faster", wanted.faster, rows, "ratio", operator.ge, "{:.2f}x")
     if wanted.wasted_tokens:
-        yield _bounds(
-            "wasted_tokens", wanted.wasted_tokens, rows, "wasted", lambda found, bound: found <= bound, "{:.1%}"
-        )
+        yield _bounds("wasted_tokens", wanted.wasted_tokens, rows, "wasted", operator.le, "{:.1%}")
     if wanted.prompts_lost:
-        yield _bounds("prompts_lost", wanted.prompts_lost, rows, "lost", lambda found, bound: found <= bound, "{:.0f}")
+        yield _bounds("prompts_lost", wanted.prompts_lost, rows, "lost", operator.le, "{:.0f}")
     if wanted.same_reward is not None:
         yield _same_reward(wanted.same_reward, rows)
     if rollout["ledgers"] or rollout["without_ledger"]:
@@ -194,22 +193,22 @@ def _bounds(
     for arm, bound in wanted.items():
         if arm not in rows:  # left out with --arms
             continue
-        found = rows[arm].get(key)
-        if found is None:
+        value = rows[arm].get(key)
+        if value is None:
             bad.append(f"{arm}: not measured")
         else:
-            text = f"{arm} {form.format(found)}, wanted {form.format(bound)}"
-            (good if holds(found, bound) else bad).append(text)
+            text = f"{arm} {form.format(value)}, wanted {form.format(bound)}"
+            (good if holds(value, bound) else bad).append(text)
     return _check(name, bad, "; ".join(good)) if bad or good else Check(name, SKIPPED, "no such arm was run")
 
 
 def _same_reward(bound: float, rows: Mapping[str, Any]) -> Check:
-    found = {arm: row["reward"] for arm, row in rows.items() if row["reward"] and row["reward"]["low"] is not None}
-    if not found:
+    rewards = {arm: row["reward"] for arm, row in rows.items() if row["reward"] and row["reward"]["low"] is not None}
+    if not rewards:
         return Check("same_reward", SKIPPED, "an interval needs at least three seeds of the baseline and of an arm")
     bad: list[str] = []
     good: list[str] = []
-    for arm, reward in found.items():
+    for arm, reward in rewards.items():
         text = f"{arm} {reward['difference']:+.3f} ({reward['low']:+.3f} to {reward['high']:+.3f})"
         (good if -bound <= reward["low"] and reward["high"] <= bound else bad).append(text)
     return _check("same_reward", bad, "; ".join(good), f"wanted the interval within {bound:g}")

@@ -1,26 +1,33 @@
 """The command ``rl-accel ab``."""
 
 import json
+import math
 import os
 import shlex
+import statistics
 import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from rl_accel.errors import RecipeError, RlAccelError
+from rl_accel.files import write_atomically
 from rl_accel.lab.ab import report
 from rl_accel.lab.ab.extra import needs
-from rl_accel.lab.ab.plan import RunPlan, plan_runs, prepare_command
-from rl_accel.lab.ab.progress import ProgressView
-from rl_accel.lab.ab.recipe import Recipe, load, save
+from rl_accel.lab.ab.recipe import Recipe, RunPlan, load, plan_runs, prepare_command, save
 from rl_accel.lab.ab.runner import RunResult, Stop, last_lines, load_result, prepare, run_all
 
 _MANIFEST = "ab.json"
 _WIDTH = 180
 """Columns of tables in a file or a pipe."""
+_PLAIN_EVERY_S = 15.0
+"""Seconds between lines of progress there."""
 
 
 class _Failure(click.ClickException):
@@ -45,7 +52,11 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
 
 @click.command()
 @click.argument("recipe", required=False, type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for logs and the report.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for logs and the report (default: out/NAME).",
+)
 @click.option("--arms", callback=_names, help="Comma-separated arms to run (default: all of the recipe).")
 @click.option("--seeds", callback=_numbers, help="Comma-separated seeds (default: those of the recipe).")
 @click.option("--steps", type=click.IntRange(min=1), help="Training steps of each run (default: that of the recipe).")
@@ -72,8 +83,9 @@ def ab(
     """Run the arms of RECIPE (a file, or a folder with a recipe.yaml) as real trainer processes, one after the other,
     and compare them.
 
-    Ends with a table and DIR/report.html. Exit code 0: all runs completed and no check is red; 1: a run failed or a
-    check is red; 2: the recipe or an option is wrong; 128 + signal: stopped, what was measured is kept and reported.
+    Ends with a table and a report.html in the folder of --out. Exit code 0: all runs completed and no check is red; 1: a
+    run failed or a check is red; 2: the recipe or an option is wrong; 128 + signal: stopped, what was measured is kept
+    and reported.
     """
     console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH)
     if recipe is not None and recipe.is_dir():
@@ -81,12 +93,16 @@ def ab(
     try:
         if report_only is not None:
             sys.exit(_rebuild(report_only.resolve(), recipe, console))
-        if recipe is None or out is None:
-            raise click.UsageError("give RECIPE and --out DIR, or --report-only DIR")
+        if recipe is None:
+            raise click.UsageError("give RECIPE, or --report-only DIR")
         if resume and overwrite:
             raise click.UsageError("--resume and --overwrite exclude each other")
-        spec, out, home = load(recipe), out.resolve(), recipe.resolve().parent
-        plans = plan_runs(spec, home, out, arms, seeds, steps)
+        spec = load(recipe)
+        if out is None:
+            out = Path("out") / spec.name
+            console.print(f"Logs and report go to {out}; --out names another folder", markup=False, highlight=False)
+        out = out.resolve()
+        plans = plan_runs(spec, recipe.resolve().parent, out, arms, seeds, steps)
         if dry_run:
             for plan in plans:
                 env = " ".join(f"{key}={shlex.quote(value)}" for key, value in plan.env.items() if value is not None)
@@ -102,7 +118,7 @@ def ab(
 def _run(
     spec: Recipe, file: Path, out: Path, plans: list[RunPlan], resume: bool, overwrite: bool, console: Console
 ) -> int:
-    for module in ("psutil", "scipy", "matplotlib", "jinja2"):
+    for module in ("scipy", "matplotlib", "jinja2"):
         needs(module)  # before hours of training, not after
     held = [plan.name for plan in plans if (plan.directory / "run.json").exists()]
     if held and not resume and not overwrite:
@@ -117,7 +133,7 @@ def _run(
                 prepare(command, env, file.parent, out / "prepare.log", stop)
         save(spec, out / "recipe.yaml")
         manifest = {"recipe": str(file), "runs": [plan.name for plan in plans]}
-        (out / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        write_atomically(out / _MANIFEST, json.dumps(manifest, indent=1))
         if stop:
             return 128 + stop.signals[0]
         with ProgressView(console, plans, spec.metrics.reward) as view:
@@ -142,10 +158,10 @@ def _rebuild(out: Path, recipe: Path | None, console: Console) -> int:
 
 
 def _report(spec: Recipe, file: Path, out: Path, results: list[RunResult], asked: int, console: Console) -> int:
-    found = report.build(spec, file, out, results, asked)
-    report.show(found, console)
+    summary = report.build(spec, file, out, results, asked)
+    report.show(summary, console)
     console.print(f"Report: {out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
-    return 0 if found["ok"] else 1
+    return 0 if summary["ok"] else 1
 
 
 def _show_failures(results: list[RunResult], out: Path, console: Console) -> None:
@@ -155,3 +171,103 @@ def _show_failures(results: list[RunResult], out: Path, console: Console) -> Non
             console.rule(f"{result.name} {result.status}: {result.message}; end of {log}", style="red")
             console.print(last_lines(log), markup=False, highlight=False, soft_wrap=True)
             console.rule(style="red")
+
+
+@dataclass
+class _Clock:
+    """Arrival times of a run's steps, from which the time left is estimated."""
+
+    start: float
+    arrivals: list[float] = field(default_factory=list)
+
+    @property
+    def step_s(self) -> float | None:
+        gaps = [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
+        return statistics.median(gaps) if gaps else None
+
+
+class ProgressView:
+    """The :class:`~rl_accel.lab.ab.runner.Watcher` of the command line. Use it as a context manager."""
+
+    def __init__(self, console: Console, plans: Sequence[RunPlan], reward: str) -> None:
+        self._console = console
+        self._reward = reward
+        self._left = {plan.name: plan for plan in plans}
+        self._clocks: dict[str, _Clock] = {}
+        self._durations: list[float] = []
+        self._last_line = 0.0
+        self._tasks: dict[str, TaskID] = {}
+        self._width = max((len(plan.name) for plan in plans), default=0)
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> "ProgressView":
+        self._bars.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bars.stop()
+
+    def started(self, plan: RunPlan) -> None:
+        self._clocks[plan.name] = _Clock(time.monotonic())
+        self._tasks[plan.name] = self._bars.add_task(
+            plan.name.ljust(self._width), total=plan.steps, note="starting the trainer"
+        )
+        self._plain(f"{plan.name}: starting, {plan.steps} steps, log {plan.directory / 'train.log'}", always=True)
+
+    def step(self, plan: RunPlan, step: int, metrics: Mapping[str, float]) -> None:
+        if step < 1:
+            return
+        clock = self._clocks[plan.name]
+        clock.arrivals.append(time.monotonic())
+        reward = metrics.get(self._reward, math.nan)
+        note = f"reward {reward:.4g}"
+        if clock.step_s is not None:
+            note += f" | {clock.step_s:.2f} s/step | {_clock_text(self._seconds_left(plan, step))} left"
+        self._bars.update(self._tasks[plan.name], completed=step, note=note)
+        self._plain(f"{plan.name}: step {step}/{plan.steps} | {note}", always=step >= plan.steps)
+
+    def tick(self) -> None:
+        for name, task in self._tasks.items():
+            clock = self._clocks[name]
+            if not clock.arrivals and name in self._left:
+                self._bars.update(task, note=f"starting the trainer, {time.monotonic() - clock.start:.0f} s")
+
+    def ended(self, plan: RunPlan, result: RunResult) -> None:
+        self._left.pop(plan.name, None)
+        self._durations.append(result.seconds)
+        clock = self._clocks.get(plan.name)
+        verb = result.status if clock else "kept from an earlier call"
+        text = f"{plan.name}: {verb}, {result.message}, {result.seconds:.0f} s"
+        if plan.name in self._tasks:
+            colour = "green" if result.status == "done" else "red"
+            self._bars.update(self._tasks[plan.name], note=f"[{colour}]{result.status}[/], {result.seconds:.0f} s")
+            self._plain(text, always=True)
+        else:
+            self._console.print(text, highlight=False, markup=False)
+
+    def _seconds_left(self, plan: RunPlan, step: int) -> float:
+        clock = self._clocks[plan.name]
+        step_s = clock.step_s or 0.0
+        start_up = clock.arrivals[0] - clock.start - step_s
+        others = [other for name, other in self._left.items() if name != plan.name]
+        whole = statistics.mean(self._durations) if self._durations else start_up + plan.steps * step_s
+        return (plan.steps - step) * step_s + len(others) * whole
+
+    def _plain(self, text: str, always: bool = False) -> None:
+        if self._console.is_terminal:
+            return
+        if always or time.monotonic() - self._last_line > _PLAIN_EVERY_S:
+            self._last_line = time.monotonic()
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _clock_text(seconds: float) -> str:
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    return f"{minutes}:{rest:02d}"

@@ -1,12 +1,13 @@
-"""The pictures of a report: reward curves, stage times, step time over steps; those about rollouts are in rollout_plots."""
+"""The pictures of a report: reward curves, stage times, step time over steps, and what a report says of rollouts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_accel.lab.ab import rollout_plots
+import numpy as np
+
 from rl_accel.lab.ab.extra import needs
-from rl_accel.lab.ab.stats import OTHER
+from rl_accel.lab.ab.stats import ALL, OTHER
 
 _ARM_COLOURS = ("#8d99ae", "#1d6fd1", "#e07a1f", "#2a9d5c", "#b5498f", "#7a5c3e")
 STAGE_COLOURS = {
@@ -23,51 +24,52 @@ STAGE_COLOURS = {
     OTHER: "#d9d9d9",
 }
 _FURTHER_COLOURS = ("#8c6d46", "#3d5a80", "#c08497", "#a3b18a", "#577590")
+_KIND_MARKS = {"short": "o", "long": "s", "final": "^", ALL: "."}
 
 
 def draw(summary: dict[str, Any], out: Path) -> list[Path]:
-    """Write the pictures of a summary into ``out``: reward, stages, step time, those about rollouts; skip those without data."""
+    """Write the pictures of a summary into ``out`` and return their paths; those without data are skipped."""
     pictures = {"reward.png": _reward, "stages.png": _stages, "step_time.png": _step_time}
-    written = []
-    for name, make in pictures.items():
-        (out / name).unlink(missing_ok=True)
-        figure = make(summary)
-        if figure is not None:
-            figure.savefig(out / name, dpi=130, facecolor="white")
-            written.append(out / name)
-    return written + _draw_rollout(summary, out)
-
-
-def _draw_rollout(summary: dict[str, Any], out: Path) -> list[Path]:
-    """Write the pictures about rollouts, if the summary has that part."""
-    pictures = {
-        "rollout_seconds.png": rollout_plots.seconds,
-        "queue.png": rollout_plots.queue,
-        "lengths.png": rollout_plots.lengths,
-        "reward_progress.png": rollout_plots.reward,
+    about_rollouts = {
+        "rollout_seconds.png": _rollout_seconds,
+        "queue.png": _queue,
+        "lengths.png": _lengths,
+        "reward_progress.png": _reward_progress,
     }
-    colours = {arm: _ARM_COLOURS[index % len(_ARM_COLOURS)] for index, arm in enumerate(_arms(summary))}
     written = []
-    for name, make in pictures.items():
+    for name, make in {**pictures, **about_rollouts}.items():
         (out / name).unlink(missing_ok=True)
-        figure = needs("matplotlib.figure").Figure(figsize=(7.2, 3.6), layout="constrained")
-        if summary["rollout"] and make(figure, summary, colours):
-            for axes in figure.axes:
-                axes.spines[["top", "right"]].set_visible(False)
-                axes.grid(alpha=0.25)
-            _legend(figure)
+        figure = make(summary) if name in pictures or summary["rollout"] else None
+        if figure is not None:
+            figure.legend(
+                *figure.axes[0].get_legend_handles_labels(),
+                loc="outside upper center",
+                ncols=6,
+                frameon=False,
+                fontsize=8,
+            )
             figure.savefig(out / name, dpi=130, facecolor="white")
             written.append(out / name)
     return written
 
 
-def _figure(width: float, height: float) -> tuple[Any, Any]:
-    needs("matplotlib")
-    figure = needs("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(length=3)
-    return figure, axes
+def _figure(height: float = 3.6, columns: int = 1, grid: str = "both", **options: Any) -> tuple[Any, Any]:
+    """Return a figure and its axes, one or a row of them."""
+    figure = needs("matplotlib.figure").Figure(figsize=(7.2, height), layout="constrained")
+    all_axes = figure.subplots(1, columns, squeeze=False, **options)[0]
+    for axes in all_axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(length=3)
+        axes.grid(axis=grid, alpha=0.25)
+    return figure, all_axes if columns > 1 else all_axes[0]
+
+
+def _arms(summary: dict[str, Any]) -> dict[str, str]:
+    """The arms with runs, the baseline first, and their colours."""
+    present = {run["arm"] for run in summary["runs"]}
+    baseline = summary["recipe"]["baseline"]
+    arms = [arm for arm in sorted(summary["recipe"]["arms"], key=lambda arm: arm != baseline) if arm in present]
+    return {arm: _ARM_COLOURS[index % len(_ARM_COLOURS)] for index, arm in enumerate(arms)}
 
 
 def _reward(summary: dict[str, Any]) -> Any:
@@ -76,10 +78,7 @@ def _reward(summary: dict[str, Any]) -> Any:
     if any(v["steps_compared"] and v["parts_at"] is None for v in summary["reward_verdicts"]):
         title += "; curves that coincide are drawn over each other"
     # the baseline is broad and pale so that a curve that coincides with it stays visible
-    figure = _curves(summary, metric, title, "reward", {"lw": 5, "alpha": 0.6})
-    if figure is not None:
-        _legend(figure)
-    return figure
+    return _curves(summary, metric, title, "reward", {"lw": 5, "alpha": 0.6})
 
 
 def _step_time(summary: dict[str, Any]) -> Any:
@@ -94,7 +93,6 @@ def _step_time(summary: dict[str, Any]) -> Any:
         left, right = axes.get_xlim()
         axes.axvspan(left, first - 0.5, color="#000000", alpha=0.06, lw=0, label="warm-up, not counted")
         axes.set_xlim(left, right)
-    _legend(figure)
     return figure
 
 
@@ -102,9 +100,9 @@ def _curves(summary: dict[str, Any], metric: str, title: str, label: str, base_s
     curves = {name: points for name, points in summary["curves"].get(metric, {}).items() if points["steps"]}
     if not curves:
         return None
-    figure, axes = _figure(7.2, 3.6)
-    for index, arm in enumerate(_arms(summary)):
-        colour, labelled = _ARM_COLOURS[index % len(_ARM_COLOURS)], False
+    figure, axes = _figure(grid="y")
+    for index, (arm, colour) in enumerate(_arms(summary).items()):
+        labelled = False
         for run in summary["runs"]:
             if run["arm"] != arm or run["name"] not in curves:
                 continue
@@ -117,7 +115,6 @@ def _curves(summary: dict[str, Any], metric: str, title: str, label: str, base_s
     axes.set_xlabel("training step")
     axes.set_ylabel(label)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(axis="y", alpha=0.25)
     return figure
 
 
@@ -128,7 +125,8 @@ def _stages(summary: dict[str, Any]) -> Any:
     arms = [arm for arm in _arms(summary) if arm in total]
     if not arms:
         return None
-    figure, axes = _figure(7.2, 1.7 + 0.55 * len(arms))
+    figure, axes = _figure(1.7 + 0.55 * len(arms))
+    axes.grid(False)
     longest = max(total[arm]["mean"] for arm in arms)
     left = dict.fromkeys(arms, 0.0)
     for index, row in enumerate(rows):
@@ -152,17 +150,90 @@ def _stages(summary: dict[str, Any]) -> Any:
     axes.set_xlabel("mean seconds a step, by stage")
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    _legend(figure)
     return figure
 
 
-def _legend(figure: Any) -> None:
-    handles = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=6, frameon=False, fontsize=8)
+def _rollout_seconds(summary: dict[str, Any]) -> Any:
+    """Rollout seconds of each step of the first seed; a mark says the kind of its round."""
+    figure, axes = _figure()
+    for arm, series in _first_seed(summary):
+        axes.plot(series["steps"], series["seconds"], color=_arms(summary)[arm], lw=1, label=arm)
+        for kind, mark in _KIND_MARKS.items():
+            points = [index for index, its in enumerate(series["kind"]) if its == kind]
+            axes.plot(
+                [series["steps"][i] for i in points],
+                [series["seconds"][i] for i in points],
+                mark,
+                color=_arms(summary)[arm],
+                ms=5 if kind != ALL else 3,
+            )
+    axes.set_title(
+        "Rollout seconds (circle: short round, square: long, triangle: final, dot: waits for all)", fontsize=10
+    )
+    axes.set_xlabel("training step")
+    axes.set_ylabel("seconds")
+    axes.set_ylim(bottom=0)
+    return figure if axes.lines else None
 
 
-def _arms(summary: dict[str, Any]) -> Sequence[str]:
-    """The arms with runs, the baseline first."""
-    present = {run["arm"] for run in summary["runs"]}
-    baseline = summary["recipe"]["baseline"]
-    return [arm for arm in sorted(summary["recipe"]["arms"], key=lambda arm: arm != baseline) if arm in present]
+def _queue(summary: dict[str, Any]) -> Any:
+    """Deferred prompts that wait, step by step, first seed."""
+    figure, axes = _figure()
+    for arm, series in _first_seed(summary):
+        if any(value is not None for value in series["queue"]):
+            axes.step(series["steps"], series["queue"], where="post", color=_arms(summary)[arm], label=arm)
+    axes.set_title("Prompts that wait for a long round", fontsize=10)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("prompts")
+    return figure if axes.lines else None
+
+
+def _lengths(summary: dict[str, Any]) -> Any:
+    """Distribution of the lengths trained on, all seeds: what tail batching does to it, if anything, shows here."""
+    figure, (left, right) = _figure(columns=2)
+    share = np.linspace(0, 1, 101)
+    for row in summary["rollout"]["arms"]:
+        if row["lengths"]:
+            for axes in (left, right):
+                axes.plot(
+                    row["lengths"]["quantiles"], share, color=_arms(summary)[row["arm"]], lw=1.5, label=row["arm"]
+                )
+    left.set_xscale("symlog", linthresh=10)
+    left.set_title("Lengths of all responses trained on", fontsize=10)
+    right.set_ylim(0.9, 1.002)
+    right.set_title("The longest tenth", fontsize=10)
+    for axes in (left, right):
+        axes.set_xlabel("characters")
+        axes.set_ylabel("share of responses")
+    return figure if left.lines else None
+
+
+def _reward_progress(summary: dict[str, Any]) -> Any:
+    """Reward against wall-clock seconds of training and against prompts trained, every seed."""
+    figure, (by_time, by_prompts) = _figure(columns=2, sharey=True)
+    labelled = set()
+    for run in summary["runs"]:
+        series, arm = summary["rollout"]["series"].get(run["name"]), run["arm"]
+        if series is None:
+            continue
+        style = {"color": _arms(summary)[arm], "lw": 1.2, "alpha": 0.85, "label": None if arm in labelled else arm}
+        labelled.add(arm)
+        by_time.plot(series["wall_seconds"], series["reward"], **style)
+        if series["prompts"]:
+            by_prompts.plot(series["prompts"], series["reward"], **style)
+    by_time.set_title("Reward against wall-clock time", fontsize=10)
+    by_time.set_xlabel("seconds of training")
+    by_time.set_ylabel("reward")
+    by_prompts.set_title("Reward against prompts trained", fontsize=10)
+    by_prompts.set_xlabel("prompts")
+    return figure if by_time.lines else None
+
+
+def _first_seed(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Each arm with the series of its first run."""
+    first: dict[str, Mapping[str, Any]] = {}
+    for run in summary["runs"]:
+        series = summary["rollout"]["series"].get(run["name"])
+        if series is not None:
+            first.setdefault(run["arm"], series)
+    return list(first.items())

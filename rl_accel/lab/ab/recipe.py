@@ -1,4 +1,4 @@
-"""The recipe file of an A/B run: its typed schema, reading and checking it.
+"""The recipe file of an A/B run: its typed schema, reading and checking it, and the runs it asks for.
 
 A recipe is a YAML mapping with the keys of :class:`Recipe`. Text in ``command``, ``prepare``, ``env`` and every list of
 overrides may hold placeholders:
@@ -24,8 +24,11 @@ private folder, ``PYTHONUNBUFFERED``, and removes ``RAY_ADDRESS`` unless the rec
 """
 
 import difflib
+import hashlib
+import json
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -52,7 +55,8 @@ CHECK_NAMES = (
 )
 AVERAGES = ("median", "mean")
 NOT_COMPARED = ("timing_*", "perf/*", "*/perf/*", "rl_accel/*", "*memory*", "*/mfu*", "*_mfu*")
-_ARM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
 
 
 @dataclass
@@ -166,9 +170,9 @@ def load(path: Path) -> Recipe:
 
     Raises:
         RecipeError: the file cannot be read, is not YAML, or does not fit :class:`Recipe`; the message names the file
-            and the key, what was wanted and, for an unknown key, the nearest known one.
+            and the key, what was wanted and found and, for an unknown key, the nearest known one.
     """
-    return _check(_read(path, ()), str(path))
+    return _checked(_read(path, ()), str(path))
 
 
 def parse(text: str, source: str) -> Recipe:
@@ -177,7 +181,7 @@ def parse(text: str, source: str) -> Recipe:
     Raises:
         RecipeError: as in :func:`load`.
     """
-    return _check(_parse(text, source), source)
+    return _checked(_parse(text, source), source)
 
 
 def save(recipe: Recipe, path: Path) -> None:
@@ -185,110 +189,98 @@ def save(recipe: Recipe, path: Path) -> None:
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(recipe))))
 
 
-def _read(path: Path, extended_by: tuple[Path, ...]) -> DictConfig:
+def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
     """Return the mapping in a file, with what it extends filled in."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read the recipe {path}: {error}") from error
-    raw = _parse(text, str(path))
-    if "extends" not in raw:
-        return raw
-    ours: dict[str, Any] = _plain(raw)
-    other = ours.pop("extends")
-    if not isinstance(other, str):
-        raise RecipeError(f"{path}: extends wants the name of a recipe file, found {other!r}")
-    base_path = (path.parent / other).resolve()
+    recipe = _parse(text, str(path))
+    if "extends" not in recipe:
+        return recipe
+    base_name = recipe.pop("extends")
+    if not isinstance(base_name, str):
+        raise RecipeError(f"{path}: extends wants the name of a recipe file, found {base_name!r}")
+    base_path = (path.parent / base_name).resolve()
     if base_path in (*extended_by, path.resolve()):
-        raise RecipeError(f"{path}: extends {other}, which extends this recipe in turn")
-    both: dict[str, Any] = _plain(_read(base_path, (*extended_by, path.resolve())))
-    for key, value in ours.items():
-        theirs = both.get(key)
-        if key in _ADDED and isinstance(value, list) and isinstance(theirs, list):
-            value = theirs + value
-        elif key in _MERGED and isinstance(value, dict) and isinstance(theirs, dict):
-            value = theirs | value
-        both[key] = value
-    return OmegaConf.create(both)
+        raise RecipeError(f"{path}: extends {base_name}, which extends this recipe in turn")
+    merged = _read(base_path, (*extended_by, path.resolve()))
+    for key, value in recipe.items():
+        base = merged.get(key)
+        if key in _ADDED and isinstance(value, list) and isinstance(base, list):
+            value = base + value
+        elif key in _MERGED and isinstance(value, dict) and isinstance(base, dict):
+            value = base | value
+        merged[key] = value
+    return merged
 
 
-def _plain(config: DictConfig) -> Any:
-    return OmegaConf.to_container(config, resolve=False)
-
-
-def _parse(text: str, source: str) -> DictConfig:
+def _parse(text: str, source: str) -> dict[str, Any]:
     try:
-        raw = OmegaConf.create(text)
+        parsed = OmegaConf.create(text)
     except OmegaConfBaseException as error:
-        raise RecipeError(f"{source}: {_explain(error, 'recipe')}") from error
+        raise RecipeError(f"{source}: {error.full_key or 'recipe'}: {str(error).splitlines()[0]}") from error
     except Exception as error:  # yaml and OmegaConf raise unrelated classes for text that is not YAML
         raise RecipeError(f"{source} is not valid YAML: {error}") from error
-    if not isinstance(raw, DictConfig) or (len(raw) == 1 and next(iter(raw)) == text.strip()):
-        raise RecipeError(f"{source}: a recipe is a mapping with the keys {', '.join(_keys(Recipe))}")
-    return raw
+    if not isinstance(parsed, DictConfig) or (len(parsed) == 1 and next(iter(parsed)) == text.strip()):
+        raise RecipeError(f"{source}: a recipe is a mapping with the keys {_keys(Recipe)}")
+    return _plain(parsed)
 
 
-def _check(raw: DictConfig, source: str) -> Recipe:
-    config = OmegaConf.structured(Recipe)
-    for key in raw:
-        part = OmegaConf.create({key: raw._get_node(key)})
-        try:
-            config = OmegaConf.merge(config, part)
-        except OmegaConfBaseException as error:
-            raise RecipeError(f"{source}: {_explain(error, str(key))}") from error
-    recipe: Recipe = _build(Recipe, OmegaConf.to_container(config, resolve=False))
+def _plain(config: DictConfig) -> dict[str, Any]:
+    container = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def _checked(values: dict[str, Any], source: str) -> Recipe:
+    recipe: Recipe = _typed(Recipe, values, source, "")
     for problem in _problems(recipe):
         raise RecipeError(f"{source}: {problem}")
     recipe.baseline = recipe.baseline or next(iter(recipe.arms))
     return recipe
 
 
-def _explain(error: OmegaConfBaseException, top: str) -> str:
-    """Say in one line what is wrong with which key; ``top`` is its first part, for when OmegaConf does not know it."""
-    where = str(error.full_key or top)
-    parent, owner = _owner(where)
-    name = where.rsplit(".", 1)[-1].split("[")[0]
-    if owner is not None and name not in _keys(owner):
-        known = _keys(owner)
-        return f"unknown key {where}{nearest(name, known)}; {parent or 'a recipe'} takes {', '.join(known)}"
-    wanted = _wanted(owner, name)
-    reason = str(error.msg or error).splitlines()[0]
-    return f"{where} wants {wanted}: {reason}" if wanted else f"{where}: {reason}"
+def _typed(schema: Any, values: Any, source: str, where: str) -> Any:
+    """Return ``values`` as an object of the dataclass ``schema``; ``where`` is its dotted key in the recipe.
 
-
-def _owner(where: str) -> tuple[str, type | None]:
-    """The dotted path of the mapping that holds ``where``, and its schema (None inside a list or a free mapping)."""
-    parts = where.split(".")[:-1]
-    schema: type = Recipe
-    for index, part in enumerate(parts):
-        if index == 1 and parts[0] == "arms":
-            schema = Arm
-        elif part == "arms" and index == 0:
-            continue
+    OmegaConf checks and converts each value, but does not make the object: it would resolve ``${...}``, which belongs to us and to
+    hydra.
+    """
+    if not isinstance(values, Mapping):
+        raise RecipeError(f"{source}: {where} wants a mapping with the keys {_keys(schema)}, found {values!r}")
+    hints, converted = get_type_hints(schema), {}
+    for key, value in values.items():
+        name = f"{where}.{key}" if where else str(key)
+        if key not in hints:
+            raise RecipeError(
+                f"{source}: unknown key {name}{nearest(str(key), hints)}; {where or 'a recipe'} takes {_keys(schema)}"
+            )
+        if is_dataclass(hints[key]):
+            converted[key] = _typed(hints[key], value, source, name)
+        elif key == "arms" and isinstance(value, Mapping):
+            converted[key] = {str(arm): _typed(Arm, its, source, f"{name}.{arm}") for arm, its in value.items()}
         else:
-            hint = get_type_hints(schema).get(part)
-            if not isinstance(hint, type) or not is_dataclass(hint):
-                return ".".join(parts), None
-            schema = hint
-    return ".".join(parts), None if parts == ["arms"] else schema
+            config = OmegaConf.structured(schema)
+            try:
+                config[key] = value
+            except OmegaConfBaseException as error:
+                raise RecipeError(f"{source}: {name} wants {_wanted(hints[key])}, found {value!r}") from error
+            converted[key] = _plain(config)[key]
+    return schema(**converted)
 
 
-def _wanted(owner: type | None, name: str) -> str:
-    if owner is None:
-        return ""
-    hint = get_type_hints(owner).get(name.split("[")[0])
-    if is_dataclass(hint):
-        return f"a mapping with the keys {', '.join(_keys(hint))}"
-    if hint is None:
-        return ""
-    text = str(getattr(hint, "__name__", hint)) if not get_args(hint) else str(hint)
+def _wanted(hint: Any) -> str:
+    if get_args(hint)[-1:] == (Arm,):
+        return "a mapping from arm names to arms"
+    text = str(hint) if get_args(hint) else hint.__name__
     if text.startswith("dict"):
-        return "a mapping" + (" from arm names to arms" if name == "arms" else "")
-    return text.replace("None", "null").replace(" | ", " or ").replace("list[", "a list of ").rstrip("]")
+        return "a mapping"
+    return text.replace("None", "null").replace(" | ", " or ").replace("list[", "a list of ").replace("]", "")
 
 
-def _keys(schema: Any) -> list[str]:
-    return [f.name for f in fields(schema)]
+def _keys(schema: Any) -> str:
+    return ", ".join(f.name for f in fields(schema))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -297,29 +289,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def _build(schema: Any, values: Any) -> Any:
-    """Make the dataclass by hand: OmegaConf would resolve ``${...}``, which belongs to us and to hydra."""
-    hints = get_type_hints(schema)
-    made = {}
-    for key, value in values.items():
-        if is_dataclass(hints[key]):
-            value = _build(hints[key], value)
-        elif schema is Recipe and key == "arms":
-            value = {str(name): _build(Arm, arm) for name, arm in value.items()}
-        made[str(key)] = value
-    return schema(**made)
-
-
-def _problems(recipe: Recipe) -> Iterable[str]:
+def _problems(recipe: Recipe) -> Iterator[str]:
     """Yield what the types cannot say, the most basic first."""
-    if not _ARM_NAME.fullmatch(recipe.name):
+    if not _NAME.fullmatch(recipe.name):
         yield f"name wants letters, digits and ._-, found {recipe.name!r}"
     if not recipe.command:
         yield "command wants a list such as [python, -m, verl.trainer.main_ppo], found nothing"
     if not recipe.arms:
         yield "arms wants a mapping from arm names to arms, found nothing"
     for arm in recipe.arms:
-        if not _ARM_NAME.fullmatch(arm):
+        if not _NAME.fullmatch(arm):
             yield f"arms.{arm}: a name of an arm wants letters, digits and ._-"
     if recipe.baseline and recipe.baseline not in recipe.arms:
         yield f"baseline wants one of {', '.join(recipe.arms)}, found {recipe.baseline!r}"
@@ -354,9 +333,123 @@ def _problems(recipe: Recipe) -> Iterable[str]:
         for key, value in env.items():
             if value is not None and not isinstance(value, str | int | float | bool):
                 yield f"{where}.{key} wants text, a number, true, false or null, found {value!r}"
-    lists = {"command": recipe.command, "prepare": recipe.prepare, "overrides": recipe.overrides}
-    lists |= {f"arms.{name}.overrides": arm.overrides for name, arm in recipe.arms.items()}
-    for where, items in lists.items():
-        for item in items:
-            if not isinstance(item, str):
-                yield f"{where} wants a list of str, found {item!r} in it"
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """One run of the trainer, everything filled in."""
+
+    arm: str
+    seed: int
+    steps: int
+    directory: Path
+    command: tuple[str, ...]
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    """What the recipe adds to the environment; None removes a variable."""
+    timeout_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}-seed{self.seed}"
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies command and environment, so that a resumed run only keeps results of the same command."""
+        text = json.dumps([self.command, sorted(self.env.items()), self.steps])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def plan_runs(
+    recipe: Recipe,
+    recipe_dir: Path,
+    out: Path,
+    arms: Sequence[str] | None = None,
+    seeds: Sequence[int] | None = None,
+    steps: int | None = None,
+) -> list[RunPlan]:
+    """Return the runs in the order they are made: all arms of one seed, then the next seed. An arm that names seeds of its
+    own leaves out the others.
+
+    Raises:
+        RecipeError: an arm is unknown, seeds repeat or are negative, steps is below 1, or a placeholder is unknown.
+    """
+    arms = list(recipe.arms) if arms is None else list(arms)
+    seeds = recipe.seeds if seeds is None else list(seeds)
+    steps = recipe.steps if steps is None else steps
+    for arm in arms:
+        if arm not in recipe.arms:
+            raise RecipeError(f"--arms: no arm {arm!r}{nearest(arm, recipe.arms)}; arms are {', '.join(recipe.arms)}")
+    if not arms or len(set(arms)) < len(arms):
+        raise RecipeError(f"--arms wants different arms, found {', '.join(arms) or 'nothing'}")
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise RecipeError(f"--seeds wants different numbers of at least 0, found {seeds}")
+    if len(seeds) > 1 and not recipe.seed_overrides:
+        raise RecipeError("--seeds: this recipe has no seed_overrides, so all runs would be the same")
+    if steps < 1:
+        raise RecipeError(f"--steps wants at least 1, found {steps}")
+    kept = {name: arm.seeds for name, arm in recipe.arms.items() if arm.seeds is not None}
+    return [
+        _plan(recipe, recipe_dir, out, arm, seed, steps)
+        for seed in seeds
+        for arm in arms
+        if seed in kept.get(arm, seeds)
+    ]
+
+
+def prepare_command(recipe: Recipe, recipe_dir: Path, out: Path) -> tuple[list[str], dict[str, str | None]]:
+    """Return the command that prepares data and models (empty if there is none) and the recipe's environment for it."""
+    known = {"recipe_dir": str(recipe_dir), "out": str(out)}
+    # variables that name a run have no meaning before there is one
+    env = {key: value for key, value in recipe.env.items() if not _unknown(str(value), known)}
+    return _command(recipe.prepare, known, "prepare"), _environment(env, known, "env")
+
+
+def _plan(recipe: Recipe, recipe_dir: Path, out: Path, arm: str, seed: int, steps: int) -> RunPlan:
+    directory = out / f"{arm}-seed{seed}"
+    known = {
+        "recipe_dir": str(recipe_dir),
+        "out": str(out),
+        "run_dir": str(directory),
+        "arm": arm,
+        "seed": str(seed),
+        "steps": str(steps),
+    }
+    overrides = [
+        *recipe.overrides,
+        *recipe.seed_overrides,
+        *recipe.steps_overrides,
+        *recipe.arms[arm].overrides,
+    ]
+    command = _command(recipe.command, known, "command") + [_fill(item, known) for item in overrides]
+    env = _environment(recipe.env, known, "env") | _environment(recipe.arms[arm].env, known, f"arms.{arm}.env")
+    return RunPlan(arm, seed, steps, directory, tuple(command), env, recipe.timeout_s)
+
+
+def _command(words: Sequence[str], known: Mapping[str, str], where: str) -> list[str]:
+    filled = [_strict(word, known, where) for word in words]
+    return [sys.executable, *filled[1:]] if filled[:1] == ["python"] else filled
+
+
+def _environment(env: Mapping[str, Any], known: Mapping[str, str], where: str) -> dict[str, str | None]:
+    filled: dict[str, str | None] = {}
+    for key, value in env.items():
+        if isinstance(value, bool):
+            value = str(value).lower()  # "False" would be true to most programs
+        filled[key] = None if value is None else _strict(str(value), known, f"{where}.{key}")
+    return filled
+
+
+def _strict(text: str, known: Mapping[str, str], where: str) -> str:
+    for name in _unknown(text, known):
+        raise RecipeError(
+            f"{where}: unknown placeholder ${{{name}}}{nearest(name, known)}; it may use {', '.join(known)}"
+        )
+    return _fill(text, known)
+
+
+def _unknown(text: str, known: Mapping[str, str]) -> list[str]:
+    return [name for name in _PLACEHOLDER.findall(text) if name not in known]
+
+
+def _fill(text: str, known: Mapping[str, str]) -> str:
+    return _PLACEHOLDER.sub(lambda match: known.get(match[1], match[0]), text)

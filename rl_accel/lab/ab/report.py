@@ -1,8 +1,21 @@
-"""The report of an A/B: ``summary.json``, plots and a self-contained ``report.html``; and its console form."""
+"""The report of an A/B: ``summary.json``, plots and a self-contained ``report.html``; and its console form.
+
+``summary.json`` is all that was measured and concluded, under the schema ``rl_accel.ab/1``: ``schema, created, ok, headline[],
+recipe{}, environment{}, runs[], measured_steps{run: [first, last]}, stages[], rollout{}, reward_verdicts[], differences[],
+checks[], curves{metric: {run: {steps, values}}}``. See :mod:`rl_accel.lab.ab.stats` for stages (``stage_table``), rollout
+(``rollout_summary``; null unless the recipe asks for it) and differences (``first_differences``, one a pair of runs). NaN is null.
+"""
 
 import base64
+import importlib.metadata
+import json
+import math
+import os
+import platform
 import shlex
+import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,31 +24,219 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rl_accel.lab.ab import plots, summary
+from rl_accel.lab.ab import plots
+from rl_accel.lab.ab.checks import pairs, run_checks
 from rl_accel.lab.ab.extra import needs
-from rl_accel.lab.ab.recipe import Recipe
-from rl_accel.lab.ab.rollout import ALL, KINDS
+from rl_accel.lab.ab.metrics_log import read_steps
+from rl_accel.lab.ab.recipe import Metrics, Recipe
 from rl_accel.lab.ab.runner import RunResult, last_lines
+from rl_accel.lab.ab.stats import (
+    ALL,
+    KINDS,
+    RunData,
+    agreement,
+    curve,
+    first_differences,
+    gain,
+    measured_steps,
+    rollout_summary,
+    stage_table,
+)
 
+SCHEMA = "rl_accel.ab/1"
+_BUSY = 2.0
+"""Load average per core at the start of a run above which its times are called into question."""
+_PACKAGES = ("rl-accel", "verl", "torch", "ray", "transformers", "numba", "numpy")
 _COLOURS = {"green": "green", "red": "red", "skipped": "yellow"}
 
 
 def build(recipe: Recipe, recipe_file: Path, out: Path, results: Sequence[RunResult], asked: int) -> dict[str, Any]:
     """Write summary.json, the plots and report.html into ``out`` and return the summary."""
-    found = summary.summarise(recipe, recipe_file, out, results, asked)
-    summary.write(found, out / "summary.json")
-    pictures = plots.draw(found, out)
+    summary = summarise(recipe, recipe_file, out, results, asked)
+    (out / "summary.json").write_text(json.dumps(_strict(summary), indent=1, allow_nan=False) + "\n")
+    pictures = plots.draw(summary, out)
     tails = {r.name: last_lines(out / r.name / "train.log") for r in results if r.status in ("failed", "timeout")}
-    (out / "report.html").write_text(render(found, pictures, tails), encoding="utf-8")
-    return found
+    (out / "report.html").write_text(render(summary, pictures, tails), encoding="utf-8")
+    return summary
 
 
-def render(found: dict[str, Any], pictures: Sequence[Path], tails: dict[str, str]) -> str:
+def _load_runs(results: Sequence[RunResult], out: Path) -> list[RunData]:
+    """Read the kept metrics of each run that has any."""
+    runs = [RunData(r.arm, r.seed, read_steps(out / r.name / "metrics.jsonl"), r.command) for r in results]
+    return [run for run in runs if run.steps]
+
+
+def summarise(recipe: Recipe, recipe_file: Path, out: Path, results: Sequence[RunResult], asked: int) -> dict[str, Any]:
+    """Compute the whole summary from the kept metrics. ``asked`` is the number of runs that were wanted."""
+    names = recipe.metrics
+    runs = _load_runs(results, out)
+    arms = [arm for arm in recipe.arms if any(run.arm == arm for run in runs)]
+    stages = stage_table(runs, arms, recipe.baseline, names)
+    rollouts = rollout_summary(recipe, runs, arms, out) if recipe.rollout.report else None
+    checks = run_checks(recipe, results, runs, stages, rollouts, out, asked)
+    couples = list(pairs(runs, recipe.baseline))
+    differences: list[dict[str, Any]] = [
+        {"arm": other.arm, "seed": other.seed, "rows": first_differences(base, other, names)} for base, other in couples
+    ]
+    verdicts = [
+        _reward_verdict(base, other, names, pair["rows"])
+        for (base, other), pair in zip(couples, differences, strict=True)
+    ]
+    metrics = list(dict.fromkeys([names.reward, *names.curves, names.stage_prefix + names.step]))
+    summary = {
+        "schema": SCHEMA,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "ok": not any(check.failed for check in checks),
+        "headline": [],
+        "recipe": {**asdict(recipe), "file": recipe_file.name},
+        "environment": _environment(),
+        "runs": [_run(result, runs, recipe) for result in results],
+        "measured_steps": {run.name: _ends(measured_steps(run, names)) for run in runs},
+        "stages": stages,
+        "rollout": rollouts,
+        "reward_verdicts": verdicts,
+        "differences": differences,
+        "checks": [{**asdict(check), "failed": check.failed} for check in checks],
+        "curves": {m: {run.name: curve(run, m) for run in runs} for m in metrics},
+    }
+    summary["headline"] = _headline(summary, recipe)
+    return summary
+
+
+def _run(result: RunResult, runs: Sequence[RunData], recipe: Recipe) -> dict[str, Any]:
+    run = next((r for r in runs if (r.arm, r.seed) == (result.arm, result.seed)), None)
+    step = recipe.metrics.stage_prefix + recipe.metrics.step
+    seconds = curve(run, step)["values"] if run else []
+    first = result.first_step_at
+    return {
+        **asdict(result),
+        "name": result.name,
+        "train_seconds": sum(seconds),
+        "startup_seconds": max(0.0, first - seconds[0]) if seconds and first is not None else None,
+        "reward": gain(run, recipe.metrics.reward) if run else None,
+        "log": f"{result.name}/train.log",
+        "metrics": f"{result.name}/metrics.jsonl",
+    }
+
+
+def _reward_verdict(base: RunData, other: RunData, names: Metrics, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    reward, same = names.reward, agreement(base, other, names, rows)
+    steps = [s for s in base.steps if reward in base.steps[s] and reward in other.steps.get(s, {})]
+    row = next((row for row in rows if row["metric"] == reward), None)
+    verdict: dict[str, Any] = {
+        "arm": other.arm,
+        "seed": other.seed,
+        "metric": reward,
+        "steps_compared": len(steps),
+        **same,
+    }
+    verdict["parts_at"] = row["step"] if row else None
+    who = f"{other.arm} and {base.arm}, seed {base.seed}"
+    if not steps:
+        text = f"{who}: no step in which both logged {reward}"
+    elif row is None:
+        text = f"{who}: {reward} is identical in all {len(steps)} steps"
+    else:
+        text = f"{who}: {reward} parts at step {row['step']} ({_number(row['baseline'])} and {_number(row['arm'])})"
+    if steps:
+        text += f"; {_others(rows, same)}"
+    verdict["text"] = text
+    return verdict
+
+
+def _others(rows: Sequence[dict[str, Any]], same: dict[str, Any]) -> str:
+    if not rows:
+        return f"so are all {same['metrics_compared']} training metrics"
+    first = rows[0]
+    amount = f" by {first['abs']:.1e}" if first["abs"] is not None else ""
+    text = f"{len(rows)} of {same['metrics_compared']} training metrics differ somewhere, first {first['metric']}"
+    text += f" at step {first['step']}{amount} ({first['phase']})"
+    phases = same["identical_phases"]
+    return f"{text}; identical throughout: {', '.join(phases)}" if phases else text
+
+
+def _headline(summary: dict[str, Any], recipe: Recipe) -> list[str]:
+    """The few sentences a reader wants first."""
+    lines = []
+    rows = {row["stage"]: row for row in summary["stages"]}
+    for arm in rows.get(recipe.metrics.step, {}).get("ratios", {}):
+        parts = []
+        for stage, label in ((recipe.metrics.step, "a step"), ("adv", "the advantage stage")):
+            ratio = rows.get(stage, {}).get("ratios", {}).get(arm)
+            if ratio and ratio["ratio"]:
+                base, ours = (rows[stage]["arms"][name][recipe.metrics.average] for name in (recipe.baseline, arm))
+                parts.append(f"{label} takes {seconds(ours)} instead of {seconds(base)} ({ratio['ratio']:.2f}x)")
+        if parts:
+            lines.append(f"{arm} against {recipe.baseline}: {', '.join(parts)}.")
+    lines += _rollout_lines(summary["rollout"], recipe.baseline) if summary["rollout"] else []
+    if recipe.checks.identical or not summary["rollout"]:  # else the arms differ on purpose
+        lines += [f"{verdict['text']}." for verdict in summary["reward_verdicts"]]
+    for run in summary["runs"]:
+        if (run["load_average"] or 0.0) > _BUSY * summary["environment"]["cores"]:
+            load = f"{run['load_average']:.1f} on {summary['environment']['cores']} cores"
+            lines.append(f"The machine was busy when {run['name']} started (load {load}): do not trust its times.")
+    red = [check["name"] for check in summary["checks"] if check["status"] == "red"]
+    lines.append(f"Red checks: {', '.join(red)}." if red else "No check is red.")
+    return lines
+
+
+def _rollout_lines(rollout: dict[str, Any], baseline: str) -> list[str]:
+    rows = {row["arm"]: row for row in rollout["arms"]}
+    lines = []
+    for arm, row in rows.items():
+        if arm == baseline or row.get("ratio") is None:
+            continue
+        line = f"{arm}: rollouts take {seconds(row['seconds'])} a step instead of {seconds(rows[baseline]['seconds'])}"
+        line += f" ({row['ratio']:.2f}x"
+        line += f", 95% interval {row['low']:.2f}-{row['high']:.2f})" if row["low"] is not None else ")"
+        line += f"; {row['wasted']:.0%} of the tokens are wasted" if row["wasted"] is not None else ""
+        reward = row["reward"]
+        if reward:
+            line += f"; the final reward differs by {reward['difference']:+.3f}"
+            bounds = f" ({reward['low']:+.3f} to {reward['high']:+.3f})" if reward["low"] is not None else ""
+            line += f"{bounds} over {len(reward['seeds'])} seeds"
+        lines.append(line + ".")
+    return lines
+
+
+def seconds(value: float) -> str:
+    """Format a duration with three figures, in s or ms."""
+    return f"{value:.3g} s" if value >= 0.1 else f"{value * 1000:.3g} ms"
+
+
+def _number(value: float | None) -> str:
+    return "not logged" if value is None else f"{value:.9g}"
+
+
+def _ends(steps: Sequence[int]) -> list[int]:
+    return [steps[0], steps[-1]] if steps else []
+
+
+def _environment() -> dict[str, Any]:
+    versions: dict[str, str | None] = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"python": platform.python_version(), "system": platform.platform(), "cores": cores, "versions": versions}
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def render(summary: dict[str, Any], pictures: Sequence[Path], tails: dict[str, str]) -> str:
     """Return the HTML of a summary, pictures embedded; ``tails`` are the last log lines of failed runs."""
     jinja2 = needs("jinja2")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters |= {
-        "seconds": lambda value: "-" if value is None else summary.seconds(value),
+        "seconds": lambda value: "-" if value is None else seconds(value),
         "figures": lambda value: "-" if value is None else f"{value:.6g}",
         "small": lambda value: "-" if value is None else f"{value:.1e}",
         "times": lambda value: "-" if value is None else f"{value:.2f}x",
@@ -43,30 +244,38 @@ def render(found: dict[str, Any], pictures: Sequence[Path], tails: dict[str, str
     }
     text = resources.files("rl_accel.lab.ab").joinpath("report.html.j2").read_text(encoding="utf-8")
     images = [(path.stem.replace("_", " "), base64.b64encode(path.read_bytes()).decode()) for path in pictures]
-    arms = [arm for arm in found["recipe"]["arms"] if any(run["arm"] == arm for run in found["runs"])]
-    others = [arm for arm in arms if arm != found["recipe"]["baseline"]]
+    arms = [arm for arm in summary["recipe"]["arms"] if any(run["arm"] == arm for run in summary["runs"])]
+    others = [arm for arm in arms if arm != summary["recipe"]["baseline"]]
     html: str = environment.from_string(text).render(
-        s=found, images=images, tails=tails, arms=arms, others=others, warmup=warmup_text(found), kinds=_kinds(found)
+        s=summary,
+        images=images,
+        tails=tails,
+        arms=arms,
+        others=others,
+        warmup=warmup_text(summary),
+        kinds=_kinds(summary),
     )
     return html
 
 
-def warmup_text(found: dict[str, Any]) -> str:
+def warmup_text(summary: dict[str, Any]) -> str:
     """Say which steps the stage times are taken from."""
-    spans = {tuple(ends) for ends in found["measured_steps"].values() if ends}
-    skipped = found["recipe"]["metrics"]["warmup_steps"]
+    spans = {tuple(ends) for ends in summary["measured_steps"].values() if ends}
+    skipped = summary["recipe"]["metrics"]["warmup_steps"]
     text = ", ".join(f"{first}-{last}" for first, last in sorted(spans))
     return f"steps {text}; the first {skipped} of each run are warm-up and not counted" if spans else "no steps"
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show(summary: dict[str, Any], console: Console) -> None:
     """Print stage table, checks and verdicts."""
-    names, baseline = found["recipe"]["metrics"], found["recipe"]["baseline"]
-    arms = [arm for arm in found["recipe"]["arms"] if any(arm in row["arms"] for row in found["stages"])]
+    names, baseline = summary["recipe"]["metrics"], summary["recipe"]["baseline"]
+    arms = [arm for arm in summary["recipe"]["arms"] if any(arm in row["arms"] for row in summary["stages"])]
     others = [arm for arm in arms if arm != baseline]
-    if found["stages"]:
+    if summary["stages"]:
         console.print(
-            f"{names['average'].capitalize()} time of each stage, {warmup_text(found)}", highlight=False, soft_wrap=True
+            f"{names['average'].capitalize()} time of each stage, {warmup_text(summary)}",
+            highlight=False,
+            soft_wrap=True,
         )
         table = Table()
         table.add_column("stage")
@@ -75,45 +284,45 @@ def show(found: dict[str, Any], console: Console) -> None:
         for arm in others:
             table.add_column(f"{escape(baseline)}/{escape(arm)}" if len(others) > 1 else "ratio", justify="right")
             table.add_column("95% interval", justify="right")
-        for row in found["stages"]:
-            cells = [summary.seconds(row["arms"][a][names["average"]]) if a in row["arms"] else "" for a in arms]
+        for row in summary["stages"]:
+            cells = [seconds(row["arms"][a][names["average"]]) if a in row["arms"] else "" for a in arms]
             for arm in others:
                 cells += _ratio_cells(row["ratios"].get(arm))
             table.add_row(row["stage"], *cells, style="bold" if row["stage"] == names["step"] else "")
         console.print(table)
-    if found["rollout"]:
-        console.print(_rollout_table(found))
+    if summary["rollout"]:
+        console.print(_rollout_table(summary))
     checks = Table(title="Checks", title_justify="left")
     for column in ("check", "result", "detail"):
         checks.add_column(column)
-    for check in found["checks"]:
+    for check in summary["checks"]:
         colour = _COLOURS[check["status"]]
         note = " (warning only)" if check["warn_only"] and check["status"] == "red" else ""
         checks.add_row(check["name"], f"[{colour}]{check['status']}{note}[/]", escape(check["detail"]))
     console.print(checks)
-    for line in found["headline"]:
+    for line in summary["headline"]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _kinds(found: dict[str, Any]) -> list[str]:
+def _kinds(summary: dict[str, Any]) -> list[str]:
     """The kinds of rounds that any arm had."""
-    rows = found["rollout"]["arms"] if found["rollout"] else []
+    rows = summary["rollout"]["arms"] if summary["rollout"] else []
     return [kind for kind in (*KINDS, ALL) if any(kind in row["kinds"] for row in rows)]
 
 
-def _rollout_table(found: dict[str, Any]) -> Table:
+def _rollout_table(summary: dict[str, Any]) -> Table:
     table = Table(title="Mean rollout seconds a step", title_justify="left")
-    kinds = _kinds(found)
-    lost = ["prompts lost"] if any(row["lost"] is not None for row in found["rollout"]["arms"]) else []
+    kinds = _kinds(summary)
+    lost = ["prompts lost"] if any(row["lost"] is not None for row in summary["rollout"]["arms"]) else []
     table.add_column("arm")
     for column in ("all steps", "ratio", "95% interval", *kinds, "wasted tokens", *lost):
         table.add_column(column, justify="right")
-    for row in found["rollout"]["arms"]:
-        cells = [summary.seconds(row["seconds"]) if row["seconds"] is not None else ""]
+    for row in summary["rollout"]["arms"]:
+        cells = [seconds(row["seconds"]) if row["seconds"] is not None else ""]
         cells += _ratio_cells(row if row.get("ratio") else None)
         for kind in kinds:
             part = row["kinds"].get(kind)
-            cells.append(f"{summary.seconds(part['seconds'])} x {part['steps']}" if part else "")
+            cells.append(f"{seconds(part['seconds'])} x {part['steps']}" if part else "")
         cells.append(f"{row['wasted']:.1%}" if row["wasted"] is not None else "")
         if lost:
             cells.append(f"{row['lost']:.0f}" if row["lost"] is not None else "")

@@ -10,7 +10,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -247,7 +247,7 @@ def _core(quick: bool, console: Console) -> list[dict[str, Any]]:
 
 
 def plan_of(prompts: int, responses: int, rounds: int, workers: int) -> dict[str, Any]:
-    """Return what :mod:`rl_accel.lab.bench.tail_load` is told: one size and how to load it.
+    """Return the plan for :mod:`rl_accel.lab.bench.tail_load`: one size and how to load it.
 
     The median of the drawn times grows with the size, so that responses become complete no faster than two cores can take them in.
     """
@@ -292,7 +292,7 @@ def _load(quick: bool, workers: int, console: Console) -> tuple[list[dict[str, A
 
 
 def _run(plan: dict[str, Any], stop: Stop) -> tuple[dict[str, Any], str]:
-    """Run one size in processes of its own; return what it found, and what was wrong ("" if nothing)."""
+    """Run one size in processes of its own; return its numbers, and what was wrong ("" if nothing)."""
     with ExitStack() as stack:
         folder = stack.enter_context(ray_temp_dir())
         given, answer, log = folder / "plan.json", folder / "results.json", folder / "log"
@@ -369,7 +369,7 @@ def _mean(size: dict[str, Any], name: str) -> float:
     return float(sum(row[name] for row in size["rounds"]) / len(size["rounds"]))
 
 
-def _plot(parts: list[tuple[Callable[[Any, Any], None], list[dict[str, Any]]]], all_axes: Any) -> None:
+def _plot(parts: Sequence[tuple[Callable[[Any, Any], None], list[dict[str, Any]]]], all_axes: Any) -> None:
     for axes, (draw, rows) in zip(all_axes, parts, strict=False):
         draw(axes, rows)
         ticks = sorted({row["prompts"] * row["responses"] for row in rows})

@@ -14,6 +14,7 @@ import resource
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ class RoundsOnly(TailBatchingTrainer):
 
 
 def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Play the rounds of ``plan`` (see :mod:`rl_accel.lab.bench.tail`) in this process's Ray cluster; return what was found."""
+    """Play the rounds of ``plan`` (see :mod:`rl_accel.lab.bench.tail`) in this process's Ray cluster; return numbers and errors."""
     config = _config(plan, _model(folder / "model"))
     tq.init(config.transfer_queue)
     servers = {
@@ -165,7 +166,7 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
     # As many steps as the data would last for: the last of the rounds played is as full as any other.
     trainer = RoundsOnly(driver, log, rounds + 100)
     buffer = TailReplayBuffer(None, trainer._play)
-    found: list[dict[str, Any]] = []
+    measured: list[dict[str, Any]] = []
     errors: list[str] = []
     trained: set[str] = set()
     for step in range(1, rounds + 1):
@@ -186,7 +187,7 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
         last = max(at for kind, response_id, at in notes if kind == "scored" and response_id in ids)
         prefix = "rl_accel/tail_batching/"
         metrics = {name.removeprefix(prefix): value for name, value in metrics.items()}
-        found.append(
+        measured.append(
             {
                 "kind": next(kind for kind in ("short", "long", "final") if metrics[f"{kind}_round"]),
                 "launched_responses": len({response_id for _, response_id, _ in notes}),
@@ -201,24 +202,24 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
                 "worker_bytes": max(usage[0] for usage in after),
             }
         )
-        print(json.dumps(found[-1]), flush=True)
+        print(json.dumps(measured[-1]), flush=True)
         tq.kv_clear(keys=list(batch.keys), partition_id="train")  # as the trainer does after its step
     running = sum(ray.get([server.running.remote() for server in servers.values()]))
     if running:
         errors.append(f"{running} requests still run on the servers although their round is over")
-    return {"rounds": found, "errors": errors}
+    return {"rounds": measured, "errors": errors}
 
 
-def _errors(keys: list[str], stored: set[str], metrics: dict[str, float], trained: set[str], plan: dict) -> list[str]:
+def _errors(
+    keys: list[str], stored: set[str], metrics: dict[str, float], trained: set[str], plan: dict[str, Any]
+) -> list[str]:
     """What is wrong with a batch: its size, ghosts beside it, a prompt that was trained before."""
-    wanted, each = plan["prompts"], plan["responses"]
-    by_prompt: dict[str, int] = {}
-    for key in keys:
-        by_prompt[key.split("_")[0]] = by_prompt.get(key.split("_")[0], 0) + 1
+    prompts, responses = plan["prompts"], plan["responses"]
+    by_prompt = Counter(key.split("_")[0] for key in keys)
     errors = []
-    if len(keys) != len(set(keys)) or len(by_prompt) != wanted or set(by_prompt.values()) != {each}:
+    if len(keys) != len(set(keys)) or len(by_prompt) != prompts or set(by_prompt.values()) != {responses}:
         errors.append(
-            f"a batch must be {wanted} prompts x {each} responses, found {len(by_prompt)} and {len(keys)} keys"
+            f"a batch must be {prompts} prompts x {responses} responses, found {len(by_prompt)} and {len(keys)} keys"
         )
     if stored != set(keys) or metrics["rl_accel/tail_batching/ghost_keys"]:
         errors.append(f"nothing but the batch may be stored, found {len(stored - set(keys))} other keys")
@@ -280,11 +281,12 @@ def _row(number: int) -> dict[str, Any]:
 
 
 def _usage(workers: list[Any]) -> list[tuple[int, float]]:
-    return ray.get([worker.usage.remote() for worker in workers])
+    usage: list[tuple[int, float]] = ray.get([worker.usage.remote() for worker in workers])
+    return usage
 
 
 def main(plan_file: str, out_file: str) -> None:
-    """Start a Ray cluster, run the plan of ``plan_file``, write what was found to ``out_file``."""
+    """Start a Ray cluster, run the plan of ``plan_file``, write the results to ``out_file``."""
     plan = json.loads(Path(plan_file).read_text())
     ray.init(num_cpus=32, num_gpus=0, include_dashboard=False, log_to_driver=False)
     try:

@@ -227,6 +227,15 @@ def test_an_out_folder_that_cannot_be_made_is_said_in_words(recipe_file, call_ab
     assert "Not a directory" in output
 
 
+def test_without_out_results_go_to_a_folder_named_after_the_recipe(recipe_file, call_ab, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, output = call_ab(recipe_file(overrides=["at=${run_dir}"]), "--dry-run")
+    assert code == 0
+    assert "go to out/toy" in output
+    assert f"at={tmp_path / 'out' / 'toy' / 'stock-seed0'}" in output
+    assert not (tmp_path / "out").exists()
+
+
 def test_dry_run_prints_the_commands_and_writes_nothing(recipe_file, call_ab, tmp_path):
     code, output = call_ab(recipe_file(env={"A": "b c"}), "--out", tmp_path / "out", "--dry-run")
     assert code == 0
@@ -238,8 +247,7 @@ def test_dry_run_prints_the_commands_and_writes_nothing(recipe_file, call_ab, tm
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give RECIPE and --out DIR, or --report-only DIR"),
-        (["{recipe}"], "give RECIPE and --out DIR"),
+        ([], "give RECIPE, or --report-only DIR"),
         (["absent.yaml", "--out", "{out}"], "cannot read the recipe absent.yaml"),
         (["{recipe}", "--out", "{out}", "--arms", "stok"], "did you mean stock?"),
         (["{recipe}", "--out", "{out}", "--seeds", "a"], "wants whole numbers separated by commas, found 'a'"),

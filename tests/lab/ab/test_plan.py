@@ -7,8 +7,7 @@ import pytest
 import yaml
 
 from rl_accel.errors import RecipeError
-from rl_accel.lab.ab.plan import plan_runs, prepare_command
-from rl_accel.lab.ab.recipe import parse
+from rl_accel.lab.ab.recipe import parse, plan_runs, prepare_command
 
 HOME, OUT = Path("/home/r"), Path("/out")
 

@@ -62,7 +62,7 @@ def test_the_first_arm_is_the_baseline_when_none_is_named(toy_recipe):
         ({"timeout_s": 0}, "timeout_s wants a number above 0"),
         ({"overrides": "a=1"}, "overrides wants a list of str"),
         ({"overrides": {"a": 1}}, "overrides wants a list of str"),
-        ({"overrides": [["a=1"]]}, r"overrides wants a list of str, found \['a=1'\] in it"),
+        ({"overrides": [["a=1"]]}, r"overrides wants a list of str, found \[\['a=1'\]\]"),
         ({"arms": ["stock"]}, "arms wants a mapping from arm names to arms"),
         ({"arms": {}}, "arms wants a mapping from arm names to arms, found nothing"),
         ({"arms": {"stock": 3}}, "arms.stock"),
@@ -83,7 +83,7 @@ def test_the_first_arm_is_the_baseline_when_none_is_named(toy_recipe):
         ({"rollout": {"faster": {"stok": 2}}}, r"rollout.faster.stok is no arm to compare \(did you mean stock\?\)"),
         ({"rollout": {"faster": {"stock": 2}}}, "rollout.faster.stock is no arm to compare"),
         ({"checks": {"warn_only": ["fast"]}}, r"unknown check 'fast' \(did you mean faster\?\)"),
-        ({"overrides": ["a=${unclosed"]}, r"overrides\[0\] wants a list of str: no viable"),
+        ({"overrides": ["a=${unclosed"]}, r"overrides\[0\]: no viable"),
     ],
 )
 def test_a_wrong_recipe_is_refused_with_the_key(toy_recipe, changes, message):

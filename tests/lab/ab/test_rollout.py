@@ -5,11 +5,10 @@ import json
 import pytest
 import yaml
 
-from rl_accel.lab.ab import rollout
 from rl_accel.lab.ab.checks import run_checks
 from rl_accel.lab.ab.recipe import parse
 from rl_accel.lab.ab.runner import RunResult
-from rl_accel.lab.ab.stats import RunData
+from rl_accel.lab.ab.stats import KINDS, RunData, ledger_counts, length_distribution, rollout_summary
 
 ROUNDS = {"short": 1.0, "long": 4.0}
 
@@ -18,7 +17,7 @@ def metrics(gen, reward, kind=None, generated=0, wasted=0):
     found = {"timing_s/gen": gen, "timing_s/step": gen + 1, "critic/score/mean": reward}
     if kind is None:
         return found
-    ours = {f"{name}_round": float(name == kind) for name in rollout.KINDS}
+    ours = {f"{name}_round": float(name == kind) for name in KINDS}
     ours |= {"queue_length": 3.0, "tokens_generated": generated, "tokens_wasted": wasted}
     if kind == "short":
         ours |= {"accepted_tokens_mean": 10.0, "cancelled_tokens_mean": 16.0}
@@ -35,8 +34,8 @@ def summarise(toy_recipe, tmp_path):
         data, results = [], []
         for name, steps in runs.items():
             arm, seed = name.split("-seed")
-            data.append(RunData(arm, int(seed), dict(enumerate(steps, 1))))
             command = ["p", "data.train_batch_size=32", "data.train_batch_size=4"]
+            data.append(RunData(arm, int(seed), dict(enumerate(steps, 1)), command))
             results.append(RunResult(arm, int(seed), len(steps), "f", command, {}, "done", 0))
             (tmp_path / name / "rollouts").mkdir(parents=True)
             lines = [json.dumps({"output": text}) for text in (outputs or {}).get(name, [])]
@@ -46,7 +45,7 @@ def summarise(toy_recipe, tmp_path):
                 path.parent.mkdir(parents=True)
                 path.write_text("".join(json.dumps(line) + "\n" for line in ledgers[name]))
         arms = list(dict.fromkeys(run.arm for run in data))
-        found = rollout.summarise(recipe, data, results, arms, tmp_path)
+        found = rollout_summary(recipe, data, arms, tmp_path)
         checks = run_checks(recipe, results, data, [], found, tmp_path, len(runs))
         return found, {check.name: check for check in checks}
 
@@ -220,8 +219,8 @@ def test_half_a_line_of_a_killed_run_is_left_out(summarise, tmp_path):
         file.write_text(file.read_text() + '{"output": "a')
         file.write_text(file.read_text() + "\n3\n")
     for path in tmp_path.glob("*/checkpoints/*/ledger.jsonl"):
-        assert rollout._ledger(path, 4)["epochs"][0]["once"] == 4
-    assert rollout._lengths([tmp_path / "stock-seed0" / "rollouts"])["responses"] == 1
+        assert ledger_counts(path, 4)["epochs"][0]["once"] == 4
+    assert length_distribution([tmp_path / "stock-seed0" / "rollouts"])["responses"] == 1
 
 
 def test_a_run_without_any_of_it_has_an_empty_part(summarise):
