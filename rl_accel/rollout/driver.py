@@ -144,6 +144,23 @@ class TokenRate:
         return int(seconds * self.tokens / self.seconds) if self.seconds else 0
 
 
+class FailureLog:
+    """Logs failed responses in one line each, and the traceback of the first failure of each kind."""
+
+    def __init__(self) -> None:
+        self._kinds: set[str] = set()
+
+    def add(self, response_id: int, error: BaseException) -> str:
+        """Log that the response failed; return the error as one line."""
+        kind = type(error).__name__
+        line = f"{kind}: {error}".splitlines()[0]
+        logger.error(
+            "rl-accel: response %d failed: %s", response_id, line, exc_info=None if kind in self._kinds else error
+        )
+        self._kinds.add(kind)
+        return line
+
+
 class RolloutDriver:
     """Carries out what ``core`` decides and tells it what happens, one call of :meth:`play` a training step.
 

@@ -36,11 +36,6 @@ class TailRun:
         for name in ("prompts_per_step", "responses_per_prompt"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"rl_accel.tail_batching wants {name} to be at least 1, found {getattr(self, name)}")
-        for domain, quota in self.domain_quotas.items():
-            if quota < 1:
-                raise ConfigError(
-                    f"rl_accel.tail_batching: domain_quotas[{domain!r}] must be at least 1, found {quota}"
-                )
         placed = sum(self.domain_quotas.values())
         if self.domain_quotas and placed != self.prompts_per_step:
             raise ConfigError(

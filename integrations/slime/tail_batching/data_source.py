@@ -13,7 +13,7 @@ from slime.rollout.data_source import RolloutDataSource
 from rl_accel.errors import ConfigError
 from rl_accel.features.tail_batching import TAIL_BATCHING
 from rl_accel.integrations.slime.hooks import flags_of
-from rl_accel.integrations.slime.tail_batching import arguments, seams
+from rl_accel.integrations.slime.tail_batching import seams
 from rl_accel.rollout import saved
 from rl_accel.rollout.driver import StepResult
 from rl_accel.rollout.prompt_supply import PromptSupply
@@ -36,7 +36,7 @@ class _Moment:
     payloads: dict[str, dict[str, Any]]
 
 
-class TailDataSource(RolloutDataSource):  # type: ignore[misc]  # slime has no types
+class TailDataSource(RolloutDataSource):
     """slime's ``--data-source-path``. Reads the flags under ``rl_accel`` of the custom config.
 
     Attributes:
@@ -51,14 +51,14 @@ class TailDataSource(RolloutDataSource):  # type: ignore[misc]  # slime has no t
 
     def __init__(self, args: Any) -> None:
         flags = flags_of(args)[TAIL_BATCHING]
-        arguments.check(args, flags)
+        seams.check(args, flags)
         super().__init__(args)
         if self.dataset is None:
             raise ConfigError("rl_accel.tail_batching wants --prompt-data, found none")
         self._domain_key = flags.domain_key
-        self.core = TailBatching(arguments.run_of(args, flags, len(self)))
+        self.core = TailBatching(seams.run_of(args, flags, len(self)))
         self.supply = PromptSupply(self.core, self._fetch, len(self), flags.domain_key)
-        self.last_rollout = arguments.last_rollout(args, len(self))
+        self.last_rollout = seams.last_rollout(args, len(self))
         self._log = saved.SettlementLog(Path(args.save) / "rollout") if args.save else None
         self.driver: Any = None
         self._moments: deque[_Moment] = deque(maxlen=_KEPT)
@@ -121,12 +121,12 @@ class TailDataSource(RolloutDataSource):  # type: ignore[misc]  # slime has no t
 
     @contextmanager
     def _at(self, position: dict[str, Any]) -> Iterator[None]:
-        now = {name: getattr(self, name) for name in seams.POSITION}
+        before = {name: getattr(self, name) for name in seams.POSITION}
         try:
             self.__dict__.update(position)
             yield
         finally:
-            self.__dict__.update(now)
+            self.__dict__.update(before)
 
 
 def _folder(root: str, rollout_id: int) -> Path:

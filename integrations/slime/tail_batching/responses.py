@@ -3,33 +3,165 @@
 import asyncio
 import contextlib
 import copy
+import inspect
+import itertools
 import logging
+import math
 import queue
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from slime.backends.sglang_utils.server_control import num_requests_from_load
 from slime.rollout import sglang_rollout
 from slime.rollout.rm_hub import batched_async_rm
 from slime.utils.async_utils import get_async_loop
+from slime.utils.http_utils import get, post
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
 
-from rl_accel.integrations.slime.tail_batching.engines import Engines
-from rl_accel.integrations.slime.tail_batching.session import GENERATE, SESSION, Session
 from rl_accel.patches.slime.requests import WATCHER
-from rl_accel.rollout.driver import Event, Job, TokenRate
+from rl_accel.rollout.driver import Event, FailureLog, Job, TokenRate
 
 logger = logging.getLogger("rl_accel")
+
+GENERATE = f"{__name__}.generate"
 
 ABORT_AGAIN_SECONDS = 0.5
 """An abort may have come before its request; it is repeated as long as the request goes on."""
 INSIST_SECONDS = 5.0
 """A cancelled response that has not stopped after so long has its task cancelled, and after as long again it is left behind."""
+IDLE_SECONDS = 30.0
+"""A server that still holds requests so long after everything was aborted is reported, and the rollout ends."""
+POLL_SECONDS = 0.05
+
+
+@dataclass(eq=False)
+class Session:
+    """A response in the making. Watches its own requests; see :class:`~rl_accel.patches.slime.requests.Watcher`."""
+
+    response_id: int
+    prompt_id: str
+    sample: Any
+    report: Callable[[Event], None]
+    task: "asyncio.Task[None]" = field(init=False)
+    group_scored: "asyncio.Future[None] | None" = None
+    requests: set[str] = field(default_factory=set)
+    result: Any = None
+    tokens: int = 0
+    retractions: int | None = None
+    began: float = 0.0
+    cancelled_at: float = math.inf
+    abort_again_at: float = 0.0
+
+    @property
+    def cancelled(self) -> bool:
+        return self.cancelled_at < math.inf
+
+    def begin(self) -> str:
+        if self.cancelled:  # between two turns
+            raise asyncio.CancelledError
+        request_id = f"rl-accel-{self.response_id}-{uuid.uuid4().hex}"
+        self.requests.add(request_id)
+        return request_id
+
+    def end(self, request_id: str, answer: Any) -> None:
+        self.requests.discard(request_id)
+        retractions = answer.get("meta_info", {}).get("num_retractions") if isinstance(answer, dict) else None
+        if retractions is not None:
+            self.retractions = (self.retractions or 0) + int(retractions)
+
+    def finish(self, result: Any) -> None:
+        """Generation is over. Raises CancelledError if the response was cut off, RuntimeError if its engine gave up."""
+        self.result = result
+        leaves = list(samples_of(result))
+        self.tokens = sum(sample.response_length for sample in leaves)
+        if self.cancelled:
+            raise asyncio.CancelledError
+        if not leaves:
+            raise RuntimeError("the generate function returned no sample")
+        if any(sample.status is Sample.Status.ABORTED for sample in leaves):
+            raise RuntimeError(f"the engine aborted the response after {self.tokens} tokens")
+        self.report(Event("generated", self.response_id, self.tokens))
+
+
+SESSION: ContextVar[Session] = ContextVar("session")
+
+
+async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
+    """The user's ``--custom-generate-function-path``, else slime's own. Says when generation ends, before the reward."""
+    session = SESSION.get()
+    sample.generate_function_path = None
+    path = args.custom_generate_function_path
+    function = sglang_rollout.generate if path is None else load_function(path)
+    extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+    session.began = time.monotonic()
+    result = await function(args, sample, sampling_params, **extra)
+    session.finish(result)
+    return result
+
+
+def samples_of(result: Any) -> Iterator[Any]:
+    """Return the samples of a response: one, or what a generate function has fanned it out to."""
+    return itertools.chain.from_iterable(map(samples_of, result)) if isinstance(result, list) else iter([result])
+
+
+class Engines:
+    """Aborts requests. Always at the servers: the router knows no ``/abort_request``."""
+
+    def __init__(self, args: Any) -> None:
+        self._router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Abort these requests wherever they run. A server that does not know one ignores it."""
+        urls = await self._urls()
+        await asyncio.gather(*(_tell(url, {"rid": request_id}) for url in urls for request_id in request_ids))
+
+    async def abort_all(self) -> None:
+        """Abort whatever the servers hold."""
+        await asyncio.gather(*(_tell(url, {"abort_all": True}) for url in await self._urls()))
+
+    async def drain(self) -> None:
+        """Return once no server holds a request; what a closed connection left behind is aborted."""
+        give_up = time.monotonic() + IDLE_SECONDS
+        while busy := await self._busy():
+            if time.monotonic() > give_up:
+                logger.warning("rl-accel: %s still hold requests of cancelled responses", ", ".join(busy))
+                return
+            await self.abort_all()
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _busy(self) -> list[str]:
+        urls = await self._urls()
+        counts = await asyncio.gather(*map(_requests, urls))
+        return [url for url, count in zip(urls, counts, strict=True) if count]
+
+    async def _urls(self) -> list[str]:
+        return [worker["url"] for worker in (await get(f"{self._router}/workers"))["workers"]]
+
+
+async def _tell(url: str, payload: dict[str, Any]) -> None:
+    try:
+        await post(f"{url}/abort_request", payload, max_retries=1)
+    except Exception as error:  # a dead server holds no request any more
+        logger.warning("rl-accel: %s could not be told to abort: %s", url, error)
+
+
+async def _requests(url: str) -> int:
+    try:
+        return int(num_requests_from_load(await get(f"{url}/v1/loads?include=core")))
+    except Exception as error:
+        logger.warning("rl-accel: %s does not tell its load: %s", url, error)
+        return 0
 
 
 class Responses:
-    """The workers of a :class:`~rl_accel.rollout.driver.RolloutDriver`. Responses run on slime's event loop; the host's thread
+    """The workers of a :class:`~rl_accel.rollout.driver.RolloutDriver`. Responses run on slime's event loop; the driver's thread
     calls the public methods.
 
     Args:
@@ -47,14 +179,15 @@ class Responses:
         self._sessions: dict[int, Session] = {}
         self._prompts: set[str] = set()
         self._launched: Counter[str] = Counter()
-        self._awaiting_judge: dict[str, list[Session]] = {}
+        self._awaiting_group: dict[str, list[Session]] = {}
         self._stopper: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._ending = False
         self._token_rate = TokenRate()
+        self._failures = FailureLog()
         self.retractions: int | None = None
 
-    # The host's side
+    # The driver's side
 
     @property
     def prompts_launched(self) -> int:
@@ -102,57 +235,58 @@ class Responses:
             self._launched[job.prompt_id] += 1
             session = self._sessions[response_id] = Session(response_id, job.prompt_id, sample, self._events.put)
             session.task = self._loop.create_task(self._respond(session, sampling_params))
-            session.task.add_done_callback(lambda task, session=session: self._over(session, task))
+            session.task.add_done_callback(partial(self._over, session))
 
     async def _respond(self, session: Session, sampling_params: dict[str, Any]) -> None:
         SESSION.set(session)
         WATCHER.set(session)
         session.result = await sglang_rollout.generate_and_rm(self._args, session.sample, sampling_params)
         if self._args.group_rm:
-            await self._judge_group(session)
+            await self._score_group(session)
 
-    async def _judge_group(self, session: Session) -> None:
-        """Wait until the first R0 responses of the prompt are generated; the last of them has the group judged."""
+    async def _score_group(self, session: Session) -> None:
+        """Wait until the first R0 responses of the prompt are generated; the last of them has the group scored."""
         if isinstance(session.result, list):  # slime would set the reward of a list
             raise RuntimeError("--group-rm does not go together with a generate function that returns lists")
-        group = self._awaiting_judge.setdefault(session.prompt_id, [])
+        group = self._awaiting_group.setdefault(session.prompt_id, [])
         group.append(session)
         if len(group) < self._args.n_samples_per_prompt:
-            session.judged = self._loop.create_future()
+            session.group_scored = self._loop.create_future()
             try:
-                await session.judged
+                await session.group_scored
             finally:
                 if session in group:
                     group.remove(session)
             return
-        del self._awaiting_judge[session.prompt_id]
-        group.sort(key=lambda each: each.sample.index)
+        del self._awaiting_group[session.prompt_id]
+        group.sort(key=lambda member: member.sample.index)
+        waiting = [m.group_scored for m in group if m.group_scored is not None]
         try:
-            rewards = await batched_async_rm(self._args, [each.result for each in group])
+            rewards = await batched_async_rm(self._args, [member.result for member in group])
         except Exception as error:
-            for each in group:
-                if each.judged is not None and not each.judged.done():
-                    each.judged.set_exception(error)
+            for future in waiting:
+                if not future.done():
+                    future.set_exception(error)
             raise
-        for each, reward in zip(group, rewards, strict=True):
-            each.result.reward = reward
-            if each.judged is not None and not each.judged.done():
-                each.judged.set_result(None)
+        for member, reward in zip(group, rewards, strict=True):
+            member.result.reward = reward
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
 
-    def _over(self, session: Session, task: "asyncio.Task[Any]") -> None:
+    def _over(self, session: Session, task: "asyncio.Task[None]") -> None:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if self._sessions.pop(session.response_id, None) is None:
             return  # left behind earlier
         if session.retractions is not None:
             self.retractions = (self.retractions or 0) + session.retractions
-        if session.cancelled_at is not None:
-            tokens = session.tokens or self._token_rate.estimate(
-                session.cancelled_at - session.began if session.began else 0
+        if session.cancelled:
+            seconds = session.cancelled_at - session.began if session.began else 0.0
+            self._events.put(
+                Event("aborted", session.response_id, session.tokens or self._token_rate.estimate(seconds))
             )
-            self._events.put(Event("aborted", session.response_id, tokens))
         elif error is not None:
-            logger.error("rl-accel: response %d failed", session.response_id, exc_info=error)
-            line = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
+            line = self._failures.add(session.response_id, error)
             self._events.put(Event("failed", session.response_id, session.tokens, error=line))
         else:
             self._token_rate.add(session.tokens, time.monotonic() - session.began)
@@ -161,7 +295,7 @@ class Responses:
     def _cancel(self, response_ids: Iterable[int]) -> None:
         for response_id in response_ids:
             session = self._sessions.get(response_id)
-            if session is None or session.task is None or session.cancelled_at is not None:
+            if session is None or session.cancelled:
                 continue
             session.cancelled_at = time.monotonic()
             # A request that its engine aborts answers with what it has: so it is known to have stopped, and how far it got.
@@ -172,37 +306,30 @@ class Responses:
             self._stopper = self._loop.create_task(self._stop_cancelled())
 
     async def _stop_cancelled(self) -> None:
-        while left := self._cancelled():
+        while left := [session for session in self._sessions.values() if session.cancelled]:
             self._changed.clear()
             now = time.monotonic()
-            due = [each for each in left if each.requests and (self._ending or now >= each.abort_again)]
-            for each in due:
-                each.abort_again = now + ABORT_AGAIN_SECONDS
+            due = [session for session in left if session.requests and (self._ending or now >= session.abort_again_at)]
+            for session in due:
+                session.abort_again_at = now + ABORT_AGAIN_SECONDS
             if due:
-                running = [request_id for each in due for request_id in each.requests]
+                running = [request_id for session in due for request_id in session.requests]
                 try:
                     await (self._engines.abort_all() if self._ending else self._engines.abort(running))
                 except Exception as error:  # the router is gone: closing connections is what is left
                     logger.warning("rl-accel: engines could not be told to abort: %s", error)
-                    self._close(left)
-            self._close([each for each in left if now - each.cancelled_at > INSIST_SECONDS])
-            for each in left:
-                if now - each.cancelled_at > 2 * INSIST_SECONDS:
-                    self._leave_behind(each)
+                    for session in left:
+                        session.task.cancel()
+            for session in left:
+                if now - session.cancelled_at > INSIST_SECONDS:
+                    session.task.cancel()
+                if now - session.cancelled_at > 2 * INSIST_SECONDS:
+                    self._leave_behind(session)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), ABORT_AGAIN_SECONDS)
 
-    def _cancelled(self) -> list[Session]:
-        return [session for session in self._sessions.values() if session.cancelled_at is not None]
-
-    @staticmethod
-    def _close(sessions: Iterable[Session]) -> None:
-        for session in sessions:
-            if session.task is not None and not session.task.done():
-                session.task.cancel()
-
     def _leave_behind(self, session: Session) -> None:
-        """Go on without a response whose judge does not let itself be cancelled."""
+        """Go on without a response whose reward function does not let itself be cancelled."""
         if self._sessions.pop(session.response_id, None) is not None:
             logger.warning("rl-accel: response %d does not stop; the round ends without it", session.response_id)
             self._events.put(Event("aborted", session.response_id, session.tokens))

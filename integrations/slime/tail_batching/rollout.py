@@ -16,9 +16,7 @@ from slime.utils.misc import load_function
 from rl_accel.errors import ConfigError
 from rl_accel.integrations.slime.tail_batching import DATA_SOURCE
 from rl_accel.integrations.slime.tail_batching.data_source import TailDataSource
-from rl_accel.integrations.slime.tail_batching.engines import Engines
-from rl_accel.integrations.slime.tail_batching.responses import Responses
-from rl_accel.integrations.slime.tail_batching.session import samples_of
+from rl_accel.integrations.slime.tail_batching.responses import Engines, Responses, samples_of
 from rl_accel.rollout.driver import RolloutDriver
 
 Group = list[Any]

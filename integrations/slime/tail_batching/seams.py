@@ -1,6 +1,15 @@
-"""What tail batching needs of slime, checked before it is used."""
+"""What tail batching needs of slime: its functions, checked before they are used, and what its arguments mean."""
 
+import os
+from typing import Any
+
+from rl_accel.errors import ConfigError
+from rl_accel.features.tail_batching import TailBatchingFlags
+from rl_accel.integrations.slime.tail_batching import DATA_SOURCE, ROLLOUT
 from rl_accel.patches.seams import SeamCheck
+from rl_accel.rollout.tail_prompts import TailRun
+
+_FLAG = "rl_accel.tail_batching"
 
 POSITION = ("sample_offset", "epoch_id", "sample_group_index", "sample_index", "metadata")
 """Attributes of ``RolloutDataSource`` that make up its place in the data."""
@@ -69,3 +78,67 @@ SWITCHES = (
         },
     ),
 )
+
+
+def check(args: Any, flags: TailBatchingFlags) -> None:
+    """Refuse what tail batching cannot work with.
+
+    Raises:
+        ConfigError: names slime's argument, what is wanted and what was found.
+    """
+    rollout, over_sampling, buffer_filter = (
+        args.rollout_function_path,
+        args.over_sampling_batch_size,
+        args.buffer_filter_path,
+    )
+    no_partial = (
+        "responses that older weights began are not strictly on-policy; what tail batching cuts off starts again"
+    )
+    needed = (
+        (bool(flags.enable), "--data-source-path", "another data source", DATA_SOURCE, f"{_FLAG}.enable is not set"),
+        (rollout == ROLLOUT, "--rollout-function-path", ROLLOUT, rollout, "it plays the rounds"),
+        (
+            args.rollout_global_dataset,
+            "--disable-rollout-global-dataset",
+            "unset",
+            True,
+            "prompts come from a data set",
+        ),
+        (not args.partial_rollout, "--partial-rollout", "unset", True, no_partial),
+        (
+            over_sampling in (None, args.rollout_batch_size),
+            "--over-sampling-batch-size",
+            "unset",
+            over_sampling,
+            f"{_FLAG}.prompt_ratio says how many prompts are launched",
+        ),
+        (buffer_filter is None, "--buffer-filter-path", "unset", buffer_filter, "the queue is tail batching's own"),
+    )
+    for holds, argument, wanted, found, reason in needed:
+        if not holds:
+            raise ConfigError(f"{_FLAG} wants {argument} to be {wanted}, found {found} ({reason})")
+
+
+def run_of(args: Any, flags: TailBatchingFlags, rows: int) -> TailRun:
+    """Return the core's run for a data set of ``rows`` prompts.
+
+    Raises:
+        ConfigError: quotas and the batch do not fit, or the data set is smaller than a batch.
+    """
+    if rows < args.rollout_batch_size:
+        raise ConfigError(
+            f"{_FLAG} wants a data set of at least --rollout-batch-size = {args.rollout_batch_size} prompts, found {rows}"
+        )
+    name = os.path.basename(str(args.prompt_data))
+    return TailRun(
+        args.rollout_batch_size,
+        args.n_samples_per_prompt,
+        flags,
+        filter_groups=args.dynamic_sampling_filter_path is not None,
+        data_id=f"{name} {rows} shuffle={args.rollout_shuffle} seed={args.rollout_seed}",
+    )
+
+
+def last_rollout(args: Any, rows: int) -> int:
+    """Return how many rollouts the run has, counted from its very first."""
+    return int(args.num_rollout if args.num_rollout is not None else rows // args.rollout_batch_size * args.num_epoch)

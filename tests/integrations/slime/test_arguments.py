@@ -6,7 +6,7 @@ import pytest
 
 from rl_accel.errors import ConfigError
 from rl_accel.features.tail_batching import TailBatchingFlags
-from rl_accel.integrations.slime.tail_batching import DATA_SOURCE, ROLLOUT, arguments
+from rl_accel.integrations.slime.tail_batching import DATA_SOURCE, ROLLOUT, seams
 
 FINE = {
     "rollout_function_path": ROLLOUT,
@@ -29,12 +29,12 @@ ON = TailBatchingFlags(enable=True)
 
 def test_an_ordinary_run_passes_and_its_run_follows_slimes():
     args = SimpleNamespace(**FINE)
-    arguments.check(args, ON)
-    run = arguments.run_of(args, ON, 100)
+    seams.check(args, ON)
+    run = seams.run_of(args, ON, 100)
     assert (run.prompts_per_step, run.responses_per_prompt, run.filter_groups) == (8, 4, False)
     assert run.data_id == "math.jsonl 100 shuffle=True seed=7"
-    assert arguments.last_rollout(args, 100) == 36
-    assert arguments.last_rollout(SimpleNamespace(**{**FINE, "num_rollout": 5}), 100) == 5
+    assert seams.last_rollout(args, 100) == 36
+    assert seams.last_rollout(SimpleNamespace(**{**FINE, "num_rollout": 5}), 100) == 5
 
 
 @pytest.mark.parametrize(
@@ -49,17 +49,17 @@ def test_an_ordinary_run_passes_and_its_run_follows_slimes():
 )
 def test_a_conflicting_flag_is_named(change, message):
     with pytest.raises(ConfigError, match=message):
-        arguments.check(SimpleNamespace(**{**FINE, **change}), ON)
+        seams.check(SimpleNamespace(**{**FINE, **change}), ON)
 
 
 def test_the_data_source_without_the_flag_is_refused():
     with pytest.raises(ConfigError, match=r"rl_accel\.tail_batching\.enable is not set"):
-        arguments.check(SimpleNamespace(**FINE), TailBatchingFlags())
+        seams.check(SimpleNamespace(**FINE), TailBatchingFlags())
 
 
 def test_a_small_data_set_and_a_quota_that_does_not_fit_are_named():
     args = SimpleNamespace(**FINE)
     with pytest.raises(ConfigError, match="at least --rollout-batch-size = 8 prompts, found 7"):
-        arguments.run_of(args, ON, 7)
+        seams.run_of(args, ON, 7)
     with pytest.raises(ConfigError, match=r"domain_quotas must add up to .* 8 prompts, found 3"):
-        arguments.run_of(args, TailBatchingFlags(enable=True, domain_quotas={"math": 3}), 100)
+        seams.run_of(args, TailBatchingFlags(enable=True, domain_quotas={"math": 3}), 100)

@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-PACE = ("--seconds-per-step", "0.002", "--max-running-requests", "256", "--context-length", "512")
+PACE = ("--seconds-per-step", "0.002", "--max-running-requests", "256", "--context-length", "200000")
 
 
 @pytest.fixture
@@ -90,8 +90,9 @@ def test_rounds_return_exact_batches_and_train_every_prompt_once(start):
     assert output.metrics["rl_accel/preemptions"] == 0.0
 
 
-def test_a_cancelled_response_is_stopped_at_the_server_and_its_tokens_are_counted(start, slime_args):
-    args, _, rollout = start()
+def test_a_cancelled_response_is_stopped_at_the_server_and_its_tokens_are_counted(start, plugins):
+    args, _, rollout = start(custom_generate_function_path=f"{plugins.__name__}.endless", rollout_shuffle=False)
+    plugins.SLOW_ROWS.update({1, 4})
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/metrics"
 
     def count(name):
@@ -101,7 +102,8 @@ def test_a_cancelled_response_is_stopped_at_the_server_and_its_tokens_are_counte
 
     before = {name: count(name) for name in ("generation_tokens_total", "num_aborted_requests_total")}
     output = rollout(0)
-    assert count("num_aborted_requests_total") > before["num_aborted_requests_total"]
+    assert output.metrics["rl_accel/tail_batching/prompts_deferred"] == 2
+    assert count("num_aborted_requests_total") - before["num_aborted_requests_total"] >= 2 * 5
     # Aborted requests answer with what they have, so the count is exact: it is the server's own.
     generated = count("generation_tokens_total") - before["generation_tokens_total"]
     assert output.metrics["rl_accel/tail_batching/tokens_generated"] == generated

@@ -55,6 +55,15 @@ async def broken(args, sample, sampling_params):
     return await generate(args, sample, sampling_params)
 
 
+async def endless(args, sample, sampling_params):
+    """slime's own function, but responses of SLOW_ROWS do not end."""
+    from slime.rollout.sglang_rollout import generate
+
+    if row_of(sample) in SLOW_ROWS:
+        sampling_params = {**sampling_params, "ignore_eos": True, "max_new_tokens": 100_000}
+    return await generate(args, sample, sampling_params)
+
+
 async def two_turns(args, sample, sampling_params):
     """Fan out: the answer, and a second sample that goes on from it."""
     from slime.rollout.sglang_rollout import generate
