@@ -17,7 +17,7 @@ _LAZY = {
         "A small model behind SGLang's HTTP endpoints, on this CPU.",
     ),
     "slime-config": (
-        "rl_accel.integrations.slime.cli",
+        "rl_accel.integrations.slime.custom_config",
         "slime_config",
         "Write or check the YAML for slime's --custom-config-path.",
     ),
