@@ -14,8 +14,9 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 export RAY_USAGE_STATS_ENABLED = 0
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
+export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help setup ab ab-tail test test-fast test-slime check bench clean
+.PHONY: help setup ab ab-tail test test-fast test-slime check docs bench clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
@@ -29,8 +30,8 @@ $(READY): requirements/cpu.txt pyproject.toml
 	$(COMPILE)
 	@touch $@
 
-$(DEV): requirements/dev.txt $(READY)
-	$(PIP) --no-deps -r requirements/dev.txt
+$(DEV): requirements/dev.txt requirements/docs.txt $(READY)
+	$(PIP) --no-deps -r requirements/dev.txt -r requirements/docs.txt
 	$(COMPILE)
 	@touch $@
 
@@ -51,11 +52,14 @@ test-slime: $(DEV)  ## with SLIME_ROOT=<checkout of slime>: our patches and adap
 	$(PIP) --no-deps -r requirements/slime.txt
 	SLIME_ROOT=$(abspath $(SLIME_ROOT)) $(PYTEST) tests/patches/slime tests/integrations/slime
 
-check: $(DEV)  ## ruff, mypy --strict on everything that ships, import contracts
+check: $(DEV) docs  ## ruff, mypy --strict on everything that ships, import contracts, the site without a broken link
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+docs: $(DEV)  ## the site, from docs/ and the docstrings, in out/site
+	$(BIN)/mkdocs build --strict
 
 bench: $(READY)  ## GAE kernels side by side: table, PNG and JSON
 	$(BIN)/rl-accel bench gae --out out/bench
