@@ -48,6 +48,8 @@ class Patch:
             unknown body costs one warning; whether the patch goes on is up to ``probe``.
         probe: ``probe(original, replacement, settings)`` compares both before the first write; whatever it raises refuses.
         no_seam: why no official extension point serves.
+        independent: the other patches of the feature are of use without this one, so that a version of the framework
+            without its function, or outside ``supports``, does not stop the feature.
     """
 
     name: str
@@ -60,14 +62,15 @@ class Patch:
     fingerprints: tuple[str, ...] = ()
     probe: Callable[[Any, Any, Any], None] | None = None
     no_seam: str = ""
+    independent: bool = False
 
     def check(self) -> None:
         """Say whether the patch could be applied now. Writes nothing; imports nothing.
 
         Raises:
-            NotInThisVersion: its package has an unsupported version, or the target or a binding is absent.
-            PatchRefused: one is not imported, not upstream's own function (already wrapped or replaced by someone) or
-                has other parameters.
+            PatchRefused: the target or a binding is absent or not imported, not upstream's own function (already
+                wrapped or replaced by someone), has other parameters, or its package has an unsupported version.
+                Absence and version are a NotInThisVersion where the patch is ``independent``.
         """
         with _lock:
             if not self._is_applied():
@@ -140,7 +143,8 @@ class Patch:
                         f"{place} holds {upstream.describe(place.read())}, not the object of {places[0]}"
                     )
         except PatchRefused as error:
-            raise type(error)(f"{self.name}: {error}") from error
+            kind = type(error) if self.independent else PatchRefused
+            raise kind(f"{self.name}: {error}") from error
         return places, original
 
     def _build(self, original: Any, settings: Any) -> Any:

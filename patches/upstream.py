@@ -52,7 +52,12 @@ def require_params(function: Callable[..., Any], params: tuple[str, ...], target
 
 
 def require_version(supports: str, target: str) -> None:
-    """Refuse if the imported package is outside ``supports`` (PEP 508; prereleases are let in; empty: any version)."""
+    """Refuse if the imported package is outside ``supports`` (PEP 508; prereleases are let in; empty: any version).
+
+    Raises:
+        NotInThisVersion: it is.
+        PatchRefused: its version is unknown.
+    """
     if not supports:
         return
     wanted = Requirement(supports)

@@ -18,7 +18,7 @@ class PatchRefused(RlAccelError, RuntimeError):
 
 
 class NotInThisVersion(PatchRefused):
-    """The framework here has no such function, or is of a version that the patch is not meant for."""
+    """One of several independent patches of a feature does not exist for this version; the feature goes on without it."""
 
 
 class BackendMissing(RlAccelError, ImportError):

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rl_accel import config as cfg
-from rl_accel.errors import ConfigError, PatchRefused, RlAccelError
+from rl_accel.errors import ConfigError, NotInThisVersion, PatchRefused, RlAccelError
 from rl_accel.features import FEATURES, FLAG_READERS, LOGGERS
 from rl_accel.post_import import when_imported
 from rl_accel.state import FeatureStatus, Status, SwitchStatus
@@ -47,10 +47,11 @@ class _Slot:
         self.settings = settings
         self.hook: Any = None
         self.refusal: str | None = None
+        self.unsupported = False
 
     def state(self) -> str:
         if self.refusal is not None:
-            return "refused"
+            return "unsupported" if self.unsupported else "refused"
         state = str(self.switch.state().value)
         return "waiting" if state == "pending" and self.hook is not None else state
 
@@ -156,7 +157,9 @@ class Runtime:
                 continue
             if slot is not None:
                 self._drop(name)
-            self._arm(fresh)
+            self._slots[name] = fresh
+        for slot in [slot for slot in self._slots.values() if slot.hook is None]:
+            self._arm(slot)
 
     def _wanted(self) -> Iterator[_Slot]:
         on = False
@@ -184,7 +187,6 @@ class Runtime:
                     yield _Slot(switch, _LOGGER, False, None)
 
     def _arm(self, slot: _Slot) -> None:
-        self._slots[slot.switch.name] = slot
         module = slot.switch.target.partition(":")[0]
         slot.hook = when_imported(module, lambda _module: self._apply(slot))
 
@@ -196,7 +198,9 @@ class Runtime:
                 slot.switch.apply(slot.settings)
             except PatchRefused as error:
                 slot.refusal = str(error)
-                if slot.named:
+                others = (s for s in self._slots.values() if s.owner == slot.owner and s.refusal is None)
+                slot.unsupported = isinstance(error, NotInThisVersion)
+                if slot.named and not (slot.unsupported and any(others)):
                     self._revert_others(slot)
                     raise
                 if slot.refusal not in self._warned:  # one warning, also when a later call brings the switch up again

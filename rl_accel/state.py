@@ -9,7 +9,8 @@ from rl_accel import __version__
 
 @dataclass(frozen=True)
 class SwitchStatus:
-    """One switch. ``state``: applied, waiting (its module is not imported yet), refused, foreign (wrapped by others)."""
+    """One switch. ``state``: applied, waiting (its module is not imported yet), refused, foreign (wrapped by others),
+    unsupported (not for this version of the framework; the others of its feature go on)."""
 
     name: str
     target: str

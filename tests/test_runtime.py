@@ -6,10 +6,13 @@ import pytest
 
 FAKE_TORCH_FUNCTIONAL = """
 import torch
+def masked_mean(values, mask):
+    return values.masked_fill(mask == 0, 0).sum() / (mask.sum() + 1e-8)
 def masked_whiten(values, mask, shift_mean=True):
-    mean = (values * mask).sum() / mask.sum()
-    var = (((values - mean) ** 2) * mask).sum() / mask.sum()
-    return (values - mean) * torch.rsqrt(var + 1e-8)
+    mean, count = masked_mean(values, mask), mask.sum()
+    var = masked_mean((values - mean) ** 2, mask) * (count / (count - 1))
+    whitened = (values - mean) * torch.rsqrt(var + 1e-8)
+    return whitened if shift_mean else whitened + mean
 """
 
 FAKE_CORE_ALGOS = """
@@ -237,3 +240,26 @@ def test_an_upstream_that_lacks_a_part_is_one_warning_or_one_error(fake_verl, py
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("verl.gae: cannot be made for this version")
     assert done.stderr.count("verl.gae stays off") == 1
+
+
+def test_a_patch_that_is_not_for_this_version_leaves_the_rest_of_its_feature_on(fake_verl, python):
+    done = python("""
+        import rl_accel
+        from verl.trainer.ppo import core_algos
+        from rl_accel.errors import PatchRefused
+        status = rl_accel.enable(advantages=True)["advantages"]
+        states = {p.name: p.state for p in status.patches}
+        assert states.pop("verl.masked_whiten") == "applied", states
+        assert set(states.values()) == {"unsupported"}, states
+        assert status.applied
+        rl_accel.disable()
+        del core_algos.verl_F.masked_whiten
+        try:
+            rl_accel.enable(advantages=True)
+        except PatchRefused as error:
+            print(error)
+        print(rl_accel.status()["advantages"].patches)
+    """)
+    assert done.returncode == 0, done.stderr
+    assert "verl.masked_whiten: verl.utils.torch_functional:masked_whiten does not exist" in done.stdout
+    assert done.stdout.endswith("()\n")

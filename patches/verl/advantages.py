@@ -180,6 +180,7 @@ def _estimator(
         fingerprints=(fingerprint,),
         probe=probe,
         no_seam="register_adv_est refuses a second function under the name of a stock estimator",
+        independent=True,
     )
 
 
@@ -275,5 +276,6 @@ SWITCHES = (
         fingerprints=("ed90007825688c5bed7cbf25d02293eeedd7bc7785da816e2f4fa3b75c6ed6e0",),
         probe=_probe_whiten,
         no_seam="a utility function: verl has no switch or registry for it",
+        independent=True,
     ),
 )
