@@ -42,7 +42,7 @@ TAIL_BATCHING = Feature(
     flags=TailBatchingFlags,
     lossless=False,
     switches={
-        "verl": ("rl_accel.integrations.verl.tail_batching.mode",),
+        "verl": ("rl_accel.integrations.verl.tail_batching.wiring",),
         "slime": ("rl_accel.integrations.slime.tail_batching.seams", "rl_accel.patches.slime.requests"),
     },
     verl="rl_accel.integrations.verl.tail_batching.wiring",

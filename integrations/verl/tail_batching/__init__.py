@@ -1,8 +1,8 @@
 """Tail batching on verl's V1 trainer: ``+rl_accel.tail_batching.enable=True`` on a recipe of trainer mode ``sync``.
 
-Only official seams: a trainer mode, an agent-loop manager and an LLM client. ``wiring`` chooses them in the configuration,
-``mode`` registers the trainer, ``trainer`` and ``host`` drive the core in the trainer process, ``agent_loop`` and ``client``
-start, cancel and settle responses in the agent-loop workers.
+Only official extension points: a trainer mode, a part of agent-loop workers and an LLM client. ``wiring`` chooses them in the
+configuration and registers the trainer; ``trainer`` drives the core in the trainer process, through the workers and servers of
+``actors``; ``agent_loop`` and ``client`` start, cancel and settle responses in the agent-loop workers.
 """
 
 MODE = "tail_batching"

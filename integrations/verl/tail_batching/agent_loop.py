@@ -12,14 +12,14 @@ from verl.trainer.ppo.v1.agent_loop_tq import apply_greedy_sampling_params
 
 from rl_accel.integrations.verl.agent_loop import WorkerPart
 from rl_accel.integrations.verl.reward_worker_proxy import proxies
-from rl_accel.integrations.verl.tail_batching.session import SESSION, Session
-from rl_accel.integrations.verl.tail_batching.stored import Stored
-from rl_accel.rollout.driver import Event, Job
+from rl_accel.integrations.verl.tail_batching.actors import Stored
+from rl_accel.integrations.verl.tail_batching.client import SESSION, Session
+from rl_accel.rollout.driver import Event, FailureLog, Job
 
 logger = logging.getLogger("rl_accel")
 
 GATHER_SHARE, GATHER_SECONDS = 0.005, 1.0
-"""News wait for more, so long as a share of the round's age so far and at most so many seconds: a call for each response would
+"""Events wait for more, so long as a share of the round's age so far and at most so many seconds: a call for each response would
 cost the trainer far more than what it does about them."""
 
 ENGINES_STOP_SECONDS = 2.0
@@ -28,9 +28,9 @@ long."""
 
 
 class TailAgentLoopWorker(WorkerPart):
-    """verl's worker, which goes on serving validation, with each training response a task of its own.
+    """Makes each training response a task of its own. Validation goes on as in verl.
 
-    A cancelled response is reported as aborted after its engine request and its judge have stopped and what it had put into
+    A cancelled response is reported as aborted after its engine request and its reward have stopped and what it had put into
     TransferQueue is gone: abort, settle, then clear.
     """
 
@@ -43,7 +43,8 @@ class TailAgentLoopWorker(WorkerPart):
         self._filter_metric = str(filter_groups.get("metric")) if filter_groups.get("enable", False) else None
         self._sessions: dict[int, Session] = {}
         self._events: list[Event] = []
-        self._news = asyncio.Event()
+        self._has_events = asyncio.Event()
+        self._failures = FailureLog()
         self._busy_since = 0.0
 
     async def act(self, jobs: Sequence[Job], cancel: Sequence[int], engines_stop: bool = False) -> None:
@@ -81,9 +82,9 @@ class TailAgentLoopWorker(WorkerPart):
 
     async def next_events(self) -> list[Event]:
         """Return what happened since the last call, soon after anything has."""
-        await self._news.wait()
+        await self._has_events.wait()
         await asyncio.sleep(min(GATHER_SHARE * (time.monotonic() - self._busy_since), GATHER_SECONDS))
-        self._news.clear()
+        self._has_events.clear()
         events, self._events = self._events, []
         return events
 
@@ -113,7 +114,9 @@ class TailAgentLoopWorker(WorkerPart):
         self.background_tasks.add(task)
         task.add_done_callback(self.background_tasks.discard)
 
-    async def _respond(self, session: Session, sampling_params: dict, trajectory: dict, prompt: dict) -> None:
+    async def _respond(
+        self, session: Session, sampling_params: dict[str, Any], trajectory: dict[str, Any], prompt: dict[str, Any]
+    ) -> None:
         SESSION.set(session)
         await self._run_agent_loop(
             dict(sampling_params), trajectory=trajectory, trace=False, session_id=session.response_id, **prompt
@@ -149,10 +152,10 @@ class TailAgentLoopWorker(WorkerPart):
         if self._filter_metric is None:
             return None
         if self._filter_metric == "reward":
-            found = output.reward_score
+            metric = output.reward_score
         else:
-            found = output.extra_fields.get("reward_extra_info", {}).get(self._filter_metric)
-        return None if found is None else float(np.float32(found))
+            metric = output.extra_fields.get("reward_extra_info", {}).get(self._filter_metric)
+        return None if metric is None else float(np.float32(metric))
 
     async def _watch(self, session: Session) -> None:
         """Report how a response ended, once nothing of it moves any more."""
@@ -167,12 +170,11 @@ class TailAgentLoopWorker(WorkerPart):
         if session.cancelled:
             self._report(Event("aborted", session.response_id, session.tokens))
         elif error is not None:
-            logger.error("rl-accel: response %d failed", session.response_id, exc_info=error)
-            line = f"{type(error).__name__}: {error}".splitlines()[0]
+            line = self._failures.add(session.response_id, error)
             self._report(Event("failed", session.response_id, session.tokens, error=line))
         else:
             self._report(Event("scored", session.response_id, session.tokens, Stored(session.keys, session.metric)))
 
     def _report(self, event: Event) -> None:
         self._events.append(event)
-        self._news.set()
+        self._has_events.set()

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import transfer_queue as tq
-from omegaconf import OmegaConf
+from tensordict import TensorDict
+from tensordict.tensorclass import NonTensorData, NonTensorStack
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
+from rl_accel.integrations.verl.engines import engine_of
+from rl_accel.integrations.verl.tail_batching.actors import RolloutServers, Stored, Workers, varies
 from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
-from rl_accel.integrations.verl.tail_batching.rows import row_of
-from rl_accel.integrations.verl.tail_batching.servers import Servers
-from rl_accel.integrations.verl.tail_batching.stored import Stored, varies
 from rl_accel.integrations.verl.tail_batching.wiring import check_data, run_of
-from rl_accel.integrations.verl.tail_batching.workers import Workers
 from rl_accel.rollout import saved
 from rl_accel.rollout.driver import METRICS_PREFIX, RolloutDriver
 from rl_accel.rollout.prompt_supply import PromptSupply
@@ -34,9 +34,12 @@ class TailReplayBuffer:
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, float]]:
         """Return the trajectories of exactly P0 x R0 responses and the numbers of their round; see verl's ``ReplayBuffer``."""
-        if partition_id != "train":
-            return self._stock.sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
-        return self._play(global_steps)
+        batch: tuple[KVBatchMeta, dict[str, float]]
+        if partition_id == "train":
+            batch = self._play(global_steps)
+        else:
+            batch = self._stock.sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
+        return batch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
@@ -64,17 +67,18 @@ class TailBatchingTrainer(PPOTrainerSync):
 
     def _data_id(self) -> str:
         data = self.config.data
-        files = data.train_files if isinstance(data.train_files, str) else OmegaConf.to_container(data.train_files)
-        names = [os.path.basename(name) for name in ([files] if isinstance(files, str) else files)]
+        files = [data.train_files] if isinstance(data.train_files, str) else data.train_files
+        names = [os.path.basename(name) for name in files]
         return f"{names} {len(self.train_dataset)} shuffle={data.get('shuffle')} seed={data.get('seed')}"
 
     def get_llm_client(self) -> TailLLMServerClient:
         """Get the client for rollout generation, one that stops what is cancelled."""
-        return self.llm_server_manager.get_client(client_cls=TailLLMServerClient)
+        client: TailLLMServerClient = self.llm_server_manager.get_client(client_cls=TailLLMServerClient)
+        return client
 
     def fit(self, agent_loop_manager: Any) -> None:
         """Train; see the base class. The workers of ``agent_loop_manager`` must be able to cancel."""
-        self._servers = Servers(self.llm_server_manager, self.config.actor_rollout_ref.rollout.name)
+        self._servers = RolloutServers(self.llm_server_manager, engine_of(self.config))
         workers = Workers(agent_loop_manager.agent_loop_workers, self._servers)
         self._driver = RolloutDriver(self._core, self._supply, workers, clear, varies)
         super().fit(agent_loop_manager)
@@ -131,3 +135,25 @@ class TailBatchingTrainer(PPOTrainerSync):
 def clear(results: Sequence[Stored]) -> None:
     """Remove the trajectories of responses from TransferQueue."""
     tq.kv_clear(keys=[key for result in results for key in result.keys], partition_id="train")
+
+
+def row_of(batch: TensorDict) -> dict[str, Any]:
+    """Return the only row of ``batch`` as the plain dict an agent loop is called with.
+
+    Raises:
+        ValueError: there is not exactly one row.
+        TypeError: a column is neither a tensor nor non-tensor data.
+    """
+    if len(batch) != 1:
+        raise ValueError(f"data.gen_batch_size must be 1 for tail batching, found a batch of {len(batch)} prompts")
+    row: dict[str, Any] = {}
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            row[key] = value[0].clone()
+        elif isinstance(value, NonTensorStack):
+            row[key] = value[0].data
+        elif isinstance(value, NonTensorData):
+            row[key] = value.data
+        else:
+            raise TypeError(f"column {key} must be a tensor or non-tensor data, found {type(value).__name__}")
+    return row

@@ -1,5 +1,6 @@
-"""Puts the parts of tail batching into the configuration of an otherwise unchanged sync recipe, or says why it cannot work."""
+"""Puts tail batching into the configuration of an unchanged sync recipe, or says why it cannot work; registers its trainer."""
 
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -9,6 +10,7 @@ from rl_accel.errors import ConfigError
 from rl_accel.features.tail_batching import TailBatchingFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.tail_batching import MODE, WORKER_PART
+from rl_accel.patches.registration import Registration
 from rl_accel.patches.seams import Seams
 from rl_accel.rollout.tail_prompts import TailRun
 
@@ -61,7 +63,7 @@ def run_of(config: Any, data_id: str = "") -> TailRun:
     return TailRun(
         config.data.train_batch_size,
         config.actor_rollout_ref.rollout.n,
-        TailBatchingFlags(**OmegaConf.to_container(config.trainer.v1[MODE])),
+        TailBatchingFlags(**dict(config.trainer.v1[MODE])),
         filter_groups=bool(OmegaConf.select(config, "algorithm.filter_groups.enable", default=False)),
         data_id=data_id,
     )
@@ -124,6 +126,9 @@ def check(config: Any) -> None:
     if sampler:
         _refuse("trainer.v1.sampler.custom_sampler", None, sampler, "the trainer samples from rounds")
     agent_loop.check(config, _FLAG, "responses must run in workers that can cancel them")
+    if get("actor_rollout_ref.rollout.full_determinism", False):
+        reason = "what is trained on depends on which responses finish first"
+        _refuse("actor_rollout_ref.rollout.full_determinism", False, True, reason)
     if get("skip.rollout_tq.enable", False):
         _refuse("skip.rollout_tq.enable", False, True, "there is no batch of prompts to replay")
     colocated = get("reward.reward_model.enable", False) and not get("reward.reward_model.enable_resource_pool", False)
@@ -139,3 +144,30 @@ def check(config: Any) -> None:
 
 def _refuse(key: str, wanted: Any, found: Any, reason: str = "") -> None:
     raise ConfigError(f"{_FLAG} wants {key} = {wanted}, found {found}" + (f" ({reason})" if reason else ""))
+
+
+def _modes() -> dict[str, type]:
+    """verl's registry. Not imported here: its state is asked for by any thread, while another may be importing it."""
+    modes: dict[str, type] = getattr(sys.modules.get("verl.trainer.ppo.v1.trainer_base"), "TRAINER_REGISTRY", {})
+    return modes
+
+
+def _register(_settings: Any) -> None:
+    from verl.trainer.ppo.v1 import register_trainer
+
+    from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer
+
+    register_trainer(MODE)(TailBatchingTrainer)
+
+
+SWITCHES = (
+    Registration(
+        name="verl.trainer_mode.tail_batching",
+        feature="tail_batching",
+        target=f"verl.trainer.ppo.v1:TRAINER_REGISTRY[{MODE}]",
+        register=_register,
+        unregister=lambda: _modes().pop(MODE, None),
+        owner="rl_accel.integrations.verl.tail_batching.trainer",
+        find=lambda: _modes().get(MODE),
+    ),
+)

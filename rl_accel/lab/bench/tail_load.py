@@ -29,11 +29,11 @@ from verl.workers.rollout.router import get_router_handle
 
 from rl_accel.features.tail_batching import TailBatchingFlags
 from rl_accel.integrations.verl import agent_loop
+from rl_accel.integrations.verl.tail_batching.actors import Workers
 from rl_accel.integrations.verl.tail_batching.agent_loop import TailAgentLoopWorker
 from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
 from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, TailReplayBuffer, clear
 from rl_accel.integrations.verl.tail_batching.wiring import run_of, wire
-from rl_accel.integrations.verl.tail_batching.workers import Workers
 from rl_accel.rollout.driver import RolloutDriver
 from rl_accel.rollout.prompt_supply import PromptSupply
 from rl_accel.rollout.saved import SettlementLog
@@ -124,7 +124,7 @@ class NotingWorker(TailAgentLoopWorker):
 
 
 class Engines:
-    """Stops and resumes the servers as :class:`~rl_accel.integrations.verl.tail_batching.servers.Servers` does."""
+    """Stops and resumes the servers as :class:`~rl_accel.integrations.verl.tail_batching.actors.RolloutServers` does."""
 
     def __init__(self, servers: Any) -> None:
         self._servers = list(servers)

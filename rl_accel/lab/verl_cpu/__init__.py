@@ -35,6 +35,7 @@ def activate() -> None:
 
     from verl.plugin.platform.platform_manager import PlatformRegistry
 
+    from rl_accel.integrations.verl import engines
     from rl_accel.lab.verl_cpu.patches import SWITCHES
     from rl_accel.lab.verl_cpu.platform import PlatformCPU
     from rl_accel.patches.patch import Patch
@@ -44,6 +45,7 @@ def activate() -> None:
         when_imported(patch.target.partition(":")[0], lambda _module: patch.apply())
 
     PlatformRegistry.register(PLATFORM)(PlatformCPU)
+    engines.register(ROLLOUT, engines.Engine(aborts_by_id=True, restarts_in_run=True))
     when_imported("verl.workers.rollout.base", _register_adapter)
     when_imported("verl.workers.rollout.replica", _register_replica)
     for patch in SWITCHES:

@@ -1,4 +1,4 @@
-"""What tail batching does with Ray actors that are cancelled or die, on a real cluster: judges, servers, agent-loop workers."""
+"""What tail batching does with Ray actors that are cancelled or die, on a real cluster."""
 
 import asyncio
 import contextlib
@@ -19,19 +19,22 @@ import ray
 from omegaconf import OmegaConf
 from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer
 
+from rl_accel.integrations.verl.engines import Engine
 from rl_accel.integrations.verl.reward_worker_proxy import RewardWorkerProxy
-from rl_accel.integrations.verl.tail_batching.calls import (
+from rl_accel.integrations.verl.tail_batching.actors import RolloutServers, ServerLost, Workers, find_dead
+from rl_accel.integrations.verl.tail_batching.client import (
+    SESSION,
     CancellableServer,
     GenerationAborted,
     ServerDied,
+    Session,
+    TailLLMServerClient,
 )
-from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
-from rl_accel.integrations.verl.tail_batching.servers import ServerLost, Servers, find_dead
-from rl_accel.integrations.verl.tail_batching.session import SESSION, Session
-from rl_accel.integrations.verl.tail_batching.workers import Workers
 from rl_accel.rollout.driver import Event, Job
 
 pytestmark = pytest.mark.slow
+
+ABORTS_BY_ID, RESTARTS = Engine(aborts_by_id=True), Engine(restarts_in_run=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,14 +47,21 @@ def cluster():
     shutil.rmtree(folder, ignore_errors=True)
 
 
+class EngineDeadError(Exception):
+    """As vLLM's: a living server raises it once the process of its engine is gone."""
+
+
 class Server:
     """The methods of a rollout server that the client calls, and what became of each request."""
 
     def __init__(self):
         self.seen = {}
+        self.engine = SimpleNamespace(errored=False)
         self._aborted = {}
 
     async def generate(self, request_id, prompt_ids, sampling_params, image_data=None, video_data=None, priority=0):
+        if self.engine.errored:
+            raise EngineDeadError("EngineCore encountered an issue")
         self.seen[request_id] = "running"
         self._aborted[request_id] = asyncio.Event()
         try:
@@ -75,11 +85,14 @@ class Server:
     async def look(self):
         return dict(self.seen)
 
+    async def lose_engine(self):
+        self.engine.errored = True
+
     async def pid(self):
         return os.getpid()
 
 
-class Judge:
+class RewardWorker:
     def __init__(self):
         self.seen = []
 
@@ -146,6 +159,12 @@ async def until(actor, wanted):
         await asyncio.sleep(0.01)
 
 
+async def until_done(tasks, count):
+    """Wait until ``count`` of ``tasks`` are done."""
+    while sum(task.done() for task in tasks) < count:
+        await asyncio.wait([task for task in tasks if not task.done()], return_when=asyncio.FIRST_COMPLETED)
+
+
 async def start_and_cancel(call, running):
     """Start ``call`` for a session, wait for ``running``, cancel it; return the session when the task is over."""
     session = Session(1)
@@ -170,7 +189,7 @@ class TestCancelling:
     def test_a_server_that_aborts_by_id_says_how_many_tokens_there_were(self):
         async def run():
             actor = start(Server)
-            server = CancellableServer(actor, aborts_by_id=True, on_death=nobody_dies)
+            server = CancellableServer(actor, ABORTS_BY_ID, on_death=nobody_dies)
             session = await start_and_cancel(
                 lambda: server.generate.remote(request_id="a", **REQUEST),
                 lambda: until(actor, lambda seen: seen == {"a": "running"}),
@@ -183,7 +202,7 @@ class TestCancelling:
     def test_in_any_other_server_the_call_itself_is_cancelled_and_over_when_the_task_is(self):
         async def run():
             actor = start(Server)
-            server = CancellableServer(actor, aborts_by_id=False, on_death=nobody_dies)
+            server = CancellableServer(actor, Engine(), on_death=nobody_dies)
             await start_and_cancel(
                 lambda: server.generate.remote(request_id="a", **REQUEST),
                 lambda: until(actor, lambda seen: seen == {"a": "running"}),
@@ -195,7 +214,7 @@ class TestCancelling:
     def test_what_the_engine_aborts_at_the_end_of_a_round_counts_as_cancelled_and_starts_nothing_new(self):
         async def run():
             actor = start(Server)
-            server = CancellableServer(actor, aborts_by_id=False, on_death=nobody_dies)
+            server = CancellableServer(actor, Engine(), on_death=nobody_dies)
             session = Session(1)
 
             async def respond():
@@ -217,12 +236,12 @@ class TestCancelling:
 
         asyncio.run(run())
 
-    def test_a_judge_stops_with_its_task(self):
+    def test_a_reward_worker_stops_with_its_task(self):
         async def run():
-            actor = start(Judge)
-            judge = RewardWorkerProxy(actor)
+            actor = start(RewardWorker)
+            worker = RewardWorkerProxy(actor)
             await start_and_cancel(
-                lambda: judge.compute_score.remote(None), lambda: until(actor, lambda seen: seen == ["running"])
+                lambda: worker.compute_score.remote(None), lambda: until(actor, lambda seen: seen == ["running"])
             )
             assert await actor.look.remote() == ["running", "cancelled"]
 
@@ -231,7 +250,7 @@ class TestCancelling:
     def test_text_that_the_engine_cut_off_unasked_never_passes_for_whole_except_in_validation(self):
         async def run():
             actor = start(Server)
-            server = CancellableServer(actor, aborts_by_id=False, on_death=nobody_dies)
+            server = CancellableServer(actor, Engine(), on_death=nobody_dies)
 
             async def generate(request_id):
                 call = asyncio.create_task(server.generate.remote(request_id=request_id, **REQUEST))
@@ -247,25 +266,44 @@ class TestCancelling:
         asyncio.run(run())
 
 
-CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "hf_cpu", "full_determinism": False}}})
+CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm", "full_determinism": False}}})
 
 
 class TestDeadServers:
-    def test_a_dead_server_costs_the_request_at_hand_and_is_never_chosen_again(self, balancer_of):
+    def test_a_dead_server_costs_the_requests_at_hand_and_is_never_chosen_again(self, balancer_of):
         servers = {"one": start(Server), "two": start(Server)}
         balancer = balancer_of(servers)
         client = TailLLMServerClient(CONFIG, balancer)
 
-        async def generate(number):
-            return await client.generate(f"r{number}", prompt_ids=[1], sampling_params={})
+        async def run():
+            requests = [asyncio.create_task(client.generate(f"r{i}", **REQUEST)) for i in range(8)]
+            for server in servers.values():  # the load balancer shares them out equally
+                await until(server, lambda seen: len(seen) == 4)
+            kill(servers["one"])
+            await until_done(requests, 4)
+            assert all(isinstance(request.exception(), ServerDied) for request in requests if request.done())
+            assert ray.get(balancer.get_all_servers.remote()) == ["two"]
+            answers = [await client.generate(f"r{i}", prompt_ids=[1], sampling_params={}) for i in range(8, 24)]
+            assert [answer.token_ids for answer in answers] == [[1, 2]] * 16
+            for request in requests:
+                request.cancel()
+
+        asyncio.run(run())
+
+    def test_a_living_server_whose_engine_is_dead_counts_as_dead(self, balancer_of):
+        servers = {"one": start(Server), "two": start(Server)}
+        balancer = balancer_of(servers)
+        client = TailLLMServerClient(CONFIG, balancer)
 
         async def run():
-            kill(servers["one"])
-            found = await asyncio.gather(*(generate(i) for i in range(8)), return_exceptions=True)
-            died = [item for item in found if isinstance(item, ServerDied)]
-            assert len(died) == 4, found  # the load balancer had shared them out equally
+            await servers["one"].lose_engine.remote()
+            results = []
+            while len(ray.get(balancer.get_all_servers.remote())) == 2:
+                call = client.generate(f"r{len(results)}", prompt_ids=[1], sampling_params={})
+                results += await asyncio.gather(call, return_exceptions=True)
+            assert isinstance(results[-1], ServerDied)
+            assert "EngineCore encountered" in str(results[-1])
             assert ray.get(balancer.get_all_servers.remote()) == ["two"]
-            assert [(await generate(i)).token_ids for i in range(8, 24)] == [[1, 2]] * 16
 
         asyncio.run(run())
 
@@ -285,7 +323,7 @@ class TestDeadServers:
     def test_a_call_that_is_being_cancelled_when_its_server_dies_ends(self):
         async def run():
             actor = start(Server)
-            server = CancellableServer(actor, aborts_by_id=True, on_death=nobody_dies)
+            server = CancellableServer(actor, ABORTS_BY_ID, on_death=nobody_dies)
 
             async def running_then_dead():
                 await until(actor, lambda seen: seen == {"a": "running"})
@@ -300,6 +338,8 @@ class TestDeadServers:
         assert find_dead(groups) == []
         kill(groups[1][1])
         assert find_dead(groups) == [1]
+        ray.get(groups[2][0].lose_engine.remote())
+        assert find_dead(groups) == [1, 2]
 
 
 class Replica:
@@ -343,7 +383,7 @@ class TestStoppingServers:
     def test_every_living_server_is_told_and_resumed_only_after_it_was_stopped(self):
         dead, alive = Replica(), Replica()
         kill(dead.server_handle)
-        servers = Servers(SimpleNamespace(get_replicas=lambda: [dead, alive]), "hf_cpu")
+        servers = RolloutServers(SimpleNamespace(get_replicas=lambda: [dead, alive]), RESTARTS)
         servers.resume()
         assert ray.get(alive.server_handle.look.remote()) == {}
         servers.abort()
@@ -357,14 +397,14 @@ class TestStoppingServers:
                 raise OSError("no gate")
 
         with pytest.raises(OSError, match="no gate"):
-            Servers(SimpleNamespace(get_replicas=lambda: [Broken()]), "hf_cpu").abort()
+            RolloutServers(SimpleNamespace(get_replicas=lambda: [Broken()]), RESTARTS).abort()
 
 
 class TestRevivingServers:
     def test_a_dead_server_is_started_again_and_serves_under_its_old_address(self, manager_of):
         replica = Replica()
         manager = manager_of(replica)
-        servers = Servers(manager, "hf_cpu")
+        servers = RolloutServers(manager, RESTARTS)
         assert servers.revive() == []
         kill(replica.server_handle)
         assert servers.revive() == ["server_1"]
@@ -375,7 +415,7 @@ class TestRevivingServers:
     def test_a_living_server_that_was_taken_from_the_load_balancer_is_put_back(self, manager_of):
         manager = manager_of(Replica())
         ray.get(manager.global_load_balancer.remove_servers.remote(["server_1"]))
-        assert Servers(manager, "hf_cpu").revive() == []
+        assert RolloutServers(manager, RESTARTS).revive() == []
         assert ray.get(manager.global_load_balancer.get_all_servers.remote()) == ["server_1"]
 
     def test_a_call_during_which_a_server_dies_is_made_again(self, manager_of):
@@ -388,7 +428,7 @@ class TestRevivingServers:
                 kill(replica.server_handle)
             ray.get(replica.server_handle.look.remote())
 
-        Servers(manager_of(replica), "hf_cpu").reach_all(call)
+        RolloutServers(manager_of(replica), RESTARTS).reach_all(call)
         assert len(calls) == 2
 
     def test_a_call_that_fails_for_another_reason_fails_once(self, manager_of):
@@ -400,18 +440,18 @@ class TestRevivingServers:
 
         replica = Replica()
         with pytest.raises(KeyError, match="nobody"):
-            Servers(manager_of(replica), "hf_cpu").reach_all(call)
+            RolloutServers(manager_of(replica), RESTARTS).reach_all(call)
         assert len(calls) == 1
 
     @pytest.mark.parametrize(
         ("engine", "starts", "message"),
         [
             (
-                "vllm",
+                Engine(),
                 True,
-                r"server_1 \(replica 1\) has died, and rollout.name=vllm cannot be given a new one .* checkpoint",
+                r"server_1 \(replica 1\) has died, and its engine cannot be given a new one .* checkpoint",
             ),
-            ("hf_cpu", False, r"server_1 \(replica 1\) has died and could not be started again: no room"),
+            (RESTARTS, False, r"server_1 \(replica 1\) has died and could not be started again: no room"),
         ],
     )
     def test_a_server_that_cannot_be_started_again_is_named(self, manager_of, engine, starts, message):
@@ -419,7 +459,7 @@ class TestRevivingServers:
         manager = manager_of(replica)
         kill(replica.server_handle)
         with pytest.raises(ServerLost, match=message):
-            Servers(manager, engine).revive()
+            RolloutServers(manager, engine).revive()
 
 
 class Worker:
@@ -473,8 +513,8 @@ def gather(workers, count):
 class TestWorkers:
     def test_responses_of_a_worker_that_dies_have_failed_and_later_ones_go_elsewhere(self):
         one, two = start(Worker), start(Worker)
-        actors = [one, two]
-        workers = Workers(actors, Engines())
+        living = [one, two]
+        workers = Workers(living, Engines())
         workers.launch(Job("a", {}, (0, 1), 1))
         workers.launch(Job("b", {}, (2, 3), 1))
         workers.launch(Job("quick", {}, (4,), 1))  # to the first worker, as both have two
@@ -484,7 +524,7 @@ class TestWorkers:
         events = gather(workers, 2)
         assert [(event.kind, event.response_id) for event in events] == [("failed", 0), ("failed", 1)]
         assert all("agent-loop worker 0 died" in event.error for event in events)
-        assert actors == [two], "validation goes to those that live"
+        assert living == [two], "validation goes to those that live"
 
         workers.launch(Job("quick", {}, (5,), 1))
         workers.cancel([0, 2, 4, 77])  # of those only 2 still runs
@@ -500,7 +540,8 @@ class TestWorkers:
         with pytest.raises(RuntimeError, match="every agent-loop worker has died"):
             workers.launch(Job("c", {}, (6,), 1))
 
-    def test_at_the_end_of_a_round_the_workers_know_before_the_engines_stop(self):
+    def test_at_the_end_of_a_round_the_workers_know_before_the_engines_stop(self, monkeypatch):
+        monkeypatch.setattr(f"{Workers.__module__}.DELIVERY_SECONDS", 600.0)
         one = start(Worker)
         engines = Engines(one)
         workers = Workers([one], engines)

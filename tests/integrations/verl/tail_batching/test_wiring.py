@@ -90,6 +90,10 @@ def test_intake_without_the_flag_leaves_verls_configuration_alone(composed, flag
             {"actor_rollout_ref__rollout__agent__agent_loop_manager_class": "my.Manager"},
             "agent_loop_manager_class = None, found my.Manager",
         ),
+        (
+            {"actor_rollout_ref__rollout__full_determinism": True},
+            "full_determinism = False, found True (what is trained on depends on which responses finish first)",
+        ),
         ({"skip__rollout_tq__enable": True}, "skip.rollout_tq.enable = False, found True"),
         (
             {"actor_rollout_ref__actor__ppo_mini_batch_size": 3},

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_accel.integrations.verl.tail_batching.stored import Stored, varies
+from rl_accel.integrations.verl.tail_batching.actors import Stored, varies
 
 
 @pytest.mark.parametrize(("metrics", "passes"), [((1.0, 1.0), False), ((0.0, 1.0), True), ((0.0,), True)])
