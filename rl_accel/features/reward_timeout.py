@@ -42,16 +42,16 @@ REWARD_TIMEOUT = Feature(
     flags=RewardTimeoutFlags,
     lossless=False,
     switches={
-        "verl": ("rl_accel.integrations.verl.reward_timeout.mode",),
-        "slime": ("rl_accel.integrations.slime.reward_timeout.seams",),
+        "verl": ("rl_accel.integrations.verl.reward_timeout.wiring",),
+        "slime": ("rl_accel.integrations.slime.reward_timeout.wiring",),
     },
     verl="rl_accel.integrations.verl.reward_timeout.wiring",
     slime=SlimeHooks(
         {
-            "custom_rm_path": "rl_accel.integrations.slime.reward_timeout.judging.judge",
-            "rollout_sample_hook_path": ["rl_accel.integrations.slime.reward_timeout.evaluation.mark"],
+            "custom_rm_path": "rl_accel.integrations.slime.reward_timeout.rm_hook.grade",
+            "rollout_sample_hook_path": ["rl_accel.integrations.slime.reward_timeout.rm_hook.mark_evaluation"],
             "custom_rollout_log_function_path": "rl_accel.integrations.slime.rollout_log.log",
         },
-        metrics="rl_accel.integrations.slime.reward_timeout.metrics.numbers_of",
+        metrics="rl_accel.integrations.slime.reward_timeout.rm_hook.numbers_of",
     ),
 )

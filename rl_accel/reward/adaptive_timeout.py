@@ -6,8 +6,10 @@ Pure: no clock, no processes. Ask :meth:`AdaptiveTimeout.limit` before an execut
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
+
+from rl_accel.features.reward_timeout import RewardTimeoutFlags
 
 _FORMAT = "rl_accel.adaptive_timeout"
 _VERSION = 1
@@ -59,6 +61,17 @@ class TimeoutSettings:
         for name in ("min_correct", "capacity"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, found {getattr(self, name)!r}")
+
+
+def settings_of(flags: RewardTimeoutFlags) -> TimeoutSettings:
+    """Return the parameters that ``flags`` ask for.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+    return TimeoutSettings(
+        **{f.name: getattr(flags, f.name) for f in fields(TimeoutSettings) if hasattr(flags, f.name)}
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,16 @@
 """Executions within adaptive limits: who goes next, how long it may take, and what it teaches."""
 
 import asyncio
+import hashlib
 import itertools
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rl_accel.reward.adaptive_timeout import Limit
 from rl_accel.reward.anchor_store import Replica
+from rl_accel.reward.awaited import gather_until
 from rl_accel.reward.fair_scheduler import FairScheduler
 from rl_accel.reward.limit_updates import LimitUpdates
 from rl_accel.reward.pace import Pace
@@ -36,6 +39,12 @@ Result = TypeVar("Result", bound=Execution)
 _LOOKS = 4
 """So often a limit is looked for in the time of the least one."""
 _LEAST_PAUSE_SECONDS = 0.02
+
+
+def prompt_key(*parts: Any) -> str:
+    """Return what names a prompt in every epoch, run and process: a digest of ``parts``, such as its text and its ground truth."""
+    text = json.dumps(parts, default=repr, sort_keys=True)
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 class LimitedExecutor:
@@ -173,12 +182,7 @@ async def execute_program(
         )
 
     if not early_stop:
-        tasks = [asyncio.ensure_future(one(number)) for number in range(len(cases))]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:  # if one fails, the others are of no use
-            for task in tasks:
-                task.cancel()
+        return await gather_until(map(one, range(len(cases))))
     results: list[CaseResult] = []
     for number in range(len(cases)):
         results.append(await one(number))

@@ -4,10 +4,7 @@ import json
 import re
 from typing import Any
 
-from rl_accel.features.reward_timeout import RewardTimeoutFlags
-from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
 from rl_accel.reward.program import Case
-from rl_accel.reward.sandbox import Sandbox
 
 _BLOCK = re.compile(r"```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("python", "python3", "py")
@@ -16,50 +13,11 @@ _PYTHON = ("python", "python3", "py")
 def program_of(response: str) -> str | None:
     """Return the last block of Python in a response, or, if none says that it is, the last that says nothing. None without."""
     blocks = _BLOCK.findall(response)
-    for wanted in (_PYTHON, ("",)):
-        found = [code for language, code in blocks if language.lower() in wanted]
-        if found:
-            return str(found[-1])
+    for languages in (_PYTHON, ("",)):
+        programs = [code for language, code in blocks if language.lower() in languages]
+        if programs:
+            return str(programs[-1])
     return None
-
-
-class Programs:
-    """Runs the programs in responses.
-
-    Args:
-        executor: slots and limits.
-        workers: programs at once.
-        flags: our flags.
-    """
-
-    def __init__(self, executor: LimitedExecutor, workers: int, flags: RewardTimeoutFlags) -> None:
-        self._executor = executor
-        self._workers = workers
-        self._flags = flags
-        self._sandbox: Sandbox | None = None
-
-    async def share(self, prompt: str, sample: Any, teach: bool) -> float:
-        """Return the share of a sample's ``metadata["test_cases"]`` that the program in its response passes.
-
-        Raises:
-            ValueError: the test cases are of another form than :func:`cases_of` reads.
-            SandboxError: the isolation that was asked for does not work here.
-        """
-        cases, addition = cases_of((sample.metadata or {}).get("test_cases"))
-        program = program_of(sample.response)
-        if program is None:
-            return 0.0
-        if self._sandbox is None:
-            isolation = None if self._flags.isolation == "auto" else self._flags.isolation
-            self._sandbox = Sandbox(self._workers, isolation)
-        program, early_stop = program + addition, self._flags.early_stop
-        results = await execute_program(self._executor, self._sandbox, prompt, program, cases, teach, early_stop)
-        return sum(result.verdict == "passed" for result in results) / len(cases)
-
-    async def close(self) -> None:
-        """Stop what runs."""
-        if self._sandbox is not None:
-            await self._sandbox.close()
 
 
 _METHOD = """

@@ -1,9 +1,9 @@
 """Adaptive time limits for rewards on verl: ``+rl_accel.reward_timeout.enable=True``.
 
-Only official seams: a reward manager and an agent-loop manager. ``wiring`` chooses them in the configuration. In a reward worker
-``manager`` holds the reward manager that was configured and gives it a function of ours to score with; ``scoring`` runs the
-user's function, or verl's own, within limits (``functions``, ``prime_code``, ``fusion``). In an agent-loop worker ``agent_loop``
-tells validation from training and goes on without a reward worker that dies. ``mode`` brings the numbers to the trainer's logger.
+Only official seams: a reward manager and a part of agent-loop workers, both chosen by ``wiring`` in the configuration. In a reward
+worker ``manager`` holds the reward manager that was configured and gives it a function of ours to score with, which runs the
+user's function, or verl's own (``code_rewards``), within limits. In an agent-loop worker ``agent_loop`` tells validation from
+training, and goes on without a reward worker that dies.
 """
 
 MANAGER = "RewardTimeoutManager"

@@ -1,11 +1,20 @@
-"""The reward manager that verl loads. It holds the one that was configured, whose function it makes killable."""
+"""What runs in a reward worker: the reward manager that verl loads, and the function it scores with.
 
+The manager holds the one that was configured, which does all but the scoring itself, and gives it :meth:`Scorer.score` in place of
+the user's function or verl's own.
+"""
+
+import functools
 import inspect
 import os
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
+from omegaconf import OmegaConf
 from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
@@ -13,21 +22,34 @@ from verl.protocol import DataProto
 from verl.utils.import_utils import load_extern_object
 
 from rl_accel.errors import ConfigError
+from rl_accel.features.reward_timeout import RewardTimeoutFlags
 from rl_accel.integrations.ray.reward_anchors import StoreClient
-from rl_accel.integrations.verl.reward_timeout import MANAGER, VALIDATION
-from rl_accel.integrations.verl.reward_timeout.functions import Call
-from rl_accel.integrations.verl.reward_timeout.scoring import CALL, Scorer, prompt_key
-from rl_accel.integrations.verl.reward_timeout.wiring import Wired, wired
+from rl_accel.integrations.verl.reward_timeout import MANAGER, SECTION, VALIDATION
+from rl_accel.integrations.verl.reward_timeout.code_rewards import DATA_SOURCES, Fusion, PrimeCode, prime_graders
 from rl_accel.integrations.verl.reward_worker_proxy import SUCCESSOR
+from rl_accel.reward.adaptive_timeout import settings_of
 from rl_accel.reward.anchor_store import Replica
+from rl_accel.reward.awaited import run_within
+from rl_accel.reward.graders import Graders
+from rl_accel.reward.limited_executor import LimitedExecutor, prompt_key
+from rl_accel.reward.program import GradeResult, Limits
+from rl_accel.reward.scores import Scores
+
+_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_VERLS_OWN = "verl.utils.reward_score:default_compute_score"
+_AWAITED_SLOTS = 256
+"""Async functions and requests to a remote sandbox use no cores; so many go on at once in each reward process."""
+
+_RESPONSE: ContextVar[tuple[str, bool] | None] = ContextVar("rl_accel_response", default=None)
+"""Of the response that the running task scores: the key of its prompt, and whether it teaches (it is of no validation)."""
 
 
 class RewardTimeoutManager(RewardManagerBase):
     """Scores as the configured manager does, with a time limit for each execution; see :class:`Scorer`.
 
-    The configured manager (naive, dapo, gdpo, rate_limited, or a class of the user's) does all but the scoring itself. ``remote``,
-    which runs the function in other processes, is replaced by ``naive``: ours does so too. ``rate_limited`` keeps its rates and
-    loses its own fixed ``reward.timeout``.
+    The configured manager is naive, dapo, gdpo, rate_limited, or a class of the user's. ``remote``, which runs the function in
+    other processes, is replaced by ``naive``: ours does so too. ``rate_limited`` keeps its rates and loses its own fixed
+    ``reward.timeout``.
 
     Raises:
         ConfigError: the held manager is one of the user's and does not await a coroutine function.
@@ -42,18 +64,20 @@ class RewardTimeoutManager(RewardManagerBase):
         reward_model_tokenizer: Any = None,
     ) -> None:
         super().__init__(config, tokenizer, compute_score)
-        ours = wired(config)
-        replica = Replica(ours.settings)
+        section = config.reward[SECTION]
+        flags = RewardTimeoutFlags(**section.flags)
+        replica = Replica(settings_of(flags))
         # Outside a Ray job there is nobody to share with, and asking would start one.
-        self._store_client = StoreClient(replica, ours.anchors) if ray.is_initialized() else None
-        if SUCCESSOR in (_actor_name() or ""):
+        self._store_client = StoreClient(replica, section.anchors) if ray.is_initialized() else None
+        if ray.is_initialized() and SUCCESSOR in (ray.get_runtime_context().get_actor_name() or ""):
             replica.count("reward_workers_lost")
-        slots = ours.flags.workers or share_of_cores(config.reward.num_workers)
-        self.scorer = Scorer(compute_score, config, ours, replica, slots)
+        slots = flags.workers or share_of_cores(config.reward.num_workers)
+        self.scorer = Scorer(compute_score, config, flags, replica, slots)
+        self._configured = section.manager
         original = config.copy()
         manager = original.reward.reward_manager
-        manager.source, manager.name, manager.module.path = ours.source, ours.name, ours.path
-        self.held = held_class(ours)(
+        manager.source, manager.name, manager.module.path = (section.manager[key] for key in ("source", "name", "path"))
+        self.held = _held_class(section.manager)(
             config=original,
             tokenizer=tokenizer,
             compute_score=self.scorer.score,
@@ -61,7 +85,7 @@ class RewardTimeoutManager(RewardManagerBase):
             reward_model_tokenizer=reward_model_tokenizer,
         )
         if getattr(self.held, "is_async_reward_score", True) is False:
-            _refuse(ours)
+            self._refuse()
         if isinstance(self.held, RateLimitedRewardManager):
             self.held.timeout = None  # asyncio.wait_for without a limit
 
@@ -75,35 +99,151 @@ class RewardTimeoutManager(RewardManagerBase):
             if name in columns
         }
         truth = (row.get("reward_model") or {}).get("ground_truth")
-        key = prompt_key(row.get("data_source"), truth, row.get("raw_prompt"), row.get("extra_info"))
-        CALL.set(Call(key, teach=not bool(validation[-1])))
-        self._share()
+        prompt = _prompt_of(row.get("data_source"), truth, row.get("raw_prompt"), row.get("extra_info"))
+        _RESPONSE.set((prompt, not bool(validation[-1])))
+        self._use_anchors()
         try:
-            result = await self.held.run_single(data)
+            result: dict[str, Any] = await self.held.run_single(data)
         finally:
-            self._share()
+            self._use_anchors()
         if inspect.iscoroutine(result["reward_score"]):
             result["reward_score"].close()
-            _refuse(wired(self.config))
+            self._refuse()
         return result
 
-    def _share(self) -> None:
+    def _use_anchors(self) -> None:
         if self._store_client is not None:
             self._store_client.use()
 
+    def _refuse(self) -> None:
+        raise ConfigError(
+            f"rl_accel.reward_timeout wants a reward manager that awaits its compute_score if it is a coroutine function, "
+            f"as verl's do; found {self._configured.name} of {self._configured.path or 'verl'}, now held by {MANAGER}"
+        )
 
-def _actor_name() -> str | None:
-    name: str | None = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
-    return name
+
+class Scorer:
+    """Scores within limits, as ``compute_score`` would without any.
+
+    A response whose execution was stopped gets ``timeout_score``. So does one whose function raises or returns None, NaN or
+    anything else that is no score: verl's own managers let the exception fail the response, and with it the whole prompt.
+
+    Args:
+        compute_score: what verl's ``load_reward_manager`` hands to a reward manager.
+        config: verl's.
+        flags: of this feature.
+        replica: anchors and counts.
+        slots: executions at once.
+    """
+
+    def __init__(
+        self,
+        compute_score: Callable[..., Any] | None,
+        config: Any,
+        flags: RewardTimeoutFlags,
+        replica: Replica,
+        slots: int,
+    ) -> None:
+        self.replica = replica
+        self._compute_score = compute_score
+        self._config = config
+        self._flags = flags
+        self._slots = slots
+        limits = Limits(memory=flags.memory_mb << 20)
+        self._executor = LimitedExecutor(replica, slots, limits)
+        self._awaited_executor = LimitedExecutor(replica, _AWAITED_SLOTS, limits)
+        self._scores = Scores(flags, replica, (), ("score",), ("acc", "score"), numbers_only=True)
+        self._graders: dict[str, Graders] = {}
+        self._deaths = 0
+
+    async def score(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what verl's reward managers expect of a reward function: a number, or a dict with a ``score``.
+
+        Raises:
+            SandboxError: the function cannot be imported in a process of its own.
+        """
+        arguments = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
+        source = str(arguments.get("data_source"))
+        prompt, teach = _RESPONSE.get() or (
+            _prompt_of(source, arguments.get("ground_truth"), None, arguments.get("extra_info")),
+            True,
+        )
+        if (code_reward := self._code_reward(source)) is not None:
+            result = GradeResult(verdict="done", value=await code_reward.score(prompt, teach, arguments))
+        else:
+            awaits = inspect.iscoroutinefunction(self._compute_score)
+            executor, run = (self._awaited_executor, self._await) if awaits else (self._executor, self._run_in_process)
+            result = await executor.execute(
+                prompt, "", functools.partial(run, arguments), self._scores.is_correct, teach
+            )
+        deaths = sum(graders.deaths for graders in self._graders.values())
+        self.replica.count("workers_replaced", deaths - self._deaths)
+        self._deaths = deaths
+        return self._scores.reward_of(result, source, teach)
+
+    async def close(self) -> None:
+        """End all processes. What is being scored is stopped."""
+        graders, self._graders = self._graders, {}
+        for pool in graders.values():
+            await pool.close()
+
+    def _code_reward(self, source: str) -> PrimeCode | Fusion | None:
+        """What runs verl's own rewards of code case by case; None for any other reward."""
+        if not self._is_verls_own or source not in DATA_SOURCES:
+            return None
+        return self._fusion if self._fusion_options.get("sandbox_fusion_url") else self._prime_code
+
+    @property
+    def _is_verls_own(self) -> bool:
+        function = self._compute_score
+        inner = function.func if isinstance(function, functools.partial) else function
+        return inner is None or f"{inner.__module__}:{inner.__qualname__}" == _VERLS_OWN
+
+    @property
+    def _fusion_options(self) -> Mapping[str, Any]:
+        return self._compute_score.keywords if isinstance(self._compute_score, functools.partial) else {}
+
+    @functools.cached_property
+    def _fusion(self) -> Fusion:
+        return Fusion(self._awaited_executor, self._fusion_options, self._flags.early_stop)
+
+    @functools.cached_property
+    def _prime_code(self) -> PrimeCode:
+        graders = self._graders["prime_code"] = prime_graders(self._slots)
+        return PrimeCode(self._executor, graders, self._flags.early_stop)
+
+    async def _await(self, arguments: dict[str, Any], limits: Limits) -> GradeResult:
+        assert self._compute_score is not None
+        return await run_within(self._compute_score(**arguments), limits, self._target[0])
+
+    def _run_in_process(self, arguments: dict[str, Any], limits: Limits) -> Awaitable[GradeResult]:
+        target, fixed = self._target
+        if target not in self._graders:
+            self._graders[target] = Graders(target, self._slots)
+        return self._graders[target].call({**arguments, **fixed}, limits)
+
+    @functools.cached_property
+    def _target(self) -> tuple[str, dict[str, Any]]:
+        """The function as :class:`Graders` names it, and keyword arguments that go over those of a call."""
+        if self._is_verls_own:
+            return _VERLS_OWN, {}
+        custom = OmegaConf.select(self._config, "reward.custom_reward_function", default=None) or {}
+        if not custom.get("path"):  # a manager of the user's brings a function of its own
+            function: Any = self._compute_score
+            return f"{function.__module__}:{function.__qualname__}", {}
+        path = custom["path"]
+        if path.startswith("pkg://"):
+            module = path.removeprefix("pkg://").replace("/", ".")
+        else:
+            module = str(Path(path.removeprefix("file://")).absolute())
+        return f"{module}:{custom['name']}", dict(custom.get("reward_kwargs") or {})
 
 
-def held_class(ours: Wired) -> type[RewardManagerBase]:
-    """Return the class of the manager that was configured."""
-    if ours.source == "importlib":
-        found: Any = load_extern_object(module_path=ours.path, object_name=ours.name)
-    else:
-        found = get_reward_manager_cls("naive" if ours.name == "remote" else ours.name)
-    return found
+def _held_class(configured: Any) -> Any:
+    """The class of the manager that was configured."""
+    if configured.source == "importlib":
+        return load_extern_object(module_path=configured.path, object_name=configured.name)
+    return get_reward_manager_cls("naive" if configured.name == "remote" else configured.name)
 
 
 def share_of_cores(reward_workers: int) -> int:
@@ -115,8 +255,20 @@ def share_of_cores(reward_workers: int) -> int:
     return max(1, cores // max(1, -(-reward_workers // max(nodes, 1))))
 
 
-def _refuse(ours: Wired) -> None:
-    raise ConfigError(
-        f"rl_accel.reward_timeout wants a reward manager that awaits its compute_score if it is a coroutine function, "
-        f"as verl's do; found {ours.name} of {ours.path or 'verl'}, now held by {MANAGER}"
-    )
+def _prompt_of(data_source: Any, ground_truth: Any, raw_prompt: Any, extra_info: Any) -> str:
+    """The key of a prompt: of its data source, ground truth and text.
+
+    Without the prompt's messages the ``index`` of ``extra_info`` tells prompts with the same ground truth apart.
+    """
+    texts = list(_texts(raw_prompt))
+    index = None if texts else (extra_info or {}).get("index")
+    return prompt_key(str(data_source), ground_truth, texts, index)
+
+
+def _texts(messages: Any) -> Iterable[str]:
+    for message in messages if messages is not None and not isinstance(messages, str) else [messages]:
+        content = message.get("content") if isinstance(message, dict) else message
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text") if isinstance(part, dict) else part
+            if isinstance(text, str):  # not images, which have no text that stays the same
+                yield text

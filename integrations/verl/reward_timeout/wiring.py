@@ -1,8 +1,12 @@
-"""Puts the reward manager and the agent loops of this feature into verl's configuration, or says why they cannot work."""
+"""Puts the reward manager and the agent loops of this feature into verl's configuration, or says why they cannot work.
 
-import inspect
+In the trainer process it also registers the manager, and brings what reward workers have counted to the trainer's logger.
+"""
+
+import logging
 import os
-from dataclasses import dataclass, fields
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,11 @@ from rl_accel.errors import ConfigError
 from rl_accel.features.reward_timeout import RewardTimeoutFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.reward_timeout import MANAGER, MANAGER_MODULE, SECTION, WORKER_PART
+from rl_accel.patches.registration import Registration
 from rl_accel.patches.seams import Seams
-from rl_accel.reward.adaptive_timeout import TimeoutSettings
+from rl_accel.telemetry import metrics
+
+logger = logging.getLogger("rl_accel")
 
 SEAMS: Seams = {
     "verl.experimental.agent_loop.agent_loop:AgentLoopWorker._compute_score": ("self", "outputs", "kwargs"),
@@ -24,29 +31,26 @@ SEAMS: Seams = {
 _FLAG = "rl_accel.reward_timeout"
 _REWARD = "reward.reward_manager"
 _ANCHORS = "rl_accel_reward_anchors.json"
-_SETTINGS = ("scale", "slack", "minimum", "maximum", "min_correct", "probe_share")
-
-
-@dataclass(frozen=True)
-class Wired:
-    """What :func:`wire` left in the configuration.
-
-    Attributes:
-        flags: the flags of this feature.
-        source, name, path: the reward manager that was configured, as verl names it.
-        anchors: the file of the anchors; None: they are not saved.
-    """
-
-    flags: RewardTimeoutFlags
-    source: str
-    name: str
-    path: str | None
-    anchors: str | None
-
-    @property
-    def settings(self) -> TimeoutSettings:
-        """Return the parameters of the policy."""
-        return TimeoutSettings(**{name: getattr(self.flags, name) for name in _SETTINGS})
+_REGISTERED = "rl_accel_reward_timeout"
+_REPLY_SECONDS = 5.0
+COUNTS = (
+    "executions",
+    "correct",
+    "timeouts",
+    "timeouts_full",
+    "killed",
+    "cancelled",
+    "probes",
+    "errors",
+    "seconds",
+    "waited_seconds",
+    "saved_seconds",
+    "eval_executions",
+    "eval_errors",
+    "workers_replaced",
+    "reward_workers_lost",
+    "store_unreachable",
+)
 
 
 def wire(config: Any, flags: RewardTimeoutFlags) -> None:
@@ -57,35 +61,23 @@ def wire(config: Any, flags: RewardTimeoutFlags) -> None:
     """
     check(config)
     manager = config.reward.reward_manager
-    found = wired(config) if is_wired(config) else None
-    held = (found.source, found.name, found.path) if found else (manager.source, manager.name, manager.module.path)
+    if is_wired(config):
+        held = config.reward[SECTION].manager
+    else:
+        held = {"source": manager.source, "name": manager.name, "path": manager.module.path}
     folder = OmegaConf.select(config, "trainer.default_local_dir", default=None)
-    section = {
-        **{field.name: getattr(flags, field.name) for field in fields(flags)},
-        "manager": dict(zip(("source", "name", "path"), held, strict=True)),
-        # Ray processes of other jobs' folders would read a relative path differently.
-        "anchors": str(Path(os.path.abspath(folder)) / _ANCHORS) if folder else None,
-    }
+    # Ray processes of other jobs' folders would read a relative path differently.
+    anchors = str(Path(os.path.abspath(folder)) / _ANCHORS) if folder else None
+    section = {"flags": asdict(flags), "manager": held, "anchors": anchors}
     with open_dict(config):
         manager.source, manager.name, manager.module.path = "importlib", MANAGER, MANAGER_MODULE
         OmegaConf.update(config, f"reward.{SECTION}", section, merge=False)
     agent_loop.choose(config, WORKER_PART)
-    try:
-        _ = wired(config).settings
-    except ValueError as error:
-        raise ConfigError(f"{_FLAG}: {error}") from error
 
 
 def is_wired(config: Any) -> bool:
     """Whether ``config`` has been through :func:`wire`."""
     return OmegaConf.select(config, f"reward.{SECTION}", default=None) is not None
-
-
-def wired(config: Any) -> Wired:
-    """Return what :func:`wire` left in ``config``."""
-    section = OmegaConf.to_container(config.reward[SECTION])
-    manager, anchors = section.pop("manager"), section.pop("anchors")
-    return Wired(RewardTimeoutFlags(**section), **manager, anchors=anchors)
 
 
 def refuse_unwired(config: Any) -> None:
@@ -112,7 +104,7 @@ def check(config: Any) -> None:
     def get(key: str, default: Any = None) -> Any:
         return OmegaConf.select(config, key, default=default)
 
-    if get(_REWARD) is None or not _tells_validation():
+    if get(_REWARD) is None:
         import verl
 
         raise ConfigError(
@@ -141,21 +133,76 @@ def check(config: Any) -> None:
             _refuse(f"{_REWARD}.name", f"one of {', '.join(theirs)}", name)
 
 
-def _tells_validation() -> bool:
-    try:
-        from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
-
-        wanted = {
-            "_compute_score": ["self", "outputs", "kwargs"],
-            "_agent_loop_postprocess": ["self", "output", "validate"],
-        }
-        return all(
-            list(inspect.signature(getattr(AgentLoopWorker, name)).parameters)[: len(names)] == names
-            for name, names in wanted.items()
-        )
-    except (ImportError, AttributeError):
-        return False
-
-
 def _refuse(key: str, wanted: Any, found: Any, reason: str = "") -> None:
     raise ConfigError(f"{_FLAG} wants {key} = {wanted}, found {found}" + (f" ({reason})" if reason else ""))
+
+
+class Collector:
+    """Asks the job's store of anchors, in the trainer process. An answer that does not come costs the numbers of one step."""
+
+    def __init__(self) -> None:
+        self._incarnation = ""
+
+    def __call__(self) -> dict[str, float]:
+        """Return the numbers since the last call by name, ``reward_timeout/executions``; {} before there are any.
+
+        Besides the counts of :class:`~rl_accel.reward.limited_executor.LimitedExecutor`: ``errors``, functions that gave no score;
+        ``anchors``, how many are known; ``workers_replaced``, processes of graders that died; ``reward_workers_lost``, reward
+        workers that died and were replaced; ``store_restarts``, 1 if the store is another than at the last call;
+        ``store_unreachable``, how often it did not answer.
+        """
+        import ray
+        from ray.exceptions import RayError
+
+        from rl_accel.integrations.ray.reward_anchors import NAME
+
+        if not ray.is_initialized():
+            return {}
+        try:
+            store = ray.get_actor(NAME)
+            replies = [store.take_counts.remote(), store.incarnation.remote()]
+            counts, incarnation = ray.get(replies, timeout=_REPLY_SECONDS)
+        except (RayError, ValueError) as error:  # ValueError: there is no actor of that name
+            if not self._incarnation:
+                return {}
+            logger.warning("rl-accel: no numbers of this step's rewards: %s", str(error).splitlines()[:1])
+            return {"reward_timeout/store_unreachable": 1.0}
+        restarts = float(bool(self._incarnation) and incarnation != self._incarnation)
+        self._incarnation = incarnation
+        named = {**dict.fromkeys(COUNTS, 0.0), **counts, "store_restarts": restarts}
+        return {f"reward_timeout/{name}": value for name, value in named.items()}
+
+
+def _registered() -> Any:
+    # Not imported here: the state is asked for by any thread, and another one may be about to import this very module.
+    registry = sys.modules.get("verl.experimental.reward_loop.reward_manager.registry")
+    return getattr(registry, "REWARD_MANAGER", {}).get(_REGISTERED)
+
+
+def _register(_settings: Any) -> None:
+    from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
+
+    from rl_accel.integrations.verl.reward_timeout.manager import RewardTimeoutManager
+
+    REWARD_MANAGER[_REGISTERED] = RewardTimeoutManager
+    metrics.collect("reward_timeout", Collector())
+
+
+def _unregister() -> None:
+    from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
+
+    metrics.collect("reward_timeout", None)
+    REWARD_MANAGER.pop(_REGISTERED, None)
+
+
+SWITCHES = (
+    Registration(
+        name="verl.reward_manager.reward_timeout",
+        feature="reward_timeout",
+        target=f"verl.experimental.reward_loop:{MANAGER}",
+        register=_register,
+        unregister=_unregister,
+        owner="rl_accel.integrations.verl.reward_timeout.manager",
+        find=_registered,
+    ),
+)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rl_accel.integrations.slime.reward_timeout import seams as reward_seams
+from rl_accel.integrations.slime.reward_timeout import wiring as reward_seams
 from rl_accel.integrations.slime.tail_batching import seams
 from rl_accel.integrations.slime.tp_replan import seams as tp_seams
 from rl_accel.patches.slime import gae, reinforce_plus_plus, requests

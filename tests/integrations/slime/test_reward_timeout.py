@@ -27,7 +27,7 @@ def hooks(slime_root):
 
 
 def end_all():
-    from rl_accel.integrations.slime.reward_timeout.judging import OPEN
+    from rl_accel.integrations.slime.reward_timeout.rm_hook import OPEN
 
     for loop, grading in list(OPEN.items()):
         asyncio.run_coroutine_threadsafe(grading.close(), loop).result(30)
@@ -88,7 +88,7 @@ def judged(hooks):
 
 
 def counts():
-    from rl_accel.integrations.slime.reward_timeout.metrics import take_counts
+    from rl_accel.integrations.slime.reward_timeout.rm_hook import take_counts
 
     return Counter(take_counts())
 
@@ -143,12 +143,12 @@ def test_a_grader_that_fails_is_counted_and_reported_once(judged, sample_of, cap
     judge = judged(grader, timeout_score=-0.5)
     failing = ("raise", "nan", "inf", "none", "quit")
     assert [judge(sample_of(does=does)) for does in failing] == [-0.5] * 5
+    assert judge(sample_of(does="raise")) == -0.5
     assert judge(sample_of()) == 1.0
-    assert counts()["errors"] == 5
-    (warning,) = (
-        r.getMessage() for r in caplog.records if r.name == "rl_accel" and "could not grade" in r.getMessage()
-    )
-    assert "KeyError: 'no such answer'" in warning
+    assert counts()["errors"] == 6
+    warnings = [r.getMessage() for r in caplog.records if r.name == "rl_accel" and "no reward" in r.getMessage()]
+    assert len(warnings) == 5, "each kind once"
+    assert sum("KeyError: 'no such answer'" in warning for warning in warnings) == 1
 
 
 def test_a_grader_that_ends_its_process_costs_its_reward_alone(judged, sample_of):

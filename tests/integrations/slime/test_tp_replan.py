@@ -246,7 +246,7 @@ def test_a_file_that_slime_would_refuse_is_not_written(train, config_file, tmp_p
 @pytest.fixture
 def graded(slime_root):
     """What grades in a test ends with it."""
-    from rl_accel.integrations.slime.reward_timeout.judging import OPEN
+    from rl_accel.integrations.slime.reward_timeout.rm_hook import OPEN
 
     yield
     for loop, grading in list(OPEN.items()):

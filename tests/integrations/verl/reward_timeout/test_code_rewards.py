@@ -52,7 +52,7 @@ def prime(configure, manager_of):
             finally:
                 await manager.scorer.close()
 
-        return asyncio.run(all_of_them()), manager.scorer._replica
+        return asyncio.run(all_of_them()), manager.scorer.replica
 
     return run
 
@@ -176,5 +176,5 @@ def test_sandbox_fusion_scores_are_verls_with_limits_of_ours(fusion, configure, 
         if truth is STDIN:
             assert [asked["run_timeout"] for asked in Sandbox.seen][:4] == [5] * 4, "the whole budget, in whole seconds"
             assert Sandbox.seen[-1]["run_timeout"] == 2, "learned from what the sandbox says that correct ones took"
-            anchors = manager.scorer._replica.timeout.anchors().values()
+            anchors = manager.scorer.replica.timeout.anchors().values()
             assert {wall for wall, _, _ in anchors} == {0.25}

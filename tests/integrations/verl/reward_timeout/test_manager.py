@@ -51,11 +51,11 @@ QUICK = {"maximum": 1.0, "minimum": 0.5, "timeout_score": -1.0, "workers": 4, "m
 
 
 def counts(manager):
-    return manager.scorer._replica.take_delta().counts
+    return manager.scorer.replica.take_delta().counts
 
 
 def anchors(manager):
-    return manager.scorer._replica.timeout.anchors()
+    return manager.scorer.replica.timeout.anchors()
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_function_that_hangs_raises_or_returns_nothing_costs_its_own_reward_on
     found = counts(manager)
     assert (found["executions"], found["correct"], found["timeouts"], found["timeouts_full"]) == (8, 1, 2, 2)
     assert (found["killed"], found["errors"]) == (1, 3)
-    warnings = [record.message for record in caplog.records if "gave no score" in record.message]
+    warnings = [record.message for record in caplog.records if "no reward for" in record.message]
     assert len(warnings) == 4, "the first of each kind"
     assert any("ValueError: no such thing" in line for line in warnings)
     assert sum("returned nan" in line for line in warnings) == 1

@@ -1,10 +1,14 @@
 """verl's real reward workers in a real Ray job: killed, cancelled, and what the numbers say of it."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import rl_accel
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +25,7 @@ from rl_accel.features.reward_timeout import RewardTimeoutFlags
 from rl_accel.integrations.ray import reward_anchors
 from rl_accel.integrations.verl.reward_timeout import VALIDATION
 from rl_accel.integrations.verl.reward_worker_proxy import proxies
-from rl_accel.integrations.verl.reward_timeout.numbers import Collector
+from rl_accel.integrations.verl.reward_timeout.wiring import Collector
 from rl_accel.integrations.verl.reward_timeout.wiring import wire
 from verl.experimental.reward_loop.reward_loop import RewardLoopManager
 
@@ -133,9 +137,14 @@ def rows(model, texts, ground_truth="7", **columns):
 def test_scoring_goes_on_whatever_is_killed(short_tmp, clean_environment, model_folder):
     (short_tmp / "graded.py").write_text(GRADED)
     (short_tmp / "data.py").write_text(DATA)
+    tree = str(Path(rl_accel.__file__).parents[1])
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(short_tmp), str(model_folder)],
-        env={**clean_environment, "OF_THIS_TEST": str(short_tmp), "PYTHONPATH": str(short_tmp)},
+        env={
+            **clean_environment,
+            "OF_THIS_TEST": str(short_tmp),
+            "PYTHONPATH": os.pathsep.join((str(short_tmp), tree)),
+        },
         capture_output=True,
         text=True,
         timeout=500,

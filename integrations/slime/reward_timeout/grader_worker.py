@@ -45,8 +45,8 @@ def pack(values: dict[str, Any]) -> Packed:
 def pack_sample(sample: Any, whole: bool) -> Packed:
     """Return a sample for a grader; not ``whole``: for one of slime's own."""
     fields = sample.to_dict()
-    wanted = [name for name in fields if name not in _HEAVY] if whole else _STOCK
-    return pack({name: fields[name] for name in wanted})
+    names = [name for name in fields if name not in _HEAVY] if whole else _STOCK
+    return pack({name: fields[name] for name in names})
 
 
 def make(args: Packed, grader: str | None) -> Callable[..., Any]:
@@ -63,19 +63,19 @@ def make(args: Packed, grader: str | None) -> Callable[..., Any]:
     function = rm_hub.async_rm if grader is None else load_function(grader)
 
     def grade(samples: list[Packed], single: bool) -> tuple[Any, list[Changes]]:
-        found = [Sample.from_dict(_unpack(packed)) for packed in samples]
-        before = [pack(vars(sample)) for sample in found]
-        value = function(arguments, found[0] if single else found)
+        unpacked = [Sample.from_dict(_unpack(packed)) for packed in samples]
+        before = [pack(vars(sample)) for sample in unpacked]
+        value = function(arguments, unpacked[0] if single else unpacked)
         if inspect.isawaitable(value):
             value = asyncio.run(_finish(value))
-        return value, [_changes(*each) for each in zip(found, before, strict=True)]
+        return value, [_changes(*pair) for pair in zip(unpacked, before, strict=True)]
 
     return grade
 
 
 def _warm_up(arguments: Any) -> None:
     """Have slime's grader import here what it imports when it is first used, or every fork would."""
-    metadata = {"instruction_id_list": [], "kwargs": []}
+    metadata: dict[str, Any] = {"instruction_id_list": [], "kwargs": []}
     sample = Sample(prompt="", response="</think>\\boxed{\\frac{1}{2}}", label="0.51", metadata=metadata)
     if arguments.rm_type and not arguments.rm_type.endswith("remote_rm"):
         with contextlib.suppress(Exception):

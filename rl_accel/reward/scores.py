@@ -1,0 +1,146 @@
+"""Reads the rewards that graders return, and makes one for each response whose grader gave none."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.reward.anchor_store import Replica
+from rl_accel.reward.program import GradeResult
+
+logger = logging.getLogger("rl_accel")
+
+_MOST_WARNINGS = 100
+_PLAIN = (bool, int, float, complex, str, bytes, list, tuple, set, dict)
+
+
+class Scores:
+    """What a framework takes for a reward, and what stands in where there is none. A reward is a number or a dict with one in it.
+
+    Frameworks want rewards of one form: a batch in which some are dicts and some are not, or in which keys differ, ends the run.
+    So the keys and types of dicts are remembered by source (a grader, or a data source), and stand-ins look like them; those of a
+    source that has given no reward yet look like those of another.
+
+    Args:
+        flags: ``correct_above`` and ``timeout_score``.
+        replica: where responses without a reward are counted, as ``errors``, or ``eval_errors`` in an evaluation. Those whose
+            grader was stopped are counted by :class:`~rl_accel.reward.limited_executor.LimitedExecutor`.
+        keys: what the framework looks up in rewards, which must be dicts then and have the first of these.
+        number_keys: the training's number in a dict is under the first of these that it has.
+        correct_keys: and the number that says whether the answer is correct under the first of these.
+        numbers_only: a reward without a number is none.
+    """
+
+    def __init__(
+        self,
+        flags: RewardTimeoutFlags,
+        replica: Replica,
+        keys: Sequence[str],
+        number_keys: Sequence[str],
+        correct_keys: Sequence[str],
+        numbers_only: bool,
+    ) -> None:
+        self._flags = flags
+        self._replica = replica
+        self._keys = tuple(dict.fromkeys(keys))
+        self._number_keys = tuple(number_keys)
+        self._correct_keys = tuple(correct_keys)
+        self._numbers_only = numbers_only
+        self._forms: dict[str, dict[str, Any] | None] = {}
+        self._warned: set[tuple[str, str]] = set()
+
+    def is_correct(self, result: GradeResult, size: int | None = None) -> bool:
+        """Whether a grader found an answer correct; of several answers any. Arguments as of :meth:`reward_of`."""
+        if self.problem(result, size):
+            return False
+        numbers = [_number_in(reward, self._correct_keys) for reward in _rewards(result, size)]
+        return any(number is not None and number > self._flags.correct_above for number in numbers)
+
+    def problem(self, result: GradeResult, size: int | None = None) -> str:
+        """Say why training cannot use a result; "" if it can. Arguments as of :meth:`reward_of`."""
+        if result.verdict != "done":
+            return result.reason or result.verdict
+        rewards = _rewards(result, size)
+        if not isinstance(rewards, list | tuple) or len(rewards) != (size or 1):
+            return f"it returned no list of {size} rewards"
+        return next((problem for problem in map(self._problem_of_one, rewards) if problem), "")
+
+    def reward_of(self, result: GradeResult, source: str, teach: bool, size: int | None = None) -> Any:
+        """Return the reward in a result, or a stand-in of ``timeout_score``, whatever became of the grader.
+
+        Args:
+            result: of a grader.
+            source: where its reward comes from; stand-ins look like rewards of the same source.
+            teach: False in an evaluation.
+            size: the value is a list of so many rewards, and so is what is returned; None: the value is a reward.
+        """
+        problem = self.problem(result, size)
+        if not problem:
+            for reward in _rewards(result, size):
+                is_dict = isinstance(reward, Mapping)
+                self._forms[source] = {key: _empty(value) for key, value in reward.items()} if is_dict else None
+            return result.value
+        if result.verdict in ("done", "error"):
+            self._replica.count("errors" if teach else "eval_errors")
+        if result.verdict != "timeout":
+            self._warn(source, problem)
+        return self._stand_in(source) if size is None else [self._stand_in(source) for _ in range(size)]
+
+    def _problem_of_one(self, reward: Any) -> str:
+        if reward is None:
+            return "it returned None"
+        if isinstance(reward, Mapping) and self._keys and self._keys[0] not in reward:
+            return f"it returned a dict without {self._keys[0]!r}"
+        number = _number_in(reward, self._number_keys)
+        if number is None:
+            return f"it returned {_shortened(reward)}, which is no score" if self._numbers_only else ""
+        return "" if math.isfinite(number) else f"it returned {number}"
+
+    def _stand_in(self, source: str) -> Any:
+        score = self._flags.timeout_score
+        form = self._forms.get(source, next(iter(self._forms.values()), None))
+        if form is None:
+            return dict.fromkeys(self._keys, score) if self._keys else score
+        return {**form, **dict.fromkeys(self._keys or {"score"} & form.keys(), score)}
+
+    def _warn(self, source: str, problem: str) -> None:
+        kind = source, problem.split(":")[0]
+        if kind not in self._warned and len(self._warned) < _MOST_WARNINGS:
+            self._warned.add(kind)
+            logger.warning(
+                "rl-accel: no reward for a response from %s: %s. Such responses get %g, and are counted; this is logged once",
+                source,
+                problem,
+                self._flags.timeout_score,
+            )
+
+
+def _rewards(result: GradeResult, size: int | None) -> Any:
+    return [result.value] if size is None else result.value
+
+
+def _number_in(reward: Any, keys: Sequence[str]) -> float | None:
+    if isinstance(reward, Mapping):
+        reward = next((reward[key] for key in keys if key in reward), None)
+    if reward is None or isinstance(reward, str | bytes):
+        return None
+    try:
+        return float(reward)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
+        return None
+
+
+def _empty(value: Any) -> Any:
+    """A value of the same type that says nothing; None for types of the user's own."""
+    return type(value)() if type(value) in _PLAIN or isinstance(value, np.number | np.bool_) else None
+
+
+def _shortened(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 100 else f"{text[:100]}..."

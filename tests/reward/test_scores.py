@@ -1,0 +1,110 @@
+"""Which rewards training can use, which are of correct answers, and what stands in for one that is missing."""
+
+import pytest
+
+from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.reward.anchor_store import Replica
+from rl_accel.reward.program import GradeResult
+from rl_accel.reward.scores import Scores
+
+
+def done(value):
+    return GradeResult(verdict="done", value=value)
+
+
+def of_slime(*keys, **flags):
+    number_keys = keys[:1] or ("acc", "score")
+    return Scores(RewardTimeoutFlags(**flags), Replica(), keys, number_keys, number_keys, numbers_only=False)
+
+
+def of_verl(**flags):
+    return Scores(RewardTimeoutFlags(**flags), Replica(), (), ("score",), ("acc", "score"), numbers_only=True)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "problem"),
+    [
+        ([1.0, 0, True, -1, {"score": 1.0}, {"verdict": "fine"}, "text"], ""),
+        ([None], "returned None"),
+        ([0.0, float("nan")], "returned nan"),
+        ([float("-inf")], "returned -inf"),
+        ([{"score": float("nan")}], "returned nan"),
+        ([{"acc": float("inf"), "score": 1.0}], "returned inf"),
+        (3.0, "returned no list of 1 rewards"),
+    ],
+)
+def test_a_reward_that_slime_cannot_train_on_is_known(rewards, problem):
+    found = of_slime().problem(done(rewards), len(rewards) if isinstance(rewards, list) else 1)
+    assert problem in found
+    assert bool(found) == bool(problem)
+
+
+def test_a_reward_without_the_key_that_the_framework_looks_up_is_of_no_use():
+    assert of_slime("acc").problem(done({"score": 1.0})) == "it returned a dict without 'acc'"
+    assert of_slime("acc").problem(done({"acc": 1})) == ""
+    assert of_slime().problem(done([1.0]), 2) == "it returned no list of 2 rewards"
+
+
+@pytest.mark.parametrize("value", [None, "text", {"acc": 1.0}, {"score": None}, float("nan"), {"score": "x"}, [1, 2]])
+def test_where_only_numbers_are_rewards_anything_else_is_none(value):
+    assert of_verl().problem(done(value))
+
+
+def test_what_was_stopped_or_raised_is_no_reward():
+    assert of_verl().problem(GradeResult(verdict="error", value=None, reason="KeyError: 'x'")) == "KeyError: 'x'"
+    assert of_verl().problem(GradeResult(verdict="timeout", value=None)) == "timeout"
+
+
+def test_correct_is_what_scores_above_a_bound_by_the_key_then_acc_then_score():
+    assert of_slime().is_correct(done([0.0, 0.5]), 2)
+    assert not of_slime(correct_above=0.5).is_correct(done([0.5, {"other": 1}, "text"]), 3)
+    for scores in (of_slime(), of_verl()):
+        assert not scores.is_correct(done({"acc": False, "score": 1.0}))
+        assert scores.is_correct(done({"score": 1.0}))
+        assert not scores.is_correct(GradeResult(verdict="timeout", value=1.0))
+    assert of_slime("score").is_correct(done({"acc": False, "score": 1.0}))
+    assert not of_verl().is_correct(done({"acc": "yes", "score": 1.0}))
+
+
+FAILED = GradeResult(verdict="error", value=None, reason="KeyError: 'x'")
+
+
+def test_a_stand_in_looks_like_rewards_of_its_source_or_else_of_another():
+    import numpy as np
+
+    scores = of_slime(timeout_score=-1.0)
+    assert scores.reward_of(FAILED, "a", True) == -1.0, "nothing is known"
+    good = {"score": 1.0, "acc": True, "pred": "x", "n": 3, "other": object(), "mean": np.float32(2)}
+    assert scores.reward_of(done(good), "a", True) is good
+    empty = {"score": -1.0, "acc": False, "pred": "", "n": 0, "other": None, "mean": np.float32(0)}
+    assert scores.reward_of(FAILED, "a", True) == empty
+    assert type(scores.reward_of(FAILED, "a", True)["mean"]) is np.float32
+    assert scores.reward_of(FAILED, "b", True) == empty, "rewards of one batch have one form"
+    assert scores.reward_of(done([0.5, 0.25]), "b", True, 2) == [0.5, 0.25]
+    assert scores.reward_of(FAILED, "b", True, 2) == [-1.0, -1.0]
+    assert scores.reward_of(FAILED, "a", True) == empty
+
+
+def test_a_stand_in_has_the_keys_that_the_framework_looks_up():
+    scores = of_slime("acc", "eval_acc", timeout_score=-1.0)
+    assert scores.reward_of(FAILED, "a", True) == {"acc": -1.0, "eval_acc": -1.0}
+    scores.reward_of(done({"acc": 1.0, "pred": "x"}), "a", True)
+    assert scores.reward_of(FAILED, "a", True) == {"acc": -1.0, "eval_acc": -1.0, "pred": ""}
+
+
+def test_errors_are_counted_apart_from_what_was_stopped_and_each_kind_logged_once(caplog):
+    replica = Replica()
+    scores = Scores(RewardTimeoutFlags(), replica, (), ("score",), ("score",), numbers_only=True)
+    for result in (FAILED, GradeResult(verdict="error", value=None, reason="KeyError: 'y'"), done(None)):
+        assert scores.reward_of(result, "a", True) == 0.0
+    scores.reward_of(FAILED, "a", False)
+    scores.reward_of(GradeResult(verdict="killed", value=None, reason="memory limit"), "a", True)
+    scores.reward_of(GradeResult(verdict="timeout", value=None, reason="wall limit"), "a", True)
+    assert replica.take_delta().counts == {"errors": 3.0, "eval_errors": 1.0}
+    logged = [record.getMessage() for record in caplog.records]
+    assert [sum(kind in line for line in logged) for kind in ("KeyError: 'x'", "returned None", "memory limit")] == [
+        1,
+        1,
+        1,
+    ]
+    assert len(logged) == 3
