@@ -16,7 +16,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from rl_accel.integrations.verl.engines import engine_of
 from rl_accel.integrations.verl.tail_batching.actors import RolloutServers, Stored, Workers, varies
 from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
-from rl_accel.integrations.verl.tail_batching.wiring import check_data, run_of
+from rl_accel.integrations.verl.tail_batching.run import check_data, run_of
 from rl_accel.rollout import saved
 from rl_accel.rollout.driver import METRICS_PREFIX, RolloutDriver
 from rl_accel.rollout.prompt_supply import PromptSupply

@@ -32,8 +32,9 @@ from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.tail_batching.actors import Workers
 from rl_accel.integrations.verl.tail_batching.agent_loop import TailAgentLoopWorker
 from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
+from rl_accel.integrations.verl.tail_batching.run import run_of
 from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, TailReplayBuffer, clear
-from rl_accel.integrations.verl.tail_batching.wiring import run_of, wire
+from rl_accel.integrations.verl.tail_batching.wiring import wire
 from rl_accel.rollout.driver import RolloutDriver
 from rl_accel.rollout.prompt_supply import PromptSupply
 from rl_accel.rollout.saved import SettlementLog

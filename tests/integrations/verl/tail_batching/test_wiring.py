@@ -13,7 +13,8 @@ from rl_accel.errors import ConfigError
 from rl_accel.features.tail_batching import TAIL_BATCHING, TailBatchingFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.tail_batching import WORKER_PART
-from rl_accel.integrations.verl.tail_batching.wiring import check_data, run_of, wire
+from rl_accel.integrations.verl.tail_batching.run import check_data, run_of
+from rl_accel.integrations.verl.tail_batching.wiring import wire
 
 
 @pytest.fixture(scope="module")
