@@ -4,9 +4,7 @@ A launch asks by a file: its path is in the environment variable :data:`NOTE_VAR
 when the launch has saved a checkpoint and ended. The exit code of such a launch is :data:`EXIT_CODE`, but the file decides.
 """
 
-import contextlib
 import ctypes
-import itertools
 import json
 import os
 import signal
@@ -14,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,80 +39,59 @@ class Launches:
         pause_s: between launches, for a cluster to see that the last one has ended.
     """
 
-    def __init__(self, command: Sequence[str], max_restarts: int = 6, pause_s: float = 5.0) -> None:
-        self._command, self._max, self._pause = list(command), max_restarts, pause_s
+    def __init__(self, command: Sequence[str], max_restarts: int, pause_s: float) -> None:
+        self._command, self._max_restarts, self._pause_s = list(command), max_restarts, pause_s
         self._child: subprocess.Popen[bytes] | None = None
-        self._stopped = False
+        self._is_stopped = False
 
     def run(self) -> int:
-        """Return the exit code of the last launch, 128 + n if signal n ended it. Call it in the main thread."""
+        """Return the exit code of the last launch, 128 + n if signal n ended it. For the main thread of a process of its own."""
         become_subreaper()
+        for number in _PASSED_ON:
+            signal.signal(number, self._pass_on)
         overrides: list[str] = []
-        reached = -1
-        with tempfile.TemporaryDirectory(prefix="rl-accel-run-") as folder, self._signals():
-            for restarts in itertools.count():
+        restarts, reached = 0, -1
+        with tempfile.TemporaryDirectory(prefix="rl-accel-run-") as folder:
+            while True:
                 file = Path(folder) / f"restart-{restarts}.json"
                 code = self._launch([*self._command, *overrides], file)
                 note = _read(file)
-                if note is None or self._stopped:
+                if note is None or self._is_stopped:
                     return code
-                step, again = note["step"], " ".join(note["overrides"])
-                if restarts >= self._max:
-                    _say(
-                        f"stopped after {restarts} restarts, the most allowed (--max-restarts); to go on, add: {again}"
-                    )
+                (step, wanted), problem = note, ""
+                if restarts >= self._max_restarts:
+                    problem = f"stopped after {restarts} restarts, the most allowed (--max-restarts)"
+                elif step <= reached:
+                    problem = f"stopped: step {step} asks for a restart again, no step was made since"
+                if problem:
+                    _say(f"{problem}; to go on, add: {' '.join(wanted)}")
                     return code
-                if step <= reached:
-                    _say(
-                        f"stopped: step {step} asks for a restart again, no step was made since; to go on, add: {again}"
-                    )
+                reached, overrides, restarts = step, _merged(overrides, wanted), restarts + 1
+                _say(f"restart {restarts} of at most {self._max_restarts}, after step {step}, with: {' '.join(wanted)}")
+                next_launch = time.monotonic() + self._pause_s
+                while not self._is_stopped and time.monotonic() < next_launch:
+                    time.sleep(0.1)
+                if self._is_stopped:
                     return code
-                reached, overrides = step, _merged(overrides, note["overrides"])
-                _say(f"restart {restarts + 1} of at most {self._max}, after step {step}, with: {again}")
-                self._rest()
-                if self._stopped:
-                    return code
-        raise AssertionError("unreachable")
 
     def _launch(self, command: list[str], file: Path) -> int:
-        environment = {**os.environ, NOTE_VAR: str(file)}
+        environment, with_us = {**os.environ, NOTE_VAR: str(file)}, _end_with(os.getpid())
         try:
-            self._child = subprocess.Popen(
-                command, env=environment, start_new_session=True, preexec_fn=_end_with(os.getpid())
-            )
+            self._child = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=with_us)
         except OSError as error:
             _say(f"cannot start {command[0]}: {error}")
             return 127
-        if self._stopped:  # the signal came while there was no one to pass it on to
-            self._pass_on(signal.SIGTERM)
+        if self._is_stopped:  # the signal came while there was no one to pass it on to
+            self._child.terminate()
         code = self._child.wait()
-        ended = end_descendants(_ORPHANS_S)
-        if ended:
+        if ended := end_descendants(_ORPHANS_S):
             _say(f"ended what the launch left behind: {', '.join(sorted(ended))}")
         return shell_exit_code(code)
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._take) for number in _PASSED_ON}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _take(self, number: int, _frame: Any) -> None:
-        self._stopped = self._stopped or number in _ENDS
-        self._pass_on(number)
-
-    def _pass_on(self, number: int) -> None:
-        if self._child is not None and self._child.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._child.pid, number)
-
-    def _rest(self) -> None:
-        deadline = time.monotonic() + self._pause
-        while not self._stopped and time.monotonic() < deadline:
-            time.sleep(0.1)
+    def _pass_on(self, number: int, _frame: Any) -> None:
+        self._is_stopped = self._is_stopped or number in _ENDS
+        if self._child is not None:
+            self._child.send_signal(number)  # does nothing to one that has ended
 
 
 @click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -131,11 +108,11 @@ def _merged(before: list[str], after: list[str]) -> list[str]:
     return [item for item in before if item.partition("=")[0] not in keys] + after
 
 
-def _read(file: Path) -> dict[str, Any] | None:
-    """Return the note of a launch, None without one."""
+def _read(file: Path) -> tuple[int, list[str]] | None:
+    """Return the step and the overrides that a launch has left, None if there are none."""
     try:
         note = json.loads(file.read_text())
-        return {"step": int(note["step"]), "overrides": [str(item) for item in note["overrides"]]}
+        return int(note["step"]), [str(item) for item in note["overrides"]]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -143,7 +120,7 @@ def _read(file: Path) -> dict[str, Any] | None:
         return None
 
 
-def _end_with(parent: int) -> Any:
+def _end_with(parent: int) -> Callable[[], None] | None:
     """Return what has a child end when this process is killed; Linux alone can do that."""
     if not sys.platform.startswith("linux"):
         return None

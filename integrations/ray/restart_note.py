@@ -14,15 +14,16 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from rl_accel.files import write_atomically
 from rl_accel.relaunch import EXIT_CODE, NOTE_VAR
 
 _NAMESPACE = b"rl_accel"
-_armed = False
-_found: list[dict[str, Any]] = []
+_is_armed = False
+_has_note = threading.Event()
 
 
 def publish(note: dict[str, Any]) -> None:
-    """Leave ``note`` (JSON) for the driver of this process's job. A later one replaces it."""
+    """Leave ``note`` (JSON, with ``step`` and ``overrides``) for the driver of this process's job. A later one replaces it."""
     from ray.experimental.internal_kv import _internal_kv_put
 
     _internal_kv_put(_key(), json.dumps(note), overwrite=True, namespace=_NAMESPACE)
@@ -30,13 +31,13 @@ def publish(note: dict[str, Any]) -> None:
 
 def arm() -> None:
     """Have this process, a driver, look for a note when its main thread ends. Idempotent."""
-    global _armed
-    if _armed or threading.current_thread() is not threading.main_thread():
+    global _is_armed
+    if _is_armed or threading.current_thread() is not threading.main_thread():
         return
-    _armed = True
+    _is_armed = True
     # A thread, because Ray's own exit function, registered after ours, takes the store away.
     threading.Thread(target=_look, name="rl-accel-restart-note", daemon=False).start()
-    atexit.register(_leave)
+    atexit.register(_exit_with_code)
 
 
 def _look() -> None:
@@ -53,24 +54,18 @@ def _look() -> None:
         return
     if not stored:
         return
-    note = json.loads(stored)
-    file = os.environ.get(NOTE_VAR)
-    if file:
-        fresh = Path(file + ".tmp")
-        fresh.write_text(json.dumps(note))
-        os.replace(fresh, file)
+    if file := os.environ.get(NOTE_VAR):
+        write_atomically(Path(file), stored.decode())
     else:
-        overrides = " ".join(note["overrides"])
-        print(
-            f"rl-accel: this run goes on when it is launched again with: {overrides} (rl-accel run -- does that)",
-            file=sys.stderr,
-        )
-    _found.append(note)
+        overrides = " ".join(json.loads(stored)["overrides"])
+        words = f"this run goes on when it is launched again with: {overrides} (rl-accel run -- does that)"
+        print(f"rl-accel: {words}", file=sys.stderr)
+    _has_note.set()
 
 
-def _leave() -> None:
-    """The last word on the exit code: an exit function can change it in no other way."""
-    if not _found:
+def _exit_with_code() -> None:
+    """An exit function can change the exit code in no other way."""
+    if not _has_note.is_set():
         return
     import ray
 

@@ -1,16 +1,21 @@
-"""What a decoder needs of GPU memory at a tensor-parallel size, told from its Hugging Face configuration alone."""
+"""Which tensor-parallel (TP) sizes are possible: what a decoder needs of GPU memory, from its Hugging Face configuration alone."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_accel.features.tp_replan import TpReplanFlags
+
 KNOWN_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """``model_type`` of the families whose parameters are counted here."""
+MIN_SEQUENCES = 4
+"""Sequences of the greatest length that the cache of a server must hold: fewer at once is no batch."""
 _QUERY_KEY_VALUE_BIAS = ("qwen2", "qwen2_moe")
 _QUERY_KEY_NORM = ("qwen3", "qwen3_moe")
 _MIXTURES = {"mixtral": "num_local_experts", "qwen2_moe": "num_experts", "qwen3_moe": "num_experts"}
+_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -18,16 +23,13 @@ class ModelShape:
     """What the estimate needs to know of a model.
 
     Attributes:
-        family: its ``model_type``.
-        heads, kv_heads: attention heads for queries, and for keys and values.
+        kv_heads: attention heads for keys and values.
         intermediate: sizes of the MLP layers that tensor parallelism splits.
         parameters: of the whole model.
         kv_parameters: those of the key and value projections, of which a GPU holds at least one head.
         layers, head_dim: what the key-value cache is made of.
     """
 
-    family: str
-    heads: int
     kv_heads: int
     intermediate: tuple[int, ...]
     parameters: int
@@ -73,7 +75,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape | None:
     mlp, intermediate = _mlp(family, config, hidden, layers)
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings", False) else 2)
     parameters = embeddings + hidden + layers * attention + mlp
-    return ModelShape(family, heads, kv_heads, intermediate, parameters, layers * kv_parameters, layers, head_dim)
+    return ModelShape(kv_heads, intermediate, parameters, layers * kv_parameters, layers, head_dim)
 
 
 def _mlp(family: str, config: Mapping[str, Any], hidden: int, layers: int) -> tuple[int, tuple[int, ...]]:
@@ -112,7 +114,7 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 
 def read_configuration(path: str, fetch: Callable[[str], str] = str) -> Mapping[str, Any] | None:
-    """Return a model's Hugging Face configuration; None if it cannot be read here, and the bounds then say what is unknown.
+    """Return a model's Hugging Face configuration; None if it cannot be read here (:attr:`TpBounds.note` then says so).
 
     Args:
         path: a folder, or the name of a model.
@@ -121,11 +123,105 @@ def read_configuration(path: str, fetch: Callable[[str], str] = str) -> Mapping[
     try:
         file = Path(path) / "config.json"
         if file.is_file():
-            found: Mapping[str, Any] = json.loads(file.read_text())
-            return found
+            config: Mapping[str, Any] = json.loads(file.read_text())
+            return config
         from transformers import AutoConfig
 
-        read: dict[str, Any] = AutoConfig.from_pretrained(fetch(path)).to_dict()
-        return read
+        fetched: dict[str, Any] = AutoConfig.from_pretrained(fetch(path)).to_dict()
+        return fetched
     except Exception:  # of the file system, of the hub, of code that comes with a model
         return None
+
+
+class TpBounds:
+    """The sizes that divide the GPUs and the model, stay within a node, and leave room for the key-value cache.
+
+    Of the model, vLLM and SGLang want: attention heads divisible by TP; key-value heads divisible by it, or TP by them (each
+    is then copied); the inner sizes of the MLP layers divisible by it.
+
+    Args:
+        flags: the user's bounds and the memory of a GPU.
+        world_size: GPUs for rollout, over the data- and pipeline-parallel size of a server.
+        gpus_per_node: None: all of them are in one node.
+        model: configuration of the model as a mapping (``config.json``). If the family is unknown, what it says of heads still
+            bounds, and memory does not.
+        max_tokens: greatest length of a sequence, prompt and response.
+        memory_share: of a GPU's memory that the rollout engine may use for weights and cache.
+        bytes_per_value: of weights and cache, 2 for bfloat16.
+        multiple_of: what sizes must be multiples of: the expert-parallel size, which splits an engine's GPUs itself.
+
+    Attributes:
+        sizes: the possible sizes, ascending.
+        note: what is left out of the bounds for want of knowledge; empty if nothing is.
+
+    Raises:
+        ValueError: no size is possible (names the reason for each), or the model's configuration is damaged.
+    """
+
+    def __init__(
+        self,
+        flags: TpReplanFlags,
+        world_size: int,
+        gpus_per_node: int | None = None,
+        *,
+        model: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
+        memory_share: float = 0.9,
+        bytes_per_value: int = 2,
+        multiple_of: int = 1,
+    ) -> None:
+        self._flags, self._world_size, self._max_tokens = flags, world_size, max_tokens
+        self._gpus_per_node = gpus_per_node or world_size
+        self._share, self._bytes, self._multiple_of = memory_share, bytes_per_value, multiple_of
+        self._model = model or {}
+        self._shape = read_shape(self._model)
+        self.note = self._what_is_unknown()
+        self._obstacles = {size: list(self._find_obstacles(size)) for size in range(1, world_size + 1)}
+        self.sizes = tuple(size for size, obstacles in self._obstacles.items() if not obstacles)
+        if not self.sizes:
+            divisors = [size for size in self._obstacles if world_size % size == 0]
+            reasons = "; ".join(f"TP {size}: {self.why_not(size)}" for size in divisors)
+            raise ValueError(f"no tensor-parallel size is possible on {world_size} GPUs: {reasons}")
+
+    def why_not(self, size: int) -> str:
+        """Return why ``size`` is impossible, or an empty string."""
+        return ", ".join(self._obstacles.get(size, [f"there are {self._world_size} GPUs"]))
+
+    def _find_obstacles(self, size: int) -> Iterator[str]:
+        if self._world_size % size:
+            yield f"does not divide {self._world_size} GPUs"
+        if size % self._multiple_of:
+            yield f"is no multiple of {self._multiple_of}"
+        if size > self._gpus_per_node:
+            yield f"is more than the {self._gpus_per_node} GPUs of a node"
+        elif self._world_size > self._gpus_per_node and self._gpus_per_node % size:
+            yield f"does not divide the {self._gpus_per_node} GPUs of a node"
+        if size < self._flags.min_tp:
+            yield f"is below min_tp = {self._flags.min_tp}"
+        if self._flags.max_tp is not None and size > self._flags.max_tp:
+            yield f"is above max_tp = {self._flags.max_tp}"
+        heads, kv_heads = (self._model.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
+        if isinstance(heads, int) and heads > 0 and heads % size:
+            yield f"does not divide {heads} attention heads"
+        if isinstance(kv_heads, int) and kv_heads > 0 and kv_heads % size and size % kv_heads:
+            yield f"neither divides {kv_heads} key-value heads nor is divided by them"
+        if self._shape is None:
+            return
+        for inner in self._shape.intermediate:
+            if inner % size:
+                yield f"does not divide the MLP size {inner}"
+        if self._flags.memory_gb is not None:
+            memory = self._flags.memory_gb * self._share
+            weights = self._shape.weight_bytes(size, self._bytes) / _GIB
+            tokens = MIN_SEQUENCES * (self._max_tokens or 1)
+            cache = tokens * self._shape.kv_bytes_per_token(size, self._bytes) / _GIB
+            if weights + cache > memory:
+                needs = f"{weights:.1f} GiB a GPU for weights and {cache:.1f} for {tokens} tokens of cache"
+                yield f"needs {needs}, and has {memory:.1f}"
+
+    def _what_is_unknown(self) -> str:
+        if self._flags.memory_gb is None:
+            return "memory is not bounded: memory_gb is not set"
+        if self._shape is None:
+            return "memory is not bounded: the model is quantised, cannot be read, or is of a family that is not known"
+        return "" if self._max_tokens else "memory is bounded for weights alone: the longest sequence is not known"

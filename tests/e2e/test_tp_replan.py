@@ -1,7 +1,4 @@
-"""Responses outgrow the memory of two servers of a rank each: advice leaves them so, a restart goes on with one server of two.
-
-So does a run whose servers are replaced while it lives.
-"""
+"""Responses outgrow the memory of two servers of a rank each: advice leaves them so, a restart goes on with one server of two."""
 
 import json
 import re
@@ -18,11 +15,11 @@ from rl_accel.relaunch import EXIT_CODE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-P0, R0, STEPS, SHORT_STEPS = 8, 4, 6, 3
+P0, R0, STEPS, SHORT_STEPS = 8, 4, 10, 6
 SHORT, LONG = 30, 150
-DECIDED_AT = SHORT_STEPS + 1
-"""The first step with long responses: the reference is known by then, and one step is taken for a rise."""
-TIGHT = 1500
+DECIDED_AT = SHORT_STEPS + 2
+"""The second step with long responses: the reference is known by then, and two steps make a rise."""
+TIGHT = 1000
 """Tokens of a rank: 16 short responses fit, 16 long ones do not."""
 TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 MEMORY = "+actor_rollout_ref.rollout.engine_kwargs.hf_cpu"
@@ -35,11 +32,9 @@ OVERRIDES = (
     f"actor_rollout_ref.actor.ppo_mini_batch_size={P0}",
     "trainer.n_gpus_per_node=2",
     f"{MEMORY}.kv_tokens={TIGHT}",
-    f"{MEMORY}.weight_tokens=3000",
+    f"{MEMORY}.weight_tokens=4000",
     "+rl_accel.sampler.enable=True",
     "+rl_accel.tp_replan.enable=True",
-    "+rl_accel.tp_replan.confirm_steps=1",
-    "+rl_accel.tp_replan.least_reference=1",
 )
 
 
@@ -116,9 +111,9 @@ def test_advice_is_logged_and_the_run_goes_on_as_it_is(train):
     assert left.steps == list(left.metrics) == list(range(1, STEPS + 1))
     preemptions = left.numbers("preemptions")
     assert preemptions[:SHORT_STEPS] == [0.0] * SHORT_STEPS
-    assert min(preemptions[SHORT_STEPS:]) > 5
+    assert min(preemptions[SHORT_STEPS:]) > 15
     assert left.numbers("tp") == [1.0] * STEPS
-    assert left.numbers("wanted_tp") == [1.0] * SHORT_STEPS + [2.0] + [1.0] * (STEPS - DECIDED_AT)
+    assert left.numbers("wanted_tp") == [1.0] * (DECIDED_AT - 1) + [2.0] + [1.0] * (STEPS - DECIDED_AT)
     assert left.numbers("changes") == [0.0] * STEPS
     advice = re.findall(r"tp_replan: advice after step (\d+): raise TP 1 to 2: preemptions are .* expected: ", left.log)
     assert advice == [str(DECIDED_AT)]
@@ -139,22 +134,6 @@ def test_a_restart_goes_on_with_one_server_of_two_ranks_at_the_exact_step(train)
     for metrics in left.metrics.values():
         assert metrics["training/rollout_probs_diff_max"] < 1e-4
         assert metrics["response_length/mean"] == LONG
-        assert 0 < metrics["actor/grad_norm"] < 1e4
-
-
-def test_live_goes_on_with_one_server_of_two_ranks_in_the_same_launch(train):
-    left = train([], "+rl_accel.tp_replan.action=live")
-    assert left.code == 0, left.log[-4000:]
-    assert left.steps == list(left.metrics) == list(range(1, STEPS + 1))
-    assert left.log.count("tp_replan: TP is 2 now") == 1
-    assert saved(left.log) == []
-    assert left.numbers("tp") == [1.0] * DECIDED_AT + [2.0] * (STEPS - DECIDED_AT)
-    preemptions = left.numbers("preemptions")
-    assert preemptions[DECIDED_AT - 1] > 5
-    assert preemptions[DECIDED_AT:] == [0.0] * (STEPS - DECIDED_AT)
-    assert left.numbers("changes")[-1] == 1.0
-    for metrics in left.metrics.values():
-        assert metrics["training/rollout_probs_diff_max"] < 1e-4, "the new server has the weights of now"
         assert 0 < metrics["actor/grad_norm"] < 1e4
 
 

@@ -1,4 +1,4 @@
-"""Parameters and cache bytes, against real transformers models that hold no memory."""
+"""Parameters and cache bytes, against real transformers models that hold no memory; the sizes that follow from them."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
-from rl_accel.parallel.model_memory import KNOWN_FAMILIES, read_shape
+from rl_accel.features.tp_replan import TpReplanFlags
+from rl_accel.parallel.model_memory import KNOWN_FAMILIES, TpBounds, read_shape
 
 SMALL = {"num_hidden_layers": 3, "vocab_size": 8000, "hidden_size": 512, "num_attention_heads": 8}
 GROUPED = {**SMALL, "num_key_value_heads": 2}
@@ -103,3 +106,106 @@ def test_nothing_is_guessed(config):
 def test_a_known_family_without_a_size_is_an_error(value):
     with pytest.raises(ValueError, match=r"hidden_size of the model configuration must be .*, found"):
         read_shape({**QWEN3_8B, "hidden_size": value})
+
+
+# Which sizes are possible
+
+
+def bounds(world_size=8, gpus_per_node=8, model=QWEN3_8B, max_tokens=32768, memory_share=0.9, **flags):
+    return TpBounds(
+        TpReplanFlags(**flags), world_size, gpus_per_node, model=model, max_tokens=max_tokens, memory_share=memory_share
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        ({}, (1, 2, 4, 8)),
+        ({"world_size": 32}, (1, 2, 4, 8)),
+        ({"world_size": 12, "gpus_per_node": 12}, (1, 2, 4)),
+        ({"world_size": 24, "gpus_per_node": 6}, (1, 2)),
+        ({"world_size": 16, "gpus_per_node": None}, (1, 2, 4, 8, 16)),
+        ({"min_tp": 2, "max_tp": 4}, (2, 4)),
+        ({"model": {**QWEN3_8B, "num_attention_heads": 28, "num_key_value_heads": 4}}, (1, 2, 4)),
+        ({"model": {**QWEN3_8B, "num_attention_heads": 24, "num_key_value_heads": 3}, "world_size": 12}, (1,)),
+        ({"model": {**QWEN3_8B, "intermediate_size": 12290}}, (1, 2)),
+        ({"model": None, "world_size": 6}, (1, 2, 3, 6)),
+        ({"model": {"model_type": "other", "num_attention_heads": 12}, "world_size": 8}, (1, 2, 4)),
+    ],
+)
+def test_possible_sizes(arguments, sizes):
+    assert bounds(**arguments).sizes == sizes
+
+
+def test_sizes_are_multiples_of_what_splits_an_engine_itself():
+    split = TpBounds(TpReplanFlags(), 8, 8, multiple_of=4)
+    assert split.sizes == (4, 8)
+    assert split.why_not(2) == "is no multiple of 4"
+
+
+def test_memory_for_weights_and_cache():
+    """15.3 GiB of weights and 4 x 4.5 GiB of cache: one GPU of 36 GiB holds it at a share of 0.95, two of 20 GiB at 0.9."""
+    assert bounds(memory_gb=36.0, memory_share=0.95).sizes == (1, 2, 4, 8)
+    small = bounds(memory_gb=20.0)
+    assert small.sizes == (2, 4, 8)
+    for number in ("15.3 GiB", "18.0 for 131072 tokens", "has 18.0"):
+        assert number in small.why_not(1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"memory_gb": 80.0}, ""),
+        ({}, "memory_gb is not set"),
+        ({"memory_gb": 80.0, "max_tokens": None}, "bounded for weights alone"),
+        ({"memory_gb": 80.0, "model": None}, "not bounded: the model"),
+        ({"memory_gb": 80.0, "model": {"model_type": "mamba"}}, "not bounded: the model"),
+        ({"memory_gb": 80.0, "model": {**QWEN3_8B, "quantization_config": {"bits": 8}}}, "not bounded: the model"),
+    ],
+)
+def test_it_says_what_it_does_not_know(arguments, words):
+    note = bounds(**arguments).note
+    assert words in note
+    assert bool(words) == bool(note)
+
+
+def test_bounds_that_nothing_satisfies_name_every_reason():
+    with pytest.raises(ValueError, match="no tensor-parallel size is possible on 12 GPUs") as error:
+        bounds(world_size=12, gpus_per_node=4, min_tp=4, memory_gb=8.0)
+    reasons = dict(part.split(": ", 1) for part in str(error.value).split("12 GPUs: ")[1].split("; "))
+    assert list(reasons) == ["TP 1", "TP 2", "TP 3", "TP 4", "TP 6", "TP 12"]
+    assert "min_tp = 4" in reasons["TP 1"]
+    assert "32 attention heads" in reasons["TP 3"]
+    assert "has 7.2" in reasons["TP 4"]
+    assert "more than the 4 GPUs of a node" in reasons["TP 12"]
+
+
+@given(
+    world=st.integers(1, 64),
+    node=st.integers(1, 16),
+    kv_heads=st.integers(1, 8),
+    group=st.integers(1, 8),
+    memory=st.floats(4, 80),
+)
+def test_exactly_the_sizes_that_fit_are_possible(world, node, kv_heads, group, memory):
+    model = {**QWEN3_8B, "num_attention_heads": kv_heads * group, "num_key_value_heads": kv_heads}
+
+    def fits(tp):
+        place = world % tp == 0 and tp <= node and (world <= node or node % tp == 0)
+        whole = (kv_heads * group) % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0) and 12288 % tp == 0
+        values = 4 * 1000 * 2 * 36 * -(-kv_heads // tp) * 128
+        hidden, kv_width = 4096, kv_heads * 128
+        split = 2 * 151936 * hidden + 36 * (3 * 12288 * hidden + 2 * kv_heads * group * 128 * hidden)
+        weights = split / tp + 36 * 2 * hidden * max(kv_width / tp, 128)
+        need, have = 2 * (values + weights), memory * 2**30 * 0.9
+        assume(abs(need / have - 1) > 1e-3)  # norms and embeddings are counted roughly here
+        return place and whole and need <= have
+
+    wanted = tuple(tp for tp in range(1, world + 1) if fits(tp))
+    if not wanted:
+        with pytest.raises(ValueError, match="no tensor-parallel size is possible"):
+            bounds(world, node, model, 1000, memory_gb=memory)
+        return
+    possible = bounds(world, node, model, 1000, memory_gb=memory)
+    assert possible.sizes == wanted
+    assert all(possible.why_not(tp) for tp in range(1, world + 3) if tp not in wanted)

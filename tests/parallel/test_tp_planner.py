@@ -1,39 +1,49 @@
-"""The planner by example: the published rule, the published numbers, the check afterwards, and what it does about noise."""
+"""What the planner decides: the published rule and numbers, the check afterwards, and what it does about noise."""
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from rl_accel.parallel.tp_bounds import TpBounds
-from rl_accel.parallel.tp_decisions import Observation
-from rl_accel.parallel.tp_planner import TpPlanner
-from rl_accel.parallel.tp_settings import TpSettings
+from rl_accel.features.tp_replan import TpReplanFlags
+from rl_accel.parallel.model_memory import TpBounds
+from rl_accel.parallel.tp_planner import (
+    CALM_STEPS,
+    CHECK_STEPS,
+    CONFIRM_STEPS,
+    REFERENCE_STEPS,
+    RETRY_STEPS,
+    Observation,
+    TpPlanner,
+)
 
-QWEN3_8B = json.loads((Path(__file__).parent / "qwen3_8b.json").read_text())
 PUBLISHED = {
     # RollPacker (NSDI'26), Qwen3-8B, 32k tokens, 8 GPUs: preemptions and rollout seconds of a step at each size
     "short": {1: (5199, 1029), 2: (4102, 768)},
     "long": {1: (2900, 1172), 2: (2601, 1284)},
 }
-TOKENS = 10_000_000
+RISES_AT = REFERENCE_STEPS[1]
+RAISED_AT = RISES_AT + CONFIRM_STEPS - 1
+BACK_AFTER = CHECK_STEPS[0] + 1
+"""Steps from asking for a change until it is rolled back: the first step at the new size is not counted."""
 
 
-def planner(sizes=8, model=None, max_tokens=None, **settings):
-    return TpPlanner(TpBounds(TpSettings(**settings), sizes, 8, model=model, max_tokens=max_tokens))
+def planner(sizes=8, max_changes=6, **bounds):
+    return TpPlanner(TpBounds(TpReplanFlags(**bounds), sizes, 8), max_changes)
 
 
-def step(preemptions=0, tp=1, seconds=100.0, kind="all", tokens=1_000_000, kv_use=None):
-    return Observation(kind, tp=tp, preemptions=preemptions, rollout_seconds=seconds, tokens=tokens, kv_use=kv_use)
+def step(preemptions=0, tp=1, seconds=100.0, kind="all", tokens=1_000_000):
+    return Observation(kind, tp=tp, preemptions=preemptions, rollout_seconds=float(seconds), tokens=tokens)
 
 
 class Run:
     """Steps whose advice is carried out at once. ``world(number, tp)`` gives the arguments of :func:`step`."""
 
-    def __init__(self, world, tp=1, **settings):
-        self.world, self.tp, self.planner, self.decisions = world, tp, planner(**settings), []
+    def __init__(self, world, tp=1, **arguments):
+        self.world, self.tp, self.planner, self.decisions = world, tp, planner(**arguments), []
 
     def go(self, steps):
         for _ in range(steps):
@@ -51,181 +61,131 @@ class Run:
         return self.decisions[-1].reason
 
 
+def pressure(before=1000, after=1500, seconds=None):
+    """Preemptions rise once and stay; rollout takes ``seconds[tp]``."""
+    return lambda i, tp: {
+        "preemptions": before if i < RISES_AT else after,
+        "seconds": (seconds or {}).get(tp, 100),
+    }
+
+
 # The rule
 
 
-def test_a_rise_doubles_tp():
-    run = Run(lambda i, tp: {"preemptions": 1000 if i < 10 else 1200}).go(12)
-    assert run.changes == [(11, "raise", 2)]
-    assert (
-        run.last == "raise TP 1 to 2: preemptions are 1.20 times their reference (all 1200 over 1000), more than 1.05"
-    )
-    assert run.decisions[-1].expected == "unknown until tried; the published gain is 1 to 4% of a step"
-    assert run.decisions[-1].expected_ratio is None
-
-
-def test_one_high_step_is_no_rise():
-    run = Run(lambda i, tp: {"preemptions": 5000 if i == 12 else 1000}).go(40)
-    assert run.changes == []
+def test_a_rise_that_is_confirmed_doubles_tp():
+    run = Run(pressure(1000, 1300)).go(RAISED_AT + 1)
+    assert run.changes == [(RAISED_AT, "raise", 2)]
+    assert "1.300 times" in run.last
+    assert "1300 over 1000" in run.last
 
 
 def test_a_slow_rise_is_seen_too():
-    run = Run(lambda i, tp: {"preemptions": round(1000 * 1.01**i)}).go(40)
+    run = Run(lambda i, tp: {"preemptions": round(1000 * 1.02**i)}).go(60)
     assert run.changes[0][1:] == ("raise", 2)
 
 
-def test_a_handful_of_preemptions_is_no_rise():
-    run = Run(lambda i, tp: {"preemptions": 1 if i < 10 else 8}).go(40)
-    assert run.changes == []
+@pytest.mark.parametrize(
+    ("world", "why"),
+    [
+        (lambda i, tp: {"preemptions": 5000 if i == 12 else 1000}, "one high step"),
+        (lambda i, tp: {"preemptions": 1 if i < 12 else 8}, "a handful"),
+        (pressure(1000, 1040), "less than the threshold"),
+        (pressure(100, 118), "noise of independent events"),
+        (lambda i, tp: {"preemptions": None}, "unknown"),
+        (lambda i, tp: {"preemptions": 1000 * 2**i if i < REFERENCE_STEPS[0] else 0 if i % 4 else 1}, "too few steps"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_no_rise(world, why):
+    assert Run(world, min_tp=1).go(40).changes == []
 
 
-def test_four_steps_without_a_preemption_halve_tp():
-    run = Run(lambda i, tp: {"preemptions": 0 if i > 2 else 50}, tp=8).go(7)
-    assert run.changes == [(6, "lower", 4)]
-    assert run.last == (
-        "lower TP 8 to 4: 4 steps in a row without a preemption "
-        "(memory is not bounded, unknown: the model, memory_gb, max_tokens)"
-    )
+def test_steps_without_a_preemption_halve_tp_down_to_the_least():
+    run = Run(lambda i, tp: {"preemptions": 0 if i > 2 else 50}, tp=8, min_tp=2).go(40)
+    assert run.changes[0] == (2 + CALM_STEPS, "lower", 4)
+    assert [tp for _, _, tp in run.changes] == [4, 2]
+    assert "below min_tp = 2" in run.last
+
+
+def test_unknown_preemptions_end_a_calm_row():
+    assert Run(lambda i, tp: {"preemptions": None if i % CALM_STEPS == 3 else 0}, tp=4).go(20).changes == []
 
 
 def test_a_round_kind_that_needs_the_memory_keeps_it():
     def world(i, tp):
-        return {"kind": "long", "preemptions": 100} if i % 5 == 0 else {"kind": "short"}
+        return {"kind": "long", "preemptions": 100} if i % 6 == 0 else {"kind": "short"}
 
     assert Run(world, tp=2).go(60).changes == []
 
 
-def test_few_preemptions_scatter_by_themselves():
-    run = Run(lambda i, tp: {"preemptions": 100 if i < 20 else 118}).go(22)
+@pytest.mark.parametrize(
+    ("world", "arguments", "reason"),
+    [
+        (pressure(1000, 2000), {"sizes": 4, "tp": 4}, "TP 8 is not possible: there are 4 GPUs"),
+        (pressure(1000, 2000), {"tp": 2, "max_tp": 2}, "TP 4 is not possible: is above max_tp = 2"),
+        (pressure(0, 0), {}, "TP 1 cannot be halved"),
+        (pressure(0, 0), {"tp": 3, "sizes": 6}, "TP 3 cannot be halved"),
+        (pressure(1000, 2000), {"max_changes": 1}, "0 of at most 1 changes are made, and one is kept"),
+    ],
+)
+def test_what_is_not_possible_is_said(world, arguments, reason):
+    run = Run(world, **arguments).go(RAISED_AT + 1)
     assert run.changes == []
-    assert run.last.endswith("1.18 times their reference (all 118 over 100), which may be chance up to 1.24")
-
-
-def test_the_first_steps_decide_nothing():
-    run = Run(lambda i, tp: {"preemptions": 1000 * 2**i}).go(4)
-    assert run.changes == []
-    assert run.last == (
-        "keep TP 1: no reference yet, it takes 5 steps of a round kind at this size with known preemptions, and there are 4 all"
-    )
-
-
-def test_unknown_preemptions_are_not_none():
-    run = Run(lambda i, tp: {"preemptions": None}, tp=4).go(20)
-    assert run.changes == []
-    assert run.last == "keep TP 4: preemptions are unknown, which is not none"
-    run = Run(lambda i, tp: {"preemptions": None if i % 4 == 3 else 0}, tp=4).go(20)
-    assert run.changes == []
-
-
-def test_the_bounds_end_it():
-    rising = Run(lambda i, tp: {"preemptions": 1000 if i < 10 else 2000}, sizes=4, tp=4).go(12)
-    assert rising.last.endswith("more than 1.05, but TP 8 is not possible: there are 4 GPUs")
-    capped = Run(lambda i, tp: {"preemptions": 1000 if i < 10 else 2000}, tp=2, max_tp=2).go(12)
-    assert capped.last.endswith("but TP 4 is not possible: is above max_tp = 2")
-    calm = Run(lambda i, tp: {}, tp=2, min_tp=2).go(4)
-    assert calm.last.endswith("4 steps in a row without a preemption, but TP 1 is not possible: is below min_tp = 2")
-    assert Run(lambda i, tp: {}).go(4).last.endswith("without a preemption, but TP 1 cannot be halved")
-    assert Run(lambda i, tp: {}, sizes=6, tp=3).go(4).last.endswith("but TP 3 cannot be halved")
+    assert reason in run.last
 
 
 def test_a_step_at_an_impossible_size_is_an_error():
-    with pytest.raises(ValueError, match="tp must be a possible size, found 3: does not divide 8 GPUs"):
+    with pytest.raises(ValueError, match="found 3: does not divide 8 GPUs"):
         planner().step(step(tp=3))
-
-
-def test_a_full_cache_is_not_halved():
-    run = Run(lambda i, tp: {"kv_use": 0.95 if i == 2 else 0.5}, tp=2).go(4)
-    assert run.last == (
-        "keep TP 2: 4 steps in a row without a preemption, but at TP 1 the cache would be at least 95% full, more than 90%"
-    )
-    known = {"model": QWEN3_8B, "memory_gb": 40.0, "max_tokens": 1000, "tp": 2}
-    assert "at TP 1 the cache would be 96% full" in Run(lambda i, tp: {"kv_use": 0.7}, **known).go(4).last
-    lowered = Run(lambda i, tp: {"kv_use": 0.6}, **known).go(4)
-    assert lowered.changes == [(3, "lower", 1)]
-    assert lowered.last == "lower TP 2 to 1: 4 steps in a row without a preemption"
-    assert lowered.decisions[-1].expected == "room for 0.73 times as many tokens in the caches of all servers"
 
 
 # The check afterwards
 
 
-def pressure_until(raised_at, seconds):
-    """Preemptions rise at step ``raised_at`` and stay; rollout takes ``seconds[tp]``."""
-    return lambda i, tp: {"preemptions": (1000 if i < raised_at else 1500) // tp, "seconds": seconds[tp]}
-
-
-def test_a_change_that_made_rollout_slower_is_rolled_back_and_not_tried_again_for_a_while():
-    run = Run(lambda i, tp: {"preemptions": 100 if i == 0 else (tp == 1) * 200, "seconds": {2: 100, 1: 110}[tp]}, tp=2)
-    run.go(150)
+def test_a_change_that_made_rollout_slower_is_rolled_back_and_tried_again_ever_more_rarely():
+    run = Run(pressure(0, 0, {1: 110}), tp=2).go(150)
     assert [change for _, *change in run.changes] == [["lower", 1], ["roll back", 2]] * 3
     at = [i for i, *_ in run.changes]
-    assert at[1] - at[0] == 4  # the first step is cold, three are compared
-    assert (at[2] - at[1], at[4] - at[3]) == (26, 51)  # 25 steps later, and 50
-    assert run.decisions[at[1]].reason == (
-        "roll back TP 1 to 2: TP 1 is slower than TP 2, 1.100 times the rollout seconds per token (all 1.100; chance ±0.000)"
-    )
-    assert run.decisions[at[1]].expected == "9.1% fewer rollout seconds per token"
-    assert run.decisions[at[1]].expected_ratio == pytest.approx(1 / 1.1)
-    assert "but TP 2 to 1 is not tried again for" in run.decisions[at[2] - 1].reason
-    assert run.decisions[at[2]].expected_ratio == pytest.approx(1.1)
-    assert run.decisions[at[2]].expected == "10.0% more rollout seconds per token, as last measured at TP 1"
+    assert at[1] - at[0] == BACK_AFTER
+    assert (at[2] - at[1], at[4] - at[3]) == (RETRY_STEPS + 1, 2 * RETRY_STEPS + 1)
     assert run.tp == 2
-    assert "but 6 of at most 6 changes are made, and one is kept for rolling back" in run.last
+    assert run.planner.changes == 6
+    assert "6 of at most 6 changes" in run.last
+    assert "9.1% fewer" in run.decisions[at[1]].expected
 
 
 def test_a_raise_that_helps_stands_and_is_not_lowered_at_once():
-    run = Run(lambda i, tp: {"preemptions": (1000 if i < 10 else 1500) * (tp == 1), "seconds": {1: 100, 2: 90}[tp]})
-    run.go(36)
-    assert run.changes == [(11, "raise", 2)]
-    assert "the change from TP 1 stands, it is no slower: 0.900 times" in run.decisions[15].reason
-    assert "5 steps in a row without a preemption, but TP 2 to 1 is not tried again for" in run.decisions[16].reason
+    run = Run(lambda i, tp: {**pressure()(i, tp), **({"preemptions": 0, "seconds": 90} if tp == 2 else {})})
+    run.go(RAISED_AT + RETRY_STEPS)
+    assert run.changes == [(RAISED_AT, "raise", 2)]
+    assert any("stands" in decision.reason for decision in run.decisions)
 
 
-def test_a_first_slow_step_at_a_new_size_is_not_counted():
-    def world(i, tp):
-        return {"preemptions": 1000 if i < 10 else 1500, "seconds": 400 if i == 12 else 100}
-
-    assert Run(world).go(40).changes == [(11, "raise", 2)]
+def test_a_slow_first_step_at_a_new_size_is_not_counted():
+    run = Run(lambda i, tp: {**pressure()(i, tp), "seconds": 400 if i == RAISED_AT + 1 else 100})
+    assert run.go(40).changes == [(RAISED_AT, "raise", 2)]
 
 
-def test_a_doubtful_change_is_watched_longer():
-    after = {13: 95, 14: 125, 15: 112}
-
-    def world(i, tp):
-        return {"preemptions": 1000 if i < 10 else 1500, "seconds": after.get(i, 112) if tp == 2 else 100}
-
-    run = Run(world).go(20)
-    assert "have 3 all, so far 1.10" in run.decisions[15].reason
-    assert run.changes == [(11, "raise", 2), (17, "roll back", 1)]
-
-
-def test_tokens_are_taken_into_account():
-    def world(i, tp):
-        return {
-            "preemptions": 1000 if i < 10 else 1500,
-            "seconds": 100 * (1 + (tp > 1)),
-            "tokens": 10**6 * (1 + (tp > 1)),
-        }
-
-    assert Run(world).go(40).changes == [(11, "raise", 2)]
+def test_more_tokens_may_take_longer():
+    world = pressure(seconds={2: 200})
+    run = Run(lambda i, tp: {**world(i, tp), "tokens": 10**6 * tp})
+    assert run.go(40).changes == [(RAISED_AT, "raise", 2)]
 
 
 def test_rolling_back_needs_no_preemptions():
+    world = pressure(seconds={2: 200})
+    run = Run(lambda i, tp: world(i, tp) | ({"preemptions": None} if tp == 2 else {})).go(30)
+    assert run.changes == [(RAISED_AT, "raise", 2), (RAISED_AT + BACK_AFTER, "roll back", 1)]
+
+
+def test_a_kind_that_stops_coming_holds_the_check_up_for_a_while_only():
     def world(i, tp):
-        return {"preemptions": None if tp == 2 else 1000 if i < 10 else 1500, "seconds": 100 * tp}
+        kind = "long" if i % 2 and tp == 1 else "short"
+        return {"kind": kind, "preemptions": 1000 if i < 30 else 2000, "seconds": 100 * tp}
 
-    assert Run(world).go(20).changes == [(11, "raise", 2), (15, "roll back", 1)]
-
-
-def test_a_kind_that_stops_coming_does_not_hold_up_the_check():
-    def world(i, tp):
-        kind = "long" if i % 2 and i < 12 else "short"
-        return {"kind": kind, "preemptions": 1000 if i < 10 else 2000, "seconds": 100 * tp**0.1}
-
-    run = Run(world).go(60)
-    (at, *_), (back, *_) = run.changes[:2]
-    assert run.changes[1][1] == "roll back"
-    assert back - at == 20  # check_limit
+    (raised, *_), (back, *change) = Run(world).go(60).changes[:2]
+    assert change == ["roll back", 1]
+    assert back - raised == CHECK_STEPS[1] + 1
 
 
 @pytest.mark.parametrize(("slower", "share"), [(1.0, (0.0, 0.1)), (1.15, (0.9, 1.0)), (0.9, (0.0, 0.02))])
@@ -233,14 +193,10 @@ def test_the_check_under_noise(slower, share):
     """Rollout seconds scatter by 5%: a change that costs 15% goes back, and one that costs nothing rarely does."""
     back = 0
     for seed in range(100):
-        rng = np.random.default_rng(seed)
-
-        def world(i, tp, rng=rng):
-            seconds = 100 * (slower if tp == 2 else 1) * math.exp(0.05 * rng.standard_normal())
-            return {"preemptions": 1000 if i < 10 else 1500, "seconds": seconds}
-
-        run = Run(world).go(34)
-        assert run.changes[0] == (11, "raise", 2)
+        scatter = np.random.default_rng(seed).lognormal(0, 0.05, 40)
+        seconds = {1: scatter * 100, 2: scatter * 100 * slower}
+        run = Run(lambda i, tp, seconds=seconds: {**pressure()(i, tp), "seconds": seconds[tp][i]}).go(34)
+        assert run.changes[0] == (RAISED_AT, "raise", 2)
         back += any(change == "roll back" for _, change, _ in run.changes)
     assert share[0] <= back / 100 <= share[1]
 
@@ -249,179 +205,185 @@ def test_the_check_under_noise(slower, share):
 def test_noise_alone_changes_nothing(noise):
     """Preemptions are constant but for their scatter: a change is an accident, less often than once in 1500 steps."""
     raised = 0
-    for seed in range(60):
-        rng = np.random.default_rng(seed)
-
-        def world(i, tp, rng=rng):
-            count = round(5000 * math.exp(noise * rng.standard_normal()))
-            return {"kind": "long" if i % 5 == 4 else "short", "preemptions": count}
-
-        raised += sum(change == "raise" for _, change, _ in Run(world).go(500).changes)
-    assert raised <= 60 * 500 / 1500
+    for seed in range(30):
+        counts = np.random.default_rng(seed).lognormal(math.log(5000), noise, 500)
+        run = Run(lambda i, tp, counts=counts: {"kind": "short" if i % 5 else "long", "preemptions": round(counts[i])})
+        raised += sum(change == "raise" for _, change, _ in run.go(500).changes)
+    assert raised <= 30 * 500 / 1500
 
 
 def test_a_real_rise_is_found_in_the_noise():
-    found = 0
+    detected = 0
     for seed in range(40):
-        rng = np.random.default_rng(seed)
-
-        def world(i, tp, rng=rng):
-            return {"preemptions": round(5000 * (1 if i < 30 else 1.5) * math.exp(0.1 * rng.standard_normal()))}
-
-        run = Run(world).go(36)
-        found += bool(run.changes) and run.changes[0][0] >= 30
-    assert found >= 34
+        counts = np.random.default_rng(seed).lognormal(math.log(5000), 0.1, 40)
+        run = Run(lambda i, tp, counts=counts: {"preemptions": round(counts[i] * (1 if i < 30 else 1.5))}).go(40)
+        detected += bool(run.changes) and run.changes[0][0] >= 30
+    assert detected >= 34
 
 
 # Advice that is not taken
 
 
 def test_advice_that_is_not_taken_is_repeated_more_and_more_rarely():
-    advisor, asked = planner(), []
-    for i in range(130):
-        if advisor.step(step(tp=2)).change == "lower":
-            asked.append(i)
-    assert asked == [3, 4 + 25, 30 + 50]
-    assert advisor.state_dict()["changes"] == 0
+    advisor = planner()
+    asked = [i for i in range(130) if advisor.step(step(tp=2)).change == "lower"]
+    assert asked == [3, 4 + RETRY_STEPS, 5 + 3 * RETRY_STEPS]
+    assert advisor.changes == 0
 
 
-def test_rolling_back_is_asked_for_until_it_is_done():
-    run = Run(pressure_until(10, {1: 100, 2: 120})).go(16)
-    assert run.changes == [(11, "raise", 2), (15, "roll back", 1)]
-    asked = []
-    for _ in range(12):
-        resumed = planner()
-        resumed.load_state_dict(run.planner.state_dict())
-        run.planner = resumed
-        asked.append(resumed.step(step(1500, tp=2, seconds=120)))
-    assert [i for i, decision in enumerate(asked) if decision.change == "roll back"] == [4, 9]
-    assert asked[0].reason.endswith("but rolling back was not carried out")
+def test_rolling_back_is_asked_for_again_until_it_is_done():
+    run = Run(pressure(seconds={2: 120})).go(RAISED_AT + BACK_AFTER + 1)
+    assert run.decisions[-1].change == "roll back"
+    again = [run.planner.step(step(1500, tp=2, seconds=120)) for _ in range(RETRY_STEPS + 1)]
+    assert [decision.change for decision in again] == ["keep"] * RETRY_STEPS + ["roll back"]
 
 
 def test_a_size_that_was_not_asked_for_starts_anew():
-    run = Run(pressure_until(100, {1: 100, 4: 500})).go(20)
+    run = Run(pressure(seconds={4: 500})).go(RISES_AT)
     run.tp = 4
-    run.go(20)
-    assert run.changes == []
-    assert "step 1 of 4 to cool down after a change" in run.decisions[20].reason
-    assert run.planner.state_dict()["changes"] == 0
+    assert run.go(8).changes == [], "the rise was at another size, and so was the speed"
+    assert run.planner.changes == 0
 
 
 # The published numbers
 
 
-def published(kinds):
-    """Preemptions grow with the responses to the published values, and stay."""
+@pytest.mark.parametrize(
+    ("kinds", "best"),
+    [
+        (["short"], 2),
+        (["long"], 1),
+        (["short"] * 4 + ["long"], 2),  # 4 x 1029 + 1172 = 5288 s at TP 1, 4 x 768 + 1284 = 4356 s at TP 2
+        (["long"] * 9 + ["short"], 1),
+    ],
+    ids=["short", "long", "four short to a long", "nine long to a short"],
+)
+def test_published(kinds, best):
+    """Preemptions grow with the responses to the published values, and stay. TP 2 is tried, and kept where it is faster."""
 
     def world(i, tp):
-        kind = kinds[i % len(kinds)]
-        preemptions, seconds = PUBLISHED[kind][tp]
-        grown = min(1.0, 0.6 + 0.04 * i)
-        return {"kind": kind, "preemptions": round(preemptions * grown), "seconds": seconds, "tokens": TOKENS}
+        preemptions, seconds = PUBLISHED[kinds[i % len(kinds)]][tp]
+        grown = round(preemptions * min(1.0, 0.6 + 0.04 * i))
+        return {"kind": kinds[i % len(kinds)], "preemptions": grown, "seconds": seconds, "tokens": 10_000_000}
 
-    return Run(world, model=QWEN3_8B, max_tokens=32768, max_tp=2)
-
-
-def test_short_rounds_alone_want_tp_2():
-    run = published(["short"]).go(60)
-    assert run.changes == [(6, "raise", 2)]
-    assert "stands, it is no slower: 0.746 times" in run.decisions[10].reason
-
-
-def test_long_rounds_alone_want_tp_1():
-    run = published(["long"]).go(60)
-    assert run.changes == [(6, "raise", 2), (10, "roll back", 1)]
-    assert "TP 2 is slower than TP 1, 1.096 times" in run.decisions[10].reason
-
-
-def test_four_short_rounds_to_a_long_one_want_tp_2():
-    """4 x 1029 + 1172 = 5288 s at TP 1, 4 x 768 + 1284 = 4356 s at TP 2: short rounds gain more than long ones lose."""
-    run = published(["short"] * 4 + ["long"]).go(80)
-    assert [change for _, *change in run.changes] == [["raise", 2]]
-    verdict = next(d.reason for d in run.decisions if "stands" in d.reason)
-    assert "(short 0.746, long 1.096; chance" in verdict
-    assert float(verdict.split("no slower: ")[1].split()[0]) == pytest.approx(4356 / 5288, abs=0.015)
-
-
-def test_nine_long_rounds_to_a_short_one_want_tp_1():
-    run = published(["long"] * 9 + ["short"]).go(80)
-    assert [change for _, *change in run.changes[:2]] == [["raise", 2], ["roll back", 1]]
-    assert run.tp == 1
+    run = Run(world, sizes=2).go(80)
+    assert [change for _, *change in run.changes] == [["raise", 2], ["roll back", 1]][: 3 - best]
+    if len(kinds) == 5:
+        (verdict,) = [decision.reason for decision in run.decisions if "stands" in decision.reason]
+        assert f"{4356 / 5288:.3f} times" in verdict
 
 
 # Saving
 
 
-def grown():
-    return Run(pressure_until(10, {1: 100, 2: 120}), tp=1).go(14).planner
-
-
-def test_a_run_restarted_at_the_new_size_goes_on():
-    before = Run(pressure_until(10, {1: 100, 2: 120})).go(12)
-    assert before.tp == 2
+def test_a_run_restarted_at_the_new_size_goes_on_with_the_check():
+    before = Run(pressure(seconds={2: 120})).go(RAISED_AT + 1)
     after = Run(lambda i, tp: {"preemptions": 750, "seconds": 120}, tp=2)
     after.planner.load_state_dict(json.loads(json.dumps(before.planner.state_dict())))
-    assert after.go(4).changes == [(3, "roll back", 1)]
+    assert after.go(BACK_AFTER).changes == [(BACK_AFTER - 1, "roll back", 1)]
 
 
 def test_a_size_that_became_impossible_is_not_rolled_back_to():
-    resumed = Run(lambda i, tp: {"preemptions": 750, "seconds": 200}, tp=2, min_tp=2)
-    resumed.planner.load_state_dict(grown().state_dict())
-    assert resumed.go(20).changes == []
+    before = Run(pressure(seconds={2: 120})).go(RAISED_AT + 2)
+    after = Run(lambda i, tp: {"preemptions": 750, "seconds": 200}, tp=2, min_tp=2)
+    after.planner.load_state_dict(before.planner.state_dict())
+    assert after.go(20).changes == []
 
 
-DAMAGE = {
-    "format": "other",
-    "version": 2,
-    "steps": -1,
-    "changes": "1",
-    "tp": None,
-    "wanted": [2, "double"],
-    "quiet_until": 1.5,
-    "refused": 0,
-    "mix": {"medium": [1.0, 1.0]},
-    "holds": [[1, 2]],
-    "measured": [[1, {"all": float("nan")}]],
-    "since": None,
-    "before": [0, {"all": [1.0]}],
-    "pressure": {"references": {"all": [1, 1.0, -1.0, 0, [1]]}, "calm": 0, "fullest": None},
-    "rates": {"all": []},
-}
-
-
-def test_every_part_of_the_state_is_checked():
-    assert set(grown().state_dict()) == set(DAMAGE)
-
-
-@pytest.mark.parametrize("key", DAMAGE)
-def test_a_damaged_state_is_refused_and_changes_nothing(key):
-    state = grown().state_dict()
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"version": 1},
+        {"history": [{"kind": "all"}]},
+        {"holds": [[1, 2]]},
+        {"tp": None},
+        {"asked": [2]},
+        {"before": None},
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(damage):
+    state = Run(pressure(seconds={2: 120})).go(RAISED_AT + 3).planner.state_dict()
     fresh = planner()
     untouched = fresh.state_dict()
-    without = {other: value for other, value in state.items() if other != key}
-    for broken in ({**state, key: DAMAGE[key]}, {**state, key: object()}, without, None, []):
-        with pytest.raises(ValueError, match=r"state (is damaged|must be of)"):
+    (key,) = damage
+    for broken in ({**state, **damage}, {other: value for other, value in state.items() if other != key}, None, []):
+        with pytest.raises(ValueError, match="state of the TP planner"):
             fresh.load_state_dict(broken)
         assert fresh.state_dict() == untouched
     fresh.load_state_dict(state)
     assert fresh.state_dict() == state
 
 
-# Input
-
-
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    "arguments",
     [
-        ({"preemptions": -1}, ValueError, "preemptions must be at least 0, found -1"),
-        ({"preemptions": 1.0}, TypeError, "preemptions must be a whole number, found 1.0"),
-        ({"kind": "final"}, ValueError, "kind must be one of short, long, all, found 'final'"),
-        ({"tokens": 0}, ValueError, "tokens must be at least 1, found 0"),
-        ({"seconds": 0.0}, ValueError, "rollout_seconds must be at least 1e-09 and finite, found 0.0"),
-        ({"seconds": float("nan")}, ValueError, "rollout_seconds must be at least 1e-09 and finite, found nan"),
-        ({"kv_use": 95}, ValueError, "kv_use must be between 0 and 1, found 95"),
+        {"preemptions": -1},
+        {"kind": "final"},
+        {"tokens": 0},
+        {"seconds": 0.0},
+        {"seconds": math.nan},
+        {"seconds": math.inf},
     ],
 )
-def test_bad_observations_are_named(arguments, error, message):
-    with pytest.raises(error, match=message):
+def test_a_step_that_cannot_be_is_refused(arguments):
+    with pytest.raises(ValueError, match="a step wants"):
         step(**arguments)
+
+
+# Whatever it sees
+
+
+@st.composite
+def any_step(draw):
+    """A step but for its size, and how the size comes about: as advised, as before, or any."""
+    moved = draw(st.sampled_from(["as advised"] * 8 + ["as before"] * 2 + ["any"]))
+    preemptions = draw(st.one_of(st.just(0), st.none(), st.integers(0, 30), st.integers(0, 20_000)))
+    seconds, tokens = draw(st.sampled_from([1.0, 10.0, 30.0, 1e6])), draw(st.sampled_from([1, 1000, 1200, 10**6]))
+    kind = draw(st.sampled_from(["short", "long", "all"]))
+    return (
+        moved,
+        draw(st.integers(0, 100)),
+        {
+            "kind": kind,
+            "preemptions": preemptions,
+            "seconds": seconds,
+            "tokens": tokens,
+        },
+    )
+
+
+@settings(deadline=None)
+@given(
+    world=st.sampled_from([1, 2, 4, 6, 8, 12, 16]),
+    min_tp=st.sampled_from([1, 2]),
+    max_changes=st.integers(0, 8),
+    steps=st.lists(any_step(), max_size=80),
+    seed=st.randoms(),
+)
+def test_whatever_it_sees(world, min_tp, max_changes, steps, seed):
+    """Decisions stay within the bounds, follow from what is known, are explained in one line, are as few as was said, and do not
+    depend on whether the run was saved and resumed in between."""
+    arguments = {"sizes": world, "min_tp": min(min_tp, world), "max_changes": max_changes}
+    one, resumed = planner(**arguments), planner(**arguments)
+    sizes = one.bounds.sizes
+    tp = advised = sizes[0]
+    for moved, pick, values in steps:
+        tp = {"as advised": advised, "as before": tp, "any": sizes[pick % len(sizes)]}[moved]
+        decision = one.step(step(tp=tp, **values))
+        assert resumed.step(step(tp=tp, **values)) == decision
+        if seed.random() < 0.3:
+            state = json.loads(json.dumps(resumed.state_dict(), allow_nan=False))
+            resumed = planner(**arguments)
+            resumed.load_state_dict(state)
+        possible = {"keep": [tp], "raise": [2 * tp], "lower": [tp / 2], "roll back": sizes}
+        assert decision.tp in sizes
+        assert decision.tp in possible[decision.change]
+        assert (decision.change == "keep") == (decision.tp == tp)
+        assert f"TP {tp}" in decision.reason
+        assert "\n" not in str(decision)
+        if values["preemptions"] is None:
+            assert decision.change in ("keep", "roll back")
+        if values["preemptions"] != 0:
+            assert decision.change != "lower"
+        assert one.changes <= max_changes
+        advised = decision.tp

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 
 SLIME_ROOT = os.environ.get("SLIME_ROOT", "")
 
@@ -128,17 +127,3 @@ def arguments_of(tmp_path):
         return SimpleNamespace(**{**usual, **fixed, "sglang_pp_size": 1, "sglang_dp_size": 1, **changes})
 
     return make
-
-
-@pytest.fixture
-def config_file(tmp_path):
-    """``config_file(group, group, model=..., others=...)`` writes a file for ``--sglang-config`` and returns its path."""
-
-    def write(*groups, model=None, others=()):
-        file = tmp_path / "engines.yaml"
-        file.write_text(
-            yaml.safe_dump({"sglang": [{"name": "actor", "server_groups": groups, **(model or {})}, *others]})
-        )
-        return str(file)
-
-    return write

@@ -11,13 +11,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rl_accel.integrations.slime import tp_replan
 from rl_accel.integrations.slime.reward_timeout import wiring as reward_seams
 from rl_accel.integrations.slime.tail_batching import seams
-from rl_accel.integrations.slime.tp_replan import seams as tp_seams
 from rl_accel.patches.slime import gae, reinforce_plus_plus, requests
 
 FILE = Path(__file__).with_name("facts.json")
-SEAMS = (seams, reward_seams, tp_seams)
+SEAMS = (seams, reward_seams, tp_replan)
 CHECKS = tuple(check for module in SEAMS for check in module.SWITCHES)
 SWITCHES = (*gae.SWITCHES, *reinforce_plus_plus.SWITCHES, *requests.SWITCHES)
 

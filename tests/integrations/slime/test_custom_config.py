@@ -53,7 +53,6 @@ def test_a_wrong_feature_or_flag_is_named(features, settings, message):
     [
         ("reward_timeout", {"minimum": 40}, r"maximum must be at least minimum = 40, found 30"),
         ("tp_replan", {"min_tp": 4, "max_tp": 2}, "max_tp must be at least min_tp = 4, found 2"),
-        ("tp_replan", {"check_limit": 2}, "check_limit must be at least check_steps = 3, found 2"),
         ("tail_batching", {"domain_quotas": {"math": 0}}, r"domain_quotas\['math'\] must be at least 1, found 0"),
     ],
 )

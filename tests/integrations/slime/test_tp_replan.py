@@ -7,21 +7,87 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
-from rl_accel.integrations.slime import custom_config, rollout_log
-from rl_accel.integrations.slime.tp_replan import CONFIG_FILE, STATE_FILE, replan
-from rl_accel.integrations.slime.tp_replan.layout import layout_of
+from rl_accel.errors import ConfigError
+from rl_accel.features.tp_replan import TpReplanFlags
+from rl_accel.integrations.slime import custom_config, hooks, rollout_log, tp_replan
+from rl_accel.parallel.planned_run import STATE_FILE
 from rl_accel.runtime import RUNTIME
 
-QUICK = {"enable": True, "confirm_steps": 1, "least_reference": 1.0}
+ON = TpReplanFlags(enable=True)
+RISE = [12] * 6 + [60] * 2
+"""Retractions of rollouts, the last of which is enough for a decision."""
 
 
 @pytest.fixture(autouse=True)
 def anew():
-    """Flags and the planner of a test end with it."""
+    """Flags of a test end with it."""
     yield
     RUNTIME.clear()
-    replan._running = None
+
+
+# What slime's arguments say
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout_external": True}, "rollout_external to be unset"),
+        ({"prefill_num_servers": 1}, "prefill_num_servers to be unset, found 1"),
+        ({"sglang_config": "engines.yaml"}, r"sglang_config to be unset, found engines\.yaml"),
+        ({"rollout_num_gpus": 0}, "whole engines of whole pipelines, found 0 GPUs"),
+        ({"rollout_num_gpus_per_engine": 3}, "whole engines of whole pipelines, found 4 GPUs"),
+        ({"sglang_dp_size": 2}, "--sglang-dp-size 1, found 2"),
+        ({"rollout_num_gpus_per_engine": 4, "num_gpus_per_node": 2}, "TP 1 or 2, found 4 .*the 2 GPUs of a node"),
+        ({"sglang_ep_size": 2}, r"TP 2 or 4, found 1 .*no multiple of 2"),
+    ],
+)
+def test_what_it_cannot_work_with_is_refused_by_name(arguments_of, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        tp_replan.check(arguments_of(**changes), ON)
+    tp_replan.check(arguments_of(**changes, debug_train_only=True), ON)
+
+
+def test_bounds_come_from_the_cluster_the_model_and_the_flags(arguments_of):
+    def sizes(flags=ON, **changes):
+        return tp_replan.bounds_of(arguments_of(**changes), flags).sizes
+
+    assert sizes() == (1, 2, 4)
+    assert sizes(rollout_num_gpus=16, num_gpus_per_node=8) == (1, 2, 4), "the model has 4 heads"
+    assert sizes(TpReplanFlags(enable=True, max_tp=2)) == (1, 2)
+    assert sizes(sglang_pp_size=2, rollout_num_gpus_per_engine=2) == (1, 2)
+    with pytest.raises(ConfigError, match=r"possible on 4 GPUs: .*TP 4: is below min_tp = 8"):
+        sizes(TpReplanFlags(enable=True, min_tp=8))
+
+
+def test_an_action_that_slime_has_no_seam_for_is_refused_when_the_file_is_made_checked_and_used(arguments_of, tmp_path):
+    message = r"tp_replan\.action wants advise on slime, found restart"
+    with pytest.raises(ConfigError, match=message):
+        custom_config.make(["tp_replan"], {"tp_replan": {"action": "restart"}})
+    content = custom_config.make(["tp_replan"], {})
+    content["rl_accel"]["tp_replan"]["action"] = "restart"
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(ConfigError, match=message):
+        custom_config.check(tmp_path / "x.yaml")
+    with pytest.raises(ConfigError, match=message):
+        hooks.megatron_init(arguments_of(**content))
+
+
+def test_a_run_whose_engines_have_an_impossible_size_ends_before_its_first_rollout(arguments_of):
+    content = custom_config.make(["tp_replan"], {"tp_replan": {"min_tp": 2}})
+    with pytest.raises(ConfigError, match="TP 2 or 4, found 1"):
+        hooks.megatron_init(arguments_of(**content))
+    hooks.megatron_init(arguments_of(**content, rollout_num_gpus_per_engine=2))
+
+
+def test_features_share_the_function_that_logs_and_another_is_refused(tmp_path):
+    content = custom_config.make(["tp_replan", "reward_timeout", "gae"], {})
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(content))
+    assert custom_config.check(tmp_path / "x.yaml") == []
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump({**content, "custom_rollout_log_function_path": "my.log"}))
+    with pytest.raises(ConfigError, match=r"wants custom_rollout_log_function_path: rl_accel\..*found my\.log"):
+        custom_config.check(tmp_path / "x.yaml")
 
 
 # What goes in and comes out of a rollout
@@ -42,7 +108,7 @@ def cluster():
         def do_GET(self):
             body = None
             if self.path == "/workers" and state.ids is not None:
-                body = json.dumps({"workers": [{"id": each, "url": state.url} for each in state.ids]})
+                body = json.dumps({"workers": [{"id": name, "url": state.url} for name in state.ids]})
             if self.path == "/metrics" and state.count is not None:
                 body = f"sglang:num_retracted_requests_total {state.count}\n"
             self.send_response(404 if body is None else 200)
@@ -65,8 +131,8 @@ def cluster():
 def play(arguments_of, cluster):
     """``play(**arguments)``: ``rollout(number, preemptions)`` logs a rollout in which servers counted so many more."""
 
-    def make(flags=None, **changes):
-        content = custom_config.make(["tp_replan"], {"tp_replan": {**QUICK, **(flags or {})}})
+    def make(**changes):
+        content = custom_config.make(["tp_replan"], {})
         args = arguments_of(**content, sglang_router_ip=cluster.host, sglang_router_port=cluster.port, **changes)
 
         def rollout(number, preemptions=0, **metrics):
@@ -74,7 +140,11 @@ def play(arguments_of, cluster):
                 cluster.count += preemptions
             samples = [SimpleNamespace(response_length=50)] * 20
             assert rollout_log.log(number, args, samples, metrics, 10.0) is False, "slime goes on to log"
-            return {name.removeprefix(replan.PREFIX): value for name, value in metrics.items() if replan.PREFIX in name}
+            return {
+                name.removeprefix(tp_replan.PREFIX): value
+                for name, value in metrics.items()
+                if tp_replan.PREFIX in name
+            }
 
         return SimpleNamespace(args=args, rollout=rollout)
 
@@ -86,20 +156,20 @@ def lines(caplog):
 
 
 def test_advice_is_one_line_and_asked_for_once(play, caplog):
-    run = play()
-    found = [run.rollout(number, count) for number, count in enumerate((2, 2, 2, 60, 60))]
-    assert [numbers["wanted_tp"] for numbers in found] == [1, 1, 1, 2, 1]
-    assert found[3] == {"tp": 1.0, "wanted_tp": 2.0, "preemptions": 60.0}
+    run = play(sglang_pp_size=2, rollout_num_gpus_per_engine=2)
+    numbers = [run.rollout(number, count) for number, count in enumerate([*RISE, 60])]
+    assert [logged["wanted_tp"] for logged in numbers] == [1] * 7 + [2, 1]
+    assert numbers[7] == {"tp": 1.0, "wanted_tp": 2.0, "preemptions": 60.0, "changes": 0.0}
     (line,) = [line for line in lines(caplog) if "advice" in line]
-    assert "advice after rollout 3: raise TP 1 to 2: preemptions are 30.00 times their reference" in line
-    assert line.endswith("for the next launch: --rollout-num-gpus-per-engine 2"), "there is no --save to write to"
+    assert "advice after rollout 7: raise TP 1 to 2" in line
+    assert line.endswith("for the next launch: --rollout-num-gpus-per-engine 4"), "two stages of two"
 
 
 def test_metrics_that_are_off_are_unknown_in_one_line_and_decide_nothing(play, cluster, caplog):
     cluster.count = None
     run = play()
     for number in range(8):
-        assert run.rollout(number) == {"tp": 1.0, "wanted_tp": 1.0}
+        assert run.rollout(number) == {"tp": 1.0, "wanted_tp": 1.0, "changes": 0.0}
     (line,) = [line for line in lines(caplog) if "unknown, " in line and "memory" not in line]
     assert f"preemptions are unknown, {cluster.url}/metrics: HTTP Error 404" in line
 
@@ -107,7 +177,7 @@ def test_metrics_that_are_off_are_unknown_in_one_line_and_decide_nothing(play, c
 def test_a_router_that_does_not_answer_is_unknown_in_one_line(play, cluster, caplog):
     cluster.ids = None
     run = play()
-    assert [run.rollout(number) for number in (0, 1)] == [{"tp": 1.0, "wanted_tp": 1.0}] * 2
+    assert [run.rollout(number) for number in (0, 1)] == [{"tp": 1.0, "wanted_tp": 1.0, "changes": 0.0}] * 2
     assert sum(f"{cluster.url}/workers: " in line for line in lines(caplog)) == 1
 
 
@@ -127,29 +197,23 @@ def test_what_an_evaluation_costs_is_not_of_the_next_rollout(play, cluster):
     assert run.rollout(1, 2)["preemptions"] == 2.0
 
 
-def test_round_kind_and_tokens_come_from_tail_batching_where_it_is_on(play, monkeypatch):
-    seen, step = [], replan.TpPlanner.step
-    monkeypatch.setattr(replan.TpPlanner, "step", lambda self, one: seen.append(one) or step(self, one))
-    run = play()
-    tail = "rl_accel/tail_batching/"
+def test_rollouts_are_kept_with_kind_and_tokens_of_tail_batching_where_it_is_on(play, tmp_path):
+    run, tail = play(save=str(tmp_path)), "rl_accel/tail_batching/"
     run.rollout(0)
     run.rollout(1, **{tail + "short_round": 1.0, tail + "long_round": 0.0, tail + "tokens_generated": 1234.0})
     run.rollout(2, **{tail + "short_round": 0.0, tail + "long_round": 1.0})
-    assert [(one.kind, one.tokens) for one in seen] == [("all", 1000), ("short", 1234), ("long", 1000)]
-    assert {one.rollout_seconds for one in seen} == {10.0}
+    kept = json.loads((tmp_path / STATE_FILE).read_text())["planner"]["history"]
+    assert [(step["kind"], step["tokens"]) for step in kept] == [("all", 1000), ("short", 1234), ("long", 1000)]
+    assert {step["rollout_seconds"] for step in kept} == {10.0}
 
 
 def test_what_is_known_is_kept_for_a_launch_that_goes_on_and_not_for_a_new_run(play, tmp_path):
-    def changes():
-        return json.loads((tmp_path / STATE_FILE).read_text())["planner"]["changes"]
-
     run = play(save=str(tmp_path))
-    for number, count in enumerate((2, 2, 2, 60)):
+    for number, count in enumerate(RISE):
         run.rollout(number, count)
-    play(save=str(tmp_path), rollout_num_gpus_per_engine=2).rollout(4)
-    assert changes() == 1, "what was advised is what it runs at"
-    play(save=str(tmp_path), rollout_num_gpus_per_engine=2).rollout(0)
-    assert changes() == 0
+    following = play(save=str(tmp_path), rollout_num_gpus_per_engine=2)
+    assert following.rollout(len(RISE))["changes"] == 1, "what was advised is what it runs at"
+    assert play(save=str(tmp_path), rollout_num_gpus_per_engine=2).rollout(0)["changes"] == 0
 
 
 def test_without_engines_there_is_nothing_to_say(play):
@@ -186,7 +250,7 @@ def train(slime_args, serve, slime_root, monkeypatch):
     }
 
     def make(seed, features=("tp_replan",), flags=None, **changes):
-        content = custom_config.make(features, {"tp_replan": QUICK, **(flags or {})})
+        content = custom_config.make(features, flags or {})
         options = ("--max-running-requests", "256", "--context-length", "512", "--kv-tokens", "600")
         args = slime_args(serve(*options, "--random-seed", seed), **{**usual, **content, **changes})
         source = load_function(args.data_source_path)(args)
@@ -204,43 +268,18 @@ def train(slime_args, serve, slime_root, monkeypatch):
 
 
 @pytest.mark.slow
-def test_retractions_that_rise_are_advised_about_once_in_a_file_that_slime_reads(train, slime_root, tmp_path, caplog):
-    from slime.backends.sglang_utils.sglang_config import SglangConfig
-
+def test_retractions_that_rise_are_advised_about_once(train, caplog):
     run = train("1")
-    found = [run.rollout(number, 1 if number < 3 else 8) for number in range(5)]
-    assert [numbers["rl_accel/tp_replan/preemptions"] for numbers in found[:3]] == [0, 0, 0]
-    assert found[3]["rl_accel/tp_replan/preemptions"] > 5
-    assert [numbers["rl_accel/tp_replan/wanted_tp"] for numbers in found] == [1, 1, 1, 2, 1]
-    assert all("rollout/response_len/mean" in numbers for numbers in found), "slime's own numbers are there"
-    file = tmp_path / "checkpoints" / CONFIG_FILE
+    numbers = [run.rollout(number, 1 if number < 6 else 8) for number in range(9)]
+    retractions = [logged["rl_accel/tp_replan/preemptions"] for logged in numbers]
+    assert retractions[:6] == [0] * 6
+    assert min(retractions[6:]) > 15
+    assert [logged["rl_accel/tp_replan/wanted_tp"] for logged in numbers] == [1] * 7 + [2, 1]
+    assert all("rollout/response_len/mean" in logged for logged in numbers), "slime's own numbers are there"
     (line,) = [line for line in lines(caplog) if "advice" in line]
-    assert line.endswith(f"for the next launch: --sglang-config {file} --rollout-num-gpus-per-engine 2")
-    assert [each.name for each in file.parent.glob("rl_accel_*")].count(CONFIG_FILE) == 1
-    (model,) = SglangConfig.from_yaml(str(file)).models
-    model.resolve(run.args)
-    ((group,), engines) = model.server_groups, 4 // 2
-    assert (group.worker_type, group.num_gpus, group.num_gpus // group.num_gpus_per_engine) == ("regular", 4, engines)
-    assert model.update_weights is True
-    following = train("1", sglang_config=str(file), rollout_num_gpus_per_engine=2)
-    assert layout_of(following.args).tp == 2
-    assert following.rollout(5, 1)["rl_accel/tp_replan/tp"] == 2.0
-
-
-@pytest.mark.slow
-def test_a_file_that_slime_would_refuse_is_not_written(train, config_file, tmp_path, caplog):
-    run = train(
-        "2", sglang_config=config_file({"worker_type": "regular", "num_gpus": 4}), rollout_num_gpus=8
-    )  # slime itself stops here
-    (tmp_path / "checkpoints").mkdir()
-    file = tmp_path / "checkpoints" / CONFIG_FILE
-    file.write_text("what was there")
-    for number in range(4):
-        run.rollout(number, 1 if number < 3 else 8)
-    (line,) = [line for line in lines(caplog) if "advice" in line]
-    assert f"no file: {file} could not be written: it has 4 GPUs, and --rollout-num-gpus is 8" in line
-    assert file.read_text() == "what was there"
-    assert sorted(each.name for each in file.parent.iterdir()) == [CONFIG_FILE, STATE_FILE]
+    assert line.endswith("for the next launch: --rollout-num-gpus-per-engine 2")
+    following = train("1", rollout_num_gpus_per_engine=2)
+    assert following.rollout(9, 1)["rl_accel/tp_replan/tp"] == 2.0
 
 
 @pytest.fixture
@@ -258,9 +297,7 @@ def graded(slime_root):
 @pytest.mark.parametrize("features", [("tp_replan", "reward_timeout"), ("reward_timeout",)])
 def test_numbers_of_another_feature_arrive_with_ours_and_without(train, graded, features):
     flags = {"reward_timeout": {"grader": "slime_test_graders.awaiting"}}
-    found = train(
-        "3", (*features, "tail_batching"), flags | ({} if "tp_replan" in features else {"tp_replan": {}})
-    ).rollout(0)
-    assert found["rl_accel/reward_timeout/executions"] >= 32
-    assert found["rl_accel/tail_batching/prompts_trained"] == 8
-    assert ("rl_accel/tp_replan/tp" in found) is ("tp_replan" in features)
+    numbers = train("3", (*features, "tail_batching"), flags).rollout(0)
+    assert numbers["rl_accel/reward_timeout/executions"] >= 32
+    assert numbers["rl_accel/tail_batching/prompts_trained"] == 8
+    assert ("rl_accel/tp_replan/tp" in numbers) is ("tp_replan" in features)

@@ -1,0 +1,211 @@
+"""A tensor-parallel size that follows preemptions, as advice, on slime, which starts its engines once in a run.
+
+:func:`check` says what this feature cannot work with; :func:`numbers_of` is shown each rollout and asks the planner.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from rl_accel.errors import ConfigError
+from rl_accel.features.tp_replan import TP_REPLAN, TpReplanFlags
+from rl_accel.integrations.slime.hooks import flags_of
+from rl_accel.integrations.slime.rollout_log import LOG_SEAMS, Rollout
+from rl_accel.parallel.model_memory import TpBounds, read_configuration
+from rl_accel.parallel.planned_run import PlannedRun
+from rl_accel.parallel.tp_planner import TpPlanner
+from rl_accel.patches.seams import SeamCheck
+from rl_accel.telemetry.server_counters import COUNTERS, Counters, Reading, ask_endpoints, fetch
+
+logger = logging.getLogger("rl_accel")
+
+PREFIX = "rl_accel/tp_replan/"
+ARGUMENTS = (
+    "custom_rollout_log_function_path",
+    "custom_eval_rollout_log_function_path",
+    "rollout_num_gpus",
+    "rollout_num_gpus_per_engine",
+    "num_gpus_per_node",
+)
+"""slime's, which this feature sets or reads."""
+_FLAG = "rl_accel.tp_replan"
+_MUST_BE_UNSET = {
+    "rollout_external": "slime starts no engine with --rollout-external-engine-addrs",
+    "prefill_num_servers": "prefill and decode have sizes of their own",
+    "sglang_config": "its server groups have sizes of their own",
+}
+
+
+def check(args: Any, flags: TpReplanFlags) -> None:
+    """Refuse, before anything is generated, what this feature cannot work with.
+
+    Raises:
+        ConfigError: see :func:`bounds_of`.
+    """
+    if _generates(args):
+        bounds_of(args, flags)
+
+
+def bounds_of(args: Any, flags: TpReplanFlags) -> TpBounds:
+    """Return the possible sizes.
+
+    Raises:
+        ConfigError: there is none, the present one is not among them, or slime's engines do not have one size.
+    """
+    for name, reason in _MUST_BE_UNSET.items():
+        if getattr(args, name, None) not in (None, False):
+            _refuse(f"{name} to be unset", getattr(args, name), reason)
+    if (ranks := _sglang(args, "dp_size", 1)) > 1:
+        _refuse("--sglang-dp-size 1", ranks, "with data-parallel attention more GPUs are not more cache for an engine")
+    gpus, size, stages = args.rollout_num_gpus or 0, args.rollout_num_gpus_per_engine, _sglang(args, "pp_size", 1)
+    if not gpus or size % stages or gpus % size:
+        _refuse(
+            "whole engines of whole pipelines", f"{gpus} GPUs", f"{size} for an engine, {stages} stages in a pipeline"
+        )
+    model = read_configuration(str(args.hf_checkpoint))
+    if model is not None and _sglang(args, "quantization"):
+        model = {**model, "quantization_config": True}
+    prompt, response = (getattr(args, f"rollout_max_{part}_len", None) or 0 for part in ("prompt", "response"))
+    try:
+        bounds = TpBounds(
+            flags,
+            gpus // stages,
+            args.num_gpus_per_node,
+            model=model,
+            max_tokens=getattr(args, "rollout_max_context_len", None) or (prompt and prompt + response),
+            memory_share=_sglang(args, "mem_fraction_static", 0.9),
+            bytes_per_value=4 if _sglang(args, "dtype") in ("float32", "float") else 2,
+            multiple_of=_sglang(args, "ep_size", 1),
+        )
+    except ValueError as error:
+        raise ConfigError(f"{_FLAG}: {error}") from error
+    if size // stages not in bounds.sizes:
+        sizes = " or ".join(map(str, bounds.sizes))
+        flag = f"--rollout-num-gpus-per-engine {size}, {bounds.why_not(size // stages)}"
+        _refuse(f"engines of TP {sizes}", size // stages, flag)
+    return bounds
+
+
+class TpReplan:
+    """The planner of a run, in the process that makes its rollouts.
+
+    Args:
+        args: slime's.
+        flags: of this feature.
+
+    Raises:
+        ConfigError: see :func:`bounds_of`.
+    """
+
+    def __init__(self, args: Any, flags: TpReplanFlags) -> None:
+        self.args = args
+        self.counters = Counters(_reader(args))
+        self._planner = TpPlanner(bounds_of(args, flags), flags.max_changes)
+        self._run: PlannedRun | None = None
+
+    def take_in(self, rollout: Rollout) -> dict[str, float]:
+        """Show a rollout to the planner; return the numbers for the log."""
+        preemptions, _ = self.counters.take()
+        if self._run is None:
+            self._run = PlannedRun(self._planner, self.args.save, resumed=rollout.number > 0)
+        stages = _sglang(self.args, "pp_size", 1)
+        change, numbers = self._run.take_in(
+            rollout.number,
+            rollout.metrics,
+            tp=self.args.rollout_num_gpus_per_engine // stages,
+            preemptions=preemptions,
+            seconds=rollout.seconds,
+            tokens=sum(sample.response_length for sample in rollout.samples),
+        )
+        if change is not None:
+            flag = f"--rollout-num-gpus-per-engine {change.tp * stages}"
+            advice = "rl-accel: tp_replan: advice after rollout %d: %s; for the next launch: %s"
+            logger.warning(advice, rollout.number, change, flag)
+        return {PREFIX + name: value for name, value in numbers.items()}
+
+
+_running: TpReplan | None = None
+"""A process makes rollouts for one run."""
+
+
+def _of(args: Any) -> TpReplan:
+    global _running
+    if _running is None or _running.args is not args:
+        _running = TpReplan(args, flags_of(args)[TP_REPLAN])
+    return _running
+
+
+def numbers_of(rollout: Rollout) -> dict[str, float]:
+    """Take in a rollout; return ``tp``, ``wanted_tp`` and ``changes``, and ``preemptions`` if they are known, by name in the log.
+
+    Raises:
+        ConfigError: see :func:`bounds_of`.
+    """
+    return _of(rollout.args).take_in(rollout) if _generates(rollout.args) else {}
+
+
+def set_aside(args: Any) -> None:
+    """Leave out of the next rollout what servers have counted so far: it was an evaluation.
+
+    Raises:
+        ConfigError: see :func:`bounds_of`.
+    """
+    if _generates(args):
+        _of(args).counters.take()
+
+
+def _generates(args: Any) -> bool:
+    """Whether this run has engines at all: two of slime's modes for finding mistakes have none."""
+    return not (getattr(args, "debug_train_only", False) or getattr(args, "load_debug_rollout_data", None))
+
+
+def _sglang(args: Any, name: str, default: Any = None) -> Any:
+    value = getattr(args, f"sglang_{name}", None)
+    return default if value is None else value
+
+
+def _refuse(wanted: str, found: Any, reason: str) -> None:
+    raise ConfigError(f"{_FLAG} wants {wanted}, found {found} ({reason})")
+
+
+def _reader(args: Any) -> Callable[[], dict[str, Reading | None]]:
+    """Return what asks every worker of slime's router for its counter. slime has all its engines show their metrics.
+
+    Workers go by id and address: a server that was started anew is registered with the router anew.
+    """
+    router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers"
+    has_warned = False
+
+    def read() -> dict[str, Reading | None]:
+        nonlocal has_warned
+        try:
+            workers = json.loads(fetch(router))["workers"]
+            urls = {f"{worker.get('id', '')} {worker['url']}": worker["url"].rstrip("/") for worker in workers}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if not has_warned:
+                logger.warning("rl-accel: preemptions are unknown, %s: %r", router, error)
+            has_warned = True
+            return {}
+        return ask_endpoints(urls, COUNTERS["sglang"])
+
+    return read
+
+
+SWITCHES = (
+    SeamCheck(
+        name="slime.tp_replan",
+        feature="tp_replan",
+        target="slime.observability.rollout_metrics:log_rollout_data",
+        seams={
+            **LOG_SEAMS,
+            "slime.observability.rollout_metrics:log_eval_rollout_data": (
+                "rollout_id",
+                "args",
+                "data",
+                "extra_metrics",
+            ),
+        },
+        attributes={"slime.utils.types:Sample": ("response_length",)},
+    ),
+)

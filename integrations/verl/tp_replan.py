@@ -1,0 +1,284 @@
+"""A tensor-parallel size that follows preemptions, on verl: ``+rl_accel.tp_replan.enable=True``.
+
+:func:`wire` checks the configuration in the driver. In the trainer's process :class:`StepObserver` is shown each step that is
+logged, reads the counters of the rollout servers and asks the planner. With action=restart, :func:`restart` saves and ends the
+run; ``rl_accel.integrations.ray.restart_note`` has the driver say so, and ``rl_accel.relaunch`` starts it again.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from omegaconf import OmegaConf, open_dict
+
+from rl_accel.errors import ConfigError
+from rl_accel.features.tp_replan import TpReplanFlags
+from rl_accel.integrations.ray import restart_note
+from rl_accel.integrations.verl.server_counters import read_servers
+from rl_accel.parallel.model_memory import TpBounds, read_configuration
+from rl_accel.parallel.planned_run import PlannedRun
+from rl_accel.parallel.tp_planner import Decision, TpPlanner
+from rl_accel.patches.registration import Registration
+from rl_accel.patches.seams import Seams
+from rl_accel.telemetry import metrics
+from rl_accel.telemetry.server_counters import Counters
+
+logger = logging.getLogger("rl_accel")
+
+SEAMS: Seams = {"verl.trainer.ppo.v1.trainer_base:PPOTrainer.prepare_step": ("self",)}
+"""verl 0.9.1 has it."""
+FLAG = "rl_accel.tp_replan"
+TP_KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_ON_POLICY_MODES = ("sync", "tail_batching")
+_COUNTING_KEYS = {
+    "hf_cpu": None,
+    "vllm": (f"{_ROLLOUT}.disable_log_stats", False),
+    "sglang": (f"{_ROLLOUT}.engine_kwargs.sglang.enable_metrics", True),
+}
+"""Engines whose preemptions can be read, and the key that has them count."""
+_STEP = "training/global_step"
+
+
+# In the driver
+
+
+def wire(config: Any, flags: TpReplanFlags) -> None:
+    """Check ``config`` (verl's) and have its servers count preemptions; arm the exit code for action=restart. Idempotent.
+
+    Raises:
+        ConfigError: something in ``config`` cannot go together with this feature, or no size is possible.
+    """
+    if _get(config, "trainer.v1") is None:
+        import verl
+
+        raise ConfigError(f"{FLAG} wants verl 0.9.1 or later with its V1 trainer, found verl {verl.__version__}")
+    if not _get(config, "trainer.use_v1", True):
+        _refuse("trainer.use_v1", True, False)
+    mode = _get(config, "trainer.v1.trainer_mode")
+    if mode not in _ON_POLICY_MODES:
+        reason = "rollout seconds of a step mean nothing else"
+        _refuse("trainer.v1.trainer_mode", " or ".join(_ON_POLICY_MODES), mode, reason)
+    engine = _get(config, f"{_ROLLOUT}.name")
+    if engine not in _COUNTING_KEYS:
+        _refuse(
+            f"{_ROLLOUT}.name", f"one of {', '.join(_COUNTING_KEYS)}", engine, "preemptions of others are not known"
+        )
+    if _get(config, f"{_ROLLOUT}.disaggregation.enabled", False):
+        _refuse(f"{_ROLLOUT}.disaggregation.enabled", False, True)
+    if flags.action == "restart":
+        _check_checkpoints(config)
+    bounds_of(config, flags)
+    counting = _COUNTING_KEYS[engine]
+    if counting is not None:
+        with open_dict(config):
+            OmegaConf.update(config, *counting, force_add=True)
+    if flags.action == "restart":
+        restart_note.arm()
+
+
+def refuse_unwired(config: Any) -> None:
+    """Stop a trainer whose servers nobody has told to count.
+
+    Raises:
+        ConfigError: its driver has not called ``validate_config``.
+    """
+    counting = _COUNTING_KEYS.get(_get(config, f"{_ROLLOUT}.name"))
+    if counting is not None and _get(config, counting[0]) != counting[1]:
+        _refuse(*counting, _get(config, counting[0]), "verl's validate_config sets it, which the driver must call")
+
+
+def bounds_of(config: Any, flags: TpReplanFlags) -> TpBounds:
+    """Return the possible sizes.
+
+    Raises:
+        ConfigError: there is none, or the configured one is not among them.
+    """
+
+    def number(key: str, default: int = 1) -> int:
+        return int(_get(config, key, default) or default)
+
+    gpus = number("trainer.n_gpus_per_node") * number("trainer.nnodes")
+    others = number(f"{_ROLLOUT}.data_parallel_size") * number(f"{_ROLLOUT}.pipeline_model_parallel_size")
+    if gpus % others:
+        _refuse(f"{_ROLLOUT}.data_parallel_size x pipeline_model_parallel_size", f"a divisor of {gpus} GPUs", others)
+    lengths = (number(f"data.max_{part}_length", 0) for part in ("prompt", "response"))
+    model = read_configuration(str(_get(config, "actor_rollout_ref.model.path", "")), _copied)
+    if model is not None and _get(config, f"{_ROLLOUT}.quantization"):
+        model = {**model, "quantization_config": True}
+    try:
+        bounds = TpBounds(
+            flags,
+            gpus // others,
+            number("trainer.n_gpus_per_node"),
+            model=model,
+            max_tokens=number(f"{_ROLLOUT}.max_model_len", 0) or sum(lengths) or None,
+            memory_share=float(_get(config, f"{_ROLLOUT}.gpu_memory_utilization", 0.9)),
+            bytes_per_value=4 if _get(config, f"{_ROLLOUT}.dtype") == "float32" else 2,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{FLAG}: {error}") from error
+    tp = number(TP_KEY)
+    if tp not in bounds.sizes:
+        _refuse(TP_KEY, f"one of {', '.join(map(str, bounds.sizes))}", tp, bounds.why_not(tp))
+    return bounds
+
+
+def _copied(path: str) -> str:
+    from verl.utils.fs import copy_to_local
+
+    return str(copy_to_local(path))
+
+
+def _check_checkpoints(config: Any) -> None:
+    for model in ("actor_rollout_ref.actor", "critic"):
+        section = f"{model}.checkpoint"
+        if _get(config, f"{section}.async_save", False):
+            _refuse(f"{section}.async_save", False, True, "a restart needs a checkpoint that is complete")
+        for key in (f"{section}.save_contents", f"{section}.load_contents"):
+            contents = _get(config, key)
+            if contents is not None and not {"model", "optimizer", "extra"} <= set(contents):
+                _refuse(key, "model, optimizer and extra", list(contents), "a restart would change training")
+    if not _get(config, "trainer.default_local_dir"):
+        _refuse("trainer.default_local_dir", "a folder", None)
+
+
+def _get(config: Any, key: str, default: Any = None) -> Any:
+    return OmegaConf.select(config, key, default=default)
+
+
+def _refuse(key: str, wanted: Any, found: Any, reason: str = "") -> None:
+    raise ConfigError(f"{FLAG} wants {key} = {wanted}, found {found}" + (f" ({reason})" if reason else ""))
+
+
+# In the trainer's process
+
+
+class StepObserver:
+    """Shows the planner what the trainer logs, and says or does what it decides.
+
+    Args:
+        flags: of this feature.
+        find_trainer: returns verl's trainer, or None.
+    """
+
+    def __init__(self, flags: TpReplanFlags, find_trainer: Callable[[], Any]) -> None:
+        self._flags, self._find_trainer = flags, find_trainer
+        self._trainer: Any = None
+        self._counters: Counters
+        self._run: PlannedRun | None = None
+        self._has_warned = False
+
+    def __call__(self, _step: int, data: Mapping[str, Any]) -> dict[str, float]:
+        """Take in the numbers of a step. Those without ``training/global_step`` are of a validation: its preemptions are left out.
+
+        Returns:
+            ``tp_replan/tp``, ``wanted_tp`` and ``changes``; ``tp_replan/preemptions`` if they are known.
+        """
+        trainer = self._find_trainer()
+        if trainer is None:
+            return {}
+        if trainer is not self._trainer:
+            self._trainer, self._run, self._counters = trainer, None, _counters_of(trainer)
+        preemptions, _ = self._counters.take()
+        if _STEP not in data:
+            return {}
+        step, tp = int(data[_STEP]), int(_get(trainer.config, TP_KEY))
+        if preemptions and any(key.startswith("val-") for key in data):
+            preemptions = None  # some of them are of the validation
+        if self._run is None:
+            planner = TpPlanner(bounds_of(trainer.config, self._flags), self._flags.max_changes)
+            self._run = PlannedRun(planner, _get(trainer.config, "trainer.default_local_dir"), resumed=step > 1)
+        seconds, tokens = float(data.get("timing_s/gen") or 0.0), _tokens_of(data)
+        if not (seconds and tokens) and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "rl-accel: tp_replan decides nothing: step %d has no timing_s/gen or no count of tokens", step
+            )
+        change, numbers = self._run.take_in(step, data, tp=tp, preemptions=preemptions, seconds=seconds, tokens=tokens)
+        if change is not None:
+            kind = "advice" if self._flags.action == "advise" else "decision"
+            logger.warning("rl-accel: tp_replan: %s after step %d: %s", kind, step, change)
+            if self._flags.action == "restart":
+                restart(trainer, step, change)
+        return {f"tp_replan/{name}": value for name, value in numbers.items()}
+
+
+def _tokens_of(data: Mapping[str, Any]) -> float:
+    """Tokens of the responses in the batch; 0: unknown."""
+    both, response, prompt = (
+        data.get(key) for key in ("perf/total_num_tokens", "response_length/mean", "prompt_length/mean")
+    )
+    if not both or not response or prompt is None:
+        return 0.0
+    return float(both) * float(response) / (float(response) + float(prompt))
+
+
+def _counters_of(trainer: Any) -> Counters:
+    engine = str(_get(trainer.config, f"{_ROLLOUT}.name"))
+    return Counters(lambda: read_servers(engine, trainer.llm_server_manager.server_addresses))
+
+
+def restart(trainer: Any, step: int, decision: Decision) -> None:
+    """Save ``step`` by verl's own saving, leave word for the driver, and make it the last step of this launch.
+
+    Called between steps, when a checkpoint is the same as the trainer's own at the end of the step. If it is the last step anyway,
+    or nothing can be saved, the run goes on as it is, and a line says so.
+    """
+    if step >= min(trainer.total_training_steps, trainer.steps_per_epoch * trainer.config.trainer.total_epochs):
+        logger.warning("rl-accel: tp_replan: step %d is the last, nothing is restarted", step)
+        return
+    overrides = _overrides(trainer, decision.tp)
+    try:
+        _save(trainer, step)
+        restart_note.publish({"step": step, "overrides": overrides})
+    except Exception:  # of storage, of workers: training goes on at the old size
+        problem = f"step {step} could not be saved; going on at the old size"
+        logger.warning("rl-accel: tp_replan: no restart, %s", problem, exc_info=True)
+        return
+    trainer.total_training_steps = step  # verl's V1 trainers read it before every step, and end as after any last one
+    words = f"this launch ends after step {step}, the next one: {' '.join(overrides)}"
+    logger.warning("rl-accel: tp_replan: step %d is saved; %s", step, words)
+
+
+def _overrides(trainer: Any, tp: int) -> list[str]:
+    """What the next launch needs on verl's command line. The folder of checkpoints may be one named by the time of day."""
+    folder = os.path.abspath(trainer.config.trainer.default_local_dir).replace("\\", "\\\\").replace("'", "\\'")
+    return [
+        f"{TP_KEY}={tp}",
+        "trainer.resume_mode=auto",
+        f"trainer.default_local_dir='{folder}'",
+        "trainer.val_before_train=False",
+    ]
+
+
+def _save(trainer: Any, step: int) -> None:
+    every = trainer.config.trainer.save_freq
+    if every > 0 and step % every == 0:
+        return  # the trainer has saved it
+    trainer.checkpoint_manager.sleep_replicas()  # as verl does: saving may need their memory
+    try:
+        trainer._save_checkpoint()
+    except BaseException:
+        trainer.checkpoint_manager.update_weights(trainer.global_steps)  # wakes them as after each step
+        raise
+
+
+def _register(flags: TpReplanFlags) -> None:
+    from rl_accel.patches.verl import config_intake
+
+    metrics.observe("tp_replan", StepObserver(flags, config_intake.trainer))
+
+
+SWITCHES = (
+    Registration(
+        name="verl.trainer_log.tp_replan",
+        feature="tp_replan",
+        target="verl.utils.tracking:each logged step",
+        register=_register,
+        unregister=lambda: metrics.observe("tp_replan", None),
+        owner=__name__,
+        find=lambda: metrics.observer("tp_replan"),
+    ),
+)
