@@ -28,11 +28,12 @@ def save(folder: Path, step: int, core: dict[str, Any], fetched: int, payloads: 
     (folder / "state.json").write_text(json.dumps(state))
 
 
-def load(folder: Path, step: int) -> tuple[dict[str, Any], int, dict[str, dict[str, Any]]]:
-    """Return core state, rows fetched and payloads as :func:`save` wrote them.
+def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -> None:
+    """Give ``core`` and ``supply`` the state that :func:`save` wrote.
 
     Raises:
-        ResumeError: the sidecar is missing, damaged, or of another format, version or step.
+        ResumeError: the sidecar is missing, damaged, of another format, version or step, or of another run (P0, R0, data or its
+            order). Nothing has changed then.
     """
     if not (folder / "state.json").exists():
         raise ResumeError(
@@ -43,34 +44,23 @@ def load(folder: Path, step: int) -> tuple[dict[str, Any], int, dict[str, dict[s
         state = json.loads((folder / "state.json").read_text())
         payloads = torch.load(folder / "prompts.pt", weights_only=False)
         identity = (state["format"], state["version"], state["step"])
-        core, fetched = state["core"], int(state["rows_fetched"])
+        fetched = int(state["rows_fetched"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ResumeError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
     if identity != (_FORMAT, _VERSION, step):
         raise ResumeError(f"{folder} must be of {(_FORMAT, _VERSION, step)} (format, version, step), found {identity}")
-    return core, fetched, payloads
-
-
-def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -> None:
-    """Give ``core`` and ``supply`` the state that :func:`save` wrote.
-
-    Raises:
-        ResumeError: see :func:`load`; or it is of another run (P0, R0, data or its order). Nothing has changed then.
-    """
-    state, fetched, payloads = load(folder, step)
-    trial = TailBatching(core.run)
+    restored = TailBatching(core.run)
     try:
-        trial.load_state_dict(state)
+        restored.load_state_dict(state.get("core"))
     except ValueError as error:
         raise ResumeError(f"{folder} does not fit this run: {error}") from error
-    differ = sorted(payloads.keys() ^ set(trial.unsettled_prompts()))
-    if differ:
+    if differ := sorted(payloads.keys() ^ set(restored.unsettled_prompts())):
         raise ResumeError(
             f"{folder} is damaged: the queue and the saved rows differ in {len(differ)} prompts, such as {differ[0]}"
         )
     if len(payloads) > fetched:
         raise ResumeError(f"{folder} is damaged: {len(payloads)} prompts are open but only {fetched} rows were fetched")
-    core.load_state_dict(state)
+    core.load_state_dict(state["core"])
     supply.restore(fetched, payloads)
 
 

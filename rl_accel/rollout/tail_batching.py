@@ -52,26 +52,28 @@ class TailBatching:
     first.
 
     Every prompt is trained, rejected or reported as failed exactly once, and every batch is P0 groups of R0. In the end
-    fewer than P0 prompts can be left. A smaller batch would not fit the host's mini-batches, so they are named in
+    fewer than P0 prompts can be left. A smaller batch would not fit the trainer's mini-batches, so they are named in
     ``Finished`` and stay in the queue. (A data loader that drops the last partial batch loses as many in every epoch.)
 
-    **What the host does.** It calls ``begin_round``, carries out the decisions each call returns, in their order, and
+    **What the driver does.** It calls ``begin_round``, carries out the decisions each call returns, in their order, and
     reports what happens. ``now`` is in seconds of one clock of its choice.
 
     - ``RequestPrompts``: ``offer`` new ids, ``end_epoch`` where an epoch ends, ``data_exhausted`` after the last one. An
-      id is the key under which the host finds its payload; it is unique for each epoch and row, say ``"2:1017"``.
+      id is the key under which the driver finds its payload; it is unique for each epoch and row, say ``"2:1017"``.
     - ``Launch``: each response ends in one of three ways. ``response_generated``, then ``response_scored``.
       ``response_failed`` (engine, agent loop or reward), which is retried. Or ``response_aborted`` once it is cancelled,
       which must come for each one, also if it had just finished or its server is gone.
     - ``CheckGroup`` (only with ``filter_groups``): ``group_kept`` or ``group_rejected``, which is refilled at once.
     - ``TrainBatch``: train on exactly these. ``RoundEnded``: all is settled; begin the next round after the update.
 
-    Messages may be late: an event about a response that is settled already is ignored. Ids of responses never recur.
+    Messages may be late: an event about a response that is settled already is ignored. Ids of responses never recur. An event
+    that cannot be (of a response that was never launched, that has finished before, that is still generating, with fewer than
+    0 tokens, a verdict without ``filter_groups``) raises ValueError and changes nothing.
 
     **Save and resume.** ``state_dict`` works at any time. It holds prompts, not responses; a batch counts as trained
-    from ``TrainBatch`` on, so save it with the checkpoint that contains the update. The host saves, as of the same
+    from ``TrainBatch`` on, so save it with the checkpoint that contains the update. The driver saves, as of the same
     moment, the payloads of ``unsettled_prompts`` and its position in the data. After ``load_state_dict`` no round is
-    open: prompts that were in flight wait again, none deferred or lost by it. The host drops what is left of older
+    open: prompts that were in flight wait again, none deferred or lost by it. The driver drops what is left of older
     responses, does not offer unsettled prompts again, and begins a round. That the data was exhausted is not saved: a
     resumed run may have more.
     """
@@ -87,9 +89,7 @@ class TailBatching:
         self._kind: RoundKind = "short"
         self._began = 0.0
         self._metrics = RoundMetrics(0, "short", 1.0)
-        self._lengths: list[
-            tuple[list[int], list[int]]
-        ] = []  # tokens of a trained prompt's accepted, cancelled responses
+        self._lengths: list[tuple[list[int], list[int]]] = []  # of each trained prompt: accepted, cancelled responses
         self._responses: dict[int, Response] = {}
         self._next_response = 0
         self._unacknowledged = 0
@@ -138,11 +138,7 @@ class TailBatching:
     # Responses and groups
 
     def response_generated(self, response_id: int, tokens: int, now: float) -> list[Decision]:
-        """Generation of a response has finished; its reward may still be computed.
-
-        Raises:
-            ValueError: no such response was launched, it had finished before, or ``tokens`` is negative.
-        """
+        """Generation of a response has finished; its reward may still be computed."""
         response = self._find(response_id)
         _check_tokens(tokens)
         if response is None or response.cancelled:
@@ -157,11 +153,7 @@ class TailBatching:
         return self._cancel(prompt, [i for i, r in prompt.responses.items() if r.tokens < 0])
 
     def response_scored(self, response_id: int, now: float) -> list[Decision]:
-        """The reward of a generated response is there.
-
-        Raises:
-            ValueError: no such response was launched, it is still generating, or it was scored before.
-        """
+        """The reward of a generated response is there."""
         response = self._find(response_id)
         if response is None or response.cancelled:
             return []
@@ -180,11 +172,7 @@ class TailBatching:
         return [CheckGroup(Group(prompt.id, tuple(prompt.generated)))]
 
     def response_failed(self, response_id: int, tokens: int, now: float) -> list[Decision]:
-        """The engine, the agent loop or the reward failed on a response, after ``tokens`` tokens.
-
-        Raises:
-            ValueError: no such response was launched, it was scored before, or ``tokens`` is negative.
-        """
+        """The engine, the agent loop or the reward failed on a response, after ``tokens`` tokens."""
         response = self._find(response_id)
         _check_tokens(tokens)
         if response is None:
@@ -210,11 +198,7 @@ class TailBatching:
         return decisions + self._drop(prompt, now)
 
     def response_aborted(self, response_id: int, tokens: int, now: float) -> list[Decision]:
-        """A cancelled response has stopped after ``tokens`` tokens and left nothing behind.
-
-        Raises:
-            ValueError: no such response was launched, it was not cancelled, or ``tokens`` is negative.
-        """
+        """A cancelled response has stopped after ``tokens`` tokens and left nothing behind."""
         response = self._find(response_id)
         _check_tokens(tokens)
         if response is None:
@@ -367,7 +351,7 @@ class TailBatching:
     def _cut_off(self, prompt: Prompt, now: float) -> None:
         """The prompt was too slow for this round. Launched late, in place of another, it had no fair chance."""
         if self._kind == "short" and not prompt.deferrals and not prompt.awaits_verdict:
-            self._times.add_cut_off(now - prompt.launched_at)
+            self._times.add_short(now - prompt.launched_at, completed=False)
         if not prompt.is_refill:
             self._metrics.prompts_deferred += 1
             self._pool.defer(prompt, self._rounds)
@@ -473,7 +457,7 @@ class TailBatching:
         """Remember how long a prompt took to complete, if it says something about prompts in general."""
         times = [scored - prompt.launched_at for scored in prompt.scored_at]
         if self._kind == "short" and not prompt.deferrals:
-            self._times.add_completed(times[-1])
+            self._times.add_short(times[-1], completed=True)
         elif self._kind != "short" and prompt.from_queue:
             wanted = self.run.responses_per_prompt
             rank = round(wanted * (wanted + 1) / (self.run.surplus_responses + 1))

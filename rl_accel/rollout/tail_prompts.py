@@ -1,9 +1,9 @@
 """What is fixed for a run, and its prompts that are not settled yet: where each waits, and how each epoch ended."""
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from rl_accel.errors import ConfigError
@@ -143,21 +143,6 @@ class Lane:
             yield from place
 
 
-@dataclass(slots=True)
-class EpochCounts:
-    """How the prompts of an epoch were settled so far."""
-
-    offered: int = 0
-    trained: int = 0
-    rejected: int = 0
-    failed: int = 0
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether nothing of what was offered is still open."""
-        return self.offered == self.trained + self.rejected + self.failed
-
-
 class PromptPool:
     """All unsettled prompts by lane, and the counts of every epoch that has any.
 
@@ -171,7 +156,7 @@ class PromptPool:
         self.unsettled: dict[str, Prompt] = {}
         self.deferred: dict[str, int] = {}  # prompt id to the round that deferred it first; oldest first
         self.epoch = 1
-        self.epochs: dict[int, EpochCounts] = {1: EpochCounts()}
+        self.epochs: dict[int, Counter[str]] = {1: Counter()}  # offered, trained, rejected, failed
 
     def lane_of(self, prompt: Prompt) -> Lane:
         """Return the lane of the prompt's domain."""
@@ -191,7 +176,7 @@ class PromptPool:
             prompt_id = next(iter(twice), None) or next(p.id for p in prompts if added[p.id] is not p)
             raise ValueError(f"prompt_ids must be new (unique for each epoch and row), found {prompt_id!r} twice")
         self.unsettled.update(added)
-        self.epochs[self.epoch].offered += len(prompts)
+        self.epochs[self.epoch]["offered"] += len(prompts)
         if prompts:
             self.lane_of(prompts[0]).fresh.extend(prompts)
 
@@ -217,22 +202,21 @@ class PromptPool:
         """Count the prompt as trained, rejected or failed, for ever."""
         del self.unsettled[prompt.id]
         self.deferred.pop(prompt.id, None)
-        counts = self.epochs[prompt.epoch]
-        setattr(counts, outcome, getattr(counts, outcome) + 1)
+        self.epochs[prompt.epoch][outcome] += 1
         return self._close(prompt.epoch)
 
     def end_epoch(self) -> list[EpochSettled]:
         """Prompts offered from now on belong to the next epoch."""
         self.epoch += 1
-        self.epochs[self.epoch] = EpochCounts()
+        self.epochs[self.epoch] = Counter()
         return self._close(self.epoch - 1)
 
     def _close(self, epoch: int) -> list[EpochSettled]:
         counts = self.epochs[epoch]
-        if epoch == self.epoch or not counts.is_settled:
+        if epoch == self.epoch or _open_prompts(counts):
             return []
         del self.epochs[epoch]
-        return [EpochSettled(epoch, counts.trained, counts.rejected, counts.failed)]
+        return [EpochSettled(epoch, counts["trained"], counts["rejected"], counts["failed"])]
 
     def share_out_rest(self) -> bool:
         """Plan a final round: every lane gives up to its quota, and others fill up. False: fewer than P0 are left."""
@@ -262,7 +246,7 @@ class PromptPool:
         prompts = [p for lane in self.lanes.values() for p in lane.prompts()]
         return {
             "epoch": self.epoch,
-            "ledgers": {str(epoch): asdict(counts) for epoch, counts in self.epochs.items()},
+            "ledgers": {str(epoch): dict(counts) for epoch, counts in self.epochs.items()},
             "prompts": [[p.id, p.domain, p.epoch, p.deferrals, p.deferred_in] for p in prompts],
         }
 
@@ -271,7 +255,7 @@ class PromptPool:
         """Return the pool that ``state_dict`` saved, every prompt waiting."""
         pool = cls(run)
         pool.epoch = int(state["epoch"])
-        pool.epochs = {int(epoch): EpochCounts(**counts) for epoch, counts in state["ledgers"].items()}
+        pool.epochs = {int(epoch): Counter(counts) for epoch, counts in state["ledgers"].items()}
         prompts = [Prompt(*fields) for fields in state["prompts"]]
         for prompt in prompts:
             if run.domain_quotas and prompt.domain not in pool.lanes:
@@ -279,8 +263,13 @@ class PromptPool:
         pool.unsettled = {prompt.id: prompt for prompt in prompts}
         by_age = sorted((p for p in prompts if p.deferred_in is not None), key=lambda p: p.deferred_in or 0)
         pool.deferred = {p.id: p.deferred_in or 0 for p in by_age}
-        open_prompts = sum(e.offered - e.trained - e.rejected - e.failed for e in pool.epochs.values())
+        open_prompts = sum(map(_open_prompts, pool.epochs.values()))
         if not len(pool.unsettled) == len(prompts) == open_prompts or pool.epoch not in pool.epochs:
             raise ValueError(f"the counts of epochs leave {open_prompts} prompts open, found {len(pool.unsettled)}")
         pool.put_back(prompts)
         return pool
+
+
+def _open_prompts(counts: Counter[str]) -> int:
+    """How many prompts of an epoch are not settled."""
+    return counts["offered"] - counts["trained"] - counts["rejected"] - counts["failed"]

@@ -40,28 +40,21 @@ class CompletionTimes:
     at another. L is taken not to depend on n, although the prompts deferred at a small ratio are longer. Both errors
     shrink as the ratio settles, because it is chosen again before each round.
 
+    Remembered are the latest prompts of either kind of round: 16 batches, but at least 256 and at most 4096.
+
     Args:
         prompts_per_step: P0.
-        window: how many of the latest prompts are remembered, of either kind of round; default 16 batches, but at
-            least 256 and at most 4096.
     """
 
-    def __init__(self, prompts_per_step: int, window: int | None = None) -> None:
+    def __init__(self, prompts_per_step: int) -> None:
         self.prompts_per_step = prompts_per_step
-        window = min(max(256, 16 * prompts_per_step), 4096) if window is None else window
+        window = min(max(256, 16 * prompts_per_step), 4096)
         self._short: deque[tuple[float, bool]] = deque(maxlen=window)
         self._long: deque[tuple[float, float]] = deque(maxlen=window)
-        self._known: tuple[_Floats, _Floats] | None = None
 
-    def add_completed(self, seconds: float) -> None:
-        """A prompt completed in a short round."""
-        self._short.append((_to_microseconds(seconds), True))
-        self._known = None
-
-    def add_cut_off(self, seconds: float) -> None:
-        """A prompt had not completed in a short round after this time."""
-        self._short.append((_to_microseconds(seconds), False))
-        self._known = None
+    def add_short(self, seconds: float, completed: bool) -> None:
+        """A prompt completed in a short round, or had not completed after this time."""
+        self._short.append((_rounded(seconds), completed))
 
     def add_long(self, seconds: float, with_surplus: float) -> None:
         """A deferred prompt completed in a round that waits for all.
@@ -70,8 +63,7 @@ class CompletionTimes:
             seconds: until the last of its R0 responses was scored.
             with_surplus: the time it would have taken with a short round's surplus of responses.
         """
-        self._long.append((_to_microseconds(seconds), _to_microseconds(with_surplus)))
-        self._known = None
+        self._long.append((_rounded(seconds), _rounded(with_surplus)))
 
     @property
     def tail_is_known(self) -> bool:
@@ -127,12 +119,9 @@ class CompletionTimes:
         self._short.extend(short)
         self._long.clear()
         self._long.extend(long)
-        self._known = None
 
     def _distribution(self) -> tuple[_Floats, _Floats]:
         """F as its sorted points and the cumulative probability at each."""
-        if self._known is not None:
-            return self._known
         seconds, done = _columns(self._short)
         # At equal times a prompt that completed comes first: the one cut off takes longer than that.
         order = np.lexsort((done == 0, seconds))
@@ -146,12 +135,11 @@ class CompletionTimes:
         if not len(beyond):
             beyond = seconds[-1:]
         share = np.arange(1, len(beyond) + 1) / len(beyond)
-        self._known = np.append(points, beyond), np.append(cumulative, 1 - left[-1] * (1 - share))
-        return self._known
+        return np.append(points, beyond), np.append(cumulative, 1 - left[-1] * (1 - share))
 
 
-def _to_microseconds(seconds: float) -> float:
-    """Rounded, so that a saved state is short."""
+def _rounded(seconds: float) -> float:
+    """To microseconds, so that a saved state is short."""
     return round(max(seconds, 0.0), 6)
 
 

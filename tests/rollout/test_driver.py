@@ -7,7 +7,7 @@ import pytest
 
 from rl_accel.errors import ConfigError
 from rl_accel.features.tail_batching import TailBatchingFlags
-from rl_accel.rollout.driver import Event, RolloutDriver
+from rl_accel.rollout.driver import Event, FailureLog, RolloutDriver
 from rl_accel.rollout.prompt_supply import PromptSupply
 from rl_accel.rollout.tail_batching import TailBatching
 from rl_accel.rollout.tail_prompts import TailRun
@@ -275,3 +275,15 @@ def test_every_number_has_a_name_that_verl_reduces_as_meant():
     assert found["rl_accel/tail_batching/prompts_trained"] == 4.0
     assert found["rl_accel/tail_batching/short_round"] + found["rl_accel/tail_batching/final_round"] == 1.0
     assert all(isinstance(value, float) for value in found.values())
+
+
+def test_a_failed_response_is_one_line_and_its_traceback_comes_once_for_each_kind(caplog):
+    log = FailureLog()
+    errors = [OSError("gone"), OSError("gone again"), KeyError("x")]
+    assert [log.add(number, error) for number, error in enumerate(errors)] == [
+        "OSError: gone",
+        "OSError: gone again",
+        "KeyError: 'x'",
+    ]
+    assert [bool(record.exc_info) for record in caplog.records] == [True, False, True]
+    assert "response 1 failed: OSError: gone again" in caplog.messages[1]

@@ -7,32 +7,39 @@ import torch
 
 from rl_accel.rollout.driver import StepResult
 from rl_accel.rollout.prompt_supply import PromptSupply
-from rl_accel.rollout.saved import ResumeError, SettlementLog, load, restore, save
+from rl_accel.rollout.saved import ResumeError, SettlementLog, restore, save
 from rl_accel.rollout.tail_batching import TailBatching
 from rl_accel.rollout.tail_decisions import RequestPrompts, TrainBatch
 from rl_accel.rollout.tail_prompts import TailRun
 
-CORE = {"format": "core", "rounds": 3}
+ROW = {"raw_prompt": [{"role": "user", "content": "hi"}], "index": 5}
 
 
-def test_what_is_saved_comes_back(tmp_path):
-    payloads = {"1:7": {"raw_prompt": [{"role": "user", "content": "hi"}], "index": 6}}
-    save(tmp_path, 3, CORE, 42, payloads)
-    assert load(tmp_path, 3) == (CORE, 42, payloads)
+def new_run(data_id="train.parquet", **facts):
+    core = TailBatching(TailRun(**{"prompts_per_step": 2, "responses_per_prompt": 2, "data_id": data_id, **facts}))
+    return core, PromptSupply(core, lambda: ROW, 10)
+
+
+def saved_run(folder):
+    core, supply = new_run()
+    core.begin_round(0.0)
+    supply.begin_step(9)
+    supply.answer(RequestPrompts({"": 3}), 0.0)
+    save(folder, 4, core.state_dict(), supply.fetched, supply.payloads)
 
 
 def test_a_checkpoint_of_a_stock_run_is_refused(tmp_path):
     with pytest.raises(ResumeError, match=r"saved without tail batching: .*state\.json is missing"):
-        load(tmp_path, 3)
+        restore(tmp_path, 4, *new_run())
 
 
 def test_another_step_and_a_damaged_file_are_refused(tmp_path):
-    save(tmp_path, 3, CORE, 42, {})
-    with pytest.raises(ResumeError, match=r"4\) \(format, version, step\), found .* 3\)"):
-        load(tmp_path, 4)
+    saved_run(tmp_path)
+    with pytest.raises(ResumeError, match=r"5\) \(format, version, step\), found .* 4\)"):
+        restore(tmp_path, 5, *new_run())
     (tmp_path / "state.json").write_text("{")
     with pytest.raises(ResumeError, match="is damaged: JSONDecodeError"):
-        load(tmp_path, 3)
+        restore(tmp_path, 4, *new_run())
 
 
 def batch(number, kind):
@@ -62,24 +69,12 @@ def test_the_log_forgets_what_a_checkpoint_does_not_hold(tmp_path):
     }
 
 
-def new_run(data_id="train.parquet", **facts):
-    core = TailBatching(TailRun(**{"prompts_per_step": 2, "responses_per_prompt": 2, "data_id": data_id, **facts}))
-    return core, PromptSupply(core, lambda: {"index": 5}, 10)
-
-
-def saved_run(folder):
-    core, supply = new_run()
-    core.begin_round(0.0)
-    supply.begin_step(9)
-    supply.answer(RequestPrompts({"": 3}), 0.0)
-    save(folder, 4, core.state_dict(), supply.fetched, supply.payloads)
-
-
 def test_a_run_comes_back_with_its_prompts_and_its_place_in_the_data(tmp_path):
     saved_run(tmp_path)
     core, supply = new_run()
     restore(tmp_path, 4, core, supply)
     assert set(core.unsettled_prompts()) == set(supply.payloads) == {"1:1", "1:2", "1:3"}
+    assert supply.payloads["1:1"] == ROW
     assert (supply.fetched, len(supply.payloads)) == (3, 3)
 
 

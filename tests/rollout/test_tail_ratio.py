@@ -50,9 +50,9 @@ class Simulation:
                 self.queue = np.append(self.queue, new[order[self.P0 :]])
                 if observe:
                     for seconds in done[order[: self.P0]]:
-                        observe.add_completed(seconds)
+                        observe.add_short(seconds, completed=True)
                     for _ in order[self.P0 :]:
-                        observe.add_cut_off(end)
+                        observe.add_short(end, completed=False)
             self.trained += self.P0
         return self.seconds / self.trained
 
@@ -83,8 +83,8 @@ def test_waiting_for_all_is_estimated_from_rounds_that_never_did():
 def test_the_automatic_ratio_waits_for_the_first_long_round():
     times = CompletionTimes(4)
     for seconds in range(4):
-        times.add_completed(seconds)
-    times.add_cut_off(3.0)
+        times.add_short(seconds, completed=True)
+    times.add_short(3.0, completed=False)
     assert times.best_ratio(1.25) == 1.25
     assert times.full_wait() is None
     for _ in range(4):
@@ -96,7 +96,7 @@ def test_the_automatic_ratio_waits_for_the_first_long_round():
 def test_without_a_tail_there_is_no_surplus():
     times = CompletionTimes(8)
     for _ in range(64):
-        times.add_completed(5.0)
+        times.add_short(5.0, completed=True)
         times.add_long(5.0, 5.0)
     assert times.best_ratio(1.25) == 1.0
     assert times.full_wait() == pytest.approx(5.0)
@@ -105,6 +105,6 @@ def test_without_a_tail_there_is_no_surplus():
 def test_the_ratio_is_limited():
     times = CompletionTimes(8)
     for i in range(640):
-        times.add_completed(1.0 if i % 2 else 1000.0)
+        times.add_short(1.0 if i % 2 else 1000.0, completed=True)
         times.add_long(1000.0, 1000.0)
     assert times.best_ratio(1.25, limit=1.5) <= 1.5
