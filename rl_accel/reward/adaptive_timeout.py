@@ -80,7 +80,7 @@ class Limit:
 
     Attributes:
         wall: seconds from start to end.
-        cpu: seconds of processor time of the whole process tree, at least ``wall``: what strikes those that compute on several
+        cpu: seconds of processor time of the whole process tree, at least ``wall``: what stops those that compute on several
             processors.
         reason: why.
     """
@@ -92,7 +92,7 @@ class Limit:
 
 @dataclass(slots=True)
 class _Anchor:
-    """Longest correct execution of a key, as on an unloaded machine, and how many were correct."""
+    """Longest correct execution of a key, and how many were correct."""
 
     wall: float = 0.0
     cpu: float = 0.0
@@ -100,12 +100,7 @@ class _Anchor:
 
 
 class AdaptiveTimeout:
-    """Anchors by key, a key being a prompt and test case. Not thread-safe.
-
-    ``slowdown`` is by how much the machine is slower at this moment than when it has nothing else to do (3.0: all takes three
-    times as long). Times are divided by it before they teach, and limits multiplied by it, so that a busy machine neither raises
-    anchors nor stops correct answers.
-    """
+    """Anchors by key, a key being a prompt and test case. Not thread-safe."""
 
     def __init__(self, settings: TimeoutSettings | None = None) -> None:
         self.settings = settings or TimeoutSettings()
@@ -115,31 +110,22 @@ class AdaptiveTimeout:
     def __len__(self) -> int:
         return len(self._anchors)
 
-    def limit(self, key: str, slowdown: float = 1.0) -> Limit:
-        """Return what the next execution of ``key`` may use.
-
-        Raises:
-            ValueError: ``slowdown`` is not a finite number of at least 1.
-        """
-        limit = self.learned(key, slowdown)
+    def limit(self, key: str) -> Limit:
+        """Return what the next execution of ``key`` may use."""
+        limit = self.learned(key)
         if limit.reason == "adaptive" and self._until_probe is not None:
             self._until_probe -= 1
             if self._until_probe <= 0:
                 self._until_probe = self._period()
-                return Limit(self.settings.maximum * slowdown, self.settings.maximum * slowdown, "probe")
+                return Limit(self.settings.maximum, self.settings.maximum, "probe")
         return limit
 
-    def learned(self, key: str, slowdown: float = 1.0) -> Limit:
-        """Return what :meth:`limit` does, and never a probe: for an execution that has had its limit, and goes on.
-
-        Raises:
-            ValueError: ``slowdown`` is not a finite number of at least 1.
-        """
-        _check_slowdown(slowdown)
+    def learned(self, key: str) -> Limit:
+        """Return what :meth:`limit` does, and never a probe: for an execution that has had its limit, and goes on."""
         anchor = self._find(key)
         if anchor is None or anchor.correct < self.settings.min_correct:
-            return Limit(self.settings.maximum * slowdown, self.settings.maximum * slowdown, "learning")
-        wall, cpu = (self._from(seconds, anchor.correct) * slowdown for seconds in (anchor.wall, anchor.cpu))
+            return Limit(self.settings.maximum, self.settings.maximum, "learning")
+        wall, cpu = (self._from(seconds, anchor.correct) for seconds in (anchor.wall, anchor.cpu))
         # Not below the wall limit: one answer may compute what another has waited for.
         return Limit(wall, max(wall, cpu), "adaptive")
 
@@ -148,16 +134,15 @@ class AdaptiveTimeout:
         anchor = self._anchors.get(key)
         return self.settings.maximum if anchor is None or not anchor.correct else anchor.wall
 
-    def record(self, key: str, wall: float, cpu: float, correct: bool, slowdown: float = 1.0) -> bool:
+    def record(self, key: str, wall: float, cpu: float, correct: bool) -> bool:
         """Report an execution. Only correct ones teach. Evaluations are not to be reported.
 
         Returns:
             Whether the anchor rose.
 
         Raises:
-            ValueError: a time is negative or not finite, or ``slowdown`` below 1.
+            ValueError: a time is negative or not finite.
         """
-        _check_slowdown(slowdown)
         for name, value in (("wall", wall), ("cpu", cpu)):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be a finite number of at least 0, found {value!r}")
@@ -167,9 +152,9 @@ class AdaptiveTimeout:
         if anchor is None:
             anchor = self._anchors[key] = _Anchor()
             self._forget()
-        rises = wall / slowdown > anchor.wall or cpu / slowdown > anchor.cpu
-        anchor.wall = min(max(anchor.wall, wall / slowdown), self.settings.maximum)
-        anchor.cpu = min(max(anchor.cpu, cpu / slowdown), self.settings.maximum)
+        rises = wall > anchor.wall or cpu > anchor.cpu
+        anchor.wall = min(max(anchor.wall, wall), self.settings.maximum)
+        anchor.cpu = min(max(anchor.cpu, cpu), self.settings.maximum)
         anchor.correct += 1
         return rises
 
@@ -231,8 +216,3 @@ class AdaptiveTimeout:
 
     def _period(self) -> int | None:
         return round(1 / self.settings.probe_share) if self.settings.probe_share else None
-
-
-def _check_slowdown(slowdown: float) -> None:
-    if not 1 <= slowdown < math.inf:
-        raise ValueError(f"slowdown must be a finite number of at least 1, found {slowdown!r}")

@@ -53,12 +53,12 @@ class Replica:
         self._counts: dict[str, float] = {}
         self._incarnation, self._version, self._tell_everything = "", 0, False
 
-    def record(self, key: str, wall: float, cpu: float, correct: bool, slowdown: float = 1.0) -> None:
+    def record(self, key: str, wall: float, cpu: float, correct: bool) -> None:
         """Report an execution; see :meth:`AdaptiveTimeout.record`."""
-        self.timeout.record(key, wall, cpu, correct, slowdown)
+        self.timeout.record(key, wall, cpu, correct)
         if correct:
             known = self._learned.get(key, (0.0, 0.0, 0))
-            self._learned[key] = max(known[0], wall / slowdown), max(known[1], cpu / slowdown), known[2] + 1
+            self._learned[key] = max(known[0], wall), max(known[1], cpu), known[2] + 1
 
     def count(self, name: str, amount: float = 1.0) -> None:
         """Add to a number that the store sums over all replicas."""

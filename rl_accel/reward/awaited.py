@@ -8,7 +8,7 @@ import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
-from rl_accel.reward.program import GradeResult, Limits
+from rl_accel.reward.execution import ExecutionResult, Limits
 
 logger = logging.getLogger("rl_accel")
 T = TypeVar("T")
@@ -20,7 +20,7 @@ _running: set["asyncio.Task[Any]"] = set()
 _reported: set[str] = set()
 
 
-async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: str) -> GradeResult:
+async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: str) -> ExecutionResult:
     """Await ``coroutine`` for at most ``limits.wall`` seconds, or what ``limits.updates`` says meanwhile.
 
     At the limit it is cancelled, and so it is if this call is cancelled. One that ignores its cancellation is no longer waited for.
@@ -55,16 +55,16 @@ async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: 
             )
     wall = time.monotonic() - began
     if not task.done():
-        return GradeResult(verdict="timeout", value=None, wall=wall, cpu=steps.cpu, reason="wall limit")
+        return ExecutionResult(verdict="timeout", value=None, wall=wall, cpu=steps.cpu, reason="wall limit")
     if task.cancelled():
-        return GradeResult(
+        return ExecutionResult(
             verdict="error", value=None, wall=wall, cpu=steps.cpu, reason="it was cancelled, and not by us"
         )
     if error := task.exception():
-        return GradeResult(
+        return ExecutionResult(
             verdict="error", value=None, wall=wall, cpu=steps.cpu, reason=f"{type(error).__name__}: {error}"[:500]
         )
-    return GradeResult(verdict="done", value=task.result(), wall=wall, cpu=steps.cpu)
+    return ExecutionResult(verdict="done", value=task.result(), wall=wall, cpu=steps.cpu)
 
 
 async def gather_until(awaitables: Iterable[Awaitable[T]], ends: Callable[[T], bool] = lambda _: False) -> list[T]:

@@ -6,35 +6,14 @@ import itertools
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from rl_accel.reward.adaptive_timeout import Limit
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.awaited import gather_until
+from rl_accel.reward.execution import ExecutionResult, Limits, LimitUpdates
 from rl_accel.reward.fair_scheduler import FairScheduler
-from rl_accel.reward.limit_updates import LimitUpdates
-from rl_accel.reward.pace import Pace
-from rl_accel.reward.program import Case, CaseResult, Limits
-from rl_accel.reward.sandbox import Sandbox
-
-
-class Execution(Protocol):
-    """What came of an execution: a :class:`CaseResult` or a :class:`~rl_accel.reward.graders.GradeResult`."""
-
-    @property
-    def verdict(self) -> str: ...
-
-    @property
-    def wall(self) -> float: ...
-
-    @property
-    def cpu(self) -> float: ...
-
-    @property
-    def waited(self) -> float: ...
-
-
-Result = TypeVar("Result", bound=Execution)
+from rl_accel.reward.sandbox import Case, Sandbox
 
 _LOOKS = 4
 """So often a limit is looked for in the time of the least one."""
@@ -73,16 +52,15 @@ class LimitedExecutor:
         self.replica = replica
         self.limits = limits or Limits()
         self.scheduler = FairScheduler(slots)
-        self._pace = Pace()
 
     async def execute(
         self,
         prompt: str,
         case: str,
-        run: Callable[[Limits], Awaitable[Result]],
-        correct: Callable[[Result], bool],
+        run: Callable[[Limits], Awaitable[ExecutionResult]],
+        correct: Callable[[ExecutionResult], bool],
         teach: bool = True,
-    ) -> Result:
+    ) -> ExecutionResult:
         """Run one execution. Cancelling this call cancels ``run``.
 
         Args:
@@ -97,11 +75,10 @@ class LimitedExecutor:
         came = loop.time()
         async with self.scheduler.slot(prompt, timeout.expected(key)) as is_late:
             began = loop.time()
-            slowdown = self._pace.slowdown()
-            allowed = _Allowed(timeout.limit(key, slowdown))
+            allowed = _Allowed(timeout.limit(key))
             limits = replace(self.limits, wall=allowed.limit.wall, cpu=allowed.limit.cpu, updates=allowed.updates)
             learning = allowed.limit.reason == "learning"
-            follow = asyncio.create_task(self._follow(key, allowed, slowdown, is_late)) if learning else None
+            follow = asyncio.create_task(self._follow(key, allowed, is_late)) if learning else None
             try:
                 result = await run(limits)
             except asyncio.CancelledError:
@@ -114,10 +91,10 @@ class LimitedExecutor:
         if not teach:
             self.replica.count("eval_executions")
             return result
-        full = timeout.settings.maximum * slowdown
+        full = timeout.settings.maximum
         timed_out = result.verdict == "timeout"
         is_correct = correct(result)
-        self.replica.record(key, max(result.wall - result.waited, 0.0), result.cpu, is_correct, slowdown)
+        self.replica.record(key, max(result.wall - result.waited, 0.0), result.cpu, is_correct)
         for name, amount in (
             ("executions", 1),
             ("correct", is_correct),
@@ -132,16 +109,15 @@ class LimitedExecutor:
             self.replica.count(name, float(amount))
         return result
 
-    async def _follow(self, key: str, allowed: "_Allowed", slowdown: float, is_late: Callable[[], None]) -> None:
+    async def _follow(self, key: str, allowed: "_Allowed", is_late: Callable[[], None]) -> None:
         """Give an execution that began with the full budget its limit once there is one, and say if it takes long until then."""
         timeout = self.replica.timeout
-        late_after = timeout.settings.minimum * slowdown
         for look in itertools.count(1):
-            await asyncio.sleep(max(late_after / _LOOKS, _LEAST_PAUSE_SECONDS))
+            await asyncio.sleep(max(timeout.settings.minimum / _LOOKS, _LEAST_PAUSE_SECONDS))
             if allowed.limit.reason == "learning":
-                allowed.limit = timeout.limit(key, slowdown)
+                allowed.limit = timeout.limit(key)
             else:
-                allowed.limit = timeout.learned(key, slowdown)
+                allowed.limit = timeout.learned(key)
             if allowed.limit.reason == "probe":
                 return
             if allowed.limit.reason == "adaptive":
@@ -166,13 +142,13 @@ async def execute_program(
     cases: Sequence[Case],
     teach: bool = True,
     early_stop: bool = False,
-) -> list[CaseResult]:
+) -> list[ExecutionResult]:
     """Run a program on its test cases and return their results in order.
 
     With ``early_stop`` they run one after another and end with the first that does not pass: the list is shorter then.
     """
 
-    async def one(number: int) -> CaseResult:
+    async def one(number: int) -> ExecutionResult:
         return await executor.execute(
             prompt,
             str(number),
@@ -183,7 +159,7 @@ async def execute_program(
 
     if not early_stop:
         return await gather_until(map(one, range(len(cases))))
-    results: list[CaseResult] = []
+    results: list[ExecutionResult] = []
     for number in range(len(cases)):
         results.append(await one(number))
         if results[-1].verdict != "passed":

@@ -9,7 +9,7 @@ import numpy as np
 
 from rl_accel.features.reward_timeout import RewardTimeoutFlags
 from rl_accel.reward.anchor_store import Replica
-from rl_accel.reward.program import GradeResult
+from rl_accel.reward.execution import ExecutionResult
 
 logger = logging.getLogger("rl_accel")
 
@@ -52,14 +52,14 @@ class Scores:
         self._forms: dict[str, dict[str, Any] | None] = {}
         self._warned: set[tuple[str, str]] = set()
 
-    def is_correct(self, result: GradeResult, size: int | None = None) -> bool:
+    def is_correct(self, result: ExecutionResult, size: int | None = None) -> bool:
         """Whether a grader found an answer correct; of several answers any. Arguments as of :meth:`reward_of`."""
         if self.problem(result, size):
             return False
         numbers = [_number_in(reward, self._correct_keys) for reward in _rewards(result, size)]
         return any(number is not None and number > self._flags.correct_above for number in numbers)
 
-    def problem(self, result: GradeResult, size: int | None = None) -> str:
+    def problem(self, result: ExecutionResult, size: int | None = None) -> str:
         """Say why training cannot use a result; "" if it can. Arguments as of :meth:`reward_of`."""
         if result.verdict != "done":
             return result.reason or result.verdict
@@ -68,7 +68,7 @@ class Scores:
             return f"it returned no list of {size} rewards"
         return next((problem for problem in map(self._problem_of_one, rewards) if problem), "")
 
-    def reward_of(self, result: GradeResult, source: str, teach: bool, size: int | None = None) -> Any:
+    def reward_of(self, result: ExecutionResult, source: str, teach: bool, size: int | None = None) -> Any:
         """Return the reward in a result, or a stand-in of ``timeout_score``, whatever became of the grader.
 
         Args:
@@ -118,7 +118,7 @@ class Scores:
             )
 
 
-def _rewards(result: GradeResult, size: int | None) -> Any:
+def _rewards(result: ExecutionResult, size: int | None) -> Any:
     return [result.value] if size is None else result.value
 
 

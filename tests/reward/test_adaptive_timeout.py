@@ -74,15 +74,6 @@ def test_an_answer_may_compute_for_as_long_as_another_has_waited():
     assert (limit.wall, limit.cpu) == (12.5, 12.5)
 
 
-def test_a_slow_machine_gets_longer_and_raises_no_anchor():
-    quiet, busy = taught(4.0, 4.0, 4.0), AdaptiveTimeout(TimeoutSettings(**NO_PROBES))
-    for _ in range(3):
-        busy.record("a", 12.0, 12.0, correct=True, slowdown=3.0)
-    assert busy.limit("a") == quiet.limit("a")
-    assert busy.limit("a", slowdown=3.0).wall == 3 * 6.5 > 12.0
-    assert quiet.limit("b", slowdown=3.0).wall == 90.0
-
-
 def test_a_share_of_limits_is_the_full_budget_so_that_a_slow_correct_answer_can_be_seen():
     policy = taught(0.3, 0.3, 0.3, probe_share=0.05)
     reasons = [policy.limit("a").reason for _ in range(200)]
@@ -101,17 +92,17 @@ def test_the_keys_not_used_for_longest_are_forgotten():
 
 
 times = st.floats(0, 100, allow_nan=False)
-records = st.lists(st.tuples(st.sampled_from("abc"), times, times, st.booleans(), st.floats(1, 5)), max_size=30)
+records = st.lists(st.tuples(st.sampled_from("abc"), times, times, st.booleans()), max_size=30)
 
 
 @given(records)
 def test_a_limit_is_never_out_of_bounds_and_never_below_a_correct_answer(history):
     policy = AdaptiveTimeout(TimeoutSettings(**NO_PROBES))
     longest = dict.fromkeys("abc", 0.0)
-    for key, wall, cpu, correct, slowdown in history:
-        policy.record(key, wall, cpu, correct, slowdown)
+    for key, wall, cpu, correct in history:
+        policy.record(key, wall, cpu, correct)
         if correct:
-            longest[key] = max(longest[key], wall / slowdown)
+            longest[key] = max(longest[key], wall)
     for key, seconds in longest.items():
         limit = policy.limit(key)
         assert 2.0 <= limit.wall <= 30.0
@@ -122,8 +113,8 @@ def test_a_limit_is_never_out_of_bounds_and_never_below_a_correct_answer(history
 def test_merging_is_idempotent_and_in_any_order_the_same(ours, theirs):
     def policy(history):
         made = AdaptiveTimeout(TimeoutSettings(**NO_PROBES))
-        for key, wall, cpu, correct, slowdown in history:
-            made.record(key, wall, cpu, correct, slowdown)
+        for key, wall, cpu, correct in history:
+            made.record(key, wall, cpu, correct)
         return made
 
     one, other = policy(ours), policy(theirs)
@@ -184,5 +175,3 @@ def test_impossible_times_are_refused():
     policy = AdaptiveTimeout()
     with pytest.raises(ValueError, match="wall must be a finite number of at least 0, found nan"):
         policy.record("a", math.nan, 0.0, correct=True)
-    with pytest.raises(ValueError, match=r"slowdown must be a finite number of at least 1, found 0\.5"):
-        policy.limit("a", slowdown=0.5)

@@ -24,14 +24,6 @@ def test_what_one_learns_the_others_know_after_an_exchange():
     assert other.timeout.get("p/1") == (0.0, 0.0, 0)
 
 
-def test_times_of_a_slow_machine_are_told_as_of_a_quiet_one():
-    store, slow, other = AnchorStore(), Replica(), Replica()
-    slow.record("p/0", 3.0, 3.0, correct=True, slowdown=3.0)
-    exchange(slow, store)
-    exchange(other, store)
-    assert other.timeout.get("p/0") == (1.0, 1.0, 1)
-
-
 def test_an_update_holds_only_what_has_changed():
     store, one, other = AnchorStore(), Replica(), Replica()
     one.record("a", 1.0, 1.0, correct=True)

@@ -6,8 +6,7 @@ import time
 import pytest
 
 from rl_accel.reward.awaited import gather_until, run_within
-from rl_accel.reward.limit_updates import LimitUpdates
-from rl_accel.reward.program import Limits
+from rl_accel.reward.execution import Limits, LimitUpdates
 
 
 def test_an_awaited_grader_is_held_to_its_limit():

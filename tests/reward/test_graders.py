@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_accel.reward.graders import GradeResult, Graders, Limits, SandboxError
+from rl_accel.reward.graders import ExecutionResult, Graders, Limits, SandboxError
+from rl_accel.reward.sandbox import bubblewrap_problem
 
 pytestmark = pytest.mark.slow
 
@@ -33,8 +34,8 @@ def play(name, work, workers=1, **options):
     return asyncio.run(main())
 
 
-def call(name, limits=None, limited=False, **kwargs):
-    return play(name, lambda graders: graders.call(kwargs, limits), limited=limited)
+def call(name, limits=None, isolation=None, **kwargs):
+    return play(name, lambda graders: graders.call(kwargs, limits), isolation=isolation)
 
 
 def is_alive(pid):
@@ -52,10 +53,10 @@ async def eventually(condition):
     raise AssertionError("it did not come to pass")
 
 
-@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("isolation", [None, "process"])
 @pytest.mark.parametrize("value", [None, 0.5, {"score": 1.0, "acc": [True, (1, "é")]}, "漢", {1, 2}, 10**30])
-def test_a_value_comes_back_as_it_was(value, limited):
-    found = call("echo", limited=limited, value=value)
+def test_a_value_comes_back_as_it_was(value, isolation):
+    found = call("echo", isolation=isolation, value=value)
     assert found.verdict == "done", found
     assert found.value == value
     assert type(found.value) is type(value)
@@ -66,17 +67,17 @@ def test_it_is_called_with_keyword_arguments():
     assert call("compute_score", **kwargs).value == {"score": 1.0, "acc": True, "extra": {"index": 3}}
 
 
-@pytest.mark.parametrize("limited", [False, True])
-def test_not_a_number_is_a_value(limited):
-    found = call("nan", limited=limited)
+@pytest.mark.parametrize("isolation", [None, "process"])
+def test_not_a_number_is_a_value(isolation):
+    found = call("nan", isolation=isolation)
     assert found.verdict == "done"
     assert math.isnan(found.value)
 
 
-@pytest.mark.parametrize("limited", [False, True])
-def test_megabytes_come_through_both_ways(limited):
-    assert len(call("large", limited=limited, size=5_000_000).value) == 5_000_000
-    assert call("echo", limited=limited, value="y" * 5_000_000).value == "y" * 5_000_000
+@pytest.mark.parametrize("isolation", [None, "process"])
+def test_megabytes_come_through_both_ways(isolation):
+    assert len(call("large", isolation=isolation, size=5_000_000).value) == 5_000_000
+    assert call("echo", isolation=isolation, value="y" * 5_000_000).value == "y" * 5_000_000
 
 
 @pytest.mark.parametrize(
@@ -129,11 +130,11 @@ def test_a_cancelled_call_stops_all_it_started_and_the_worker_stays(tmp_path):
     async def work(graders):
         task = asyncio.create_task(graders.call({"path": str(path)}))
         await eventually(lambda: path.exists() and path.read_text())
-        (worker,) = graders._pool._busy
+        (worker,) = graders._pool.workers
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return is_alive(int(path.read_text())), list(graders._pool.idle) == [worker], is_alive(worker.process.pid)
+        return is_alive(int(path.read_text())), graders._pool.workers == [worker], is_alive(worker.process.pid)
 
     assert play("leave_daemon_and_sleep", work) == (False, True, True)
 
@@ -211,10 +212,12 @@ def test_a_worker_that_is_killed_is_replaced_once():
         killed = []
         task = asyncio.create_task(graders.call({}, Limits(wall=60)))
         for _ in range(2):
-            worker = await eventually(lambda: next((one for one in graders._pool._busy if one._count), None))
+            worker = await eventually(
+                lambda: next((one for one in graders._pool.workers if one not in killed and one._count), None)
+            )
             killed.append(worker)
             os.kill(worker.process.pid, signal.SIGKILL)
-            await eventually(lambda worker=worker: worker not in graders._pool._busy)
+            await eventually(lambda worker=worker: worker not in graders._pool.workers)
         return await task, len(set(killed)), (await graders.call({}, SHORT)).verdict
 
     found, workers, after = play("sleep", work)
@@ -232,7 +235,7 @@ def test_many_calls_leave_nothing(tmp_path):
         before = files()
         found = await asyncio.gather(*(graders.call({"value": number}) for number in range(200)))
         assert [result.value for result in found] == list(range(200))
-        (one, two) = (worker.process.pid for worker in graders._pool.idle)
+        (one, two) = (worker.process.pid for worker in graders._pool.workers)
         children = [len(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()) for pid in (one, two)]
         return before, files(), children, (one, two)
 
@@ -257,9 +260,54 @@ LIMITED = {
 @pytest.mark.parametrize("name", LIMITED)
 def test_a_limited_grader_may_execute_what_it_grades(name):
     code, value = LIMITED[name]
-    found = call("execute", Limits(wall=60, cpu=60), limited=True, code=code)
+    found = call("execute", Limits(wall=60, cpu=60), isolation="process", code=code)
     assert found.verdict == "done", found
     assert found.value == value
+
+
+@pytest.fixture(params=["process", "bubblewrap"])
+def isolation(request):
+    if request.param == "bubblewrap" and bubblewrap_problem():
+        pytest.skip(f"bubblewrap: {bubblewrap_problem()}")
+    return request.param
+
+
+def test_an_isolated_grader_reads_what_it_is_shown_and_no_other_file_of_the_users(isolation, tmp_path):
+    shown, hidden = tmp_path / "shown", tmp_path / "hidden"
+    for path in (shown, hidden):
+        path.write_text(path.name)
+        path.chmod(0o600)
+
+    async def work(graders):
+        return (await graders.call({"paths": [str(shown), str(hidden)]})).value
+
+    options = {"isolation": isolation, "readable": [shown], "arguments": {"path": str(shown)}}
+    made_with, of_shown, of_hidden = play("make_reader", work, **options)
+    assert made_with == "shown"
+    if isolation == "bubblewrap":
+        assert (of_shown, of_hidden) == ("shown", "FileNotFoundError")
+    elif AS_ROOT:
+        assert of_hidden == "PermissionError"
+
+
+def test_an_isolated_grader_has_an_empty_environment_and_no_network(isolation, monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "s3cret")
+    code = """
+import socket
+score = [b"s3cret" in open("/proc/self/environ", "rb").read()]
+try:
+    socket.create_connection(("192.0.2.1", 80), 1)
+except OSError as error:
+    score.append(str(error))
+"""
+    if AS_ROOT and isolation == "process":
+        code = code.replace(
+            'open("/proc/self/environ", "rb").read()', 'b""'
+        )  # not even its own, after the change of user
+    leaks, network = call("execute", isolation=isolation, code=code).value
+    assert not leaks
+    if isolation == "bubblewrap" or AS_ROOT:
+        assert "unreachable" in network
 
 
 FORGED = r"""
@@ -284,7 +332,7 @@ def test_a_limited_grader_is_held_to_every_limit(name):
 
     code, verdict, reason = UNBRIDLED[name]
     limits = Limits(wall=5, cpu=3, memory=256 << 20, output_bytes=100_000, file_bytes=4 << 20, processes=16)
-    found = call("execute", limits, limited=True, code=code)
+    found = call("execute", limits, isolation="process", code=code)
     assert re.fullmatch(verdict, found.verdict), found
     assert re.search(reason, found.reason), found
 
@@ -299,7 +347,7 @@ def test_a_limited_grader_is_held_to_every_limit(name):
     ],
 )
 def test_as_root_a_limited_grader_has_no_rights_and_no_network(code):
-    found = call("execute", limited=True, code=code)
+    found = call("execute", isolation="process", code=code)
     assert found.verdict == "error", found
     assert "Error" in found.reason
 
@@ -323,7 +371,7 @@ asyncio.run(main())
 
 
 def test_a_result_is_plain_data():
-    assert GradeResult(1.0, "done").reason == ""
+    assert ExecutionResult("done", 1.0).reason == ""
 
 
 def test_workers_that_die_idle_are_replaced_and_no_call_is_blamed(tmp_path):
@@ -334,7 +382,7 @@ def test_workers_that_die_idle_are_replaced_and_no_call_is_blamed(tmp_path):
         graders = Graders(f"{tmp_path / 'idle_graders.py'}:echo", 3)
         try:
             await asyncio.gather(*(graders.call({"value": n}) for n in range(3)))
-            for worker in graders._pool.idle:
+            for worker in graders._pool.workers:
                 worker.process.kill()
                 worker.process.wait()
             found = [(await graders.call({"value": n})).value for n in range(3)]

@@ -8,10 +8,9 @@ import pytest
 
 from rl_accel.reward.adaptive_timeout import TimeoutSettings
 from rl_accel.reward.anchor_store import Replica
-from rl_accel.reward.limit_updates import LimitUpdates
+from rl_accel.reward.execution import ExecutionResult, Limits, LimitUpdates
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
-from rl_accel.reward.program import Case, CaseResult, Limits
-from rl_accel.reward.sandbox import Sandbox
+from rl_accel.reward.sandbox import Case, Sandbox
 
 SETTINGS = TimeoutSettings(
     scale=1.5, slack=0.05, minimum=0.2, maximum=20.0, min_correct=2, probe_share=0.0, caution=0.0
@@ -55,10 +54,10 @@ def test_the_sandbox_stops_at_the_limit_given_last_and_its_worker_goes_on(code):
             updates.publish(0.9, 20.0)  # it may rise again
             began = time.monotonic()
             stopped = await running
-            (worker,) = sandbox._pool.idle
+            (worker,) = sandbox._pool.workers
             pid = worker.process.pid
             after = [await sandbox.run(RIGHT, CASE, Limits(updates=updates)) for _ in range(3)]
-            (worker,) = sandbox._pool.idle
+            (worker,) = sandbox._pool.workers
             return stopped, time.monotonic() - began, [result.verdict for result in after], pid == worker.process.pid
         finally:
             await sandbox.close()
@@ -106,14 +105,13 @@ class Executions:
             with limits.updates.subscribed(tell):
                 while loop.time() - began < min(seconds, allowed[0]):
                     await asyncio.sleep(0.005)
-            return CaseResult(verdict if seconds <= allowed[0] else "timeout", wall=min(seconds, allowed[0]))
+            return ExecutionResult(verdict if seconds <= allowed[0] else "timeout", wall=min(seconds, allowed[0]))
 
         return run
 
 
 def made(settings=SETTINGS, slots=8):
     executor = LimitedExecutor(Replica(settings), slots)
-    executor._pace.slowdown = lambda: 1.0
     return executor
 
 
@@ -203,7 +201,7 @@ def test_a_probe_keeps_the_full_budget():
     assert play(main()) == (["passed", "passed"], [0.8], 1.0)
 
 
-@pytest.mark.parametrize("isolation", ["process", None])
+@pytest.mark.parametrize("isolation", ["process", "auto"])
 def test_a_group_with_a_hang_takes_no_longer_than_its_limit_with_real_processes(isolation):
     async def main():
         settings = replace(SETTINGS, maximum=60.0)

@@ -6,8 +6,9 @@ import pytest
 
 from rl_accel.reward.adaptive_timeout import TimeoutSettings
 from rl_accel.reward.anchor_store import Replica
+from rl_accel.reward.execution import ExecutionResult
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
-from rl_accel.reward.program import Case, CaseResult
+from rl_accel.reward.sandbox import Case
 
 SETTINGS = TimeoutSettings(scale=1.5, slack=0.5, minimum=2.0, maximum=30.0, min_correct=2, probe_share=0.0, caution=0.0)
 
@@ -18,7 +19,6 @@ def play(main):
 
 def made(slots=4, settings=SETTINGS):
     executor = LimitedExecutor(Replica(settings), slots)
-    executor._pace.slowdown = lambda: 1.0
     return executor
 
 
@@ -39,7 +39,7 @@ def test_limits_adapt_once_enough_correct_results_are_known():
     async def main():
         executor, seen = made(), []
         for wall in (4.0, 6.0, 1.0):
-            await executor.execute("p", "0", taking(CaseResult("passed", wall=wall, cpu=wall / 10), seen), passed)
+            await executor.execute("p", "0", taking(ExecutionResult("passed", wall=wall, cpu=wall / 10), seen), passed)
         return executor, seen
 
     executor, seen = play(main())
@@ -51,9 +51,9 @@ def test_other_test_cases_and_prompts_have_limits_of_their_own():
     async def main():
         executor, seen = made(), []
         for _ in range(2):
-            await executor.execute("p", "0", taking(CaseResult("passed", wall=1.0)), passed)
+            await executor.execute("p", "0", taking(ExecutionResult("passed", wall=1.0)), passed)
         for prompt, case in (("p", "1"), ("q", "0"), ("p", "0")):
-            await executor.execute(prompt, case, taking(CaseResult("wrong"), seen), passed)
+            await executor.execute(prompt, case, taking(ExecutionResult("wrong"), seen), passed)
         return seen
 
     assert [wall for wall, _ in play(main())] == [30.0, 30.0, 2.0]
@@ -62,7 +62,7 @@ def test_other_test_cases_and_prompts_have_limits_of_their_own():
 def test_time_without_a_processor_does_not_teach():
     async def main():
         executor = made()
-        await executor.execute("p", "0", taking(CaseResult("passed", wall=9.0, cpu=3.0, waited=5.5)), passed)
+        await executor.execute("p", "0", taking(ExecutionResult("passed", wall=9.0, cpu=3.0, waited=5.5)), passed)
         return executor.replica.timeout.get("p/0")
 
     assert play(main()) == (3.5, 3.0, 1)
@@ -72,7 +72,7 @@ def test_time_without_a_processor_does_not_teach():
 def test_only_correct_results_teach(verdict):
     async def main():
         executor = made()
-        await executor.execute("p", "0", taking(CaseResult(verdict, wall=1.0, cpu=1.0)), passed)
+        await executor.execute("p", "0", taking(ExecutionResult(verdict, wall=1.0, cpu=1.0)), passed)
         return executor.replica.timeout.get("p/0")
 
     assert play(main()) == (0.0, 0.0, 0)
@@ -82,9 +82,9 @@ def test_an_evaluation_uses_anchors_and_leaves_them():
     async def main():
         executor, seen = made(), []
         for _ in range(2):
-            await executor.execute("p", "0", taking(CaseResult("passed", wall=4.0)), passed)
+            await executor.execute("p", "0", taking(ExecutionResult("passed", wall=4.0)), passed)
         executor.replica.take_delta()
-        await executor.execute("p", "0", taking(CaseResult("passed", wall=6.0), seen), passed, teach=False)
+        await executor.execute("p", "0", taking(ExecutionResult("passed", wall=6.0), seen), passed, teach=False)
         return executor.replica, seen
 
     replica, seen = play(main())
@@ -97,10 +97,10 @@ def test_what_is_counted():
     async def main():
         executor = made()
         for _ in range(2):
-            await executor.execute("p", "0", taking(CaseResult("passed", wall=1.0)), passed)
-        await executor.execute("p", "0", taking(CaseResult("timeout", wall=2.0)), passed)
-        await executor.execute("q", "0", taking(CaseResult("timeout", wall=30.0)), passed)
-        await executor.execute("q", "0", taking(CaseResult("memory", wall=1.0)), passed)
+            await executor.execute("p", "0", taking(ExecutionResult("passed", wall=1.0)), passed)
+        await executor.execute("p", "0", taking(ExecutionResult("timeout", wall=2.0)), passed)
+        await executor.execute("q", "0", taking(ExecutionResult("timeout", wall=30.0)), passed)
+        await executor.execute("q", "0", taking(ExecutionResult("memory", wall=1.0)), passed)
         counts = executor.replica.take_delta().counts
         return {name: counts[name] for name in counts if name != "waited_seconds"}
 
@@ -132,7 +132,7 @@ def test_cancelling_the_caller_cancels_the_execution_and_frees_its_slot():
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await executor.execute("p", "0", taking(CaseResult("passed")), passed)
+        await executor.execute("p", "0", taking(ExecutionResult("passed")), passed)
         return stopped, executor.replica.take_delta().counts
 
     stopped, counts = play(main())
@@ -151,7 +151,7 @@ class Programs:
         await asyncio.sleep(0)
         if case.given == "breaks":
             raise RuntimeError("no worker")
-        return CaseResult(case.given)
+        return ExecutionResult(case.given)
 
 
 def cases(*verdicts):

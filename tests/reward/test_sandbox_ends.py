@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_accel.reward.program import Case, Limits
-from rl_accel.reward.sandbox import Sandbox, SandboxError, bubblewrap_problem
+from rl_accel.reward.execution import Limits
+from rl_accel.reward.sandbox import Case, Sandbox, SandboxError, bubblewrap_problem
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,7 @@ def test_a_worker_that_is_killed_leaves_nothing(victim):
         task = asyncio.create_task(sandbox.run(DAEMON, Case("stdin", ""), LONG))
         base = await eventually_async(lambda: sandbox._pool._folder and Path(sandbox._pool._folder.path))
         await eventually_async(lambda: list(base.glob("0/run/started")))
-        (process,) = (worker.process for worker in sandbox._pool._busy)
+        (process,) = (worker.process for worker in sandbox._pool.workers)
         everyone = family(process.pid)
         assert len(everyone) >= 4, "the worker, the program and two daemons"
         worker = everyone[0]
@@ -108,7 +108,9 @@ def test_closing_stops_what_runs():
         tasks = [asyncio.create_task(sandbox.run(DAEMON, Case("stdin", ""), LONG)) for _ in range(3)]
         base = await eventually_async(lambda: sandbox._pool._folder and Path(sandbox._pool._folder.path))
         await eventually_async(lambda: len(list(base.glob("*/run/started"))) == 2)
-        everyone = [pid for worker in sandbox._pool._busy for pid in (worker.process.pid, *family(worker.process.pid))]
+        everyone = [
+            pid for worker in sandbox._pool.workers for pid in (worker.process.pid, *family(worker.process.pid))
+        ]
         await sandbox.close()
         found = await asyncio.gather(*tasks, return_exceptions=True)
         return found, living(everyone), base
@@ -162,9 +164,12 @@ def test_after_the_trainer_was_killed_the_next_sandbox_cleans_up():
 def test_with_bubblewrap_all_ends_with_the_trainer():
     code = OWNER.format(isolation="bubblewrap", code=DAEMON)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
-        owner.stdout.readline()
-        everyone = eventually(lambda: len(found := family(owner.pid)) >= 2 * 8 and found)
-        owner.kill()
+        try:
+            owner.stdout.readline()
+            # of two workers each: bubblewrap, the worker, the program and its two daemons
+            everyone = eventually(lambda: len(living(found := family(owner.pid))) >= 2 * 5 and found)
+        finally:
+            owner.kill()
     eventually(lambda: not living(everyone))
 
 
@@ -182,6 +187,7 @@ BESIDE = textwrap.dedent("""
         time.sleep(0.01)
     assert names == [0] * 30, names
     assert os.getcwd() == os.environ["HOME"]
+    f = lambda: 1
     try:
         print(os.listdir("../.."))
     except PermissionError:
@@ -191,7 +197,7 @@ BESIDE = textwrap.dedent("""
     async def main():
         sandbox = Sandbox(2, "process")
         limits = Limits(processes=4)
-        calls = [sandbox.run(code, Case("assert", "assert True"), limits) for _ in range(12)]
+        calls = [sandbox.run(code, Case("call", '["f", []]', "1"), limits) for _ in range(12)]
         for found in await asyncio.gather(*calls):
             print(found.verdict, found.reason, found.output.replace("\\n", " "))
         await sandbox.close()

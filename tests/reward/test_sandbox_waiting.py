@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_accel.reward.program import Case, Limits
-from rl_accel.reward.sandbox import Sandbox
+from rl_accel.reward.execution import Limits
+from rl_accel.reward.sandbox import Case, Sandbox
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +66,7 @@ def test_a_sleeper_is_stopped_beside_others_too():
 
 
 def test_a_worker_whose_program_waits_long_is_not_taken_for_dead(monkeypatch, caplog):
-    monkeypatch.setattr("rl_accel.reward.worker_process._GRACE_SECONDS", 4.0)
+    monkeypatch.setattr("rl_accel.reward.worker_pool._GRACE_SECONDS", 4.0)
     found = run(BUSY.replace("1.0", "600"), Limits(wall=1.0, cpu=600), spinners=8)
     assert (found.verdict, found.reason) == ("timeout", "wall limit")
     assert "died" not in caplog.text

@@ -4,12 +4,12 @@ import pytest
 
 from rl_accel.features.reward_timeout import RewardTimeoutFlags
 from rl_accel.reward.anchor_store import Replica
-from rl_accel.reward.program import GradeResult
+from rl_accel.reward.execution import ExecutionResult
 from rl_accel.reward.scores import Scores
 
 
 def done(value):
-    return GradeResult(verdict="done", value=value)
+    return ExecutionResult(verdict="done", value=value)
 
 
 def of_slime(*keys, **flags):
@@ -51,8 +51,8 @@ def test_where_only_numbers_are_rewards_anything_else_is_none(value):
 
 
 def test_what_was_stopped_or_raised_is_no_reward():
-    assert of_verl().problem(GradeResult(verdict="error", value=None, reason="KeyError: 'x'")) == "KeyError: 'x'"
-    assert of_verl().problem(GradeResult(verdict="timeout", value=None)) == "timeout"
+    assert of_verl().problem(ExecutionResult(verdict="error", value=None, reason="KeyError: 'x'")) == "KeyError: 'x'"
+    assert of_verl().problem(ExecutionResult(verdict="timeout", value=None)) == "timeout"
 
 
 def test_correct_is_what_scores_above_a_bound_by_the_key_then_acc_then_score():
@@ -61,12 +61,12 @@ def test_correct_is_what_scores_above_a_bound_by_the_key_then_acc_then_score():
     for scores in (of_slime(), of_verl()):
         assert not scores.is_correct(done({"acc": False, "score": 1.0}))
         assert scores.is_correct(done({"score": 1.0}))
-        assert not scores.is_correct(GradeResult(verdict="timeout", value=1.0))
+        assert not scores.is_correct(ExecutionResult(verdict="timeout", value=1.0))
     assert of_slime("score").is_correct(done({"acc": False, "score": 1.0}))
     assert not of_verl().is_correct(done({"acc": "yes", "score": 1.0}))
 
 
-FAILED = GradeResult(verdict="error", value=None, reason="KeyError: 'x'")
+FAILED = ExecutionResult(verdict="error", value=None, reason="KeyError: 'x'")
 
 
 def test_a_stand_in_looks_like_rewards_of_its_source_or_else_of_another():
@@ -95,11 +95,11 @@ def test_a_stand_in_has_the_keys_that_the_framework_looks_up():
 def test_errors_are_counted_apart_from_what_was_stopped_and_each_kind_logged_once(caplog):
     replica = Replica()
     scores = Scores(RewardTimeoutFlags(), replica, (), ("score",), ("score",), numbers_only=True)
-    for result in (FAILED, GradeResult(verdict="error", value=None, reason="KeyError: 'y'"), done(None)):
+    for result in (FAILED, ExecutionResult(verdict="error", value=None, reason="KeyError: 'y'"), done(None)):
         assert scores.reward_of(result, "a", True) == 0.0
     scores.reward_of(FAILED, "a", False)
-    scores.reward_of(GradeResult(verdict="killed", value=None, reason="memory limit"), "a", True)
-    scores.reward_of(GradeResult(verdict="timeout", value=None, reason="wall limit"), "a", True)
+    scores.reward_of(ExecutionResult(verdict="killed", value=None, reason="memory limit"), "a", True)
+    scores.reward_of(ExecutionResult(verdict="timeout", value=None, reason="wall limit"), "a", True)
     assert replica.take_delta().counts == {"errors": 3.0, "eval_errors": 1.0}
     logged = [record.getMessage() for record in caplog.records]
     assert [sum(kind in line for line in logged) for kind in ("KeyError: 'x'", "returned None", "memory limit")] == [

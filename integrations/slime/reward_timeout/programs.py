@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from rl_accel.reward.program import Case
+from rl_accel.reward.sandbox import Case
 
 _BLOCK = re.compile(r"```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("python", "python3", "py")

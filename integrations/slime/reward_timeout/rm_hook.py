@@ -34,9 +34,9 @@ from rl_accel.integrations.slime.reward_timeout.wiring import RM_HOOK, check
 from rl_accel.reward.adaptive_timeout import settings_of
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.awaited import gather_until, run_within
+from rl_accel.reward.execution import ExecutionResult, Limits
 from rl_accel.reward.graders import Graders
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program, prompt_key
-from rl_accel.reward.program import GradeResult, Limits
 from rl_accel.reward.sandbox import Sandbox
 from rl_accel.reward.scores import Scores
 
@@ -167,7 +167,7 @@ class Grading:
             )
         return GraderSpec(rm_type, awaits=rm_type.removeprefix("boxed_") == "remote_rm")
 
-    def _in_process(self, spec: GraderSpec, given: Any) -> Callable[[Limits], Awaitable[GradeResult]]:
+    def _in_process(self, spec: GraderSpec, given: Any) -> Callable[[Limits], Awaitable[ExecutionResult]]:
         """Run a grader in a process. What it changes in a sample is changed in ours, unless it was stopped."""
         name = spec.name if spec.function else ""  # one kind of process for all of slime's own
         if name not in self._graders:
@@ -175,7 +175,7 @@ class Grading:
             self._graders[name] = Graders(grader_worker.MAKE, self.workers, arguments)
         samples = given if isinstance(given, list) else [given]
 
-        async def run(limits: Limits) -> GradeResult:
+        async def run(limits: Limits) -> ExecutionResult:
             packed = [grader_worker.pack_sample(sample, whole=bool(name)) for sample in samples]
             result = await self._graders[name].call({"samples": packed, "single": given is not samples}, limits)
             if result.verdict != "done":
@@ -189,33 +189,33 @@ class Grading:
 
     def _awaited(
         self, spec: GraderSpec, args: Any, given: Any, kwargs: dict[str, Any]
-    ) -> Callable[[Limits], Awaitable[GradeResult]]:
+    ) -> Callable[[Limits], Awaitable[ExecutionResult]]:
         """Await a grader on slime's event loop."""
 
-        async def run(limits: Limits) -> GradeResult:
+        async def run(limits: Limits) -> ExecutionResult:
             function = spec.function
             coroutine = function(args, given, **kwargs) if function else rm_hub.async_rm(self._stock_args, given)
             return await run_within(coroutine, limits, spec.name)
 
         return run
 
-    async def _run_program(self, prompt: str, sample: Any, teach: bool) -> GradeResult:
+    async def _run_program(self, prompt: str, sample: Any, teach: bool) -> ExecutionResult:
         """Score the program in a response by the share of ``metadata["test_cases"]`` that it passes."""
         try:
             cases, addition = cases_of((sample.metadata or {}).get("test_cases"))
         except ValueError as error:
-            return GradeResult(verdict="error", value=None, reason=f"ValueError: {error}")
+            return ExecutionResult(verdict="error", value=None, reason=f"ValueError: {error}")
         program = program_of(sample.response)
         if program is None:
-            return GradeResult(verdict="done", value=0.0)
+            return ExecutionResult(verdict="done", value=0.0)
         program, early_stop = program + addition, self.flags.early_stop
         results = await execute_program(self._executor, self._sandbox, prompt, program, cases, teach, early_stop)
         passed = sum(result.verdict == "passed" for result in results)
-        return GradeResult(verdict="done", value=passed / len(cases))
+        return ExecutionResult(verdict="done", value=passed / len(cases))
 
     @functools.cached_property
     def _sandbox(self) -> Sandbox:
-        return Sandbox(self.workers, None if self.flags.isolation == "auto" else self.flags.isolation)
+        return Sandbox(self.workers, self.flags.isolation)
 
     async def take_counts(self) -> dict[str, float]:
         """Return what was counted since the last call, in the whole job if it has Ray, and how many ``anchors`` there are."""

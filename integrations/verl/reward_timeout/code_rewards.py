@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_accel.reward.awaited import gather_until
+from rl_accel.reward.execution import ExecutionResult, Limits
 from rl_accel.reward.graders import Graders
 from rl_accel.reward.limited_executor import LimitedExecutor
-from rl_accel.reward.program import GradeResult, Limits
 
 DATA_SOURCES = ("codecontests", "apps", "codeforces", "taco")
 """Data sources that verl's ``default_compute_score`` scores by running code."""
@@ -84,7 +84,7 @@ class PrimeCode:
         return sum(passes) / len(passes) if passes else float(name is None)
 
     async def _run(self, prompt: str, teach: bool, key: str, code: str, case: dict[str, Any]) -> list[bool]:
-        async def run(limits: Limits) -> GradeResult:
+        async def run(limits: Limits) -> ExecutionResult:
             alarm = math.ceil(limits.wall) + _ALARM_SECONDS
             return await self._graders.call({"case": case, "code": code, "timeout": alarm}, limits)
 
@@ -94,14 +94,14 @@ class PrimeCode:
         return list(result.value) if result.verdict == "done" else [False]
 
 
-def prime_graders(workers: int) -> Graders:
-    """Return processes that run test cases for :class:`PrimeCode`."""
+def prime_graders(workers: int, isolation: str) -> Graders:
+    """Return processes that run test cases for :class:`PrimeCode`, isolated as programs in a sandbox are."""
     verl = importlib.util.find_spec("verl")
     if verl is None or verl.origin is None:
         raise ImportError("verl is not installed")
     judge = Path(verl.origin).parent / "utils" / "reward_score" / "prime_code" / "testing_util.py"
     target = f"{Path(__file__).with_name('prime_case.py')}:load"
-    return Graders(target, workers, arguments={"path": str(judge)}, limited=True)
+    return Graders(target, workers, arguments={"path": str(judge)}, isolation=isolation, readable=[judge])
 
 
 class Fusion:
@@ -142,15 +142,17 @@ class Fusion:
         )
         return sum(result.value for result in compiled) / len(results) if results else 0.0
 
-    async def _run(self, prompt: str, teach: bool, number: int, solution: str, case: dict[str, Any]) -> GradeResult:
-        async def run(limits: Limits) -> GradeResult:
+    async def _run(self, prompt: str, teach: bool, number: int, solution: str, case: dict[str, Any]) -> ExecutionResult:
+        async def run(limits: Limits) -> ExecutionResult:
             began = time.monotonic()
             score, metadata = await self._ask(solution, case, math.ceil(limits.wall))
             status = str(metadata[0].get("status")) if metadata else ""
             duration = metadata[0].get("duration") if metadata else None
             wall = time.monotonic() - began if duration is None else float(duration)
             stopped = status in ("timeout", "compile_timeout")
-            return GradeResult(verdict="timeout" if stopped else "done", value=score == 1.0, wall=wall, reason=status)
+            return ExecutionResult(
+                verdict="timeout" if stopped else "done", value=score == 1.0, wall=wall, reason=status
+            )
 
         return await self._executor.execute(prompt, f"fusion/{number}", run, lambda result: result.value, teach)
 

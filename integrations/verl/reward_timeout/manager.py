@@ -30,9 +30,9 @@ from rl_accel.integrations.verl.reward_worker_proxy import SUCCESSOR
 from rl_accel.reward.adaptive_timeout import settings_of
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.awaited import run_within
+from rl_accel.reward.execution import ExecutionResult, Limits
 from rl_accel.reward.graders import Graders
 from rl_accel.reward.limited_executor import LimitedExecutor, prompt_key
-from rl_accel.reward.program import GradeResult, Limits
 from rl_accel.reward.scores import Scores
 
 _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -169,7 +169,7 @@ class Scorer:
             True,
         )
         if (code_reward := self._code_reward(source)) is not None:
-            result = GradeResult(verdict="done", value=await code_reward.score(prompt, teach, arguments))
+            result = ExecutionResult(verdict="done", value=await code_reward.score(prompt, teach, arguments))
         else:
             awaits = inspect.iscoroutinefunction(self._compute_score)
             executor, run = (self._awaited_executor, self._await) if awaits else (self._executor, self._run_in_process)
@@ -209,14 +209,14 @@ class Scorer:
 
     @functools.cached_property
     def _prime_code(self) -> PrimeCode:
-        graders = self._graders["prime_code"] = prime_graders(self._slots)
+        graders = self._graders["prime_code"] = prime_graders(self._slots, self._flags.isolation)
         return PrimeCode(self._executor, graders, self._flags.early_stop)
 
-    async def _await(self, arguments: dict[str, Any], limits: Limits) -> GradeResult:
+    async def _await(self, arguments: dict[str, Any], limits: Limits) -> ExecutionResult:
         assert self._compute_score is not None
         return await run_within(self._compute_score(**arguments), limits, self._target[0])
 
-    def _run_in_process(self, arguments: dict[str, Any], limits: Limits) -> Awaitable[GradeResult]:
+    def _run_in_process(self, arguments: dict[str, Any], limits: Limits) -> Awaitable[ExecutionResult]:
         target, fixed = self._target
         if target not in self._graders:
             self._graders[target] = Graders(target, self._slots)

@@ -31,9 +31,9 @@ from rl_accel.lab.bench.measure import WrongResult, console_of_benchmark, met, o
 from rl_accel.processes import become_subreaper, descendants
 from rl_accel.reward.adaptive_timeout import TimeoutSettings
 from rl_accel.reward.anchor_store import Replica
+from rl_accel.reward.execution import ExecutionResult
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
-from rl_accel.reward.program import Case, CaseResult
-from rl_accel.reward.sandbox import Sandbox
+from rl_accel.reward.sandbox import Case, Sandbox
 
 SIZE = {"prompts": 112, "responses": 16, "epochs": 1, "batch": 14}
 QUICK = {"prompts": 6, "responses": 6, "epochs": 2, "batch": 6}
@@ -165,13 +165,13 @@ class Arm:
         counts: the executor's.
     """
 
-    results: list[list[CaseResult]] = field(default_factory=list)
+    results: list[list[ExecutionResult]] = field(default_factory=list)
     makespans: list[float] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
 
 async def run_arms(
-    batches: Sequence[Sequence[Response]], policies: Mapping[str, TimeoutSettings], slots: int, isolation: str | None
+    batches: Sequence[Sequence[Response]], policies: Mapping[str, TimeoutSettings], slots: int, isolation: str
 ) -> dict[str, Arm]:
     """Execute every batch under each policy, one after the other, all responses of a batch at once.
 
@@ -195,7 +195,7 @@ async def run_arms(
     return arms
 
 
-def check(batch: Sequence[Response], results: Sequence[CaseResult]) -> None:
+def check(batch: Sequence[Response], results: Sequence[ExecutionResult]) -> None:
     """Compare verdicts with what the programs do. A program that ends may have been stopped; that is counted, not wrong.
 
     Raises:
@@ -210,7 +210,7 @@ def check(batch: Sequence[Response], results: Sequence[CaseResult]) -> None:
             )
 
 
-async def check_verdicts(settings: TimeoutSettings, slots: int, isolation: str | None) -> int:
+async def check_verdicts(settings: TimeoutSettings, slots: int, isolation: str) -> int:
     """Execute programs whose verdicts are known, and return how many.
 
     Raises:
@@ -235,14 +235,14 @@ async def check_verdicts(settings: TimeoutSettings, slots: int, isolation: str |
     return len(known)
 
 
-async def measure_overhead(slots: int, isolation: str | None) -> float:
+async def measure_overhead(slots: int, isolation: str) -> float:
     """Return the seconds of an execution that does nothing, one at a time; the median."""
     async with _open(slots, isolation) as sandbox:
         return statistics.median([(await sandbox.run(f"print({ANSWER})", CASE)).wall for _ in range(30)])
 
 
 @contextlib.asynccontextmanager
-async def _open(slots: int, isolation: str | None) -> AsyncIterator[Sandbox]:
+async def _open(slots: int, isolation: str) -> AsyncIterator[Sandbox]:
     sandbox = Sandbox(slots, isolation)
     try:
         yield sandbox
@@ -363,7 +363,7 @@ def policies(scale: float) -> dict[str, TimeoutSettings]:
     "--spread", type=click.FloatRange(min=0), default=0.3, show_default=True, help="Of times within a prompt."
 )
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--isolation", type=click.Choice(["process", "bubblewrap"]), help="[default: the best that works]")
+@click.option("--isolation", type=click.Choice(["auto", "process", "bubblewrap"]), default="auto", show_default=True)
 @click.option("--only", type=click.Choice(["quiet", "loaded"]), help="Only one of the two conditions.")
 def bench_reward(
     out: Path | None,
@@ -375,7 +375,7 @@ def bench_reward(
     scale: float,
     spread: float,
     seed: int,
-    isolation: str | None,
+    isolation: str,
     only: str | None,
 ) -> None:
     """Measure what the adaptive timeout saves and what it costs.

@@ -1,13 +1,15 @@
-"""Waits for the end of an execution, or for a reason to stop it."""
+"""Watches an execution until it ends or a limit stops it, and ends all processes below this one."""
 
+import contextlib
 import os
+import resource
 import select
+import signal
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from .channel import Channel
-from .tree import cpu_of_ended, descendants, main_waited, reap_orphans, usage
+from . import Channel
 
 LOOK_SECONDS = 0.02
 WAITED_FACTOR = 10.0
@@ -15,15 +17,11 @@ WAITED_FACTOR = 10.0
 ALIVE_SECONDS = 1.0
 """So often an execution that is beyond its wall limit, because it waited, tells the trainer that it is still watched."""
 
-
-@dataclass(frozen=True)
-class Bounds:
-    """What strikes here: wall and processor seconds, resident bytes and threads (None: any)."""
-
-    wall: float
-    cpu: float
-    memory: int | None
-    processes: int | None
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_MOST_PROCESSES = 100_000
+_TIMES, _RESIDENT, _STACK = slice(11, 15), 21, 25
+"""Where the kernel's line says processor ticks (its own, and those of children waited for), pages, and the address of the stack."""
 
 
 class Sink:
@@ -45,24 +43,24 @@ class Sink:
         while self.descriptor is not None and not self.full:
             size = 1 << 20 if self._most is None else min(self._most + 1 - len(self.data), 1 << 20)
             try:
-                got = os.read(self.descriptor, size)
+                received = os.read(self.descriptor, size)
             except BlockingIOError:
                 return True
-            if not got:
+            if not received:
                 return False
-            self.data += got
+            self.data += received
         return not self.full
 
 
 class Watch:
-    """Looks at one execution.
+    """Watches one execution.
 
     Args:
         child: its first process.
         began: when, on the monotonic clock.
-        bounds: what it may use.
-        channel: anything from there stops it, save other limits.
-        spared: children that are not of the execution.
+        limits: "wall" and "cpu" seconds, and, where they hold, resident bytes ("memory") and threads ("processes").
+        channel: any message stops the execution, save new limits.
+        spared: children of this process that are not of the execution.
         report, output: what it says and prints.
     """
 
@@ -70,7 +68,7 @@ class Watch:
         self,
         child: int,
         began: float,
-        bounds: Bounds,
+        limits: dict[str, float],
         channel: Channel,
         spared: Collection[int],
         report: Sink,
@@ -78,26 +76,28 @@ class Watch:
     ) -> None:
         self.report = report
         self.output = output
-        self._waited = 0.0
-        self._cpu_before = cpu_of_ended()
         self._child = child
         self._began = began
-        self._bounds = bounds
+        self._limits = dict(limits)
         self._channel = channel
         self._spared = spared
-        self._alive_at = began + bounds.wall
+        self._waited = 0.0
+        self._cpu_before = cpu_of_ended()
+        self._alive_at = began + limits["wall"]
 
     def until_end(self) -> tuple[str, int]:
-        """Why it was stopped, or "" if it ended by itself, and then its status. Nothing is killed here.
+        """Wait; return the limit that it exceeded ("cancelled" on a message), or "" if it ended by itself, and then its status.
+
+        Nothing is killed here.
 
         Raises:
             Gone: nobody waits for it any more.
         """
         poll = select.poll()
         self._channel.register(poll)
-        sinks = [sink for sink in (self.report, self.output) if sink.descriptor is not None]
-        for sink in sinks:
-            poll.register(sink.descriptor or 0, select.POLLIN)
+        sinks = {sink.descriptor: sink for sink in (self.report, self.output) if sink.descriptor is not None}
+        for descriptor in sinks:
+            poll.register(descriptor, select.POLLIN)
         ended = os.pidfd_open(self._child)
         poll.register(ended, select.POLLIN)
         look_at = self._began + LOOK_SECONDS
@@ -106,22 +106,22 @@ class Watch:
                 pause = max(0.0, look_at - time.monotonic())
                 ready = {descriptor for descriptor, _ in poll.poll(pause * 1000)}
                 while self._channel.interrupted(ready):
-                    header, _ = self._channel.next()
-                    if "change" not in header:
+                    message, _ = self._channel.next()
+                    if "change" not in message:
                         return "cancelled", -1
-                    self._bounds = replace(self._bounds, wall=header["wall"], cpu=header["cpu"])
-                for sink in [sink for sink in sinks if sink.descriptor in ready]:
-                    if not sink.read():
-                        sinks.remove(sink)
-                        poll.unregister(sink.descriptor or 0)
+                    self._limits |= {"wall": message["wall"], "cpu": message["cpu"]}
+                for descriptor in ready & sinks.keys():
+                    if not sinks[descriptor].read():
+                        del sinks[descriptor]
+                        poll.unregister(descriptor)
                 if self.output.full or self.report.full:
                     return "output", -1
                 if ended in ready:
-                    self._waited = max(self._waited, main_waited(self._child))
+                    self._waited = max(self._waited, _seconds_waited(f"/proc/{self._child}"))
                     return "", os.waitpid(self._child, 0)[1]
                 if time.monotonic() >= look_at:
-                    if struck := self._look():
-                        return struck, -1
+                    if exceeded := self._exceeded():
+                        return exceeded, -1
                     look_at = time.monotonic() + LOOK_SECONDS
         finally:
             os.close(ended)
@@ -139,21 +139,124 @@ class Watch:
         self.report.read()
         self.output.read()
 
-    def _look(self) -> str:
-        reap_orphans(self._child)
-        used = usage(descendants(self._spared))
+    def _exceeded(self) -> str:
+        _reap_orphans(self._child)
+        used = _usage(descendants(self._spared))
         self._waited = max(self._waited, used.waited)
         now = time.monotonic()
         wall, cpu = now - self._began, used.cpu + cpu_of_ended() - self._cpu_before
-        if wall - self.waited(wall, cpu) > self._bounds.wall or wall > self._bounds.wall * WAITED_FACTOR:
+        if wall - self.waited(wall, cpu) > self._limits["wall"] or wall > self._limits["wall"] * WAITED_FACTOR:
             return "wall"
         if now > self._alive_at:
             self._channel.send({"alive": True})
             self._alive_at = now + ALIVE_SECONDS
-        if cpu > self._bounds.cpu:
-            return "cpu"
-        if self._bounds.memory is not None and used.memory > self._bounds.memory:
-            return "memory"
-        if self._bounds.processes is not None and used.threads > self._bounds.processes:
-            return "processes"
-        return ""
+        amounts = {"cpu": cpu, "memory": used.memory, "processes": used.threads}
+        return next((name for name, amount in amounts.items() if amount > self._limits.get(name, amount)), "")
+
+
+@dataclass(frozen=True)
+class _Usage:
+    """What processes use at one moment.
+
+    Attributes:
+        cpu: processor seconds, of children that have ended and were waited for too.
+        memory: resident bytes beyond those that forks have from this process; a page that two share counts twice.
+        threads: how many there are, ended processes that nobody has waited for among them.
+        waited: seconds that a thread was ready and had no processor, the largest of all threads; 0 where the kernel does not tell.
+    """
+
+    cpu: float
+    memory: int
+    threads: int
+    waited: float
+
+
+def _usage(processes: list[int]) -> _Usage:
+    cpu = memory = running = 0
+    waited = 0.0
+    ours = _stat(os.getpid())
+    for pid in processes:
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            stat = _stat(pid)
+            cpu += sum(map(int, stat[_TIMES]))
+            is_fork = stat[_STACK] == ours[_STACK] and int(stat[_STACK]) > 0  # else it runs a program of its own
+            memory += max(0, int(stat[_RESIDENT]) - (int(ours[_RESIDENT]) if is_fork else 0))
+        threads = _threads(pid)
+        running += len(threads)
+        waited = max([waited, *map(_seconds_waited, threads)])
+    return _Usage(cpu / _TICKS, memory * _PAGE, running, waited)
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process, after its name, which may be anything."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()
+
+
+def _threads(pid: int) -> list[str]:
+    """The folders of the process's threads; empty if it is gone."""
+    try:
+        return [f"/proc/{pid}/task/{name}" for name in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
+
+
+def _seconds_waited(folder: str) -> float:
+    """Seconds that a thread, or a process's main one, was ready and had no processor; also of one that nobody has waited for."""
+    with contextlib.suppress(OSError, IndexError, ValueError), open(f"{folder}/schedstat") as file:
+        return int(file.read().split()[1]) / 1e9
+    return 0.0
+
+
+def descendants(spared: Collection[int] = ()) -> list[int]:
+    """All processes below this one, but ``spared`` children of it. Orphans are its own children: it is their subreaper."""
+    below: list[int] = []
+    parents = [os.getpid()]
+    while parents and len(below) < _MOST_PROCESSES:
+        for thread in _threads(parents.pop()):
+            with contextlib.suppress(OSError), open(f"{thread}/children") as file:
+                children = [pid for word in file.read().split() if (pid := int(word)) not in spared]
+                below += children
+                parents += children
+    return below
+
+
+def kill_all(spared: Collection[int] = ()) -> None:
+    """Kill every descendant and reap it. A process that is killed cannot fork any more, so a few rounds catch all."""
+    pause = 0.0002
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        living = descendants(spared)
+        if not living:
+            return
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in living if number == signal.SIGSTOP else {*living, *descendants(spared)}:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, number)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+
+
+def cpu_of_ended() -> float:
+    """Processor seconds of all processes that this one has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def threads_of_user() -> int:
+    """Threads that this user has, of processes that can be seen: the kernel's limit on processes counts them."""
+    count = 0
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == os.getuid():
+                count += len(_threads(int(name)))
+    return count
+
+
+def _reap_orphans(child: int) -> None:
+    """Wait for processes that have ended and whose parents have too. ``child``, which has not, is left alone."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != child:
+            os.waitpid(ended.si_pid, 0)

@@ -24,7 +24,8 @@ from rl_accel.lab.bench.reward import (
     workload,
 )
 from rl_accel.reward.adaptive_timeout import TimeoutSettings
-from rl_accel.reward.program import Case, CaseResult
+from rl_accel.reward.execution import ExecutionResult
+from rl_accel.reward.sandbox import Case
 
 pytestmark = pytest.mark.slow
 
@@ -78,12 +79,12 @@ def made_up(hanging, limit):
         Response("q", "", False, None),
     ]
     slow = (
-        CaseResult("passed", wall=5.0)
+        ExecutionResult("passed", wall=5.0)
         if limit >= 5
-        else CaseResult("timeout", wall=limit, waited=1.0, reason="cpu limit")
+        else ExecutionResult("timeout", wall=limit, waited=1.0, reason="cpu limit")
     )
-    results = [CaseResult("passed", wall=1.0), slow, CaseResult("wrong", wall=1.0)]
-    return batch, [*results, CaseResult("timeout", wall=hanging, reason="wall limit")]
+    results = [ExecutionResult("passed", wall=1.0), slow, ExecutionResult("wrong", wall=1.0)]
+    return batch, [*results, ExecutionResult("timeout", wall=hanging, reason="wall limit")]
 
 
 def test_the_sums():
@@ -135,7 +136,7 @@ def test_the_goal_is_called_met_only_where_the_sample_can_decide(killed, correct
 )
 def test_a_verdict_that_was_not_earned_is_named(response, verdict):
     with pytest.raises(WrongResult, match=f"found {verdict}"):
-        check([response], [CaseResult(verdict)])
+        check([response], [ExecutionResult(verdict)])
 
 
 def test_what_is_left_behind_is_found():

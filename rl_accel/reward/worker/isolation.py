@@ -1,0 +1,229 @@
+"""What keeps untrusted code apart: namespaces, a user of its own where the worker is root, and the removal of what it wrote."""
+
+import contextlib
+import ctypes
+import os
+import pwd
+import re
+import shutil
+import socket
+import subprocess
+import sys
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 17, 1 << 27, 1 << 28, 1 << 29, 1 << 30
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1 << 1, 1 << 2, 1 << 3, 1 << 12, 1 << 14, 1 << 18
+_CAPABILITIES_V3 = 0x20080522
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+UIDS = range(60_600, 61_180)
+"""Users that untrusted code runs as where the worker is root. Distributions and systemd leave these numbers to nobody."""
+_NEEDED_CAPABILITIES = (0, 1, 5, 6, 7)  # chown, override permissions, kill, setgid, setuid
+_WRITABLE_BY_ALL = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def prctl(option: int, value: int) -> None:
+    """Set an attribute of this process; one that the kernel does not know is left out."""
+    _LIBC.prctl(option, value, 0, 0, 0)
+
+
+def drop_capabilities() -> None:
+    """Give up all rights beyond those of the user.
+
+    Raises:
+        OSError: not allowed.
+    """
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)
+    _check(_LIBC.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+
+
+def pid_namespace_works() -> bool:
+    """Whether :func:`enter_pid_namespace` and :func:`mount_own_proc` work here, tried in a fork."""
+    trial = os.fork()
+    if trial:
+        return os.waitpid(trial, 0)[1] == 0
+    status = 1
+    with contextlib.suppress(BaseException):
+        enter_pid_namespace()
+        inner = os.fork()
+        if inner == 0:
+            with contextlib.suppress(BaseException):
+                mount_own_proc()
+                status = 0
+            os._exit(status)
+        status = int(os.waitpid(inner, 0)[1] != 0)
+    os._exit(status)
+
+
+def enter_pid_namespace() -> None:
+    """Have the next fork be the first process of a new PID namespace: it sees no other, and when it ends, all in it are killed.
+
+    An ordinary user needs a user namespace for that, in which it is itself.
+
+    Raises:
+        OSError: not allowed.
+    """
+    uid, gid = os.geteuid(), os.getegid()
+    if uid == 0:
+        return _unshare(CLONE_NEWPID)
+    _unshare(CLONE_NEWUSER | CLONE_NEWPID)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def mount_own_proc() -> None:
+    """Have /proc tell of the processes of our PID namespace.
+
+    Raises:
+        OSError: not allowed.
+    """
+    _own_mounts()
+    _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+
+
+def leave_network() -> bool:
+    """Move to a network namespace without a way out, and to shared memory and queues of our own. False: not allowed."""
+    with contextlib.suppress(OSError):
+        _unshare(CLONE_NEWNET | CLONE_NEWIPC)
+        return True
+    return False
+
+
+def let_interpreter_be_read() -> str:
+    """Have another user be able to read the interpreter and ``sys.path``; say what stands in the way, or "".
+
+    An interpreter below a closed folder (root's home, say) is shown in mounts of our own, where that folder holds nothing else.
+    """
+    roots = (sys.base_prefix, sys.prefix, *sys.path)
+    closed: dict[str, list[str]] = {}
+    for path in sorted({os.path.realpath(root) for root in roots if os.path.isdir(root)}):
+        folder = "/"
+        for part in path.strip("/").split("/"):
+            folder = os.path.join(folder, part)
+            if not os.stat(folder).st_mode & 0o001:
+                closed.setdefault(folder, []).append(path)
+                break
+    try:
+        if closed:
+            _own_mounts()
+        for folder, paths in closed.items():
+            _show_only(folder, paths)
+    except OSError as error:
+        return (
+            f"untrusted code runs as another user, who cannot read the interpreter below {', '.join(closed)} ({error})"
+        )
+    return ""
+
+
+def _show_only(folder: str, paths: list[str]) -> None:
+    topmost = [path for path in paths if not any(path != other and path.startswith(f"{other}/") for other in paths)]
+    sources = {path: os.open(path, os.O_PATH) for path in topmost}
+    _mount("none", folder, "tmpfs", 0, "mode=0755")
+    for path, source in sources.items():
+        os.makedirs(path, exist_ok=True)
+        _mount(f"/proc/self/fd/{source}", path, None, MS_BIND | MS_REC)
+        os.close(source)
+
+
+def _own_mounts() -> None:
+    _unshare(CLONE_NEWNS)
+    _mount("none", "/", None, MS_REC | MS_PRIVATE)
+
+
+def _unshare(namespaces: int) -> None:
+    _check(_LIBC.unshare(namespaces), "unshare")
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    encoded = [text if text is None else os.fsencode(text) for text in (source, target, kind, options)]
+    _check(_LIBC.mount(*encoded[:3], flags, encoded[3]), f"mount {target}")
+
+
+def _check(result: int, call: str) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")
+
+
+class Identity:
+    """A user that no other worker on this machine runs code as, for as long as this object lives in some process.
+
+    Its number is that of an abstract socket, a name that only one can hold, and that is free again when its last holder has died.
+    """
+
+    def __init__(self, uid: int, claim: socket.socket) -> None:
+        self.uid = uid
+        self.claim = claim
+        self._cleaned: dict[str, int] = {}
+
+    @classmethod
+    def take(cls) -> "Identity | None":
+        """The first that is free; None where this process may not change users.
+
+        Raises:
+            OSError: all are taken.
+        """
+        if not _may_change_user():
+            return None
+        for uid in UIDS:
+            claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                claim.bind(f"\0rl-accel-sandbox-{uid}")
+            except OSError:
+                claim.close()
+                continue
+            try:
+                pwd.getpwuid(uid)
+            except KeyError:
+                return cls(uid, claim)
+        raise OSError(f"all users from {UIDS[0]} to {UIDS[-1]} are taken")
+
+    def become(self) -> None:
+        os.setgroups([])
+        os.setresgid(self.uid, self.uid, self.uid)
+        os.setresuid(self.uid, self.uid, self.uid)
+
+    def remove_files(self) -> None:
+        """Remove what this user has left where everybody may write. A folder that has not changed is not read again."""
+        for folder in _WRITABLE_BY_ALL:
+            with contextlib.suppress(OSError):
+                changed = os.stat(folder).st_mtime_ns
+                if self._cleaned.get(folder) != changed:
+                    for entry in os.scandir(folder):
+                        self._remove(entry)
+                    self._cleaned[folder] = changed  # as it was before: a change since then is looked at the next time
+
+    def _remove(self, entry: "os.DirEntry[str]") -> None:
+        with contextlib.suppress(OSError):
+            if entry.stat(follow_symlinks=False).st_uid == self.uid:
+                if entry.is_dir(follow_symlinks=False):
+                    remove(entry.path)
+                else:
+                    os.unlink(entry.path)
+
+
+def _may_change_user() -> bool:
+    """Root in a container may lack rights, and a user namespace the numbers."""
+    if os.geteuid() != 0:
+        return False
+    with open("/proc/self/status") as file:
+        effective = re.search(r"^CapEff:\s*(\w+)", file.read(), re.MULTILINE)
+    held = int(effective[1], 16) if effective else 0
+    with open("/proc/self/uid_map") as file:
+        mapped = [[int(word) for word in line.split()] for line in file]
+    return all(held >> bit & 1 for bit in _NEEDED_CAPABILITIES) and any(
+        first <= UIDS[0] and UIDS[-1] < first + count for first, _, count in mapped
+    )
+
+
+def remove(folder: str) -> None:
+    """Remove a folder, also one that is closed, or nested deeper than Python can follow. One that is not there is no error."""
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        return
+    except (OSError, RecursionError):
+        for command in (["chmod", "-R", "u+rwx", folder], ["rm", "-rf", folder]):
+            with contextlib.suppress(OSError):
+                subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
