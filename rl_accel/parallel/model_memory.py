@@ -9,31 +9,26 @@ from typing import Any
 from rl_accel.features.tp_replan import TpReplanFlags
 
 KNOWN_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""``model_type`` of the families whose parameters are counted here."""
+"""``model_type`` of the families whose key-value cache is that of :meth:`ModelMemory.kv_bytes_per_token`."""
 MIN_SEQUENCES = 4
 """Sequences of the greatest length that the cache of a server must hold: fewer at once is no batch."""
-_QUERY_KEY_VALUE_BIAS = ("qwen2", "qwen2_moe")
-_QUERY_KEY_NORM = ("qwen3", "qwen3_moe")
-_MIXTURES = {"mixtral": "num_local_experts", "qwen2_moe": "num_experts", "qwen3_moe": "num_experts"}
 _GIB = 2**30
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """What the estimate needs to know of a model.
+class ModelMemory:
+    """What weights and cache of a model take.
 
     Attributes:
-        kv_heads: attention heads for keys and values.
-        intermediate: sizes of the MLP layers that tensor parallelism splits.
         parameters: of the whole model.
         kv_parameters: those of the key and value projections, of which a GPU holds at least one head.
+        kv_heads: attention heads for keys and values.
         layers, head_dim: what the key-value cache is made of.
     """
 
-    kv_heads: int
-    intermediate: tuple[int, ...]
     parameters: int
     kv_parameters: int
+    kv_heads: int
     layers: int
     head_dim: int
 
@@ -47,70 +42,32 @@ class ModelShape:
         return 2 * self.layers * max(1, self.kv_heads // tp) * self.head_dim * bytes_per_value
 
 
-def read_shape(config: Mapping[str, Any]) -> ModelShape | None:
-    """Return the shape of the model with this configuration (``config.json``, or ``PretrainedConfig.to_dict()``).
+def read_memory(configuration: Mapping[str, Any]) -> ModelMemory | None:
+    """Return what the model with this configuration (``config.json``, or ``PretrainedConfig.to_dict()``) takes.
+
+    transformers builds it without weights, which takes about a second.
 
     Returns:
-        ``None`` if the family is not one of :data:`KNOWN_FAMILIES` or the weights are quantised: nothing is guessed then.
-
-    Raises:
-        ValueError: the family is known, but a size is missing or not a positive whole number.
+        None if the family is not one of :data:`KNOWN_FAMILIES` or the weights are quantised: nothing is guessed then.
     """
-    family = config.get("model_type")
-    if family not in KNOWN_FAMILIES or config.get("quantization_config"):
+    family = configuration.get("model_type")
+    if family not in KNOWN_FAMILIES or configuration.get("quantization_config"):
         return None
-    hidden, layers = _size(config, "hidden_size"), _size(config, "num_hidden_layers")
-    vocabulary, heads = _size(config, "vocab_size"), _size(config, "num_attention_heads")
-    kv_heads = _size(config, "num_key_value_heads", heads)
-    head_dim = _size(config, "head_dim", hidden // heads)
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    kv_parameters = 2 * kv_heads * head_dim * hidden
-    attention = 2 * heads * head_dim * hidden + kv_parameters + 2 * hidden
-    if family in _QUERY_KEY_VALUE_BIAS or config.get("attention_bias"):
-        attention += (heads + 2 * kv_heads) * head_dim
-    if config.get("attention_bias"):
-        attention += hidden
-    if family in _QUERY_KEY_NORM:
-        attention += 2 * head_dim
-    mlp, intermediate = _mlp(family, config, hidden, layers)
-    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings", False) else 2)
-    parameters = embeddings + hidden + layers * attention + mlp
-    return ModelShape(kv_heads, intermediate, parameters, layers * kv_parameters, layers, head_dim)
-
-
-def _mlp(family: str, config: Mapping[str, Any], hidden: int, layers: int) -> tuple[int, tuple[int, ...]]:
-    """Return the parameters of all MLP layers, and the sizes that are split."""
-    if family not in _MIXTURES:
-        inner = _size(config, "intermediate_size")
-        bias = 2 * inner + hidden if config.get("mlp_bias") else 0
-        return layers * (3 * inner * hidden + bias), (inner,)
-    experts = config.get(_MIXTURES[family]) or config.get("num_local_experts")  # transformers 5 renames it
-    experts = _size({_MIXTURES[family]: experts}, _MIXTURES[family])
-    inner = _size(config, "intermediate_size" if family == "mixtral" else "moe_intermediate_size")
-    sparse = experts * 3 * inner * hidden + experts * hidden
-    split = [inner]
-    if family == "qwen2_moe":
-        shared = _size(config, "shared_expert_intermediate_size")
-        sparse += 3 * shared * hidden + hidden
-        split.append(shared)
-    if family == "mixtral":
-        return layers * sparse, tuple(split)
-    every, dense_layers = _size(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-    mixed = sum((i + 1) % every == 0 and i not in dense_layers for i in range(layers))
-    total = mixed * sparse
-    if mixed < layers:
-        dense = _size(config, "intermediate_size")
-        total += (layers - mixed) * 3 * dense * hidden
-        split.append(dense)
-    return total, tuple(split)
-
-
-def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key} of the model configuration must be a whole number of at least 1, found {value!r}")
-    return value
+    config = CONFIG_MAPPING[family].from_dict(dict(configuration))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    kv_layers = ("k_proj.weight", "v_proj.weight")
+    return ModelMemory(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        kv_parameters=sum(weight.numel() for name, weight in model.named_parameters() if name.endswith(kv_layers)),
+        kv_heads=config.num_key_value_heads,
+        layers=config.num_hidden_layers,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+    )
 
 
 def read_configuration(path: str, fetch: Callable[[str], str] = str) -> Mapping[str, Any] | None:
@@ -155,7 +112,7 @@ class TpBounds:
         note: what is left out of the bounds for want of knowledge; empty if nothing is.
 
     Raises:
-        ValueError: no size is possible (names the reason for each), or the model's configuration is damaged.
+        ValueError: no size is possible; names the reason for each.
     """
 
     def __init__(
@@ -174,7 +131,7 @@ class TpBounds:
         self._gpus_per_node = gpus_per_node or world_size
         self._share, self._bytes, self._multiple_of = memory_share, bytes_per_value, multiple_of
         self._model = model or {}
-        self._shape = read_shape(self._model)
+        self._memory = read_memory(self._model) if flags.memory_gb is not None else None
         self.note = self._what_is_unknown()
         self._obstacles = {size: list(self._find_obstacles(size)) for size in range(1, world_size + 1)}
         self.sizes = tuple(size for size, obstacles in self._obstacles.items() if not obstacles)
@@ -205,23 +162,31 @@ class TpBounds:
             yield f"does not divide {heads} attention heads"
         if isinstance(kv_heads, int) and kv_heads > 0 and kv_heads % size and size % kv_heads:
             yield f"neither divides {kv_heads} key-value heads nor is divided by them"
-        if self._shape is None:
-            return
-        for inner in self._shape.intermediate:
+        for inner in self._mlp_sizes():
             if inner % size:
                 yield f"does not divide the MLP size {inner}"
-        if self._flags.memory_gb is not None:
-            memory = self._flags.memory_gb * self._share
-            weights = self._shape.weight_bytes(size, self._bytes) / _GIB
+        if self._memory is not None and self._flags.memory_gb is not None:
+            available = self._flags.memory_gb * self._share
+            weights = self._memory.weight_bytes(size, self._bytes) / _GIB
             tokens = MIN_SEQUENCES * (self._max_tokens or 1)
-            cache = tokens * self._shape.kv_bytes_per_token(size, self._bytes) / _GIB
-            if weights + cache > memory:
+            cache = tokens * self._memory.kv_bytes_per_token(size, self._bytes) / _GIB
+            if weights + cache > available:
                 needs = f"{weights:.1f} GiB a GPU for weights and {cache:.1f} for {tokens} tokens of cache"
-                yield f"needs {needs}, and has {memory:.1f}"
+                yield f"needs {needs}, and has {available:.1f}"
+
+    def _mlp_sizes(self) -> list[int]:
+        """Inner sizes of the MLP layers, of experts where there are any."""
+        of_experts = [self._model.get(f"{which}_intermediate_size") for which in ("moe", "shared_expert")]
+        sizes = of_experts if any(of_experts) else [self._model.get("intermediate_size")]
+        return (
+            [size for size in sizes if isinstance(size, int) and size > 0]
+            if self._model.get("model_type") in KNOWN_FAMILIES
+            else []
+        )
 
     def _what_is_unknown(self) -> str:
         if self._flags.memory_gb is None:
             return "memory is not bounded: memory_gb is not set"
-        if self._shape is None:
+        if self._memory is None:
             return "memory is not bounded: the model is quantised, cannot be read, or is of a family that is not known"
         return "" if self._max_tokens else "memory is bounded for weights alone: the longest sequence is not known"
