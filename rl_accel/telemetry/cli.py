@@ -7,10 +7,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from rl_accel.lab.ab.report import seconds as text_of
+from rl_accel.telemetry import profile as profiles
 from rl_accel.telemetry import stage_clock
-from rl_accel.telemetry.profile import WARMUP, Profile, Waste
-from rl_accel.telemetry.profile import profile as profile_of
+from rl_accel.telemetry.profile import WARMUP, Profile, Saving, format_seconds
 
 _WIDTH = 140
 _PARTS = {
@@ -37,87 +36,85 @@ def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool) 
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)
-    found = profile_of(run_dir, warmup)
-    _show(found, console)
+    run = profiles.profile(run_dir, warmup)
+    _show(run, console)
     if not no_picture:
         from rl_accel.telemetry.timeline import draw
 
         path = picture or (run_dir if run_dir.is_dir() else run_dir.parent) / "profile.png"
-        draw(found, path)
+        draw(run, path)
         console.print(f"Picture: {path}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _show(found: Profile, console: Console) -> None:
-    span = f"steps {found.steps[0]}-{found.steps[-1]}" if len(found.steps) > 1 else f"step {found.steps[0]}"
-    console.print(f"{found.log}: means of {span}", markup=False, highlight=False, soft_wrap=True)
+def _show(run: Profile, console: Console) -> None:
+    span = f"steps {run.steps[0]}-{run.steps[-1]}" if len(run.steps) > 1 else f"step {run.steps[0]}"
+    console.print(f"{run.log}: means of {span}", markup=False, highlight=False, soft_wrap=True)
     table = Table("stage", "seconds", "share of the step")
     for column in table.columns[1:]:
         column.justify = "right"
-    shares = stage_clock.shares(found.stages)
-    for stage, seconds in found.stages.items():
-        table.add_row(stage, text_of(seconds), f"{shares[stage]:.1%}")
-        if stage == "gen" and found.generations:
+    shares = stage_clock.shares(run.stages)
+    for stage, seconds in run.stages.items():
+        table.add_row(stage, format_seconds(seconds), f"{shares[stage]:.1%}")
+        if stage == "gen" and run.generations:
             for name, label in _PARTS.items():
-                part = found.mean(name)
+                part = run.mean(name)
                 if part is not None:
-                    table.add_row(label, text_of(part), f"{part / found.step_seconds:.1%}", style="dim")
-    table.add_row("step", text_of(found.step_seconds), f"{sum(shares.values()):.1%}", style="bold")
+                    table.add_row(label, format_seconds(part), f"{part / run.step_seconds:.1%}", style="dim")
+    table.add_row("step", format_seconds(run.step_seconds), f"{sum(shares.values()):.1%}", style="bold")
     console.print(table)
-    _show_generation(found, console)
-    for line in found.missing:
+    _show_generation(run, console)
+    for line in run.missing:
         console.print(f"not known: {line}", markup=False, highlight=False, soft_wrap=True)
-    if found.wastes:
-        _show_wastes(found.wastes, found.step_seconds, console)
+    if run.savings:
+        _show_savings(run.savings, run.step_seconds, console)
 
 
-def _show_generation(found: Profile, console: Console) -> None:
-    if not found.generations:
+def _show_generation(run: Profile, console: Console) -> None:
+    if not run.generations:
         return
-    preemptions = "unknown" if found.preemptions is None else f"{found.preemptions:.1f}"
+    preemptions = "unknown" if run.preemptions is None else f"{run.preemptions:.1f}"
     lines = {
-        "idle share of generation": _percent(found.mean("idle")),
-        "most responses at once": _number(found.mean("concurrency")),
-        "responses a step": f"{_number(found.mean('responses'))}, {_number(found.mean('cancelled'))} of them cancelled",
-        "tokens a step": _number(found.mean("tokens")),
+        "idle share of generation": _percent(run.mean("idle")),
+        "most responses at once": _number(run.mean("concurrency")),
+        "responses a step": f"{_number(run.mean('responses'))}, {_number(run.mean('cancelled'))} of them cancelled",
+        "tokens a step": _number(run.mean("tokens")),
         "preemptions a step": preemptions,
     }
-    done = [item.completion for item in found.generations if item.completion is not None]
+    done = [item.completion for item in run.generations if item.completion is not None]
     if done:
         p50, p90, p99, longest = (
             sum(getattr(item, name) for item in done) / len(done) for name in ("p50", "p90", "p99", "longest")
         )
         lines["a response, until its reward"] = (
-            f"p50 {text_of(p50)}, p90 {text_of(p90)}, p99 {text_of(p99)}, longest {text_of(longest)}"
+            f"p50 {format_seconds(p50)}, p90 {format_seconds(p90)}, p99 {format_seconds(p99)}, longest {format_seconds(longest)}"
         )
     for label, text in lines.items():
         console.print(f"{label + ':':<32}{text}", markup=False, highlight=False)
-    if len(found.servers) > 1 and found.last is not None:
-        table = Table("server", "responses", "tokens", "idle", "longest", title=f"Servers in step {found.last.step}")
-        for name, part in found.servers.items():
-            longest_here = "" if part.completion is None else text_of(part.completion.longest)
+    if len(run.servers) > 1 and run.last is not None:
+        table = Table("server", "responses", "tokens", "idle", "longest", title=f"Servers in step {run.last.step}")
+        for name, part in run.servers.items():
+            longest_here = "" if part.completion is None else format_seconds(part.completion.longest)
             table.add_row(name, str(part.responses), str(part.tokens), _percent(part.idle), longest_here)
         console.print(table)
 
 
-def _show_wastes(rows: Sequence[Waste], step_seconds: float, console: Console) -> None:
+def _show_savings(rows: Sequence[Saving], step_seconds: float, console: Console) -> None:
     table = Table(
         "what takes time", "seconds", "share", "what would reduce it", "gain", title="Where it could be saved"
     )
-    for waste in rows:
-        gain = "unknown" if waste.gain is None else f"{text_of(waste.gain)} ({waste.gain / step_seconds:.0%})"
-        table.add_row(waste.name, text_of(waste.seconds), f"{waste.seconds / step_seconds:.1%}", waste.advice, gain)
-    console.print(table)
-    for waste in rows:
-        console.print(f"{waste.name}: {waste.arithmetic}", markup=False, highlight=False, soft_wrap=True)
-    best = max(rows, key=lambda waste: (waste.gain or 0.0, waste.seconds))
-    if best.gain:
-        console.print(
-            f"Largest saving: {best.name}, {text_of(best.seconds)} a step. {best.advice} would save about {text_of(best.gain)} "
-            f"of {text_of(step_seconds)} ({best.gain / step_seconds:.0%}).",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
+    for saving in rows:
+        gain = "unknown" if saving.gain is None else f"{format_seconds(saving.gain)} ({saving.gain / step_seconds:.0%})"
+        table.add_row(
+            saving.name, format_seconds(saving.seconds), f"{saving.seconds / step_seconds:.1%}", saving.advice, gain
         )
+    console.print(table)
+    for saving in rows:
+        console.print(f"{saving.name}: {saving.arithmetic}", markup=False, highlight=False, soft_wrap=True)
+    best = max(rows, key=lambda saving: (saving.gain or 0.0, saving.seconds))
+    if best.gain:
+        line = f"Largest saving: {best.name}, {format_seconds(best.seconds)} a step. {best.advice} would save about "
+        line += f"{format_seconds(best.gain)} of {format_seconds(step_seconds)} ({best.gain / step_seconds:.0%})."
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _percent(share: float | None) -> str:

@@ -2,11 +2,13 @@
 
 import logging
 import math
-import re
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 logger = logging.getLogger("rl_accel")
 
@@ -22,7 +24,7 @@ COMPANIONS = {"sglang:num_retracted_requests_total": "sglang:realtime_tokens_tot
 token: with it on the page and the counter not, the counter is 0."""
 
 _AT_ONCE = 16
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_STARTED = "process_start_time_seconds"
 
 
 @dataclass(frozen=True)
@@ -112,36 +114,35 @@ def _ask_endpoint(url: str, names: Sequence[str]) -> Reading | str:
 
 
 def parse(text: str, names: Sequence[str]) -> Reading | None:
-    """Return what ``text`` (Prometheus) says of the counter :func:`counter_in` finds; None if it cannot be known."""
-    try:
-        value, started = counter_in(text, names), counter_in(text, ("process_start_time_seconds",))
-    except (ValueError, IndexError):
-        return None
-    return None if value is None or value < 0 else Reading(int(value), "" if started is None else str(started))
+    """Return what ``text`` (Prometheus) says of the first of the counters ``names`` that it has; None if it cannot be known.
 
-
-def counter_in(text: str, names: Sequence[str]) -> float | None:
-    """Return the value of the first of the counters ``names`` that is in Prometheus' ``text``, None if it cannot be known.
-
-    It is added up over labels. But all ranks of one SGLang engine count the same event, each with labels ``tp_rank`` and such: of
-    those that differ in nothing but a rank (other than ``dp_rank``) the largest is taken.
+    A counter is added up over labels. But all ranks of one SGLang engine count the same event, each with labels ``tp_rank`` and
+    such: of those that differ in nothing but a rank (other than ``dp_rank``) the largest is taken.
     """
     companions = {COMPANIONS[name] for name in names if name in COMPANIONS}
-    found: Mapping[str, dict[frozenset[tuple[str, str]], list[float]]] = {name: {} for name in (*names, *companions)}
-    for line in text.splitlines():
-        name, _, rest = line.replace("{", " {", 1).partition(" ")
-        if name in found:
-            labels, _, numbers = rest.rpartition("}")
-            places = frozenset(
-                (label, value)
-                for label, value in _LABEL.findall(labels)
-                if label == "dp_rank" or not label.endswith("_rank")
-            )
-            value = float(numbers.split()[0])  # a time may follow the value
-            found[name].setdefault(places, []).append(value)
-    for name in names:
-        groups = found[name].values()
-        if groups and all(math.isfinite(value) for values in groups for value in values):
-            return sum(max(values) for values in groups)
-    silent = [name for name in names if not found[name]]
-    return 0.0 if any(found.get(COMPANIONS.get(name, "")) for name in silent) else None
+    wanted = (*names, *companions, _STARTED)
+    # A page has a thousand lines, and the parser looks at each character.
+    lines = (line for line in text.splitlines() if any(name in line for name in wanted))
+    try:
+        families = list(text_string_to_metric_families("\n".join(lines)))
+    except (ValueError, IndexError):
+        return None
+    samples = {name: [s for family in families for s in family.samples if s.name == name] for name in wanted}
+    count = next((_sum_over_labels(samples[name]) for name in names if samples[name]), None)
+    if count is None and any(samples[name] for name in companions):
+        count = 0.0
+    if count is None or not math.isfinite(count) or count < 0:
+        return None
+    return Reading(int(count), " ".join(str(sample.value) for sample in samples[_STARTED]))
+
+
+def _sum_over_labels(samples: Sequence[Sample]) -> float:
+    if not all(math.isfinite(sample.value) for sample in samples):
+        return math.nan
+    largest: dict[frozenset[tuple[str, str]], float] = {}
+    for sample in samples:
+        labels = frozenset(
+            item for item in sample.labels.items() if item[0] == "dp_rank" or not item[0].endswith("_rank")
+        )
+        largest[labels] = max(largest.get(labels, -math.inf), sample.value)
+    return sum(largest.values())

@@ -22,8 +22,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rl_accel.telemetry.responses import CANCELLED, COMPLETED, FAILED, Response
-
 STAGES = (
     "gen",
     "reward",
@@ -43,6 +41,39 @@ PREFIX = "timing_s/"
 MOST = 0.9
 
 
+COMPLETED, CANCELLED, FAILED = "completed", "cancelled", "failed"
+
+
+@dataclass(slots=True)
+class Response:
+    """One response. Times are seconds of the wall clock, so that those of several processes can be compared.
+
+    Attributes:
+        prompt: its prompt group.
+        began: its agent loop began.
+        generated: its last token was there; None if it never was.
+        rewarded: its reward was there; None if it never was.
+        ended: nothing of it was under way any more.
+        tokens: how many were generated; None if unknown.
+        server: the rollout server that generated it (the last one, in several turns); None if unknown.
+        outcome: ``completed``, ``cancelled`` or ``failed``.
+    """
+
+    prompt: str
+    began: float
+    generated: float | None = None
+    rewarded: float | None = None
+    ended: float = 0.0
+    tokens: int | None = None
+    server: str | None = None
+    outcome: str = COMPLETED
+
+    @property
+    def completed_at(self) -> float:
+        """When it and its reward were there, for one that completed."""
+        return self.ended if self.rewarded is None else self.rewarded
+
+
 def stages(metrics: Mapping[str, float]) -> dict[str, float] | None:
     """Return seconds of each stage that was timed and of ``other``; they add up to the step. None for what is no training step.
 
@@ -52,8 +83,8 @@ def stages(metrics: Mapping[str, float]) -> dict[str, float] | None:
     whole = metrics.get(PREFIX + "step")
     if whole is None or not math.isfinite(whole):
         return None
-    found = {stage: float(metrics[PREFIX + stage]) for stage in STAGES if PREFIX + stage in metrics}
-    return {**found, OTHER: float(whole) - sum(found.values())}
+    timed = {stage: float(metrics[PREFIX + stage]) for stage in STAGES if PREFIX + stage in metrics}
+    return {**timed, OTHER: float(whole) - sum(timed.values())}
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -145,7 +176,7 @@ def generation(
     concurrency, _ = _occupied(spans, len(spans))
     capacity = concurrency if slots is None else min(concurrency, slots)
     occupied = _occupied(spans, capacity)[1]
-    paces = [(r.generated - r.began) / r.tokens for r in completed if r.generated is not None and r.tokens]
+    token_seconds = [(r.generated - r.began) / r.tokens for r in completed if r.generated is not None and r.tokens]
     outcomes = [response.outcome for response in responses]
     return Generation(
         seconds=seconds,
@@ -156,7 +187,7 @@ def generation(
         tokens=sum(response.tokens or 0 for response in responses),
         concurrency=concurrency,
         idle=min(max(1 - occupied / (capacity * seconds), 0.0), 1.0) if capacity else None,
-        seconds_per_token=statistics.median(paces) if paces else None,
+        seconds_per_token=statistics.median(token_seconds) if token_seconds else None,
         completion=completion(responses),
         **parts,
     )
@@ -164,12 +195,10 @@ def generation(
 
 def completion(responses: Iterable[Response]) -> Completion | None:
     """Return percentiles over the completed ``responses``, None if there are none."""
-    found = sorted(
-        (r.ended if r.rewarded is None else r.rewarded) - r.began for r in responses if r.outcome == COMPLETED
-    )
-    if not found:
+    seconds = sorted(r.completed_at - r.began for r in responses if r.outcome == COMPLETED)
+    if not seconds:
         return None
-    return Completion(quantile(found, 0.5), quantile(found, 0.9), quantile(found, 0.99), found[-1])
+    return Completion(quantile(seconds, 0.5), quantile(seconds, 0.9), quantile(seconds, 0.99), seconds[-1])
 
 
 def by_server(responses: Sequence[Response], seconds: float, slots_each: int | None = None) -> dict[str, Generation]:
@@ -184,8 +213,8 @@ def by_server(responses: Sequence[Response], seconds: float, slots_each: int | N
         return {}
     began = min(response.began for response in responses)
     names = sorted({response.server for response in responses if response.server is not None})
-    found = {name: generation([r for r in responses if r.server == name], seconds, began, slots_each) for name in names}
-    return {name: part for name, part in found.items() if part is not None}
+    parts = {name: generation([r for r in responses if r.server == name], seconds, began, slots_each) for name in names}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
@@ -196,9 +225,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 def _occupied(spans: Sequence[tuple[float, float]], capacity: int) -> tuple[int, float]:
     """The most spans that overlap, and the integral over time of how many do, at most ``capacity`` of them."""
     # At equal times an end comes first: a place is free before the next response takes it.
-    events = sorted(
-        [(begin, 1) for begin, end in spans if end > begin] + [(end, -1) for begin, end in spans if end > begin]
-    )
+    events = sorted(event for begin, end in spans if end > begin for event in ((begin, 1), (end, -1)))
     running, most, integral, last = 0, 0, 0.0, 0.0
     for moment, change in events:
         integral += min(running, capacity) * (moment - last)

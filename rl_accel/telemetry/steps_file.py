@@ -1,13 +1,20 @@
-"""The file that holds a line a step of what the stage clock found, with every response's times. ``rl-accel profile`` reads it."""
+"""The files that ``rl-accel profile`` reads, a line a step: ours with all responses' times, and that of verl's ``file`` logger."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_accel.telemetry.responses import Response
-from rl_accel.telemetry.stage_clock import Generation
+from rl_accel.files import write_atomically
+from rl_accel.telemetry.stage_clock import Response
+
+FILE_NAME = "rl_accel_telemetry.jsonl"
+"""Of our file, in verl's ``trainer.default_local_dir``."""
+
+LogRecord = tuple[int, dict[str, float]]
+"""A step and its metrics, as verl logs them."""
 
 _DIGITS = 4
 
@@ -40,8 +47,8 @@ class StepsFile:
         self._path = path
         self._rewound = False
 
-    def add(self, step: Step, found: Generation | None, servers: Mapping[str, Generation]) -> None:
-        """Append ``step`` and, for other readers, what the clock made of it.
+    def add(self, step: Step) -> None:
+        """Append ``step``.
 
         Raises:
             OSError: the file cannot be written.
@@ -55,27 +62,19 @@ class StepsFile:
             "slots": step.slots,
             "preemptions": step.preemptions,
             "window_known": step.window_known,
-            "generation": None if found is None else asdict(found),
-            "servers": {name: asdict(part) for name, part in servers.items()},
             **_packed(step.responses),
         }
         with self._path.open("a") as file:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
     def _rewind(self, step: int) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lines = self._path.read_text().splitlines(keepends=True)
-        except FileNotFoundError:
-            return
-        kept = [line for line in lines if line.endswith("\n") and (_step_of(line) or step) < step]
-        draft = self._path.with_name(self._path.name + ".draft")
-        draft.write_text("".join(kept))
-        draft.replace(self._path)
+        lines = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
+        earlier = [line for line in lines if line.endswith("\n") and (_step_of(line) or step) < step]
+        write_atomically(self._path, "".join(earlier))
 
 
 def read(path: Path) -> dict[int, Step]:
-    """Return the steps of a file by number; lines that are not whole are left out.
+    """Return the steps of a file of ours by number; lines that are not whole are left out.
 
     Raises:
         OSError: the file cannot be read.
@@ -98,6 +97,31 @@ def read(path: Path) -> dict[int, Step]:
     return dict(sorted(steps.items()))
 
 
+def read_log(path: Path) -> dict[int, dict[str, float]]:
+    """Return the metrics of each step from the file of verl's logger; records of one step (training, validation) are merged."""
+    steps: dict[int, dict[str, float]] = {}
+    with path.open("rb") as file:
+        for line in file:
+            record = parse_log_line(line)
+            if record is not None:
+                steps.setdefault(record[0], {}).update(record[1])
+    return dict(sorted(steps.items()))
+
+
+def parse_log_line(line: bytes) -> LogRecord | None:
+    """Return the numbers of a line ``{"step": int, "data": {name: value}}``, null as NaN; None if it is no such line."""
+    try:
+        entry = json.loads(line)
+        numbers = {
+            str(name): math.nan if value is None else float(value)  # the writer turns NaN into null
+            for name, value in entry["data"].items()
+            if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+        }
+        return int(entry["step"]), numbers
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
 def _step_of(line: str) -> int | None:
     try:
         return int(json.loads(line)["step"])
@@ -117,10 +141,7 @@ def _packed(responses: Sequence[Response]) -> dict[str, Any]:
     rows = [
         [
             prompts[r.prompt],
-            since(r.began),
-            since(r.generated),
-            since(r.rewarded),
-            since(r.ended),
+            *map(since, (r.began, r.generated, r.rewarded, r.ended)),
             r.tokens,
             None if r.server is None else servers[r.server],
             r.outcome,
@@ -133,8 +154,6 @@ def _packed(responses: Sequence[Response]) -> dict[str, Any]:
 def _unpacked(entry: Mapping[str, Any]) -> list[Response]:
     names = entry["server_names"]
     return [
-        Response(
-            str(prompt), began, generated, rewarded, ended, tokens, None if server is None else names[server], outcome
-        )
-        for prompt, began, generated, rewarded, ended, tokens, server, outcome in entry["responses"]
+        Response(str(prompt), *times, tokens, None if server is None else names[server], outcome)
+        for prompt, *times, tokens, server, outcome in entry["responses"]
     ]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rl_accel.lab.ab.metrics_log import read_steps
+from rl_accel.telemetry.steps_file import read_log
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -31,7 +31,7 @@ def test_both_arms_see_the_same_scores(out):
 
 
 def test_answers_that_hang_were_stopped_long_before_the_full_budget(out):
-    steps = read_steps(out / "adaptive-seed0" / "metrics.jsonl")
+    steps = read_log(out / "adaptive-seed0" / "metrics.jsonl")
     found = {
         name: sum(metrics.get(f"rl_accel/reward_timeout/{name}", 0.0) for metrics in steps.values())
         for name in ("executions", "timeouts", "timeouts_full", "saved_seconds", "errors")

@@ -7,10 +7,15 @@ from click.testing import CliRunner
 
 from rl_accel.errors import RlAccelError
 from rl_accel.telemetry.cli import profile as command
-from rl_accel.telemetry.profile import find_log, profile
-from rl_accel.telemetry.responses import CANCELLED, Response
+from rl_accel.telemetry.profile import find_log, profile, prompt_seconds, replay
+from rl_accel.telemetry.stage_clock import CANCELLED, Response
 from rl_accel.telemetry.steps_file import Step, StepsFile
 
+WAITING, REWARDS, NOTICING = (
+    "waiting for the longest responses",
+    "rewards after the last generation",
+    "noticing that the rollout is done",
+)
 TIMINGS = {"timing_s/step": 20.0, "timing_s/gen": 12.0, "timing_s/adv": 1.0, "timing_s/update_actor": 6.0}
 
 
@@ -36,7 +41,7 @@ def write_kept(path, steps=4, cancelled=False, preemptions=None):
     for number in range(1, steps + 1):
         stages = {"gen": 12.0, "adv": 1.0, "update_actor": 6.0, "other": 1.0}
         rest = 0.5 if number % 2 else 1.5
-        file.add(Step(number, stages, None, preemptions, True, batch(rest, cancelled)), None, {})
+        file.add(Step(number, stages, None, preemptions, True, batch(rest, cancelled)))
 
 
 @pytest.fixture
@@ -55,13 +60,13 @@ def test_stages_parts_and_what_would_save_how_much(run):
     assert found.mean("idle") == pytest.approx(1 - (9 + 10) / (10 * 12))
     assert found.preemptions is None
     assert any("preemptions" in line for line in found.missing)
-    wastes = {waste.feature: waste for waste in found.wastes}
-    assert found.wastes[0].feature == "tail_batching"
-    assert wastes["tail_batching"].seconds == 9.0
-    assert 0 < wastes["tail_batching"].gain < 11.0
-    assert "20 prompts' own times" in wastes["tail_batching"].arithmetic
-    assert wastes["sampler"].gain == pytest.approx(0.5)
-    assert wastes["reward_timeout"].gain == 0.0, "a second is within the least limit"
+    savings = {saving.name: saving for saving in found.savings}
+    assert found.savings[0].name == WAITING
+    assert savings[WAITING].seconds == 9.0
+    assert 0 < savings[WAITING].gain < 11.0
+    assert "20 prompts' own times" in savings[WAITING].arithmetic
+    assert savings[NOTICING].gain == pytest.approx(0.5)
+    assert savings[REWARDS].gain == 0.0, "a second is within the least limit"
     assert set(found.servers) == {"s0", "s1"}
 
 
@@ -71,11 +76,11 @@ def test_a_reward_that_takes_long_is_replayed_with_a_limit(run):
         responses = [Response(f"p{n}", 0.0, 1.0, 1.2, 1.2, 10) for n in range(19)] + [
             Response("p", 0.0, 1.0, 11.0, 11.0, 10)
         ]
-        file.add(Step(number, {"gen": 12.0}, None, 3.0, True, responses), None, {})
+        file.add(Step(number, {"gen": 12.0}, None, 3.0, True, responses))
     found = profile(run)
-    waste = next(waste for waste in found.wastes if waste.feature == "reward_timeout")
-    assert (waste.seconds, waste.gain) == (10.0, pytest.approx(8.0))
-    assert found.wastes[0] is waste
+    saving = next(saving for saving in found.savings if saving.name == REWARDS)
+    assert (saving.seconds, saving.gain) == (10.0, pytest.approx(8.0))
+    assert found.savings[0] is saving
     assert found.preemptions == 3.0
 
 
@@ -84,8 +89,8 @@ def test_features_that_are_on_are_not_advised(run):
     write_log(run / "metrics.jsonl", **on)
     write_kept(run / "checkpoints" / "rl_accel_telemetry.jsonl", cancelled=True)
     found = profile(run)
-    assert all(waste.gain is None for waste in found.wastes)
-    assert not any(waste.advice.startswith("+") for waste in found.wastes)
+    assert all(saving.gain is None for saving in found.savings)
+    assert not any(saving.advice.startswith("+") for saving in found.savings)
 
 
 def test_without_telemetry_there_are_stages_and_a_word_about_the_rest(tmp_path):
@@ -93,7 +98,7 @@ def test_without_telemetry_there_are_stages_and_a_word_about_the_rest(tmp_path):
     found = profile(tmp_path)
     assert found.stages["gen"] == 12.0
     assert not found.generations
-    assert [waste.feature for waste in found.wastes] == ["gae"]
+    assert [saving.name for saving in found.savings] == ["advantages"]
     assert "the run had no +rl_accel.telemetry.enable=True" in found.missing[0]
 
 
@@ -133,6 +138,45 @@ def test_the_command_draws_stages_alone_and_many_responses(tmp_path):
     responses = [Response(str(n), 0.0, 1.0, 1.0, 1.0, 1) for n in range(5000)]
     file = StepsFile(tmp_path / "many" / "rl_accel_telemetry.jsonl")
     for number in range(1, 5):
-        file.add(Step(number, {"gen": 12.0}, None, 0.0, True, responses), None, {})
+        file.add(Step(number, {"gen": 12.0}, None, 0.0, True, responses))
     assert CliRunner().invoke(command, [str(tmp_path / "many"), "--picture", str(tmp_path / "x.png")]).exit_code == 0
     assert (tmp_path / "x.png").exists()
+
+
+def test_a_prompt_takes_until_the_last_of_its_rewards():
+    responses = [
+        Response("a", 10.0, 11.0, 12.0, 12.5),
+        Response("a", 10.5, 14.0, 15.0, 15.5),
+        Response("b", 10.0, 11.0, None, 11.5),
+    ]
+    assert prompt_seconds(responses) == [5.0, 1.5]
+    assert prompt_seconds([]) is None
+    assert prompt_seconds([*responses, Response("b", 10.0, ended=11.0, outcome=CANCELLED)]) is None
+
+
+def test_equal_times_save_nothing():
+    found = replay([[3.0] * 4, [3.0] * 4])
+    assert (found.as_it_is, found.in_rounds, found.saved) == (3.0, 3.0, 0.0)
+    assert (found.prompts, found.launched, found.known) == (4, 5, 8)
+
+
+def test_one_long_prompt_a_step_waits_for_a_round_of_its_like():
+    # Short rounds of 10 launch 13 and nearly always put off the long ones; three in thirteen are put off, which makes three
+    # long rounds of ten for every ten short ones.
+    steps = [[1.0] * 9 + [20.0]] * 50
+    found = replay(steps, ratio=1.25)
+    assert found.as_it_is == 20.0
+    assert found.in_rounds == pytest.approx((10 * 1 + 3 * 20) / 13, rel=0.1)
+
+
+def test_a_ratio_of_one_is_the_run_itself():
+    steps = [[1.0, 2.0, 3.0, 4.0]] * 10
+    found = replay(steps, ratio=1.0)
+    assert found.in_rounds == pytest.approx(sum(4 * (1 - (k / 4) ** 4) / 4 for k in range(4)), rel=0.02), (
+        "mean of the largest of 4"
+    )
+
+
+def test_without_prompts_there_is_nothing_to_play():
+    assert replay([]) is None
+    assert replay([[]]) is None

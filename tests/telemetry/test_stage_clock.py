@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_accel.telemetry import stage_clock
-from rl_accel.telemetry.responses import CANCELLED, COMPLETED, FAILED, Response
+from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, Response
 
 
 def response(began, generated, rewarded=None, ended=None, tokens=None, server=None, outcome=COMPLETED, prompt="p"):

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from rl_accel.errors import RecipeError, RlAccelError
+from rl_accel.extra import needs
 from rl_accel.files import write_atomically
 from rl_accel.lab.ab import report
-from rl_accel.lab.ab.extra import needs
 from rl_accel.lab.ab.recipe import Recipe, RunPlan, load, plan_runs, prepare_command, save
 from rl_accel.lab.ab.runner import RunResult, Stop, last_lines, load_result, prepare, run_all
 

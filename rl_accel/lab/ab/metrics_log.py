@@ -1,11 +1,8 @@
-"""Reading the JSONL that verl's ``file`` logger writes: one ``{"step": int, "data": {name: number}}`` a line."""
+"""Following the file of verl's ``file`` logger while it grows."""
 
-import json
-import math
 from pathlib import Path
-from typing import Any
 
-Record = tuple[int, dict[str, float]]
+from rl_accel.telemetry.steps_file import LogRecord, parse_log_line
 
 
 class Tail:
@@ -16,7 +13,7 @@ class Tail:
         self.bad_lines = 0
         self._offset = 0
 
-    def read(self) -> list[Record]:
+    def read(self) -> list[LogRecord]:
         """Return the new records in file order; ``[]`` while the file does not exist."""
         try:
             with self.path.open("rb") as file:
@@ -28,34 +25,9 @@ class Tail:
         self._offset += len(complete)
         records = []
         for line in complete.splitlines():
-            record = _parse(line)
+            record = parse_log_line(line)
             if record is None:
                 self.bad_lines += 1
             else:
                 records.append(record)
         return records
-
-
-def read_steps(path: Path) -> dict[int, dict[str, float]]:
-    """Return step -> metrics, in step order; records of one step (training, validation) are merged."""
-    steps: dict[int, dict[str, float]] = {}
-    for step, data in Tail(path).read():
-        steps.setdefault(step, {}).update(data)
-    return dict(sorted(steps.items()))
-
-
-def _parse(line: bytes) -> Record | None:
-    try:
-        entry = json.loads(line)
-        step, data = entry["step"], entry["data"]
-        return int(step), {str(name): _number(value) for name, value in data.items() if _is_metric(value)}
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
-
-
-def _is_metric(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-
-
-def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)  # the writer turns NaN into null

@@ -6,23 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from rl_accel.lab.ab.extra import needs
-from rl_accel.lab.ab.stats import ALL, OTHER
+from rl_accel.extra import needs
+from rl_accel.lab.ab.stats import ALL
+from rl_accel.telemetry.timeline import STAGE_COLOURS
 
 _ARM_COLOURS = ("#8d99ae", "#1d6fd1", "#e07a1f", "#2a9d5c", "#b5498f", "#7a5c3e")
-STAGE_COLOURS = {
-    "gen": "#4878a8",
-    "reward": "#9bc0de",
-    "old_log_prob": "#e8a24c",
-    "ref": "#f4d29b",
-    "values": "#6fb07f",
-    "adv": "#d1495b",
-    "update_critic": "#9d84b7",
-    "update_actor": "#c9b8dd",
-    "update_weights": "#5fb3b3",
-    "save_checkpoint": "#b7b7a4",
-    OTHER: "#d9d9d9",
-}
 _FURTHER_COLOURS = ("#8c6d46", "#3d5a80", "#c08497", "#a3b18a", "#577590")
 _KIND_MARKS = {"short": "o", "long": "s", "final": "^", ALL: "."}
 

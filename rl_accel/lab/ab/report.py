@@ -24,10 +24,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rl_accel.extra import needs
 from rl_accel.lab.ab import plots
 from rl_accel.lab.ab.checks import pairs, run_checks
-from rl_accel.lab.ab.extra import needs
-from rl_accel.lab.ab.metrics_log import read_steps
 from rl_accel.lab.ab.recipe import Metrics, Recipe
 from rl_accel.lab.ab.runner import RunResult, last_lines
 from rl_accel.lab.ab.stats import (
@@ -42,6 +41,8 @@ from rl_accel.lab.ab.stats import (
     rollout_summary,
     stage_table,
 )
+from rl_accel.telemetry.profile import format_seconds
+from rl_accel.telemetry.steps_file import read_log
 
 SCHEMA = "rl_accel.ab/1"
 _BUSY = 2.0
@@ -62,7 +63,7 @@ def build(recipe: Recipe, recipe_file: Path, out: Path, results: Sequence[RunRes
 
 def _load_runs(results: Sequence[RunResult], out: Path) -> list[RunData]:
     """Read the kept metrics of each run that has any."""
-    runs = [RunData(r.arm, r.seed, read_steps(out / r.name / "metrics.jsonl"), r.command) for r in results]
+    runs = [RunData(r.arm, r.seed, read_log(out / r.name / "metrics.jsonl"), r.command) for r in results]
     return [run for run in runs if run.steps]
 
 
@@ -165,7 +166,9 @@ def _headline(summary: dict[str, Any], recipe: Recipe) -> list[str]:
             ratio = rows.get(stage, {}).get("ratios", {}).get(arm)
             if ratio and ratio["ratio"]:
                 base, ours = (rows[stage]["arms"][name][recipe.metrics.average] for name in (recipe.baseline, arm))
-                parts.append(f"{label} takes {seconds(ours)} instead of {seconds(base)} ({ratio['ratio']:.2f}x)")
+                parts.append(
+                    f"{label} takes {format_seconds(ours)} instead of {format_seconds(base)} ({ratio['ratio']:.2f}x)"
+                )
         if parts:
             lines.append(f"{arm} against {recipe.baseline}: {', '.join(parts)}.")
     lines += _rollout_lines(summary["rollout"], recipe.baseline) if summary["rollout"] else []
@@ -186,7 +189,8 @@ def _rollout_lines(rollout: dict[str, Any], baseline: str) -> list[str]:
     for arm, row in rows.items():
         if arm == baseline or row.get("ratio") is None:
             continue
-        line = f"{arm}: rollouts take {seconds(row['seconds'])} a step instead of {seconds(rows[baseline]['seconds'])}"
+        ours, base = (format_seconds(rows[name]["seconds"]) for name in (arm, baseline))
+        line = f"{arm}: rollouts take {ours} a step instead of {base}"
         line += f" ({row['ratio']:.2f}x"
         line += f", 95% interval {row['low']:.2f}-{row['high']:.2f})" if row["low"] is not None else ")"
         line += f"; {row['wasted']:.0%} of the tokens are wasted" if row["wasted"] is not None else ""
@@ -197,11 +201,6 @@ def _rollout_lines(rollout: dict[str, Any], baseline: str) -> list[str]:
             line += f"{bounds} over {len(reward['seeds'])} seeds"
         lines.append(line + ".")
     return lines
-
-
-def seconds(value: float) -> str:
-    """Format a duration with three figures, in s or ms."""
-    return f"{value:.3g} s" if value >= 0.1 else f"{value * 1000:.3g} ms"
 
 
 def _number(value: float | None) -> str:
@@ -236,7 +235,7 @@ def render(summary: dict[str, Any], pictures: Sequence[Path], tails: dict[str, s
     jinja2 = needs("jinja2")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters |= {
-        "seconds": lambda value: "-" if value is None else seconds(value),
+        "seconds": lambda value: "-" if value is None else format_seconds(value),
         "figures": lambda value: "-" if value is None else f"{value:.6g}",
         "small": lambda value: "-" if value is None else f"{value:.1e}",
         "times": lambda value: "-" if value is None else f"{value:.2f}x",
@@ -285,7 +284,7 @@ def show(summary: dict[str, Any], console: Console) -> None:
             table.add_column(f"{escape(baseline)}/{escape(arm)}" if len(others) > 1 else "ratio", justify="right")
             table.add_column("95% interval", justify="right")
         for row in summary["stages"]:
-            cells = [seconds(row["arms"][a][names["average"]]) if a in row["arms"] else "" for a in arms]
+            cells = [format_seconds(row["arms"][a][names["average"]]) if a in row["arms"] else "" for a in arms]
             for arm in others:
                 cells += _ratio_cells(row["ratios"].get(arm))
             table.add_row(row["stage"], *cells, style="bold" if row["stage"] == names["step"] else "")
@@ -318,11 +317,11 @@ def _rollout_table(summary: dict[str, Any]) -> Table:
     for column in ("all steps", "ratio", "95% interval", *kinds, "wasted tokens", *lost):
         table.add_column(column, justify="right")
     for row in summary["rollout"]["arms"]:
-        cells = [seconds(row["seconds"]) if row["seconds"] is not None else ""]
+        cells = [format_seconds(row["seconds"]) if row["seconds"] is not None else ""]
         cells += _ratio_cells(row if row.get("ratio") else None)
         for kind in kinds:
             part = row["kinds"].get(kind)
-            cells.append(f"{seconds(part['seconds'])} x {part['steps']}" if part else "")
+            cells.append(f"{format_seconds(part['seconds'])} x {part['steps']}" if part else "")
         cells.append(f"{row['wasted']:.1%}" if row["wasted"] is not None else "")
         if lost:
             cells.append(f"{row['lost']:.0f}" if row["lost"] is not None else "")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rl_accel.lab.ab.extra import needs
+from rl_accel.extra import needs
 from rl_accel.lab.ab.recipe import Metrics, Recipe
 
 OTHER = "other"

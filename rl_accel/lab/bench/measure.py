@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from rl_accel.lab.ab.extra import needs
+from rl_accel.extra import needs
 
 LEAST, ONCE_S, WARM_S = 3, 2.0, 1.0
 

@@ -1,8 +1,6 @@
 """Metrics are read while the trainer writes them."""
 
-import math
-
-from rl_accel.lab.ab.metrics_log import Tail, read_steps
+from rl_accel.lab.ab.metrics_log import Tail
 
 
 def test_a_tail_returns_each_complete_line_once(tmp_path):
@@ -22,17 +20,3 @@ def test_lines_that_are_no_records_are_counted(tmp_path):
     tail.path.write_text('nonsense\n[1]\n{"step": 1}\n{"step": "x", "data": {}}\n{"step": 3, "data": {"a": 1}}\n')
     assert tail.read() == [(3, {"a": 1.0})]
     assert tail.bad_lines == 4
-
-
-def test_null_is_nan_and_what_is_no_number_is_left_out(tmp_path):
-    path = tmp_path / "m.jsonl"
-    path.write_text('{"step": 1, "data": {"nan": null, "text": "x", "flag": true, "list": [1], "n": 3}}\n')
-    metrics = read_steps(path)[1]
-    assert sorted(metrics) == ["n", "nan"]
-    assert math.isnan(metrics["nan"])
-
-
-def test_records_of_one_step_are_merged_in_step_order(tmp_path):
-    path = tmp_path / "m.jsonl"
-    path.write_text('{"step": 2, "data": {"a": 1}}\n{"step": 1, "data": {"a": 0}}\n{"step": 2, "data": {"b": 5}}\n')
-    assert list(read_steps(path).items()) == [(1, {"a": 0.0}), (2, {"a": 1.0, "b": 5.0})]
