@@ -7,7 +7,6 @@ A feature's wiring names its part in verl's configuration with :func:`choose`. I
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import ray
 from omegaconf import OmegaConf, open_dict
 
 from rl_accel.errors import ConfigError
@@ -93,6 +92,8 @@ class AgentLoops:
 
 def manager_class(config: Any) -> Any:
     """Return a subclass of the manager that verl would choose for ``config``, over workers of :func:`worker_class`."""
+    import ray
+
     if _is_v1(config):
         from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ as VerlManager
     else:

@@ -1,9 +1,16 @@
 """What features need to know of the engines that verl generates with. Whoever adds an engine to verl registers its facts here."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import RayActorError
+from rl_accel.telemetry.server_counters import COUNTERS, Reading, ask_endpoints
+
+ON_POLICY_MODES = ("sync", "tail_batching")
+"""Values of ``trainer.v1.trainer_mode`` whose rollouts begin and end within their step."""
+
+ReadCounters = Callable[[Sequence[str]], Mapping[str, Reading | None]]
+"""Asks servers, named as verl's load balancer does, for their counters; None for one that does not say."""
 
 
 @dataclass(frozen=True)
@@ -14,21 +21,40 @@ class Engine:
         aborts_by_id: ``abort_request`` of its servers works, and ``generate`` then returns the tokens so far.
         restarts_in_run: a server that is started anew gets the next weights. Else the training side holds on to the first one.
         death_errors: names of exceptions with which a living server says that the engine behind it is dead.
+        read_counters: asks servers how often they have preempted; None: nobody knows how.
+        counting: a key of verl's configuration and the value with which servers count preemptions; None: they always do.
     """
 
     aborts_by_id: bool = False
     restarts_in_run: bool = False
     death_errors: tuple[str, ...] = ()
+    read_counters: ReadCounters | None = None
+    counting: tuple[str, Any] | None = None
 
     def is_dead(self, error: BaseException) -> bool:
         """Whether ``error`` of a remote call says that a server, or the engine behind it, is gone for good."""
+        from ray.exceptions import RayActorError
+
         cause = getattr(error, "cause", None) or error  # what a method raised comes wrapped in a RayTaskError
         return isinstance(error, RayActorError) or type(cause).__name__ in self.death_errors
 
 
+def _from_endpoints(engine: str) -> ReadCounters:
+    return lambda servers: ask_endpoints({server: f"http://{server}" for server in servers}, COUNTERS[engine])
+
+
+_ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINES = {
     # vLLM's abort_request, as verl 0.9 calls it, looks up ids that vLLM 0.24 no longer uses.
-    "vllm": Engine(death_errors=("EngineDeadError",)),
+    "vllm": Engine(
+        death_errors=("EngineDeadError",),
+        read_counters=_from_endpoints("vllm"),
+        counting=(f"{_ROLLOUT}.disable_log_stats", False),
+    ),
+    "sglang": Engine(
+        read_counters=_from_endpoints("sglang"),
+        counting=(f"{_ROLLOUT}.engine_kwargs.sglang.enable_metrics", True),
+    ),
 }
 
 
@@ -40,3 +66,13 @@ def register(name: str, engine: Engine) -> None:
 def engine_of(config: Any) -> Engine:
     """Return the engine that ``config``, verl's, generates with."""
     return _ENGINES.get(config.actor_rollout_ref.rollout.name, Engine())
+
+
+def counted_engines() -> list[str]:
+    """Return the engines whose preemptions can be read."""
+    return sorted(name for name, engine in _ENGINES.items() if engine.read_counters is not None)
+
+
+def read_servers(engine: Engine, servers: Sequence[str]) -> Mapping[str, Reading | None]:
+    """Ask all ``servers`` at once for their counters; None for one that does not say, or if nobody knows how to ask."""
+    return dict.fromkeys(servers) if engine.read_counters is None else engine.read_counters(servers)

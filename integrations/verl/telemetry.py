@@ -22,11 +22,11 @@ from omegaconf import OmegaConf, open_dict
 from rl_accel.errors import ConfigError
 from rl_accel.features.telemetry import TelemetryFlags
 from rl_accel.integrations.verl import agent_loop
-from rl_accel.integrations.verl.engines import ON_POLICY_MODES, read_servers
+from rl_accel.integrations.verl.engines import ON_POLICY_MODES, engine_of, read_servers
 from rl_accel.patches.registration import Registration
 from rl_accel.patches.seams import Seams
 from rl_accel.telemetry import metrics, stage_clock
-from rl_accel.telemetry.server_counters import Counters
+from rl_accel.telemetry.server_counters import ANSWER_SECONDS, Counters
 from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, Generation, Response
 from rl_accel.telemetry.steps_file import FILE_NAME, Step, StepsFile
 
@@ -40,7 +40,6 @@ SEAMS: Seams = {
 SECTION = "trainer.rl_accel_telemetry"
 """What every process finds in verl's configuration: the path of the file."""
 WORKER_PART = f"{__name__}.RecordingWorker"
-ANSWER_SECONDS = 5.0
 ATTEMPTS = 3
 """So many steps in a row without an answer, and servers are not asked for preemptions any more: silence costs seconds each time."""
 _MOST_NOTES = 200_000
@@ -185,7 +184,7 @@ class Observer:
             workers: handles of agent-loop workers with :class:`RecordingWorker`.
             client: verl's client of the rollout servers, whose load balancer knows them all.
         """
-        path, engine = file_of(config), str(config.actor_rollout_ref.rollout.name)
+        path, engine = file_of(config), engine_of(config)
         self._workers = workers
         self._balancer = getattr(client, "_load_balancer", None)
         self._file = None if path is None else StepsFile(path)

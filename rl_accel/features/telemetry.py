@@ -17,6 +17,6 @@ TELEMETRY = Feature(
     summary="where a step's time goes: stages, idle share of generation, completion times, preemptions",
     flags=TelemetryFlags,
     lossless=True,
-    switches={"verl": ("rl_accel.integrations.verl.telemetry.mode",)},
-    verl="rl_accel.integrations.verl.telemetry.wiring",
+    switches={"verl": ("rl_accel.integrations.verl.telemetry",)},
+    verl="rl_accel.integrations.verl.telemetry",
 )

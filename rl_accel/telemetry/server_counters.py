@@ -12,7 +12,7 @@ from prometheus_client.samples import Sample
 
 logger = logging.getLogger("rl_accel")
 
-PATIENCE_SECONDS = 5.0
+ANSWER_SECONDS = 5.0
 COUNTERS = {
     "vllm": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
     "sglang": ("sglang:num_retracted_requests_total",),
@@ -101,7 +101,7 @@ def fetch(url: str) -> str:
         OSError, ValueError: it does not answer, or with an error.
     """
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with direct.open(url, timeout=PATIENCE_SECONDS) as answer:
+    with direct.open(url, timeout=ANSWER_SECONDS) as answer:
         return str(answer.read().decode(errors="replace"))
 
 

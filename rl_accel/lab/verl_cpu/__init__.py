@@ -4,7 +4,10 @@ Nothing here runs unless that variable is set. :func:`activate` is then called i
 """
 
 import os
+from collections.abc import Mapping, Sequence
 from types import ModuleType
+
+from rl_accel.telemetry.server_counters import Reading
 
 PLATFORM = "cpu"
 ROLLOUT = "hf_cpu"
@@ -45,7 +48,7 @@ def activate() -> None:
         when_imported(patch.target.partition(":")[0], lambda _module: patch.apply())
 
     PlatformRegistry.register(PLATFORM)(PlatformCPU)
-    engines.register(ROLLOUT, engines.Engine(aborts_by_id=True, restarts_in_run=True))
+    engines.register(ROLLOUT, engines.Engine(aborts_by_id=True, restarts_in_run=True, read_counters=_read_counters))
     when_imported("verl.workers.rollout.base", _register_adapter)
     when_imported("verl.workers.rollout.replica", _register_replica)
     for patch in SWITCHES:
@@ -64,3 +67,9 @@ def _register_replica(replica: ModuleType) -> None:
         return CPURolloutReplica
 
     replica.RolloutReplicaRegistry.register(ROLLOUT, load)
+
+
+def _read_counters(servers: Sequence[str]) -> Mapping[str, Reading | None]:
+    from rl_accel.lab.verl_cpu.rollout import read_counters
+
+    return read_counters(servers)

@@ -2,12 +2,14 @@
 starts it, and the trainer's side of weight updates."""
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayError
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout
@@ -17,6 +19,9 @@ from verl.workers.rollout.utils import ensure_async_iterator
 from rl_accel.lab.cpu_engine.engine import Engine
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
 from rl_accel.lab.cpu_engine.scheduler import EngineStats, Generation
+from rl_accel.telemetry.server_counters import ANSWER_SECONDS, Reading
+
+logger = logging.getLogger("rl_accel")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -264,3 +269,24 @@ class CPUServerAdapter(BaseRollout):
 
     def _server(self) -> Any:
         return ray.get_actor(server_name(self.replica_rank))
+
+
+def read_counters(servers: Sequence[str]) -> dict[str, Reading | None]:
+    """Ask the server actors of these names how often they have preempted; None, and a warning, for one that does not say."""
+    readings: dict[str, Reading | None] = dict.fromkeys(servers)
+    pending = {}
+    for server in servers:
+        try:
+            handle = ray.get_actor(server)
+            pending[server] = handle, handle.get_stats.remote()
+        except ValueError as error:  # there is no such actor
+            logger.warning("rl-accel: preemptions are unknown, %s: %s", server, error)
+    for server, (handle, answer) in pending.items():
+        try:
+            stats = ray.get(answer, timeout=ANSWER_SECONDS)
+            readings[server] = Reading(stats.preemptions, handle._actor_id.hex())
+        except RayError as error:
+            logger.warning(
+                "rl-accel: preemptions are unknown, %s does not answer: %s", server, str(error).splitlines()[:1]
+            )
+    return readings

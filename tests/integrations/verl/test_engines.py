@@ -1,12 +1,13 @@
-"""verl's servers are asked where they say how often they preempt."""
+"""Servers are asked where their engine says how often they preempt; of an engine that nobody has added nothing is known."""
 
 import http.server
 import threading
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 
-from rl_accel.integrations.verl.server_counters import read_servers
+from rl_accel.integrations.verl.engines import Engine, counted_engines, engine_of, read_servers, register
 from rl_accel.telemetry.server_counters import Reading
 
 
@@ -32,14 +33,25 @@ def endpoint():
     server.server_close()
 
 
+def engine(name):
+    return engine_of(OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": name}}}))
+
+
 def test_endpoints_are_read_and_those_that_are_off_are_unknown_and_named_once(endpoint, monkeypatch, caplog):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     for _ in range(2):
-        assert read_servers("vllm", [endpoint.address]) == {endpoint.address: None}
+        assert read_servers(engine("vllm"), [endpoint.address]) == {endpoint.address: None}
     assert caplog.text.count(f"preemptions are unknown, http://{endpoint.address}/metrics: HTTP Error 404") == 1
     endpoint.text = "vllm:num_preemptions_total 5\n"
-    assert read_servers("vllm", [endpoint.address]) == {endpoint.address: Reading(5)}
+    assert read_servers(engine("vllm"), [endpoint.address]) == {endpoint.address: Reading(5)}
     endpoint.text = "sglang:num_retracted_requests_total 6\n"
-    found = read_servers("sglang", [endpoint.address, "127.0.0.1:1"])
-    assert found == {endpoint.address: Reading(6), "127.0.0.1:1": None}
-    assert read_servers("trtllm", [endpoint.address]) == {endpoint.address: None}, "nobody knows its counter"
+    readings = read_servers(engine("sglang"), [endpoint.address, "127.0.0.1:1"])
+    assert readings == {endpoint.address: Reading(6), "127.0.0.1:1": None}
+
+
+def test_an_engine_is_known_once_it_is_added():
+    assert engine("mine") == Engine()
+    assert read_servers(engine("mine"), ["s"]) == {"s": None}
+    register("mine", Engine(read_counters=lambda servers: dict.fromkeys(servers, Reading(3))))
+    assert read_servers(engine("mine"), ["s"]) == {"s": Reading(3)}
+    assert {"mine", "sglang", "vllm"} <= set(counted_engines())
