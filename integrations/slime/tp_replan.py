@@ -106,7 +106,7 @@ class TpReplan:
 
     def take_in(self, rollout: Rollout) -> dict[str, float]:
         """Show a rollout to the planner; return the numbers for the log."""
-        preemptions, _ = self.counters.take()
+        preemptions = self.counters.take()
         if self._run is None:
             self._run = PlannedRun(self._planner, self.args.save, resumed=rollout.number > 0)
         stages = _sglang(self.args, "pp_size", 1)

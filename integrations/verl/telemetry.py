@@ -242,7 +242,7 @@ class Observer:
         if not servers or self._silent_steps == ATTEMPTS:
             return None
         self._asked = servers
-        preemptions, _ = self._counters.take()
+        preemptions = self._counters.take()
         self._silent_steps = 0 if preemptions is not None else self._silent_steps + 1
         return preemptions
 

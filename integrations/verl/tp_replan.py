@@ -15,7 +15,7 @@ from omegaconf import OmegaConf, open_dict
 from rl_accel.errors import ConfigError
 from rl_accel.features.tp_replan import TpReplanFlags
 from rl_accel.integrations.ray import restart_note
-from rl_accel.integrations.verl.server_counters import read_servers
+from rl_accel.integrations.verl.engines import ON_POLICY_MODES, counted_engines, engine_of, read_servers
 from rl_accel.parallel.model_memory import TpBounds, read_configuration
 from rl_accel.parallel.planned_run import PlannedRun
 from rl_accel.parallel.tp_planner import Decision, TpPlanner
@@ -31,13 +31,6 @@ SEAMS: Seams = {"verl.trainer.ppo.v1.trainer_base:PPOTrainer.prepare_step": ("se
 FLAG = "rl_accel.tp_replan"
 TP_KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _ROLLOUT = "actor_rollout_ref.rollout"
-_ON_POLICY_MODES = ("sync", "tail_batching")
-_COUNTING_KEYS = {
-    "hf_cpu": None,
-    "vllm": (f"{_ROLLOUT}.disable_log_stats", False),
-    "sglang": (f"{_ROLLOUT}.engine_kwargs.sglang.enable_metrics", True),
-}
-"""Engines whose preemptions can be read, and the key that has them count."""
 _STEP = "training/global_step"
 
 
@@ -57,23 +50,21 @@ def wire(config: Any, flags: TpReplanFlags) -> None:
     if not _get(config, "trainer.use_v1", True):
         _refuse("trainer.use_v1", True, False)
     mode = _get(config, "trainer.v1.trainer_mode")
-    if mode not in _ON_POLICY_MODES:
+    if mode not in ON_POLICY_MODES:
         reason = "rollout seconds of a step mean nothing else"
-        _refuse("trainer.v1.trainer_mode", " or ".join(_ON_POLICY_MODES), mode, reason)
-    engine = _get(config, f"{_ROLLOUT}.name")
-    if engine not in _COUNTING_KEYS:
-        _refuse(
-            f"{_ROLLOUT}.name", f"one of {', '.join(_COUNTING_KEYS)}", engine, "preemptions of others are not known"
-        )
+        _refuse("trainer.v1.trainer_mode", " or ".join(ON_POLICY_MODES), mode, reason)
+    engine = engine_of(config)
+    if engine.read_counters is None:
+        wanted, name = f"one of {', '.join(counted_engines())}", _get(config, f"{_ROLLOUT}.name")
+        _refuse(f"{_ROLLOUT}.name", wanted, name, "preemptions of others are not known")
     if _get(config, f"{_ROLLOUT}.disaggregation.enabled", False):
         _refuse(f"{_ROLLOUT}.disaggregation.enabled", False, True)
     if flags.action == "restart":
         _check_checkpoints(config)
     bounds_of(config, flags)
-    counting = _COUNTING_KEYS[engine]
-    if counting is not None:
+    if engine.counting is not None:
         with open_dict(config):
-            OmegaConf.update(config, *counting, force_add=True)
+            OmegaConf.update(config, *engine.counting, force_add=True)
     if flags.action == "restart":
         restart_note.arm()
 
@@ -84,7 +75,7 @@ def refuse_unwired(config: Any) -> None:
     Raises:
         ConfigError: its driver has not called ``validate_config``.
     """
-    counting = _COUNTING_KEYS.get(_get(config, f"{_ROLLOUT}.name"))
+    counting = engine_of(config).counting
     if counting is not None and _get(config, counting[0]) != counting[1]:
         _refuse(*counting, _get(config, counting[0]), "verl's validate_config sets it, which the driver must call")
 
@@ -181,7 +172,7 @@ class StepObserver:
             return {}
         if trainer is not self._trainer:
             self._trainer, self._run, self._counters = trainer, None, _counters_of(trainer)
-        preemptions, _ = self._counters.take()
+        preemptions = self._counters.take()
         if _STEP not in data:
             return {}
         step, tp = int(data[_STEP]), int(_get(trainer.config, TP_KEY))
@@ -216,7 +207,7 @@ def _tokens_of(data: Mapping[str, Any]) -> float:
 
 
 def _counters_of(trainer: Any) -> Counters:
-    engine = str(_get(trainer.config, f"{_ROLLOUT}.name"))
+    engine = engine_of(trainer.config)
     return Counters(lambda: read_servers(engine, trainer.llm_server_manager.server_addresses))
 
 

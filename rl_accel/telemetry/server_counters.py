@@ -33,13 +33,11 @@ class Reading:
 
     Attributes:
         preemptions: since it started.
-        life: differs once it has been started anew.
-        kv_use: the largest share of its cache in use since the last reading; None: unknown.
+        incarnation: differs once it has been started anew.
     """
 
     preemptions: int
-    life: str = ""
-    kv_use: float | None = None
+    incarnation: str = ""
 
 
 Read = Callable[[], Mapping[str, Reading | None]]
@@ -57,21 +55,21 @@ class Counters:
         self._read = read
         self._before: Mapping[str, Reading | None] | None = None
 
-    def take(self) -> tuple[int | None, float | None]:
-        """Return the preemptions since the last call, and the largest share of a cache in use; None: unknown."""
+    def take(self) -> int | None:
+        """Return the preemptions since the last call; None: unknown."""
         now = dict(self._read())
         before, self._before = self._before, now
         if not now or (before is not None and before.keys() != now.keys()):
-            return None, None
-        preemptions, shares = 0, []
+            return None
+        preemptions = 0
         for name, reading in now.items():
-            last = Reading(0, reading.life if reading else "") if before is None else before[name]
-            if reading is None or last is None or reading.life != last.life or reading.preemptions < last.preemptions:
-                return None, None
+            if reading is None:
+                return None
+            last = Reading(0, reading.incarnation) if before is None else before[name]
+            if last is None or reading.incarnation != last.incarnation or reading.preemptions < last.preemptions:
+                return None
             preemptions += reading.preemptions - last.preemptions
-            shares.append(reading.kv_use)
-        known = [share for share in shares if share is not None]
-        return preemptions, max(known) if len(known) == len(shares) else None
+        return preemptions
 
 
 _warned: set[str] = set()

@@ -25,11 +25,11 @@ def test_counts_and_differences_are_those_that_are_known(engine, differences):
     found = pages(engine)
     readings = [parse(text, names) for _, text in found]
     assert [reading and reading.preemptions for reading in readings] == [known for known, _ in found]
-    assert all(reading.life for reading in readings if reading) == (engine == "vllm")
+    assert all(reading.incarnation for reading in readings if reading) == (engine == "vllm")
 
     texts = [text for _, text in found]
     counters = Counters(lambda: {"server": parse(texts.pop(0), names)})
-    assert [counters.take()[0] for _ in found] == differences
+    assert [counters.take() for _ in found] == differences
 
 
 def line(rank, value, **labels):

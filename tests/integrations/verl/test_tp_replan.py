@@ -12,6 +12,7 @@ from rl_accel.errors import ConfigError
 from rl_accel.features.tp_replan import TpReplanFlags
 from rl_accel.integrations.ray import restart_note
 from rl_accel.integrations.verl import tp_replan
+from rl_accel.integrations.verl.engines import Engine, register
 from rl_accel.integrations.verl.tp_replan import StepObserver, bounds_of, refuse_unwired, wire
 from rl_accel.parallel.planned_run import STATE_FILE
 from rl_accel.telemetry.server_counters import Reading
@@ -49,7 +50,7 @@ def configure(composed, tmp_path):
             "trainer__n_gpus_per_node": 4,
             "trainer__default_local_dir": str(tmp_path / "checkpoints"),
             "actor_rollout_ref__model__path": str(folder),
-            "actor_rollout_ref__rollout__name": "hf_cpu",
+            "actor_rollout_ref__rollout__name": "vllm",
             "actor_rollout_ref__rollout__tensor_model_parallel_size": 1,
             **keys,
         }
@@ -75,8 +76,9 @@ def unarmed(monkeypatch):
     return calls
 
 
-def test_the_cpu_engine_counts_anyway_and_nothing_in_the_configuration_changes(configure, unarmed):
-    config = configure()
+def test_an_engine_that_counts_anyway_needs_no_change_of_the_configuration(configure, unarmed):
+    register("counts_anyway", Engine(read_counters=lambda servers: dict.fromkeys(servers)))
+    config = configure(**{ROLLOUT + "name": "counts_anyway"})
     before = OmegaConf.to_container(config)
     wire(config, ON)
     assert OmegaConf.to_container(config) == before
@@ -111,7 +113,7 @@ def test_a_restart_arms_the_exit_code_of_the_driver(configure, unarmed):
             {"trainer__v1__trainer_mode": "colocate_async"},
             r"trainer_mode = sync or tail_batching, found colocate_async",
         ),
-        ({ROLLOUT + "name": "trtllm"}, r"rollout\.name = one of hf_cpu, vllm, sglang, found trtllm"),
+        ({ROLLOUT + "name": "trtllm"}, r"rollout\.name = one of .*sglang, vllm, found trtllm"),
         ({ROLLOUT + "disaggregation__enabled": True}, r"disaggregation\.enabled = False"),
         ({ROLLOUT + "data_parallel_size": 3}, r"a divisor of 4 GPUs, found 3"),
         ({ROLLOUT + "tensor_model_parallel_size": 3}, r"size = one of 1, 2, 4, found 3 \(does not divide 4 GPUs"),
