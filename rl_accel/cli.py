@@ -12,7 +12,7 @@ from rl_accel.errors import RlAccelError
 
 _LAZY = {
     "serve-cpu": (
-        "rl_accel.lab.cpu_engine.cli",
+        "rl_accel.lab.cpu_engine.sglang_server",
         "serve_cpu",
         "A small model behind SGLang's HTTP endpoints, on this CPU.",
     ),
@@ -44,7 +44,7 @@ _LAZY_BENCH = {
     "tail": (
         "rl_accel.lab.bench.tail",
         "bench_tail",
-        "Tail batching: its core alone, and rounds on verl without a model.",
+        "Tail batching: what its rounds cost on verl, without a model.",
     ),
 }
 

@@ -1,5 +1,6 @@
 """The checks of a recipe: what must hold in the runs before their numbers mean anything."""
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,30 +55,30 @@ def run_checks(
 
 
 def _completed(results: Sequence[RunResult], asked: int) -> Check:
-    bad = [f"{r.name}: {r.status} ({r.message})" for r in results if r.status != "done"]
+    lines = [(result.status == "done", f"{result.name}: {result.status} ({result.message})") for result in results]
     if len(results) < asked:
-        bad.append(f"{asked - len(results)} of {asked} runs were not started")
-    return _check("completed", bad, f"{asked} of {asked} runs trained all their steps")
+        lines.append((False, f"{asked - len(results)} of {asked} runs were not started"))
+    return _check("completed", lines, green=f"{asked} of {asked} runs trained all their steps")
 
 
 def _identical(recipe: Recipe, runs: Sequence[RunData]) -> Check | None:
-    if not recipe.checks.identical:
+    metrics, couples = recipe.checks.identical, list(pairs(runs, recipe.baseline))
+    if not metrics:
         return None
-    bad, steps_seen = [], 0
-    couples = list(pairs(runs, recipe.baseline))
     if not couples:
         return Check("identical", SKIPPED, "no two arms of one seed to compare")
-    for base, other in couples:
-        for metric in recipe.checks.identical:
-            steps = [s for s in base.steps if metric in base.steps[s] and metric in other.steps.get(s, {})]
-            steps_seen += len(steps)
-            if not steps:
-                bad.append(f"{metric} of {other.arm} seed {other.seed} has no step in common with {base.arm}")
-            parted = [s for s in steps if not _equal(base.steps[s][metric], other.steps[s][metric])]
-            if parted:
-                a, b = base.steps[parted[0]][metric], other.steps[parted[0]][metric]
-                bad.append(f"{metric} of {other.arm} seed {other.seed} parts at step {parted[0]}: {a!r} and {b!r}")
-    return _check("identical", bad, f"{', '.join(recipe.checks.identical)}: equal in all {steps_seen} comparisons")
+    lines, compared = [], 0
+    for (base, other), metric in itertools.product(couples, metrics):
+        steps = [s for s in base.steps if metric in base.steps[s] and metric in other.steps.get(s, {})]
+        compared += len(steps)
+        parted = next((s for s in steps if not _equal(base.steps[s][metric], other.steps[s][metric])), None)
+        who = f"{metric} of {other.arm} seed {other.seed}"
+        if not steps:
+            lines.append((False, f"{who} has no step in common with {base.arm}"))
+        elif parted is not None:
+            a, b = base.steps[parted][metric], other.steps[parted][metric]
+            lines.append((False, f"{who} parts at step {parted}: {a!r} and {b!r}"))
+    return _check("identical", lines, green=f"{', '.join(metrics)}: equal in all {compared} comparisons")
 
 
 def _rollout_probs_diff(recipe: Recipe, runs: Sequence[RunData]) -> Check | None:
@@ -97,47 +98,44 @@ def _rollout_probs_diff(recipe: Recipe, runs: Sequence[RunData]) -> Check | None
 def _first_step_zero(recipe: Recipe, runs: Sequence[RunData]) -> Check | None:
     if not recipe.checks.first_step_zero:
         return None
-    bad, seen = [], []
-    for run in runs:
-        for metric in recipe.checks.first_step_zero:
-            logged = [(step, m[metric]) for step, m in run.steps.items() if step >= 1 and metric in m]
-            if logged:
-                step, value = logged[0]
-                seen.append(f"{metric} of {run.arm} seed {run.seed} is {value:.3g} at step {step}")
-                if not abs(value) <= recipe.checks.zero_tolerance:
-                    bad.append(seen[-1])
-    if not seen:
+    lines = []
+    for run, metric in itertools.product(runs, recipe.checks.first_step_zero):
+        first = next(((step, m[metric]) for step, m in run.steps.items() if step >= 1 and metric in m), None)
+        if first is not None:
+            step, value = first
+            text = f"{metric} of {run.arm} seed {run.seed} is {value:.3g} at step {step}"
+            lines.append((abs(value) <= recipe.checks.zero_tolerance, text))
+    if not lines:
         return Check("first_step_zero", SKIPPED, f"none of {', '.join(recipe.checks.first_step_zero)} was logged")
-    return _check("first_step_zero", bad, "; ".join(seen))
+    return _check("first_step_zero", lines)
 
 
 def _forbidden_log(recipe: Recipe, results: Sequence[RunResult], out: Path) -> Check | None:
-    if not recipe.checks.forbidden_log:
+    texts = recipe.checks.forbidden_log
+    if not texts:
         return None
-    bad = []
+    lines = []
     for result in results:
-        for number, line in _lines(out / result.name / "train.log"):
-            hit = next((text for text in recipe.checks.forbidden_log if text in line), None)
-            if hit is not None:
-                bad.append(f"{result.name}/train.log line {number}: {line.strip()[:200]}")
-                break
-    return _check("forbidden_log", bad, f"no log holds {', '.join(map(repr, recipe.checks.forbidden_log))}")
+        log = _lines(out / result.name / "train.log")
+        hit = next(((number, line) for number, line in log if any(text in line for text in texts)), None)
+        if hit is not None:
+            lines.append((False, f"{result.name}/train.log line {hit[0]}: {hit[1].strip()[:200]}"))
+    return _check("forbidden_log", lines, green=f"no log holds {', '.join(map(repr, texts))}")
 
 
 def _reward_gain(recipe: Recipe, runs: Sequence[RunData]) -> Check | None:
-    wanted = recipe.checks.reward_gain
-    if wanted is None:
+    least = recipe.checks.reward_gain
+    if least is None:
         return None
-    bad: list[str] = []
-    good: list[str] = []
+    lines = []
     for run in runs:
         change = gain(run, recipe.metrics.reward)
         if change is None:
-            bad.append(f"{run.arm} seed {run.seed}: too few values of {recipe.metrics.reward}")
-            continue
-        text = f"{run.arm} seed {run.seed}: {change['before']:.3f} to {change['after']:.3f}"
-        (good if change["gain"] >= wanted else bad).append(text)
-    return _check("reward_gain", bad, "; ".join(good), f"wanted a gain of at least {wanted:g}")
+            lines.append((False, f"{run.arm} seed {run.seed}: too few values of {recipe.metrics.reward}"))
+        else:
+            text = f"{run.arm} seed {run.seed}: {change['before']:.3f} to {change['after']:.3f}"
+            lines.append((change["gain"] >= least, text))
+    return _check("reward_gain", lines, wanted=f"wanted a gain of at least {least:g}")
 
 
 def _faster(recipe: Recipe, stages: Sequence[Any]) -> Check | None:
@@ -147,13 +145,11 @@ def _faster(recipe: Recipe, stages: Sequence[Any]) -> Check | None:
     arms = rows.get(recipe.metrics.step, {})
     if not arms:
         return Check("faster", SKIPPED, "no two arms of one seed to compare")
-    bad: list[str] = []
-    good: list[str] = []
-    for stage, wanted in recipe.checks.faster.items():
-        for arm in arms:
-            ratio = rows.get(stage, {}).get(arm, {}).get("ratio") or 0.0
-            (good if ratio >= wanted else bad).append(f"{stage} {ratio:.2f}x ({arm}), wanted {wanted:g}x")
-    return _check("faster", bad, "; ".join(good))
+    lines = []
+    for (stage, least), arm in itertools.product(recipe.checks.faster.items(), arms):
+        ratio = rows.get(stage, {}).get(arm, {}).get("ratio") or 0.0
+        lines.append((ratio >= least, f"{stage} {ratio:.2f}x ({arm}), wanted {least:g}x"))
+    return _check("faster", lines)
 
 
 def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any]) -> Iterator[Check]:
@@ -169,15 +165,15 @@ def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any]) -> Iterator[Chec
     if wanted.same_reward is not None:
         yield _same_reward(wanted.same_reward, rows)
     if rollout["ledgers"] or rollout["without_ledger"]:
-        bad = [f"{run}: tail batching left no ledger" for run in rollout["without_ledger"]]
-        good: list[str] = []
+        lines = [(False, f"{run}: tail batching left no ledger") for run in rollout["without_ledger"]]
         for ledger in rollout["ledgers"]:
-            bad += [f"{ledger['run']}: steps {ledger['odd_steps']} are no whole batches"] if ledger["odd_steps"] else []
+            if ledger["odd_steps"]:
+                lines.append((False, f"{ledger['run']}: steps {ledger['odd_steps']} are no whole batches"))
             for epoch in ledger["epochs"]:
                 text = f"{ledger['run']} epoch {epoch['epoch']}: {epoch['once']} of {epoch['prompts']} prompts trained once"
                 faults = [f"{epoch[name]} {name}" for name in ("again", "missing", "failed") if epoch[name]]
-                (bad if faults else good).append(", ".join([text, *faults]))
-        yield _check("ledger", bad, "; ".join(good))
+                lines.append((not faults, ", ".join([text, *faults])))
+        yield _check("ledger", lines)
 
 
 def _bounds(
@@ -188,30 +184,24 @@ def _bounds(
     holds: Callable[[float, float], bool],
     form: str,
 ) -> Check:
-    bad: list[str] = []
-    good: list[str] = []
+    lines = []
     for arm, bound in wanted.items():
-        if arm not in rows:  # left out with --arms
-            continue
-        value = rows[arm].get(key)
-        if value is None:
-            bad.append(f"{arm}: not measured")
-        else:
-            text = f"{arm} {form.format(value)}, wanted {form.format(bound)}"
-            (good if holds(value, bound) else bad).append(text)
-    return _check(name, bad, "; ".join(good)) if bad or good else Check(name, SKIPPED, "no such arm was run")
+        if arm in rows:  # else left out with --arms
+            value = rows[arm].get(key)
+            text = "not measured" if value is None else f"{form.format(value)}, wanted {form.format(bound)}"
+            lines.append((value is not None and holds(value, bound), f"{arm}{': ' if value is None else ' '}{text}"))
+    return _check(name, lines) if lines else Check(name, SKIPPED, "no such arm was run")
 
 
 def _same_reward(bound: float, rows: Mapping[str, Any]) -> Check:
-    rewards = {arm: row["reward"] for arm, row in rows.items() if row["reward"] and row["reward"]["low"] is not None}
-    if not rewards:
+    lines = []
+    for arm, reward in ((arm, row["reward"]) for arm, row in rows.items()):
+        if reward and reward["low"] is not None:
+            text = f"{arm} {reward['difference']:+.3f} ({reward['low']:+.3f} to {reward['high']:+.3f})"
+            lines.append((-bound <= reward["low"] and reward["high"] <= bound, text))
+    if not lines:
         return Check("same_reward", SKIPPED, "an interval needs at least three seeds of the baseline and of an arm")
-    bad: list[str] = []
-    good: list[str] = []
-    for arm, reward in rewards.items():
-        text = f"{arm} {reward['difference']:+.3f} ({reward['low']:+.3f} to {reward['high']:+.3f})"
-        (good if -bound <= reward["low"] and reward["high"] <= bound else bad).append(text)
-    return _check("same_reward", bad, "; ".join(good), f"wanted the interval within {bound:g}")
+    return _check("same_reward", lines, wanted=f"wanted the interval within {bound:g}")
 
 
 def pairs(runs: Sequence[RunData], baseline: str) -> Iterator[tuple[RunData, RunData]]:
@@ -222,10 +212,12 @@ def pairs(runs: Sequence[RunData], baseline: str) -> Iterator[tuple[RunData, Run
             yield base[run.seed], run
 
 
-def _check(name: str, bad: Sequence[str], good: str, wanted: str = "") -> Check:
-    if not bad:
-        return Check(name, GREEN, good)
-    return Check(name, RED, "; ".join([*bad, *([wanted] if wanted else [])]))
+def _check(name: str, lines: Sequence[tuple[bool, str]], wanted: str = "", green: str = "") -> Check:
+    """Sum up ``lines``: whether it holds, and what was measured. ``green`` replaces the latter where all hold."""
+    bad = [text for holds, text in lines if not holds]
+    if bad:
+        return Check(name, RED, "; ".join([*bad, wanted] if wanted else bad))
+    return Check(name, GREEN, green or "; ".join(text for _, text in lines))
 
 
 def _equal(a: float, b: float) -> bool:

@@ -1,5 +1,6 @@
 """The command ``rl-accel ab``."""
 
+import itertools
 import json
 import math
 import os
@@ -8,7 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -173,31 +174,19 @@ def _show_failures(results: list[RunResult], out: Path, console: Console) -> Non
             console.rule(style="red")
 
 
-@dataclass
-class _Clock:
-    """Arrival times of a run's steps, from which the time left is estimated."""
-
-    start: float
-    arrivals: list[float] = field(default_factory=list)
-
-    @property
-    def step_s(self) -> float | None:
-        gaps = [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
-        return statistics.median(gaps) if gaps else None
-
-
 class ProgressView:
     """The :class:`~rl_accel.lab.ab.runner.Watcher` of the command line. Use it as a context manager."""
 
     def __init__(self, console: Console, plans: Sequence[RunPlan], reward: str) -> None:
-        self._console = console
-        self._reward = reward
-        self._left = {plan.name: plan for plan in plans}
-        self._clocks: dict[str, _Clock] = {}
+        self._console, self._reward = console, reward
+        self._to_run = [plan.name for plan in plans]
+        self._width = max(map(len, self._to_run), default=0)
         self._durations: list[float] = []
+        self._task: TaskID | None = None
+        self._began = 0.0
+        self._arrivals: list[float] = []
+        """When the steps of the present run came."""
         self._last_line = 0.0
-        self._tasks: dict[str, TaskID] = {}
-        self._width = max((len(plan.name) for plan in plans), default=0)
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
@@ -215,59 +204,48 @@ class ProgressView:
         self._bars.stop()
 
     def started(self, plan: RunPlan) -> None:
-        self._clocks[plan.name] = _Clock(time.monotonic())
-        self._tasks[plan.name] = self._bars.add_task(
-            plan.name.ljust(self._width), total=plan.steps, note="starting the trainer"
-        )
+        self._began, self._arrivals = time.monotonic(), []
+        self._task = self._bars.add_task(plan.name.ljust(self._width), total=plan.steps, note="starting the trainer")
         self._plain(f"{plan.name}: starting, {plan.steps} steps, log {plan.directory / 'train.log'}", always=True)
 
     def step(self, plan: RunPlan, step: int, metrics: Mapping[str, float]) -> None:
-        if step < 1:
+        if step < 1 or self._task is None:
             return
-        clock = self._clocks[plan.name]
-        clock.arrivals.append(time.monotonic())
-        reward = metrics.get(self._reward, math.nan)
-        note = f"reward {reward:.4g}"
-        if clock.step_s is not None:
-            note += f" | {clock.step_s:.2f} s/step | {_clock_text(self._seconds_left(plan, step))} left"
-        self._bars.update(self._tasks[plan.name], completed=step, note=note)
+        self._arrivals.append(time.monotonic())
+        note = f"reward {metrics.get(self._reward, math.nan):.4g}"
+        if len(self._arrivals) > 1:
+            step_s = statistics.median(b - a for a, b in itertools.pairwise(self._arrivals))
+            left = timedelta(seconds=round(self._seconds_left(plan, step, step_s)))
+            note += f" | {step_s:.2f} s/step | {left} left"
+        self._bars.update(self._task, completed=step, note=note)
         self._plain(f"{plan.name}: step {step}/{plan.steps} | {note}", always=step >= plan.steps)
 
     def tick(self) -> None:
-        for name, task in self._tasks.items():
-            clock = self._clocks[name]
-            if not clock.arrivals and name in self._left:
-                self._bars.update(task, note=f"starting the trainer, {time.monotonic() - clock.start:.0f} s")
+        if self._task is not None and not self._arrivals:
+            self._bars.update(self._task, note=f"starting the trainer, {time.monotonic() - self._began:.0f} s")
 
     def ended(self, plan: RunPlan, result: RunResult) -> None:
-        self._left.pop(plan.name, None)
+        self._to_run.remove(plan.name)
         self._durations.append(result.seconds)
-        clock = self._clocks.get(plan.name)
-        verb = result.status if clock else "kept from an earlier call"
-        text = f"{plan.name}: {verb}, {result.message}, {result.seconds:.0f} s"
-        if plan.name in self._tasks:
-            colour = "green" if result.status == "done" else "red"
-            self._bars.update(self._tasks[plan.name], note=f"[{colour}]{result.status}[/], {result.seconds:.0f} s")
-            self._plain(text, always=True)
+        if self._task is None:
+            status = "kept from an earlier call"
         else:
-            self._console.print(text, highlight=False, markup=False)
+            status = result.status
+            colour = "green" if status == "done" else "red"
+            self._bars.update(self._task, note=f"[{colour}]{status}[/], {result.seconds:.0f} s")
+        text = f"{plan.name}: {status}, {result.message}, {result.seconds:.0f} s"
+        if self._task is None or not self._console.is_terminal:
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._task = None
 
-    def _seconds_left(self, plan: RunPlan, step: int) -> float:
-        clock = self._clocks[plan.name]
-        step_s = clock.step_s or 0.0
-        start_up = clock.arrivals[0] - clock.start - step_s
-        others = [other for name, other in self._left.items() if name != plan.name]
-        whole = statistics.mean(self._durations) if self._durations else start_up + plan.steps * step_s
-        return (plan.steps - step) * step_s + len(others) * whole
+    def _seconds_left(self, plan: RunPlan, step: int, step_s: float) -> float:
+        """Of this run and, taken to be as long as those before or as this one, of the runs after it."""
+        this_run = self._arrivals[0] - self._began + (plan.steps - 1) * step_s
+        a_run = statistics.mean(self._durations) if self._durations else this_run
+        return (plan.steps - step) * step_s + (len(self._to_run) - 1) * a_run
 
     def _plain(self, text: str, always: bool = False) -> None:
-        if self._console.is_terminal:
-            return
-        if always or time.monotonic() - self._last_line > _PLAIN_EVERY_S:
+        """Print a line now and then where there are no bars."""
+        if not self._console.is_terminal and (always or time.monotonic() - self._last_line > _PLAIN_EVERY_S):
             self._last_line = time.monotonic()
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _clock_text(seconds: float) -> str:
-    minutes, rest = divmod(round(max(0.0, seconds)), 60)
-    return f"{minutes}:{rest:02d}"

@@ -115,14 +115,14 @@ def run_all(plans: Sequence["RunPlan"], watcher: Watcher, stop: Stop, resume: bo
     """
     results = []
     for plan in plans:
-        kept = finished(plan) if resume else None
-        if kept is None:
+        result = load_result(plan.directory) if resume else None
+        if result is None or result.status != "done" or result.fingerprint != plan.fingerprint:
             if stop:
                 break
             watcher.started(plan)
-            kept = run_one(plan, watcher, stop)
-        watcher.ended(plan, kept)
-        results.append(kept)
+            result = run_one(plan, watcher, stop)
+        watcher.ended(plan, result)
+        results.append(result)
     return results
 
 
@@ -225,14 +225,6 @@ def ray_temp_dir() -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def finished(plan: "RunPlan") -> RunResult | None:
-    """Return the kept result of a plan if it was completed with the same command, else None."""
-    result = load_result(plan.directory)
-    if result is None or result.status != "done" or result.fingerprint != plan.fingerprint:
-        return None
-    return result
 
 
 def load_result(directory: Path) -> RunResult | None:

@@ -37,12 +37,11 @@ QUICK = ((8, 1024), (64, 8192))
 GOAL_SHAPES = ((256, 32768), (256, 131072))
 GOALS = ((LOOP, 60.0), (CHUNK_128, 4.0))
 COPY_GOAL = 1.5
-COPY, IN_PLACE = "plain copy", "copy in place"
-"""The floor: ``clone()``, into new memory, where every contestant returns its results. In place: into memory in use before."""
+COPY = "plain copy"
+"""The floor: a ``clone()`` that reads and writes as many bytes as any GAE must: rewards, values, mask, advantages, returns."""
 LONGEST_S = 20.0
 """A contestant expected to take longer for one call is left out, unless a goal needs its time."""
 GAMMA, LAM = 0.99, 0.95
-_QUADRATIC_WORK = 2e9
 _TOLERANCE = 1e-4
 _MASKS = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 
@@ -62,12 +61,11 @@ Lists = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Contestant:
-    """An implementation of GAE. ``masked``: it honours verl's mask; ``quadratic``: it needs O(T^2) memory or work."""
+    """An implementation of GAE. ``masked``: it honours verl's mask."""
 
     name: str
     run: Callable[[Inputs], Result]
     masked: bool
-    quadratic: bool = False
     exact: bool = False
     """Promised to equal verl's loop bit for bit."""
 
@@ -101,26 +99,6 @@ def slime_chunk(inputs: Inputs, chunk: int = 128) -> Result:
     return advantages, advantages + values
 
 
-def matrix(inputs: Inputs) -> Result:
-    """All weights decay^(t - s) as one [T, T] matrix."""
-    rewards, values, _, gamma, lam = inputs
-    steps = torch.arange(rewards.shape[1], device=rewards.device)
-    exponents = (steps[:, None] - steps[None, :]).clamp(min=0).to(rewards.dtype)
-    weights = torch.tril((gamma * lam) ** exponents)
-    advantages = _deltas(rewards, values, gamma) @ weights
-    return advantages, advantages + values
-
-
-def convolution(inputs: Inputs) -> Result:
-    """The same weights as a convolution kernel of length T, the way torchrl's vectorised estimator does it."""
-    rewards, values, _, gamma, lam = inputs
-    tokens = rewards.shape[1]
-    kernel = (gamma * lam) ** torch.arange(tokens, device=rewards.device, dtype=rewards.dtype)
-    padded = torch.nn.functional.pad(_deltas(rewards, values, gamma)[:, None], (0, tokens - 1))
-    advantages = torch.nn.functional.conv1d(padded, kernel[None, None])[:, 0]
-    return advantages, advantages + values
-
-
 def contestants(device: str) -> list[Contestant]:
     """Return the contestants for tensors on ``device``, verl's loop first and ours second."""
     fastest = "triton" if device == "cuda" else "numba"
@@ -129,8 +107,6 @@ def contestants(device: str) -> list[Contestant]:
         Contestant(f"{OURS} {fastest}", _ours(fastest), masked=True, exact=fastest == "numba"),
         Contestant(f"{OURS} chunk", _ours("chunk"), masked=True),
         Contestant(CHUNK_128, slime_chunk, masked=False),
-        Contestant("convolution", convolution, masked=False, quadratic=True),
-        Contestant("matrix", matrix, masked=False, quadratic=True),
     ]
 
 
@@ -258,12 +234,9 @@ def _measure(
         return None
     inputs = make_inputs(shape, device, mask_dtype)
     bare: Inputs = (*inputs[:2], None, GAMMA, LAM)
-    functions = _copies(moved // 2, device)
+    functions: dict[str, Callable[[], Any]] = {COPY: torch.ones(moved // 2, dtype=torch.uint8, device=device).clone}
     for contestant in sound:
-        work, expected = rows * tokens * tokens, _expected(contestant.name, shape, before)
-        if contestant.quadratic and (work > _QUADRATIC_WORK or 24 * tokens * tokens > memory):
-            console.print(f"{rows} x {tokens}: {contestant.name} left out, it grows with T^2: {work:.0e} products")
-            continue
+        expected = expected_seconds(contestant.name, shape, before)
         if expected > LONGEST_S and shape not in GOAL_SHAPES:
             console.print(f"{rows} x {tokens}: {contestant.name} left out, it would take about {expected:.0f} s")
             continue
@@ -278,13 +251,7 @@ def _measure(
     }
 
 
-def _copies(size: int, device: str) -> dict[str, Callable[[], Any]]:
-    """Copies of ``size`` bytes, which read and write as much as any GAE must: rewards, values, mask, advantages, returns."""
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    return {COPY: source.clone, IN_PLACE: partial(torch.ones_like(source).copy_, source)}
-
-
-def _expected(name: str, shape: Shape, before: list[dict[str, Any]]) -> float:
+def expected_seconds(name: str, shape: Shape, before: list[dict[str, Any]]) -> float:
     """Seconds that one call is likely to take, judged by the nearest smaller shape in which it ran."""
     smaller = [row for row in before if name in row["seconds"] and row["batch"] * row["tokens"] < shape[0] * shape[1]]
     if not smaller:
@@ -340,8 +307,6 @@ def _show_goals(rows: list[dict[str, Any]], console: Console) -> None:
         share = mine / row["seconds"][COPY]["median"]
         word = met(share <= COPY_GOAL)
         console.print(f"{_label(row)}: {share:.2f}x the time of a {COPY}; goal at most {COPY_GOAL:g}x: {word}")
-        harder = mine / row["seconds"][IN_PLACE]["median"]
-        console.print(f"{_label(row)}: {harder:.2f}x the time of a {IN_PLACE}, which takes no new memory; no goal")
 
 
 def verdict(row: dict[str, Any]) -> str:
@@ -367,8 +332,7 @@ def _plot(rows: list[dict[str, Any]], axes: Any) -> None:
     chosen = sorted((row for row in rows if row["batch"] == batch), key=lambda row: int(row["tokens"]))
     for name in dict.fromkeys(name for row in chosen for name in row["seconds"]):
         points = [(row["tokens"], _median(row, name)) for row in chosen if name in row["seconds"]]
-        lines = {COPY: "--", IN_PLACE: ":"}
-        style: dict[str, Any] = {"linestyle": lines[name], "color": "black"} if name in lines else {"marker": "o"}
+        style: dict[str, Any] = {"linestyle": "--", "color": "black"} if name == COPY else {"marker": "o"}
         axes.plot(*zip(*points, strict=True), label=name, **style)
     axes.set(xscale="log", yscale="log", xlabel="tokens T", ylabel="seconds", title=f"GAE over [{batch}, T]")
     axes.grid(alpha=0.3, which="both")

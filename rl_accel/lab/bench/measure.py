@@ -11,16 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 
 from rl_accel.extra import needs
 
 LEAST, ONCE_S, WARM_S = 3, 2.0, 1.0
-
-
-class WrongResult(AssertionError):
-    """A check that comes before any number failed; says what was wanted and what was found."""
 
 
 @dataclass(frozen=True)
@@ -82,17 +79,15 @@ def peak_extra_bytes(function: Callable[[], Any]) -> int | None:
     except OSError:
         function()
         return None
-    before = _status("VmRSS")
+    before = psutil.Process().memory_info().rss
     function()
-    return max(_status("VmHWM") - before, 0)
+    status = Path("/proc/self/status").read_text()
+    return max(int(status.partition("VmHWM:")[2].split()[0]) * 1024 - before, 0)
 
 
 def available_bytes() -> int:
     """Memory that can be taken without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo has no MemAvailable")
+    return int(psutil.virtual_memory().available)
 
 
 def console_of_benchmark() -> Console:
@@ -126,13 +121,6 @@ def results_files(
     yield figure, figure.subplots(1, columns, squeeze=False)[0]
     figure.savefig(out / f"{name}.png", dpi=130)
     console.print(f"{out / name}.json, {out / name}.png", soft_wrap=True, markup=False)
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")
 
 
 def _once(function: Callable[[], Any], seconds: list[float]) -> None:

@@ -14,7 +14,6 @@ import statistics
 import subprocess
 import sys
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -27,7 +26,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from rl_accel.lab.bench.measure import WrongResult, console_of_benchmark, met, output_folder, results_files
+from rl_accel.lab.bench.measure import console_of_benchmark, met, output_folder, results_files
 from rl_accel.processes import become_subreaper, descendants
 from rl_accel.reward.adaptive_timeout import TimeoutSettings
 from rl_accel.reward.anchor_store import Replica
@@ -61,6 +60,10 @@ CORRECT = (0.2, 1.0)
 ANSWER = "42"
 
 Kind = Literal["sleep", "busy"]
+
+
+class WrongResult(Exception):
+    """An execution ended as it must not, or left something behind."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +140,7 @@ def workload(
 
 def quantile(share: float) -> float:
     """Return the seconds that so many of the executions that end stay below, as published."""
-    wanted = share * SHARES[-1]
-    right = min(max(bisect_left(SHARES, wanted), 1), len(SHARES) - 1)
-    part = (wanted - SHARES[right - 1]) / (SHARES[right] - SHARES[right - 1])
-    return SECONDS[right - 1] + part * (SECONDS[right] - SECONDS[right - 1])
+    return float(np.interp(share * SHARES[-1], SHARES, SECONDS))
 
 
 def program(kind: Kind, seconds: float | None, answer: str) -> str:
@@ -326,7 +326,6 @@ def summarise(batches: Sequence[Sequence[Response]], arms: Mapping[str, Arm], ep
         row["times_less"] = first["seconds"] / row["seconds"]
         row["own_times_less"] = first["own_seconds"] / row["own_seconds"]
         row["epoch_times_less"] = [a / b for a, b in zip(first["epoch_seconds"], row["epoch_seconds"], strict=True)]
-        row["steps_faster"] = first["step_s"] / row["step_s"]
     return rows
 
 

@@ -8,9 +8,7 @@ import asyncio
 import hashlib
 import json
 import math
-import os
 import random
-import resource
 import sys
 import tempfile
 import time
@@ -18,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 import transfer_queue as tq
 from hydra import compose, initialize_config_module
@@ -49,18 +48,6 @@ def drawn(prompt: bytes, rng: random.Random) -> float:
     """Return a time in medians: log-normal with a deviation of 1, half of the variance shared by all responses of ``prompt``."""
     shared = random.Random(hashlib.sha256(prompt).digest()).gauss(0, math.sqrt(0.5))
     return min(math.exp(shared + rng.gauss(0, math.sqrt(0.5))), LONGEST)
-
-
-def memory_bytes() -> int:
-    """Return the resident memory of this process."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
-def processor_seconds() -> float:
-    """Return the processor time of this process so far, all threads, user and system."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 class SleepingServer:
@@ -121,7 +108,7 @@ class NotingWorker(TailAgentLoopWorker):
 
     async def usage(self) -> tuple[int, float]:
         """Return resident bytes and processor seconds of this process."""
-        return memory_bytes(), processor_seconds()
+        return psutil.Process().memory_info().rss, time.process_time()
 
 
 class Engines:
@@ -171,10 +158,10 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
     errors: list[str] = []
     trained: set[str] = set()
     for step in range(1, rounds + 1):
-        before, used, began = _usage(workers), processor_seconds(), time.monotonic()
+        before, used, began = _usage(workers), time.process_time(), time.monotonic()
         batch, metrics = buffer.sample(step, "train", wanted)
         ended = time.monotonic()
-        used = processor_seconds() - used
+        used = time.process_time() - used
         after = _usage(workers)
         notes = [note for notes in ray.get([worker.notes.remote() for worker in workers]) for note in notes]
         stored = set((tq.kv_list("train") or {}).get("train", {}))
@@ -199,7 +186,7 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
                 "events": len(notes),
                 "cancelled": metrics["responses_cancelled"],
                 "worker_cpu_s": sum(new[1] - old[1] for new, old in zip(after, before, strict=True)),
-                "trainer_bytes": memory_bytes(),
+                "trainer_bytes": psutil.Process().memory_info().rss,
                 "worker_bytes": max(usage[0] for usage in after),
             }
         )

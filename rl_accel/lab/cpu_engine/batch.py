@@ -222,7 +222,7 @@ class Batch:
     def begin(self, request: Request) -> tuple[PromptCache, int, float]:
         """Read a request's prompt, and its response if it was preempted; return what to :meth:`join` with, a token, its logprob."""
         if request.tokens:
-            memory, logits = self._read(request.prompt + request.tokens)
+            memory, logits = self.read(request.prompt + request.tokens)
         else:
             memory, logits = self._read_prompt(tuple(request.prompt))
         (token,), (logprob,) = BatchSampler([request.params], [request.seed])(logits, [request.length])
@@ -237,12 +237,12 @@ class Batch:
     def _read_prompt(self, prompt: tuple[int, ...]) -> tuple[PromptCache, torch.Tensor]:
         """Equal prompts (a group) share one reading."""
         if prompt not in self._prompts:
-            self._prompts[prompt] = self._read(prompt)
+            self._prompts[prompt] = self.read(prompt)
             if len(self._prompts) > _PROMPTS_KEPT:
                 self._prompts.popitem(last=False)
         return self._prompts[prompt]
 
-    def _read(self, tokens: tuple[int, ...] | list[int]) -> tuple[PromptCache, torch.Tensor]:
+    def read(self, tokens: tuple[int, ...] | list[int]) -> tuple[PromptCache, torch.Tensor]:
         # One sequence at a time: its numbers then do not depend on the others.
         cache = PromptCache()
         output = self._model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True, logits_to_keep=1)

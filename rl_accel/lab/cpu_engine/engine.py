@@ -81,11 +81,8 @@ class Engine:
         request_id: str,
         prompt_ids: Iterable[int],
         params: SamplingParams,
-        watch: Callable[[int, float], None] | None = None,
     ) -> "Future[Generation]":
         """Queue a request. Cancelling the returned future drops the request.
-
-        ``watch(token, logprob)`` is called for each token as it is drawn, in the engine's thread, and must be quick.
 
         Raises:
             ValueError: the prompt is empty, leaves no room for a token, holds an id outside the vocabulary, or exceeds
@@ -101,7 +98,7 @@ class Engine:
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
             raise ValueError(f"request {request_id}: a prompt token is outside the vocabulary of {self.vocab_size}")
         seed = derive_seed(self._seed, request_id) if params.seed is None else params.seed % 2**64
-        request = Request(request_id, prompt, params, seed, watch=watch)
+        request = Request(request_id, prompt, params, seed)
         self._scheduler.check_fits(request, min(len(prompt) + params.max_tokens, self.max_model_len))
         self._post(lambda: self._scheduler.add(request), request.future)
         return request.future
@@ -240,8 +237,6 @@ class Engine:
         request.tokens.append(token)
         request.logprobs.append(logprob)
         self._counts["tokens"] += 1
-        if request.watch is not None:
-            request.watch(token, logprob)
         params = request.params
         if self.ends(token, params) or len(request.tokens) >= params.max_tokens or request.length >= self.max_model_len:
             self._finish(request, "completed")

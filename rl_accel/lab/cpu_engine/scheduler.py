@@ -71,7 +71,6 @@ class Request:
     params: SamplingParams
     seed: int
     future: "Future[Generation]" = field(default_factory=Future)
-    watch: Callable[[int, float], None] | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     arrival: int = 0

@@ -1,28 +1,32 @@
-"""The CPU engine behind the HTTP endpoints of an SGLang server that slime uses, router included: one process is a whole cluster.
+"""``rl-accel serve-cpu``: the CPU engine behind the HTTP endpoints of SGLang that slime's rollout code uses, its router included.
 
-``rl-accel serve-cpu --model FOLDER`` runs it. Bodies and answers follow SGLang's native API (``/generate`` and friends).
+One process is a whole cluster. Bodies and answers follow SGLang's native API (``/generate`` and friends).
 """
 
 import asyncio
-import json
+import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
+import click
 import torch
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rl_accel.errors import ConfigError
 from rl_accel.lab.cpu_engine.engine import Engine
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
 from rl_accel.lab.cpu_engine.scheduler import EngineError, EngineStats, Generation
 
 _TEXT_OPTIONS = {"no_stop_trim": True, "spaces_between_special_tokens": False, "skip_special_tokens": None}
 """How an answer is made into text; every value slime sends is accepted."""
-_NOT_DONE = ("stop", "stop_regex", "json_schema", "regex", "ebnf", "custom_params", "image_data", "lora_path")
+_NOT_DONE = ("stream", "stop", "stop_regex", "json_schema", "regex", "ebnf", "custom_params", "image_data", "lora_path")
 
 
 class Service:
@@ -31,24 +35,19 @@ class Service:
     Args:
         engine: generates.
         tokenizer: a transformers tokenizer.
-        model_path: what ``/model_info`` says.
         url: under which ``/workers`` lists this server.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any, model_path: str, url: str = "") -> None:
+    def __init__(self, engine: Engine, tokenizer: Any, url: str = "") -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self.model_path = model_path
         self.url = url
-        self.weight_version = "default"
 
     async def stats(self) -> EngineStats:
         return await asyncio.wrap_future(self.engine.stats())
 
-    # Generation
-
     async def generate(self, request: Request) -> Response:
-        """``POST /generate``: ``input_ids`` or ``text``, ``sampling_params``; may have ``rid``, ``stream``, ``return_logprob``."""
+        """``POST /generate``: ``input_ids`` or ``text``, ``sampling_params``; may have ``rid`` and ``return_logprob``."""
         body = await request.json()
         try:
             call = _Call(self, body)
@@ -56,8 +55,6 @@ class Service:
             return _error(f"{type(error).__name__}: {error}")
         except EngineError as error:
             return _error(str(error), 503)
-        if body.get("stream"):
-            return StreamingResponse(call.stream(), media_type="text/event-stream")
         gone = asyncio.create_task(_disconnected(request))
         first: list[asyncio.Future[Any]] = [call.done, gone]
         try:
@@ -84,37 +81,6 @@ class Service:
             later(self.engine.seconds_per_step, self.engine.abort, body["rid"])
         return Response()
 
-    # What a trainer does between rollouts
-
-    async def pause_generation(self, _: Request) -> Response:
-        """End every request and hold new ones."""
-        await asyncio.wrap_future(self.engine.pause())
-        return JSONResponse({"status": "ok", "message": "generation is paused"})
-
-    async def continue_generation(self, _: Request) -> Response:
-        """Go on after :meth:`pause_generation`."""
-        await asyncio.wrap_future(self.engine.resume())
-        return JSONResponse({"status": "ok", "message": "generation goes on"})
-
-    async def update_weights_from_disk(self, request: Request) -> Response:
-        """``{"model_path": folder, "weight_version": text}``. Everything or nothing is taken over; requests end first."""
-        from transformers import AutoModelForCausalLM
-
-        body = await request.json()
-        try:
-            weights = await asyncio.to_thread(
-                lambda: AutoModelForCausalLM.from_pretrained(body["model_path"], dtype=torch.float32).state_dict()
-            )
-            await asyncio.wrap_future(self.engine.abort_all())
-            await asyncio.wrap_future(self.engine.load_weights(weights))
-        except (KeyError, OSError, ValueError, EngineError) as error:
-            return JSONResponse({"success": False, "message": f"{type(error).__name__}: {error}"}, status_code=400)
-        self.model_path = body["model_path"]
-        self.weight_version = str(body.get("weight_version") or self.weight_version)
-        return JSONResponse({"success": True, "message": "weights are taken over"})
-
-    # What a server says of itself
-
     async def loads(self, _: Request) -> Response:
         """``GET /v1/loads``."""
         stats = await self.stats()
@@ -131,33 +97,6 @@ class Service:
     async def workers(self, _: Request) -> Response:
         """``GET /workers``, of the router: this server is its own only worker."""
         return JSONResponse({"workers": [{"id": "cpu-0", "url": self.url, "worker_type": "regular"}]})
-
-    async def info(self, _: Request) -> Response:
-        """``GET /server_info`` and ``/model_info``; ``internal_states`` has the engine's counts."""
-        stats = await self.stats()
-        return JSONResponse(
-            {
-                "model_path": self.model_path,
-                "tokenizer_path": self.model_path,
-                "served_model_name": self.model_path,
-                "is_generation": True,
-                "tp_size": 1,
-                "dp_size": 1,
-                "pp_size": 1,
-                "version": "rl-accel-cpu",
-                "weight_version": self.weight_version,
-                "max_total_num_tokens": stats.kv_tokens,
-                "internal_states": [
-                    {
-                        "tokens": stats.tokens,
-                        "completed": stats.completed,
-                        "aborted": stats.aborted,
-                        "retracted": stats.preemptions,
-                        "kv_peak_share": stats.kv_peak_share,
-                    }
-                ],
-            }
-        )
 
     async def metrics(self, _: Request) -> Response:
         """``GET /metrics``. A share of the key-value memory is missing where there is no limit to it."""
@@ -179,8 +118,8 @@ class Service:
         return PlainTextResponse("\n".join(lines) + "\n")
 
     async def ok(self, _: Request) -> Response:
-        """Health, and what concerns memory that a CPU engine does not hold."""
-        return JSONResponse({"success": True, "weight_version": self.weight_version})
+        """``GET /health``."""
+        return JSONResponse({"success": True})
 
 
 class _Call:
@@ -191,7 +130,7 @@ class _Call:
             key: value for key, value in dict(body.get("sampling_params") or {}).items() if key not in _TEXT_OPTIONS
         }
         for name in _NOT_DONE:
-            if params.pop(name, None) not in (None, []) or body.get(name) not in (None, []):
+            if params.pop(name, None) not in (None, [], False) or body.get(name) not in (None, [], False):
                 raise ValueError(f"{name} is not supported by the CPU engine")
         if "sampling_seed" in params:
             params["seed"] = params.pop("sampling_seed")
@@ -206,20 +145,7 @@ class _Call:
         self._rid = body.get("rid") or uuid.uuid4().hex
         self._prompt_tokens = len(prompt)
         self._began = time.monotonic()
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._grown = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        watch = self._watcher(loop) if body.get("stream") else None
-        self.done = asyncio.wrap_future(service.engine.submit(self._rid, prompt, self._params, watch))
-
-    def _watcher(self, loop: asyncio.AbstractEventLoop) -> Callable[[int, float], None]:
-        def watch(token: int, logprob: float) -> None:
-            self._tokens.append(token)
-            self._logprobs.append(logprob)
-            loop.call_soon_threadsafe(self._grown.set)
-
-        return watch
+        self.done = asyncio.wrap_future(service.engine.submit(self._rid, prompt, self._params))
 
     def answer(self, generation: Generation) -> dict[str, Any]:
         """Return the answer to a request that is over."""
@@ -227,56 +153,25 @@ class _Call:
         tokens = generation.token_ids
         if generation.stop_reason == "aborted":
             reason = {"type": "abort", "message": "Aborted"}
-        elif len(tokens) >= self._params.max_tokens and not self._ends(tokens[-1]):
-            reason = {"type": "length", "length": len(tokens)}
-        elif self._ends(tokens[-1]):
+        elif self._service.engine.ends(tokens[-1], self._params):
             reason = {"type": "stop", "matched": tokens[-1]}
         else:
-            reason = {"type": "length", "length": len(tokens)}  # the context is full
-        message = self._message(tokens, generation.logprobs or [], reason)
-        message["meta_info"]["num_retractions"] = generation.preemptions
-        return message
-
-    def _ends(self, token: int) -> bool:
-        return self._service.engine.ends(token, self._params)
-
-    def _message(self, tokens: list[int], logprobs: list[float], reason: dict[str, Any] | None) -> dict[str, Any]:
-        text = self._service.tokenizer.decode(tokens, skip_special_tokens=self._skip_special)
+            reason = {"type": "length", "length": len(tokens)}  # of the request, or the context is full
         meta = {
             "id": self._rid,
             "finish_reason": reason,
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": len(tokens),
             "cached_tokens": 0,
-            "weight_version": self._service.weight_version,
+            "weight_version": "default",
             "e2e_latency": time.monotonic() - self._began,
+            "num_retractions": generation.preemptions,
         }
         if self._logprobs_wanted:
-            meta["output_token_logprobs"] = [
-                [logprob, token, None] for token, logprob in zip(tokens, logprobs, strict=True)
-            ]
+            pairs = zip(tokens, generation.logprobs or [], strict=True)
+            meta["output_token_logprobs"] = [[logprob, token, None] for token, logprob in pairs]
+        text = self._service.tokenizer.decode(tokens, skip_special_tokens=self._skip_special)
         return {"text": text, "output_ids": tokens, "meta_info": meta}
-
-    async def stream(self) -> AsyncIterator[bytes]:
-        """Yield the answer so far whenever it has grown, as server-sent events; each holds the whole answer up to there."""
-        try:
-            while not self.done.done():
-                grown = asyncio.create_task(self._grown.wait())
-                first: list[asyncio.Future[Any]] = [self.done, grown]
-                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-                grown.cancel()
-                self._grown.clear()
-                if not self.done.done():
-                    count = len(self._logprobs)
-                    yield _event(self._message(self._tokens[:count], self._logprobs[:count], None))
-            yield _event(self.answer(self.done.result()))
-            yield b"data: [DONE]\n\n"
-        finally:
-            self.done.cancel()
-
-
-def _event(message: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(message).encode() + b"\n\n"
 
 
 def _error(message: str, status: int = 400) -> JSONResponse:
@@ -290,22 +185,71 @@ async def _disconnected(request: Request) -> None:
 
 def application(service: Service) -> Starlette:
     """Return the ASGI application of ``service``."""
-    posts = {
-        "/generate": service.generate,
-        "/abort_request": service.abort_request,
-        "/pause_generation": service.pause_generation,
-        "/continue_generation": service.continue_generation,
-        "/update_weights_from_disk": service.update_weights_from_disk,
-    }
-    gets = {
-        "/v1/loads": service.loads,
-        "/workers": service.workers,
-        "/metrics": service.metrics,
-        **dict.fromkeys(("/server_info", "/get_server_info", "/model_info", "/get_model_info"), service.info),
-        **dict.fromkeys(("/health", "/health_generate", "/get_weight_version"), service.ok),
-    }
-    both = ("/flush_cache", "/release_memory_occupation", "/resume_memory_occupation")
-    routes = [Route(path, function, methods=["POST"]) for path, function in posts.items()]
-    routes += [Route(path, function, methods=["GET"]) for path, function in gets.items()]
-    routes += [Route(path, service.ok, methods=["GET", "POST"]) for path in both]
-    return Starlette(routes=routes)
+    return Starlette(
+        routes=[
+            Route("/generate", service.generate, methods=["POST"]),
+            Route("/abort_request", service.abort_request, methods=["POST"]),
+            Route("/v1/loads", service.loads),
+            Route("/workers", service.workers),
+            Route("/metrics", service.metrics),
+            Route("/health", service.ok),
+        ]
+    )
+
+
+@click.command("serve-cpu")
+@click.option("--model", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True)
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", default=0, show_default=True, help="0 takes a free one; the first line of output names it.")
+@click.option("--max-running-requests", default=64, show_default=True, help="Requests decoded together.")
+@click.option("--context-length", default=4096, show_default=True, help="Largest prompt and response together.")
+@click.option(
+    "--seconds-per-step", default=0.0, show_default=True, help="Least time of a decoding step, as of a GPU's."
+)
+@click.option(
+    "--kv-tokens",
+    type=int,
+    help="Most tokens that running requests hold together; above it the youngest is preempted. [default: no limit]",
+)
+@click.option("--random-seed", default=0, show_default=True)
+def serve_cpu(
+    model: Path,
+    host: str,
+    port: int,
+    max_running_requests: int,
+    context_length: int,
+    seconds_per_step: float,
+    kv_tokens: int | None,
+    random_seed: int,
+) -> None:
+    """Serve a transformers model on this CPU as SGLang would: what slime's rollout code asks for, router included.
+
+    For demonstrations and tests. Numbers are in float32 on one thread.
+    """
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    ends = network.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if ends is None else ends
+    try:
+        engine = Engine(
+            network,
+            ends if isinstance(ends, list) else [ends],
+            max_num_seqs=max_running_requests,
+            max_model_len=context_length,
+            seed=random_seed,
+            seconds_per_step=seconds_per_step,
+            kv_tokens=kv_tokens,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    with socket.create_server((host, port)) as listener:
+        url = f"http://{host}:{listener.getsockname()[1]}"
+        click.echo(f"serving {model} at {url}")
+        app = application(Service(engine, tokenizer, url))
+        # Looking for an idle one among a hundred kept connections takes slime's HTTP client seconds of a core.
+        config = uvicorn.Config(app, log_level="warning", headers=[("Connection", "close")])
+        try:
+            uvicorn.Server(config).run(sockets=[listener])
+        finally:
+            engine.close()

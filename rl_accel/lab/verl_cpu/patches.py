@@ -1,4 +1,5 @@
-"""What has to be replaced in verl for a CPU: assumptions of an accelerator where a platform has no say, and what makes runs repeat.
+"""What has to be replaced in verl for a CPU: assumptions of an accelerator where a platform has no say, and what makes runs repeat;
+and one look at a run's configuration before anything starts, which names what cannot work with the override that mends it.
 
 Two runs of one seed are equal row by row, so that an A/B on a CPU compares training and not luck. Stock verl names prompts by
 random uuids, lets an unseeded server draw the tokens and hands a batch to the trainer in the order in which responses happened to
@@ -6,13 +7,25 @@ finish. Here a response's seed comes from the run's seed, the step, the place of
 session; and a batch is in the order of submission. Nothing is added to or taken from a batch.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
+from omegaconf import OmegaConf
+
+from rl_accel.errors import ConfigError
 from rl_accel.lab.cpu_engine.sampling import derive_seed
-from rl_accel.lab.verl_cpu.preflight import check
 from rl_accel.patches.patch import Patch
+
+_CPUS_A_RANK = 3
+"""verl reserves a bundle of three CPUs for a rank of its colocated worker groups."""
+
+_ENGINES = (
+    ("actor_rollout_ref.actor", "fsdp_config", "actor"),
+    ("actor_rollout_ref.ref", "fsdp_config", "reference"),
+    ("critic", "fsdp", "critic"),
+)
 
 
 def _one_backend(original: Callable[..., Any], _settings: Any) -> Callable[..., Any]:
@@ -50,7 +63,7 @@ def _check_first(original: Callable[..., Any], _settings: Any) -> Callable[..., 
     def auto_set_device(config: Any) -> Any:
         result = original(config)
         config.trainer.device = "cpu"
-        check(config)
+        check_config(config)
         return result
 
     return auto_set_device
@@ -109,6 +122,99 @@ def _order_rows(original: Callable[..., Any], _settings: Any) -> Callable[..., A
         return original(self, partition_id, selected_prompt_uids, ordered)
 
     return _materialize_batch
+
+
+def check_config(config: Any) -> None:
+    """Check the whole configuration of a verl trainer.
+
+    Raises:
+        ConfigError: something in it cannot work on a CPU; the message lists all of it.
+    """
+    problems = list(find_problems(config))
+    if problems:
+        lines = "\n".join(f"  {override:<75}  # {reason}" for override, reason in problems)
+        raise ConfigError(
+            f"this run cannot work with VERL_PLATFORM=cpu as it is configured; {len(problems)} overrides are missing:\n{lines}\n"
+            "All of them at once: hydra.searchpath=[pkg://rl_accel.lab.verl_cpu] +run_on=cpu"
+        )
+
+
+def find_problems(config: Any) -> Iterator[tuple[str, str]]:
+    """Yield ``(override, reason)`` for everything in ``config`` that cannot work on a CPU."""
+
+    def get(key: str, default: Any = None) -> Any:
+        value = OmegaConf.select(config, key, default=default)
+        return default if value is None else value
+
+    rollout = "actor_rollout_ref.rollout"
+    if get(f"{rollout}.name") != "hf_cpu":
+        yield f"{rollout}.name=hf_cpu", f"{get(f'{rollout}.name')} does not generate on a CPU"
+    if get(f"{rollout}.dtype") != "float32":
+        yield f"{rollout}.dtype=float32", "the rollout has to compute as the trainer does"
+    for key in ("data_parallel_size", "pipeline_model_parallel_size"):
+        if get(f"{rollout}.{key}", 1) != 1:
+            yield f"{rollout}.{key}=1", "a rollout replica is one process"
+    tp, ranks = get(f"{rollout}.tensor_model_parallel_size", 1), _ranks(get)
+    if ranks and ranks % tp:
+        yield f"{rollout}.tensor_model_parallel_size=1", f"{ranks} ranks cannot share servers by {tp}"
+    if get(f"{rollout}.logprobs_mode", "processed_logprobs") != "processed_logprobs":
+        yield f"{rollout}.logprobs_mode=processed_logprobs", "the only log-probabilities that hf_cpu returns"
+    budget = get(f"{rollout}.engine_kwargs.hf_cpu.kv_tokens")
+    spared = (tp - 1) * get(f"{rollout}.engine_kwargs.hf_cpu.weight_tokens", 0)
+    longest = get(f"{rollout}.max_model_len", get(f"{rollout}.prompt_length", 0) + get(f"{rollout}.response_length", 0))
+    if isinstance(budget, int) and budget * tp + spared < longest:
+        least = -(-(longest - spared) // tp)
+        yield f"{rollout}.engine_kwargs.hf_cpu.kv_tokens={least}", f"one request may need {longest} tokens"
+    yield from _engine_problems(get)
+    for model in ("actor_rollout_ref.model", "critic.model"):
+        if model.startswith("critic") and not _uses_critic(get):
+            continue
+        attention = get(f"{model}.override_config.attn_implementation")
+        if attention not in ("sdpa", "eager"):
+            yield f"+{model}.override_config.attn_implementation=sdpa", "flash attention needs a GPU"
+    yield from _ray_problems(get)
+    if os.environ.get("VERL_ENGINE_DEVICE") != "cuda":
+        yield "VERL_ENGINE_DEVICE=cuda (environment)", "the FSDP engine is registered with verl under this name only"
+
+
+def _ranks(get: Callable[..., Any]) -> int:
+    return int(get("trainer.n_gpus_per_node", 0) * get("trainer.nnodes", 1))
+
+
+def _uses_critic(get: Callable[..., Any]) -> bool:
+    enable = get("critic.enable")
+    return bool(enable) if enable is not None else get("algorithm.adv_estimator") == "gae"
+
+
+def _engine_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
+    for section, engine, who in _ENGINES:
+        if who == "critic" and not _uses_critic(get):
+            continue
+        for key in (f"{section}.strategy", f"{section}.{engine}.strategy"):
+            if get(key) != "fsdp2":
+                yield f"{key}=fsdp2", f"{get(key)} needs a GPU ({who})"
+        prefix = f"{section}.{engine}"
+        if get(f"{prefix}.mixed_precision.param_dtype") != "fp32":
+            yield f"+{prefix}.mixed_precision.param_dtype=fp32", f"bfloat16 is the default ({who})"
+        if get(f"{prefix}.model_dtype", "fp32") not in ("fp32", "float32"):
+            yield f"{prefix}.model_dtype=fp32", f"weights in another precision than the other engines ({who})"
+
+
+def _ray_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
+    if get("ray_kwargs.ray_init.address") is not None or os.environ.get("RAY_ADDRESS"):
+        return  # the resources of a cluster that already runs are not this run's to choose
+    ranks = _ranks(get)
+    standalone = get("actor_rollout_ref.rollout.nnodes", 0) * get("actor_rollout_ref.rollout.n_gpus_per_node", 0)
+    if get("ray_kwargs.ray_init.num_gpus", 0) < ranks + standalone:
+        yield (
+            f"+ray_kwargs.ray_init.num_gpus={ranks + standalone}",
+            "verl counts ranks in GPUs; on a CPU these are tokens that stand for no device",
+        )
+    units = get("transfer_queue.backend.SimpleStorage.num_data_storage_units", 1)
+    cpus = _CPUS_A_RANK * (ranks + standalone) + units + 2
+    given = get("ray_kwargs.ray_init.num_cpus", os.cpu_count() or 1)
+    if given < cpus:
+        yield f"ray_kwargs.ray_init.num_cpus={cpus}", f"placement needs {cpus}, there are {given}; also only tokens"
 
 
 SWITCHES: tuple[Patch, ...] = (

@@ -78,9 +78,9 @@ def test_memory_is_measured_at_its_highest():
 
 def test_a_contestant_that_would_take_too_long_is_left_out_and_said_so():
     row = {"batch": 2, "tokens": 1000, "seconds": {"slow": {"median": 1.0}}}
-    assert bench._expected("slow", (2, 100_000), [row]) == pytest.approx(100.0)
-    assert bench._expected("slow", (1, 10), [row]) == 0.0
-    assert bench._expected("new", (2, 100_000), [row]) == 0.0
+    assert bench.expected_seconds("slow", (2, 100_000), [row]) == pytest.approx(100.0)
+    assert bench.expected_seconds("slow", (1, 10), [row]) == 0.0
+    assert bench.expected_seconds("new", (2, 100_000), [row]) == 0.0
 
 
 def test_how_often_a_function_is_called_depends_on_how_long_it_takes(monkeypatch):

@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 from rl_accel.lab.bench import reward as bench
-from rl_accel.lab.bench.measure import WrongResult
 from rl_accel.lab.bench.reward import (
     HANGING,
     Arm,
     Response,
+    WrongResult,
     check,
     check_verdicts,
     kill_verdict,
@@ -101,7 +101,7 @@ def test_the_sums():
     assert ours["times_less"] == 74.0 / 47.0
     assert (ours["own_seconds"], ours["own_times_less"]) == (46.0, 74.0 / 46.0)
     assert ours["epoch_times_less"] == [1.0, 3.7]
-    assert (fixed["step_s"], ours["step_s"], ours["steps_faster"]) == (41.0, 20.5, 2.0)
+    assert (fixed["step_s"], ours["step_s"]) == (41.0, 20.5)
     assert (fixed["wrongly_killed"], ours["wrongly_killed"], ours["changed"], ours["correct"]) == (0, 1, 1, 4)
     assert (fixed["struck"], ours["struck"]) == ({"wall": 2}, {"wall": 2, "cpu": 1})
     assert (ours["saved_s"], ours["saved_estimate_s"]) == (27.0, 26.0)

@@ -1,7 +1,6 @@
-"""The CPU server speaks SGLang's HTTP: answers, aborts, closed connections, weights, and refusals; a process of its own."""
+"""The CPU server speaks SGLang's HTTP: answers, aborts, closed connections and refusals; a process of its own."""
 
 import asyncio
-import json
 
 import httpx
 import pytest
@@ -59,26 +58,6 @@ def test_an_end_token_stops_a_response_and_is_named(client):
     assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": first[2]}
 
 
-def test_a_stream_grows_and_ends_with_the_answer_that_would_have_come_at_once(client):
-    params = {"max_new_tokens": 30, "ignore_eos": True, "sampling_seed": 5}
-    whole = generate(client, sampling_params=params)
-    body = {"input_ids": PROMPT, "return_logprob": True, "sampling_params": params, "stream": True}
-    events = []
-    with client.stream("POST", "/generate", json=body) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: "):
-                events.append(line.removeprefix("data: "))
-    assert events[-1] == "[DONE]"
-    parts = [json.loads(event) for event in events[:-1]]
-    lengths = [len(part["output_ids"]) for part in parts]
-    assert lengths == sorted(lengths)
-    assert len(parts) > 3
-    assert parts[0]["meta_info"]["finish_reason"] is None
-    for key in ("text", "output_ids"):
-        assert parts[-1][key] == whole[key]
-    assert parts[-1]["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]
-
-
 async def _while_generating(url, act, count=1):
     """Send ``count`` endless requests named r0, r1, ...; ``act(client)`` once all run; return their answers."""
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
@@ -113,18 +92,12 @@ def test_all_are_aborted_and_later_ones_are_not(client):
 
 
 def test_a_closed_connection_ends_its_request(client):
-    for stream in (False, True):
-        with httpx.Client(base_url=client.base_url, timeout=0.2) as hasty, pytest.raises(httpx.ReadTimeout):  # noqa: PT012
-            body = {"input_ids": PROMPT, "sampling_params": ENDLESS, "stream": stream}
-            if stream:
-                with hasty.stream("POST", "/generate", json=body) as response:
-                    next(response.iter_lines())
-                raise httpx.ReadTimeout("left")
-            hasty.post("/generate", json=body)
-        for _ in range(100):
-            if running(client) == 0:
-                break
-        assert running(client) == 0
+    with httpx.Client(base_url=client.base_url, timeout=0.2) as hasty, pytest.raises(httpx.ReadTimeout):
+        hasty.post("/generate", json={"input_ids": PROMPT, "sampling_params": ENDLESS})
+    for _ in range(100):
+        if running(client) == 0:
+            break
+    assert running(client) == 0
 
 
 def test_a_watched_request_carries_an_id_by_which_it_can_be_aborted(client):
@@ -160,36 +133,6 @@ def test_a_watched_request_carries_an_id_by_which_it_can_be_aborted(client):
     assert seen == [("r0", "abort", 0)]
 
 
-def test_generation_is_paused_and_goes_on(client):
-    client.post("/pause_generation", json={}).raise_for_status()
-    with httpx.Client(base_url=client.base_url, timeout=0.3) as hasty, pytest.raises(httpx.ReadTimeout):
-        hasty.post("/generate", json={"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}})
-    client.post("/continue_generation", json={}).raise_for_status()
-    assert (
-        generate(client, sampling_params={"max_new_tokens": 2, "ignore_eos": True})["meta_info"]["completion_tokens"]
-        == 2
-    )
-
-
-def test_weights_come_from_a_folder_or_stay_as_they_are(client, make_model, model_folder, tmp_path):
-    params = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
-    before = generate(client, sampling_params=params)["output_ids"]
-    answer = client.post("/update_weights_from_disk", json={"model_path": str(tmp_path / "none")})
-    assert (answer.status_code, answer.json()["success"]) == (400, False)
-    make_model(seed=1, hidden_size=32, eos_token_id=2).save_pretrained(tmp_path / "other")
-    answer = client.post("/update_weights_from_disk", json={"model_path": str(tmp_path / "other")})
-    assert "weights do not fit the model" in answer.json()["message"]
-    assert generate(client, sampling_params=params)["output_ids"] == before
-    make_model(seed=1, eos_token_id=2).save_pretrained(tmp_path / "new")
-    update = {"model_path": str(tmp_path / "new"), "weight_version": "7"}
-    assert client.post("/update_weights_from_disk", json=update).json()["success"]
-    after = generate(client, sampling_params=params)
-    assert after["output_ids"] != before
-    assert after["meta_info"]["weight_version"] == "7"
-    client.post("/update_weights_from_disk", json={"model_path": str(model_folder)}).raise_for_status()
-    assert generate(client, sampling_params=params)["output_ids"] == before
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -197,6 +140,7 @@ def test_weights_come_from_a_folder_or_stay_as_they_are(client, make_model, mode
         ({"sampling_params": {"temprature": 1}}, "unknown sampling parameter 'temprature'"),
         ({"sampling_params": {"stop": ["\n"]}}, "stop is not supported"),
         ({"sampling_params": {"custom_params": {"return_top_p_token_ids": True}}}, "custom_params is not supported"),
+        ({"stream": True}, "stream is not supported"),
         ({"input_ids": []}, "the prompt is empty"),
         ({"input_ids": [5000]}, "outside the vocabulary"),
         ({"input_ids": list(range(1, 60)) * 5}, "leaves no room"),
@@ -223,18 +167,15 @@ def test_a_server_with_little_memory_retracts_requests_and_counts_them(client, s
 
     free = asyncio.run(answers(str(client.base_url)))
     with httpx.Client(base_url=serve(*PACE, "--kv-tokens", "300"), timeout=60) as tight:
-        found = asyncio.run(answers(str(tight.base_url)))
-        assert [one["output_ids"] for one in found] == [one["output_ids"] for one in free]
-        retractions = sum(one["meta_info"]["num_retractions"] for one in found)
+        preempted = asyncio.run(answers(str(tight.base_url)))
+        assert [one["output_ids"] for one in preempted] == [one["output_ids"] for one in free]
+        retractions = sum(one["meta_info"]["num_retractions"] for one in preempted)
         assert retractions > 0
         metrics = counters(tight)
         assert metrics["sglang:num_retracted_requests_total"] == retractions
         assert (metrics["sglang:max_total_num_tokens"], metrics["sglang:token_usage"]) == (300, 0)
         load = tight.get("/v1/loads").json()["loads"][0]
         assert (load["max_total_num_tokens"], load["num_used_tokens"], load["token_usage"]) == (300, 0, 0)
-        [state] = tight.get("/server_info").json()["internal_states"]
-        assert state["retracted"] == retractions
-        assert 0.9 < state["kv_peak_share"] <= 1
     assert {one["meta_info"]["num_retractions"] for one in free} == {0}
     assert counters(client)["sglang:num_retracted_requests_total"] == 0
     assert "sglang:token_usage" not in counters(client)  # unknown is not 0
@@ -251,13 +192,9 @@ def test_a_request_for_which_the_memory_is_too_small_is_refused(serve):
 def test_it_says_what_it_is(client):
     assert client.get("/workers").json()["workers"][0]["url"] == str(client.base_url).rstrip("/")
     assert client.get("/health").status_code == 200
-    info = client.get("/server_info").json()
-    assert info["is_generation"]
+    generate(client, sampling_params={"max_new_tokens": 7, "ignore_eos": True})
     counters = dict(line.split() for line in client.get("/metrics").text.splitlines() if not line.startswith("#"))
-    assert (
-        float(counters["sglang:generation_tokens_total"])
-        == client.get("/server_info").json()["internal_states"][0]["tokens"]
-    )
+    assert float(counters["sglang:generation_tokens_total"]) >= 7
 
 
 def test_a_folder_without_a_model_is_a_clear_error(python, tmp_path):

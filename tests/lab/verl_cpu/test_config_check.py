@@ -1,4 +1,4 @@
-"""The preflight names everything a CPU run lacks, and its own advice, taken, silences it."""
+"""The check of a run's configuration names everything a CPU run lacks, and its own advice, taken, silences it."""
 
 import importlib.util
 from pathlib import Path
@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from rl_accel.errors import ConfigError
-from rl_accel.lab.verl_cpu import preflight
+from rl_accel.lab.verl_cpu.patches import check_config, find_problems
 
 SHORTCUT = ["hydra.searchpath=[pkg://rl_accel.lab.verl_cpu]", "+run_on=cpu"]
 
@@ -33,12 +33,12 @@ def configured(monkeypatch):
 
 
 def overrides(config):
-    return [override for override, _ in preflight.find_problems(config)]
+    return [override for override, _ in find_problems(config)]
 
 
 def test_all_that_a_stock_configuration_lacks_is_in_one_message(configured):
     with pytest.raises(ConfigError) as caught:
-        preflight.check(
+        check_config(
             configured(
                 "actor_rollout_ref.rollout.name=vllm",
                 "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
@@ -72,14 +72,14 @@ def test_the_shortcut_alone_is_enough(configured):
 
 
 def test_a_run_without_a_critic_is_not_asked_about_one(configured):
-    found = overrides(configured("actor_rollout_ref.rollout.name=hf_cpu", "algorithm.adv_estimator=grpo"))
-    assert found
-    assert not [override for override in found if "critic" in override]
+    advice = overrides(configured("actor_rollout_ref.rollout.name=hf_cpu", "algorithm.adv_estimator=grpo"))
+    assert advice
+    assert not [override for override in advice if "critic" in override]
 
 
 def test_a_cluster_that_runs_already_keeps_its_resources(configured):
-    found = overrides(configured("+ray_kwargs.ray_init.address=auto", "trainer.n_gpus_per_node=64"))
-    assert not [override for override in found if "ray_init" in override]
+    advice = overrides(configured("+ray_kwargs.ray_init.address=auto", "trainer.n_gpus_per_node=64"))
+    assert not [override for override in advice if "ray_init" in override]
 
 
 def test_another_engine_device_in_the_environment_is_named(configured, monkeypatch):
