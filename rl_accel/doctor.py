@@ -17,8 +17,8 @@ from typing import Any
 
 from rl_accel import __version__
 from rl_accel.errors import ConfigError, PatchRefused
+from rl_accel.feature import Feature
 from rl_accel.features import FEATURES, FLAG_READERS
-from rl_accel.features.feature import Feature
 from rl_accel.runtime import is_installed, switches_of
 from rl_accel.state import aligned
 from rl_accel.switch import Switch, SwitchState

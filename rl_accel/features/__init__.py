@@ -5,8 +5,8 @@ The order is that of tables and messages, and the one in which features choose v
 
 from typing import Any
 
+from rl_accel.feature import Feature
 from rl_accel.features.advantages import ADVANTAGES
-from rl_accel.features.feature import Feature
 from rl_accel.features.gae import GAE
 from rl_accel.features.reward_timeout import REWARD_TIMEOUT
 from rl_accel.features.sampler import SAMPLER

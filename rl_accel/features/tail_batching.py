@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from rl_accel.features.feature import ENABLE, Feature, SlimeHooks, flag
+from rl_accel.feature import ENABLE, Feature, SlimeHooks, flag
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rl_accel.features.feature import ENABLE, Feature, flag
+from rl_accel.feature import ENABLE, Feature, flag
 
 
 @dataclass
