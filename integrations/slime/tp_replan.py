@@ -6,6 +6,7 @@
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from rl_accel.errors import ConfigError
@@ -87,62 +88,53 @@ def bounds_of(args: Any, flags: TpReplanFlags) -> TpBounds:
     return bounds
 
 
-class TpReplan:
-    """The planner of a run, in the process that makes its rollouts.
+@dataclass
+class _Watched:
+    """The run whose rollouts this process makes: slime's arguments, its servers' counters, and its planner once it has begun."""
 
-    Args:
-        args: slime's.
-        flags: of this feature.
-
-    Raises:
-        ConfigError: see :func:`bounds_of`.
-    """
-
-    def __init__(self, args: Any, flags: TpReplanFlags) -> None:
-        self.args = args
-        self.counters = Counters(_reader(args))
-        self._planner = TpPlanner(bounds_of(args, flags), flags.max_changes)
-        self._run: PlannedRun | None = None
-
-    def take_in(self, rollout: Rollout) -> dict[str, float]:
-        """Show a rollout to the planner; return the numbers for the log."""
-        preemptions = self.counters.take()
-        if self._run is None:
-            self._run = PlannedRun(self._planner, self.args.save, resumed=rollout.number > 0)
-        stages = _sglang(self.args, "pp_size", 1)
-        change, numbers = self._run.take_in(
-            rollout.number,
-            rollout.metrics,
-            tp=self.args.rollout_num_gpus_per_engine // stages,
-            preemptions=preemptions,
-            seconds=rollout.seconds,
-            tokens=sum(sample.response_length for sample in rollout.samples),
-        )
-        if change is not None:
-            flag = f"--rollout-num-gpus-per-engine {change.tp * stages}"
-            advice = "rl-accel: tp_replan: advice after rollout %d: %s; for the next launch: %s"
-            logger.warning(advice, rollout.number, change, flag)
-        return {PREFIX + name: value for name, value in numbers.items()}
+    args: Any
+    counters: Counters
+    planner: TpPlanner
+    run: PlannedRun | None = None
 
 
-_running: TpReplan | None = None
-"""A process makes rollouts for one run."""
+_watched: _Watched | None = None
 
 
-def _of(args: Any) -> TpReplan:
-    global _running
-    if _running is None or _running.args is not args:
-        _running = TpReplan(args, flags_of(args)[TP_REPLAN])
-    return _running
+def _watch(args: Any) -> _Watched:
+    global _watched
+    if _watched is None or _watched.args is not args:
+        flags = flags_of(args)[TP_REPLAN]
+        planner = TpPlanner(bounds_of(args, flags), flags.max_changes)
+        _watched = _Watched(args, Counters(_reader(args)), planner)
+    return _watched
 
 
 def numbers_of(rollout: Rollout) -> dict[str, float]:
-    """Take in a rollout; return ``tp``, ``wanted_tp`` and ``changes``, and ``preemptions`` if they are known, by name in the log.
+    """Show a rollout to the planner; return ``rl_accel/tp_replan/tp``, ``wanted_tp``, ``changes``, and ``preemptions`` if known.
 
     Raises:
         ConfigError: see :func:`bounds_of`.
     """
-    return _of(rollout.args).take_in(rollout) if _generates(rollout.args) else {}
+    if not _generates(rollout.args):
+        return {}
+    watched, stages = _watch(rollout.args), _sglang(rollout.args, "pp_size", 1)
+    preemptions = watched.counters.take()
+    if watched.run is None:
+        watched.run = PlannedRun(watched.planner, rollout.args.save, resumed=rollout.number > 0)
+    change, numbers = watched.run.take_in(
+        rollout.number,
+        rollout.metrics,
+        tp=rollout.args.rollout_num_gpus_per_engine // stages,
+        preemptions=preemptions,
+        seconds=rollout.seconds,
+        tokens=sum(sample.response_length for sample in rollout.samples),
+    )
+    if change is not None:
+        flag = f"--rollout-num-gpus-per-engine {change.tp * stages}"
+        advice = "rl-accel: tp_replan: advice after rollout %d: %s; for the next launch: %s"
+        logger.warning(advice, rollout.number, change, flag)
+    return {PREFIX + name: value for name, value in numbers.items()}
 
 
 def set_aside(args: Any) -> None:
@@ -152,7 +144,7 @@ def set_aside(args: Any) -> None:
         ConfigError: see :func:`bounds_of`.
     """
     if _generates(args):
-        _of(args).counters.take()
+        _watch(args).counters.take()
 
 
 def _generates(args: Any) -> bool:
