@@ -154,6 +154,8 @@ def _packed(responses: Sequence[Response]) -> dict[str, Any]:
 def _unpacked(entry: Mapping[str, Any]) -> list[Response]:
     names = entry["server_names"]
     return [
-        Response(str(prompt), *times, tokens, None if server is None else names[server], outcome)
-        for prompt, *times, tokens, server, outcome in entry["responses"]
+        Response(
+            str(prompt), began, generated, rewarded, ended, tokens, None if server is None else names[server], outcome
+        )
+        for prompt, began, generated, rewarded, ended, tokens, server, outcome in entry["responses"]
     ]
