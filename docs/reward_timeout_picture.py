@@ -11,7 +11,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.patches import Patch
 
-from rl_accel.reward.adaptive_timeout import AdaptiveTimeout, TimeoutSettings
+from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 
 CORRECT, WRONG = (3.0, 3.6, 4.1, 4.4, 5.0), (2.2, 3.9)
 RIGHT, FALSE, STOPPED, SAVED = "#3b78b5", "#c9c9c9", "#e08a2e", "#f6dcc0"
@@ -19,7 +20,7 @@ RIGHT, FALSE, STOPPED, SAVED = "#3b78b5", "#c9c9c9", "#e08a2e", "#f6dcc0"
 
 def limits(correct: tuple[float, ...]) -> list[float]:
     """Return the limit before the first correct result, after it, after the second, and so on."""
-    policy = AdaptiveTimeout(TimeoutSettings(probe_share=0.0))
+    policy = AdaptiveTimeout(RewardTimeoutFlags(probe_share=0.0))
     found = [policy.limit("a").wall]
     for seconds in correct:
         policy.record("a", seconds, seconds, correct=True)

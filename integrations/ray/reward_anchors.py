@@ -15,7 +15,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rl_accel.reward.adaptive_timeout import TimeoutSettings
+from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import AnchorDelta, AnchorStore, Replica, Update
 
 logger = logging.getLogger("rl_accel")
@@ -29,15 +30,15 @@ _PATIENCE_SECONDS = 10.0
 class AnchorStoreActor:
     """A :class:`AnchorStore` in a process of its own."""
 
-    def __init__(self, path: str | None, settings: dict[str, Any]) -> None:
-        wanted = TimeoutSettings(**settings)
+    def __init__(self, path: str | None, flags: dict[str, Any]) -> None:
+        timeout = AdaptiveTimeout(RewardTimeoutFlags(**flags))
         self._saved = time.monotonic()
         try:
-            self._store = AnchorStore(Path(path) if path else None, wanted)
+            self._store = AnchorStore(Path(path) if path else None, timeout)
         except (OSError, ValueError) as error:
             # An actor that raises here would be started for ever; anchors are learned again within a few steps.
             logger.warning("rl-accel: reward anchors of %s cannot be read and are learned anew: %s", path, error)
-            self._store = AnchorStore(None, wanted)
+            self._store = AnchorStore(None, timeout)
 
     def exchange(self, delta: AnchorDelta) -> Update:
         """See :meth:`AnchorStore.exchange`. Saves now and then."""
@@ -68,12 +69,12 @@ _handles: dict[Any, Any] = {}
 """Of every store that this process has made or met. Ray ends an actor with the handle that it was made with."""
 
 
-def anchor_store(path: str | None, settings: TimeoutSettings) -> Any:
+def anchor_store(path: str | None, flags: RewardTimeoutFlags) -> Any:
     """Return the handle of this job's store, which is made if there is none."""
     handle = (
         ray.remote(AnchorStoreActor)
         .options(name=NAME, get_if_exists=True, num_cpus=0, max_restarts=-1)
-        .remote(path, asdict(settings))
+        .remote(path, asdict(flags))
     )
     return _handles.setdefault(handle._actor_id, handle)
 
@@ -131,7 +132,7 @@ class StoreClient:
 
     async def _ask(self, delta: AnchorDelta) -> Update:
         if self._handle is None:
-            self._handle = anchor_store(self._path, self._replica.timeout.settings)
+            self._handle = anchor_store(self._path, self._replica.timeout.flags)
         update: Update = await self._handle.exchange.remote(delta)
         return update
 

@@ -6,7 +6,7 @@ Pure: no clock, no processes. Ask :meth:`AdaptiveTimeout.limit` before an execut
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_accel.features.reward_timeout import RewardTimeoutFlags
@@ -19,59 +19,6 @@ AnchorTuple = tuple[float, float, int]
 Reason = Literal["learning", "adaptive", "probe"]
 """Why a limit is what it is. learning: too few correct results are known, the full budget. adaptive: from the anchor. probe: the
 full budget, to find out whether a correct answer takes longer than any has so far."""
-
-
-@dataclass(frozen=True)
-class TimeoutSettings:
-    """The parameters of :class:`AdaptiveTimeout`; seconds throughout.
-
-    Args:
-        scale: the limit is ``scale`` times the anchor plus ``slack``, at least ``minimum`` and at most ``maximum``.
-        caution: while only n results were correct, ``scale`` is larger by the factor ``1 + caution / n``: the longest of a few says
-            little about the next. It costs next to nothing, as the limit of most keys is ``minimum`` all the same.
-        slack: for what has nothing to do with the answer, such as starting an interpreter.
-        minimum, maximum: bounds of the limit; ``maximum`` is the full budget.
-        min_correct: until a key has so many correct results it gets the full budget.
-        probe_share: share of the adaptive limits that are the full budget instead. Without any, a correct but slow answer could
-            never raise the anchor.
-        capacity: keys that are remembered; the ones not used for longest are forgotten first.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
-
-    scale: float = 1.5
-    slack: float = 0.5
-    minimum: float = 2.0
-    maximum: float = 30.0
-    min_correct: int = 1
-    probe_share: float = 0.02
-    capacity: int = 200_000
-    caution: float = 2.0
-
-    def __post_init__(self) -> None:
-        for name in ("scale", "slack", "minimum", "maximum", "probe_share", "caution"):
-            value, least = getattr(self, name), 1.0 if name == "scale" else 0.0
-            if not (math.isfinite(value) and value >= least):
-                raise ValueError(f"{name} must be at least {least:g} and finite, found {value!r}")
-        if self.maximum < self.minimum or self.maximum == 0:
-            raise ValueError(f"maximum must be at least minimum = {self.minimum:g} and above 0, found {self.maximum!r}")
-        if self.probe_share > 1:
-            raise ValueError(f"probe_share must be at most 1, found {self.probe_share!r}")
-        for name in ("min_correct", "capacity"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, found {getattr(self, name)!r}")
-
-
-def settings_of(flags: RewardTimeoutFlags) -> TimeoutSettings:
-    """Return the parameters that ``flags`` ask for.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
-    return TimeoutSettings(
-        **{f.name: getattr(flags, f.name) for f in fields(TimeoutSettings) if hasattr(flags, f.name)}
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +47,23 @@ class _Anchor:
 
 
 class AdaptiveTimeout:
-    """Anchors by key, a key being a prompt and test case. Not thread-safe."""
+    """Anchors by key, a key being a prompt and test case. Not thread-safe.
 
-    def __init__(self, settings: TimeoutSettings | None = None) -> None:
-        self.settings = settings or TimeoutSettings()
+    The limit is ``scale`` times the anchor plus ``slack``, at least ``minimum`` and at most ``maximum``; until ``min_correct``
+    results were correct it is ``maximum``, the full budget. ``probe_share`` of the adaptive limits are the full budget instead:
+    without any, a correct but slow answer could never raise the anchor.
+
+    Args:
+        flags: the parameters above; None: their defaults.
+        capacity: keys that are remembered; the ones not used for longest are forgotten first.
+        caution: while only n results were correct, ``scale`` is larger by the factor ``1 + caution / n``: the longest of a few says
+            little about the next. It costs next to nothing, as the limit of most keys is ``minimum`` all the same.
+    """
+
+    def __init__(self, flags: RewardTimeoutFlags | None = None, capacity: int = 200_000, caution: float = 2.0) -> None:
+        self.flags = flags or RewardTimeoutFlags()
+        self.capacity = capacity
+        self._caution = caution
         self._anchors: OrderedDict[str, _Anchor] = OrderedDict()
         self._until_probe = self._period()
 
@@ -117,14 +77,14 @@ class AdaptiveTimeout:
             self._until_probe -= 1
             if self._until_probe <= 0:
                 self._until_probe = self._period()
-                return Limit(self.settings.maximum, self.settings.maximum, "probe")
+                return Limit(self.flags.maximum, self.flags.maximum, "probe")
         return limit
 
     def learned(self, key: str) -> Limit:
         """Return what :meth:`limit` does, and never a probe: for an execution that has had its limit, and goes on."""
         anchor = self._find(key)
-        if anchor is None or anchor.correct < self.settings.min_correct:
-            return Limit(self.settings.maximum, self.settings.maximum, "learning")
+        if anchor is None or anchor.correct < self.flags.min_correct:
+            return Limit(self.flags.maximum, self.flags.maximum, "learning")
         wall, cpu = (self._from(seconds, anchor.correct) for seconds in (anchor.wall, anchor.cpu))
         # Not below the wall limit: one answer may compute what another has waited for.
         return Limit(wall, max(wall, cpu), "adaptive")
@@ -132,7 +92,7 @@ class AdaptiveTimeout:
     def expected(self, key: str) -> float:
         """Return the anchor in wall seconds, or the full budget if it is not known: what a scheduler sorts by."""
         anchor = self._anchors.get(key)
-        return self.settings.maximum if anchor is None or not anchor.correct else anchor.wall
+        return self.flags.maximum if anchor is None or not anchor.correct else anchor.wall
 
     def record(self, key: str, wall: float, cpu: float, correct: bool) -> bool:
         """Report an execution. Only correct ones teach. Evaluations are not to be reported.
@@ -153,8 +113,8 @@ class AdaptiveTimeout:
             anchor = self._anchors[key] = _Anchor()
             self._forget()
         rises = wall > anchor.wall or cpu > anchor.cpu
-        anchor.wall = min(max(anchor.wall, wall), self.settings.maximum)
-        anchor.cpu = min(max(anchor.cpu, cpu), self.settings.maximum)
+        anchor.wall = min(max(anchor.wall, wall), self.flags.maximum)
+        anchor.cpu = min(max(anchor.cpu, cpu), self.flags.maximum)
         anchor.correct += 1
         return rises
 
@@ -207,12 +167,12 @@ class AdaptiveTimeout:
         return anchor
 
     def _from(self, anchor: float, correct: int) -> float:
-        wanted = self.settings.scale * (1 + self.settings.caution / correct) * anchor + self.settings.slack
-        return min(max(wanted, self.settings.minimum), self.settings.maximum)
+        wanted = self.flags.scale * (1 + self._caution / correct) * anchor + self.flags.slack
+        return min(max(wanted, self.flags.minimum), self.flags.maximum)
 
     def _forget(self) -> None:
-        while len(self._anchors) > self.settings.capacity:
+        while len(self._anchors) > self.capacity:
             self._anchors.popitem(last=False)
 
     def _period(self) -> int | None:
-        return round(1 / self.settings.probe_share) if self.settings.probe_share else None
+        return round(1 / self.flags.probe_share) if self.flags.probe_share else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_accel.files import write_atomically
-from rl_accel.reward.adaptive_timeout import AdaptiveTimeout, AnchorTuple, TimeoutSettings
+from rl_accel.reward.adaptive_timeout import AdaptiveTimeout, AnchorTuple
 
 
 @dataclass
@@ -47,8 +47,8 @@ class Update:
 class Replica:
     """A process's own :class:`AdaptiveTimeout`, which also keeps account of what the store does not know yet."""
 
-    def __init__(self, settings: TimeoutSettings | None = None) -> None:
-        self.timeout = AdaptiveTimeout(settings)
+    def __init__(self, timeout: AdaptiveTimeout | None = None) -> None:
+        self.timeout = AdaptiveTimeout() if timeout is None else timeout
         self._learned: dict[str, AnchorTuple] = {}
         self._counts: dict[str, float] = {}
         self._incarnation, self._version, self._tell_everything = "", 0, False
@@ -94,14 +94,14 @@ class AnchorStore:
 
     Args:
         path: a file to start from, if it is there, and to save to. None: kept in memory only.
-        settings: bounds of anchors and how many are kept.
+        timeout: what holds them, empty.
 
     Raises:
         ValueError: the file is damaged, or of another version.
     """
 
-    def __init__(self, path: Path | None = None, settings: TimeoutSettings | None = None) -> None:
-        self._timeout = AdaptiveTimeout(settings)
+    def __init__(self, path: Path | None = None, timeout: AdaptiveTimeout | None = None) -> None:
+        self._timeout = AdaptiveTimeout() if timeout is None else timeout
         self.incarnation = uuid.uuid4().hex
         self._version = 0
         self._changed: OrderedDict[str, int] = OrderedDict()
@@ -150,7 +150,7 @@ class AnchorStore:
         for key in keys:
             self._changed[key] = self._version
             self._changed.move_to_end(key)
-        while len(self._changed) > self._timeout.settings.capacity:
+        while len(self._changed) > self._timeout.capacity:
             self._changed.popitem(last=False)
 
 

@@ -91,7 +91,7 @@ class LimitedExecutor:
         if not teach:
             self.replica.count("eval_executions")
             return result
-        full = timeout.settings.maximum
+        full = timeout.flags.maximum
         timed_out = result.verdict == "timeout"
         is_correct = correct(result)
         self.replica.record(key, max(result.wall - result.waited, 0.0), result.cpu, is_correct)
@@ -113,7 +113,7 @@ class LimitedExecutor:
         """Give an execution that began with the full budget its limit once there is one, and say if it takes long until then."""
         timeout = self.replica.timeout
         for look in itertools.count(1):
-            await asyncio.sleep(max(timeout.settings.minimum / _LOOKS, _LEAST_PAUSE_SECONDS))
+            await asyncio.sleep(max(timeout.flags.minimum / _LOOKS, _LEAST_PAUSE_SECONDS))
             if allowed.limit.reason == "learning":
                 allowed.limit = timeout.limit(key)
             else:

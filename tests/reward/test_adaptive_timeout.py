@@ -7,13 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_accel.reward.adaptive_timeout import AdaptiveTimeout, TimeoutSettings
+from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 
-NO_PROBES = {"probe_share": 0.0, "min_correct": 3, "caution": 0.0}
+NO_PROBES = {"probe_share": 0.0, "min_correct": 3}
+
+
+def made(caution=0.0, capacity=200_000, **flags):
+    return AdaptiveTimeout(RewardTimeoutFlags(**{**NO_PROBES, **flags}), capacity, caution)
 
 
 def taught(*seconds, key="a", **settings):
-    policy = AdaptiveTimeout(TimeoutSettings(**{**NO_PROBES, **settings}))
+    policy = made(**settings)
     for each in seconds:
         policy.record(key, each, each, correct=True)
     return policy
@@ -61,7 +66,7 @@ def test_wrong_answers_teach_nothing():
 
 
 def test_wall_and_processor_time_have_anchors_of_their_own():
-    policy = AdaptiveTimeout(TimeoutSettings(**{**NO_PROBES, "min_correct": 1}))
+    policy = made(min_correct=1)
     policy.record("two processors", wall=8.0, cpu=16.0, correct=True)
     limit = policy.limit("two processors")
     assert (limit.wall, limit.cpu) == (12.5, 24.5)
@@ -83,7 +88,7 @@ def test_a_share_of_limits_is_the_full_budget_so_that_a_slow_correct_answer_can_
 
 
 def test_the_keys_not_used_for_longest_are_forgotten():
-    policy = AdaptiveTimeout(TimeoutSettings(**{**NO_PROBES, "capacity": 2, "min_correct": 1}))
+    policy = made(capacity=2, min_correct=1)
     for key in "ab":
         policy.record(key, 1.0, 1.0, correct=True)
     policy.limit("a")
@@ -97,7 +102,7 @@ records = st.lists(st.tuples(st.sampled_from("abc"), times, times, st.booleans()
 
 @given(records)
 def test_a_limit_is_never_out_of_bounds_and_never_below_a_correct_answer(history):
-    policy = AdaptiveTimeout(TimeoutSettings(**NO_PROBES))
+    policy = made()
     longest = dict.fromkeys("abc", 0.0)
     for key, wall, cpu, correct in history:
         policy.record(key, wall, cpu, correct)
@@ -112,10 +117,10 @@ def test_a_limit_is_never_out_of_bounds_and_never_below_a_correct_answer(history
 @given(records, records)
 def test_merging_is_idempotent_and_in_any_order_the_same(ours, theirs):
     def policy(history):
-        made = AdaptiveTimeout(TimeoutSettings(**NO_PROBES))
+        taught = made()
         for key, wall, cpu, correct in history:
-            made.record(key, wall, cpu, correct)
-        return made
+            taught.record(key, wall, cpu, correct)
+        return taught
 
     one, other = policy(ours), policy(theirs)
     one.merge(policy(theirs).anchors())
@@ -129,7 +134,7 @@ def test_merging_is_idempotent_and_in_any_order_the_same(ours, theirs):
 def test_a_state_is_json_and_comes_back():
     policy = taught(1.0, 4.0, 2.0)
     saved = json.loads(json.dumps(policy.state_dict()))
-    again = AdaptiveTimeout(TimeoutSettings(**NO_PROBES))
+    again = made()
     again.load_state_dict(saved)
     assert again.limit("a") == policy.limit("a")
     assert again.expected("a") == 4.0
@@ -153,22 +158,6 @@ def test_a_foreign_or_damaged_state_is_refused_and_changes_nothing(state, messag
     with pytest.raises(ValueError, match=message):
         policy.load_state_dict(state)
     assert policy.limit("a").wall == 6.5
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"scale": 0.5}, "scale must be at least 1"),
-        ({"slack": -1}, "slack must be at least 0"),
-        ({"minimum": 5, "maximum": 2}, "maximum must be at least minimum = 5"),
-        ({"probe_share": 1.5}, "probe_share must be at most 1"),
-        ({"maximum": math.inf}, "maximum must be at least 0 and finite"),
-        ({"min_correct": 0}, "min_correct must be at least 1"),
-    ],
-)
-def test_settings_out_of_range_are_named(settings, message):
-    with pytest.raises(ValueError, match=message):
-        TimeoutSettings(**settings)
 
 
 def test_impossible_times_are_refused():

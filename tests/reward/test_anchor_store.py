@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from rl_accel.reward.adaptive_timeout import TimeoutSettings
+from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import AnchorStore, Replica
 
 
@@ -84,7 +84,7 @@ def test_a_damaged_file_is_refused(tmp_path, content):
 
 
 def test_a_store_keeps_no_more_than_its_capacity():
-    store, one = AnchorStore(settings=TimeoutSettings(capacity=10)), Replica()
+    store, one = AnchorStore(timeout=AdaptiveTimeout(capacity=10)), Replica()
     for i in range(50):
         one.record(str(i), 1.0, 1.0, correct=True)
     exchange(one, store)

@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from rl_accel.reward.adaptive_timeout import TimeoutSettings
+from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.execution import ExecutionResult, Limits, LimitUpdates
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
 from rl_accel.reward.sandbox import Case, Sandbox
 
-SETTINGS = TimeoutSettings(
-    scale=1.5, slack=0.05, minimum=0.2, maximum=20.0, min_correct=2, probe_share=0.0, caution=0.0
-)
+FLAGS = RewardTimeoutFlags(scale=1.5, slack=0.05, minimum=0.2, maximum=20.0, min_correct=2, probe_share=0.0)
 HANGS = ("while True: pass", "import time\nwhile True: time.sleep(9)")
 RIGHT = "print(42)"
 CASE = Case("stdin", "", "42")
@@ -110,8 +109,8 @@ class Executions:
         return run
 
 
-def made(settings=SETTINGS, slots=8):
-    executor = LimitedExecutor(Replica(settings), slots)
+def made(flags=FLAGS, slots=8):
+    executor = LimitedExecutor(Replica(AdaptiveTimeout(flags, caution=0.0)), slots)
     return executor
 
 
@@ -145,7 +144,7 @@ def test_a_hang_that_began_with_the_full_budget_ends_soon_after_enough_others_we
 def test_it_keeps_the_full_budget_while_too_few_were_correct():
     async def main():
         executor, executions = (
-            made(TimeoutSettings(minimum=0.1, maximum=0.6, min_correct=2, probe_share=0.0, caution=0.0)),
+            made(RewardTimeoutFlags(minimum=0.1, maximum=0.6, min_correct=2, probe_share=0.0)),
             Executions(),
         )
         results = await together(
@@ -162,7 +161,7 @@ def test_it_keeps_the_full_budget_while_too_few_were_correct():
 
 def test_its_limit_rises_with_the_anchor():
     async def main():
-        executor, executions = made(replace(SETTINGS, scale=6.0, slack=0.2, minimum=1.5)), Executions()
+        executor, executions = made(replace(FLAGS, scale=6.0, slack=0.2, minimum=1.5)), Executions()
         return await together(
             executor,
             executions.taking("slow", 60.0),
@@ -193,8 +192,8 @@ def test_what_others_have_learned_counts_too():
 
 def test_a_probe_keeps_the_full_budget():
     async def main():
-        settings = TimeoutSettings(minimum=0.1, maximum=0.8, min_correct=1, probe_share=1.0)
-        executor, executions = made(settings), Executions()
+        flags = RewardTimeoutFlags(minimum=0.1, maximum=0.8, min_correct=1, probe_share=1.0)
+        executor, executions = made(flags), Executions()
         results = await together(executor, executions.taking("slow", 0.5), executions.taking("first", 0.02))
         return [r.verdict for r in results], executions.given["slow"], executor.replica.take_delta().counts["probes"]
 
@@ -204,8 +203,8 @@ def test_a_probe_keeps_the_full_budget():
 @pytest.mark.parametrize("isolation", ["process", "auto"])
 def test_a_group_with_a_hang_takes_no_longer_than_its_limit_with_real_processes(isolation):
     async def main():
-        settings = replace(SETTINGS, maximum=60.0)
-        sandbox, executor = Sandbox(2, isolation), made(settings, slots=2)
+        flags = replace(FLAGS, maximum=60.0)
+        sandbox, executor = Sandbox(2, isolation), made(flags, slots=2)
         try:
             codes = [HANGS[0], *[RIGHT] * 6]
             found = await asyncio.gather(*(execute_program(executor, sandbox, "p", code, [CASE]) for code in codes))

@@ -4,21 +4,22 @@ import asyncio
 
 import pytest
 
-from rl_accel.reward.adaptive_timeout import TimeoutSettings
+from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.execution import ExecutionResult
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
 from rl_accel.reward.sandbox import Case
 
-SETTINGS = TimeoutSettings(scale=1.5, slack=0.5, minimum=2.0, maximum=30.0, min_correct=2, probe_share=0.0, caution=0.0)
+FLAGS = RewardTimeoutFlags(scale=1.5, slack=0.5, minimum=2.0, maximum=30.0, min_correct=2, probe_share=0.0)
 
 
 def play(main):
     return asyncio.run(asyncio.wait_for(main, 20))
 
 
-def made(slots=4, settings=SETTINGS):
-    executor = LimitedExecutor(Replica(settings), slots)
+def made(slots=4, flags=FLAGS):
+    executor = LimitedExecutor(Replica(AdaptiveTimeout(flags, caution=0.0)), slots)
     return executor
 
 

@@ -8,15 +8,16 @@ from collections import defaultdict
 
 import pytest
 
+from rl_accel.features.reward_timeout import RewardTimeoutFlags
 from rl_accel.lab.bench.reward import workload
-from rl_accel.reward.adaptive_timeout import AdaptiveTimeout, TimeoutSettings
+from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 
 
-def replay(responses=8, epochs=1, spread=0.3, probes=0.0, seeds=3, prompts=120, **settings):
+def replay(responses=8, epochs=1, spread=0.3, probes=0.0, seeds=3, prompts=120, caution=2.0, **flags):
     """Return how many times less than with a fixed limit executions take in all, and the share of correct answers stopped."""
     fixed = ours = killed = correct = 0.0
     for seed in range(seeds):
-        policy = AdaptiveTimeout(TimeoutSettings(probe_share=probes, **settings))
+        policy = AdaptiveTimeout(RewardTimeoutFlags(probe_share=probes, **flags), caution=caution)
         for batch in workload(prompts, responses, epochs, prompts, 1.0, spread, seed=seed):
             groups = defaultdict(list)
             for response in batch:

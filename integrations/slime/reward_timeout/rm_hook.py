@@ -31,7 +31,7 @@ from rl_accel.integrations.slime.hooks import flags_of
 from rl_accel.integrations.slime.reward_timeout import grader_worker
 from rl_accel.integrations.slime.reward_timeout.programs import cases_of, program_of
 from rl_accel.integrations.slime.reward_timeout.wiring import RM_HOOK, check
-from rl_accel.reward.adaptive_timeout import settings_of
+from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.awaited import gather_until, run_within
 from rl_accel.reward.execution import ExecutionResult, Limits
@@ -108,7 +108,7 @@ class Grading:
     def __init__(self, args: Any) -> None:
         self.flags = flags = flags_of(args)[REWARD_TIMEOUT]
         check(args, flags)
-        self.replica = Replica(settings_of(flags))
+        self.replica = Replica(AdaptiveTimeout(flags))
         self.workers = flags.workers or min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
         limits = Limits(memory=flags.memory_mb << 20)
         self._executor = LimitedExecutor(self.replica, self.workers, limits)
@@ -225,7 +225,7 @@ class Grading:
 
         await self._store_client.close()
         counts: dict[str, float] = await anchor_store(
-            self._anchors_path, self.replica.timeout.settings
+            self._anchors_path, self.replica.timeout.flags
         ).take_counts.remote()
         return counts
 

@@ -27,7 +27,7 @@ from rl_accel.integrations.ray.reward_anchors import StoreClient
 from rl_accel.integrations.verl.reward_timeout import MANAGER, SECTION, VALIDATION
 from rl_accel.integrations.verl.reward_timeout.code_rewards import DATA_SOURCES, Fusion, PrimeCode, prime_graders
 from rl_accel.integrations.verl.reward_worker_proxy import SUCCESSOR
-from rl_accel.reward.adaptive_timeout import settings_of
+from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.awaited import run_within
 from rl_accel.reward.execution import ExecutionResult, Limits
@@ -66,7 +66,7 @@ class RewardTimeoutManager(RewardManagerBase):
         super().__init__(config, tokenizer, compute_score)
         section = config.reward[SECTION]
         flags = RewardTimeoutFlags(**section.flags)
-        replica = Replica(settings_of(flags))
+        replica = Replica(AdaptiveTimeout(flags))
         # Outside a Ray job there is nobody to share with, and asking would start one.
         self._store_client = StoreClient(replica, section.anchors) if ray.is_initialized() else None
         if ray.is_initialized() and SUCCESSOR in (ray.get_runtime_context().get_actor_name() or ""):

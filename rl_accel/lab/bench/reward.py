@@ -26,9 +26,10 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from rl_accel.features.reward_timeout import RewardTimeoutFlags
 from rl_accel.lab.bench.measure import console_of_benchmark, met, output_folder, results_files
 from rl_accel.processes import become_subreaper, descendants
-from rl_accel.reward.adaptive_timeout import TimeoutSettings
+from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.execution import ExecutionResult
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
@@ -171,7 +172,7 @@ class Arm:
 
 
 async def run_arms(
-    batches: Sequence[Sequence[Response]], policies: Mapping[str, TimeoutSettings], slots: int, isolation: str
+    batches: Sequence[Sequence[Response]], policies: Mapping[str, RewardTimeoutFlags], slots: int, isolation: str
 ) -> dict[str, Arm]:
     """Execute every batch under each policy, one after the other, all responses of a batch at once.
 
@@ -180,7 +181,7 @@ async def run_arms(
     """
     arms = {name: Arm() for name in policies}
     async with contextlib.AsyncExitStack() as stack:
-        executors = {name: LimitedExecutor(Replica(settings), slots) for name, settings in policies.items()}
+        executors = {name: LimitedExecutor(Replica(AdaptiveTimeout(flags)), slots) for name, flags in policies.items()}
         sandboxes = {name: await stack.enter_async_context(_open(slots, isolation)) for name in policies}
         for number, batch in enumerate(batches):
             for name in list(policies)[:: -1 if number % 2 else 1]:  # neither is always the first
@@ -210,7 +211,7 @@ def check(batch: Sequence[Response], results: Sequence[ExecutionResult]) -> None
             )
 
 
-async def check_verdicts(settings: TimeoutSettings, slots: int, isolation: str) -> int:
+async def check_verdicts(flags: RewardTimeoutFlags, slots: int, isolation: str) -> int:
     """Execute programs whose verdicts are known, and return how many.
 
     Raises:
@@ -227,7 +228,7 @@ async def check_verdicts(settings: TimeoutSettings, slots: int, isolation: str) 
         "import os\nif os.fork() == 0:\n    os.setsid()\n    os.fork()\nwhile True:\n    pass": ("timeout", ""),
     }  # fmt: skip
     async with _open(slots, isolation) as sandbox:
-        executor = LimitedExecutor(Replica(settings), slots)
+        executor = LimitedExecutor(Replica(AdaptiveTimeout(flags)), slots)
         results = await asyncio.gather(*(execute_program(executor, sandbox, code, code, [CASE]) for code in known))
     for (code, (verdict, reason)), (result,) in zip(known.items(), results, strict=True):
         if result.verdict != verdict or not result.reason.startswith(reason):
@@ -341,9 +342,9 @@ def kill_verdict(killed: int, correct: int) -> str:
     return "met" if killed <= KILLED_GOAL * correct and sum(chances) <= 0.05 else "too few to tell"
 
 
-def policies(scale: float) -> dict[str, TimeoutSettings]:
-    """Return the settings of both arms, our defaults with every time multiplied by ``scale``; ``fixed`` never adapts."""
-    ours = TimeoutSettings()
+def policies(scale: float) -> dict[str, RewardTimeoutFlags]:
+    """Return the flags of both arms, our defaults with every time multiplied by ``scale``; ``fixed`` never adapts."""
+    ours = RewardTimeoutFlags()
     ours = replace(ours, slack=ours.slack * scale, minimum=ours.minimum * scale, maximum=ours.maximum * scale)
     return {"fixed": replace(ours, min_correct=NEVER), "adaptive": ours}
 

@@ -108,15 +108,15 @@ def test_the_store_outlives_a_handle_that_is_let_go(short_tmp, clean_environment
 import gc, json, sys, time
 import ray
 from rl_accel.integrations.ray import reward_anchors
-from rl_accel.reward.adaptive_timeout import TimeoutSettings
+from rl_accel.features.reward_timeout import RewardTimeoutFlags
 
 ray.init(address="local", num_cpus=1, include_dashboard=False, _temp_dir=sys.argv[1])
-handle = reward_anchors.anchor_store(None, TimeoutSettings())
+handle = reward_anchors.anchor_store(None, RewardTimeoutFlags())
 incarnation = ray.get(handle.incarnation.remote())
 del handle
 gc.collect()
 time.sleep(2)
-report = {"same": ray.get(reward_anchors.anchor_store(None, TimeoutSettings()).incarnation.remote()) == incarnation}
+report = {"same": ray.get(reward_anchors.anchor_store(None, RewardTimeoutFlags()).incarnation.remote()) == incarnation}
 """
     assert run(script, short_tmp, clean_environment)["same"]
 
@@ -143,7 +143,7 @@ def test_changes_that_a_slow_store_takes_long_over_are_counted_once(monkeypatch)
     class Handle:
         exchange = Exchange()
 
-    monkeypatch.setattr(reward_anchors, "anchor_store", lambda path, settings: Handle())
+    monkeypatch.setattr(reward_anchors, "anchor_store", lambda path, flags: Handle())
     monkeypatch.setattr(reward_anchors, "_PATIENCE_SECONDS", 0.05)
     monkeypatch.setattr(reward_anchors, "EXCHANGE_SECONDS", 0.01)
 

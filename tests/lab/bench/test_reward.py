@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
+from rl_accel.features.reward_timeout import RewardTimeoutFlags
 from rl_accel.lab.bench import reward as bench
 from rl_accel.lab.bench.reward import (
     HANGING,
@@ -23,7 +24,6 @@ from rl_accel.lab.bench.reward import (
     summarise,
     workload,
 )
-from rl_accel.reward.adaptive_timeout import TimeoutSettings
 from rl_accel.reward.execution import ExecutionResult
 from rl_accel.reward.sandbox import Case
 
@@ -149,8 +149,8 @@ def test_what_is_left_behind_is_found():
 
 def test_known_programs_get_their_verdicts():
     with nothing_left():
-        settings = TimeoutSettings(minimum=0.2, maximum=1.0)
-        assert asyncio.run(check_verdicts(settings, 2, "process")) == 8
+        flags = RewardTimeoutFlags(minimum=0.2, maximum=1.0)
+        assert asyncio.run(check_verdicts(flags, 2, "process")) == 8
 
 
 def test_a_tiny_run_prints_a_table_and_writes_files(tmp_path):
