@@ -119,7 +119,9 @@ def gone(folder, within=2.0):
 # Graders
 
 
-@pytest.mark.parametrize("grader", ["plain", "without_await", "awaiting", "as_dict"])
+@pytest.mark.parametrize(
+    "grader", ["plain", "without_await", "awaiting", "instance", "returning", "comprehending", "as_dict"]
+)
 def test_a_grader_of_any_kind_gives_what_it_gives(judged, sample_of, grader):
     judge = judged(grader)
     found = [judge(sample_of(score=score)) for score in (0.0, 0.25)]

@@ -58,10 +58,28 @@ async def awaiting(args, sample, **kwargs):
     return _act(sample)
 
 
-async def holding(args, sample, **kwargs):
-    time.sleep(1.2)
-    await asyncio.sleep(0)
-    return 1.0
+class _Instance:
+    async def __call__(self, args, sample, **kwargs):
+        return await awaiting(args, sample)
+
+
+instance = _Instance()
+
+
+def returning(args, sample):
+    """A plain function whose value is to be awaited."""
+    return awaiting(args, sample)
+
+
+async def comprehending(args, sample, **kwargs):
+    """It awaits, without the word."""
+
+    async def scores():
+        await asyncio.sleep(0)
+        yield _act(sample)
+
+    (reward,) = [score async for score in scores()]
+    return reward
 
 
 async def together(args, samples, **kwargs):

@@ -2,11 +2,16 @@
 
 import asyncio
 import json
+import os
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from verl.utils.reward_score import default_compute_score
+
+from rl_accel.reward.sandbox import bubblewrap_problem
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +29,10 @@ PROGRAMS = {
     "no code": "I do not know.",
     "exits": "import sys\nprint(int(input()) * 2)\nsys.exit(0)",
     "silent": "n = input()",
+    "numpy": "import numpy as np\nprint(int(np.int64(input()) * 2))",
+    "dies": "import os\nprint(int(input()) * 2)\nos._exit(0)",
+    "forks": "import os\nif os.fork():\n    print(int(input()) * 2)",
+    "prints elsewhere": "import sys\nprint(int(input()) * 2)\nprint('x' * 9, file=sys.__stdout__)",
 }
 FUNCTIONS = {
     "right": "def double(x):\n    return x * 2",
@@ -69,8 +78,6 @@ def prime(configure, manager_of):
     ids=["stdin", "more than ten", "function", "outputs missing"],
 )
 def test_prime_code_scores_are_verls(prime, truth, programs):
-    from verl.utils.reward_score import default_compute_score
-
     source = programs if isinstance(programs, dict) else {name: PROGRAMS[name] for name in programs}
     ours, _ = prime(source.values(), json.dumps(truth))
     theirs = [default_compute_score("codecontests", text, json.dumps(truth)) for text in source.values()]
@@ -91,6 +98,28 @@ def test_a_case_that_hangs_fails_alone_and_is_killed(prime):
     counts = replica.take_delta().counts
     assert (counts["executions"], counts["timeouts"], counts["correct"]) == (4, 1, 3)
     assert len(replica.timeout.anchors()) == 3, "every case has an anchor of its own"
+
+
+@pytest.mark.parametrize("isolation", ["auto", "process", "bubblewrap"])
+def test_a_solution_reaches_no_file_of_the_users_and_no_network(prime, tmp_path, monkeypatch, caplog, isolation):
+    problem = bubblewrap_problem()
+    if isolation == "bubblewrap" and problem:
+        pytest.skip(f"bubblewrap does not work here: {problem}")
+    if os.geteuid() != 0 and (isolation == "process" or problem):
+        pytest.skip("without root and bubblewrap nothing keeps a program from this user's files")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "token").touch(0o600)
+    (tmp_path / "token").write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        reads = f"import os\nprint(os.read(os.open({str(tmp_path / 'token')!r}, os.O_RDONLY), 99).decode())"
+        connects = f"import socket\nsocket.create_connection({server.getsockname()!r}, 5)\nprint('secret')"
+        truth = {"inputs": [""], "outputs": ["secret"]}
+        theirs = [default_compute_score("codecontests", text, json.dumps(truth)) for text in (reads, connects)]
+        assert theirs == [1.0, 1.0], "verl's own function lets them"
+        (read, connected, control), _ = prime([reads, connects, "print('secret')"], truth, isolation=isolation)
+    assert (read, control) == (0.0, 1.0)
+    if not any("share this machine's network" in record.getMessage() for record in caplog.records):
+        assert connected == 0.0
 
 
 def test_early_stop_leaves_out_the_rest_and_scores_all_or_nothing(prime):
