@@ -1,4 +1,4 @@
-"""What tail batching tells its host to do. Plain data: the host acts on each decision, in the order given."""
+"""What tail batching decides. Plain data: the driver acts on each decision, in the order given."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

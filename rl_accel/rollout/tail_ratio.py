@@ -51,10 +51,12 @@ class CompletionTimes:
         window = min(max(256, 16 * prompts_per_step), 4096)
         self._short: deque[tuple[float, bool]] = deque(maxlen=window)
         self._long: deque[tuple[float, float]] = deque(maxlen=window)
+        self._estimate: tuple[_Floats, _Floats] | None = None  # of F, until another time is added
 
     def add_short(self, seconds: float, completed: bool) -> None:
         """A prompt completed in a short round, or had not completed after this time."""
         self._short.append((_rounded(seconds), completed))
+        self._estimate = None
 
     def add_long(self, seconds: float, with_surplus: float) -> None:
         """A deferred prompt completed in a round that waits for all.
@@ -64,10 +66,11 @@ class CompletionTimes:
             with_surplus: the time it would have taken with a short round's surplus of responses.
         """
         self._long.append((_rounded(seconds), _rounded(with_surplus)))
+        self._estimate = None
 
     @property
     def tail_is_known(self) -> bool:
-        """Whether F can be told to its end: nothing was cut off, or a long round's worth of times is there."""
+        """Whether F is known to its end: nothing was cut off, or a long round's worth of times is there."""
         enough = len(self._short) >= self.prompts_per_step
         return enough and (len(self._long) >= self.prompts_per_step or all(done for _, done in self._short))
 
@@ -119,9 +122,12 @@ class CompletionTimes:
         self._short.extend(short)
         self._long.clear()
         self._long.extend(long)
+        self._estimate = None
 
     def _distribution(self) -> tuple[_Floats, _Floats]:
         """F as its sorted points and the cumulative probability at each."""
+        if self._estimate is not None:
+            return self._estimate
         seconds, done = _columns(self._short)
         # At equal times a prompt that completed comes first: the one cut off takes longer than that.
         order = np.lexsort((done == 0, seconds))
@@ -135,7 +141,8 @@ class CompletionTimes:
         if not len(beyond):
             beyond = seconds[-1:]
         share = np.arange(1, len(beyond) + 1) / len(beyond)
-        return np.append(points, beyond), np.append(cumulative, 1 - left[-1] * (1 - share))
+        self._estimate = np.append(points, beyond), np.append(cumulative, 1 - left[-1] * (1 - share))
+        return self._estimate
 
 
 def _rounded(seconds: float) -> float:

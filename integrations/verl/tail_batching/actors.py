@@ -29,7 +29,7 @@ class Stored:
 
     Attributes:
         keys: where its trajectories lie in TransferQueue; more than one if the agent loop had several outputs.
-        metric: what group filtering looks at, if it is on and the judge gave it.
+        metric: what group filtering looks at, if it is on and the reward function gave it.
     """
 
     keys: tuple[str, ...]
