@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_accel.errors import PatchRefused, RlAccelError
 from rl_accel.patches import upstream
-from rl_accel.patches.places import Place, find, holds, put, repack, restore_copies, unpack
+from rl_accel.patches.places import Place, find, repack, restore_copies, unpack
 from rl_accel.switch import SwitchState
 
 logger = logging.getLogger("rl_accel")
@@ -110,7 +110,7 @@ class Patch:
         with _lock:
             if self._is_applied():
                 for w in reversed(_written.pop(self)):
-                    put(w.place, w.old)
+                    w.place.write(w.old)
                     restore_copies(self.target, w.new, w.old)
 
     def _record(self) -> tuple[_Written, ...]:
@@ -132,13 +132,13 @@ class Patch:
     def _inspect(self) -> tuple[list[Place], Any]:
         try:
             places = [find(self.target)]
-            original, _ = unpack(places[0].read())
+            original = unpack(places[0].read())
             upstream.require_version(self.supports, self.target)
             upstream.require_own(original, self.target)
             upstream.require_params(original, self.params, self.target)
             places += [find(where) for where in self.bindings]
             for place in places[1:]:
-                if not holds(place, original):
+                if unpack(place.read()) is not original:
                     raise PatchRefused(
                         f"{place} holds {upstream.describe(place.read())}, not the object of {places[0]}"
                     )
@@ -173,11 +173,11 @@ class Patch:
         done: list[_Written] = []
         try:
             for w in plan:
-                put(w.place, w.new)
+                w.place.write(w.new)
                 done.append(w)
         except Exception as error:
             refused = plan[len(done)].place
             for w in reversed(done):
-                put(w.place, w.old)
+                w.place.write(w.old)
             raise PatchRefused(f"{self.name}: {refused} cannot be written, nothing stays patched: {error!r}") from error
         return tuple(plan)

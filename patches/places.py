@@ -3,7 +3,6 @@
 import functools
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -29,6 +28,13 @@ class Place:
         """Return what is there now, raw (a staticmethod stays a staticmethod), or None."""
         return self.owner.get(self.name) if self.keyed else vars(self.owner).get(self.name)
 
+    def write(self, value: Any) -> None:
+        """Bind ``value``, raw."""
+        if self.keyed:
+            self.owner[self.name] = value
+        else:
+            setattr(self.owner, self.name, value)
+
     def is_live(self) -> bool:
         """Whether ``where`` still leads to this owner: false after its module was dropped or imported anew."""
         try:
@@ -53,14 +59,6 @@ def find(where: str) -> Place:
     return place
 
 
-def put(place: Place, value: Any) -> None:
-    """Bind ``value``, raw, at ``place``."""
-    if place.keyed:
-        place.owner[place.name] = value
-    else:
-        setattr(place.owner, place.name, value)
-
-
 def restore_copies(target: str, new: Any, old: Any) -> None:
     """Put ``old`` wherever a module of the target's package holds ``new``: ``from x import f`` copies what is there then."""
     package = target.partition(":")[0].partition(".")[0]
@@ -70,25 +68,14 @@ def restore_copies(target: str, new: Any, old: Any) -> None:
                 setattr(module, attribute, old)
 
 
-def unpack(raw: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Return the function inside ``raw`` and what turns a function into ``raw``'s kind again."""
-    if type(raw) in (staticmethod, classmethod):
-        return raw.__func__, type(raw)
-    return raw, _same
+def unpack(raw: Any) -> Any:
+    """Return the function inside ``raw``: bare, or inside a staticmethod or classmethod."""
+    return raw.__func__ if type(raw) in (staticmethod, classmethod) else raw
 
 
 def repack(raw: Any, function: Any) -> Any:
     """Return ``function`` as the kind of object ``raw`` is: staticmethod, classmethod or bare."""
-    return unpack(raw)[1](function)
-
-
-def holds(place: Place, function: Any) -> bool:
-    """Whether ``place`` holds ``function``, bare or inside a staticmethod or classmethod."""
-    return unpack(place.read())[0] is function
-
-
-def _same(function: Any) -> Any:
-    return function
+    return type(raw)(function) if type(raw) in (staticmethod, classmethod) else function
 
 
 def _owner(where: str) -> tuple[Any, str, bool]:

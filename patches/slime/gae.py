@@ -11,17 +11,9 @@ import torch
 
 from rl_accel.errors import BackendMissing, PatchRefused
 from rl_accel.ops import gae_of_lists
-from rl_accel.patches.parity import with_fallback
+from rl_accel.patches.parity import require_agreement, with_fallback
 from rl_accel.patches.patch import Patch
-from rl_accel.patches.slime._packed import (
-    LOSS,
-    PPO_UTILS,
-    PROBE_LENGTHS,
-    ContextParallel,
-    padded,
-    refuse_unless_equal,
-    stock_scan,
-)
+from rl_accel.patches.slime import packed
 
 _NAME = "get_advantages_and_returns_batch"
 _PARAMS = ("total_lengths", "response_lengths", "values_list", "rewards_list", "gamma", "lambd", "chunked")
@@ -57,7 +49,7 @@ def _make(original: Any, settings: Any) -> Any:
         lambd: Any,
         chunked: bool = True,
     ) -> Any:
-        ranks = ContextParallel()
+        ranks = packed.ContextParallel()
         totals, lengths = [int(n) for n in total_lengths], [int(n) for n in response_lengths]
         with torch.no_grad():
             values = ranks.gather(values_list, totals, lengths)
@@ -70,25 +62,31 @@ def _make(original: Any, settings: Any) -> Any:
 
 def _probe(original: Any, _replacement: Any, settings: Any) -> None:
     """Compare with slime's chunk scan on a padded batch. Gathering and cutting are slime's own functions in both."""
-    chunked_gae = stock_scan(original, "chunked_gae")
+    scan = packed.stock_scan(original, "chunked_gae")
     random = torch.Generator().manual_seed(0)
-    values, rewards = ([torch.randn(length, generator=random) for length in PROBE_LENGTHS] for _ in range(2))
-    for gamma, lambd in ((1.0, 1.0), (0.99, 0.95), (1.0, 0.0)):
-        wanted = chunked_gae(padded(rewards), padded(values), gamma, lambd)
+    values, rewards = ([torch.randn(length, generator=random) for length in packed.PROBE_LENGTHS] for _ in range(2))
+
+    def stock(gamma: float, lambd: float) -> list[torch.Tensor]:
+        return [packed.unpadded(rows) for rows in scan(packed.padded(rewards), packed.padded(values), gamma, lambd)]
+
+    def ours(gamma: float, lambd: float) -> list[torch.Tensor]:
         try:
-            found = packed_gae(values, rewards, PROBE_LENGTHS, gamma, lambd, settings)
+            return [
+                torch.cat(rows) for rows in packed_gae(values, rewards, packed.PROBE_LENGTHS, gamma, lambd, settings)
+            ]
         except (ValueError, BackendMissing) as error:
             raise PatchRefused(f"gae.backend={settings.backend} cannot be checked on the CPU: {error}") from error
-        for name, theirs, ours in zip(("advantages", "returns"), wanted, found, strict=True):
-            refuse_unless_equal(f"{name} (gamma={gamma}, lambd={lambd})", ours, theirs)
+
+    for gamma, lambd in ((1.0, 1.0), (0.99, 0.95), (1.0, 0.0)):
+        require_agreement(stock, ours, {"gamma": gamma, "lambd": lambd}, **packed.ROUNDING)
 
 
 SWITCHES = (
     Patch(
         name="slime.gae",
         feature="gae",
-        target=f"{LOSS}:{_NAME}",
-        bindings=(f"{PPO_UTILS}:{_NAME}",),
+        target=f"{packed.LOSS}:{_NAME}",
+        bindings=(f"{packed.PPO_UTILS}:{_NAME}",),
         supports="",
         params=_PARAMS,
         make=_make,

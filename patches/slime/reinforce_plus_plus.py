@@ -6,17 +6,9 @@ import torch
 
 from rl_accel import ops
 from rl_accel.ops.scan import cu_seqlens_of
-from rl_accel.patches.parity import with_fallback
+from rl_accel.patches.parity import require_agreement, with_fallback
 from rl_accel.patches.patch import Patch
-from rl_accel.patches.slime._packed import (
-    LOSS,
-    PPO_UTILS,
-    PROBE_LENGTHS,
-    ContextParallel,
-    padded,
-    refuse_unless_equal,
-    stock_scan,
-)
+from rl_accel.patches.slime import packed
 
 _NAME = "get_reinforce_plus_plus_returns"
 _PARAMS = ("rewards", "kl", "loss_masks", "response_lengths", "total_lengths", "kl_coef", "gamma")
@@ -37,10 +29,9 @@ def packed_returns(
         TypeError, ValueError, BackendMissing: as :func:`rl_accel.ops.discounted_returns`; rewards, kl and masks do not belong
             together.
     """
-    lengths = [len(each) for each in kl]
-    found = [len(each) for each in masks]
-    if found != lengths or len(rewards) != len(lengths):
-        raise ValueError(f"{len(rewards)} rewards and masks of {found} do not go with sequences of {lengths}")
+    lengths, mask_lengths = [len(row) for row in kl], [len(row) for row in masks]
+    if mask_lengths != lengths or len(rewards) != len(lengths):
+        raise ValueError(f"{len(rewards)} rewards and masks of {mask_lengths} do not go with sequences of {lengths}")
     flat_kl = torch.cat(kl)
     mask = torch.cat(list(masks)).to(flat_kl.device)
     sequence = torch.repeat_interleave(
@@ -65,7 +56,7 @@ def _make(original: Any, _settings: Any) -> Any:
     ) -> Any:
         if not len(rewards):
             return []
-        ranks = ContextParallel()
+        ranks = packed.ContextParallel()
         totals, lengths = [int(n) for n in total_lengths], [int(n) for n in response_lengths]
         whole = ranks.gather(kl, totals, lengths)
         return ranks.cut(packed_returns(rewards, whole, loss_masks, kl_coef, gamma), totals, lengths)
@@ -75,26 +66,32 @@ def _make(original: Any, _settings: Any) -> Any:
 
 def _probe(original: Any, _replacement: Any, _settings: Any) -> None:
     """Compare with slime's chunk scan on a padded batch."""
-    scan = stock_scan(original, "chunked_discounted_returns")
+    scan = packed.stock_scan(original, "chunked_discounted_returns")
     random = torch.Generator().manual_seed(0)
-    kl = [torch.rand(length, generator=random) for length in PROBE_LENGTHS]
-    masks = [torch.ones(length, dtype=torch.int) for length in PROBE_LENGTHS]
+    kl = [torch.rand(length, generator=random) for length in packed.PROBE_LENGTHS]
+    masks = [torch.ones(length, dtype=torch.int) for length in packed.PROBE_LENGTHS]
     masks[0][100:] = masks[2][::3] = 0
     rewards = torch.randn(len(kl), generator=random)
-    token_rewards = [-0.1 * each * mask for each, mask in zip(kl, masks, strict=True)]
-    for each, mask, reward in zip(token_rewards, masks, rewards, strict=True):
-        each[int(mask.nonzero()[-1])] += reward
+    token_rewards = [-0.1 * row * mask for row, mask in zip(kl, masks, strict=True)]
+    for row, mask, reward in zip(token_rewards, masks, rewards, strict=True):
+        row[int(mask.nonzero()[-1])] += reward
+
+    def stock(gamma: float) -> torch.Tensor:
+        return packed.unpadded(scan(packed.padded(token_rewards), gamma))
+
+    def ours(gamma: float) -> torch.Tensor:
+        return torch.cat(packed_returns(rewards, kl, masks, 0.1, gamma))
+
     for gamma in (1.0, 0.97, 0.0):
-        found = packed_returns(rewards, kl, masks, 0.1, gamma)
-        refuse_unless_equal(f"returns (gamma={gamma})", found, scan(padded(token_rewards), gamma))
+        require_agreement(stock, ours, {"gamma": gamma}, **packed.ROUNDING)
 
 
 SWITCHES = (
     Patch(
         name="slime.reinforce_plus_plus",
         feature="advantages",
-        target=f"{LOSS}:{_NAME}",
-        bindings=(f"{PPO_UTILS}:{_NAME}",),
+        target=f"{packed.LOSS}:{_NAME}",
+        bindings=(f"{packed.PPO_UTILS}:{_NAME}",),
         supports="",
         params=_PARAMS,
         make=_make,

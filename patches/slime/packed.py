@@ -31,7 +31,7 @@ class ContextParallel:
             return list(slices)
         from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
 
-        return [all_gather_with_cp(*each) for each in zip(slices, totals, lengths, strict=True)]
+        return [all_gather_with_cp(*row) for row in zip(slices, totals, lengths, strict=True)]
 
     def cut(self, whole: Sequence[torch.Tensor], totals: Sequence[int], lengths: Sequence[int]) -> list[torch.Tensor]:
         """Return this rank's slices of whole responses."""
@@ -39,11 +39,13 @@ class ContextParallel:
             return list(whole)
         from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
 
-        return [slice_log_prob_with_cp(*each) for each in zip(whole, totals, lengths, strict=True)]
+        return [slice_log_prob_with_cp(*row) for row in zip(whole, totals, lengths, strict=True)]
 
 
 PROBE_LENGTHS = (130, 1, 57, 128, 3)
 """Around the 128 tokens of a chunk of slime's scans."""
+ROUNDING = {"rtol": 1e-4, "atol": 1e-4}
+"""How far a chunk scan and ours may part."""
 
 
 def padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -51,8 +53,13 @@ def padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
+def unpadded(rows: torch.Tensor) -> torch.Tensor:
+    """Return what stands in :func:`padded` rows of ``PROBE_LENGTHS``, end to end."""
+    return torch.cat([row[:length] for row, length in zip(rows, PROBE_LENGTHS, strict=True)])
+
+
 def stock_scan(function: Any, name: str) -> Any:
-    """The scan ``name`` that slime's ``function`` calls.
+    """Return the scan ``name`` that slime's ``function`` calls.
 
     Raises:
         PatchRefused: there is none, so nothing to compare with.
@@ -61,16 +68,3 @@ def stock_scan(function: Any, name: str) -> Any:
     if scan is None:
         raise PatchRefused(f"{PPO_UTILS} has no {name} to compare with")
     return scan
-
-
-def refuse_unless_equal(what: str, found: Sequence[torch.Tensor], wanted: torch.Tensor) -> None:
-    """Compare sequences with the rows of a padded batch.
-
-    Raises:
-        PatchRefused: one differs by more than rounding.
-    """
-    for row, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
-        theirs = theirs[: len(ours)]
-        if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4):
-            apart = float((ours - theirs).abs().max())
-            raise PatchRefused(f"{what} of sequence {row} differ by {apart:.3g}")

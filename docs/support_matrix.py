@@ -1,0 +1,125 @@
+"""Writes docs/support-matrix.md: which features work on which verl and slime, as the pack itself finds in each of them.
+
+    SLIME_ROOT=<checkout of slime> python docs/support_matrix.py [--folder FOLDER]
+
+For each version pip puts verl alone into FOLDER (a temporary one by default; versions that lie there already are used again),
+``rl-accel doctor`` looks at it from the environment this script runs in, and verl's own tests of the functions we replace run
+with ``rl_accel.enable()``.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+VERSIONS: dict[str, tuple[str, ...]] = {
+    "0.6.1": ("transformers==4.57.6", "huggingface_hub==0.36.0", "openai==1.109.1", "jiter", "datasets==4.4.1"),
+    "0.7.1": (),
+    "0.8.0": (),
+    "0.9.0": (),
+    "0.9.1": (),
+}
+"""Versions of verl, and what each needs older, or besides, than the newest one does."""
+OWN_TESTS = re.compile(r"compute_\w+_(advantage|return)|masked_whiten|ReplayBuffer")
+ENABLED = "import sys, rl_accel, pytest; rl_accel.enable(); sys.exit(pytest.main(sys.argv[1:]))"
+HEAD = """# Support matrix
+
+Written by `docs/support_matrix.py`, which installs each version, runs `rl-accel doctor` there, and then verl's own tests of the
+functions that the pack replaces, with `rl_accel.enable()`. {python}, torch {torch}, CPU only.
+
+"7 of 10" means that some patches of the feature have no function to replace in this version, or one that computes something
+else; the others work. "-" means that the framework has nothing to speed up there, or that the feature is not made for it.
+
+"""
+
+
+def run(command: list[str], folder: Path | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` with our repository, and before everything else ``folder``, on Python's path."""
+    paths = [str(path) for path in (folder, REPOSITORY) if path is not None]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, env=environment, cwd=cwd or REPOSITORY, capture_output=True, text=True, check=False)
+
+
+def install(version: str, folder: Path) -> None:
+    """Put verl ``version`` and what it needs beside into ``folder``, without what pip would bring along."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+    if not (folder / "verl").is_dir():
+        subprocess.run([*pip, f"verl=={version}", *VERSIONS[version]], check=True)
+
+
+def diagnosis(folder: Path | None = None) -> dict[str, Any]:
+    """Return what ``rl-accel doctor`` finds with ``folder`` first on the path."""
+    answer = run([sys.executable, "-m", "rl_accel", "doctor", "--json"], folder)
+    report: dict[str, Any] = json.loads(answer.stdout[answer.stdout.index("{") :])
+    return report
+
+
+def own_tests(folder: Path) -> str:
+    """Run verl's own tests of the functions we replace, with the pack on; return what pytest says at the end."""
+    files = sorted(path for path in (folder / "tests").rglob("test_*_on_cpu.py") if OWN_TESTS.search(path.read_text()))
+    if not files:
+        return "none"
+    options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir", str(folder)]
+    # one of them reads verl's configuration by a path that begins in the root of verl
+    lines = run([sys.executable, "-c", ENABLED, *options, *map(str, files)], folder, cwd=folder).stdout.splitlines()
+    last = lines[-1] if lines else "no answer"
+    return ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|errors?)", last)) or last
+
+
+def column(report: dict[str, Any], framework: str) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Return for each feature what a cell says about ``framework``, and the reasons of what does not work."""
+    cells, reasons = {}, defaultdict(list)
+    checks = defaultdict(list)
+    for check in report["checks"]:
+        if check["patch"].partition(".")[0] == framework and check["verdict"] != "absent":
+            checks[check["feature"]].append(check)
+    for feature, found in checks.items():
+        works = sum(check["verdict"] == "works" for check in found)
+        separate = feature == "advantages"  # its patches do without each other
+        cells[feature] = "yes" if works == len(found) else f"{works} of {len(found)}" if works and separate else "no"
+        for check in found:
+            if check["verdict"] != "works" and feature != "reads flags":
+                reasons[feature].append(f"`{check['patch']}`: {check['reason'].removeprefix(check['patch'] + ': ')}")
+    return cells, reasons
+
+
+def main() -> None:
+    """Look at every version and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="keep the installed versions here")
+    folder = parser.parse_args().folder or Path(tempfile.mkdtemp())
+    columns, notes, tests = {}, {}, {}
+    for version in VERSIONS:
+        home = folder / f"verl-{version}"
+        install(version, home)
+        report = diagnosis(home)
+        name = f"verl {version}"
+        columns[name], notes[name] = column(report, "verl")
+        tests[name] = own_tests(home)
+        print(name, columns[name], tests[name], flush=True)
+    if root := os.environ.get("SLIME_ROOT"):
+        commit = subprocess.run(["git", "-C", root, "rev-parse", "--short=9", "HEAD"], capture_output=True, text=True)
+        name = f"slime {commit.stdout}".strip()
+        columns[name], notes[name] = column(diagnosis(), "slime")
+    features = list(dict.fromkeys(name for cells in columns.values() for name in cells if name != "reads flags"))
+    rows = [["feature", *columns], ["---"] * (len(columns) + 1)]
+    rows += [[f"`{name}`", *(cells.get(name, "-") for cells in columns.values())] for name in features]
+    rows.append(["verl's own tests", *(tests.get(name, "-") for name in columns)])
+    head = HEAD.format(python=f"Python {report['python']}", torch=report["versions"]["torch"])
+    text = head + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n\n## Why not\n"
+    for name, by_feature in notes.items():
+        if by_feature:
+            text += f"\n**{name}**\n\n"
+            text += "\n".join(f"- {reason}" for reasons in by_feature.values() for reason in reasons) + "\n"
+    (REPOSITORY / "docs" / "support-matrix.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
