@@ -28,8 +28,8 @@ import psutil
 
 from rl_accel.errors import RlAccelError
 from rl_accel.files import write_atomically
-from rl_accel.lab.ab.metrics_log import Tail
 from rl_accel.processes import become_subreaper, descendants, end_all, end_descendants, has_ended, shell_exit_code
+from rl_accel.telemetry.steps_file import LogRecord, parse_log_line
 
 if TYPE_CHECKING:  # read for each run by its supervisor too, which plans nothing
     from rl_accel.lab.ab.recipe import RunPlan
@@ -77,6 +77,34 @@ class Watcher(Protocol):
     def step(self, plan: "RunPlan", step: int, metrics: Mapping[str, float]) -> None: ...
     def tick(self) -> None: ...
     def ended(self, plan: "RunPlan", result: RunResult) -> None: ...
+
+
+class GrowingLog:
+    """Reads what verl's ``file`` logger has added since the last call; a half-written last line waits for its end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bad_lines = 0
+        self._offset = 0
+
+    def read(self) -> list[LogRecord]:
+        """Return the new records in file order; ``[]`` while the file does not exist."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                text = file.read()
+        except FileNotFoundError:
+            return []
+        complete = text[: text.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        records = []
+        for line in complete.splitlines():
+            record = parse_log_line(line)
+            if record is None:
+                self.bad_lines += 1
+            else:
+                records.append(record)
+        return records
 
 
 @dataclass
@@ -135,10 +163,10 @@ def run_one(plan: "RunPlan", watcher: Watcher, stop: Stop) -> RunResult:
     result.load_average = os.getloadavg()[0]
     _save(plan, result)
     metrics_file = plan.directory / "metrics.jsonl"
-    tail, start = Tail(metrics_file), time.monotonic()
+    log_file, start = GrowingLog(metrics_file), time.monotonic()
 
     def follow() -> bool:
-        for step, metrics in tail.read():
+        for step, metrics in log_file.read():
             if step >= 1:  # step 0 is a validation before training
                 result.steps_done = max(result.steps_done, step)
                 result.first_step_at = result.first_step_at or time.monotonic() - start
@@ -155,7 +183,7 @@ def run_one(plan: "RunPlan", watcher: Watcher, stop: Stop) -> RunResult:
         result.seconds = time.monotonic() - start
         follow()
         result.exit_code = outcome.exit_code
-        result.status, result.message = _verdict(outcome, result, tail)
+        result.status, result.message = _verdict(outcome, result, log_file)
         if result.status == "failed":
             _keep_ray_logs(ray_dir, plan.directory / "ray_logs")
     _save(plan, result)
@@ -258,7 +286,7 @@ def last_lines(log: Path, count: int = 30) -> str:
     return "\n".join(line[:400] for line in lines[-count:])
 
 
-def _verdict(outcome: Outcome, result: RunResult, tail: Tail) -> tuple[str, str]:
+def _verdict(outcome: Outcome, result: RunResult, metrics: GrowingLog) -> tuple[str, str]:
     if outcome.reason == "stopped":
         return "interrupted", f"stopped at step {result.steps_done}"
     if outcome.reason == "timeout":
@@ -266,10 +294,10 @@ def _verdict(outcome: Outcome, result: RunResult, tail: Tail) -> tuple[str, str]
     if outcome.exit_code:
         return "failed", f"exit code {outcome.exit_code} at step {result.steps_done}"
     if not result.steps_done:
-        return "failed", f"no training step in {tail.path.name}: trainer.logger must include file"
+        return "failed", f"no training step in {metrics.path.name}: trainer.logger must include file"
     if result.steps_done < result.steps_wanted:
         return "failed", f"ended by itself at step {result.steps_done} of {result.steps_wanted}"
-    bad = f"; {tail.bad_lines} unreadable lines in {tail.path.name}" if tail.bad_lines else ""
+    bad = f"; {metrics.bad_lines} unreadable lines in {metrics.path.name}" if metrics.bad_lines else ""
     return "done", f"{result.steps_done} steps{bad}"
 
 

@@ -214,7 +214,7 @@ class Batch:
         self.requests: list[Request] = []
         self.prefills = 0
         self.peak = 0
-        """The most tokens of memory that a step took; may be set back to 0."""
+        """The most tokens of memory that a step took."""
         self._cache = SlotCache(places)
         self._sampler: BatchSampler | None = None
         self._prompts: OrderedDict[tuple[int, ...], tuple[PromptCache, torch.Tensor]] = OrderedDict()

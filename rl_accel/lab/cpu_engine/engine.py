@@ -131,9 +131,9 @@ class Engine:
         """
         return self._call(lambda: self._load(weights))
 
-    def stats(self, reset_peak: bool = False) -> "Future[EngineStats]":
-        """Resolve to the counts of this engine; with ``reset_peak``, ``kv_peak`` begins anew for who asks next."""
-        return self._call(lambda: self._stats(reset_peak))
+    def stats(self) -> "Future[EngineStats]":
+        """Resolve to the counts of this engine."""
+        return self._call(self._stats)
 
     def close(self) -> None:
         """Abort everything and end the thread. Further commands fail with :class:`EngineError`."""
@@ -283,8 +283,8 @@ class Engine:
             raise EngineError(f"{begun} requests are decoding; pause the engine before it gets new weights")
         self._batch.load(weights)
 
-    def _stats(self, reset_peak: bool) -> EngineStats:
-        stats = EngineStats(
+    def _stats(self) -> EngineStats:
+        return EngineStats(
             **self._counts,
             prefills=self._batch.prefills,
             preemptions=self._scheduler.preemptions,
@@ -295,6 +295,3 @@ class Engine:
             kv_used=sum(request.length - 1 for request in self._batch.requests),  # the last token is not read yet
             kv_peak=self._batch.peak,
         )
-        if reset_peak:
-            self._batch.peak = 0
-        return stats

@@ -38,8 +38,8 @@ class Generation:
 class EngineStats:
     """Counts since the engine started, the requests it holds now (a preempted one waits), and its key-value memory.
 
-    ``kv_used`` is what the running requests take now, ``kv_peak`` the most that a decoding step took since the engine started or
-    the peak was last set back, both in tokens; ``kv_tokens`` is the limit, None if there is none.
+    ``kv_used`` is what the running requests take now, ``kv_peak`` the most that a decoding step took, both in tokens;
+    ``kv_tokens`` is the limit, None if there is none.
     """
 
     tokens: int
@@ -55,11 +55,6 @@ class EngineStats:
     kv_tokens: int | None
     kv_used: int
     kv_peak: int
-
-    @property
-    def kv_peak_share(self) -> float | None:
-        """The peak as a share of the limit; None without one."""
-        return None if self.kv_tokens is None else self.kv_peak / self.kv_tokens
 
 
 @dataclass

@@ -131,9 +131,9 @@ class CPURolloutServer:
         if self._inflight and not self._paused:
             await asyncio.wait(self._inflight)
 
-    async def get_stats(self, reset_peak: bool = False) -> EngineStats:
-        """Return the counts of the engine; with ``reset_peak``, the peak of its memory begins anew, say for the next step."""
-        return await asyncio.wrap_future(self._engine.stats(reset_peak))
+    async def get_stats(self) -> EngineStats:
+        """Return the counts of the engine."""
+        return await asyncio.wrap_future(self._engine.stats())
 
     # The rest of the protocol moves memory between devices, which a CPU engine has no need of.
 

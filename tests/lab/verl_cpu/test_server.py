@@ -144,11 +144,10 @@ for free, found in zip(*answers, strict=True):
     assert (found.token_ids, found.stop_reason, len(found.token_ids)) == (free.token_ids, "completed", 200)
     torch.testing.assert_close(torch.tensor(found.log_probs), torch.tensor(free.log_probs), atol=2e-5, rtol=0)
     assert free.num_preempted == 0
-free, found = await asyncio.gather(*[r.server_handle.get_stats.remote(reset_peak=True) for r in replicas])
+free, found = await asyncio.gather(*[r.server_handle.get_stats.remote() for r in replicas])
 assert found.preemptions == sum(answer.num_preempted for answer in answers[1]) > 0
-assert found.kv_tokens == 300 and 0.9 < found.kv_peak_share <= 1, found
-assert (free.preemptions, free.kv_tokens, free.kv_peak_share) == (0, None, None) and free.kv_peak > 300, free
-assert (await replicas[1].server_handle.get_stats.remote()).kv_peak == 0
+assert found.kv_tokens == 300 and 270 < found.kv_peak <= 300, found
+assert (free.preemptions, free.kv_tokens) == (0, None) and free.kv_peak > 300, free
 
 try:
     await get_rollout_replica_class("hf_cpu")(2, with_memory(215), model).launch_servers()
