@@ -9,15 +9,15 @@ from collections.abc import AsyncIterator, Callable
 from time import monotonic
 
 _Waiting = tuple[float, int, "asyncio.Future[None]"]
-"""When it should be over if it ran since it came, its number, and its turn."""
+"""When it would end had it begun when it came, its number, and the future that is done when it has a slot."""
 
 
 class FairScheduler:
-    """Gives out ``slots`` slots. Use it from one event loop.
+    """Grants ``slots`` slots. Use it from one event loop.
 
-    A free slot goes to a prompt that holds the fewest; among those to the execution expected to end first, what it has waited
-    taken off what it is expected to take, so that none waits for ever. A prompt with an execution that is late goes before all
-    others with one more: from that one may be learned that the late one is to be stopped. Amortised O(log n) a turn.
+    A free slot goes to the prompt that holds the fewest; among those to the execution with the fewest expected seconds, less the
+    seconds that it has waited, so that none waits for ever. A prompt with a late execution counts as holding two slots fewer: the
+    result of one more of its executions may show that the late one is to be stopped. Amortised O(log n) a slot.
     """
 
     def __init__(self, slots: int) -> None:
@@ -61,18 +61,18 @@ class FairScheduler:
             self._give_back(prompt)
 
     async def _take(self, prompt: str, expected: float) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        waiting = (monotonic() + expected, next(self._numbers), turn)
+        granted = asyncio.get_running_loop().create_future()
+        waiting = (monotonic() + expected, next(self._numbers), granted)
         heapq.heappush(self._queues.setdefault(prompt, []), waiting)
         self._waiting += 1
         self._offer(prompt)
         self._give_out()
         try:
-            await turn
+            await granted
         except asyncio.CancelledError:
-            if turn.cancelled():
+            if granted.cancelled():
                 self._waiting -= 1  # its place in the queue goes when it comes up
-            else:  # it had got its turn, and was cancelled before it could run
+            else:  # it had got its slot, and was cancelled before it could run
                 self._give_back(prompt)
             raise
 
@@ -103,10 +103,10 @@ class FairScheduler:
             queue = self._queues.get(prompt, [])
             if not queue or standing != self._standing(prompt) or number != queue[0][1]:
                 continue
-            turn = queue[0][2]
-            if not turn.done():
+            granted = queue[0][2]
+            if not granted.done():
                 heapq.heappop(queue)
-                turn.set_result(None)
+                granted.set_result(None)
                 self._free -= 1
                 self._held[prompt] += 1
                 self._waiting -= 1

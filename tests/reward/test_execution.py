@@ -1,4 +1,4 @@
-"""Limits of executions that are running: how they are told, who gives them, and what the sandbox makes of them."""
+"""Limits of executions that are running: how they are passed on, who publishes them, and what the sandbox makes of them."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ def play(main):
     return asyncio.run(asyncio.wait_for(main, 60))
 
 
-def test_what_was_given_before_somebody_followed_is_told_then_and_nothing_twice():
+def test_a_subscriber_gets_the_latest_limits_and_none_twice():
     updates, told = LimitUpdates(), []
     updates.publish(5.0, 4.0)
     with updates.subscribed(lambda wall, cpu: told.append((wall, cpu))):
@@ -33,7 +33,7 @@ def test_what_was_given_before_somebody_followed_is_told_then_and_nothing_twice(
     assert told == [(5.0, 4.0), (3.0, 4.0)]
 
 
-def test_a_leash_is_no_limit_and_makes_no_difference_to_limits():
+def test_updates_are_no_limit_and_make_no_difference_to_limits():
     limits = Limits(updates=LimitUpdates())
     assert limits == Limits()
     assert "updates" not in limits.numbers()
