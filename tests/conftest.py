@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import venv
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,6 +52,49 @@ def python(clean_environment, tmp_path) -> Callable[..., subprocess.CompletedPro
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def wheel(repo, tmp_path_factory) -> Path:
+    """A wheel built from a copy of the tracked sources, with the build tools of this environment."""
+    out = tmp_path_factory.mktemp("wheel")
+    source = out / "source"
+    source.mkdir()
+    for name in ("rl_accel", "patches", "integrations", "pyproject.toml", "README.md", "LICENSE"):
+        subprocess.run(["cp", "-r", str(repo / name), str(source)], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            *("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"),
+            *("-w", str(out), str(source)),
+        ],
+        check=True,
+        timeout=300,
+    )
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def wheel_python(wheel, tmp_path_factory) -> Path:
+    """A fresh environment with only the wheel in it; third-party packages come from this environment."""
+    root = tmp_path_factory.mktemp("installed")
+    venv.create(root / "env", with_pip=True)
+    python = root / "env" / "bin" / "python"
+    subprocess.run(
+        [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True, timeout=300
+    )
+    site = next((root / "env" / "lib").glob("python*/site-packages"))
+    ours = next(path for path in sys.path if path.endswith("site-packages"))
+    (site / "third_party.pth").write_text(ours + "\n")  # added last, and its own .pth files (editable!) are not read
+    return python
+
+
+@pytest.fixture(scope="session")
+def wheel_environment(clean_environment, wheel_python) -> dict[str, str]:
+    """The environment of a shell in which the wheel's environment is active, and nothing of this checkout is on the path."""
+    kept = {key: value for key, value in clean_environment.items() if key != "PYTHONPATH"}
+    return {**kept, "PATH": f"{wheel_python.parent}:{kept['PATH']}"}
 
 
 @pytest.fixture

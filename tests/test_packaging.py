@@ -2,9 +2,7 @@
 
 import json
 import subprocess
-import sys
 import tomllib
-import venv
 import zipfile
 from pathlib import Path
 
@@ -41,49 +39,6 @@ def test_the_version_is_written_once_in_two_places(repo):
     assert tomllib.loads((repo / "pyproject.toml").read_text())["project"]["version"] == rl_accel.__version__
 
 
-@pytest.fixture(scope="session")
-def wheel(repo, tmp_path_factory) -> Path:
-    """A wheel built from a copy of the tracked sources, with the build tools of this environment."""
-    out = tmp_path_factory.mktemp("wheel")
-    source = out / "source"
-    source.mkdir()
-    for name in ("rl_accel", "patches", "integrations", "pyproject.toml", "README.md", "LICENSE"):
-        subprocess.run(["cp", "-r", str(repo / name), str(source)], check=True)
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "--quiet",
-            "--no-deps",
-            "--no-build-isolation",
-            "-w",
-            str(out),
-            str(source),
-        ],
-        check=True,
-        timeout=300,
-    )
-    (built,) = out.glob("*.whl")
-    return built
-
-
-@pytest.fixture(scope="session")
-def wheel_python(wheel, tmp_path_factory) -> Path:
-    """A fresh environment with only the wheel in it; third-party packages come from this environment."""
-    root = tmp_path_factory.mktemp("installed")
-    venv.create(root / "env", with_pip=True)
-    python = root / "env" / "bin" / "python"
-    subprocess.run(
-        [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True, timeout=300
-    )
-    site = next((root / "env" / "lib").glob("python*/site-packages"))
-    ours = next(path for path in sys.path if path.endswith("site-packages"))
-    (site / "third_party.pth").write_text(ours + "\n")  # added last, and its own .pth files (editable!) are not read
-    return python
-
-
 @pytest.mark.slow
 def test_the_wheel_holds_all_modules_and_only_them(wheel, repo):
     names = zipfile.ZipFile(wheel).namelist()
@@ -97,14 +52,14 @@ def test_the_wheel_holds_all_modules_and_only_them(wheel, repo):
 
 
 @pytest.mark.slow
-def test_the_wheel_works_outside_the_checkout(wheel_python, clean_environment, tmp_path):
+def test_the_wheel_works_outside_the_checkout(wheel_python, wheel_environment, tmp_path):
     script = (
         "import rl_accel, rl_accel.patches, rl_accel.integrations; print(rl_accel.__file__, rl_accel.patches.__file__)"
     )
     done = subprocess.run(
         [str(wheel_python), "-c", script],
         cwd=tmp_path,
-        env=clean_environment,
+        env=wheel_environment,
         capture_output=True,
         text=True,
         check=True,
@@ -113,11 +68,11 @@ def test_the_wheel_works_outside_the_checkout(wheel_python, clean_environment, t
 
 
 @pytest.mark.slow
-def test_doctor_and_plugin_discovery_from_the_wheel(wheel_python, clean_environment, tmp_path):
+def test_doctor_and_plugin_discovery_from_the_wheel(wheel_python, wheel_environment, tmp_path):
     doctor = subprocess.run(
         [str(wheel_python.parent / "rl-accel"), "doctor", "--json"],
         cwd=tmp_path,
-        env=clean_environment,
+        env=wheel_environment,
         capture_output=True,
         text=True,
         timeout=240,
@@ -131,7 +86,7 @@ def test_doctor_and_plugin_discovery_from_the_wheel(wheel_python, clean_environm
     loaded = subprocess.run(
         [str(wheel_python), "-c", "import sys, verl; print(sys.modules['rl_accel.integrations.verl.plugin'].__file__)"],
         cwd=tmp_path,
-        env=clean_environment,
+        env=wheel_environment,
         capture_output=True,
         text=True,
         timeout=240,
@@ -140,7 +95,7 @@ def test_doctor_and_plugin_discovery_from_the_wheel(wheel_python, clean_environm
 
 
 @pytest.mark.slow
-def test_the_wheel_alone_says_that_verl_is_absent(wheel_python, clean_environment, tmp_path):
+def test_the_wheel_alone_says_that_verl_is_absent(wheel_python, wheel_environment, tmp_path):
     hidden = tmp_path / "hide"
     hidden.mkdir()
     (hidden / "sitecustomize.py").write_text(
@@ -153,7 +108,7 @@ def test_the_wheel_alone_says_that_verl_is_absent(wheel_python, clean_environmen
     done = subprocess.run(
         [str(wheel_python), "-m", "rl_accel", "doctor", "--json"],
         cwd=tmp_path,
-        env={**clean_environment, "PYTHONPATH": str(hidden)},
+        env={**wheel_environment, "PYTHONPATH": str(hidden)},
         capture_output=True,
         text=True,
         timeout=240,
