@@ -123,14 +123,12 @@ def test_a_metric_that_a_page_describes_is_logged_somewhere(feature):
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(REPO))) for page in PAGES])
-def test_files_named_in_prose_exist(page):
-    """`folder/file.py` in backticks, from the root of the repository or below one of its packages."""
+def test_files_named_in_a_page_exist(page):
+    """``folder/file.py`` anywhere, diagrams included, from the root of the repository."""
     if page.name == "CHANGELOG.md":  # names files that are gone
         return
-    named = re.findall(
-        r"`((?:rl_accel|patches|integrations|tests|docs|examples|requirements)/[\w/-]+\.(?:py|md|txt|json|yaml|png|sh))`",
-        prose_of(page),
-    )
+    folders = "rl_accel|patches|integrations|tests|docs|examples|requirements"
+    named = re.findall(rf"(?<![\w./-])((?:{folders})/[\w/-]+\.(?:py|md|txt|json|yaml|png|sh))\b", page.read_text())
     assert [path for path in named if not (REPO / path).exists()] == []
 
 
