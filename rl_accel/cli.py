@@ -49,6 +49,20 @@ _LAZY_BENCH = {
 }
 
 
+_EXTRAS = {
+    "report": ("matplotlib", "jinja2", "scipy", "pandas"),
+    "serve": ("transformers", "starlette", "uvicorn"),
+    "verl": ("verl",),
+}
+"""By extra of the package, what its commands import."""
+
+
+def _extra_of(error: ModuleNotFoundError) -> str:
+    """Name the extra that brings the package which is missing, if one does."""
+    package = (error.name or "").partition(".")[0]
+    return next((f" (extra [{extra}])" for extra, packages in _EXTRAS.items() if package in packages), "")
+
+
 class _LazyGroup(click.Group):
     """A group whose commands live in modules that are imported on first use."""
 
@@ -63,7 +77,12 @@ class _LazyGroup(click.Group):
         if name not in self._lazy:
             return super().get_command(ctx, name)
         module, attribute, _ = self._lazy[name]
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        try:
+            command: click.Command = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            raise RlAccelError(
+                f"{name} wants the package {error.name}, which is not installed{_extra_of(error)}"
+            ) from error
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("shared machine", deadline=None)  # how long an example takes says nothing here
+settings.load_profile("shared machine")
 
 REPO = Path(__file__).resolve().parent.parent
 

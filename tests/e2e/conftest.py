@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,8 @@ def train(
     def run(driver: str, *overrides: str, steps: int = 2, **env: str) -> Run:
         recipe_file = repo / "examples" / "verl_ppo_cpu" / "recipe.yaml"
         (plan,) = plan_runs(load(recipe_file), recipe_file.parent, workspace, arms=["stock"], steps=steps)
-        script, log, metrics, probes = (tmp_path / n for n in ("driver.py", "train.log", "metrics.jsonl", "status"))
+        out = Path(tempfile.mkdtemp(dir=tmp_path))
+        script, log, metrics, probes = (out / n for n in ("driver.py", "train.log", "metrics.jsonl", "status"))
         script.write_text(driver)
         probes.mkdir()
         first = next(index for index, item in enumerate(plan.command) if "=" in item)
@@ -105,7 +107,7 @@ def train(
             "RAY_TMPDIR": str(short_tmp),
             **env,
         }
-        outcome = supervised(command, environment, tmp_path, log, Stop(), lambda: False)
+        outcome = supervised(command, environment, out, log, Stop(), lambda: False)
         assert outcome.exit_code == 0, last_lines(log, 60)
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         steps = [row["data"] for row in rows if row["step"] >= 1]

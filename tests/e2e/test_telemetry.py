@@ -81,3 +81,22 @@ def test_every_response_is_noted_and_shares_add_up(run, folder):
     assert list(found.steps) == [3, 4]
     assert len(found.generations) == 2
     assert not found.missing
+
+
+def test_alone_it_changes_no_metric_of_training(train):
+    overrides = (
+        "algorithm.adv_estimator=grpo",
+        f"actor_rollout_ref.rollout.n={R0}",
+        f"data.train_batch_size={P0}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={P0}",
+    )
+    stock, observed = (
+        [
+            {name: value for name, value in metrics.items() if not name.startswith(("timing_", "perf/", "rl_accel/"))}
+            for metrics in train(DRIVER, *overrides, *flags, steps=2).steps
+        ]
+        for flags in ((), ("+rl_accel.telemetry.enable=True",))
+    )
+    assert len(stock) == 2
+    assert len(stock[0]) > 20
+    assert observed == stock
