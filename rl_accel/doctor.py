@@ -75,11 +75,11 @@ def diagnose() -> Diagnosis:
         from rl_accel.reward.sandbox import bubblewrap_problem
 
         checkout = _use_slime_checkout()
-        versions = {name: _version(name) for name in DISTRIBUTIONS} | {"slime": checkout}
         checks = [check for feature in FEATURES for check in _check_feature(feature)]
         for framework, module in FLAG_READERS.items():
             if is_installed(framework):
                 checks += [_try(_READS_FLAGS, switch, None) for switch in switches_of(module)]
+        versions = {name: _version(name) for name in DISTRIBUTIONS} | {"slime": checkout}
         problem = bubblewrap_problem()
         sandbox = f"process ({problem})" if problem else "bubblewrap"
         return Diagnosis(platform.python_version(), versions, available_backends(), tuple(checks), sandbox)
@@ -157,6 +157,10 @@ def _one_line(error: Exception) -> str:
 
 
 def _version(distribution: str) -> str | None:
+    """The version that has been imported, which may be a checkout beside an installed one; else the installed one."""
+    imported = getattr(sys.modules.get(distribution), "__version__", None)
+    if isinstance(imported, str):
+        return imported
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

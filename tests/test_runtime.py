@@ -263,3 +263,18 @@ def test_a_patch_that_is_not_for_this_version_leaves_the_rest_of_its_feature_on(
     assert done.returncode == 0, done.stderr
     assert "verl.masked_whiten: verl.utils.torch_functional:masked_whiten does not exist" in done.stdout
     assert done.stdout.endswith("()\n")
+
+
+@pytest.mark.slow
+def test_doctor_shows_the_verl_that_is_imported(fake_verl, python, tmp_path):
+    (tmp_path / "verl" / "__init__.py").write_text('__version__ = "7.8.9"\n')
+    done = python("""
+        from rl_accel.doctor import diagnose
+        diagnosis = diagnose()
+        print(diagnosis.versions["verl"])
+        print({check.verdict for check in diagnosis.checks if check.feature == "tail_batching"})
+    """)
+    assert done.returncode == 0, done.stderr
+    version, verdicts = done.stdout.splitlines()
+    assert version == "7.8.9"
+    assert "works" not in verdicts, "this verl has no trainer"
