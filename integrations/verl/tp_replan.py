@@ -5,6 +5,7 @@ logged, reads the counters of the rollout servers and asks the planner. With act
 run; ``rl_accel.integrations.ray.restart_note`` has the driver say so, and ``rl_accel.relaunch`` starts it again.
 """
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
-from rl_accel.errors import ConfigError
+from rl_accel.errors import ConfigError, refuse
 from rl_accel.features.tp_replan import TpReplanFlags
 from rl_accel.integrations.ray import restart_note
 from rl_accel.integrations.verl.engines import ON_POLICY_MODES, counted_engines, engine_of, read_servers
@@ -29,6 +30,7 @@ logger = logging.getLogger("rl_accel")
 SEAMS: Seams = {"verl.trainer.ppo.v1.trainer_base:PPOTrainer.prepare_step": ("self",)}
 """verl 0.9.1 has it."""
 FLAG = "rl_accel.tp_replan"
+_refuse = functools.partial(refuse, FLAG)
 TP_KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _STEP = "training/global_step"
@@ -137,10 +139,6 @@ def _check_checkpoints(config: Any) -> None:
 
 def _get(config: Any, key: str, default: Any = None) -> Any:
     return OmegaConf.select(config, key, default=default)
-
-
-def _refuse(key: str, wanted: Any, found: Any, reason: str = "") -> None:
-    raise ConfigError(f"{FLAG} wants {key} = {wanted}, found {found}" + (f" ({reason})" if reason else ""))
 
 
 # In the trainer's process

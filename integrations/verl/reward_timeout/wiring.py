@@ -3,6 +3,7 @@
 In the trainer process it also registers the manager, and brings what reward workers have counted to the trainer's logger.
 """
 
+import functools
 import logging
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
-from rl_accel.errors import ConfigError
+from rl_accel.errors import ConfigError, refuse
 from rl_accel.features.reward_timeout import RewardTimeoutFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.reward_timeout import MANAGER, MANAGER_MODULE, SECTION, WORKER_PART
@@ -29,6 +30,7 @@ SEAMS: Seams = {
 }
 """Agent loops must tell validation from training; verl 0.9.1 has them."""
 _FLAG = "rl_accel.reward_timeout"
+_refuse = functools.partial(refuse, _FLAG)
 _REWARD = "reward.reward_manager"
 _ANCHORS = "rl_accel_reward_anchors.json"
 _REGISTERED = "rl_accel_reward_timeout"
@@ -131,10 +133,6 @@ def check(config: Any) -> None:
         theirs = [known for known, manager in REWARD_MANAGER.items() if not manager.__module__.startswith("rl_accel.")]
         if name not in theirs:
             _refuse(f"{_REWARD}.name", f"one of {', '.join(theirs)}", name)
-
-
-def _refuse(key: str, wanted: Any, found: Any, reason: str = "") -> None:
-    raise ConfigError(f"{_FLAG} wants {key} = {wanted}, found {found}" + (f" ({reason})" if reason else ""))
 
 
 class Collector:

@@ -1,12 +1,13 @@
 """Puts tail batching into the configuration of an unchanged sync recipe, or says why it cannot work; registers its trainer."""
 
+import functools
 import sys
 from dataclasses import asdict
 from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
-from rl_accel.errors import ConfigError
+from rl_accel.errors import ConfigError, refuse
 from rl_accel.features.tail_batching import TailBatchingFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.tail_batching import MODE, WORKER_PART
@@ -21,6 +22,7 @@ SEAMS: Seams = {
 }
 """verl 0.9.1 has them."""
 _FLAG = "rl_accel.tail_batching"
+_refuse = functools.partial(refuse, _FLAG)
 _MODE_KEY = "trainer.v1.trainer_mode"
 
 
@@ -93,10 +95,6 @@ def check(config: Any) -> None:
     for key, used in users:
         if used and batch % get(key):
             _refuse(key, f"a divisor of data.train_batch_size = {batch}", get(key), "a batch is never padded")
-
-
-def _refuse(key: str, wanted: Any, found: Any, reason: str = "") -> None:
-    raise ConfigError(f"{_FLAG} wants {key} = {wanted}, found {found}" + (f" ({reason})" if reason else ""))
 
 
 def _modes() -> dict[str, type]:
