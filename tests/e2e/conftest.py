@@ -2,7 +2,6 @@
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,14 +85,14 @@ def train(
 ) -> Callable[..., Run]:
     """``train(driver, *overrides, steps=2, **env)``: run a driver script with the recipe's overrides of the stock arm.
 
-    The driver gets verl's overrides as its arguments.
+    The driver gets verl's overrides as its arguments. A second run of a test needs a ``folder`` of its own.
     """
 
-    def run(driver: str, *overrides: str, steps: int = 2, **env: str) -> Run:
+    def run(driver: str, *overrides: str, steps: int = 2, folder: Path = tmp_path, **env: str) -> Run:
         recipe_file = repo / "examples" / "verl_ppo_cpu" / "recipe.yaml"
         (plan,) = plan_runs(load(recipe_file), recipe_file.parent, workspace, arms=["stock"], steps=steps)
-        out = Path(tempfile.mkdtemp(dir=tmp_path))
-        script, log, metrics, probes = (out / n for n in ("driver.py", "train.log", "metrics.jsonl", "status"))
+        folder.mkdir(exist_ok=True)
+        script, log, metrics, probes = (folder / n for n in ("driver.py", "train.log", "metrics.jsonl", "status"))
         script.write_text(driver)
         probes.mkdir()
         first = next(index for index, item in enumerate(plan.command) if "=" in item)
@@ -107,7 +106,7 @@ def train(
             "RAY_TMPDIR": str(short_tmp),
             **env,
         }
-        outcome = supervised(command, environment, out, log, Stop(), lambda: False)
+        outcome = supervised(command, environment, folder, log, Stop(), lambda: False)
         assert outcome.exit_code == 0, last_lines(log, 60)
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         steps = [row["data"] for row in rows if row["step"] >= 1]

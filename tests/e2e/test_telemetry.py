@@ -85,14 +85,15 @@ def test_every_response_is_noted_and_shares_add_up(run, folder):
     assert not found.missing
 
 
-def test_alone_it_changes_no_metric_of_training(train):
+def test_alone_it_changes_no_metric_of_training(train, tmp_path):
     overrides = (
         "algorithm.adv_estimator=grpo",
         f"actor_rollout_ref.rollout.n={R0}",
         f"data.train_batch_size={P0}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={P0}",
     )
-    stock, observed = (train(DRIVER, *overrides, *flags).steps for flags in ((), ("+rl_accel.telemetry.enable=True",)))
+    stock = train(DRIVER, *overrides, folder=tmp_path / "stock").steps
+    observed = train(DRIVER, *overrides, "+rl_accel.telemetry.enable=True", folder=tmp_path / "observed").steps
     assert len(stock) == len(observed) == 2
     for before, after in zip(stock, observed, strict=True):
         compared = [name for name in before if not any(fnmatch(name, pattern) for pattern in NOT_COMPARED)]
