@@ -1,7 +1,7 @@
 """Run as a process of its own: slime's argument parser, our YAML, and the real RolloutManager actor on a Ray cluster without GPUs.
 
 ``python manager.py URL MODEL PROMPTS FOLDER tail`` prints a line of JSON for each rollout of a run that is killed and resumed;
-with ``rewards`` instead of ``tail``, for each rollout what slime has logged of it, while the ledger of anchors is killed.
+with ``rewards`` instead of ``tail``, for each rollout what slime has logged of it, while the store of anchors is killed.
 """
 
 import argparse
@@ -126,7 +126,7 @@ def train_and_resume():
         generate(second, rollout_id)
 
 
-def judge_and_lose_the_ledger():
+def grade_and_lose_the_store():
     import ray
 
     actor = manager(parse(None))
@@ -135,7 +135,7 @@ def judge_and_lose_the_ledger():
         if rollout_id == 0:
             ray.kill(ray.get_actor("rl_accel_reward_anchors"), no_restart=False)
         if rollout_id == 1:
-            ray.get(ray.get_actor("rl_accel_reward_anchors").life.remote())
+            ray.get(ray.get_actor("rl_accel_reward_anchors").incarnation.remote())
         print(json.dumps(logged(f"perf {rollout_id}: ")), flush=True)
     ray.get(actor.eval.remote(2))
     print(json.dumps(logged("eval 2: ")), flush=True)
@@ -163,7 +163,7 @@ def main():
         runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}},
     )
     try:
-        {"tail": train_and_resume, "rewards": judge_and_lose_the_ledger}[WHAT]()
+        {"tail": train_and_resume, "rewards": grade_and_lose_the_store}[WHAT]()
     finally:
         ray.shutdown()
 

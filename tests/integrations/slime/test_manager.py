@@ -51,19 +51,17 @@ def test_the_manager_trains_every_prompt_once_also_after_a_resume(run_manager, s
     assert trained == Counter({f"1:{row}": 1 for row in range(1, 49)})
 
 
-def test_the_manager_logs_what_judging_did_and_survives_the_loss_of_the_ledger(run_manager, short_tmp):
+def test_the_manager_logs_what_grading_did_and_survives_the_loss_of_the_store(run_manager, short_tmp):
     *rollouts, evaluation = run_manager("rewards")
     totals = Counter()
-    for (
-        line
-    ) in rollouts:  # while the ledger is away the numbers of a rollout come with the next, and some of them twice
+    for line in rollouts:  # while the store is away the numbers of a rollout come with the next, and some of them twice
         totals.update(
             {name: line.get(f"rl_accel/reward_timeout/{name}", 0) for name in ("executions", "timeouts", "errors")}
         )
     assert (totals["timeouts"], totals["errors"]) == (4, 4)
     assert totals["executions"] >= 96
     assert rollouts[0]["rl_accel/reward_timeout/anchors"] >= 6
-    assert rollouts[2]["rl_accel/reward_timeout/anchors"] >= 20, "the new ledger has been told what was known"
+    assert rollouts[2]["rl_accel/reward_timeout/anchors"] >= 20, "the new store knows what was known"
     assert all("rollout/response_len/mean" in line for line in rollouts), "slime's own numbers are there"
     assert evaluation["eval/few"] > 0
     saved = json.loads((short_tmp / "checkpoints/rl_accel_reward_anchors.json").read_text())
