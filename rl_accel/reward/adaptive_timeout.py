@@ -37,13 +37,9 @@ class Limit:
     reason: Reason
 
 
-@dataclass(slots=True)
-class _Anchor:
-    """Longest correct execution of a key, and how many were correct."""
-
-    wall: float = 0.0
-    cpu: float = 0.0
-    correct: int = 0
+def longest(one: AnchorTuple, other: AnchorTuple, correct: int) -> AnchorTuple:
+    """Return the longer times of two anchors, with the number ``correct``."""
+    return max(one[0], other[0]), max(one[1], other[1]), correct
 
 
 class AdaptiveTimeout:
@@ -64,7 +60,7 @@ class AdaptiveTimeout:
         self.flags = flags or RewardTimeoutFlags()
         self.capacity = capacity
         self._caution = caution
-        self._anchors: OrderedDict[str, _Anchor] = OrderedDict()
+        self._anchors: OrderedDict[str, AnchorTuple] = OrderedDict()
         self._until_probe = self._period()
 
     def __len__(self) -> int:
@@ -82,23 +78,22 @@ class AdaptiveTimeout:
 
     def learned(self, key: str) -> Limit:
         """Return what :meth:`limit` does, and never a probe: for an execution that has had its limit, and goes on."""
-        anchor = self._find(key)
-        if anchor is None or anchor.correct < self.flags.min_correct:
+        if key in self._anchors:
+            self._anchors.move_to_end(key)
+        *anchor, correct = self.get(key)
+        if correct < self.flags.min_correct:
             return Limit(self.flags.maximum, self.flags.maximum, "learning")
-        wall, cpu = (self._from(seconds, anchor.correct) for seconds in (anchor.wall, anchor.cpu))
+        wall, cpu = (self._from(seconds, correct) for seconds in anchor)
         # Not below the wall limit: one answer may compute what another has waited for.
         return Limit(wall, max(wall, cpu), "adaptive")
 
     def expected(self, key: str) -> float:
         """Return the anchor in wall seconds, or the full budget if it is not known: what a scheduler sorts by."""
-        anchor = self._anchors.get(key)
-        return self.flags.maximum if anchor is None or not anchor.correct else anchor.wall
+        wall, _, correct = self.get(key)
+        return wall if correct else self.flags.maximum
 
-    def record(self, key: str, wall: float, cpu: float, correct: bool) -> bool:
+    def record(self, key: str, wall: float, cpu: float, correct: bool) -> None:
         """Report an execution. Only correct ones teach. Evaluations are not to be reported.
-
-        Returns:
-            Whether the anchor rose.
 
         Raises:
             ValueError: a time is negative or not finite.
@@ -106,39 +101,30 @@ class AdaptiveTimeout:
         for name, value in (("wall", wall), ("cpu", cpu)):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be a finite number of at least 0, found {value!r}")
-        if not correct:
-            return False
-        anchor = self._find(key)
-        if anchor is None:
-            anchor = self._anchors[key] = _Anchor()
-            self._forget()
-        rises = wall > anchor.wall or cpu > anchor.cpu
-        anchor.wall = min(max(anchor.wall, wall), self.flags.maximum)
-        anchor.cpu = min(max(anchor.cpu, cpu), self.flags.maximum)
-        anchor.correct += 1
-        return rises
+        if correct:
+            most = self.flags.maximum
+            self.merge({key: (min(wall, most), min(cpu, most), self.get(key)[2] + 1)})
 
     def get(self, key: str) -> AnchorTuple:
         """Return the anchor of ``key`` in wall and in processor seconds, and how many results were correct; zeros if unknown."""
-        anchor = self._anchors.get(key, _Anchor())
-        return anchor.wall, anchor.cpu, anchor.correct
+        return self._anchors.get(key, (0.0, 0.0, 0))
 
     def merge(self, anchors: Mapping[str, AnchorTuple]) -> None:
         """Take over what others know: the longer anchor and the larger count of each key. Twice is the same as once."""
-        for key, (wall, cpu, correct) in anchors.items():
-            ours = self._anchors.setdefault(key, _Anchor())
-            ours.wall, ours.cpu, ours.correct = max(ours.wall, wall), max(ours.cpu, cpu), max(ours.correct, correct)
+        for key, theirs in anchors.items():
+            ours = self.get(key)
+            self._anchors[key] = longest(ours, theirs, max(ours[2], theirs[2]))
             self._anchors.move_to_end(key)
-        self._forget()
+        while len(self._anchors) > self.capacity:
+            self._anchors.popitem(last=False)
 
     def anchors(self) -> dict[str, AnchorTuple]:
         """Return all anchors as :meth:`get` does, the key used last at the end."""
-        return {key: self.get(key) for key in self._anchors}
+        return dict(self._anchors)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the anchors, ready for JSON."""
-        anchors = {key: list(anchor) for key, anchor in self.anchors().items()}
-        return {"format": _FORMAT, "version": _VERSION, "anchors": anchors}
+        return {"format": _FORMAT, "version": _VERSION, "anchors": self.anchors()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace all anchors by saved ones. Settings may differ from those of the run that saved them.
@@ -149,30 +135,20 @@ class AdaptiveTimeout:
         found = (state.get("format"), state.get("version")) if isinstance(state, Mapping) else (None, None)
         if found != (_FORMAT, _VERSION):
             raise ValueError(f"state must be of {(_FORMAT, _VERSION)} (format, version), found {found}")
-        anchors: OrderedDict[str, _Anchor] = OrderedDict()
+        anchors: dict[str, AnchorTuple] = {}
         try:
             for key, (wall, cpu, correct) in state["anchors"].items():
-                anchors[str(key)] = _Anchor(float(wall), float(cpu), int(correct))
+                anchors[str(key)] = float(wall), float(cpu), int(correct)
                 if not (0 <= float(wall) < math.inf and 0 <= float(cpu) < math.inf and int(correct) >= 0):
                     raise ValueError(f"anchor of {key!r} is {[wall, cpu, correct]}")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"state is damaged: {type(error).__name__}: {error}") from error
-        self._anchors = anchors
-        self._forget()
-
-    def _find(self, key: str) -> _Anchor | None:
-        anchor = self._anchors.get(key)
-        if anchor is not None:
-            self._anchors.move_to_end(key)
-        return anchor
+        self._anchors.clear()
+        self.merge(anchors)
 
     def _from(self, anchor: float, correct: int) -> float:
         wanted = self.flags.scale * (1 + self._caution / correct) * anchor + self.flags.slack
         return min(max(wanted, self.flags.minimum), self.flags.maximum)
-
-    def _forget(self) -> None:
-        while len(self._anchors) > self.capacity:
-            self._anchors.popitem(last=False)
 
     def _period(self) -> int | None:
         return round(1 / self.flags.probe_share) if self.flags.probe_share else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_accel.files import write_atomically
-from rl_accel.reward.adaptive_timeout import AdaptiveTimeout, AnchorTuple
+from rl_accel.reward.adaptive_timeout import AdaptiveTimeout, AnchorTuple, longest
 
 
 @dataclass
@@ -57,8 +57,7 @@ class Replica:
         """Report an execution; see :meth:`AdaptiveTimeout.record`."""
         self.timeout.record(key, wall, cpu, correct)
         if correct:
-            known = self._learned.get(key, (0.0, 0.0, 0))
-            self._learned[key] = max(known[0], wall), max(known[1], cpu), known[2] + 1
+            self._learn(key, (wall, cpu, 1))
 
     def count(self, name: str, amount: float = 1.0) -> None:
         """Add to a number that the store sums over all replicas."""
@@ -73,20 +72,20 @@ class Replica:
 
     def put_back(self, delta: AnchorDelta) -> None:
         """Keep ``delta`` for the next exchange."""
-        for key, (wall, cpu, correct) in delta.learned.items():
-            now = self._learned.get(key, (0.0, 0.0, 0))
-            self._learned[key] = max(now[0], wall), max(now[1], cpu), now[2] + correct
+        for key, anchor in delta.learned.items():
+            self._learn(key, anchor)
         _add(self._counts, delta.counts)
         self._tell_everything |= bool(delta.everything)
 
     def apply(self, update: Update) -> None:
         """Take over what others have learned."""
         self.timeout.merge(update.anchors)
-        self._incarnation, self._version, self._tell_everything = (
-            update.incarnation,
-            update.version,
-            update.wants_everything,
-        )
+        self._incarnation, self._version = update.incarnation, update.version
+        self._tell_everything = update.wants_everything
+
+    def _learn(self, key: str, anchor: AnchorTuple) -> None:
+        known = self._learned.get(key, (0.0, 0.0, 0))
+        self._learned[key] = longest(known, anchor, known[2] + anchor[2])
 
 
 class AnchorStore:

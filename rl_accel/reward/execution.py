@@ -49,7 +49,7 @@ class Limits:
         processes: how many there may be at once, threads included.
         file_bytes: size of a file it writes.
         output_bytes: what it may print; more stops it. Only the beginning is returned.
-        updates: changes ``wall`` and ``cpu`` while it runs; None: they stay.
+        updates: changes ``wall`` and ``cpu`` while it runs.
 
     Raises:
         ValueError: a limit is not above 0.
@@ -61,7 +61,7 @@ class Limits:
     processes: int = 32
     file_bytes: int = 64 << 20
     output_bytes: int = 1 << 20
-    updates: LimitUpdates | None = field(default=None, repr=False, compare=False)
+    updates: LimitUpdates = field(default_factory=LimitUpdates, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, value in self.numbers().items():

@@ -5,10 +5,9 @@ import hashlib
 import itertools
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from rl_accel.reward.adaptive_timeout import Limit
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.awaited import gather_until
 from rl_accel.reward.execution import ExecutionResult, Limits, LimitUpdates
@@ -75,63 +74,51 @@ class LimitedExecutor:
         came = loop.time()
         async with self.scheduler.slot(prompt, timeout.expected(key)) as is_late:
             began = loop.time()
-            allowed = _Allowed(timeout.limit(key))
-            limits = replace(self.limits, wall=allowed.limit.wall, cpu=allowed.limit.cpu, updates=allowed.updates)
-            learning = allowed.limit.reason == "learning"
-            follow = asyncio.create_task(self._follow(key, allowed, is_late)) if learning else None
+            limit, updates = timeout.limit(key), LimitUpdates()
+            limits = replace(self.limits, wall=limit.wall, cpu=limit.cpu, updates=updates)
+
+            async def follow() -> None:
+                """Give it a limit once there is one, and say if it takes long until then."""
+                nonlocal limit
+                for look in itertools.count(1):
+                    await asyncio.sleep(max(timeout.flags.minimum / _LOOKS, _LEAST_PAUSE_SECONDS))
+                    limit = timeout.limit(key) if limit.reason == "learning" else timeout.learned(key)
+                    if limit.reason == "probe":
+                        return
+                    if limit.reason == "adaptive":
+                        updates.publish(limit.wall, limit.cpu)
+                    elif look == _LOOKS:
+                        is_late()
+
+            following = asyncio.create_task(follow()) if limit.reason == "learning" else None
             try:
                 result = await run(limits)
             except asyncio.CancelledError:
                 self.replica.count("cancelled")
                 raise
             finally:
-                if follow:
-                    follow.cancel()
-        limit = allowed.limit
+                if following:
+                    following.cancel()
         if not teach:
             self.replica.count("eval_executions")
             return result
-        full = timeout.flags.maximum
         timed_out = result.verdict == "timeout"
+        was_early = timed_out and limit.reason == "adaptive"
         is_correct = correct(result)
         self.replica.record(key, max(result.wall - result.waited, 0.0), result.cpu, is_correct)
         for name, amount in (
             ("executions", 1),
             ("correct", is_correct),
             ("timeouts", timed_out),
-            ("timeouts_full", timed_out and limit.reason != "adaptive"),
+            ("timeouts_full", timed_out and not was_early),
             ("killed", result.verdict in ("killed", "memory")),
             ("probes", limit.reason == "probe"),
             ("seconds", result.wall),
             ("waited_seconds", began - came),
-            ("saved_seconds", max(full - result.wall, 0.0) if timed_out and limit.reason == "adaptive" else 0.0),
+            ("saved_seconds", max(timeout.flags.maximum - result.wall, 0.0) if was_early else 0.0),
         ):
             self.replica.count(name, float(amount))
         return result
-
-    async def _follow(self, key: str, allowed: "_Allowed", is_late: Callable[[], None]) -> None:
-        """Give an execution that began with the full budget its limit once there is one, and say if it takes long until then."""
-        timeout = self.replica.timeout
-        for look in itertools.count(1):
-            await asyncio.sleep(max(timeout.flags.minimum / _LOOKS, _LEAST_PAUSE_SECONDS))
-            if allowed.limit.reason == "learning":
-                allowed.limit = timeout.limit(key)
-            else:
-                allowed.limit = timeout.learned(key)
-            if allowed.limit.reason == "probe":
-                return
-            if allowed.limit.reason == "adaptive":
-                allowed.updates.publish(allowed.limit.wall, allowed.limit.cpu)
-            elif look == _LOOKS:
-                is_late()
-
-
-@dataclass
-class _Allowed:
-    """The limit of an execution as it is now, and how it is told."""
-
-    limit: Limit
-    updates: LimitUpdates = field(default_factory=LimitUpdates)
 
 
 async def execute_program(

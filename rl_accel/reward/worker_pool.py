@@ -201,7 +201,7 @@ class Worker:
         self._send(asdict(Order(self._count, limits.numbers(), **order)), payload)
         self._answer = asyncio.ensure_future(self._wait(limits.wall))
         self._answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # nobody else may ask
-        with limits.updates.subscribed(self._change) if limits.updates else contextlib.nullcontext():
+        with limits.updates.subscribed(self._change):
             return await asyncio.shield(self._answer)
 
     async def stop(self) -> None:

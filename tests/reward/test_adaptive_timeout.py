@@ -59,9 +59,9 @@ def test_one_correct_answer_is_enough_by_default():
 
 def test_wrong_answers_teach_nothing():
     policy = taught(0.3, 0.3, 0.3)
-    assert not policy.record("a", 29.0, 29.0, correct=False)
+    policy.record("a", 29.0, 29.0, correct=False)
     assert policy.limit("a").wall == 2.0
-    assert not policy.record("b", 1.0, 1.0, correct=False)
+    policy.record("b", 1.0, 1.0, correct=False)
     assert len(policy) == 1
 
 
@@ -83,7 +83,7 @@ def test_a_share_of_limits_is_the_full_budget_so_that_a_slow_correct_answer_can_
     policy = taught(0.3, 0.3, 0.3, probe_share=0.05)
     reasons = [policy.limit("a").reason for _ in range(200)]
     assert reasons.count("probe") == 10
-    assert policy.record("a", 10.0, 10.0, correct=True)
+    policy.record("a", 10.0, 10.0, correct=True)
     assert policy.limit("a").wall == 15.5
 
 
