@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.patches import Patch
 
-from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.features import RewardTimeoutFlags
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 
 CORRECT, WRONG = (3.0, 3.6, 4.1, 4.4, 5.0), (2.2, 3.9)

@@ -1,6 +1,151 @@
-"""``python -m rl_accel`` is the ``rl-accel`` command."""
+"""The command ``rl-accel``. Each subcommand is imported when it is called, so that ``--help`` stays quick."""
 
-from rl_accel.cli import main
+import importlib
+import json
+import os
+from typing import Any
+
+import click
+
+from rl_accel import __version__
+from rl_accel.errors import RlAccelError
+
+_LAZY = {
+    "serve-cpu": (
+        "rl_accel.lab.cpu_engine.sglang_server",
+        "serve_cpu",
+        "A small model behind SGLang's HTTP endpoints, on this CPU.",
+    ),
+    "slime-config": (
+        "rl_accel.integrations.slime.custom_config",
+        "slime_config",
+        "Write or check the YAML for slime's --custom-config-path.",
+    ),
+    "profile": (
+        "rl_accel.telemetry.cli",
+        "profile",
+        "Where a step's time went in a run, and which flag would save most.",
+    ),
+    "run": (
+        "rl_accel.relaunch",
+        "run",
+        "Run a trainer, and again with other overrides when it asks for that.",
+    ),
+    "ab": ("rl_accel.lab.ab.cli", "ab", "Train the arms of a recipe one after the other and report the difference."),
+}
+_LAZY_BENCH = {
+    "gae": ("rl_accel.lab.bench.gae", "bench_gae", "GAE kernels against verl's loop and other published ways."),
+    "reward": ("rl_accel.lab.bench.reward", "bench_reward", "A fixed time limit of rewards against the adaptive one."),
+    "outcome": (
+        "rl_accel.lab.bench.group_advantages",
+        "bench_outcome",
+        "Twins of verl's other advantage loops against the loops.",
+    ),
+    "tail": (
+        "rl_accel.lab.bench.tail",
+        "bench_tail",
+        "Tail batching: what its rounds cost on verl, without a model.",
+    ),
+}
+
+_EXTRAS = {
+    "report": ("matplotlib", "jinja2", "scipy", "pandas"),
+    "serve": ("transformers", "starlette", "uvicorn"),
+    "verl": ("verl",),
+}
+"""By extra of the package, what its commands import."""
+
+
+class _LazyGroup(click.Group):
+    """A group whose commands live in modules that are imported on first use."""
+
+    def __init__(self, *args: Any, lazy: dict[str, tuple[str, str, str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._lazy = lazy
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *self._lazy})
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in self._lazy:
+            return super().get_command(ctx, name)
+        module, attribute, _ = self._lazy[name]
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [
+            (name, self._lazy[name][2] if name in self._lazy else (self.commands[name].get_short_help_str(100)))
+            for name in self.list_commands(ctx)
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+@click.group(cls=_LazyGroup, lazy=_LAZY)
+@click.version_option(__version__, prog_name="rl-accel")
+def cli() -> None:
+    """Faster synchronous RL post-training on verl and slime, without a fork."""
+
+
+@cli.group(cls=_LazyGroup, lazy=_LAZY_BENCH)
+def bench() -> None:
+    """Measure kernels side by side; each benchmark checks correctness first."""
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+def status(as_json: bool) -> None:
+    """What the flags in this shell's environment turn on, without importing a framework."""
+    from rl_accel.runtime import RUNTIME
+
+    RUNTIME.adopt(os.environ.get("RL_ACCEL_SOURCES"))
+    answer = RUNTIME.status()
+    click.echo(json.dumps(answer.to_dict(), indent=2) if as_json else str(answer))
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def doctor(as_json: bool) -> None:
+    """Which frameworks, versions and backends are here, and which features work with them; tries each for real."""
+    from rl_accel.doctor import diagnose
+
+    diagnosis = diagnose()
+    click.echo(json.dumps(diagnosis.to_dict(), indent=2) if as_json else str(diagnosis))
+
+
+@cli.command()
+def flags() -> None:
+    """Every flag with its default, as written in RL_ACCEL_CONFIG, on verl's command line or in rl_accel.enable()."""
+    from rl_accel.config import describe_flags
+    from rl_accel.switch import aligned
+
+    for line in aligned(describe_flags()):
+        click.echo(line)
+
+
+def main() -> None:
+    """Run the command; an error made by a user is one line on standard error and exit status 2."""
+    try:
+        cli.main(prog_name="rl-accel", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        raise SystemExit(error.exit_code) from error
+    except click.exceptions.Abort as error:
+        raise SystemExit(130) from error
+    except click.exceptions.Exit as error:
+        raise SystemExit(error.exit_code) from error
+    except RlAccelError as error:
+        click.echo(f"rl-accel: {error}", err=True)
+        raise SystemExit(2) from error
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        extra = next((extra for extra, packages in _EXTRAS.items() if package in packages), None)
+        if extra is None:
+            raise
+        click.echo(f"rl-accel: this needs {package}: in a checkout of rl-accel, pip install '.[{extra}]'", err=True)
+        raise SystemExit(2) from error
+
 
 if __name__ == "__main__":
     main()

@@ -16,8 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_accel.errors import ConfigError
-from rl_accel.feature import F, Feature
-from rl_accel.features import FEATURES
+from rl_accel.features import FEATURES, F, Feature
 
 ENV_VAR = "RL_ACCEL_CONFIG"
 

@@ -17,11 +17,9 @@ from typing import Any
 
 from rl_accel import __version__
 from rl_accel.errors import ConfigError, PatchRefused
-from rl_accel.feature import Feature
-from rl_accel.features import FEATURES, FLAG_READERS
+from rl_accel.features import FEATURES, FLAG_READERS, Feature
 from rl_accel.runtime import is_installed, switches_of
-from rl_accel.state import aligned
-from rl_accel.switch import Switch, SwitchState
+from rl_accel.switch import Switch, SwitchState, aligned
 
 DISTRIBUTIONS = ("torch", "numba", "triton", "ray", "verl", "TransferQueue", "slime", "transformers", "omegaconf")
 _READS_FLAGS = "reads flags"

@@ -19,8 +19,7 @@ from rl_accel import config as cfg
 from rl_accel.errors import ConfigError, NotInThisVersion, PatchRefused, RlAccelError
 from rl_accel.features import FEATURES, FLAG_READERS, LOGGERS
 from rl_accel.post_import import when_imported
-from rl_accel.state import FeatureStatus, Status, SwitchStatus
-from rl_accel.switch import Switch
+from rl_accel.switch import FeatureStatus, Status, Switch, SwitchStatus
 
 logger = logging.getLogger("rl_accel")
 

@@ -196,7 +196,7 @@ def run_shell(wheel_environment, desk):
 
 PARSE = """
 import json, sys, click
-from rl_accel.cli import cli
+from rl_accel.__main__ import cli
 
 def problem(words):
     context, command, name = click.Context(cli, info_name="rl-accel"), cli, "rl-accel"

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.features import RewardTimeoutFlags
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import AnchorDelta, AnchorStore, Replica, Update
 

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_accel.feature import SlimeHooks
-from rl_accel.features import FEATURES
+from rl_accel.features import FEATURES, SlimeHooks
 from rl_accel.integrations.slime.hooks import flags_of, function_at
 from rl_accel.patches.seams import Seams
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_accel.errors import ConfigError
-from rl_accel.features.tp_replan import TP_REPLAN, TpReplanFlags
+from rl_accel.features import TP_REPLAN, TpReplanFlags
 from rl_accel.integrations.slime.hooks import flags_of
 from rl_accel.integrations.slime.rollout_log import LOG_SEAMS, Rollout
 from rl_accel.parallel.model_memory import TpBounds, read_configuration

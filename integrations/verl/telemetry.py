@@ -20,7 +20,7 @@ from typing import Any
 from omegaconf import OmegaConf, open_dict
 
 from rl_accel.errors import ConfigError
-from rl_accel.features.telemetry import TelemetryFlags
+from rl_accel.features import TelemetryFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.engines import ON_POLICY_MODES, engine_of, read_servers
 from rl_accel.patches.registration import Registration

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf, open_dict
 
 from rl_accel.errors import ConfigError, refuse
-from rl_accel.features.tp_replan import TpReplanFlags
+from rl_accel.features import TpReplanFlags
 from rl_accel.integrations.ray import restart_note
 from rl_accel.integrations.verl.engines import ON_POLICY_MODES, counted_engines, engine_of, read_servers
 from rl_accel.parallel.model_memory import TpBounds, read_configuration

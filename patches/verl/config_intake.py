@@ -4,7 +4,7 @@ In the driver that is ``validate_config``, so that a misspelt key stops the run 
 trainer process it is the constructor of the trainer, which also serves drivers that call neither ``main_ppo`` nor
 ``validate_config``. These are the only functions of verl that the pack wraps without being asked.
 
-A feature that stands on verl's extension points has a module (:attr:`~rl_accel.feature.Feature.verl`) with
+A feature that stands on verl's extension points has a module (:attr:`~rl_accel.features.Feature.verl`) with
 
 - ``SEAMS``: what it needs of verl, for :func:`rl_accel.patches.seams.require`,
 - ``wire(config, flags)``, which chooses its extension points in ``config`` (verl's, changed in place), idempotent,

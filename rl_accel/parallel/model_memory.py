@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_accel.features.tp_replan import TpReplanFlags
+from rl_accel.features import TpReplanFlags
 
 KNOWN_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """``model_type`` of the families whose key-value cache is that of :meth:`ModelMemory.kv_bytes_per_token`."""

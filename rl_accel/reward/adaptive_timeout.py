@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.features import RewardTimeoutFlags
 
 _FORMAT = "rl_accel.adaptive_timeout"
 _VERSION = 1

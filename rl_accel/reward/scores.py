@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.features import RewardTimeoutFlags
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.execution import ExecutionResult
 

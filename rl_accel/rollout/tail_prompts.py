@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_accel.errors import ConfigError
-from rl_accel.features.tail_batching import TailBatchingFlags
+from rl_accel.features import TailBatchingFlags
 from rl_accel.rollout.tail_decisions import EpochSettled
 
 

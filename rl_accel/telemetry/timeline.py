@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from rl_accel.extra import needs
 from rl_accel.telemetry.profile import Profile
 from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, OTHER
 
@@ -36,10 +35,11 @@ _MOST_ROWS = 2000
 
 def draw(profile: Profile, path: Path) -> None:
     """Write the picture of ``profile`` to ``path``."""
-    needs("matplotlib")
+    from matplotlib.figure import Figure
+
     known = bool(profile.generations)
     responses = sorted(profile.last.responses, key=lambda r: (r.ended, r.began)) if profile.last and known else []
-    figure = needs("matplotlib.figure").Figure(figsize=(8, 5.6 if responses else 1.9), layout="constrained")
+    figure = Figure(figsize=(8, 5.6 if responses else 1.9), layout="constrained")
     heights = [1.1, 3] if responses else [1]
     axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     for part in axes:

@@ -9,7 +9,7 @@ import transformers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rl_accel.features.tp_replan import TpReplanFlags
+from rl_accel.features import TpReplanFlags
 from rl_accel.parallel.model_memory import KNOWN_FAMILIES, TpBounds, read_memory
 
 QWEN3_8B = json.loads((Path(__file__).parent / "qwen3_8b.json").read_text())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_accel.features.tp_replan import TpReplanFlags
+from rl_accel.features import TpReplanFlags
 from rl_accel.parallel.model_memory import TpBounds
 from rl_accel.parallel.tp_planner import (
     CALM_STEPS,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.features import RewardTimeoutFlags
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 
 NO_PROBES = {"probe_share": 0.0, "min_correct": 3}

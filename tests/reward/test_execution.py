@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.features import RewardTimeoutFlags
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.execution import ExecutionResult, Limits, LimitUpdates

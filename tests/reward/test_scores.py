@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.features import RewardTimeoutFlags
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.execution import ExecutionResult
 from rl_accel.reward.scores import Scores

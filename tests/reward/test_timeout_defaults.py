@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import pytest
 
-from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.features import RewardTimeoutFlags
 from rl_accel.lab.bench.reward import workload
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 

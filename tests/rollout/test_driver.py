@@ -6,7 +6,7 @@ import random
 import pytest
 
 from rl_accel.errors import ConfigError
-from rl_accel.features.tail_batching import TailBatchingFlags
+from rl_accel.features import TailBatchingFlags
 from rl_accel.rollout.driver import Event, FailureLog, RolloutDriver
 from rl_accel.rollout.prompt_supply import PromptSupply
 from rl_accel.rollout.tail_batching import TailBatching

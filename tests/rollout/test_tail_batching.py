@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rl_accel.errors import ConfigError
-from rl_accel.features.tail_batching import TailBatchingFlags
+from rl_accel.features import TailBatchingFlags
 from rl_accel.rollout.tail_batching import TailBatching
 from rl_accel.rollout.tail_decisions import (
     Cancel,

@@ -26,7 +26,7 @@ from slime.rollout import rm_hub
 from slime.utils.misc import load_function
 
 from rl_accel.errors import ConfigError
-from rl_accel.features.reward_timeout import REWARD_TIMEOUT
+from rl_accel.features import REWARD_TIMEOUT
 from rl_accel.integrations.slime.hooks import flags_of
 from rl_accel.integrations.slime.reward_timeout import grader_worker
 from rl_accel.integrations.slime.reward_timeout.programs import cases_of, program_of

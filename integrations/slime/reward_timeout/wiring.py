@@ -3,7 +3,7 @@
 from typing import Any
 
 from rl_accel.errors import ConfigError
-from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.slime.rollout_log import LOG_SEAMS
 from rl_accel.patches.seams import SeamCheck
 

@@ -11,7 +11,7 @@ from typing import Any
 from slime.rollout.data_source import RolloutDataSource
 
 from rl_accel.errors import ConfigError
-from rl_accel.features.tail_batching import TAIL_BATCHING
+from rl_accel.features import TAIL_BATCHING
 from rl_accel.integrations.slime.hooks import flags_of
 from rl_accel.integrations.slime.tail_batching import seams
 from rl_accel.rollout import saved

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from rl_accel.errors import ConfigError
-from rl_accel.features.tail_batching import TailBatchingFlags
+from rl_accel.features import TailBatchingFlags
 from rl_accel.integrations.slime.tail_batching import DATA_SOURCE, ROLLOUT
 from rl_accel.patches.seams import SeamCheck
 from rl_accel.rollout.tail_prompts import TailRun

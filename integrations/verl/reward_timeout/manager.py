@@ -22,7 +22,7 @@ from verl.protocol import DataProto
 from verl.utils.import_utils import load_extern_object
 
 from rl_accel.errors import ConfigError
-from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.ray.reward_anchors import StoreClient
 from rl_accel.integrations.verl.reward_timeout import MANAGER, SECTION, VALIDATION
 from rl_accel.integrations.verl.reward_timeout.code_rewards import DATA_SOURCES, Fusion, PrimeCode, prime_graders

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf, open_dict
 
 from rl_accel.errors import ConfigError, refuse
-from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.reward_timeout import MANAGER, MANAGER_MODULE, SECTION, WORKER_PART
 from rl_accel.patches.registration import Registration

@@ -5,7 +5,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rl_accel.errors import ConfigError
-from rl_accel.features.tail_batching import TailBatchingFlags
+from rl_accel.features import TailBatchingFlags
 from rl_accel.integrations.verl.tail_batching import MODE
 from rl_accel.rollout.tail_prompts import TailRun
 

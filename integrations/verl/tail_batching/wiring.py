@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf, open_dict
 
 from rl_accel.errors import ConfigError, refuse
-from rl_accel.features.tail_batching import TailBatchingFlags
+from rl_accel.features import TailBatchingFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.tail_batching import MODE, WORKER_PART
 from rl_accel.integrations.verl.tail_batching.run import run_of

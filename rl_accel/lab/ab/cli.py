@@ -1,5 +1,6 @@
 """The command ``rl-accel ab``."""
 
+import importlib
 import itertools
 import json
 import math
@@ -18,7 +19,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from rl_accel.errors import RecipeError, RlAccelError
-from rl_accel.extra import needs
 from rl_accel.files import write_atomically
 from rl_accel.lab.ab import report
 from rl_accel.lab.ab.recipe import Recipe, RunPlan, load, plan_runs, prepare_command, save
@@ -120,7 +120,7 @@ def _run(
     spec: Recipe, file: Path, out: Path, plans: list[RunPlan], resume: bool, overwrite: bool, console: Console
 ) -> int:
     for module in ("scipy", "matplotlib", "jinja2"):
-        needs(module)  # before hours of training, not after
+        importlib.import_module(module)  # before hours of training, not after
     held = [plan.name for plan in plans if (plan.directory / "run.json").exists()]
     if held and not resume and not overwrite:
         raise click.UsageError(f"{out} already holds {', '.join(held)}: give --resume, --overwrite or another --out")

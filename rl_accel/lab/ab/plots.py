@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from rl_accel.extra import needs
 from rl_accel.lab.ab.stats import ALL
 from rl_accel.telemetry.timeline import STAGE_COLOURS
 
@@ -43,7 +42,9 @@ def draw(summary: dict[str, Any], out: Path) -> list[Path]:
 
 def _figure(height: float = 3.6, columns: int = 1, grid: str = "both", **options: Any) -> tuple[Any, Any]:
     """Return a figure and its axes, one or a row of them."""
-    figure = needs("matplotlib.figure").Figure(figsize=(7.2, height), layout="constrained")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, height), layout="constrained")
     all_axes = figure.subplots(1, columns, squeeze=False, **options)[0]
     for axes in all_axes:
         axes.spines[["top", "right"]].set_visible(False)

@@ -24,7 +24,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rl_accel.extra import needs
 from rl_accel.lab.ab import plots
 from rl_accel.lab.ab.checks import pairs, run_checks
 from rl_accel.lab.ab.recipe import Metrics, Recipe
@@ -232,7 +231,8 @@ def _strict(value: Any) -> Any:
 
 def render(summary: dict[str, Any], pictures: Sequence[Path], tails: dict[str, str]) -> str:
     """Return the HTML of a summary, pictures embedded; ``tails`` are the last log lines of failed runs."""
-    jinja2 = needs("jinja2")
+    import jinja2
+
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters |= {
         "seconds": lambda value: "-" if value is None else format_seconds(value),

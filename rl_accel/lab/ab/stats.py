@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rl_accel.extra import needs
 from rl_accel.lab.ab.recipe import Metrics, Recipe
 
 OTHER = "other"
@@ -155,19 +154,17 @@ def ratio_interval(
     base: npt.ArrayLike, ours: npt.ArrayLike, average: Callable[..., Any], paired: bool
 ) -> tuple[float, float]:
     """Bound ``average(base) / average(ours)`` by a 95% bootstrap interval over the values, the same ones on each run."""
-    interval = (
-        needs("scipy.stats")
-        .bootstrap(
-            (base, ours),
-            lambda x, y, axis: average(x, axis=axis) / average(y, axis=axis),
-            n_resamples=_RESAMPLES,
-            paired=paired,
-            vectorized=True,
-            method="percentile",
-            random_state=np.random.default_rng(0),
-        )
-        .confidence_interval
-    )
+    from scipy.stats import bootstrap
+
+    interval = bootstrap(
+        (base, ours),
+        lambda x, y, axis: average(x, axis=axis) / average(y, axis=axis),
+        n_resamples=_RESAMPLES,
+        paired=paired,
+        vectorized=True,
+        method="percentile",
+        random_state=np.random.default_rng(0),
+    ).confidence_interval
     return float(interval.low), float(interval.high)
 
 
@@ -383,7 +380,9 @@ def final_rewards(recipe: Recipe, runs: Sequence[RunData], arm: str) -> dict[str
     }
     if len(seeds) >= _MIN_SEEDS:
         error = differences.std(ddof=1) / math.sqrt(len(seeds))  # may be 0, which ttest_1samp warns of
-        width = float(needs("scipy.stats").t.ppf(0.975, len(seeds) - 1) * error)
+        from scipy.stats import t
+
+        width = float(t.ppf(0.975, len(seeds) - 1) * error)
         row["low"], row["high"] = row["difference"] - width, row["difference"] + width
     return row
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from rl_accel.features.advantages import ADVANTAGES
+from rl_accel.features import ADVANTAGES
 from rl_accel.lab.bench.measure import available_bytes
 
 SLOW_SECONDS = 5.0

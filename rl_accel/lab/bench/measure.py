@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import json
 import statistics
 import time
@@ -14,8 +15,6 @@ from typing import Any
 import psutil
 import torch
 from rich.console import Console
-
-from rl_accel.extra import needs
 
 LEAST, ONCE_S, WARM_S = 3, 2.0, 1.0
 
@@ -104,10 +103,10 @@ def output_folder(out: Path | None) -> None:
     """Make the folder that results go to, before anything is measured.
 
     Raises:
-        RlAccelError: matplotlib, which draws them, is not installed.
+        ModuleNotFoundError: matplotlib, which draws them, is not installed.
     """
     if out is not None:
-        needs("matplotlib")
+        importlib.import_module("matplotlib")
         out.mkdir(parents=True, exist_ok=True)
 
 
@@ -117,7 +116,9 @@ def results_files(
 ) -> Iterator[tuple[Any, Any]]:
     """Write ``results`` to ``name.json`` in ``out``; yield a figure and its axes to draw on, which become ``name.png``."""
     (out / f"{name}.json").write_text(json.dumps(results, indent=1))
-    figure = needs("matplotlib.figure").Figure(figsize=size, layout="constrained")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
     yield figure, figure.subplots(1, columns, squeeze=False)[0]
     figure.savefig(out / f"{name}.png", dpi=130)
     console.print(f"{out / name}.json, {out / name}.png", soft_wrap=True, markup=False)

@@ -26,7 +26,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.features import RewardTimeoutFlags
 from rl_accel.lab.bench.measure import console_of_benchmark, met, output_folder, results_files
 from rl_accel.processes import become_subreaper, descendants
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout

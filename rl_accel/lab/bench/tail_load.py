@@ -26,7 +26,7 @@ from transformers import GPTNeoXConfig, PreTrainedTokenizerFast
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import get_router_handle
 
-from rl_accel.features.tail_batching import TailBatchingFlags
+from rl_accel.features import TailBatchingFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.tail_batching.actors import Workers
 from rl_accel.integrations.verl.tail_batching.agent_loop import TailAgentLoopWorker

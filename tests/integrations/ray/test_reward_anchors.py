@@ -108,7 +108,7 @@ def test_the_store_outlives_a_handle_that_is_let_go(short_tmp, clean_environment
 import gc, json, sys, time
 import ray
 from rl_accel.integrations.ray import reward_anchors
-from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.features import RewardTimeoutFlags
 
 ray.init(address="local", num_cpus=1, include_dashboard=False, _temp_dir=sys.argv[1])
 handle = reward_anchors.anchor_store(None, RewardTimeoutFlags())

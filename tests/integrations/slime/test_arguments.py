@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_accel.errors import ConfigError
-from rl_accel.features.tail_batching import TailBatchingFlags
+from rl_accel.features import TailBatchingFlags
 from rl_accel.integrations.slime.tail_batching import DATA_SOURCE, ROLLOUT, seams
 
 FINE = {

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rl_accel.errors import ConfigError
-from rl_accel.features.tp_replan import TpReplanFlags
+from rl_accel.features import TpReplanFlags
 from rl_accel.integrations.slime import custom_config, hooks, rollout_log, tp_replan
 from rl_accel.parallel.planned_run import STATE_FILE
 from rl_accel.runtime import RUNTIME

@@ -12,7 +12,7 @@ if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed", allow_module_level=True)
 
 from rl_accel.errors import ConfigError
-from rl_accel.features.telemetry import TelemetryFlags
+from rl_accel.features import TelemetryFlags
 from rl_accel.integrations.verl import agent_loop, telemetry
 from rl_accel.integrations.verl.telemetry import WORKER_PART, Observer, RecordingWorker, file_of, refuse_unwired, wire
 from rl_accel.patches.verl import config_intake

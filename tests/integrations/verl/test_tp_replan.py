@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 pytest.importorskip("verl")
 
 from rl_accel.errors import ConfigError
-from rl_accel.features.tp_replan import TpReplanFlags
+from rl_accel.features import TpReplanFlags
 from rl_accel.integrations.ray import restart_note
 from rl_accel.integrations.verl import tp_replan
 from rl_accel.integrations.verl.engines import Engine, register

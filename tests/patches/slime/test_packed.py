@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_accel.features.gae import GaeFlags
+from rl_accel.features import GaeFlags
 from rl_accel.patches.slime import gae, reinforce_plus_plus
 
 LENGTHS = [5, 1, 130, 2, 64]

@@ -11,7 +11,7 @@ import transfer_queue as tq
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-from rl_accel.features.sampler import SamplerFlags
+from rl_accel.features import SamplerFlags
 from rl_accel.patches.verl.sampler import SWITCHES
 from rl_accel.telemetry import metrics
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_accel.errors import PatchRefused
-from rl_accel.features.gae import GaeFlags
+from rl_accel.features import GaeFlags
 from rl_accel.patches.parity import warn_once
 from rl_accel.patches.upstream import fingerprint
 from rl_accel.patches.verl import gae

@@ -15,7 +15,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rl_accel.errors import PatchRefused
-from rl_accel.features.sampler import SamplerFlags
+from rl_accel.features import SamplerFlags
 from rl_accel.patches.upstream import fingerprint
 from rl_accel.patches.verl import sampler
 from rl_accel.switch import SwitchState

@@ -36,7 +36,7 @@ def configure(composed: Any, tmp_path: Path) -> Callable[..., Any]:
     """
     from omegaconf import OmegaConf
 
-    from rl_accel.features.reward_timeout import RewardTimeoutFlags
+    from rl_accel.features import RewardTimeoutFlags
     from rl_accel.integrations.verl.reward_timeout.wiring import wire
 
     def make(source: str | None = None, flags: dict[str, Any] | None = None, **keys: Any) -> Any:

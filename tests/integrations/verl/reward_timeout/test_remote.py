@@ -21,7 +21,7 @@ folder, model = sys.argv[1:3]
 ray.init(address="local", num_cpus=4, include_dashboard=False, _temp_dir=folder + "/r")
 
 from hydra import compose, initialize_config_module
-from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.ray import reward_anchors
 from rl_accel.integrations.verl.reward_timeout import VALIDATION
 from rl_accel.integrations.verl.reward_worker_proxy import proxies

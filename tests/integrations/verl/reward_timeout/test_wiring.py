@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rl_accel.errors import ConfigError
-from rl_accel.features.reward_timeout import RewardTimeoutFlags
+from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.reward_timeout import MANAGER, MANAGER_MODULE, WORKER_PART
 from rl_accel.integrations.verl.reward_timeout.wiring import is_wired, refuse_unwired, wire

@@ -10,7 +10,7 @@ if importlib.util.find_spec("verl") is None:
 
 from rl_accel.config import resolve
 from rl_accel.errors import ConfigError
-from rl_accel.features.tail_batching import TAIL_BATCHING, TailBatchingFlags
+from rl_accel.features import TAIL_BATCHING, TailBatchingFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.tail_batching import WORKER_PART
 from rl_accel.integrations.verl.tail_batching.run import check_data, run_of

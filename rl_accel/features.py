@@ -1,0 +1,318 @@
+"""The features of the pack: every flag that there is, and by name (never by import) the modules that carry them out.
+
+Adding a feature is a dataclass of its flags, one :class:`Feature`, and its place in :data:`FEATURES`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+F = TypeVar("F")
+
+ENABLE = "True: on, and an error if it cannot be; False or null: off"
+ENABLE_AUTOMATIC = (
+    "True: on, and an error if it cannot be; False: off; null: on only where lossless features are automatic"
+)
+
+
+def flag(default: Any, help: str, **limits: Any) -> Any:
+    """Return the dataclass field of one flag.
+
+    Args:
+        default: its value when no source names it.
+        help: one line for ``rl-accel flags`` and the pages of the documentation.
+        limits: ``minimum``, ``maximum`` (inclusive), ``choices`` (of words), or ``words`` that stand beside numbers.
+    """
+    return field(default=default, metadata={"help": help, **limits})
+
+
+@dataclass(frozen=True)
+class SlimeHooks:
+    """What a feature needs of slime, all by dotted name.
+
+    Attributes:
+        arguments: slime's arguments and the path that each must hold; a list: the paths it must hold among others.
+        check: ``check(args, flags)``, called before slime's actors begin; raises ConfigError.
+        metrics: ``numbers_of(rollout)``, called when slime logs a rollout; returns metrics by name.
+        after_evaluation: ``after_evaluation(args)``, called when slime logs an evaluation.
+        values: by flag, the values that work on slime, where not all do.
+    """
+
+    arguments: Mapping[str, str | list[str]]
+    check: str = ""
+    metrics: str = ""
+    after_evaluation: str = ""
+    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Feature(Generic[F]):
+    """A feature of the pack.
+
+    Attributes:
+        name: of the feature and of its section of the flags.
+        summary: one line.
+        flags: dataclass of its flags, the only schema they have. It begins with ``enable``; a method ``validate()``, if
+            there is one, raises ValueError for flags that are right one by one and wrong together.
+        lossless: it cannot change training results.
+        automatic: a bare ``rl_accel.enable()`` turns it on.
+        switches: modules with a tuple ``SWITCHES`` of :class:`~rl_accel.switch.Switch`, by framework. They are
+            imported only when the feature is on.
+        verl: module with ``wire(config, flags)``, ``refuse_unwired(config)`` and ``SEAMS``, if the feature stands on
+            verl's official extension points; see :mod:`rl_accel.patches.verl.config_intake`.
+        slime: the hooks of slime that it needs.
+    """
+
+    name: str
+    summary: str
+    flags: type[F]
+    lossless: bool
+    automatic: bool = False
+    switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    verl: str = ""
+    slime: SlimeHooks | None = None
+
+
+@dataclass
+class GaeFlags:
+    """Flags of ``rl_accel.gae``."""
+
+    enable: bool | None = flag(None, ENABLE_AUTOMATIC)
+    backend: str = flag(
+        "auto",
+        "kernel; auto is numba on CPU tensors and triton on CUDA tensors",
+        choices=("auto", "naive", "chunk", "numba", "triton"),
+    )
+    chunk_size: int | None = flag(None, "tokens a chunk for backend=chunk; null chooses", minimum=1)
+    threads: int | None = flag(None, "CPU threads of the numba kernel; null: usable cores, at most 16", minimum=1)
+
+
+GAE = Feature(
+    name="gae",
+    summary="GAE as a scan instead of a loop over tokens",
+    flags=GaeFlags,
+    lossless=True,
+    automatic=True,
+    switches={"verl": ("rl_accel.patches.verl.gae",), "slime": ("rl_accel.patches.slime.gae",)},
+    slime=SlimeHooks({"custom_megatron_init_path": "rl_accel.integrations.slime.hooks.megatron_init"}),
+)
+
+
+@dataclass
+class AdvantagesFlags:
+    """Flags of ``rl_accel.advantages``."""
+
+    enable: bool | None = flag(None, ENABLE_AUTOMATIC)
+
+
+ADVANTAGES = Feature(
+    name="advantages",
+    summary="the other per-token and per-sample advantage loops, vectorised",
+    flags=AdvantagesFlags,
+    lossless=True,
+    automatic=True,
+    switches={
+        "verl": ("rl_accel.patches.verl.advantages",),
+        "slime": ("rl_accel.patches.slime.reinforce_plus_plus",),
+    },
+    slime=SlimeHooks({"custom_megatron_init_path": "rl_accel.integrations.slime.hooks.megatron_init"}),
+)
+
+
+@dataclass
+class SamplerFlags:
+    """Flags of ``rl_accel.sampler``."""
+
+    enable: bool | None = flag(None, ENABLE_AUTOMATIC)
+    max_cpu_share: float = flag(0.05, "largest share of one core that polling may cost", minimum=0.001, maximum=1.0)
+    max_delay_s: float = flag(
+        0.02, "seconds added at most after the last needed response while a poll is cheap", minimum=0.001, maximum=60.0
+    )
+
+
+SAMPLER = Feature(
+    name="sampler",
+    summary="adaptive waiting for finished rollouts instead of a 2 s poll",
+    flags=SamplerFlags,
+    lossless=True,
+    automatic=True,
+    switches={"verl": ("rl_accel.patches.verl.sampler",)},
+)
+
+
+@dataclass
+class TailBatchingFlags:
+    """Flags of ``rl_accel.tail_batching``, which changes the samples that are trained on, so that it is never automatic."""
+
+    enable: bool | None = flag(None, ENABLE)
+    prompt_ratio: float | str = flag(
+        1.25, "prompts launched in short rounds over those trained, or auto", minimum=1.0, words=("auto",)
+    )
+    response_ratio: float = flag(
+        1.25, "responses launched in short rounds over those trained; 1 is unbiased", minimum=1.0
+    )
+    queue_threshold: int | None = flag(None, "deferred prompts that make a long round; null: a whole batch", minimum=1)
+    max_deferrals: int = flag(1, "a prompt cut off this often waits for a long round", minimum=1)
+    max_retries: int = flag(2, "how often a failed response is generated again", minimum=0)
+    auto_limit: float = flag(2.0, "the largest ratio that prompt_ratio=auto may take", minimum=1.0)
+    domain_quotas: dict[str, int] | None = flag(  # noqa: RUF009 (a field, and null is no dict)
+        None, "prompts of each domain in a batch; null: as the data comes"
+    )
+    domain_key: str = flag("data_source", "the column of the data set that names a row's domain")
+
+    def validate(self) -> None:
+        """Raise ValueError for a ratio without end or a quota of nothing."""
+        for name in ("prompt_ratio", "response_ratio", "auto_limit"):
+            if getattr(self, name) == math.inf:
+                raise ValueError(f"{name} must be finite, found inf")
+        for domain, quota in (self.domain_quotas or {}).items():
+            if quota < 1:
+                raise ValueError(f"domain_quotas[{domain!r}] must be at least 1, found {quota}")
+
+
+TAIL_BATCHING = Feature(
+    name="tail_batching",
+    summary="short rounds that do not wait for the longest responses, and lose no prompt",
+    flags=TailBatchingFlags,
+    lossless=False,
+    switches={
+        "verl": ("rl_accel.integrations.verl.tail_batching.wiring",),
+        "slime": ("rl_accel.integrations.slime.tail_batching.seams", "rl_accel.patches.slime.requests"),
+    },
+    verl="rl_accel.integrations.verl.tail_batching.wiring",
+    slime=SlimeHooks(
+        {
+            "rollout_function_path": "rl_accel.integrations.slime.tail_batching.rollout.generate_rollout",
+            "data_source_path": "rl_accel.integrations.slime.tail_batching.data_source.TailDataSource",
+            # slime has derived it from --rollout-function-path before it reads this file.
+            "eval_function_path": "slime.rollout.sglang_rollout.generate_rollout",
+        }
+    ),
+)
+
+
+@dataclass
+class RewardTimeoutFlags:
+    """Flags of ``rl_accel.reward_timeout``, which changes rewards, so that it is never automatic. Times in seconds."""
+
+    enable: bool | None = flag(None, ENABLE)
+    scale: float = flag(1.5, "the limit over the longest correct execution of the test case", minimum=1.0)
+    slack: float = flag(0.5, "seconds added to the limit", minimum=0.0)
+    minimum: float = flag(2.0, "the least limit, in seconds", minimum=0.0)
+    maximum: float = flag(30.0, "the greatest limit, in seconds, and the limit while little is known", minimum=0.001)
+    min_correct: int = flag(1, "correct executions of a test case before its limit adapts", minimum=1)
+    probe_share: float = flag(
+        0.02, "share of executions that get the greatest limit all the same", minimum=0.0, maximum=1.0
+    )
+    correct_above: float = flag(0.0, "a score above this is of a correct answer (its `acc`, if it has one)")
+    timeout_score: float = flag(0.0, "the score of an answer whose execution was stopped")
+    early_stop: bool = flag(False, "leave out the test cases after the first that fails")
+    workers: int | None = flag(
+        None, "executions at once in each reward process; null: its share of the cores", minimum=1
+    )
+    grader: str | None = flag(None, "slime: dotted path of the grader that --custom-rm-path named; null: by --rm-type")
+    isolation: str = flag(
+        "auto",
+        "of programs under test; auto takes the best that works",
+        choices=("auto", "process", "bubblewrap"),
+    )
+    memory_mb: int = flag(1024, "memory of a program under test, in MiB", minimum=16)
+
+    def validate(self) -> None:
+        """Raise ValueError if the least limit is above the greatest."""
+        if self.maximum < self.minimum:
+            raise ValueError(f"maximum must be at least minimum = {self.minimum:g}, found {self.maximum:g}")
+
+
+REWARD_TIMEOUT = Feature(
+    name="reward_timeout",
+    summary="executions of rewards that end soon after correct ones have, and are killed then",
+    flags=RewardTimeoutFlags,
+    lossless=False,
+    switches={
+        "verl": ("rl_accel.integrations.verl.reward_timeout.wiring",),
+        "slime": ("rl_accel.integrations.slime.reward_timeout.wiring",),
+    },
+    verl="rl_accel.integrations.verl.reward_timeout.wiring",
+    slime=SlimeHooks(
+        {
+            "custom_rm_path": "rl_accel.integrations.slime.reward_timeout.rm_hook.grade",
+            "rollout_sample_hook_path": ["rl_accel.integrations.slime.reward_timeout.rm_hook.mark_evaluation"],
+            "custom_rollout_log_function_path": "rl_accel.integrations.slime.rollout_log.log",
+        },
+        metrics="rl_accel.integrations.slime.reward_timeout.rm_hook.numbers_of",
+    ),
+)
+
+
+@dataclass
+class TelemetryFlags:
+    """Flags of ``rl_accel.telemetry``, which speeds nothing up and leaves a file, so that it is never automatic."""
+
+    enable: bool | None = flag(None, ENABLE)
+
+
+TELEMETRY = Feature(
+    name="telemetry",
+    summary="where a step's time goes: stages, idle share of generation, completion times, preemptions",
+    flags=TelemetryFlags,
+    lossless=True,
+    switches={"verl": ("rl_accel.integrations.verl.telemetry",)},
+    verl="rl_accel.integrations.verl.telemetry",
+)
+
+
+@dataclass
+class TpReplanFlags:
+    """Flags of ``rl_accel.tp_replan``, which changes how responses are batched, so that it is never automatic."""
+
+    enable: bool | None = flag(None, ENABLE)
+    action: str = flag(
+        "advise",
+        "advise: say what would be better; restart: save, stop, and start anew under rl-accel run",
+        choices=("advise", "restart"),
+    )
+    min_tp: int = flag(1, "the smallest size", minimum=1)
+    max_tp: int | None = flag(None, "the largest size; null: a node", minimum=1)
+    memory_gb: float | None = flag(None, "GiB of one GPU; null: memory bounds nothing", minimum=0.1)
+    max_changes: int = flag(6, "changes in a run, one of which is kept for rolling back", minimum=0)
+
+    def validate(self) -> None:
+        """Raise ValueError if no size lies between the bounds."""
+        if self.max_tp is not None and self.max_tp < self.min_tp:
+            raise ValueError(f"max_tp must be at least min_tp = {self.min_tp}, found {self.max_tp}")
+
+
+TP_REPLAN = Feature(
+    name="tp_replan",
+    summary="a tensor-parallel size of the rollout that follows its preemptions",
+    flags=TpReplanFlags,
+    lossless=False,
+    switches={
+        "verl": ("rl_accel.integrations.verl.tp_replan",),
+        "slime": ("rl_accel.integrations.slime.tp_replan",),
+    },
+    verl="rl_accel.integrations.verl.tp_replan",
+    slime=SlimeHooks(
+        {
+            "custom_megatron_init_path": "rl_accel.integrations.slime.hooks.megatron_init",
+            "custom_rollout_log_function_path": "rl_accel.integrations.slime.rollout_log.log",
+            "custom_eval_rollout_log_function_path": "rl_accel.integrations.slime.rollout_log.log_evaluation",
+        },
+        check="rl_accel.integrations.slime.tp_replan.check",
+        metrics="rl_accel.integrations.slime.tp_replan.numbers_of",
+        values={"action": ("advise",)},
+        after_evaluation="rl_accel.integrations.slime.tp_replan.set_aside",
+    ),
+)
+
+
+FEATURES: tuple[Feature[Any], ...] = (GAE, ADVANTAGES, SAMPLER, TAIL_BATCHING, REWARD_TIMEOUT, TELEMETRY, TP_REPLAN)
+"""In the order of tables and messages, and in the one in which features choose verl's extension points."""
+
+FLAG_READERS = {"verl": "rl_accel.patches.verl.config_intake"}
+"""By framework, the module with the switches that read flags from its configuration: all that is armed without a flag."""
+
+LOGGERS = {"verl": "rl_accel.patches.verl.trainer_metrics"}
+"""By framework, the module with the switch that adds our numbers to its log: armed while any feature is on."""
