@@ -15,7 +15,7 @@ import torch
 
 from rl_accel import ops
 from rl_accel.ops import group_advantages, whiten
-from rl_accel.ops.workers import default_threads
+from rl_accel.ops.inputs import default_threads
 from rl_accel.patches.parity import require_agreement, with_fallback
 from rl_accel.patches.patch import Patch
 

@@ -12,7 +12,7 @@ import torch
 
 from rl_accel import ops
 from rl_accel.errors import BackendMissing, PatchRefused
-from rl_accel.ops.workers import default_threads
+from rl_accel.ops.inputs import default_threads
 from rl_accel.patches.parity import PROBING, require_agreement, with_fallback
 from rl_accel.patches.patch import Patch
 from rl_accel.telemetry import metrics

@@ -1,4 +1,4 @@
-"""Checks of the arguments of all advantage kernels, and the checked arguments of the scans.
+"""Checks of the arguments of all advantage kernels, their default number of threads, and the checked arguments of the scans.
 
 Checks cost nothing that grows with the number of tokens, but for those of mask *values*: :func:`check_mask_values` and
 :func:`is_binary` read the mask once.
@@ -6,6 +6,7 @@ Checks cost nothing that grows with the number of tokens, but for those of mask 
 
 import math
 import numbers
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -128,6 +129,16 @@ def check_labels(index: Any, rows: int) -> None:
         raise ValueError(f"index wants one label for each of {rows} rows, found shape {index.shape}")
 
 
+def usable_cores() -> int:
+    """Cores this process may run on. Ray sets OMP_NUM_THREADS=1 in its actors, so torch's thread count says nothing."""
+    return len(os.sched_getaffinity(0))
+
+
+def default_threads() -> int:
+    """Threads a kernel uses unless told: the usable cores, at most 16, where memory bandwidth is long used up."""
+    return min(usable_cores(), 16)
+
+
 def is_binary(mask: torch.Tensor) -> bool:
     """Tell whether a mask (of one of ``BINARY_MASKS``) holds nothing but 0 and 1."""
     if mask.dtype == torch.bool or mask.numel() == 0:
@@ -139,8 +150,8 @@ def is_binary(mask: torch.Tensor) -> bool:
 def check_mask_values(mask: torch.Tensor | None) -> None:
     """Raise ValueError when a mask on the CPU holds a value outside [0, 1] or NaN.
 
-    The numba kernel does the same test on the fly, at no extra pass. A mask on an accelerator is not tested, because the
-    answer would stall the device's queue: there, odd values give what the loop's arithmetic gives.
+    A mask on an accelerator is not tested, because the answer would stall the device's queue: there, odd values give what
+    the loop's arithmetic gives.
     """
     if mask is None or mask.device.type != "cpu" or mask.dtype is torch.bool or mask.numel() == 0:
         return

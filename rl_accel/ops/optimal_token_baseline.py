@@ -21,10 +21,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rl_accel.ops.compile_numba import compiled
+from rl_accel.ops.cpu import compiled, run
 from rl_accel.ops.group_advantages import group_rows
-from rl_accel.ops.inputs import BINARY_MASKS, check_labels, check_rows, check_tensor, is_binary
-from rl_accel.ops.workers import WORKERS, default_threads
+from rl_accel.ops.inputs import BINARY_MASKS, check_labels, check_rows, check_tensor, default_threads, is_binary
 
 Rows = npt.NDArray[np.int64]
 
@@ -119,7 +118,7 @@ def _blocks(groups: list[Rows], tokens: int) -> Iterator[list[Rows]]:
 def _split(threads: int, kernel: Callable[..., None], rows: Rows, *arguments: object) -> None:
     """Run ``kernel(first, last, rows, ...)``, which releases the interpreter lock, over all rows, shared out to threads."""
     cuts = [len(rows) * part // threads for part in range(threads + 1)]
-    WORKERS.run([partial(kernel, i, j, rows, *arguments) for i, j in pairwise(cuts) if i < j])
+    run([partial(kernel, i, j, rows, *arguments) for i, j in pairwise(cuts) if i < j], threads)
 
 
 def _baselines(

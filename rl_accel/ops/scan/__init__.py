@@ -1,7 +1,7 @@
 """Recurrences over time, from the last token to the first: GAE and discounted returns.
 
-A module here is a backend: ``naive`` is the loop, and the truth that the others are held to. Each has
-``gae(inputs) -> (advantages, returns)`` and ``discounted_returns(inputs) -> returns``.
+A module here is a backend: ``naive`` is the loop, and the truth that the others are held to. Each has ``scan(inputs)``,
+which returns (advantages, returns), or (discounted returns,) where the inputs hold no values.
 """
 
 import difflib
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rl_accel.errors import BackendMissing
-from rl_accel.ops.inputs import check_scan
+from rl_accel.ops.inputs import Inputs, check_mask_values, check_scan
 
 BACKENDS = ("naive", "chunk", "numba", "triton")
 
@@ -68,9 +68,7 @@ def gae(
     Source: Schulman et al. 2016 (arXiv:1506.02438); verl/trainer/ppo/core_algos.py, compute_gae_advantage_return.
     """
     numbers = (gamma, lam, cu_seqlens, chunk_size, num_threads)
-    inputs = check_scan(rewards, values, mask, *numbers, needs_values=True)
-    with torch.no_grad():
-        advantages, returns = _backend(backend, inputs.rewards.device).gae(inputs)
+    advantages, returns = _scan(backend, check_scan(rewards, values, mask, *numbers, needs_values=True))
     return advantages, returns
 
 
@@ -102,10 +100,7 @@ def discounted_returns(
     Source: verl/trainer/ppo/core_algos.py, compute_reinforce_plus_plus_outcome_advantage.
     """
     numbers = (gamma, 1.0, cu_seqlens, chunk_size, num_threads)
-    inputs = check_scan(rewards, None, mask, *numbers, needs_values=False)
-    with torch.no_grad():
-        returns: torch.Tensor = _backend(backend, inputs.rewards.device).discounted_returns(inputs)
-    return returns
+    return _scan(backend, check_scan(rewards, None, mask, *numbers, needs_values=False))[0]
 
 
 def cu_seqlens_of(lengths: Sequence[int]) -> torch.Tensor:
@@ -177,8 +172,13 @@ def resolve_backend(backend: str, device: torch.device | str) -> str:
     return backend
 
 
-def _backend(name: str, device: torch.device) -> Any:
-    return importlib.import_module(f"{__name__}.{resolve_backend(name, device)}")
+def _scan(backend: str, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    name = resolve_backend(backend, inputs.rewards.device)
+    if name != "numba":  # it does the same test on the fly, at no extra pass
+        check_mask_values(inputs.mask)
+    with torch.no_grad():
+        results: tuple[torch.Tensor, ...] = importlib.import_module(f"{__name__}.{name}").scan(inputs)
+    return results
 
 
 @functools.cache

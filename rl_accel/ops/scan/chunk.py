@@ -8,42 +8,37 @@ chunks of all rows in one vector operation, and the pass along the chunks is the
 
 import torch
 
-from rl_accel.ops.inputs import Inputs, check_mask_values
+from rl_accel.ops.inputs import Inputs
 from rl_accel.ops.scan import naive
 
 DEFAULT_CHUNK = 64
 
 
-def gae(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages and returns in the dtype of the rewards; half precision is computed in float32."""
-    check_mask_values(inputs.mask)
-    assert inputs.values is not None
+def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    """Return advantages and returns, or discounted returns alone where there are no values, in the dtype of the rewards.
+
+    Half precision is computed in float32.
+    """
     gamma, lam, chunk_size = inputs.gamma, inputs.lam, inputs.chunk_size
-    rewards, mask = _prepare(inputs.rewards, inputs.offsets), _prepare_mask(inputs)
-    values = _prepare(inputs.values, inputs.offsets)
+    rewards = _rows(inputs.rewards, inputs)
+    mask = torch.ones_like(rewards) if inputs.mask is None else _rows(inputs.mask, inputs)
+    values = None if inputs.values is None else _rows(inputs.values, inputs)
     keep = 1 - mask
-    next_values = _shift(reverse_scan(_cut(keep, inputs), values * mask, chunk_size), inputs)
-    terms = (rewards + gamma * next_values - values) * mask
-    advantages = reverse_scan(_cut(gamma * lam * mask + keep, inputs), terms, chunk_size)
-    for row, first, last in _not_finite(advantages, inputs):
+    if values is None:
+        running = reverse_scan(_cut(gamma * mask + keep, inputs), rewards * mask, chunk_size)
+        results = (rewards + gamma * _shift(running, inputs)) * mask
+    else:
+        next_values = _shift(reverse_scan(_cut(keep, inputs), values * mask, chunk_size), inputs)
+        terms = (rewards + gamma * next_values - values) * mask
+        results = reverse_scan(_cut(gamma * lam * mask + keep, inputs), terms, chunk_size)
+    for row, first, last in _not_finite(results, inputs):
         where = (slice(row, row + 1), slice(first, last))
-        advantages[where] = naive.gae_rows(rewards[where], values[where], mask[where], gamma, lam)
-    shape, dtype = inputs.rewards.shape, inputs.rewards.dtype
-    returns = advantages + values
-    return advantages.reshape(shape).to(dtype).contiguous(), returns.reshape(shape).to(dtype).contiguous()
-
-
-def discounted_returns(inputs: Inputs) -> torch.Tensor:
-    """Return discounted returns in the dtype of the rewards; half precision is computed in float32."""
-    check_mask_values(inputs.mask)
-    gamma, chunk_size = inputs.gamma, inputs.chunk_size
-    rewards, mask = _prepare(inputs.rewards, inputs.offsets), _prepare_mask(inputs)
-    running = reverse_scan(_cut(gamma * mask + (1 - mask), inputs), rewards * mask, chunk_size)
-    returns = (rewards + gamma * _shift(running, inputs)) * mask
-    for row, first, last in _not_finite(returns, inputs):
-        where = (slice(row, row + 1), slice(first, last))
-        returns[where] = naive.returns_rows(rewards[where], mask[where], gamma)
-    return returns.reshape(inputs.rewards.shape).to(inputs.rewards.dtype).contiguous()
+        if values is None:
+            results[where] = naive.returns_rows(rewards[where], mask[where], gamma)
+        else:
+            results[where] = naive.gae_rows(rewards[where], values[where], mask[where], gamma, lam)
+    outputs = (results,) if values is None else (results, results + values)
+    return tuple(out.reshape(inputs.rewards.shape).to(inputs.rewards.dtype).contiguous() for out in outputs)
 
 
 def reverse_scan(coefficients: torch.Tensor, terms: torch.Tensor, chunk_size: int | None = None) -> torch.Tensor:
@@ -73,16 +68,9 @@ def _walk(decay: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def _prepare(tensor: torch.Tensor, offsets: tuple[int, ...] | None) -> torch.Tensor:
-    rows = tensor if offsets is None else tensor[None]
-    return rows.to(torch.float64 if tensor.dtype is torch.float64 else torch.float32)
-
-
-def _prepare_mask(inputs: Inputs) -> torch.Tensor:
-    rewards = _prepare(inputs.rewards, inputs.offsets)
-    if inputs.mask is None:
-        return torch.ones_like(rewards, memory_format=torch.contiguous_format)
-    return (inputs.mask if inputs.offsets is None else inputs.mask[None]).to(rewards.dtype)
+def _rows(tensor: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    rows = tensor if inputs.offsets is None else tensor[None]
+    return rows.to(torch.float64 if inputs.rewards.dtype is torch.float64 else torch.float32)
 
 
 def _ends(inputs: Inputs) -> torch.Tensor:

@@ -5,31 +5,28 @@ The order of operations is that of verl 0.9.1 (``verl/trainer/ppo/core_algos.py`
 the dtype of the rewards; a mask is converted to it first, which for 0/1 masks changes nothing.
 """
 
-from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from rl_accel.ops.inputs import Inputs, check_mask_values
+from rl_accel.ops.inputs import Inputs
 
 
-def gae(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages and returns, shaped and typed like the rewards. See :func:`rl_accel.ops.gae`."""
-    check_mask_values(inputs.mask)
-    assert inputs.values is not None
-    advantages = torch.empty_like(inputs.rewards, memory_format=torch.contiguous_format)
-    for where, (rewards, values, mask) in _rows(inputs.rewards, inputs.values, inputs.mask, inputs.offsets):
-        advantages[where] = gae_rows(rewards, values, mask, inputs.gamma, inputs.lam).view_as(advantages[where])
-    return advantages, advantages + inputs.values
-
-
-def discounted_returns(inputs: Inputs) -> torch.Tensor:
-    """Return discounted returns, shaped and typed like the rewards. See :func:`rl_accel.ops.discounted_returns`."""
-    check_mask_values(inputs.mask)
-    returns = torch.empty_like(inputs.rewards, memory_format=torch.contiguous_format)
-    for where, (rewards, _, mask) in _rows(inputs.rewards, inputs.rewards, inputs.mask, inputs.offsets):
-        returns[where] = returns_rows(rewards, mask, inputs.gamma).view_as(returns[where])
-    return returns
+def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    """Return advantages and returns, or discounted returns alone where there are no values, shaped and typed like the rewards."""
+    rewards, values = inputs.rewards, inputs.values
+    mask = torch.ones_like(rewards) if inputs.mask is None else inputs.mask.to(rewards.dtype)
+    results = torch.empty_like(rewards, memory_format=torch.contiguous_format)
+    sequences: list[Any] = [...]
+    if inputs.offsets is not None:
+        sequences = [(None, slice(first, last)) for first, last in pairwise(inputs.offsets)]
+    for rows in sequences:
+        if values is None:
+            results[rows] = returns_rows(rewards[rows], mask[rows], inputs.gamma)
+        else:
+            results[rows] = gae_rows(rewards[rows], values[rows], mask[rows], inputs.gamma, inputs.lam)
+    return (results,) if values is None else (results, results + values)
 
 
 def gae_rows(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
@@ -55,15 +52,3 @@ def returns_rows(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> tor
         reversed_returns.append(candidate * mask[:, t])
         running = candidate * mask[:, t] + running * (1 - mask[:, t])
     return torch.stack(reversed_returns[::-1], dim=1) if reversed_returns else torch.empty_like(rewards)
-
-
-def _rows(
-    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, offsets: tuple[int, ...] | None
-) -> Iterator[tuple[slice, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-    mask = torch.ones_like(rewards) if mask is None else mask.to(rewards.dtype)
-    if offsets is None:
-        yield slice(None), (rewards, values, mask)
-        return
-    for first, last in pairwise(offsets):
-        where = slice(first, last)
-        yield where, (rewards[None, where], values[None, where], mask[None, where])

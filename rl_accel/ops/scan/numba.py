@@ -1,147 +1,120 @@
+# mypy: allow-untyped-decorators
 """The CPU scan: sequences in parallel over threads, eight at a time in each, in the operation order of the loop.
 
 Results in float32 and float64 are bit-identical to :mod:`rl_accel.ops.scan.naive` as long as no sequence is cut in time, that is
-unless there are fewer sequences than threads and they are long. A cut sequence agrees to rounding: a chunk maps its state
-on entry to its state on exit by an affine function, so the functions of all chunks are found in parallel first, then
-composed, and then every chunk runs from its true state. Apart from the outputs no memory that grows with the tokens is
+unless there are fewer sequences than threads and they are long. A cut sequence agrees to rounding: a piece maps its state
+on entry to its state on exit by an affine function, so the functions of all pieces are found in parallel first, then
+composed, and then every piece runs from its true state. Apart from the outputs no memory that grows with the tokens is
 taken, unless an argument has to be copied first: half precision, or a last dimension that is not dense.
+
+A plain loop over tokens waits some 20 cycles a token, because each step needs the result of the one before. Eight
+sequences in the lanes of a vector share that wait. Tensors hold one sequence after the other, so a tile of 8 sequences x 8
+tokens is transposed in registers, walked back in time, and transposed again. numba offers neither the transposition nor
+stores that bypass the caches; both are a few lines of LLVM here. Nothing is contracted or reordered: each lane does the
+same float operations in the same order as the loop.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic, overload
 
-from rl_accel.ops.inputs import OUTSIDE, Inputs
-from rl_accel.ops.scan.numba_kernels import LANES, SCRATCH, scan_lanes, transfer
-from rl_accel.ops.workers import WORKERS, default_threads
+from rl_accel.ops.cpu import compiled, run
+from rl_accel.ops.inputs import OUTSIDE, Inputs, default_threads
 
+Array = npt.NDArray[Any]
+
+REWARD_START, VALUE_START, MASK_START, OUT_START, LENGTH = range(5)
+"""Columns of a table: where a sequence begins in each flat array, and how many tokens it has."""
 STREAM_BYTES = 32 << 20
 """Outputs above this bypass the caches: they would not fit, and streaming saves reading each line before it is written."""
 SMALL_TOKENS = 1 << 18
 """Below this one thread is faster than waking others: measured on two cores, equal at about 300,000."""
-
-REWARD_START, VALUE_START, MASK_START, OUT_START, LENGTH = range(5)
-"""Columns of a table: where a sequence begins in each flat array, and how many tokens it has."""
 LEAST_CHUNK = 8192
 """Tokens a piece of a cut sequence has at least; below, finding the piece's entry state costs more than waiting."""
 ALIGN = 16
 SHARES_PER_THREAD = 4
 
-Array = npt.NDArray[Any]
+LANES = 8
+BLOCK = 2048
+"""Tokens of each sequence held in scratch memory at a time: long runs through main memory, all of it in a level-2 cache."""
+PITCH = BLOCK + 16
+"""Scratch elements from lane to lane; off a power of two, so that the lanes do not share cache sets."""
+PLANE = LANES * PITCH
+REWARD, VALUE, MASK = 0, PLANE, 2 * PLANE
+OUT = REWARD
+"""Results take the place of the rewards, which a tile has read by then: less scratch leaves more cache to what comes next."""
+STATE = 3 * PLANE
+"""Where the state is kept: the next values of all lanes, then the running advantages (or returns) of all lanes."""
+SCRATCH = STATE + 2 * LANES
 
 
-def gae(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages and returns in the dtype of the rewards; half precision is computed in float32."""
-    scan = _Scan(inputs, inputs.gamma, inputs.gamma * inputs.lam)
-    scan.run()
-    assert scan.second is not None
-    return scan.result(scan.first), scan.result(scan.second)
+def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    """Return advantages and returns, or discounted returns alone where there are no values, in the dtype of the rewards.
 
-
-def discounted_returns(inputs: Inputs) -> torch.Tensor:
-    """Return discounted returns in the dtype of the rewards; half precision is computed in float32."""
-    scan = _Scan(inputs, 0.0, inputs.gamma)
-    scan.run()
-    return scan.result(scan.first)
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one thread takes at a time: groups of sequences that run side by side.
-
-    Attributes:
-        table: [G, lanes, 5] int64; a lane of length 0 is idle.
-        states: [G, lanes, 2], next value and running result on entry; the kernel leaves those on exit.
-        members: [G, lanes] int64, the row of the caller's table that each lane works on; -1 when idle.
+    Half precision is computed in float32.
     """
+    rewards, reward_starts = _flat(inputs.rewards, inputs)
+    values, value_starts = (None, reward_starts) if inputs.values is None else _flat(inputs.values, inputs)
+    mask, mask_starts = (None, reward_starts) if inputs.mask is None else _flat(inputs.mask, inputs)
+    dtype, tokens = rewards.dtype, inputs.rewards.numel()
+    outputs = [_aligned(tokens, dtype) for _ in range(1 if values is None else 2)]
+    arrays = (rewards, values, mask, outputs[0], None if values is None else outputs[1])
+    # the state of discounted returns has no next value for gamma to weigh
+    gamma, decay = dtype.type(0 if values is None else inputs.gamma), dtype.type(inputs.gamma * inputs.lam)
+    streamed = tokens * dtype.itemsize * len(outputs) > STREAM_BYTES
+    threads = inputs.num_threads or (1 if tokens < SMALL_TOKENS else default_threads())
 
-    table: Array
-    states: Array
-    members: Array
-
-
-class _Scan:
-    """One call: flat views of the arguments, fresh outputs, and where each sequence begins in each of them."""
-
-    def __init__(self, inputs: Inputs, gamma: float, decay: float) -> None:
-        self._inputs = inputs
-        self._rewards, reward_starts = _flat(_computable(inputs.rewards), inputs)
-        self._values, value_starts = None, reward_starts
-        if inputs.values is not None:
-            self._values, value_starts = _flat(_computable(inputs.values), inputs)
-        self._mask, mask_starts = None, reward_starts
-        if inputs.mask is not None:
-            self._mask, mask_starts = _flat(_readable_mask(inputs.mask), inputs)
-        dtype = self._rewards.dtype
-        tokens = inputs.rewards.numel()
-        self.first = _aligned(tokens, dtype)
-        self.second = None if inputs.values is None else _aligned(tokens, dtype)
-        self._gamma, self._decay = dtype.type(gamma), dtype.type(decay)
-        segments = np.array(inputs.segments(), dtype=np.int64).reshape(-1, 2)
-        self._table = np.column_stack([reward_starts, value_starts, mask_starts, segments])
-        self._stream = tokens * dtype.itemsize * (1 if self.second is None else 2) > STREAM_BYTES
-
-    def run(self) -> None:
-        threads = self._inputs.num_threads or (1 if len(self.first) < SMALL_TOKENS else default_threads())
-        long = too_long(self._table, threads)
-        whole = np.setdiff1d(np.arange(len(self._table)), long)
-        if len(long):
-            self._run_cut(self._table[long], threads)
-            # composing the maps of pieces turns inf into NaN in other places than the loop does
-            odd = long[~np.isfinite(self.first[self._table[long, OUT_START]])]
-            whole = np.concatenate([whole, odd])
-        self._run_whole(self._table[whole], threads)
-
-    def result(self, flat: Array) -> torch.Tensor:
-        return torch.from_numpy(flat).view(self._inputs.rewards.shape).to(self._inputs.rewards.dtype)
-
-    def _run_whole(self, table: Array, threads: int) -> None:
-        self._scan(deal(table, np.zeros((len(table), 2), self._rewards.dtype), threads, LANES), threads, write=True)
-
-    def _run_cut(self, table: Array, threads: int) -> None:
-        pieces, owners = cut(table, threads, LANES)
-        shares = deal(pieces, np.zeros((len(pieces), 2), self._rewards.dtype), threads, LANES)
-        self._scan(shares, threads, write=False)
-        maps = np.zeros((len(pieces), 3))
-
-        def work(piece: int) -> None:
-            where = pieces[piece, MASK_START], pieces[piece, LENGTH]
-            maps[piece] = transfer(self._mask, *where, float(self._gamma), float(self._decay))
-
-        WORKERS.run([partial(work, piece) for piece in range(len(pieces))], threads)
-        entries = compose(owners, collect(shares, len(pieces)), maps).astype(self._rewards.dtype)
-        self._scan(deal(pieces, entries, threads, LANES), threads, write=True)
-
-    def _scan(self, shares: list[Share], threads: int, *, write: bool) -> None:
+    def walk(table: Array, states: Array, write: bool = True) -> None:
+        """Scan the sequences of ``table`` from their ``states`` on entry, which become those on exit."""
         odd_masks: list[bool] = []
 
-        def work(share: Share) -> None:
-            arrays = (self._rewards, self._values, self._mask, self.first, self.second)
-            scratch = np.zeros(SCRATCH, self._rewards.dtype)
-            options = (self._gamma, self._decay, write, self._stream)
-            odd_masks.append(scan_lanes(*arrays, share.table, share.states, scratch, *options))
+        def work(groups: Array) -> None:
+            scratch = np.zeros(SCRATCH, dtype)
+            odd_masks.append(scan_lanes(*arrays, table, groups, states, scratch, gamma, decay, write, streamed))
 
-        WORKERS.run([partial(work, share) for share in shares], threads)
+        run([partial(work, groups) for groups in deal(table[:, LENGTH], threads)], threads)
         if any(odd_masks):
             raise ValueError(OUTSIDE)
 
+    def walk_in_pieces(table: Array) -> None:
+        pieces, owners = cut(table, threads)
+        exits, maps = np.zeros((len(pieces), 2), dtype), np.zeros((len(pieces), 3))
+        walk(pieces, exits, write=False)
 
-def _computable(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+        def work(piece: int) -> None:
+            where = pieces[piece, MASK_START], pieces[piece, LENGTH]
+            maps[piece] = transfer(mask, *where, float(gamma), float(decay))
 
+        run([partial(work, piece) for piece in range(len(pieces))], threads)
+        walk(pieces, compose(owners, exits.astype(np.float64), maps).astype(dtype))
 
-def _readable_mask(mask: torch.Tensor) -> torch.Tensor:
-    if mask.dtype is torch.bool:
-        return mask.view(torch.uint8)
-    return mask.float() if mask.dtype in (torch.float16, torch.bfloat16) else mask
+    segments = np.array(inputs.segments(), dtype=np.int64).reshape(-1, 2)
+    table = np.column_stack([reward_starts, value_starts, mask_starts, segments])
+    long = too_long(table, threads)
+    whole = np.setdiff1d(np.arange(len(table)), long)
+    if len(long):
+        walk_in_pieces(table[long])
+        # composing the maps of pieces turns inf into NaN in other places than the loop does
+        odd = long[~np.isfinite(outputs[0][table[long, OUT_START]])]
+        whole = np.concatenate([whole, odd])
+    walk(table[whole], np.zeros((len(whole), 2), dtype))
+    shape, wanted = inputs.rewards.shape, inputs.rewards.dtype
+    return tuple(torch.from_numpy(out).view(shape).to(wanted) for out in outputs)
 
 
 def _flat(tensor: torch.Tensor, inputs: Inputs) -> tuple[Array, Array]:
     """Return the memory under ``tensor`` as one dense array, and where each sequence begins in it, without a copy."""
+    if tensor.dtype is torch.bool:
+        tensor = tensor.view(torch.uint8)
+    elif tensor.dtype in (torch.float16, torch.bfloat16):
+        tensor = tensor.float()
     if tensor.stride(-1) != 1:
         tensor = tensor.contiguous()
     if inputs.offsets is not None:
@@ -166,31 +139,26 @@ def _aligned(tokens: int, dtype: Any) -> Array:
     return memory[skip : skip + tokens]
 
 
-def deal(table: Array, states: Array, threads: int, lanes: int) -> list[Share]:
-    """Deal the rows of ``table`` [S, 5], with entry ``states`` [S, 2], into shares of about equal work, longest first.
+def deal(lengths: Array, threads: int) -> list[Array]:
+    """Deal the sequences of ``lengths`` [S] into shares of about equal work, longest first.
 
     Sequences of similar length run side by side, and no thread stays idle as long as there is a sequence for it. There are a
     few shares for each thread, to even out what lengths and a busy machine make uneven.
+
+    Returns:
+        Shares [G, LANES]: groups of sequences that run side by side, by their numbers; -1 is an idle lane.
     """
-    rows = np.flatnonzero(table[:, LENGTH])
+    rows = np.flatnonzero(lengths)
     if not len(rows):
         return []
-    rows = rows[np.argsort(-table[rows, LENGTH], kind="stable")]
-    rounds = -(-len(rows) // (threads * lanes))
-    groups = np.array_split(rows, min(rounds * threads, len(rows)))
-    piles: list[list[Array]] = [[] for _ in range(min(threads * SHARES_PER_THREAD, len(groups)))]
-    for index, group in enumerate(groups):
-        piles[index % len(piles)].append(group)
-    return [_share(pile, table, states, lanes) for pile in piles]
-
-
-def collect(shares: list[Share], count: int) -> Array:
-    """Return the states on exit, [count, 2] in float64, in the order of the table that was dealt."""
-    states = np.zeros((count, 2))
-    for share in shares:
-        used = share.members >= 0
-        states[share.members[used]] = share.states[used]
-    return states
+    rows = rows[np.argsort(-lengths[rows], kind="stable")]
+    rounds = -(-len(rows) // (threads * LANES))
+    parts = np.array_split(rows, min(rounds * threads, len(rows)))
+    groups = np.full((len(parts), LANES), -1)
+    for group, part in zip(groups, parts, strict=True):
+        group[: len(part)] = part
+    shares = min(threads * SHARES_PER_THREAD, len(groups))
+    return [groups[first::shares].copy() for first in range(shares)]
 
 
 def too_long(table: Array, threads: int) -> Array:
@@ -201,13 +169,13 @@ def too_long(table: Array, threads: int) -> Array:
     return np.flatnonzero(table[:, LENGTH] >= 2 * LEAST_CHUNK)
 
 
-def cut(table: Array, threads: int, lanes: int) -> tuple[Array, Array]:
+def cut(table: Array, threads: int) -> tuple[Array, Array]:
     """Cut every row of ``table`` into pieces, enough to fill all lanes of all threads.
 
     Returns:
         The table of the pieces, those of a row together and the latest in time first, and the row that each belongs to.
     """
-    wanted = -(-threads * lanes // len(table))
+    wanted = -(-threads * LANES // len(table))
     pieces, owners = [], []
     for owner, row in enumerate(table):
         length = int(row[LENGTH])
@@ -238,13 +206,347 @@ def compose(owners: Array, exits: Array, maps: Array) -> Array:
     return entries
 
 
-def _share(groups: list[Array], table: Array, states: Array, lanes: int) -> Share:
-    members = np.full((len(groups), lanes), -1, np.int64)
-    for index, group in enumerate(groups):
-        members[index, : len(group)] = group
-    used = members >= 0
-    lane_table = np.zeros((*members.shape, table.shape[1]), np.int64)
-    lane_table[used] = table[members[used]]
-    lane_states = np.zeros((*members.shape, 2), states.dtype)
-    lane_states[used] = states[members[used]]
-    return Share(lane_table, lane_states, members)
+_INDEX = ir.IntType(32)
+
+
+def _llvm_float(array: Any) -> Any:
+    return ir.FloatType() if array.dtype == types.float32 else ir.DoubleType()
+
+
+def _shuffle(builder: Any, x: Any, y: Any, picks: list[int]) -> Any:
+    return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(_INDEX, len(picks)), picks))
+
+
+def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
+    """Transpose 8 vectors of 8: pairs, then pairs of pairs inside each half, then the halves."""
+    rounds = (
+        (1, [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]),
+        (2, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]),
+    )
+    for apart, low, high in rounds:
+        mixed: list[Any] = [None] * LANES
+        for base in range(0, LANES, 2 * apart):
+            for i in range(apart):
+                pair = rows[base + i], rows[base + i + apart]
+                mixed[base + 2 * i] = _shuffle(builder, *pair, low)
+                mixed[base + 2 * i + 1] = _shuffle(builder, *pair, high)
+        rows = mixed
+    first = [_shuffle(builder, rows[i], rows[i + 4], [0, 1, 2, 3, 8, 9, 10, 11]) for i in range(4)]
+    second = [_shuffle(builder, rows[i], rows[i + 4], [4, 5, 6, 7, 12, 13, 14, 15]) for i in range(4)]
+    return first + second
+
+
+def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any, element: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [index]), element.as_pointer())
+
+
+class _Tile:
+    """Loads and stores of the 8 x 8 tile that begins at token ``offset`` of the scratch memory."""
+
+    def __init__(self, context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> None:
+        self._context, self._builder = context, builder
+        self._array_type, self._array, self._offset = array_type, array, offset
+        self._float = _llvm_float(array_type)
+        self._bytes = array_type.dtype.bitwidth // 8
+        self.vector = ir.VectorType(self._float, LANES)
+
+    def _at(self, index: Any) -> Any:
+        return _address(self._context, self._builder, self._array_type, self._array, index, self.vector)
+
+    def _state(self, slot: int) -> Any:
+        return self._at(ir.Constant(self._offset.type, STATE + slot * LANES))
+
+    def _lane(self, plane: int, lane: int) -> Any:
+        return self._at(self._builder.add(self._offset, ir.Constant(self._offset.type, plane + lane * PITCH)))
+
+    def load(self, plane: int) -> list[Any]:
+        rows = [self._builder.load(self._lane(plane, lane), align=self._bytes) for lane in range(LANES)]
+        return _transpose(self._builder, rows)
+
+    def store(self, plane: int, tokens: list[Any]) -> None:
+        for lane, row in enumerate(_transpose(self._builder, tokens)):
+            self._builder.store(row, self._lane(plane, lane), align=self._bytes)
+
+    def load_state(self, slot: int) -> Any:
+        return self._builder.load(self._state(slot), align=self._bytes)
+
+    def store_state(self, slot: int, value: Any) -> None:
+        self._builder.store(value, self._state(slot), align=self._bytes)
+
+    def splat(self, scalar: Any) -> Any:
+        vector = self._builder.insert_element(ir.Constant(self.vector, ir.Undefined), scalar, ir.Constant(_INDEX, 0))
+        return _shuffle(self._builder, vector, vector, [0] * LANES)
+
+    def ones(self) -> Any:
+        return ir.Constant(self.vector, [1.0] * LANES)
+
+
+Codegen = Callable[[Any, Any, Any, Any], Any]
+
+
+@intrinsic
+def gae_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any, decay: Any) -> tuple[Any, Codegen]:
+    """GAE over the tile, from its last token to its first; reads and leaves the state."""
+
+    def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        tile = _Tile(context, b, signature.args[0], arguments[0], arguments[1])
+        gamma, decay, ones = tile.splat(arguments[2]), tile.splat(arguments[3]), tile.ones()
+        rewards, values, mask = tile.load(REWARD), tile.load(VALUE), tile.load(MASK)
+        next_value, last = tile.load_state(0), tile.load_state(1)
+        advantages: list[Any] = [None] * LANES
+        for t in reversed(range(LANES)):
+            skip = b.fsub(ones, mask[t])
+            delta = b.fsub(b.fadd(rewards[t], b.fmul(gamma, next_value)), values[t])
+            candidate = b.fadd(delta, b.fmul(decay, last))
+            next_value = b.fadd(b.fmul(values[t], mask[t]), b.fmul(skip, next_value))
+            last = b.fadd(b.fmul(candidate, mask[t]), b.fmul(skip, last))
+            advantages[t] = last
+        tile.store_state(0, next_value)
+        tile.store_state(1, last)
+        tile.store(OUT, advantages)
+        return context.get_dummy_value()
+
+    return types.void(scratch, types.intp, gamma, decay), build
+
+
+@intrinsic
+def returns_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any) -> tuple[Any, Codegen]:
+    """Discounted returns over the tile, from its last token to its first; reads and leaves the running value."""
+
+    def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        tile = _Tile(context, b, signature.args[0], arguments[0], arguments[1])
+        gamma, ones = tile.splat(arguments[2]), tile.ones()
+        rewards, mask = tile.load(REWARD), tile.load(MASK)
+        running = tile.load_state(1)
+        returns: list[Any] = [None] * LANES
+        for t in reversed(range(LANES)):
+            candidate = b.fadd(rewards[t], b.fmul(gamma, running))
+            returns[t] = b.fmul(candidate, mask[t])
+            running = b.fadd(returns[t], b.fmul(running, b.fsub(ones, mask[t])))
+        tile.store_state(1, running)
+        tile.store(OUT, returns)
+        return context.get_dummy_value()
+
+    return types.void(scratch, types.intp, gamma), build
+
+
+@intrinsic
+def stream(typing_context: Any, target: Any, to: Any, source: Any, at: Any) -> tuple[Any, Codegen]:
+    """target[to:to+8] = source[at:at+8], past the caches; ``to`` must be a multiple of 8 of a 64-byte aligned array."""
+
+    def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        vector = ir.VectorType(_llvm_float(signature.args[0]), LANES)
+        size = signature.args[0].dtype.bitwidth // 8
+        loaded = b.load(_address(context, b, signature.args[2], arguments[2], arguments[3], vector), align=size)
+        target_at = _address(context, b, signature.args[0], arguments[0], arguments[1], vector)
+        store = b.store(loaded, target_at, align=size * LANES)
+        store.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(target, types.intp, source, types.intp), build
+
+
+@intrinsic
+def prefetch(typing_context: Any, array: Any, index: Any) -> tuple[Any, Codegen]:
+    """Ask for the cache line of array[index], which may lie outside: a prefetch never faults."""
+
+    def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        at = _address(context, b, signature.args[0], arguments[0], arguments[1], ir.IntType(8))
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [at.type, number, number, number])
+        function = b.module.declare_intrinsic("llvm.prefetch", [at.type], kind)
+        read, into_level_2, data = (ir.Constant(number, n) for n in (0, 2, 1))
+        b.call(function, [at, read, into_level_2, data])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), build
+
+
+@intrinsic
+def fence(typing_context: Any) -> tuple[Any, Codegen]:
+    """Make streamed stores visible to other threads before whatever follows."""
+
+    def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        b.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), build
+
+
+def _take_mask(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
+    """Write mask[at:at+count] to target as floats (ones if there is no mask); tell whether one is outside [0, 1]."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_take_mask, jit_options={"nogil": True})
+def _take_mask_for(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
+    def no_mask(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
+        targets = target[to : to + count]
+        for i in range(count):
+            targets[i] = 1
+        return False
+
+    def whole_numbers(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
+        targets, sources = target[to : to + count], mask[at : at + count]
+        bits = 0
+        for i in range(count):
+            bits |= sources[i]
+            # through int32, which processors can convert many at a time; a value this cuts short is refused anyway
+            targets[i] = np.int32(sources[i])
+        return (bits & ~1) != 0
+
+    def fractions(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
+        targets, sources = target[to : to + count], mask[at : at + count]
+        odd = 0
+        for i in range(count):
+            odd += not (sources[i] >= 0 and sources[i] <= 1)
+            targets[i] = sources[i]
+        return odd != 0
+
+    if isinstance(mask, types.NoneType):
+        return no_mask
+    return whole_numbers if isinstance(mask.dtype, types.Integer) else fractions
+
+
+@compiled
+def copy(target: Array, to: int, source: Array, at: int, count: int) -> None:
+    """target[to:to+count] = source[at:at+count]."""
+    # numba makes vector code of loops over slices only: any other index might be negative and count from the end
+    targets, sources = target[to : to + count], source[at : at + count]
+    for i in range(count):
+        targets[i] = sources[i]
+
+
+@compiled
+def clear(target: Array, to: int, count: int) -> None:
+    """target[to:to+count] = 0."""
+    targets = target[to : to + count]
+    for i in range(count):
+        targets[i] = 0
+
+
+@compiled
+def accumulate(target: Array, to: int, at: int, count: int) -> None:
+    """target[to:to+count] += target[at:at+count]."""
+    targets, sources = target[to : to + count], target[at : at + count]
+    for i in range(count):
+        targets[i] += sources[i]
+
+
+@compiled
+def put(target: Array, to: int, source: Array, at: int, count: int, streamed: bool) -> None:
+    """target[to:to+count] = source[at:at+count], past the caches if ``streamed``."""
+    done = 0
+    if streamed:
+        head = min(-to & 7, count)
+        copy(target, to, source, at, head)
+        done = head + (count - head) // 8 * 8
+        for i in range(head, done, 8):
+            stream(target, to + i, source, at + i)
+    copy(target, to + done, source, at + done, count - done)
+
+
+@compiled
+def scan_lanes(
+    rewards: Array,
+    values: Array | None,
+    mask: Array | None,
+    first_out: Array,
+    second_out: Array | None,
+    table: Array,
+    groups: Array,
+    states: Array,
+    scratch: Array,
+    gamma: float,
+    decay: float,
+    write: bool,
+    streamed: bool,
+) -> bool:
+    """Scan the ``groups`` of sequences that :func:`deal` made; tell whether the mask holds a value outside [0, 1].
+
+    With values it computes GAE (advantages, then returns); without, discounted returns at rate ``decay``. The lanes of a
+    group walk back in step from the last token of each sequence; those that end early go on with empty tokens.
+
+    Args:
+        table: [S, 5] int64, see :data:`LENGTH`.
+        groups: [G, LANES] int64, rows of ``table``, the longest sequence first; -1 is an idle lane.
+        states: [S, 2], next value and running result on entry; those on exit are left there.
+        scratch: SCRATCH zeros that no other thread uses.
+    """
+    odd_mask = False
+    rows = np.zeros((LANES, 5), np.int64)
+    for group in range(groups.shape[0]):
+        for lane in range(LANES):
+            row = groups[group, lane]
+            for column in range(5):
+                rows[lane, column] = table[row, column] if row >= 0 else 0
+            scratch[STATE + lane] = states[row, 0] if row >= 0 else 0
+            scratch[STATE + LANES + lane] = states[row, 1] if row >= 0 else 0
+        longest = rows[0, LENGTH]
+        for done in range(0, longest, BLOCK):
+            width = min(BLOCK, (longest - done + 15) // 16 * 16)
+            for lane in range(LANES):
+                left = max(rows[lane, LENGTH] - done, 0)
+                count = min(left, BLOCK)
+                to = lane * PITCH + BLOCK - count
+                empty = lane * PITCH + BLOCK - width
+                clear(scratch, REWARD + empty, width - count)
+                clear(scratch, MASK + empty, width - count)
+                copy(scratch, REWARD + to, rewards, rows[lane, REWARD_START] + left - count, count)
+                if values is not None:
+                    clear(scratch, VALUE + empty, width - count)
+                    copy(scratch, VALUE + to, values, rows[lane, VALUE_START] + left - count, count)
+                odd_mask |= _take_mask(scratch, MASK + to, mask, rows[lane, MASK_START] + left - count, count)
+            for token in range(BLOCK - 16, BLOCK - width - 1, -16):
+                for lane in range(LANES):
+                    # the same place in the block that comes next
+                    ahead = rows[lane, LENGTH] - done - 2 * BLOCK + token
+                    if ahead >= 0:
+                        prefetch(rewards, rows[lane, REWARD_START] + ahead)
+                        if values is not None:
+                            prefetch(values, rows[lane, VALUE_START] + ahead)
+                        if mask is not None:
+                            prefetch(mask, rows[lane, MASK_START] + ahead)
+                            prefetch(mask, rows[lane, MASK_START] + ahead + 8)
+                for tile in range(token + 8, token - 1, -8):
+                    if values is not None:
+                        gae_tile(scratch, tile, gamma, decay)
+                    else:
+                        returns_tile(scratch, tile, decay)
+            if not write:
+                continue
+            for lane in range(LANES):
+                left = max(rows[lane, LENGTH] - done, 0)
+                count = min(left, BLOCK)
+                at = lane * PITCH + BLOCK - count
+                to = rows[lane, OUT_START] + left - count
+                put(first_out, to, scratch, OUT + at, count, streamed)
+                if second_out is not None:
+                    accumulate(scratch, OUT + at, VALUE + at, count)
+                    put(second_out, to, scratch, OUT + at, count, streamed)
+        for lane in range(LANES):
+            row = groups[group, lane]
+            if row >= 0:
+                states[row, 0] = scratch[STATE + lane]
+                states[row, 1] = scratch[STATE + LANES + lane]
+    fence()
+    return odd_mask
+
+
+@compiled
+def transfer(mask: Array | None, first: int, length: int, gamma: float, decay: float) -> tuple[float, float, float]:
+    """Return (p, d, c) of :func:`compose` for the ``length`` tokens from ``first`` on."""
+    p, d, c = 1.0, 0.0, 1.0
+    for t in range(first + length - 1, first - 1, -1):
+        m = 1.0
+        if mask is not None:
+            m = float(mask[t])
+        keep = 1.0 - m
+        step = decay * m + keep
+        d = step * d + gamma * m * p
+        c *= step
+        p *= keep
+        if p == 0 and d == 0 and c == 0:
+            break
+    return p, d, c

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rl_accel.ops.inputs import Inputs, check_mask_values
+from rl_accel.ops.inputs import Inputs
 
 INTERPRETED = bool(triton.knobs.runtime.interpret) if hasattr(triton, "knobs") else False
 BLOCK = 2048
@@ -31,35 +31,21 @@ LEAST_BLOCKS = 4
 jit: Any = triton.jit
 
 
-def gae(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages and returns in the dtype of the rewards."""
-    advantages, returns = scan(inputs, inputs.gamma, inputs.gamma * inputs.lam)
-    assert returns is not None
-    return advantages, returns
-
-
-def discounted_returns(inputs: Inputs) -> torch.Tensor:
-    """Return discounted returns in the dtype of the rewards."""
-    return scan(inputs, inputs.gamma, inputs.gamma)[0]
-
-
-def scan(
-    inputs: Inputs, gamma: float, decay: float, *, block: int = BLOCK, programs: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launch the kernels: GAE where the inputs hold values, discounted returns where not.
+def scan(inputs: Inputs, *, block: int = BLOCK, programs: int | None = None) -> tuple[torch.Tensor, ...]:
+    """Return advantages and returns, or discounted returns alone where there are no values, in the dtype of the rewards.
 
     Args:
         block: tokens a program takes at a time, a power of two.
         programs: programs wanted at least; None fills the device. Sequences are cut when there are fewer.
     """
-    check_mask_values(inputs.mask)
-    rewards = inputs.rewards
-    first_out = torch.empty_like(rewards, memory_format=torch.contiguous_format)
-    second_out = None if inputs.values is None else torch.empty_like(first_out)
+    rewards = _dense(inputs.rewards)
+    outputs = [
+        torch.empty_like(rewards, memory_format=torch.contiguous_format)
+        for _ in range(1 if inputs.values is None else 2)
+    ]
     if rewards.numel() == 0:
-        return first_out, second_out
-    dense = [_dense(tensor) for tensor in (rewards, inputs.values, inputs.mask)]
-    pointers = [rewards if tensor is None else tensor for tensor in dense]
+        return tuple(outputs)
+    pointers = [rewards if tensor is None else _dense(tensor) for tensor in (rewards, inputs.values, inputs.mask)]
     pitches = [tensor.stride(0) if tensor.dim() == 2 else 0 for tensor in pointers]
     packed = inputs.offsets is not None
     segments = inputs.segments()
@@ -70,8 +56,8 @@ def scan(
     maps = torch.empty(
         len(segments) * pieces * 5, device=rewards.device, dtype=torch.float64 if wide else torch.float32
     )
-    arguments = (*pointers, *pitches, first_out, first_out if second_out is None else second_out, offsets, longest)
-    rates = (*_split(gamma), *_split(decay))
+    arguments = (*pointers, *pitches, outputs[0], outputs[-1], offsets, longest)
+    rates = (*_split(inputs.gamma), *_split(inputs.gamma * inputs.lam))
     flags = {
         "PACKED": packed,
         "MASKED": inputs.mask is not None,
@@ -84,12 +70,10 @@ def scan(
             *arguments, maps, *rates, piece, pieces, **flags, MAPS_ONLY=maps_only, BLOCK=block, num_warps=WARPS
         )
     _repair_kernel[(len(segments),)](*arguments, *rates, **flags, num_warps=1)
-    return first_out, second_out
+    return tuple(outputs)
 
 
-def _dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    if tensor is None:
-        return None
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 

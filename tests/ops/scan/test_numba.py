@@ -4,6 +4,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +14,11 @@ from rl_accel.ops import discounted_returns, gae
 from rl_accel.ops.scan import numba as scan_numba
 
 CASES = 240
+
+
+def table_of(lengths):
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    return np.column_stack([starts, starts, starts, starts, lengths])
 
 
 @pytest.fixture(scope="module")
@@ -89,17 +95,13 @@ def test_few_long_sequences_cut_in_time_agree_with_the_loop(kind, rates, monkeyp
         rewards, values = torch.randn(rows, tokens), torch.randn(rows, tokens)
         mask = torch.rand(rows, tokens)
         mask = {"none": None, "bits": (mask < 0.8).long(), "fractions": mask}[kind]
-        assert len(scan_numba.too_long(scan_numba_table(rows, tokens), threads)) == rows
+        assert len(scan_numba.too_long(table_of([tokens] * rows), threads)) == rows
         exact = gae(rewards.double(), values.double(), mask, *rates, backend="naive")
         for a, b in zip(gae(rewards, values, mask, *rates, backend="numba", num_threads=threads), exact, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-6 * float(b.abs().max()))
         a = discounted_returns(rewards, mask, rates[0], backend="numba", num_threads=threads)
         b = discounted_returns(rewards.double(), mask, rates[0], backend="naive")
         torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-6 * float(b.abs().max()))
-
-
-def scan_numba_table(rows: int, tokens: int):
-    return torch.tensor([[0, 0, 0, row * tokens, tokens] for row in range(rows)]).numpy()
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
@@ -170,8 +172,8 @@ def test_works_where_compiled_code_cannot_be_kept(python):
         from rl_accel.ops import gae
         ones = torch.ones(2, 3)
         assert gae(ones, ones, backend="numba")[1].tolist() == [[3, 2, 1]] * 2
-        from rl_accel.ops.scan import numba_kernels
-        assert type(numba_kernels.scan_lanes._cache).__name__ == "NullCache"
+        from rl_accel.ops.scan import numba
+        assert type(numba.scan_lanes._cache).__name__ == "NullCache"
         """,
         NUMBA_CACHE_DIR="/dev/null/nowhere",
         NUMBA_CACHE_LOCATOR_CLASSES="_UserProvidedCacheLocator",
@@ -187,3 +189,37 @@ def test_arguments_are_left_alone_and_memory_is_not_shared(case):
     returns.zero_()
     for now, then in zip((c.rewards, c.values, c.mask), before, strict=True):
         assert torch.equal(now, then)
+
+
+@given(lengths=st.lists(st.integers(0, 1000), min_size=1, max_size=80), threads=st.integers(1, 20))
+def test_every_sequence_with_tokens_is_dealt_once_and_evenly(lengths, threads):
+    lengths = np.array(lengths)
+    shares = scan_numba.deal(lengths, threads)
+    groups = np.concatenate(shares) if shares else np.zeros((0, 8), int)
+    assert sorted(groups[groups >= 0]) == np.flatnonzero(lengths).tolist()
+    # the kernel walks as far as the first lane of a group says
+    tokens = np.where(groups >= 0, lengths[groups], 0)
+    assert (tokens[:, 0] == tokens.max(1)).all()
+    assert len(groups) >= min(threads, np.count_nonzero(lengths))
+
+
+@given(lengths=st.lists(st.integers(1, 10**6), min_size=1, max_size=6), threads=st.integers(1, 32))
+def test_pieces_cover_each_sequence_from_its_end_to_its_start(lengths, threads):
+    table = table_of(lengths)
+    rows = scan_numba.too_long(table, threads)
+    if not len(rows):
+        return
+    pieces, owners = scan_numba.cut(table[rows], threads)
+    start, length = pieces[:, scan_numba.OUT_START], pieces[:, scan_numba.LENGTH]
+    assert (length > 0).all()
+    for owner, row in enumerate(rows):
+        own = owners == owner
+        assert (start[own][1:] + length[own][1:] == start[own][:-1]).all()
+        assert start[own][-1] == table[row, scan_numba.OUT_START]
+        assert length[own].sum() == lengths[row]
+
+
+def test_only_long_sequences_are_cut_and_only_where_threads_would_idle():
+    long, short = 2 * scan_numba.LEAST_CHUNK, 2 * scan_numba.LEAST_CHUNK - 1
+    assert scan_numba.too_long(table_of([long, short]), 3).tolist() == [0]
+    assert scan_numba.too_long(table_of([long, long]), 2).tolist() == []

@@ -20,10 +20,10 @@ from rl_accel.ops.scan import triton as scan_triton
 
 def both(rewards, values, mask, bounds, gamma=0.99, lam=0.95, **options):
     inputs = check_scan(rewards, values, mask, gamma, lam, bounds, None, None, needs_values=values is not None)
-    ours = scan_triton.scan(inputs, gamma, gamma * lam if values is not None else gamma, **options)
+    ours = scan_triton.scan(inputs, **options)
     wide = [None if x is None else x.double() for x in (rewards, values)]
     if values is None:
-        return ours[:1], (discounted_returns(wide[0], mask, gamma, cu_seqlens=bounds, backend="naive"),)
+        return ours, (discounted_returns(wide[0], mask, gamma, cu_seqlens=bounds, backend="naive"),)
     return ours, gae(*wide, mask, gamma, lam, cu_seqlens=bounds, backend="naive")
 
 def agree(pair, rtol):
