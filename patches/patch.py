@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_accel.errors import PatchRefused, RlAccelError
 from rl_accel.patches import upstream
-from rl_accel.patches.places import Place, find, repack, restore_copies, unpack
+from rl_accel.patches.upstream import Place, find, repack, restore_copies, unpack
 from rl_accel.switch import SwitchState
 
 logger = logging.getLogger("rl_accel")

@@ -1,10 +1,14 @@
-"""Checks that a framework has what a feature needs of it, so that one that has changed is refused by name."""
+"""What stands on a framework's own extension points: checks that they are there, and entries in its registries of plug-ins.
+
+Nothing of the framework is replaced. One that has changed is refused by name.
+"""
 
 import functools
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +28,8 @@ def require(feature: str, seams: Seams) -> None:
         PatchRefused: names the first thing that is absent or different, what is wanted and what was found.
     """
     for where, wanted in seams.items():
-        module, _, path = where.partition(":")
         try:
-            item = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+            item = _resolve(where)
         except (ImportError, AttributeError) as error:
             raise PatchRefused(f"{feature} wants {where}, which is not there ({error})") from error
         if wanted is not None and (present := _parameters(item)) != wanted:
@@ -81,8 +84,7 @@ class SeamCheck:
         """
         require(self.feature, self.seams)
         for where, wanted in self.attributes.items():
-            module, _, path = where.partition(":")
-            owner = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+            owner = _resolve(where)
             present = {*dir(owner), *getattr(owner, "__dataclass_fields__", ())}
             if missing := [name for name in wanted if name not in present]:
                 raise PatchRefused(f"{self.feature} wants {where} to have {', '.join(missing)}")
@@ -91,6 +93,64 @@ class SeamCheck:
     def revert(self) -> None:
         """Forget the check; there is nothing to undo."""
         _passed.discard(self.name)
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A switch that enters something of ours into a registry that a framework keeps for plug-ins.
+
+    Attributes:
+        name: unique, ``"verl.trainer_mode.tail_batching"``.
+        feature: the feature (section of the flags) it belongs to.
+        target: ``"pkg.mod:entry"``, the module whose import makes the registry available and, in words, the entry.
+        register: ``register(settings)`` makes the entry. It may raise PatchRefused if this framework lacks something.
+        unregister: removes it.
+        find: returns what the registry holds under our name, or None. Called by any thread, with the lock of the runtime held,
+            from the moment at which the import of the module has begun; so it must not import.
+        owner: the module that defines what we register.
+    """
+
+    name: str
+    feature: str
+    target: str
+    register: Callable[[Any], None]
+    unregister: Callable[[], Any]
+    find: Callable[[], Any]
+    owner: str
+
+    def state(self) -> SwitchState:
+        """Return what the registry itself says."""
+        if self.target.partition(":")[0] not in sys.modules:
+            return SwitchState.PENDING
+        found = self.find()
+        if found is None:
+            return SwitchState.PENDING
+        return SwitchState.APPLIED if getattr(found, "__module__", None) == self.owner else SwitchState.FOREIGN
+
+    def apply(self, settings: Any) -> None:
+        """Make the entry. Idempotent.
+
+        Raises:
+            PatchRefused: the name is taken, or the framework lacks something.
+        """
+        state = self.state()
+        if state is SwitchState.FOREIGN:
+            raise PatchRefused(f"{self.name}: {self.target} is registered already, by {self.find()!r}")
+        if state is SwitchState.PENDING:
+            try:
+                self.register(settings)
+            except (ImportError, AttributeError) as error:
+                raise PatchRefused(f"{self.name}: {type(error).__name__}: {error}") from error
+
+    def revert(self) -> None:
+        """Remove the entry, if it is ours."""
+        if self.state() is SwitchState.APPLIED:
+            self.unregister()
+
+
+def _resolve(where: str) -> Any:
+    module, _, path = where.partition(":")
+    return functools.reduce(getattr, path.split("."), importlib.import_module(module))
 
 
 def _parameters(function: Any) -> tuple[str, ...]:

@@ -1,12 +1,15 @@
-"""Is this function the one the framework shipped? Who wrote it, what it takes, which version it belongs to."""
+"""Functions of a framework: the places that hold them, and whether they are the ones it shipped."""
 
 import ast
+import functools
 import hashlib
 import importlib.metadata
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
-from types import FunctionType
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -19,6 +22,74 @@ MARK = "__rl_accel_patch__"
 
 _DECORATOR_HOMES = frozenset({"torch", *sys.stdlib_module_names}) - {"unittest", "__main__"}
 """Packages whose decorators (``torch.no_grad``, ``functools.lru_cache``) frameworks put on their own functions."""
+
+_FORM = re.compile(r"(?P<module>[\w.]+):(?P<path>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)(\[(?P<key>[^\[\]]+)\])?")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One binding, found: ``owner`` holds the object under ``name`` (an attribute, or a key if ``keyed``)."""
+
+    where: str
+    owner: Any
+    name: str
+    keyed: bool
+
+    def __str__(self) -> str:
+        return self.where
+
+    def read(self) -> Any:
+        """Return what is there now, raw (a staticmethod stays a staticmethod), or None."""
+        return self.owner.get(self.name) if self.keyed else vars(self.owner).get(self.name)
+
+    def write(self, value: Any) -> None:
+        """Bind ``value``, raw."""
+        if self.keyed:
+            self.owner[self.name] = value
+        else:
+            setattr(self.owner, self.name, value)
+
+    def is_live(self) -> bool:
+        """Whether ``where`` still leads to this owner: false after its module was dropped or imported anew."""
+        try:
+            return _owner(self.where)[0] is self.owner
+        except PatchRefused:
+            return False
+
+
+def find(where: str) -> Place:
+    """Return the place that ``where`` (``"pkg.mod:Class.attr"``, ``"pkg.mod:DICT[key]"``) names.
+
+    Raises:
+        ValueError: ``where`` has another form.
+        NotInThisVersion: the object is not there (a class must hold it itself).
+        PatchRefused: its module is not imported.
+    """
+    owner, name, keyed = _owner(where)
+    place = Place(where, owner, name, keyed)
+    if place.read() is None:
+        inherited = not keyed and isinstance(owner, type) and hasattr(owner, name)
+        raise NotInThisVersion(f"{where} {'is inherited, not defined there' if inherited else 'does not exist'}")
+    return place
+
+
+def restore_copies(target: str, new: Any, old: Any) -> None:
+    """Put ``old`` wherever a module of the target's package holds ``new``: ``from x import f`` copies what is there then."""
+    package = target.partition(":")[0].partition(".")[0]
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == package and isinstance(module, ModuleType):
+            for attribute in [key for key, value in vars(module).items() if value is new]:
+                setattr(module, attribute, old)
+
+
+def unpack(raw: Any) -> Any:
+    """Return the function inside ``raw``: bare, or inside a staticmethod or classmethod."""
+    return raw.__func__ if type(raw) in (staticmethod, classmethod) else raw
+
+
+def repack(raw: Any, function: Any) -> Any:
+    """Return ``function`` as the kind of object ``raw`` is: staticmethod, classmethod or bare."""
+    return type(raw)(function) if type(raw) in (staticmethod, classmethod) else function
 
 
 def require_own(function: Any, target: str) -> None:
@@ -96,13 +167,35 @@ def describe(item: Any) -> str:
     """Return who made ``item``, for messages: its real module, its name, and our mark if it is ours."""
     if item is None:
         return "nothing"
-    inner = item.__func__ if type(item) in (staticmethod, classmethod) else item
+    inner = unpack(item)
     mark = getattr(inner, MARK, None)
     if mark is not None:
         return f"rl-accel's patch {mark}"
     code: Any = getattr(inner, "__code__", None)
     name = getattr(code, "co_qualname", None) or getattr(code, "co_name", type(inner).__qualname__)
     return f"{_home(inner)}.{name}"
+
+
+def _owner(where: str) -> tuple[Any, str, bool]:
+    match = _FORM.fullmatch(where)
+    if match is None:
+        raise ValueError(f"a place is 'pkg.mod:attr', 'pkg.mod:Class.attr' or 'pkg.mod:DICT[key]', found {where!r}")
+    module = sys.modules.get(match["module"])
+    if module is None:
+        raise PatchRefused(f"{match['module']} is not imported")
+    parents = match["path"].split(".")
+    attribute = None if match["key"] else parents.pop()
+    try:
+        owner = functools.reduce(getattr, parents, module)
+    except AttributeError as error:
+        raise NotInThisVersion(f"{where} does not exist ({error})") from error
+    if attribute is None:
+        if not isinstance(owner, dict):
+            raise PatchRefused(f"{where}: wanted a dict, found {type(owner).__name__}")
+        return owner, match["key"], True
+    if not isinstance(owner, type | ModuleType):
+        raise PatchRefused(f"{where}: wanted a class or module to hold it, found {type(owner).__name__}")
+    return owner, attribute, False
 
 
 def _layers(function: Any) -> Iterator[Any]:

@@ -23,8 +23,7 @@ from rl_accel.errors import ConfigError
 from rl_accel.features import TelemetryFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.engines import ON_POLICY_MODES, engine_of, read_servers
-from rl_accel.patches.registration import Registration
-from rl_accel.patches.seams import Seams
+from rl_accel.patches.seams import Registration, Seams
 from rl_accel.telemetry import metrics, stage_clock
 from rl_accel.telemetry.server_counters import ANSWER_SECONDS, Counters
 from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, Generation, Response

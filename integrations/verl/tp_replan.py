@@ -20,8 +20,7 @@ from rl_accel.integrations.verl.engines import ON_POLICY_MODES, counted_engines,
 from rl_accel.parallel.model_memory import TpBounds, read_configuration
 from rl_accel.parallel.planned_run import PlannedRun
 from rl_accel.parallel.tp_planner import Decision, TpPlanner
-from rl_accel.patches.registration import Registration
-from rl_accel.patches.seams import Seams
+from rl_accel.patches.seams import Registration, Seams
 from rl_accel.telemetry import metrics
 from rl_accel.telemetry.server_counters import Counters
 

@@ -6,7 +6,8 @@ others on.
 """
 
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,113 +23,70 @@ from rl_accel.patches.patch import Patch
 FEATURE = "advantages"
 _CORE_ALGOS = "verl.trainer.ppo.core_algos"
 _TORCH_FUNCTIONAL = "verl.utils.torch_functional"
+_OUTCOME = ("token_level_rewards", "response_mask", "index")
+_TOKEN_BASELINE = (
+    *_OUTCOME,
+    *("old_log_probs", "sum_pi_squared", "rollout_is_weights", "handle_zero_tail", "epsilon"),
+)
+
+Arguments = Mapping[str, Any]
+"""What verl's function was called with, by name, defaults included."""
 
 
-# -- ours, with the parameters of verl's functions; TypeError or ValueError leaves a call to verl ----------------------
+# -- ours: advantages, or advantages and returns; TypeError or ValueError leaves a call to verl ------------------------
 
 
-def _number(name: str, value: Any) -> Any:
-    if not isinstance(value, int | float):
-        raise TypeError(f"{name} wants a number, found {type(value).__name__}")
-    return value
+def _of_groups(rule: Callable[..., torch.Tensor], given: Arguments, **options: Any) -> torch.Tensor:
+    for name, value in options.items():
+        if not isinstance(value, int | float):
+            raise TypeError(f"{name} wants a number, found {type(value).__name__}")
+    return rule(*(given[name] for name in _OUTCOME), **options)
 
 
-def _twice(advantages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return advantages, advantages
+def _grpo(given: Arguments) -> torch.Tensor:
+    normalise = bool(given["norm_adv_by_std_in_grpo"])
+    return _of_groups(group_advantages.grpo, given, epsilon=given["epsilon"], normalise=normalise)
 
 
-def _grpo(
-    token_level_rewards: Any,
-    response_mask: Any,
-    index: Any,
-    epsilon: Any = 1e-6,
-    norm_adv_by_std_in_grpo: Any = True,
-    config: Any = None,
-) -> Any:
-    numbers = _number("epsilon", epsilon), bool(norm_adv_by_std_in_grpo)
-    return _twice(group_advantages.grpo(token_level_rewards, response_mask, index, *numbers))
+def _gpg(given: Arguments) -> torch.Tensor:
+    return _of_groups(group_advantages.gpg, given, f_norm=given["f_norm"])
 
 
-def _rloo(token_level_rewards: Any, response_mask: Any, index: Any, *_args: Any, **_kwargs: Any) -> Any:
-    return _twice(group_advantages.rloo(token_level_rewards, response_mask, index))
-
-
-def _opo(token_level_rewards: Any, response_mask: Any, index: Any, *_args: Any, **_kwargs: Any) -> Any:
-    return _twice(group_advantages.opo(token_level_rewards, response_mask, index))
-
-
-def _gpg(
-    token_level_rewards: Any,
-    response_mask: Any,
-    index: Any,
-    epsilon: Any = 1e-6,
-    f_norm: Any = 1.0,
-    *_args: Any,
-    **_kwargs: Any,
-) -> Any:
-    return _twice(group_advantages.gpg(token_level_rewards, response_mask, index, _number("f_norm", f_norm)))
-
-
-def _passk(
-    token_level_rewards: Any,
-    response_mask: Any,
-    index: Any,
-    epsilon: Any = 1e-6,
-    norm_adv_by_std_in_grpo: Any = True,
-    config: Any = None,
-    **_kwargs: Any,
-) -> Any:
-    if config is None:
+def _passk(given: Arguments) -> torch.Tensor:
+    if given["config"] is None:
         raise TypeError("config wants the configuration of the algorithm, found None")
-    numbers = _number("epsilon", epsilon), bool(config.get("norm_adv_by_std_in_grpo", True))
-    return _twice(group_advantages.passk(token_level_rewards, response_mask, index, *numbers))
+    normalise = bool(given["config"].get("norm_adv_by_std_in_grpo", True))
+    return _of_groups(group_advantages.passk, given, epsilon=given["epsilon"], normalise=normalise)
 
 
-def _reinforce_plus_plus_baseline(
-    token_level_rewards: Any, response_mask: Any, index: Any, *_args: Any, **_kwargs: Any
-) -> Any:
-    centred = group_advantages.grpo(token_level_rewards, response_mask, index, normalise=False)
-    return _twice(_whiten(centred, response_mask) * response_mask)
+def _reinforce_plus_plus_baseline(given: Arguments) -> torch.Tensor:
+    centred = _of_groups(group_advantages.grpo, given, normalise=False)
+    return _whiten(centred, given["response_mask"])
 
 
-def _reinforce_plus_plus(token_level_rewards: Any, response_mask: Any, config: Any = None, **_kwargs: Any) -> Any:
-    gamma = getattr(config, "gamma", None)
+def _reinforce_plus_plus(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    rewards, mask, gamma = given["token_level_rewards"], given["response_mask"], getattr(given["config"], "gamma", None)
     if not isinstance(gamma, float):
         raise TypeError(f"config.gamma wants a float, found {gamma!r}")
-    whiten.check(token_level_rewards, response_mask)
-    if token_level_rewards.dtype != torch.float32 or token_level_rewards.ndim != 2:
+    whiten.check(rewards, mask)
+    if rewards.dtype != torch.float32 or rewards.ndim != 2:
         raise TypeError("token_level_rewards wants float32 [B, T]")
     # a row that is cut in time among threads is rounded elsewhere: never more threads than rows
-    threads = min(len(token_level_rewards), default_threads())
-    returns = ops.discounted_returns(token_level_rewards, response_mask, gamma, backend="numba", num_threads=threads)
-    return _whiten(returns, response_mask) * response_mask, returns
+    threads = min(len(rewards), default_threads())
+    returns = ops.discounted_returns(rewards, mask, gamma, backend="numba", num_threads=threads)
+    return _whiten(returns, mask), returns
 
 
-def _whiten(values: torch.Tensor, mask: torch.Tensor) -> Any:
-    return importlib.import_module(_TORCH_FUNCTIONAL).masked_whiten(values, mask)
+def _whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    whitened: torch.Tensor = importlib.import_module(_TORCH_FUNCTIONAL).masked_whiten(values, mask)
+    return whitened * mask
 
 
-def _optimal_token_baseline(
-    token_level_rewards: Any,
-    response_mask: Any,
-    index: Any,
-    old_log_probs: Any,
-    sum_pi_squared: Any,
-    rollout_is_weights: Any = None,
-    handle_zero_tail: Any = True,
-    epsilon: Any = 1e-8,
-    *,
-    multi_turn: bool,
-    **_kwargs: Any,
-) -> Any:
+def _optimal_token_baseline(given: Arguments, *, multi_turn: bool) -> tuple[torch.Tensor, torch.Tensor]:
     # imported here: it loads the compiler, and runs that use another estimator never need it
-    kernels = importlib.import_module("rl_accel.ops.optimal_token_baseline")
-    tensors = (token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights)
-    return kernels.optimal_token_baseline(*tensors, bool(handle_zero_tail), epsilon, multi_turn=multi_turn)
+    from rl_accel.ops.optimal_token_baseline import optimal_token_baseline
 
-
-def _masked_whiten(values: Any, mask: Any, shift_mean: Any = True) -> Any:
-    return whiten.masked_whiten(values, mask, bool(shift_mean))
+    return optimal_token_baseline(*(given[name] for name in _TOKEN_BASELINE), multi_turn=multi_turn)
 
 
 # -- the patches -------------------------------------------------------------------------------------------------------
@@ -158,13 +116,24 @@ def _batch(*names: str) -> dict[str, Any]:
 
 def _estimator(
     name: str,
-    function: str,
-    ours: Callable[..., Any],
+    ours: Callable[[Arguments], torch.Tensor | tuple[torch.Tensor, torch.Tensor]],
     params: tuple[str, ...],
     fingerprint: str,
+    function: str = "compute_{name}_outcome_advantage",
     supports: str = "verl>=0.6.1",
 ) -> Patch:
     """Return the patch of one advantage estimator, at its function and its registry entry."""
+
+    def make(original: Any, _settings: Any) -> Any:
+        signature = inspect.signature(original)
+
+        def estimator(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            advantages = ours(bound.arguments)
+            return advantages if isinstance(advantages, tuple) else (advantages, advantages)
+
+        return with_fallback(estimator, original, FEATURE)
 
     def probe(original: Any, replacement: Any, _settings: Any) -> None:
         require_agreement(original, replacement, _batch(*params))
@@ -172,11 +141,11 @@ def _estimator(
     return Patch(
         name=f"verl.{name}",
         feature=FEATURE,
-        target=f"{_CORE_ALGOS}:{function}",
+        target=f"{_CORE_ALGOS}:{function.format(name=name)}",
         bindings=(f"{_CORE_ALGOS}:ADV_ESTIMATOR_REGISTRY[{name}]",),
         supports=supports,
         params=params,
-        make=lambda original, _settings: with_fallback(ours, original, FEATURE),
+        make=make,
         fingerprints=(fingerprint,),
         probe=probe,
         no_seam="register_adv_est refuses a second function under the name of a stock estimator",
@@ -193,58 +162,45 @@ def _probe_whiten(original: Any, replacement: Any, _settings: Any) -> None:
         require_agreement(original, replacement, {"values": values, "mask": mask, "shift_mean": shift_mean})
 
 
-_COMMON = ("token_level_rewards", "response_mask", "index", "epsilon")
-_TOKEN_BASELINE = (
-    *("token_level_rewards", "response_mask", "index", "old_log_probs", "sum_pi_squared", "rollout_is_weights"),
-    *("handle_zero_tail", "epsilon", "kwargs"),
-)
-
 SWITCHES = (
     _estimator(
         "grpo",
-        "compute_grpo_outcome_advantage",
         _grpo,
-        (*_COMMON, "norm_adv_by_std_in_grpo", "config"),
+        (*_OUTCOME, "epsilon", "norm_adv_by_std_in_grpo", "config"),
         "0d59272e72f0d3755cf57f03e942f125265e12be71df5a72d8ec52086756e5ed",
     ),
     _estimator(
         "rloo",
-        "compute_rloo_outcome_advantage",
-        _rloo,
-        (*_COMMON, "config", "kwargs"),
+        partial(_of_groups, group_advantages.rloo),
+        (*_OUTCOME, "epsilon", "config", "kwargs"),
         "d07c650d96e7f8e8d325c012d143c0c23322575a0ff8bacf0403ff38f01a0e65",
     ),
     _estimator(
         "opo",
-        "compute_opo_outcome_advantage",
-        _opo,
-        (*_COMMON, "config", "kwargs"),
+        partial(_of_groups, group_advantages.opo),
+        (*_OUTCOME, "epsilon", "config", "kwargs"),
         "59329d41d9f0ce8f6af0bde44fe6eac419cb679abf45a337a2a1a7b1dcf4cae0",
     ),
     _estimator(
         "gpg",
-        "compute_gpg_outcome_advantage",
         _gpg,
-        (*_COMMON, "f_norm", "alpha", "config", "kwargs"),
+        (*_OUTCOME, "epsilon", "f_norm", "alpha", "config", "kwargs"),
         "5dbb2121684cc1ef1b46f240f701e801788eca9d452318c6546d8c308a38e579",
     ),
     _estimator(
         "grpo_passk",
-        "compute_grpo_passk_outcome_advantage",
         _passk,
-        (*_COMMON, "norm_adv_by_std_in_grpo", "config", "kwargs"),
+        (*_OUTCOME, "epsilon", "norm_adv_by_std_in_grpo", "config", "kwargs"),
         "d72fb9c45521e9393a9cc1bd689b99f76e1fddb6461a06d225e2d84d446ee981",
     ),
     _estimator(
         "reinforce_plus_plus_baseline",
-        "compute_reinforce_plus_plus_baseline_outcome_advantage",
         _reinforce_plus_plus_baseline,
-        (*_COMMON, "config", "kwargs"),
+        (*_OUTCOME, "epsilon", "config", "kwargs"),
         "b2a6a1a6af4e0f7cc0e6d7e251ae4bd22997f9dee982b1f90a794b2d9443a4f4",
     ),
     _estimator(
         "reinforce_plus_plus",
-        "compute_reinforce_plus_plus_outcome_advantage",
         _reinforce_plus_plus,
         ("token_level_rewards", "response_mask", "config", "kwargs"),
         "627e73b6f89bdcdbfafd35290a4ef3299368694855765bd8592870ef4ffb2c26",
@@ -252,18 +208,18 @@ SWITCHES = (
     ),
     _estimator(
         "optimal_token_baseline",
-        "compute_optimal_token_baseline_advantage",
         partial(_optimal_token_baseline, multi_turn=False),
-        _TOKEN_BASELINE,
+        (*_TOKEN_BASELINE, "kwargs"),
         "e430df5dbd434464d1a1c85f885d3da0ee0c6a9ae09530ac0c1bb5d8ac8868e1",
+        function="compute_optimal_token_baseline_advantage",
         supports="verl>=0.8",
     ),
     _estimator(
         "tir_optimal_token_baseline",
-        "compute_multi_turn_optimal_token_baseline_advantage",
         partial(_optimal_token_baseline, multi_turn=True),
-        _TOKEN_BASELINE,
+        (*_TOKEN_BASELINE, "kwargs"),
         "ded98e6666f7310a78b2d4b9d7e69c6f84174126b5d83b416eadc579e5677073",
+        function="compute_multi_turn_optimal_token_baseline_advantage",
         supports="verl>=0.8",
     ),
     Patch(
@@ -272,7 +228,7 @@ SWITCHES = (
         target=f"{_TORCH_FUNCTIONAL}:masked_whiten",
         supports="verl>=0.6.1",
         params=("values", "mask", "shift_mean"),
-        make=lambda original, _settings: with_fallback(_masked_whiten, original, FEATURE),
+        make=lambda original, _settings: with_fallback(whiten.masked_whiten, original, FEATURE),
         fingerprints=("ed90007825688c5bed7cbf25d02293eeedd7bc7785da816e2f4fa3b75c6ed6e0",),
         probe=_probe_whiten,
         no_seam="a utility function: verl has no switch or registry for it",

@@ -17,8 +17,7 @@ from rl_accel.errors import ConfigError, refuse
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.reward_timeout import MANAGER, MANAGER_MODULE, SECTION, WORKER_PART
-from rl_accel.patches.registration import Registration
-from rl_accel.patches.seams import Seams
+from rl_accel.patches.seams import Registration, Seams
 from rl_accel.telemetry import metrics
 
 logger = logging.getLogger("rl_accel")

@@ -12,8 +12,7 @@ from rl_accel.features import TailBatchingFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.tail_batching import MODE, WORKER_PART
 from rl_accel.integrations.verl.tail_batching.run import run_of
-from rl_accel.patches.registration import Registration
-from rl_accel.patches.seams import Seams
+from rl_accel.patches.seams import Registration, Seams
 
 SEAMS: Seams = {
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer.prepare_step": ("self",),
