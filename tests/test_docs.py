@@ -108,7 +108,7 @@ def test_the_metrics_of_tail_batching_are_all_described():
     from rl_accel.rollout.tail_decisions import RoundMetrics
 
     known = {field.name: 0.0 for field in fields(RoundMetrics)}
-    logged = StepResult(rounds=[RoundMetrics(**{**known, "number": 1, "kind": "short"})]).metrics()
+    logged = StepResult(round=RoundMetrics(**{**known, "number": 1, "kind": "short"})).metrics()
     names = {name.removeprefix(METRICS_PREFIX) for name in logged}
     assert metrics_of(page_of("tail_batching")) == names | {"ghost_keys"}
 

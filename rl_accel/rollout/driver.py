@@ -2,23 +2,22 @@
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol, get_args
 
-from rl_accel.rollout.prompt_supply import PromptSupply
-from rl_accel.rollout.tail_batching import TailBatching
+from rl_accel.errors import ConfigError
+from rl_accel.rollout.tail_batching import Phase, TailBatching, TailRun
 from rl_accel.rollout.tail_decisions import (
     Cancel,
     CheckGroup,
     Decision,
-    EpochSettled,
-    Finished,
+    Group,
     Launch,
     PromptFailed,
     RequestPrompts,
     RoundEnded,
+    RoundKind,
     RoundMetrics,
     RoundStarted,
     TrainBatch,
@@ -30,16 +29,6 @@ REPORT_SECONDS = 60.0
 """After so long without an event one line says what the round waits for."""
 
 METRICS_PREFIX = "rl_accel/tail_batching/"
-# A step has a second round only if the first could not be filled. Its metrics are sums over rounds, but for these: there the
-# last round's count.
-_NOT_ADDED_UP = (
-    "prompt_ratio",
-    "queue_length",
-    "oldest_deferral_rounds",
-    "wasted_token_share",
-    "accepted_tokens_mean",
-    "cancelled_tokens_mean",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,42 +81,6 @@ class ResponseWorkers(Protocol):
 
 
 @dataclass
-class StepResult:
-    """The batch of a training step and how it came about.
-
-    Attributes:
-        batch: what to train on; without groups until there is one.
-        results: of its responses, group by group, in the order they were generated.
-        rounds: more than one if a round could not be filled.
-        trained, rejected, failed: the prompts settled in the step, id to the data set's own index of the row.
-        errors: the last error of each failed prompt.
-    """
-
-    batch: TrainBatch = field(default_factory=lambda: TrainBatch(0, "short", ()))
-    results: tuple[Any, ...] = ()
-    rounds: list[RoundMetrics] = field(default_factory=list)
-    trained: dict[str, Any] = field(default_factory=dict)
-    rejected: dict[str, Any] = field(default_factory=dict)
-    failed: dict[str, Any] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
-
-    def metrics(self) -> dict[str, float]:
-        """Return ``rl_accel/tail_batching/<name>``: every known field of the rounds' metrics, the kind as 0 or 1.
-
-        No name holds ``max``, ``min``, ``sum`` or ``total``, by which verl would choose another reduction.
-        """
-        last = self.rounds[-1]
-        values: dict[str, Any] = {f"{kind}_round": last.kind == kind for kind in ("short", "long", "final")}
-        values |= {"round": last.number, "rounds": len(self.rounds)}
-        for name in (spec.name for spec in fields(RoundMetrics) if spec.name not in ("number", "kind")):
-            rounds = self.rounds[-1:] if name in _NOT_ADDED_UP else self.rounds
-            known = [value for value in (getattr(metrics, name) for metrics in rounds) if value is not None]
-            if known:
-                values[name] = sum(known)
-        return {METRICS_PREFIX + name: float(value) for name, value in values.items()}
-
-
-@dataclass
 class TokenRate:
     """How fast responses grow, for engines that do not tell how far a cancelled one got."""
 
@@ -161,6 +114,111 @@ class FailureLog:
         return line
 
 
+class PromptSupply:
+    """The prompts of a run, by ids ``"epoch:row"`` (both from 1, the row in the order of the data).
+
+    Args:
+        run: its quotas are looked at.
+        fetch: returns the next row; after the last one of an epoch it begins the next.
+        rows_per_epoch: how many rows an epoch has.
+        domain_key: the column that names a row's domain; rows without it are of domain ``""``.
+
+    Attributes:
+        fetched: rows so far, over all epochs.
+        payloads: rows of the prompts that are not settled, by prompt id.
+    """
+
+    def __init__(
+        self, run: TailRun, fetch: Callable[[], dict[str, Any]], rows_per_epoch: int, domain_key: str = ""
+    ) -> None:
+        self._quotas = run.domain_quotas
+        self._fetch = fetch
+        self._rows_per_epoch = rows_per_epoch
+        self._domain_key = domain_key
+        self.fetched = 0
+        self.payloads: dict[str, dict[str, Any]] = {}
+
+    def take(self, counts: Mapping[str, int]) -> dict[str, str]:
+        """Fetch rows until there are ``counts[domain]`` of each domain, or ``counts[""]`` in all without quotas.
+
+        Rows come mixed, so of domains that are not short it can be more.
+
+        Returns:
+            The domains of the new prompts, by id.
+
+        Raises:
+            ConfigError: a row is of a domain without a quota, or there are no rows of a domain that has one.
+        """
+        short = dict(counts)
+        taken: dict[str, str] = {}
+        rows_in_vain = 0
+        while short:
+            epoch, row = divmod(self.fetched, self._rows_per_epoch)
+            prompt_id = f"{epoch + 1}:{row + 1}"
+            payload = self.payloads[prompt_id] = self._fetch()
+            self.fetched += 1
+            domain = taken[prompt_id] = str(payload.get(self._domain_key, ""))
+            if self._quotas and domain not in self._quotas:
+                raise ConfigError(
+                    f"rl_accel.tail_batching.domain_quotas must have a quota for every {self._domain_key}, found "
+                    f"{domain!r} at prompt {prompt_id} (epoch:row) and quotas for {', '.join(self._quotas)}"
+                )
+            counted = domain if self._quotas else ""
+            if counted in short:
+                rows_in_vain = 0
+                short[counted] -= 1
+                if not short[counted]:
+                    del short[counted]
+                continue
+            rows_in_vain += 1
+            if rows_in_vain > 2 * self._rows_per_epoch:
+                raise ConfigError(
+                    f"rl_accel.tail_batching.domain_quotas asks for {self._domain_key} = "
+                    f"{', '.join(map(repr, short))}, which no row of the data has"
+                )
+        return taken
+
+    def settle(self, prompt_id: str) -> Any:
+        """Forget a prompt; return the data set's own index of its row."""
+        return self.payloads.pop(prompt_id).get("index")
+
+    def restore(self, fetched: int, payloads: Mapping[str, dict[str, Any]]) -> None:
+        """Go on where a saved run was."""
+        self.fetched, self.payloads = fetched, dict(payloads)
+
+
+@dataclass
+class StepResult:
+    """The batch of a training step and how it came about.
+
+    Attributes:
+        batch: what to train on.
+        results: of its responses, group by group, in the order they were generated.
+        round: its numbers.
+        trained, rejected, failed: the prompts settled in the step, id to the data set's own index of the row.
+        errors: the last error of each failed prompt.
+    """
+
+    batch: TrainBatch = field(default_factory=lambda: TrainBatch(0, "short", ()))
+    results: tuple[Any, ...] = ()
+    round: RoundMetrics = field(default_factory=lambda: RoundMetrics(0, "short", 1.0))
+    trained: dict[str, Any] = field(default_factory=dict)
+    rejected: dict[str, Any] = field(default_factory=dict)
+    failed: dict[str, Any] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``rl_accel/tail_batching/<name>``: every known field of the round's metrics, the kind as 0 or 1.
+
+        No name holds ``max``, ``min``, ``sum`` or ``total``, by which verl would choose another reduction.
+        """
+        values = asdict(self.round)
+        number, kind = values.pop("number"), values.pop("kind")
+        values |= {f"{name}_round": name == kind for name in get_args(RoundKind)}
+        values |= {"round": number, "rounds": 1}
+        return {METRICS_PREFIX + name: float(value) for name, value in values.items() if value is not None}
+
+
 class RolloutDriver:
     """Carries out what ``core`` decides and tells it what happens, one call of :meth:`play` a training step.
 
@@ -189,12 +247,8 @@ class RolloutDriver:
         self._discard = discard
         self._passes = passes
         self._now = now
-        self._todo: deque[Decision] = deque()
-        self._to_discard: list[Any] = []
-        self._scored: dict[int, Event] = {}
-        self._cancelled: set[int] = set()
+        self._scored: dict[int, Any] = {}
         self._result = StepResult()
-        self._round_is_over = False
         self._failed_in_a_row = 0
         self._last_error = ""
         self._step = 0
@@ -202,98 +256,77 @@ class RolloutDriver:
     def play(self, step: int, steps_left: int) -> StepResult:
         """Return the batch of training step ``step``, with everything else of its round settled and cleared.
 
-        ``steps_left`` counts this step too; see :class:`~rl_accel.rollout.prompt_supply.PromptSupply`.
+        ``steps_left`` counts this step too: no prompt is begun that they could not train.
 
         Raises:
             RuntimeError: so many prompts failed one after the other that something must be broken.
             ConfigError: quotas and the domains of the data do not fit.
         """
-        self._step = step
-        self.supply.begin_step(steps_left)
-        self._result = StepResult()
-        while not self._result.batch.groups:
-            self._play_round()
-        ids = [response_id for group in self._result.batch.groups for response_id in group.response_ids]
-        self._result.results = tuple(self._scored.pop(response_id).result for response_id in ids)
-        self._to_discard += [event.result for event in self._scored.values()]  # of groups that the filter rejected
-        self._discard_results()
-        self._scored.clear()
-        return self._result
-
-    def _play_round(self) -> None:
-        self._round_is_over = ending = False
+        self._step, self._result = step, StepResult()
         self._workers.begin_round()
-        self._todo.extend(self.core.begin_round(self._now()))
-        self._carry_out()
-        while not self._round_is_over:
-            if self.core.is_settling and not ending:
+        self._carry_out(self.core.begin_round(steps_left, self._now()))
+        ending = False
+        while self.core.phase is not Phase.BETWEEN_ROUNDS:
+            if self.core.phase is Phase.SETTLING and not ending:
                 ending = True
                 self._workers.end_round()
             events = self._workers.wait(REPORT_SECONDS)
             if not events:
                 logger.info("rl-accel: tail batching waits for responses of %d prompts", len(self.supply.payloads))
             for event in events:
-                self._pass_on(event)
-                self._carry_out()
-            self._discard_results()
+                self._carry_out(self._pass_on(event))
+        groups = self._result.batch.groups
+        self._result.results = tuple(self._scored.pop(i) for group in groups for i in group.response_ids)
+        if self._scored:  # in bulk: there can be hundreds, and a call for each prompt would take a second or more
+            self._discard(list(self._scored.values()))
+            self._scored.clear()
+        return self._result
 
-    # Decisions
+    def _pass_on(self, event: Event) -> list[Decision]:
+        response_id, now = event.response_id, self._now()
+        match event.kind:
+            case "generated":
+                return self.core.response_generated(response_id, event.tokens)
+            case "scored":
+                self._failed_in_a_row = 0
+                self._scored[response_id] = event.result
+                return self.core.response_scored(response_id, now)
+            case "failed":
+                self._last_error = event.error
+                return self.core.response_failed(response_id, event.tokens, now)
+            case "aborted":
+                return self.core.response_aborted(response_id, event.tokens)
 
-    def _carry_out(self) -> None:
-        while self._todo:
-            decision = self._todo.popleft()
+    def _carry_out(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
             match decision:
-                case Launch():
-                    payload = self.supply.payloads[decision.prompt_id]
-                    self._workers.launch(Job(decision.prompt_id, payload, decision.response_ids, self._step))
-                case Cancel():
-                    self._cancel(decision)
-                case RequestPrompts():
-                    self._todo.extend(self.supply.answer(decision, self._now()))
-                case CheckGroup():
-                    self._check(decision)
+                case Launch(prompt_id, response_ids):
+                    self._workers.launch(Job(prompt_id, self.supply.payloads[prompt_id], response_ids, self._step))
+                case Cancel(_, response_ids):
+                    self._workers.cancel(response_ids)
+                case RequestPrompts(counts):
+                    self._carry_out(self.core.offer(self.supply.take(counts), self._now()))
+                case CheckGroup(group):
+                    self._check(group)
                 case TrainBatch():
                     self._result.batch = decision
                     for group in decision.groups:
                         self._result.trained[group.prompt_id] = self.supply.settle(group.prompt_id)
-                case RoundEnded():
-                    self._round_is_over = True
-                    self._result.rounds.append(decision.metrics)
-                case PromptFailed():
-                    self._give_up(decision.prompt_id)
-                case Finished():
-                    # Training goes on: as in verl, the data begins anew.
-                    self._round_is_over = True
-                    self._todo.extend(self.supply.complete_batch(self._now()))
+                case RoundEnded(metrics):
+                    self._result.round = metrics
+                case PromptFailed(prompt_id):
+                    self._give_up(prompt_id)
                 case RoundStarted(number, kind, prompts, responses):
                     logger.info(
                         "rl-accel: round %d is %s: %d prompts with %d responses each", number, kind, prompts, responses
                     )
-                case EpochSettled(epoch, trained, rejected, failed):
-                    counts = f"{trained} prompts trained, {rejected} rejected, {failed} failed"
-                    logger.info("rl-accel: epoch %d is settled: %s", epoch, counts)
 
-    def _cancel(self, decision: Cancel) -> None:
-        over = [self._scored.pop(i) for i in decision.response_ids if i in self._scored]
-        done = {event.response_id for event in over}
-        running = [i for i in decision.response_ids if i not in done]
-        self._cancelled.update(running)
-        self._workers.cancel(running)
-        self._to_discard += [event.result for event in over]
-        for event in over:
-            self._todo.extend(self.core.response_aborted(event.response_id, event.tokens, self._now()))
-
-    def _check(self, decision: CheckGroup) -> None:
-        group = decision.group
-        if any(response_id not in self._scored for response_id in group.response_ids):
-            return  # cut off meanwhile
-        results = [self._scored[response_id].result for response_id in group.response_ids]
-        if self._passes is None or self._passes(group.prompt_id, results):
-            self._todo.extend(self.core.group_kept(group, self._now()))
-            return
-        self._todo.extend(self.supply.replace(group.prompt_id, self._now()))  # else a final round would lack a prompt
-        self._result.rejected[group.prompt_id] = self.supply.settle(group.prompt_id)
-        self._todo.extend(self.core.group_rejected(group, self._now()))
+    def _check(self, group: Group) -> None:
+        results = [self._scored[response_id] for response_id in group.response_ids]
+        passes = self._passes is None or self._passes(group.prompt_id, results)
+        if not passes:
+            self._result.rejected[group.prompt_id] = self.supply.settle(group.prompt_id)
+        self._carry_out(self.core.group_checked(group.prompt_id, passes, self._now()))
 
     def _give_up(self, prompt_id: str) -> None:
         self._result.failed[prompt_id] = self.supply.settle(prompt_id)
@@ -307,33 +340,3 @@ class RolloutDriver:
                 f"rl_accel.tail_batching: {self._failed_in_a_row} prompts failed one after the other; "
                 f"last error: {self._last_error}"
             )
-
-    # Events
-
-    def _pass_on(self, event: Event) -> None:
-        now = self._now()
-        response_id = event.response_id
-        match event.kind:
-            case "generated":
-                self._todo.extend(self.core.response_generated(response_id, event.tokens, now))
-            case "scored" if response_id in self._cancelled:  # it was over before the worker heard of it
-                self._cancelled.discard(response_id)
-                self._to_discard.append(event.result)
-                self._todo.extend(self.core.response_aborted(response_id, event.tokens, now))
-            case "scored":
-                self._failed_in_a_row = 0
-                self._scored[response_id] = event
-                self._todo.extend(self.core.response_scored(response_id, now))
-            case "failed":
-                self._cancelled.discard(response_id)
-                self._last_error = event.error
-                self._todo.extend(self.core.response_failed(response_id, event.tokens, now))
-            case "aborted":
-                self._cancelled.discard(response_id)
-                self._todo.extend(self.core.response_aborted(response_id, event.tokens, now))
-
-    def _discard_results(self) -> None:
-        # In bulk: the end of a round leaves hundreds of them, and a call for each prompt would take a second or more.
-        if self._to_discard:
-            self._discard(self._to_discard)
-            self._to_discard = []

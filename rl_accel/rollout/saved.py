@@ -7,13 +7,10 @@ from typing import Any
 import torch
 
 from rl_accel.errors import RlAccelError
-from rl_accel.rollout.driver import StepResult
-from rl_accel.rollout.prompt_supply import PromptSupply
+from rl_accel.rollout.driver import PromptSupply, StepResult
 from rl_accel.rollout.tail_batching import TailBatching
 
 FOLDER = "tail_batching"
-_FORMAT = "rl_accel.tail_batching.host"
-_VERSION = 1
 
 
 class ResumeError(RlAccelError, ValueError):
@@ -24,16 +21,15 @@ def save(folder: Path, step: int, core: dict[str, Any], fetched: int, payloads: 
     """Write ``folder``, the sidecar of a checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(payloads, folder / "prompts.pt")
-    state = {"format": _FORMAT, "version": _VERSION, "step": step, "rows_fetched": fetched, "core": core}
-    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "state.json").write_text(json.dumps({"step": step, "rows_fetched": fetched, "core": core}))
 
 
 def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -> None:
     """Give ``core`` and ``supply`` the state that :func:`save` wrote.
 
     Raises:
-        ResumeError: the sidecar is missing, damaged, of another format, version or step, or of another run (P0, R0, data or its
-            order). Nothing has changed then.
+        ResumeError: the sidecar is missing, damaged, of another version or step, or of another run (P0, R0, data or its order).
+            Nothing has changed then.
     """
     if not (folder / "state.json").exists():
         raise ResumeError(
@@ -43,24 +39,26 @@ def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -
     try:
         state = json.loads((folder / "state.json").read_text())
         payloads = torch.load(folder / "prompts.pt", weights_only=False)
-        identity = (state["format"], state["version"], state["step"])
-        fetched = int(state["rows_fetched"])
+        saved_step, fetched, saved_core = state["step"], int(state["rows_fetched"]), state["core"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ResumeError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
-    if identity != (_FORMAT, _VERSION, step):
-        raise ResumeError(f"{folder} must be of {(_FORMAT, _VERSION, step)} (format, version, step), found {identity}")
+    if saved_step != step:
+        raise ResumeError(f"{folder} must be of step {step}, found {saved_step}")
     restored = TailBatching(core.run)
     try:
-        restored.load_state_dict(state.get("core"))
+        restored.load_state_dict(saved_core)
     except ValueError as error:
         raise ResumeError(f"{folder} does not fit this run: {error}") from error
     if differ := sorted(payloads.keys() ^ set(restored.unsettled_prompts())):
         raise ResumeError(
             f"{folder} is damaged: the queue and the saved rows differ in {len(differ)} prompts, such as {differ[0]}"
         )
-    if len(payloads) > fetched:
-        raise ResumeError(f"{folder} is damaged: {len(payloads)} prompts are open but only {fetched} rows were fetched")
-    core.load_state_dict(state["core"])
+    if len(payloads) + restored.settled != fetched:
+        raise ResumeError(
+            f"{folder} is damaged: {len(payloads)} prompts are open and {restored.settled} settled, but {fetched} rows "
+            "were fetched"
+        )
+    core.load_state_dict(saved_core)
     supply.restore(fetched, payloads)
 
 

@@ -1,15 +1,19 @@
 """Tail batching: rounds that end with the first P0 prompts to complete, and lose no prompt (RollPacker, NSDI'26)."""
 
+import math
+from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from statistics import fmean
 from typing import Any
 
+from rl_accel.errors import ConfigError
+from rl_accel.features import TailBatchingFlags
 from rl_accel.rollout.tail_decisions import (
     Cancel,
     CheckGroup,
     Decision,
-    Finished,
     Group,
     Launch,
     PromptFailed,
@@ -20,15 +24,122 @@ from rl_accel.rollout.tail_decisions import (
     RoundStarted,
     TrainBatch,
 )
-from rl_accel.rollout.tail_prompts import Lane, Prompt, PromptPool, Response, TailRun, scaled
 from rl_accel.rollout.tail_ratio import CompletionTimes
 
 FIRST_RATIO = 1.25
 """Where ``prompt_ratio=auto`` starts."""
 
 _FORMAT = "rl_accel.tail_batching"
-_VERSION = 1
+_VERSION = 2
 _MUST_AGREE = ("format", "version", "prompts_per_step", "responses_per_prompt", "data_id")
+
+
+@dataclass(frozen=True)
+class TailRun:
+    """What is fixed for a run of :class:`TailBatching`.
+
+    Args:
+        prompts_per_step: P0, prompts in a batch.
+        responses_per_prompt: R0, responses of each.
+        flags: the user's.
+        filter_groups: ask for a verdict on each complete group (dynamic sampling as in DAPO).
+        data_id: anything that names the data and its order; a saved state with another one is refused.
+
+    Raises:
+        ConfigError: P0 or R0 is below 1, or ``flags.domain_quotas`` do not add up to P0.
+    """
+
+    prompts_per_step: int
+    responses_per_prompt: int
+    flags: TailBatchingFlags = field(default_factory=TailBatchingFlags)
+    filter_groups: bool = False
+    data_id: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("prompts_per_step", "responses_per_prompt"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"rl_accel.tail_batching wants {name} to be at least 1, found {getattr(self, name)}")
+        placed = sum(self.domain_quotas.values())
+        if self.domain_quotas and placed != self.prompts_per_step:
+            raise ConfigError(
+                f"rl_accel.tail_batching: domain_quotas must add up to the batch of {self.prompts_per_step} prompts, "
+                f"found {placed}"
+            )
+
+    @property
+    def domain_quotas(self) -> Mapping[str, int]:
+        """Prompts of each domain in a batch; empty without quotas."""
+        return self.flags.domain_quotas or {}
+
+    @property
+    def surplus_responses(self) -> int:
+        """Responses of each prompt that a short round launches."""
+        return _scaled(self.responses_per_prompt, self.flags.response_ratio)
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """A prompt that is not trained, rejected or failed yet."""
+
+    id: str
+    domain: str
+    deferrals: int = 0
+    deferred_in: int = 0  # number of the round that deferred it first
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """A prompt in the open round."""
+
+    prompt: _Prompt
+    launched_at: float
+    is_refill: bool
+    from_queue: bool
+    responses: "dict[int, _Response]" = field(default_factory=dict)  # all but the cancelled and the failed ones
+    generated: list[int] = field(default_factory=list)
+    scored_at: list[float] = field(default_factory=list)
+    surplus_tokens: list[int] = field(default_factory=list)
+
+    def group(self) -> Group:
+        return Group(self.prompt.id, tuple(self.generated))
+
+
+@dataclass(slots=True, eq=False)
+class _Response:
+    """A response that was launched and is not settled yet."""
+
+    attempt: _Attempt
+    retries: int = 0
+    tokens: int = -1  # below zero: still generating
+    scored: bool = False
+    cancelled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """The prompts of one domain; without quotas there is one lane. ``target``: how many the round keeps going."""
+
+    quota: int
+    target: int = 0
+    fresh: deque[_Prompt] = field(default_factory=deque)
+    queue: deque[_Prompt] = field(default_factory=deque)
+    active: dict[str, _Attempt] = field(default_factory=dict)
+    kept: list[_Attempt] = field(default_factory=list)
+
+    @property
+    def going(self) -> int:
+        """Prompts under way or kept for the batch."""
+        return len(self.active) + len(self.kept)
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that could be launched."""
+        return len(self.fresh) + len(self.queue)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the lane has all that it gives to the batch."""
+        return len(self.kept) == self.quota
 
 
 class Phase(Enum):
@@ -47,160 +158,167 @@ class TailBatching:
     responses of a prompt to finish *generating* are its group; the others are cancelled at once, so a slow reward cannot
     make a response look long. A prompt is complete when its R0 are scored; the first P0 complete prompts are the batch.
     Everything else is cancelled and launched anew in a later round: strictly on-policy. Prompts that were cut off wait
-    in a queue. When it holds enough, a **long** round runs P0 of them with R0 responses each and waits for all. When the
-    data is exhausted and too little is left for a short round, **final** rounds do so with the rest, deferred prompts
-    first.
+    in a queue. When it holds enough, a **long** round runs P0 of them with R0 responses each and waits for all. No
+    prompt is begun that the batches left to train have no place for: when a short round would begin one, **final**
+    rounds train what is left in the same way, deferred prompts first.
 
-    Every prompt is trained, rejected or reported as failed exactly once, and every batch is P0 groups of R0. In the end
-    fewer than P0 prompts can be left. A smaller batch would not fit the trainer's mini-batches, so they are named in
-    ``Finished`` and stay in the queue. (A data loader that drops the last partial batch loses as many in every epoch.)
+    Every prompt is trained, rejected or reported as failed exactly once, and every batch is P0 groups of R0.
 
     **What the driver does.** It calls ``begin_round``, carries out the decisions each call returns, in their order, and
     reports what happens. ``now`` is in seconds of one clock of its choice.
 
-    - ``RequestPrompts``: ``offer`` new ids, ``end_epoch`` where an epoch ends, ``data_exhausted`` after the last one. An
-      id is the key under which the driver finds its payload; it is unique for each epoch and row, say ``"2:1017"``.
+    - ``RequestPrompts``: ``offer`` new ids. An id is the key under which the driver finds its payload; it is unique for
+      each epoch and row, say ``"2:1017"``.
     - ``Launch``: each response ends in one of three ways. ``response_generated``, then ``response_scored``.
       ``response_failed`` (engine, agent loop or reward), which is retried. Or ``response_aborted`` once it is cancelled,
-      which must come for each one, also if it had just finished or its server is gone.
-    - ``CheckGroup`` (only with ``filter_groups``): ``group_kept`` or ``group_rejected``, which is refilled at once.
+      which must come for each one that was not scored before, also if its server is gone.
+    - ``CheckGroup`` (only with ``filter_groups``): ``group_checked``, before any other event.
     - ``TrainBatch``: train on exactly these. ``RoundEnded``: all is settled; begin the next round after the update.
 
     Messages may be late: an event about a response that is settled already is ignored. Ids of responses never recur. An event
     that cannot be (of a response that was never launched, that has finished before, that is still generating, with fewer than
-    0 tokens, a verdict without ``filter_groups``) raises ValueError and changes nothing.
+    0 tokens, a verdict that was not asked for) raises ValueError and changes nothing.
 
     **Save and resume.** ``state_dict`` works at any time. It holds prompts, not responses; a batch counts as trained
     from ``TrainBatch`` on, so save it with the checkpoint that contains the update. The driver saves, as of the same
     moment, the payloads of ``unsettled_prompts`` and its position in the data. After ``load_state_dict`` no round is
     open: prompts that were in flight wait again, none deferred or lost by it. The driver drops what is left of older
-    responses, does not offer unsettled prompts again, and begins a round. That the data was exhausted is not saved: a
-    resumed run may have more.
+    responses, does not offer unsettled prompts again, and begins a round.
+
+    Attributes:
+        run: what is fixed.
+        phase: where the round is.
+        settled: prompts that were trained, rejected or failed, over all rounds.
     """
 
     def __init__(self, run: TailRun) -> None:
         self.run = run
-        self._pool = PromptPool(run)
+        self.phase = Phase.BETWEEN_ROUNDS
+        quotas = run.domain_quotas or {"": run.prompts_per_step}
+        self._lanes = {domain: _Lane(quota) for domain, quota in quotas.items()}
+        self._unsettled: dict[str, _Prompt] = {}
+        self.settled = 0
         self._times = CompletionTimes(run.prompts_per_step)
-        self._phase = Phase.BETWEEN_ROUNDS
-        self._exhausted = False
         self._rounds = 0
-        self._ratio = FIRST_RATIO
+        self._steps_left = 0
         self._kind: RoundKind = "short"
         self._began = 0.0
         self._metrics = RoundMetrics(0, "short", 1.0)
-        self._lengths: list[tuple[list[int], list[int]]] = []  # of each trained prompt: accepted, cancelled responses
-        self._responses: dict[int, Response] = {}
+        self._trained: list[_Attempt] = []
+        self._responses: dict[int, _Response] = {}
         self._next_response = 0
         self._unacknowledged = 0
+        self._unchecked: _Attempt | None = None
 
-    # Between rounds
-
-    def begin_round(self, now: float) -> list[Decision]:
+    def begin_round(self, steps_left: int, now: float) -> list[Decision]:
         """Open the next round.
 
+        Args:
+            steps_left: batches that are still to be trained, this round's included.
+            now: seconds.
+
         Raises:
-            ValueError: the last round is not over.
+            ValueError: the last round is not over, or ``steps_left`` is below 1.
         """
-        if self._phase is not Phase.BETWEEN_ROUNDS:
-            raise ValueError(f"begin_round must come between rounds, but {self._phase.value}")
-        ratio = self.run.flags.prompt_ratio
-        self._ratio = (
-            self._times.best_ratio(FIRST_RATIO, self.run.flags.auto_limit) if isinstance(ratio, str) else ratio
-        )
-        self._phase = Phase.FILLING
+        if self.phase is not Phase.BETWEEN_ROUNDS:
+            raise ValueError(f"begin_round must come between rounds, but {self.phase.value}")
+        if steps_left < 1:
+            raise ValueError(f"steps_left must be at least 1, found {steps_left}")
+        self._steps_left = steps_left
+        self._kind = self._plan()
+        self.phase = Phase.FILLING
         return self._fill(now)
 
-    def offer(self, prompt_ids: Iterable[str], now: float, domain: str = "") -> list[Decision]:
-        """Take over new prompts, at any time and of any number. Without quotas the domain is not looked at.
+    def offer(self, prompts: Mapping[str, str], now: float) -> list[Decision]:
+        """Take over new prompts, at any time and of any number.
+
+        Args:
+            prompts: the domain of each, by id. Without quotas domains are not looked at.
+            now: seconds.
 
         Raises:
-            TypeError, ValueError: an id is no string, or is known already, or the domain has no quota.
+            TypeError, ValueError: an id is no string, or is known already, or the domain has no quota. None is taken then.
         """
-        self._pool.offer(prompt_ids, domain)
-        self._exhausted = False
-        return self._supply(now)
-
-    def data_exhausted(self, now: float) -> list[Decision]:
-        """There are no more prompts (until some are offered after all)."""
-        self._exhausted = True
-        return self._supply(now)
-
-    def end_epoch(self) -> list[Decision]:
-        """Count prompts offered from now on to the next epoch."""
-        return list(self._pool.end_epoch())
-
-    @property
-    def is_settling(self) -> bool:
-        """Whether the open round has its batch, or was given up, and only waits for cancelled responses."""
-        return self._phase is Phase.SETTLING
+        for prompt_id, domain in prompts.items():
+            if not isinstance(prompt_id, str):
+                raise TypeError(f"ids of prompts must be strings, found {prompt_id!r}")
+            if prompt_id in self._unsettled:
+                raise ValueError(
+                    f"ids of prompts must be new (unique for each epoch and row), found {prompt_id!r} twice"
+                )
+            self._check_domain(domain)
+        for prompt_id, domain in prompts.items():
+            prompt = self._unsettled[prompt_id] = _Prompt(prompt_id, domain)
+            self._lane_of(prompt).fresh.append(prompt)
+        if self.phase is Phase.FILLING:
+            return self._fill(now)
+        return self._refill(now) if self.phase is Phase.OPEN else []
 
     # Responses and groups
 
-    def response_generated(self, response_id: int, tokens: int, now: float) -> list[Decision]:
+    def response_generated(self, response_id: int, tokens: int) -> list[Decision]:
         """Generation of a response has finished; its reward may still be computed."""
-        response = self._find(response_id)
-        _check_tokens(tokens)
-        if response is None or response.cancelled:
+        response = self._find(response_id, tokens)
+        if response is None:
             return []
         if response.tokens >= 0:
             raise ValueError(f"response_id must be of a response that is generating, but {response_id} had finished")
         response.tokens = tokens
-        prompt = response.prompt
-        prompt.generated.append(response_id)
-        if len(prompt.generated) < self.run.responses_per_prompt:
+        if response.cancelled:
             return []
-        return self._cancel(prompt, [i for i, r in prompt.responses.items() if r.tokens < 0])
+        attempt = response.attempt
+        attempt.generated.append(response_id)
+        if len(attempt.generated) < self.run.responses_per_prompt:
+            return []
+        return self._cancel(attempt, [i for i, other in attempt.responses.items() if other.tokens < 0])
 
     def response_scored(self, response_id: int, now: float) -> list[Decision]:
-        """The reward of a generated response is there."""
+        """The reward of a generated response is there. If it is cancelled, it has come to its end all the same."""
         response = self._find(response_id)
-        if response is None or response.cancelled:
+        if response is None:
             return []
         if response.tokens < 0 or response.scored:
             state = "was scored before" if response.scored else "is still generating"
             raise ValueError(f"response_id must be of a response without a score, but {response_id} {state}")
+        if response.cancelled:
+            return self.response_aborted(response_id, response.tokens)
         response.scored = True
-        prompt = response.prompt
-        prompt.scored_at.append(now)
-        if len(prompt.scored_at) < self.run.responses_per_prompt:
+        attempt = response.attempt
+        attempt.scored_at.append(now)
+        if len(attempt.scored_at) < self.run.responses_per_prompt:
             return []
-        self._observe(prompt)
+        self._observe(attempt)
         if not self.run.filter_groups:
-            return self._keep(prompt, now)
-        prompt.awaits_verdict = True
-        return [CheckGroup(Group(prompt.id, tuple(prompt.generated)))]
+            return self._keep(attempt, now)
+        self._unchecked = attempt
+        return [CheckGroup(attempt.group())]
 
     def response_failed(self, response_id: int, tokens: int, now: float) -> list[Decision]:
         """The engine, the agent loop or the reward failed on a response, after ``tokens`` tokens."""
-        response = self._find(response_id)
-        _check_tokens(tokens)
+        response = self._find(response_id, tokens)
         if response is None:
             return []
         if response.cancelled:
-            return self.response_aborted(response_id, tokens, now)
+            return self.response_aborted(response_id, tokens)
         if response.scored:
             raise ValueError(f"response_id must be of a response without a score, but {response_id} was scored before")
-        prompt = response.prompt
-        del self._responses[response_id], prompt.responses[response_id]
+        attempt = response.attempt
+        del self._responses[response_id], attempt.responses[response_id]
         if response.tokens >= 0:
-            prompt.generated.remove(response_id)
+            attempt.generated.remove(response_id)
         self._metrics.responses_failed += 1
         self._waste(tokens)
         if response.retries < self.run.flags.max_retries:
-            return [self._launch(prompt, 1, response.retries + 1)]
-        if len(prompt.responses) >= self.run.responses_per_prompt:
+            return [self._launch(attempt, 1, response.retries + 1)]
+        if len(attempt.responses) >= self.run.responses_per_prompt:
             return []
-        decisions = self._cancel(prompt, list(prompt.responses))
-        decisions.append(PromptFailed(prompt.id))
         self._metrics.prompts_failed += 1
-        decisions += self._pool.settle(prompt, "failed")
-        return decisions + self._drop(prompt, now)
+        cancelled = self._cancel(attempt, list(attempt.responses))
+        return [*cancelled, PromptFailed(attempt.prompt.id), *self._replace(attempt, now)]
 
-    def response_aborted(self, response_id: int, tokens: int, now: float) -> list[Decision]:
+    def response_aborted(self, response_id: int, tokens: int) -> list[Decision]:
         """A cancelled response has stopped after ``tokens`` tokens and left nothing behind."""
-        response = self._find(response_id)
-        _check_tokens(tokens)
+        response = self._find(response_id, tokens)
         if response is None:
             return []
         if not response.cancelled:
@@ -208,40 +326,42 @@ class TailBatching:
         del self._responses[response_id]
         self._unacknowledged -= 1
         self._waste(tokens)
-        response.prompt.surplus_tokens.append(tokens)
+        response.attempt.surplus_tokens.append(tokens)
         return self._end_if_settled()
 
-    def group_kept(self, group: Group, now: float) -> list[Decision]:
-        """The filter lets a complete group pass."""
-        prompt = self._awaiting_verdict(group)
-        return self._keep(prompt, now) if prompt else []
-
-    def group_rejected(self, group: Group, now: float) -> list[Decision]:
-        """The filter rejects a complete group; another prompt takes its place."""
-        prompt = self._awaiting_verdict(group)
-        if prompt is None:
-            return []
-        self._metrics.tokens_generated += self._release(prompt)
+    def group_checked(self, prompt_id: str, passes: bool, now: float) -> list[Decision]:
+        """The filter's verdict on a complete group. Another prompt takes the place of one that it rejects."""
+        attempt = self._unchecked
+        if attempt is None or attempt.prompt.id != prompt_id:
+            raise ValueError(f"prompt_id must be of the group to check, found {prompt_id!r}")
+        self._unchecked = None
+        if passes:
+            return self._keep(attempt, now)
         self._metrics.prompts_rejected += 1
-        return [*self._pool.settle(prompt, "rejected"), *self._drop(prompt, now)]
+        return self._replace(attempt, now)
 
     # Saving
 
     def unsettled_prompts(self) -> list[str]:
         """Return the ids of all prompts that were offered and are not trained, rejected or failed."""
-        return list(self._pool.unsettled)
+        return list(self._unsettled)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything a resumed run needs, ready for JSON."""
+        prompts: list[_Prompt] = []  # in the order in which a resumed run takes them
+        for lane in self._lanes.values():
+            prompts += [attempt.prompt for attempt in (*lane.kept, *lane.active.values())]
+            prompts += [*lane.queue, *lane.fresh]
         return {
             "format": _FORMAT,
             "version": _VERSION,
             "prompts_per_step": self.run.prompts_per_step,
             "responses_per_prompt": self.run.responses_per_prompt,
             "data_id": self.run.data_id,
-            "rounds": self._rounds - (self._phase is Phase.OPEN),
+            "rounds": self._rounds - (self.phase is Phase.OPEN),
             "next_response": self._next_response,
-            "pool": self._pool.state_dict(),
+            "settled": self.settled,
+            "prompts": [[p.id, p.domain, p.deferrals, p.deferred_in] for p in prompts],
             "times": self._times.state_dict(),
         }
 
@@ -259,7 +379,12 @@ class TailBatching:
         resumed = TailBatching(self.run)
         try:
             resumed._rounds, resumed._next_response = int(state["rounds"]), int(state["next_response"])
-            resumed._pool = PromptPool.restored(self.run, state["pool"])
+            resumed.settled = int(state["settled"])
+            prompts = [_Prompt(*fields) for fields in state["prompts"]]
+            for prompt in prompts:
+                resumed._check_domain(prompt.domain)
+            resumed._unsettled = {prompt.id: prompt for prompt in prompts}
+            resumed._put_back(prompts)
             resumed._times.load_state_dict(state["times"])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"state is damaged or does not fit: {type(error).__name__}: {error}") from error
@@ -267,147 +392,135 @@ class TailBatching:
 
     # How a round is filled, refilled, cut off and settled
 
-    def _supply(self, now: float) -> list[Decision]:
-        if self._phase is Phase.FILLING:
-            return self._fill(now)
-        return self._refill(now) if self._phase is Phase.OPEN else []
+    def _plan(self) -> RoundKind:
+        """Choose the kind of the next round, and how many prompts of each lane it runs."""
+        flags, lanes = self.run.flags, self._lanes.values()
+        ratio = flags.prompt_ratio
+        if isinstance(ratio, str):
+            ratio = self._times.best_ratio(FIRST_RATIO, flags.auto_limit)
+        for lane in lanes:
+            lane.target = _scaled(lane.quota, ratio)
+        queued = sum(len(lane.queue) for lane in lanes)
+        surplus = any(lane.target > lane.quota for lane in lanes)
+        kind: RoundKind = "short"
+        # Without surplus nothing is deferred and the queue would never fill up: its prompts may as well go now.
+        if queued >= (flags.queue_threshold or self.run.prompts_per_step) or (queued and not surplus):
+            kind = "long"
+        elif any(lane.target - len(lane.fresh) > self._room(lane) for lane in lanes):
+            kind = "final"
+        if kind != "short":
+            for lane in lanes:
+                lane.target = lane.quota
+        return kind
+
+    def _room(self, lane: _Lane) -> int:
+        """How many more prompts of the lane can be begun and still be trained."""
+        return max(self._steps_left * lane.quota - lane.going - lane.waiting, 0)
 
     def _fill(self, now: float) -> list[Decision]:
-        """Start the round as soon as it is known to have its prompts, or that there are no more."""
-        lanes = self._pool.lanes
-        for lane in lanes.values():
-            lane.share, lane.target = lane.quota, scaled(lane.quota, self._ratio)
-        queued = sum(len(lane.queue) for lane in lanes.values())
-        surplus = any(lane.target > lane.quota for lane in lanes.values())
-        self._kind = "short"
-        # Without surplus nothing is deferred and the queue would never fill up: its prompts may as well go now.
-        if queued >= self.run.queue_threshold or (queued and not surplus):
-            self._kind = "long"
-            for lane in lanes.values():
-                lane.target = lane.quota
+        """Start the round as soon as it has its prompts."""
         missing = {}
-        for domain, lane in lanes.items():
+        for domain, lane in self._lanes.items():
             available = len(lane.fresh) if self._kind == "short" else lane.waiting
             if available < lane.target:
                 missing[domain] = lane.target - available
-        if missing and not self._exhausted:
-            return [RequestPrompts(missing)]
         if missing:
-            self._kind = "final"
-            if not self._pool.share_out_rest():
-                self._phase = Phase.BETWEEN_ROUNDS
-                return [Finished(tuple(self._pool.unsettled))]
-        return self._start(now)
-
-    def _start(self, now: float) -> list[Decision]:
-        self._phase = Phase.OPEN
+            return [RequestPrompts(missing)]
+        self.phase = Phase.OPEN
         self._rounds += 1
-        launched = sum(lane.target for lane in self._pool.lanes.values())
+        launched = sum(lane.target for lane in self._lanes.values())
         self._metrics = RoundMetrics(self._rounds, self._kind, launched / self.run.prompts_per_step)
-        self._began, self._lengths = now, []
+        self._began, self._trained = now, []
         decisions: list[Decision] = [RoundStarted(self._rounds, self._kind, launched, self._responses_each)]
-        for lane in self._pool.lanes.values():
+        for lane in self._lanes.values():
             for _ in range(lane.target):
-                decisions.append(self._admit(lane, now, first=True))
+                decisions.append(self._admit(lane, now, from_queue=self._kind != "short" and bool(lane.queue)))
         return decisions
 
     def _refill(self, now: float) -> list[Decision]:
-        """Replace rejected and failed prompts: by new ones, else by deferred ones, else at the cost of a surplus."""
+        """Replace rejected and failed prompts: by new ones, else by deferred ones, else at the cost of a surplus.
+
+        Where no more can be begun, enough deferred ones are there: what is unsettled fills the batches that are left.
+        """
         decisions: list[Decision] = []
         missing = {}
-        lanes = list(self._pool.lanes.items())
-        while lanes:
-            domain, lane = lanes.pop()
+        for domain, lane in self._lanes.items():
             while not lane.is_full and lane.going < lane.target:
-                must = self._exhausted and lane.going < lane.share
-                if lane.fresh or (lane.queue and must):
-                    decisions.append(self._admit(lane, now, first=False))
-                elif not self._exhausted:
-                    missing[domain] = lane.target - lane.going
+                room = self._room(lane)
+                if not lane.fresh and room:
+                    missing[domain] = min(lane.target - lane.going, room)
                     break
-                elif not must:
+                if not lane.fresh and lane.going >= lane.quota:
                     break
-                elif self._pool.lend(lane):
-                    lanes = list(self._pool.lanes.items())
-                else:
-                    return decisions + self._give_up(now)
+                decisions.append(self._admit(lane, now, from_queue=not lane.fresh, is_refill=True))
         return [*decisions, RequestPrompts(missing)] if missing else decisions
 
-    def _keep(self, prompt: Prompt, now: float) -> list[Decision]:
-        lane = self._pool.lane_of(prompt)
-        del lane.active[prompt.id]
-        lane.kept.append(prompt)
+    def _keep(self, attempt: _Attempt, now: float) -> list[Decision]:
+        lane = self._lane_of(attempt.prompt)
+        del lane.active[attempt.prompt.id]
+        lane.kept.append(attempt)
+        if not lane.is_full:
+            return []
         decisions: list[Decision] = []
-        if lane.is_full:
-            for slow in lane.active.values():
-                self._cut_off(slow, now)
-                decisions += self._cancel(slow, list(slow.responses))
-            lane.cut_off += lane.active.values()
-            lane.active.clear()
-            if all(other.is_full for other in self._pool.lanes.values()):
-                decisions += self._train(now)
-        return decisions
+        for slow in lane.active.values():
+            self._cut_off(slow, now)
+            decisions += self._cancel(slow, list(slow.responses))
+        self._put_back([slow.prompt for slow in lane.active.values()])
+        lane.active.clear()
+        return decisions + self._train(now) if all(other.is_full for other in self._lanes.values()) else decisions
 
-    def _cut_off(self, prompt: Prompt, now: float) -> None:
+    def _cut_off(self, attempt: _Attempt, now: float) -> None:
         """The prompt was too slow for this round. Launched late, in place of another, it had no fair chance."""
-        if self._kind == "short" and not prompt.deferrals and not prompt.awaits_verdict:
-            self._times.add_short(now - prompt.launched_at, completed=False)
-        if not prompt.is_refill:
+        prompt = attempt.prompt
+        if self._kind == "short" and not prompt.deferrals:
+            self._times.add_short(now - attempt.launched_at, completed=False)
+        if not attempt.is_refill:
             self._metrics.prompts_deferred += 1
-            self._pool.defer(prompt, self._rounds)
+            prompt.deferred_in = prompt.deferred_in or self._rounds
+            prompt.deferrals += 1
+
+    def _put_back(self, prompts: Iterable[_Prompt]) -> None:
+        """Let prompts wait again: behind the queue after ``max_deferrals``, before that ahead of new ones."""
+        early = []
+        for prompt in prompts:
+            if prompt.deferrals >= self.run.flags.max_deferrals:
+                self._lane_of(prompt).queue.append(prompt)
+            else:
+                early.append(prompt)
+        for prompt in reversed(early):
+            self._lane_of(prompt).fresh.appendleft(prompt)
 
     def _train(self, now: float) -> list[Decision]:
-        groups = []
-        settled: list[Decision] = []
-        for lane in self._pool.lanes.values():
-            for prompt in lane.kept:
-                groups.append(Group(prompt.id, tuple(prompt.generated)))
-                self._lengths.append(([prompt.responses[i].tokens for i in prompt.generated], prompt.surplus_tokens))
-                self._metrics.tokens_generated += self._release(prompt)
-                settled += self._pool.settle(prompt, "trained")
+        for lane in self._lanes.values():
+            self._trained += lane.kept
             lane.kept.clear()
-        self._metrics.prompts_trained = len(groups)
-        return [TrainBatch(self._rounds, self._kind, tuple(groups)), *settled, *self._close(now)]
-
-    def _give_up(self, now: float) -> list[Decision]:
-        """There are too few prompts left to fill the round: what is under way waits again, no matter how far it is."""
-        decisions: list[Decision] = []
-        for lane in self._pool.lanes.values():
-            for prompt in (*lane.kept, *lane.active.values()):
-                decisions += self._cancel(prompt, list(prompt.responses))
-                lane.cut_off.append(prompt)
-            lane.kept.clear()
-            lane.active.clear()
-        return decisions + self._close(now)
-
-    def _close(self, now: float) -> list[Decision]:
-        self._phase = Phase.SETTLING
+        for attempt in self._trained:
+            self._settle(attempt)
+        self._metrics.prompts_trained = len(self._trained)
         self._metrics.rollout_seconds = now - self._began
-        return self._end_if_settled()
+        self.phase = Phase.SETTLING
+        batch = TrainBatch(self._rounds, self._kind, tuple(attempt.group() for attempt in self._trained))
+        return [batch, *self._end_if_settled()]
 
     def _end_if_settled(self) -> list[Decision]:
-        if self._phase is not Phase.SETTLING or self._unacknowledged:
+        if self.phase is not Phase.SETTLING or self._unacknowledged:
             return []
-        self._phase = Phase.BETWEEN_ROUNDS
-        for lane in self._pool.lanes.values():
-            self._pool.put_back(lane.cut_off)
-            lane.cut_off = []
-        return [RoundEnded(self._complete_metrics())]
-
-    def _complete_metrics(self) -> RoundMetrics:
+        self.phase = Phase.BETWEEN_ROUNDS
         metrics = self._metrics
         full_wait = self._times.full_wait()
         metrics.seconds_saved = None if full_wait is None else full_wait - metrics.rollout_seconds
-        metrics.queue_length = sum(len(lane.queue) for lane in self._pool.lanes.values())
-        metrics.oldest_deferral_rounds = self._rounds - next(iter(self._pool.deferred.values()), self._rounds)
+        metrics.queue_length = sum(len(lane.queue) for lane in self._lanes.values())
+        deferred_in = [prompt.deferred_in for prompt in self._unsettled.values() if prompt.deferrals]
+        metrics.oldest_deferral_rounds = self._rounds - min(deferred_in, default=self._rounds)
         if metrics.tokens_generated:
             metrics.wasted_token_share = metrics.tokens_wasted / metrics.tokens_generated
         # The surplus of a trained prompt is acknowledged after it is trained, so its lengths are complete only now.
-        with_surplus = [pair for pair in self._lengths if pair[1]]
+        with_surplus = [attempt for attempt in self._trained if attempt.surplus_tokens]
         if with_surplus:
-            metrics.accepted_tokens_mean = fmean(fmean(accepted) for accepted, _ in with_surplus)
-            metrics.cancelled_tokens_mean = fmean(fmean(cancelled) for _, cancelled in with_surplus)
-        return metrics
+            accepted = [fmean(response.tokens for response in a.responses.values()) for a in with_surplus]
+            metrics.accepted_tokens_mean = fmean(accepted)
+            metrics.cancelled_tokens_mean = fmean(fmean(attempt.surplus_tokens) for attempt in with_surplus)
+        return [RoundEnded(metrics)]
 
     def _waste(self, tokens: int) -> None:
         self._metrics.tokens_generated += tokens
@@ -419,72 +532,73 @@ class TailBatching:
     def _responses_each(self) -> int:
         return self.run.surplus_responses if self._kind == "short" else self.run.responses_per_prompt
 
-    def _admit(self, lane: Lane, now: float, first: bool) -> Launch:
-        # A deferred prompt that starts late would make a round long; as a refill it comes last.
-        prompt = lane.take(queue_first=first and self._kind != "short")
-        prompt.launched_at = now
-        prompt.is_refill = not first
-        lane.active[prompt.id] = prompt
-        self._metrics.prompts_admitted += 1
-        return self._launch(prompt, self._responses_each)
+    def _check_domain(self, domain: str) -> None:
+        if self.run.domain_quotas and domain not in self._lanes:
+            raise ValueError(f"the domain of a prompt must be one of {', '.join(self._lanes)}, found {domain!r}")
 
-    def _launch(self, prompt: Prompt, count: int, retries: int = 0) -> Launch:
+    def _lane_of(self, prompt: _Prompt) -> _Lane:
+        return self._lanes[prompt.domain if self.run.domain_quotas else ""]
+
+    def _admit(self, lane: _Lane, now: float, from_queue: bool, is_refill: bool = False) -> Launch:
+        prompt = (lane.queue if from_queue else lane.fresh).popleft()
+        attempt = lane.active[prompt.id] = _Attempt(prompt, now, is_refill, from_queue)
+        self._metrics.prompts_admitted += 1
+        return self._launch(attempt, self._responses_each)
+
+    def _launch(self, attempt: _Attempt, count: int, retries: int = 0) -> Launch:
         new = range(self._next_response, self._next_response + count)
         self._next_response += count
         for response_id in new:
-            self._responses[response_id] = prompt.responses[response_id] = Response(prompt, retries)
-        return Launch(prompt.id, tuple(new))
+            self._responses[response_id] = attempt.responses[response_id] = _Response(attempt, retries)
+        return Launch(attempt.prompt.id, tuple(new))
 
-    def _cancel(self, prompt: Prompt, response_ids: list[int]) -> list[Decision]:
-        for response_id in response_ids:
-            prompt.responses.pop(response_id).cancelled = True
-        self._unacknowledged += len(response_ids)
+    def _cancel(self, attempt: _Attempt, response_ids: list[int]) -> list[Decision]:
         self._metrics.responses_cancelled += len(response_ids)
-        return [Cancel(prompt.id, tuple(response_ids))] if response_ids else []
+        for response_id in response_ids:
+            response = attempt.responses.pop(response_id)
+            if response.scored:  # nothing of it runs any more
+                del self._responses[response_id]
+                self._waste(response.tokens)
+            else:
+                response.cancelled = True
+                self._unacknowledged += 1
+        return [Cancel(attempt.prompt.id, tuple(response_ids))] if response_ids else []
 
-    def _drop(self, prompt: Prompt, now: float) -> list[Decision]:
-        """A settled prompt leaves the round; another takes its place."""
-        del self._pool.lane_of(prompt).active[prompt.id]
+    def _settle(self, attempt: _Attempt) -> None:
+        """The prompt is trained, rejected or failed; nothing of it runs any more."""
+        del self._unsettled[attempt.prompt.id]
+        self.settled += 1
+        for response_id, response in attempt.responses.items():
+            del self._responses[response_id]
+            self._metrics.tokens_generated += response.tokens
+
+    def _replace(self, attempt: _Attempt, now: float) -> list[Decision]:
+        self._settle(attempt)
+        del self._lane_of(attempt.prompt).active[attempt.prompt.id]
         return self._refill(now)
 
-    def _release(self, prompt: Prompt) -> int:
-        """Let go of a group that needs no cancelling; return its tokens."""
-        for response_id in prompt.generated:
-            del self._responses[response_id]
-        return sum(prompt.responses[i].tokens for i in prompt.generated)
-
-    def _observe(self, prompt: Prompt) -> None:
+    def _observe(self, attempt: _Attempt) -> None:
         """Remember how long a prompt took to complete, if it says something about prompts in general."""
-        times = [scored - prompt.launched_at for scored in prompt.scored_at]
-        if self._kind == "short" and not prompt.deferrals:
+        times = [scored - attempt.launched_at for scored in attempt.scored_at]
+        if self._kind == "short" and not attempt.prompt.deferrals:
             self._times.add_short(times[-1], completed=True)
-        elif self._kind != "short" and prompt.from_queue:
+        elif self._kind != "short" and attempt.from_queue:
             wanted = self.run.responses_per_prompt
             rank = round(wanted * (wanted + 1) / (self.run.surplus_responses + 1))
             self._times.add_long(times[-1], times[max(rank, 1) - 1])
 
-    def _find(self, response_id: int) -> Response | None:
-        """Return the response, or None if it is settled already."""
+    def _find(self, response_id: int, tokens: int = 0) -> _Response | None:
+        """Return the response that an event is about, or None if it is settled already."""
         response = self._responses.get(response_id)
         if response is None and not (isinstance(response_id, int) and 0 <= response_id < self._next_response):
             raise ValueError(f"response_id must be of a response that was launched, found {response_id!r}")
+        if tokens < 0:
+            raise ValueError(f"tokens must be at least 0, found {tokens}")
+        if self._unchecked is not None:
+            raise ValueError(f"group_checked must come first, for prompt {self._unchecked.prompt.id}")
         return response
 
-    def _awaiting_verdict(self, group: Group) -> Prompt | None:
-        """Return the prompt whose group awaits a verdict, or None if the verdict comes too late."""
-        if not self.run.filter_groups:
-            raise ValueError("filter_groups must be set for a group to be kept or rejected, found False")
-        for response_id in group.response_ids:
-            self._find(response_id)
-        prompt = self._pool.unsettled.get(group.prompt_id)
-        if prompt is None or not prompt.awaits_verdict or tuple(prompt.generated) != group.response_ids:
-            return None
-        if prompt.id not in self._pool.lane_of(prompt).active:
-            return None
-        prompt.awaits_verdict = False
-        return prompt
 
-
-def _check_tokens(tokens: int) -> None:
-    if tokens < 0:
-        raise ValueError(f"tokens must be at least 0, found {tokens}")
+def _scaled(count: int, ratio: float) -> int:
+    """Return ``ceil(count * ratio)``, not one more where the product is whole but for rounding (10 * 1.1)."""
+    return math.ceil(count * ratio - 1e-9)

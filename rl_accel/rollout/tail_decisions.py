@@ -6,7 +6,7 @@ from typing import Literal
 
 RoundKind = Literal["short", "long", "final"]
 """short: more prompts and responses than needed, the first ones win. long: deferred prompts, no surplus. final: what is
-left once the data is exhausted, no surplus."""
+left when the run is about to end, no surplus."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RequestPrompts:
-    """Offer at least ``counts[domain]`` new prompts (the only domain is ``""`` without quotas), or report that the data
-    is exhausted. A later request replaces an earlier one."""
+    """Offer at least ``counts[domain]`` new prompts; without quotas the only domain is ``""``."""
 
     counts: Mapping[str, int]
 
@@ -46,8 +45,8 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Stop these responses wherever they are (generating, waiting for its reward, scored), drop what they left in any buffer, and
-    acknowledge each of them. The prompt itself stays: it may be launched again in a later round."""
+    """Stop these responses wherever they are, drop what they left in any buffer, and acknowledge each that was not scored yet.
+    The prompt itself stays: it may be launched again in a later round."""
 
     prompt_id: str
     response_ids: tuple[int, ...]
@@ -55,7 +54,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class CheckGroup:
-    """All responses of the group are scored: answer with ``group_kept`` or ``group_rejected``."""
+    """All responses of the group are scored: answer with ``group_checked``."""
 
     group: Group
 
@@ -76,16 +75,6 @@ class TrainBatch:
     groups: tuple[Group, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class EpochSettled:
-    """Every prompt of an ended epoch is trained, rejected or failed; nothing of it is deferred any more."""
-
-    epoch: int
-    trained: int
-    rejected: int
-    failed: int
-
-
 @dataclass(slots=True)
 class RoundMetrics:
     """One round in numbers, complete when it has ended. ``None``: not known (yet).
@@ -94,13 +83,13 @@ class RoundMetrics:
         number: 1 for the first round of a run.
         kind: short, long or final.
         prompt_ratio: prompts launched at the start over P0.
-        rollout_seconds: from the first launch to the batch (or to giving the round up).
+        rollout_seconds: from the first launch to the batch.
         seconds_saved: estimated seconds that a round of P0 prompts that waits for every response would have taken,
             less ``rollout_seconds``. Long rounds pay back, so they are often below zero: add up all rounds.
         queue_length: deferred prompts that wait for a long round, after this one.
         oldest_deferral_rounds: rounds since the oldest of the deferred prompts was first deferred.
         prompts_admitted: launched in this round, refills included.
-        prompts_trained: P0, or 0 for a round that could not be filled.
+        prompts_trained: P0.
         prompts_deferred: cut off in this round.
         prompts_rejected: dropped by the filter.
         prompts_failed: dropped after their last retry.
@@ -138,28 +127,9 @@ class RoundMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnded:
-    """Every cancelled response is acknowledged; the next round may begin. No batch came before it if the round could
-    not be filled (prompts were rejected or failed after the data was exhausted)."""
+    """Every cancelled response is acknowledged; the next round may begin."""
 
     metrics: RoundMetrics
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The data is exhausted and fewer than P0 prompts are left. They stay in the queue: offer more to go on."""
-
-    remainder: tuple[str, ...]
-
-
-Decision = (
-    RequestPrompts
-    | RoundStarted
-    | Launch
-    | Cancel
-    | CheckGroup
-    | PromptFailed
-    | TrainBatch
-    | EpochSettled
-    | RoundEnded
-    | Finished
-)
+Decision = RequestPrompts | RoundStarted | Launch | Cancel | CheckGroup | PromptFailed | TrainBatch | RoundEnded

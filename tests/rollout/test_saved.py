@@ -5,26 +5,22 @@ import json
 import pytest
 import torch
 
-from rl_accel.rollout.driver import StepResult
-from rl_accel.rollout.prompt_supply import PromptSupply
+from rl_accel.rollout.driver import PromptSupply, StepResult
 from rl_accel.rollout.saved import ResumeError, SettlementLog, restore, save
-from rl_accel.rollout.tail_batching import TailBatching
-from rl_accel.rollout.tail_decisions import RequestPrompts, TrainBatch
-from rl_accel.rollout.tail_prompts import TailRun
+from rl_accel.rollout.tail_batching import TailBatching, TailRun
+from rl_accel.rollout.tail_decisions import TrainBatch
 
 ROW = {"raw_prompt": [{"role": "user", "content": "hi"}], "index": 5}
 
 
 def new_run(data_id="train.parquet", **facts):
     core = TailBatching(TailRun(**{"prompts_per_step": 2, "responses_per_prompt": 2, "data_id": data_id, **facts}))
-    return core, PromptSupply(core, lambda: ROW, 10)
+    return core, PromptSupply(core.run, lambda: ROW, 10)
 
 
 def saved_run(folder):
     core, supply = new_run()
-    core.begin_round(0.0)
-    supply.begin_step(9)
-    supply.answer(RequestPrompts({"": 3}), 0.0)
+    core.offer(supply.take({"": 3}), 0.0)
     save(folder, 4, core.state_dict(), supply.fetched, supply.payloads)
 
 
@@ -35,7 +31,7 @@ def test_a_checkpoint_of_a_stock_run_is_refused(tmp_path):
 
 def test_another_step_and_a_damaged_file_are_refused(tmp_path):
     saved_run(tmp_path)
-    with pytest.raises(ResumeError, match=r"5\) \(format, version, step\), found .* 4\)"):
+    with pytest.raises(ResumeError, match="must be of step 5, found 4"):
         restore(tmp_path, 5, *new_run())
     (tmp_path / "state.json").write_text("{")
     with pytest.raises(ResumeError, match="is damaged: JSONDecodeError"):
@@ -54,7 +50,9 @@ def test_the_log_forgets_what_a_checkpoint_does_not_hold(tmp_path):
     with log.path.open("a") as file:
         file.write('{"step": 4, "tr')  # killed while it wrote
     log.rewind(2)
-    result = StepResult(batch(3, "long"), (), [], {"1:9": 8}, {"1:4": 3}, {"1:5": 4}, {"1:5": "ServerDied: gone"})
+    result = StepResult(
+        batch(3, "long"), trained={"1:9": 8}, rejected={"1:4": 3}, failed={"1:5": 4}, errors={"1:5": "ServerDied: gone"}
+    )
     log.add(3, result)
     rows = [json.loads(line) for line in log.path.read_text().splitlines()]
     assert [(row["step"], row["trained"]) for row in rows] == [(1, {"1:1": 0}), (2, {"1:2": 1}), (3, {"1:9": 8})]
@@ -101,11 +99,11 @@ def test_the_queue_of_another_run_is_refused_and_nothing_changes(tmp_path, setti
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda state: state.update(version=2), r"must be of .*, 1, 4\).* found .*, 2, 4\)"),
-        (lambda state: state["core"].update(version=99), "state must have version = 1, found 99"),
+        (lambda state: state["core"].update(version=99), "state must have version = 2, found 99"),
         (lambda state: state.pop("rows_fetched"), "is damaged: KeyError: 'rows_fetched'"),
-        (lambda state: state.update(rows_fetched=2), "3 prompts are open but only 2 rows were fetched"),
-        (lambda state: state["core"]["pool"]["prompts"].pop(), "state is damaged or does not fit"),
+        (lambda state: state.update(rows_fetched=2), "3 prompts are open and 0 settled, but 2 rows were fetched"),
+        (lambda state: state["core"]["prompts"].pop(), "differ in 1 prompts, such as 1:3"),
+        (lambda state: state["core"]["prompts"].append(["1:4"]), "state is damaged or does not fit"),
     ],
 )
 def test_a_queue_of_another_version_or_a_damaged_one_is_refused(tmp_path, edit, message):

@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rl_accel.features import TailBatchingFlags
-from rl_accel.rollout.tail_batching import TailBatching
+from rl_accel.rollout.tail_batching import TailBatching, TailRun
 from rl_accel.rollout.tail_decisions import (
     Cancel,
     CheckGroup,
-    EpochSettled,
-    Finished,
     Launch,
     PromptFailed,
     RequestPrompts,
@@ -28,7 +26,6 @@ from rl_accel.rollout.tail_decisions import (
     RoundStarted,
     TrainBatch,
 )
-from rl_accel.rollout.tail_prompts import TailRun
 
 pytestmark = pytest.mark.slow
 
@@ -37,15 +34,12 @@ class Books:
     """What a host can know for certain. Copied at a save, restored after a crash."""
 
     def __init__(self):
-        self.offered = {}  # prompt -> (domain, epoch)
+        self.offered = {}  # prompt -> domain
         self.outcome = {}  # prompt -> trained, rejected or failed
-        self.epoch = 1
-        self.row = 0
-        self.settled_epochs = set()
         self.used = set()  # response ids ever launched
 
-    def unsettled(self):
-        return self.offered.keys() - self.outcome.keys()
+    def unsettled(self, domain=""):
+        return {p for p, d in self.offered.items() if p not in self.outcome and domain in ("", d)}
 
     def settle(self, prompt, outcome):
         assert prompt in self.offered
@@ -55,14 +49,14 @@ class Books:
 
 class Response:
     def __init__(self, prompt, retries):
-        self.prompt, self.retries, self.state, self.tokens = prompt, retries, "generating", 0
+        self.prompt, self.retries, self.state, self.tokens, self.cancelled = prompt, retries, "generating", 0, False
 
 
 class Attempt:
     """One launch of a prompt: which responses finished generating, in order, and which of them count."""
 
     def __init__(self):
-        self.generated, self.scored, self.retries_due, self.verdict = [], set(), [], None
+        self.generated, self.retries_due, self.kept = [], [], False
 
 
 @settings(max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -82,6 +76,7 @@ class Host(RuleBasedStateMachine):
         self.P0, self.R0, self.filtered, self.retries = prompts, responses, filtered, retries
         self.surplus = -(-responses * surplus // 1)
         self.quotas = {"code": split, "math": prompts - split} if 0 < split < prompts else {}
+        self.places = self.quotas or {"": prompts}
         flags = TailBatchingFlags(
             prompt_ratio=ratio,
             response_ratio=surplus,
@@ -100,9 +95,9 @@ class Host(RuleBasedStateMachine):
     def boot(self, core):
         """A new process: nothing is under way."""
         self.core = core
-        self.open = self.settling = self.exhausted = self.was_exhausted = False
+        self.open = self.settling = False
         self.request = None
-        self.live, self.attempts, self.checks, self.gone, self.overtaken = {}, {}, [], [], []
+        self.live, self.attempts, self.gone = {}, {}, []
 
     # Decisions
 
@@ -112,10 +107,10 @@ class Host(RuleBasedStateMachine):
 
     def on_requestprompts(self, decision: RequestPrompts):
         assert not self.settling
-        assert not self.exhausted
         assert decision.counts
-        assert all(count > 0 for count in decision.counts.values())
-        assert set(decision.counts) <= (set(self.quotas) or {""})
+        for domain, count in decision.counts.items():
+            places = self.steps * self.places[domain]
+            assert 0 < count <= places - len(self.books.unsettled(domain)), "more than can be trained"
         self.request = dict(decision.counts)
 
     def on_roundstarted(self, decision: RoundStarted):
@@ -128,7 +123,6 @@ class Host(RuleBasedStateMachine):
         assert decision.kind == "short" or decision.prompts == self.P0
         self.open, self.request, self.attempts, self.tally = True, None, {}, Counter()
         self.number, self.kind, self.responses = decision.number, decision.kind, decision.responses
-        self.was_exhausted = self.exhausted
         self.to_launch = self.started = decision.prompts
 
     def on_launch(self, decision: Launch):
@@ -154,18 +148,18 @@ class Host(RuleBasedStateMachine):
         for response_id in decision.response_ids:
             response = self.live[response_id]
             assert response.prompt == decision.prompt_id
-            assert response.state != "cancelled"
-            response.state = "cancelled"
+            assert not response.cancelled
+            response.cancelled = True
             self.tally["cancelled"] += 1
+            if response.state == "scored":
+                self.settle_response(response_id, response.tokens)
         if not self.counting(decision.prompt_id):
             del self.attempts[decision.prompt_id]
-            self.overtaken += [group for group in self.checks if group.prompt_id == decision.prompt_id]
-            self.checks = [group for group in self.checks if group.prompt_id != decision.prompt_id]
         else:  # surplus of a prompt whose R0 are there
             assert len(self.attempts[decision.prompt_id].generated) == self.R0
 
     def counting(self, prompt):
-        return [r for r in self.live.values() if r.prompt == prompt and r.state != "cancelled"]
+        return [r for r in self.live.values() if r.prompt == prompt and not r.cancelled]
 
     def check_group(self, group):
         attempt = self.attempts[group.prompt_id]
@@ -177,7 +171,17 @@ class Host(RuleBasedStateMachine):
     def on_checkgroup(self, decision: CheckGroup):
         assert self.filtered
         self.check_group(decision.group)
-        self.checks.append(decision.group)
+        prompt, passes = decision.group.prompt_id, self.rng.random() >= self.reject_share
+        if passes:
+            self.attempts[prompt].kept = True
+        else:
+            self.books.settle(prompt, "rejected")
+            self.tally["rejected"] += 1
+            for response_id in decision.group.response_ids:
+                self.tally["rejected_tokens"] += self.live.pop(response_id).tokens
+                self.gone.append(response_id)
+            del self.attempts[prompt]
+        self.carry_out(self.core.group_checked(prompt, passes, self.now))
 
     def on_promptfailed(self, decision: PromptFailed):
         assert self.fatal == decision.prompt_id
@@ -193,33 +197,20 @@ class Host(RuleBasedStateMachine):
         for group in decision.groups:
             self.check_group(group)
             if self.filtered:
-                assert self.attempts[group.prompt_id].verdict == "kept"
+                assert self.attempts[group.prompt_id].kept
             self.books.settle(group.prompt_id, "trained")
             for response_id in group.response_ids:
                 self.tally["used"] += self.live.pop(response_id).tokens
                 self.gone.append(response_id)
-        found = Counter(self.books.offered[group.prompt_id][0] for group in decision.groups)
-        if self.quotas and not self.was_exhausted:
-            assert found == self.quotas
+        if self.quotas:
+            assert Counter(self.books.offered[group.prompt_id] for group in decision.groups) == self.quotas
         self.batches[decision.kind] += 1
         self.tally["trained"] += len(decision.groups)
         self.open, self.settling, self.request = False, True, None
 
-    def on_epochsettled(self, decision: EpochSettled):
-        assert decision.epoch not in self.books.settled_epochs
-        self.books.settled_epochs.add(decision.epoch)
-        self.epoch_is_settled(decision.epoch, decision)
-
-    def epoch_is_settled(self, epoch, told):
-        assert epoch < self.books.epoch
-        found = Counter(self.books.outcome.get(p) for p, (_, e) in self.books.offered.items() if e == epoch)
-        # The batch that settles an epoch is counted in one decision, so the books are complete here.
-        assert found == +Counter(trained=told.trained, rejected=told.rejected, failed=told.failed)
-
     def on_roundended(self, decision: RoundEnded):
         assert not self.live, "a round ended before every cancelled response was acknowledged"
-        if self.open:  # given up: only when prompts ran out
-            assert self.was_exhausted
+        assert self.settling, "a round ended without a batch"
         metrics = decision.metrics
         assert metrics.kind == self.kind
         assert metrics.prompts_trained == self.tally["trained"]
@@ -233,13 +224,6 @@ class Host(RuleBasedStateMachine):
         self.open = self.settling = False
         self.request = None
 
-    def on_finished(self, decision: Finished):
-        assert self.exhausted
-        assert sorted(decision.remainder) == sorted(self.books.unsettled())
-        assert len(decision.remainder) < self.P0
-        self.request = None
-        self.finished = True
-
     # Events
 
     def possible(self):
@@ -247,46 +231,38 @@ class Host(RuleBasedStateMachine):
         events = []
         for response_id, response in self.live.items():
             if response.state == "generating":
-                events += [("generate", response_id), ("fail", response_id)]
+                events.append(("generate", response_id))
             elif response.state == "generated":
-                events += [("score", response_id), ("fail", response_id)]
-            elif response.state == "cancelled":
-                events += [("acknowledge", response_id), ("finish_late", response_id)]
-        return events + [("judge", group) for group in self.checks]
+                events.append(("score", response_id))
+            if response.cancelled:  # it can come to its end all the same before the cancellation reaches it
+                events.append(("acknowledge", response_id))
+            elif response.state != "scored":
+                events.append(("fail", response_id))
+        return events
 
     def act(self, event, rng, reject_share=0.3):
         self.now += rng.random()
+        self.rng, self.reject_share = rng, reject_share
         kind, what = event
-        if kind == "judge":
-            self.checks.remove(what)
-            if rng.random() < reject_share:
-                self.books.settle(what.prompt_id, "rejected")
-                self.tally["rejected"] += 1
-                for response_id in what.response_ids:
-                    self.tally["rejected_tokens"] += self.live.pop(response_id).tokens
-                    self.gone.append(response_id)
-                del self.attempts[what.prompt_id]
-                self.carry_out(self.core.group_rejected(what, self.now))
-            else:
-                self.attempts[what.prompt_id].verdict = "kept"
-                self.carry_out(self.core.group_kept(what, self.now))
-            return
         response = self.live[what]
         attempt = self.attempts.get(response.prompt)
         if kind == "generate":
             response.state, response.tokens = "generated", rng.randrange(100)
-            attempt.generated.append(what)
-            assert len(attempt.generated) <= self.R0, "surplus went on after R0 responses"
-            self.carry_out(self.core.response_generated(what, response.tokens, self.now))
+            if not response.cancelled:
+                attempt.generated.append(what)
+                assert len(attempt.generated) <= self.R0, "surplus went on after R0 responses"
+            self.carry_out(self.core.response_generated(what, response.tokens))
         elif kind == "score":
             response.state = "scored"
+            if response.cancelled:
+                self.settle_response(what, response.tokens)
             self.carry_out(self.core.response_scored(what, self.now))
-        elif kind == "finish_late":  # it had finished when the cancellation reached it
-            assert self.core.response_generated(what, 7, self.now) == []
         elif kind == "acknowledge":
             self.settle_response(what, tokens := rng.randrange(100))
-            end = self.core.response_aborted if rng.random() < 0.8 else self.core.response_failed
-            self.carry_out(end(what, tokens, self.now))
+            if rng.random() < 0.8:
+                self.carry_out(self.core.response_aborted(what, tokens))
+            else:
+                self.carry_out(self.core.response_failed(what, tokens, self.now))
         elif kind == "fail":
             self.settle_response(what, tokens := rng.randrange(100))
             if what in attempt.generated:
@@ -324,53 +300,29 @@ class Host(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 999))
     def late_message(self, pick):
         response_id = self.gone[pick % len(self.gone)]
-        assert self.core.response_generated(response_id, 5, self.now) == []
+        assert self.core.response_generated(response_id, 5) == []
         assert self.core.response_scored(response_id, self.now) == []
         assert self.core.response_failed(response_id, 5, self.now) == []
-        assert self.core.response_aborted(response_id, 5, self.now) == []
-
-    @precondition(lambda self: self.overtaken)
-    @rule(pick=st.integers(0, 999), keep=st.booleans())
-    def late_verdict(self, pick, keep):
-        group = self.overtaken[pick % len(self.overtaken)]
-        assert (self.core.group_kept if keep else self.core.group_rejected)(group, self.now) == []
+        assert self.core.response_aborted(response_id, 5) == []
 
     @precondition(lambda self: not self.open and not self.settling and not self.request)
-    @rule()
-    def begin(self):
-        self.finished = False
-        self.carry_out(self.core.begin_round(self.now))
-        assert self.open or self.request or self.finished
+    @rule(steps=st.integers(1, 8))
+    def begin(self, steps):
+        self.steps = steps
+        self.carry_out(self.core.begin_round(steps, self.now))
+        assert self.open or self.request
         assert not self.open or self.to_launch == 0
-
-    def new_prompts(self, count):
-        ids = [f"{self.books.epoch}:{self.books.row + i}" for i in range(count)]
-        self.books.row += count
-        return ids
 
     @rule(few=st.integers(1, 4), all_wanted=st.booleans(), domain=st.sampled_from(["code", "math"]))
     def offer(self, few, all_wanted, domain):
-        if len(self.books.unsettled()) > 40:
+        wanted = self.request if all_wanted and self.request else {domain: few}
+        if wanted is not self.request and len(self.books.unsettled()) > 40:
             return
-        wanted = dict(self.request or {}) if all_wanted and self.request else {domain: few}
-        for name, count in wanted.items():
-            name = name or domain
-            ids = self.new_prompts(count)
-            self.books.offered |= dict.fromkeys(ids, (name, self.books.epoch))
-            self.exhausted, self.request = False, None
-            self.carry_out(self.core.offer(ids, self.now, domain=name))
-
-    @rule()
-    def exhaust(self):
-        self.exhausted = self.was_exhausted = True
-        self.request, self.finished = None, False
-        self.carry_out(self.core.data_exhausted(self.now))
-
-    @rule()
-    def end_epoch(self):
-        self.books.epoch += 1
-        self.books.row = 0
-        self.carry_out(self.core.end_epoch())
+        domains = [name or domain for name, count in wanted.items() for _ in range(count)]
+        new = {f"1:{len(self.books.offered) + number}": name for number, name in enumerate(domains)}
+        self.books.offered |= new
+        self.request = None
+        self.carry_out(self.core.offer(new, self.now))
 
     @rule()
     def save(self):
@@ -402,41 +354,31 @@ class Host(RuleBasedStateMachine):
         """A batch is made as soon as it can be, and rejected and failed prompts are replaced at once."""
         if self.open and not self.quotas:
             complete = [a for a in self.attempts.values() if sum(self.is_scored(i) for i in a.generated) == self.R0]
-            assert len([a for a in complete if a.verdict or not self.filtered]) < self.P0
-            if not self.was_exhausted and not self.request:
-                assert len(self.attempts) == self.started
+            assert len([a for a in complete if a.kept or not self.filtered]) < self.P0
+            if not self.request and len(self.attempts) < self.started:
+                assert len(self.books.unsettled()) >= self.steps * self.P0
 
     def is_scored(self, response_id):
         return self.live[response_id].state == "scored"
 
     def teardown(self):
-        """From wherever it is, training comes to an end; prompts that make up a last batch leave nothing behind."""
-        self.exhaust()
-        self.play_to_the_end()
-        lacking = self.P0 - len(self.books.unsettled())
-        assert lacking > 0
-        ids = self.new_prompts(lacking)
-        self.books.offered |= dict.fromkeys(ids, ("code", self.books.epoch))
-        self.exhausted = False
-        self.carry_out(self.core.offer(ids, self.now, domain="code"))
-        self.exhaust()
-        self.play_to_the_end()
+        """From wherever it is, training comes to an end; batches enough for all prompts leave nothing behind."""
+        self.play_round()
+        steps = max(-(-len(self.books.unsettled(domain)) // quota) for domain, quota in self.places.items())
+        for left in range(steps, 0, -1):
+            self.begin(left)
+            self.play_round()
         assert not self.books.unsettled(), "a prompt waits where it is never launched"
-        self.end_epoch()
-        assert self.books.settled_epochs == set(range(1, self.books.epoch))
 
-    def play_to_the_end(self):
+    def play_round(self):
         rng = random.Random(0)
-        for _ in range(20_000):
-            if self.open or self.settling:
-                events = [e for e in self.possible() if e[0] not in ("fail", "finish_late")]
-                assert events, "deadlock"
-                self.act(rng.choice(events), rng, reject_share=0.0)
-            else:
-                self.begin()
-                if self.finished:
-                    return
-        raise AssertionError("training does not end")
+        while self.open or self.settling or self.request:
+            if self.request:
+                self.offer(0, True, "code")
+                continue
+            events = [e for e in self.possible() if e[0] != "fail"]
+            assert events, "deadlock"
+            self.act(rng.choice(events), rng, reject_share=0.0)
 
 
 TestTailBatching = Host.TestCase

@@ -15,8 +15,7 @@ from rl_accel.features import TAIL_BATCHING
 from rl_accel.integrations.slime.hooks import flags_of
 from rl_accel.integrations.slime.tail_batching import seams
 from rl_accel.rollout import saved
-from rl_accel.rollout.driver import StepResult
-from rl_accel.rollout.prompt_supply import PromptSupply
+from rl_accel.rollout.driver import PromptSupply, StepResult
 from rl_accel.rollout.tail_batching import TailBatching
 
 logger = logging.getLogger("rl_accel")
@@ -57,7 +56,7 @@ class TailDataSource(RolloutDataSource):
             raise ConfigError("rl_accel.tail_batching wants --prompt-data, found none")
         self._domain_key = flags.domain_key
         self.core = TailBatching(seams.run_of(args, flags, len(self)))
-        self.supply = PromptSupply(self.core, self._fetch, len(self), flags.domain_key)
+        self.supply = PromptSupply(self.core.run, self._fetch, len(self), flags.domain_key)
         self.last_rollout = seams.last_rollout(args, len(self))
         self._log = saved.SettlementLog(Path(args.save) / "rollout") if args.save else None
         self.driver: Any = None

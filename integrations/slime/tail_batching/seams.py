@@ -7,7 +7,7 @@ from rl_accel.errors import ConfigError
 from rl_accel.features import TailBatchingFlags
 from rl_accel.integrations.slime.tail_batching import DATA_SOURCE, ROLLOUT
 from rl_accel.patches.seams import SeamCheck
-from rl_accel.rollout.tail_prompts import TailRun
+from rl_accel.rollout.tail_batching import TailRun
 
 _FLAG = "rl_accel.tail_batching"
 

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from rl_accel.errors import ConfigError
 from rl_accel.features import TailBatchingFlags
 from rl_accel.integrations.verl.tail_batching import MODE
-from rl_accel.rollout.tail_prompts import TailRun
+from rl_accel.rollout.tail_batching import TailRun
 
 
 def run_of(config: Any, data_id: str = "") -> TailRun:

@@ -18,8 +18,7 @@ from rl_accel.integrations.verl.tail_batching.actors import RolloutServers, Stor
 from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
 from rl_accel.integrations.verl.tail_batching.run import check_data, run_of
 from rl_accel.rollout import saved
-from rl_accel.rollout.driver import METRICS_PREFIX, RolloutDriver
-from rl_accel.rollout.prompt_supply import PromptSupply
+from rl_accel.rollout.driver import METRICS_PREFIX, PromptSupply, RolloutDriver
 from rl_accel.rollout.tail_batching import TailBatching
 
 logger = logging.getLogger("rl_accel")
@@ -61,7 +60,7 @@ class TailBatchingTrainer(PPOTrainerSync):
         rows = len(self.train_dataloader)
         check_data(run, rows, getattr(self.train_dataset, "dataframe", None))
         self._core = TailBatching(run)
-        self._supply = PromptSupply(self._core, lambda: row_of(self._fetch_one_gen_batch()), rows, run.flags.domain_key)
+        self._supply = PromptSupply(run, lambda: row_of(self._fetch_one_gen_batch()), rows, run.flags.domain_key)
         self._log = saved.SettlementLog(Path(self.config.trainer.default_local_dir))
         self._last_step = min(self.total_training_steps, self.steps_per_epoch * self.config.trainer.total_epochs)
 

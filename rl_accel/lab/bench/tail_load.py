@@ -34,8 +34,7 @@ from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
 from rl_accel.integrations.verl.tail_batching.run import run_of
 from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, TailReplayBuffer, clear
 from rl_accel.integrations.verl.tail_batching.wiring import wire
-from rl_accel.rollout.driver import RolloutDriver
-from rl_accel.rollout.prompt_supply import PromptSupply
+from rl_accel.rollout.driver import PromptSupply, RolloutDriver
 from rl_accel.rollout.saved import SettlementLog
 from rl_accel.rollout.tail_batching import TailBatching
 
@@ -147,7 +146,7 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
     rounds, wanted = plan["rounds"], plan["prompts"]
     numbers = iter(range(10**9))
     core = TailBatching(run_of(config))
-    supply = PromptSupply(core, lambda: _row(next(numbers)), 10**9)
+    supply = PromptSupply(core.run, lambda: _row(next(numbers)), 10**9)
     driver = RolloutDriver(core, supply, Workers(workers, Engines(servers.values())), clear)
     log = SettlementLog(folder)
     log.rewind(0)
