@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -
         state = json.loads((folder / "state.json").read_text())
         payloads = torch.load(folder / "prompts.pt", weights_only=False)
         saved_step, fetched, saved_core = state["step"], int(state["rows_fetched"]), state["core"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, RuntimeError, UnpicklingError, ValueError, KeyError, TypeError) as error:
         raise ResumeError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
     if saved_step != step:
         raise ResumeError(f"{folder} must be of step {step}, found {saved_step}")

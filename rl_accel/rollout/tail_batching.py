@@ -132,11 +132,6 @@ class _Lane:
         return len(self.active) + len(self.kept)
 
     @property
-    def waiting(self) -> int:
-        """Prompts that could be launched."""
-        return len(self.fresh) + len(self.queue)
-
-    @property
     def is_full(self) -> bool:
         """Whether the lane has all that it gives to the batch."""
         return len(self.kept) == self.quota
@@ -176,14 +171,13 @@ class TailBatching:
     - ``TrainBatch``: train on exactly these. ``RoundEnded``: all is settled; begin the next round after the update.
 
     Messages may be late: an event about a response that is settled already is ignored. Ids of responses never recur. An event
-    that cannot be (of a response that was never launched, that has finished before, that is still generating, with fewer than
-    0 tokens, a verdict that was not asked for) raises ValueError and changes nothing.
+    that cannot be (of a response that was never launched, or with fewer than 0 tokens, or twice) raises ValueError and
+    changes nothing.
 
     **Save and resume.** ``state_dict`` works at any time. It holds prompts, not responses; a batch counts as trained
-    from ``TrainBatch`` on, so save it with the checkpoint that contains the update. The driver saves, as of the same
-    moment, the payloads of ``unsettled_prompts`` and its position in the data. After ``load_state_dict`` no round is
-    open: prompts that were in flight wait again, none deferred or lost by it. The driver drops what is left of older
-    responses, does not offer unsettled prompts again, and begins a round.
+    from ``TrainBatch`` on, so save it with the checkpoint that contains the update, and with the payloads of
+    ``unsettled_prompts`` and the position in the data. After ``load_state_dict`` no round is open: prompts that were in
+    flight wait again, none deferred or lost by it, and are not offered again.
 
     Attributes:
         run: what is fixed.
@@ -194,10 +188,10 @@ class TailBatching:
     def __init__(self, run: TailRun) -> None:
         self.run = run
         self.phase = Phase.BETWEEN_ROUNDS
+        self.settled = 0
         quotas = run.domain_quotas or {"": run.prompts_per_step}
         self._lanes = {domain: _Lane(quota) for domain, quota in quotas.items()}
         self._unsettled: dict[str, _Prompt] = {}
-        self.settled = 0
         self._times = CompletionTimes(run.prompts_per_step)
         self._rounds = 0
         self._steps_left = 0
@@ -211,11 +205,7 @@ class TailBatching:
         self._unchecked: _Attempt | None = None
 
     def begin_round(self, steps_left: int, now: float) -> list[Decision]:
-        """Open the next round.
-
-        Args:
-            steps_left: batches that are still to be trained, this round's included.
-            now: seconds.
+        """Open the next round. ``steps_left`` batches are still to be trained, this round's included.
 
         Raises:
             ValueError: the last round is not over, or ``steps_left`` is below 1.
@@ -230,11 +220,7 @@ class TailBatching:
         return self._fill(now)
 
     def offer(self, prompts: Mapping[str, str], now: float) -> list[Decision]:
-        """Take over new prompts, at any time and of any number.
-
-        Args:
-            prompts: the domain of each, by id. Without quotas domains are not looked at.
-            now: seconds.
+        """Take over new prompts, ids with their domains, at any time and of any number.
 
         Raises:
             TypeError, ValueError: an id is no string, or is known already, or the domain has no quota. None is taken then.
@@ -243,9 +229,7 @@ class TailBatching:
             if not isinstance(prompt_id, str):
                 raise TypeError(f"ids of prompts must be strings, found {prompt_id!r}")
             if prompt_id in self._unsettled:
-                raise ValueError(
-                    f"ids of prompts must be new (unique for each epoch and row), found {prompt_id!r} twice"
-                )
+                raise ValueError(f"ids of prompts must be new, found {prompt_id!r} twice")
             self._check_domain(domain)
         for prompt_id, domain in prompts.items():
             prompt = self._unsettled[prompt_id] = _Prompt(prompt_id, domain)
@@ -415,13 +399,13 @@ class TailBatching:
 
     def _room(self, lane: _Lane) -> int:
         """How many more prompts of the lane can be begun and still be trained."""
-        return max(self._steps_left * lane.quota - lane.going - lane.waiting, 0)
+        return max(self._steps_left * lane.quota - lane.going - len(lane.fresh) - len(lane.queue), 0)
 
     def _fill(self, now: float) -> list[Decision]:
         """Start the round as soon as it has its prompts."""
         missing = {}
         for domain, lane in self._lanes.items():
-            available = len(lane.fresh) if self._kind == "short" else lane.waiting
+            available = len(lane.fresh) if self._kind == "short" else len(lane.fresh) + len(lane.queue)
             if available < lane.target:
                 missing[domain] = lane.target - available
         if missing:

@@ -77,27 +77,14 @@ class TrainBatch:
 
 @dataclass(slots=True)
 class RoundMetrics:
-    """One round in numbers, complete when it has ended. ``None``: not known (yet).
+    """One round in numbers, complete when it has ended. ``None``: not known (yet). The table of metrics in
+    ``docs/tail-batching.md`` says what each is.
 
     Attributes:
-        number: 1 for the first round of a run.
-        kind: short, long or final.
-        prompt_ratio: prompts launched at the start over P0.
-        rollout_seconds: from the first launch to the batch.
-        seconds_saved: estimated seconds that a round of P0 prompts that waits for every response would have taken,
-            less ``rollout_seconds``. Long rounds pay back, so they are often below zero: add up all rounds.
-        queue_length: deferred prompts that wait for a long round, after this one.
+        seconds_saved: estimated seconds that a round of P0 prompts that waits for every response would have taken, less
+            ``rollout_seconds``.
         oldest_deferral_rounds: rounds since the oldest of the deferred prompts was first deferred.
-        prompts_admitted: launched in this round, refills included.
-        prompts_trained: P0.
-        prompts_deferred: cut off in this round.
-        prompts_rejected: dropped by the filter.
-        prompts_failed: dropped after their last retry.
-        responses_cancelled: cut off, whether surplus of a trained prompt or of a prompt that was cut off as a whole.
-        responses_failed: reported as failed, retried or not.
-        tokens_generated: by all responses of the round, whatever became of them.
-        tokens_wasted: those of cancelled and failed responses. Groups that the filter rejects are not counted as waste.
-        wasted_token_share: ``tokens_wasted`` over ``tokens_generated``.
+        tokens_wasted: of cancelled and failed responses. Groups that the filter rejects are not counted as waste.
         accepted_tokens_mean: mean length of the trained responses of prompts that also had responses cancelled.
         cancelled_tokens_mean: mean length at which the cancelled responses of the same prompts were cut off, so a lower
             bound of how long they would have become. Both are means over prompts of the mean within the prompt; their

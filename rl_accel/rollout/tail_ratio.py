@@ -51,12 +51,10 @@ class CompletionTimes:
         window = min(max(256, 16 * prompts_per_step), 4096)
         self._short: deque[tuple[float, bool]] = deque(maxlen=window)
         self._long: deque[tuple[float, float]] = deque(maxlen=window)
-        self._estimate: tuple[_Floats, _Floats] | None = None  # of F, until another time is added
 
     def add_short(self, seconds: float, completed: bool) -> None:
         """A prompt completed in a short round, or had not completed after this time."""
         self._short.append((_rounded(seconds), completed))
-        self._estimate = None
 
     def add_long(self, seconds: float, with_surplus: float) -> None:
         """A deferred prompt completed in a round that waits for all.
@@ -66,19 +64,17 @@ class CompletionTimes:
             with_surplus: the time it would have taken with a short round's surplus of responses.
         """
         self._long.append((_rounded(seconds), _rounded(with_surplus)))
-        self._estimate = None
-
-    @property
-    def tail_is_known(self) -> bool:
-        """Whether F is known to its end: nothing was cut off, or a long round's worth of times is there."""
-        enough = len(self._short) >= self.prompts_per_step
-        return enough and (len(self._long) >= self.prompts_per_step or all(done for _, done in self._short))
 
     def full_wait(self) -> float | None:
-        """Return the expected seconds until all of P0 prompts are complete; ``None`` while the tail is unknown."""
-        if not self.tail_is_known:
+        """Return the expected seconds until all of P0 prompts are complete; ``None`` while the tail is unknown.
+
+        It is known once P0 prompts were seen in short rounds, and either none was cut off or P0 were seen in long rounds.
+        """
+        wanted = self.prompts_per_step
+        tail_is_known = len(self._long) >= wanted or all(completed for _, completed in self._short)
+        if len(self._short) < wanted or not tail_is_known:
             return None
-        return _mean_order_statistic(*self._distribution(), self.prompts_per_step, self.prompts_per_step)
+        return _mean_order_statistic(*self._distribution(), wanted, wanted)
 
     def best_ratio(self, default: float, limit: float = 2.0) -> float:
         """Return the ratio n / P0 in [1, limit] with the least expected seconds per trained prompt.
@@ -88,7 +84,7 @@ class CompletionTimes:
             limit: the largest ratio to consider; key-value cache memory grows with it.
         """
         wanted = self.prompts_per_step
-        if len(self._long) < wanted or not self.tail_is_known:
+        if min(len(self._long), len(self._short)) < wanted:
             return default
         times, cumulative = self._distribution()
         tail = np.sort(_columns(self._long)[0])
@@ -105,29 +101,19 @@ class CompletionTimes:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the remembered times, ready for JSON."""
-        return {
-            "short": [[seconds, done] for seconds, done in self._short],
-            "long": [list(pair) for pair in self._long],
-        }
+        return {"short": [list(pair) for pair in self._short], "long": [list(pair) for pair in self._long]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the remembered times.
+        """Take over the times of an earlier run.
 
         Raises:
             KeyError, TypeError, ValueError: this is not what ``state_dict`` returns.
         """
-        short = [(float(seconds), bool(done)) for seconds, done in state["short"]]
-        long = [(float(seconds), float(with_surplus)) for seconds, with_surplus in state["long"]]
-        self._short.clear()
-        self._short.extend(short)
-        self._long.clear()
-        self._long.extend(long)
-        self._estimate = None
+        self._short.extend((float(seconds), bool(done)) for seconds, done in state["short"])
+        self._long.extend((float(seconds), float(with_surplus)) for seconds, with_surplus in state["long"])
 
     def _distribution(self) -> tuple[_Floats, _Floats]:
         """F as its sorted points and the cumulative probability at each."""
-        if self._estimate is not None:
-            return self._estimate
         seconds, done = _columns(self._short)
         # At equal times a prompt that completed comes first: the one cut off takes longer than that.
         order = np.lexsort((done == 0, seconds))
@@ -141,8 +127,7 @@ class CompletionTimes:
         if not len(beyond):
             beyond = seconds[-1:]
         share = np.arange(1, len(beyond) + 1) / len(beyond)
-        self._estimate = np.append(points, beyond), np.append(cumulative, 1 - left[-1] * (1 - share))
-        return self._estimate
+        return np.append(points, beyond), np.append(cumulative, 1 - left[-1] * (1 - share))
 
 
 def _rounded(seconds: float) -> float:

@@ -38,6 +38,15 @@ def test_another_step_and_a_damaged_file_are_refused(tmp_path):
         restore(tmp_path, 4, *new_run())
 
 
+def test_a_queue_that_was_written_in_part_is_refused(tmp_path):
+    saved_run(tmp_path)
+    rows = (tmp_path / "prompts.pt").read_bytes()
+    for size in (0, 10, len(rows) // 2):
+        (tmp_path / "prompts.pt").write_bytes(rows[:size])
+        with pytest.raises(ResumeError, match="is damaged: "):
+            restore(tmp_path, 4, *new_run())
+
+
 def batch(number, kind):
     return TrainBatch(number, kind, ())
 

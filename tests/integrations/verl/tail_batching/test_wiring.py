@@ -48,7 +48,7 @@ def test_one_flag_sets_the_keys_of_the_official_seams_and_nothing_else(composed)
     wire(config, TailBatchingFlags(enable=True, prompt_ratio="auto", queue_threshold=3))
     assert config.trainer.v1.trainer_mode == "tail_batching"
     run = run_of(config)
-    assert (run.prompts_per_step, run.flags.prompt_ratio, run.queue_threshold) == (8, "auto", 3)
+    assert (run.prompts_per_step, run.flags.prompt_ratio, run.flags.queue_threshold) == (8, "auto", 3)
 
     before, after = plain(composed), plain(config)
     before["trainer"]["v1"]["trainer_mode"] = "tail_batching"
