@@ -1,16 +1,20 @@
-"""Runs untrusted Python where it cannot stall, fill or outlive the trainer."""
+"""Runs untrusted programs, and graders, where they cannot stall, fill or outlive the trainer."""
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+import pickle
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args
 
-from rl_accel.reward.execution import ExecutionResult, Limits
-from rl_accel.reward.worker import Answer, Start
-from rl_accel.reward.worker_pool import SandboxError, WorkerPool, WorkerSpec, bubblewrap_problem, choose_isolation
+from rl_accel.reward.execution import ExecutionResult, Limits, Verdict
+from rl_accel.reward.worker import OUTPUT_KEPT, Answer, Order, Start
+from rl_accel.reward.worker_pool import SandboxError, WorkerPool, bubblewrap_problem, choose_isolation, installed_path
 
-__all__ = ["Case", "ExecutionResult", "Limits", "Sandbox", "SandboxError", "bubblewrap_problem"]
+__all__ = ["Case", "ExecutionResult", "Graders", "Limits", "Sandbox", "SandboxError", "bubblewrap_problem"]
 
 Kind = Literal["stdin", "call"]
 
@@ -54,16 +58,14 @@ class Sandbox:
     Args:
         workers: programs run at once; the others wait in order. None: the cores this process may use.
         isolation: "process", "bubblewrap", or "auto": the latter where it works.
-        preload: modules that workers import when they start, so that programs get them for nothing (``("numpy",)``).
 
     Raises:
         SandboxError: bubblewrap was asked for and does not work here.
         ValueError: a value is out of range.
     """
 
-    def __init__(self, workers: int | None = None, isolation: str = "auto", preload: Sequence[str] = ()) -> None:
-        self.isolation = choose_isolation(isolation)
-        self._pool = WorkerPool(workers, WorkerSpec(Start(self.isolation, preload=list(preload))))
+    def __init__(self, workers: int | None = None, isolation: str = "auto") -> None:
+        self._pool = WorkerPool(workers, Start(choose_isolation(isolation)))
 
     async def run(self, code: str, case: Case, limits: Limits | None = None) -> ExecutionResult:
         """Run ``code`` on ``case``. Cancelling this call stops the program at once.
@@ -73,42 +75,134 @@ class Sandbox:
         Raises:
             SandboxError: no worker can be started, or the sandbox is closed.
         """
-        answer = await self._pool.run(limits or Limits(), {"code": code, "case": asdict(case)})
-        return _result(*answer, case) if answer else ExecutionResult("killed", reason="two workers died over it")
+        limits = limits or Limits()
+        done = await self._pool.run(limits, Order(limits.numbers(), code, asdict(case)))
+        result, _ = _result(done, ("passed", "wrong", "error", "memory"), unreported="error")
+        if result.verdict == "passed" and case.kind == "stdin" and _lines(result.output) != _lines(case.expected):
+            result = replace(result, verdict="wrong", reason="other output")
+        return replace(result, output=result.output[:OUTPUT_KEPT])
 
     async def close(self) -> None:
         """End all workers. Programs that are running are stopped, and their callers get a SandboxError."""
         await self._pool.close()
 
 
-def _result(answer: Answer, report: bytes, case: Case) -> ExecutionResult:
-    measured: dict[str, Any] = {**measurements(answer), "output": answer.output}
-    stopped = answer.stopped
-    if stopped in ("wall", "cpu"):
-        return ExecutionResult("timeout", reason=f"{stopped} limit", **measured)
-    if stopped == "memory":
-        return ExecutionResult("memory", reason="resident memory", **measured)
-    if stopped:
-        return ExecutionResult("killed", reason=stopped if stopped == "cancelled" else f"{stopped} limit", **measured)
-    try:
-        head = json.loads(report)
-        verdict, reason = head["verdict"], str(head["reason"])
-    except (ValueError, KeyError, TypeError):
-        return ExecutionResult("error", reason=ending(answer.status), **measured)
-    if verdict == "passed" and case.kind == "stdin" and _lines(answer.printed) != _lines(case.expected):
-        return ExecutionResult("wrong", reason="other output", **measured)
-    if verdict not in ("passed", "wrong", "error", "memory"):
-        return ExecutionResult("error", reason="the program wrote a report of its own", **measured)
-    return ExecutionResult(verdict, reason=reason, **measured)
+class Graders:
+    """A pool of warm workers that have imported a grader, each of which calls it in a process that it forks for the call.
+
+    Without isolation the grader is trusted: a worker has this process's environment, ``sys.path``, folder and output, and of the
+    limits only ``wall`` and ``cpu`` hold. With isolation all limits hold, and a worker is started as one of a
+    :class:`~rl_accel.reward.sandbox.Sandbox` is: for a grader that executes what it grades. It is imported with an empty
+    environment and sees installed packages and ``readable``, but nothing else on this process's ``sys.path``; it has no network;
+    its prints are dropped; a call may return numbers, text, lists and dicts only. verl's judge of programs, say, is called so::
+
+        Graders("/path/of/prime_case.py:load", arguments={"path": judge}, isolation="auto", readable=[judge])
+
+    Threads that the grader's module starts when it is imported are not there in the calls. Use this from one event loop.
+
+    Args:
+        target: "module:function" or "/path/file.py:function"; such a file is readable.
+        workers: calls at once; the others wait in order. None: the cores this process may use.
+        arguments: if given, the target is called once in each worker with them (pickled), and returns the function.
+        isolation: None, or as for a :class:`~rl_accel.reward.sandbox.Sandbox`: "auto", "process" or "bubblewrap". "process" hides
+            no files that every user may read, and without root none of this user's.
+        readable: files and folders that the grader reads, when it is imported or called.
+
+    Raises:
+        SandboxError: bubblewrap was asked for and does not work here.
+        ValueError: the target has another form, or a value is out of range.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        workers: int | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        isolation: str | None = None,
+        readable: Sequence[str | Path] = (),
+    ) -> None:
+        where, _, name = target.rpartition(":")
+        if not where or not name:
+            raise ValueError(f"target must be 'module:function' or '/path/file.py:function', found {target!r}")
+        if where.endswith(".py"):
+            where = str(Path(where).resolve())
+            readable = [*readable, where]
+        isolation = choose_isolation(isolation) if isolation is not None else ""
+        path = installed_path() if isolation else sys.path
+        start = Start(isolation, target=f"{where}:{name}", path=path)
+        payload = b"" if arguments is None else pickle.dumps(dict(arguments))
+        self._pool = WorkerPool(workers, start, payload, [str(Path(item).resolve()) for item in readable])
+        self._trusted = not isolation
+
+    @property
+    def deaths(self) -> int:
+        """How many workers have died of themselves."""
+        return self._pool.deaths
+
+    async def call(self, kwargs: Mapping[str, Any], limits: Limits | None = None) -> ExecutionResult:
+        """Call the grader with ``kwargs``. Cancelling this stops it, and all that it started, at once.
+
+        A worker that dies is replaced and the call made again; if that one dies too, the verdict is "killed".
+
+        Raises:
+            SandboxError: the target cannot be imported, no worker can be started, or this is closed.
+            Exception: ``kwargs`` cannot be pickled.
+        """
+        payload = pickle.dumps(dict(kwargs), pickle.HIGHEST_PROTOCOL)
+        limits = limits or Limits()
+        done = await self._pool.run(limits, Order(limits.numbers()), payload)
+        result, body = _result(done, ("done", "error"), unreported="killed")
+        if result.verdict != "done":
+            return result
+        try:
+            value = pickle.loads(body) if self._trusted else _Plain(BytesIO(body)).load()
+        except Exception as error:
+            reason = f"its value cannot be read: {type(error).__name__}: {error}"
+            return replace(result, verdict="error", reason=reason)
+        return replace(result, value=value)
+
+    async def close(self) -> None:
+        """End all workers. Calls that are running are stopped and get a SandboxError."""
+        await self._pool.close()
 
 
-def measurements(answer: Answer) -> dict[str, float]:
-    """Return the seconds of an answer by the names they have in a result."""
-    return {"wall": answer.wall, "cpu": answer.cpu, "waited": answer.waited}
+class _Plain(pickle.Unpickler):
+    """Reads numbers, text and their containers: what an isolated grader sends may have been written by what it grades."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"an isolated grader returns plain values, found {module}.{name}")
 
 
-def ending(status: int) -> str:
-    """Return how a process ended that did not report."""
+def _result(
+    done: tuple[Answer, bytes] | None, verdicts: Sequence[Verdict], unreported: Verdict
+) -> tuple[ExecutionResult, bytes]:
+    """What came of an execution, with all that its answer holds of its output, and its report after the verdict.
+
+    Args:
+        done: what :meth:`WorkerPool.run` returned.
+        verdicts: those that a report may have. It may have been written by untrusted code.
+        unreported: the verdict if there is no report.
+    """
+    if done is None:
+        return ExecutionResult("killed", reason="two workers died over it"), b""
+    answer, report = done
+    line, _, body = report.partition(b"\n")
+    if answer.stopped:
+        stopping: dict[str, Verdict] = {"wall": "timeout", "cpu": "timeout", "memory": "memory"}
+        verdict, reason = stopping.get(answer.stopped, "killed"), f"{answer.stopped} limit"
+    else:
+        try:
+            head = json.loads(line)
+            verdict, reason = head["verdict"], str(head["reason"])
+        except (ValueError, KeyError, TypeError):
+            verdict, reason = unreported, _ending(answer.status)
+        else:
+            if verdict not in verdicts:
+                verdict, reason = "error", "it wrote a report of its own"
+    return ExecutionResult(verdict, None, answer.wall, answer.cpu, answer.waited, reason, answer.output), body
+
+
+def _ending(status: int) -> str:
     if os.WIFSIGNALED(status):
         return f"ended by signal {os.WTERMSIG(status)}"
     return f"ended with status {os.WEXITSTATUS(status)} before its case was judged"

@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import fcntl
 import functools
-import itertools
 import json
 import logging
 import os
@@ -14,16 +12,14 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from rl_accel.errors import RlAccelError
 from rl_accel.reward import worker as worker_files
 from rl_accel.reward.execution import Limits
-from rl_accel.reward.worker import Answer, Message, Order, Ready, Start, encode
-from rl_accel.reward.worker.isolation import remove
+from rl_accel.reward.worker import SIZES, Answer, Message, Order, Start, encode
 
 logger = logging.getLogger("rl_accel")
 
@@ -33,29 +29,13 @@ _GRACE_SECONDS = 10.0
 """A worker that has not been heard so long after the wall limit is ended itself, with all that descends from it."""
 _END_SECONDS = 8.0
 """A worker ends its program and itself in this time, or its reaper does it; then the reaper is killed."""
-_LINE_BYTES = 64 << 20
-_PREFIX = "rl-accel-sandbox-"
+_START_SECONDS = 300.0
+"""A worker must be ready in this time, with all imports of its grader."""
 _SCRIPT = Path(worker_files.__file__)
 
 
 class SandboxError(RlAccelError, RuntimeError):
     """Untrusted code cannot be run as was asked for, or no worker can be started."""
-
-
-@dataclass(frozen=True)
-class WorkerSpec:
-    """How a worker is started.
-
-    Attributes:
-        start, payload: its first message. A folder is chosen for each worker.
-        readable: files and folders that bubblewrap shows, read-only, beside the interpreter and the system's programs.
-        seconds: it must be ready in this time.
-    """
-
-    start: Start
-    payload: bytes = b""
-    readable: tuple[str, ...] = ()
-    seconds: float = 30.0
 
 
 def choose_isolation(wanted: str) -> str:
@@ -106,57 +86,52 @@ def _bubblewrap(readable: Sequence[str]) -> list[str]:
     ]
 
 
-def _environment(isolation: str) -> dict[str, str] | None:
-    if not isolation:
-        return None
-    libraries = {"LD_LIBRARY_PATH": ":".join(_library_folders())} if _library_folders() else {}
-    return {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **libraries}
-
-
 def _library_folders() -> list[str]:
     """Where the interpreter's libraries may lie beside the usual places."""
     return [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
 
 
+def _temporary_folder(isolation: str) -> str:
+    """Where temporary files go; where this process is root, programs run as another user, who must be able to get there."""
+    folder = Path(tempfile.gettempdir()).resolve()
+    is_closed = os.geteuid() == 0 and not all(part.stat().st_mode & 0o001 for part in (folder, *folder.parents))
+    return "/tmp" if is_closed or isolation == "bubblewrap" else str(folder)
+
+
 class Worker:
-    """A worker that takes orders, one at a time.
+    """A worker that takes orders, one at a time."""
 
-    Attributes:
-        process: its reaper, or bubblewrap.
-        ready: its first message; None until that has come.
-    """
-
-    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
-        self.process = process
-        self.ready: Ready | None = None
-        self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter
-        self._answer: asyncio.Future[tuple[Answer, bytes]] | None = None
-        self._count = 0
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process = process  # its reaper, or bubblewrap
+        self._reader = reader
+        self._writer = writer
+        self._answer: asyncio.Future[tuple[Answer, bytes]]
 
     @classmethod
-    async def spawn(cls, spec: WorkerSpec) -> "Worker":
-        """Start one; :meth:`wait_ready` must follow.
+    async def spawn(cls, start: Start, payload: bytes, readable: Sequence[str]) -> "Worker":
+        """Start one; :meth:`wait_ready` must follow. Arguments as of :class:`WorkerPool`.
 
         Raises:
             SandboxError: it cannot be started.
         """
         ours, theirs = socket.socketpair()
-        isolation = spec.start.isolation
-        shown = subprocess.DEVNULL if isolation else None
+        command, environment = [sys.executable, str(_SCRIPT), str(theirs.fileno())], None
+        if start.isolation:
+            command.insert(1, "-I")
+            libraries = {"LD_LIBRARY_PATH": ":".join(_library_folders())} if _library_folders() else {}
+            environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **libraries}
+        if start.isolation == "bubblewrap":
+            command = [*_bubblewrap(readable), *command]
+        shown = subprocess.DEVNULL if start.isolation else None
         with theirs:
             try:
                 process = subprocess.Popen(
-                    [
-                        *(_bubblewrap(spec.readable) if isolation == "bubblewrap" else ()),
-                        sys.executable,
-                        *(("-I",) if isolation else ()),
-                        str(_SCRIPT),
-                        str(theirs.fileno()),
-                    ],
+                    command,
                     pass_fds=[theirs.fileno()],
-                    env=_environment(isolation),
-                    cwd="/" if isolation else None,
+                    env=environment,
+                    cwd="/" if start.isolation else None,
                     stdin=subprocess.DEVNULL,
                     stdout=shown,
                     stderr=shown,
@@ -165,43 +140,40 @@ class Worker:
             except OSError as error:
                 ours.close()
                 raise SandboxError(f"a worker cannot be started: {error}") from error
-        worker = cls(process)
-        worker._reader, worker._writer = await asyncio.open_connection(sock=ours, limit=_LINE_BYTES)
-        worker._send(asdict(spec.start), spec.payload)
+        worker = cls(process, *await asyncio.open_connection(sock=ours))
+        worker._send(asdict(start), payload)
         return worker
 
-    async def wait_ready(self, seconds: float) -> Ready:
-        """Wait until it is ready for orders; if that fails, :meth:`kill` must follow.
+    async def wait_ready(self) -> list[str]:
+        """Wait until it is ready for orders, and return what untrusted code shares with this process.
 
         Raises:
-            SandboxError: the message says why it is not, such as what its import raised.
+            SandboxError: the message says why it is not, such as what its import raised. :meth:`kill` must follow.
         """
         try:
-            message, _ = await asyncio.wait_for(self._read(), seconds)
+            message, _ = await asyncio.wait_for(self._read(), _START_SECONDS)
         except _LOST as error:
-            raise SandboxError(f"a worker was not ready within {seconds:g} s, or died") from error
-        ready = Ready(**message)
-        if ready.problem:
-            raise SandboxError(ready.problem)
-        self.ready = ready
-        return ready
+            raise SandboxError(f"a worker was not ready within {_START_SECONDS:g} s, or died") from error
+        if message["problem"]:
+            raise SandboxError(message["problem"])
+        shared: list[str] = message["shared"]
+        return shared
 
     @property
     def gone(self) -> bool:
         """Whether it, or its reaper, has died."""
-        return self._reader.at_eof() or self.process.poll() is not None
+        return self._reader.at_eof() or self._process.poll() is not None
 
-    async def run(self, limits: Limits, order: Mapping[str, Any], payload: bytes) -> tuple[Answer, bytes]:
+    async def run(self, limits: Limits, order: Order, payload: bytes) -> tuple[Answer, bytes]:
         """Send an order and wait for its answer; if this is cancelled, :meth:`stop` must follow, or :meth:`kill`.
 
         Raises:
             ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError: the worker has died, or is stuck.
         """
-        self._count += 1
-        self._send(asdict(Order(self._count, limits.numbers(), **order)), payload)
+        self._send(asdict(order), payload)
         self._answer = asyncio.ensure_future(self._wait(limits.wall))
         self._answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # nobody else may ask
-        with limits.updates.subscribed(self._change):
+        with limits.updates.subscribed(lambda wall, cpu: self._send({"wall": wall, "cpu": cpu})):
             return await asyncio.shield(self._answer)
 
     async def stop(self) -> None:
@@ -209,29 +181,21 @@ class Worker:
 
         Raises: as :meth:`run`.
         """
-        self._send({"stop": self._count})
-        if self._answer is not None:
-            await asyncio.wait_for(asyncio.shield(self._answer), _GRACE_SECONDS)
+        self._send({"stop": True})
+        await asyncio.wait_for(asyncio.shield(self._answer), _GRACE_SECONDS)
 
     async def kill(self) -> None:
         """Have the worker stop what it runs and end; if it does not, the processes themselves are killed."""
-        self.hang_up()
-        try:
-            await asyncio.wait_for(asyncio.to_thread(self.process.wait), _END_SECONDS)
-        except TimeoutError:
-            self.process.kill()
-            await asyncio.to_thread(self.process.wait)
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
-
-    def hang_up(self) -> None:
-        """Close the socket, which ends the worker. Does not wait for it."""
         with contextlib.suppress(OSError):
             self._writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # a fork of ours may hold it open
         self._writer.close()
-
-    def _change(self, wall: float, cpu: float) -> None:
-        self._send({"change": self._count, "wall": wall, "cpu": cpu})
+        try:
+            await asyncio.wait_for(asyncio.to_thread(self._process.wait), _END_SECONDS)
+        except TimeoutError:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
 
     def _send(self, message: Message, payload: bytes = b"") -> None:
         self._writer.write(encode(message, payload))
@@ -245,8 +209,8 @@ class Worker:
             seconds = _GRACE_SECONDS
 
     async def _read(self) -> tuple[Message, bytes]:
-        message: Message = json.loads(await self._reader.readuntil(b"\n"))
-        return message, await self._reader.readexactly(message.pop("bytes"))
+        head_size, size = SIZES.unpack(await self._reader.readexactly(SIZES.size))
+        return json.loads(await self._reader.readexactly(head_size)), await self._reader.readexactly(size)
 
 
 class WorkerPool:
@@ -254,7 +218,8 @@ class WorkerPool:
 
     Args:
         size: None: the cores this process may use.
-        spec: how they are started.
+        start, payload: their first message.
+        readable: files and folders that bubblewrap shows, read-only, beside the interpreter and the system's programs.
 
     Attributes:
         deaths: how many workers have died of themselves.
@@ -263,31 +228,26 @@ class WorkerPool:
         ValueError: fewer than one worker.
     """
 
-    def __init__(self, size: int | None, spec: WorkerSpec) -> None:
+    def __init__(self, size: int | None, start: Start, payload: bytes = b"", readable: Sequence[str] = ()) -> None:
         self.size = len(os.sched_getaffinity(0)) if size is None else size
         if self.size < 1:
             raise ValueError(f"workers must be at least 1, found {size!r}")
         self.deaths = 0
-        self._spec = spec
+        self._start = replace(start, folder=_temporary_folder(start.isolation))
+        self._payload = payload
+        self._readable = readable
         self._idle: deque[Worker] = deque()
         self._busy: set[Worker] = set()
         self._free = asyncio.Semaphore(self.size)
-        self._folder: _BaseFolder | None = None
-        self._numbers = itertools.count()
         self._closed = False
         self._warned = False
 
-    @property
-    def workers(self) -> list[Worker]:
-        """All that live, those that have been idle for longest first."""
-        return [*self._idle, *self._busy]
-
-    async def run(self, limits: Limits, order: Mapping[str, Any], payload: bytes = b"") -> tuple[Answer, bytes] | None:
+    async def run(self, limits: Limits, order: Order, payload: bytes = b"") -> tuple[Answer, bytes] | None:
         """Run an order on the next free worker; None if two workers died over it. Cancelling this stops it at once.
 
         Args:
             limits: of the execution.
-            order, payload: see :class:`~rl_accel.reward.worker.Order`.
+            order, payload: the message to the worker.
 
         Returns:
             The answer, and the report of the execution.
@@ -309,8 +269,7 @@ class WorkerPool:
                     await asyncio.shield(asyncio.ensure_future(self._stop(worker)))
                     raise
                 else:
-                    self._busy.discard(worker)
-                    self._idle.append(worker)
+                    self._release(worker)
                     return answer
         return None
 
@@ -324,99 +283,45 @@ class WorkerPool:
             self._free.release()
         await asyncio.gather(*(self._end(worker) for worker in self._idle))
         self._idle.clear()
-        if self._folder is not None:
-            self._folder.remove()
 
     async def _stop(self, worker: Worker) -> None:
         """Have a worker whose caller has gone stop, and keep it if it does: to start it again may take long."""
         try:
             await worker.stop()
-        except BaseException as error:
+        except _LOST:
             await self._end(worker)
-            if not isinstance(error, _LOST):
-                raise
         else:
-            self._busy.discard(worker)
-            self._idle.append(worker)
+            self._release(worker)
+
+    def _release(self, worker: Worker) -> None:
+        self._busy.discard(worker)
+        self._idle.append(worker)
 
     async def _take(self) -> Worker:
         """An idle worker, or a new one."""
         if self._closed:
             raise SandboxError("the sandbox is closed")
-        while self._idle and self._idle[0].gone:  # it died while it had nothing to do: no order is to blame
-            self.deaths += 1
-            await self._end(self._idle.popleft())
-        worker = self._idle.popleft() if self._idle else await Worker.spawn(self._spec_of_one())
+        while self._idle:
+            worker = self._idle.popleft()
+            self._busy.add(worker)
+            if not worker.gone:
+                return worker
+            self.deaths += 1  # it died while it had nothing to do: no order is to blame
+            await self._end(worker)
+        worker = await Worker.spawn(self._start, self._payload, self._readable)
         self._busy.add(worker)
-        if worker.ready is None:
-            try:
-                shared = (await worker.wait_ready(self._spec.seconds)).shared
-            except BaseException:
-                await self._end(worker)
-                raise
-            if shared and self._spec.start.isolation and not self._warned:
-                self._warned = True
-                logger.warning("rl-accel: untrusted programs share this user's %s", " and ".join(shared))
+        try:
+            shared = await worker.wait_ready()
+        except BaseException:
+            await self._end(worker)
+            raise
+        if shared and self._start.isolation and not self._warned:
+            self._warned = True
+            logger.warning("rl-accel: untrusted programs share this user's %s", " and ".join(shared))
         return worker
 
-    def _spec_of_one(self) -> WorkerSpec:
-        isolation, folder = self._spec.start.isolation, ""
-        if isolation == "bubblewrap":
-            folder = "/tmp/rl-accel"  # in a /tmp of its own
-        elif isolation:
-            if self._folder is None:
-                self._folder = _BaseFolder()
-            folder = os.path.join(self._folder.path, str(next(self._numbers)))
-        return replace(self._spec, start=replace(self._spec.start, folder=folder))
-
     async def _end(self, worker: Worker) -> None:
-        worker.hang_up()  # even if this is cancelled
         try:
             await worker.kill()
         finally:
             self._busy.discard(worker)
-
-
-class _BaseFolder:
-    """The folder of a pool: other users can enter it, and list nothing. It is locked for as long as its owner lives."""
-
-    def __init__(self) -> None:
-        parent = _temporary_folder()
-        _remove_abandoned(parent)
-        while True:
-            self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            if os.path.exists(self.path):  # else somebody who removes abandoned ones was faster than the lock
-                break
-            os.close(self._lock)
-        os.chmod(self.path, 0o711)
-
-    def remove(self) -> None:
-        """Remove it with all in it."""
-        if self._lock >= 0:
-            remove(self.path)
-            os.close(self._lock)
-            self._lock = -1
-
-
-def _temporary_folder() -> str:
-    """Where temporary files go; where this process is root, programs run as another user, who must be able to get there."""
-    folder = Path(tempfile.gettempdir()).resolve()
-    if os.geteuid() == 0 and not all(part.stat().st_mode & 0o001 for part in (folder, *folder.parents)):
-        return "/tmp"
-    return str(folder)
-
-
-def _remove_abandoned(parent: str) -> None:
-    """Remove the folders of processes that died without doing so. The kernel frees a lock when its last holder has died."""
-    for entry in os.scandir(parent):
-        with contextlib.suppress(OSError):
-            if not entry.name.startswith(_PREFIX) or entry.stat(follow_symlinks=False).st_uid != os.geteuid():
-                continue
-            folder = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove(entry.path)
-            finally:
-                os.close(folder)

@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -81,10 +80,6 @@ def leave(status):
 
 def where():
     return {"cwd": os.getcwd(), "value": os.environ.get("RLA_OF_CALLER"), "uid": os.getuid(), "pid": os.getppid()}
-
-
-def run_command(*command):
-    return subprocess.run(["echo", "1"], capture_output=True, text=True).stdout
 
 
 def execute(code):

@@ -43,21 +43,19 @@ def test_updates_are_no_limit_and_make_no_difference_to_limits():
 
 
 @pytest.mark.parametrize("code", HANGS)
-def test_the_sandbox_stops_at_the_limit_given_last_and_its_worker_goes_on(code):
+def test_the_sandbox_stops_at_the_limit_given_last_and_its_worker_goes_on(code, processes):
     async def main():
         sandbox, updates = Sandbox(1, "process"), LimitUpdates()
         try:
             running = asyncio.create_task(sandbox.run(code, CASE, Limits(wall=30.0, cpu=30.0, updates=updates)))
-            await asyncio.sleep(0.3)
+            (worker,) = await processes.executing()
             updates.publish(0.6, 20.0)
             updates.publish(0.9, 20.0)  # it may rise again
             began = time.monotonic()
             stopped = await running
-            (worker,) = sandbox._pool.workers
-            pid = worker.process.pid
             after = [await sandbox.run(RIGHT, CASE, Limits(updates=updates)) for _ in range(3)]
-            (worker,) = sandbox._pool.workers
-            return stopped, time.monotonic() - began, [result.verdict for result in after], pid == worker.process.pid
+            same = [worker] == processes.workers()
+            return stopped, time.monotonic() - began, [result.verdict for result in after], same
         finally:
             await sandbox.close()
 
@@ -69,12 +67,12 @@ def test_the_sandbox_stops_at_the_limit_given_last_and_its_worker_goes_on(code):
     assert same
 
 
-def test_a_limit_that_has_passed_already_stops_at_once():
+def test_a_limit_that_has_passed_already_stops_at_once(processes):
     async def main():
         sandbox, updates = Sandbox(1, "process"), LimitUpdates()
         try:
             running = asyncio.create_task(sandbox.run(HANGS[1], CASE, Limits(wall=30.0, updates=updates)))
-            await asyncio.sleep(1.0)  # its worker starts meanwhile
+            await processes.executing()
             updates.publish(0.01, 30.0)
             return await running
         finally:

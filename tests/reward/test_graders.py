@@ -4,15 +4,14 @@ import asyncio
 import math
 import os
 import pickle
-import signal
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from rl_accel.reward.graders import ExecutionResult, Graders, Limits, SandboxError
-from rl_accel.reward.sandbox import bubblewrap_problem
+from rl_accel.reward.sandbox import Graders, Limits, SandboxError, bubblewrap_problem
 
 pytestmark = pytest.mark.slow
 
@@ -36,21 +35,6 @@ def play(name, work, workers=1, **options):
 
 def call(name, limits=None, isolation=None, **kwargs):
     return play(name, lambda graders: graders.call(kwargs, limits), isolation=isolation)
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-async def eventually(condition):
-    for _ in range(6000):
-        if found := condition():
-            return found
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come to pass")
 
 
 @pytest.mark.parametrize("isolation", [None, "process"])
@@ -92,8 +76,6 @@ def test_megabytes_come_through_both_ways(isolation):
     ],
 )
 def test_what_goes_wrong_has_its_verdict(name, kwargs, verdict, reason):
-    import re
-
     async def work(graders):
         return await graders.call(kwargs, SHORT), await graders.call(kwargs, SHORT)
 
@@ -117,26 +99,26 @@ def test_calls_share_nothing_but_the_import():
     assert play("count", work) == [1, 1, 1]
 
 
-def test_a_daemon_ends_with_its_call(tmp_path):
+def test_a_daemon_ends_with_its_call(processes, tmp_path):
     path = tmp_path / "pid"
     found = call("leave_daemon", path=str(path))
     assert found.value == 1.0
-    assert not is_alive(int(path.read_text()))
+    assert not processes.is_alive(int(path.read_text()))
 
 
-def test_a_cancelled_call_stops_all_it_started_and_the_worker_stays(tmp_path):
+def test_a_cancelled_call_stops_all_it_started_and_the_worker_stays(processes, tmp_path):
     path = tmp_path / "pid"
 
     async def work(graders):
         task = asyncio.create_task(graders.call({"path": str(path)}))
-        await eventually(lambda: path.exists() and path.read_text())
-        (worker,) = graders._pool.workers
+        daemon = int(await processes.eventually(lambda: path.exists() and path.read_text()))
+        workers = processes.workers()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return is_alive(int(path.read_text())), graders._pool.workers == [worker], is_alive(worker.process.pid)
+        return processes.is_alive(daemon), processes.workers() == workers
 
-    assert play("leave_daemon_and_sleep", work) == (False, True, True)
+    assert play("leave_daemon_and_sleep", work) == (False, True)
 
 
 def test_the_caller_environment_folder_and_output_are_the_graders(monkeypatch, capfd):
@@ -207,26 +189,22 @@ def test_wrong_targets_and_arguments_are_named():
         play("echo", lambda graders: graders.call({"value": lambda: 1}))
 
 
-def test_a_worker_that_is_killed_is_replaced_once():
+def test_a_worker_that_is_killed_is_replaced_once(processes):
     async def work(graders):
-        killed = []
         task = asyncio.create_task(graders.call({}, Limits(wall=60)))
         for _ in range(2):
-            worker = await eventually(
-                lambda: next((one for one in graders._pool.workers if one not in killed and one._count), None)
-            )
-            killed.append(worker)
-            os.kill(worker.process.pid, signal.SIGKILL)
-            await eventually(lambda worker=worker: worker not in graders._pool.workers)
-        return await task, len(set(killed)), (await graders.call({}, SHORT)).verdict
+            (worker,) = await processes.executing()
+            worker.kill()
+            await processes.eventually(lambda worker=worker: worker not in processes.workers())
+        return await task, graders.deaths, (await graders.call({}, SHORT)).verdict
 
-    found, workers, after = play("sleep", work)
+    found, deaths, after = play("sleep", work)
     assert (found.verdict, found.reason) == ("killed", "two workers died over it")
-    assert workers == 2
+    assert deaths == 2
     assert after == "timeout"
 
 
-def test_many_calls_leave_nothing(tmp_path):
+def test_many_calls_leave_nothing(processes):
     async def work(graders):
         def files():
             return len(os.listdir("/proc/self/fd"))
@@ -235,14 +213,12 @@ def test_many_calls_leave_nothing(tmp_path):
         before = files()
         found = await asyncio.gather(*(graders.call({"value": number}) for number in range(200)))
         assert [result.value for result in found] == list(range(200))
-        (one, two) = (worker.process.pid for worker in graders._pool.workers)
-        children = [len(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()) for pid in (one, two)]
-        return before, files(), children, (one, two)
+        return before, files(), [len(processes.below(worker.pid)) for worker in processes.workers()]
 
-    before, after, children, reapers = play("echo", work, workers=2)
+    before, after, children = play("echo", work, workers=2)
     assert after == before
     assert children == [1, 1], "the workers themselves"
-    assert not [pid for pid in reapers if is_alive(pid)]
+    assert not processes.workers()
 
 
 LIMITED = {
@@ -328,8 +304,6 @@ UNBRIDLED = {
 
 @pytest.mark.parametrize("name", UNBRIDLED)
 def test_a_limited_grader_is_held_to_every_limit(name):
-    import re
-
     code, verdict, reason = UNBRIDLED[name]
     limits = Limits(wall=5, cpu=3, memory=256 << 20, output_bytes=100_000, file_bytes=4 << 20, processes=16)
     found = call("execute", limits, isolation="process", code=code)
@@ -352,10 +326,10 @@ def test_as_root_a_limited_grader_has_no_rights_and_no_network(code):
     assert "Error" in found.reason
 
 
-def test_a_script_that_forgets_to_close_ends_all_the_same(tmp_path):
+def test_a_script_that_forgets_to_close_ends_all_the_same(processes):
     code = f"""
 import asyncio
-from rl_accel.reward.graders import Graders
+from rl_accel.reward.sandbox import Graders
 async def main():
     graders = Graders("{HERE}:where", 1)
     print((await graders.call({{}})).value["pid"])
@@ -363,31 +337,18 @@ asyncio.run(main())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-
-    async def ended():
-        await eventually(lambda: not is_alive(int(done.stdout)))
-
-    asyncio.run(ended())
+    asyncio.run(processes.eventually(lambda: not processes.is_alive(int(done.stdout))))
 
 
-def test_a_result_is_plain_data():
-    assert ExecutionResult("done", 1.0).reason == ""
-
-
-def test_workers_that_die_idle_are_replaced_and_no_call_is_blamed(tmp_path):
+def test_workers_that_die_idle_are_replaced_and_no_call_is_blamed(processes):
     """However many there are: a call gives up only after two have died over it."""
-    (tmp_path / "idle_graders.py").write_text("def echo(value):\n    return value\n")
 
-    async def run():
-        graders = Graders(f"{tmp_path / 'idle_graders.py'}:echo", 3)
-        try:
-            await asyncio.gather(*(graders.call({"value": n}) for n in range(3)))
-            for worker in graders._pool.workers:
-                worker.process.kill()
-                worker.process.wait()
-            found = [(await graders.call({"value": n})).value for n in range(3)]
-            return found, graders.deaths
-        finally:
-            await graders.close()
+    async def work(graders):
+        await asyncio.gather(*(graders.call({"value": number}) for number in range(3)))
+        for worker in processes.workers():
+            worker.kill()
+        await processes.eventually(lambda: not processes.workers())
+        found = [(await graders.call({"value": number})).value for number in range(3)]
+        return found, graders.deaths
 
-    assert asyncio.run(run()) == ([0, 1, 2], 3)
+    assert play("echo", work, workers=3) == ([0, 1, 2], 3)

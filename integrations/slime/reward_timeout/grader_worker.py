@@ -1,6 +1,6 @@
 """A grader in a process of its own: what it is given of slime's arguments and of a sample, and what it has changed in the sample.
 
-:func:`make` runs in a worker of :class:`rl_accel.reward.graders.Graders`, the functions it returns in forks of it.
+:func:`make` runs in a worker of :class:`rl_accel.reward.sandbox.Graders`, the functions it returns in forks of it.
 """
 
 import asyncio

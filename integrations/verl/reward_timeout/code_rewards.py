@@ -16,8 +16,8 @@ from typing import Any
 
 from rl_accel.reward.awaited import gather_until
 from rl_accel.reward.execution import ExecutionResult, Limits
-from rl_accel.reward.graders import Graders
 from rl_accel.reward.limited_executor import LimitedExecutor
+from rl_accel.reward.sandbox import Graders
 
 DATA_SOURCES = ("codecontests", "apps", "codeforces", "taco")
 """Data sources that verl's ``default_compute_score`` scores by running code."""

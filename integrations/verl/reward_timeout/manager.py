@@ -31,8 +31,8 @@ from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.awaited import run_within
 from rl_accel.reward.execution import ExecutionResult, Limits
-from rl_accel.reward.graders import Graders
 from rl_accel.reward.limited_executor import LimitedExecutor, prompt_key
+from rl_accel.reward.sandbox import Graders
 from rl_accel.reward.scores import Scores
 
 _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")

@@ -1,68 +1,59 @@
 """A worker: the warm process that forks for each execution, watches the fork, and leaves nothing of it behind.
 
-This file holds the messages between a worker and the trainer: a line of JSON, and as many raw bytes after it as its ``bytes`` says.
-It is also the script that starts a worker, ``python <this file> <number of a socket>``. A worker imports the standard library only,
-so that a fork has what programs usually import and nothing of the trainer.
+This file holds the messages between a worker and the trainer, each of them JSON and raw bytes after it. It is also the script that
+starts a worker, ``python <this file> <number of a socket>``. A worker imports the standard library only, so that a fork has what
+programs usually import and nothing of the trainer.
 """
 
-import contextlib
 import importlib
 import importlib.util
 import json
 import os
 import select
 import socket
+import struct
 import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]
+SIZES = struct.Struct("!QQ")
+"""Before each message: the lengths of its JSON and of its bytes."""
+OUTPUT_KEPT = 10_000
+"""So much of what an execution printed is in its result."""
 
 
 @dataclass(frozen=True)
 class Start:
     """The first message to a worker. Its bytes are the pickled arguments of ``target``, if it is to be called with any.
 
+    The worker's first message says what is the ``problem``, such as what the import of its target raised, or "", and what untrusted
+    code has ``shared`` with the trainer, of "network", "processes" and "files".
+
     Attributes:
         isolation: "process" or "bubblewrap" for untrusted code; "" for a trusted grader, of which only times are limited.
-        folder: made by the worker, for what untrusted code writes.
+        folder: where a worker makes the folder that untrusted code runs in.
         target: the grader, "module:function" or "/path/file.py:function"; "" if programs are run.
         path: ``sys.path``; None leaves it as it is.
-        preload: modules to import.
     """
 
     isolation: str
     folder: str = ""
     target: str = ""
     path: list[str] | None = None
-    preload: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The worker's first message.
-
-    Attributes:
-        problem: why it cannot work, such as what the import of its target raised; "" if it can.
-        shared: what untrusted code shares with the trainer, of "network", "processes" and "files".
-    """
-
-    problem: str = ""
-    shared: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Order:
     """What to execute: a program on a case, or else the grader, whose pickled keyword arguments are the message's bytes.
 
+    A later message ``{"stop": True}`` stops it; ``{"wall": ..., "cpu": ...}`` are new limits.
+
     Attributes:
-        run: number of the order; a later message ``{"stop": run}`` stops it, ``{"change": run, "wall": ..., "cpu": ...}`` changes
-            its limits.
         limits: by name, see :class:`rl_accel.reward.execution.Limits`.
-        code, case: the program, and the fields of its :class:`rl_accel.reward.execution.Case`.
+        code, case: the program, and the fields of its :class:`rl_accel.reward.sandbox.Case`.
     """
 
-    run: int
     limits: dict[str, float]
     code: str = ""
     case: dict[str, str] = field(default_factory=dict)
@@ -77,8 +68,7 @@ class Answer:
         status: as ``os.waitpid`` gave it, if it ended by itself.
         wall, cpu: seconds, of all its processes.
         waited: seconds of ``wall`` in which it was ready and had no processor.
-        output: the beginning of what it printed.
-        printed: all that it printed, if that is compared with an expected output.
+        output: what it printed; the beginning only, unless that is compared with an expected output.
     """
 
     stopped: str
@@ -87,7 +77,6 @@ class Answer:
     cpu: float
     waited: float
     output: str
-    printed: str
 
 
 class Gone(Exception):
@@ -99,21 +88,16 @@ class Channel:
 
     Args:
         control: the socket.
-        reaper: a pidfd of the process that looks after this one, or -1. Its end counts as the end of the socket.
+        reaper: a pidfd of the process that looks after this one. Its end counts as the end of the socket.
     """
 
-    def __init__(self, control: socket.socket, reaper: int = -1) -> None:
+    def __init__(self, control: socket.socket, reaper: int | None = None) -> None:
         self.control = control
-        self.reaper = reaper
-        self._rest = bytearray()
+        self.descriptors = {control.fileno()} if reaper is None else {control.fileno(), reaper}
+        self._reaper = reaper
         self._poll = select.poll()
-        self.register(self._poll)
-
-    def register(self, poll: "select.poll") -> None:
-        """Have ``poll`` wake for messages, and when the reaper ends."""
-        poll.register(self.control, select.POLLIN)
-        if self.reaper >= 0:
-            poll.register(self.reaper, select.POLLIN)
+        for descriptor in self.descriptors:
+            self._poll.register(descriptor, select.POLLIN)
 
     def next(self) -> tuple[Message, bytes]:
         """Wait for a message.
@@ -121,16 +105,10 @@ class Channel:
         Raises:
             Gone: there will be none.
         """
-        while b"\n" not in self._rest:
-            self._receive()
-        line, _, self._rest = self._rest.partition(b"\n")
-        message: Message = json.loads(line)
-        size = message.pop("bytes", 0)
-        while len(self._rest) < size:
-            self._receive()
-        payload = bytes(self._rest[:size])
-        del self._rest[:size]
-        return message, payload
+        if self._reaper in {descriptor for descriptor, _ in self._poll.poll()}:
+            raise Gone
+        head_size, size = SIZES.unpack(self._receive(SIZES.size))
+        return json.loads(self._receive(head_size)), self._receive(size)
 
     def send(self, message: Message, payload: bytes = b"") -> None:
         """Send a message.
@@ -143,36 +121,23 @@ class Channel:
         except OSError as error:
             raise Gone from error
 
-    def interrupted(self, ready: set[int]) -> bool:
-        """Whether a message has come. ``ready``: the descriptors that a poll returned.
-
-        Raises:
-            Gone: there will be none.
-        """
-        if self.reaper in ready:
-            raise Gone
-        if not self._rest and self.control.fileno() in ready:
-            with contextlib.suppress(BlockingIOError):
-                self._take(self.control.recv(1 << 16, socket.MSG_DONTWAIT))
-        return bool(self._rest)
-
-    def _receive(self) -> None:
-        if self.reaper in {descriptor for descriptor, _ in self._poll.poll()}:
-            raise Gone
-        try:
-            self._take(self.control.recv(1 << 20))
-        except OSError as error:
-            raise Gone from error
-
-    def _take(self, received: bytes) -> None:
-        if not received:
-            raise Gone
-        self._rest += received
+    def _receive(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            try:
+                received = self.control.recv(min(size - len(data), 1 << 20))
+            except OSError as error:
+                raise Gone from error
+            if not received:
+                raise Gone
+            data += received
+        return bytes(data)
 
 
 def encode(message: Message, payload: bytes) -> bytes:
     """Return a message as it is sent."""
-    return json.dumps({**message, "bytes": len(payload)}).encode() + b"\n" + payload
+    head = json.dumps(message).encode()
+    return SIZES.pack(len(head), len(payload)) + head + payload
 
 
 def _main() -> None:

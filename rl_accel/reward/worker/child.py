@@ -1,136 +1,16 @@
-"""The forked side of an execution: what it keeps of the worker and may use, and the program or grader that it runs."""
+"""What a fork of the worker executes: a program on a test case, or a grader."""
 
-import contextlib
-import fcntl
 import importlib
 import importlib.util
 import io
 import json
-import math
 import os
 import pickle
-import resource
-import signal
 import sys
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NoReturn
-
-from . import Channel, Order
-from .isolation import PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, Identity, drop_capabilities, prctl
-from .watch import threads_of_user
+from typing import Any
 
 Grader = Callable[..., Any]
-_REPORT = 200
-"""The report's number is above those that programs close one by one."""
-
-
-@dataclass(frozen=True)
-class Child:
-    """What a fork of the worker executes, and where.
-
-    Attributes:
-        order, payload: the message that asks for it.
-        grader: what is called; None runs the order's program.
-        folder, out: where untrusted code runs, and where it prints to; None for a trusted grader.
-        report: the pipe that its report goes to.
-        identity: the user that untrusted code runs as; None: the worker's.
-        channel: the worker's, which is closed here.
-        unseen_threads: threads that this user has outside of this PID namespace.
-    """
-
-    order: Order
-    payload: bytes
-    grader: Grader | None
-    folder: str | None
-    out: int | None
-    report: int
-    identity: Identity | None
-    channel: Channel
-    unseen_threads: int
-
-    def run(self) -> NoReturn:
-        """Execute the order, report, and end without any cleaning up of the program's own."""
-        try:
-            self._run()
-        finally:
-            os._exit(71)
-
-    def _run(self) -> None:
-        report = self.report
-        try:
-            os.setsid()
-            self.channel.control.close()
-            with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-                file.write("1000")  # where memory ends, this goes before the trainer does
-            if self.folder is not None and self.out is not None:
-                report = self._confine(self.folder, self.out)
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which would reset it
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        except BaseException as error:
-            os.write(report, json.dumps({"verdict": "error", "reason": f"the sandbox failed: {error!r}"}).encode())
-            os._exit(70)
-        first_process = os.getpid()
-        if self.grader is None:
-            text = run_program(self.order.code, self.order.case)
-        else:
-            text = grade(self.grader, self.payload, plain=self.folder is not None)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(BaseException):
-                stream.flush()
-        if os.getpid() == first_process:  # else a fork of the program's own has come back here
-            with contextlib.suppress(BaseException):
-                while text:
-                    text = text[os.write(report, text) :]
-        os._exit(0)
-
-    def _confine(self, folder: str, out: int) -> int:
-        """Leave untrusted code its folder, its input and its limits; return the report's new number."""
-        os.chdir(folder)
-        case = self.order.case
-        with open("stdin", "wb") as file:
-            file.write((case["given"] if case.get("kind") == "stdin" else "").encode(errors="surrogateescape"))
-        stdin = os.open("stdin", os.O_RDONLY)
-        os.unlink("stdin")
-        os.dup2(stdin, 0)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        report = fcntl.fcntl(self.report, fcntl.F_DUPFD_CLOEXEC, _REPORT)
-        os.closerange(3, report)
-        os.closerange(report + 1, 1 << 16)
-        os.environ.clear()
-        os.environ.update({"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"})
-        tempfile.tempdir = None
-        limits = self.order.limits
-        _limit(resource.RLIMIT_CORE, 0)
-        _limit(resource.RLIMIT_AS, limits["memory"] + _address_space())
-        _limit(resource.RLIMIT_FSIZE, limits["file_bytes"])
-        _limit(resource.RLIMIT_NOFILE, 256)
-        _limit(resource.RLIMIT_CPU, math.ceil(limits["cpu"]) + 1)
-        if self.identity:
-            _limit(resource.RLIMIT_NPROC, limits["processes"])
-            self.identity.become()
-        else:
-            _limit(resource.RLIMIT_NPROC, limits["processes"] + threads_of_user() + self.unseen_threads)
-            drop_capabilities()  # of a user namespace, if this is in one
-            prctl(
-                PR_SET_DUMPABLE, 1
-            )  # the worker is not, so that nothing can attach to it; a program is as programs are
-        prctl(PR_SET_NO_NEW_PRIVS, 1)
-        return report
-
-
-def _limit(which: int, value: float) -> None:
-    most = resource.getrlimit(which)[1]
-    bounded = int(value) if most == resource.RLIM_INFINITY else min(int(value), most)
-    resource.setrlimit(which, (bounded, bounded))
-
-
-def _address_space() -> int:
-    """Bytes that this process has from the worker; a grader's imports may take gigabytes of it."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def run_program(code: str, case: dict[str, str]) -> bytes:

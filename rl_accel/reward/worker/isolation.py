@@ -39,20 +39,15 @@ def drop_capabilities() -> None:
 
 def pid_namespace_works() -> bool:
     """Whether :func:`enter_pid_namespace` and :func:`mount_own_proc` work here, tried in a fork."""
-    trial = os.fork()
-    if trial:
+    if trial := os.fork():
         return os.waitpid(trial, 0)[1] == 0
-    status = 1
     with contextlib.suppress(BaseException):
         enter_pid_namespace()
-        inner = os.fork()
-        if inner == 0:
-            with contextlib.suppress(BaseException):
-                mount_own_proc()
-                status = 0
-            os._exit(status)
-        status = int(os.waitpid(inner, 0)[1] != 0)
-    os._exit(status)
+        if inner := os.fork():
+            os._exit(int(os.waitpid(inner, 0)[1] != 0))
+        mount_own_proc()
+        os._exit(0)
+    os._exit(1)
 
 
 def enter_pid_namespace() -> None:
@@ -110,9 +105,8 @@ def let_interpreter_be_read() -> str:
         for folder, paths in closed.items():
             _show_only(folder, paths)
     except OSError as error:
-        return (
-            f"untrusted code runs as another user, who cannot read the interpreter below {', '.join(closed)} ({error})"
-        )
+        below = ", ".join(closed)
+        return f"untrusted code runs as another user, who cannot read the interpreter below {below} ({error})"
     return ""
 
 

@@ -1,26 +1,33 @@
 """The life of a worker: its start, its loop of one order, one fork, one answer, and the reaper that outlives it."""
 
 import contextlib
+import fcntl
 import gc
 import importlib
+import json
+import math
 import os
 import pickle
+import resource
 import select
 import signal
 import socket
 import sys
-import time
+import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-from . import Answer, Channel, Gone, Order, Ready, Start
-from .child import Child, Grader, find_grader
+from . import OUTPUT_KEPT, Channel, Gone, Order, Start
+from .child import Grader, find_grader, grade, run_program
 from .isolation import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
+    PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
     Identity,
+    drop_capabilities,
     enter_pid_namespace,
     leave_network,
     let_interpreter_be_read,
@@ -29,11 +36,10 @@ from .isolation import (
     prctl,
     remove,
 )
-from .watch import Sink, Watch, cpu_of_ended, descendants, kill_all, threads_of_user
+from .watch import Sink, Watch, descendants, kill_all, threads_of_user
 
 END_SECONDS = 3.0
 """A worker whose trainer has gone ends its program and itself; one that does not in this time is killed."""
-OUTPUT_KEPT = 10_000
 VERDICT_BYTES = 1 << 16
 """A report of a program, which is a verdict and a few words. What a grader returns may be as large as its memory."""
 PRELOAD = (
@@ -41,6 +47,8 @@ PRELOAD = (
     " shutil string sys tempfile time traceback typing"
 )
 """What programs usually import, imported once so that they need not."""
+_REPORT = 200
+"""The report's number is above those that programs close one by one."""
 
 
 def main(descriptor: int) -> None:
@@ -53,28 +61,33 @@ def main(descriptor: int) -> None:
         return
     start = Start(**message)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    identity, folder = None, ""
+    try:
+        if start.isolation == "process":
+            identity = Identity.take()
+        if start.isolation:
+            folder = tempfile.mkdtemp(prefix="rl-accel-sandbox-", dir=start.folder)
+            os.chmod(folder, 0o711)
+    except OSError as error:
+        return channel.send({"problem": str(error), "shared": []})
     if start.isolation == "bubblewrap":
         # This is the first process of its PID namespace. So nothing in there can stop or kill it, and all there ends with it.
-        _serve(channel, start, payload, None, 0, own_processes=True)
+        Server(channel, start, folder).serve(payload)
         os._exit(0)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        identity = Identity.take() if start.isolation else None
-    except OSError as error:
-        return channel.send(asdict(Ready(str(error))))
-    own_processes = bool(start.isolation) and pid_namespace_works()
-    unseen_threads = threads_of_user() if own_processes and not identity else 0
-    if own_processes:
+    unseen_threads = 0
+    if start.isolation and pid_namespace_works():
+        unseen_threads = threads_of_user()
         enter_pid_namespace()
     reaper = os.pidfd_open(os.getpid())
     worker = os.fork()
     if worker:
-        _reap(worker, control, start.folder, identity)
+        _reap(worker, control, folder, identity)
     os.setsid()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    if own_processes:
+    if os.getpid() == 1:
         mount_own_proc()
-    _serve(Channel(control, reaper), start, payload, identity, unseen_threads, own_processes)
+    Server(Channel(control, reaper), start, folder, identity, unseen_threads).serve(payload)
     os._exit(0)
 
 
@@ -103,53 +116,6 @@ def _reap(worker: int, control: socket.socket, folder: str, identity: Identity |
     os._exit(0)
 
 
-def _serve(
-    channel: Channel,
-    start: Start,
-    payload: bytes,
-    identity: Identity | None,
-    unseen_threads: int,
-    own_processes: bool,
-) -> None:
-    grader, problem = None, ""
-    try:
-        grader = _import(start, payload)
-    except BaseException as error:
-        problem = _describe(error)
-    wrapped = start.isolation == "bubblewrap"
-    own_network = wrapped or (bool(start.isolation) and leave_network())
-    if identity and not problem:
-        problem = let_interpreter_be_read()
-    if start.isolation:
-        os.mkdir(start.folder)
-        os.chmod(start.folder, 0o711)
-        if not identity:
-            prctl(PR_SET_DUMPABLE, 0)  # a program of the same user cannot attach to this process
-    gc.collect()
-    gc.freeze()  # a collection in a fork would copy every page
-    own = {"network": own_network, "processes": own_processes, "files": wrapped or identity is not None}
-    try:
-        channel.send(asdict(Ready(problem, [name for name, apart in own.items() if not apart])))
-        if not problem:
-            Server(channel, start, identity, grader, unseen_threads).serve()
-    except Gone:
-        remove(start.folder)  # the reaper does that too, unless it is the one that has gone
-
-
-def _import(start: Start, payload: bytes) -> Grader | None:
-    if start.path is not None:
-        sys.path[:] = start.path
-    for module in start.preload if start.target else (*PRELOAD.split(), *start.preload):
-        importlib.import_module(module)
-    return find_grader(start.target, pickle.loads(payload) if payload else None) if start.target else None
-
-
-def _describe(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
-
-
 @dataclass(frozen=True)
 class Server:
     """Executes orders.
@@ -157,96 +123,166 @@ class Server:
     Attributes:
         channel: where they come from.
         start: the first message.
+        folder: the worker's own; "" for a trusted grader.
         identity: the user that untrusted code runs as; None: this one.
-        grader: None if programs are run.
         unseen_threads: threads that this user has outside of this PID namespace.
     """
 
     channel: Channel
     start: Start
-    identity: Identity | None
-    grader: Grader | None
-    unseen_threads: int
+    folder: str
+    identity: Identity | None = None
+    unseen_threads: int = 0
 
-    def serve(self) -> None:
-        """Answer orders, one at a time.
-
-        Raises:
-            Gone: the channel is closed.
-        """
+    def serve(self, payload: bytes) -> None:
+        """Import the target, say what became of it, and answer orders, one at a time, until the channel is closed."""
+        grader, problem = None, ""
+        try:
+            grader = _import(self.start, payload)
+        except BaseException as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            place = f" ({frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+            problem = f"{type(error).__name__}: {error}{place}"
+        isolation = self.start.isolation
+        wrapped = isolation == "bubblewrap"
+        apart = {
+            "network": wrapped or (bool(isolation) and leave_network()),
+            "processes": os.getpid() == 1,
+            "files": wrapped or self.identity is not None,
+        }
+        if self.identity and not problem:
+            problem = let_interpreter_be_read()
+        if isolation and not self.identity:
+            prctl(PR_SET_DUMPABLE, 0)  # a program of the same user cannot attach to this process
+        gc.collect()
+        gc.freeze()  # a collection in a fork would copy every page
         spared = frozenset(descendants())  # what the target started when it was imported
-        while True:
-            message, payload = self.channel.next()
-            if "run" not in message:
-                continue  # a wish to stop what has ended meanwhile
-            self._execute(Order(**message), payload, spared)
-            if self.identity:
-                self.identity.remove_files()
+        try:
+            self.channel.send({"problem": problem, "shared": [name for name in apart if not apart[name]]})
+            while not problem:
+                message, payload = self.channel.next()
+                if "limits" in message:  # else it is for an execution that has ended meanwhile
+                    self._execute(Order(**message), payload, grader, spared)
+        except Gone:
+            remove(self.folder)  # the reaper does that too, unless it is the one that has gone
 
-    def _execute(self, order: Order, payload: bytes, spared: frozenset[int]) -> None:
+    def _execute(self, order: Order, payload: bytes, grader: Grader | None, spared: Collection[int]) -> None:
         """Execute an order and answer it when its last process has gone. Its folder goes after that: it may hold much."""
         untrusted, limits = bool(self.start.isolation), order.limits
-        before = cpu_of_ended()
         with contextlib.ExitStack() as stack:
-            folder = stack.enter_context(self._folder()) if untrusted else None
+            folder = os.path.join(self.folder, "run")
+            if untrusted:
+                stack.callback(remove, folder)
+                os.mkdir(folder, 0o700)
+            if self.identity:
+                stack.callback(self.identity.remove_files)
+                os.chown(folder, self.identity.uid, self.identity.uid)
             report, to_report = _pipe(stack)
-            out, to_out = _pipe(stack) if untrusted else (None, None)
+            output, to_output = _pipe(stack)
             stack.callback(kill_all, spared)  # before its pipes are closed and its folder is removed
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()  # or the fork would print it a second time
-            began = time.monotonic()
+            most = VERDICT_BYTES if grader is None else limits["memory"] if untrusted else math.inf
+            watched = limits if untrusted else {"wall": limits["wall"], "cpu": limits["cpu"]}
+            said = Sink(report, most)
+            watch = Watch(watched, self.channel, spared, said, Sink(output, limits["output_bytes"]))
             child = os.fork()
             if child == 0:
-                Child(
-                    order=order,
-                    payload=payload,
-                    grader=self.grader,
-                    folder=folder,
-                    out=to_out,
-                    report=to_report,
-                    identity=self.identity,
-                    channel=self.channel,
-                    unseen_threads=self.unseen_threads,
-                ).run()
-            for descriptor in (to_report, to_out):
-                if descriptor is not None:
-                    os.close(descriptor)
-            most = VERDICT_BYTES if self.grader is None else int(limits["memory"]) if untrusted else None
-            watched = limits if untrusted else {"wall": limits["wall"], "cpu": limits["cpu"]}
-            sinks = Sink(report, most), Sink(out, int(limits["output_bytes"]))
-            watch = Watch(child, began, watched, self.channel, spared, *sinks)
-            stopped, status = watch.until_end()
-            wall = time.monotonic() - began
-            kill_all(spared)
-            cpu = cpu_of_ended() - before
-            if not stopped and os.WIFSIGNALED(status) and cpu > limits["cpu"]:
-                stopped = "cpu"  # the kernel's own limit struck before this watch, which had no processor, could look
-            watch.drain()
-            printed = bytes(watch.output.data)
-            is_compared = order.case.get("kind") == "stdin" and not stopped
-            answer = Answer(
-                stopped=stopped,
-                status=status,
-                wall=wall,
-                cpu=cpu,
-                waited=watch.waited(wall, cpu),
-                output=printed[:OUTPUT_KEPT].decode(errors="replace"),
-                printed=printed.decode(errors="replace") if is_compared else "",
-            )
-            self.channel.send(asdict(answer), bytes(watch.report.data))
+                self._run_child(order, payload, grader, folder, to_output, to_report)
+            os.close(to_report)
+            os.close(to_output)
+            answer = asdict(watch.until_gone(child))
+            if answer["stopped"] or order.case.get("kind") != "stdin":
+                answer["output"] = answer["output"][:OUTPUT_KEPT]
+            self.channel.send(answer, bytes(said.data))
 
-    @contextlib.contextmanager
-    def _folder(self) -> Iterator[str]:
-        """An empty folder of the execution's own."""
-        folder = os.path.join(self.start.folder, "run")
-        os.mkdir(folder, 0o700)
+    def _run_child(
+        self, order: Order, payload: bytes, grader: Grader | None, folder: str, output: int, report: int
+    ) -> NoReturn:
+        """The fork's side: execute the order, report, and end without any cleaning up of the program's own."""
         try:
-            if self.identity:
-                os.chown(folder, self.identity.uid, self.identity.uid)
-            yield folder
+            try:
+                os.setsid()
+                self.channel.control.close()
+                with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+                    file.write("1000")  # where memory ends, this goes before the trainer does
+                if self.start.isolation:
+                    report = self._confine(order, folder, output, report)
+                prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which would reset it
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            except BaseException as error:
+                os.write(report, json.dumps({"verdict": "error", "reason": f"the sandbox failed: {error!r}"}).encode())
+                os._exit(70)
+            first_process = os.getpid()
+            if grader is None:
+                text = run_program(order.code, order.case)
+            else:
+                text = grade(grader, payload, plain=bool(self.start.isolation))
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(BaseException):
+                    stream.flush()
+            if os.getpid() == first_process:  # else a fork of the program's own has come back here
+                with contextlib.suppress(BaseException):
+                    while text:
+                        text = text[os.write(report, text) :]
+            os._exit(0)
         finally:
-            remove(folder)
+            os._exit(71)
+
+    def _confine(self, order: Order, folder: str, output: int, report: int) -> int:
+        """Leave untrusted code its folder, its input and its limits; return the report's new number."""
+        os.chdir(folder)
+        with open("stdin", "wb") as file:
+            given = order.case["given"] if order.case.get("kind") == "stdin" else ""
+            file.write(given.encode(errors="surrogateescape"))
+        os.dup2(os.open("stdin", os.O_RDONLY), 0)
+        os.unlink("stdin")
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        report = fcntl.fcntl(report, fcntl.F_DUPFD_CLOEXEC, _REPORT)
+        os.closerange(3, report)
+        os.closerange(report + 1, 1 << 16)
+        os.environ.clear()
+        os.environ.update({"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"})
+        tempfile.tempdir = None
+        limits = order.limits
+        _limit(resource.RLIMIT_CORE, 0)
+        _limit(resource.RLIMIT_AS, limits["memory"] + _address_space())
+        _limit(resource.RLIMIT_FSIZE, limits["file_bytes"])
+        _limit(resource.RLIMIT_NOFILE, 256)
+        _limit(resource.RLIMIT_CPU, math.ceil(limits["cpu"]) + 1)
+        if self.identity:
+            _limit(resource.RLIMIT_NPROC, limits["processes"])
+            self.identity.become()
+        else:
+            _limit(resource.RLIMIT_NPROC, limits["processes"] + threads_of_user() + self.unseen_threads)
+            drop_capabilities()  # of a user namespace, if this is in one
+            prctl(PR_SET_DUMPABLE, 1)  # the worker is not; a program is as programs are
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        return report
+
+
+def _limit(which: int, value: float) -> None:
+    most = resource.getrlimit(which)[1]
+    bounded = int(value) if most == resource.RLIM_INFINITY else min(int(value), most)
+    resource.setrlimit(which, (bounded, bounded))
+
+
+def _address_space() -> int:
+    """Bytes that this process has from the worker; a grader's imports may take gigabytes of it."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _import(start: Start, payload: bytes) -> Grader | None:
+    if start.path is not None:
+        sys.path[:] = start.path
+    if start.target:
+        return find_grader(start.target, pickle.loads(payload) if payload else None)
+    for module in PRELOAD.split():
+        importlib.import_module(module)
+    return None
 
 
 def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:

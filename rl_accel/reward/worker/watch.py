@@ -1,15 +1,15 @@
 """Watches an execution until it ends or a limit stops it, and ends all processes below this one."""
 
 import contextlib
+import math
 import os
 import resource
 import select
 import signal
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
 
-from . import Channel
+from . import Answer, Channel
 
 LOOK_SECONDS = 0.02
 WAITED_FACTOR = 10.0
@@ -25,39 +25,35 @@ _TIMES, _RESIDENT, _STACK = slice(11, 15), 21, 25
 
 
 class Sink:
-    """What comes out of a pipe, as far as ``most`` bytes and one more; None: any number. Without a pipe nothing comes."""
+    """What comes out of a pipe, as far as ``most`` bytes and one more."""
 
-    def __init__(self, descriptor: int | None, most: int | None) -> None:
+    def __init__(self, descriptor: int, most: float = math.inf) -> None:
         self.descriptor = descriptor
         self.data = bytearray()
         self._most = most
-        if descriptor is not None:
-            os.set_blocking(descriptor, False)
+        os.set_blocking(descriptor, False)
 
     @property
     def full(self) -> bool:
-        return self._most is not None and len(self.data) > self._most
+        return len(self.data) > self._most
 
     def read(self) -> bool:
         """Take what is there now; False at the end."""
-        while self.descriptor is not None and not self.full:
-            size = 1 << 20 if self._most is None else min(self._most + 1 - len(self.data), 1 << 20)
+        while not self.full:
             try:
-                received = os.read(self.descriptor, size)
+                received = os.read(self.descriptor, int(min(self._most + 1 - len(self.data), 1 << 20)))
             except BlockingIOError:
                 return True
             if not received:
                 return False
             self.data += received
-        return not self.full
+        return False
 
 
 class Watch:
-    """Watches one execution.
+    """Watches one execution, which begins when this is made.
 
     Args:
-        child: its first process.
-        began: when, on the monotonic clock.
         limits: "wall" and "cpu" seconds, and, where they hold, resident bytes ("memory") and threads ("processes").
         channel: any message stops the execution, save new limits.
         spared: children of this process that are not of the execution.
@@ -65,126 +61,100 @@ class Watch:
     """
 
     def __init__(
-        self,
-        child: int,
-        began: float,
-        limits: dict[str, float],
-        channel: Channel,
-        spared: Collection[int],
-        report: Sink,
-        output: Sink,
+        self, limits: dict[str, float], channel: Channel, spared: Collection[int], report: Sink, output: Sink
     ) -> None:
-        self.report = report
-        self.output = output
-        self._child = child
-        self._began = began
         self._limits = dict(limits)
         self._channel = channel
         self._spared = spared
+        self._report = report
+        self._output = output
         self._waited = 0.0
         self._cpu_before = cpu_of_ended()
-        self._alive_at = began + limits["wall"]
+        self._began = time.monotonic()
+        self._alive_at = self._began + limits["wall"]
 
-    def until_end(self) -> tuple[str, int]:
-        """Wait; return the limit that it exceeded ("cancelled" on a message), or "" if it ended by itself, and then its status.
-
-        Nothing is killed here.
+    def until_gone(self, child: int) -> Answer:
+        """Wait until ``child``, its first process, ends or a limit stops it, and end all that is left of it.
 
         Raises:
-            Gone: nobody waits for it any more.
+            Gone: nobody waits for it any more; nothing is ended then.
         """
+        stopped, status = self._until_end(child)
+        wall = time.monotonic() - self._began
+        kill_all(self._spared)
+        cpu = cpu_of_ended() - self._cpu_before
+        if not stopped and os.WIFSIGNALED(status) and cpu > self._limits["cpu"]:
+            stopped = "cpu"  # the kernel's own limit struck before this watch, which had no processor, could look
+        for sink in (self._report, self._output):
+            sink.read()  # what is still in the pipe
+        return Answer(
+            stopped, status, wall, cpu, self._waited_of(wall, cpu), self._output.data.decode(errors="replace")
+        )
+
+    def _until_end(self, child: int) -> tuple[str, int]:
+        """Wait; return the limit that it exceeded ("cancelled" on a message), or "" if it ended by itself, and then its status."""
+        sinks = {sink.descriptor: sink for sink in (self._report, self._output)}
+        ended = os.pidfd_open(child)
         poll = select.poll()
-        self._channel.register(poll)
-        sinks = {sink.descriptor: sink for sink in (self.report, self.output) if sink.descriptor is not None}
-        for descriptor in sinks:
+        for descriptor in (*self._channel.descriptors, *sinks, ended):
             poll.register(descriptor, select.POLLIN)
-        ended = os.pidfd_open(self._child)
-        poll.register(ended, select.POLLIN)
         look_at = self._began + LOOK_SECONDS
         try:
             while True:
                 pause = max(0.0, look_at - time.monotonic())
                 ready = {descriptor for descriptor, _ in poll.poll(pause * 1000)}
-                while self._channel.interrupted(ready):
+                if ready & self._channel.descriptors:
                     message, _ = self._channel.next()
-                    if "change" not in message:
+                    if "stop" in message:
                         return "cancelled", -1
-                    self._limits |= {"wall": message["wall"], "cpu": message["cpu"]}
+                    self._limits |= message
                 for descriptor in ready & sinks.keys():
                     if not sinks[descriptor].read():
-                        del sinks[descriptor]
                         poll.unregister(descriptor)
-                if self.output.full or self.report.full:
+                if self._output.full or self._report.full:
                     return "output", -1
                 if ended in ready:
-                    self._waited = max(self._waited, _seconds_waited(f"/proc/{self._child}"))
-                    return "", os.waitpid(self._child, 0)[1]
+                    self._waited = max(self._waited, _seconds_waited(f"/proc/{child}"))
+                    return "", os.waitpid(child, 0)[1]
                 if time.monotonic() >= look_at:
-                    if exceeded := self._exceeded():
+                    if exceeded := self._exceeded(child):
                         return exceeded, -1
                     look_at = time.monotonic() + LOOK_SECONDS
         finally:
             os.close(ended)
 
-    def waited(self, wall: float, cpu: float) -> float:
+    def _exceeded(self, child: int) -> str:
+        """The limit that is exceeded now, or ""."""
+        _reap_orphans(child)
+        used = {"cpu": cpu_of_ended() - self._cpu_before, "memory": 0, "processes": 0}
+        own = _stat(os.getpid())
+        for pid in descendants(self._spared):
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                stat = _stat(pid)
+                used["cpu"] += sum(map(int, stat[_TIMES])) / _TICKS
+                is_fork = stat[_STACK] == own[_STACK] and int(stat[_STACK]) > 0  # else it runs a program of its own
+                pages = int(stat[_RESIDENT]) - (int(own[_RESIDENT]) if is_fork else 0)
+                used["memory"] += max(0, pages) * _PAGE  # a page that two share counts twice
+            threads = _threads(pid)
+            used["processes"] += len(threads)
+            self._waited = max([self._waited, *map(_seconds_waited, threads)])
+        now = time.monotonic()
+        wall = now - self._began
+        counted = wall - self._waited_of(wall, used["cpu"])
+        if counted > self._limits["wall"] or wall > self._limits["wall"] * WAITED_FACTOR:
+            return "wall"
+        if now > self._alive_at:
+            self._channel.send({"alive": True})
+            self._alive_at = now + ALIVE_SECONDS
+        return next((name for name, amount in used.items() if amount > self._limits.get(name, amount)), "")
+
+    def _waited_of(self, wall: float, cpu: float) -> float:
         """Seconds it was ready and had no processor, of ``wall`` in which it used ``cpu``.
 
         Of several threads it is that of the one that waited most, but no more than is left of ``wall`` beside ``cpu``: threads that
         wait for each other's processors use, together, one at least.
         """
         return max(0.0, min(self._waited, wall - cpu))
-
-    def drain(self) -> None:
-        """Take what is still in the pipes, when nobody is left who writes to them."""
-        self.report.read()
-        self.output.read()
-
-    def _exceeded(self) -> str:
-        _reap_orphans(self._child)
-        used = _usage(descendants(self._spared))
-        self._waited = max(self._waited, used.waited)
-        now = time.monotonic()
-        wall, cpu = now - self._began, used.cpu + cpu_of_ended() - self._cpu_before
-        if wall - self.waited(wall, cpu) > self._limits["wall"] or wall > self._limits["wall"] * WAITED_FACTOR:
-            return "wall"
-        if now > self._alive_at:
-            self._channel.send({"alive": True})
-            self._alive_at = now + ALIVE_SECONDS
-        amounts = {"cpu": cpu, "memory": used.memory, "processes": used.threads}
-        return next((name for name, amount in amounts.items() if amount > self._limits.get(name, amount)), "")
-
-
-@dataclass(frozen=True)
-class _Usage:
-    """What processes use at one moment.
-
-    Attributes:
-        cpu: processor seconds, of children that have ended and were waited for too.
-        memory: resident bytes beyond those that forks have from this process; a page that two share counts twice.
-        threads: how many there are, ended processes that nobody has waited for among them.
-        waited: seconds that a thread was ready and had no processor, the largest of all threads; 0 where the kernel does not tell.
-    """
-
-    cpu: float
-    memory: int
-    threads: int
-    waited: float
-
-
-def _usage(processes: list[int]) -> _Usage:
-    cpu = memory = running = 0
-    waited = 0.0
-    ours = _stat(os.getpid())
-    for pid in processes:
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            stat = _stat(pid)
-            cpu += sum(map(int, stat[_TIMES]))
-            is_fork = stat[_STACK] == ours[_STACK] and int(stat[_STACK]) > 0  # else it runs a program of its own
-            memory += max(0, int(stat[_RESIDENT]) - (int(ours[_RESIDENT]) if is_fork else 0))
-        threads = _threads(pid)
-        running += len(threads)
-        waited = max([waited, *map(_seconds_waited, threads)])
-    return _Usage(cpu / _TICKS, memory * _PAGE, running, waited)
 
 
 def _stat(pid: int) -> list[str]:

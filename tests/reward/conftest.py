@@ -1,0 +1,72 @@
+"""What tests of the sandbox look at from outside: the processes and the folders that it made."""
+
+import asyncio
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+class Processes:
+    """Those of the sandboxes and graders that a test has opened."""
+
+    def workers(self, of=None):
+        """The first process of each living worker: its reaper, or bubblewrap. ``of``: a trainer other than this process."""
+        children = psutil.Process(of).children()
+        started = [child for child in children if self.is_alive(child.pid) and "reward/worker/" in self._command(child)]
+        return sorted(started, key=lambda process: process.create_time())
+
+    def below(self, pid):
+        """The numbers of all living processes below ``pid``, parents before their children."""
+        try:
+            children = psutil.Process(pid).children()
+        except psutil.NoSuchProcess:
+            return []
+        pids = [child.pid for child in children if self.is_alive(child.pid)]
+        return pids + [lower for child in pids for lower in self.below(child)]
+
+    def is_alive(self, pid):
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    async def executing(self, count=1):
+        """Wait for as many workers that execute something; return their first processes."""
+
+        def found():
+            busy = [worker for worker in self.workers() if len(self.below(worker.pid)) >= 2]
+            return len(busy) >= count and busy
+
+        return await self.eventually(found)
+
+    async def eventually(self, condition, seconds=60.0):
+        """Wait until ``condition()`` is true, and return what it returned."""
+        last = time.monotonic() + seconds
+        while not (found := condition()):
+            assert time.monotonic() < last, "it did not come to pass"
+            await asyncio.sleep(0.01)
+        return found
+
+    def _command(self, process):
+        try:
+            return " ".join(process.cmdline())
+        except psutil.NoSuchProcess:
+            return ""
+
+
+@pytest.fixture(scope="session")
+def processes():
+    return Processes()
+
+
+@pytest.fixture
+def temporary(short_tmp, monkeypatch) -> Path:
+    """Where this test's sandboxes make their folders, those in other processes too. Other users can enter it."""
+    os.chmod(short_tmp, 0o711)
+    monkeypatch.setattr(tempfile, "tempdir", str(short_tmp))
+    monkeypatch.setenv("TMPDIR", str(short_tmp))
+    return short_tmp
