@@ -11,42 +11,19 @@ from rl_accel import __version__
 from rl_accel.errors import RlAccelError
 
 _LAZY = {
-    "serve-cpu": (
-        "rl_accel.lab.cpu_engine.sglang_server",
-        "serve_cpu",
-        "A small model behind SGLang's HTTP endpoints, on this CPU.",
-    ),
-    "slime-config": (
-        "rl_accel.integrations.slime.custom_config",
-        "slime_config",
-        "Write or check the YAML for slime's --custom-config-path.",
-    ),
-    "profile": (
-        "rl_accel.telemetry.cli",
-        "profile",
-        "Where a step's time went in a run, and which flag would save most.",
-    ),
-    "run": (
-        "rl_accel.relaunch",
-        "run",
-        "Run a trainer, and again with other overrides when it asks for that.",
-    ),
-    "ab": ("rl_accel.lab.ab.cli", "ab", "Train the arms of a recipe one after the other and report the difference."),
+    "serve-cpu": ("lab.cpu_engine.sglang_server", "A small model behind SGLang's HTTP endpoints, on this CPU."),
+    "slime-config": ("integrations.slime.custom_config", "Write or check the YAML for slime's --custom-config-path."),
+    "profile": ("telemetry.cli", "Where a step's time went in a run, and which flag would save most."),
+    "run": ("relaunch", "Run a trainer, and again with other overrides when it asks for that."),
+    "ab": ("lab.ab.cli", "Train the arms of a recipe one after the other and report the difference."),
 }
 _LAZY_BENCH = {
-    "gae": ("rl_accel.lab.bench.gae", "bench_gae", "GAE kernels against verl's loop and other published ways."),
-    "reward": ("rl_accel.lab.bench.reward", "bench_reward", "A fixed time limit of rewards against the adaptive one."),
-    "outcome": (
-        "rl_accel.lab.bench.group_advantages",
-        "bench_outcome",
-        "Twins of verl's other advantage loops against the loops.",
-    ),
-    "tail": (
-        "rl_accel.lab.bench.tail",
-        "bench_tail",
-        "Tail batching: what its rounds cost on verl, without a model.",
-    ),
+    "gae": ("lab.bench.gae", "GAE kernels against verl's loop and other published ways."),
+    "reward": ("lab.bench.reward", "A fixed time limit of rewards against the adaptive one."),
+    "outcome": ("lab.bench.group_advantages", "Twins of verl's other advantage loops against the loops."),
+    "tail": ("lab.bench.tail", "Tail batching: what its rounds cost on verl, without a model."),
 }
+"""By command, the module of rl_accel that it is in, and a line of help."""
 
 _EXTRAS = {
     "report": ("matplotlib", "jinja2", "scipy", "pandas"),
@@ -57,11 +34,11 @@ _EXTRAS = {
 
 
 class _LazyGroup(click.Group):
-    """A group whose commands live in modules that are imported on first use."""
+    """A group whose commands live in modules that are imported on first use. Command ``x-y`` is ``prefix + "x_y"`` there."""
 
-    def __init__(self, *args: Any, lazy: dict[str, tuple[str, str, str]], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, lazy: dict[str, tuple[str, str]], prefix: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._lazy = lazy
+        self._lazy, self._prefix = lazy, prefix
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *self._lazy})
@@ -69,13 +46,13 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in self._lazy:
             return super().get_command(ctx, name)
-        module, attribute, _ = self._lazy[name]
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        module = importlib.import_module(f"rl_accel.{self._lazy[name][0]}")
+        command: click.Command = getattr(module, self._prefix + name.replace("-", "_"))
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = [
-            (name, self._lazy[name][2] if name in self._lazy else (self.commands[name].get_short_help_str(100)))
+            (name, self._lazy[name][1] if name in self._lazy else (self.commands[name].get_short_help_str(100)))
             for name in self.list_commands(ctx)
         ]
         with formatter.section("Commands"):
@@ -88,7 +65,7 @@ def cli() -> None:
     """Faster synchronous RL post-training on verl and slime, without a fork."""
 
 
-@cli.group(cls=_LazyGroup, lazy=_LAZY_BENCH)
+@cli.group(cls=_LazyGroup, lazy=_LAZY_BENCH, prefix="bench_")
 def bench() -> None:
     """Measure kernels side by side; each benchmark checks correctness first."""
 
@@ -108,10 +85,10 @@ def status(as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def doctor(as_json: bool) -> None:
     """Which frameworks, versions and backends are here, and which features work with them; tries each for real."""
-    from rl_accel.doctor import diagnose
+    from rl_accel.doctor import as_text, diagnose
 
     diagnosis = diagnose()
-    click.echo(json.dumps(diagnosis.to_dict(), indent=2) if as_json else str(diagnosis))
+    click.echo(json.dumps(diagnosis, indent=2) if as_json else as_text(diagnosis))
 
 
 @cli.command()
@@ -127,14 +104,7 @@ def flags() -> None:
 def main() -> None:
     """Run the command; an error made by a user is one line on standard error and exit status 2."""
     try:
-        cli.main(prog_name="rl-accel", standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        raise SystemExit(error.exit_code) from error
-    except click.exceptions.Abort as error:
-        raise SystemExit(130) from error
-    except click.exceptions.Exit as error:
-        raise SystemExit(error.exit_code) from error
+        cli(prog_name="rl-accel")
     except RlAccelError as error:
         click.echo(f"rl-accel: {error}", err=True)
         raise SystemExit(2) from error

@@ -7,13 +7,13 @@ framework's own configuration (verl: ``+rl_accel.gae.enable=True``), keyword arg
 import difflib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from rl_accel.errors import ConfigError
 from rl_accel.features import FEATURES, F, Feature
@@ -54,27 +54,25 @@ def resolve(layers: Sequence[Layer]) -> Flags:
         ConfigError: a key is unknown, a value has the wrong type or is out of range, or flags contradict each other.
     """
     auto = False
-    sections = {feature.name: OmegaConf.structured(feature.flags) for feature in FEATURES}
+    given: dict[str, dict[str, Any]] = {feature.name: {} for feature in FEATURES}
     for source, flags in layers:
         for key, value in as_mapping(flags, source).items():
             if key == AUTO:
                 if not isinstance(value, bool):
                     raise ConfigError(f"{source}: rl_accel.{AUTO} wants bool, found {_describe(value)}")
                 auto = value
-            elif key in sections:
-                _merge(sections[key], _schema(key), value, source, key)
+            elif key in given:
+                given[key] |= _checked_section(key, value, source)
             else:
-                raise ConfigError(
-                    f"{source}: unknown key rl_accel.{key}{_nearest(key)}; rl_accel takes {', '.join((AUTO, *sections))}"
-                )
-    resolved: dict[str, Any] = {name: OmegaConf.to_object(section) for name, section in sections.items()}
-    for name, section in resolved.items():
+                raise ConfigError(f"{source}: unknown key {_unknown('rl_accel', key, (AUTO, *given))}")
+    sections = {feature.name: feature.flags(**given[feature.name]) for feature in FEATURES}
+    for name, section in sections.items():
         if hasattr(section, "validate"):
             try:
                 section.validate()
             except ValueError as error:
                 raise ConfigError(f"{layers[-1][0]}: rl_accel.{name}: {error}") from error
-    return Flags(auto, resolved)
+    return Flags(auto, sections)
 
 
 def as_mapping(flags: Any, source: str) -> dict[str, Any]:
@@ -116,66 +114,62 @@ def read_environment(value: str | None = None) -> dict[str, Any]:
 
 def describe_flags() -> list[tuple[str, str, str]]:
     """Return every flag as ``(dotted key, default as JSON, help)``, in the order of the features."""
-    return [(AUTO, "false", _AUTO_HELP), *((key, json.dumps(f.default), f.metadata["help"]) for key, f in _all_flags())]
+    every = [(f"{feature.name}.{f.name}", f) for feature in FEATURES for f in fields(feature.flags)]
+    return [(AUTO, "false", _AUTO_HELP), *((key, json.dumps(f.default), f.metadata["help"]) for key, f in every)]
 
 
-def _all_flags() -> Iterator[tuple[str, Field[Any]]]:
-    for feature in FEATURES:
-        for f in fields(feature.flags):
-            yield f"{feature.name}.{f.name}", f
-
-
-def _schema(name: str) -> Any:
-    return next(feature.flags for feature in FEATURES if feature.name == name)
-
-
-def _merge(section: DictConfig, schema: Any, flags: Any, source: str, name: str) -> None:
+def _checked_section(name: str, flags: Any, source: str) -> dict[str, Any]:
     if isinstance(flags, bool):
         flags = {"enable": flags}
     if not isinstance(flags, Mapping):
         raise ConfigError(f"{source}: rl_accel.{name} wants true, false or a mapping, found {_describe(flags)}")
+    (schema,) = (feature.flags for feature in FEATURES if feature.name == name)
     known = {f.name: f for f in fields(schema)}
-    for key, value in flags.items():
+    for key in flags:
         if key not in known:
-            raise ConfigError(
-                f"{source}: unknown key rl_accel.{name}.{key}{_nearest(f'{name}.{key}')}; "
-                f"rl_accel.{name} takes {', '.join(known)}"
-            )
-        _set(section, key, value, known[key], f"{source}: rl_accel.{name}.{key}")
+            raise ConfigError(f"{source}: unknown key {_unknown(f'rl_accel.{name}', key, known)}")
+    return {key: _checked(value, known[key], f"{source}: rl_accel.{name}.{key}") for key, value in flags.items()}
 
 
-def _set(section: DictConfig, key: str, value: Any, flag: Field[Any], where: str) -> None:
+def _checked(value: Any, flag: Field[Any], where: str) -> Any:
     limits = flag.metadata
-    kind = str(getattr(flag.type, "__name__", None) or flag.type).replace("None", "null").replace(" | ", " or ")
-    if isinstance(value, bool) and "bool" not in kind:  # OmegaConf would read True as 1
+    if type(value) is int and not _fits(value, flag.type):
+        value = float(value) if _fits(float(value), flag.type) else value
+    if not _fits(value, flag.type):
+        kind = str(getattr(flag.type, "__name__", None) or flag.type).replace("None", "null").replace(" | ", " or ")
         raise ConfigError(f"{where} wants {kind}, found {_describe(value)}")
-    if isinstance(value, int | float) and not isinstance(value, bool) and ("bool" in kind or kind == "str"):
-        raise ConfigError(f"{where} wants {kind}, found {_describe(value)}")
-    if isinstance(value, int) and not isinstance(value, bool) and "float" in kind:
-        value = float(value)  # OmegaConf does so for a float, but not for a union with one
-    try:
-        section[key] = value
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{where} wants {kind}, found {_describe(value)}") from error
-    checked = section[key]
-    if checked is None or checked in limits.get("words", ()):
-        return
-    if "words" in limits and isinstance(checked, str):
-        raise ConfigError(f"{where} wants a number or {' or '.join(limits['words'])}, found {_describe(checked)}")
-    if "choices" in limits and checked not in limits["choices"]:
-        close = difflib.get_close_matches(str(checked), limits["choices"], n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise ConfigError(f"{where} wants one of {', '.join(limits['choices'])}, found {checked!r}{hint}")
+    if value is None or value in limits.get("words", ()):
+        return value
+    if "words" in limits and isinstance(value, str):
+        raise ConfigError(f"{where} wants a number or {' or '.join(limits['words'])}, found {_describe(value)}")
+    choices = limits.get("choices")
+    if choices is not None and value not in choices:
+        raise ConfigError(f"{where} wants one of {', '.join(choices)}, found {value!r}{_nearest(value, choices)}")
     low, high = limits.get("minimum"), limits.get("maximum")
-    if (low is not None and not checked >= low) or (high is not None and not checked <= high):
+    if (low is not None and not value >= low) or (high is not None and not value <= high):
         bounds = f"at least {low}" if high is None else f"a value between {low} and {high}"
-        raise ConfigError(f"{where} wants {bounds}, found {checked!r}")
+        raise ConfigError(f"{where} wants {bounds}, found {value!r}")
+    return value
 
 
-def _nearest(name: str) -> str:
-    names = [AUTO, *(feature.name for feature in FEATURES), *(key for key, _ in _all_flags())]
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f" (did you mean rl_accel.{close[0]}?)" if close else ""
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether ``value`` is of a flag's type. True is no int, and no int is a float."""
+    if isinstance(kind, UnionType):
+        return any(_fits(value, one) for one in get_args(kind))
+    if get_origin(kind) is dict:
+        of_keys, of_values = get_args(kind)
+        is_mapping = isinstance(value, Mapping)
+        return is_mapping and all(_fits(key, of_keys) and _fits(item, of_values) for key, item in value.items())
+    return type(value) is kind
+
+
+def _unknown(section: str, key: Any, known: Iterable[str]) -> str:
+    return f"{section}.{key}{_nearest(key, known, f'{section}.')}; {section} takes {', '.join(known)}"
+
+
+def _nearest(word: Any, known: Iterable[str], prefix: str = "") -> str:
+    close = difflib.get_close_matches(str(word), known, n=1)
+    return f" (did you mean {prefix}{close[0]}?)" if close else ""
 
 
 def _describe(value: Any) -> str:

@@ -52,11 +52,9 @@ class Feature(Generic[F]):
 
     Attributes:
         name: of the feature and of its section of the flags.
-        summary: one line.
         flags: dataclass of its flags, the only schema they have. It begins with ``enable``; a method ``validate()``, if
             there is one, raises ValueError for flags that are right one by one and wrong together.
-        lossless: it cannot change training results.
-        automatic: a bare ``rl_accel.enable()`` turns it on.
+        automatic: a bare ``rl_accel.enable()`` turns it on; only what cannot change training results.
         switches: modules with a tuple ``SWITCHES`` of :class:`~rl_accel.switch.Switch`, by framework. They are
             imported only when the feature is on.
         verl: module with ``wire(config, flags)``, ``refuse_unwired(config)`` and ``SEAMS``, if the feature stands on
@@ -65,9 +63,7 @@ class Feature(Generic[F]):
     """
 
     name: str
-    summary: str
     flags: type[F]
-    lossless: bool
     automatic: bool = False
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     verl: str = ""
@@ -76,7 +72,7 @@ class Feature(Generic[F]):
 
 @dataclass
 class GaeFlags:
-    """Flags of ``rl_accel.gae``."""
+    """Flags of ``rl_accel.gae``: GAE as a scan instead of a loop over tokens."""
 
     enable: bool | None = flag(None, ENABLE_AUTOMATIC)
     backend: str = flag(
@@ -90,9 +86,7 @@ class GaeFlags:
 
 GAE = Feature(
     name="gae",
-    summary="GAE as a scan instead of a loop over tokens",
     flags=GaeFlags,
-    lossless=True,
     automatic=True,
     switches={"verl": ("rl_accel.patches.verl.gae",), "slime": ("rl_accel.patches.slime.gae",)},
     slime=SlimeHooks({"custom_megatron_init_path": "rl_accel.integrations.slime.hooks.megatron_init"}),
@@ -101,16 +95,14 @@ GAE = Feature(
 
 @dataclass
 class AdvantagesFlags:
-    """Flags of ``rl_accel.advantages``."""
+    """Flags of ``rl_accel.advantages``: the other per-token and per-sample advantage loops, vectorised."""
 
     enable: bool | None = flag(None, ENABLE_AUTOMATIC)
 
 
 ADVANTAGES = Feature(
     name="advantages",
-    summary="the other per-token and per-sample advantage loops, vectorised",
     flags=AdvantagesFlags,
-    lossless=True,
     automatic=True,
     switches={
         "verl": ("rl_accel.patches.verl.advantages",),
@@ -122,7 +114,7 @@ ADVANTAGES = Feature(
 
 @dataclass
 class SamplerFlags:
-    """Flags of ``rl_accel.sampler``."""
+    """Flags of ``rl_accel.sampler``: adaptive waiting for finished rollouts instead of a poll every 2 seconds."""
 
     enable: bool | None = flag(None, ENABLE_AUTOMATIC)
     max_cpu_share: float = flag(0.05, "largest share of one core that polling may cost", minimum=0.001, maximum=1.0)
@@ -133,9 +125,7 @@ class SamplerFlags:
 
 SAMPLER = Feature(
     name="sampler",
-    summary="adaptive waiting for finished rollouts instead of a 2 s poll",
     flags=SamplerFlags,
-    lossless=True,
     automatic=True,
     switches={"verl": ("rl_accel.patches.verl.sampler",)},
 )
@@ -143,7 +133,7 @@ SAMPLER = Feature(
 
 @dataclass
 class TailBatchingFlags:
-    """Flags of ``rl_accel.tail_batching``, which changes the samples that are trained on, so that it is never automatic."""
+    """Flags of ``rl_accel.tail_batching``: short rounds that do not wait for the longest responses, and lose no prompt."""
 
     enable: bool | None = flag(None, ENABLE)
     prompt_ratio: float | str = flag(
@@ -173,9 +163,7 @@ class TailBatchingFlags:
 
 TAIL_BATCHING = Feature(
     name="tail_batching",
-    summary="short rounds that do not wait for the longest responses, and lose no prompt",
     flags=TailBatchingFlags,
-    lossless=False,
     switches={
         "verl": ("rl_accel.integrations.verl.tail_batching.wiring",),
         "slime": ("rl_accel.integrations.slime.tail_batching.seams", "rl_accel.patches.slime.requests"),
@@ -194,7 +182,7 @@ TAIL_BATCHING = Feature(
 
 @dataclass
 class RewardTimeoutFlags:
-    """Flags of ``rl_accel.reward_timeout``, which changes rewards, so that it is never automatic. Times in seconds."""
+    """Flags of ``rl_accel.reward_timeout``: executions of rewards that end soon after correct ones have. Times in seconds."""
 
     enable: bool | None = flag(None, ENABLE)
     scale: float = flag(1.5, "the limit over the longest correct execution of the test case", minimum=1.0)
@@ -227,9 +215,7 @@ class RewardTimeoutFlags:
 
 REWARD_TIMEOUT = Feature(
     name="reward_timeout",
-    summary="executions of rewards that end soon after correct ones have, and are killed then",
     flags=RewardTimeoutFlags,
-    lossless=False,
     switches={
         "verl": ("rl_accel.integrations.verl.reward_timeout.wiring",),
         "slime": ("rl_accel.integrations.slime.reward_timeout.wiring",),
@@ -248,16 +234,14 @@ REWARD_TIMEOUT = Feature(
 
 @dataclass
 class TelemetryFlags:
-    """Flags of ``rl_accel.telemetry``, which speeds nothing up and leaves a file, so that it is never automatic."""
+    """Flags of ``rl_accel.telemetry``: where a step's time goes. It speeds nothing up and leaves a file: not automatic."""
 
     enable: bool | None = flag(None, ENABLE)
 
 
 TELEMETRY = Feature(
     name="telemetry",
-    summary="where a step's time goes: stages, idle share of generation, completion times, preemptions",
     flags=TelemetryFlags,
-    lossless=True,
     switches={"verl": ("rl_accel.integrations.verl.telemetry",)},
     verl="rl_accel.integrations.verl.telemetry",
 )
@@ -265,7 +249,7 @@ TELEMETRY = Feature(
 
 @dataclass
 class TpReplanFlags:
-    """Flags of ``rl_accel.tp_replan``, which changes how responses are batched, so that it is never automatic."""
+    """Flags of ``rl_accel.tp_replan``: a tensor-parallel size of the rollout that follows its preemptions."""
 
     enable: bool | None = flag(None, ENABLE)
     action: str = flag(
@@ -286,9 +270,7 @@ class TpReplanFlags:
 
 TP_REPLAN = Feature(
     name="tp_replan",
-    summary="a tensor-parallel size of the rollout that follows its preemptions",
     flags=TpReplanFlags,
-    lossless=False,
     switches={
         "verl": ("rl_accel.integrations.verl.tp_replan",),
         "slime": ("rl_accel.integrations.slime.tp_replan",),

@@ -11,32 +11,10 @@ import wrapt
 from rl_accel.errors import PatchRefused
 
 _lock = threading.RLock()
-_waiting: dict[str, list["Hook"]] = {}
-_executed: set[str] = set()
+_waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
 
 
-class Hook:
-    """A callback that waits for a module. Made by :func:`when_imported`."""
-
-    def __init__(self, module: str, callback: Callable[[ModuleType], None]) -> None:
-        self.module = module
-        self.callback = callback
-
-    def cancel(self) -> None:
-        """Take the callback back. Does nothing once it has run."""
-        with _lock:
-            waiting = _waiting.get(self.module, [])
-            if self in waiting:
-                waiting.remove(self)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether the module has not been imported yet and the hook was not cancelled."""
-        with _lock:
-            return self in _waiting.get(self.module, [])
-
-
-def when_imported(module: str, callback: Callable[[ModuleType], None]) -> Hook:
+def when_imported(module: str, callback: Callable[[ModuleType], None]) -> None:
     """Call ``callback(module)`` once ``module`` (a dotted name) is imported; at once if it already is.
 
     Callbacks run in the order they were given, in the thread that imports. What a callback raises comes out of the
@@ -46,50 +24,33 @@ def when_imported(module: str, callback: Callable[[ModuleType], None]) -> Hook:
     Raises:
         PatchRefused: this thread is in the middle of importing ``module``, so that it can neither be used nor awaited.
     """
-    hook = Hook(module, callback)
     with _lock:
         loaded = sys.modules.get(module)
         if loaded is None:
-            # An empty list is kept after cancel(): wrapt holds our one entry for the module and cannot give it back.
-            first = module not in _waiting
-            _waiting.setdefault(module, []).append(hook)
-            if first:
+            if module not in _waiting:
                 wrapt.register_post_import_hook(_fire, module)
-            return hook
-    callback(_complete(loaded))
-    return hook
+            _waiting.setdefault(module, []).append(callback)
+            return
+    if _is_being_imported(loaded):
+        importlib.import_module(module)  # waits for the thread that is importing it
+        if _is_being_imported(loaded):
+            raise PatchRefused(f"{module} is being imported by this very thread; ask before or after, not now")
+    callback(loaded)
 
 
 def _fire(module: ModuleType) -> None:
     name = module.__name__
-    with _lock:
-        hooks = list(_waiting.get(name, []))
-        _executed.add(name)
     try:
-        for hook in hooks:
-            if hook.waiting:
-                hook.callback(module)
+        for callback in _waiting[name]:
+            callback(module)
     except BaseException:
         with _lock:
             # wrapt has forgotten us and takes a module in sys.modules for imported. importlib drops this one anyway.
             sys.modules.pop(name, None)
             wrapt.register_post_import_hook(_fire, name)
         raise
-    else:
-        with _lock:
-            _waiting.pop(name, None)
-    finally:
-        _executed.discard(name)
+    del _waiting[name]
 
 
-def _complete(module: ModuleType) -> ModuleType:
-    name = module.__name__
-    if _importing(module) and name not in _executed:
-        importlib.import_module(name)  # waits for the thread that is importing it
-        if _importing(module):
-            raise PatchRefused(f"{name} is being imported by this very thread; ask before or after, not now")
-    return module
-
-
-def _importing(module: ModuleType) -> bool:
+def _is_being_imported(module: ModuleType) -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))

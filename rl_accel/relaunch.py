@@ -55,10 +55,10 @@ class Launches:
             while True:
                 file = Path(folder) / f"restart-{restarts}.json"
                 code = self._launch([*self._command, *overrides], file)
-                note = _read(file)
-                if note is None or self._is_stopped:
+                if not file.exists() or self._is_stopped:
                     return code
-                (step, wanted), problem = note, ""
+                note = json.loads(file.read_text())
+                step, wanted, problem = note["step"], note["overrides"], ""
                 if restarts >= self._max_restarts:
                     problem = f"stopped after {restarts} restarts, the most allowed (--max-restarts)"
                 elif step <= reached:
@@ -66,7 +66,7 @@ class Launches:
                 if problem:
                     _say(f"{problem}; to go on, add: {' '.join(wanted)}")
                     return code
-                reached, overrides, restarts = step, _merged(overrides, wanted), restarts + 1
+                reached, overrides, restarts = step, wanted, restarts + 1
                 _say(f"restart {restarts} of at most {self._max_restarts}, after step {step}, with: {' '.join(wanted)}")
                 next_launch = time.monotonic() + self._pause_s
                 while not self._is_stopped and time.monotonic() < next_launch:
@@ -101,23 +101,6 @@ class Launches:
 def run(max_restarts: int, pause: float, command: tuple[str, ...]) -> None:
     """Run a trainer, and again with other overrides when it asks for that (rl_accel.tp_replan.action=restart)."""
     raise SystemExit(Launches(command, max_restarts, pause).run())
-
-
-def _merged(before: list[str], after: list[str]) -> list[str]:
-    keys = {item.partition("=")[0] for item in after}
-    return [item for item in before if item.partition("=")[0] not in keys] + after
-
-
-def _read(file: Path) -> tuple[int, list[str]] | None:
-    """Return the step and the overrides that a launch has left, None if there are none."""
-    try:
-        note = json.loads(file.read_text())
-        return int(note["step"]), [str(item) for item in note["overrides"]]
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        _say(f"the launch left a note that cannot be read: {error}")
-        return None
 
 
 def _end_with(parent: int) -> Callable[[], None] | None:

@@ -4,6 +4,7 @@ There is one :class:`Runtime` a process, behind :func:`rl_accel.enable`, :func:`
 :func:`rl_accel.status`. It imports no framework: a patch waits until the framework imports the module it changes.
 """
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -13,10 +14,12 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from rl_accel import config as cfg
-from rl_accel.errors import ConfigError, NotInThisVersion, PatchRefused, RlAccelError
+from rl_accel.errors import NotInThisVersion, PatchRefused
 from rl_accel.features import FEATURES, FLAG_READERS, LOGGERS
 from rl_accel.post_import import when_imported
 from rl_accel.switch import FeatureStatus, Status, Switch, SwitchStatus
@@ -30,35 +33,32 @@ ENVIRONMENT, FRAMEWORK, KEYWORDS = f"environment {cfg.ENV_VAR}", "framework conf
 _PRECEDENCE = (ENVIRONMENT, FRAMEWORK, KEYWORDS)
 
 
+_FLAG_READER, _LOGGER = "reading flags", "logging"
+
+
+@dataclass(eq=False)
 class _Slot:
-    """One switch in this process: waiting for its module, applied, or refused.
+    """One switch in this process.
 
     Attributes:
         owner: the feature it belongs to, ``_FLAG_READER`` or ``_LOGGER``.
         named: an error if it cannot be applied; else a warning.
         settings: flags of its feature.
+        refusal: why it could not be applied.
     """
 
-    def __init__(self, switch: Switch, owner: str, named: bool, settings: Any) -> None:
-        self.switch = switch
-        self.owner = owner
-        self.named = named
-        self.settings = settings
-        self.hook: Any = None
-        self.refusal: str | None = None
-        self.unsupported = False
-
-    def state(self) -> str:
-        if self.refusal is not None:
-            return "unsupported" if self.unsupported else "refused"
-        state = str(self.switch.state().value)
-        return "waiting" if state == "pending" and self.hook is not None else state
+    switch: Switch
+    owner: str
+    named: bool
+    settings: Any
+    refusal: str | None = None
+    unsupported: bool = False
 
     def status(self) -> SwitchStatus:
-        return SwitchStatus(self.switch.name, self.switch.target, self.state(), self.refusal or "")
-
-
-_FLAG_READER, _LOGGER = "reading flags", "logging"
+        state = str(self.switch.state().value)
+        if self.refusal is not None:
+            state = "unsupported" if self.unsupported else "refused"
+        return SwitchStatus(self.switch.name, self.switch.target, state, self.refusal or "")
 
 
 class Runtime:
@@ -71,8 +71,6 @@ class Runtime:
         self._reads_flags = False
         self._slots: dict[str, _Slot] = {}
         self._warned: set[str] = set()
-
-    # -- flags ---------------------------------------------------------------------------------------------------
 
     def flags(self) -> cfg.Flags:
         """Return the flags in force: every layer merged, weakest first."""
@@ -137,28 +135,25 @@ class Runtime:
 
     def _publish(self) -> None:
         payload = json.dumps(self._layers) if self._layers else None
-        if payload is None:
-            os.environ.pop(SOURCES_VAR, None)
-        else:
+        os.environ.pop(SOURCES_VAR, None)
+        if payload is not None:
             os.environ[SOURCES_VAR] = payload
-        propagate = importlib.import_module("rl_accel.integrations.ray.propagate")
-        propagate.publish(SOURCES_VAR, payload)
-
-    # -- switches ------------------------------------------------------------------------------------------------
+        importlib.import_module("rl_accel.integrations.ray.propagate").publish(SOURCES_VAR, payload)
 
     def _bring_in_line(self) -> None:
         wanted = {slot.switch.name: slot for slot in self._wanted()}
-        for name in [name for name in self._slots if name not in wanted]:
-            self._drop(name)
-        for name, fresh in wanted.items():
-            slot = self._slots.get(name)
-            if slot is not None and slot.settings == fresh.settings and slot.named == fresh.named:
+        for name, slot in list(self._slots.items()):
+            fresh = wanted.get(name)
+            if fresh is not None and (fresh.settings, fresh.named) == (slot.settings, slot.named):
+                del wanted[name]
                 continue
-            if slot is not None:
-                self._drop(name)
-            self._slots[name] = fresh
-        for slot in [slot for slot in self._slots.values() if slot.hook is None]:
-            self._arm(slot)
+            if slot.refusal is None:
+                slot.switch.revert()
+            del self._slots[name]
+        self._slots.update(wanted)
+        for slot in wanted.values():
+            module = slot.switch.target.partition(":")[0]
+            when_imported(module, functools.partial(self._apply, slot))
 
     def _wanted(self) -> Iterator[_Slot]:
         on = False
@@ -176,23 +171,19 @@ class Runtime:
                 for module in feature.switches[framework]:
                     for switch in switches_of(module):
                         yield _Slot(switch, feature.name, named, self._flags[feature])
-        for framework, module in FLAG_READERS.items():
-            if (on or self._reads_flags) and is_installed(framework):
-                for switch in switches_of(module):
-                    yield _Slot(switch, _FLAG_READER, False, None)
-        for framework, module in LOGGERS.items():
-            if on and is_installed(framework):
-                for switch in switches_of(module):
-                    yield _Slot(switch, _LOGGER, False, None)
+        for owner, modules, wanted in (
+            (_FLAG_READER, FLAG_READERS, on or self._reads_flags),
+            (_LOGGER, LOGGERS, on),
+        ):
+            for framework, module in modules.items():
+                if wanted and is_installed(framework):
+                    for switch in switches_of(module):
+                        yield _Slot(switch, owner, False, None)
 
-    def _arm(self, slot: _Slot) -> None:
-        module = slot.switch.target.partition(":")[0]
-        slot.hook = when_imported(module, lambda _module: self._apply(slot))
-
-    def _apply(self, slot: _Slot) -> None:
+    def _apply(self, slot: _Slot, _module: ModuleType) -> None:
         with self._lock:
             if self._slots.get(slot.switch.name) is not slot:
-                return
+                return  # turned off while it waited
             try:
                 slot.switch.apply(slot.settings)
             except PatchRefused as error:
@@ -211,16 +202,6 @@ class Runtime:
             if slot.owner == refused.owner and slot.refusal is None:
                 slot.switch.revert()
                 slot.refusal = f"reverted, because {refused.switch.name} was refused"
-
-    def _drop(self, name: str) -> None:
-        slot = self._slots[name]
-        if slot.refusal is None:
-            slot.switch.revert()
-        if slot.hook is not None:
-            slot.hook.cancel()
-        del self._slots[name]
-
-    # -- status --------------------------------------------------------------------------------------------------
 
     def status(self) -> Status:
         """Return what is on in this process, read from the live modules."""
@@ -308,6 +289,3 @@ def enabled(**features: Any) -> Iterator[Status]:
         yield enable(**features)
     finally:
         RUNTIME.restore(before)
-
-
-__all__ = ["FRAMEWORK", "RUNTIME", "ConfigError", "RlAccelError", "disable", "enable", "enabled", "status"]

@@ -11,7 +11,7 @@ from rl_accel import __version__
 class SwitchState(enum.Enum):
     """What the live objects say. FOREIGN: it was on, then someone wrapped or replaced ours."""
 
-    PENDING = "pending"
+    PENDING = "waiting"
     APPLIED = "applied"
     FOREIGN = "foreign"
 

@@ -41,6 +41,12 @@ def test_a_bare_bool_switches_a_feature():
             {"gae": {"backend": "nunba"}},
             r"rl_accel\.gae\.backend wants one of .*found 'nunba' \(did you mean numba\?\)",
         ),
+        ({"sampler": {"cpu_share": 0.1}}, r"did you mean rl_accel\.sampler\.max_cpu_share\?"),
+        (
+            {"tp_replan": {"interval": 5}},
+            r"key rl_accel\.tp_replan\.interval; rl_accel\.tp_replan takes enable, action,",
+        ),
+        ({"tail_batching": {"domain_quotas": {"math": "all"}}}, r"domain_quotas wants dict.*found \{'math': 'all'\}"),
         ({"gae": {"backend": 3}}, r"rl_accel\.gae\.backend wants str, found 3 \(int\)"),
         ({"gae": {"threads": 0}}, r"rl_accel\.gae\.threads wants at least 1, found 0"),
         ({"gae": {"threads": 2.5}}, r"rl_accel\.gae\.threads wants int or null, found 2\.5"),
@@ -65,11 +71,6 @@ def test_a_wrong_flag_is_named(flags, message):
     with pytest.raises(ConfigError, match=message) as caught:
         resolve([("the source", flags)])
     assert str(caught.value).startswith("the source: ")
-
-
-def test_the_nearest_known_key_reaches_across_sections():
-    with pytest.raises(ConfigError, match=r"did you mean rl_accel\.sampler\.max_cpu_share\?"):
-        resolve([("test", {"sampler": {"cpu_share": 0.1}})])
 
 
 @pytest.mark.parametrize("text", ["gae: true", '{"gae": {"enable": true}}', "gae:\n  enable: true\n"])

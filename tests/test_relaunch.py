@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from rl_accel.relaunch import EXIT_CODE, NOTE_VAR, _merged
+from rl_accel.relaunch import EXIT_CODE, NOTE_VAR
 
 pytestmark = pytest.mark.slow
 
@@ -108,80 +108,56 @@ sys.exit(3)
     assert "restart 2 of at most 6, after step 9" in said
 
 
-def test_a_loop_ends_at_the_limit_with_the_code_of_the_run_and_a_line(start, tmp_path):
-    process = start(f"ask(number, 'tp=2'); sys.exit({EXIT_CODE})", "--max-restarts", "2")
+@pytest.mark.parametrize(
+    ("step", "options", "made", "words"),
+    [
+        ("number", ["--max-restarts", "2"], 3, "stopped after 2 restarts, the most allowed (--max-restarts)"),
+        ("5", [], 2, "stopped: step 5 asks for a restart again, no step was made since"),
+    ],
+)
+def test_a_loop_ends_with_the_code_of_the_run_and_a_line(start, tmp_path, step, options, made, words):
+    process = start(f"ask({step}, 'tp=2'); sys.exit({EXIT_CODE})", *options)
     assert process.wait(60) == EXIT_CODE
-    assert len(launches(tmp_path)) == 3
-    assert "stopped after 2 restarts, the most allowed (--max-restarts); to go on, add: tp=2" in process.stderr.read()
-
-
-def test_restarts_that_make_no_step_end_at_once(start, tmp_path):
-    process = start(f"ask(5, 'tp=2'); sys.exit({EXIT_CODE})")
-    assert process.wait(60) == EXIT_CODE
-    assert len(launches(tmp_path)) == 2
-    assert "step 5 asks for a restart again, no step was made since" in process.stderr.read()
-
-
-def test_a_note_that_cannot_be_read_is_none(start, tmp_path):
-    process = start(f"Path(os.environ['{NOTE_VAR}']).write_text('{{'); sys.exit(5)")
-    assert process.wait(60) == 5
-    assert "cannot be read" in process.stderr.read()
+    assert len(launches(tmp_path)) == made
+    assert f"{words}; to go on, add: tp=2" in process.stderr.read()
 
 
 def test_a_command_that_does_not_exist_is_127(clean_environment):
-    done = subprocess.run(
-        [sys.executable, "-m", "rl_accel", "run", "--", "/no/such/command"],
-        env=clean_environment,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "rl_accel", "run", "--", "/no/such/command"]
+    done = subprocess.run(command, env=clean_environment, capture_output=True, text=True)
     assert done.returncode == 127
     assert "cannot start /no/such/command" in done.stderr
 
 
-def test_a_signal_reaches_the_command_and_ends_the_relaunching(start, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_signal_reaches_the_command_and_one_that_ends_it_ends_the_relaunching(start, tmp_path, number):
     process = start(
-        """
+        f"""
 import signal
 def leave(number, frame):
     ask(3, "tp=2")
-    (here / "got").write_text(str(number))
     sys.exit(21)
-signal.signal(signal.SIGTERM, leave)
+if number == 2:
+    sys.exit(22)
+signal.signal({number}, leave)
 (here / "pid").write_text(str(os.getpid()))
 time.sleep(120)
 """
     )
     pid_in(tmp_path, "pid")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 21
-    assert (tmp_path / "got").read_text() == str(int(signal.SIGTERM))
-    assert len(launches(tmp_path)) == 1, "who stops a run does not want it back"
+    process.send_signal(number)
+    assert process.wait(60) == (21 if number == signal.SIGTERM else 22)
+    assert len(launches(tmp_path)) == (1 if number == signal.SIGTERM else 2), "who stops a run does not want it back"
 
 
-def test_a_signal_that_is_no_end_is_passed_on_too(start, tmp_path):
+def test_what_a_launch_leaves_behind_is_ended_before_the_next(start, tmp_path):
     process = start(
         """
-import signal
-signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(22))
-(here / "pid").write_text(str(os.getpid()))
-time.sleep(120)
-"""
-    )
-    pid_in(tmp_path, "pid")
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(60) == 22
-
-
-_LEAVES_ONE = """
 import subprocess
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
 (here / "left").write_text(str(child.pid))
 """
-
-
-def test_what_a_launch_leaves_behind_is_ended_before_the_next(start, tmp_path):
-    process = start(_LEAVES_ONE + "sys.exit(0)")
+    )
     assert process.wait(60) == 0
     assert gone(int((tmp_path / "left").read_text()))
     assert "ended what the launch left behind" in process.stderr.read()
@@ -194,7 +170,3 @@ def test_the_command_ends_when_the_relauncher_is_killed(start, tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait(30)
     until(lambda: gone(pid), 30)
-
-
-def test_overrides_of_one_key_replace_each_other():
-    assert _merged(["a=1", "b=2"], ["a=3"]) == ["b=2", "a=3"]

@@ -271,8 +271,8 @@ def test_doctor_shows_the_verl_that_is_imported(fake_verl, python, tmp_path):
     done = python("""
         from rl_accel.doctor import diagnose
         diagnosis = diagnose()
-        print(diagnosis.versions["verl"])
-        print({check.verdict for check in diagnosis.checks if check.feature == "tail_batching"})
+        print(diagnosis["versions"]["verl"])
+        print({check["verdict"] for check in diagnosis["checks"] if check["patch"].startswith("verl.tail_batching")})
     """)
     assert done.returncode == 0, done.stderr
     version, verdicts = done.stdout.splitlines()

@@ -6,16 +6,14 @@
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from rl_accel.errors import ConfigError
 from rl_accel.features import TP_REPLAN, TpReplanFlags
 from rl_accel.integrations.slime.hooks import flags_of
 from rl_accel.integrations.slime.rollout_log import LOG_SEAMS, Rollout
-from rl_accel.parallel.model_memory import TpBounds, read_configuration
-from rl_accel.parallel.planned_run import PlannedRun
-from rl_accel.parallel.tp_planner import TpPlanner
+from rl_accel.parallel.model_memory import FLAG, TpBounds, read_configuration
+from rl_accel.parallel.tp_planner import PlannedRun
 from rl_accel.patches.seams import SeamCheck
 from rl_accel.telemetry.server_counters import COUNTERS, Counters, Reading, ask_endpoints, fetch
 
@@ -30,7 +28,6 @@ ARGUMENTS = (
     "num_gpus_per_node",
 )
 """slime's, which this feature sets or reads."""
-_FLAG = "rl_accel.tp_replan"
 _MUST_BE_UNSET = {
     "rollout_external": "slime starts no engine with --rollout-external-engine-addrs",
     "prefill_num_servers": "prefill and decode have sizes of their own",
@@ -64,23 +61,17 @@ def bounds_of(args: Any, flags: TpReplanFlags) -> TpBounds:
         _refuse(
             "whole engines of whole pipelines", f"{gpus} GPUs", f"{size} for an engine, {stages} stages in a pipeline"
         )
-    model = read_configuration(str(args.hf_checkpoint))
-    if model is not None and _sglang(args, "quantization"):
-        model = {**model, "quantization_config": True}
     prompt, response = (getattr(args, f"rollout_max_{part}_len", None) or 0 for part in ("prompt", "response"))
-    try:
-        bounds = TpBounds(
-            flags,
-            gpus // stages,
-            args.num_gpus_per_node,
-            model=model,
-            max_tokens=getattr(args, "rollout_max_context_len", None) or (prompt and prompt + response),
-            memory_share=_sglang(args, "mem_fraction_static", 0.9),
-            bytes_per_value=4 if _sglang(args, "dtype") in ("float32", "float") else 2,
-            multiple_of=_sglang(args, "ep_size", 1),
-        )
-    except ValueError as error:
-        raise ConfigError(f"{_FLAG}: {error}") from error
+    bounds = TpBounds(
+        flags,
+        gpus // stages,
+        args.num_gpus_per_node,
+        model=read_configuration(str(args.hf_checkpoint), is_quantised=bool(_sglang(args, "quantization"))),
+        max_tokens=getattr(args, "rollout_max_context_len", None) or (prompt and prompt + response),
+        memory_share=_sglang(args, "mem_fraction_static", 0.9),
+        bytes_per_value=4 if _sglang(args, "dtype") in ("float32", "float") else 2,
+        multiple_of=_sglang(args, "ep_size", 1),
+    )
     if size // stages not in bounds.sizes:
         sizes = " or ".join(map(str, bounds.sizes))
         flag = f"--rollout-num-gpus-per-engine {size}, {bounds.why_not(size // stages)}"
@@ -88,26 +79,17 @@ def bounds_of(args: Any, flags: TpReplanFlags) -> TpBounds:
     return bounds
 
 
-@dataclass
-class _Watched:
-    """The run whose rollouts this process makes: slime's arguments, its servers' counters, and its planner once it has begun."""
-
-    args: Any
-    counters: Counters
-    planner: TpPlanner
-    run: PlannedRun | None = None
+_watched: tuple[Any, Counters, PlannedRun] | None = None
+"""slime's arguments, the counters of its servers, and the run whose rollouts this process makes."""
 
 
-_watched: _Watched | None = None
-
-
-def _watch(args: Any) -> _Watched:
+def _watch(args: Any) -> tuple[Counters, PlannedRun]:
     global _watched
-    if _watched is None or _watched.args is not args:
+    if _watched is None or _watched[0] is not args:
         flags = flags_of(args)[TP_REPLAN]
-        planner = TpPlanner(bounds_of(args, flags), flags.max_changes)
-        _watched = _Watched(args, Counters(_reader(args)), planner)
-    return _watched
+        run = PlannedRun(bounds_of(args, flags), flags.max_changes, args.save)
+        _watched = args, Counters(_reader(args)), run
+    return _watched[1:]
 
 
 def numbers_of(rollout: Rollout) -> dict[str, float]:
@@ -118,11 +100,9 @@ def numbers_of(rollout: Rollout) -> dict[str, float]:
     """
     if not _generates(rollout.args):
         return {}
-    watched, stages = _watch(rollout.args), _sglang(rollout.args, "pp_size", 1)
-    preemptions = watched.counters.take()
-    if watched.run is None:
-        watched.run = PlannedRun(watched.planner, rollout.args.save, resumed=rollout.number > 0)
-    change, numbers = watched.run.take_in(
+    counters, run = _watch(rollout.args)
+    stages, preemptions = _sglang(rollout.args, "pp_size", 1), counters.take()
+    change, numbers = run.take_in(
         rollout.number,
         rollout.metrics,
         tp=rollout.args.rollout_num_gpus_per_engine // stages,
@@ -133,7 +113,7 @@ def numbers_of(rollout: Rollout) -> dict[str, float]:
     if change is not None:
         flag = f"--rollout-num-gpus-per-engine {change.tp * stages}"
         advice = "rl-accel: tp_replan: advice after rollout %d: %s; for the next launch: %s"
-        logger.warning(advice, rollout.number, change, flag)
+        logger.warning(advice, rollout.number, change.reason, flag)
     return {PREFIX + name: value for name, value in numbers.items()}
 
 
@@ -144,7 +124,8 @@ def set_aside(args: Any) -> None:
         ConfigError: see :func:`bounds_of`.
     """
     if _generates(args):
-        _watch(args).counters.take()
+        counters, _ = _watch(args)
+        counters.take()
 
 
 def _generates(args: Any) -> bool:
@@ -158,7 +139,7 @@ def _sglang(args: Any, name: str, default: Any = None) -> Any:
 
 
 def _refuse(wanted: str, found: Any, reason: str) -> None:
-    raise ConfigError(f"{_FLAG} wants {wanted}, found {found} ({reason})")
+    raise ConfigError(f"{FLAG} wants {wanted}, found {found} ({reason})")
 
 
 def _reader(args: Any) -> Callable[[], dict[str, Reading | None]]:

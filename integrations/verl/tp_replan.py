@@ -13,13 +13,12 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
-from rl_accel.errors import ConfigError, refuse
+from rl_accel.errors import refuse
 from rl_accel.features import TpReplanFlags
 from rl_accel.integrations.ray import restart_note
 from rl_accel.integrations.verl.engines import ON_POLICY_MODES, counted_engines, engine_of, read_servers
-from rl_accel.parallel.model_memory import TpBounds, read_configuration
-from rl_accel.parallel.planned_run import PlannedRun
-from rl_accel.parallel.tp_planner import Decision, TpPlanner
+from rl_accel.parallel.model_memory import FLAG, TpBounds, read_configuration
+from rl_accel.parallel.tp_planner import Decision, PlannedRun
 from rl_accel.patches.seams import Registration, Seams
 from rl_accel.telemetry import metrics
 from rl_accel.telemetry.server_counters import Counters
@@ -28,7 +27,6 @@ logger = logging.getLogger("rl_accel")
 
 SEAMS: Seams = {"verl.trainer.ppo.v1.trainer_base:PPOTrainer.prepare_step": ("self",)}
 """verl 0.9.1 has it."""
-FLAG = "rl_accel.tp_replan"
 _refuse = functools.partial(refuse, FLAG)
 TP_KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -44,10 +42,6 @@ def wire(config: Any, flags: TpReplanFlags) -> None:
     Raises:
         ConfigError: something in ``config`` cannot go together with this feature, or no size is possible.
     """
-    if _get(config, "trainer.v1") is None:
-        import verl
-
-        raise ConfigError(f"{FLAG} wants verl 0.9.1 or later with its V1 trainer, found verl {verl.__version__}")
     if not _get(config, "trainer.use_v1", True):
         _refuse("trainer.use_v1", True, False)
     mode = _get(config, "trainer.v1.trainer_mode")
@@ -96,21 +90,16 @@ def bounds_of(config: Any, flags: TpReplanFlags) -> TpBounds:
     if gpus % others:
         _refuse(f"{_ROLLOUT}.data_parallel_size x pipeline_model_parallel_size", f"a divisor of {gpus} GPUs", others)
     lengths = (number(f"data.max_{part}_length", 0) for part in ("prompt", "response"))
-    model = read_configuration(str(_get(config, "actor_rollout_ref.model.path", "")), _copied)
-    if model is not None and _get(config, f"{_ROLLOUT}.quantization"):
-        model = {**model, "quantization_config": True}
-    try:
-        bounds = TpBounds(
-            flags,
-            gpus // others,
-            number("trainer.n_gpus_per_node"),
-            model=model,
-            max_tokens=number(f"{_ROLLOUT}.max_model_len", 0) or sum(lengths) or None,
-            memory_share=float(_get(config, f"{_ROLLOUT}.gpu_memory_utilization", 0.9)),
-            bytes_per_value=4 if _get(config, f"{_ROLLOUT}.dtype") == "float32" else 2,
-        )
-    except ValueError as error:
-        raise ConfigError(f"{FLAG}: {error}") from error
+    is_quantised = bool(_get(config, f"{_ROLLOUT}.quantization"))
+    bounds = TpBounds(
+        flags,
+        gpus // others,
+        number("trainer.n_gpus_per_node"),
+        model=read_configuration(str(_get(config, "actor_rollout_ref.model.path", "")), is_quantised, _copied),
+        max_tokens=number(f"{_ROLLOUT}.max_model_len", 0) or sum(lengths) or None,
+        memory_share=float(_get(config, f"{_ROLLOUT}.gpu_memory_utilization", 0.9)),
+        bytes_per_value=4 if _get(config, f"{_ROLLOUT}.dtype") == "float32" else 2,
+    )
     tp = number(TP_KEY)
     if tp not in bounds.sizes:
         _refuse(TP_KEY, f"one of {', '.join(map(str, bounds.sizes))}", tp, bounds.why_not(tp))
@@ -155,7 +144,7 @@ class StepObserver:
         self._flags, self._find_trainer = flags, find_trainer
         self._trainer: Any = None
         self._counters: Counters
-        self._run: PlannedRun | None = None
+        self._run: PlannedRun
         self._has_warned = False
 
     def __call__(self, _step: int, data: Mapping[str, Any]) -> dict[str, float]:
@@ -168,16 +157,17 @@ class StepObserver:
         if trainer is None:
             return {}
         if trainer is not self._trainer:
-            self._trainer, self._run, self._counters = trainer, None, _counters_of(trainer)
+            engine = engine_of(trainer.config)
+            bounds, folder = bounds_of(trainer.config, self._flags), _get(trainer.config, "trainer.default_local_dir")
+            self._counters = Counters(lambda: read_servers(engine, trainer.llm_server_manager.server_addresses))
+            self._run = PlannedRun(bounds, self._flags.max_changes, folder)
+            self._trainer = trainer
         preemptions = self._counters.take()
         if _STEP not in data:
             return {}
         step, tp = int(data[_STEP]), int(_get(trainer.config, TP_KEY))
         if preemptions and any(key.startswith("val-") for key in data):
             preemptions = None  # some of them are of the validation
-        if self._run is None:
-            planner = TpPlanner(bounds_of(trainer.config, self._flags), self._flags.max_changes)
-            self._run = PlannedRun(planner, _get(trainer.config, "trainer.default_local_dir"), resumed=step > 1)
         seconds, tokens = float(data.get("timing_s/gen") or 0.0), _tokens_of(data)
         if not (seconds and tokens) and not self._has_warned:
             self._has_warned = True
@@ -187,7 +177,7 @@ class StepObserver:
         change, numbers = self._run.take_in(step, data, tp=tp, preemptions=preemptions, seconds=seconds, tokens=tokens)
         if change is not None:
             kind = "advice" if self._flags.action == "advise" else "decision"
-            logger.warning("rl-accel: tp_replan: %s after step %d: %s", kind, step, change)
+            logger.warning("rl-accel: tp_replan: %s after step %d: %s", kind, step, change.reason)
             if self._flags.action == "restart":
                 restart(trainer, step, change)
         return {f"tp_replan/{name}": value for name, value in numbers.items()}
@@ -201,11 +191,6 @@ def _tokens_of(data: Mapping[str, Any]) -> float:
     if not both or not response or prompt is None:
         return 0.0
     return float(both) * float(response) / (float(response) + float(prompt))
-
-
-def _counters_of(trainer: Any) -> Counters:
-    engine = engine_of(trainer.config)
-    return Counters(lambda: read_servers(engine, trainer.llm_server_manager.server_addresses))
 
 
 def restart(trainer: Any, step: int, decision: Decision) -> None:

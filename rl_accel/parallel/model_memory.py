@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_accel.errors import ConfigError
 from rl_accel.features import TpReplanFlags
 
+FLAG = "rl_accel.tp_replan"
 KNOWN_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """``model_type`` of the families whose key-value cache is that of :meth:`ModelMemory.kv_bytes_per_token`."""
 MIN_SEQUENCES = 4
@@ -17,17 +19,10 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """What weights and cache of a model take.
-
-    Attributes:
-        parameters: of the whole model.
-        kv_parameters: those of the key and value projections, of which a GPU holds at least one head.
-        kv_heads: attention heads for keys and values.
-        layers, head_dim: what the key-value cache is made of.
-    """
+    """What weights and cache of a model take. A GPU holds at least one of the attention heads for keys and values."""
 
     parameters: int
-    kv_parameters: int
+    kv_parameters: int  # of the key and value projections
     kv_heads: int
     layers: int
     head_dim: int
@@ -70,24 +65,25 @@ def read_memory(configuration: Mapping[str, Any]) -> ModelMemory | None:
     )
 
 
-def read_configuration(path: str, fetch: Callable[[str], str] = str) -> Mapping[str, Any] | None:
+def read_configuration(path: str, is_quantised: bool, fetch: Callable[[str], str] = str) -> Mapping[str, Any] | None:
     """Return a model's Hugging Face configuration; None if it cannot be read here (:attr:`TpBounds.note` then says so).
 
     Args:
         path: a folder, or the name of a model.
+        is_quantised: by the engine, whatever the configuration says.
         fetch: makes of what is no folder here something that transformers finds.
     """
     try:
         file = Path(path) / "config.json"
         if file.is_file():
-            config: Mapping[str, Any] = json.loads(file.read_text())
-            return config
-        from transformers import AutoConfig
+            config = json.loads(file.read_text())
+        else:
+            from transformers import AutoConfig
 
-        fetched: dict[str, Any] = AutoConfig.from_pretrained(fetch(path)).to_dict()
-        return fetched
+            config = AutoConfig.from_pretrained(fetch(path)).to_dict()
     except Exception:  # of the file system, of the hub, of code that comes with a model
         return None
+    return {**config, "quantization_config": True} if is_quantised else config
 
 
 class TpBounds:
@@ -99,7 +95,7 @@ class TpBounds:
     Args:
         flags: the user's bounds and the memory of a GPU.
         world_size: GPUs for rollout, over the data- and pipeline-parallel size of a server.
-        gpus_per_node: None: all of them are in one node.
+        gpus_per_node: of the cluster.
         model: configuration of the model as a mapping (``config.json``). If the family is unknown, what it says of heads still
             bounds, and memory does not.
         max_tokens: greatest length of a sequence, prompt and response.
@@ -112,14 +108,14 @@ class TpBounds:
         note: what is left out of the bounds for want of knowledge; empty if nothing is.
 
     Raises:
-        ValueError: no size is possible; names the reason for each.
+        ConfigError: no size is possible; names the reason for each.
     """
 
     def __init__(
         self,
         flags: TpReplanFlags,
         world_size: int,
-        gpus_per_node: int | None = None,
+        gpus_per_node: int,
         *,
         model: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
@@ -127,66 +123,68 @@ class TpBounds:
         bytes_per_value: int = 2,
         multiple_of: int = 1,
     ) -> None:
-        self._flags, self._world_size, self._max_tokens = flags, world_size, max_tokens
-        self._gpus_per_node = gpus_per_node or world_size
-        self._share, self._bytes, self._multiple_of = memory_share, bytes_per_value, multiple_of
-        self._model = model or {}
-        self._memory = read_memory(self._model) if flags.memory_gb is not None else None
-        self.note = self._what_is_unknown()
-        self._obstacles = {size: list(self._find_obstacles(size)) for size in range(1, world_size + 1)}
-        self.sizes = tuple(size for size, obstacles in self._obstacles.items() if not obstacles)
+        model = model or {}
+        memory = read_memory(model) if flags.memory_gb is not None else None
+        counts = (model.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
+        heads, kv_heads = (
+            count if isinstance(count, int) else 0 for count in counts
+        )  # 0: not known, and bounds nothing
+        mlp_sizes = _mlp_sizes(model)
+
+        def obstacles(size: int) -> Iterator[str]:
+            if world_size % size:
+                yield f"does not divide {world_size} GPUs"
+            if size % multiple_of:
+                yield f"is no multiple of {multiple_of}"
+            if size > gpus_per_node:
+                yield f"is more than the {gpus_per_node} GPUs of a node"
+            elif world_size > gpus_per_node and gpus_per_node % size:
+                yield f"does not divide the {gpus_per_node} GPUs of a node"
+            if size < flags.min_tp:
+                yield f"is below min_tp = {flags.min_tp}"
+            if flags.max_tp is not None and size > flags.max_tp:
+                yield f"is above max_tp = {flags.max_tp}"
+            if heads % size:
+                yield f"does not divide {heads} attention heads"
+            if kv_heads % size and size % kv_heads:
+                yield f"neither divides {kv_heads} key-value heads nor is divided by them"
+            for inner in mlp_sizes:
+                if inner % size:
+                    yield f"does not divide the MLP size {inner}"
+            if memory is not None and flags.memory_gb is not None:
+                available = flags.memory_gb * memory_share
+                weights = memory.weight_bytes(size, bytes_per_value) / _GIB
+                tokens = MIN_SEQUENCES * (max_tokens or 1)
+                cache = tokens * memory.kv_bytes_per_token(size, bytes_per_value) / _GIB
+                if weights + cache > available:
+                    needs = f"{weights:.1f} GiB a GPU for weights and {cache:.1f} for {tokens} tokens of cache"
+                    yield f"needs {needs}, and has {available:.1f}"
+
+        self._obstacles = {size: ", ".join(obstacles(size)) for size in range(1, world_size + 1)}
+        self.sizes = tuple(size for size, words in self._obstacles.items() if not words)
+        if flags.memory_gb is None:
+            self.note = "memory is not bounded: memory_gb is not set"
+        elif memory is None:
+            self.note = (
+                "memory is not bounded: the model is quantised, cannot be read, or is of a family that is not known"
+            )
+        else:
+            self.note = "" if max_tokens else "memory is bounded for weights alone: the longest sequence is not known"
         if not self.sizes:
-            divisors = [size for size in self._obstacles if world_size % size == 0]
-            reasons = "; ".join(f"TP {size}: {self.why_not(size)}" for size in divisors)
-            raise ValueError(f"no tensor-parallel size is possible on {world_size} GPUs: {reasons}")
+            reasons = "; ".join(
+                f"TP {size}: {words}" for size, words in self._obstacles.items() if world_size % size == 0
+            )
+            raise ConfigError(f"{FLAG}: no tensor-parallel size is possible on {world_size} GPUs: {reasons}")
 
     def why_not(self, size: int) -> str:
         """Return why ``size`` is impossible, or an empty string."""
-        return ", ".join(self._obstacles.get(size, [f"there are {self._world_size} GPUs"]))
+        return self._obstacles.get(size, f"there are {len(self._obstacles)} GPUs")
 
-    def _find_obstacles(self, size: int) -> Iterator[str]:
-        if self._world_size % size:
-            yield f"does not divide {self._world_size} GPUs"
-        if size % self._multiple_of:
-            yield f"is no multiple of {self._multiple_of}"
-        if size > self._gpus_per_node:
-            yield f"is more than the {self._gpus_per_node} GPUs of a node"
-        elif self._world_size > self._gpus_per_node and self._gpus_per_node % size:
-            yield f"does not divide the {self._gpus_per_node} GPUs of a node"
-        if size < self._flags.min_tp:
-            yield f"is below min_tp = {self._flags.min_tp}"
-        if self._flags.max_tp is not None and size > self._flags.max_tp:
-            yield f"is above max_tp = {self._flags.max_tp}"
-        heads, kv_heads = (self._model.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
-        if isinstance(heads, int) and heads > 0 and heads % size:
-            yield f"does not divide {heads} attention heads"
-        if isinstance(kv_heads, int) and kv_heads > 0 and kv_heads % size and size % kv_heads:
-            yield f"neither divides {kv_heads} key-value heads nor is divided by them"
-        for inner in self._mlp_sizes():
-            if inner % size:
-                yield f"does not divide the MLP size {inner}"
-        if self._memory is not None and self._flags.memory_gb is not None:
-            available = self._flags.memory_gb * self._share
-            weights = self._memory.weight_bytes(size, self._bytes) / _GIB
-            tokens = MIN_SEQUENCES * (self._max_tokens or 1)
-            cache = tokens * self._memory.kv_bytes_per_token(size, self._bytes) / _GIB
-            if weights + cache > available:
-                needs = f"{weights:.1f} GiB a GPU for weights and {cache:.1f} for {tokens} tokens of cache"
-                yield f"needs {needs}, and has {available:.1f}"
 
-    def _mlp_sizes(self) -> list[int]:
-        """Inner sizes of the MLP layers, of experts where there are any."""
-        of_experts = [self._model.get(f"{which}_intermediate_size") for which in ("moe", "shared_expert")]
-        sizes = of_experts if any(of_experts) else [self._model.get("intermediate_size")]
-        return (
-            [size for size in sizes if isinstance(size, int) and size > 0]
-            if self._model.get("model_type") in KNOWN_FAMILIES
-            else []
-        )
-
-    def _what_is_unknown(self) -> str:
-        if self._flags.memory_gb is None:
-            return "memory is not bounded: memory_gb is not set"
-        if self._memory is None:
-            return "memory is not bounded: the model is quantised, cannot be read, or is of a family that is not known"
-        return "" if self._max_tokens else "memory is bounded for weights alone: the longest sequence is not known"
+def _mlp_sizes(model: Mapping[str, Any]) -> list[int]:
+    """Inner sizes of the MLP layers of a known family, of experts where there are any."""
+    if model.get("model_type") not in KNOWN_FAMILIES:
+        return []
+    of_experts = [model.get(f"{which}_intermediate_size") for which in ("moe", "shared_expert")]
+    sizes = of_experts if any(of_experts) else [model.get("intermediate_size")]
+    return [size for size in sizes if size]

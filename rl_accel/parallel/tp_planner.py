@@ -1,20 +1,30 @@
 """When to change the tensor-parallel size (TP) of the rollout: RollPacker (NSDI'26, section 4), and a check that a change paid.
 
-Pure: no clock, no processes, no files. Report each step with :meth:`TpPlanner.step`; carrying out the answer is up to the caller.
+:class:`TpPlanner` decides, without clock or files; :class:`PlannedRun` shows it the steps of a run, also those of earlier launches.
 """
 
+import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from rl_accel.files import write_atomically
 from rl_accel.parallel.model_memory import TpBounds
+from rl_accel.rollout.driver import METRICS_PREFIX as TAIL_BATCHING
+
+logger = logging.getLogger("rl_accel")
+
+STATE_FILE = "rl_accel_tp_replan.json"
+"""Beside the checkpoints: the steps that the planner has seen."""
 
 RoundKind = Literal["short", "long", "all"]
 """short, long: rounds of tail batching. all: steps without rounds, and final rounds."""
-Change = Literal["keep", "raise", "lower", "roll back"]
+Change = Literal["raise", "lower", "roll back"]
 
 RAISE_ABOVE = 1.05
 """Preemptions over their reference beyond which TP doubles (published)."""
@@ -39,10 +49,8 @@ RETRY_STEPS = 25
 WINDOW = 80
 """Steps that are remembered: sixteen long rounds where every fifth round is long."""
 
-_VERSION = 2
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Observation:
     """One training step.
 
@@ -50,65 +58,38 @@ class Observation:
         kind: of its round.
         tp: the size that it ran at, whatever was decided before.
         preemptions: sequences evicted from the key-value caches of all servers in this step; None: unknown, which is not 0.
-        rollout_seconds: from the first launch until the batch was complete.
-        tokens: generated in that time, those of aborted responses too.
-
-    Raises:
-        ValueError: an argument is out of range. Some engines report -1 preemptions for unknown: that is an error.
+        rollout_seconds: from the first launch until the batch was complete; above 0.
+        tokens: generated in that time, those of aborted responses too; above 0.
     """
 
     kind: RoundKind
-    _: KW_ONLY
     tp: int
     preemptions: int | None
     rollout_seconds: float
     tokens: int
 
-    def __post_init__(self) -> None:
-        is_counted = self.preemptions is None or self.preemptions >= 0
-        if not (
-            self.kind in get_args(RoundKind) and is_counted and 0 < self.rollout_seconds < math.inf and self.tokens > 0
-        ):
-            wanted = f"kind {' or '.join(get_args(RoundKind))}, preemptions of at least 0 or None, seconds and tokens above 0"
-            raise ValueError(f"a step wants {wanted}, found {self}")
-
 
 @dataclass(frozen=True)
 class Decision:
-    """What the next step should run at.
+    """A change of the size.
 
     Attributes:
         tp: the size for the next step.
-        change: what that is to the size of the step just seen. roll back: to the size before the last change.
-        reason: why, in one line, with the numbers.
-        expected: the effect of the change, in words.
+        change: roll back: to the size before the last change.
+        reason: why, and what to expect, in one line with the numbers.
     """
 
     tp: int
     change: Change
     reason: str
-    expected: str = "nothing changes"
-
-    def __str__(self) -> str:
-        return f"{self.reason}; expected: {self.expected}"
 
 
 class TpPlanner:
     """Decisions about one size for all rounds of a run.
 
-    **Raise.** TP doubles when preemptions are more than :data:`RAISE_ABOVE` times their reference and the rise is more than noise
-    (:func:`find_rise`).
-
-    **Lower.** TP halves after :data:`CALM_STEPS` steps in a row without a preemption, unless the latest round of another kind had
-    some.
-
-    **Check.** After either, rollout seconds per token are compared with those before (:func:`compare_speed`). If they rose, the
-    change is rolled back. While a check lasts, nothing else is changed.
-
-    **Hold.** A change that was rolled back, or asked for and not carried out, is not asked for again for :data:`RETRY_STEPS`, twice
-    as long each time. A raise that stands is not lowered again for as long.
-
-    **Unknown preemptions.** Nothing is raised or lowered. A check goes on, and may roll back: it needs no preemptions.
+    TP doubles when preemptions rise (:func:`find_rise`) and halves after steps without any. Either is checked afterwards by rollout
+    seconds per token (:func:`compare_speed`), which may roll it back; until then nothing else is changed. The page on TP replan of
+    the documentation has the whole rule.
 
     The planner believes ``Observation.tp``: at a size that it did not ask for it starts anew.
 
@@ -120,19 +101,15 @@ class TpPlanner:
     def __init__(self, bounds: TpBounds, max_changes: int = 6) -> None:
         self.bounds = bounds
         self._max_changes = max_changes
-        self._steps = self._changes = self._tp = 0
+        self._steps = self._tp = 0
+        self.changes = 0  # carried out so far
         self._asked: tuple[int, Change] | None = None
         self._history: list[Observation] = []
         self._before: list[Observation] = []  # at the size before the last change, while that is being checked
         self._holds: dict[tuple[int, int], tuple[int, int]] = {}  # (from, to): until which step, and how often so far
 
-    @property
-    def changes(self) -> int:
-        """Changes carried out so far."""
-        return self._changes
-
-    def step(self, seen: Observation) -> Decision:
-        """Take in a step, and say what the next one should run at.
+    def step(self, seen: Observation) -> Decision | None:
+        """Take in a step, and say what the next one should run at; None: the same size.
 
         Raises:
             ValueError: the step ran at an impossible size.
@@ -144,9 +121,7 @@ class TpPlanner:
         self._history = [*self._history, seen][-WINDOW:]
         if self._before:
             return self._check()
-        if seen.preemptions is None:
-            return self._keep("preemptions are unknown, which is not none")
-        return self._plan()
+        return None if seen.preemptions is None else self._plan()
 
     def _settle(self, tp: int) -> None:
         """Find out what became of the change asked for last."""
@@ -159,48 +134,34 @@ class TpPlanner:
         self._tp, self._history, self._before = tp, [], []
         if asked is None or asked[0] != tp:
             return
-        self._changes += 1
+        self.changes += 1
         if asked[1] == "roll back":
             self._hold(tp, was)
         else:
             self._before = before[-CHECK_STEPS[1] :]
 
-    def _plan(self) -> Decision:
-        steps_by_kind = _by_kind([step for step in self._history if step.preemptions is not None])
+    def _plan(self) -> Decision | None:
         rise = find_rise(self._history)
         if rise is not None and rise.value > RAISE_ABOVE:
-            reason = f"preemptions are {rise}"
-            if rise.is_noise:
-                return self._keep(f"{reason}, which may be noise")
-            return self._change(2 * self._tp, "raise", f"{reason}, more than {RAISE_ABOVE:g}")
+            reason = f"preemptions are {rise}, more than {RAISE_ABOVE:g}"
+            return None if rise.is_noise else self._change(2 * self._tp, "raise", reason)
         calm = _calm_steps(self._history)
-        if calm >= CALM_STEPS and not any(steps[-1].preemptions for steps in steps_by_kind.values()):
-            reason = f"{calm} steps in a row without a preemption"
-            if self._tp % 2:
-                return self._keep(f"{reason}, but TP {self._tp} cannot be halved")
-            return self._change(self._tp // 2, "lower", reason)
-        if rise is None:
-            have = ", ".join(f"{len(steps)} {kind}" for kind, steps in steps_by_kind.items())
-            return self._keep(
-                f"no reference yet, it takes {REFERENCE_STEPS[0] + CONFIRM_STEPS} steps of a kind, have {have}"
-            )
-        return self._keep(f"preemptions are {rise}, not more than {RAISE_ABOVE:g}")
+        counted = [step for step in self._history if step.preemptions is not None]
+        if calm < CALM_STEPS or self._tp % 2 or any(steps[-1].preemptions for steps in _by_kind(counted).values()):
+            return None
+        return self._change(self._tp // 2, "lower", f"{calm} steps in a row without a preemption")
 
-    def _change(self, target: int, change: Change, reason: str) -> Decision:
-        if target not in self.bounds.sizes:
-            return self._keep(f"{reason}, but TP {target} is not possible: {self.bounds.why_not(target)}")
-        if self._changes + 2 > self._max_changes:
-            made = f"{self._changes} of at most {self._max_changes} changes are made"
-            return self._keep(f"{reason}, but {made}, and one is kept for rolling back")
+    def _change(self, target: int, change: Change, reason: str) -> Decision | None:
+        if target not in self.bounds.sizes or self.changes + 2 > self._max_changes:
+            return None
         return self._ask(target, change, reason, "unknown until tried; the published gain is 1 to 4% of a step")
 
-    def _check(self) -> Decision:
+    def _check(self) -> Decision | None:
         """Roll the last change back, or let it stand, or wait for more steps."""
         was, after = self._before[-1].tp, self._history[1:]  # the first step at a size is slow: cold caches and graphs
-        have = {kind: sum(step.kind == kind for step in after) for kind in _by_kind(self._before)}
-        if min(have.values()) < CHECK_STEPS[0] and len(after) < CHECK_STEPS[1]:
-            words = ", ".join(f"{count} {kind}" for kind, count in have.items())
-            return self._keep(f"comparing with TP {was} over {CHECK_STEPS[0]} steps of each round kind, have {words}")
+        fewest = min(sum(step.kind == kind for step in after) for kind in _by_kind(self._before))
+        if fewest < CHECK_STEPS[0] and len(after) < CHECK_STEPS[1]:
+            return None
         ratio = compare_speed(self._before, after)
         if ratio is not None and ratio.value > 1 + SLOWER and not ratio.is_noise:
             reason = f"TP {self._tp} is slower than TP {was}, rollout seconds per token are {ratio}"
@@ -208,63 +169,18 @@ class TpPlanner:
         self._before = []
         if self._tp > was:
             self._hold(self._tp, was)
-        if ratio is None:
-            return self._keep(f"TP {was} and {self._tp} cannot be compared, no round kind was seen at both")
-        return self._keep(f"the change from TP {was} stands, rollout seconds per token are {ratio}")
+        return None
 
-    def _ask(self, target: int, change: Change, reason: str, expected: str) -> Decision:
+    def _ask(self, target: int, change: Change, reason: str, expected: str) -> Decision | None:
         until, _ = self._holds.get((self._tp, target), (0, 0))
         if self._steps < until:
-            return self._keep(
-                f"{reason}, but TP {self._tp} to {target} is not tried again for {until - self._steps} steps"
-            )
+            return None
         self._asked = target, change
-        return Decision(target, change, f"{change} TP {self._tp} to {target}: {reason}", expected)
-
-    def _keep(self, reason: str) -> Decision:
-        return Decision(self._tp, "keep", f"keep TP {self._tp}: {reason}")
+        return Decision(target, change, f"{change} TP {self._tp} to {target}: {reason}; expected: {expected}")
 
     def _hold(self, source: int, target: int) -> None:
         _, times = self._holds.get((source, target), (0, 0))
         self._holds[source, target] = self._steps + RETRY_STEPS * 2 ** min(times, 20), times + 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, ready for JSON, also right after a decision that is carried out by restarting."""
-        return {
-            "version": _VERSION,
-            "steps": self._steps,
-            "changes": self._changes,
-            "tp": self._tp,
-            "asked": list(self._asked) if self._asked else None,
-            "history": [asdict(step) for step in self._history],
-            "before": [asdict(step) for step in self._before],
-            "holds": [[*sizes, *hold] for sizes, hold in self._holds.items()],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved state. The bounds may be others: a change is not rolled back to a size that has become impossible.
-
-        Raises:
-            ValueError: the state is of another version, or damaged; nothing has changed then.
-        """
-        if not isinstance(state, Mapping) or state.get("version") != _VERSION:
-            raise ValueError(f"state of the TP planner must be of version {_VERSION}")
-        resumed = TpPlanner(self.bounds, self._max_changes)
-        try:
-            resumed._restore(state)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"state of the TP planner is damaged: {type(error).__name__}: {error}") from error
-        self.__dict__.update(resumed.__dict__)
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        self._steps, self._changes, self._tp = (int(state[key]) for key in ("steps", "changes", "tp"))
-        if state["asked"] is not None:
-            target, change = state["asked"]
-            self._asked = int(target), change
-        self._history, before = ([Observation(**step) for step in state[key]] for key in ("history", "before"))
-        self._before = before if before and before[-1].tp in self.bounds.sizes else []
-        for source, target, until, times in state["holds"]:
-            self._holds[int(source), int(target)] = int(until), int(times)
 
 
 @dataclass(frozen=True)
@@ -348,3 +264,93 @@ def _by_kind(history: Sequence[Observation]) -> dict[str, list[Observation]]:
 def _calm_steps(history: Sequence[Observation]) -> int:
     """How many steps there are since the last one with preemptions, or with an unknown number."""
     return next((i for i, step in enumerate(reversed(history)) if step.preemptions != 0), len(history))
+
+
+class PlannedRun:
+    """Shows a planner the steps of a run.
+
+    Args:
+        bounds: the possible sizes.
+        max_changes: of the planner.
+        folder: of the checkpoints; None: nothing is kept.
+    """
+
+    def __init__(self, bounds: TpBounds, max_changes: int, folder: str | None) -> None:
+        self._planner = TpPlanner(bounds, max_changes)
+        self._file = Path(folder) / STATE_FILE if folder else None
+        self._seen: list[dict[str, Any]] | None = None
+        if bounds.note:
+            logger.info("rl-accel: tp_replan: %s", bounds.note)
+
+    def take_in(
+        self,
+        number: int,
+        metrics: Mapping[str, Any],
+        *,
+        tp: int,
+        preemptions: int | None,
+        seconds: float,
+        tokens: float,
+    ) -> tuple[Decision | None, dict[str, float]]:
+        """Take in a step, and keep it. At the first one, the planner is shown those before it that earlier launches have kept.
+
+        Args:
+            number: of the step or rollout.
+            metrics: its other numbers; with tail batching they tell the kind of its round and all the tokens generated.
+            tp: the size that it ran at.
+            preemptions: of all servers; None: unknown.
+            seconds, tokens: of its rollout; 0: unknown, and nothing is decided.
+
+        Returns:
+            The change of size that is wanted, if one is, and the numbers for the log by name.
+        """
+        if self._seen is None:
+            self._seen = self._replay(number)
+        tokens = float(metrics.get(TAIL_BATCHING + "tokens_generated") or tokens)
+        change = None
+        if seconds > 0 and tokens >= 1:
+            seen = Observation(
+                kind=_kind_of(metrics),
+                tp=tp,
+                preemptions=preemptions,
+                rollout_seconds=float(seconds),
+                tokens=round(tokens),
+            )
+            change = self._planner.step(seen)
+            self._seen.append({"step": number, **asdict(seen)})
+            self._save()
+        wanted = tp if change is None else change.tp
+        numbers = {"tp": float(tp), "wanted_tp": float(wanted), "changes": float(self._planner.changes)}
+        return change, numbers if preemptions is None else {**numbers, "preemptions": float(preemptions)}
+
+    def _replay(self, first: int) -> list[dict[str, Any]]:
+        """Show the planner the kept steps before ``first`` whose size is still possible, and return them."""
+        if self._file is None or not self._file.is_file():
+            return []
+        try:
+            kept = json.loads(self._file.read_text())["steps"]
+            steps = [
+                (step, Observation(**{key: value for key, value in step.items() if key != "step"})) for step in kept
+            ]
+            earlier = [(step, seen) for step, seen in steps if step["step"] < first]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("rl-accel: tp_replan begins anew, %s cannot be used: %r", self._file, error)
+            return []
+        possible = [(step, seen) for step, seen in earlier if seen.tp in self._planner.bounds.sizes]
+        for _, seen in possible:
+            self._planner.step(seen)
+        return [step for step, _ in possible]
+
+    def _save(self) -> None:
+        if self._file is None:
+            return
+        try:
+            write_atomically(self._file, json.dumps({"steps": self._seen}))
+        except OSError as error:
+            logger.warning("rl-accel: tp_replan: %s could not be written: %s", self._file, error)
+
+
+def _kind_of(metrics: Mapping[str, Any]) -> RoundKind:
+    if metrics.get(TAIL_BATCHING + "short_round"):
+        return "short"
+    return "long" if metrics.get(TAIL_BATCHING + "long_round") else "all"

@@ -49,48 +49,29 @@ def test_weights_are_shared_out_but_for_key_value_heads():
     assert shape.kv_bytes_per_token(16) == shape.kv_bytes_per_token(8)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{}, {"model_type": "deepseek_v3"}, {**QWEN3_8B, "quantization_config": {"quant_method": "fp8"}}],
-    ids=["no family", "unknown family", "quantised"],
-)
-def test_nothing_is_guessed(config):
-    assert read_memory(config) is None
-
-
 # Which sizes are possible
 
 
-def bounds(world_size=8, gpus_per_node=8, model=QWEN3_8B, max_tokens=32768, memory_share=0.9, **flags):
-    return TpBounds(
-        TpReplanFlags(**flags), world_size, gpus_per_node, model=model, max_tokens=max_tokens, memory_share=memory_share
-    )
+def bounds(world_size=8, gpus_per_node=8, model=QWEN3_8B, max_tokens=32768, memory_share=0.9, multiple_of=1, **flags):
+    given = {"model": model, "max_tokens": max_tokens, "memory_share": memory_share, "multiple_of": multiple_of}
+    return TpBounds(TpReplanFlags(**flags), world_size, gpus_per_node, **given)
 
 
 @pytest.mark.parametrize(
     ("arguments", "sizes"),
     [
-        ({}, (1, 2, 4, 8)),
         ({"world_size": 32}, (1, 2, 4, 8)),
-        ({"world_size": 12, "gpus_per_node": 12}, (1, 2, 4)),
         ({"world_size": 24, "gpus_per_node": 6}, (1, 2)),
-        ({"world_size": 16, "gpus_per_node": None}, (1, 2, 4, 8, 16)),
         ({"min_tp": 2, "max_tp": 4}, (2, 4)),
-        ({"model": {**QWEN3_8B, "num_attention_heads": 28, "num_key_value_heads": 4}}, (1, 2, 4)),
-        ({"model": {**QWEN3_8B, "num_attention_heads": 24, "num_key_value_heads": 3}, "world_size": 12}, (1,)),
+        ({"multiple_of": 4}, (4, 8)),
         ({"model": {**QWEN3_8B, "intermediate_size": 12290}}, (1, 2)),
         ({"model": None, "world_size": 6}, (1, 2, 3, 6)),
-        ({"model": {"model_type": "other", "num_attention_heads": 12}, "world_size": 8}, (1, 2, 4)),
+        ({"model": {"model_type": "other", "num_attention_heads": 12}}, (1, 2, 4)),
+        ({"model": {"model_type": "other", "num_attention_heads": [12, 8]}}, (1, 2, 4, 8)),
     ],
 )
 def test_possible_sizes(arguments, sizes):
     assert bounds(**arguments).sizes == sizes
-
-
-def test_sizes_are_multiples_of_what_splits_an_engine_itself():
-    split = TpBounds(TpReplanFlags(), 8, 8, multiple_of=4)
-    assert split.sizes == (4, 8)
-    assert split.why_not(2) == "is no multiple of 4"
 
 
 def test_memory_for_weights_and_cache():
@@ -108,8 +89,6 @@ def test_memory_for_weights_and_cache():
         ({"memory_gb": 80.0}, ""),
         ({}, "memory_gb is not set"),
         ({"memory_gb": 80.0, "max_tokens": None}, "bounded for weights alone"),
-        ({"memory_gb": 80.0, "model": None}, "not bounded: the model"),
-        ({"memory_gb": 80.0, "model": {"model_type": "mamba"}}, "not bounded: the model"),
         ({"memory_gb": 80.0, "model": {**QWEN3_8B, "quantization_config": {"bits": 8}}}, "not bounded: the model"),
     ],
 )
@@ -123,11 +102,10 @@ def test_bounds_that_nothing_satisfies_name_every_reason():
     with pytest.raises(ValueError, match="no tensor-parallel size is possible on 12 GPUs") as error:
         bounds(world_size=12, gpus_per_node=4, min_tp=4, memory_gb=8.0)
     reasons = dict(part.split(": ", 1) for part in str(error.value).split("12 GPUs: ")[1].split("; "))
-    assert list(reasons) == ["TP 1", "TP 2", "TP 3", "TP 4", "TP 6", "TP 12"]
-    assert "min_tp = 4" in reasons["TP 1"]
-    assert "32 attention heads" in reasons["TP 3"]
-    assert "has 7.2" in reasons["TP 4"]
-    assert "more than the 4 GPUs of a node" in reasons["TP 12"]
+    words = ["min_tp = 4", "min_tp = 4", "32 attention heads", "has 7.2", "the 4 GPUs of a node", "4 GPUs of a node"]
+    for size, part in zip((1, 2, 3, 4, 6, 12), words, strict=True):
+        assert part in reasons.pop(f"TP {size}")
+    assert reasons == {}
 
 
 @settings(deadline=None, max_examples=30)

@@ -1,9 +1,7 @@
 """Advice about the tensor-parallel size on slime. With SLIME_ROOT: slime's own rollouts and log, over HTTP from the CPU server."""
 
 import asyncio
-import http.server
 import json
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +10,9 @@ import yaml
 from rl_accel.errors import ConfigError
 from rl_accel.features import TpReplanFlags
 from rl_accel.integrations.slime import custom_config, hooks, rollout_log, tp_replan
-from rl_accel.parallel.planned_run import STATE_FILE
+from rl_accel.parallel.tp_planner import STATE_FILE
 from rl_accel.runtime import RUNTIME
+from rl_accel.telemetry import server_counters
 
 ON = TpReplanFlags(enable=True)
 RISE = [12] * 6 + [60] * 2
@@ -74,13 +73,6 @@ def test_an_action_that_slime_has_no_seam_for_is_refused_when_the_file_is_made_c
         hooks.megatron_init(arguments_of(**content))
 
 
-def test_a_run_whose_engines_have_an_impossible_size_ends_before_its_first_rollout(arguments_of):
-    content = custom_config.make(["tp_replan"], {"tp_replan": {"min_tp": 2}})
-    with pytest.raises(ConfigError, match="TP 2 or 4, found 1"):
-        hooks.megatron_init(arguments_of(**content))
-    hooks.megatron_init(arguments_of(**content, rollout_num_gpus_per_engine=2))
-
-
 def test_features_share_the_function_that_logs_and_another_is_refused(tmp_path):
     content = custom_config.make(["tp_replan", "reward_timeout", "gae"], {})
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(content))
@@ -93,38 +85,21 @@ def test_features_share_the_function_that_logs_and_another_is_refused(tmp_path):
 # What goes in and comes out of a rollout
 
 
-class Cluster:
-    """A router and its servers in one: ``/workers`` lists ``ids``, ``/metrics`` has ``counts``; what is None is not there."""
-
-    def __init__(self):
-        self.ids, self.count = ["a"], 0
-
-
 @pytest.fixture
-def cluster():
-    state = Cluster()
+def cluster(monkeypatch):
+    """A router that lists servers by ``ids``, each of which has counted to ``count``; what is None does not answer."""
+    state = SimpleNamespace(ids=["a"], count=0)
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            body = None
-            if self.path == "/workers" and state.ids is not None:
-                body = json.dumps({"workers": [{"id": name, "url": state.url} for name in state.ids]})
-            if self.path == "/metrics" and state.count is not None:
-                body = f"sglang:num_retracted_requests_total {state.count}\n"
-            self.send_response(404 if body is None else 200)
-            self.end_headers()
-            self.wfile.write((body or "").encode())
+    def fetch(url):
+        if url.endswith("/workers") and state.ids is not None:
+            return json.dumps({"workers": [{"id": name, "url": "http://server"} for name in state.ids]})
+        if url.endswith("/metrics") and state.count is not None:
+            return f"sglang:num_retracted_requests_total {state.count}\n"
+        raise OSError("no answer")
 
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    state.host, state.port = "127.0.0.1", server.server_port
-    state.url = f"http://{state.host}:{state.port}"
-    yield state
-    server.shutdown()
-    server.server_close()
+    monkeypatch.setattr(tp_replan, "fetch", fetch)
+    monkeypatch.setattr(server_counters, "fetch", fetch)
+    return state
 
 
 @pytest.fixture
@@ -133,7 +108,7 @@ def play(arguments_of, cluster):
 
     def make(**changes):
         content = custom_config.make(["tp_replan"], {})
-        args = arguments_of(**content, sglang_router_ip=cluster.host, sglang_router_port=cluster.port, **changes)
+        args = arguments_of(**content, sglang_router_ip="router", sglang_router_port=1, **changes)
 
         def rollout(number, preemptions=0, **metrics):
             if cluster.count is not None:
@@ -165,20 +140,14 @@ def test_advice_is_one_line_and_asked_for_once(play, caplog):
     assert line.endswith("for the next launch: --rollout-num-gpus-per-engine 4"), "two stages of two"
 
 
-def test_metrics_that_are_off_are_unknown_in_one_line_and_decide_nothing(play, cluster, caplog):
-    cluster.count = None
+@pytest.mark.parametrize(
+    ("absent", "words"), [("ids", "http://router:1/workers: "), ("count", "http://server/metrics: no answer")]
+)
+def test_what_does_not_answer_is_unknown_in_one_line_and_decides_nothing(play, cluster, caplog, absent, words):
+    setattr(cluster, absent, None)
     run = play()
-    for number in range(8):
-        assert run.rollout(number) == {"tp": 1.0, "wanted_tp": 1.0, "changes": 0.0}
-    (line,) = [line for line in lines(caplog) if "unknown, " in line and "memory" not in line]
-    assert f"preemptions are unknown, {cluster.url}/metrics: HTTP Error 404" in line
-
-
-def test_a_router_that_does_not_answer_is_unknown_in_one_line(play, cluster, caplog):
-    cluster.ids = None
-    run = play()
-    assert [run.rollout(number) for number in (0, 1)] == [{"tp": 1.0, "wanted_tp": 1.0, "changes": 0.0}] * 2
-    assert sum(f"{cluster.url}/workers: " in line for line in lines(caplog)) == 1
+    assert [run.rollout(number) for number in range(8)] == [{"tp": 1.0, "wanted_tp": 1.0, "changes": 0.0}] * 8
+    assert sum(f"preemptions are unknown, {words}" in line for line in lines(caplog)) == 1
 
 
 def test_a_server_that_was_started_anew_makes_its_rollout_unknown(play, cluster):
@@ -197,23 +166,14 @@ def test_what_an_evaluation_costs_is_not_of_the_next_rollout(play, cluster):
     assert run.rollout(1, 2)["preemptions"] == 2.0
 
 
-def test_rollouts_are_kept_with_kind_and_tokens_of_tail_batching_where_it_is_on(play, tmp_path):
-    run, tail = play(save=str(tmp_path)), "rl_accel/tail_batching/"
-    run.rollout(0)
-    run.rollout(1, **{tail + "short_round": 1.0, tail + "long_round": 0.0, tail + "tokens_generated": 1234.0})
-    run.rollout(2, **{tail + "short_round": 0.0, tail + "long_round": 1.0})
-    kept = json.loads((tmp_path / STATE_FILE).read_text())["planner"]["history"]
-    assert [(step["kind"], step["tokens"]) for step in kept] == [("all", 1000), ("short", 1234), ("long", 1000)]
-    assert {step["rollout_seconds"] for step in kept} == {10.0}
-
-
-def test_what_is_known_is_kept_for_a_launch_that_goes_on_and_not_for_a_new_run(play, tmp_path):
+def test_the_next_launch_goes_on_with_what_this_one_saw(play, tmp_path):
     run = play(save=str(tmp_path))
     for number, count in enumerate(RISE):
         run.rollout(number, count)
+    step, *_ = json.loads((tmp_path / STATE_FILE).read_text())["steps"]
+    assert step == {"step": 0, "kind": "all", "tp": 1, "preemptions": 12, "rollout_seconds": 10.0, "tokens": 1000}
     following = play(save=str(tmp_path), rollout_num_gpus_per_engine=2)
     assert following.rollout(len(RISE))["changes"] == 1, "what was advised is what it runs at"
-    assert play(save=str(tmp_path), rollout_num_gpus_per_engine=2).rollout(0)["changes"] == 0
 
 
 def test_without_engines_there_is_nothing_to_say(play):
@@ -278,26 +238,17 @@ def test_retractions_that_rise_are_advised_about_once(train, caplog):
     assert all("rollout/response_len/mean" in logged for logged in numbers), "slime's own numbers are there"
     (line,) = [line for line in lines(caplog) if "advice" in line]
     assert line.endswith("for the next launch: --rollout-num-gpus-per-engine 2")
-    following = train("1", rollout_num_gpus_per_engine=2)
-    assert following.rollout(9, 1)["rl_accel/tp_replan/tp"] == 2.0
-
-
-@pytest.fixture
-def graded(slime_root):
-    """What grades in a test ends with it."""
-    from rl_accel.integrations.slime.reward_timeout.rm_hook import OPEN
-
-    yield
-    for loop, grading in list(OPEN.items()):
-        asyncio.run_coroutine_threadsafe(grading.close(), loop).result(30)
-    OPEN.clear()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("features", [("tp_replan", "reward_timeout"), ("reward_timeout",)])
-def test_numbers_of_another_feature_arrive_with_ours_and_without(train, graded, features):
+def test_numbers_of_another_feature_arrive_with_ours(train):
+    from rl_accel.integrations.slime.reward_timeout.rm_hook import OPEN
+
     flags = {"reward_timeout": {"grader": "slime_test_graders.awaiting"}}
-    numbers = train("3", (*features, "tail_batching"), flags).rollout(0)
+    numbers = train("3", ("tp_replan", "reward_timeout", "tail_batching"), flags).rollout(0)
+    for loop, grading in list(OPEN.items()):
+        asyncio.run_coroutine_threadsafe(grading.close(), loop).result(30)
+    OPEN.clear()
     assert numbers["rl_accel/reward_timeout/executions"] >= 32
     assert numbers["rl_accel/tail_batching/prompts_trained"] == 8
-    assert ("rl_accel/tp_replan/tp" in numbers) is ("tp_replan" in features)
+    assert numbers["rl_accel/tp_replan/tp"] == 1

@@ -14,7 +14,7 @@ from rl_accel.integrations.ray import restart_note
 from rl_accel.integrations.verl import tp_replan
 from rl_accel.integrations.verl.engines import Engine, register
 from rl_accel.integrations.verl.tp_replan import StepObserver, bounds_of, refuse_unwired, wire
-from rl_accel.parallel.planned_run import STATE_FILE
+from rl_accel.parallel.tp_planner import STATE_FILE
 from rl_accel.telemetry.server_counters import Reading
 
 TP = "actor_rollout_ref__rollout__tensor_model_parallel_size"
@@ -51,7 +51,7 @@ def configure(composed, tmp_path):
             "trainer__default_local_dir": str(tmp_path / "checkpoints"),
             "actor_rollout_ref__model__path": str(folder),
             "actor_rollout_ref__rollout__name": "vllm",
-            "actor_rollout_ref__rollout__tensor_model_parallel_size": 1,
+            TP: 1,
             **keys,
         }
         for key, value in given.items():
@@ -106,39 +106,33 @@ def test_a_restart_arms_the_exit_code_of_the_driver(configure, unarmed):
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("key", "value", "message"),
     [
-        ({"trainer__use_v1": False}, r"trainer\.use_v1 = True"),
-        (
-            {"trainer__v1__trainer_mode": "colocate_async"},
-            r"trainer_mode = sync or tail_batching, found colocate_async",
-        ),
-        ({ROLLOUT + "name": "trtllm"}, r"rollout\.name = one of .*sglang, vllm, found trtllm"),
-        ({ROLLOUT + "disaggregation__enabled": True}, r"disaggregation\.enabled = False"),
-        ({ROLLOUT + "data_parallel_size": 3}, r"a divisor of 4 GPUs, found 3"),
-        ({ROLLOUT + "tensor_model_parallel_size": 3}, r"size = one of 1, 2, 4, found 3 \(does not divide 4 GPUs"),
+        ("trainer__use_v1", False, r"trainer\.use_v1 = True"),
+        ("trainer__v1__trainer_mode", "colocate_async", r"trainer_mode = sync or tail_batching, found colocate_async"),
+        (ROLLOUT + "name", "trtllm", r"rollout\.name = one of .*sglang, vllm, found trtllm"),
+        (ROLLOUT + "disaggregation__enabled", True, r"disaggregation\.enabled = False"),
+        (ROLLOUT + "data_parallel_size", 3, r"a divisor of 4 GPUs, found 3"),
+        (TP, 3, r"size = one of 1, 2, 4, found 3 \(does not divide 4 GPUs"),
     ],
 )
-def test_what_it_cannot_work_with_is_refused_by_name(configure, keys, message):
+def test_what_it_cannot_work_with_is_refused_by_name(configure, key, value, message):
     with pytest.raises(ConfigError, match=message):
-        wire(configure(**keys), ON)
+        wire(configure(**{key: value}), ON)
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("key", "value", "message"),
     [
-        ({"actor_rollout_ref__actor__checkpoint__async_save": True}, r"actor\.checkpoint\.async_save = False"),
-        (
-            {"actor_rollout_ref__actor__checkpoint__save_contents": ["model"]},
-            r"save_contents = model, optimizer and extra, found \['model'\]",
-        ),
-        ({"trainer__default_local_dir": None}, r"default_local_dir = a folder"),
+        ("actor_rollout_ref__actor__checkpoint__async_save", True, r"actor\.checkpoint\.async_save = False"),
+        ("critic__checkpoint__save_contents", ["model"], r"= model, optimizer and extra, found \['model'\]"),
+        ("trainer__default_local_dir", None, r"default_local_dir = a folder"),
     ],
 )
-def test_a_restart_wants_checkpoints_that_hold_everything_and_advice_does_not(configure, keys, message):
+def test_a_restart_wants_checkpoints_that_hold_everything_and_advice_does_not(configure, key, value, message):
     with pytest.raises(ConfigError, match=message):
-        wire(configure(**keys), RESTART)
-    wire(configure(**keys), ON)
+        wire(configure(**{key: value}), RESTART)
+    wire(configure(**{key: value}), ON)
 
 
 def test_bounds_come_from_the_cluster_the_model_and_the_flags(configure):
@@ -150,9 +144,7 @@ def test_bounds_come_from_the_cluster_the_model_and_the_flags(configure):
 
 
 def test_bounds_that_no_size_satisfies_are_one_clear_error(configure):
-    with pytest.raises(
-        ConfigError, match=r"no tensor-parallel size is possible on 4 GPUs: TP 1: is below min_tp = 4; .*TP 4"
-    ):
+    with pytest.raises(ConfigError, match=r"possible on 4 GPUs: TP 1: is below min_tp = 4; .*TP 4"):
         wire(configure(model={"num_attention_heads": 2}), TpReplanFlags(enable=True, min_tp=4))
 
 
@@ -166,23 +158,9 @@ def test_a_model_that_cannot_be_read_bounds_nothing(configure):
 # In the trainer's process
 
 
-FLAGS = {"enable": True}
 CALM, HIGH = 12, 60
 RISE = [CALM] * 6 + [HIGH] * 2
 """Preemptions of steps, the last of which is enough for a decision."""
-
-
-class Manager:
-    """Stands for verl's checkpoint manager and the saving of its trainer: says what was called in which order."""
-
-    def __init__(self):
-        self.calls = []
-
-    def sleep_replicas(self):
-        self.calls.append("sleep")
-
-    def update_weights(self, step):
-        self.calls.append(f"wake {step}")
 
 
 @pytest.fixture
@@ -196,16 +174,21 @@ def run(configure, monkeypatch):
     )
 
     def make(flags=None, **keys):
+        calls = []
         trainer = SimpleNamespace(
             config=configure(**keys),
             llm_server_manager=SimpleNamespace(server_addresses=["s"]),
-            checkpoint_manager=Manager(),
+            checkpoint_manager=SimpleNamespace(
+                calls=calls,
+                sleep_replicas=lambda: calls.append("sleep"),
+                update_weights=lambda step: calls.append(f"wake {step}"),
+            ),
             total_training_steps=100,
             steps_per_epoch=10**6,
             global_steps=0,
         )
-        trainer._save_checkpoint = lambda: trainer.checkpoint_manager.calls.append(f"save {trainer.global_steps}")
-        observer = StepObserver(TpReplanFlags(**{**FLAGS, **(flags or {})}), lambda: trainer)
+        trainer._save_checkpoint = lambda: calls.append(f"save {trainer.global_steps}")
+        observer = StepObserver(TpReplanFlags(enable=True, **(flags or {})), lambda: trainer)
 
         def step(number, preemptions, **more):
             trainer.global_steps = number
@@ -243,12 +226,6 @@ def test_advice_is_one_line_and_leaves_the_trainer_alone(run, caplog):
     assert one.step(9, 60)["wanted_tp"] == 1.0
 
 
-def test_unknown_preemptions_decide_nothing_and_are_not_logged_as_a_number(run):
-    one = run()
-    for number in range(1, 12):
-        assert one.step(number, None) == {"tp": 1.0, "wanted_tp": 1.0, "changes": 0.0}
-
-
 def test_preemptions_of_validation_are_not_taken_for_those_of_a_step(run):
     one = run()
     one.total.value = 500  # those of the validation before the first step
@@ -265,16 +242,10 @@ def test_numbers_that_are_missing_cost_one_warning(run, caplog):
     assert caplog.text.count("tp_replan decides nothing: step 1 has no timing_s/gen") == 1
 
 
-def test_steps_are_kept_beside_the_checkpoints_with_kind_and_tokens_of_tail_batching_where_it_is_on(run, tmp_path):
-    one, tail = run(), "rl_accel/tail_batching/"
-    one.step(1, 3)
-    one.step(2, 0, **{tail + "short_round": 1.0, tail + "long_round": 0.0, tail + "tokens_generated": 912.0})
-    one.step(3, 0, **{tail + "short_round": 0.0, tail + "long_round": 1.0})
-    one.step(4, 0, **{tail + "short_round": 0.0, tail + "long_round": 0.0, tail + "final_round": 1.0})
-    state = json.loads((tmp_path / "checkpoints" / STATE_FILE).read_text())
-    assert state["step"] == 4
-    kept = [(step["kind"], step["tokens"], step["preemptions"]) for step in state["planner"]["history"]]
-    assert kept == [("all", 800, 3), ("short", 912, 0), ("long", 800, 0), ("all", 800, 0)]
+def test_steps_are_kept_beside_the_checkpoints(run, tmp_path):
+    run().step(1, None)
+    (step,) = json.loads((tmp_path / "checkpoints" / STATE_FILE).read_text())["steps"]
+    assert step == {"step": 1, "kind": "all", "tp": 1, "preemptions": None, "rollout_seconds": 10.0, "tokens": 800}
 
 
 @pytest.fixture
@@ -301,8 +272,7 @@ def test_a_restart_saves_leaves_a_note_and_makes_the_step_the_last(run, notes):
 def test_what_is_saved_already_is_not_saved_again(run, notes):
     one = run({"action": "restart"}, trainer__save_freq=4)
     rise(one)
-    assert one.trainer.checkpoint_manager.calls == []
-    assert len(notes) == 1
+    assert (one.trainer.checkpoint_manager.calls, len(notes)) == ([], 1)
 
 
 def test_after_the_last_step_nothing_is_restarted(run, notes, caplog):
@@ -327,14 +297,9 @@ def test_a_checkpoint_that_cannot_be_saved_wakes_the_servers_and_training_goes_o
     assert one.step(9, 60)["wanted_tp"] == 1.0, "it is not asked for again at once"
 
 
-def test_the_planners_state_goes_along_with_a_resumed_run_and_not_with_a_new_one(run, notes, tmp_path, caplog):
+def test_a_restarted_run_goes_on_with_what_the_launch_before_saw(run, notes):
     rise(run({"action": "restart"}))
-    resumed = run({"action": "restart"}, **{TP: 2})
-    assert resumed.step(9, 0)["changes"] == 1.0, "what was wanted is what it runs at"
-    assert run({"action": "restart"}, **{TP: 2}).step(1, 0)["changes"] == 0.0
-    (tmp_path / "checkpoints" / STATE_FILE).write_text("{")
-    assert run({"action": "restart"}, **{TP: 2}).step(9, 0)["changes"] == 0.0
-    assert "begins anew" in caplog.text
+    assert run({"action": "restart"}, **{TP: 2}).step(9, 0)["changes"] == 1.0
 
 
 def test_without_a_trainer_there_is_nothing_to_say():
