@@ -217,10 +217,10 @@ REWARD_TIMEOUT = Feature(
     name="reward_timeout",
     flags=RewardTimeoutFlags,
     switches={
-        "verl": ("rl_accel.integrations.verl.reward_timeout.wiring",),
-        "slime": ("rl_accel.integrations.slime.reward_timeout.wiring",),
+        "verl": ("rl_accel.integrations.verl.reward_timeout",),
+        "slime": ("rl_accel.integrations.slime.reward_timeout",),
     },
-    verl="rl_accel.integrations.verl.reward_timeout.wiring",
+    verl="rl_accel.integrations.verl.reward_timeout",
     slime=SlimeHooks(
         {
             "custom_rm_path": "rl_accel.integrations.slime.reward_timeout.rm_hook.grade",

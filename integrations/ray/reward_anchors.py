@@ -1,4 +1,4 @@
-"""The store of reward anchors as a named Ray actor, and each process's client of it.
+"""The store of reward anchors as a named Ray actor, each process's client of it, and who reads what was counted.
 
 The actor belongs to the job and is made by whoever asks first. Ray starts it again when its process dies, from its last save; if
 its owner died with it, the next to ask makes a new one. Nobody waits for it.
@@ -8,12 +8,13 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
@@ -25,6 +26,25 @@ NAME = "rl_accel_reward_anchors"
 EXCHANGE_SECONDS = 1.0
 SAVE_SECONDS = 30.0
 _PATIENCE_SECONDS = 10.0
+_REPLY_SECONDS = 5.0
+_COUNTS = (
+    "executions",
+    "correct",
+    "timeouts",
+    "timeouts_full",
+    "killed",
+    "cancelled",
+    "probes",
+    "errors",
+    "seconds",
+    "waited_seconds",
+    "saved_seconds",
+    "eval_executions",
+    "eval_errors",
+    "workers_replaced",
+    "reward_workers_lost",
+    "store_unreachable",
+)
 
 
 class AnchorStoreActor:
@@ -44,20 +64,19 @@ class AnchorStoreActor:
         """See :meth:`AnchorStore.exchange`. Saves now and then."""
         update = self._store.exchange(delta)
         if time.monotonic() - self._saved > SAVE_SECONDS:
-            self.save()
+            self._save()
         return update
 
-    def take_counts(self) -> dict[str, float]:
-        """See :meth:`AnchorStore.take_counts`; ``anchors`` is how many there are. Saves."""
-        self.save()
-        return {**self._store.take_counts(), "anchors": float(len(self._store))}
+    def take_counts(self) -> tuple[str, dict[str, float]]:
+        """Return what tells this store from another, and its counts, among them how many ``anchors`` there are. Saves.
 
-    def incarnation(self) -> str:
-        """Return what tells this store from one that comes after it."""
-        return self._store.incarnation
+        See :meth:`AnchorStore.take_counts`.
+        """
+        self._save()
+        return self._store.incarnation, {**self._store.take_counts(), "anchors": float(len(self._store))}
 
-    def save(self) -> None:
-        """See :meth:`AnchorStore.save`. A full disk costs a warning, not the training."""
+    def _save(self) -> None:
+        """A full disk costs a warning, not the training."""
         self._saved = time.monotonic()
         try:
             self._store.save()
@@ -80,7 +99,14 @@ def anchor_store(path: str | None, flags: RewardTimeoutFlags) -> Any:
 
 
 class StoreClient:
-    """Keeps ``replica`` and the job's store informed of each other, in the background of the running event loop."""
+    """Keeps ``replica`` and the job's store informed of each other, in the background of the running event loop.
+
+    Outside of a Ray job there is nobody to share with.
+
+    Args:
+        replica: this process's.
+        path: where the store is kept; None: in memory only.
+    """
 
     def __init__(self, replica: Replica, path: str | None) -> None:
         self._replica = replica
@@ -94,7 +120,7 @@ class StoreClient:
     def use(self) -> None:
         """Say that anchors are in use: changes are exchanged for as long as this is said once an interval."""
         self._wanted = True
-        if self._task is None or self._task.done():
+        if ray.is_initialized() and (self._task is None or self._task.done()):
             self._task = asyncio.get_running_loop().create_task(self._keep_up())
 
     async def close(self) -> None:
@@ -103,7 +129,8 @@ class StoreClient:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
-        await self._exchange()
+        if ray.is_initialized():
+            await self._exchange()
 
     async def _keep_up(self) -> None:
         idle = 0
@@ -142,3 +169,40 @@ class StoreClient:
         if not self._silent:
             logger.warning("rl-accel: the store of reward anchors does not answer: %s", why)
         self._silent = True
+
+
+class Collector:
+    """Asks the job's store what was counted, in the process that logs steps.
+
+    If the store is gone, the numbers of a step are lost with it; an answer that takes long is part of the next step's.
+    """
+
+    def __init__(self) -> None:
+        self._incarnation = ""
+        self._reply: Any = None
+
+    def __call__(self, _step: int, _logged: Mapping[str, Any]) -> dict[str, float]:
+        """Return the numbers since the last call by name, ``reward_timeout/executions``; {} before there are any.
+
+        Besides the counts of :class:`~rl_accel.reward.limited_executor.LimitedExecutor`: ``errors``, functions that gave no score;
+        ``anchors``, how many are known; ``workers_replaced``, processes of graders that died; ``reward_workers_lost``, reward
+        workers that died and were replaced; ``store_restarts``, 1 if the store is another than at the last call;
+        ``store_unreachable``, how often it did not answer.
+        """
+        if not ray.is_initialized():
+            return {}
+        try:
+            if self._reply is None:
+                self._reply = ray.get_actor(NAME).take_counts.remote()
+            incarnation, counts = ray.get(self._reply, timeout=_REPLY_SECONDS)
+        except (RayError, ValueError) as error:  # ValueError: there is no actor of that name
+            if not isinstance(error, GetTimeoutError):
+                self._reply = None
+            if not self._incarnation:
+                return {}
+            logger.warning("rl-accel: no numbers of this step's rewards: %s", str(error).splitlines()[:1])
+            return {"reward_timeout/store_unreachable": 1.0}
+        restarts = float(self._incarnation not in ("", incarnation))
+        self._incarnation, self._reply = incarnation, None
+        named = {**dict.fromkeys(_COUNTS, 0.0), **counts, "store_restarts": restarts}
+        return {f"reward_timeout/{name}": value for name, value in named.items()}

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -15,16 +16,43 @@ from omegaconf import OmegaConf
 from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_accel.integrations.ray.cancellation import cancel
+from rl_accel.integrations.verl.agent_loop import WorkerPart
 
 logger = logging.getLogger("rl_accel")
 
 ATTEMPTS = 4
 """How often a response is given to a reward worker before it fails: a response that kills whoever scores it must end."""
 _PAUSE_SECONDS = 1.0
+_STOP_SECONDS = 30.0
+"""How long to wait for a cancelled call to end before going on without it."""
 
 SUCCESSOR = "_successor_"
 """In the names of reward workers that came in place of dead ones, between the number of the worker and that of deaths."""
+
+VALIDATION = "__rl_accel_validation__"
+"""The column that marks a response of a validation on its way to a reward worker. Nobody else sees it."""
+_validating: ContextVar[bool] = ContextVar("rl_accel_validating", default=False)
+
+
+async def cancel(call: Any) -> Any:
+    """Cancel the remote call of an async actor and wait until it is over; return its result, or None if it has none.
+
+    Cancelling an asyncio task that awaits the call would leave it running.
+    """
+    ray.cancel(call)
+    return await outcome(call)
+
+
+async def outcome(call: Any) -> Any:
+    """Wait until the call is over; return its result, or None if it has none."""
+    task = asyncio.ensure_future(call)
+    await asyncio.wait({task}, timeout=_STOP_SECONDS)
+    if not task.done():
+        words = "rl-accel: a cancelled remote call has not ended after %.0f s; going on without it"
+        logger.warning(words, _STOP_SECONDS)
+        task.cancel()
+        return None
+    return None if task.cancelled() or task.exception() is not None else task.result()
 
 
 class RewardWorkerProxy:
@@ -35,7 +63,7 @@ class RewardWorkerProxy:
         successor: returns the handle of the worker that comes in place of a dead one, given how many have died.
     """
 
-    def __init__(self, worker: Any, successor: Callable[[int], Any] | None = None) -> None:
+    def __init__(self, worker: Any, successor: Callable[[int], Any]) -> None:
         self._worker = worker
         self._successor = successor
         self._deaths = 0
@@ -50,26 +78,25 @@ class RewardWorkerProxy:
         Raises:
             RayActorError: several workers have died over this response.
         """
-        for attempt in range(1, ATTEMPTS + 1):
+        attempts = 0
+        while True:
             worker = self._worker
             call = worker.compute_score.remote(data)
+            attempts += 1
             try:
                 return await call
             except asyncio.CancelledError:
                 await cancel(call)
                 raise
-            except ActorUnavailableError:  # it may come back
-                if attempt == ATTEMPTS:
-                    raise
-                await asyncio.sleep(_PAUSE_SECONDS)
             except RayActorError as error:
-                if self._successor is None or attempt == ATTEMPTS:
+                if attempts == ATTEMPTS:
                     raise
-                if worker is self._worker:  # else another response has found out before
+                if isinstance(error, ActorUnavailableError):  # it may come back
+                    await asyncio.sleep(_PAUSE_SECONDS)
+                elif worker is self._worker:  # else another response has found out before
                     logger.warning("rl-accel: a reward worker has died and is replaced: %s", str(error).splitlines()[0])
                     self._deaths += 1
                     self._worker = self._successor(self._deaths)
-        raise AssertionError("unreachable")
 
 
 def proxies(workers: Sequence[Any] | None, config: Any) -> list[RewardWorkerProxy] | None:
@@ -104,3 +131,23 @@ def _successor(number: int, workers: Sequence[Any], config: Any, deaths: int) ->
         .options(name=f"reward_loop_worker_{number}{SUCCESSOR}{deaths}", get_if_exists=True, scheduling_strategy=here)
         .remote(config, None)
     )
+
+
+class Marking(WorkerPart):
+    """What reward_timeout adds to an agent-loop worker: it marks responses of a validation, and outlives reward workers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reward_loop_worker_handles = proxies(self.reward_loop_worker_handles, self.config)
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
+        before = _validating.set(bool(validate))
+        try:
+            return await super()._agent_loop_postprocess(output, validate, **kwargs)
+        finally:
+            _validating.reset(before)
+
+    async def _compute_score(self, outputs: Any, kwargs: dict[str, Any]) -> None:
+        if _validating.get():
+            kwargs = {**kwargs, VALIDATION: True}  # a copy: what verl stores of the response is not marked
+        await super()._compute_score(outputs, kwargs=kwargs)

@@ -1,1 +1,70 @@
-"""Rewards within adaptive time limits on slime: functions named in the YAML that ``rl-accel slime-config`` writes."""
+"""Rewards within adaptive time limits on slime: what is needed of slime, and of its arguments, which name our functions."""
+
+from typing import Any
+
+from rl_accel.errors import ConfigError
+from rl_accel.features import RewardTimeoutFlags
+from rl_accel.integrations.slime.rollout_log import LOG_SEAMS
+from rl_accel.patches.seams import SeamCheck
+
+RM_HOOK = "rl_accel.integrations.slime.reward_timeout.rm_hook.grade"
+SAMPLE_HOOK = "rl_accel.integrations.slime.reward_timeout.rm_hook.mark_evaluation"
+
+ARGUMENTS = (
+    "custom_rm_path",
+    "rm_type",
+    "group_rm",
+    "reward_key",
+    "eval_reward_key",
+    "rollout_sample_hook_path",
+    "custom_rollout_log_function_path",
+)
+
+SWITCHES = (
+    SeamCheck(
+        name="slime.reward_timeout",
+        feature="reward_timeout",
+        target="slime.rollout.sglang_rollout:generate_and_rm",
+        seams={
+            "slime.rollout.rm_hub:async_rm": ("args", "sample"),
+            "slime.rollout.rm_hub:batched_async_rm": ("args", "samples"),
+            "slime.rollout.sglang_rollout:generate_and_rm": ("args", "sample", "sampling_params", "evaluation"),
+            "slime.rollout.sample_hooks:apply_rollout_sample_hooks": ("args", "value"),
+            "slime.utils.misc:load_function": ("path",),
+            **LOG_SEAMS,
+        },
+        attributes={
+            "slime.utils.types:Sample": (
+                "prompt",
+                "response",
+                "label",
+                "metadata",
+                "reward",
+                "status",
+                "custom_rm_path",
+            )
+        },
+    ),
+)
+
+
+def check(args: Any, flags: RewardTimeoutFlags) -> None:
+    """Refuse to grade where evaluations could not be told from training, or with ourselves as the grader.
+
+    Raises:
+        ConfigError: names slime's argument, what is wanted and what was found.
+    """
+    if not flags.enable:
+        raise ConfigError(
+            "rl_accel.reward_timeout wants --custom-rm-path = another function (rl_accel.reward_timeout.enable is not set),"
+            f" found {RM_HOOK}"
+        )
+    hooks = getattr(args, "rollout_sample_hook_path", None) or []
+    if SAMPLE_HOOK not in hooks:
+        raise ConfigError(
+            f"rl_accel.reward_timeout wants rollout_sample_hook_path to hold {SAMPLE_HOOK}, found {hooks}"
+        )
+    if flags.grader == RM_HOOK:
+        raise ConfigError(
+            "rl_accel.reward_timeout.grader wants the grader that --custom-rm-path named before, found our own"
+        )

@@ -12,11 +12,9 @@ import concurrent.futures
 import copy
 import functools
 import inspect
-import logging
 import os
-import sys
 import textwrap
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,10 +25,11 @@ from slime.utils.misc import load_function
 
 from rl_accel.errors import ConfigError
 from rl_accel.features import REWARD_TIMEOUT
+from rl_accel.integrations.ray.reward_anchors import Collector, StoreClient
 from rl_accel.integrations.slime.hooks import flags_of
-from rl_accel.integrations.slime.reward_timeout import grader_worker
+from rl_accel.integrations.slime.reward_timeout import RM_HOOK, check, grader_worker
 from rl_accel.integrations.slime.reward_timeout.programs import cases_of, program_of
-from rl_accel.integrations.slime.reward_timeout.wiring import RM_HOOK, check
+from rl_accel.integrations.slime.rollout_log import Rollout
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.awaited import gather_until, run_within
@@ -39,13 +38,11 @@ from rl_accel.reward.limited_executor import LimitedExecutor, execute_program, p
 from rl_accel.reward.sandbox import Graders, Sandbox
 from rl_accel.reward.scores import Scores
 
-logger = logging.getLogger("rl_accel")
-
 _MOST_WORKERS = 16
 """Each has imported slime, some 250 MiB."""
 _MOST_AWAITED = 1 << 20
 """slime does not hold awaited graders back, and they cost this machine nothing."""
-_METRICS_SECONDS = 5.0
+_EXCHANGE_SECONDS = 5.0
 
 EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
 """Whether the running task, which slime grades in as well, belongs to an evaluation."""
@@ -108,9 +105,11 @@ class Grading:
         self.flags = flags = flags_of(args)[REWARD_TIMEOUT]
         check(args, flags)
         self.replica = Replica(AdaptiveTimeout(flags))
-        self.workers = flags.workers or min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+        path = str(Path(args.save) / "rl_accel_reward_anchors.json") if args.save else None
+        self.store_client = StoreClient(self.replica, path)
+        self._workers = flags.workers or min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
         limits = Limits(memory=flags.memory_mb << 20)
-        self._executor = LimitedExecutor(self.replica, self.workers, limits)
+        self._executor = LimitedExecutor(self.replica, self._workers, limits)
         self._awaited_executor = LimitedExecutor(self.replica, _MOST_AWAITED, limits)
         # As slime looks them up: one key in training, perhaps another in evaluations.
         keys = [key for key in (args.reward_key, args.eval_reward_key) if key]
@@ -120,18 +119,10 @@ class Grading:
         self._stock_args = copy.copy(args)
         self._stock_args.custom_rm_path = None
         self._graders: dict[str, Graders] = {}
-        self._store_client: Any = None
-        self._anchors_path = str(Path(args.save) / "rl_accel_reward_anchors.json") if args.save else None
-        self.late_counts: set[concurrent.futures.Future[dict[str, float]]] = set()
-        if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-            from rl_accel.integrations.ray.reward_anchors import StoreClient
-
-            self._store_client = StoreClient(self.replica, self._anchors_path)
 
     async def grade(self, args: Any, given: Any, kwargs: dict[str, Any]) -> Any:
         """Return the reward of a sample, or those of a list of samples. Cancelling this stops their graders."""
-        if self._store_client is not None:
-            self._store_client.use()
+        self.store_client.use()
         is_list = isinstance(given, list)
         if is_list and not (given and self._spec_of(args, given[0]).takes_lists):
             return await gather_until(self.grade(args, sample, kwargs) for sample in given)
@@ -140,10 +131,14 @@ class Grading:
         if spec.name == "code":
             result = await self._run_program(prompt, sample, teach)
         else:
-            result = await (self._awaited_executor if spec.awaits else self._executor).execute(
+            if spec.awaits:
+                executor, run = self._awaited_executor, functools.partial(self._await, spec, args, given, kwargs)
+            else:
+                executor, run = self._executor, functools.partial(self._run_in_process, spec, given)
+            result = await executor.execute(
                 prompt,
                 f"{spec.name}/{size or 1}",
-                self._awaited(spec, args, given, kwargs) if spec.awaits else self._in_process(spec, given),
+                run,
                 lambda result: self._scores.is_correct(result, size),
                 teach,
             )
@@ -166,37 +161,29 @@ class Grading:
             )
         return GraderSpec(rm_type, awaits=rm_type.removeprefix("boxed_") == "remote_rm")
 
-    def _in_process(self, spec: GraderSpec, given: Any) -> Callable[[Limits], Awaitable[ExecutionResult]]:
+    async def _run_in_process(self, spec: GraderSpec, given: Any, limits: Limits) -> ExecutionResult:
         """Run a grader in a process. What it changes in a sample is changed in ours, unless it was stopped."""
         name = spec.name if spec.function else ""  # one kind of process for all of slime's own
         if name not in self._graders:
             arguments = {"args": self._packed_args, "grader": name or None}
-            self._graders[name] = Graders(grader_worker.MAKE, self.workers, arguments)
+            self._graders[name] = Graders(grader_worker.MAKE, self._workers, arguments)
         samples = given if isinstance(given, list) else [given]
+        packed = [grader_worker.pack_sample(sample, whole=bool(name)) for sample in samples]
+        result = await self._graders[name].call({"samples": packed, "single": given is not samples}, limits)
+        if result.verdict != "done":
+            return result
+        value, changes = result.value
+        for sample, changed in zip(samples, changes, strict=True):
+            vars(sample).update(changed)
+        return replace(result, value=value)
 
-        async def run(limits: Limits) -> ExecutionResult:
-            packed = [grader_worker.pack_sample(sample, whole=bool(name)) for sample in samples]
-            result = await self._graders[name].call({"samples": packed, "single": given is not samples}, limits)
-            if result.verdict != "done":
-                return result
-            value, changes = result.value
-            for sample, changed in zip(samples, changes, strict=True):
-                vars(sample).update(changed)
-            return replace(result, value=value)
-
-        return run
-
-    def _awaited(
-        self, spec: GraderSpec, args: Any, given: Any, kwargs: dict[str, Any]
-    ) -> Callable[[Limits], Awaitable[ExecutionResult]]:
+    async def _await(
+        self, spec: GraderSpec, args: Any, given: Any, kwargs: dict[str, Any], limits: Limits
+    ) -> ExecutionResult:
         """Await a grader on slime's event loop."""
-
-        async def run(limits: Limits) -> ExecutionResult:
-            function = spec.function
-            coroutine = function(args, given, **kwargs) if function else rm_hub.async_rm(self._stock_args, given)
-            return await run_within(coroutine, limits, spec.name)
-
-        return run
+        function = spec.function
+        coroutine = function(args, given, **kwargs) if function else rm_hub.async_rm(self._stock_args, given)
+        return await run_within(coroutine, limits, spec.name)
 
     async def _run_program(self, prompt: str, sample: Any, teach: bool) -> ExecutionResult:
         """Score the program in a response by the share of ``metadata["test_cases"]`` that it passes."""
@@ -214,24 +201,11 @@ class Grading:
 
     @functools.cached_property
     def _sandbox(self) -> Sandbox:
-        return Sandbox(self.workers, self.flags.isolation)
-
-    async def take_counts(self) -> dict[str, float]:
-        """Return what was counted since the last call, in the whole job if it has Ray, and how many ``anchors`` there are."""
-        if self._store_client is None:
-            return {**self.replica.take_delta().counts, "anchors": float(len(self.replica.timeout))}
-        from rl_accel.integrations.ray.reward_anchors import anchor_store
-
-        await self._store_client.close()
-        counts: dict[str, float] = await anchor_store(
-            self._anchors_path, self.replica.timeout.flags
-        ).take_counts.remote()
-        return counts
+        return Sandbox(self._workers, self.flags.isolation)
 
     async def close(self) -> None:
         """End all processes, and stop what they grade."""
-        if self._store_client is not None:
-            await self._store_client.close()
+        await self.store_client.close()
         graders, self._graders = self._graders, {}
         for pool in graders.values():
             await pool.close()
@@ -247,13 +221,13 @@ OPEN: dict[asyncio.AbstractEventLoop, Grading] = {}
 def _spec_of_path(path: str) -> GraderSpec:
     try:
         function = load_function(path)
+        called = function.func if isinstance(function, functools.partial) else function
+        if not inspect.isroutine(called):
+            called = type(called).__call__
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"rl_accel.reward_timeout.grader wants the dotted path of a function, found {path!r}: {error}"
         ) from error
-    called = function if inspect.isroutine(function) or not callable(function) else type(function).__call__
-    if isinstance(function, functools.partial):
-        called = function.func
     is_async = inspect.iscoroutinefunction(called)
     return GraderSpec(path, function, is_async and _awaits(called), is_async)
 
@@ -268,26 +242,15 @@ def _awaits(function: Any) -> bool:
     return any(isinstance(node, waits) or getattr(node, "is_async", False) for node in ast.walk(tree))
 
 
-def numbers_of(_rollout: Any) -> dict[str, float]:
-    """Return what was counted since the last call, for slime's log of a rollout. Called outside of the event loops."""
-    return {f"rl_accel/reward_timeout/{name}": amount for name, amount in take_counts().items()}
+_collect = Collector()
 
 
-def take_counts() -> dict[str, float]:
-    """Return the sums of :meth:`Grading.take_counts` over all event loops. An answer that comes late is part of the next call's."""
-    total: dict[str, float] = {}
-    for loop, grading in list(OPEN.items()):
-        if not loop.is_running():
-            continue
-        asked = {*grading.late_counts, asyncio.run_coroutine_threadsafe(grading.take_counts(), loop)}
-        answered, grading.late_counts = concurrent.futures.wait(asked, _METRICS_SECONDS)
-        if grading.late_counts:
-            logger.warning("rl-accel: the store of reward anchors does not answer; its numbers are late by a rollout")
-        for answer in answered:
-            if error := answer.exception():  # numbers are not worth a training
-                logger.warning("rl-accel: no numbers of this rollout's rewards: %r", error)
-                continue
-            for name, amount in answer.result().items():
-                known = total.get(name, 0.0)
-                total[name] = max(known, amount) if name == "anchors" else known + amount
-    return total
+def numbers_of(rollout: Rollout) -> dict[str, float]:
+    """Return what the job has counted since the last call, for slime's log of a rollout. Called outside of the event loops."""
+    exchanges = [
+        asyncio.run_coroutine_threadsafe(grading.store_client.close(), loop)
+        for loop, grading in list(OPEN.items())
+        if loop.is_running()
+    ]
+    concurrent.futures.wait(exchanges, _EXCHANGE_SECONDS)
+    return {f"rl_accel/{name}": number for name, number in _collect(rollout.number, rollout.metrics).items()}

@@ -24,9 +24,9 @@ from verl.utils.import_utils import load_extern_object
 from rl_accel.errors import ConfigError
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.ray.reward_anchors import StoreClient
-from rl_accel.integrations.verl.reward_timeout import MANAGER, SECTION, VALIDATION
+from rl_accel.integrations.verl.reward_timeout import MANAGER, SECTION
 from rl_accel.integrations.verl.reward_timeout.code_rewards import DATA_SOURCES, Fusion, PrimeCode, prime_graders
-from rl_accel.integrations.verl.reward_worker_proxy import SUCCESSOR
+from rl_accel.integrations.verl.reward_worker_proxy import SUCCESSOR, VALIDATION
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.awaited import run_within

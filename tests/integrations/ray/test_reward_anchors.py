@@ -62,7 +62,7 @@ ray.get(one.learn.remote("a", 1.0))
 report["shared"] = until(lambda: both_know(1))[1]
 
 handle = ray.get_actor(reward_anchors.NAME)
-report["counts"] = ray.get(handle.take_counts.remote())
+report["counts"] = ray.get(handle.take_counts.remote())[1]
 report["saved"] = json.load(open(PATH))["anchors"]
 
 ray.get(other.learn.remote("b", 2.0))
@@ -112,11 +112,11 @@ from rl_accel.features import RewardTimeoutFlags
 
 ray.init(address="local", num_cpus=1, include_dashboard=False, _temp_dir=sys.argv[1])
 handle = reward_anchors.anchor_store(None, RewardTimeoutFlags())
-incarnation = ray.get(handle.incarnation.remote())
+incarnation = ray.get(handle.take_counts.remote())[0]
 del handle
 gc.collect()
 time.sleep(2)
-report = {"same": ray.get(reward_anchors.anchor_store(None, RewardTimeoutFlags()).incarnation.remote()) == incarnation}
+report = {"same": ray.get(reward_anchors.anchor_store(None, RewardTimeoutFlags()).take_counts.remote())[0] == incarnation}
 """
     assert run(script, short_tmp, clean_environment)["same"]
 
@@ -144,6 +144,7 @@ def test_changes_that_a_slow_store_takes_long_over_are_counted_once(monkeypatch)
         exchange = Exchange()
 
     monkeypatch.setattr(reward_anchors, "anchor_store", lambda path, flags: Handle())
+    monkeypatch.setattr(reward_anchors.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(reward_anchors, "_PATIENCE_SECONDS", 0.05)
     monkeypatch.setattr(reward_anchors, "EXCHANGE_SECONDS", 0.01)
 

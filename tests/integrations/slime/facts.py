@@ -11,8 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rl_accel.integrations.slime import reward_timeout as reward_seams
 from rl_accel.integrations.slime import tp_replan
-from rl_accel.integrations.slime.reward_timeout import wiring as reward_seams
 from rl_accel.integrations.slime.tail_batching import seams
 from rl_accel.patches.slime import gae, reinforce_plus_plus, requests
 

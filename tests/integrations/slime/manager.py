@@ -135,7 +135,7 @@ def grade_and_lose_the_store():
         if rollout_id == 0:
             ray.kill(ray.get_actor("rl_accel_reward_anchors"), no_restart=False)
         if rollout_id == 1:
-            ray.get(ray.get_actor("rl_accel_reward_anchors").incarnation.remote())
+            ray.get(ray.get_actor("rl_accel_reward_anchors").__ray_ready__.remote())
         print(json.dumps(logged(f"perf {rollout_id}: ")), flush=True)
     ray.get(actor.eval.remote(2))
     print(json.dumps(logged("eval 2: ")), flush=True)

@@ -7,8 +7,8 @@ import pytest
 
 from rl_accel.errors import ConfigError
 from rl_accel.features import RewardTimeoutFlags
+from rl_accel.integrations.slime.reward_timeout import RM_HOOK, SAMPLE_HOOK, check
 from rl_accel.integrations.slime.reward_timeout.programs import cases_of, program_of
-from rl_accel.integrations.slime.reward_timeout.wiring import RM_HOOK, SAMPLE_HOOK, check
 from rl_accel.reward.sandbox import Case
 
 ON = RewardTimeoutFlags(enable=True)

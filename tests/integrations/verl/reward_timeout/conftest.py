@@ -37,7 +37,7 @@ def configure(composed: Any, tmp_path: Path) -> Callable[..., Any]:
     from omegaconf import OmegaConf
 
     from rl_accel.features import RewardTimeoutFlags
-    from rl_accel.integrations.verl.reward_timeout.wiring import wire
+    from rl_accel.integrations.verl.reward_timeout import wire
 
     def make(source: str | None = None, flags: dict[str, Any] | None = None, **keys: Any) -> Any:
         config = composed.copy()
@@ -73,7 +73,7 @@ def responses(tokenizer: Any) -> Callable[..., list[Any]]:
     def make(
         *texts: str, ground_truth: Any = "7", data_source: str = "test", validation: bool = False, **columns: Any
     ) -> list[Any]:
-        from rl_accel.integrations.verl.reward_timeout import VALIDATION
+        from rl_accel.integrations.verl.reward_worker_proxy import VALIDATION
 
         found = []
         for text in texts:

@@ -7,8 +7,8 @@ import pytest
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
-from rl_accel.integrations.verl.reward_timeout import VALIDATION, agent_loop
-from rl_accel.integrations.verl.reward_timeout.agent_loop import Marking
+from rl_accel.integrations.verl import reward_worker_proxy
+from rl_accel.integrations.verl.reward_worker_proxy import VALIDATION, Marking
 
 WorkerTQ = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 
@@ -55,7 +55,7 @@ def test_only_validation_is_marked_and_only_for_the_reward_worker(kind, configur
 
     async def score_all():
         async def one(validate):
-            agent_loop._VALIDATING.set(validate)
+            reward_worker_proxy._validating.set(validate)
             await worker._compute_score([output()], kwargs=kwargs)
 
         for validate in (True, False):
@@ -76,7 +76,7 @@ def test_the_mark_is_of_the_response_that_is_being_scored(kind, configure, monke
 
     async def stored(self, output, validate, **kwargs):
         await asyncio.sleep(0)
-        seen.append((validate, agent_loop._VALIDATING.get()))
+        seen.append((validate, reward_worker_proxy._validating.get()))
 
     for parent in (WorkerTQ, AgentLoopWorker):
         monkeypatch.setattr(parent, "_agent_loop_postprocess", stored)
@@ -86,7 +86,7 @@ def test_the_mark_is_of_the_response_that_is_being_scored(kind, configure, monke
         await asyncio.gather(
             *(worker._agent_loop_postprocess(some, validate, uid="u") for validate in (True, False, True))
         )
-        assert agent_loop._VALIDATING.get() is False
+        assert reward_worker_proxy._validating.get() is False
 
     asyncio.run(all_at_once())
     assert sorted(seen) == [(False, False), (True, True), (True, True)]

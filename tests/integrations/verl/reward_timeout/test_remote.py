@@ -23,10 +23,8 @@ ray.init(address="local", num_cpus=4, include_dashboard=False, _temp_dir=folder 
 from hydra import compose, initialize_config_module
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.ray import reward_anchors
-from rl_accel.integrations.verl.reward_timeout import VALIDATION
-from rl_accel.integrations.verl.reward_worker_proxy import proxies
-from rl_accel.integrations.verl.reward_timeout.wiring import Collector
-from rl_accel.integrations.verl.reward_timeout.wiring import wire
+from rl_accel.integrations.verl.reward_timeout import wire
+from rl_accel.integrations.verl.reward_worker_proxy import VALIDATION, proxies
 from verl.experimental.reward_loop.reward_loop import RewardLoopManager
 
 sys.path.insert(0, folder)
@@ -39,7 +37,7 @@ with initialize_config_module("verl.trainer.config", version_base=None):
 wire(config, RewardTimeoutFlags(enable=True, maximum=20.0, minimum=0.5, min_correct=1, workers=2))
 manager = RewardLoopManager(config)
 workers = proxies(manager.reward_loop_worker_handles, config)
-collect, report = Collector(), {}
+collect, report = reward_anchors.Collector(), {}
 
 def processes(name):
     found = []
@@ -66,7 +64,7 @@ async def numbers(wanted):
     total, end = {}, time.time() + 60
     while time.time() < end and not wanted(total):
         await asyncio.sleep(0.5)
-        for name, value in (await asyncio.to_thread(collect)).items():
+        for name, value in (await asyncio.to_thread(collect, 1, {})).items():
             name = name.removeprefix("reward_timeout/")
             total[name] = value if name == "anchors" else total.get(name, 0) + value
     return total

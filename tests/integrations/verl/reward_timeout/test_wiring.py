@@ -6,8 +6,7 @@ from omegaconf import OmegaConf
 from rl_accel.errors import ConfigError
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.verl import agent_loop
-from rl_accel.integrations.verl.reward_timeout import MANAGER, MANAGER_MODULE, WORKER_PART
-from rl_accel.integrations.verl.reward_timeout.wiring import is_wired, refuse_unwired, wire
+from rl_accel.integrations.verl.reward_timeout import MANAGER, MANAGER_MODULE, WORKER_PART, refuse_unwired, wire
 
 ON = RewardTimeoutFlags(enable=True)
 LOOPS = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
@@ -18,17 +17,6 @@ def changed(composed, **keys):
     for key, value in keys.items():
         OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
     return config
-
-
-def test_our_own_manager_cannot_be_held_and_is_not_offered(composed, monkeypatch):
-    from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
-
-    from rl_accel.integrations.verl.reward_timeout.manager import RewardTimeoutManager
-
-    monkeypatch.setitem(REWARD_MANAGER, "ours", RewardTimeoutManager)
-    with pytest.raises(ConfigError, match=r"= one of dapo, .*, found ours$") as caught:
-        wire(changed(composed, reward__reward_manager__name="ours"), ON)
-    assert str(caught.value).count("ours") == 1
 
 
 def test_one_flag_sets_the_keys_of_the_official_seams_and_nothing_else(composed):
@@ -111,7 +99,7 @@ def test_verls_intake_wires_both_features_and_neither_without_flags(composed):
         with pytest.raises(ConfigError, match="tail_batching"):
             config_intake.in_trainer(config)
         config_intake.in_driver(config)
-        assert is_wired(config)
+        assert config.reward.reward_manager.name == MANAGER
         assert OmegaConf.select(config, LOOPS) == agent_loop.MANAGER
         config_intake.in_driver(config)
         config_intake.in_trainer(config)
@@ -119,17 +107,16 @@ def test_verls_intake_wires_both_features_and_neither_without_flags(composed):
         RUNTIME.restore(layers)
 
 
-def test_the_manager_is_registered_while_the_feature_is_on(python):
+def test_numbers_are_collected_while_the_feature_is_on(python):
     done = python("""
         import rl_accel
+        from rl_accel.telemetry import metrics
         rl_accel.enable(reward_timeout=True)
         assert rl_accel.status()["reward_timeout"].patches[0].state == "waiting"
         import verl.experimental.reward_loop
-        from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
-        assert get_reward_manager_cls("rl_accel_reward_timeout").__name__ == "RewardTimeoutManager"
+        assert type(metrics.observer("reward_timeout")).__name__ == "Collector"
         assert rl_accel.status()["reward_timeout"].applied
         rl_accel.disable()
-        from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
-        assert "rl_accel_reward_timeout" not in REWARD_MANAGER
+        assert metrics.observer("reward_timeout") is None
     """)
     assert done.returncode == 0, done.stderr

@@ -239,7 +239,7 @@ class TestCancelling:
     def test_a_reward_worker_stops_with_its_task(self):
         async def run():
             actor = start(RewardWorker)
-            worker = RewardWorkerProxy(actor)
+            worker = RewardWorkerProxy(actor, lambda _deaths: actor)
             await start_and_cancel(
                 lambda: worker.compute_score.remote(None), lambda: until(actor, lambda seen: seen == ["running"])
             )
