@@ -139,12 +139,9 @@ class PromptSupply:
         self.payloads: dict[str, dict[str, Any]] = {}
 
     def take(self, counts: Mapping[str, int]) -> dict[str, str]:
-        """Fetch rows until there are ``counts[domain]`` of each domain, or ``counts[""]`` in all without quotas.
+        """Fetch rows until there are ``counts[domain]`` of each domain; return the domains of the new prompts by id.
 
-        Rows come mixed, so of domains that are not short it can be more.
-
-        Returns:
-            The domains of the new prompts, by id.
+        Rows come mixed, so of domains that are not short it can be more. Without quotas all count for ``""``.
 
         Raises:
             ConfigError: a row is of a domain without a quota, or there are no rows of a domain that has one.

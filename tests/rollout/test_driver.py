@@ -118,19 +118,21 @@ def test_short_and_long_rounds_train_every_prompt_that_was_begun_exactly_once(se
 
 def test_epochs_follow_each_other_and_rows_keep_their_ids_apart():
     driver, workers = make(rows=10)
-    ids = trained(train(driver, workers, 10))
-    assert sorted(ids) == sorted(f"{epoch}:{row}" for epoch in (1, 2, 3, 4) for row in range(1, 11))
+    results = train(driver, workers, 10)
+    assert sorted(trained(results)) == sorted(f"{epoch}:{row}" for epoch in (1, 2, 3, 4) for row in range(1, 11))
+    for result in results:  # with the data set's own index
+        assert result.trained == {group.prompt_id: row_of_id(group.prompt_id) - 1 for group in result.batch.groups}
 
 
 def test_a_constant_group_is_rejected_and_replaced_until_the_batch_is_full():
     def metric(prompt_id, response_id):
-        return 1.0 if int(prompt_id.split(":")[1]) % 8 == 0 else float(response_id)
+        return 1.0 if row_of_id(prompt_id) % 8 == 0 else float(response_id)
 
     driver, workers = make(workers=Schedule(metric=metric), filter_groups=True, queue_threshold=2)
     results = train(driver, workers, 20)
     ids = trained(results)
     assert len(ids) == len(set(ids)) == 80
-    assert all(int(prompt_id.split(":")[1]) % 8 for prompt_id in ids)
+    assert all(row_of_id(prompt_id) % 8 for prompt_id in ids)
     rejected = [prompt_id for result in results for prompt_id in result.rejected]
     assert len(rejected) == sum(result.round.prompts_rejected for result in results) >= 9
     assert sorted(ids + rejected, key=row_of_id) == [f"1:{row}" for row in range(1, len(ids + rejected) + 1)]
@@ -143,11 +145,7 @@ def test_a_group_rejected_when_no_more_prompts_are_planned_is_replaced_within_it
 
     driver, workers = make(workers=Schedule(metric=metric), filter_groups=True)
     results = train(driver, workers, 3)
-    assert sorted(prompt_id for result in results for prompt_id in result.rejected) == [
-        "1:10",
-        "1:11",
-        "1:12",
-    ]
+    assert sorted(prompt_id for result in results for prompt_id in result.rejected) == ["1:10", "1:11", "1:12"]
     assert driver.supply.fetched == 15
 
 
@@ -176,12 +174,6 @@ def test_a_broken_prompt_near_the_end_of_the_run_does_not_keep_the_last_batches_
     assert len(set(ids)) == 24
     assert f"1:{row}" not in ids
     assert driver.supply.payloads == {}
-
-
-def test_what_was_settled_names_the_rows_of_the_data_set():
-    driver, workers = make(rows=10)
-    for result in train(driver, workers, 6):
-        assert result.trained == {group.prompt_id: row_of_id(group.prompt_id) - 1 for group in result.batch.groups}
 
 
 QUOTAS = {"math": 3, "code": 1}

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from rl_accel.rollout.driver import PromptSupply, StepResult
 from rl_accel.rollout.saved import ResumeError, SettlementLog, restore, save
@@ -13,8 +12,8 @@ from rl_accel.rollout.tail_decisions import TrainBatch
 ROW = {"raw_prompt": [{"role": "user", "content": "hi"}], "index": 5}
 
 
-def new_run(data_id="train.parquet", **facts):
-    core = TailBatching(TailRun(**{"prompts_per_step": 2, "responses_per_prompt": 2, "data_id": data_id, **facts}))
+def new_run():
+    core = TailBatching(TailRun(2, 2, data_id="train.parquet"))
     return core, PromptSupply(core.run, lambda: ROW, 10)
 
 
@@ -29,51 +28,19 @@ def test_a_checkpoint_of_a_stock_run_is_refused(tmp_path):
         restore(tmp_path, 4, *new_run())
 
 
-def test_another_step_and_a_damaged_file_are_refused(tmp_path):
-    saved_run(tmp_path)
-    with pytest.raises(ResumeError, match="must be of step 5, found 4"):
-        restore(tmp_path, 5, *new_run())
-    (tmp_path / "state.json").write_text("{")
-    with pytest.raises(ResumeError, match="is damaged: JSONDecodeError"):
-        restore(tmp_path, 4, *new_run())
-
-
-def test_a_queue_that_was_written_in_part_is_refused(tmp_path):
-    saved_run(tmp_path)
-    rows = (tmp_path / "prompts.pt").read_bytes()
-    for size in (0, 10, len(rows) // 2):
-        (tmp_path / "prompts.pt").write_bytes(rows[:size])
-        with pytest.raises(ResumeError, match="is damaged: "):
-            restore(tmp_path, 4, *new_run())
-
-
-def batch(number, kind):
-    return TrainBatch(number, kind, ())
-
-
 def test_the_log_forgets_what_a_checkpoint_does_not_hold(tmp_path):
     log = SettlementLog(tmp_path)
     log.rewind(0)
     for step in (1, 2, 3):
-        log.add(step, StepResult(batch(step, "short"), trained={f"1:{step}": step - 1}))
+        log.add(step, StepResult(TrainBatch(step, "short", ()), trained={f"1:{step}": step - 1}))
     with log.path.open("a") as file:
         file.write('{"step": 4, "tr')  # killed while it wrote
     log.rewind(2)
-    result = StepResult(
-        batch(3, "long"), trained={"1:9": 8}, rejected={"1:4": 3}, failed={"1:5": 4}, errors={"1:5": "ServerDied: gone"}
-    )
-    log.add(3, result)
+    prompts = {"trained": {"1:9": 8}, "rejected": {"1:4": 3}, "failed": {"1:5": 4}, "errors": {"1:5": "Died: gone"}}
+    log.add(3, StepResult(TrainBatch(3, "long", ()), **prompts))
     rows = [json.loads(line) for line in log.path.read_text().splitlines()]
     assert [(row["step"], row["trained"]) for row in rows] == [(1, {"1:1": 0}), (2, {"1:2": 1}), (3, {"1:9": 8})]
-    assert rows[-1] == {
-        "step": 3,
-        "round": 3,
-        "kind": "long",
-        "trained": {"1:9": 8},
-        "rejected": {"1:4": 3},
-        "failed": {"1:5": 4},
-        "errors": {"1:5": "ServerDied: gone"},
-    }
+    assert rows[-1] == {"step": 3, "round": 3, "kind": "long", **prompts}
 
 
 def test_a_run_comes_back_with_its_prompts_and_its_place_in_the_data(tmp_path):
@@ -86,36 +53,20 @@ def test_a_run_comes_back_with_its_prompts_and_its_place_in_the_data(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"data_id": "other.parquet"},
-            "does not fit this run: state must have data_id = 'other.parquet', found 'train.parq",
-        ),
-        ({"prompts_per_step": 3}, "state must have prompts_per_step = 3, found 2"),
-        ({"responses_per_prompt": 4}, "state must have responses_per_prompt = 4, found 2"),
-    ],
-)
-def test_the_queue_of_another_run_is_refused_and_nothing_changes(tmp_path, settings, message):
-    saved_run(tmp_path)
-    core, supply = new_run(**settings)
-    with pytest.raises(ResumeError, match=message):
-        restore(tmp_path, 4, core, supply)
-    assert core.unsettled_prompts() == []
-    assert (supply.fetched, supply.payloads) == (0, {})
-
-
-@pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda state: state["core"].update(version=99), "state must have version = 2, found 99"),
+        (lambda state: state.update(step=5), "must be of step 4, found 5"),
+        (
+            lambda state: state["core"].update(data_id="other"),
+            "does not fit this run: state must have data_id = 'train.pa",
+        ),
+        (lambda state: state["core"]["prompts"].append(["1:4"]), "does not fit this run: state is damaged"),
         (lambda state: state.pop("rows_fetched"), "is damaged: KeyError: 'rows_fetched'"),
         (lambda state: state.update(rows_fetched=2), "3 prompts are open and 0 settled, but 2 rows were fetched"),
-        (lambda state: state["core"]["prompts"].pop(), "differ in 1 prompts, such as 1:3"),
-        (lambda state: state["core"]["prompts"].append(["1:4"]), "state is damaged or does not fit"),
+        (lambda state: state["core"]["prompts"].pop(), "the queue and the saved rows differ in 1 prompts, such as 1:3"),
     ],
 )
-def test_a_queue_of_another_version_or_a_damaged_one_is_refused(tmp_path, edit, message):
+def test_a_state_that_is_damaged_or_of_another_run_is_refused_and_nothing_changes(tmp_path, edit, message):
     saved_run(tmp_path)
     file = tmp_path / "state.json"
     state = json.loads(file.read_text())
@@ -124,12 +75,14 @@ def test_a_queue_of_another_version_or_a_damaged_one_is_refused(tmp_path, edit, 
     core, supply = new_run()
     with pytest.raises(ResumeError, match=message):
         restore(tmp_path, 4, core, supply)
-    assert (core.unsettled_prompts(), supply.fetched) == ([], 0)
+    assert (core.unsettled_prompts(), supply.fetched, supply.payloads) == ([], 0, {})
 
 
-def test_a_queue_whose_prompts_are_not_there_is_refused(tmp_path):
+@pytest.mark.parametrize("name", ["state.json", "prompts.pt"])
+def test_a_file_that_was_written_in_part_is_refused(tmp_path, name):
     saved_run(tmp_path)
-    torch.save({"1:1": {"index": 0}}, tmp_path / "prompts.pt")
-    core, supply = new_run()
-    with pytest.raises(ResumeError, match=r"is damaged: the queue and the saved rows differ in 2 prompts, such as 1:2"):
-        restore(tmp_path, 4, core, supply)
+    content = (tmp_path / name).read_bytes()
+    for size in (0, 10, len(content) // 2):
+        (tmp_path / name).write_bytes(content[:size])
+        with pytest.raises(ResumeError, match="is damaged: "):
+            restore(tmp_path, 4, *new_run())

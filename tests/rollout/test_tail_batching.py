@@ -86,10 +86,13 @@ class Host:
     def trained(self):
         return [group.prompt_id for group in self.one(TrainBatch).groups]
 
-    def play(self, *prompts):
-        """A whole round, in which these prompts are the first to complete."""
-        self.begin().complete(*prompts)
+    def finish(self, *prompts, seconds=0.0):
+        """These prompts are the first to complete; the rest is acknowledged."""
+        self.complete(*prompts, seconds=seconds)
         self.acknowledge()
+
+    def play(self, *prompts):
+        self.begin().finish(*prompts)
         return self
 
 
@@ -155,8 +158,7 @@ def test_no_round_begins_before_the_last_one_is_settled():
 def test_late_messages_of_an_older_round_are_ignored():
     host = Host(P0=1, R0=1, response_ratio=1.0).begin()
     (old,) = host.responses["1:1"]
-    host.complete("1:0")
-    host.acknowledge()
+    host.finish("1:0")
     host.begin()
     assert host.core.response_generated(old, 5) == []
     assert host.core.response_scored(old, 0.0) == []
@@ -184,8 +186,7 @@ def test_one_round_in_five_is_long_at_the_default_ratio():
     for _ in range(50):
         host.begin()
         kinds.append(host.one(RoundStarted).kind)
-        host.complete(*list(host.responses)[:8])
-        host.acknowledge()
+        host.finish(*list(host.responses)[:8])
     assert kinds.count("long") == 10
 
 
@@ -200,8 +201,7 @@ def test_a_deferred_prompt_is_tried_again_until_max_deferrals():
     host.play("1:1").begin()
     assert host.one(RoundStarted).kind == "short"
     assert list(host.responses) == ["1:0", "1:2"]
-    host.complete("1:2")
-    host.acknowledge()
+    host.finish("1:2")
     assert host.begin().one(RoundStarted).kind == "long"
     assert list(host.responses) == ["1:0"]
 
@@ -234,11 +234,10 @@ def test_a_rejection_in_a_long_round_is_filled_with_a_new_prompt():
 
 
 def test_where_no_more_can_be_trained_a_deferred_prompt_takes_the_place():
-    host = Host(P0=2, R0=1, steps=2, prompt_ratio=2.0, queue_threshold=1, rejects={"1:2"}).play("1:0", "1:1").begin()
-    assert host.one(RoundStarted).kind == "long"
-    host.complete("1:2")
-    assert host.one(RequestPrompts) == RequestPrompts({"": 1}), "the rejected one left a place for another"
-    host.complete("1:3", "1:4")
+    host = Host(P0=2, R0=1, prompt_ratio=2.5, rejects={"1:2"}).play("1:0", "1:1")
+    host.steps_left = 1
+    host.play("1:2", "1:3", "1:4")
+    assert not host.of(RequestPrompts)
     assert host.trained() == ["1:3", "1:4"]
 
 
@@ -250,8 +249,7 @@ def test_a_failed_response_is_retried_then_its_prompt_is_reported_and_replaced()
     assert host.one(PromptFailed) == PromptFailed("1:0")
     assert host.one(Cancel) == Cancel("1:0", (1,))
     assert host.of(Launch)[-1].prompt_id == "1:1"
-    host.complete("1:1")
-    host.acknowledge()
+    host.finish("1:1")
     metrics = host.one(RoundEnded).metrics
     assert (metrics.prompts_failed, metrics.responses_failed, metrics.prompts_trained) == (1, 2, 1)
 
@@ -322,18 +320,6 @@ def test_a_run_that_turns_out_longer_than_planned_goes_on():
     assert host.trained() == ["1:2", "1:3"]
 
 
-def test_prompts_may_be_offered_at_any_time():
-    host = Host(P0=2, R0=1, prompt_ratio=1.0)
-    host.offer({"a": ""})
-    host.begin()
-    assert host.one(RequestPrompts) == RequestPrompts({"": 1})
-    host.offer({"b": ""})
-    host.complete("a", "1:0")
-    host.acknowledge()
-    host.begin()
-    assert list(host.responses) == ["b", "1:1"]
-
-
 # Metrics
 
 
@@ -358,9 +344,7 @@ def test_the_age_of_the_oldest_deferred_prompt_grows():
     host = Host(P0=4, R0=1)
     ages = []
     for _ in range(5):
-        host.begin()
-        host.complete(*list(host.responses)[:4])
-        host.acknowledge()
+        host.begin().finish(*list(host.responses)[:4])
         ages.append(host.one(RoundEnded).metrics.oldest_deferral_rounds)
     assert ages == [0, 1, 2, 3, 0]
 
@@ -373,8 +357,7 @@ def test_seconds_saved_compare_with_waiting_for_all():
         order = list(host.responses)
         seconds = 1.0 if host.one(RoundStarted).kind == "short" else 10.0
         host.complete(*order[:3])
-        host.complete(order[3], seconds=seconds)
-        host.acknowledge()
+        host.finish(order[3], seconds=seconds)
         metrics = host.one(RoundEnded).metrics
         saved[metrics.kind].append(metrics.seconds_saved)
     # Three quarters of the prompts take no time at all; a fifth of all is long and takes up to ten seconds.
@@ -436,10 +419,7 @@ def test_a_state_of_another_run_is_refused_and_changes_nothing(change, message):
     [
         ({"prompts_per_step": 0}, "prompts_per_step to be at least 1, found 0"),
         ({"responses_per_prompt": 0}, "responses_per_prompt to be at least 1, found 0"),
-        (
-            {"flags": TailBatchingFlags(domain_quotas={"math": 1})},
-            r"domain_quotas must add up to .* 2 prompts, found 1",
-        ),
+        ({"flags": TailBatchingFlags(domain_quotas={"math": 1})}, r"must add up to .* 2 prompts, found 1"),
     ],
 )
 def test_a_run_that_makes_no_sense_is_refused(run, message):
@@ -491,7 +471,6 @@ def test_auto_starts_at_the_default_and_follows_the_observed_times():
         host.begin()
         if host.one(RoundStarted).kind == "short":
             started.append(host.one(RoundStarted).prompts)
-        host.complete(*list(host.responses)[:8], seconds=1.0)
-        host.acknowledge()
+        host.finish(*list(host.responses)[:8], seconds=1.0)
     assert started[0] == 10
     assert started[-1] == 8, "all take the same time"
