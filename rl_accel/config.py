@@ -133,8 +133,8 @@ def _checked_section(name: str, flags: Any, source: str) -> dict[str, Any]:
 
 def _checked(value: Any, flag: Field[Any], where: str) -> Any:
     limits = flag.metadata
-    if type(value) is int and not _fits(value, flag.type):
-        value = float(value) if _fits(float(value), flag.type) else value
+    if type(value) is int and _fits(0.0, flag.type):
+        value = float(value)
     if not _fits(value, flag.type):
         kind = str(getattr(flag.type, "__name__", None) or flag.type).replace("None", "null").replace(" | ", " or ")
         raise ConfigError(f"{where} wants {kind}, found {_describe(value)}")

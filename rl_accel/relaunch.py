@@ -31,13 +31,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Launches:
-    """Launches of one command, one after the other, in a process that passes on the signals it gets.
-
-    Args:
-        command: the first launch.
-        max_restarts: launches after it.
-        pause_s: between launches, for a cluster to see that the last one has ended.
-    """
+    """Launches of one command, one after the other, in a process that passes on the signals it gets."""
 
     def __init__(self, command: Sequence[str], max_restarts: int, pause_s: float) -> None:
         self._command, self._max_restarts, self._pause_s = list(command), max_restarts, pause_s

@@ -31,8 +31,6 @@ SOURCES_VAR = "RL_ACCEL_SOURCES"
 
 ENVIRONMENT, FRAMEWORK, KEYWORDS = f"environment {cfg.ENV_VAR}", "framework config", "rl_accel.enable()"
 _PRECEDENCE = (ENVIRONMENT, FRAMEWORK, KEYWORDS)
-
-
 _FLAG_READER, _LOGGER = "reading flags", "logging"
 
 

@@ -242,12 +242,6 @@ def test_numbers_that_are_missing_cost_one_warning(run, caplog):
     assert caplog.text.count("tp_replan decides nothing: step 1 has no timing_s/gen") == 1
 
 
-def test_steps_are_kept_beside_the_checkpoints(run, tmp_path):
-    run().step(1, None)
-    (step,) = json.loads((tmp_path / "checkpoints" / STATE_FILE).read_text())["steps"]
-    assert step == {"step": 1, "kind": "all", "tp": 1, "preemptions": None, "rollout_seconds": 10.0, "tokens": 800}
-
-
 @pytest.fixture
 def notes(monkeypatch):
     left = []
@@ -297,8 +291,10 @@ def test_a_checkpoint_that_cannot_be_saved_wakes_the_servers_and_training_goes_o
     assert one.step(9, 60)["wanted_tp"] == 1.0, "it is not asked for again at once"
 
 
-def test_a_restarted_run_goes_on_with_what_the_launch_before_saw(run, notes):
+def test_a_restarted_run_goes_on_with_what_the_launch_before_saw(run, notes, tmp_path):
     rise(run({"action": "restart"}))
+    step, *_ = json.loads((tmp_path / "checkpoints" / STATE_FILE).read_text())["steps"]
+    assert step == {"step": 1, "kind": "all", "tp": 1, "preemptions": 12, "rollout_seconds": 10.0, "tokens": 800}
     assert run({"action": "restart"}, **{TP: 2}).step(9, 0)["changes"] == 1.0
 
 
