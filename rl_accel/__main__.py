@@ -13,7 +13,7 @@ from rl_accel.errors import RlAccelError
 _LAZY = {
     "serve-cpu": ("lab.cpu_engine.sglang_server", "A small model behind SGLang's HTTP endpoints, on this CPU."),
     "slime-config": ("integrations.slime.custom_config", "Write or check the YAML for slime's --custom-config-path."),
-    "profile": ("telemetry.cli", "Where a step's time went in a run, and which flag would save most."),
+    "profile": ("telemetry.profile", "Where a step's time went in a run, and which flag would save most."),
     "run": ("relaunch", "Run a trainer, and again with other overrides when it asks for that."),
     "ab": ("lab.ab.cli", "Train the arms of a recipe one after the other and report the difference."),
 }

@@ -19,6 +19,8 @@ from rl_accel.telemetry.server_counters import COUNTERS, Counters, Reading, ask_
 
 logger = logging.getLogger("rl_accel")
 
+_Read = Callable[[], dict[str, Reading | None]]
+
 PREFIX = "rl_accel/tp_replan/"
 ARGUMENTS = (
     "custom_rollout_log_function_path",
@@ -79,16 +81,16 @@ def bounds_of(args: Any, flags: TpReplanFlags) -> TpBounds:
     return bounds
 
 
-_watched: tuple[Any, Counters, PlannedRun] | None = None
-"""slime's arguments, the counters of its servers, and the run whose rollouts this process makes."""
+_watched: tuple[Any, _Read, Counters, PlannedRun] | None = None
+"""slime's arguments, what reads its servers, their counters, and the run whose rollouts this process makes."""
 
 
-def _watch(args: Any) -> tuple[Counters, PlannedRun]:
+def _watch(args: Any) -> tuple[_Read, Counters, PlannedRun]:
     global _watched
     if _watched is None or _watched[0] is not args:
         flags = flags_of(args)[TP_REPLAN]
         run = PlannedRun(bounds_of(args, flags), flags.max_changes, args.save)
-        _watched = args, Counters(_reader(args)), run
+        _watched = args, _reader(args), Counters(), run
     return _watched[1:]
 
 
@@ -100,8 +102,8 @@ def numbers_of(rollout: Rollout) -> dict[str, float]:
     """
     if not _generates(rollout.args):
         return {}
-    counters, run = _watch(rollout.args)
-    stages, preemptions = _sglang(rollout.args, "pp_size", 1), counters.take()
+    read, counters, run = _watch(rollout.args)
+    stages, preemptions = _sglang(rollout.args, "pp_size", 1), counters.take(read())
     change, numbers = run.take_in(
         rollout.number,
         rollout.metrics,
@@ -124,8 +126,8 @@ def set_aside(args: Any) -> None:
         ConfigError: see :func:`bounds_of`.
     """
     if _generates(args):
-        counters, _ = _watch(args)
-        counters.take()
+        read, counters, _ = _watch(args)
+        counters.take(read())
 
 
 def _generates(args: Any) -> bool:
@@ -142,7 +144,7 @@ def _refuse(wanted: str, found: Any, reason: str) -> None:
     raise ConfigError(f"{FLAG} wants {wanted}, found {found} ({reason})")
 
 
-def _reader(args: Any) -> Callable[[], dict[str, Reading | None]]:
+def _reader(args: Any) -> _Read:
     """Return what asks every worker of slime's router for its counter. slime has all its engines show their metrics.
 
     Workers go by id and address: a server that was started anew is registered with the router anew.

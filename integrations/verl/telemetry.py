@@ -2,7 +2,7 @@
 
 :func:`wire` adds :class:`RecordingWorker` to verl's agent-loop workers, which note when each response began, was generated and got
 its reward. In the trainer process :class:`Observer` fetches these notes once a step, has :mod:`rl_accel.telemetry.stage_clock` make
-numbers of them, asks the rollout servers for preemptions, and leaves a line in a file, which ``rl-accel profile`` reads.
+numbers of them, asks the rollout servers for preemptions, and keeps the notes in a file, which ``rl-accel profile`` reads.
 """
 
 import asyncio
@@ -11,9 +11,8 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,7 @@ from rl_accel.integrations.verl.engines import ON_POLICY_MODES, engine_of, read_
 from rl_accel.patches.seams import Registration, Seams
 from rl_accel.telemetry import metrics, stage_clock
 from rl_accel.telemetry.server_counters import ANSWER_SECONDS, Counters
-from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, Generation, Response
-from rl_accel.telemetry.steps_file import FILE_NAME, Step, StepsFile
+from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NAME, Response
 
 logger = logging.getLogger("rl_accel")
 
@@ -36,15 +34,14 @@ SEAMS: Seams = {
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ": None,
 }
 """verl 0.9.1 has them."""
-SECTION = "trainer.rl_accel_telemetry"
-"""What every process finds in verl's configuration: the path of the file."""
+FILE_KEY = "trainer.rl_accel_telemetry"
+"""Where every process finds the path of the file in verl's configuration."""
 WORKER_PART = f"{__name__}.RecordingWorker"
 ATTEMPTS = 3
 """So many steps in a row without an answer, and servers are not asked for preemptions any more: silence costs seconds each time."""
 _MOST_NOTES = 200_000
 """Responses that a worker remembers if nobody fetches them."""
 _FLAG = "rl_accel.telemetry"
-_PARTS = ("most", "waiting", "reward", "rest", "after_half")
 
 
 # In the driver
@@ -60,14 +57,8 @@ def wire(config: Any, flags: TelemetryFlags) -> None:
     folder = OmegaConf.select(config, "trainer.default_local_dir", default=None) or "."
     with open_dict(config):
         # Absolute: the trainer process may have another working directory than the driver.
-        OmegaConf.update(config, SECTION, {"file": str(Path(os.path.abspath(folder)) / FILE_NAME)}, merge=False)
+        OmegaConf.update(config, FILE_KEY, os.path.join(os.path.abspath(folder), FILE_NAME))
     agent_loop.choose(config, WORKER_PART)
-
-
-def file_of(config: Any) -> Path | None:
-    """Return where the steps are kept, None if ``config`` has not been through :func:`wire`."""
-    path = OmegaConf.select(config, f"{SECTION}.file", default=None)
-    return Path(path) if path else None
 
 
 def refuse_unwired(config: Any) -> None:
@@ -76,9 +67,9 @@ def refuse_unwired(config: Any) -> None:
     Raises:
         ConfigError: its driver has not called ``validate_config``.
     """
-    if file_of(config) is None:
+    if OmegaConf.select(config, FILE_KEY) is None:
         raise ConfigError(
-            f"{_FLAG} wants {SECTION} in the configuration of the trainer, found nothing; "
+            f"{_FLAG} wants {FILE_KEY} in the configuration of the trainer, found nothing; "
             "verl's validate_config sets it, which the driver must call before it starts the trainer"
         )
 
@@ -95,8 +86,9 @@ class RecordingWorker(agent_loop.WorkerPart):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._responses: deque[Response] = deque(maxlen=_MOST_NOTES)
-        if hasattr(self.llm_client, "_acquire_server"):
-            self.llm_client._acquire_server = _noting_the_server(self.llm_client._acquire_server)
+        self._acquire_of_verl: Any = getattr(self.llm_client, "_acquire_server", None)
+        if self._acquire_of_verl is not None:
+            self.llm_client._acquire_server = self._acquire_and_note
 
     async def take_responses(self) -> list[Response]:
         """Return the responses that have ended since the last call."""
@@ -106,10 +98,9 @@ class RecordingWorker(agent_loop.WorkerPart):
 
     @classmethod
     def attach(cls, manager: Any) -> None:
-        """Tell the observer in the trainer process whom to ask."""
-        observer = metrics.observer("telemetry")
-        if observer is not None:
-            observer.attach(manager.config, manager.agent_loop_workers, manager.llm_client)
+        """Have the trainer process ask these workers, if the feature is still on."""
+        if metrics.observer("telemetry") is not None:
+            metrics.observe("telemetry", Observer(manager.config, manager.agent_loop_workers, manager.llm_client))
 
     async def _run_agent_loop(self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
         run = super()._run_agent_loop
@@ -146,75 +137,66 @@ class RecordingWorker(agent_loop.WorkerPart):
         if response is not None:
             response.rewarded = time.time()
 
-
-def _noting_the_server(acquire: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    async def acquire_server(request_id: str, **extra: Any) -> Any:
-        server_id, server = await acquire(request_id, **extra)
+    async def _acquire_and_note(self, request_id: str, **extra: Any) -> Any:
+        server_id, server = await self._acquire_of_verl(request_id, **extra)
         response = CURRENT.get()
         if response is not None:
             response.server = str(server_id)
         return server_id, server
 
-    return acquire_server
-
 
 # In the trainer process
 
 
+def observe_stages(_step: int, logged: Mapping[str, Any]) -> dict[str, float]:
+    """Return the shares of a training step's stages, which are known without agent loops; {} for anything else that is logged."""
+    shares = stage_clock.shares(stage_clock.stages(logged) or {})
+    return {f"telemetry/share/{stage}": share for stage, share in shares.items()}
+
+
 class Observer:
-    """Sees what the trainer logs. Until a manager of agent loops attaches, it knows stages only."""
+    """Sees what the trainer logs once its agent loops are there.
 
-    def __init__(self) -> None:
-        self._workers: Sequence[Any] = ()
-        self._balancer: Any = None
-        self._file: StepsFile | None = None
-        self._asked: list[str] = []
-        self._counters: Counters
-        self._silent_steps = 0
-        self._slots_each: int | None = None
-        self._window_known = False
-        self._warned: set[str] = set()
+    Args:
+        config: verl's, which has been through :func:`wire`.
+        workers: handles of agent-loop workers with :class:`RecordingWorker`.
+        client: verl's client of the rollout servers, whose load balancer knows them all.
+    """
 
-    def attach(self, config: Any, workers: Sequence[Any], client: Any) -> None:
-        """Begin with the agent loops of a trainer.
-
-        Args:
-            config: verl's, which has been through :func:`wire`.
-            workers: handles of agent-loop workers with :class:`RecordingWorker`.
-            client: verl's client of the rollout servers, whose load balancer knows them all.
-        """
-        path, engine = file_of(config), engine_of(config)
+    def __init__(self, config: Any, workers: Sequence[Any], client: Any) -> None:
         self._workers = workers
-        self._balancer = getattr(client, "_load_balancer", None)
-        self._file = None if path is None else StepsFile(path)
-        self._counters, self._silent_steps = Counters(lambda: read_servers(engine, self._asked)), 0
-        slots = OmegaConf.select(config, "actor_rollout_ref.rollout.max_num_seqs", default=None)
-        self._slots_each = int(slots) if slots else None
+        self._balancer: Any = getattr(client, "_load_balancer", None)
+        self._file = Path(OmegaConf.select(config, FILE_KEY))
+        self._engine = engine_of(config)
+        self._counters = Counters()
+        self._silent_steps = 0
+        self._slots_each = OmegaConf.select(config, "actor_rollout_ref.rollout.max_num_seqs", default=None) or 0
         self._window_known = _begins_with_its_stage(config)
+        self._warned: set[str] = set()
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
         """Return the numbers of a training step by name, ``telemetry/idle_share``; {} for anything else that is logged."""
         began = time.perf_counter()
-        seconds = stage_clock.stages(logged)
-        if seconds is None:
+        numbers = observe_stages(step, logged)
+        if not numbers:
             return {}
         responses, servers = self._fetch(), self._servers()
-        slots = self._slots_each * len(servers) if self._slots_each and servers else None
+        try:
+            stage_clock.keep(self._file, step, responses)
+        except OSError as error:
+            self._warn_once("responses cannot be kept for rl-accel profile", error)
+        found = stage_clock.completion(responses)
+        seconds = logged.get("timing_s/gen", 0.0)
+        if self._window_known and responses and seconds > 0:
+            found |= stage_clock.generation(responses, seconds, self._slots_each * len(servers) or None)
         preemptions = self._preempted(servers)
-        generation: Generation | None = None
-        if self._window_known and responses and seconds.get("gen", 0.0) > 0:
-            generation = stage_clock.generation(responses, seconds["gen"], slots=slots)
-        self._keep(Step(step, seconds, slots, preemptions, self._window_known, responses))
-        numbers = _numbers(seconds, generation, responses)
         if preemptions is not None:
-            numbers["preemptions"] = preemptions
-        numbers["own_seconds"] = time.perf_counter() - began
-        return {f"telemetry/{name}": float(value) for name, value in numbers.items() if value is not None}
+            found["preemptions"] = preemptions
+        found["own_seconds"] = time.perf_counter() - began
+        return numbers | {f"telemetry/{name}": float(value) for name, value in found.items()}
 
     def _fetch(self) -> list[Response]:
         """The responses of all workers that answer; a dead one takes its own with it."""
-        if not self._workers:
-            return []
         import ray
 
         calls = [worker.take_responses.remote() for worker in self._workers]
@@ -228,8 +210,6 @@ class Observer:
         return responses
 
     def _servers(self) -> list[str]:
-        if self._balancer is None:
-            return []
         import ray
 
         with contextlib.suppress(Exception):  # then capacity and preemptions are unknown
@@ -240,18 +220,9 @@ class Observer:
         """Preemptions since the last call (since their start, at the first); None if unknown."""
         if not servers or self._silent_steps == ATTEMPTS:
             return None
-        self._asked = servers
-        preemptions = self._counters.take()
+        preemptions = self._counters.take(read_servers(self._engine, servers))
         self._silent_steps = 0 if preemptions is not None else self._silent_steps + 1
         return preemptions
-
-    def _keep(self, step: Step) -> None:
-        if self._file is None:
-            return
-        try:
-            self._file.add(step)
-        except OSError as error:
-            self._warn_once("steps cannot be kept for rl-accel profile", error)
 
     def _warn_once(self, what: str, error: Exception) -> None:
         if what not in self._warned:
@@ -268,30 +239,12 @@ def _begins_with_its_stage(config: Any) -> bool:
     return mode in ON_POLICY_MODES and stages_a_step == 1
 
 
-def _numbers(
-    seconds: Mapping[str, float], generation: Generation | None, responses: Sequence[Response]
-) -> dict[str, float | None]:
-    numbers: dict[str, float | None] = {f"share/{stage}": share for stage, share in stage_clock.shares(seconds).items()}
-    if not responses:
-        return numbers
-    numbers["responses"] = len(responses)
-    numbers["tokens"] = sum(response.tokens or 0 for response in responses)
-    completion = stage_clock.completion(responses)
-    if completion is not None:
-        numbers |= {f"completion_{name}_seconds": value for name, value in asdict(completion).items()}
-    if generation is not None:
-        numbers |= {f"{part}_seconds": getattr(generation, part) for part in _PARTS}
-        numbers |= {"idle_share": generation.idle, "concurrency": generation.concurrency}
-        numbers |= {"cancelled": generation.cancelled, "seconds_per_token": generation.seconds_per_token}
-    return numbers
-
-
 SWITCHES = (
     Registration(
         name="verl.telemetry.observer",
         feature="telemetry",
         target="verl.utils.tracking:Tracking",
-        register=lambda _flags: metrics.observe("telemetry", Observer()),
+        register=lambda _flags: metrics.observe("telemetry", observe_stages),
         unregister=lambda: metrics.observe("telemetry", None),
         owner=__name__,
         find=lambda: metrics.observer("telemetry"),

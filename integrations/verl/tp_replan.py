@@ -157,12 +157,12 @@ class StepObserver:
         if trainer is None:
             return {}
         if trainer is not self._trainer:
-            engine = engine_of(trainer.config)
             bounds, folder = bounds_of(trainer.config, self._flags), _get(trainer.config, "trainer.default_local_dir")
-            self._counters = Counters(lambda: read_servers(engine, trainer.llm_server_manager.server_addresses))
+            self._counters = Counters()
             self._run = PlannedRun(bounds, self._flags.max_changes, folder)
             self._trainer = trainer
-        preemptions = self._counters.take()
+        servers = trainer.llm_server_manager.server_addresses
+        preemptions = self._counters.take(read_servers(engine_of(trainer.config), servers))
         if _STEP not in data:
             return {}
         step, tp = int(data[_STEP]), int(_get(trainer.config, TP_KEY))

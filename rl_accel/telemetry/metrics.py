@@ -1,7 +1,7 @@
 """Numbers that patched code leaves for the trainer's logger, kept per process until the trainer collects them.
 
-Names are relative (``gae/seconds``); :func:`drain` returns them under ``rl_accel/``. Do not put ``max``, ``min``, ``sum``
-or ``total`` into a name: verl chooses how to reduce a metric by these substrings.
+Names are relative (``gae/seconds``); :func:`drain` and :func:`observed` return them under ``rl_accel/``. Do not put ``max``,
+``min``, ``sum`` or ``total`` into a name: verl chooses how to reduce a metric by these substrings.
 """
 
 import logging
@@ -16,8 +16,7 @@ Observer = Callable[[int, Mapping[str, Any]], Mapping[str, float]]
 
 _lock = threading.Lock()
 _values: dict[str, float] = {}
-_collectors: dict[str, Callable[[], Mapping[str, float]]] = {}
-_observers: dict[str, Any] = {}
+_observers: dict[str, Observer] = {}
 _failed: set[str] = set()
 
 
@@ -33,33 +32,27 @@ def put(name: str, value: float) -> None:
         _values[name] = float(value)
 
 
-def collect(feature: str, collector: Callable[[], Mapping[str, float]] | None) -> None:
-    """Have :func:`drain` ask ``collector`` for what other processes have recorded, by relative name; None: no longer."""
-    _enter(_collectors, feature, collector)
-
-
 def observe(feature: str, observer: Observer | None) -> None:
     """Have :func:`observed` show ``observer`` each step's metrics; None: no longer."""
-    _enter(_observers, feature, observer)
-    _failed.discard(feature)
+    with _lock:
+        _failed.discard(feature)
+        if observer is None:
+            _observers.pop(feature, None)
+        else:
+            _observers[feature] = observer
 
 
-def observer(feature: str) -> Any:
+def observer(feature: str) -> Observer | None:
     """Return who observes for ``feature``, or None."""
     return _observers.get(feature)
 
 
 def drain() -> dict[str, float]:
-    """Return everything recorded since the last call as ``{"rl_accel/<name>": value}`` and start anew. Never raises."""
+    """Return everything recorded since the last call as ``{"rl_accel/<name>": value}`` and start anew."""
     with _lock:
-        out, collectors = dict(_values), dict(_collectors)
+        out = {f"rl_accel/{name}": value for name, value in _values.items()}
         _values.clear()
-    for feature, collector in collectors.items():
-        try:
-            out.update(collector())
-        except Exception:  # numbers are not worth a step
-            logger.warning("rl-accel: the numbers of %s could not be collected", feature, exc_info=True)
-    return {f"rl_accel/{name}": value for name, value in out.items()}
+    return out
 
 
 def observed(step: int, logged: Mapping[str, Any]) -> dict[str, float]:
@@ -73,16 +66,8 @@ def observed(step: int, logged: Mapping[str, Any]) -> dict[str, float]:
     for feature, look in observers.items():
         try:
             out.update(look(step, logged))
-        except Exception:
+        except Exception:  # numbers are not worth a step
             if feature not in _failed:
                 _failed.add(feature)
                 logger.warning("rl-accel: %s failed at step %s, and may again", feature, step, exc_info=True)
     return {f"rl_accel/{name}": value for name, value in out.items()}
-
-
-def _enter(table: dict[str, Any], feature: str, entry: Any) -> None:
-    with _lock:
-        if entry is None:
-            table.pop(feature, None)
-        else:
-            table[feature] = entry

@@ -1,34 +1,64 @@
-"""What a run's steps say about where its time goes: average stages, the parts of generation, and what would save how much."""
+"""The command ``rl-accel profile``: where the time of a run's steps went, in tables and a picture, and what would save how much."""
 
+import functools
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
+from typing import Any
 
+import click
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from rl_accel.errors import RlAccelError
-from rl_accel.telemetry import stage_clock, steps_file
-from rl_accel.telemetry.stage_clock import COMPLETED, OTHER, Generation, Response
-from rl_accel.telemetry.steps_file import FILE_NAME, Step
+from rl_accel.extra import needs
+from rl_accel.telemetry import stage_clock
+from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FILE_NAME, OTHER, Response
 
 WARMUP = 2
+_WIDTH = 140
+_METRICS = "rl_accel/telemetry/"
+_PROMPT_RATIO = 1.25
+"""Of tail_batching: prompts that a short round launches over those that it trains."""
 _LIMIT_SCALE, _LIMIT_SLACK, _LIMIT_LEAST = 1.5, 0.5, 2.0
 """Of reward_timeout by default: a limit is 1.5 times a correct execution and half a second, at least two seconds."""
+
+_PARTS = {
+    "most_seconds": ("nine in ten responses", "#4878a8"),
+    "waiting_seconds": ("waiting for the longest", "#b5498f"),
+    "reward_seconds": ("rewards", "#9bc0de"),
+    "rest_seconds": ("noticing, storing", "#b7b7a4"),
+}
+_OTHER_COLOUR = "#d9d9d9"
+_OUTCOMES = {COMPLETED: "#4878a8", CANCELLED: "#e8a24c"}
+_FAILED = "#d1495b"
+_REWARD = "#2a9d5c"
+_MOST_ROWS = 2000
+
+_NUMBERS = {
+    "idle_share": ("idle share of generation", "{:.1%}"),
+    "concurrency": ("most responses at once", "{:,.0f}"),
+    "responses": ("responses a step", "{:,.0f}"),
+    "cancelled": ("responses cancelled a step", "{:,.0f}"),
+    "tokens": ("tokens a step", "{:,.0f}"),
+    "preemptions": ("preemptions a step", "{:,.1f}"),
+    "completion_p50_seconds": ("a response and its reward, p50", "{:.3g} s"),
+    "completion_p90_seconds": ("a response and its reward, p90", "{:.3g} s"),
+    "completion_p99_seconds": ("a response and its reward, p99", "{:.3g} s"),
+    "completion_longest_seconds": ("the longest", "{:.3g} s"),
+}
+"""Numbers that are printed, with their format."""
 
 
 @dataclass(frozen=True)
 class Saving:
-    """Seconds a step that something takes, what would reduce them, and by how much.
+    """Something that takes ``seconds`` of a mean step, and what would reduce it by ``gain`` seconds.
 
-    Attributes:
-        name: what takes them, in words.
-        seconds: mean of the measured steps.
-        advice: the flag that would reduce them, in words.
-        gain: seconds a step that it would save; None if the run's numbers do not tell.
-        arithmetic: how ``gain`` was found, or why it was not.
+    ``arithmetic`` says how the gain was found, or, if it is None, why it was not.
     """
 
     name: str
@@ -45,43 +75,37 @@ class Profile:
     Attributes:
         log: the metrics that were read.
         steps: the measured steps.
-        step_seconds: mean of a step.
-        stages: mean seconds of each stage; they add up to ``step_seconds``.
-        generations: of the measured steps, those that are known.
-        preemptions: mean of a step; None if unknown.
+        stages: mean seconds of each stage.
+        numbers: means of what telemetry logged, by name; without those that it could not know.
         savings: what takes most time first.
         missing: in words, what could not be told and why.
-        last: the last measured step, with its responses.
-        servers: what generation was spent on in the last step, by rollout server.
+        last: the responses of the last measured step, if parts of its generation are known.
+        last_seconds: of generation in that step.
     """
 
     log: Path
     steps: Sequence[int]
-    step_seconds: float
     stages: Mapping[str, float]
-    generations: Sequence[Generation]
-    preemptions: float | None
+    numbers: Mapping[str, float]
     savings: Sequence[Saving]
     missing: Sequence[str]
-    last: Step | None = None
-    servers: Mapping[str, Generation] = field(default_factory=dict)
+    last: Sequence[Response]
+    last_seconds: float
 
-    def mean(self, name: str) -> float | None:
-        """Return the mean of a number of the generations, None if none has it."""
-        return _mean(getattr(generation, name) for generation in self.generations)
+    @property
+    def step_seconds(self) -> float:
+        """Mean of a step."""
+        return sum(self.stages.values())
 
 
 def find_log(folder: Path) -> Path:
-    """Return the one file of verl's file logger in ``folder`` or below it.
+    """Return the one file of verl's file logger in ``folder`` or below it; ``folder`` may be that file.
 
     Raises:
         RlAccelError: there is none, or there are several; names them.
     """
-    if folder.is_file():
-        return folder
-    if not folder.is_dir():
-        raise RlAccelError(f"{folder} is no folder")
-    logs = [path for path in sorted(folder.rglob("*.jsonl")) if path.name != FILE_NAME and _has_steps(path)]
+    files = [folder] if folder.is_file() else sorted(folder.rglob("*.jsonl"))
+    logs = [path for path in files if path.name != FILE_NAME and _has_steps(path)]
     logs = [path for path in logs if path.parent == folder] or logs
     if len(logs) == 1:
         return logs[0]
@@ -105,112 +129,99 @@ def profile(folder: Path, warmup: int = WARMUP) -> Profile:
         RlAccelError: there is no run, or more than one.
     """
     log = find_log(folder)
-    metrics = steps_file.read_log(log)
+    metrics = stage_clock.read_log(log)
     staged = {step: seconds for step, logged in metrics.items() if (seconds := stage_clock.stages(logged)) is not None}
-    numbers = list(staged)[min(warmup, len(staged) - 1) :]
-    measured = [staged[number] for number in numbers]
-    names = [name for name in (*stage_clock.STAGES, OTHER) if any(name in seconds for seconds in measured)]
-    stages = {name: statistics.fmean(seconds.get(name, 0.0) for seconds in measured) for name in names}
+    steps = list(staged)[min(warmup, len(staged) - 1) :]
+    names = [name for name in (*stage_clock.STAGES, OTHER) if any(name in staged[step] for step in steps)]
+    stages = {name: statistics.fmean(staged[step].get(name, 0.0) for step in steps) for name in names}
+    noted = {
+        step: {name.removeprefix(_METRICS): value for name, value in metrics[step].items() if name.startswith(_METRICS)}
+        for step in steps
+    }
+    numbers = {
+        name: statistics.fmean(its[name] for its in noted.values() if name in its)
+        for name in dict.fromkeys(name for its in noted.values() for name in its)
+    }
 
     missing: list[str] = []
-    kept = _kept(folder if folder.is_dir() else folder.parent, numbers, missing)
-    timed = [step for step in kept if step.window_known and step.stages.get("gen", 0.0) > 0]
-    generations = [
-        generation
-        for step in timed
-        if (generation := stage_clock.generation(step.responses, step.stages["gen"], slots=step.slots))
-    ]
-    if kept and not generations:
+    kept: dict[int, list[Response]] = {}
+    files = sorted((folder if folder.is_dir() else folder.parent).rglob(FILE_NAME))
+    if not numbers:
+        what = "idle share, waiting, rewards, completion times and preemptions"
+        missing.append(f"{what}: the run had no +rl_accel.telemetry.enable=True")
+    elif len(files) == 1:
+        kept = stage_clock.read_kept(files[0])
+    else:
+        what = "what tail_batching and reward_timeout would save, the servers, and the picture of responses"
+        missing.append(f"{what}: {len(files)} files named {FILE_NAME} are here, not one")
+    if numbers and "concurrency" not in numbers:
         missing.append("parts of generation: in this trainer mode responses are under way when the stage begins")
-    preemptions = None
-    if kept and all(step.preemptions is not None for step in kept):
-        preemptions = _mean(step.preemptions for step in kept)
-    elif kept:
-        missing.append("preemptions: a server's own counter could not be read (vLLM: rollout.disable_log_stats=False)")
-    last = kept[-1] if kept else None
-    servers = stage_clock.by_server(last.responses, last.stages["gen"]) if last in timed and last else {}
-    on = {name.split("/")[1] for name, value in metrics[numbers[-1]].items() if name.endswith("/applied") and value}
-    savings = sorted(_savings(stages, generations, timed, on), key=lambda saving: -saving.seconds)
-    return Profile(
-        log, numbers, sum(stages.values()), stages, generations, preemptions, savings, missing, last, servers
-    )
+    if unknown := sum("preemptions" not in its for its in noted.values() if its):
+        why = "a server's own counter could not be read (vLLM: rollout.disable_log_stats=False)"
+        missing.append(f"preemptions of {unknown} of {len(steps)} steps: {why}")
+
+    responses = {step: kept[step] for step, its in noted.items() if "concurrency" in its and step in kept}
+    rests = [its["rest_seconds"] for its in noted.values() if "rest_seconds" in its]
+    on = {name.split("/")[1] for name, value in metrics[steps[-1]].items() if name.endswith("/applied") and value}
+    savings = _savings(stages, numbers, rests, list(responses.values()), on)
+    last = responses.get(steps[-1], [])
+    return Profile(log, steps, stages, numbers, savings, missing, last, staged[steps[-1]].get("gen", 0.0))
 
 
-def _kept(folder: Path, numbers: Sequence[int], missing: list[str]) -> list[Step]:
-    files = sorted(folder.rglob(FILE_NAME))
-    if len(files) != 1:
-        why = "several files of that name are here" if files else "the run had no +rl_accel.telemetry.enable=True"
-        missing.append(f"idle share, waiting, rewards, completion times and preemptions: no {FILE_NAME} to read, {why}")
-        return []
-    steps = steps_file.read(files[0])
-    return [steps[number] for number in numbers if number in steps]
+# What would save how much
 
 
 def _savings(
-    stages: Mapping[str, float], generations: Sequence[Generation], steps: Sequence[Step], on: set[str]
+    stages: Mapping[str, float],
+    numbers: Mapping[str, float],
+    rests: Sequence[float],
+    steps: Sequence[Sequence[Response]],
+    on: set[str],
 ) -> list[Saving]:
-    """What could be saved, given which features were ``on``. ``steps`` are those of ``generations``."""
-    savings = []
-    if generations:
-        most = _mean(generation.most for generation in generations) or 0.0
-        waiting = _mean(generation.waiting for generation in generations) or 0.0
-        reward = _mean(generation.reward for generation in generations) or 0.0
-        savings = [
-            _tail_batching(waiting, steps, "tail_batching" in on),
-            _reward_timeout(reward, steps, "reward_timeout" in on),
-            _sampler(generations, bool(on & {"sampler", "tail_batching"})),
-            Saving(
-                "generating nine in ten responses",
-                most,
-                "more replicas, or a smaller max_response_length",
-                None,
-                "how an engine's speed changes with its requests is not in these numbers",
-            ),
-        ]
-    if stages.get("adv", 0.0) > 0:
-        is_on = "gae.enable or advantages.enable is on"
-        advice = is_on if on & {"gae", "advantages"} else "+rl_accel.gae.enable=True (or advantages)"
-        arithmetic = "at most all of it; `rl-accel bench gae` measures your shape"
-        savings.append(Saving("advantages", stages["adv"], advice, None, arithmetic))
-    return savings
+    """What could be saved in a run with the features ``on``, most time first.
 
-
-def _tail_batching(seconds: float, steps: Sequence[Step], on: bool) -> Saving:
-    name = "waiting for the longest responses"
-    if on:
-        advice = "tail_batching is on; prompt_ratio=auto chooses the surplus from the times it sees"
-        return Saving(name, seconds, advice, None, "times of what was cancelled are unknown")
-    advice = "+rl_accel.tail_batching.enable=True"
-    rounds = replay([times for step in steps if (times := prompt_seconds(step.responses))])
-    if rounds is None:
-        return Saving(name, seconds, advice, None, "no step in which every response completed")
-    arithmetic = (
-        f"{rounds.known} prompts' own times, replayed in rounds of {rounds.launched} prompts for {rounds.prompts} trained, "
-        f"the rest in long rounds: {rounds.in_rounds:.2f} s a rollout instead of {rounds.as_it_is:.2f} s"
-    )
-    return Saving(name, seconds, advice, rounds.saved, arithmetic)
-
-
-@dataclass(frozen=True)
-class Replay:
-    """Mean seconds of a rollout of ``prompts`` prompts, as it is and in rounds that launch ``launched``.
-
-    ``known`` is how many prompts' times were drawn from.
+    ``rests`` are the ``rest_seconds`` of each step, ``steps`` the responses of those steps whose generation is known.
     """
 
-    as_it_is: float
-    in_rounds: float
-    prompts: int
-    launched: int
-    known: int
+    def saving(name: str, seconds: float, estimate: tuple[float | None, str], *features: str) -> Saving:
+        if running := sorted(on.intersection(features)):
+            return Saving(name, seconds, f"{', '.join(running)}: on", None, "this is what is left of it")
+        return Saving(name, seconds, f"+rl_accel.{features[0]}.enable=True", *estimate)
 
-    @property
-    def saved(self) -> float:
-        return max(self.as_it_is - self.in_rounds, 0.0)
+    savings = []
+    if "concurrency" in numbers:
+        most, waiting, reward, rest = (numbers.get(name, 0.0) for name in _PARTS)
+        unknown = "how an engine's speed changes with its requests is not in these numbers"
+        advice = "more replicas, or a smaller max_response_length"
+        savings = [
+            saving("waiting for the longest responses", waiting, _gain_of_tail_batching(steps), "tail_batching"),
+            saving("rewards after the last generation", reward, _gain_of_reward_timeout(steps), "reward_timeout"),
+            saving("noticing that the rollout is done", rest, _gain_of_sampler(rests), "sampler", "tail_batching"),
+            Saving("generating nine in ten responses", most, advice, None, unknown),
+        ]
+    if stages.get("adv", 0.0) > 0:
+        at_most = "at most all of it (estimators other than GAE: advantages); `rl-accel bench gae` measures your shape"
+        savings.append(saving("advantages", stages["adv"], (None, at_most), "gae", "advantages"))
+    return sorted(savings, key=lambda saving: -saving.seconds)
+
+
+def _gain_of_tail_batching(steps: Sequence[Sequence[Response]]) -> tuple[float | None, str]:
+    known = [times for responses in steps if (times := prompt_seconds(responses))]
+    if not known:
+        return None, "no step in which every response completed"
+    prompts = max(len(times) for times in known)
+    launched = ceil(_PROMPT_RATIO * prompts)
+    times = [seconds for step in known for seconds in step]
+    as_it_is = statistics.fmean(max(step) for step in known)
+    in_rounds = replay(times, prompts, launched)
+    return max(as_it_is - in_rounds, 0.0), (
+        f"{len(times)} prompts' own times, replayed in rounds of {launched} prompts for {prompts} trained, "
+        f"the rest in long rounds: {in_rounds:.2f} s a rollout instead of {as_it_is:.2f} s"
+    )
 
 
 def prompt_seconds(responses: Sequence[Response]) -> list[float] | None:
-    """Return, for each prompt of a step, the seconds from the step's first response until all of its own had their reward.
+    """Return the seconds from a step's first response until all of a prompt's own had their reward, for each prompt.
 
     None if a response was cancelled or failed: the time that it would have taken is unknown.
     """
@@ -223,26 +234,13 @@ def prompt_seconds(responses: Sequence[Response]) -> list[float] | None:
     return list(last.values())
 
 
-def replay(steps: Sequence[Sequence[float]], ratio: float = 1.25, rounds: int = 2000, seed: int = 0) -> Replay | None:
-    """Replay ``rounds`` rounds of tail batching with the times of ``steps``; None if there is no prompt.
+def replay(times: Sequence[float], prompts: int, launched: int) -> float:
+    """Return the mean seconds of a rollout in rounds of tail batching that train ``prompts`` prompts.
 
-    A short round draws ``ceil(ratio * P0)`` prompts, lasts until P0 of them are complete and puts the others into a queue; a queue
-    of P0 makes a long round, which waits for all of them. Either trains P0 prompts. A prompt that was put off takes in a long round
-    what it took before: long by nature. What is left out: prompts that were long by chance, a surplus of responses (both would save
-    more), and that generation is slower with more prompts at once (which saves less).
-
-    Args:
-        steps: completion times of the prompts of each step; P0 is how many the largest has.
-        ratio: prompts launched in a short round over those trained.
-        rounds: how many to replay.
-        seed: of the draws.
+    A short round draws ``launched`` of the ``times``, lasts until ``prompts`` of them are over and puts the others into a queue;
+    a queue of that many makes a long round, which waits for all of them. A prompt that was put off is long again.
     """
-    times = np.array([seconds for step in steps for seconds in step])
-    if not len(times):
-        return None
-    prompts = max(len(step) for step in steps)
-    launched = ceil(ratio * prompts - 1e-9)
-    random = np.random.default_rng(seed)
+    rounds, random = 2000, np.random.default_rng(0)
     queue: deque[float] = deque()
     spent = 0.0
     for _ in range(rounds):
@@ -252,47 +250,121 @@ def replay(steps: Sequence[Sequence[float]], ratio: float = 1.25, rounds: int = 
         drawn = np.sort(random.choice(times, launched))
         spent += float(drawn[prompts - 1])
         queue.extend(drawn[prompts:].tolist())
-    return Replay(float(np.mean([max(step) for step in steps if step])), spent / rounds, prompts, launched, len(times))
+    return spent / rounds
 
 
-def _reward_timeout(seconds: float, steps: Sequence[Step], on: bool) -> Saving:
-    name = "rewards after the last generation"
-    if on:
-        return Saving(name, seconds, "reward_timeout is on", None, "what remains is within the limits")
-    advice = "+rl_accel.reward_timeout.enable=True (for rewards that execute something)"
-    rewarded = [
-        [(r.generated, r.rewarded) for r in step.responses if r.generated is not None and r.rewarded is not None]
-        for step in steps
+def _gain_of_reward_timeout(steps: Sequence[Sequence[Response]]) -> tuple[float | None, str]:
+    known = [
+        [(r.generated, r.rewarded) for r in responses if r.generated is not None and r.rewarded is not None]
+        for responses in steps
     ]
-    durations = sorted(end - begin for rewards in rewarded for begin, end in rewards)
-    if not durations:
-        return Saving(name, seconds, advice, None, "no reward was noted")
-    nine_in_ten = stage_clock.quantile(durations, 0.9)
+    rewarded = [rewards for rewards in known if rewards]
+    if not rewarded:
+        return None, "no reward was noted"
+    nine_in_ten = stage_clock.quantile(sorted(end - begin for rewards in rewarded for begin, end in rewards), 0.9)
     limit = max(_LIMIT_SCALE * nine_in_ten + _LIMIT_SLACK, _LIMIT_LEAST)
     gain = statistics.fmean(
-        max(end for _, end in rewards) - max(min(end, begin + limit) for begin, end in rewards) if rewards else 0.0
-        for rewards in rewarded
+        max(end for _, end in rewards) - max(min(end, begin + limit) for begin, end in rewards) for rewards in rewarded
     )
-    arithmetic = (
-        f"at most: rewards replayed with a limit of {limit:.1f} s, which is max({_LIMIT_SCALE} x {nine_in_ten:.2f} s (nine in "
-        f"ten take no longer) + {_LIMIT_SLACK} s, {_LIMIT_LEAST} s)"
+    return gain, (
+        f"at most, and for rewards that execute something: rewards replayed with a limit of {limit:.1f} s, which is "
+        f"max({_LIMIT_SCALE} x {nine_in_ten:.2f} s (nine in ten take no longer) + {_LIMIT_SLACK} s, {_LIMIT_LEAST} s)"
     )
-    return Saving(name, seconds, advice, gain, arithmetic)
 
 
-def _sampler(generations: Sequence[Generation], on: bool) -> Saving:
-    rests = [generation.rest for generation in generations if generation.rest is not None]
-    seconds = statistics.fmean(rests) if rests else 0.0
-    name = "noticing that the rollout is done"
-    if on:
-        return Saving(name, seconds, "an adaptive wait is on", None, "storing and putting engines to sleep")
-    advice = "+rl_accel.sampler.enable=True"
+def _gain_of_sampler(rests: Sequence[float]) -> tuple[float | None, str]:
     if len(rests) < 2:
-        return Saving(name, seconds, advice, None, "one step alone does not tell polling from the rest")
-    arithmetic = (
-        f"mean {seconds:.2f} s less the shortest of {len(rests)} steps, {min(rests):.2f} s, whose poll came in time"
-    )
-    return Saving(name, seconds, advice, seconds - min(rests), arithmetic)
+        return None, "one step alone does not tell polling from the rest"
+    mean, shortest = statistics.fmean(rests), min(rests)
+    how = f"mean {mean:.2f} s less the shortest of {len(rests)} steps, {shortest:.2f} s, whose poll came in time"
+    return mean - shortest, how
+
+
+# The command
+
+
+@click.command("profile")
+@click.argument("run_dir", type=click.Path(exists=True, path_type=Path))
+@click.option("--warmup", type=click.IntRange(0), default=WARMUP, show_default=True, help="First steps to leave out.")
+@click.option(
+    "--picture", type=click.Path(path_type=Path), help="Where to write the PNG.  [default: RUN_DIR/profile.png]"
+)
+@click.option("--no-picture", is_flag=True, help="Print only.")
+def command(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool) -> None:
+    """Where the time of a step went in the run in RUN_DIR, and which flag would save most.
+
+    RUN_DIR holds the file of verl's file logger: a run of `rl-accel ab`, or any folder with it. If the run had
+    +rl_accel.telemetry.enable=True, this also says what generation was spent on; if not, only stages.
+    """
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
+    run = profile(run_dir, warmup)
+    _show(run, console)
+    if not no_picture:
+        path = picture or (run_dir if run_dir.is_dir() else run_dir.parent) / "profile.png"
+        draw(run, path)
+        console.print(f"Picture: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(run: Profile, console: Console) -> None:
+    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    span = f"steps {run.steps[0]}-{run.steps[-1]}" if len(run.steps) > 1 else f"step {run.steps[0]}"
+    say(f"{run.log}: means of {span}")
+    table = Table("stage", "seconds", "share of the step")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for stage, share in stage_clock.shares(run.stages).items():
+        table.add_row(stage, format_seconds(run.stages[stage]), f"{share:.1%}")
+        if stage == "gen":
+            for name, (label, _) in _PARTS.items():
+                if name in run.numbers:
+                    part = run.numbers[name]
+                    table.add_row(f"  {label}", format_seconds(part), f"{part / run.step_seconds:.1%}", style="dim")
+    table.add_row("step", format_seconds(run.step_seconds), "100.0%", style="bold")
+    console.print(table)
+    if "responses" in run.numbers:
+        for name, (label, _) in _NUMBERS.items():
+            say(f"{label + ':':<32}{_shown(run.numbers, name)}")
+    servers = sorted({response.server for response in run.last if response.server is not None})
+    if len(servers) > 1:
+        console.print(_table_of_servers(run, servers))
+    for line in run.missing:
+        say(f"not known: {line}")
+    if run.savings:
+        console.print(_table_of_savings(run))
+        for saving in run.savings:
+            say(f"{saving.name}: {saving.arithmetic}")
+        best = max(run.savings, key=lambda saving: (saving.gain or 0.0, saving.seconds))
+        if best.gain:
+            gain, whole = format_seconds(best.gain), format_seconds(run.step_seconds)
+            what = f"Largest saving: {best.name}, {format_seconds(best.seconds)} a step."
+            say(f"{what} {best.advice} would save about {gain} of {whole} ({best.gain / run.step_seconds:.0%}).")
+
+
+def _shown(numbers: Mapping[str, float], name: str) -> str:
+    return _NUMBERS[name][1].format(numbers[name]) if name in numbers else "unknown"
+
+
+def _table_of_servers(run: Profile, servers: Sequence[str]) -> Table:
+    table = Table("server", "responses", "tokens", "idle", "longest", title=f"Servers in step {run.steps[-1]}")
+    began = min(response.began for response in run.last)
+    for server in servers:
+        its = [response for response in run.last if response.server == server]
+        numbers = stage_clock.completion(its) | stage_clock.generation(its, run.last_seconds, began=began)
+        shown = ("responses", "tokens", "idle_share", "completion_longest_seconds")
+        table.add_row(server, *(_shown(numbers, name) for name in shown))
+    return table
+
+
+def _table_of_savings(run: Profile) -> Table:
+    columns = ("what takes time", "seconds", "share", "what would reduce it", "gain")
+    table = Table(*columns, title="Where it could be saved")
+    whole = run.step_seconds
+    for saving in run.savings:
+        gain = "unknown" if saving.gain is None else f"{format_seconds(saving.gain)} ({saving.gain / whole:.0%})"
+        table.add_row(saving.name, format_seconds(saving.seconds), f"{saving.seconds / whole:.1%}", saving.advice, gain)
+    return table
 
 
 def format_seconds(value: float) -> str:
@@ -300,6 +372,67 @@ def format_seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 0.1 else f"{value * 1000:.3g} ms"
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+# The picture
+
+
+def draw(run: Profile, path: Path) -> None:
+    """Write the picture of ``run``: mean stages of a step, parts of its generation, and the responses of its last step."""
+    needs("matplotlib")
+    figure = needs("matplotlib.figure").Figure(figsize=(8, 5.6 if run.last else 1.9), layout="constrained")
+    heights = [1.1, 3] if run.last else [1]
+    axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for part in axes:
+        part.spines[["top", "right"]].set_visible(False)
+    _draw_bars(axes[0], run)
+    if run.last:
+        _draw_responses(axes[1], run)
+    figure.savefig(path, dpi=120, facecolor="white")
+
+
+def _draw_bars(axes: Any, run: Profile) -> None:
+    """Stages of a mean step, one after the other, and below them what generation was."""
+    rows = {
+        "step": [(name, seconds, stage_clock.STAGES.get(name, _OTHER_COLOUR)) for name, seconds in run.stages.items()]
+    }
+    parts = [(label, run.numbers[name], colour) for name, (label, colour) in _PARTS.items() if name in run.numbers]
+    if parts:
+        rows["generation"] = parts
+    for place, row in enumerate(rows.values()):
+        left = 0.0
+        for label, seconds, colour in row:
+            axes.barh(place, seconds, left=left, height=0.7, color=colour, edgecolor="white", lw=0.5)
+            # What has no room for its name (a character takes a little more than a hundredth of the width) goes into the legend.
+            if seconds > 0.015 * len(label) * run.step_seconds:
+                axes.text(left + seconds / 2, place, label, ha="center", va="center", fontsize=8)
+            elif seconds > 0.003 * run.step_seconds:
+                axes.barh(place, 0, color=colour, label=label)
+            left += max(seconds, 0.0)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.set_xlim(0, run.step_seconds * 1.01)
+    idle = f", generation {run.numbers['idle_share']:.0%} idle" if "idle_share" in run.numbers else ""
+    axes.set_title(f"Mean of steps {run.steps[0]}-{run.steps[-1]}: {run.step_seconds:.2f} s{idle}", fontsize=10)
+    axes.set_xlabel("seconds")
+    axes.tick_params(axis="y", length=0)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1.1))
+
+
+def _draw_responses(axes: Any, run: Profile) -> None:
+    """A line a response: generation, then reward. Of very many, evenly chosen ones."""
+    responses = sorted(run.last, key=lambda r: (r.ended, r.began))
+    start = min(response.began for response in responses)
+    for place, response in enumerate(responses[:: len(responses) // _MOST_ROWS + 1]):
+        end = response.ended if response.generated is None else response.generated
+        colour = _OUTCOMES.get(response.outcome, _FAILED)
+        axes.plot([response.began - start, end - start], [place, place], color=colour, lw=1.2, solid_capstyle="butt")
+        if response.rewarded is not None:
+            axes.plot([end - start, response.rewarded - start], [place, place], color=_REWARD, lw=1.2)
+    for label, colour in {**_OUTCOMES, "reward": _REWARD}.items():
+        axes.plot([], [], color=colour, label=label)
+    axes.axvline(run.last_seconds, color="black", lw=0.8, ls=":", label="end of the stage")
+    axes.set_xlim(0, run.last_seconds * 1.01)
+    axes.set_title(f"Responses of step {run.steps[-1]}, in the order in which they ended", fontsize=10)
+    axes.set_xlabel("seconds since the first response began")
+    axes.set_ylabel("responses")
+    axes.legend(frameon=False, fontsize=8, loc="lower right")

@@ -3,7 +3,7 @@
 import logging
 import math
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ COUNTERS = {
 }
 """Counters on ``/metrics``. vLLM shows its with rollout.disable_log_stats=False, SGLang (0.5.7 or later) its with metrics enabled.
 (SGLang's gauge ``num_retracted_reqs`` is not a count of all so far.)"""
-COMPANIONS = {"sglang:num_retracted_requests_total": "sglang:realtime_tokens_total"}
+_COMPANIONS = {"sglang:num_retracted_requests_total": "sglang:realtime_tokens_total"}
 """SGLang leaves the counter out until the first retraction. The companion came with the same release and is there from the first
 token: with it on the page and the counter not, the counter is 0."""
 
@@ -40,10 +40,6 @@ class Reading:
     incarnation: str = ""
 
 
-Read = Callable[[], Mapping[str, Reading | None]]
-"""Asks every server, by name. None: it does not say."""
-
-
 class Counters:
     """Differences between readings of all servers.
 
@@ -51,13 +47,15 @@ class Counters:
     did not answer the last time makes a step unknown.
     """
 
-    def __init__(self, read: Read) -> None:
-        self._read = read
+    def __init__(self) -> None:
         self._before: Mapping[str, Reading | None] | None = None
 
-    def take(self) -> int | None:
-        """Return the preemptions since the last call; None: unknown."""
-        now = dict(self._read())
+    def take(self, now: Mapping[str, Reading | None]) -> int | None:
+        """Return the preemptions since the last call; None: unknown.
+
+        Args:
+            now: what each server says, by name; None for one that does not.
+        """
         before, self._before = self._before, now
         if not now or (before is not None and before.keys() != now.keys()):
             return None
@@ -82,14 +80,24 @@ def ask_endpoints(urls: Mapping[str, str], names: Sequence[str]) -> dict[str, Re
         urls: ``http://host:port`` by name.
         names: the counter, under the names that versions of the engine give it.
     """
-    with ThreadPoolExecutor(max_workers=max(1, min(_AT_ONCE, len(urls)))) as pool:
-        answers = list(pool.map(lambda url: _ask_endpoint(url, names), urls.values()))
-    failed = [(url, said) for url, said in zip(urls.values(), answers, strict=True) if isinstance(said, str)]
-    if new := [(url, problem) for url, problem in failed if url not in _warned]:
-        _warned.update(url for url, _ in new)
+    problems: dict[str, str] = {}
+
+    def ask(url: str) -> Reading | None:
+        try:
+            found = parse(fetch(f"{url}/metrics"), names)
+        except (OSError, ValueError) as error:
+            found, problems[url] = None, str(error)
+        if found is None:
+            problems.setdefault(url, f"has no {names[0]}")
+        return found
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        readings = dict(zip(urls, pool.map(ask, urls.values()), strict=True))
+    if new := sorted(problems.keys() - _warned):
+        _warned.update(new)
         others = f", and {len(new) - 1} other servers" if new[1:] else ""
-        logger.warning("rl-accel: preemptions are unknown, %s/metrics: %s%s", *new[0], others)
-    return {name: None if isinstance(said, str) else said for name, said in zip(urls, answers, strict=True)}
+        logger.warning("rl-accel: preemptions are unknown, %s/metrics: %s%s", new[0], problems[new[0]], others)
+    return readings
 
 
 def fetch(url: str) -> str:
@@ -103,21 +111,9 @@ def fetch(url: str) -> str:
         return str(answer.read().decode(errors="replace"))
 
 
-def _ask_endpoint(url: str, names: Sequence[str]) -> Reading | str:
-    try:
-        found = parse(fetch(f"{url}/metrics"), names)
-    except (OSError, ValueError) as error:
-        return str(error)
-    return f"has no {names[0]}" if found is None else found
-
-
 def parse(text: str, names: Sequence[str]) -> Reading | None:
-    """Return what ``text`` (Prometheus) says of the first of the counters ``names`` that it has; None if it cannot be known.
-
-    A counter is added up over labels. But all ranks of one SGLang engine count the same event, each with labels ``tp_rank`` and
-    such: of those that differ in nothing but a rank (other than ``dp_rank``) the largest is taken.
-    """
-    companions = {COMPANIONS[name] for name in names if name in COMPANIONS}
+    """Return what ``text`` (Prometheus) says of the first of the counters ``names`` that it has; None if it cannot be known."""
+    companions = [_COMPANIONS[name] for name in names if name in _COMPANIONS]
     wanted = (*names, *companions, _STARTED)
     # A page has a thousand lines, and the parser looks at each character.
     lines = (line for line in text.splitlines() if any(name in line for name in wanted))
@@ -135,6 +131,11 @@ def parse(text: str, names: Sequence[str]) -> Reading | None:
 
 
 def _sum_over_labels(samples: Sequence[Sample]) -> float:
+    """Add up a counter over labels.
+
+    All ranks of one SGLang engine count the same event, each with labels ``tp_rank`` and such: of those that differ in nothing but
+    a rank (other than ``dp_rank``) the largest is taken.
+    """
     if not all(math.isfinite(sample.value) for sample in samples):
         return math.nan
     largest: dict[frozenset[tuple[str, str]], float] = {}

@@ -9,39 +9,43 @@ the completed responses were generated, that window is cut into four parts, one 
     reward     t(1) to the last reward           rewards that no generation hides
     rest       the last reward to the end        storing, noticing (a poll), putting engines to sleep
 
-**Idle share.** ``n(t)`` responses are in generation at a time; the capacity ``C`` is the most that ever were, or the slots that the
-engines have if these are fewer. The idle share is ``1 - integral(min(n(t), C)) / (C * gen)``: the share of places in the batch that
-were empty. The integral is tokens decoded times time per token, with each response's own time per token, so that no model of the
-engine's speed is needed. It says how much of the *batch* was empty, not of the processor: an engine that decodes faster with fewer
-requests loses less than that. Time in a queue, in tools and on the way to the engine counts as generation, and so does that of
-responses that are cancelled later.
+The idle share is that of empty places in the batch, ``1 - integral(min(n(t), C)) / (C * gen)``: ``n(t)`` responses are in
+generation at a time, and the capacity ``C`` is the most that ever were, or the slots that the engines have if these are fewer.
 """
 
+import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-STAGES = (
-    "gen",
-    "reward",
-    "old_log_prob",
-    "ref",
-    "values",
-    "adv",
-    "update_critic",
-    "update_actor",
-    "update_weights",
-    "save_checkpoint",
-)
-"""Timers of verl that do not overlap and lie within the step."""
+import numpy as np
+
+STAGES = {
+    "gen": "#4878a8",
+    "reward": "#9bc0de",
+    "old_log_prob": "#e8a24c",
+    "ref": "#f4d29b",
+    "values": "#6fb07f",
+    "adv": "#d1495b",
+    "update_critic": "#9d84b7",
+    "update_actor": "#c9b8dd",
+    "update_weights": "#5fb3b3",
+    "save_checkpoint": "#b7b7a4",
+}
+"""Timers of verl that do not overlap and lie within the step, and their colours in pictures."""
 
 OTHER = "other"
 PREFIX = "timing_s/"
-MOST = 0.9
-
+FILE_NAME = "rl_accel_telemetry.jsonl"
+"""Of the file with responses, in verl's ``trainer.default_local_dir``."""
 
 COMPLETED, CANCELLED, FAILED = "completed", "cancelled", "failed"
+
+LogRecord = tuple[int, dict[str, float]]
+"""A step and its metrics, as verl logs them."""
 
 
 @dataclass(slots=True)
@@ -93,128 +97,68 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
     return {stage: value / whole for stage, value in seconds.items()} if whole > 0 else dict.fromkeys(seconds, 0.0)
 
 
-@dataclass(frozen=True)
-class Completion:
-    """Seconds from a response's beginning until its reward was there, over the completed ones."""
-
-    p50: float
-    p90: float
-    p99: float
-    longest: float
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What the generation of one step was spent on. A number that cannot be known is None.
-
-    Attributes:
-        seconds: of the stage.
-        responses, completed, cancelled, failed: how many there were.
-        tokens: decoded, of the responses whose tokens are known.
-        most, waiting, reward, rest: seconds of the four parts above, which add up to ``seconds``.
-        after_half: seconds from t(0.5) to t(1).
-        concurrency: the most responses that were in generation at once.
-        idle: idle share of generation.
-        seconds_per_token: median over the completed responses of generation seconds per token.
-        completion: see there.
-    """
-
-    seconds: float
-    responses: int
-    completed: int
-    cancelled: int
-    failed: int
-    tokens: int
-    most: float | None
-    waiting: float | None
-    reward: float | None
-    rest: float | None
-    after_half: float | None
-    concurrency: int
-    idle: float | None
-    seconds_per_token: float | None
-    completion: Completion | None
+def completion(responses: Sequence[Response]) -> dict[str, float]:
+    """Return how many there are, their tokens, and of those that completed the seconds until their reward; {} of none."""
+    if not responses:
+        return {}
+    numbers: dict[str, float] = {
+        "responses": len(responses),
+        "tokens": sum(response.tokens or 0 for response in responses),
+    }
+    seconds = sorted(r.completed_at - r.began for r in responses if r.outcome == COMPLETED)
+    if seconds:
+        numbers["completion_p50_seconds"] = quantile(seconds, 0.5)
+        numbers["completion_p90_seconds"] = quantile(seconds, 0.9)
+        numbers["completion_p99_seconds"] = quantile(seconds, 0.99)
+        numbers["completion_longest_seconds"] = seconds[-1]
+    return numbers
 
 
 def generation(
-    responses: Sequence[Response], seconds: float, began: float | None = None, slots: int | None = None
-) -> Generation | None:
-    """Return what a generation of ``seconds`` was spent on, None if it had no responses. Their order does not matter.
+    responses: Sequence[Response], seconds: float, slots: int | None = None, began: float | None = None
+) -> dict[str, float]:
+    """Return what a generation was spent on, by name; what cannot be known is left out. The order of ``responses`` does not matter.
+
+    The four parts above and ``after_half_seconds``, t(0.5) to t(1); ``idle_share``; ``concurrency``, the most responses in
+    generation at once; ``seconds_per_token``, the median over completed responses; ``cancelled``, how many were.
 
     Args:
-        responses: those of one step.
-        seconds: of the stage.
-        began: when it began, by the clock of the responses; default is when the first response did.
+        responses: those of one step, at least one.
+        seconds: of the stage, more than 0.
         slots: how many requests the engines run at once, if that is known.
-
-    Raises:
-        ValueError: ``seconds`` or ``slots`` is not positive.
+        began: when the stage began, by the clock of the responses; default is when the first response did.
     """
-    if not seconds > 0:
-        raise ValueError(f"seconds wants a positive number, found {seconds}")
-    if slots is not None and slots < 1:
-        raise ValueError(f"slots wants at least 1, found {slots}")
-    if not responses:
-        return None
     start = min(response.began for response in responses) if began is None else began
 
     def into(moment: float) -> float:
         return min(max(moment - start, 0.0), seconds)
 
-    spans = sorted((into(r.began), into(r.ended if r.generated is None else r.generated)) for r in responses)
-    completed = [r for r in responses if r.outcome == COMPLETED and r.generated is not None]
-    generated = sorted(into(r.generated) for r in completed if r.generated is not None)
-    parts: dict[str, float | None] = dict.fromkeys(("most", "waiting", "reward", "rest", "after_half"))
-    if generated:
-        rewarded = max([generated[-1], *(into(r.rewarded) for r in completed if r.rewarded is not None)])
-        nearly = quantile(generated, MOST)
-        parts["most"] = nearly
-        parts["waiting"] = generated[-1] - nearly
-        parts["reward"] = rewarded - generated[-1]
-        parts["rest"] = seconds - rewarded
-        parts["after_half"] = generated[-1] - quantile(generated, 0.5)
-    concurrency, _ = _occupied(spans, len(spans))
-    capacity = concurrency if slots is None else min(concurrency, slots)
-    occupied = _occupied(spans, capacity)[1]
-    token_seconds = [(r.generated - r.began) / r.tokens for r in completed if r.generated is not None and r.tokens]
-    outcomes = [response.outcome for response in responses]
-    return Generation(
-        seconds=seconds,
-        responses=len(responses),
-        completed=outcomes.count(COMPLETED),
-        cancelled=outcomes.count(CANCELLED),
-        failed=outcomes.count(FAILED),
-        tokens=sum(response.tokens or 0 for response in responses),
-        concurrency=concurrency,
-        idle=min(max(1 - occupied / (capacity * seconds), 0.0), 1.0) if capacity else None,
-        seconds_per_token=statistics.median(token_seconds) if token_seconds else None,
-        completion=completion(responses),
-        **parts,
-    )
+    numbers: dict[str, float] = {"cancelled": sum(r.outcome == CANCELLED for r in responses)}
+    completed = [(r, r.generated) for r in responses if r.outcome == COMPLETED and r.generated is not None]
+    if completed:
+        generated = sorted(into(moment) for _, moment in completed)
+        nearly, last = quantile(generated, 0.9), generated[-1]
+        rewarded = max([last, *(into(r.rewarded) for r, _ in completed if r.rewarded is not None)])
+        numbers["most_seconds"] = nearly
+        numbers["waiting_seconds"] = last - nearly
+        numbers["reward_seconds"] = rewarded - last
+        numbers["rest_seconds"] = seconds - rewarded
+        numbers["after_half_seconds"] = last - quantile(generated, 0.5)
+    if per_token := [(moment - r.began) / r.tokens for r, moment in completed if r.tokens]:
+        numbers["seconds_per_token"] = statistics.median(per_token)
 
-
-def completion(responses: Iterable[Response]) -> Completion | None:
-    """Return percentiles over the completed ``responses``, None if there are none."""
-    seconds = sorted(r.completed_at - r.began for r in responses if r.outcome == COMPLETED)
-    if not seconds:
-        return None
-    return Completion(quantile(seconds, 0.5), quantile(seconds, 0.9), quantile(seconds, 0.99), seconds[-1])
-
-
-def by_server(responses: Sequence[Response], seconds: float, slots_each: int | None = None) -> dict[str, Generation]:
-    """Return :func:`generation` of each server, over the same window; responses whose server is unknown are left out.
-
-    Args:
-        responses: those of one step.
-        seconds: of the stage.
-        slots_each: how many requests one server runs at once, if that is known.
-    """
-    if not responses:
-        return {}
-    began = min(response.began for response in responses)
-    names = sorted({response.server for response in responses if response.server is not None})
-    parts = {name: generation([r for r in responses if r.server == name], seconds, began, slots_each) for name in names}
-    return {name: part for name, part in parts.items() if part is not None}
+    spans = [(into(r.began), into(r.ended if r.generated is None else r.generated)) for r in responses]
+    # At equal times an end comes first: a place is free before the next response takes it.
+    events = sorted(event for begin, end in spans if end > begin for event in ((begin, 1), (end, -1)))
+    running = np.cumsum([change for _, change in events])
+    concurrency = int(max(running, default=0))
+    numbers["concurrency"] = concurrency
+    if concurrency:
+        capacity = concurrency if slots is None else min(concurrency, slots)
+        lasted = np.diff([moment for moment, _ in events])
+        occupied = float(np.minimum(running[:-1], capacity) @ lasted)
+        numbers["idle_share"] = min(max(1 - occupied / (capacity * seconds), 0.0), 1.0)
+    return numbers
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
@@ -222,13 +166,70 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[max(math.ceil(share * len(ordered) - 1e-9), 1) - 1]
 
 
-def _occupied(spans: Sequence[tuple[float, float]], capacity: int) -> tuple[int, float]:
-    """The most spans that overlap, and the integral over time of how many do, at most ``capacity`` of them."""
-    # At equal times an end comes first: a place is free before the next response takes it.
-    events = sorted(event for begin, end in spans if end > begin for event in ((begin, 1), (end, -1)))
-    running, most, integral, last = 0, 0, 0.0, 0.0
-    for moment, change in events:
-        integral += min(running, capacity) * (moment - last)
-        running, last = running + change, moment
-        most = max(most, running)
-    return most, integral
+def keep(path: Path, step: int, responses: Sequence[Response]) -> None:
+    """Append the ``responses`` of a step to a file, with times in seconds since the first of them began.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    start = min((response.began for response in responses), default=0.0)
+    prompts = {prompt: index for index, prompt in enumerate(dict.fromkeys(r.prompt for r in responses))}
+
+    def since(moment: float | None) -> float | None:
+        return None if moment is None else round(moment - start, 4)
+
+    rows = [
+        [prompts[r.prompt], *map(since, (r.began, r.generated, r.rewarded, r.ended)), r.tokens, r.server, r.outcome]
+        for r in responses
+    ]
+    line = json.dumps({"step": step, "responses": rows}, separators=(",", ":"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write("\n" + line if file.tell() else line)  # after what may be half a line of a run that was killed
+
+
+def read_kept(path: Path) -> dict[int, list[Response]]:
+    """Return the responses of each step in a file of :func:`keep`, without lines that are not whole.
+
+    Where a run began again, the steps that an earlier one had done from there on are left out.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    steps: dict[int, list[Response]] = {}
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+            step = int(entry["step"])
+            responses = [Response(str(prompt), *rest) for prompt, *rest in entry["responses"]]
+        except (ValueError, TypeError, KeyError):
+            continue
+        while steps and next(reversed(steps)) >= step:
+            steps.popitem()
+        steps[step] = responses
+    return steps
+
+
+def read_log(path: Path) -> dict[int, dict[str, float]]:
+    """Return the metrics of each step from the file of verl's logger; records of one step (training, validation) are merged."""
+    steps: dict[int, dict[str, float]] = {}
+    with path.open("rb") as file:
+        for line in file:
+            record = parse_log_line(line)
+            if record is not None:
+                steps.setdefault(record[0], {}).update(record[1])
+    return dict(sorted(steps.items()))
+
+
+def parse_log_line(line: bytes) -> LogRecord | None:
+    """Return the numbers of a line ``{"step": int, "data": {name: value}}``, null as NaN; None if it is no such line."""
+    try:
+        entry: Any = json.loads(line)
+        numbers = {
+            str(name): math.nan if value is None else float(value)  # the writer turns NaN into null
+            for name, value in entry["data"].items()
+            if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+        }
+        return int(entry["step"]), numbers
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rl_accel.telemetry.steps_file import read_log
+from rl_accel.telemetry.stage_clock import read_log
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 

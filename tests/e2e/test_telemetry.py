@@ -8,7 +8,7 @@ import pytest
 from rl_accel.lab.ab.recipe import NOT_COMPARED
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.profile import profile
-from rl_accel.telemetry.steps_file import read
+from rl_accel.telemetry.stage_clock import read_kept
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -45,32 +45,31 @@ def run(train, folder):
 
 
 def test_every_response_is_noted_and_shares_add_up(run, folder):
-    kept = read(folder / "checkpoints" / "rl_accel_telemetry.jsonl")
+    kept = read_kept(folder / "checkpoints" / "rl_accel_telemetry.jsonl")
     assert list(kept) == list(range(1, STEPS + 1))
     assert len(run) == STEPS
-    for metrics, step in zip(run, kept.values(), strict=True):
+    for metrics, responses in zip(run, kept.values(), strict=True):
         ours = {
             name.removeprefix("rl_accel/telemetry/"): value for name, value in metrics.items() if "telemetry" in name
         }
 
         timed = [metrics[f"timing_s/{stage}"] for stage in stage_clock.STAGES if f"timing_s/{stage}" in metrics]
-        assert sum(step.stages.values()) == pytest.approx(metrics["timing_s/step"], rel=1e-6)
         assert sum(timed) >= 0.9 * metrics["timing_s/step"], "timers overlap with nothing and leave little out"
         shares = [value for name, value in ours.items() if name.startswith("share/")]
         assert sum(shares) == pytest.approx(1.0, abs=0.02)
 
         short = metrics["rl_accel/tail_batching/short_round"] == 1.0
-        assert len(step.responses) == ours["responses"] == (10 * 5 if short else P0 * R0)
+        assert len(responses) == ours["responses"] == (10 * 5 if short else P0 * R0)
         # Of those that tail batching has no use for, some end by themselves before they are stopped.
         assert ours["cancelled"] <= metrics["rl_accel/tail_batching/responses_cancelled"]
         assert ours["responses"] - ours["cancelled"] >= P0 * R0
         assert ours["tokens"] == metrics["rl_accel/tail_batching/tokens_generated"]
-        assert {response.server for response in step.responses if response.tokens} == {"hf_cpu_server_0"}
+        assert {response.server for response in responses if response.tokens} == {"hf_cpu_server_0"}
         assert 0 < ours["idle_share"] < 1
         assert ours["preemptions"] == 0.0
         parts = ("most", "waiting", "reward", "rest")
         assert sum(ours[f"{part}_seconds"] for part in parts) == pytest.approx(metrics["timing_s/gen"], rel=1e-6)
-        assert all(r.began <= r.generated <= r.rewarded <= r.ended for r in step.responses if r.outcome == "completed")
+        assert all(r.began <= r.generated <= r.rewarded <= r.ended for r in responses if r.outcome == "completed")
     assert {metrics["rl_accel/tail_batching/short_round"] for metrics in run} == {0.0, 1.0}
     # Reward processes tell once a second what they have counted: the last of a step may show in the next, of the last step in none.
     executions = [metrics["rl_accel/reward_timeout/executions"] for metrics in run]
@@ -81,7 +80,8 @@ def test_every_response_is_noted_and_shares_add_up(run, folder):
     log.write_text("".join(json.dumps({"step": n, "data": m}) + "\n" for n, m in enumerate(run, 1)))
     found = profile(folder)
     assert list(found.steps) == [3, 4]
-    assert len(found.generations) == 2
+    assert found.numbers["preemptions"] == 0.0
+    assert len(found.last) == len(kept[4])
     assert not found.missing
 
 

@@ -1,18 +1,21 @@
 """Preemptions of a step are differences; whatever makes a difference doubtful makes it unknown."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from rl_accel.telemetry import server_counters
 from rl_accel.telemetry.server_counters import COUNTERS, Counters, Reading, ask_endpoints, parse
 
-VLLM = ("vllm:num_preemptions_total", "vllm:num_preemptions")
+DATA = Path(__file__).parent / "data"
+VLLM, SGLANG = COUNTERS["vllm"], COUNTERS["sglang"]
 
 
 def taken(*readings):
     """What successive calls return when the servers say this."""
-    queue = list(readings)
-    counters = Counters(lambda: queue.pop(0))
-    return [counters.take() for _ in readings]
+    counters = Counters()
+    return [counters.take(reading) for reading in readings]
 
 
 def servers(*counts, incarnation=""):
@@ -41,6 +44,19 @@ def test_a_server_that_was_started_anew_or_is_new_is_unknown(after):
     assert taken(servers(4, incarnation="one"), after)[1] is None
 
 
+@pytest.mark.parametrize(
+    ("engine", "differences"), [("vllm", [0, 28, 26, None]), ("sglang", [0, 5])], ids=["vllm", "sglang"]
+)
+def test_pages_that_the_engines_made_themselves_give_the_counts_that_are_known(engine, differences):
+    """The first lines of a file say how its pages were made, a line before each page what is known of it."""
+    _, *parts = re.split(r"^# page: (\w+)\n", (DATA / f"{engine}_metrics.txt").read_text(), flags=re.MULTILINE)
+    known = [None if word == "unknown" else int(word) for word in parts[::2]]
+    readings = [parse(text, COUNTERS[engine]) for text in parts[1::2]]
+    assert [reading and reading.preemptions for reading in readings] == known
+    assert all(reading.incarnation for reading in readings if reading) == (engine == "vllm")
+    assert taken(*({"server": reading} for reading in readings)) == differences
+
+
 def test_counters_in_prometheus_text_are_added_up_over_labels():
     text = """# HELP vllm:num_preemptions_total Cumulative number of preemptions
 # TYPE vllm:num_preemptions_total counter
@@ -58,6 +74,7 @@ vllm:num_preemptions_created{engine="0"} 1.7e+09
     [
         "",
         "sglang:num_retracted_reqs 4\n",
+        "sglang:realtime_tokens_total 9.0\nvllm:generation_tokens_total 9.0\n",
         *(f"vllm:num_preemptions_total{value}\n" for value in (" NaN", " x", " -1", "{")),
     ],
 )
@@ -65,7 +82,28 @@ def test_text_without_the_counter_is_unknown(text):
     assert parse(text, VLLM) is None
 
 
-SGLANG = COUNTERS["sglang"]
+def line(rank, value, **labels):
+    """A line of SGLang's counter."""
+    labels = {"model_name": "a } b", "tp_rank": rank, **labels}
+    written = ",".join(f'{label}="{text}"' for label, text in labels.items())
+    return f"sglang:num_retracted_requests_total{{{written}}} {value}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (line(0, 3.0) + line(1, 3.0), 3),
+        (line(0, 3.0) + line(1, 2.0), 3),
+        (line(0, 3.0, dp_rank=0) + line(1, 3.0, dp_rank=0) + line(2, 4.0, dp_rank=1) + line(3, 4.0, dp_rank=1), 7),
+        ('sglang:realtime_tokens_total{mode="decode"} 9.0\n', 0),
+        ('sglang:realtime_tokens_total{mode="decode"} 9.0\n' + line(0, "NaN"), None),
+        ("sglang:num_retracted_reqs 0.0\nsglang:num_paused_reqs 0.0\n", None),
+    ],
+    ids=["ranks", "a rank is late", "engines of a server", "nothing yet", "not a number", "older than the counter"],
+)
+def test_ranks_of_one_engine_count_once_and_a_counter_that_has_not_counted_is_zero(text, found):
+    reading = parse(text, SGLANG)
+    assert (reading and reading.preemptions) == found
 
 
 def test_servers_that_do_not_say_are_named_in_one_line_and_once(caplog, monkeypatch):

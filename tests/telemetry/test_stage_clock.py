@@ -1,4 +1,4 @@
-"""Where a step's time goes, on steps made by hand, and what holds for any step."""
+"""Where a step's time goes, on steps made by hand, and what holds for any step; its responses are kept a line a step."""
 
 import math
 
@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_accel.telemetry import stage_clock
-from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, Response
+from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, Response, keep, read_kept, read_log
+
+PARTS = ("most_seconds", "waiting_seconds", "reward_seconds", "rest_seconds")
 
 
 def response(began, generated, rewarded=None, ended=None, tokens=None, server=None, outcome=COMPLETED, prompt="p"):
@@ -32,27 +34,31 @@ def test_a_generation_is_cut_into_four_parts_that_follow_each_other():
     ten = [response(100.0, 101.0 + i, tokens=10 * (i + 1)) for i in range(9)]
     ten.append(response(100.0, 115.0, rewarded=117.0, tokens=150))
     found = stage_clock.generation(ten, 20.0)
-    assert (found.most, found.waiting, found.reward, found.rest) == (9.0, 6.0, 2.0, 3.0)
-    assert found.after_half == 10.0
-    assert found.concurrency == 10
-    assert found.idle == pytest.approx(1 - (45 + 15) / (10 * 20))
-    assert found.seconds_per_token == pytest.approx(0.1)
-    assert found.tokens == 600
-    assert found.completion == stage_clock.Completion(5.0, 9.0, 17.0, 17.0)
+    assert [found[part] for part in PARTS] == [9.0, 6.0, 2.0, 3.0]
+    assert found["after_half_seconds"] == 10.0
+    assert found["concurrency"] == 10
+    assert found["idle_share"] == pytest.approx(1 - (45 + 15) / (10 * 20))
+    assert found["seconds_per_token"] == pytest.approx(0.1)
+    assert stage_clock.completion(ten) == {
+        "responses": 10,
+        "tokens": 600,
+        "completion_p50_seconds": 5.0,
+        "completion_p90_seconds": 9.0,
+        "completion_p99_seconds": 17.0,
+        "completion_longest_seconds": 17.0,
+    }
 
 
 def test_a_batch_that_is_full_until_the_end_is_not_idle():
-    assert stage_clock.generation([response(0.0, 4.0), response(0.0, 4.0)], 4.0).idle == 0.0
-    one_after_the_other = [response(0.0, 2.0), response(2.0, 4.0)]
-    found = stage_clock.generation(one_after_the_other, 4.0)
-    assert (found.concurrency, found.idle) == (1, 0.0)
+    assert stage_clock.generation([response(0.0, 4.0), response(0.0, 4.0)], 4.0)["idle_share"] == 0.0
+    found = stage_clock.generation([response(0.0, 2.0), response(2.0, 4.0)], 4.0)
+    assert (found["concurrency"], found["idle_share"]) == (1, 0.0), "one after the other"
 
 
 def test_slots_of_the_engines_limit_the_capacity():
     queued = [response(0.0, 2.0), response(0.0, 4.0)]  # the second waits for the first
-    assert stage_clock.generation(queued, 4.0).idle == pytest.approx(0.25)
-    assert stage_clock.generation(queued, 4.0, slots=1).idle == 0.0
-    assert stage_clock.generation(queued, 4.0, slots=64).idle == pytest.approx(0.25)
+    for slots, idle in ((None, 0.25), (1, 0.0), (64, 0.25)):
+        assert stage_clock.generation(queued, 4.0, slots=slots)["idle_share"] == pytest.approx(idle)
 
 
 def test_cancelled_and_failed_responses_take_places_but_do_not_complete():
@@ -62,31 +68,23 @@ def test_cancelled_and_failed_responses_take_places_but_do_not_complete():
         response(0.0, None, ended=1.0, outcome=FAILED),
     ]
     found = stage_clock.generation(responses, 3.0)
-    assert (found.responses, found.completed, found.cancelled, found.failed) == (3, 1, 1, 1)
-    assert (found.most, found.waiting, found.reward, found.rest) == (2.0, 0.0, 0.0, 1.0)
-    assert found.idle == pytest.approx(1 - 6 / 9)
-    assert found.tokens == 45
+    assert found["cancelled"] == 1
+    assert [found[part] for part in PARTS] == [2.0, 0.0, 0.0, 1.0]
+    assert found["idle_share"] == pytest.approx(1 - 6 / 9)
+    counts = stage_clock.completion(responses)
+    assert (counts["responses"], counts["tokens"], counts["completion_longest_seconds"]) == (3, 45, 2.0)
 
 
-def test_what_cannot_be_known_is_none():
-    assert stage_clock.generation([], 3.0) is None
-    assert stage_clock.completion([]) is None
-    found = stage_clock.generation([response(0.0, None, ended=1.0, outcome=CANCELLED)], 3.0)
-    parts = (found.most, found.waiting, found.reward, found.rest, found.after_half)
-    assert {*parts, found.completion, found.seconds_per_token} == {None}
-    assert stage_clock.generation([response(0.0, 0.0)], 3.0).idle is None, "nothing was ever in generation"
+def test_what_cannot_be_known_is_left_out():
+    assert stage_clock.completion([]) == {}
+    cancelled = [response(0.0, None, ended=1.0, outcome=CANCELLED)]
+    assert stage_clock.completion(cancelled) == {"responses": 1, "tokens": 0}
+    assert stage_clock.generation(cancelled, 3.0).keys() == {"cancelled", "concurrency", "idle_share"}
+    assert "idle_share" not in stage_clock.generation([response(0.0, 0.0)], 3.0), "nothing was ever in generation"
 
 
-def test_servers_are_told_apart_within_one_window():
-    responses = [response(0.0, 4.0, server="a"), response(0.0, 2.0, server="b"), response(0.0, 1.0)]
-    found = stage_clock.by_server(responses, 4.0)
-    assert {name: part.idle for name, part in found.items()} == {"a": 0.0, "b": 0.5}
-
-
-@pytest.mark.parametrize(("seconds", "slots"), [(0.0, None), (-1.0, None), (math.nan, None), (1.0, 0)])
-def test_impossible_arguments_are_refused(seconds, slots):
-    with pytest.raises(ValueError, match="found"):
-        stage_clock.generation([response(0.0, 1.0)], seconds, slots=slots)
+def test_a_window_may_begin_before_the_first_response():
+    assert stage_clock.generation([response(2.0, 4.0)], 4.0, began=0.0)["idle_share"] == 0.5
 
 
 moments = st.floats(0, 100, allow_nan=False)
@@ -105,23 +103,76 @@ def noted(draw):
 @given(st.lists(noted(), min_size=1, max_size=12), st.floats(0.01, 200), st.randoms(), st.integers(1, 5))
 def test_any_generation(responses, seconds, chance, slots):
     found = stage_clock.generation(responses, seconds)
-    parts = [found.most, found.waiting, found.reward, found.rest]
-    if found.completed:
-        assert all(part >= 0 for part in parts)
-        assert sum(parts) == pytest.approx(seconds)
-    assert found.idle is None or 0 <= found.idle <= 1
-    assert found.completed + found.cancelled + found.failed == found.responses == len(responses)
-    limited = stage_clock.generation(responses, seconds, slots=slots)
-    assert limited.idle is None or 0 <= limited.idle <= 1
+    if any(each.outcome == COMPLETED for each in responses):
+        assert all(found[part] >= 0 for part in PARTS)
+        assert sum(found[part] for part in PARTS) == pytest.approx(seconds)
+    assert 0 <= found.get("idle_share", 0) <= 1
+    assert 0 <= stage_clock.generation(responses, seconds, slots=slots).get("idle_share", 0) <= 1
 
     shuffled = list(responses)
     chance.shuffle(shuffled)
     assert stage_clock.generation(shuffled, seconds) == found
 
 
-@given(st.dictionaries(st.sampled_from(stage_clock.STAGES), st.floats(0, 1e4)), st.floats(0, 1e4))
+@given(st.dictionaries(st.sampled_from(list(stage_clock.STAGES)), st.floats(0, 1e4)), st.floats(0, 1e4))
 def test_shares_of_any_step_add_up_to_one(timed, other):
     whole = sum(timed.values()) + other
     found = stage_clock.stages({"timing_s/step": whole, **{f"timing_s/{s}": v for s, v in timed.items()}})
     assert sum(found.values()) == pytest.approx(whole)
     assert sum(stage_clock.shares(found).values()) == pytest.approx(1.0 if sum(found.values()) > 0 else 0.0)
+
+
+def test_responses_that_are_kept_are_read_back_with_times_since_the_first_of_them(tmp_path):
+    path = tmp_path / "deeper" / "kept.jsonl"
+    responses = [
+        Response("first", 1000.0, 1002.5, 1003.0, 1003.25, 25, "b"),
+        Response("second", 1000.5, None, None, 1004.0, None, None, CANCELLED),
+        Response("first", 1000.25, 1001.0, 1001.5, 1001.5, 7, "a"),
+    ]
+    keep(path, 3, responses)
+    keep(path, 4, [])
+    assert read_kept(path) == {
+        3: [
+            Response("0", 0.0, 2.5, 3.0, 3.25, 25, "b"),
+            Response("1", 0.5, None, None, 4.0, None, None, CANCELLED),
+            Response("0", 0.25, 1.0, 1.5, 1.5, 7, "a"),
+        ],
+        4: [],
+    }
+
+
+def test_a_run_that_begins_again_replaces_the_steps_it_does_again(tmp_path):
+    path = tmp_path / "kept.jsonl"
+    for step in (1, 2, 3, 4):
+        keep(path, step, [response(0.0, 1.0)])
+    with path.open("a") as file:
+        file.write('\n{"step": 5, "resp')  # the process was killed
+    keep(path, 3, [])
+    assert {step: len(responses) for step, responses in read_kept(path).items()} == {1: 1, 2: 1, 3: 0}
+    keep(path, 1, [])
+    assert read_kept(path) == {1: []}
+
+
+@pytest.mark.parametrize(
+    "line", ["", "{", "[]", '{"step": 2}', '{"step": "x"}', '{"step": 2, "responses": [[]]}', "null"]
+)
+def test_lines_that_are_not_whole_are_left_out(tmp_path, line):
+    path = tmp_path / "kept.jsonl"
+    keep(path, 1, [])
+    with path.open("a") as file:
+        file.write(f"\n{line}\n")
+    assert list(read_kept(path)) == [1]
+
+
+def test_null_is_nan_and_what_is_no_number_is_left_out(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1, "data": {"nan": null, "text": "x", "flag": true, "list": [1], "n": 3}}\n')
+    metrics = read_log(path)[1]
+    assert sorted(metrics) == ["n", "nan"]
+    assert math.isnan(metrics["nan"])
+
+
+def test_records_of_one_step_are_merged_in_step_order(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 2, "data": {"a": 1}}\n{"step": 1, "data": {"a": 0}}\n{"step": 2, "data": {"b": 5}}\n')
+    assert list(read_log(path).items()) == [(1, {"a": 0.0}), (2, {"a": 1.0, "b": 5.0})]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rl_accel.lab.ab.stats import ALL
-from rl_accel.telemetry.timeline import STAGE_COLOURS
+from rl_accel.telemetry.stage_clock import STAGES
 
 _ARM_COLOURS = ("#8d99ae", "#1d6fd1", "#e07a1f", "#2a9d5c", "#b5498f", "#7a5c3e")
 _FURTHER_COLOURS = ("#8c6d46", "#3d5a80", "#c08497", "#a3b18a", "#577590")
@@ -122,7 +122,7 @@ def _stages(summary: dict[str, Any]) -> Any:
         widths = [max(0.0, row["arms"].get(arm, {}).get("mean", 0.0)) for arm in arms]
         if max(widths) < 0.002 * longest:
             continue
-        colour = STAGE_COLOURS.get(row["stage"], _FURTHER_COLOURS[index % len(_FURTHER_COLOURS)])
+        colour = STAGES.get(row["stage"], _FURTHER_COLOURS[index % len(_FURTHER_COLOURS)])
         axes.barh(
             arms, widths, left=[left[a] for a in arms], color=colour, label=row["stage"], edgecolor="white", lw=0.5
         )

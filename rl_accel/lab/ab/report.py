@@ -41,7 +41,7 @@ from rl_accel.lab.ab.stats import (
     stage_table,
 )
 from rl_accel.telemetry.profile import format_seconds
-from rl_accel.telemetry.steps_file import read_log
+from rl_accel.telemetry.stage_clock import read_log
 
 SCHEMA = "rl_accel.ab/1"
 _BUSY = 2.0

@@ -14,7 +14,7 @@ if importlib.util.find_spec("verl") is None:
 from rl_accel.errors import ConfigError
 from rl_accel.features import TelemetryFlags
 from rl_accel.integrations.verl import agent_loop, telemetry
-from rl_accel.integrations.verl.telemetry import WORKER_PART, Observer, RecordingWorker, file_of, refuse_unwired, wire
+from rl_accel.integrations.verl.telemetry import FILE_KEY, WORKER_PART, Observer, RecordingWorker, refuse_unwired, wire
 from rl_accel.patches.verl import config_intake
 from rl_accel.runtime import RUNTIME
 from rl_accel.telemetry.server_counters import Reading
@@ -48,10 +48,9 @@ def changed(composed, keys):
 def test_one_flag_sets_the_agent_loops_and_the_file_and_nothing_else(composed):
     config = changed(composed, {"trainer.default_local_dir": "/somewhere/run"})
     wire(config, ON)
-    assert str(file_of(config)) == "/somewhere/run/rl_accel_telemetry.jsonl"
     after = OmegaConf.to_container(config)
     before = OmegaConf.to_container(changed(composed, {"trainer.default_local_dir": "/somewhere/run"}))
-    before["trainer"]["rl_accel_telemetry"] = {"file": "/somewhere/run/rl_accel_telemetry.jsonl"}
+    before["trainer"]["rl_accel_telemetry"] = "/somewhere/run/rl_accel_telemetry.jsonl"
     before["actor_rollout_ref"]["rollout"]["agent"]["agent_loop_manager_class"] = agent_loop.MANAGER
     before["trainer"]["rl_accel_agent_loop_parts"] = [WORKER_PART]
     assert after == before
@@ -72,7 +71,7 @@ def test_agent_loops_of_the_users_are_refused(composed):
 def test_bare_enable_leaves_it_off(composed):
     config = changed(composed, {"rl_accel.auto": True})
     config_intake.in_driver(config)
-    assert file_of(config) is None
+    assert OmegaConf.select(config, FILE_KEY) is None
 
 
 def test_a_trainer_that_nobody_wired_is_stopped(composed):
@@ -220,11 +219,10 @@ def test_notes_of_a_dead_worker_are_missing_and_the_step_goes_on(python, tmp_pat
         balancer = ray.remote(Balancer).options(num_cpus=0).remote()
         config = OmegaConf.create({{
             "trainer": {{"use_v1": True, "v1": {{"trainer_mode": "sync"}},
-                         "rl_accel_telemetry": {{"file": {str(tmp_path / "kept.jsonl")!r}}}}},
+                         "rl_accel_telemetry": {str(tmp_path / "kept.jsonl")!r}}},
             "actor_rollout_ref": {{"rollout": {{"name": "vllm", "max_num_seqs": 4}}}},
         }})
-        observer = Observer()
-        observer.attach(config, workers, SimpleNamespace(_load_balancer=balancer))
+        observer = Observer(config, workers, SimpleNamespace(_load_balancer=balancer))
         timings = {{"timing_s/step": 8.0, "timing_s/gen": 4.0}}
         found = [observer(1, timings)]
         kill(workers[1], "take_responses")
@@ -245,7 +243,22 @@ def test_notes_of_a_dead_worker_are_missing_and_the_step_goes_on(python, tmp_pat
     assert "notes of an agent-loop worker are missing" in warnings[1]
     kept = [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
     assert [len(line["responses"]) for line in kept] == [2, 1, 1, 0]
-    assert [line["slots"] for line in kept] == [8, 8, 8, None]
+
+
+@pytest.fixture
+def observer_of(tmp_path):
+    """``observer_of(trainer, fetch)``: an observer of a run without Ray."""
+
+    def make(trainer, fetch, max_num_seqs=4):
+        config = {
+            "trainer": {**trainer, "rl_accel_telemetry": str(tmp_path / "kept.jsonl")},
+            "actor_rollout_ref": {"rollout": {"name": "vllm", "max_num_seqs": max_num_seqs}},
+        }
+        observer = Observer(OmegaConf.create(config), [], SimpleNamespace())
+        observer._fetch = fetch
+        return observer
+
+    return make
 
 
 @pytest.mark.parametrize(
@@ -258,19 +271,32 @@ def test_notes_of_a_dead_worker_are_missing_and_the_step_goes_on(python, tmp_pat
         ({"use_v1": True, "v1": {"trainer_mode": "colocate_async"}}, False),
     ],
 )
-def test_parts_of_generation_are_told_only_where_it_begins_with_its_stage(trainer, known):
-    rollout = {"name": "vllm", "max_num_seqs": 4}
-    observer = Observer()
-    observer.attach(
-        OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": rollout}}), [], SimpleNamespace()
-    )
-    observer._fetch = lambda: [Response("p", 10.0, 12.0, 13.0, 13.0, 20)]
+def test_parts_of_generation_are_told_only_where_it_begins_with_its_stage(trainer, known, observer_of):
+    observer = observer_of(trainer, lambda: [Response("p", 10.0, 12.0, 13.0, 13.0, 20)])
     found = observer(1, {"timing_s/step": 8.0, "timing_s/gen": 4.0})
     assert found["telemetry/completion_p50_seconds"] == 3.0
     assert ("telemetry/idle_share" in found) == known
 
 
-def test_servers_that_never_say_how_often_they_preempt_are_not_asked_for_ever(monkeypatch):
+def test_slots_of_all_servers_limit_the_places_in_the_batch(observer_of):
+    # Of 8 responses at once, the engines of both servers run at most 2 x 3: two wait for the others.
+    responses = [Response("p", 0.0, 2.0, 2.0, 2.0, 20)] * 6 + [Response("p", 0.0, 4.0, 4.0, 4.0, 20)] * 2
+    observer = observer_of({"use_v1": False}, lambda: responses, max_num_seqs=3)
+    observer._servers = lambda: ["a", "b"]
+    found = observer(1, {"timing_s/step": 8.0, "timing_s/gen": 4.0})
+    assert found["telemetry/concurrency"] == 8
+    assert found["telemetry/idle_share"] == pytest.approx(1 - (6 * 2 + 2 * 2) / (6 * 4))
+
+
+def test_a_file_that_cannot_be_written_costs_one_warning_and_no_number(observer_of, tmp_path, caplog):
+    (tmp_path / "kept.jsonl").mkdir()
+    observer = observer_of({"use_v1": False}, lambda: [Response("p", 10.0, 12.0, 13.0, 13.0, 20)])
+    for step in (1, 2):
+        assert observer(step, {"timing_s/step": 8.0, "timing_s/gen": 4.0})["telemetry/responses"] == 1
+    assert caplog.text.count("responses cannot be kept for rl-accel profile") == 1
+
+
+def test_servers_that_never_say_how_often_they_preempt_are_not_asked_for_ever(monkeypatch, observer_of):
     answers = [None, 4, 4, None, None, None, 9]
     asked = []
 
@@ -280,10 +306,7 @@ def test_servers_that_never_say_how_often_they_preempt_are_not_asked_for_ever(mo
         return {"a": None if said is None else Reading(said)}
 
     monkeypatch.setattr(telemetry, "read_servers", read)
-    observer = Observer()
-    observer.attach(
-        OmegaConf.create({"trainer": {}, "actor_rollout_ref": {"rollout": {"name": "any"}}}), [], SimpleNamespace()
-    )
+    observer = observer_of({}, list)
     observer._servers = lambda: ["a"]
     found = [observer(step, {"timing_s/step": 8.0, "timing_s/gen": 4.0}) for step in range(8)]
     assert [numbers.get("telemetry/preemptions") for numbers in found] == [None, None, 0.0, *[None] * 5]
