@@ -150,17 +150,14 @@ class RecordingWorker(agent_loop.WorkerPart):
 
 def observe_stages(_step: int, logged: Mapping[str, Any]) -> dict[str, float]:
     """Return the shares of a training step's stages, which are known without agent loops; {} for anything else that is logged."""
-    shares = stage_clock.shares(stage_clock.stages(logged) or {})
+    shares = stage_clock.shares(stage_clock.stages(logged))
     return {f"telemetry/share/{stage}": share for stage, share in shares.items()}
 
 
 class Observer:
     """Sees what the trainer logs once its agent loops are there.
 
-    Args:
-        config: verl's, which has been through :func:`wire`.
-        workers: handles of agent-loop workers with :class:`RecordingWorker`.
-        client: verl's client of the rollout servers, whose load balancer knows them all.
+    ``workers`` are handles of agent-loop workers with :class:`RecordingWorker`; the load balancer of ``client`` knows the servers.
     """
 
     def __init__(self, config: Any, workers: Sequence[Any], client: Any) -> None:

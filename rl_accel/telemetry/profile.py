@@ -17,10 +17,9 @@ from rich.table import Table
 from rl_accel.errors import RlAccelError
 from rl_accel.extra import needs
 from rl_accel.telemetry import stage_clock
-from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FILE_NAME, OTHER, Response
+from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NAME, OTHER, Response
 
 WARMUP = 2
-_WIDTH = 140
 _METRICS = "rl_accel/telemetry/"
 _PROMPT_RATIO = 1.25
 """Of tail_batching: prompts that a short round launches over those that it trains."""
@@ -34,9 +33,7 @@ _PARTS = {
     "rest_seconds": ("noticing, storing", "#b7b7a4"),
 }
 _OTHER_COLOUR = "#d9d9d9"
-_OUTCOMES = {COMPLETED: "#4878a8", CANCELLED: "#e8a24c"}
-_FAILED = "#d1495b"
-_REWARD = "#2a9d5c"
+_LINES = {COMPLETED: "#4878a8", CANCELLED: "#e8a24c", FAILED: "#d1495b", "reward": "#2a9d5c"}
 _MOST_ROWS = 2000
 
 _NUMBERS = {
@@ -79,7 +76,7 @@ class Profile:
         numbers: means of what telemetry logged, by name; without those that it could not know.
         savings: what takes most time first.
         missing: in words, what could not be told and why.
-        last: the responses of the last measured step, if parts of its generation are known.
+        last: the responses of the last measured step, if parts of its generation are known; times since the first of them began.
         last_seconds: of generation in that step.
     """
 
@@ -130,7 +127,7 @@ def profile(folder: Path, warmup: int = WARMUP) -> Profile:
     """
     log = find_log(folder)
     metrics = stage_clock.read_log(log)
-    staged = {step: seconds for step, logged in metrics.items() if (seconds := stage_clock.stages(logged)) is not None}
+    staged = {step: seconds for step, logged in metrics.items() if (seconds := stage_clock.stages(logged))}
     steps = list(staged)[min(warmup, len(staged) - 1) :]
     names = [name for name in (*stage_clock.STAGES, OTHER) if any(name in staged[step] for step in steps)]
     stages = {name: statistics.fmean(staged[step].get(name, 0.0) for step in steps) for name in names}
@@ -227,10 +224,9 @@ def prompt_seconds(responses: Sequence[Response]) -> list[float] | None:
     """
     if not responses or any(response.outcome != COMPLETED for response in responses):
         return None
-    start = min(response.began for response in responses)
     last: dict[str, float] = {}
     for response in responses:
-        last[response.prompt] = max(last.get(response.prompt, 0.0), response.completed_at - start)
+        last[response.prompt] = max(last.get(response.prompt, 0.0), response.completed_at)
     return list(last.values())
 
 
@@ -258,13 +254,15 @@ def _gain_of_reward_timeout(steps: Sequence[Sequence[Response]]) -> tuple[float 
         [(r.generated, r.rewarded) for r in responses if r.generated is not None and r.rewarded is not None]
         for responses in steps
     ]
-    rewarded = [rewards for rewards in known if rewards]
-    if not rewarded:
+    durations = sorted(end - begin for rewards in known for begin, end in rewards)
+    if not durations:
         return None, "no reward was noted"
-    nine_in_ten = stage_clock.quantile(sorted(end - begin for rewards in rewarded for begin, end in rewards), 0.9)
+    nine_in_ten = stage_clock.quantile(durations, 0.9)
     limit = max(_LIMIT_SCALE * nine_in_ten + _LIMIT_SLACK, _LIMIT_LEAST)
     gain = statistics.fmean(
-        max(end for _, end in rewards) - max(min(end, begin + limit) for begin, end in rewards) for rewards in rewarded
+        max(end for _, end in rewards) - max(min(end, begin + limit) for begin, end in rewards)
+        for rewards in known
+        if rewards
     )
     return gain, (
         f"at most, and for rewards that execute something: rewards replayed with a limit of {limit:.1f} s, which is "
@@ -298,7 +296,7 @@ def command(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool) 
     """
     console = Console()
     if not console.is_terminal:
-        console = Console(width=_WIDTH)
+        console = Console(width=140)
     run = profile(run_dir, warmup)
     _show(run, console)
     if not no_picture:
@@ -348,10 +346,9 @@ def _shown(numbers: Mapping[str, float], name: str) -> str:
 
 def _table_of_servers(run: Profile, servers: Sequence[str]) -> Table:
     table = Table("server", "responses", "tokens", "idle", "longest", title=f"Servers in step {run.steps[-1]}")
-    began = min(response.began for response in run.last)
     for server in servers:
         its = [response for response in run.last if response.server == server]
-        numbers = stage_clock.completion(its) | stage_clock.generation(its, run.last_seconds, began=began)
+        numbers = stage_clock.completion(its) | stage_clock.generation(its, run.last_seconds, began=0.0)
         shown = ("responses", "tokens", "idle_share", "completion_longest_seconds")
         table.add_row(server, *(_shown(numbers, name) for name in shown))
     return table
@@ -377,7 +374,6 @@ def format_seconds(value: float) -> str:
 
 def draw(run: Profile, path: Path) -> None:
     """Write the picture of ``run``: mean stages of a step, parts of its generation, and the responses of its last step."""
-    needs("matplotlib")
     figure = needs("matplotlib.figure").Figure(figsize=(8, 5.6 if run.last else 1.9), layout="constrained")
     heights = [1.1, 3] if run.last else [1]
     axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -421,14 +417,13 @@ def _draw_bars(axes: Any, run: Profile) -> None:
 def _draw_responses(axes: Any, run: Profile) -> None:
     """A line a response: generation, then reward. Of very many, evenly chosen ones."""
     responses = sorted(run.last, key=lambda r: (r.ended, r.began))
-    start = min(response.began for response in responses)
     for place, response in enumerate(responses[:: len(responses) // _MOST_ROWS + 1]):
         end = response.ended if response.generated is None else response.generated
-        colour = _OUTCOMES.get(response.outcome, _FAILED)
-        axes.plot([response.began - start, end - start], [place, place], color=colour, lw=1.2, solid_capstyle="butt")
+        colour = _LINES[response.outcome]
+        axes.plot([response.began, end], [place, place], color=colour, lw=1.2, solid_capstyle="butt")
         if response.rewarded is not None:
-            axes.plot([end - start, response.rewarded - start], [place, place], color=_REWARD, lw=1.2)
-    for label, colour in {**_OUTCOMES, "reward": _REWARD}.items():
+            axes.plot([end, response.rewarded], [place, place], color=_LINES["reward"], lw=1.2)
+    for label, colour in _LINES.items():
         axes.plot([], [], color=colour, label=label)
     axes.axvline(run.last_seconds, color="black", lw=0.8, ls=":", label="end of the stage")
     axes.set_xlim(0, run.last_seconds * 1.01)

@@ -29,12 +29,7 @@ _STARTED = "process_start_time_seconds"
 
 @dataclass(frozen=True)
 class Reading:
-    """What one server says.
-
-    Attributes:
-        preemptions: since it started.
-        incarnation: differs once it has been started anew.
-    """
+    """What one server says: its preemptions since it started. ``incarnation`` differs once it has been started anew."""
 
     preemptions: int
     incarnation: str = ""
@@ -85,11 +80,12 @@ def ask_endpoints(urls: Mapping[str, str], names: Sequence[str]) -> dict[str, Re
     def ask(url: str) -> Reading | None:
         try:
             found = parse(fetch(f"{url}/metrics"), names)
+            if found is None:
+                problems[url] = f"has no {names[0]}"
+            return found
         except (OSError, ValueError) as error:
-            found, problems[url] = None, str(error)
-        if found is None:
-            problems.setdefault(url, f"has no {names[0]}")
-        return found
+            problems[url] = str(error)
+            return None
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         readings = dict(zip(urls, pool.map(ask, urls.values()), strict=True))

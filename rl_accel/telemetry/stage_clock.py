@@ -78,15 +78,15 @@ class Response:
         return self.ended if self.rewarded is None else self.rewarded
 
 
-def stages(metrics: Mapping[str, float]) -> dict[str, float] | None:
-    """Return seconds of each stage that was timed and of ``other``; they add up to the step. None for what is no training step.
+def stages(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return seconds of each stage that was timed and of ``other``; they add up to the step. {} for what is no training step.
 
     Args:
         metrics: what verl logs for a step, ``timing_s/<stage>`` among it.
     """
     whole = metrics.get(PREFIX + "step")
     if whole is None or not math.isfinite(whole):
-        return None
+        return {}
     timed = {stage: float(metrics[PREFIX + stage]) for stage in STAGES if PREFIX + stage in metrics}
     return {**timed, OTHER: float(whole) - sum(timed.values())}
 
@@ -101,10 +101,7 @@ def completion(responses: Sequence[Response]) -> dict[str, float]:
     """Return how many there are, their tokens, and of those that completed the seconds until their reward; {} of none."""
     if not responses:
         return {}
-    numbers: dict[str, float] = {
-        "responses": len(responses),
-        "tokens": sum(response.tokens or 0 for response in responses),
-    }
+    numbers: dict[str, float] = {"responses": len(responses), "tokens": sum(r.tokens or 0 for r in responses)}
     seconds = sorted(r.completed_at - r.began for r in responses if r.outcome == COMPLETED)
     if seconds:
         numbers["completion_p50_seconds"] = quantile(seconds, 0.5)

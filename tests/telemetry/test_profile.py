@@ -170,13 +170,13 @@ def test_the_command_draws_stages_alone_and_many_responses(tmp_path):
 
 def test_a_prompt_takes_until_the_last_of_its_rewards():
     responses = [
-        Response("a", 10.0, 11.0, 12.0, 12.5),
-        Response("a", 10.5, 14.0, 15.0, 15.5),
-        Response("b", 10.0, 11.0, None, 11.5),
+        Response("a", 0.0, 1.0, 2.0, 2.5),
+        Response("a", 0.5, 4.0, 5.0, 5.5),
+        Response("b", 0.0, 1.0, None, 1.5),
     ]
     assert prompt_seconds(responses) == [5.0, 1.5]
     assert prompt_seconds([]) is None
-    assert prompt_seconds([*responses, Response("b", 10.0, ended=11.0, outcome=CANCELLED)]) is None
+    assert prompt_seconds([*responses, Response("b", 0.0, ended=1.0, outcome=CANCELLED)]) is None
 
 
 @pytest.mark.parametrize(
