@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_accel.errors import RlAccelError
-from rl_accel.extra import needs
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NAME, OTHER, Response
 
@@ -374,7 +373,9 @@ def format_seconds(value: float) -> str:
 
 def draw(run: Profile, path: Path) -> None:
     """Write the picture of ``run``: mean stages of a step, parts of its generation, and the responses of its last step."""
-    figure = needs("matplotlib.figure").Figure(figsize=(8, 5.6 if run.last else 1.9), layout="constrained")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5.6 if run.last else 1.9), layout="constrained")
     heights = [1.1, 3] if run.last else [1]
     axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
     for part in axes:
