@@ -2,6 +2,7 @@
 
 import functools
 import statistics
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -293,9 +294,7 @@ def command(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool) 
     RUN_DIR holds the file of verl's file logger: a run of `rl-accel ab`, or any folder with it. If the run had
     +rl_accel.telemetry.enable=True, this also says what generation was spent on; if not, only stages.
     """
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
+    console = Console(width=None if sys.stdout.isatty() else 140)
     run = profile(run_dir, warmup)
     _show(run, console)
     if not no_picture:
