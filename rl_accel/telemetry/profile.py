@@ -119,7 +119,7 @@ def _has_steps(path: Path) -> bool:
         return any(stage_clock.PREFIX + "step" in line for line in file)
 
 
-def profile(folder: Path, warmup: int = WARMUP) -> Profile:
+def read_run(folder: Path, warmup: int = WARMUP) -> Profile:
     """Read the run in ``folder``. Its first ``warmup`` steps are left out, but never the last.
 
     Raises:
@@ -281,21 +281,21 @@ def _gain_of_sampler(rests: Sequence[float]) -> tuple[float | None, str]:
 # The command
 
 
-@click.command("profile")
+@click.command()
 @click.argument("run_dir", type=click.Path(exists=True, path_type=Path))
 @click.option("--warmup", type=click.IntRange(0), default=WARMUP, show_default=True, help="First steps to leave out.")
 @click.option(
     "--picture", type=click.Path(path_type=Path), help="Where to write the PNG.  [default: RUN_DIR/profile.png]"
 )
 @click.option("--no-picture", is_flag=True, help="Print only.")
-def command(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool) -> None:
+def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool) -> None:
     """Where the time of a step went in the run in RUN_DIR, and which flag would save most.
 
     RUN_DIR holds the file of verl's file logger: a run of `rl-accel ab`, or any folder with it. If the run had
     +rl_accel.telemetry.enable=True, this also says what generation was spent on; if not, only stages.
     """
     console = Console(width=None if sys.stdout.isatty() else 140)
-    run = profile(run_dir, warmup)
+    run = read_run(run_dir, warmup)
     _show(run, console)
     if not no_picture:
         path = picture or (run_dir if run_dir.is_dir() else run_dir.parent) / "profile.png"

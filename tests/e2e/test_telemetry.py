@@ -7,7 +7,7 @@ import pytest
 
 from rl_accel.lab.ab.recipe import NOT_COMPARED
 from rl_accel.telemetry import stage_clock
-from rl_accel.telemetry.profile import profile
+from rl_accel.telemetry.profile import read_run
 from rl_accel.telemetry.stage_clock import read_kept
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -78,7 +78,7 @@ def test_every_response_is_noted_and_shares_add_up(run, folder):
 
     log = folder / "metrics.jsonl"
     log.write_text("".join(json.dumps({"step": n, "data": m}) + "\n" for n, m in enumerate(run, 1)))
-    found = profile(folder)
+    found = read_run(folder)
     assert list(found.steps) == [3, 4]
     assert found.numbers["preemptions"] == 0.0
     assert len(found.last) == len(kept[4])

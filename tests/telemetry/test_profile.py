@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from rl_accel.errors import RlAccelError
 from rl_accel.telemetry import stage_clock
-from rl_accel.telemetry.profile import command, find_log, profile, prompt_seconds, replay
+from rl_accel.telemetry.profile import find_log, profile, prompt_seconds, read_run, replay
 from rl_accel.telemetry.stage_clock import CANCELLED, FILE_NAME, Response
 
 WAITING, REWARDS, NOTICING = (
@@ -60,7 +60,7 @@ def savings_of(found):
 
 
 def test_stages_parts_and_what_would_save_how_much(run):
-    found = profile(run)
+    found = read_run(run)
     assert list(found.steps) == [3, 4], "the first two are warm-up"
     assert found.stages == {"gen": 12.0, "adv": 1.0, "update_actor": 6.0, "other": 1.0}
     assert found.step_seconds == 20.0
@@ -85,7 +85,7 @@ def test_a_reward_that_takes_long_is_replayed_with_a_limit(tmp_path):
         return [*quick, Response("p", 0.0, 1.0, 11.0, 11.0, 10)]
 
     write_run(tmp_path, responses, **{"rl_accel/telemetry/preemptions": 3.0})
-    found = profile(tmp_path)
+    found = read_run(tmp_path)
     assert found.savings[0] is savings_of(found)[REWARDS]
     assert (found.savings[0].seconds, found.savings[0].gain) == (10.0, pytest.approx(8.0))
     assert found.numbers["preemptions"] == 3.0
@@ -95,14 +95,14 @@ def test_a_reward_that_takes_long_is_replayed_with_a_limit(tmp_path):
 def test_features_that_are_on_are_not_advised(tmp_path):
     on = {f"rl_accel/{name}/applied": 1.0 for name in ("tail_batching", "reward_timeout", "sampler", "gae")}
     write_run(tmp_path, lambda step: batch(step, cancelled=True), **on)
-    found = profile(tmp_path)
+    found = read_run(tmp_path)
     assert all(saving.gain is None for saving in found.savings)
     assert not any(saving.advice.startswith("+") for saving in found.savings)
 
 
 def test_without_telemetry_there_are_stages_and_a_word_about_the_rest(tmp_path):
     write_log(tmp_path / "project" / "experiment.jsonl")
-    found = profile(tmp_path)
+    found = read_run(tmp_path)
     assert found.stages["gen"] == 12.0
     assert not found.numbers
     assert [saving.name for saving in found.savings] == ["advantages"]
@@ -112,7 +112,7 @@ def test_without_telemetry_there_are_stages_and_a_word_about_the_rest(tmp_path):
 
 def test_without_the_file_of_responses_what_was_logged_is_there(run):
     (run / "checkpoints" / FILE_NAME).unlink()
-    found = profile(run)
+    found = read_run(run)
     assert found.numbers["waiting_seconds"] == 9.0
     assert found.last == []
     assert savings_of(found)[WAITING].gain is None
@@ -121,7 +121,7 @@ def test_without_the_file_of_responses_what_was_logged_is_there(run):
 
 def test_in_an_asynchronous_trainer_there_are_counts_but_no_parts(tmp_path):
     write_run(tmp_path, window_known=False)
-    found = profile(tmp_path)
+    found = read_run(tmp_path)
     assert found.numbers["responses"] == 10
     assert found.last == []
     assert "responses are under way when the stage begins" in found.missing[0]
@@ -130,23 +130,23 @@ def test_in_an_asynchronous_trainer_there_are_counts_but_no_parts(tmp_path):
 
 def test_a_short_run_keeps_its_last_step(tmp_path):
     write_log(tmp_path / "metrics.jsonl", steps=1)
-    assert list(profile(tmp_path).steps) == [1]
+    assert list(read_run(tmp_path).steps) == [1]
 
 
 def test_a_folder_without_a_run_or_with_several_is_refused(tmp_path):
     (tmp_path / "other.jsonl").write_text('{"input": "x"}\n')
     for path in (tmp_path, tmp_path / "other.jsonl"):
         with pytest.raises(RlAccelError, match=r"no metrics of a training step .*trainer\.logger=\[console,file\]"):
-            profile(path)
+            read_run(path)
     for name in ("a", "b"):
         write_log(tmp_path / name / "metrics.jsonl")
     with pytest.raises(RlAccelError, match=r"several runs: give one of a/metrics\.jsonl, b/metrics\.jsonl"):
-        profile(tmp_path)
+        read_run(tmp_path)
     assert find_log(tmp_path / "a") == find_log(tmp_path / "a" / "metrics.jsonl") == tmp_path / "a" / "metrics.jsonl"
 
 
 def test_the_command_prints_tables_and_draws(run):
-    done = CliRunner().invoke(command, [str(run)])
+    done = CliRunner().invoke(profile, [str(run)])
     assert done.exit_code == 0, done.output
     for line in (
         r"waiting for the longest .* 9 s .* 45\.0%",
@@ -162,9 +162,9 @@ def test_the_command_prints_tables_and_draws(run):
 
 def test_the_command_draws_stages_alone_and_many_responses(tmp_path):
     write_log(tmp_path / "stages" / "metrics.jsonl")
-    assert CliRunner().invoke(command, [str(tmp_path / "stages")]).exit_code == 0
+    assert CliRunner().invoke(profile, [str(tmp_path / "stages")]).exit_code == 0
     write_run(tmp_path / "many", lambda _: [Response(str(n), 0.0, 1.0, 1.0, 1.0, 1) for n in range(5000)])
-    assert CliRunner().invoke(command, [str(tmp_path / "many"), "--picture", str(tmp_path / "x.png")]).exit_code == 0
+    assert CliRunner().invoke(profile, [str(tmp_path / "many"), "--picture", str(tmp_path / "x.png")]).exit_code == 0
     assert (tmp_path / "x.png").exists()
 
 
