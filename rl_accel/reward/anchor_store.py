@@ -1,7 +1,7 @@
 """Anchors that many processes share: each has a replica of its own to ask and to teach, and exchanges changes with one store.
 
 Nothing here waits for another process. A replica that cannot reach the store goes on with what it knows; a store that begins anew
-asks each replica for everything.
+is told everything by each replica.
 """
 
 import json
@@ -23,7 +23,7 @@ class AnchorDelta:
         incarnation: the store that the replica knows; "" for none.
         version: up to where.
         learned: by key, anchor and number of correct results since the last exchange.
-        everything: all anchors of the replica, if the store asked for them.
+        everything: all anchors of the replica, if the store is another than before.
         counts: what was counted since the last exchange, by name.
     """
 
@@ -36,12 +36,11 @@ class AnchorDelta:
 
 @dataclass
 class Update:
-    """What the store answers: its incarnation and version, the anchors that changed since, and whether it wants everything."""
+    """What the store answers: its incarnation and version, and the anchors that changed since."""
 
     incarnation: str
     version: int
     anchors: dict[str, AnchorTuple]
-    wants_everything: bool
 
 
 class Replica:
@@ -80,8 +79,8 @@ class Replica:
     def apply(self, update: Update) -> None:
         """Take over what others have learned."""
         self.timeout.merge(update.anchors)
+        self._tell_everything = self._incarnation not in ("", update.incarnation)
         self._incarnation, self._version = update.incarnation, update.version
-        self._tell_everything = update.wants_everything
 
     def _learn(self, key: str, anchor: AnchorTuple) -> None:
         known = self._learned.get(key, (0.0, 0.0, 0))
@@ -123,14 +122,13 @@ class AnchorStore:
         _add(self._counts, delta.counts)
         if delta.learned or delta.everything:
             self._touch({**delta.learned, **delta.everything})
-        known = delta.incarnation == self.incarnation
-        since = delta.version if known else 0
+        since = delta.version if delta.incarnation == self.incarnation else 0
         anchors = {}
         for key in reversed(self._changed):
             if self._changed[key] <= since:
                 break
             anchors[key] = self._timeout.get(key)
-        return Update(self.incarnation, self._version, anchors, wants_everything=bool(delta.incarnation) and not known)
+        return Update(self.incarnation, self._version, anchors)
 
     def take_counts(self) -> dict[str, float]:
         """Return the sums since the last call."""

@@ -1,9 +1,22 @@
-"""What an execution may use, and what came of it."""
+"""What an execution may use, and what came of it; and coroutines that are awaited within a limit, or until one of them fails."""
 
+import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+import logging
+import time
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+logger = logging.getLogger("rl_accel")
+T = TypeVar("T")
+
+HELD_SECONDS = 1.0
+"""A grader that runs for so long without awaiting anything is reported: nothing else happens on the event loop meanwhile."""
+_running: set["asyncio.Task[Any]"] = set()
+"""Tasks that have not ended, those that ignore their cancellation among them. asyncio itself holds tasks weakly."""
+_reported: set[str] = set()
 
 Verdict = Literal["passed", "wrong", "done", "error", "timeout", "memory", "killed"]
 """passed, wrong: of a program. done: a grader returned. error: it raised, or ended without a result. killed: it was stopped for a
@@ -94,3 +107,97 @@ class ExecutionResult:
     waited: float = 0.0
     reason: str = ""
     output: str = ""
+
+
+async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: str) -> ExecutionResult:
+    """Await ``coroutine`` for at most ``limits.wall`` seconds, or what ``limits.updates`` says meanwhile.
+
+    At the limit it is cancelled, and so it is if this call is cancelled. One that ignores its cancellation is no longer waited for.
+
+    Args:
+        coroutine: a coroutine, not yet awaited.
+        limits: ``cpu`` and the others are not enforced, nor measured.
+        name: of the grader, for the warning if it holds the event loop.
+    """
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    task = asyncio.ensure_future(_steps(coroutine, name))
+    _running.add(task)
+    task.add_done_callback(_forget)
+    deadline = asyncio.timeout(limits.wall)
+
+    def move(wall: float, _cpu: float) -> None:
+        if not deadline.expired():
+            deadline.reschedule(began + wall)
+
+    try:
+        async with deadline:
+            with limits.updates.subscribed(move):
+                await asyncio.wait({task})  # raises nothing of the grader's: a TimeoutError is ours
+    except TimeoutError:
+        pass
+    finally:
+        if not task.done():
+            task.cancel()
+    verdict: Verdict = "error"
+    value, reason = None, ""
+    if not task.done():
+        verdict, reason = "timeout", "wall limit"
+    elif task.cancelled():
+        reason = "it was cancelled, and not by us"
+    elif error := task.exception():
+        reason = f"{type(error).__name__}: {error}"[:500]
+    else:
+        verdict, value = "done", task.result()
+    return ExecutionResult(verdict, value, wall=loop.time() - began, reason=reason)
+
+
+async def gather_until(awaitables: Iterable[Awaitable[T]], ends: Callable[[T], bool] = lambda _: False) -> list[T]:
+    """Await all at once and return their results in order; once one raises, or ``ends`` is true of a result, cancel the others.
+
+    The results of those that were cancelled are missing in the list.
+    """
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        for next_done in asyncio.as_completed(tasks):
+            if ends(await next_done):
+                break
+        return [task.result() for task in tasks if task.done()]
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+@types.coroutine
+def _steps(coroutine: Coroutine[Any, Any, Any], name: str) -> Generator[Any, Any, Any]:
+    """Run a coroutine; report the first step from one await to the next that takes long."""
+    value, error = None, None
+    while True:
+        began = time.monotonic()
+        try:
+            awaited = coroutine.send(value) if error is None else coroutine.throw(error)
+        except StopIteration as end:
+            return end.value
+        except SystemExit as exit_:  # it would end the thread of the event loop
+            raise RuntimeError(f"SystemExit: {exit_.code}") from exit_
+        finally:
+            seconds = time.monotonic() - began
+            if seconds > HELD_SECONDS and name not in _reported:
+                _reported.add(name)
+                logger.warning(
+                    "rl-accel: %s held the event loop for %.1f s, while no response could go on; as a plain function (no async)"
+                    " it would run in a process of its own, which can be stopped",
+                    name,
+                    seconds,
+                )
+        value, error = None, None
+        try:
+            value = yield awaited
+        except BaseException as thrown:
+            error = thrown
+
+
+def _forget(task: "asyncio.Task[Any]") -> None:
+    _running.discard(task)
+    if not task.cancelled():
+        task.exception()  # retrieved, or asyncio would log it

@@ -2,7 +2,9 @@
 
 import logging
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ _MOST_WARNINGS = 100
 _PLAIN = (bool, int, float, complex, str, bytes, list, tuple, set, dict)
 
 
+@dataclass
 class Scores:
     """What a framework takes for a reward, and what stands in where there is none. A reward is a number or a dict with one in it.
 
@@ -34,30 +37,21 @@ class Scores:
         numbers_only: a reward without a number is none.
     """
 
-    def __init__(
-        self,
-        flags: RewardTimeoutFlags,
-        replica: Replica,
-        keys: Sequence[str],
-        number_keys: Sequence[str],
-        correct_keys: Sequence[str],
-        numbers_only: bool,
-    ) -> None:
-        self._flags = flags
-        self._replica = replica
-        self._keys = tuple(dict.fromkeys(keys))
-        self._number_keys = tuple(number_keys)
-        self._correct_keys = tuple(correct_keys)
-        self._numbers_only = numbers_only
-        self._forms: dict[str, dict[str, Any] | None] = {}
-        self._warned: set[tuple[str, str]] = set()
+    flags: RewardTimeoutFlags
+    replica: Replica
+    keys: Sequence[str]
+    number_keys: Sequence[str]
+    correct_keys: Sequence[str]
+    numbers_only: bool
+    _forms: dict[str, dict[str, Any] | None] = field(default_factory=dict, init=False)
+    _warned: set[tuple[str, str]] = field(default_factory=set, init=False)
 
     def is_correct(self, result: ExecutionResult, size: int | None = None) -> bool:
         """Whether a grader found an answer correct; of several answers any. Arguments as of :meth:`reward_of`."""
         if self.problem(result, size):
             return False
-        numbers = [_number_in(reward, self._correct_keys) for reward in _rewards(result, size)]
-        return any(number is not None and number > self._flags.correct_above for number in numbers)
+        numbers = [_number_in(reward, self.correct_keys) for reward in _rewards(result, size)]
+        return any(number is not None and number > self.flags.correct_above for number in numbers)
 
     def problem(self, result: ExecutionResult, size: int | None = None) -> str:
         """Say why training cannot use a result; "" if it can. Arguments as of :meth:`reward_of`."""
@@ -84,7 +78,7 @@ class Scores:
                 self._forms[source] = {key: _empty(value) for key, value in reward.items()} if is_dict else None
             return result.value
         if result.verdict in ("done", "error"):
-            self._replica.count("errors" if teach else "eval_errors")
+            self.replica.count("errors" if teach else "eval_errors")
         if result.verdict != "timeout":
             self._warn(source, problem)
         return self._stand_in(source) if size is None else [self._stand_in(source) for _ in range(size)]
@@ -92,19 +86,19 @@ class Scores:
     def _problem_of_one(self, reward: Any) -> str:
         if reward is None:
             return "it returned None"
-        if isinstance(reward, Mapping) and self._keys and self._keys[0] not in reward:
-            return f"it returned a dict without {self._keys[0]!r}"
-        number = _number_in(reward, self._number_keys)
+        if isinstance(reward, Mapping) and self.keys and self.keys[0] not in reward:
+            return f"it returned a dict without {self.keys[0]!r}"
+        number = _number_in(reward, self.number_keys)
         if number is None:
-            return f"it returned {_shortened(reward)}, which is no score" if self._numbers_only else ""
+            return f"it returned {reprlib.repr(reward)}, which is no score" if self.numbers_only else ""
         return "" if math.isfinite(number) else f"it returned {number}"
 
     def _stand_in(self, source: str) -> Any:
-        score = self._flags.timeout_score
+        score = self.flags.timeout_score
         form = self._forms.get(source, next(iter(self._forms.values()), None))
         if form is None:
-            return dict.fromkeys(self._keys, score) if self._keys else score
-        return {**form, **dict.fromkeys(self._keys or {"score"} & form.keys(), score)}
+            return dict.fromkeys(self.keys, score) if self.keys else score
+        return {**form, **dict.fromkeys(self.keys or {"score"} & form.keys(), score)}
 
     def _warn(self, source: str, problem: str) -> None:
         kind = source, problem.split(":")[0]
@@ -114,7 +108,7 @@ class Scores:
                 "rl-accel: no reward for a response from %s: %s. Such responses get %g, and are counted; this is logged once",
                 source,
                 problem,
-                self._flags.timeout_score,
+                self.flags.timeout_score,
             )
 
 
@@ -136,11 +130,3 @@ def _number_in(reward: Any, keys: Sequence[str]) -> float | None:
 def _empty(value: Any) -> Any:
     """A value of the same type that says nothing; None for types of the user's own."""
     return type(value)() if type(value) in _PLAIN or isinstance(value, np.number | np.bool_) else None
-
-
-def _shortened(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception:
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 100 else f"{text[:100]}..."

@@ -32,8 +32,7 @@ from rl_accel.integrations.slime.reward_timeout.programs import cases_of, progra
 from rl_accel.integrations.slime.rollout_log import Rollout
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import Replica
-from rl_accel.reward.awaited import gather_until, run_within
-from rl_accel.reward.execution import ExecutionResult, Limits
+from rl_accel.reward.execution import ExecutionResult, Limits, gather_until, run_within
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program, prompt_key
 from rl_accel.reward.sandbox import Graders, Sandbox
 from rl_accel.reward.scores import Scores

@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rl_accel.reward.awaited import gather_until
-from rl_accel.reward.execution import ExecutionResult, Limits
+from rl_accel.reward.execution import ExecutionResult, Limits, gather_until
 from rl_accel.reward.limited_executor import LimitedExecutor
 from rl_accel.reward.sandbox import Graders
 

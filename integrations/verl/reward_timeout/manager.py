@@ -29,8 +29,7 @@ from rl_accel.integrations.verl.reward_timeout.code_rewards import DATA_SOURCES,
 from rl_accel.integrations.verl.reward_worker_proxy import SUCCESSOR, VALIDATION
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import Replica
-from rl_accel.reward.awaited import run_within
-from rl_accel.reward.execution import ExecutionResult, Limits
+from rl_accel.reward.execution import ExecutionResult, Limits, run_within
 from rl_accel.reward.limited_executor import LimitedExecutor, prompt_key
 from rl_accel.reward.sandbox import Graders
 from rl_accel.reward.scores import Scores
