@@ -60,8 +60,7 @@ class FairScheduler:
         def is_late() -> None:
             late.append(True)
             self._late[prompt] += 1
-            self._offer(prompt)
-            self._give_out()
+            self._give_out(prompt)
 
         try:
             yield is_late
@@ -76,8 +75,7 @@ class FairScheduler:
         granted = asyncio.get_running_loop().create_future()
         waiting = (monotonic() + expected, next(self._numbers), granted)
         heapq.heappush(self._queues.setdefault(prompt, []), waiting)
-        self._offer(prompt)
-        self._give_out()
+        self._give_out(prompt)
         try:
             await granted
         except asyncio.CancelledError:
@@ -90,11 +88,10 @@ class FairScheduler:
         self._held[prompt] -= 1
         if not self._held[prompt]:
             del self._held[prompt]
-        self._offer(prompt)
-        self._give_out()
+        self._give_out(prompt)
 
     def _offer(self, prompt: str) -> None:
-        """Put the head of the prompt's queue up for a slot. To be called after its queue or its slots have changed."""
+        """Put the head of the prompt's queue up for a slot."""
         queue = self._queues.get(prompt, [])
         while queue and queue[0][2].done():
             heapq.heappop(queue)
@@ -106,7 +103,9 @@ class FairScheduler:
     def _standing(self, prompt: str) -> int:
         return self._held[prompt] - (2 if prompt in self._late else 0)
 
-    def _give_out(self) -> None:
+    def _give_out(self, changed: str) -> None:
+        """Give out what is free, after the queue or the slots of the prompt ``changed`` have changed."""
+        self._offer(changed)
         while self._free and self._offers:
             standing, _, number, prompt = heapq.heappop(self._offers)
             queue = self._queues.get(prompt, [])

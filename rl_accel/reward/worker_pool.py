@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rl_accel.errors import RlAccelError
@@ -98,16 +98,14 @@ def _temporary_folder(isolation: str) -> str:
     return "/tmp" if is_closed or isolation == "bubblewrap" else str(folder)
 
 
+@dataclass(eq=False)
 class Worker:
-    """A worker that takes orders, one at a time."""
+    """A worker that takes orders, one at a time. ``process`` is its reaper, or bubblewrap."""
 
-    def __init__(
-        self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self._process = process  # its reaper, or bubblewrap
-        self._reader = reader
-        self._writer = writer
-        self._answer: asyncio.Future[tuple[Answer, bytes]]
+    process: "subprocess.Popen[bytes]"
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    answer: "asyncio.Future[tuple[Answer, bytes]]" = field(init=False)
 
     @classmethod
     async def spawn(cls, start: Start, payload: bytes, readable: Sequence[str]) -> "Worker":
@@ -162,7 +160,7 @@ class Worker:
     @property
     def gone(self) -> bool:
         """Whether it, or its reaper, has died."""
-        return self._reader.at_eof() or self._process.poll() is not None
+        return self.reader.at_eof() or self.process.poll() is not None
 
     async def run(self, limits: Limits, order: Order, payload: bytes) -> tuple[Answer, bytes]:
         """Send an order and wait for its answer; if this is cancelled, :meth:`stop` must follow, or :meth:`kill`.
@@ -171,10 +169,10 @@ class Worker:
             ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError: the worker has died, or is stuck.
         """
         self._send(asdict(order), payload)
-        self._answer = asyncio.ensure_future(self._wait(limits.wall))
-        self._answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # nobody else may ask
+        self.answer = asyncio.ensure_future(self._wait(limits.wall))
+        self.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # nobody else may ask
         with limits.updates.subscribed(lambda wall, cpu: self._send({"wall": wall, "cpu": cpu})):
-            return await asyncio.shield(self._answer)
+            return await asyncio.shield(self.answer)
 
     async def stop(self) -> None:
         """Have the worker stop what it runs, and wait until that is done.
@@ -182,23 +180,23 @@ class Worker:
         Raises: as :meth:`run`.
         """
         self._send({"stop": True})
-        await asyncio.wait_for(asyncio.shield(self._answer), _GRACE_SECONDS)
+        await asyncio.wait_for(asyncio.shield(self.answer), _GRACE_SECONDS)
 
     async def kill(self) -> None:
         """Have the worker stop what it runs and end; if it does not, the processes themselves are killed."""
         with contextlib.suppress(OSError):
-            self._writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # a fork of ours may hold it open
-        self._writer.close()
+            self.writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # a fork of ours may hold it open
+        self.writer.close()
         try:
-            await asyncio.wait_for(asyncio.to_thread(self._process.wait), _END_SECONDS)
+            await asyncio.wait_for(asyncio.to_thread(self.process.wait), _END_SECONDS)
         except TimeoutError:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+            self.process.kill()
+            await asyncio.to_thread(self.process.wait)
         with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
+            await self.writer.wait_closed()
 
     def _send(self, message: Message, payload: bytes = b"") -> None:
-        self._writer.write(encode(message, payload))
+        self.writer.write(encode(message, payload))
 
     async def _wait(self, wall: float) -> tuple[Answer, bytes]:
         seconds = wall + _GRACE_SECONDS
@@ -209,8 +207,8 @@ class Worker:
             seconds = _GRACE_SECONDS
 
     async def _read(self) -> tuple[Message, bytes]:
-        head_size, size = SIZES.unpack(await self._reader.readexactly(SIZES.size))
-        return json.loads(await self._reader.readexactly(head_size)), await self._reader.readexactly(size)
+        head_size, size = SIZES.unpack(await self.reader.readexactly(SIZES.size))
+        return json.loads(await self.reader.readexactly(head_size)), await self.reader.readexactly(size)
 
 
 class WorkerPool:

@@ -9,15 +9,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rl_accel.reward.sandbox import bubblewrap_problem
+
 
 class Processes:
     """Those of the sandboxes and graders that a test has opened."""
 
-    def workers(self, of=None):
-        """The first process of each living worker: its reaper, or bubblewrap. ``of``: a trainer other than this process."""
-        children = psutil.Process(of).children()
-        started = [child for child in children if self.is_alive(child.pid) and "reward/worker/" in self._command(child)]
-        return sorted(started, key=lambda process: process.create_time())
+    def workers(self):
+        """The first process of each living worker: its reaper, or bubblewrap."""
+        children = psutil.Process().children()
+        return [child for child in children if self.is_alive(child.pid) and "reward/worker/" in self._command(child)]
 
     def below(self, pid):
         """The numbers of all living processes below ``pid``, parents before their children."""
@@ -56,6 +57,13 @@ class Processes:
             return " ".join(process.cmdline())
         except psutil.NoSuchProcess:
             return ""
+
+
+@pytest.fixture(params=["process", "bubblewrap"])
+def isolation(request):
+    if request.param == "bubblewrap" and bubblewrap_problem():
+        pytest.skip(f"bubblewrap: {bubblewrap_problem()}")
+    return request.param
 
 
 @pytest.fixture(scope="session")

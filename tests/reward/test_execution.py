@@ -88,6 +88,7 @@ class Executions:
 
     def __init__(self):
         self.given = {}
+        self.began = asyncio.Event()
 
     def taking(self, name, seconds, verdict="passed"):
         async def run(limits):
@@ -100,6 +101,7 @@ class Executions:
                 given.append(wall)
 
             with limits.updates.subscribed(tell):
+                self.began.set()
                 while loop.time() - began < min(seconds, allowed[0]):
                     await asyncio.sleep(0.005)
             return ExecutionResult(verdict if seconds <= allowed[0] else "timeout", wall=min(seconds, allowed[0]))
@@ -180,7 +182,7 @@ def test_what_others_have_learned_counts_too():
     async def main():
         executor, executions = made(), Executions()
         running = asyncio.create_task(together(executor, executions.taking("hangs", 60.0)))
-        await asyncio.sleep(0.05)
+        await executions.began.wait()
         executor.replica.timeout.merge({"p/0": (0.4, 0.1, 7)})
         ((hung,), given) = await running, executions.given["hangs"]
         return hung.wall, given

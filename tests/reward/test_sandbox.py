@@ -21,13 +21,6 @@ NO_BUBBLEWRAP = bubblewrap_problem()
 AS_ROOT = os.geteuid() == 0
 
 
-@pytest.fixture(params=["process", "bubblewrap"])
-def isolation(request):
-    if request.param == "bubblewrap" and NO_BUBBLEWRAP:
-        pytest.skip(f"bubblewrap: {NO_BUBBLEWRAP}")
-    return request.param
-
-
 def play(work, workers=2, isolation="process"):
     """Run ``work(sandbox)`` and close the sandbox."""
 

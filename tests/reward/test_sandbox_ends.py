@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from rl_accel.reward.execution import Limits
-from rl_accel.reward.sandbox import Case, Sandbox, SandboxError, bubblewrap_problem
+from rl_accel.reward.sandbox import Case, Sandbox, SandboxError
 
 pytestmark = pytest.mark.slow
 
@@ -84,11 +84,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("isolation", ["process", "bubblewrap"])
 def test_all_ends_with_a_trainer_that_is_killed(isolation, processes, temporary):
-    if isolation == "bubblewrap" and bubblewrap_problem():
-        pytest.skip(f"bubblewrap: {bubblewrap_problem()}")
-
     async def main():
         owner = subprocess.Popen([sys.executable, "-c", OWNER.format(isolation=isolation, code=DAEMON)])
         try:

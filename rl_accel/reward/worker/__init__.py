@@ -143,7 +143,6 @@ def encode(message: Message, payload: bytes) -> bytes:
 def _main() -> None:
     """Serve. This folder is loaded as a package of another name: a program's own ``import watch`` must not find ours."""
     folder = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != folder]
     spec = importlib.util.spec_from_file_location("rl_accel_worker", __file__, submodule_search_locations=[folder])
     if spec is None or spec.loader is None:
         raise ImportError(f"no worker in {folder}")

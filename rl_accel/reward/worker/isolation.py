@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass, field
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 17, 1 << 27, 1 << 28, 1 << 29, 1 << 30
@@ -140,16 +141,16 @@ def _check(result: int, call: str) -> None:
         raise OSError(number, f"{call}: {os.strerror(number)}")
 
 
+@dataclass
 class Identity:
     """A user that no other worker on this machine runs code as, for as long as this object lives in some process.
 
     Its number is that of an abstract socket, a name that only one can hold, and that is free again when its last holder has died.
     """
 
-    def __init__(self, uid: int, claim: socket.socket) -> None:
-        self.uid = uid
-        self.claim = claim
-        self._cleaned: dict[str, int] = {}
+    uid: int
+    claim: socket.socket
+    _cleaned: dict[str, int] = field(default_factory=dict, init=False)
 
     @classmethod
     def take(cls) -> "Identity | None":

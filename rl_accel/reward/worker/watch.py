@@ -8,6 +8,7 @@ import select
 import signal
 import time
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from . import Answer, Channel
 
@@ -50,28 +51,32 @@ class Sink:
         return False
 
 
+def cpu_of_ended() -> float:
+    """Processor seconds of all processes that this one has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@dataclass
 class Watch:
     """Watches one execution, which begins when this is made.
 
     Args:
-        limits: "wall" and "cpu" seconds, and, where they hold, resident bytes ("memory") and threads ("processes").
+        limits: "wall" and "cpu" seconds, and, where they hold, resident bytes ("memory") and threads ("processes"). Changed here.
         channel: any message stops the execution, save new limits.
         spared: children of this process that are not of the execution.
         report, output: what it says and prints.
     """
 
-    def __init__(
-        self, limits: dict[str, float], channel: Channel, spared: Collection[int], report: Sink, output: Sink
-    ) -> None:
-        self._limits = dict(limits)
-        self._channel = channel
-        self._spared = spared
-        self._report = report
-        self._output = output
-        self._waited = 0.0
-        self._cpu_before = cpu_of_ended()
-        self._began = time.monotonic()
-        self._alive_at = self._began + limits["wall"]
+    limits: dict[str, float]
+    channel: Channel
+    spared: Collection[int]
+    report: Sink
+    output: Sink
+    _waited: float = field(default=0.0, init=False)
+    _cpu_before: float = field(default_factory=cpu_of_ended, init=False)
+    _began: float = field(default_factory=time.monotonic, init=False)
+    _alive_at: float = field(default=0.0, init=False)
 
     def until_gone(self, child: int) -> Answer:
         """Wait until ``child``, its first process, ends or a limit stops it, and end all that is left of it.
@@ -81,37 +86,35 @@ class Watch:
         """
         stopped, status = self._until_end(child)
         wall = time.monotonic() - self._began
-        kill_all(self._spared)
+        kill_all(self.spared)
         cpu = cpu_of_ended() - self._cpu_before
-        if not stopped and os.WIFSIGNALED(status) and cpu > self._limits["cpu"]:
+        if not stopped and os.WIFSIGNALED(status) and cpu > self.limits["cpu"]:
             stopped = "cpu"  # the kernel's own limit struck before this watch, which had no processor, could look
-        for sink in (self._report, self._output):
+        for sink in (self.report, self.output):
             sink.read()  # what is still in the pipe
-        return Answer(
-            stopped, status, wall, cpu, self._waited_of(wall, cpu), self._output.data.decode(errors="replace")
-        )
+        return Answer(stopped, status, wall, cpu, self._waited_of(wall, cpu), self.output.data.decode(errors="replace"))
 
     def _until_end(self, child: int) -> tuple[str, int]:
         """Wait; return the limit that it exceeded ("cancelled" on a message), or "" if it ended by itself, and then its status."""
-        sinks = {sink.descriptor: sink for sink in (self._report, self._output)}
+        sinks = {sink.descriptor: sink for sink in (self.report, self.output)}
         ended = os.pidfd_open(child)
         poll = select.poll()
-        for descriptor in (*self._channel.descriptors, *sinks, ended):
+        for descriptor in (*self.channel.descriptors, *sinks, ended):
             poll.register(descriptor, select.POLLIN)
         look_at = self._began + LOOK_SECONDS
         try:
             while True:
                 pause = max(0.0, look_at - time.monotonic())
                 ready = {descriptor for descriptor, _ in poll.poll(pause * 1000)}
-                if ready & self._channel.descriptors:
-                    message, _ = self._channel.next()
+                if ready & self.channel.descriptors:
+                    message, _ = self.channel.next()
                     if "stop" in message:
                         return "cancelled", -1
-                    self._limits |= message
+                    self.limits |= message
                 for descriptor in ready & sinks.keys():
                     if not sinks[descriptor].read():
                         poll.unregister(descriptor)
-                if self._output.full or self._report.full:
+                if self.output.full or self.report.full:
                     return "output", -1
                 if ended in ready:
                     self._waited = max(self._waited, _seconds_waited(f"/proc/{child}"))
@@ -128,7 +131,7 @@ class Watch:
         _reap_orphans(child)
         used = {"cpu": cpu_of_ended() - self._cpu_before, "memory": 0, "processes": 0}
         own = _stat(os.getpid())
-        for pid in descendants(self._spared):
+        for pid in descendants(self.spared):
             with contextlib.suppress(OSError, IndexError, ValueError):
                 stat = _stat(pid)
                 used["cpu"] += sum(map(int, stat[_TIMES])) / _TICKS
@@ -141,12 +144,12 @@ class Watch:
         now = time.monotonic()
         wall = now - self._began
         counted = wall - self._waited_of(wall, used["cpu"])
-        if counted > self._limits["wall"] or wall > self._limits["wall"] * WAITED_FACTOR:
+        if counted > self.limits["wall"] or wall > self.limits["wall"] * WAITED_FACTOR:
             return "wall"
-        if now > self._alive_at:
-            self._channel.send({"alive": True})
+        if now > max(self._alive_at, self._began + self.limits["wall"]):
+            self.channel.send({"alive": True})
             self._alive_at = now + ALIVE_SECONDS
-        return next((name for name, amount in used.items() if amount > self._limits.get(name, amount)), "")
+        return next((name for name, amount in used.items() if amount > self.limits.get(name, amount)), "")
 
     def _waited_of(self, wall: float, cpu: float) -> float:
         """Seconds it was ready and had no processor, of ``wall`` in which it used ``cpu``.
@@ -207,12 +210,6 @@ def kill_all(spared: Collection[int] = ()) -> None:
                     os.kill(pid, number)
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
-
-
-def cpu_of_ended() -> float:
-    """Processor seconds of all processes that this one has waited for."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def threads_of_user() -> int:
