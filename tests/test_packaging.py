@@ -108,7 +108,7 @@ def test_the_wheel_alone_says_that_verl_is_absent(wheel_python, wheel_environmen
     done = subprocess.run(
         [str(wheel_python), "-m", "rl_accel", "doctor", "--json"],
         cwd=tmp_path,
-        env={**wheel_environment, "PYTHONPATH": str(hidden)},
+        env={**wheel_environment, "PYTHONPATH": str(hidden), "SLIME_ROOT": ""},
         capture_output=True,
         text=True,
         timeout=240,
