@@ -34,7 +34,6 @@ class Patch:
 
     Attributes:
         name: unique, ``"verl.gae"``.
-        feature: the feature (section of the flags) it belongs to.
         target: where the function lives: ``"pkg.mod:attr"``, ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``.
             A staticmethod or classmethod stays one; ``make`` sees the function inside.
         supports: versions it is meant for, PEP 508 (``"verl>=0.6.1"``); prereleases count. Compared with
@@ -53,7 +52,6 @@ class Patch:
     """
 
     name: str
-    feature: str
     target: str
     supports: str
     params: tuple[str, ...]

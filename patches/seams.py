@@ -21,7 +21,7 @@ Seams = Mapping[str, tuple[str, ...] | None]
 None: whatever they are."""
 
 
-def require(feature: str, seams: Seams) -> None:
+def require(name: str, seams: Seams) -> None:
     """Import the modules of ``seams`` and check what is in them.
 
     Raises:
@@ -31,12 +31,12 @@ def require(feature: str, seams: Seams) -> None:
         try:
             item = _resolve(where)
         except (ImportError, AttributeError) as error:
-            raise PatchRefused(f"{feature} wants {where}, which is not there ({error})") from error
+            raise PatchRefused(f"{name} wants {where}, which is not there ({error})") from error
         if wanted is not None and (present := _parameters(item)) != wanted:
-            raise PatchRefused(f"{feature} wants {where}({', '.join(wanted)}), found ({', '.join(present)})")
+            raise PatchRefused(f"{name} wants {where}({', '.join(wanted)}), found ({', '.join(present)})")
 
 
-def require_modules(feature: str, seams: Seams) -> None:
+def require_modules(name: str, seams: Seams) -> None:
     """Check that the modules of ``seams`` exist, without importing them; their top-level package must be imported.
 
     Raises:
@@ -48,7 +48,7 @@ def require_modules(feature: str, seams: Seams) -> None:
         folders = home.submodule_search_locations if home is not None else None
         files = [Path(folder, *rest) for folder in folders or ()]
         if not any(file.with_suffix(".py").is_file() or (file / "__init__.py").is_file() for file in files):
-            raise PatchRefused(f"{feature} wants {where}, which is not in the {package} installed here")
+            raise PatchRefused(f"{name} wants {where}, which is not in the {package} installed here")
 
 
 _passed: set[str] = set()
@@ -60,14 +60,12 @@ class SeamCheck:
 
     Attributes:
         name: unique, ``"slime.reward_timeout"``.
-        feature: the feature (section of the flags) it belongs to.
         target: ``"pkg.mod:what"``; the check is made once ``pkg.mod`` is imported.
         seams: what is needed.
         attributes: by ``"pkg.mod:Class"``, the names that the class or its dataclass fields must have.
     """
 
     name: str
-    feature: str
     target: str
     seams: Seams
     attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -82,12 +80,12 @@ class SeamCheck:
         Raises:
             PatchRefused: names what is wanted and what was found.
         """
-        require(self.feature, self.seams)
+        require(self.name, self.seams)
         for where, wanted in self.attributes.items():
             owner = _resolve(where)
             present = {*dir(owner), *getattr(owner, "__dataclass_fields__", ())}
             if missing := [name for name in wanted if name not in present]:
-                raise PatchRefused(f"{self.feature} wants {where} to have {', '.join(missing)}")
+                raise PatchRefused(f"{self.name} wants {where} to have {', '.join(missing)}")
         _passed.add(self.name)
 
     def revert(self) -> None:
@@ -101,7 +99,6 @@ class Registration:
 
     Attributes:
         name: unique, ``"verl.trainer_mode.tail_batching"``.
-        feature: the feature (section of the flags) it belongs to.
         target: ``"pkg.mod:entry"``, the module whose import makes the registry available and, in words, the entry.
         register: ``register(settings)`` makes the entry. It may raise PatchRefused if this framework lacks something.
         unregister: removes it.
@@ -111,7 +108,6 @@ class Registration:
     """
 
     name: str
-    feature: str
     target: str
     register: Callable[[Any], None]
     unregister: Callable[[], Any]

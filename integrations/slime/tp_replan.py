@@ -170,7 +170,6 @@ def _reader(args: Any) -> _Read:
 SWITCHES = (
     SeamCheck(
         name="slime.tp_replan",
-        feature="tp_replan",
         target="slime.observability.rollout_metrics:log_rollout_data",
         seams={
             **LOG_SEAMS,

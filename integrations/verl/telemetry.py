@@ -239,7 +239,6 @@ def _begins_with_its_stage(config: Any) -> bool:
 SWITCHES = (
     Registration(
         name="verl.telemetry.observer",
-        feature="telemetry",
         target="verl.utils.tracking:Tracking",
         register=lambda _flags: metrics.observe("telemetry", observe_stages),
         unregister=lambda: metrics.observe("telemetry", None),

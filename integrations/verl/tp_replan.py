@@ -247,7 +247,6 @@ def _register(flags: TpReplanFlags) -> None:
 SWITCHES = (
     Registration(
         name="verl.trainer_log.tp_replan",
-        feature="tp_replan",
         target="verl.utils.tracking:each logged step",
         register=_register,
         unregister=lambda: metrics.observe("tp_replan", None),

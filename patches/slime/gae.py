@@ -5,6 +5,7 @@ Results equal slime's to float rounding. Sequences that the kernels do not take 
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ _PARAMS = ("total_lengths", "response_lengths", "values_list", "rewards_list", "
 
 
 def packed_gae(
-    values: list[torch.Tensor],
-    rewards: list[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    rewards: Sequence[torch.Tensor],
     lengths: Sequence[int],
     gamma: float,
     lambd: float,
@@ -49,13 +50,10 @@ def _make(original: Any, settings: Any) -> Any:
         lambd: Any,
         chunked: bool = True,
     ) -> Any:
-        ranks = packed.ContextParallel()
         totals, lengths = [int(n) for n in total_lengths], [int(n) for n in response_lengths]
+        compute = partial(packed_gae, lengths=lengths, gamma=gamma, lambd=lambd, settings=settings)
         with torch.no_grad():
-            values = ranks.gather(values_list, totals, lengths)
-            rewards = ranks.gather(rewards_list, totals, lengths)
-            advantages, returns = packed_gae(values, rewards, lengths, gamma, lambd, settings)
-            return ranks.cut(advantages, totals, lengths), ranks.cut(returns, totals, lengths)
+            return tuple(packed.on_whole_responses(compute, (values_list, rewards_list), totals, lengths))
 
     return with_fallback(get_advantages_and_returns_batch, original, "gae")
 
@@ -84,7 +82,6 @@ def _probe(original: Any, _replacement: Any, settings: Any) -> None:
 SWITCHES = (
     Patch(
         name="slime.gae",
-        feature="gae",
         target=f"{packed.LOSS}:{_NAME}",
         bindings=(f"{packed.PPO_UTILS}:{_NAME}",),
         supports="",

@@ -1,6 +1,6 @@
 """What the advantage patches of slime share: where they go, and whole sequences on every rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,34 +12,27 @@ LOSS = "slime.backends.megatron_utils.loss"
 PPO_UTILS = "slime.utils.ppo_utils"
 
 
-class ContextParallel:
-    """The ranks that hold two slices of each sequence; with one rank both ways are free.
+def on_whole_responses(
+    compute: Callable[..., Sequence[list[torch.Tensor]]],
+    slices: Sequence[Sequence[torch.Tensor]],
+    totals: Sequence[int],
+    lengths: Sequence[int],
+) -> Sequence[list[torch.Tensor]]:
+    """Return what ``compute`` makes of whole responses [length], gathered from context-parallel ranks and cut again for them.
 
-    slime's own functions cut and gather: which tokens a rank holds is its business.
+    slime's own functions gather (a collective call) and cut: which two slices of a sequence a rank holds is its business.
     """
+    from megatron.core import mpu
 
-    def __init__(self) -> None:
-        from megatron.core import mpu
+    if mpu.get_context_parallel_world_size() == 1:
+        return compute(*slices)
+    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
 
-        self.size: int = mpu.get_context_parallel_world_size()
+    def each(function: Any, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [function(*row) for row in zip(rows, totals, lengths, strict=True)]
 
-    def gather(
-        self, slices: Sequence[torch.Tensor], totals: Sequence[int], lengths: Sequence[int]
-    ) -> list[torch.Tensor]:
-        """Return whole responses [length] from this rank's slices; a collective call."""
-        if self.size == 1:
-            return list(slices)
-        from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
-
-        return [all_gather_with_cp(*row) for row in zip(slices, totals, lengths, strict=True)]
-
-    def cut(self, whole: Sequence[torch.Tensor], totals: Sequence[int], lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Return this rank's slices of whole responses."""
-        if self.size == 1:
-            return list(whole)
-        from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
-
-        return [slice_log_prob_with_cp(*row) for row in zip(whole, totals, lengths, strict=True)]
+    whole = [each(all_gather_with_cp, rows) for rows in slices]
+    return [each(slice_log_prob_with_cp, rows) for rows in compute(*whole)]
 
 
 PROBE_LENGTHS = (130, 1, 57, 128, 3)

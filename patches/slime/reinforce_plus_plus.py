@@ -1,5 +1,6 @@
 """Computes slime's REINFORCE++ returns from the lists as they are, in one fused scan, in place of padding to the longest."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ _PARAMS = ("rewards", "kl", "loss_masks", "response_lengths", "total_lengths", "
 
 
 def packed_returns(
-    rewards: torch.Tensor, kl: list[torch.Tensor], masks: list[torch.Tensor], kl_coef: float, gamma: float
+    rewards: torch.Tensor, kl: Sequence[torch.Tensor], masks: Sequence[torch.Tensor], kl_coef: float, gamma: float
 ) -> list[torch.Tensor]:
     """Discounted returns of whole responses: ``-kl_coef * kl`` on masked tokens, the reward on the last of them.
 
@@ -32,7 +33,7 @@ def packed_returns(
     lengths, mask_lengths = [len(row) for row in kl], [len(row) for row in masks]
     if mask_lengths != lengths or len(rewards) != len(lengths):
         raise ValueError(f"{len(rewards)} rewards and masks of {mask_lengths} do not go with sequences of {lengths}")
-    flat_kl = torch.cat(kl)
+    flat_kl = torch.cat(list(kl))
     mask = torch.cat(list(masks)).to(flat_kl.device)
     sequence = torch.repeat_interleave(
         torch.arange(len(lengths), device=flat_kl.device), torch.tensor(lengths, device=flat_kl.device)
@@ -56,10 +57,12 @@ def _make(original: Any, _settings: Any) -> Any:
     ) -> Any:
         if not len(rewards):
             return []
-        ranks = packed.ContextParallel()
         totals, lengths = [int(n) for n in total_lengths], [int(n) for n in response_lengths]
-        whole = ranks.gather(kl, totals, lengths)
-        return ranks.cut(packed_returns(rewards, whole, loss_masks, kl_coef, gamma), totals, lengths)
+
+        def compute(kl: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+            return [packed_returns(rewards, kl, loss_masks, kl_coef, gamma)]
+
+        return packed.on_whole_responses(compute, (kl,), totals, lengths)[0]
 
     return with_fallback(get_reinforce_plus_plus_returns, original, "advantages")
 
@@ -89,7 +92,6 @@ def _probe(original: Any, _replacement: Any, _settings: Any) -> None:
 SWITCHES = (
     Patch(
         name="slime.reinforce_plus_plus",
-        feature="advantages",
         target=f"{packed.LOSS}:{_NAME}",
         bindings=(f"{packed.PPO_UTILS}:{_NAME}",),
         supports="",

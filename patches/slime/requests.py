@@ -41,7 +41,6 @@ def _make(original: Any, _settings: Any) -> Any:
 SWITCHES = (
     Patch(
         name="slime.requests",
-        feature="tail_batching",
         target="slime.rollout.sglang_rollout:post",
         bindings=("slime.utils.http_utils:post",),
         supports="",

@@ -140,7 +140,6 @@ def _estimator(
 
     return Patch(
         name=f"verl.{name}",
-        feature=FEATURE,
         target=f"{_CORE_ALGOS}:{function.format(name=name)}",
         bindings=(f"{_CORE_ALGOS}:ADV_ESTIMATOR_REGISTRY[{name}]",),
         supports=supports,
@@ -224,7 +223,6 @@ SWITCHES = (
     ),
     Patch(
         name="verl.masked_whiten",
-        feature=FEATURE,
         target=f"{_TORCH_FUNCTIONAL}:masked_whiten",
         supports="verl>=0.6.1",
         params=("values", "mask", "shift_mean"),

@@ -99,7 +99,6 @@ def _before(step: Callable[[Any], None]) -> Any:
 SWITCHES = (
     Patch(
         name="verl.config.driver",
-        feature="config",
         target="verl.utils.config:validate_config",
         supports="verl>=0.6",
         params=("config", "use_reference_policy", "use_critic"),
@@ -108,7 +107,6 @@ SWITCHES = (
     ),
     Patch(
         name="verl.config.trainer",
-        feature="config",
         target="verl.trainer.ppo.v1.trainer_base:PPOTrainer.__init__",
         supports="verl>=0.9",
         params=("self", "config"),
@@ -117,7 +115,6 @@ SWITCHES = (
     ),
     Patch(
         name="verl.config.legacy_trainer",
-        feature="config",
         target="verl.trainer.ppo.ray_trainer:RayPPOTrainer.__init__",
         supports="verl>=0.6",
         params=(

@@ -24,18 +24,16 @@ _PARAMS = ("token_level_rewards", "values", "response_mask", "gamma", "lam")
 
 
 def _require_proven(rewards: Any, values: Any, mask: Any, gamma: Any, lam: Any) -> None:
-    """Raise ValueError unless the scan is proven to give for these arguments what verl's loop gives."""
-    if any(type(x) is not torch.Tensor or x.layout is not torch.strided for x in (rewards, values, mask)):
-        raise ValueError("an argument is not a plain dense tensor")
-    if rewards.dim() != 2 or rewards.numel() == 0 or not rewards.shape == values.shape == mask.shape:
-        raise ValueError(f"shapes are {tuple(rewards.shape)}, {tuple(values.shape)}, {tuple(mask.shape)}")
-    if rewards.dtype is not values.dtype or rewards.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"rewards are {rewards.dtype}, values {values.dtype}")
+    """Raise ValueError unless the scan, which refuses what does not fit together, is proven to give here what verl's loop gives."""
+    if any(type(x) is not torch.Tensor for x in (rewards, values, mask)):
+        raise ValueError("an argument is not a plain tensor")
+    if rewards.numel() == 0 or rewards.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"rewards are {rewards.dtype} of shape {tuple(rewards.shape)}")
     if mask.dtype not in (rewards.dtype, torch.int64, torch.int32):
         raise ValueError(f"the mask is {mask.dtype}")
-    if not rewards.device == values.device == mask.device or rewards.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"devices are {rewards.device}, {values.device}, {mask.device}")
-    if any(type(x) not in (float, int) or not 0 <= x <= 1 for x in (gamma, lam)):
+    if rewards.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"rewards are on {rewards.device}")
+    if any(type(x) not in (float, int) for x in (gamma, lam)):
         raise ValueError(f"gamma is {gamma!r}, lam {lam!r}")
 
 
@@ -122,7 +120,6 @@ def _probe(original: Any, replacement: Any, settings: Any) -> None:
 SWITCHES = (
     Patch(
         name="verl.gae",
-        feature="gae",
         target=f"{_MODULE}:compute_gae_advantage_return",
         bindings=(f"{_MODULE}:ADV_ESTIMATOR_REGISTRY[gae]",),
         supports="verl>=0.6.1",

@@ -80,7 +80,6 @@ def _require_interval(original: Any, _replacement: Any, _settings: Any) -> None:
 SWITCHES = (
     Patch(
         name="verl.sampler",
-        feature="sampler",
         target="verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._wait_for_next_poll",
         supports="verl>=0.9",
         params=("self", "partition_id", "last_debug_time"),

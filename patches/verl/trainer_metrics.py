@@ -28,7 +28,6 @@ def _collect(data: Any, step: Any) -> dict[str, float]:
 SWITCHES = (
     Patch(
         name="verl.metrics.trainer",
-        feature="metrics",
         target="verl.utils.tracking:Tracking.log",
         supports="verl>=0.6",
         params=("self", "data", "step", "backend"),

@@ -13,7 +13,7 @@ unit and the number of threads, so that sum is left to torch, on a matrix of the
 Shapes: B responses, T tokens, R responses of a group.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
@@ -28,7 +28,7 @@ from rl_accel.ops.inputs import BINARY_MASKS, check_labels, check_rows, check_te
 Rows = npt.NDArray[np.int64]
 
 BLOCK = 2**21
-"""Tokens taken at a time (whole groups, at least one), so that the two scratch buffers stay small."""
+"""Tokens taken at a time, to the next whole group, so that the two scratch buffers stay small."""
 
 
 def optimal_token_baseline(
@@ -90,7 +90,10 @@ def optimal_token_baseline(
         # a response without tokens counts for no group; it only gets its row of zeros
         groups = [kept for group in groups if len(kept := group[lengths[group] > 0])]
         groups += list(np.flatnonzero(lengths == 0).reshape(-1, 1))
-    for block in _blocks(groups, mask.shape[1]):
+    number = np.cumsum([len(group) for group in groups]) * mask.shape[1] // BLOCK
+    cuts = {0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(groups)}
+    for first, last in pairwise(sorted(cuts)):
+        block = groups[first:last]
         rows = np.concatenate(block)
         reward, weight = np.empty((2, len(rows), width), np.float32)
         inputs = (rewards, mask_array, pi, pi_squared, importance, rollout_is_weights is not None)
@@ -100,19 +103,6 @@ def optimal_token_baseline(
         end = _tails(block, lengths, width) if handle_zero_tail else np.full(len(rows), width)
         _split(threads, _subtract, rows, mask_array, returns, baseline, line, end, multi_turn, advantages)
     return torch.from_numpy(advantages), torch.from_numpy(returns)
-
-
-def _blocks(groups: list[Rows], tokens: int) -> Iterator[list[Rows]]:
-    block: list[Rows] = []
-    taken = 0
-    for group in groups:
-        if block and (taken + len(group)) * tokens > BLOCK:
-            yield block
-            block, taken = [], 0
-        block.append(group)
-        taken += len(group)
-    if block:
-        yield block
 
 
 def _split(threads: int, kernel: Callable[..., None], rows: Rows, *arguments: object) -> None:

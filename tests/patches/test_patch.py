@@ -39,7 +39,6 @@ def patch_of(framework):
         core = f"{name}.core"
         standard = {
             "name": f"{name}.double",
-            "feature": "test",
             "target": f"{core}:double",
             "bindings": (f"{core}:REGISTRY[double]",),
             "supports": f"{name}>=1.4",
@@ -203,7 +202,7 @@ def test_upstreams_own_decorators_are_no_foreign_wrappers(framework):
             return 2 * x
         """
     )
-    patch = Patch("t", "t", f"{name}.core:double", name, ("x",), around)
+    patch = Patch("t", f"{name}.core:double", name, ("x",), around)
     patch.apply()
     assert sys.modules[f"{name}.core"].double(2) == "ours:4"
     patch.revert()
@@ -259,7 +258,7 @@ def test_failed_write_rolls_back(framework):
     core = sys.modules[f"{name}.core"]
     original = core.double
     bindings = (f"{name}.core:REGISTRY[double]",)
-    patch = Patch("t", "t", f"{name}.core:double", name, ("x", "times"), tripled, bindings=bindings)
+    patch = Patch("t", f"{name}.core:double", name, ("x", "times"), tripled, bindings=bindings)
     with pytest.raises(PatchRefused, match=r"REGISTRY\[double\] cannot be written, nothing stays patched"):
         patch.apply()
     assert core.double is original

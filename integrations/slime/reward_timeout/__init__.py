@@ -23,7 +23,6 @@ ARGUMENTS = (
 SWITCHES = (
     SeamCheck(
         name="slime.reward_timeout",
-        feature="reward_timeout",
         target="slime.rollout.sglang_rollout:generate_and_rm",
         seams={
             "slime.rollout.rm_hub:async_rm": ("args", "sample"),

@@ -40,7 +40,6 @@ ARGUMENTS = (
 SWITCHES = (
     SeamCheck(
         name="slime.tail_batching",
-        feature="tail_batching",
         target="slime.rollout.sglang_rollout:generate_rollout",
         seams={
             "slime.rollout.sglang_rollout:generate": ("args", "sample", "sampling_params"),

@@ -120,7 +120,6 @@ def _register(_settings: Any) -> None:
 SWITCHES = (
     Registration(
         name="verl.reward_manager.reward_timeout",
-        feature="reward_timeout",
         target=f"verl.experimental.reward_loop:{MANAGER}",
         register=_register,
         unregister=lambda: metrics.observe("reward_timeout", None),

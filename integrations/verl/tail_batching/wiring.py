@@ -113,7 +113,6 @@ def _register(_settings: Any) -> None:
 SWITCHES = (
     Registration(
         name="verl.trainer_mode.tail_batching",
-        feature="tail_batching",
         target=f"verl.trainer.ppo.v1:TRAINER_REGISTRY[{MODE}]",
         register=_register,
         unregister=lambda: _modes().pop(MODE, None),

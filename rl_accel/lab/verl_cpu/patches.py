@@ -220,7 +220,6 @@ def _ray_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
 SWITCHES: tuple[Patch, ...] = (
     Patch(
         name="verl.cpu.process_group",
-        feature="cpu",
         target="verl.utils.distributed:initialize_global_process_group_ray",
         supports="verl>=0.9.0",
         params=("timeout_second", "backend"),
@@ -229,7 +228,6 @@ SWITCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="verl.cpu.value_model",
-        feature="cpu",
         target="verl.utils.model:load_valuehead_model",
         supports="verl>=0.9.0",
         params=("local_path", "torch_dtype", "model_config", "trust_remote_code"),
@@ -238,7 +236,6 @@ SWITCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="verl.cpu.offload_policy",
-        feature="cpu",
         target="verl.utils.fsdp_utils:apply_fsdp2",
         supports="verl>=0.9.0",
         params=("model", "fsdp_kwargs", "config"),
@@ -247,7 +244,6 @@ SWITCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="verl.cpu.preflight",
-        feature="cpu",
         target="verl.utils.device:auto_set_device",
         supports="verl>=0.9.0",
         params=("config",),
@@ -256,7 +252,6 @@ SWITCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="verl.cpu.prompt_numbers",
-        feature="cpu",
         target="verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ.generate_sequences",
         supports="verl>=0.9.0",
         params=("self", "prompts"),
@@ -265,7 +260,6 @@ SWITCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="verl.cpu.response_seeds",
-        feature="cpu",
         target="verl.experimental.agent_loop.agent_loop:AgentLoopWorker._run_agent_loop",
         supports="verl>=0.9.0",
         params=("self", "sampling_params", "trajectory", "agent_name", "trace", "kwargs"),
@@ -274,7 +268,6 @@ SWITCHES: tuple[Patch, ...] = (
     ),
     Patch(
         name="verl.cpu.row_order",
-        feature="cpu",
         target="verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._materialize_batch",
         supports="verl>=0.9.1",
         params=("self", "partition_id", "selected_prompt_uids", "partition_snapshot"),

@@ -56,20 +56,27 @@ def scan(inputs: Inputs, *, block: int = BLOCK, programs: int | None = None) -> 
     maps = torch.empty(
         len(segments) * pieces * 5, device=rewards.device, dtype=torch.float64 if wide else torch.float32
     )
-    arguments = (*pointers, *pitches, outputs[0], outputs[-1], offsets, longest)
     rates = (*_split(inputs.gamma), *_split(inputs.gamma * inputs.lam))
-    flags = {
-        "PACKED": packed,
-        "MASKED": inputs.mask is not None,
-        "GAE": inputs.values is not None,
-        "ACC": tl.float64 if wide else tl.float32,
-    }
-    grid = (len(segments), pieces)
-    for maps_only in (True, False) if pieces > 1 else (False,):
-        _scan_kernel[grid](
-            *arguments, maps, *rates, piece, pieces, **flags, MAPS_ONLY=maps_only, BLOCK=block, num_warps=WARPS
+    for phase in ("maps", "results", "repair") if pieces > 1 else ("results", "repair"):
+        _scan_kernel[(len(segments), 1 if phase == "repair" else pieces)](
+            *pointers,
+            *pitches,
+            outputs[0],
+            outputs[-1],
+            offsets,
+            longest,
+            maps,
+            *rates,
+            piece,
+            pieces,
+            PACKED=packed,
+            MASKED=inputs.mask is not None,
+            GAE=inputs.values is not None,
+            ACC=tl.float64 if wide else tl.float32,
+            PHASE=phase,
+            BLOCK=block,
+            num_warps=1 if phase == "repair" else WARPS,
         )
-    _repair_kernel[(len(segments),)](*arguments, *rates, **flags, num_warps=1)
     return tuple(outputs)
 
 
@@ -164,11 +171,12 @@ def _scan_kernel(
     MASKED: tl.constexpr,
     GAE: tl.constexpr,
     ACC: tl.constexpr,
-    MAPS_ONLY: tl.constexpr,
+    PHASE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """One of three phases: "maps" composes the map of each piece, "results" starts each from its true state, "repair" walks
+    a sequence with a value that is not finite token by token."""
     row = tl.program_id(0).to(tl.int64)
-    number = tl.program_id(1)
     first, length = _range(offsets, longest, row, PACKED)
     gamma = tl.full((), gamma_high, ACC) + tl.full((), gamma_low, ACC)
     decay = tl.full((), decay_high, ACC) + tl.full((), decay_low, ACC)
@@ -177,97 +185,73 @@ def _scan_kernel(
     mask += row * mask_pitch + first
     if not PACKED:
         first = row * longest
-    own_maps = maps + row * pieces * 5
-
-    start = tl.minimum(number.to(tl.int64) * piece, length)
-    end = tl.minimum(start + piece, length)
-    a, b = tl.full((), 1, ACC), tl.full((), 0, ACC)
-    c, d, e = tl.full((), 1, ACC), tl.full((), 0, ACC), tl.full((), 0, ACC)
     state, result = tl.full((), 0, ACC), tl.full((), 0, ACC)
-    if not MAPS_ONLY:
-        for after in range(pieces - 1, number, -1):
-            at = own_maps + after * 5
-            result = tl.load(at + 2) * result + tl.load(at + 3) * state + tl.load(at + 4)
-            state = tl.load(at) * state + tl.load(at + 1)
-
-    blocks = tl.cdiv(end - start, BLOCK)
-    lane = tl.arange(0, BLOCK)
-    earliest = lane == 0
-    # blocks are counted from the start of the piece, where memory is aligned, so that loads and stores can be wide
-    token = start + (blocks - 1) * BLOCK + lane
-    reward, value, m = _load(rewards, values, mask, token, (token >= start) & (token < end), MASKED, GAE, ACC)
-    for _ in range(blocks):
-        ahead = token - BLOCK
-        next_reward, next_value, next_m = _load(rewards, values, mask, ahead, ahead >= start, MASKED, GAE, ACC)
-        inside = token < end
-        ta, tb, tc, td, te = _token_map(reward, value, m, gamma, decay, GAE)
-        ta, tc = tl.where(inside, ta, 1), tl.where(inside, tc, 1)
-        tb, td, te = tl.where(inside, tb, 0), tl.where(inside, td, 0), tl.where(inside, te, 0)
-        ta, tb, tc, td, te = tl.associative_scan((ta, tb, tc, td, te), 0, _compose, reverse=True)
-        if MAPS_ONLY:
-            block_map = (_at(ta, earliest), _at(tb, earliest), _at(tc, earliest), _at(td, earliest), _at(te, earliest))
-            a, b, c, d, e = _compose(a, b, c, d, e, *block_map)
-        else:
-            results = tc * result + td * state + te
-            states = ta * state + tb
-            tl.store(first_out + first + token, results, mask=inside)
+    if PHASE == "repair":
+        # whatever is not finite stays so in every later step, that is up to the first token
+        probe = tl.load(first_out + first, mask=length > 0, other=0).to(ACC)
+        tokens = tl.where(probe - probe == 0, 0, length)
+        for back in range(tokens):
+            token = length - 1 - back
+            reward, value, m = _load(rewards, values, mask, token, token >= 0, MASKED, GAE, ACC)
             if GAE:
-                tl.store(second_out + first + token, results + value, mask=inside)
-            state, result = _at(states, earliest), _at(results, earliest)
-        token = ahead
-        reward, value, m = next_reward, next_value, next_m
-    if MAPS_ONLY:
-        at = own_maps + number * 5
-        tl.store(at, a)
-        tl.store(at + 1, b)
-        tl.store(at + 2, c)
-        tl.store(at + 3, d)
-        tl.store(at + 4, e)
+                candidate = reward + gamma * state - value + decay * result
+                state = value * m + (1 - m) * state
+                result = candidate * m + (1 - m) * result
+                tl.store(second_out + first + token, result + value)
+            else:
+                result = (reward + gamma * state) * m
+                state = result + state * (1 - m)
+            tl.store(first_out + first + token, result)
+    else:
+        number = tl.program_id(1)
+        own_maps = maps + row * pieces * 5
 
+        start = tl.minimum(number.to(tl.int64) * piece, length)
+        end = tl.minimum(start + piece, length)
+        a, b = tl.full((), 1, ACC), tl.full((), 0, ACC)
+        c, d, e = tl.full((), 1, ACC), tl.full((), 0, ACC), tl.full((), 0, ACC)
+        if PHASE == "results":
+            for after in range(pieces - 1, number, -1):
+                at = own_maps + after * 5
+                result = tl.load(at + 2) * result + tl.load(at + 3) * state + tl.load(at + 4)
+                state = tl.load(at) * state + tl.load(at + 1)
 
-@jit
-def _repair_kernel(
-    rewards,
-    values,
-    mask,
-    reward_pitch,
-    value_pitch,
-    mask_pitch,
-    first_out,
-    second_out,
-    offsets,
-    longest,
-    gamma_high,
-    gamma_low,
-    decay_high,
-    decay_low,
-    PACKED: tl.constexpr,
-    MASKED: tl.constexpr,
-    GAE: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    first, length = _range(offsets, longest, row, PACKED)
-    rewards += row * reward_pitch + first
-    values += row * value_pitch + first
-    mask += row * mask_pitch + first
-    if not PACKED:
-        first = row * longest
-    gamma = tl.full((), gamma_high, ACC) + tl.full((), gamma_low, ACC)
-    decay = tl.full((), decay_high, ACC) + tl.full((), decay_low, ACC)
-    # whatever is not finite stays so in every later step, that is up to the first token
-    probe = tl.load(first_out + first, mask=length > 0, other=0).to(ACC)
-    tokens = tl.where(probe - probe == 0, 0, length)
-    state, result = tl.full((), 0, ACC), tl.full((), 0, ACC)
-    for back in range(tokens):
-        token = length - 1 - back
-        reward, value, m = _load(rewards, values, mask, token, token >= 0, MASKED, GAE, ACC)
-        if GAE:
-            candidate = reward + gamma * state - value + decay * result
-            state = value * m + (1 - m) * state
-            result = candidate * m + (1 - m) * result
-            tl.store(second_out + first + token, result + value)
-        else:
-            result = (reward + gamma * state) * m
-            state = result + state * (1 - m)
-        tl.store(first_out + first + token, result)
+        blocks = tl.cdiv(end - start, BLOCK)
+        lane = tl.arange(0, BLOCK)
+        earliest = lane == 0
+        # blocks are counted from the start of the piece, where memory is aligned, so that loads and stores can be wide
+        token = start + (blocks - 1) * BLOCK + lane
+        reward, value, m = _load(rewards, values, mask, token, (token >= start) & (token < end), MASKED, GAE, ACC)
+        for _ in range(blocks):
+            ahead = token - BLOCK
+            next_reward, next_value, next_m = _load(rewards, values, mask, ahead, ahead >= start, MASKED, GAE, ACC)
+            inside = token < end
+            ta, tb, tc, td, te = _token_map(reward, value, m, gamma, decay, GAE)
+            ta, tc = tl.where(inside, ta, 1), tl.where(inside, tc, 1)
+            tb, td, te = tl.where(inside, tb, 0), tl.where(inside, td, 0), tl.where(inside, te, 0)
+            ta, tb, tc, td, te = tl.associative_scan((ta, tb, tc, td, te), 0, _compose, reverse=True)
+            if PHASE == "maps":
+                block_map = (
+                    _at(ta, earliest),
+                    _at(tb, earliest),
+                    _at(tc, earliest),
+                    _at(td, earliest),
+                    _at(te, earliest),
+                )
+                a, b, c, d, e = _compose(a, b, c, d, e, *block_map)
+            else:
+                results = tc * result + td * state + te
+                states = ta * state + tb
+                tl.store(first_out + first + token, results, mask=inside)
+                if GAE:
+                    tl.store(second_out + first + token, results + value, mask=inside)
+                state, result = _at(states, earliest), _at(results, earliest)
+            token = ahead
+            reward, value, m = next_reward, next_value, next_m
+        if PHASE == "maps":
+            at = own_maps + number * 5
+            tl.store(at, a)
+            tl.store(at + 1, b)
+            tl.store(at + 2, c)
+            tl.store(at + 3, d)
+            tl.store(at + 4, e)

@@ -126,14 +126,14 @@ R, V, M = batch(1, 5, 30)
     ("arguments", "reason"),
     [
         ((R.bfloat16(), V.bfloat16(), M, 1.0, 0.95), "rewards are torch.bfloat16"),
-        ((R.half(), V, M, 1.0, 0.95), "values torch.float32"),
+        ((R, V.double(), M, 1.0, 0.95), "values wants the dtype of rewards"),
         ((R, V, M.double(), 1.0, 0.95), "the mask is torch.float64"),
         ((R, V, M.to(torch.uint8), 1.0, 0.95), "the mask is torch.uint8"),
         ((R, V, M, torch.tensor(1.0), 0.95), "gamma is tensor"),
         ((R, V, M, np.float64(1.0), 0.95), "gamma is "),
-        ((R, V, M, 1.5, 0.95), "gamma is 1.5"),
+        ((R, V, M, 1.5, 0.95), "gamma wants a number between 0 and 1, found 1.5"),
         ((R, V, M * 2, 1.0, 0.95), "mask wants values between 0 and 1"),
-        ((R, V, M[:1], 1.0, 0.95), "shapes are"),
+        ((R, V, M[:1], 1.0, 0.95), "mask wants the shape of rewards"),
     ],
 )
 def test_left_to_verl_outside_the_proven_domain(arguments, reason, caplog):
