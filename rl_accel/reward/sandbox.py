@@ -96,7 +96,7 @@ class Graders:
     environment and sees installed packages and ``readable``, but nothing else on this process's ``sys.path``; it has no network;
     its prints are dropped; a call may return numbers, text, lists and dicts only. verl's judge of programs, say, is called so::
 
-        Graders("/path/of/prime_case.py:load", arguments={"path": judge}, isolation="auto", readable=[judge])
+        Graders("/path/of/prime_code/testing_util.py:run_test", isolation="auto")
 
     Threads that the grader's module starts when it is imported are not there in the calls. Use this from one event loop.
 

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ SCORED_CASES = 10
 """verl scores by the share of so many cases, the first."""
 _ALARM_SECONDS = 3600
 """verl's own alarm goes off so long after our limit: never."""
+_PRIME_OUTPUT_BYTES = 64 << 20
+"""verl lets programs print to stderr what they like."""
 _FUSION_THREADS = 64
 """Requests to a remote sandbox at once."""
 
@@ -84,23 +87,29 @@ class PrimeCode:
 
     async def _run(self, prompt: str, teach: bool, key: str, code: str, case: dict[str, Any]) -> list[bool]:
         async def run(limits: Limits) -> ExecutionResult:
-            alarm = math.ceil(limits.wall) + _ALARM_SECONDS
-            return await self._graders.call({"case": case, "code": code, "timeout": alarm}, limits)
+            arguments = {"in_outs": case, "test": code, "timeout": math.ceil(limits.wall) + _ALARM_SECONDS}
+            return await self._graders.call(arguments, replace(limits, output_bytes=_PRIME_OUTPUT_BYTES))
 
-        result = await self._executor.execute(
-            prompt, key, run, lambda result: result.verdict == "done" and result.value == [True], teach
-        )
-        return list(result.value) if result.verdict == "done" else [False]
+        def passes_in(result: ExecutionResult) -> list[bool]:
+            if result.verdict != "done":
+                return [False]
+            passes, problem = result.value
+            return [passed is True and not problem for passed in passes]
+
+        result = await self._executor.execute(prompt, key, run, lambda result: passes_in(result) == [True], teach)
+        return passes_in(result)
 
 
 def prime_graders(workers: int, isolation: str) -> Graders:
-    """Return processes that run test cases for :class:`PrimeCode`, isolated as programs in a sandbox are."""
+    """Return processes that run test cases for :class:`PrimeCode` by verl's own code, isolated as programs in a sandbox are.
+
+    They load its file alone: a program under test is to have neither verl nor this package in its address space.
+    """
     verl = importlib.util.find_spec("verl")
     if verl is None or verl.origin is None:
         raise ImportError("verl is not installed")
     judge = Path(verl.origin).parent / "utils" / "reward_score" / "prime_code" / "testing_util.py"
-    target = f"{Path(__file__).with_name('prime_case.py')}:load"
-    return Graders(target, workers, arguments={"path": str(judge)}, isolation=isolation, readable=[judge])
+    return Graders(f"{judge}:run_test", workers, isolation=isolation)
 
 
 class Fusion:

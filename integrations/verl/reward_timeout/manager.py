@@ -1,13 +1,13 @@
 """What runs in a reward worker: the reward manager that verl loads, and the function it scores with.
 
-The manager holds the one that was configured, which does all but the scoring itself, and gives it :meth:`Scorer.score` in place of
-the user's function or verl's own.
+The manager holds the one that was configured, which does all but the scoring itself, and gives it its own ``score`` in place of the
+user's function or verl's own.
 """
 
 import functools
 import inspect
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -44,14 +44,14 @@ _RESPONSE: ContextVar[tuple[str, bool] | None] = ContextVar("rl_accel_response",
 
 
 class RewardTimeoutManager(RewardManagerBase):
-    """Scores as the configured manager does, with a time limit for each execution; see :class:`Scorer`.
+    """Scores as the configured manager does, with a time limit for each execution.
 
     The configured manager is naive, dapo, gdpo, rate_limited, or a class of the user's. ``remote``, which runs the function in
     other processes, is replaced by ``naive``: ours does so too. ``rate_limited`` keeps its rates and loses its own fixed
     ``reward.timeout``.
 
-    Raises:
-        ConfigError: the held manager is one of the user's and does not await a coroutine function.
+    A response whose execution was stopped gets ``timeout_score``. So does one whose function raises or returns None, NaN or
+    anything else that is no score: verl's own managers let the exception fail the response, and with it the whole prompt.
     """
 
     def __init__(
@@ -64,14 +64,18 @@ class RewardTimeoutManager(RewardManagerBase):
     ) -> None:
         super().__init__(config, tokenizer, compute_score)
         section = config.reward[SECTION]
-        flags = RewardTimeoutFlags(**section.flags)
-        replica = Replica(AdaptiveTimeout(flags))
-        # Outside a Ray job there is nobody to share with, and asking would start one.
-        self._store_client = StoreClient(replica, section.anchors) if ray.is_initialized() else None
+        self._flags = flags = RewardTimeoutFlags(**section.flags)
+        self.replica = Replica(AdaptiveTimeout(flags))
+        self._store_client = StoreClient(self.replica, section.anchors)
         if ray.is_initialized() and SUCCESSOR in (ray.get_runtime_context().get_actor_name() or ""):
-            replica.count("reward_workers_lost")
-        slots = flags.workers or share_of_cores(config.reward.num_workers)
-        self.scorer = Scorer(compute_score, config, flags, replica, slots)
+            self.replica.count("reward_workers_lost")
+        self._slots = flags.workers or _share_of_cores(config.reward.num_workers)
+        limits = Limits(memory=flags.memory_mb << 20)
+        self._executor = LimitedExecutor(self.replica, self._slots, limits)
+        self._awaited_executor = LimitedExecutor(self.replica, _AWAITED_SLOTS, limits)
+        self._scores = Scores(flags, self.replica, (), ("score",), ("acc", "score"), numbers_only=True)
+        self._graders: dict[str, Graders] = {}
+        self._deaths = 0
         self._configured = section.manager
         original = config.copy()
         manager = original.reward.reward_manager
@@ -79,17 +83,19 @@ class RewardTimeoutManager(RewardManagerBase):
         self.held = _held_class(section.manager)(
             config=original,
             tokenizer=tokenizer,
-            compute_score=self.scorer.score,
+            compute_score=self.score,
             reward_router_address=reward_router_address,
             reward_model_tokenizer=reward_model_tokenizer,
         )
-        if getattr(self.held, "is_async_reward_score", True) is False:
-            self._refuse()
         if isinstance(self.held, RateLimitedRewardManager):
             self.held.timeout = None  # asyncio.wait_for without a limit
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
-        """Score the last response of ``data``; the contract is the base class's. Cancelling this kills what runs."""
+        """Score the last response of ``data``; the contract is the base class's. Cancelling this kills what runs.
+
+        Raises:
+            ConfigError: the held manager is one of the user's and does not await a coroutine function.
+        """
         columns = data.non_tensor_batch
         validation = columns.pop(VALIDATION, np.array([False]))
         row = {
@@ -100,60 +106,19 @@ class RewardTimeoutManager(RewardManagerBase):
         truth = (row.get("reward_model") or {}).get("ground_truth")
         prompt = _prompt_of(row.get("data_source"), truth, row.get("raw_prompt"), row.get("extra_info"))
         _RESPONSE.set((prompt, not bool(validation[-1])))
-        self._use_anchors()
+        self._store_client.use()
         try:
             result: dict[str, Any] = await self.held.run_single(data)
         finally:
-            self._use_anchors()
+            self._store_client.use()
         if inspect.iscoroutine(result["reward_score"]):
             result["reward_score"].close()
-            self._refuse()
+            name, path = self._configured.name, self._configured.path
+            raise ConfigError(
+                f"rl_accel.reward_timeout wants a reward manager that awaits its compute_score if it is a coroutine function, "
+                f"as verl's do; found {name} of {path or 'verl'}, now held by {MANAGER}"
+            )
         return result
-
-    def _use_anchors(self) -> None:
-        if self._store_client is not None:
-            self._store_client.use()
-
-    def _refuse(self) -> None:
-        raise ConfigError(
-            f"rl_accel.reward_timeout wants a reward manager that awaits its compute_score if it is a coroutine function, "
-            f"as verl's do; found {self._configured.name} of {self._configured.path or 'verl'}, now held by {MANAGER}"
-        )
-
-
-class Scorer:
-    """Scores within limits, as ``compute_score`` would without any.
-
-    A response whose execution was stopped gets ``timeout_score``. So does one whose function raises or returns None, NaN or
-    anything else that is no score: verl's own managers let the exception fail the response, and with it the whole prompt.
-
-    Args:
-        compute_score: what verl's ``load_reward_manager`` hands to a reward manager.
-        config: verl's.
-        flags: of this feature.
-        replica: anchors and counts.
-        slots: executions at once.
-    """
-
-    def __init__(
-        self,
-        compute_score: Callable[..., Any] | None,
-        config: Any,
-        flags: RewardTimeoutFlags,
-        replica: Replica,
-        slots: int,
-    ) -> None:
-        self.replica = replica
-        self._compute_score = compute_score
-        self._config = config
-        self._flags = flags
-        self._slots = slots
-        limits = Limits(memory=flags.memory_mb << 20)
-        self._executor = LimitedExecutor(replica, slots, limits)
-        self._awaited_executor = LimitedExecutor(replica, _AWAITED_SLOTS, limits)
-        self._scores = Scores(flags, replica, (), ("score",), ("acc", "score"), numbers_only=True)
-        self._graders: dict[str, Graders] = {}
-        self._deaths = 0
 
     async def score(self, *args: Any, **kwargs: Any) -> Any:
         """Return what verl's reward managers expect of a reward function: a number, or a dict with a ``score``.
@@ -170,7 +135,7 @@ class Scorer:
         if (code_reward := self._code_reward(source)) is not None:
             result = ExecutionResult(verdict="done", value=await code_reward.score(prompt, teach, arguments))
         else:
-            awaits = inspect.iscoroutinefunction(self._compute_score)
+            awaits = inspect.iscoroutinefunction(self.compute_score)
             executor, run = (self._awaited_executor, self._await) if awaits else (self._executor, self._run_in_process)
             result = await executor.execute(
                 prompt, "", functools.partial(run, arguments), self._scores.is_correct, teach
@@ -194,13 +159,13 @@ class Scorer:
 
     @property
     def _is_verls_own(self) -> bool:
-        function = self._compute_score
+        function = self.compute_score
         inner = function.func if isinstance(function, functools.partial) else function
         return inner is None or f"{inner.__module__}:{inner.__qualname__}" == _VERLS_OWN
 
     @property
     def _fusion_options(self) -> Mapping[str, Any]:
-        return self._compute_score.keywords if isinstance(self._compute_score, functools.partial) else {}
+        return self.compute_score.keywords if isinstance(self.compute_score, functools.partial) else {}
 
     @functools.cached_property
     def _fusion(self) -> Fusion:
@@ -212,8 +177,7 @@ class Scorer:
         return PrimeCode(self._executor, graders, self._flags.early_stop)
 
     async def _await(self, arguments: dict[str, Any], limits: Limits) -> ExecutionResult:
-        assert self._compute_score is not None
-        return await run_within(self._compute_score(**arguments), limits, self._target[0])
+        return await run_within(self.compute_score(**arguments), limits, self._target[0])
 
     def _run_in_process(self, arguments: dict[str, Any], limits: Limits) -> Awaitable[ExecutionResult]:
         target, fixed = self._target
@@ -226,9 +190,9 @@ class Scorer:
         """The function as :class:`Graders` names it, and keyword arguments that go over those of a call."""
         if self._is_verls_own:
             return _VERLS_OWN, {}
-        custom = OmegaConf.select(self._config, "reward.custom_reward_function", default=None) or {}
+        custom = OmegaConf.select(self.config, "reward.custom_reward_function", default=None) or {}
         if not custom.get("path"):  # a manager of the user's brings a function of its own
-            function: Any = self._compute_score
+            function: Any = self.compute_score
             return f"{function.__module__}:{function.__qualname__}", {}
         path = custom["path"]
         if path.startswith("pkg://"):
@@ -245,13 +209,12 @@ def _held_class(configured: Any) -> Any:
     return get_reward_manager_cls("naive" if configured.name == "remote" else configured.name)
 
 
-def share_of_cores(reward_workers: int) -> int:
+def _share_of_cores(reward_workers: int) -> int:
     """Return how many executions one of ``reward_workers`` may run at once: verl spreads them evenly over the nodes."""
-    cores = len(os.sched_getaffinity(0))
     nodes = 1
     if ray.is_initialized():
         nodes = sum(1 for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0)
-    return max(1, cores // max(1, -(-reward_workers // max(nodes, 1))))
+    return max(1, len(os.sched_getaffinity(0)) // max(1, -(-reward_workers // max(nodes, 1))))
 
 
 def _prompt_of(data_source: Any, ground_truth: Any, raw_prompt: Any, extra_info: Any) -> str:

@@ -124,8 +124,8 @@ def score(manager_of: Callable[[Any], Any]) -> Callable[..., list[dict[str, Any]
             try:
                 return list(await asyncio.gather(*(manager.run_single(item) for item in data)))
             finally:
-                if hasattr(manager, "scorer"):
-                    await manager.scorer.close()
+                if hasattr(manager, "held"):
+                    await manager.close()
 
         return asyncio.run(all_of_them())
 

@@ -53,15 +53,15 @@ def prime(configure, manager_of):
         async def all_of_them():
             try:
                 return [
-                    await manager.scorer.score(
+                    await manager.score(
                         data_source="codecontests", solution_str=text, ground_truth=truth, extra_info={}
                     )
                     for text in solutions
                 ]
             finally:
-                await manager.scorer.close()
+                await manager.close()
 
-        return asyncio.run(all_of_them()), manager.scorer.replica
+        return asyncio.run(all_of_them()), manager.replica
 
     return run
 
@@ -196,7 +196,7 @@ def test_sandbox_fusion_scores_are_verls_with_limits_of_ours(fusion, configure, 
         )
 
         async def score(text, manager=manager, truth=truth):
-            return await manager.scorer.score("codecontests", text, json.dumps(truth), {})
+            return await manager.score("codecontests", text, json.dumps(truth), {})
 
         async def all_of_them():
             return [await score(text) for text in texts]
@@ -205,5 +205,5 @@ def test_sandbox_fusion_scores_are_verls_with_limits_of_ours(fusion, configure, 
         if truth is STDIN:
             assert [asked["run_timeout"] for asked in Sandbox.seen][:4] == [5] * 4, "the whole budget, in whole seconds"
             assert Sandbox.seen[-1]["run_timeout"] == 2, "learned from what the sandbox says that correct ones took"
-            anchors = manager.scorer.replica.timeout.anchors().values()
+            anchors = manager.replica.timeout.anchors().values()
             assert {wall for wall, _, _ in anchors} == {0.25}

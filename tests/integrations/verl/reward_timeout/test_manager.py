@@ -51,11 +51,11 @@ QUICK = {"maximum": 1.0, "minimum": 0.5, "timeout_score": -1.0, "workers": 4, "m
 
 
 def counts(manager):
-    return manager.scorer.replica.take_delta().counts
+    return manager.replica.take_delta().counts
 
 
 def anchors(manager):
-    return manager.scorer.replica.timeout.anchors()
+    return manager.replica.timeout.anchors()
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_all_samples_have_the_same_keys_of_the_same_types(configure, manager_of,
 
     manager.loop = manager.held.loop = asyncio.new_event_loop()
     good, *rest = manager.loop.run_until_complete(one_after_the_other())
-    manager.loop.run_until_complete(manager.scorer.close())
+    manager.loop.run_until_complete(manager.close())
     for found in rest:
         extra = found["reward_extra_info"]
         assert extra == {"score": -1.0, "acc": False, "pred": "", "length": 0}
@@ -210,7 +210,7 @@ def compute_score(**_):
             assert time.monotonic() - began < 5
             await asyncio.sleep(0.02)
         assert counts(manager)["cancelled"] == 1
-        await manager.scorer.close()
+        await manager.close()
 
     asyncio.run(cancel())
 
