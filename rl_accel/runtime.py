@@ -136,7 +136,7 @@ class Runtime:
         os.environ.pop(SOURCES_VAR, None)
         if payload is not None:
             os.environ[SOURCES_VAR] = payload
-        importlib.import_module("rl_accel.integrations.ray.propagate").publish(SOURCES_VAR, payload)
+        importlib.import_module("rl_accel.integrations.ray.propagate").publish(payload)
 
     def _bring_in_line(self) -> None:
         wanted = {slot.switch.name: slot for slot in self._wanted()}

@@ -10,21 +10,30 @@ import os
 import sys
 from typing import Any
 
+from rl_accel.runtime import SOURCES_VAR
+
 HOOK_VAR = "RAY_RUNTIME_ENV_HOOK"
 HOOK = "rl_accel.integrations.ray.propagate.add_to_runtime_env"
 PREVIOUS_HOOK_VAR = "RL_ACCEL_PREVIOUS_RUNTIME_ENV_HOOK"
-_CARRIED_VAR = "RL_ACCEL_SOURCES"
 _NAMESPACE = "rl_accel"
 
 
-def publish(variable: str, payload: str | None) -> None:
-    """Hand ``payload`` to Ray processes started from now on, or, if it is None, take back what was handed out."""
-    if variable != _CARRIED_VAR:
-        raise ValueError(f"variable must be {_CARRIED_VAR}, found {variable}")
-    if payload is None:
-        _uninstall_hook()
+def publish(payload: str | None) -> None:
+    """Hand ``payload`` to Ray processes started from now on, or, if it is None, take back what was handed out.
+
+    The runtime has put it into this process's environment, as :data:`~rl_accel.runtime.SOURCES_VAR`.
+    """
+    current = os.environ.get(HOOK_VAR)
+    if payload is not None:
+        if current and current != HOOK:
+            os.environ[PREVIOUS_HOOK_VAR] = current
+        os.environ[HOOK_VAR] = HOOK
     else:
-        _install_hook()
+        previous = os.environ.pop(PREVIOUS_HOOK_VAR, None)
+        if current == HOOK and previous:
+            os.environ[HOOK_VAR] = previous
+        elif current == HOOK:
+            del os.environ[HOOK_VAR]
     if _connected():
         from ray.experimental.internal_kv import _internal_kv_put
 
@@ -40,7 +49,7 @@ def received() -> str | None:
         stored = _internal_kv_get(_job_key(), namespace=_NAMESPACE)
         if stored:
             return str(stored, "utf-8")
-    return os.environ.get(_CARRIED_VAR)
+    return os.environ.get(SOURCES_VAR)
 
 
 def add_to_runtime_env(runtime_env: Any) -> Any:
@@ -50,28 +59,12 @@ def add_to_runtime_env(runtime_env: Any) -> Any:
         from ray._common.utils import load_class
 
         runtime_env = load_class(previous)(runtime_env)
-    payload = os.environ.get(_CARRIED_VAR)
+    payload = os.environ.get(SOURCES_VAR)
     if not payload:
         return runtime_env
     runtime_env = dict(runtime_env or {})
-    runtime_env["env_vars"] = {_CARRIED_VAR: payload, **(runtime_env.get("env_vars") or {})}
+    runtime_env["env_vars"] = {SOURCES_VAR: payload, **(runtime_env.get("env_vars") or {})}
     return runtime_env
-
-
-def _install_hook() -> None:
-    current = os.environ.get(HOOK_VAR)
-    if current and current != HOOK:
-        os.environ[PREVIOUS_HOOK_VAR] = current
-    os.environ[HOOK_VAR] = HOOK
-
-
-def _uninstall_hook() -> None:
-    previous = os.environ.pop(PREVIOUS_HOOK_VAR, None)
-    if os.environ.get(HOOK_VAR) == HOOK:
-        if previous:
-            os.environ[HOOK_VAR] = previous
-        else:
-            del os.environ[HOOK_VAR]
 
 
 def _connected() -> bool:

@@ -52,9 +52,12 @@ def _require_known(name: str) -> None:
         return
     if name in {feature.name for feature in FEATURES}:
         raise ConfigError(f"{name} has no part for slime; there are {', '.join(HOOKS)}")
-    close = difflib.get_close_matches(name, HOOKS, n=1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
-    raise ConfigError(f"unknown feature {name!r}{hint}; for slime there are {', '.join(HOOKS)}")
+    raise ConfigError(f"unknown feature {name!r}{_hint(name, HOOKS)}; for slime there are {', '.join(HOOKS)}")
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def check(path: Path, slime_root: Path | None = None) -> list[str]:
@@ -84,7 +87,11 @@ def check(path: Path, slime_root: Path | None = None) -> list[str]:
     if slime_root is None:
         return []
     known = arguments_of(slime_root)
-    return [_unknown(key, known) for key in keys if key != SECTION and key not in known]
+    return [
+        f"{key} is no flag of slime's own{_hint(key, known)}; slime sets it all the same"
+        for key in keys
+        if key != SECTION and key not in known
+    ]
 
 
 def _has(found: Any, wanted: str | list[str]) -> bool:
@@ -105,15 +112,6 @@ def arguments_of(slime_root: Path) -> set[str]:
             f"SLIME_ROOT wants a checkout of slime, found {str(slime_root)!r} (no slime/utils/arguments.py)"
         )
     return {flag.replace("-", "_") for flag in re.findall(r'"--([a-z0-9][a-z0-9-]*)"', arguments.read_text())}
-
-
-def _unknown(key: str, flags: Iterable[str]) -> str:
-    close = difflib.get_close_matches(key, flags, n=1)
-    return (
-        f"{key} is no flag of slime's own"
-        + (f" (did you mean {close[0]}?)" if close else "")
-        + "; slime sets it all the same"
-    )
 
 
 @click.command("slime-config")

@@ -96,7 +96,7 @@ def test_the_hook_keeps_what_it_finds(monkeypatch):
 
     monkeypatch.setenv("RAY_RUNTIME_ENV_HOOK", "builtins.dict")
     monkeypatch.setenv("RL_ACCEL_SOURCES", "{}")
-    propagate.publish("RL_ACCEL_SOURCES", "{}")
+    propagate.publish("{}")
     assert os.environ["RAY_RUNTIME_ENV_HOOK"] == propagate.HOOK
     given = {"working_dir": "x", "env_vars": {"MINE": "1"}}
     assert propagate.add_to_runtime_env(given) == {
@@ -104,5 +104,5 @@ def test_the_hook_keeps_what_it_finds(monkeypatch):
         "env_vars": {"MINE": "1", "RL_ACCEL_SOURCES": "{}"},
     }
     assert given == {"working_dir": "x", "env_vars": {"MINE": "1"}}, "the caller's mapping is not ours to change"
-    propagate.publish("RL_ACCEL_SOURCES", None)
+    propagate.publish(None)
     assert os.environ["RAY_RUNTIME_ENV_HOOK"] == "builtins.dict"
