@@ -17,11 +17,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 _UNKILLABLE_S = 10.0
 
 
-def become_subreaper() -> bool:
-    """Make this process the new parent of its orphaned descendants. False where the system cannot (not Linux)."""
-    if not sys.platform.startswith("linux"):
-        return False
-    return bool(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
+def become_subreaper() -> None:
+    """Make this process the new parent of its orphaned descendants, where the system can (Linux)."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants() -> list[psutil.Process]:

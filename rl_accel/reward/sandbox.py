@@ -1,7 +1,6 @@
 """Runs untrusted programs, and graders, where they cannot stall, fill or outlive the trainer."""
 
 import json
-import os
 import pickle
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,8 +9,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-from rl_accel.reward.execution import ExecutionResult, Limits, Verdict
-from rl_accel.reward.worker import OUTPUT_KEPT, Answer, Order, Start
+from rl_accel.reward.execution import ExecutionResult, Limits
+from rl_accel.reward.worker import Order, Start
 from rl_accel.reward.worker_pool import SandboxError, WorkerPool, bubblewrap_problem, choose_isolation, installed_path
 
 __all__ = ["Case", "ExecutionResult", "Graders", "Limits", "Sandbox", "SandboxError", "bubblewrap_problem"]
@@ -76,11 +75,8 @@ class Sandbox:
             SandboxError: no worker can be started, or the sandbox is closed.
         """
         limits = limits or Limits()
-        done = await self._pool.run(limits, Order(limits.numbers(), code, asdict(case)))
-        result, _ = _result(done, ("passed", "wrong", "error", "memory"), unreported="error")
-        if result.verdict == "passed" and case.kind == "stdin" and _lines(result.output) != _lines(case.expected):
-            result = replace(result, verdict="wrong", reason="other output")
-        return replace(result, output=result.output[:OUTPUT_KEPT])
+        result, _ = await self._pool.run(limits, Order(limits.numbers(), code, asdict(case)))
+        return result
 
     async def close(self) -> None:
         """End all workers. Programs that are running are stopped, and their callers get a SandboxError."""
@@ -150,12 +146,11 @@ class Graders:
         """
         payload = pickle.dumps(dict(kwargs), pickle.HIGHEST_PROTOCOL)
         limits = limits or Limits()
-        done = await self._pool.run(limits, Order(limits.numbers()), payload)
-        result, body = _result(done, ("done", "error"), unreported="killed")
+        result, pickled = await self._pool.run(limits, Order(limits.numbers()), payload)
         if result.verdict != "done":
             return result
         try:
-            value = pickle.loads(body) if self._trusted else _Plain(BytesIO(body)).load()
+            value = pickle.loads(pickled) if self._trusted else _Plain(BytesIO(pickled)).load()
         except Exception as error:
             reason = f"its value cannot be read: {type(error).__name__}: {error}"
             return replace(result, verdict="error", reason=reason)
@@ -171,42 +166,3 @@ class _Plain(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"an isolated grader returns plain values, found {module}.{name}")
-
-
-def _result(
-    done: tuple[Answer, bytes] | None, verdicts: Sequence[Verdict], unreported: Verdict
-) -> tuple[ExecutionResult, bytes]:
-    """What came of an execution, with all that its answer holds of its output, and its report after the verdict.
-
-    Args:
-        done: what :meth:`WorkerPool.run` returned.
-        verdicts: those that a report may have. It may have been written by untrusted code.
-        unreported: the verdict if there is no report.
-    """
-    if done is None:
-        return ExecutionResult("killed", reason="two workers died over it"), b""
-    answer, report = done
-    line, _, body = report.partition(b"\n")
-    if answer.stopped:
-        stopping: dict[str, Verdict] = {"wall": "timeout", "cpu": "timeout", "memory": "memory"}
-        verdict, reason = stopping.get(answer.stopped, "killed"), f"{answer.stopped} limit"
-    else:
-        try:
-            head = json.loads(line)
-            verdict, reason = head["verdict"], str(head["reason"])
-        except (ValueError, KeyError, TypeError):
-            verdict, reason = unreported, _ending(answer.status)
-        else:
-            if verdict not in verdicts:
-                verdict, reason = "error", "it wrote a report of its own"
-    return ExecutionResult(verdict, None, answer.wall, answer.cpu, answer.waited, reason, answer.output), body
-
-
-def _ending(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        return f"ended by signal {os.WTERMSIG(status)}"
-    return f"ended with status {os.WEXITSTATUS(status)} before its case was judged"
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from rl_accel.errors import RlAccelError
 from rl_accel.reward import worker as worker_files
-from rl_accel.reward.execution import Limits
-from rl_accel.reward.worker import SIZES, Answer, Message, Order, Start, encode
+from rl_accel.reward.execution import ExecutionResult, Limits
+from rl_accel.reward.worker import SIZES, Message, Order, Start, encode
 
 logger = logging.getLogger("rl_accel")
 
@@ -105,7 +105,7 @@ class Worker:
     process: "subprocess.Popen[bytes]"
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    answer: "asyncio.Future[tuple[Answer, bytes]]" = field(init=False)
+    answer: "asyncio.Future[tuple[ExecutionResult, bytes]]" = field(init=False)
 
     @classmethod
     async def spawn(cls, start: Start, payload: bytes, readable: Sequence[str]) -> "Worker":
@@ -162,7 +162,7 @@ class Worker:
         """Whether it, or its reaper, has died."""
         return self.reader.at_eof() or self.process.poll() is not None
 
-    async def run(self, limits: Limits, order: Order, payload: bytes) -> tuple[Answer, bytes]:
+    async def run(self, limits: Limits, order: Order, payload: bytes) -> tuple[ExecutionResult, bytes]:
         """Send an order and wait for its answer; if this is cancelled, :meth:`stop` must follow, or :meth:`kill`.
 
         Raises:
@@ -198,12 +198,12 @@ class Worker:
     def _send(self, message: Message, payload: bytes = b"") -> None:
         self.writer.write(encode(message, payload))
 
-    async def _wait(self, wall: float) -> tuple[Answer, bytes]:
+    async def _wait(self, wall: float) -> tuple[ExecutionResult, bytes]:
         seconds = wall + _GRACE_SECONDS
         while True:
             message, payload = await asyncio.wait_for(self._read(), seconds)
             if "alive" not in message:
-                return Answer(**message), payload
+                return ExecutionResult(**message), payload
             seconds = _GRACE_SECONDS
 
     async def _read(self) -> tuple[Message, bytes]:
@@ -240,15 +240,15 @@ class WorkerPool:
         self._closed = False
         self._warned = False
 
-    async def run(self, limits: Limits, order: Order, payload: bytes = b"") -> tuple[Answer, bytes] | None:
-        """Run an order on the next free worker; None if two workers died over it. Cancelling this stops it at once.
+    async def run(self, limits: Limits, order: Order, payload: bytes = b"") -> tuple[ExecutionResult, bytes]:
+        """Run an order on the next free worker; once more if that dies over it. Cancelling this stops it at once.
 
         Args:
             limits: of the execution.
             order, payload: the message to the worker.
 
         Returns:
-            The answer, and the report of the execution.
+            The result, and the pickled value of a grader.
 
         Raises:
             SandboxError: no worker can be started, or the pool is closed.
@@ -269,7 +269,7 @@ class WorkerPool:
                 else:
                     self._release(worker)
                     return answer
-        return None
+        return ExecutionResult("killed", reason="two workers died over it"), b""
 
     async def close(self) -> None:
         """End all workers. What runs is stopped, and its callers get a SandboxError."""

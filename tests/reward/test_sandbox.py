@@ -121,6 +121,12 @@ for descriptor in range(3, 4096):
         "error",
         "",
     ),
+    "a report nested too deep": ("import os\nos.write(200, b'[' * 60000)\nos._exit(0)", "error", "status 0 before"),
+    "a verdict of its own": (
+        """import os\nos.write(200, b'{"verdict": "done", "reason": ""}')\nos._exit(0)""",
+        "error",
+        "a report of its own",
+    ),
     "an exception without text": ("class E(Exception):\n def __str__(self): raise self\nraise E", "error", "E"),
     "removes builtins": ("import builtins\nbuiltins.__dict__.clear()", "error|wrong|passed", ""),
 }

@@ -19,8 +19,6 @@ from typing import Any
 Message = dict[str, Any]
 SIZES = struct.Struct("!QQ")
 """Before each message: the lengths of its JSON and of its bytes."""
-OUTPUT_KEPT = 10_000
-"""So much of what an execution printed is in its result."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,8 @@ class Start:
 class Order:
     """What to execute: a program on a case, or else the grader, whose pickled keyword arguments are the message's bytes.
 
-    A later message ``{"stop": True}`` stops it; ``{"wall": ..., "cpu": ...}`` are new limits.
+    A later message ``{"stop": True}`` stops it; ``{"wall": ..., "cpu": ...}`` are new limits. The answer has the fields of an
+    :class:`rl_accel.reward.execution.ExecutionResult`; its bytes are the value, pickled.
 
     Attributes:
         limits: by name, see :class:`rl_accel.reward.execution.Limits`.
@@ -57,26 +56,6 @@ class Order:
     limits: dict[str, float]
     code: str = ""
     case: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What came of an order. The message's bytes are the report of the execution itself.
-
-    Attributes:
-        stopped: the limit that stopped it, or "cancelled"; "" if it ended by itself.
-        status: as ``os.waitpid`` gave it, if it ended by itself.
-        wall, cpu: seconds, of all its processes.
-        waited: seconds of ``wall`` in which it was ready and had no processor.
-        output: what it printed; the beginning only, unless that is compared with an expected output.
-    """
-
-    stopped: str
-    status: int
-    wall: float
-    cpu: float
-    waited: float
-    output: str
 
 
 class Gone(Exception):

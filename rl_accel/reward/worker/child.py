@@ -1,4 +1,4 @@
-"""What a fork of the worker executes: a program on a test case, or a grader."""
+"""What a fork of the worker executes, a program on a test case or a grader, and what the worker makes of its report."""
 
 import importlib
 import importlib.util
@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 Grader = Callable[..., Any]
+REPORT_BYTES = 1 << 16
+"""The most of a report but for the value: a verdict and a few words."""
 
 
 def run_program(code: str, case: dict[str, str]) -> bytes:
@@ -38,6 +40,41 @@ def _call(namespace: dict[str, Any], case: dict[str, str]) -> tuple[str, str]:
         return "error", f"there is no function {name}"
     value = json.loads(json.dumps(namespace[name](*arguments)))
     return ("passed", "") if value == json.loads(case["expected"]) else ("wrong", f"found {value!r}"[:200])
+
+
+def verdict_of(
+    stopped: str, status: int, report: bytes, printed: str, case: dict[str, str], grader: Grader | None
+) -> tuple[str, str, bytes]:
+    """Return the verdict on an execution, the reason, and the pickled value of a grader.
+
+    Args:
+        stopped, status: the limit that stopped it, or "" and its status.
+        report: what :func:`run_program` or :func:`grade` returned, or what untrusted code has written in its place.
+        printed: what it printed.
+        case: of the program.
+        grader: None for a program.
+    """
+    if stopped:
+        verdicts = {"wall": "timeout", "cpu": "timeout", "memory": "memory"}
+        return verdicts.get(stopped, "killed"), f"{stopped} limit", b""
+    line, _, value = report.partition(b"\n")
+    try:
+        head = json.loads(line[:REPORT_BYTES])
+        verdict, reason = head["verdict"], str(head["reason"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        ending = f"ended with status {os.WEXITSTATUS(status)} before its case was judged"
+        if os.WIFSIGNALED(status):
+            ending = f"ended by signal {os.WTERMSIG(status)}"
+        return "error" if grader is None else "killed", ending, b""
+    if verdict not in (("passed", "wrong", "error", "memory") if grader is None else ("done", "error")):
+        return "error", "it wrote a report of its own", b""
+    if verdict == "passed" and case["kind"] == "stdin" and _lines(printed) != _lines(case["expected"]):
+        return "wrong", "other output", b""
+    return verdict, reason, value
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def find_grader(target: str, arguments: dict[str, Any] | None) -> Grader:

@@ -16,11 +16,11 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NoReturn
 
-from . import OUTPUT_KEPT, Channel, Gone, Order, Start
-from .child import Grader, find_grader, grade, run_program
+from . import Channel, Gone, Order, Start
+from .child import REPORT_BYTES, Grader, find_grader, grade, run_program, verdict_of
 from .isolation import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
@@ -40,8 +40,7 @@ from .watch import Sink, Watch, descendants, kill_all, threads_of_user
 
 END_SECONDS = 3.0
 """A worker whose trainer has gone ends its program and itself; one that does not in this time is killed."""
-VERDICT_BYTES = 1 << 16
-"""A report of a program, which is a verdict and a few words. What a grader returns may be as large as its memory."""
+OUTPUT_KEPT = 10_000
 PRELOAD = (
     "bisect collections copy datetime decimal fractions functools heapq importlib io itertools json math operator os random re"
     " shutil string sys tempfile time traceback typing"
@@ -183,19 +182,20 @@ class Server:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()  # or the fork would print it a second time
-            most = VERDICT_BYTES if grader is None else limits["memory"] if untrusted else math.inf
+            most = REPORT_BYTES if grader is None else limits["memory"] if untrusted else math.inf
             watched = limits if untrusted else {"wall": limits["wall"], "cpu": limits["cpu"]}
-            said = Sink(report, most)
-            watch = Watch(watched, self.channel, spared, said, Sink(output, limits["output_bytes"]))
+            said, printed = Sink(report, most), Sink(output, limits["output_bytes"])
+            watch = Watch(watched, self.channel, spared, said, printed)
             child = os.fork()
             if child == 0:
                 self._run_child(order, payload, grader, folder, to_output, to_report)
             os.close(to_report)
             os.close(to_output)
-            answer = asdict(watch.until_gone(child))
-            if answer["stopped"] or order.case.get("kind") != "stdin":
-                answer["output"] = answer["output"][:OUTPUT_KEPT]
-            self.channel.send(answer, bytes(said.data))
+            stopped, status, seconds = watch.until_gone(child)
+            text = printed.data.decode(errors="replace")
+            verdict, reason, value = verdict_of(stopped, status, bytes(said.data), text, order.case, grader)
+            result = {"verdict": verdict, "reason": reason, "output": text[:OUTPUT_KEPT], **seconds}
+            self.channel.send(result, value)
 
     def _run_child(
         self, order: Order, payload: bytes, grader: Grader | None, folder: str, output: int, report: int

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from . import Answer, Channel
+from . import Channel
 
 LOOK_SECONDS = 0.02
 WAITED_FACTOR = 10.0
@@ -78,8 +78,12 @@ class Watch:
     _began: float = field(default_factory=time.monotonic, init=False)
     _alive_at: float = field(default=0.0, init=False)
 
-    def until_gone(self, child: int) -> Answer:
+    def until_gone(self, child: int) -> tuple[str, int, dict[str, float]]:
         """Wait until ``child``, its first process, ends or a limit stops it, and end all that is left of it.
+
+        Returns:
+            The limit that stopped it, or "" if it ended by itself; its status then, as ``os.waitpid`` gives it; and the seconds
+            ``wall`` and ``cpu`` of all its processes, and ``waited`` of ``wall`` in which it was ready and had no processor.
 
         Raises:
             Gone: nobody waits for it any more; nothing is ended then.
@@ -92,7 +96,7 @@ class Watch:
             stopped = "cpu"  # the kernel's own limit struck before this watch, which had no processor, could look
         for sink in (self.report, self.output):
             sink.read()  # what is still in the pipe
-        return Answer(stopped, status, wall, cpu, self._waited_of(wall, cpu), self.output.data.decode(errors="replace"))
+        return stopped, status, {"wall": wall, "cpu": cpu, "waited": self._waited_of(wall, cpu)}
 
     def _until_end(self, child: int) -> tuple[str, int]:
         """Wait; return the limit that it exceeded ("cancelled" on a message), or "" if it ended by itself, and then its status."""
