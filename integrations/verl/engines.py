@@ -31,13 +31,6 @@ class Engine:
     read_counters: ReadCounters | None = None
     counting: tuple[str, Any] | None = None
 
-    def is_dead(self, error: BaseException) -> bool:
-        """Whether ``error`` of a remote call says that a server, or the engine behind it, is gone for good."""
-        from ray.exceptions import RayActorError
-
-        cause = getattr(error, "cause", None) or error  # what a method raised comes wrapped in a RayTaskError
-        return isinstance(error, RayActorError) or type(cause).__name__ in self.death_errors
-
 
 def _from_endpoints(engine: str) -> ReadCounters:
     return lambda servers: ask_endpoints({server: f"http://{server}" for server in servers}, COUNTERS[engine])

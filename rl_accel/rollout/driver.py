@@ -1,5 +1,6 @@
 """Drives the rounds of tail batching for any framework whose workers can run, cancel and report single responses."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -103,15 +104,22 @@ class FailureLog:
     def __init__(self) -> None:
         self._kinds: set[str] = set()
 
-    def add(self, response_id: int, error: BaseException) -> str:
-        """Log that the response failed; return the error as one line."""
+    def event_of(
+        self, response_id: int, task: "asyncio.Task[None]", tokens: int, result: Any, cancelled: bool
+    ) -> Event:
+        """Return how a response ended whose ``task`` is done; log it if it failed."""
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if cancelled:
+            return Event("aborted", response_id, tokens)
+        if error is None:
+            return Event("scored", response_id, tokens, result)
         kind = type(error).__name__
         line = f"{kind}: {error}".splitlines()[0]
         logger.error(
             "rl-accel: response %d failed: %s", response_id, line, exc_info=None if kind in self._kinds else error
         )
         self._kinds.add(kind)
-        return line
+        return Event("failed", response_id, tokens, error=line)
 
 
 class PromptSupply:

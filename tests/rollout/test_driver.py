@@ -1,5 +1,6 @@
 """The driver over the real core: a batch a step, nothing left behind, no prompt trained twice. Workers here are a schedule."""
 
+import asyncio
 import heapq
 import random
 
@@ -267,12 +268,15 @@ def test_every_number_has_a_name_that_verl_reduces_as_meant():
 
 
 def test_a_failed_response_is_one_line_and_its_traceback_comes_once_for_each_kind(caplog):
-    log = FailureLog()
-    errors = [OSError("gone"), OSError("gone again"), KeyError("x")]
-    assert [log.add(number, error) for number, error in enumerate(errors)] == [
-        "OSError: gone",
-        "OSError: gone again",
-        "KeyError: 'x'",
-    ]
+    async def end_all(*errors):
+        log = FailureLog()
+        tasks = [asyncio.get_running_loop().create_future() for _ in errors]
+        for task, error in zip(tasks, errors, strict=True):
+            task.set_exception(error)
+        return [log.event_of(number, task, 7, None, cancelled=False) for number, task in enumerate(tasks)]
+
+    events = asyncio.run(end_all(OSError("gone"), OSError("gone again"), KeyError("x")))
+    assert [event.error for event in events] == ["OSError: gone", "OSError: gone again", "KeyError: 'x'"]
+    assert {(event.kind, event.tokens) for event in events} == {("failed", 7)}
     assert [bool(record.exc_info) for record in caplog.records] == [True, False, True]
     assert "response 1 failed: OSError: gone again" in caplog.messages[1]

@@ -1,19 +1,24 @@
-"""Agent-loop workers that run single responses, can cancel each of them, and report events to the trainer."""
+"""Agent-loop workers that run single responses, can cancel each of them, and report events; and the trainer's side of them."""
 
 import asyncio
+import contextlib
+import contextvars
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import ray
 import transfer_queue as tq
+from ray.exceptions import RayActorError
 from verl.trainer.ppo.v1.agent_loop_tq import apply_greedy_sampling_params
 
 from rl_accel.integrations.verl.agent_loop import WorkerPart
 from rl_accel.integrations.verl.reward_worker_proxy import proxies
-from rl_accel.integrations.verl.tail_batching.actors import Stored
-from rl_accel.integrations.verl.tail_batching.client import SESSION, Session
+from rl_accel.integrations.verl.tail_batching.servers import SESSION, RolloutServers, Session
 from rl_accel.rollout.driver import Event, FailureLog, Job
 
 logger = logging.getLogger("rl_accel")
@@ -25,6 +30,22 @@ cost the trainer far more than what it does about them."""
 ENGINES_STOP_SECONDS = 2.0
 """Requests that reached their engine too late to be aborted with all others are cancelled one by one once none has ended for so
 long."""
+
+DELIVERY_SECONDS = 5.0
+"""How long the engines are stopped late for workers that do not hear; a response that is aborted by surprise counts as failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A scored response.
+
+    Attributes:
+        keys: where its trajectories lie in TransferQueue; more than one if the agent loop had several outputs.
+        metric: what group filtering looks at, if it is on and the reward function gave it.
+    """
+
+    keys: tuple[str, ...]
+    metric: float | None = None
 
 
 class TailAgentLoopWorker(WorkerPart):
@@ -105,22 +126,22 @@ class TailAgentLoopWorker(WorkerPart):
         trajectory = {"step": job.step, "sample_index": prompt.get("index", 0), "rollout_n": 0, "validate": False}
         for number, response_id in enumerate(job.response_ids):
             session = self._sessions[response_id] = Session(response_id)
-            response = self._respond(session, sampling_params, {**trajectory, "rollout_n": number}, prompt)
-            session.task = asyncio.create_task(response)
+            context = contextvars.copy_context()
+            context.run(SESSION.set, session)
+            response = self._run_agent_loop(
+                dict(sampling_params),
+                trajectory={**trajectory, "rollout_n": number},
+                trace=False,
+                session_id=response_id,
+                **prompt,
+            )
+            session.task = asyncio.create_task(response, context=context)
             self._in_background(self._watch(session))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self.background_tasks.add(task)
         task.add_done_callback(self.background_tasks.discard)
-
-    async def _respond(
-        self, session: Session, sampling_params: dict[str, Any], trajectory: dict[str, Any], prompt: dict[str, Any]
-    ) -> None:
-        SESSION.set(session)
-        await self._run_agent_loop(
-            dict(sampling_params), trajectory=trajectory, trace=False, session_id=session.response_id, **prompt
-        )
 
     def tokens_so_far(self) -> int | None:
         session = SESSION.get()
@@ -151,30 +172,118 @@ class TailAgentLoopWorker(WorkerPart):
     def _metric_of(self, output: Any) -> float | None:
         if self._filter_metric is None:
             return None
-        if self._filter_metric == "reward":
-            metric = output.reward_score
-        else:
-            metric = output.extra_fields.get("reward_extra_info", {}).get(self._filter_metric)
+        others = output.extra_fields.get("reward_extra_info", {})
+        metric = output.reward_score if self._filter_metric == "reward" else others.get(self._filter_metric)
         return None if metric is None else float(np.float32(metric))
 
     async def _watch(self, session: Session) -> None:
         """Report how a response ended, once nothing of it moves any more."""
         await asyncio.wait({session.task})
-        error = asyncio.CancelledError() if session.task.cancelled() else session.task.exception()
-        if (session.cancelled or error is not None) and session.storing:
+        stored = Stored(session.keys, session.metric)
+        event = self._failures.event_of(
+            session.response_id, session.task, session.tokens, stored, cancelled=session.cancelled
+        )
+        if session.storing and event.kind != "scored":
             try:
                 await tq.async_kv_clear(keys=list(session.keys), partition_id="train")
             except Exception:
                 logger.exception("rl-accel: response %d could not be cleared", session.response_id)
         del self._sessions[session.response_id]
-        if session.cancelled:
-            self._report(Event("aborted", session.response_id, session.tokens))
-        elif error is not None:
-            line = self._failures.add(session.response_id, error)
-            self._report(Event("failed", session.response_id, session.tokens, error=line))
-        else:
-            self._report(Event("scored", session.response_id, session.tokens, Stored(session.keys, session.metric)))
+        self._report(event)
 
     def _report(self, event: Event) -> None:
         self._events.append(event)
         self._has_events.set()
+
+
+class Workers:
+    """In the trainer process: spreads responses over agent-loop workers and gathers what happens to them.
+
+    One that dies is taken from ``actors``, the list by which verl's manager gives out validation.
+
+    Args:
+        actors: handles of :class:`TailAgentLoopWorker`.
+        servers: what they generate with; it is stopped at the end of a round.
+    """
+
+    def __init__(self, actors: list[Any], servers: RolloutServers) -> None:
+        self._all_actors = actors
+        self._servers = servers
+        self._actors = dict(enumerate(actors))
+        self._home: dict[int, int] = {}  # of each response that is not over, the number of its worker
+        self._load: Counter[int] = Counter()
+        self._jobs: defaultdict[int, list[Job]] = defaultdict(list)
+        self._cancels: defaultdict[int, list[int]] = defaultdict(list)
+        self._polls: dict[int, Any] = {}
+        self._orders: list[Any] = []
+
+    def begin_round(self) -> None:
+        """Let the engines generate, should the last round have stopped them."""
+        self._servers.resume()
+
+    def end_round(self) -> None:
+        """Stop the engines: whatever still runs was cancelled. They go on with the next round."""
+        if self._home:
+            self._send(engines_stop=True)
+            ray.wait(self._orders, num_returns=len(self._orders), timeout=DELIVERY_SECONDS)
+            self._servers.abort()
+
+    def launch(self, job: Job) -> None:
+        """Start the responses of ``job`` on the worker that has the fewest.
+
+        Raises:
+            RuntimeError: no worker is alive.
+        """
+        if not self._actors:
+            raise RuntimeError("rl_accel.tail_batching: every agent-loop worker has died")
+        index = min(self._actors, key=lambda i: self._load[i])
+        self._load[index] += len(job.response_ids)
+        self._home.update(dict.fromkeys(job.response_ids, index))
+        self._jobs[index].append(job)
+
+    def cancel(self, response_ids: Iterable[int]) -> None:
+        """Stop these responses. Those that are over already have an event on its way."""
+        for response_id in response_ids:
+            if response_id in self._home:
+                self._cancels[self._home[response_id]].append(response_id)
+
+    def wait(self, seconds: float) -> list[Event]:
+        """Return events in the order in which each worker reported them; empty if there are none for ``seconds``."""
+        self._send()
+        for index in self._actors.keys() - self._polls.keys():
+            self._polls[index] = self._actors[index].next_events.remote()
+        polls = list(self._polls.values())
+        ray.wait(polls, num_returns=1, timeout=seconds)
+        ready = set(ray.wait(polls, num_returns=len(polls), timeout=0)[0])
+        events: list[Event] = []
+        for index, poll in list(self._polls.items()):
+            if poll in ready:
+                events += self._collect(index)
+        return events
+
+    def _send(self, engines_stop: bool = False) -> None:
+        for index in {**self._jobs, **self._cancels}:
+            if index in self._actors:
+                order = self._actors[index].act.remote(self._jobs[index], self._cancels[index], engines_stop)
+                self._orders.append(order)
+        self._jobs.clear()
+        self._cancels.clear()
+        if self._orders:
+            done, self._orders = ray.wait(self._orders, num_returns=len(self._orders), timeout=0)
+            for order in done:
+                with contextlib.suppress(RayActorError):  # its poll says so as well
+                    ray.get(order)
+
+    def _collect(self, index: int) -> list[Event]:
+        try:
+            events: list[Event] = ray.get(self._polls.pop(index))
+        except RayActorError as error:
+            lost = sorted(response_id for response_id, home in self._home.items() if home == index)
+            self._all_actors.remove(self._actors.pop(index))
+            line = f"agent-loop worker {index} died: {error}".splitlines()[0]
+            logger.error("rl-accel: %s; %d responses are lost with it", line, len(lost))
+            events = [Event("failed", response_id, error=line) for response_id in lost]
+        for event in events:
+            if event.kind != "generated":
+                self._load[self._home.pop(event.response_id)] -= 1
+        return events

@@ -6,17 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 import transfer_queue as tq
-from tensordict import TensorDict
-from tensordict.tensorclass import NonTensorData, NonTensorStack
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from rl_accel.integrations.verl.engines import engine_of
-from rl_accel.integrations.verl.tail_batching.actors import RolloutServers, Stored, Workers, varies
-from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
-from rl_accel.integrations.verl.tail_batching.run import check_data, run_of
+from rl_accel.integrations.verl.tail_batching.agent_loop import Stored, Workers
+from rl_accel.integrations.verl.tail_batching.servers import RolloutServers, TailLLMServerClient
+from rl_accel.integrations.verl.tail_batching.wiring import check_data, run_of
 from rl_accel.rollout import saved
 from rl_accel.rollout.driver import METRICS_PREFIX, PromptSupply, RolloutDriver
 from rl_accel.rollout.tail_batching import TailBatching
@@ -24,35 +22,24 @@ from rl_accel.rollout.tail_batching import TailBatching
 logger = logging.getLogger("rl_accel")
 
 
-class TailReplayBuffer:
-    """What the trainer samples from: rounds for training, verl's own buffer for validation and everything else."""
-
-    def __init__(self, stock: Any, play: Any) -> None:
-        self._stock = stock
-        self._play = play
-
-    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, float]]:
-        """Return the trajectories of exactly P0 x R0 responses and the numbers of their round; see verl's ``ReplayBuffer``."""
-        batch: tuple[KVBatchMeta, dict[str, float]]
-        if partition_id == "train":
-            batch = self._play(global_steps)
-        else:
-            batch = self._stock.sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
-        return batch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stock, name)
-
-
 class TailBatchingTrainer(PPOTrainerSync):
     """Strictly on-policy like its base; it differs in where a batch comes from and in what a checkpoint holds."""
 
-    def _build_replay_buffer(self) -> TailReplayBuffer:
+    def _build_replay_buffer(self) -> Any:
         # verl's constructor calls this first. By any other name than "sync" the base class would buffer for asynchronous
         # training, keep prompts in TransferQueue, and save and restore what is in it, which after a resume would be ghosts.
         # What tail batching needs of the other modes, single prompts from the data loader, wiring sets itself.
         self.trainer_mode = "sync"
-        return TailReplayBuffer(super()._build_replay_buffer(), self._play)
+        buffer = super()._build_replay_buffer()
+        sample = buffer.sample
+
+        def sample_rounds(global_steps: int, partition_id: str, batch_size: int) -> Any:
+            if partition_id == "train":
+                return self._play(global_steps)
+            return sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
+
+        buffer.sample = sample_rounds
+        return buffer
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
@@ -60,9 +47,14 @@ class TailBatchingTrainer(PPOTrainerSync):
         rows = len(self.train_dataloader)
         check_data(run, rows, getattr(self.train_dataset, "dataframe", None))
         self._core = TailBatching(run)
-        self._supply = PromptSupply(run, lambda: row_of(self._fetch_one_gen_batch()), rows, run.flags.domain_key)
+        self._supply = PromptSupply(run, self._fetch_row, rows, run.flags.domain_key)
         self._log = saved.SettlementLog(Path(self.config.trainer.default_local_dir))
         self._last_step = min(self.total_training_steps, self.steps_per_epoch * self.config.trainer.total_epochs)
+
+    def _fetch_row(self) -> dict[str, Any]:
+        """Return the next row as the plain dict an agent loop is called with. Wiring has made the data loader's batches one row."""
+        row: dict[str, Any] = self._fetch_one_gen_batch()[0].clone().to_dict()
+        return row
 
     def _data_id(self) -> str:
         data = self.config.data
@@ -136,23 +128,16 @@ def clear(results: Sequence[Stored]) -> None:
     tq.kv_clear(keys=[key for result in results for key in result.keys], partition_id="train")
 
 
-def row_of(batch: TensorDict) -> dict[str, Any]:
-    """Return the only row of ``batch`` as the plain dict an agent loop is called with.
+def varies(prompt_id: str, group: Sequence[Stored]) -> bool:
+    """verl's rule (``_dapo_filtered_keys``): a group whose metric is the same throughout teaches nothing.
 
     Raises:
-        ValueError: there is not exactly one row.
-        TypeError: a column is neither a tensor nor non-tensor data.
+        RuntimeError: the metric is missing.
     """
-    if len(batch) != 1:
-        raise ValueError(f"data.gen_batch_size must be 1 for tail batching, found a batch of {len(batch)} prompts")
-    row: dict[str, Any] = {}
-    for key, value in batch.items():
-        if isinstance(value, torch.Tensor):
-            row[key] = value[0].clone()
-        elif isinstance(value, NonTensorStack):
-            row[key] = value[0].data
-        elif isinstance(value, NonTensorData):
-            row[key] = value.data
-        else:
-            raise TypeError(f"column {key} must be a tensor or non-tensor data, found {type(value).__name__}")
-    return row
+    values = [stored.metric for stored in group if stored.metric is not None]
+    if len(values) < len(group):
+        raise RuntimeError(
+            "algorithm.filter_groups.metric must name a metric that the reward function returns; the responses of "
+            f"prompt {prompt_id} came without it"
+        )
+    return len(values) < 2 or float(np.std(values)) != 0.0

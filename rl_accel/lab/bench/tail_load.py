@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -28,12 +29,11 @@ from verl.workers.rollout.router import get_router_handle
 
 from rl_accel.features import TailBatchingFlags
 from rl_accel.integrations.verl import agent_loop
-from rl_accel.integrations.verl.tail_batching.actors import Workers
-from rl_accel.integrations.verl.tail_batching.agent_loop import TailAgentLoopWorker
-from rl_accel.integrations.verl.tail_batching.client import TailLLMServerClient
-from rl_accel.integrations.verl.tail_batching.run import run_of
-from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, TailReplayBuffer, clear
-from rl_accel.integrations.verl.tail_batching.wiring import wire
+from rl_accel.integrations.verl.engines import engine_of
+from rl_accel.integrations.verl.tail_batching.agent_loop import TailAgentLoopWorker, Workers
+from rl_accel.integrations.verl.tail_batching.servers import RolloutServers, TailLLMServerClient
+from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, clear
+from rl_accel.integrations.verl.tail_batching.wiring import run_of, wire
 from rl_accel.rollout.driver import PromptSupply, RolloutDriver
 from rl_accel.rollout.saved import SettlementLog
 from rl_accel.rollout.tail_batching import TailBatching
@@ -110,17 +110,17 @@ class NotingWorker(TailAgentLoopWorker):
         return psutil.Process().memory_info().rss, time.process_time()
 
 
-class Engines:
-    """Stops and resumes the servers as :class:`~rl_accel.integrations.verl.tail_batching.actors.RolloutServers` does."""
+class Replica:
+    """What our trainer's way to stop and resume servers uses of verl's ``RolloutReplica``."""
 
-    def __init__(self, servers: Any) -> None:
-        self._servers = list(servers)
+    def __init__(self, server: Any) -> None:
+        self._server = server
 
-    def abort(self) -> None:
-        ray.get([server.abort_all_requests.remote() for server in self._servers])
+    async def abort_all_requests(self) -> None:
+        await self._server.abort_all_requests.remote()
 
-    def resume(self) -> None:
-        ray.get([server.resume_generation.remote() for server in self._servers])
+    async def resume_generation(self) -> None:
+        await self._server.resume_generation.remote()
 
 
 class RoundsOnly(TailBatchingTrainer):
@@ -143,22 +143,23 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
     client = TailLLMServerClient(config=config, load_balancer_handle=get_router_handle(servers))
     workers = agent_loop.AgentLoops.create(config=config, llm_client=client).agent_loop_workers
     _usage(workers)  # they are up
-    rounds, wanted = plan["rounds"], plan["prompts"]
+    rounds = plan["rounds"]
     numbers = iter(range(10**9))
     core = TailBatching(run_of(config))
     supply = PromptSupply(core.run, lambda: _row(next(numbers)), 10**9)
-    driver = RolloutDriver(core, supply, Workers(workers, Engines(servers.values())), clear)
+    replicas = [Replica(server) for server in servers.values()]
+    stopped = RolloutServers(SimpleNamespace(get_replicas=lambda: replicas), engine_of(config))
+    driver = RolloutDriver(core, supply, Workers(workers, stopped), clear)
     log = SettlementLog(folder)
     log.rewind(0)
     # As many steps as the data would last for: the last of the rounds played is as full as any other.
     trainer = RoundsOnly(driver, log, rounds + 100)
-    buffer = TailReplayBuffer(None, trainer._play)
     measured: list[dict[str, Any]] = []
     errors: list[str] = []
     trained: set[str] = set()
     for step in range(1, rounds + 1):
         before, used, began = _usage(workers), time.process_time(), time.monotonic()
-        batch, metrics = buffer.sample(step, "train", wanted)
+        batch, metrics = trainer._play(step)
         ended = time.monotonic()
         used = time.process_time() - used
         after = _usage(workers)

@@ -21,15 +21,19 @@ from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer
 
 from rl_accel.integrations.verl.engines import Engine
 from rl_accel.integrations.verl.reward_worker_proxy import RewardWorkerProxy
-from rl_accel.integrations.verl.tail_batching.actors import RolloutServers, ServerLost, Workers, find_dead
-from rl_accel.integrations.verl.tail_batching.client import (
+from rl_accel.integrations.verl.tail_batching.agent_loop import Stored, Workers
+from rl_accel.integrations.verl.tail_batching.servers import (
     SESSION,
     CancellableServer,
     GenerationAborted,
+    RolloutServers,
     ServerDied,
+    ServerLost,
     Session,
     TailLLMServerClient,
+    find_dead,
 )
+from rl_accel.integrations.verl.tail_batching.trainer import varies
 from rl_accel.rollout.driver import Event, Job
 
 pytestmark = pytest.mark.slow
@@ -334,12 +338,12 @@ class TestDeadServers:
         asyncio.run(run())
 
     def test_the_dead_are_told_from_the_living(self):
-        groups = [[start(Server)], [start(Server), start(Server)], [start(Server)]]
-        assert find_dead(groups) == []
-        kill(groups[1][1])
-        assert find_dead(groups) == [1]
-        ray.get(groups[2][0].lose_engine.remote())
-        assert find_dead(groups) == [1, 2]
+        one, two, three = (SimpleNamespace(servers=[start(Server) for _ in range(n)]) for n in (1, 2, 1))
+        assert asyncio.run(find_dead([one, two, three])) == []
+        kill(two.servers[1])
+        assert asyncio.run(find_dead([one, two, three])) == [two]
+        ray.get(three.servers[0].lose_engine.remote())
+        assert asyncio.run(find_dead([one, two, three])) == [two, three]
 
 
 class Replica:
@@ -561,3 +565,15 @@ class TestWorkers:
         kill(one)
         workers.launch(Job("a", {}, (0, 1), 1))
         assert [(event.kind, event.response_id) for event in gather(workers, 2)] == [("failed", 0), ("failed", 1)]
+
+
+class TestGroups:
+    """verl's rule: one whose metric is the same throughout teaches nothing."""
+
+    @pytest.mark.parametrize(("metrics", "passes"), [((1.0, 1.0), False), ((0.0, 1.0), True), ((0.0,), True)])
+    def test_a_constant_group_is_rejected(self, metrics, passes):
+        assert varies("1:1", [Stored((f"k{i}",), metric) for i, metric in enumerate(metrics)]) is passes
+
+    def test_a_missing_filter_metric_is_named(self):
+        with pytest.raises(RuntimeError, match=r"algorithm\.filter_groups\.metric must name a metric .* prompt 1:7"):
+            varies("1:7", [Stored(("a",), 1.0), Stored(("b",))])

@@ -12,9 +12,7 @@ from rl_accel.config import resolve
 from rl_accel.errors import ConfigError
 from rl_accel.features import TAIL_BATCHING, TailBatchingFlags
 from rl_accel.integrations.verl import agent_loop
-from rl_accel.integrations.verl.tail_batching import WORKER_PART
-from rl_accel.integrations.verl.tail_batching.run import check_data, run_of
-from rl_accel.integrations.verl.tail_batching.wiring import wire
+from rl_accel.integrations.verl.tail_batching.wiring import WORKER_PART, check_data, run_of, wire
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +155,7 @@ def test_data_that_cannot_fill_a_batch_is_refused(composed):
         wire(config, flags)
         return run_of(config)
 
-    with pytest.raises(ConfigError, match=r"at least data.train_batch_size = 8 prompts, found 7"):
+    with pytest.raises(ConfigError, match=r"rows of the data set = at least data.train_batch_size, 8, found 7"):
         check_data(run(), 7, None)
 
     import datasets
@@ -172,9 +170,7 @@ def test_data_that_cannot_fill_a_batch_is_refused(composed):
             ConfigError, match=r"a quota for each kind of the data set, .*, found quotas for math, code"
         ):
             check_data(run(), 8, frame)
-    with pytest.raises(
-        ConfigError, match=r"domain_key wants a column of the data set \(kind, prompt\), found 'source'"
-    ):
+    with pytest.raises(ConfigError, match=r"domain_key = a column of the data set \(kind, prompt\), found 'source'"):
         check_data(run("source"), 8, rows("math", "code"))
 
 
@@ -209,11 +205,11 @@ def test_the_trainer_refuses_a_data_set_smaller_than_a_round(python, repo):
     )
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
-    assert "rl_accel.tail_batching wants a data set of at least data.train_batch_size = 8 prompts, found 7" in last
+    assert "rl_accel.tail_batching wants rows of the data set = at least data.train_batch_size, 8, found 7" in last
 
 
 def test_a_verl_without_the_v1_trainer_is_refused():
-    with pytest.raises(ConfigError, match=r"wants verl 0\.9\.1 or later with its V1 trainer, found verl"):
+    with pytest.raises(ConfigError, match=r"wants verl = 0\.9\.1 or later with its V1 trainer, found"):
         wire(OmegaConf.create({"trainer": {}}), TailBatchingFlags(enable=True))
 
 
@@ -224,7 +220,7 @@ def test_a_trainer_that_nobody_wired_is_stopped(composed):
     layers = RUNTIME.layers()
     try:
         RUNTIME.set_layer(FRAMEWORK, {"tail_batching": {"enable": True}})
-        with pytest.raises(ConfigError, match=r"trainer_mode = tail_batching in the trainer, found sync"):
+        with pytest.raises(ConfigError, match=r"trainer_mode = tail_batching, found sync"):
             config_intake.in_trainer(composed)
     finally:
         RUNTIME.restore(layers)

@@ -1,0 +1,316 @@
+"""Rollout servers: their requests can be cancelled, and they may die. All that is about death is in this file.
+
+In the agent-loop workers :class:`TailLLMServerClient` hands out servers whose calls end with the task that awaits them; one that
+turns out to be dead is given no more requests. In the trainer process :class:`RolloutServers` stops all servers at the end of a
+round, and starts dead ones again before the next weights go out.
+"""
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from verl.workers.rollout.llm_server import LLMServerClient
+
+from rl_accel.integrations.verl.reward_worker_proxy import cancel, outcome
+from rl_accel.integrations.verl.engines import Engine, engine_of
+from rl_accel.rollout.driver import TokenRate
+
+logger = logging.getLogger("rl_accel")
+
+PING_SECONDS = 30.0
+"""How long to wait for a server's sign of life. One that only is slow passes for alive."""
+
+TOKEN_RATE = TokenRate()
+
+
+@dataclass(eq=False)
+class Session:
+    """A training response in the making, in the process that makes it.
+
+    Attributes:
+        tokens: generated so far.
+        keys: where its trajectories lie in TransferQueue once ``storing``.
+        metric: what group filtering looks at.
+        generating: a server has its request.
+        storing: it writes, or has written, to TransferQueue.
+        cancelled: nobody wants it any more.
+    """
+
+    response_id: int
+    task: "asyncio.Task[None]" = field(init=False)
+    tokens: int = 0
+    keys: tuple[str, ...] = ()
+    metric: float | None = None
+    generating: bool = False
+    storing: bool = False
+    cancelled: bool = False
+
+
+SESSION: ContextVar[Session | None] = ContextVar("session", default=None)
+"""The response that the running task works on; None in validation."""
+
+
+class GenerationAborted(RuntimeError):
+    """The engine cut a response off that nobody had cancelled. It is generated again."""
+
+
+class ServerDied(RuntimeError):
+    """A rollout server or the engine behind it is gone. What it was generating is generated again elsewhere."""
+
+
+class ServerLost(RuntimeError):
+    """A rollout server died and cannot be started again: training cannot go on with equal weights everywhere."""
+
+
+def is_death(error: BaseException, engine: Engine) -> bool:
+    """Whether ``error`` of a remote call says that a server, or the engine behind it, is gone for good."""
+    cause = getattr(error, "cause", None) or error  # what a method raised comes wrapped in a RayTaskError
+    return isinstance(error, RayActorError) or type(cause).__name__ in engine.death_errors
+
+
+async def find_dead(replicas: Sequence[Any]) -> list[Any]:
+    """Return those of verl's replicas of which a server actor, or the engine that it holds, is dead."""
+
+    async def is_lost(replica: Any) -> bool:
+        return any(await asyncio.gather(*map(_is_dead, replica.servers)))
+
+    verdicts = await asyncio.gather(*map(is_lost, replicas))
+    return [replica for replica, lost in zip(replicas, verdicts, strict=True) if lost]
+
+
+async def _is_dead(server: Any) -> bool:
+    try:
+        async with asyncio.timeout(PING_SECONDS):
+            while True:
+                try:
+                    return bool(await server.__ray_call__.remote(_engine_has_failed))
+                except ActorUnavailableError:  # Ray does not know yet whether it is dead
+                    await asyncio.sleep(0.05)
+    except TimeoutError:
+        logger.warning("rl-accel: %s gives no sign of life, nor is it known to be dead", server)
+        return False
+    except RayActorError:
+        return True
+
+
+def _engine_has_failed(server: Any) -> bool:
+    """Whether the engine of a living server is dead; vLLM's runs in a process of its own and has ``errored``."""
+    return bool(getattr(getattr(server, "engine", None), "errored", False))
+
+
+# In the agent-loop workers
+
+
+class CancellableServer:
+    """A rollout server whose ``generate`` is cancelled together with the task that awaits it; it counts tokens as well.
+
+    Cancelling an asyncio task that awaits a Ray reference would leave the remote call running.
+
+    Args:
+        server: handle of the server actor.
+        engine: what it generates with.
+        on_death: awaited, with what Ray says, before a call to a dead server raises.
+    """
+
+    def __init__(self, server: Any, engine: Engine, on_death: Callable[[str], Awaitable[None]]) -> None:
+        self._server = server
+        self._engine = engine
+        self._on_death = on_death
+
+    @property
+    def generate(self) -> "CancellableServer":
+        return self
+
+    async def remote(self, **request: Any) -> Any:
+        """Return the server's ``TokenOutput``.
+
+        Raises:
+            GenerationAborted: the engine aborted it although it is a training response that was not cancelled.
+            ServerDied: the server or its engine is gone.
+        """
+        session = SESSION.get()
+        if session is None:
+            return await self._output(self._server.generate.remote(**request))
+        if session.cancelled:  # a loop of several turns
+            raise asyncio.CancelledError
+        call = self._server.generate.remote(**request)
+        began = time.perf_counter()
+        session.generating = True
+        try:
+            output = await self._output(call)
+        except asyncio.CancelledError:
+            output = await self._stop(call, request["request_id"])
+            seconds = time.perf_counter() - began
+            session.tokens += TOKEN_RATE.estimate(seconds) if output is None else len(output.token_ids)
+            raise
+        finally:
+            session.generating = False
+        session.tokens += len(output.token_ids)
+        if output.stop_reason in ("aborted", "abort"):
+            if session.cancelled:  # the engines were stopped because the round is over
+                raise asyncio.CancelledError
+            raise GenerationAborted(f"the engine aborted the request after {len(output.token_ids)} tokens")
+        TOKEN_RATE.add(len(output.token_ids), time.perf_counter() - began)
+        return output
+
+    async def _output(self, call: Any) -> Any:
+        try:
+            return await call
+        except RayError as error:
+            if not is_death(error, self._engine):
+                raise
+            line = str(getattr(error, "cause", None) or error).strip().splitlines()[0]
+            await self._on_death(line)
+            raise ServerDied(line) from error
+
+    async def _stop(self, call: Any, request_id: str) -> Any:
+        """End the call; return what it had generated, or None where that cannot be known."""
+        if self._engine.aborts_by_id:
+            try:
+                if (await self._server.abort_request.remote(request_id))["aborted"]:
+                    return await outcome(call)
+            except RayError:  # the server is gone, and the call with it
+                return None
+        return await cancel(call)
+
+
+class TailLLMServerClient(LLMServerClient):
+    """verl's client for a sync trainer. A server that turns out to be dead is taken from the load balancer.
+
+    The trainer starts it again and puts it back after the round, see :class:`RolloutServers`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._dead: dict[str, str] = {}
+
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        acquiring = asyncio.ensure_future(super()._acquire_server(request_id, **extra))
+        try:
+            server_id, server = await asyncio.shield(acquiring)
+        except asyncio.CancelledError:  # else the load balancer would count a request on this server for ever
+            self._release_server((await acquiring)[0], request_id=request_id)
+            raise
+        except RuntimeError as error:  # the load balancer has none left
+            if not self._dead:
+                raise
+            dead = "; ".join(f"{name}: {why}" for name, why in self._dead.items())
+            raise ServerDied(f"no rollout server is left; dead are {dead}") from error
+        return server_id, CancellableServer(
+            server, engine_of(self.config), on_death=functools.partial(self._remove, server_id)
+        )
+
+    async def _remove(self, server_id: str, line: str) -> None:
+        """Let nobody choose this server any more: having the fewest requests, a dead one would be given every retry."""
+        if server_id not in self._dead:
+            logger.error("rl-accel: rollout server %s is dead, its requests go to the others: %s", server_id, line)
+        self._dead[server_id] = line
+        try:
+            await self._load_balancer.remove_servers.remote([server_id])
+        except RayActorError:
+            logger.exception("rl-accel: the load balancer is dead")
+
+
+# In the trainer process
+
+
+class RolloutServers:
+    """The rollout servers of a trainer.
+
+    Args:
+        manager: verl's ``LLMServerManager``: its replicas and its load balancer are used.
+        engine: what they generate with.
+    """
+
+    def __init__(self, manager: Any, engine: Engine) -> None:
+        self._manager = manager
+        self._engine = engine
+        self._aborted = False
+
+    def abort(self) -> None:
+        """Have every server end its requests, which return what they have. Later ones wait for :meth:`resume`."""
+        self._aborted = True
+        self._tell_all("abort_all_requests")
+
+    def resume(self) -> None:
+        """Go on after :meth:`abort`; nothing happens without one."""
+        if self._aborted:
+            self._tell_all("resume_generation")
+            self._aborted = False
+
+    def _tell_all(self, name: str) -> None:
+        """Call a method of every replica. Dead ones are passed over: who needs them finds out."""
+
+        async def tell() -> list[Any]:
+            calls = [getattr(replica, name)() for replica in self._manager.get_replicas()]
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        for error in asyncio.run(tell()):
+            if isinstance(error, BaseException):
+                if not is_death(error, self._engine):
+                    raise error
+                logger.warning("rl-accel: a rollout server did not take part in %s: %s", name, error)
+
+    def reach_all(self, call: Callable[[], None]) -> None:
+        """Make a ``call`` that reaches every server, with dead ones started again first, and again if one dies meanwhile.
+
+        Raises:
+            ServerLost: see :meth:`revive`.
+            RayError: the call failed although every server lives.
+        """
+        self.revive()
+        while True:
+            try:
+                return call()
+            except RayError:
+                if not self.revive():
+                    raise
+
+    def revive(self) -> list[str]:
+        """Start dead servers again and have the load balancer know exactly those that live; return the revived ones.
+
+        Call it while nothing is generated and before the next weight update: a new server has the weights of the model's
+        files until then.
+
+        Raises:
+            ServerLost: names the server; its engine cannot be started again, or the attempt failed.
+        """
+        replicas = self._manager.get_replicas()
+        balancer = self._manager.global_load_balancer
+        dead = asyncio.run(find_dead(replicas))
+        if dead:
+            ray.get(balancer.remove_servers.remote([replica.server_address for replica in dead]))
+            for replica in dead:
+                self._start_again(replica)
+            self._manager.server_handles = [replica.server_handle for replica in replicas]
+            self._manager.server_addresses = [replica.server_address for replica in replicas]
+        known = set(ray.get(balancer.get_all_servers.remote()))
+        returned = {r.server_address: r.server_handle for r in replicas if r.server_address not in known}
+        if returned:
+            ray.get(balancer.add_servers.remote(returned))
+        return [replica.server_address for replica in dead]
+
+    def _start_again(self, replica: Any) -> None:
+        name = f"rollout server {replica.server_address} (replica {replica.replica_rank})"
+        if not self._engine.restarts_in_run:
+            raise ServerLost(
+                f"rl_accel.tail_batching: {name} has died, and its engine cannot be given a new one "
+                "while it runs. Resume from the last checkpoint; no prompt is lost by that"
+            )
+        for server in replica.servers:  # of a replica of several, those that live
+            ray.kill(server)
+        replica.servers = []
+        try:
+            asyncio.run(replica.launch_servers())
+        except Exception as error:
+            raise ServerLost(
+                f"rl_accel.tail_batching: {name} has died and could not be started again: {error}"
+            ) from error
+        logger.warning("rl-accel: %s had died and was started again; it joins with the next weights", name)
