@@ -161,18 +161,21 @@ class TailBatchingFlags:
                 raise ValueError(f"domain_quotas[{domain!r}] must be at least 1, found {quota}")
 
 
+SLIME_ROLLOUT = "rl_accel.integrations.slime.tail_batching.rollout.generate_rollout"
+SLIME_DATA_SOURCE = "rl_accel.integrations.slime.tail_batching.rollout.TailDataSource"
+
 TAIL_BATCHING = Feature(
     name="tail_batching",
     flags=TailBatchingFlags,
     switches={
         "verl": ("rl_accel.integrations.verl.tail_batching.wiring",),
-        "slime": ("rl_accel.integrations.slime.tail_batching.seams", "rl_accel.patches.slime.requests"),
+        "slime": ("rl_accel.integrations.slime.tail_batching", "rl_accel.patches.slime.requests"),
     },
     verl="rl_accel.integrations.verl.tail_batching.wiring",
     slime=SlimeHooks(
         {
-            "rollout_function_path": "rl_accel.integrations.slime.tail_batching.rollout.generate_rollout",
-            "data_source_path": "rl_accel.integrations.slime.tail_batching.data_source.TailDataSource",
+            "rollout_function_path": SLIME_ROLLOUT,
+            "data_source_path": SLIME_DATA_SOURCE,
             # slime has derived it from --rollout-function-path before it reads this file.
             "eval_function_path": "slime.rollout.sglang_rollout.generate_rollout",
         }

@@ -156,7 +156,7 @@ def roll_out(args, url, steps, log):
             samples = [sample for group in output.samples for sample in group]
             kept = sum(sample.response_length for sample in samples)
             trained |= {sample.group_index for sample in samples}
-            waiting = len(data_source.prompts.payloads) if hasattr(data_source, "prompts") else len(data_source.buffer)
+            waiting = len(data_source.supply.payloads) if hasattr(data_source, "supply") else len(data_source.buffer)
             metrics = {
                 **(output.metrics or {}),
                 "timing_s/gen": seconds,

@@ -1,5 +1,127 @@
-"""Tail batching on slime: a rollout function and a data source, named in the YAML that ``rl-accel slime-config`` writes."""
+"""Tail batching on slime: what it needs of slime, checked before it is used, and what slime's arguments mean.
 
-ROLLOUT = "rl_accel.integrations.slime.tail_batching.rollout.generate_rollout"
-DATA_SOURCE = "rl_accel.integrations.slime.tail_batching.data_source.TailDataSource"
-EVAL = "slime.rollout.sglang_rollout.generate_rollout"
+``rollout`` has the rollout function and the data source, which the YAML that ``rl-accel slime-config`` writes names; ``responses``
+runs single responses.
+"""
+
+import functools
+import os
+from typing import Any
+
+from rl_accel.errors import refuse
+from rl_accel.features import SLIME_DATA_SOURCE, SLIME_ROLLOUT, TailBatchingFlags
+from rl_accel.patches.seams import SeamCheck
+from rl_accel.rollout.tail_batching import TailRun
+
+_FLAG = "rl_accel.tail_batching"
+_refuse = functools.partial(refuse, _FLAG)
+
+ARGUMENTS = (
+    "rollout_function_path",
+    "eval_function_path",
+    "data_source_path",
+    "custom_megatron_init_path",
+    "custom_config_path",
+    "rollout_batch_size",
+    "n_samples_per_prompt",
+    "over_sampling_batch_size",
+    "partial_rollout",
+    "buffer_filter_path",
+    "dynamic_sampling_filter_path",
+    "rollout_sample_filter_path",
+    "rollout_all_samples_process_path",
+    "custom_generate_function_path",
+    "group_rm",
+    "num_rollout",
+    "num_epoch",
+    "prompt_data",
+    "rollout_shuffle",
+    "rollout_seed",
+)
+
+SWITCHES = (
+    SeamCheck(
+        name="slime.tail_batching",
+        target="slime.rollout.sglang_rollout:generate_rollout",
+        seams={
+            "slime.rollout.sglang_rollout:generate": ("args", "sample", "sampling_params"),
+            "slime.rollout.sglang_rollout:generate_and_rm": ("args", "sample", "sampling_params", "evaluation"),
+            "slime.rollout.sglang_rollout:generate_rollout": ("args", "rollout_id", "data_source", "evaluation"),
+            "slime.rollout.rm_hub:batched_async_rm": ("args", "samples"),
+            "slime.rollout.filter_hub.base_types:call_dynamic_filter": ("fn",),
+            "slime.rollout.filter_hub.base_types:should_drop_dynamic_filter_output": (
+                "output",
+                "remaining_batch_size",
+                "target_data_size",
+            ),
+            "slime.backends.sglang_utils.server_control:num_requests_from_load": ("load",),
+            "slime.utils.http_utils:post": ("url", "payload", "max_retries", "headers"),
+            "slime.utils.http_utils:get": ("url",),
+            "slime.utils.misc:load_function": ("path",),
+            "slime.utils.async_utils:run": ("coro",),
+            "slime.utils.async_utils:get_async_loop": (),
+        },
+        attributes={
+            "slime.utils.types:Sample": (
+                "group_index",
+                "index",
+                "prompt",
+                "tokens",
+                "response",
+                "response_length",
+                "reward",
+                "metadata",
+                "status",
+                "session_id",
+                "generate_function_path",
+            ),
+            "slime.utils.types:Sample.Status": ("PENDING", "COMPLETED", "TRUNCATED", "ABORTED", "FAILED"),
+        },
+    ),
+)
+
+
+def check(args: Any, flags: TailBatchingFlags) -> None:
+    """Refuse what tail batching cannot work with.
+
+    Raises:
+        ConfigError: names slime's argument, what is wanted and what was found.
+    """
+    over_sampling = args.over_sampling_batch_size
+    if not flags.enable:
+        _refuse("--data-source-path", "another data source", SLIME_DATA_SOURCE, f"{_FLAG}.enable is not set")
+    if args.rollout_function_path != SLIME_ROLLOUT:
+        _refuse("--rollout-function-path", SLIME_ROLLOUT, args.rollout_function_path, "it plays the rounds")
+    if not args.rollout_global_dataset:
+        _refuse("--disable-rollout-global-dataset", "unset", True, "prompts come from a data set")
+    if args.partial_rollout:
+        reason = "responses that older weights began are not strictly on-policy; what is cut off starts again"
+        _refuse("--partial-rollout", "unset", True, reason)
+    if over_sampling not in (None, args.rollout_batch_size):
+        reason = f"{_FLAG}.prompt_ratio says how many prompts are launched"
+        _refuse("--over-sampling-batch-size", "unset", over_sampling, reason)
+    if args.buffer_filter_path is not None:
+        _refuse("--buffer-filter-path", "unset", args.buffer_filter_path, "the queue is tail batching's own")
+
+
+def run_of(args: Any, flags: TailBatchingFlags, rows: int) -> TailRun:
+    """Return the core's run for a data set of ``rows`` prompts.
+
+    Raises:
+        ConfigError: quotas and the batch do not fit, or the data set is smaller than a batch.
+    """
+    if rows < args.rollout_batch_size:
+        _refuse("rows of the data set", f"at least --rollout-batch-size, {args.rollout_batch_size}", rows)
+    name = os.path.basename(str(args.prompt_data))
+    return TailRun(
+        args.rollout_batch_size,
+        args.n_samples_per_prompt,
+        flags,
+        filter_groups=args.dynamic_sampling_filter_path is not None,
+        data_id=f"{name} {rows} shuffle={args.rollout_shuffle} seed={args.rollout_seed}",
+    )
+
+
+def last_rollout(args: Any, rows: int) -> int:
+    """Return how many rollouts the run has, counted from its very first."""
+    return int(args.num_rollout if args.num_rollout is not None else rows // args.rollout_batch_size * args.num_epoch)

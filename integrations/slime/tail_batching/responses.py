@@ -11,7 +11,7 @@ import queue
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +39,7 @@ INSIST_SECONDS = 5.0
 IDLE_SECONDS = 30.0
 """A server that still holds requests so long after everything was aborted is reported, and the rollout ends."""
 POLL_SECONDS = 0.05
+ABORT_ALL = {"abort_all": True}
 
 
 @dataclass(eq=False)
@@ -50,7 +51,6 @@ class Session:
     sample: Any
     report: Callable[[Event], None]
     task: "asyncio.Task[None]" = field(init=False)
-    group_scored: "asyncio.Future[None] | None" = None
     requests: set[str] = field(default_factory=set)
     result: Any = None
     tokens: int = 0
@@ -117,29 +117,25 @@ class Engines:
     def __init__(self, args: Any) -> None:
         self._router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort these requests wherever they run. A server that does not know one ignores it."""
+    async def abort(self, *orders: dict[str, Any]) -> None:
+        """Send each of ``orders``, bodies of ``/abort_request``, to every server; one that does not know a request ignores it."""
         urls = await self._urls()
-        await asyncio.gather(*(_tell(url, {"rid": request_id}) for url in urls for request_id in request_ids))
-
-    async def abort_all(self) -> None:
-        """Abort whatever the servers hold."""
-        await asyncio.gather(*(_tell(url, {"abort_all": True}) for url in await self._urls()))
+        await asyncio.gather(*(_tell(url, order) for url in urls for order in orders))
 
     async def drain(self) -> None:
         """Return once no server holds a request; what a closed connection left behind is aborted."""
         give_up = time.monotonic() + IDLE_SECONDS
-        while busy := await self._busy():
+        while True:
+            urls = await self._urls()
+            counts = await asyncio.gather(*map(_requests, urls))
+            busy = [url for url, count in zip(urls, counts, strict=True) if count]
+            if not busy:
+                return
             if time.monotonic() > give_up:
                 logger.warning("rl-accel: %s still hold requests of cancelled responses", ", ".join(busy))
                 return
-            await self.abort_all()
+            await self.abort(ABORT_ALL)
             await asyncio.sleep(POLL_SECONDS)
-
-    async def _busy(self) -> list[str]:
-        urls = await self._urls()
-        counts = await asyncio.gather(*map(_requests, urls))
-        return [url for url, count in zip(urls, counts, strict=True) if count]
 
     async def _urls(self) -> list[str]:
         return [worker["url"] for worker in (await get(f"{self._router}/workers"))["workers"]]
@@ -177,9 +173,8 @@ class Responses:
         self._loop = get_async_loop().loop
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._sessions: dict[int, Session] = {}
-        self._prompts: set[str] = set()
         self._launched: Counter[str] = Counter()
-        self._awaiting_group: dict[str, list[Session]] = {}
+        self._groups: dict[str, tuple[list[Session], asyncio.Future[None]]] = {}
         self._stopper: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._ending = False
@@ -192,16 +187,15 @@ class Responses:
     @property
     def prompts_launched(self) -> int:
         """Prompts of this round so far, those included that replaced others."""
-        return len(self._prompts)
+        return len(self._launched)
 
     def begin_round(self) -> None:
-        self._prompts.clear()
         self._launched.clear()
         self._ending = False
 
     def launch(self, job: Job) -> None:
-        self._prompts.add(job.prompt_id)
-        self._loop.call_soon_threadsafe(self._launch, job)
+        self._loop.call_soon_threadsafe(self._launch, job, self._launched[job.prompt_id])
+        self._launched[job.prompt_id] += len(job.response_ids)
 
     def cancel(self, response_ids: Iterable[int]) -> None:
         self._loop.call_soon_threadsafe(self._cancel, tuple(response_ids))
@@ -221,18 +215,17 @@ class Responses:
 
     # The event loop's side
 
-    def _launch(self, job: Job) -> None:
+    def _launch(self, job: Job, already: int) -> None:
         template = job.payload["sample"]
         state = sglang_rollout.GenerateState(self._args)
-        for response_id in job.response_ids:
+        for number, response_id in enumerate(job.response_ids, start=already):
             sample = copy.deepcopy(template)
             sample.index = self._new_index()
             sample.session_id = str(uuid.uuid4())
             sample.generate_function_path = GENERATE
             sampling_params = state.sampling_params.copy()
             if getattr(self._args, "sglang_enable_deterministic_inference", False):
-                sampling_params["sampling_seed"] = self._args.rollout_seed + self._launched[job.prompt_id]
-            self._launched[job.prompt_id] += 1
+                sampling_params["sampling_seed"] = self._args.rollout_seed + number
             session = self._sessions[response_id] = Session(response_id, job.prompt_id, sample, self._events.put)
             session.task = self._loop.create_task(self._respond(session, sampling_params))
             session.task.add_done_callback(partial(self._over, session))
@@ -248,49 +241,37 @@ class Responses:
         """Wait until the first R0 responses of the prompt are generated; the last of them has the group scored."""
         if isinstance(session.result, list):  # slime would set the reward of a list
             raise RuntimeError("--group-rm does not go together with a generate function that returns lists")
-        group = self._awaiting_group.setdefault(session.prompt_id, [])
+        group, scored = self._groups.setdefault(session.prompt_id, ([], self._loop.create_future()))
         group.append(session)
         if len(group) < self._args.n_samples_per_prompt:
-            session.group_scored = self._loop.create_future()
             try:
-                await session.group_scored
+                await asyncio.shield(scored)
             finally:
-                if session in group:
-                    group.remove(session)
+                group.remove(session)
             return
-        del self._awaiting_group[session.prompt_id]
-        group.sort(key=lambda member: member.sample.index)
-        waiting = [m.group_scored for m in group if m.group_scored is not None]
+        del self._groups[session.prompt_id]
+        members = sorted(group, key=lambda member: member.sample.index)
         try:
-            rewards = await batched_async_rm(self._args, [member.result for member in group])
-        except Exception as error:
-            for future in waiting:
-                if not future.done():
-                    future.set_exception(error)
+            rewards = await batched_async_rm(self._args, [member.result for member in members])
+            for member, reward in zip(members, rewards, strict=True):
+                member.result.reward = reward
+        except BaseException as error:
+            scored.set_exception(RuntimeError(f"its group could not be scored: {error!r}"))
             raise
-        for member, reward in zip(group, rewards, strict=True):
-            member.result.reward = reward
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
+        scored.set_result(None)
 
     def _over(self, session: Session, task: "asyncio.Task[None]") -> None:
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        if self._sessions.pop(session.response_id, None) is None:
-            return  # left behind earlier
         if session.retractions is not None:
             self.retractions = (self.retractions or 0) + session.retractions
-        if session.cancelled:
-            seconds = session.cancelled_at - session.began if session.began else 0.0
-            self._events.put(
-                Event("aborted", session.response_id, session.tokens or self._token_rate.estimate(seconds))
-            )
-        elif error is not None:
-            line = self._failures.add(session.response_id, error)
-            self._events.put(Event("failed", session.response_id, session.tokens, error=line))
-        else:
+        if session.cancelled and not session.tokens:
+            session.tokens = self._token_rate.estimate(session.cancelled_at - session.began if session.began else 0.0)
+        event = self._failures.event_of(
+            session.response_id, task, session.tokens, session.result, cancelled=session.cancelled
+        )
+        if event.kind == "scored":
             self._token_rate.add(session.tokens, time.monotonic() - session.began)
-            self._events.put(Event("scored", session.response_id, session.tokens, session.result))
+        if self._sessions.pop(session.response_id, None) is not None:  # else it was left behind earlier
+            self._events.put(event)
 
     def _cancel(self, response_ids: Iterable[int]) -> None:
         for response_id in response_ids:
@@ -313,9 +294,9 @@ class Responses:
             for session in due:
                 session.abort_again_at = now + ABORT_AGAIN_SECONDS
             if due:
-                running = [request_id for session in due for request_id in session.requests]
+                running = [{"rid": request_id} for session in due for request_id in session.requests]
                 try:
-                    await (self._engines.abort_all() if self._ending else self._engines.abort(running))
+                    await self._engines.abort(*([ABORT_ALL] if self._ending else running))
                 except Exception as error:  # the router is gone: closing connections is what is left
                     logger.warning("rl-accel: engines could not be told to abort: %s", error)
                     for session in left:

@@ -1,10 +1,14 @@
-"""The rollout function that slime calls: rounds of tail batching for training, slime's own rollout for evaluation."""
+"""The rollout function that slime calls, and the data source that plays its rounds; evaluation is slime's own."""
 
-from collections.abc import Sequence
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
     call_dynamic_filter,
@@ -14,12 +18,18 @@ from slime.utils.async_utils import run
 from slime.utils.misc import load_function
 
 from rl_accel.errors import ConfigError
-from rl_accel.integrations.slime.tail_batching import DATA_SOURCE
-from rl_accel.integrations.slime.tail_batching.data_source import TailDataSource
+from rl_accel.features import SLIME_DATA_SOURCE, TAIL_BATCHING
+from rl_accel.integrations.slime.hooks import flags_of
+from rl_accel.integrations.slime.tail_batching import check, last_rollout, run_of
 from rl_accel.integrations.slime.tail_batching.responses import Engines, Responses, samples_of
-from rl_accel.rollout.driver import RolloutDriver
+from rl_accel.rollout import saved
+from rl_accel.rollout.driver import PromptSupply, RolloutDriver
+from rl_accel.rollout.tail_batching import TailBatching
 
 Group = list[Any]
+
+_KEPT = 3
+"""Rollouts whose state is remembered. slime may ask to save one while it has already made the next."""
 
 
 def generate_rollout(
@@ -35,43 +45,78 @@ def generate_rollout(
         return sglang_rollout.generate_rollout(args, rollout_id, data_source, evaluation=True)
     if not isinstance(data_source, TailDataSource):
         found = f"{type(data_source).__module__}.{type(data_source).__qualname__}"
-        raise ConfigError(f"rl_accel.tail_batching wants --data-source-path to be {DATA_SOURCE}, found {found}")
-    if data_source.driver is None:
-        data_source.driver = TailRollout(args, data_source)
-    output: RolloutFnTrainOutput = data_source.driver.play(rollout_id)
-    return output
+        raise ConfigError(f"rl_accel.tail_batching wants --data-source-path to be {SLIME_DATA_SOURCE}, found {found}")
+    return data_source.play(rollout_id)
 
 
-class TailRollout:
-    """Plays the rounds of a run for one data source."""
+class TailDataSource(RolloutDataSource):
+    """slime's ``--data-source-path``: slime's own data source with the queue of deferred prompts, and the rounds of a run.
 
-    def __init__(self, args: Any, data_source: TailDataSource) -> None:
-        self._args = args
-        self._source = data_source
+    Reads the flags under ``rl_accel`` of the custom config.
+
+    Attributes:
+        supply: rows ``{"sample": Sample, "index": group_index, <domain_key>: domain}`` by prompt id.
+
+    Raises:
+        ConfigError: a flag is wrong, or one of slime's cannot go together with tail batching.
+        PatchRefused: this slime is not one that tail batching fits.
+    """
+
+    def __init__(self, args: Any) -> None:
+        flags = flags_of(args)[TAIL_BATCHING]
+        check(args, flags)
+        super().__init__(args)
+        if self.dataset is None:
+            raise ConfigError("rl_accel.tail_batching wants --prompt-data, found none")
+        self._domain_key = flags.domain_key
+        self._core = TailBatching(run_of(args, flags, len(self)))
+        self.supply = PromptSupply(self._core.run, self._fetch, len(self), flags.domain_key)
+        self._log = saved.SettlementLog(Path(args.save) / "rollout") if args.save else None
+        self._moments: dict[int, tuple[RolloutDataSource, Callable[[Path], None]]] = {}
         self._engines = Engines(args)
-        self._responses = Responses(args, self._engines, data_source.new_index)
+        self._responses = Responses(args, self._engines, self._new_index)
         self._driver = RolloutDriver(
-            data_source.core, data_source.supply, self._responses, discard=lambda results: None, passes=self._passes
+            self._core, self.supply, self._responses, discard=lambda results: None, passes=self._passes
         )
         filter_path = args.dynamic_sampling_filter_path
         self._filter = load_function(filter_path) if filter_path is not None else None
         self._drops = MetricGatherer()
         self._rejected: list[Group] = []
 
+    def _fetch(self) -> dict[str, Any]:
+        sample = self.get_samples(1)[0][0]
+        domain = (sample.metadata or {}).get(self._domain_key, "")
+        return {"sample": sample, "index": sample.group_index, self._domain_key: domain}
+
+    def _new_index(self) -> int:
+        """Return an index that no sample has had."""
+        self.sample_index += 1
+        return int(self.sample_index - 1)
+
+    def add_samples(self, samples: list[list[Any]]) -> None:
+        """Refused: the queue takes back whole prompts by itself.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("rl_accel.tail_batching keeps its own queue; samples cannot be added to its data source")
+
     def play(self, rollout_id: int) -> RolloutFnTrainOutput:
         """Return the batch of a rollout. Nothing else of it is left on any server."""
         self._drops, self._rejected, self._responses.retractions = MetricGatherer(), [], None
-        result = self._driver.play(rollout_id, max(self._source.last_rollout - rollout_id, 1))
+        result = self._driver.play(rollout_id, max(last_rollout(self.args, len(self)) - rollout_id, 1))
         run(self._engines.drain())
-        size = self._args.n_samples_per_prompt
+        size = self.args.n_samples_per_prompt
         groups = [_in_order(result.results[i : i + size]) for i in range(0, len(result.results), size)]
         groups.sort(key=_index)
-        self._source.settle(rollout_id, result)
-        if self._args.rollout_sample_filter_path is not None:
-            load_function(self._args.rollout_sample_filter_path)(self._args, groups)
-        if self._args.rollout_all_samples_process_path is not None:
+        if self._log is not None:
+            self._log.add(rollout_id, result)
+        self._remember(rollout_id)
+        if self.args.rollout_sample_filter_path is not None:
+            load_function(self.args.rollout_sample_filter_path)(self.args, groups)
+        if self.args.rollout_all_samples_process_path is not None:
             every = sorted([*groups, *self._rejected], key=_index)
-            load_function(self._args.rollout_all_samples_process_path)(self._args, every, self._source)
+            load_function(self.args.rollout_all_samples_process_path)(self.args, every, self)
         metrics = result.metrics() | self._drops.collect()
         if self._responses.retractions is not None:
             metrics["rl_accel/preemptions"] = float(self._responses.retractions)
@@ -79,17 +124,58 @@ class TailRollout:
 
     def _passes(self, _prompt_id: str, results: Sequence[Any]) -> bool:
         group = _in_order(results)
-        verdict = call_dynamic_filter(self._filter, self._args, group)
+        verdict = call_dynamic_filter(self._filter, self.args, group)
         # In slime a group that may be kept for want of others is not replaced; here every rejected one has been.
         if not should_drop_dynamic_filter_output(
             verdict,
             remaining_batch_size=self._responses.prompts_launched - 2 * len(self._rejected),
-            target_data_size=self._args.rollout_batch_size,
+            target_data_size=self.args.rollout_batch_size,
         ):
             return True
         self._drops.on_dynamic_filter_drop(reason=verdict.reason)
         self._rejected.append(group)
         return False
+
+    # Checkpoints
+
+    def _remember(self, rollout_id: int) -> None:
+        core, fetched, payloads = self._core.state_dict(), self.supply.fetched, dict(self.supply.payloads)
+        write = functools.partial(saved.save, step=rollout_id, core=core, fetched=fetched, payloads=payloads)
+        self._moments.pop(rollout_id, None)
+        self._moments[rollout_id] = copy.copy(self), write  # the copy has slime's place in the data
+        while len(self._moments) > _KEPT:
+            del self._moments[next(iter(self._moments))]
+
+    def save(self, rollout_id: int) -> None:
+        """Save the state after ``rollout_id``, also if later rollouts have been made since.
+
+        Raises:
+            RuntimeError: that rollout was not made in this process, or too long ago.
+        """
+        if rollout_id not in self._moments:
+            known = ", ".join(map(str, self._moments)) or "none"
+            raise RuntimeError(f"the state after rollout {rollout_id} is not known any more; known are {known}")
+        source, write = self._moments[rollout_id]
+        RolloutDataSource.save(source, rollout_id)
+        write(_folder(self.args.save, rollout_id))
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Go on after ``rollout_id`` if there is a checkpoint of it; else begin anew.
+
+        Raises:
+            ResumeError: the checkpoint was saved without tail batching, or is of another run.
+        """
+        super().load(rollout_id)
+        if self.args.load is not None and rollout_id is not None:
+            position = Path(self.args.load) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
+            if position.exists():
+                saved.restore(_folder(self.args.load, rollout_id), rollout_id, self._core, self.supply)
+        if self._log is not None:
+            self._log.rewind(-1 if rollout_id is None else rollout_id)
+
+
+def _folder(root: str, rollout_id: int) -> Path:
+    return Path(root) / "rollout" / f"tail_batching_{rollout_id}"
 
 
 def _in_order(results: Sequence[Any]) -> Group:

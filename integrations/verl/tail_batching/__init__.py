@@ -4,3 +4,58 @@ Only official extension points: a trainer mode, a part of agent-loop workers and
 configuration and registers the trainer; ``trainer`` drives the core in the trainer process; ``agent_loop`` has the workers that
 start, cancel and settle responses; ``servers`` is what they generate with.
 """
+
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rl_accel.errors import refuse
+from rl_accel.features import TailBatchingFlags
+from rl_accel.rollout.tail_batching import TailRun
+
+FLAG = "rl_accel.tail_batching"
+MODE = "tail_batching"
+"""The value of ``trainer.v1.trainer_mode``."""
+WORKER_PART = "rl_accel.integrations.verl.tail_batching.agent_loop.TailAgentLoopWorker"
+"""What this feature adds to agent-loop workers."""
+
+
+def run_of(config: Any, data_id: str = "") -> TailRun:
+    """Return the core's run for a ``config`` that ``wiring.wire`` has been through.
+
+    Raises:
+        ConfigError: quotas and the batch do not fit.
+    """
+    return TailRun(
+        config.data.train_batch_size,
+        config.actor_rollout_ref.rollout.n,
+        TailBatchingFlags(**dict(config.trainer.v1[MODE])),
+        filter_groups=bool(OmegaConf.select(config, "algorithm.filter_groups.enable", default=False)),
+        data_id=data_id,
+    )
+
+
+def check_data(run: TailRun, rows: int, frame: Any) -> None:
+    """Refuse data that cannot fill a batch.
+
+    Args:
+        run: P0 and the quotas are looked at.
+        rows: prompts in an epoch.
+        frame: the data set as ``datasets.Dataset``; anything else (a data set class of the user's) is not looked into, and
+            its domains are checked as they come.
+
+    Raises:
+        ConfigError: there are fewer rows than P0, or quotas and the domains of the rows differ.
+    """
+    if rows < run.prompts_per_step:
+        refuse(FLAG, "rows of the data set", f"at least data.train_batch_size, {run.prompts_per_step}", rows)
+    quotas, domain_key = run.domain_quotas, run.flags.domain_key
+    if not quotas or not hasattr(frame, "unique"):
+        return
+    if domain_key not in frame.column_names:
+        wanted = f"a column of the data set ({', '.join(frame.column_names)})"
+        refuse(FLAG, "domain_key", wanted, repr(domain_key))
+    domains = {str(domain) for domain in frame.unique(domain_key)}
+    if domains != quotas.keys():
+        wanted = f"a quota for each {domain_key} of the data set, {', '.join(sorted(domains))}"
+        refuse(FLAG, "domain_quotas", wanted, f"quotas for {', '.join(quotas)}")

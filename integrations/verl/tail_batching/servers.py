@@ -18,8 +18,8 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from rl_accel.integrations.verl.reward_worker_proxy import cancel, outcome
 from rl_accel.integrations.verl.engines import Engine, engine_of
+from rl_accel.integrations.verl.reward_worker_proxy import cancel, outcome
 from rl_accel.rollout.driver import TokenRate
 
 logger = logging.getLogger("rl_accel")

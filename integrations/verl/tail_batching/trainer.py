@@ -12,9 +12,9 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from rl_accel.integrations.verl.engines import engine_of
+from rl_accel.integrations.verl.tail_batching import check_data, run_of
 from rl_accel.integrations.verl.tail_batching.agent_loop import Stored, Workers
 from rl_accel.integrations.verl.tail_batching.servers import RolloutServers, TailLLMServerClient
-from rl_accel.integrations.verl.tail_batching.wiring import check_data, run_of
 from rl_accel.rollout import saved
 from rl_accel.rollout.driver import METRICS_PREFIX, PromptSupply, RolloutDriver
 from rl_accel.rollout.tail_batching import TailBatching

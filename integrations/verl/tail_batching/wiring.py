@@ -10,8 +10,8 @@ from omegaconf import OmegaConf, open_dict
 from rl_accel.errors import refuse
 from rl_accel.features import TailBatchingFlags
 from rl_accel.integrations.verl import agent_loop
+from rl_accel.integrations.verl.tail_batching import FLAG, MODE, WORKER_PART, run_of
 from rl_accel.patches.seams import Registration, Seams
-from rl_accel.rollout.tail_batching import TailRun
 
 SEAMS: Seams = {
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer.prepare_step": ("self",),
@@ -19,12 +19,7 @@ SEAMS: Seams = {
     "verl.trainer.ppo.v1:PPOTrainerSync": None,
 }
 """verl 0.9.1 has them."""
-MODE = "tail_batching"
-"""The value of ``trainer.v1.trainer_mode``."""
-WORKER_PART = "rl_accel.integrations.verl.tail_batching.agent_loop.TailAgentLoopWorker"
-"""What this feature adds to agent-loop workers."""
-_FLAG = "rl_accel.tail_batching"
-_refuse = functools.partial(refuse, _FLAG)
+_refuse = functools.partial(refuse, FLAG)
 _MODE_KEY = "trainer.v1.trainer_mode"
 
 
@@ -84,7 +79,7 @@ def check(config: Any) -> None:
     sampler = get("trainer.v1.sampler.custom_sampler.name") or get("trainer.v1.sampler.custom_sampler.path")
     if sampler:
         _refuse("trainer.v1.sampler.custom_sampler", None, sampler, "the trainer samples from rounds")
-    agent_loop.check(config, _FLAG, "responses must run in workers that can cancel them")
+    agent_loop.check(config, FLAG, "responses must run in workers that can cancel them")
     if get("actor_rollout_ref.rollout.full_determinism", False):
         reason = "what is trained on depends on which responses finish first"
         _refuse("actor_rollout_ref.rollout.full_determinism", False, True, reason)
@@ -99,46 +94,6 @@ def check(config: Any) -> None:
     for key, used in users:
         if used and batch % get(key):
             _refuse(key, f"a divisor of data.train_batch_size = {batch}", get(key), "a batch is never padded")
-
-
-def run_of(config: Any, data_id: str = "") -> TailRun:
-    """Return the core's run for a ``config`` that ``wiring.wire`` has been through.
-
-    Raises:
-        ConfigError: quotas and the batch do not fit.
-    """
-    return TailRun(
-        config.data.train_batch_size,
-        config.actor_rollout_ref.rollout.n,
-        TailBatchingFlags(**dict(config.trainer.v1[MODE])),
-        filter_groups=bool(OmegaConf.select(config, "algorithm.filter_groups.enable", default=False)),
-        data_id=data_id,
-    )
-
-
-def check_data(run: TailRun, rows: int, frame: Any) -> None:
-    """Refuse data that cannot fill a batch.
-
-    Args:
-        run: P0 and the quotas are looked at.
-        rows: prompts in an epoch.
-        frame: the data set as ``datasets.Dataset``; anything else (a data set class of the user's) is not looked into, and
-            its domains are checked as they come.
-
-    Raises:
-        ConfigError: there are fewer rows than P0, or quotas and the domains of the rows differ.
-    """
-    if rows < run.prompts_per_step:
-        _refuse("rows of the data set", f"at least data.train_batch_size, {run.prompts_per_step}", rows)
-    quotas, domain_key = run.domain_quotas, run.flags.domain_key
-    if not quotas or not hasattr(frame, "unique"):
-        return
-    if domain_key not in frame.column_names:
-        _refuse("domain_key", f"a column of the data set ({', '.join(frame.column_names)})", repr(domain_key))
-    domains = {str(domain) for domain in frame.unique(domain_key)}
-    if domains != quotas.keys():
-        wanted = f"a quota for each {domain_key} of the data set, {', '.join(sorted(domains))}"
-        _refuse("domain_quotas", wanted, f"quotas for {', '.join(quotas)}")
 
 
 def _modes() -> dict[str, type]:

@@ -30,10 +30,11 @@ from verl.workers.rollout.router import get_router_handle
 from rl_accel.features import TailBatchingFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.engines import engine_of
+from rl_accel.integrations.verl.tail_batching import run_of
 from rl_accel.integrations.verl.tail_batching.agent_loop import TailAgentLoopWorker, Workers
 from rl_accel.integrations.verl.tail_batching.servers import RolloutServers, TailLLMServerClient
 from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, clear
-from rl_accel.integrations.verl.tail_batching.wiring import run_of, wire
+from rl_accel.integrations.verl.tail_batching.wiring import wire
 from rl_accel.rollout.driver import PromptSupply, RolloutDriver
 from rl_accel.rollout.saved import SettlementLog
 from rl_accel.rollout.tail_batching import TailBatching

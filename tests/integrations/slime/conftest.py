@@ -43,7 +43,7 @@ def prompts_file(tmp_path_factory) -> Path:
 @pytest.fixture
 def slime_args(slime_root, model_folder, prompts_file, tmp_path) -> Callable[..., Any]:
     """``slime_args(url, **changes)``: everything slime's rollout code reads, as its own argument parser would leave it."""
-    from rl_accel.integrations.slime.tail_batching import DATA_SOURCE, EVAL, ROLLOUT
+    from rl_accel.features import TAIL_BATCHING
 
     def make(url: str, **changes: Any) -> Any:
         host, port = url.removeprefix("http://").split(":")
@@ -99,9 +99,7 @@ def slime_args(slime_root, model_folder, prompts_file, tmp_path) -> Callable[...
             "save": str(tmp_path / "checkpoints"),
             "num_rollout": 12,
             "num_epoch": None,
-            "rollout_function_path": ROLLOUT,
-            "eval_function_path": EVAL,
-            "data_source_path": DATA_SOURCE,
+            **TAIL_BATCHING.slime.arguments,
             "rl_accel": {"tail_batching": True},
         }
         args = SimpleNamespace(**{**defaults, **changes})

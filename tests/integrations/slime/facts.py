@@ -12,12 +12,11 @@ import sys
 from pathlib import Path
 
 from rl_accel.integrations.slime import reward_timeout as reward_seams
-from rl_accel.integrations.slime import tp_replan
-from rl_accel.integrations.slime.tail_batching import seams
+from rl_accel.integrations.slime import tail_batching, tp_replan
 from rl_accel.patches.slime import gae, reinforce_plus_plus, requests
 
 FILE = Path(__file__).with_name("facts.json")
-SEAMS = (seams, reward_seams, tp_replan)
+SEAMS = (tail_batching, reward_seams, tp_replan)
 CHECKS = tuple(check for module in SEAMS for check in module.SWITCHES)
 SWITCHES = (*gae.SWITCHES, *reinforce_plus_plus.SWITCHES, *requests.SWITCHES)
 
@@ -70,7 +69,6 @@ def facts_of(root):
     utils = {node.name for node in tree("slime.utils.ppo_utils").body if isinstance(node, ast.FunctionDef)}
     sample = _class(tree("slime.utils.types").body, "Sample")
     status = _class(sample.body, "Status")
-    source = _class(tree("slime.rollout.data_source").body, "RolloutDataSource")
     flags = re.findall(r'"--([a-z0-9][a-z0-9-]*)"', (root / "slime/utils/arguments.py").read_text())
     return {
         "functions": functions,
@@ -78,18 +76,12 @@ def facts_of(root):
         "scans": sorted({"chunked_gae", "chunked_discounted_returns"} & utils),
         "sample_fields": sorted(sample_fields() & {n.target.id for n in sample.body if isinstance(n, ast.AnnAssign)}),
         "statuses": sorted(n.targets[0].id for n in status.body if isinstance(n, ast.Assign)),
-        "position": sorted(set(seams.POSITION) & _attributes(source)),
         "flags": sorted(arguments() & {flag.replace("-", "_") for flag in flags} | _negated(flags)),
     }
 
 
 def _class(body, name):
     return next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
-
-
-def _attributes(node):
-    targets = [t for n in ast.walk(node) if isinstance(n, ast.Assign) for t in n.targets]
-    return {t.attr for t in targets if isinstance(t, ast.Attribute)}
 
 
 def _negated(flags):

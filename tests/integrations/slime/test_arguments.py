@@ -5,12 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from rl_accel.errors import ConfigError
-from rl_accel.features import TailBatchingFlags
-from rl_accel.integrations.slime.tail_batching import DATA_SOURCE, ROLLOUT, seams
+from rl_accel.features import TAIL_BATCHING, TailBatchingFlags
+from rl_accel.integrations.slime import tail_batching
 
 FINE = {
-    "rollout_function_path": ROLLOUT,
-    "data_source_path": DATA_SOURCE,
+    **TAIL_BATCHING.slime.arguments,
     "rollout_global_dataset": True,
     "partial_rollout": False,
     "over_sampling_batch_size": 8,
@@ -29,37 +28,37 @@ ON = TailBatchingFlags(enable=True)
 
 def test_an_ordinary_run_passes_and_its_run_follows_slimes():
     args = SimpleNamespace(**FINE)
-    seams.check(args, ON)
-    run = seams.run_of(args, ON, 100)
+    tail_batching.check(args, ON)
+    run = tail_batching.run_of(args, ON, 100)
     assert (run.prompts_per_step, run.responses_per_prompt, run.filter_groups) == (8, 4, False)
     assert run.data_id == "math.jsonl 100 shuffle=True seed=7"
-    assert seams.last_rollout(args, 100) == 36
-    assert seams.last_rollout(SimpleNamespace(**{**FINE, "num_rollout": 5}), 100) == 5
+    assert tail_batching.last_rollout(args, 100) == 36
+    assert tail_batching.last_rollout(SimpleNamespace(**{**FINE, "num_rollout": 5}), 100) == 5
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"partial_rollout": True}, "--partial-rollout to be unset, found True .*strictly on-policy"),
-        ({"over_sampling_batch_size": 16}, "--over-sampling-batch-size to be unset, found 16 .*prompt_ratio"),
-        ({"buffer_filter_path": "my.filter"}, r"--buffer-filter-path to be unset, found my\.filter"),
-        ({"rollout_global_dataset": False}, "--disable-rollout-global-dataset to be unset"),
-        ({"rollout_function_path": "my.rollout"}, r"--rollout-function-path to be rl_accel\..*, found my\.rollout"),
+        ({"partial_rollout": True}, "--partial-rollout = unset, found True .*strictly on-policy"),
+        ({"over_sampling_batch_size": 16}, "--over-sampling-batch-size = unset, found 16 .*prompt_ratio"),
+        ({"buffer_filter_path": "my.filter"}, r"--buffer-filter-path = unset, found my\.filter"),
+        ({"rollout_global_dataset": False}, "--disable-rollout-global-dataset = unset"),
+        ({"rollout_function_path": "my.rollout"}, r"--rollout-function-path = rl_accel\..*, found my\.rollout"),
     ],
 )
 def test_a_conflicting_flag_is_named(change, message):
     with pytest.raises(ConfigError, match=message):
-        seams.check(SimpleNamespace(**{**FINE, **change}), ON)
+        tail_batching.check(SimpleNamespace(**{**FINE, **change}), ON)
 
 
 def test_the_data_source_without_the_flag_is_refused():
     with pytest.raises(ConfigError, match=r"rl_accel\.tail_batching\.enable is not set"):
-        seams.check(SimpleNamespace(**FINE), TailBatchingFlags())
+        tail_batching.check(SimpleNamespace(**FINE), TailBatchingFlags())
 
 
 def test_a_small_data_set_and_a_quota_that_does_not_fit_are_named():
     args = SimpleNamespace(**FINE)
-    with pytest.raises(ConfigError, match="at least --rollout-batch-size = 8 prompts, found 7"):
-        seams.run_of(args, ON, 7)
+    with pytest.raises(ConfigError, match="at least --rollout-batch-size, 8, found 7"):
+        tail_batching.run_of(args, ON, 7)
     with pytest.raises(ConfigError, match=r"domain_quotas must add up to .* 8 prompts, found 3"):
-        seams.run_of(args, TailBatchingFlags(enable=True, domain_quotas={"math": 3}), 100)
+        tail_batching.run_of(args, TailBatchingFlags(enable=True, domain_quotas={"math": 3}), 100)

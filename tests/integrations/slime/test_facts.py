@@ -28,7 +28,6 @@ def test_every_place_that_a_patch_writes_to_holds_the_function_by_name():
 def test_fields_states_and_flags_that_we_use_are_there():
     assert RECORDED["sample_fields"] == sorted(facts.sample_fields())
     assert RECORDED["statuses"] == sorted(facts.CHECKS[0].attributes["slime.utils.types:Sample.Status"])
-    assert RECORDED["position"] == sorted(facts.seams.POSITION)
     assert RECORDED["flags"] == sorted({*facts.arguments(), "rollout_global_dataset"})
 
 

@@ -499,12 +499,11 @@ def test_an_evaluation_is_held_to_what_training_taught_and_teaches_nothing(start
 
 
 def test_tail_batching_has_the_graders_of_dropped_responses_killed_at_once(start, tmp_path):
-    from rl_accel.integrations.slime.tail_batching import DATA_SOURCE, ROLLOUT
+    from rl_accel.features import TAIL_BATCHING
 
     (tmp_path / "pids").mkdir()
     _, rollout = start(
-        rollout_function_path=ROLLOUT,
-        data_source_path=DATA_SOURCE,
+        **TAIL_BATCHING.slime.arguments,
         rl_accel={"tail_batching": True},
         prompt_data=rows_file(tmp_path, hanging=[1, 4], pids=str(tmp_path / "pids")),
         rollout_shuffle=False,

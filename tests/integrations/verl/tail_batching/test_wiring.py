@@ -12,7 +12,8 @@ from rl_accel.config import resolve
 from rl_accel.errors import ConfigError
 from rl_accel.features import TAIL_BATCHING, TailBatchingFlags
 from rl_accel.integrations.verl import agent_loop
-from rl_accel.integrations.verl.tail_batching.wiring import WORKER_PART, check_data, run_of, wire
+from rl_accel.integrations.verl.tail_batching import WORKER_PART, check_data, run_of
+from rl_accel.integrations.verl.tail_batching.wiring import wire
 
 
 @pytest.fixture(scope="module")
