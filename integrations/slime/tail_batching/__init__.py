@@ -16,29 +16,6 @@ from rl_accel.rollout.tail_batching import TailRun
 _FLAG = "rl_accel.tail_batching"
 _refuse = functools.partial(refuse, _FLAG)
 
-ARGUMENTS = (
-    "rollout_function_path",
-    "eval_function_path",
-    "data_source_path",
-    "custom_megatron_init_path",
-    "custom_config_path",
-    "rollout_batch_size",
-    "n_samples_per_prompt",
-    "over_sampling_batch_size",
-    "partial_rollout",
-    "buffer_filter_path",
-    "dynamic_sampling_filter_path",
-    "rollout_sample_filter_path",
-    "rollout_all_samples_process_path",
-    "custom_generate_function_path",
-    "group_rm",
-    "num_rollout",
-    "num_epoch",
-    "prompt_data",
-    "rollout_shuffle",
-    "rollout_seed",
-)
-
 SWITCHES = (
     SeamCheck(
         name="slime.tail_batching",

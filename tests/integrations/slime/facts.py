@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rl_accel.features import TAIL_BATCHING
 from rl_accel.integrations.slime import reward_timeout as reward_seams
 from rl_accel.integrations.slime import tail_batching, tp_replan
 from rl_accel.patches.slime import gae, reinforce_plus_plus, requests
@@ -34,8 +35,12 @@ def sample_fields():
 
 
 def arguments():
-    """slime's arguments that features read."""
-    return {name for module in SEAMS for name in module.ARGUMENTS}
+    """slime's arguments that features read or set, but for those that Megatron's and SGLang's parsers add."""
+    sources = Path(tail_batching.__file__).parent.glob("*.py")
+    read = {name for file in sources for name in re.findall(r"args\.(\w+)", file.read_text())}
+    read -= {"load", "save", "sglang_router_ip", "sglang_router_port"}
+    named = {name for module in (reward_seams, tp_replan) for name in module.ARGUMENTS}
+    return read | named | {*TAIL_BATCHING.slime.arguments, "custom_config_path", "custom_megatron_init_path"}
 
 
 def _definition(patch):
