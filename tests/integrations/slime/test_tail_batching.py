@@ -175,13 +175,16 @@ def test_a_fallback_filter_keeps_what_a_batch_needs(start, plugins):
 
 def test_a_group_judge_sees_the_first_responses_of_a_prompt_together(start, plugins):
     args, _, rollout = start(group_rm=True, custom_rm_path=f"{plugins.__name__}.score_group", rollout_shuffle=False)
-    plugins.SLOW_ROWS.add(5)
+    plugins.SLOW_ROWS.update({5, 7})  # so the batch needs all the others
+    plugins.BROKEN_ROWS.add(2)
     output = rollout(0)
     check_batch(args, output)
+    assert output.metrics["rl_accel/tail_batching/responses_failed"] == 4, "those of the group whose judge failed"
+    assert output.metrics["rl_accel/tail_batching/prompts_failed"] == 0
     assert {entry[2] for entry in plugins.SEEN if entry[0] == "group judge"} == {4}
     for group in output.samples:
         assert [s.reward for s in group] == [0.0, 1.0, 2.0, 3.0]
-        assert plugins.row_of(group[0]) != 5
+        assert plugins.row_of(group[0]) not in plugins.SLOW_ROWS
 
 
 def test_a_generate_function_may_fan_out(start, plugins):
