@@ -1,13 +1,11 @@
 """Responses of a validation are marked on their way to the reward worker, and nowhere else."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
-from rl_accel.integrations.verl import reward_worker_proxy
 from rl_accel.integrations.verl.reward_worker_proxy import VALIDATION, Marking
 
 WorkerTQ = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
@@ -45,48 +43,30 @@ def output():
 
 
 @pytest.mark.parametrize("kind", WORKERS)
-def test_only_validation_is_marked_and_only_for_the_reward_worker(kind, configure):
-    judge = RewardWorker()
+def test_only_validation_is_marked_and_only_for_the_reward_worker(kind, configure, monkeypatch):
+    reward_worker = RewardWorker()
     worker = object.__new__(kind)  # its constructor wants a cluster; scoring wants these
-    worker.config = configure()
-    worker.reward_loop_worker_handles = [judge]
-    worker.processor = worker.mm_processor_kwargs = None
-    kwargs = {"raw_prompt": "q", "uid": "u"}
-
-    async def score_all():
-        async def one(validate):
-            reward_worker_proxy._validating.set(validate)
-            await worker._compute_score([output()], kwargs=kwargs)
-
-        for validate in (True, False):
-            await asyncio.create_task(one(validate))
-
-    asyncio.run(score_all())
-    validation, training = (data.non_tensor_batch for data in judge.sent)
-    assert VALIDATION in validation
-    assert VALIDATION not in training
-    assert kwargs == {"raw_prompt": "q", "uid": "u"}, "what is stored of the response is not marked"
-
-
-@pytest.mark.parametrize("kind", WORKERS)
-def test_the_mark_is_of_the_response_that_is_being_scored(kind, configure, monkeypatch):
-    seen = []
-    worker = object.__new__(kind)
     worker.config, worker.background_tasks = configure(), set()
+    worker.reward_loop_worker_handles = [reward_worker]
+    worker.processor = worker.mm_processor_kwargs = None
+    columns = [{"raw_prompt": "q", "uid": uid} for uid in ("validation", "training", "validation", "training")]
 
-    async def stored(self, output, validate, **kwargs):
-        await asyncio.sleep(0)
-        seen.append((validate, reward_worker_proxy._validating.get()))
+    async def score(self, output, validate, kwargs):
+        await asyncio.sleep(0)  # other responses come in between
+        await self._compute_score([output], kwargs=kwargs)
 
     for parent in (WorkerTQ, AgentLoopWorker):
-        monkeypatch.setattr(parent, "_agent_loop_postprocess", stored)
+        monkeypatch.setattr(parent, "_agent_loop_postprocess", score)
 
-    async def all_at_once():
-        some = SimpleNamespace()
-        await asyncio.gather(
-            *(worker._agent_loop_postprocess(some, validate, uid="u") for validate in (True, False, True))
-        )
-        assert reward_worker_proxy._validating.get() is False
+    def scored(kwargs):
+        return worker._agent_loop_postprocess(output(), kwargs["uid"] == "validation", kwargs=kwargs)
 
-    asyncio.run(all_at_once())
-    assert sorted(seen) == [(False, False), (True, True), (True, True)]
+    async def score_all():
+        for kwargs in columns[:2]:
+            await scored(kwargs)
+        await asyncio.gather(*map(scored, columns[2:]))
+
+    asyncio.run(score_all())
+    sent = [(data.non_tensor_batch["uid"][0], VALIDATION in data.non_tensor_batch) for data in reward_worker.sent]
+    assert sorted(sent) == [("training", False), ("training", False), ("validation", True), ("validation", True)]
+    assert not any(VALIDATION in kwargs for kwargs in columns), "what is stored of the response is not marked"
