@@ -7,7 +7,7 @@ user's function or verl's own.
 import functools
 import inspect
 import os
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,12 @@ from rl_accel.errors import ConfigError
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.ray.reward_anchors import StoreClient
 from rl_accel.integrations.verl.reward_timeout import MANAGER, SECTION
-from rl_accel.integrations.verl.reward_timeout.code_rewards import DATA_SOURCES, Fusion, PrimeCode, prime_graders
+from rl_accel.integrations.verl.reward_timeout.code_rewards import (
+    DATA_SOURCES,
+    prime_graders,
+    score_fusion,
+    score_prime_code,
+)
 from rl_accel.integrations.verl.reward_worker_proxy import SUCCESSOR, VALIDATION
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import Replica
@@ -132,8 +137,8 @@ class RewardTimeoutManager(RewardManagerBase):
             _prompt_of(source, arguments.get("ground_truth"), None, arguments.get("extra_info")),
             True,
         )
-        if (code_reward := self._code_reward(source)) is not None:
-            result = ExecutionResult(verdict="done", value=await code_reward.score(prompt, teach, arguments))
+        if self._is_verls_own and source in DATA_SOURCES:
+            result = ExecutionResult(verdict="done", value=await self._score_code(prompt, teach, arguments))
         else:
             awaits = inspect.iscoroutinefunction(self.compute_score)
             executor, run = (self._awaited_executor, self._await) if awaits else (self._executor, self._run_in_process)
@@ -151,30 +156,22 @@ class RewardTimeoutManager(RewardManagerBase):
         for pool in graders.values():
             await pool.close()
 
-    def _code_reward(self, source: str) -> PrimeCode | Fusion | None:
-        """What runs verl's own rewards of code case by case; None for any other reward."""
-        if not self._is_verls_own or source not in DATA_SOURCES:
-            return None
-        return self._fusion if self._fusion_options.get("sandbox_fusion_url") else self._prime_code
+    async def _score_code(self, prompt: str, teach: bool, arguments: dict[str, Any]) -> float:
+        """Score by verl's own rewards of code, case by case."""
+        options = self.compute_score.keywords if isinstance(self.compute_score, functools.partial) else {}
+        if options.get("sandbox_fusion_url"):
+            execute = functools.partial(self._awaited_executor.execute, prompt, teach=teach)
+            return await score_fusion(execute, options, self._flags.early_stop, arguments)
+        if "prime_code" not in self._graders:
+            self._graders["prime_code"] = prime_graders(self._slots, self._flags.isolation)
+        execute = functools.partial(self._executor.execute, prompt, teach=teach)
+        return await score_prime_code(execute, self._graders["prime_code"], self._flags.early_stop, arguments)
 
     @property
     def _is_verls_own(self) -> bool:
         function = self.compute_score
         inner = function.func if isinstance(function, functools.partial) else function
         return inner is None or f"{inner.__module__}:{inner.__qualname__}" == _VERLS_OWN
-
-    @property
-    def _fusion_options(self) -> Mapping[str, Any]:
-        return self.compute_score.keywords if isinstance(self.compute_score, functools.partial) else {}
-
-    @functools.cached_property
-    def _fusion(self) -> Fusion:
-        return Fusion(self._awaited_executor, self._fusion_options, self._flags.early_stop)
-
-    @functools.cached_property
-    def _prime_code(self) -> PrimeCode:
-        graders = self._graders["prime_code"] = prime_graders(self._slots, self._flags.isolation)
-        return PrimeCode(self._executor, graders, self._flags.early_stop)
 
     async def _await(self, arguments: dict[str, Any], limits: Limits) -> ExecutionResult:
         return await run_within(self.compute_score(**arguments), limits, self._target[0])
