@@ -14,7 +14,6 @@ import numpy as np
 import ray
 import transfer_queue as tq
 from ray.exceptions import RayActorError
-from verl.trainer.ppo.v1.agent_loop_tq import apply_greedy_sampling_params
 
 from rl_accel.integrations.verl.agent_loop import WorkerPart
 from rl_accel.integrations.verl.reward_worker_proxy import proxies
@@ -122,6 +121,9 @@ class TailAgentLoopWorker(WorkerPart):
             "logprobs": config.calculate_log_probs,
         }
         if not prompt.pop("__do_sample__", True):
+            # Not at the top: verl's trainers are imported with it, ours is then registered, and that one imports this module.
+            from verl.trainer.ppo.v1.agent_loop_tq import apply_greedy_sampling_params
+
             apply_greedy_sampling_params(sampling_params)
         trajectory = {"step": job.step, "sample_index": prompt.get("index", 0), "rollout_n": 0, "validate": False}
         for number, response_id in enumerate(job.response_ids):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import json
 
 import pytest
 from omegaconf import OmegaConf
@@ -91,3 +92,18 @@ def test_only_features_that_need_it_put_proxies_before_reward_workers(composed, 
     else:
         assert [type(handle) for handle in with_rewards] == [RewardWorkerProxy] * 2
     assert agent_loop.worker_class(config)(config).reward_loop_worker_handles is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", PARTS.values())
+def test_a_worker_process_can_import_each_part_first(python, first):
+    """In a process with the flags on, verl's modules register ours while they are imported."""
+    done = python(
+        f"""
+        import importlib
+        import verl
+        importlib.import_module({first.rpartition(".")[0]!r})
+        """,
+        RL_ACCEL_CONFIG=json.dumps(dict.fromkeys(PARTS, True)),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
