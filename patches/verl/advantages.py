@@ -16,7 +16,6 @@ import torch
 
 from rl_accel import ops
 from rl_accel.ops import group_advantages, whiten
-from rl_accel.ops.inputs import default_threads
 from rl_accel.patches.parity import require_agreement, with_fallback
 from rl_accel.patches.patch import Patch
 
@@ -71,9 +70,7 @@ def _reinforce_plus_plus(given: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     whiten.check(rewards, mask)
     if rewards.dtype != torch.float32 or rewards.ndim != 2:
         raise TypeError("token_level_rewards wants float32 [B, T]")
-    # a row that is cut in time among threads is rounded elsewhere: never more threads than rows
-    threads = min(len(rewards), default_threads())
-    returns = ops.discounted_returns(rewards, mask, gamma, backend="numba", num_threads=threads)
+    returns = ops.discounted_returns(rewards, mask, gamma, backend="numba")
     return _whiten(returns, mask), returns
 
 

@@ -1,7 +1,7 @@
 """Computes verl's GAE as a scan, with the same bits, in place of its loop over tokens.
 
-Only the recurrence is replaced; whitening stays verl's own function. On CPU tensors the result is bit-identical: rows are
-never cut in time unless ``gae.threads`` or ``gae.backend`` ask for it. On CUDA tensors it is equal to float rounding.
+Only the recurrence is replaced; whitening stays verl's own function. On CPU tensors the result is bit-identical
+unless ``gae.backend`` names a kernel that is not exact. On CUDA tensors it is equal to float rounding.
 Arguments outside what was proven (see :func:`_require_proven`) go to verl's own function, so that results and errors are verl's.
 """
 
@@ -12,7 +12,6 @@ import torch
 
 from rl_accel import ops
 from rl_accel.errors import BackendMissing, PatchRefused
-from rl_accel.ops.inputs import default_threads
 from rl_accel.patches.parity import PROBING, require_agreement, with_fallback
 from rl_accel.patches.patch import Patch
 from rl_accel.telemetry import metrics
@@ -55,10 +54,8 @@ def _make(original: Any, settings: Any) -> Any:
         arguments = (token_level_rewards, values, response_mask, gamma, lam)
         _require_proven(*arguments)
         started = time.perf_counter()
-        # More threads than rows would cut rows in time, which rounds differently.
-        threads = settings.threads or min(values.shape[0], default_threads())
         advantages, returns = ops.gae(
-            *arguments, backend=settings.backend, chunk_size=settings.chunk_size, num_threads=threads
+            *arguments, backend=settings.backend, chunk_size=settings.chunk_size, num_threads=settings.threads
         )
         with torch.no_grad():
             advantages = torch_functional.masked_whiten(advantages, response_mask)
@@ -108,7 +105,7 @@ def _probe(original: Any, replacement: Any, settings: Any) -> None:
     lengths = torch.tensor([tokens, 1, 17, 0, tokens - 1, 2, 30])
     inside = torch.arange(tokens) < lengths[:, None]
     holes = torch.rand(rows, tokens, generator=random) < 0.2  # tool output in the middle of a response
-    exact = ops.resolve_backend(settings.backend, "cpu") in _EXACT_KERNELS and settings.threads is None
+    exact = ops.resolve_backend(settings.backend, "cpu") in _EXACT_KERNELS
     rtol, atol = (0.0, 0.0) if exact else (1e-4, 1e-5)
     # int64 is what verl passes; each further dtype would compile one more kernel in every process.
     for mask in (inside.long(), (inside & ~holes).long()):

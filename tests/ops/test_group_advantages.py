@@ -18,11 +18,6 @@ def stock():
     return core_algos.ADV_ESTIMATOR_REGISTRY
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    word = {torch.float32: torch.int32, torch.float64: torch.int64}
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(word[a.dtype]), b.view(word[b.dtype]))
-
-
 def labels(random: np.random.RandomState, rows: int, smallest: int = 1) -> np.ndarray:
     """Ragged group labels: lone rows, huge groups, missing responses; as strings, objects or integers."""
     groups = max(1, rows // max(smallest, random.randint(1, 20)))
@@ -70,7 +65,7 @@ def case(seed: int, smallest: int = 1) -> tuple[torch.Tensor, torch.Tensor, np.n
         ("gpg", lambda *a: gpg(*a, f_norm=3.0), {"f_norm": 3.0}),
     ],
 )
-def test_bits_of_verl(stock, name, ours, theirs):
+def test_bits_of_verl(stock, name, ours, theirs, same_bits):
     for seed in range(CASES):
         rewards, mask, index = case(seed)
         expected, returns = stock[name](rewards, mask, index, **theirs)
@@ -80,7 +75,7 @@ def test_bits_of_verl(stock, name, ours, theirs):
 
 
 @pytest.mark.parametrize("normalise", [True, False])
-def test_bits_of_verl_passk(stock, normalise):
+def test_bits_of_verl_passk(stock, normalise, same_bits):
     config = OmegaConf.create({"norm_adv_by_std_in_grpo": normalise})
     for seed in range(CASES):
         rewards, mask, index = case(seed, smallest=2)
@@ -88,7 +83,7 @@ def test_bits_of_verl_passk(stock, normalise):
         assert same_bits(passk(rewards, mask, index, normalise=normalise), expected), f"case {seed}"
 
 
-def test_bits_of_verl_reinforce_plus_plus_baseline(stock):
+def test_bits_of_verl_reinforce_plus_plus_baseline(stock, same_bits):
     from verl.utils.torch_functional import masked_whiten
 
     compared = 0
@@ -117,7 +112,7 @@ def test_values_that_are_not_finite_stay_in_their_group(stock, name, value):
 
 @pytest.mark.parametrize("size", [2, 3, 7, 8, 9, 16, 31, 64, 65, 256, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_group_std_has_the_bits_of_one_call_a_group(size, dtype):
+def test_group_std_has_the_bits_of_one_call_a_group(size, dtype, same_bits):
     generator = torch.Generator().manual_seed(size)
     for groups in (1, 2, 300):
         scores = torch.randn(groups, size, dtype=dtype, generator=generator) * 50

@@ -18,10 +18,6 @@ def stock():
     }
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype == torch.float32 and torch.equal(a.view(torch.int32), b.view(torch.int32))
-
-
 def case(seed: int, rows: int, tokens: int, mask_types: tuple[torch.dtype, ...] = (torch.int64,)) -> dict:
     """Groups of any size with lone, empty, equally long and turn-taking (holed) responses."""
     random = np.random.RandomState(seed)
@@ -42,7 +38,7 @@ def case(seed: int, rows: int, tokens: int, mask_types: tuple[torch.dtype, ...] 
 
 
 @pytest.mark.parametrize("multi_turn", [False, True])
-def test_bits_of_verl(stock, multi_turn):
+def test_bits_of_verl(stock, multi_turn, same_bits):
     for seed in range(200):
         random = np.random.RandomState(seed)
         arguments = case(seed, random.randint(1, 90), random.randint(1, 70))
@@ -54,7 +50,7 @@ def test_bits_of_verl(stock, multi_turn):
 
 @pytest.mark.parametrize("multi_turn", [False, True])
 @pytest.mark.parametrize("mask_type", [torch.bool, torch.int32, torch.float32])
-def test_bits_of_verl_for_other_masks_and_strides(stock, multi_turn, mask_type):
+def test_bits_of_verl_for_other_masks_and_strides(stock, multi_turn, mask_type, same_bits):
     for seed in range(20):
         arguments = case(seed, 23, 17, (mask_type,))
         for name in ("token_level_rewards", "old_log_probs"):
@@ -67,7 +63,7 @@ def test_bits_of_verl_for_other_masks_and_strides(stock, multi_turn, mask_type):
 
 @pytest.mark.parametrize("multi_turn", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_bits_do_not_depend_on_blocks_or_threads(stock, monkeypatch, multi_turn, threads):
+def test_bits_do_not_depend_on_blocks_or_threads(stock, monkeypatch, multi_turn, threads, same_bits):
     arguments = case(5, 120, 900)
     expected = stock[multi_turn](**arguments)
     monkeypatch.setattr(module, "BLOCK", 30 * 900)

@@ -14,11 +14,6 @@ def stock():
     return torch_functional.masked_whiten
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    word = {torch.float32: torch.int32, torch.float64: torch.int64}
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(word[a.dtype]), b.view(word[b.dtype]))
-
-
 def case(seed: int, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     random = np.random.RandomState(seed)
     values = torch.from_numpy(random.randn(rows, tokens) * 10.0 ** random.randint(-3, 4))
@@ -31,7 +26,7 @@ def case(seed: int, rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 @pytest.mark.parametrize("shift_mean", [True, False])
-def test_bits_of_verl(stock, shift_mean):
+def test_bits_of_verl(stock, shift_mean, same_bits):
     for seed in range(200):
         random = np.random.RandomState(seed)
         values, mask = case(seed, random.randint(1, 60), random.randint(2, 90))
@@ -41,7 +36,7 @@ def test_bits_of_verl(stock, shift_mean):
 
 
 @pytest.mark.parametrize("shape", [(64, 2048), (3, 50_000), (1000, 33)])
-def test_bits_of_verl_where_torch_sums_in_threads(stock, shape):
+def test_bits_of_verl_where_torch_sums_in_threads(stock, shape, same_bits):
     for seed in range(4):
         values, mask = case(seed, *shape)
         assert same_bits(masked_whiten(values, mask), stock(values, mask)), f"case {seed}"

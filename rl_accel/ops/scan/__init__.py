@@ -57,9 +57,8 @@ def gae(
 
     Returns:
         advantages and returns (advantages + values), new contiguous tensors in the shape and dtype of ``rewards``, detached from
-        autograd. numba equals verl 0.9.1's loop bit for bit in float32, unless there are fewer sequences than threads and they
-        have 16,384 tokens or more. NaN and inf spread as in the loop. In half precision naive rounds at every step as
-        verl's loop does; the others compute in float32 and round once.
+        autograd. numba equals verl 0.9.1's loop bit for bit in float32. NaN and inf spread as in the loop. In half precision naive
+        rounds at every step as verl's loop does; the others compute in float32 and round once.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, dtype, device or value; the message names it.

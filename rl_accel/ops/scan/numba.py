@@ -1,11 +1,9 @@
 # mypy: allow-untyped-decorators
 """The CPU scan: sequences in parallel over threads, eight at a time in each, in the operation order of the loop.
 
-Results in float32 and float64 are bit-identical to :mod:`rl_accel.ops.scan.naive` as long as no sequence is cut in time, that is
-unless there are fewer sequences than threads and they are long. A cut sequence agrees to rounding: a piece maps its state
-on entry to its state on exit by an affine function, so the functions of all pieces are found in parallel first, then
-composed, and then every piece runs from its true state. Apart from the outputs no memory that grows with the tokens is
-taken, unless an argument has to be copied first: half precision, or a last dimension that is not dense.
+Results in float32 and float64 are bit-identical to :mod:`rl_accel.ops.scan.naive`, whatever the number of threads: no sequence
+is cut in time. Apart from the outputs no memory that grows with the tokens is taken, unless an argument has to be copied
+first: half precision, or a last dimension that is not dense.
 
 A plain loop over tokens waits some 20 cycles a token, because each step needs the result of the one before. Eight
 sequences in the lanes of a vector share that wait. Tensors hold one sequence after the other, so a tile of 8 sequences x 8
@@ -36,9 +34,6 @@ STREAM_BYTES = 32 << 20
 """Outputs above this bypass the caches: they would not fit, and streaming saves reading each line before it is written."""
 SMALL_TOKENS = 1 << 18
 """Below this one thread is faster than waking others: measured on two cores, equal at about 300,000."""
-LEAST_CHUNK = 8192
-"""Tokens a piece of a cut sequence has at least; below, finding the piece's entry state costs more than waiting."""
-ALIGN = 16
 SHARES_PER_THREAD = 4
 
 LANES = 8
@@ -70,41 +65,17 @@ def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
     gamma, decay = dtype.type(0 if values is None else inputs.gamma), dtype.type(inputs.gamma * inputs.lam)
     streamed = tokens * dtype.itemsize * len(outputs) > STREAM_BYTES
     threads = inputs.num_threads or (1 if tokens < SMALL_TOKENS else default_threads())
-
-    def walk(table: Array, states: Array, write: bool = True) -> None:
-        """Scan the sequences of ``table`` from their ``states`` on entry, which become those on exit."""
-        odd_masks: list[bool] = []
-
-        def work(groups: Array) -> None:
-            scratch = np.zeros(SCRATCH, dtype)
-            odd_masks.append(scan_lanes(*arrays, table, groups, states, scratch, gamma, decay, write, streamed))
-
-        run([partial(work, groups) for groups in deal(table[:, LENGTH], threads)], threads)
-        if any(odd_masks):
-            raise ValueError(OUTSIDE)
-
-    def walk_in_pieces(table: Array) -> None:
-        pieces, owners = cut(table, threads)
-        exits, maps = np.zeros((len(pieces), 2), dtype), np.zeros((len(pieces), 3))
-        walk(pieces, exits, write=False)
-
-        def work(piece: int) -> None:
-            where = pieces[piece, MASK_START], pieces[piece, LENGTH]
-            maps[piece] = transfer(mask, *where, float(gamma), float(decay))
-
-        run([partial(work, piece) for piece in range(len(pieces))], threads)
-        walk(pieces, compose(owners, exits.astype(np.float64), maps).astype(dtype))
-
     segments = np.array(inputs.segments(), dtype=np.int64).reshape(-1, 2)
     table = np.column_stack([reward_starts, value_starts, mask_starts, segments])
-    long = too_long(table, threads)
-    whole = np.setdiff1d(np.arange(len(table)), long)
-    if len(long):
-        walk_in_pieces(table[long])
-        # composing the maps of pieces turns inf into NaN in other places than the loop does
-        odd = long[~np.isfinite(outputs[0][table[long, OUT_START]])]
-        whole = np.concatenate([whole, odd])
-    walk(table[whole], np.zeros((len(whole), 2), dtype))
+    odd_masks: list[bool] = []
+
+    def work(groups: Array) -> None:
+        scratch = np.zeros(SCRATCH, dtype)
+        odd_masks.append(scan_lanes(*arrays, table, groups, scratch, gamma, decay, streamed))
+
+    run([partial(work, groups) for groups in deal(table[:, LENGTH], threads)], threads)
+    if any(odd_masks):
+        raise ValueError(OUTSIDE)
     shape, wanted = inputs.rewards.shape, inputs.rewards.dtype
     return tuple(torch.from_numpy(out).view(shape).to(wanted) for out in outputs)
 
@@ -159,51 +130,6 @@ def deal(lengths: Array, threads: int) -> list[Array]:
         group[: len(part)] = part
     shares = min(threads * SHARES_PER_THREAD, len(groups))
     return [groups[first::shares].copy() for first in range(shares)]
-
-
-def too_long(table: Array, threads: int) -> Array:
-    """Return the rows of ``table`` to cut in time: with fewer sequences than threads, those long enough to gain."""
-    busy = int(np.count_nonzero(table[:, LENGTH]))
-    if busy >= threads:
-        return np.zeros(0, np.int64)
-    return np.flatnonzero(table[:, LENGTH] >= 2 * LEAST_CHUNK)
-
-
-def cut(table: Array, threads: int) -> tuple[Array, Array]:
-    """Cut every row of ``table`` into pieces, enough to fill all lanes of all threads.
-
-    Returns:
-        The table of the pieces, those of a row together and the latest in time first, and the row that each belongs to.
-    """
-    wanted = -(-threads * LANES // len(table))
-    pieces, owners = [], []
-    for owner, row in enumerate(table):
-        length = int(row[LENGTH])
-        count = min(wanted, length // LEAST_CHUNK)
-        size = -(-length // (count * ALIGN)) * ALIGN
-        for first in reversed(range(0, length, size)):
-            piece = row + first
-            piece[LENGTH] = min(size, length - first)
-            pieces.append(piece)
-            owners.append(owner)
-    return np.stack(pieces), np.array(owners)
-
-
-def compose(owners: Array, exits: Array, maps: Array) -> Array:
-    """Return each piece's entry state, [K, 2], from its exit state on a zero entry and its linear map.
-
-    ``maps`` [K, 3] holds what becomes of the entry: next value = p * next value, running result = c * running result +
-    d * next value, as columns p, d, c.
-    """
-    entries = np.zeros_like(exits)
-    for piece in range(1, len(owners)):
-        if owners[piece] != owners[piece - 1]:
-            continue
-        next_value, running = entries[piece - 1]
-        p, d, c = maps[piece - 1]
-        entries[piece, 0] = exits[piece - 1, 0] + p * next_value
-        entries[piece, 1] = exits[piece - 1, 1] + c * running + d * next_value
-    return entries
 
 
 _INDEX = ir.IntType(32)
@@ -456,11 +382,9 @@ def scan_lanes(
     second_out: Array | None,
     table: Array,
     groups: Array,
-    states: Array,
     scratch: Array,
     gamma: float,
     decay: float,
-    write: bool,
     streamed: bool,
 ) -> bool:
     """Scan the ``groups`` of sequences that :func:`deal` made; tell whether the mask holds a value outside [0, 1].
@@ -471,7 +395,6 @@ def scan_lanes(
     Args:
         table: [S, 5] int64, see :data:`LENGTH`.
         groups: [G, LANES] int64, rows of ``table``, the longest sequence first; -1 is an idle lane.
-        states: [S, 2], next value and running result on entry; those on exit are left there.
         scratch: SCRATCH zeros that no other thread uses.
     """
     odd_mask = False
@@ -481,8 +404,7 @@ def scan_lanes(
             row = groups[group, lane]
             for column in range(5):
                 rows[lane, column] = table[row, column] if row >= 0 else 0
-            scratch[STATE + lane] = states[row, 0] if row >= 0 else 0
-            scratch[STATE + LANES + lane] = states[row, 1] if row >= 0 else 0
+        clear(scratch, STATE, 2 * LANES)
         longest = rows[0, LENGTH]
         for done in range(0, longest, BLOCK):
             width = min(BLOCK, (longest - done + 15) // 16 * 16)
@@ -514,8 +436,6 @@ def scan_lanes(
                         gae_tile(scratch, tile, gamma, decay)
                     else:
                         returns_tile(scratch, tile, decay)
-            if not write:
-                continue
             for lane in range(LANES):
                 left = max(rows[lane, LENGTH] - done, 0)
                 count = min(left, BLOCK)
@@ -525,28 +445,5 @@ def scan_lanes(
                 if second_out is not None:
                     accumulate(scratch, OUT + at, VALUE + at, count)
                     put(second_out, to, scratch, OUT + at, count, streamed)
-        for lane in range(LANES):
-            row = groups[group, lane]
-            if row >= 0:
-                states[row, 0] = scratch[STATE + lane]
-                states[row, 1] = scratch[STATE + LANES + lane]
     fence()
     return odd_mask
-
-
-@compiled
-def transfer(mask: Array | None, first: int, length: int, gamma: float, decay: float) -> tuple[float, float, float]:
-    """Return (p, d, c) of :func:`compose` for the ``length`` tokens from ``first`` on."""
-    p, d, c = 1.0, 0.0, 1.0
-    for t in range(first + length - 1, first - 1, -1):
-        m = 1.0
-        if mask is not None:
-            m = float(mask[t])
-        keep = 1.0 - m
-        step = decay * m + keep
-        d = step * d + gamma * m * p
-        c *= step
-        p *= keep
-        if p == 0 and d == 0 and c == 0:
-            break
-    return p, d, c

@@ -16,11 +16,6 @@ from rl_accel.ops.scan import numba as scan_numba
 CASES = 240
 
 
-def table_of(lengths):
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-    return np.column_stack([starts, starts, starts, starts, lengths])
-
-
 @pytest.fixture(scope="module")
 def stock():
     from verl.trainer.ppo import core_algos
@@ -86,28 +81,25 @@ def test_fractional_masks_give_the_bits_of_the_loop(rows, tokens, threads, seed,
     )
 
 
-@pytest.mark.parametrize("kind", ["bits", "fractions", "none"])
-@pytest.mark.parametrize("rates", [(1.0, 1.0), (0.99, 0.95), (0.5, 0.0)])
-def test_few_long_sequences_cut_in_time_agree_with_the_loop(kind, rates, monkeypatch):
-    monkeypatch.setattr(scan_numba, "LEAST_CHUNK", 64)
+@pytest.mark.parametrize("rows", [1, 2, 5, 40])
+def test_the_number_of_threads_does_not_change_a_bit(rows, stock, same_bits):
+    from verl.utils.torch_functional import masked_whiten
+
     torch.manual_seed(7)
-    for rows, tokens, threads in ((1, 128, 2), (1, 1501, 3), (3, 700, 4), (2, 1000, 16)):
-        rewards, values = torch.randn(rows, tokens), torch.randn(rows, tokens)
-        mask = torch.rand(rows, tokens)
-        mask = {"none": None, "bits": (mask < 0.8).long(), "fractions": mask}[kind]
-        assert len(scan_numba.too_long(table_of([tokens] * rows), threads)) == rows
-        exact = gae(rewards.double(), values.double(), mask, *rates, backend="naive")
-        for a, b in zip(gae(rewards, values, mask, *rates, backend="numba", num_threads=threads), exact, strict=True):
-            torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-6 * float(b.abs().max()))
-        a = discounted_returns(rewards, mask, rates[0], backend="numba", num_threads=threads)
-        b = discounted_returns(rewards.double(), mask, rates[0], backend="naive")
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-6 * float(b.abs().max()))
+    rewards, values = torch.randn(rows, 16_400), torch.randn(rows, 16_400)
+    mask = (torch.rand(rows, 16_400) < 0.8).long()
+    whitened, returns = stock.compute_gae_advantage_return(rewards, values, mask, 0.99, 0.95)
+    config = SimpleNamespace(gamma=0.99)
+    _, sums = stock.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=config)
+    for threads in (None, 1, 2, 3, 16, 64):
+        ours, our_returns = gae(rewards, values, mask, 0.99, 0.95, backend="numba", num_threads=threads)
+        assert same_bits(our_returns, returns), threads
+        assert same_bits(masked_whiten(ours, mask), whitened), threads
+        assert same_bits(discounted_returns(rewards, mask, 0.99, backend="numba", num_threads=threads), sums), threads
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("cut", [False, True])
-def test_what_is_not_finite_spreads_as_in_the_loop(value, cut, same_bits, monkeypatch):
-    monkeypatch.setattr(scan_numba, "LEAST_CHUNK", 64 if cut else 1 << 40)
+def test_what_is_not_finite_spreads_as_in_the_loop(value, same_bits):
     torch.manual_seed(3)
     for place, into_values, fractional in ((150, 0, 0), (150, 1, 0), (700, 0, 1), (700, 1, 1), (0, 1, 0), (999, 0, 0)):
         rewards, values = torch.randn(2, 1000), torch.randn(2, 1000)
@@ -116,9 +108,9 @@ def test_what_is_not_finite_spreads_as_in_the_loop(value, cut, same_bits, monkey
         mask = mask if fractional else (mask < 0.7).long()
         ours = gae(rewards, values, mask, 0.99, 0.95, backend="numba", num_threads=4)
         loop = gae(rewards, values, mask, 0.99, 0.95, backend="naive")
-        for a, b in zip(ours, loop, strict=True):
-            assert same_bits(a[1], b[1])
-            torch.testing.assert_close(a[0], b[0])
+        for pair in zip(ours, loop, strict=True):
+            # a sum of two NaNs may have the bits of either
+            assert same_bits(*(torch.where(x.isnan(), torch.nan, x) for x in pair))
 
 
 def test_an_untouched_row_keeps_its_bits_beside_one_with_nan(same_bits):
@@ -201,25 +193,3 @@ def test_every_sequence_with_tokens_is_dealt_once_and_evenly(lengths, threads):
     tokens = np.where(groups >= 0, lengths[groups], 0)
     assert (tokens[:, 0] == tokens.max(1)).all()
     assert len(groups) >= min(threads, np.count_nonzero(lengths))
-
-
-@given(lengths=st.lists(st.integers(1, 10**6), min_size=1, max_size=6), threads=st.integers(1, 32))
-def test_pieces_cover_each_sequence_from_its_end_to_its_start(lengths, threads):
-    table = table_of(lengths)
-    rows = scan_numba.too_long(table, threads)
-    if not len(rows):
-        return
-    pieces, owners = scan_numba.cut(table[rows], threads)
-    start, length = pieces[:, scan_numba.OUT_START], pieces[:, scan_numba.LENGTH]
-    assert (length > 0).all()
-    for owner, row in enumerate(rows):
-        own = owners == owner
-        assert (start[own][1:] + length[own][1:] == start[own][:-1]).all()
-        assert start[own][-1] == table[row, scan_numba.OUT_START]
-        assert length[own].sum() == lengths[row]
-
-
-def test_only_long_sequences_are_cut_and_only_where_threads_would_idle():
-    long, short = 2 * scan_numba.LEAST_CHUNK, 2 * scan_numba.LEAST_CHUNK - 1
-    assert scan_numba.too_long(table_of([long, short]), 3).tolist() == [0]
-    assert scan_numba.too_long(table_of([long, long]), 2).tolist() == []

@@ -99,9 +99,10 @@ def test_bits_of_verl_for_float64_strided_and_non_finite_inputs():
     assert "rl_accel/gae/stock_calls" not in metrics.drain()
 
 
-def test_few_rows_are_not_cut_in_time():
+@pytest.mark.parametrize("threads", [None, 3])
+def test_bits_of_verl_with_fewer_rows_than_threads(threads):
     original = core_algos.compute_gae_advantage_return
-    PATCH.apply(GaeFlags())
+    PATCH.apply(GaeFlags(threads=threads))
     tensors = batch(0, 1, 16_400)
     assert same_bits(core_algos.compute_gae_advantage_return(*tensors, 1.0, 0.95), original(*tensors, 1.0, 0.95))
 
@@ -229,7 +230,7 @@ def test_a_verl_with_another_signature_is_refused(python, tmp_path):
     assert done.returncode == 0, done.stderr
     refusal, after = done.stdout.splitlines()
     assert "takes (rewards, values, mask, gamma, lam), wanted (token_level_rewards," in refusal
-    assert after == f"{tmp_path}/verl/trainer/ppo/core_algos.py True pending"
+    assert after == f"{tmp_path}/verl/trainer/ppo/core_algos.py True waiting"
 
 
 def test_a_kernel_that_cannot_take_verls_tensors_is_refused():
