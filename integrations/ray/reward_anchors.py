@@ -185,8 +185,8 @@ class Collector:
         """Return the numbers since the last call by name, ``reward_timeout/executions``; {} before there are any.
 
         Besides the counts of :class:`~rl_accel.reward.limited_executor.LimitedExecutor`: ``errors``, functions that gave no score;
-        ``anchors``, how many are known; ``workers_replaced``, processes of graders that died; ``reward_workers_lost``, reward
-        workers that died and were replaced; ``store_restarts``, 1 if the store is another than at the last call;
+        ``anchors``, how many are known; on verl ``workers_replaced``, processes of graders that died, and ``reward_workers_lost``,
+        reward workers that died and were replaced; ``store_restarts``, 1 if the store is another than at the last call;
         ``store_unreachable``, how often it did not answer.
         """
         if not ray.is_initialized():

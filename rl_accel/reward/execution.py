@@ -97,7 +97,7 @@ class ExecutionResult:
         waited: seconds of ``wall`` in which it was ready and had no processor; of several threads, of the one that waited most, and
             no more than ``wall - cpu``. 0 where the kernel does not tell.
         reason: in a few words: the exception, the limit that it exceeded.
-        output: the beginning of what a program printed.
+        output: the beginning of what a program, or an isolated grader, printed.
     """
 
     verdict: Verdict

@@ -89,8 +89,9 @@ class Graders:
     Without isolation the grader is trusted: a worker has this process's environment, ``sys.path``, folder and output, and of the
     limits only ``wall`` and ``cpu`` hold. With isolation all limits hold, and a worker is started as one of a
     :class:`~rl_accel.reward.sandbox.Sandbox` is: for a grader that executes what it grades. It is imported with an empty
-    environment and sees installed packages and ``readable``, but nothing else on this process's ``sys.path``; it has no network;
-    its prints are dropped; a call may return numbers, text, lists and dicts only. verl's judge of programs, say, is called so::
+    environment and sees installed packages and ``readable``, but nothing else on this process's ``sys.path``. What it prints
+    in a call is the result's ``output``, what it prints when it is imported is dropped; a call may return numbers, text, lists and
+    dicts only. verl's judge of programs, say, is called so::
 
         Graders("/path/of/prime_code/testing_util.py:run_test", isolation="auto")
 
