@@ -92,7 +92,7 @@ def _check(config: Any) -> None:
         import verl
 
         raise ConfigError(
-            f"{_FLAG} wants verl 0.9.1 or later with its reward loop ({_REWARD}), found verl {verl.__version__}"
+            f"{_FLAG} wants verl 0.8.0 or later with its reward loop ({_REWARD}), found verl {verl.__version__}"
         )
     custom = get("reward.custom_reward_function.path")
     if get("reward.reward_model.enable", False):
