@@ -24,6 +24,8 @@ for _ in range(2):
         if os.fork() == 0:
             time.sleep(600)
         os._exit(0)
+for _ in range(2):
+    os.wait()
 open("started", "w")
 time.sleep(600)
 """
