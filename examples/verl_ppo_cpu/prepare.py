@@ -37,10 +37,15 @@ LENGTHS = ("geometric", "published")
 
 
 def tokenizer(lengths: str) -> PreTrainedTokenizerFast:
-    """One token a character. Byte-level, because transformers reads the tokenizer of a Qwen2 model in no other way."""
+    """One token a character, and unused ones up to a multiple of 16, the size of the model's vocabulary: verl masks what the
+    tokenizer lacks in vLLM and not in the trainer. Byte-level, because transformers reads no other tokenizer of a Qwen2 model.
+    """
     symbols = [PAD, BOS, UNK, START, END, "Ċ", "Ġ", *ALPHABET]
     if lengths == "published":
         symbols += [*published_lengths.PROMPT_MARKS, *published_lengths.RESPONSE_MARKS]
+    size = 16 * math.ceil(max(len(symbols), 64) / 16)
+    unused = [f"<unused{i}>" for i in range(len(symbols), size)]
+    symbols += unused
     core = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[], unk_token=UNK))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -50,7 +55,7 @@ def tokenizer(lengths: str) -> PreTrainedTokenizerFast:
         bos_token=BOS,
         eos_token=END,
         unk_token=UNK,
-        additional_special_tokens=[START],
+        additional_special_tokens=[START, *unused],
         chat_template=TEMPLATE,
     )
 
@@ -84,7 +89,7 @@ def dataset(split: str, count: int, lengths: str, rng: random.Random) -> pd.Data
 def model(tok: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     """Return the tiny model with fresh weights."""
     config = Qwen2Config(
-        vocab_size=16 * math.ceil(max(len(tok), 64) / 16),
+        vocab_size=len(tok),
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,

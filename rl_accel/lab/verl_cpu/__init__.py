@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
+from rl_accel.lab.verl_cpu import vllm
 from rl_accel.telemetry.server_counters import Reading
 
 PLATFORM = "cpu"
@@ -35,6 +36,8 @@ def activate() -> None:
         return
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+    vllm.activate()
 
     from verl.plugin.platform.platform_manager import PlatformRegistry
 

