@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check
+PIP    = $(BIN)/pip install --quiet --no-compile --disable-pip-version-check
 # Bytecode with both cores, which pip does not do; a run of verl starts a dozen Python processes. Templates in packages cannot be compiled.
-COMPILE = $(BIN)/python -m compileall -qq -j 2 -x '/tests/' $(VENV)/lib || true
+COMPILE = $(BIN)/python -m compileall -qq -j 2 -x '/tests/' $(BIN)/../lib || true
 READY  := $(VENV)/.ready
 DEV    := $(VENV)/.ready-dev
+VLLM   := .venv-vllm
 AB_OUT ?= out/ab
 # Two files at a time, in the order of their names, so that the long end-to-end tests begin early.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -16,7 +17,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help setup ab ab-tail test test-fast test-slime check docs bench clean
+.PHONY: help setup vllm ab ab-tail ab-vllm test test-fast test-slime check docs bench clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
@@ -35,11 +36,27 @@ $(DEV): requirements/dev.txt requirements/docs.txt $(READY)
 	$(COMPILE)
 	@touch $@
 
+vllm: $(VLLM)/.ready  ## build a second environment, with the CPU build of vLLM, in .venv-vllm (5 GB)
+$(VLLM)/.ready: BIN := $(VLLM)/bin
+$(VLLM)/.ready: requirements/cpu.txt requirements/vllm.txt requirements/dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys, platform as p; sys.exit(not (sys.version_info >= (3, 11) and p.machine() == "x86_64" and p.system() == "Linux"))' \
+	  || { echo "make vllm: vLLM's CPU build needs Linux on x86-64 and Python 3.11 or later"; exit 2; }
+	@[ $$(df -k --output=avail . | tail -1) -ge 6000000 ] || { echo "make vllm: needs 6 GB of disk here"; exit 2; }
+	$(PYTHON) -m venv $(VLLM)
+	{ $(PIP) torch==2.13.0 && $(PIP) --no-deps -r requirements/cpu.txt && $(PIP) --no-deps -r requirements/vllm.txt -r requirements/dev.txt; } \
+	  || { echo "make vllm: pip could not install what requirements/vllm.txt pins; its message is above"; exit 2; }
+	$(PIP) --no-deps --editable .
+	$(COMPILE)
+	@touch $@
+
 ab: $(READY)  ## train a small model twice with real verl, stock and accelerated, and report the difference
 	$(BIN)/rl-accel ab examples/verl_ppo_cpu/recipe.yaml --out $(AB_OUT) --overwrite
 
 ab-tail: $(READY)  ## the same for tail batching: five arms, three seeds, about an hour
 	$(BIN)/rl-accel ab examples/verl_tail_batching --out $(AB_OUT)-tail --overwrite
+
+ab-vllm: $(VLLM)/.ready  ## the same with real vLLM: stock, lossless, tail batching, all of it; under 25 minutes
+	$(VLLM)/bin/rl-accel ab examples/verl_vllm_cpu --out $(AB_OUT)-vllm --overwrite
 
 test: $(DEV)  ## every test; under 30 minutes on 2 cores
 	$(PYTEST)
@@ -65,4 +82,4 @@ bench: $(READY)  ## GAE kernels side by side: table, PNG and JSON
 	$(BIN)/rl-accel bench gae --out out/bench
 
 clean:  ## remove what the targets above made, the environment included
-	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

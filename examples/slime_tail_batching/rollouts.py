@@ -1,7 +1,8 @@
 """Make rollouts with slime's own code over a tiny model on this CPU: ``python rollouts.py steps=10 arm=tail task=FOLDER``.
 
 There is no trainer: what is compared is how long a rollout takes, which tokens are kept, and which prompts are lost. The
-server is ``rl-accel serve-cpu``, which speaks SGLang's HTTP; slime's rollout function, data source and judges run as they are.
+server is ``rl-accel serve-cpu``, which speaks SGLang's HTTP, behind a real ``sglang-router``; slime's rollout function, data
+source and graders run as they are.
 """
 
 import json
@@ -17,6 +18,8 @@ from types import SimpleNamespace
 
 import httpx
 import pandas as pd
+
+from rl_accel.lab.cpu_engine.router import sglang_router
 
 PROMPTS, RESPONSES, LIMIT = 16, 4, 1024
 ARMS = ("over_sampling", "partial", "plain", "tail")
@@ -133,8 +136,8 @@ def main():
         for index, row in enumerate(frame.itertuples())
     ]
     (task / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with server(task / "model", given.get("pace", "0.005"), str(seed)) as url:
-        args = arguments(url, task, arm, steps, seed)
+    with server(task / "model", given.get("pace", "0.005"), str(seed)) as url, sglang_router([url]) as router:
+        args = arguments(router, task, arm, steps, seed)
         roll_out(args, url, steps, Path(os.environ["VERL_FILE_LOGGER_PATH"]))
 
 

@@ -1,6 +1,7 @@
-"""``rl-accel serve-cpu``: the CPU engine behind the HTTP endpoints of SGLang that slime's rollout code uses, its router included.
+"""``rl-accel serve-cpu``: the CPU engine behind the HTTP endpoints of SGLang that slime's rollout code uses.
 
-One process is a whole cluster. Bodies and answers follow SGLang's native API (``/generate`` and friends).
+A real ``sglang-router`` may stand before it (:mod:`rl_accel.lab.cpu_engine.router`). Bodies and answers follow SGLang's native API
+(``/generate`` and friends).
 """
 
 import asyncio
@@ -35,13 +36,11 @@ class Service:
     Args:
         engine: generates.
         tokenizer: a transformers tokenizer.
-        url: under which ``/workers`` lists this server.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any, url: str = "") -> None:
+    def __init__(self, engine: Engine, tokenizer: Any) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self.url = url
 
     async def stats(self) -> EngineStats:
         return await asyncio.wrap_future(self.engine.stats())
@@ -93,10 +92,6 @@ class Service:
         if stats.kv_tokens is not None:
             load |= {"max_total_num_tokens": stats.kv_tokens, "token_usage": stats.kv_used / stats.kv_tokens}
         return JSONResponse({"loads": [load]})
-
-    async def workers(self, _: Request) -> Response:
-        """``GET /workers``, of the router: this server is its own only worker."""
-        return JSONResponse({"workers": [{"id": "cpu-0", "url": self.url, "worker_type": "regular"}]})
 
     async def metrics(self, _: Request) -> Response:
         """``GET /metrics``. A share of the key-value memory is missing where there is no limit to it."""
@@ -190,7 +185,6 @@ def application(service: Service) -> Starlette:
             Route("/generate", service.generate, methods=["POST"]),
             Route("/abort_request", service.abort_request, methods=["POST"]),
             Route("/v1/loads", service.loads),
-            Route("/workers", service.workers),
             Route("/metrics", service.metrics),
             Route("/health", service.ok),
         ]
@@ -222,7 +216,7 @@ def serve_cpu(
     kv_tokens: int | None,
     random_seed: int,
 ) -> None:
-    """Serve a transformers model on this CPU as SGLang would: what slime's rollout code asks for, router included.
+    """Serve a transformers model on this CPU as SGLang would: what slime's rollout code asks for.
 
     For demonstrations and tests. Numbers are in float32 on one thread.
     """
@@ -246,7 +240,7 @@ def serve_cpu(
     with socket.create_server((host, port)) as listener:
         url = f"http://{host}:{listener.getsockname()[1]}"
         click.echo(f"serving {model} at {url}")
-        app = application(Service(engine, tokenizer, url))
+        app = application(Service(engine, tokenizer))
         # Looking for an idle one among a hundred kept connections takes slime's HTTP client seconds of a core.
         config = uvicorn.Config(app, log_level="warning", headers=[("Connection", "close")])
         try:

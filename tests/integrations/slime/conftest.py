@@ -1,9 +1,11 @@
 """slime itself, where SLIME_ROOT names a checkout, and arguments as its parser would leave them."""
 
+import functools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,14 +42,26 @@ def prompts_file(tmp_path_factory) -> Path:
     return file
 
 
+@pytest.fixture(scope="session")
+def router(slime_root) -> Iterator[Callable[[str], str]]:
+    """``router(url)`` returns the address of a real sglang-router before that server; the same server has one."""
+    from rl_accel.lab.cpu_engine.router import sglang_router
+
+    with ExitStack() as routers:
+        yield functools.cache(lambda url: routers.enter_context(sglang_router([url])))
+
+
 @pytest.fixture
-def slime_args(slime_root, model_folder, prompts_file, tmp_path) -> Callable[..., Any]:
-    """``slime_args(url, **changes)``: everything slime's rollout code reads, as its own argument parser would leave it."""
+def slime_args(router, model_folder, prompts_file, tmp_path) -> Callable[..., Any]:
+    """``slime_args(url, **changes)``: everything slime's rollout code reads, as its own argument parser would leave it, with a
+    router before the server.
+    """
     from rl_accel.features import TAIL_BATCHING
 
     def make(url: str, **changes: Any) -> Any:
-        host, port = url.removeprefix("http://").split(":")
+        host, port = router(url).removeprefix("http://").split(":")
         defaults: dict[str, Any] = {
+            "server": url,  # for the tests; slime knows the router only
             "hf_checkpoint": str(model_folder),
             "sglang_router_ip": host,
             "sglang_router_port": int(port),

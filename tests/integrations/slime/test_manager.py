@@ -19,14 +19,14 @@ pytestmark = [
 
 
 @pytest.fixture
-def run_manager(slime_root, serve, model_folder, prompts_file, clean_environment, short_tmp):
+def run_manager(slime_root, serve, router, model_folder, prompts_file, clean_environment, short_tmp):
     """``run_manager("tail")`` returns the lines of JSON that ``manager.py`` prints."""
 
     def run(what):
         plugins = Path(__file__).with_name("plugins")
         environment = {**clean_environment, "PYTHONPATH": os.pathsep.join([str(slime_root), str(plugins)])}
         script = Path(__file__).with_name("manager.py")
-        url = serve("--seconds-per-step", "0.002", "--max-running-requests", "256", "--context-length", "512")
+        url = router(serve("--seconds-per-step", "0.002", "--max-running-requests", "256", "--context-length", "512"))
         done = subprocess.run(
             [sys.executable, str(script), url, str(model_folder), str(prompts_file), str(short_tmp), what],
             env=environment,

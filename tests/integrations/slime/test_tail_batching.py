@@ -66,7 +66,7 @@ def ledger(args):
 
 
 def requests_on(args):
-    load = httpx.get(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/v1/loads").json()["loads"][0]
+    load = httpx.get(f"{args.server}/v1/loads").json()["loads"][0]
     return load["num_total_reqs"]
 
 
@@ -93,7 +93,7 @@ def test_rounds_return_exact_batches_and_train_every_prompt_once(start):
 def test_a_cancelled_response_is_stopped_at_the_server_and_its_tokens_are_counted(start, plugins):
     args, _, rollout = start(custom_generate_function_path=f"{plugins.__name__}.endless", rollout_shuffle=False)
     plugins.SLOW_ROWS.update({1, 4})
-    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/metrics"
+    url = f"{args.server}/metrics"
 
     def count(name):
         return float(

@@ -1,0 +1,54 @@
+"""The real ``sglang-router`` before CPU servers, as slime starts it."""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import httpx
+
+from rl_accel.errors import RlAccelError
+
+_START_SECONDS = 120.0
+
+
+@contextmanager
+def sglang_router(servers: Sequence[str]) -> Iterator[str]:
+    """Run a router before ``servers``, given by address, and yield its own address. It ends with the block.
+
+    Raises:
+        RlAccelError: it did not start, or does not list the servers; with what it said.
+    """
+    port, prometheus = _free_ports(2)
+    address = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--prometheus-port", str(prometheus), "--worker-urls", *servers, "--log-level", "warn"]
+    command += ["--disable-circuit-breaker", "--disable-health-check"]  # as slime sets them
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            _wait(process, address, len(servers))
+            yield address
+        finally:
+            process.kill()
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
+
+
+def _wait(process: "subprocess.Popen[str]", address: str, servers: int) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            answer = httpx.get(f"{address}/workers")
+            if answer.is_success and len(answer.json()["workers"]) == servers:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    process.kill()
+    said = process.stdout.read()[-2000:] if process.stdout else ""
+    raise RlAccelError(f"sglang-router did not start before {servers} servers: {said}")
