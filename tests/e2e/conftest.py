@@ -19,6 +19,44 @@ ROLES = ("TaskRunnerV1", "WorkerDict", "AgentLoopWorker", "RewardLoopWorker")
 """Names that Ray shows in the titles of the trainer, of FSDP workers, of agent loops and of reward workers."""
 
 
+@dataclass(frozen=True)
+class Engine:
+    """A rollout engine that tests run on: its name, the Python of its environment, and its overrides."""
+
+    name: str
+    python: str
+    overrides: tuple[str, ...] = ()
+
+
+@pytest.fixture(scope="module")
+def engine(request, repo) -> Engine:
+    """The CPU engine, or for tests with ``@on_engines`` the one that is named."""
+    name = getattr(request, "param", "hf_cpu")
+    if name == "hf_cpu":
+        return Engine(name, sys.executable)
+    python = repo / ".venv-vllm" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("real vLLM is absent: `make vllm` builds its environment")
+    return Engine(name, str(python), (f"actor_rollout_ref.rollout.name={name}",))
+
+
+@pytest.fixture(scope="module")
+def recipe_command(repo, workspace, clean_environment, engine) -> Callable[[int], tuple[list[str], dict[str, str]]]:
+    """``recipe_command(steps)``: the command of the shipped recipe's stock arm, on the engine, and its environment."""
+
+    def plan(steps: int) -> tuple[list[str], dict[str, str]]:
+        recipe_file = repo / "examples" / "verl_ppo_cpu" / "recipe.yaml"
+        (run,) = plan_runs(load(recipe_file), recipe_file.parent, workspace, arms=["stock"], steps=steps)
+        added = {key: value for key, value in run.env.items() if value is not None}
+        return [engine.python, *run.command[1:], *engine.overrides], {
+            **clean_environment,
+            **added,
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    return plan
+
+
 @dataclass
 class Features:
     """One process of a run: what it was, and of each feature how it was requested and the states of its patches."""
@@ -80,32 +118,26 @@ def probe_environment() -> Callable[[Path], dict[str, str]]:
 
 
 @pytest.fixture
-def train(
-    repo, workspace, clean_environment, probe_environment, read_processes, tmp_path, short_tmp
-) -> Callable[..., Run]:
+def train(recipe_command, probe_environment, read_processes, tmp_path, short_tmp) -> Callable[..., Run]:
     """``train(driver, *overrides, steps=2, **env)``: run a driver script with the recipe's overrides of the stock arm.
 
     The driver gets verl's overrides as its arguments. A second run of a test needs a ``folder`` of its own.
     """
 
     def run(driver: str, *overrides: str, steps: int = 2, folder: Path = tmp_path, **env: str) -> Run:
-        recipe_file = repo / "examples" / "verl_ppo_cpu" / "recipe.yaml"
-        (plan,) = plan_runs(load(recipe_file), recipe_file.parent, workspace, arms=["stock"], steps=steps)
+        command, environment = recipe_command(steps)
         folder.mkdir(exist_ok=True)
         script, log, metrics, probes = (folder / n for n in ("driver.py", "train.log", "metrics.jsonl", "status"))
         script.write_text(driver)
         probes.mkdir()
-        first = next(index for index, item in enumerate(plan.command) if "=" in item)
-        command = [sys.executable, str(script), *plan.command[first:], *overrides]
-        environment = {
-            **clean_environment,
-            **{key: value for key, value in plan.env.items() if value is not None},
+        first = next(index for index, item in enumerate(command) if "=" in item)
+        environment |= {
             **probe_environment(probes),
             "VERL_FILE_LOGGER_PATH": str(metrics),
-            "PYTHONUNBUFFERED": "1",
             "RAY_TMPDIR": str(short_tmp),
             **env,
         }
+        command = [command[0], str(script), *command[first:], *overrides]
         outcome = supervised(command, environment, folder, log, Stop(), lambda: False)
         assert outcome.exit_code == 0, last_lines(log, 60)
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -151,7 +183,7 @@ def read_lines(path):
 
 
 @pytest.fixture(scope="module")
-def tail_run(repo, workspace, clean_environment, tmp_path_factory):
+def tail_run(recipe_command, workspace, tmp_path_factory):
     """``tail_run(name, steps, loops, agent_name, *overrides, follow, reward)``: train on rows of the recipe, each with the agent
     loop that ``agent_name(index)`` names.
 
@@ -167,10 +199,9 @@ def tail_run(repo, workspace, clean_environment, tmp_path_factory):
         data["data_source"] = [truth["ground_truth"] for truth in data["reward_model"]]
         data.to_parquet(out / "train.parquet")
         (out / "loops.yaml").write_text(yaml.safe_dump(loops).replace("{out}", str(out)))
-        recipe_file = repo / "examples" / "verl_ppo_cpu" / "recipe.yaml"
-        (plan,) = plan_runs(load(recipe_file), recipe_file.parent, workspace, arms=["stock"], steps=steps)
+        planned, environment = recipe_command(steps)
         command = [
-            *plan.command,
+            *planned,
             f"data.train_files={out / 'train.parquet'}",
             "data.shuffle=False",
             "data.max_response_length=160",
@@ -187,11 +218,8 @@ def tail_run(repo, workspace, clean_environment, tmp_path_factory):
         metrics, log = out / "metrics.jsonl", out / "train.log"
         ledger = out / "checkpoints" / "tail_batching" / "ledger.jsonl"
         with ray_temp_dir() as ray_dir:
-            environment = {
-                **clean_environment,
-                **{key: value for key, value in plan.env.items() if value is not None},
+            environment |= {
                 "VERL_FILE_LOGGER_PATH": str(metrics),
-                "PYTHONUNBUFFERED": "1",
                 "PYTHONPATH": str(LOOPS),
                 "RAY_TMPDIR": str(ray_dir),
             }

@@ -8,10 +8,15 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
-from rl_accel.lab.ab.recipe import load, plan_runs
 from rl_accel.lab.ab.runner import Stop, last_lines, supervised
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(1500),
+    pytest.mark.parametrize(
+        "engine", ["hf_cpu", pytest.param("vllm", marks=pytest.mark.vllm)], indirect=True, scope="module"
+    ),
+]
 
 P0, R0, STEPS, SAVED_AT, KILLED_IN = 8, 4, 7, 4, 5
 OVERRIDES = (
@@ -57,23 +62,16 @@ def kill_trainer(metrics):
 
 
 @pytest.fixture(scope="module")
-def left(repo, workspace, clean_environment, tmp_path_factory):
+def left(recipe_command, tmp_path_factory):
     """Train, kill -9 the trainer in the middle of a step after the checkpoint, run the same command again."""
     out = tmp_path_factory.mktemp("tail")
-    recipe_file = repo / "examples" / "verl_ppo_cpu" / "recipe.yaml"
-    (plan,) = plan_runs(load(recipe_file), recipe_file.parent, workspace, arms=["stock"], steps=STEPS)
-    command = [*plan.command, *OVERRIDES, f"trainer.default_local_dir={out / 'checkpoints'}"]
-    added = {key: value for key, value in plan.env.items() if value is not None}
+    planned, environment = recipe_command(STEPS)
+    command = [*planned, *OVERRIDES, f"trainer.default_local_dir={out / 'checkpoints'}"]
     ledger, left, killed = out / "checkpoints" / "tail_batching" / "ledger.jsonl", Left(), []
 
     for name in ("killed", "resumed"):
         metrics, log = out / f"{name}.jsonl", out / f"{name}.log"
-        environment = {
-            **clean_environment,
-            **added,
-            "VERL_FILE_LOGGER_PATH": str(metrics),
-            "PYTHONUNBUFFERED": "1",
-        }
+        environment["VERL_FILE_LOGGER_PATH"] = str(metrics)
 
         def follow(metrics=metrics):
             if not killed and len(ledger.read_text().splitlines() if ledger.exists() else []) >= KILLED_IN:
