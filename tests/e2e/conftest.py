@@ -30,7 +30,7 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def engine(request, repo) -> Engine:
-    """The CPU engine, or for tests with ``@on_engines`` the one that is named."""
+    """The CPU engine, or for tests that parametrize it the one that is named."""
     name = getattr(request, "param", "hf_cpu")
     if name == "hf_cpu":
         return Engine(name, sys.executable)

@@ -9,11 +9,16 @@ import pandas as pd
 import pytest
 import yaml
 
-from rl_accel.lab.ab.recipe import load, plan_runs
 from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
 from rl_accel.relaunch import EXIT_CODE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(900),
+    pytest.mark.parametrize(
+        "engine", ["hf_cpu", pytest.param("vllm", marks=pytest.mark.vllm)], indirect=True, scope="module"
+    ),
+]
 
 P0, R0, STEPS, SHORT_STEPS = 8, 4, 10, 6
 SHORT, LONG = 30, 150
@@ -22,7 +27,16 @@ DECIDED_AT = SHORT_STEPS + 2
 TIGHT = 1000
 """Tokens of a rank: 16 short responses fit, 16 long ones do not."""
 TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-MEMORY = "+actor_rollout_ref.rollout.engine_kwargs.hf_cpu"
+KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
+BYTES_A_TOKEN = 2 * 2 * 2 * 32 * 4
+"""Layers, keys and values, heads, their dimension, bytes of a float."""
+MEMORY = {
+    "hf_cpu": (f"+{KWARGS}.hf_cpu.kv_tokens={TIGHT}", f"+{KWARGS}.hf_cpu.weight_tokens=4000"),
+    "vllm": (
+        f"{KWARGS}.vllm.kv_cache_memory_bytes={TIGHT * BYTES_A_TOKEN}",
+        "actor_rollout_ref.rollout.max_model_len=176",
+    ),
+}
 OVERRIDES = (
     "data.shuffle=False",
     "data.max_response_length=160",
@@ -31,8 +45,6 @@ OVERRIDES = (
     f"data.train_batch_size={P0}",
     f"actor_rollout_ref.actor.ppo_mini_batch_size={P0}",
     "trainer.n_gpus_per_node=2",
-    f"{MEMORY}.kv_tokens={TIGHT}",
-    f"{MEMORY}.weight_tokens=4000",
     "+rl_accel.sampler.enable=True",
     "+rl_accel.tp_replan.enable=True",
 )
@@ -52,7 +64,7 @@ class Left:
 
 
 @pytest.fixture(scope="module")
-def train(repo, workspace, clean_environment, tmp_path_factory):
+def train(repo, workspace, engine, recipe_command, tmp_path_factory):
     """``train(before, *overrides)``: the recipe on two ranks, ``before`` before the trainer's command."""
 
     def run(before, *overrides):
@@ -65,12 +77,12 @@ def train(repo, workspace, clean_environment, tmp_path_factory):
             for name, tokens in (("short", SHORT), ("long", LONG))
         ]
         (out / "loops.yaml").write_text(yaml.safe_dump(loops))
-        recipe_file = repo / "examples" / "verl_ppo_cpu" / "recipe.yaml"
-        (plan,) = plan_runs(load(recipe_file), recipe_file.parent, workspace, arms=["stock"], steps=STEPS)
+        planned, environment = recipe_command(STEPS)
         command = [
             *before,
-            *plan.command,
+            *planned,
             *OVERRIDES,
+            *MEMORY[engine.name],
             f"data.train_files={out / 'train.parquet'}",
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={out / 'loops.yaml'}",
             f"trainer.default_local_dir={out / 'checkpoints'}",
@@ -78,11 +90,8 @@ def train(repo, workspace, clean_environment, tmp_path_factory):
         ]
         metrics, log = out / "metrics.jsonl", out / "train.log"
         with ray_temp_dir() as ray_dir:
-            environment = {
-                **clean_environment,
-                **{key: value for key, value in plan.env.items() if value is not None},
+            environment |= {
                 "VERL_FILE_LOGGER_PATH": str(metrics),
-                "PYTHONUNBUFFERED": "1",
                 "PYTHONPATH": str(repo / "tests" / "e2e" / "loops"),
                 "RAY_TMPDIR": str(ray_dir),
             }
