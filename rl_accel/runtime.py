@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from rl_accel import config as cfg
+from rl_accel import log
 from rl_accel.errors import NotInThisVersion, PatchRefused
 from rl_accel.features import FEATURES, FLAG_READERS, LOGGERS
 from rl_accel.post_import import when_imported
@@ -237,6 +238,7 @@ def is_installed(framework: str) -> bool:
 
 
 RUNTIME = Runtime()
+log.set_up()
 
 
 def enable(**features: Any) -> Status:
