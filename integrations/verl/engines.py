@@ -19,7 +19,7 @@ class Engine:
 
     Attributes:
         aborts_by_id: ``abort_request`` of its servers works, and ``generate`` then returns the tokens so far.
-        restarts_in_run: a server that is started anew gets the next weights. Else the training side holds on to the first one.
+        restarts_in_run: a server that is started anew gets the next weights, once the training side has forgotten the first one.
         death_errors: names of exceptions with which a living server says that the engine behind it is dead.
         read_counters: asks servers how often they have preempted; None: nobody knows how.
         counting: a key of verl's configuration and the value with which servers count preemptions; None: they always do.
@@ -40,6 +40,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINES = {
     # vLLM's abort_request, as verl 0.9 calls it, looks up ids that vLLM 0.24 no longer uses.
     "vllm": Engine(
+        restarts_in_run=True,
         death_errors=("EngineDeadError",),
         read_counters=_from_endpoints("vllm"),
         counting=(f"{_ROLLOUT}.disable_log_stats", False),

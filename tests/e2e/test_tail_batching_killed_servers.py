@@ -2,43 +2,55 @@
 killed: one generates, the other is idle because the trainer trains. Training goes on and loses no prompt."""
 
 import contextlib
+import re
 import signal
 
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(1500),
+    pytest.mark.parametrize(
+        "engine", ["hf_cpu", pytest.param("vllm", marks=pytest.mark.vllm)], indirect=True, scope="module"
+    ),
+]
 
 P0, R0, STEPS, KILLS = 8, 2, 6, 21
 QUOTAS = {"digits": 5, "letters": 3}
 
 
-def kill_a_server(metrics):
-    """SIGKILL to one rollout server of the run that logs to ``metrics``; whether there was one."""
+SERVERS = {"hf_cpu": "hf_cpu_server_1", "vllm": "vllm_server_1_0"}
+VICTIMS = {"hf_cpu": "CPURolloutServer", "vllm": "VLLM::EngineCore"}
+"""By engine, the process that is killed; vLLM's server outlives its engine, and answers every request at once with an error."""
+
+
+def kill_a_server(metrics, victim):
+    """SIGKILL to one process called ``victim`` of the run that logs to ``metrics``; whether there was one."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             ours = process.environ().get("VERL_FILE_LOGGER_PATH") == str(metrics)
-            if ours and "CPURolloutServer" in " ".join(process.cmdline()):
+            if ours and victim in " ".join(process.cmdline()):
                 process.send_signal(signal.SIGKILL)
                 return True
     return False
 
 
 @pytest.fixture(scope="module")
-def left(tail_run):
+def left(tail_run, engine):
     loops = [
         {"name": "two_turns", "_target_": "tail_batching_loops.TwoTurns"},
         {
             "name": "kills_server",
             "_target_": "tail_batching_loops.KillsServer",
-            "server": "hf_cpu_server_1",
+            "server": SERVERS[engine.name],
             "folder": "{out}",
         },
     ]
     killed = []
 
     def follow(metrics, steps):
-        if steps >= 4 and not killed and kill_a_server(metrics):
+        if steps >= 4 and not killed and kill_a_server(metrics, VICTIMS[engine.name]):
             killed.append(True)
 
     def agent_name(index):
@@ -72,10 +84,11 @@ def test_training_goes_on_with_full_batches_and_equal_weights(left):
     assert left.steps[STEPS]["actor/kl_loss"] > 0
 
 
-def test_what_the_dead_server_generated_is_generated_again_and_it_is_started_again(left):
+def test_what_the_dead_server_generated_is_generated_again_and_it_is_started_again(left, engine):
     assert sum(left.numbers("responses_failed")) >= 2, "at least two were running on it"
     assert sum(left.numbers("prompts_failed")) == 0
-    assert "rollout server hf_cpu_server_1 is dead, its requests go to the others" in left.log
+    name = "hf_cpu_server_1" if engine.name == "hf_cpu" else r"\S+:\d+"
+    assert re.search(f"rollout server {name} is dead, its requests go to the others", left.log)
     assert left.log.count("had died and was started again") == 2
 
 

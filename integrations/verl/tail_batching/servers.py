@@ -309,8 +309,17 @@ class RolloutServers:
         replica.servers = []
         try:
             asyncio.run(replica.launch_servers())
+            ray.get([worker.__ray_call__.remote(_forget_server) for worker in replica.workers])
         except Exception as error:
             raise ServerLost(
-                f"rl_accel.tail_batching: {name} has died and could not be started again: {error}"
+                f"rl_accel.tail_batching: {name} has died and could not be started again: {error}. "
+                "Resume from the last checkpoint; no prompt is lost by that"
             ) from error
         logger.warning("rl-accel: %s had died and was started again; it joins with the next weights", name)
+
+
+def _forget_server(worker: Any) -> None:
+    """Have a training worker, one of verl's ``WorkerDict``, look up again by name the server that it sends weights to."""
+    for part in worker.worker_dict.values():
+        if getattr(getattr(part, "rollout", None), "server_handle", None) is not None:
+            part.rollout.server_handle = None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import psutil
 import ray
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
@@ -58,7 +59,7 @@ class TwoTurns(SingleTurnAgentLoop):
 
 
 class KillsServer(SingleTurnAgentLoop):
-    """The first time, SIGKILL to the server named ``server`` while it generates at least two responses."""
+    """The first time, SIGKILL to the engine of the server named ``server`` while it generates at least two responses."""
 
     def __init__(self, *args: Any, server: str, folder: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -68,11 +69,21 @@ class KillsServer(SingleTurnAgentLoop):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         if first_to_come(self._marker):
             server = ray.get_actor(self._server)
-            pid = await server.__ray_call__.remote(lambda self: os.getpid())
-            while (await server.get_stats.remote()).running < 2:
+            while await server.__ray_call__.remote(_running) < 2:
                 await asyncio.sleep(0.01)
-            os.kill(pid, signal.SIGKILL)
+            os.kill(await server.__ray_call__.remote(_engine_pid), signal.SIGKILL)
         return await super().run(sampling_params, **kwargs)
+
+
+def _running(server: Any) -> int:
+    if hasattr(server, "engine"):  # vLLM's
+        return len(server.engine.output_processor.request_states)
+    return len(server._inflight)
+
+
+def _engine_pid(server: Any) -> int:
+    children = psutil.Process().children(recursive=True)
+    return next((child.pid for child in children if "EngineCore" in " ".join(child.cmdline())), os.getpid())
 
 
 class KillsWorker(SingleTurnAgentLoop):

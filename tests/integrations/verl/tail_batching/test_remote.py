@@ -351,6 +351,7 @@ class Replica:
 
     replica_rank = 1
     server_address = "server_1"
+    workers = ()
 
     def __init__(self, starts=True):
         self._starts = starts
