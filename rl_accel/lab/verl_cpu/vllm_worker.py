@@ -19,4 +19,5 @@ class CPUWorkerExtension(vLLMColocateWorkerExtension):
                 "rl-accel: this vLLM has no vllm._custom_ops._supports_onednn; weights could not be updated"
             )
         _custom_ops._supports_onednn = False
-        return super().__new__(cls, **kwargs)
+        worker: CPUWorkerExtension = super().__new__(cls, **kwargs)
+        return worker
