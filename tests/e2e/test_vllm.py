@@ -20,7 +20,7 @@ pytestmark = [
 DRIVER = "from verl.trainer.main_ppo import main\nmain()\n"
 BYTES_A_TOKEN = 2 * 2 * 2 * 32 * 4
 """Layers, keys and values, heads, their dimension, bytes of a float."""
-NOT_EQUAL = ("rollout_corr/*", "training/rollout_probs_*")
+NOT_EQUAL = ("rollout_corr/*", "training/rollout_*")
 """vLLM's log-probabilities differ in the seventh digit with the requests that share a batch, and with them what measures them."""
 
 
@@ -60,6 +60,7 @@ def test_preemptions_are_those_that_vllm_counts_and_nothing_runs_between_rounds(
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "actor_rollout_ref.rollout.max_model_len=176",
         f"actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={1000 * BYTES_A_TOKEN}",
+        "actor_rollout_ref.rollout.disable_log_stats=False",
         "+rl_accel.telemetry.enable=True",
         follow=follow,
     )
