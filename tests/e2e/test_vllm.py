@@ -36,18 +36,17 @@ def test_lossless_features_change_no_number_of_training(train, tmp_path):
         assert after["training/rollout_probs_diff_max"] < 1e-5
 
 
-def test_preemptions_are_those_that_vllm_counts_and_nothing_runs_between_rounds(tail_run):
+def test_preemptions_are_those_that_vllm_counts(tail_run):
     """200 tokens of memory for each of five responses that may need 176: some are preempted in every round."""
-    seen, running = [], []
+    seen = {}
 
     def follow(metrics, steps):
         responses = metrics.parent / "checkpoints" / FILE_NAME
         kept = read_kept(responses) if responses.exists() else {}
         servers = {response.server for step in kept.values() for response in step if response.server}
-        if len(kept) == steps > len(seen):  # a step has just ended: the trainer trains
+        if len(kept) == steps > len(seen) and steps < 4:  # later the servers may be gone; the next round may have begun
             (text,) = [httpx.get(f"http://{server}/metrics", timeout=60).text for server in servers]
-            seen.append(counter(text, "num_preemptions_total"))
-            running.append(counter(text, "num_requests_running"))
+            seen[steps] = counter(text, "num_preemptions_total")
 
     left = tail_run(
         "preempted",
@@ -68,9 +67,8 @@ def test_preemptions_are_those_that_vllm_counts_and_nothing_runs_between_rounds(
     told = [metrics["rl_accel/telemetry/preemptions"] for metrics in left.steps.values()]
     assert sum(told) > 0
     assert len(seen) >= 2
-    totals = [sum(told[: step + 1]) for step in range(len(told))]
-    assert set(seen) <= set(totals), (seen, totals)
-    assert set(running) == {0.0}
+    for steps, counted in seen.items():
+        assert sum(told[:steps]) <= counted <= sum(told[: steps + 1]), (steps, seen, told)
 
 
 def counter(text, name):
