@@ -55,7 +55,7 @@ ab: $(READY)  ## train a small model twice with real verl, stock and accelerated
 ab-tail: $(READY)  ## the same for tail batching: five arms, three seeds, about an hour
 	$(BIN)/rl-accel ab examples/verl_tail_batching --out $(AB_OUT)-tail --overwrite
 
-ab-vllm: $(VLLM)/.ready  ## the same with real vLLM: stock, lossless, tail batching, all of it; under 25 minutes
+ab-vllm: $(VLLM)/.ready  ## the same with real vLLM: stock, lossless, tail batching, all of it
 	$(VLLM)/bin/rl-accel ab examples/verl_vllm_cpu --out $(AB_OUT)-vllm --overwrite
 
 test: $(DEV)  ## every test; under 30 minutes on 2 cores
