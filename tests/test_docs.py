@@ -287,7 +287,7 @@ def test_a_command_works_as_written(block, repo, desk, run_shell, parse, wheel):
         elif program == "make":
             for target in (word for word in arguments if "=" not in word):
                 assert re.search(rf"^{target}:", (repo / "Makefile").read_text(), re.MULTILINE), command
-        elif words[:3] == ["python", "-m", "verl.trainer.main_ppo"]:
+        elif program in ("python", ".venv-vllm/bin/python") and arguments[:2] == ["-m", "verl.trainer.main_ppo"]:
             check_overrides(arguments)
         elif program in (".venv/bin/python", ".venv/bin/pip", ".venv/bin/rl-accel"):
             check_contributors_command(program.rpartition("/")[2], arguments, repo, run_shell)

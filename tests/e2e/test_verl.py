@@ -59,7 +59,7 @@ rl_accel.enable(gae=True, advantages=True, sampler=True)
     run = train(driver + MAIN, *GRPO, "trainer.v1.trainer_mode=colocate_async")
     assert_sound(run, on_policy=1)  # later steps of this mode go on with what older weights began
     assert_reached_every_role(read_processes(far))
-    assert all(metrics["rl_accel/sampler/polls"] >= 1 for metrics in run.steps)
+    assert run.steps[0]["rl_accel/sampler/polls"] >= 1  # a later step may find its samples finished
 
 
 @pytest.mark.e2e

@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
-from rl_accel.lab.verl_cpu import vllm
 from rl_accel.telemetry.server_counters import Reading
 
 PLATFORM = "cpu"
@@ -37,11 +36,10 @@ def activate() -> None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
-    vllm.activate()
-
     from verl.plugin.platform.platform_manager import PlatformRegistry
 
     from rl_accel.integrations.verl import engines
+    from rl_accel.lab.verl_cpu import vllm
     from rl_accel.lab.verl_cpu.patches import SWITCHES
     from rl_accel.lab.verl_cpu.platform import PlatformCPU
     from rl_accel.patches.patch import Patch
@@ -50,6 +48,7 @@ def activate() -> None:
     def apply_when_imported(patch: Patch) -> None:
         when_imported(patch.target.partition(":")[0], lambda _module: patch.apply())
 
+    vllm.activate()
     PlatformRegistry.register(PLATFORM)(PlatformCPU)
     engines.register(ROLLOUT, engines.Engine(aborts_by_id=True, restarts_in_run=True, read_counters=_read_counters))
     when_imported("verl.workers.rollout.base", _register_adapter)

@@ -68,7 +68,7 @@ def test_what_cannot_work_is_refused(composed, keys, message):
 
 
 def test_a_verl_without_a_reward_loop_is_refused():
-    with pytest.raises(ConfigError, match=r"wants verl 0\.9\.1 or later with its reward loop"):
+    with pytest.raises(ConfigError, match=r"wants verl 0\.8\.0 or later with its reward loop"):
         wire(OmegaConf.create({"trainer": {}}), ON)
 
 
