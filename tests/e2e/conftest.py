@@ -1,6 +1,7 @@
 """The real verl trainer on a tiny model, as the shipped recipe runs it; every process of a run is gone when it returns."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ def engine(request, repo) -> Engine:
     name = getattr(request, "param", "hf_cpu")
     if name == "hf_cpu":
         return Engine(name, sys.executable)
-    python = repo / ".venv-vllm" / "bin" / "python"
+    python = Path(os.environ.get("VLLM_PYTHON", repo / ".venv-vllm" / "bin" / "python"))
     if not python.exists():
         pytest.skip("real vLLM is absent: `make vllm` builds its environment")
     return Engine(name, str(python), (f"actor_rollout_ref.rollout.name={name}",))

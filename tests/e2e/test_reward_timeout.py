@@ -8,10 +8,15 @@ import pandas as pd
 import psutil
 import pytest
 
-from rl_accel.lab.ab.recipe import load, plan_runs
 from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(1500),
+    pytest.mark.parametrize(
+        "engine", ["hf_cpu", pytest.param("vllm", marks=pytest.mark.vllm)], indirect=True, scope="module"
+    ),
+]
 
 STEPS, PROMPTS, RESPONSES, VALIDATED = 8, 8, 4, 4
 FULL = 6.0
@@ -66,14 +71,13 @@ def kill(name, metrics):
 
 
 @pytest.fixture(scope="module")
-def left(repo, workspace, clean_environment, tmp_path_factory):
+def left(recipe_command, workspace, tmp_path_factory):
     out = tmp_path_factory.mktemp("reward")
     (out / "reward.py").write_text(REWARD)
     pd.read_parquet(workspace / "task" / "train.parquet").head(PROMPTS).to_parquet(out / "train.parquet")
-    recipe_file = repo / "examples" / "verl_ppo_cpu" / "recipe.yaml"
-    (plan,) = plan_runs(load(recipe_file), recipe_file.parent, workspace, arms=["stock"], steps=STEPS)
+    planned, environment = recipe_command(STEPS)
     command = [
-        *plan.command,
+        *planned,
         "algorithm.adv_estimator=grpo",
         f"actor_rollout_ref.rollout.n={RESPONSES}",
         f"data.train_batch_size={PROMPTS}",
@@ -104,13 +108,7 @@ def left(repo, workspace, clean_environment, tmp_path_factory):
         return False
 
     with ray_temp_dir() as ray_dir:
-        environment = {
-            **clean_environment,
-            **{key: value for key, value in plan.env.items() if value is not None},
-            "VERL_FILE_LOGGER_PATH": str(metrics),
-            "PYTHONUNBUFFERED": "1",
-            "RAY_TMPDIR": str(ray_dir),
-        }
+        environment |= {"VERL_FILE_LOGGER_PATH": str(metrics), "RAY_TMPDIR": str(ray_dir)}
         outcome = supervised(command, environment, out, log, Stop(), follow, ray_dir)
     assert outcome.exit_code == 0, last_lines(log, 80)
     anchors = json.loads((out / "checkpoints" / "rl_accel_reward_anchors.json").read_text())

