@@ -21,6 +21,7 @@ _LAZY_BENCH = {
     "gae": ("lab.bench.gae", "GAE kernels against verl's loop and other published ways."),
     "reward": ("lab.bench.reward", "A fixed time limit of rewards against the adaptive one."),
     "outcome": ("lab.bench.group_advantages", "Twins of verl's other advantage loops against the loops."),
+    "chaos": ("lab.bench.chaos", "Tail batching on verl while its processes are killed at random moments."),
     "tail": ("lab.bench.tail", "Tail batching: what its rounds cost on verl, without a model."),
 }
 """By command, the module of rl_accel that it is in, and a line of help."""

@@ -20,6 +20,7 @@ class Engine:
     Attributes:
         aborts_by_id: ``abort_request`` of its servers works, and ``generate`` then returns the tokens so far.
         restarts_in_run: a server that is started anew gets the next weights, once the training side has forgotten the first one.
+        updates_again: a weight update during which a server died ends by itself and can be made again.
         death_errors: names of exceptions with which a living server says that the engine behind it is dead.
         read_counters: asks servers how often they have preempted; None: nobody knows how.
         counting: a key of verl's configuration and the value with which servers count preemptions; None: they always do.
@@ -27,6 +28,7 @@ class Engine:
 
     aborts_by_id: bool = False
     restarts_in_run: bool = False
+    updates_again: bool = False
     death_errors: tuple[str, ...] = ()
     read_counters: ReadCounters | None = None
     counting: tuple[str, Any] | None = None

@@ -53,6 +53,7 @@ class Event:
         tokens: generated so far.
         result: what the response is to the workers' framework (scored only); the driver only hands it on.
         error: one line (failed only).
+        lost: a server or a worker died under it, which says nothing of the response (failed only).
     """
 
     kind: Literal["generated", "scored", "failed", "aborted"]
@@ -60,6 +61,11 @@ class Event:
     tokens: int = 0
     result: Any = None
     error: str = ""
+    lost: bool = False
+
+
+class ResponseLost(RuntimeError):
+    """What a response was made with has died. It is made again, however often that happens."""
 
 
 class ResponseWorkers(Protocol):
@@ -119,7 +125,7 @@ class FailureLog:
             "rl-accel: response %d failed: %s", response_id, line, exc_info=None if kind in self._kinds else error
         )
         self._kinds.add(kind)
-        return Event("failed", response_id, tokens, error=line)
+        return Event("failed", response_id, tokens, error=line, lost=isinstance(error, ResponseLost))
 
 
 class PromptSupply:
@@ -298,7 +304,7 @@ class RolloutDriver:
                 return self.core.response_scored(response_id, now)
             case "failed":
                 self._last_error = event.error
-                return self.core.response_failed(response_id, event.tokens, now)
+                return self.core.response_failed(response_id, event.tokens, now, event.lost)
             case "aborted":
                 return self.core.response_aborted(response_id, event.tokens)
 

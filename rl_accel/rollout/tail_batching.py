@@ -277,8 +277,11 @@ class TailBatching:
         self._unchecked = attempt
         return [CheckGroup(attempt.group())]
 
-    def response_failed(self, response_id: int, tokens: int, now: float) -> list[Decision]:
-        """The engine, the agent loop or the reward failed on a response, after ``tokens`` tokens."""
+    def response_failed(self, response_id: int, tokens: int, now: float, lost: bool = False) -> list[Decision]:
+        """The engine, the agent loop or the reward failed on a response, after ``tokens`` tokens.
+
+        One that was ``lost``, because a process died under it, is made again without counting as a retry.
+        """
         response = self._find(response_id, tokens)
         if response is None:
             return []
@@ -292,8 +295,8 @@ class TailBatching:
             attempt.generated.remove(response_id)
         self._metrics.responses_failed += 1
         self._waste(tokens)
-        if response.retries < self.run.flags.max_retries:
-            return [self._launch(attempt, 1, response.retries + 1)]
+        if lost or response.retries < self.run.flags.max_retries:
+            return [self._launch(attempt, 1, response.retries + (not lost))]
         if len(attempt.responses) >= self.run.responses_per_prompt:
             return []
         self._metrics.prompts_failed += 1

@@ -262,6 +262,17 @@ def test_a_dead_server_costs_each_of_its_responses_one_retry():
     assert len(host.of(Launch)) == 1 + 4
 
 
+def test_a_response_that_was_lost_with_its_server_is_made_again_without_counting():
+    host = Host(P0=1, R0=1, prompt_ratio=1.0, response_ratio=1.0, max_retries=1).begin()
+    for response_id in range(5):
+        host.take(host.core.response_failed(response_id, 3, 0.0, lost=True))
+        assert host.of(Launch)[-1] == Launch("1:0", (response_id + 1,))
+    host.take(host.core.response_failed(5, 3, 0.0))
+    assert not host.of(PromptFailed)
+    host.take(host.core.response_failed(6, 3, 0.0))
+    assert host.of(PromptFailed)
+
+
 def test_a_prompt_does_not_fail_while_enough_of_its_responses_remain():
     host = Host(P0=1, R0=2, prompt_ratio=1.0, response_ratio=1.5, max_retries=0).begin()
     assert host.take(host.core.response_failed(0, 3, 0.0)) == []

@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError
 
 from rl_accel.integrations.verl.agent_loop import WorkerPart
 from rl_accel.integrations.verl.reward_worker_proxy import proxies
-from rl_accel.integrations.verl.tail_batching.servers import SESSION, RolloutServers, Session
+from rl_accel.integrations.verl.tail_batching.servers import RESUME, SESSION, RolloutServers, ServerLost, Session
 from rl_accel.rollout.driver import Event, FailureLog, Job
 
 logger = logging.getLogger("rl_accel")
@@ -64,6 +64,7 @@ class TailAgentLoopWorker(WorkerPart):
         self._sessions: dict[int, Session] = {}
         self._events: list[Event] = []
         self._has_events = asyncio.Event()
+        self._servers_lost: ServerLost | None = None
         self._failures = FailureLog()
         self._busy_since = 0.0
 
@@ -101,8 +102,14 @@ class TailAgentLoopWorker(WorkerPart):
             session.task.cancel()
 
     async def next_events(self) -> list[Event]:
-        """Return what happened since the last call, soon after anything has."""
+        """Return what happened since the last call, soon after anything has.
+
+        Raises:
+            ServerLost: no rollout server is left.
+        """
         await self._has_events.wait()
+        if self._servers_lost is not None:
+            raise self._servers_lost
         await asyncio.sleep(min(GATHER_SHARE * (time.monotonic() - self._busy_since), GATHER_SECONDS))
         self._has_events.clear()
         events, self._events = self._events, []
@@ -181,6 +188,11 @@ class TailAgentLoopWorker(WorkerPart):
     async def _watch(self, session: Session) -> None:
         """Report how a response ended, once nothing of it moves any more."""
         await asyncio.wait({session.task})
+        error = None if session.task.cancelled() else session.task.exception()
+        if isinstance(error, ServerLost):  # the round cannot end: it is the trainer that says so
+            self._servers_lost = error
+            self._has_events.set()
+            return
         stored = Stored(session.keys, session.metric)
         event = self._failures.event_of(
             session.response_id, session.task, session.tokens, stored, cancelled=session.cancelled
@@ -237,7 +249,7 @@ class Workers:
             RuntimeError: no worker is alive.
         """
         if not self._actors:
-            raise RuntimeError("rl_accel.tail_batching: every agent-loop worker has died")
+            raise RuntimeError(f"rl_accel.tail_batching: every agent-loop worker has died. {RESUME}")
         index = min(self._actors, key=lambda i: self._load[i])
         self._load[index] += len(job.response_ids)
         self._home.update(dict.fromkeys(job.response_ids, index))
@@ -284,7 +296,7 @@ class Workers:
             self._all_actors.remove(self._actors.pop(index))
             line = f"agent-loop worker {index} died: {error}".splitlines()[0]
             logger.error("rl-accel: %s; %d responses are lost with it", line, len(lost))
-            events = [Event("failed", response_id, error=line) for response_id in lost]
+            events = [Event("failed", response_id, error=line, lost=True) for response_id in lost]
         for event in events:
             if event.kind != "generated":
                 self._load[self._home.pop(event.response_id)] -= 1

@@ -8,6 +8,7 @@ round, and starts dead ones again before the next weights go out.
 import asyncio
 import functools
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
@@ -20,12 +21,17 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 from rl_accel.integrations.verl.engines import Engine, engine_of
 from rl_accel.integrations.verl.reward_worker_proxy import cancel, outcome
-from rl_accel.rollout.driver import TokenRate
+from rl_accel.rollout.driver import ResponseLost, TokenRate
 
 logger = logging.getLogger("rl_accel")
 
+RESUME = "Resume from the last checkpoint; no prompt is lost by that"
+
 PING_SECONDS = 30.0
 """How long to wait for a server's sign of life. One that only is slow passes for alive."""
+
+WATCH_SECONDS = 10.0
+"""How often servers are looked at in a weight update, and how long one that died may keep it from ending."""
 
 TOKEN_RATE = TokenRate()
 
@@ -61,12 +67,12 @@ class GenerationAborted(RuntimeError):
     """The engine cut a response off that nobody had cancelled. It is generated again."""
 
 
-class ServerDied(RuntimeError):
+class ServerDied(ResponseLost):
     """A rollout server or the engine behind it is gone. What it was generating is generated again elsewhere."""
 
 
 class ServerLost(RuntimeError):
-    """A rollout server died and cannot be started again: training cannot go on with equal weights everywhere."""
+    """Rollout servers died and cannot be started again, or not with equal weights everywhere: training cannot go on."""
 
 
 def is_death(error: BaseException, engine: Engine) -> bool:
@@ -198,11 +204,11 @@ class TailLLMServerClient(LLMServerClient):
         except asyncio.CancelledError:  # else the load balancer would count a request on this server for ever
             self._release_server((await acquiring)[0], request_id=request_id)
             raise
-        except RuntimeError as error:  # the load balancer has none left
-            if not self._dead:
+        except RuntimeError as error:
+            if await self._load_balancer.get_all_servers.remote():
                 raise
-            dead = "; ".join(f"{name}: {why}" for name, why in self._dead.items())
-            raise ServerDied(f"no rollout server is left; dead are {dead}") from error
+            dead = "; ".join(f"{name}: {why}" for name, why in self._dead.items())  # others may have found out
+            raise ServerLost(f"rl_accel.tail_batching: no rollout server is left ({dead}). {RESUME}") from error
         return server_id, CancellableServer(
             server, engine_of(self.config), on_death=functools.partial(self._remove, server_id)
         )
@@ -273,6 +279,45 @@ class RolloutServers:
                 if not self.revive():
                     raise
 
+    def update_weights(self, call: Callable[[], None]) -> None:
+        """Make a ``call`` that sends weights to every server, with dead ones started again first.
+
+        Raises:
+            ServerLost: as in :meth:`revive`; or a server died meanwhile. verl's training workers wait for it and for each
+                other without end, so they are ended.
+            RayError: the call failed although every server lives.
+        """
+        if self._engine.updates_again:
+            self.reach_all(call)
+            return
+        self.revive()
+        over = threading.Event()
+        threading.Thread(target=self._end_stuck_update, args=(over,), daemon=True).start()
+        try:
+            call()
+        except RayError as error:
+            dead = asyncio.run(find_dead(self._manager.get_replicas()))
+            if not dead:
+                raise
+            names = ", ".join(replica.server_address for replica in dead)
+            raise ServerLost(
+                f"rl_accel.tail_batching: rollout server {names} died while it was given new weights. {RESUME}"
+            ) from error
+        finally:
+            over.set()
+
+    def _end_stuck_update(self, over: threading.Event) -> None:
+        replicas = self._manager.get_replicas()
+        while not over.wait(WATCH_SECONDS):
+            dead = asyncio.run(find_dead(replicas))
+            if dead and not over.wait(WATCH_SECONDS):  # else the call has found out itself
+                logger.error(
+                    "rl-accel: a rollout server died in a weight update; the training workers that wait are ended"
+                )
+                for worker in (worker for replica in replicas for worker in replica.workers):
+                    ray.kill(worker)
+                return
+
     def revive(self) -> list[str]:
         """Start dead servers again and have the load balancer know exactly those that live; return the revived ones.
 
@@ -301,8 +346,7 @@ class RolloutServers:
         name = f"rollout server {replica.server_address} (replica {replica.replica_rank})"
         if not self._engine.restarts_in_run:
             raise ServerLost(
-                f"rl_accel.tail_batching: {name} has died, and its engine cannot be given a new one "
-                "while it runs. Resume from the last checkpoint; no prompt is lost by that"
+                f"rl_accel.tail_batching: {name} has died, and its engine cannot be given a new one while it runs. {RESUME}"
             )
         for server in replica.servers:  # of a replica of several, those that live
             ray.kill(server)
@@ -312,8 +356,7 @@ class RolloutServers:
             ray.get([worker.__ray_call__.remote(_forget_server) for worker in replica.workers])
         except Exception as error:
             raise ServerLost(
-                f"rl_accel.tail_batching: {name} has died and could not be started again: {error}. "
-                "Resume from the last checkpoint; no prompt is lost by that"
+                f"rl_accel.tail_batching: {name} has died and could not be started again: {error}. {RESUME}"
             ) from error
         logger.warning("rl-accel: %s had died and was started again; it joins with the next weights", name)
 

@@ -69,7 +69,6 @@ class TailBatchingTrainer(PPOTrainerSync):
 
     def fit(self, agent_loop_manager: Any) -> None:
         """Train; see the base class. The workers of ``agent_loop_manager`` must be able to cancel."""
-        self._servers = RolloutServers(self.llm_server_manager, engine_of(self.config))
         workers = Workers(agent_loop_manager.agent_loop_workers, self._servers)
         self._driver = RolloutDriver(self._core, self._supply, workers, clear, varies)
         super().fit(agent_loop_manager)
@@ -97,11 +96,15 @@ class TailBatchingTrainer(PPOTrainerSync):
         meta = KVBatchMeta(partition_id="train", keys=keys, tags=[stored[key] for key in keys])
         return meta, result.metrics() | {f"{METRICS_PREFIX}ghost_keys": float(len(ghosts))}
 
+    def on_init_end(self) -> None:
+        self._servers = RolloutServers(self.llm_server_manager, engine_of(self.config))
+        self._servers.update_weights(super().on_init_end)
+
     def on_sample_end(self) -> None:
         self._servers.reach_all(super().on_sample_end)
 
     def on_step_end(self) -> None:
-        self._servers.reach_all(super().on_step_end)
+        self._servers.update_weights(super().on_step_end)
         self._servers.resume()
 
     # Checkpoints

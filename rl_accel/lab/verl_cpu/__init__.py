@@ -50,7 +50,10 @@ def activate() -> None:
 
     vllm.activate()
     PlatformRegistry.register(PLATFORM)(PlatformCPU)
-    engines.register(ROLLOUT, engines.Engine(aborts_by_id=True, restarts_in_run=True, read_counters=_read_counters))
+    engines.register(
+        ROLLOUT,
+        engines.Engine(aborts_by_id=True, restarts_in_run=True, updates_again=True, read_counters=_read_counters),
+    )
     when_imported("verl.workers.rollout.base", _register_adapter)
     when_imported("verl.workers.rollout.replica", _register_replica)
     for patch in SWITCHES:

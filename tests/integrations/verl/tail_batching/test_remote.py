@@ -319,8 +319,11 @@ class TestDeadServers:
             kill(servers["one"])
             with pytest.raises(ServerDied):
                 await client.generate("a", prompt_ids=[1], sampling_params={})
-            with pytest.raises(ServerDied, match="no rollout server is left; dead are one: "):
+            with pytest.raises(ServerLost, match=r"no rollout server is left \(one: .*Resume from the last checkpoint"):
                 await client.generate("b", prompt_ids=[1], sampling_params={})
+            other = TailLLMServerClient(CONFIG, client._load_balancer)  # of a worker that had no request on it
+            with pytest.raises(ServerLost, match="no rollout server is left"):
+                await other.generate("c", prompt_ids=[1], sampling_params={})
 
         asyncio.run(run())
 
@@ -435,6 +438,18 @@ class TestRevivingServers:
 
         RolloutServers(manager_of(replica), RESTARTS).reach_all(call)
         assert len(calls) == 2
+
+    def test_a_server_that_dies_in_a_weight_update_leaves_nobody_waiting(self, manager_of, monkeypatch):
+        monkeypatch.setattr(f"{RolloutServers.__module__}.WATCH_SECONDS", 0.5)
+        replica, sender = Replica(), start(RewardWorker)
+        replica.workers = [sender]
+
+        def call():
+            kill(replica.server_handle)
+            ray.get(sender.compute_score.remote(None))  # a training worker that waits for the dead server without end
+
+        with pytest.raises(ServerLost, match=r"server_1 died while it was given new weights\. Resume from"):
+            RolloutServers(manager_of(replica), RESTARTS).update_weights(call)
 
     def test_a_call_that_fails_for_another_reason_fails_once(self, manager_of):
         calls = []

@@ -1,0 +1,203 @@
+"""``rl-accel bench chaos``: a recipe with tail batching on real verl, while its processes are killed at random moments."""
+
+import contextlib
+import json
+import random
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import psutil
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from rl_accel.lab.ab.recipe import RunPlan, load, plan_runs, prepare_command
+from rl_accel.lab.ab.runner import Stop, last_lines, prepare, ray_temp_dir, supervised
+from rl_accel.lab.bench.measure import console_of_benchmark
+from rl_accel.rollout.saved import FOLDER
+
+VICTIMS: dict[str, tuple[str, ...]] = {
+    "engine": ("VLLM::EngineCore", "CPURolloutServer"),
+    "server": ("vLLMHttpServer", "CPURolloutServer"),
+    "agent-loop worker": ("AgentLoopWorker",),
+    "reward worker": ("RewardLoopWorker",),
+    "anchor store": ("AnchorStoreActor",),
+    "trainer": ("TaskRunnerV1",),
+}
+"""What is killed, and how its process is called with vLLM and with the CPU engine."""
+
+STEPS, PROMPTS, KILLS = 6, 8, 2
+OVERRIDES = (
+    f"data.train_batch_size={PROMPTS}",
+    f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
+    "trainer.n_gpus_per_node=2",
+    "trainer.save_freq=2",
+    "trainer.resume_mode=auto",
+    "+rl_accel.reward_timeout.enable=True",
+)
+LAUNCHES = KILLS + 1
+STANDSTILL_S = 600.0
+"""A run that settles no step for so long hangs."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL to one process of kind ``victim``, ``seconds`` after ``step`` steps are settled."""
+
+    victim: str
+    step: int
+    seconds: float
+
+
+@dataclass
+class Result:
+    """What became of one schedule.
+
+    Attributes:
+        kills: those that met a process.
+        launches: of the trainer; more than one where it could not go on and was resumed.
+        problems: what must not be; none is a pass.
+    """
+
+    seed: int
+    kills: list[Kill] = field(default_factory=list)
+    launches: int = 0
+    seconds: float = 0.0
+    failed_responses: int = 0
+    log_lines: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def schedule(seed: int, victims: Sequence[str]) -> list[Kill]:
+    """Return the kills of a seed in their order. Of ``2 n`` seeds in a row each of n victims is the first of two."""
+    rng = random.Random(seed)
+    chosen = [victims[seed % len(victims)], *rng.choices(victims, k=KILLS - 1)]
+    steps = sorted(rng.sample(range(1, STEPS), KILLS))  # a process that dies before is verl's to start
+    return [Kill(victim, step, rng.uniform(0.0, 4.0)) for victim, step in zip(chosen, steps, strict=True)]
+
+
+def play(plan: RunPlan, kills: Sequence[Kill], seed: int, folder: Path, stop: Stop) -> Result:
+    """Launch the run of ``plan`` until it ends by itself, with ``kills`` meanwhile, and look at what it left in ``folder``."""
+    folder.mkdir(parents=True)
+    result, due, began = Result(seed), list(kills), time.monotonic()
+    checkpoints, log, metrics = folder / "checkpoints", folder / "train.log", folder / "metrics.jsonl"
+    ledger = checkpoints / FOLDER / "ledger.jsonl"
+    command = [*plan.command, *OVERRIDES, f"trainer.default_local_dir={checkpoints}"]
+    settled, since = -1, began
+
+    def follow() -> bool:
+        nonlocal settled, since
+        steps = len(_lines(ledger))
+        if steps != settled:
+            settled, since = steps, time.monotonic()
+        waited = time.monotonic() - since
+        if due and steps >= due[0].step and waited >= due[0].seconds and _kill(due[0].victim, metrics):
+            result.kills.append(due.pop(0))
+        return waited > STANDSTILL_S
+
+    for result.launches in range(1, LAUNCHES + 1):
+        settled, kills_before = -1, len(result.kills)
+        with ray_temp_dir() as ray_dir:
+            environment = {**plan.env, "VERL_FILE_LOGGER_PATH": str(metrics), "RAY_TMPDIR": str(ray_dir)}
+            outcome = supervised(command, environment, folder, log, stop, follow, ray_dir)
+        if outcome.reason == "timeout":
+            result.problems.append(f"no step in {STANDSTILL_S:.0f} s")
+        elif outcome.exit_code and len(result.kills) == kills_before:
+            result.problems.append(f"launch {result.launches} ended although nothing was killed: {last_lines(log, 3)}")
+        if stop or not outcome.exit_code or result.problems:
+            break
+    result.seconds = time.monotonic() - began
+    result.log_lines = len(log.read_text(errors="replace").splitlines())
+    result.failed_responses = int(sum(_numbers(metrics, "responses_failed")))
+    result.problems += _wrong(_lines(ledger))
+    return result
+
+
+def _wrong(ledger: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what is wrong in a ledger of :data:`STEPS` steps of :data:`PROMPTS` prompts."""
+    problems = []
+    if [line["step"] for line in ledger] != list(range(1, STEPS + 1)):
+        problems.append(f"the ledger has the steps {[line['step'] for line in ledger]}")
+    if any(len(line["trained"]) != PROMPTS for line in ledger):
+        problems.append(f"batches had {[len(line['trained']) for line in ledger]} prompts")
+    trained = [prompt_id for line in ledger for prompt_id in line["trained"]]
+    if twice := len(trained) - len(set(trained)):
+        problems.append(f"{twice} prompts were trained twice")
+    if lost := sum(len(line["failed"]) for line in ledger):
+        problems.append(f"{lost} prompts were given up")
+    return problems
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _numbers(metrics: Path, name: str) -> list[float]:
+    name = f"rl_accel/tail_batching/{name}"
+    return [row["data"][name] for row in _lines(metrics) if name in row["data"]]
+
+
+def _kill(victim: str, metrics: Path) -> bool:
+    """SIGKILL to a process of the run that logs to ``metrics``; whether there was one."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            name = " ".join(process.cmdline())
+            if not any(word in name for word in VICTIMS[victim]):
+                continue
+            if process.environ().get("VERL_FILE_LOGGER_PATH") == str(metrics):
+                process.send_signal(signal.SIGKILL)
+                return True
+    return False
+
+
+@click.command("chaos")
+@click.argument("recipe_path", metavar="RECIPE", type=click.Path(exists=True, path_type=Path))
+@click.option("--arm", default="tail", show_default=True, help="Arm of the recipe; one with tail batching.")
+@click.option("--schedules", type=click.IntRange(min=1), default=20, show_default=True)
+@click.option("--first-seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out/chaos"), show_default=True)
+def bench_chaos(recipe_path: Path, arm: str, schedules: int, first_seed: int, out: Path) -> None:
+    """Kill processes of a run at random moments; every prompt must be trained once all the same.
+
+    Each schedule is a run of six steps on two replicas with a checkpoint every second step, and two kills: of an engine, a rollout
+    server, an agent-loop worker, a reward worker, the store of reward anchors, or the trainer. A run that cannot go on is launched
+    again. A prompt that is trained twice, given up or missing, and a run that hangs, are errors: exit status 1.
+    """
+    console = console_of_benchmark()
+    recipe_file = (recipe_path / "recipe.yaml" if recipe_path.is_dir() else recipe_path).absolute()
+    recipe = load(recipe_file)
+    out = out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    (plan,) = plan_runs(recipe, recipe_file.parent, out, arms=[arm], seeds=recipe.seeds[:1], steps=STEPS)
+    results = []
+    with Stop().listening() as stop:
+        prepared = prepare_command(recipe, recipe_file.parent, out)
+        prepare(*prepared, recipe_file.parent, out / "prepare.log", stop)
+        for seed in range(first_seed, first_seed + schedules):
+            with console.status(f"schedule {seed}"):
+                results.append(play(plan, schedule(seed, tuple(VICTIMS)), seed, out / f"{time.time_ns()}-{seed}", stop))
+            if stop:
+                raise click.Abort
+            _show(results[-1:], console)
+    _show(results, console)
+    (out / "chaos.json").write_text(json.dumps([vars(result) for result in results], indent=2, default=vars))
+    if any(result.problems for result in results):
+        raise SystemExit(1)
+
+
+def _show(results: Sequence[Result], console: Console) -> None:
+    table = Table(box=SIMPLE)
+    for heading in ("seed", "killed", "launches", "seconds", "responses failed", "log lines", "verdict"):
+        table.add_column(heading)
+    for result in results:
+        killed = ", ".join(f"{kill.victim} after step {kill.step}" for kill in result.kills)
+        verdict = "; ".join(result.problems) or "every prompt once"
+        numbers = (result.launches, f"{result.seconds:.0f}", result.failed_responses, result.log_lines)
+        table.add_row(str(result.seed), killed, *map(str, numbers), verdict)
+    console.print(table)
