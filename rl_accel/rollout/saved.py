@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rl_accel.errors import RlAccelError
+from rl_accel.files import write_atomically
 from rl_accel.rollout.driver import PromptSupply, StepResult
 from rl_accel.rollout.tail_batching import TailBatching
 
@@ -83,8 +84,7 @@ class SettlementLog:
                     kept.append(line + "\n")
             except ValueError:  # the last line of a run that was killed while it wrote
                 continue
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text("".join(kept))
+        write_atomically(self.path, "".join(kept))
 
     def add(self, step: int, result: StepResult) -> None:
         """Append what a step settled."""

@@ -86,3 +86,17 @@ def test_a_file_that_was_written_in_part_is_refused(tmp_path, name):
         (tmp_path / name).write_bytes(content[:size])
         with pytest.raises(ResumeError, match="is damaged: "):
             restore(tmp_path, 4, *new_run())
+
+
+def test_a_run_that_is_killed_while_it_resumes_keeps_its_log(tmp_path, monkeypatch):
+    log = SettlementLog(tmp_path)
+    log.add(1, StepResult(TrainBatch(1, "short", ()), trained={"1:1": 0}))
+    before = log.path.read_text()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pathlib.Path.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        log.rewind(0)
+    assert log.path.read_text() == before
