@@ -47,11 +47,12 @@ class Event:
     """What happened to a response.
 
     ``generated``, then ``scored``; or ``failed`` or ``aborted``, which a response can become at any time before it is scored.
-    Nothing of a failed or aborted response is left anywhere.
+    Nothing of a failed or aborted response runs any more.
 
     Attributes:
         tokens: generated so far.
-        result: what the response is to the workers' framework (scored only); the driver only hands it on.
+        result: what the response is to the workers' framework, or has left there before it failed or was aborted; None if
+            nothing. The driver only hands it on.
         error: one line (failed only).
         lost: a server or a worker died under it, which says nothing of the response (failed only).
     """
@@ -116,7 +117,7 @@ class FailureLog:
         """Return how a response ended whose ``task`` is done; log it if it failed."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if cancelled:
-            return Event("aborted", response_id, tokens)
+            return Event("aborted", response_id, tokens, result)
         if error is None:
             return Event("scored", response_id, tokens, result)
         kind = type(error).__name__
@@ -125,7 +126,7 @@ class FailureLog:
             "rl-accel: response %d failed: %s", response_id, line, exc_info=None if kind in self._kinds else error
         )
         self._kinds.add(kind)
-        return Event("failed", response_id, tokens, error=line, lost=isinstance(error, ResponseLost))
+        return Event("failed", response_id, tokens, result, line, lost=isinstance(error, ResponseLost))
 
 
 class PromptSupply:
@@ -237,7 +238,7 @@ class RolloutDriver:
         core: the state machine.
         supply: where new prompts come from.
         workers: runs responses.
-        discard: takes the results of scored responses that are not trained on.
+        discard: takes the results of all responses that are not trained on, once a round, when nothing runs any more.
         passes: the verdict on a group, from its prompt id and its results, in the order they were generated. Without one
             every group passes; it is called if the core's run has ``filter_groups``.
         now: a clock in seconds.
@@ -258,7 +259,7 @@ class RolloutDriver:
         self._discard = discard
         self._passes = passes
         self._now = now
-        self._scored: dict[int, Any] = {}
+        self._results: dict[int, Any] = {}
         self._result = StepResult()
         self._failed_in_a_row = 0
         self._last_error = ""
@@ -287,20 +288,21 @@ class RolloutDriver:
             for event in events:
                 self._carry_out(self._pass_on(event))
         groups = self._result.batch.groups
-        self._result.results = tuple(self._scored.pop(i) for group in groups for i in group.response_ids)
-        if self._scored:  # in bulk: there can be hundreds, and a call for each prompt would take a second or more
-            self._discard(list(self._scored.values()))
-            self._scored.clear()
+        self._result.results = tuple(self._results.pop(i) for group in groups for i in group.response_ids)
+        if self._results:  # in bulk: there can be thousands, and a call for each would take milliseconds
+            self._discard(list(self._results.values()))
+            self._results.clear()
         return self._result
 
     def _pass_on(self, event: Event) -> list[Decision]:
         response_id, now = event.response_id, self._now()
+        if event.result is not None:
+            self._results[response_id] = event.result
         match event.kind:
             case "generated":
                 return self.core.response_generated(response_id, event.tokens)
             case "scored":
                 self._failed_in_a_row = 0
-                self._scored[response_id] = event.result
                 return self.core.response_scored(response_id, now)
             case "failed":
                 self._last_error = event.error
@@ -333,7 +335,7 @@ class RolloutDriver:
                     )
 
     def _check(self, group: Group) -> None:
-        results = [self._scored[response_id] for response_id in group.response_ids]
+        results = [self._results[response_id] for response_id in group.response_ids]
         passes = self._passes is None or self._passes(group.prompt_id, results)
         if not passes:
             self._result.rejected[group.prompt_id] = self.supply.settle(group.prompt_id)

@@ -13,7 +13,10 @@ from rl_accel.rollout.tail_batching import TailBatching, TailRun
 
 
 class Schedule:
-    """Workers whose responses take drawn times. ``stored`` is what lies in the buffer; cancelling takes time as well."""
+    """Workers whose responses take drawn times. ``stored`` is what lies in the buffer; cancelling takes time as well.
+
+    Every other response that fails or is cancelled has written to the buffer.
+    """
 
     def __init__(self, seed=0, fails=lambda prompt_id: False, metric=lambda prompt_id, response_id: None):
         self.random = random.Random(seed)
@@ -23,6 +26,7 @@ class Schedule:
         self.launched: dict[int, tuple[str, int]] = {}
         self._due: list = []
         self._over: set[int] = set()
+        self.discards = 0
 
     def launch(self, job):
         for response_id in job.response_ids:
@@ -31,7 +35,7 @@ class Schedule:
             seconds = self.random.lognormvariate(0, 1)
             tokens = int(100 * seconds) + 1
             if self.fails(job.prompt_id):
-                self._at(seconds, Event("failed", response_id, tokens, error="broken"))
+                self._at(seconds, Event("failed", response_id, tokens, self._left_by(response_id), error="broken"))
                 continue
             self._at(seconds, Event("generated", response_id, tokens))
             result = response_id, self.metric(job.prompt_id, response_id)
@@ -41,7 +45,8 @@ class Schedule:
         for response_id in response_ids:
             if response_id not in self._over:
                 self._over.add(response_id)
-                self._at(self.random.random(), Event("aborted", response_id, 1), cancelled=True)
+                event = Event("aborted", response_id, 1, self._left_by(response_id))
+                self._at(self.random.random(), event, cancelled=True)
 
     def begin_round(self):
         assert self.launched.keys() == self._over, "nothing of an earlier round is under way"
@@ -57,9 +62,17 @@ class Schedule:
                 return []
             if event.kind != "generated":
                 self._over.add(event.response_id)
-            if event.kind == "scored":
-                self.stored.add(event.result)
+        if event.result is not None:
+            self.stored.add(event.result)
         return [event]
+
+    def _left_by(self, response_id):
+        return (response_id, None) if response_id % 2 else None
+
+    def discard(self, results):
+        assert self.launched.keys() == self._over, "what still runs could write later"
+        self.discards += 1
+        self.stored.difference_update(results)
 
     def _at(self, delay, event, cancelled=False):
         heapq.heappush(self._due, (self.time + delay, len(self._due) + self.random.random(), event, cancelled))
@@ -79,7 +92,7 @@ def make(rows=1000, workers=None, domain=lambda row: "any", filter_groups=False,
         return {"row": row, "index": (row - 1) % rows, "kind": domain(row)}
 
     supply = PromptSupply(core.run, fetch, rows, "kind")
-    driver = RolloutDriver(core, supply, workers, workers.stored.difference_update, varies, lambda: workers.time)
+    driver = RolloutDriver(core, supply, workers, workers.discard, varies, lambda: workers.time)
     return driver, workers
 
 
@@ -91,6 +104,7 @@ def train(driver, workers, steps, first=1):
         assert [i for group in result.batch.groups for i in group.response_ids] == [i for i, _ in result.results]
         assert len(result.results) == len(set(result.results)) == 8
         assert workers.stored == set(result.results), "nothing but the batch is left in the buffer"
+        assert workers.discards <= step, "once a step at most"
         for group in result.batch.groups:
             for response_id in group.response_ids:
                 assert workers.launched[response_id] == (group.prompt_id, step), "on-policy"

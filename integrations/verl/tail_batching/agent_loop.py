@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import ray
-import transfer_queue as tq
 from ray.exceptions import RayActorError
 
 from rl_accel.integrations.verl.agent_loop import WorkerPart
@@ -23,8 +22,8 @@ from rl_accel.rollout.driver import Event, FailureLog, Job
 logger = logging.getLogger("rl_accel")
 
 GATHER_SHARE, GATHER_SECONDS = 0.005, 1.0
-"""Events wait for more, so long as a share of the round's age so far and at most so many seconds: a call for each response would
-cost the trainer far more than what it does about them."""
+"""Events wait for more while responses run, so long as a share of the round's age so far and at most so many seconds: a call for
+each response would cost the trainer far more than what it does about them."""
 
 ENGINES_STOP_SECONDS = 2.0
 """Requests that reached their engine too late to be aborted with all others are cancelled one by one once none has ended for so
@@ -36,10 +35,10 @@ DELIVERY_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A scored response.
+    """What a response has written to TransferQueue.
 
     Attributes:
-        keys: where its trajectories lie in TransferQueue; more than one if the agent loop had several outputs.
+        keys: where its trajectories lie; more than one if the agent loop had several outputs.
         metric: what group filtering looks at, if it is on and the reward function gave it.
     """
 
@@ -50,8 +49,8 @@ class Stored:
 class TailAgentLoopWorker(WorkerPart):
     """Makes each training response a task of its own. Validation goes on as in verl.
 
-    A cancelled response is reported as aborted after its engine request and its reward have stopped and what it had put into
-    TransferQueue is gone: abort, settle, then clear.
+    A cancelled response is reported as aborted, with what it had put into TransferQueue, after its engine request, its reward and
+    its writes have stopped. The trainer clears once all are over: abort, settle, then clear.
     """
 
     outermost = True  # it stops what was cancelled before any other part sees it
@@ -65,6 +64,7 @@ class TailAgentLoopWorker(WorkerPart):
         self._events: list[Event] = []
         self._has_events = asyncio.Event()
         self._servers_lost: ServerLost | None = None
+        self._all_over = asyncio.Event()
         self._failures = FailureLog()
         self._busy_since = 0.0
 
@@ -76,6 +76,7 @@ class TailAgentLoopWorker(WorkerPart):
         """
         if jobs and not self._sessions:
             self._busy_since = time.monotonic()
+            self._all_over.clear()
         for job in jobs:
             self._launch(job)
         left: list[Session] = []
@@ -110,7 +111,9 @@ class TailAgentLoopWorker(WorkerPart):
         await self._has_events.wait()
         if self._servers_lost is not None:
             raise self._servers_lost
-        await asyncio.sleep(min(GATHER_SHARE * (time.monotonic() - self._busy_since), GATHER_SECONDS))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(GATHER_SHARE * (time.monotonic() - self._busy_since), GATHER_SECONDS)):
+                await self._all_over.wait()
         self._has_events.clear()
         events, self._events = self._events, []
         return events
@@ -193,16 +196,13 @@ class TailAgentLoopWorker(WorkerPart):
             self._servers_lost = error
             self._has_events.set()
             return
-        stored = Stored(session.keys, session.metric)
+        stored = Stored(session.keys, session.metric) if session.storing else None
         event = self._failures.event_of(
             session.response_id, session.task, session.tokens, stored, cancelled=session.cancelled
         )
-        if session.storing and event.kind != "scored":
-            try:
-                await tq.async_kv_clear(keys=list(session.keys), partition_id="train")
-            except Exception:
-                logger.exception("rl-accel: response %d could not be cleared", session.response_id)
         del self._sessions[session.response_id]
+        if not self._sessions:
+            self._all_over.set()
         self._report(event)
 
     def _report(self, event: Event) -> None:

@@ -1,0 +1,137 @@
+"""What an agent-loop worker does with its responses at the end of a round, in this process; verl's part of it is replaced."""
+
+import asyncio
+import importlib.util
+
+import pytest
+
+if importlib.util.find_spec("verl") is None or importlib.util.find_spec("transfer_queue") is None:
+    pytest.skip("verl is not installed", allow_module_level=True)
+
+import transfer_queue
+from omegaconf import OmegaConf
+
+from rl_accel.integrations.verl.tail_batching import agent_loop
+from rl_accel.integrations.verl.tail_batching.agent_loop import Stored, TailAgentLoopWorker
+from rl_accel.integrations.verl.tail_batching.servers import SESSION
+from rl_accel.rollout.driver import Event, Job
+
+CONFIG = OmegaConf.create(
+    {
+        "algorithm": {},
+        "actor_rollout_ref": {
+            "rollout": {
+                "temperature": 1.0,
+                "top_p": 1.0,
+                "top_k": -1,
+                "calculate_log_probs": True,
+                "agent": {"default_agent_loop": "any"},
+            }
+        },
+    }
+)
+
+
+class VerlWorker:
+    """What the worker uses of verl's. Responses of prompt "writing" write until ``written``, others generate until ``stopped``."""
+
+    def __init__(self):
+        self.config, self.reward_loop_worker_handles, self.background_tasks = CONFIG, None, set()
+        self.stopped, self.written, self.write_fails = asyncio.Event(), asyncio.Event(), False
+
+    async def _run_agent_loop(self, sampling_params, uid, **_):
+        session = SESSION.get()
+        if uid == "writing":
+            session.keys, session.storing = (f"{uid}_{session.response_id}_0",), True
+            await self.written.wait()
+            if self.write_fails:
+                raise OSError("storage is full")
+            return
+        session.generating = True
+        await self.stopped.wait()
+        session.generating, session.tokens = False, 3
+        if session.cancelled:
+            raise asyncio.CancelledError
+
+
+class Worker(TailAgentLoopWorker, VerlWorker):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def events_wait_for_ever(monkeypatch):
+    """Unless something ends the wait for more events, and the test would never end."""
+    monkeypatch.setattr(agent_loop, "GATHER_SHARE", 1e9)
+    monkeypatch.setattr(agent_loop, "GATHER_SECONDS", 1e9)
+
+
+@pytest.fixture
+def cleared(monkeypatch):
+    """The keys of every call that clears TransferQueue."""
+    calls = []
+
+    async def async_kv_clear(keys, partition_id):
+        calls.append(keys)
+
+    monkeypatch.setattr(transfer_queue, "async_kv_clear", async_kv_clear)
+    return calls
+
+
+async def start(worker):
+    await worker.act([Job("generating", {}, tuple(range(40)), 1), Job("writing", {}, tuple(range(40, 50)), 1)], ())
+    while not all(session.generating or session.storing for session in worker._sessions.values()):
+        await asyncio.sleep(0)
+
+
+def test_all_that_is_cancelled_at_the_end_of_a_round_is_one_message_and_nothing_is_cleared_one_by_one(cleared):
+    async def run():
+        worker = Worker()
+        await start(worker)
+        await worker.act((), range(50), engines_stop=True)
+        message = asyncio.create_task(worker.next_events())
+        worker.stopped.set()
+        while len(worker._sessions) > 10:
+            await asyncio.sleep(0)
+        assert not message.done(), "what still writes is waited for"
+        worker.written.set()
+        return await asyncio.wait_for(message, 60)
+
+    events = asyncio.run(run())
+    assert sorted(events, key=lambda event: event.response_id) == [
+        *(Event("aborted", response_id, 3) for response_id in range(40)),
+        *(Event("aborted", response_id, 0, Stored((f"writing_{response_id}_0",))) for response_id in range(40, 50)),
+    ]
+    assert cleared == []
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_write_that_fails_leaves_its_keys_to_the_trainer(cleared, cancelled):
+    async def run():
+        worker = Worker()
+        worker.write_fails = True
+        await start(worker)
+        await worker.act((), range(50) if cancelled else range(40), engines_stop=True)
+        worker.stopped.set()
+        worker.written.set()
+        return await asyncio.wait_for(worker.next_events(), 60)
+
+    events = [event for event in asyncio.run(run()) if event.response_id >= 40]
+    assert {event.kind for event in events} == {"aborted" if cancelled else "failed"}
+    assert sorted(event.result.keys for event in events) == [(f"writing_{number}_0",) for number in range(40, 50)]
+    assert cleared == []
+
+
+def test_while_responses_run_events_wait_for_more():
+    async def run():
+        worker = Worker()
+        await start(worker)
+        message = asyncio.create_task(worker.next_events())
+        worker.written.set()
+        while len(worker._sessions) > 40:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        assert not message.done()
+        worker.stopped.set()
+        return await asyncio.wait_for(message, 60)
+
+    assert len(asyncio.run(run())) == 50
