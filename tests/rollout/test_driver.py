@@ -8,7 +8,7 @@ import pytest
 
 from rl_accel.errors import ConfigError
 from rl_accel.features import TailBatchingFlags
-from rl_accel.rollout.driver import Event, FailureLog, PromptSupply, RolloutDriver
+from rl_accel.rollout.driver import Event, FailureLog, PromptSupply, ResponseLost, RolloutDriver
 from rl_accel.rollout.tail_batching import TailBatching, TailRun
 
 
@@ -281,6 +281,10 @@ def test_every_number_has_a_name_that_verl_reduces_as_meant():
     assert all(isinstance(value, float) for value in found.values())
 
 
+class ServerDied(ResponseLost):
+    pass
+
+
 def test_a_failed_response_is_one_line_and_its_traceback_comes_once_for_each_kind(caplog):
     async def end_all(*errors):
         log = FailureLog()
@@ -289,8 +293,9 @@ def test_a_failed_response_is_one_line_and_its_traceback_comes_once_for_each_kin
             task.set_exception(error)
         return [log.event_of(number, task, 7, None, cancelled=False) for number, task in enumerate(tasks)]
 
-    events = asyncio.run(end_all(OSError("gone"), OSError("gone again"), KeyError("x")))
-    assert [event.error for event in events] == ["OSError: gone", "OSError: gone again", "KeyError: 'x'"]
+    events = asyncio.run(end_all(OSError("gone"), OSError("gone again"), ServerDied("x")))
+    assert [event.error for event in events] == ["OSError: gone", "OSError: gone again", "ServerDied: x"]
+    assert [event.lost for event in events] == [False, False, True]
     assert {(event.kind, event.tokens) for event in events} == {("failed", 7)}
     assert [bool(record.exc_info) for record in caplog.records] == [True, False, True]
     assert "response 1 failed: OSError: gone again" in caplog.messages[1]

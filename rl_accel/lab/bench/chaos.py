@@ -35,6 +35,7 @@ STEPS, PROMPTS, KILLS = 6, 8, 2
 OVERRIDES = (
     f"data.train_batch_size={PROMPTS}",
     f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
+    "data.max_response_length=512",
     "trainer.n_gpus_per_node=2",
     "trainer.save_freq=2",
     "trainer.resume_mode=auto",

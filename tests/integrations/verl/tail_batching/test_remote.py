@@ -543,7 +543,7 @@ class TestWorkers:
         kill(one)
         events = gather(workers, 2)
         assert [(event.kind, event.response_id) for event in events] == [("failed", 0), ("failed", 1)]
-        assert all("agent-loop worker 0 died" in event.error for event in events)
+        assert all("agent-loop worker 0 died" in event.error and event.lost for event in events)
         assert living == [two], "validation goes to those that live"
 
         workers.launch(Job("quick", {}, (5,), 1))
@@ -574,6 +574,14 @@ class TestWorkers:
         workers.end_round()
         assert engines.told[1:] == [("abort", [[job, 0, 1, "stop"]])]
         assert {(event.kind, event.response_id) for event in gather(workers, 2)} == {("aborted", 0), ("aborted", 1)}
+
+    def test_a_round_without_a_rollout_server_ends_the_run(self):
+        class Stranded(Worker):
+            async def next_events(self):
+                raise ServerLost("no rollout server is left")
+
+        with pytest.raises(ServerLost, match="no rollout server is left"):
+            Workers([start(Stranded)], Engines()).wait(60)
 
     def test_orders_to_a_worker_that_died_unnoticed_are_reported_as_failed(self):
         one = start(Worker)
