@@ -81,6 +81,10 @@ def is_death(error: BaseException, engine: Engine) -> bool:
     return isinstance(error, RayActorError) or type(cause).__name__ in engine.death_errors
 
 
+def _in_one_line(error: BaseException) -> str:
+    return str(getattr(error, "cause", None) or error).strip().splitlines()[0]
+
+
 async def find_dead(replicas: Sequence[Any]) -> list[Any]:
     """Return those of verl's replicas of which a server actor, or the engine that it holds, is dead."""
 
@@ -172,7 +176,7 @@ class CancellableServer:
         except RayError as error:
             if not is_death(error, self._engine):
                 raise
-            line = str(getattr(error, "cause", None) or error).strip().splitlines()[0]
+            line = _in_one_line(error)
             await self._on_death(line)
             raise ServerDied(line) from error
 
@@ -262,7 +266,7 @@ class RolloutServers:
             if isinstance(error, BaseException):
                 if not is_death(error, self._engine):
                     raise error
-                logger.warning("rl-accel: a rollout server did not take part in %s: %s", name, error)
+                logger.warning("rl-accel: a rollout server did not take part in %s: %s", name, _in_one_line(error))
 
     def reach_all(self, call: Callable[[], None]) -> None:
         """Make a ``call`` that reaches every server, with dead ones started again first, and again if one dies meanwhile.

@@ -106,6 +106,8 @@ def play(plan: RunPlan, kills: Sequence[Kill], seed: int, folder: Path, stop: St
         with ray_temp_dir() as ray_dir:
             environment = {**plan.env, "VERL_FILE_LOGGER_PATH": str(metrics), "RAY_TMPDIR": str(ray_dir)}
             outcome = supervised(command, environment, folder, log, stop, follow, ray_dir)
+        result.failed_responses += int(sum(_numbers(metrics, "responses_failed")))
+        metrics.unlink(missing_ok=True)  # the next launch begins another
         if outcome.reason == "timeout":
             result.problems.append(f"no step in {STANDSTILL_S:.0f} s")
         elif outcome.exit_code and len(result.kills) == kills_before:
@@ -114,7 +116,6 @@ def play(plan: RunPlan, kills: Sequence[Kill], seed: int, folder: Path, stop: St
             break
     result.seconds = time.monotonic() - began
     result.log_lines = len(log.read_text(errors="replace").splitlines())
-    result.failed_responses = int(sum(_numbers(metrics, "responses_failed")))
     result.problems += _wrong(_lines(ledger))
     return result
 

@@ -105,7 +105,9 @@ def test_ranks_may_share_a_server_and_its_memory_is_that_of_all_of_them(configur
     assert overrides(configured(*given, f"+{memory}.kv_tokens=100", f"+{memory}.weight_tokens=100")) == []
 
 
-@pytest.mark.parametrize("version, reason", [(None, "is not installed"), ("0.1.2", "0.1.2 is not a version that was")])
+@pytest.mark.parametrize(
+    ("version", "reason"), [(None, "is not installed"), ("0.1.2", "0.1.2 is not a version that was")]
+)
 def test_without_a_tried_vllm_the_run_is_refused(configured, monkeypatch, version, reason):
     monkeypatch.setattr(vllm, "installed_version", lambda: version)
     ((override, found),) = find_problems(configured(*SHORTCUT, "actor_rollout_ref.rollout.name=vllm"))
