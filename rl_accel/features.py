@@ -132,6 +132,21 @@ SAMPLER = Feature(
 
 
 @dataclass
+class FinalOutputFlags:
+    """Flags of ``rl_accel.final_output``: vLLM hands a response to verl when it is finished, not after each token."""
+
+    enable: bool | None = flag(None, ENABLE_AUTOMATIC)
+
+
+FINAL_OUTPUT = Feature(
+    name="final_output",
+    flags=FinalOutputFlags,
+    automatic=True,
+    switches={"verl": ("rl_accel.patches.verl.final_output",)},
+)
+
+
+@dataclass
 class TailBatchingFlags:
     """Flags of ``rl_accel.tail_batching``: short rounds that do not wait for the longest responses, and lose no prompt."""
 
@@ -293,7 +308,16 @@ TP_REPLAN = Feature(
 )
 
 
-FEATURES: tuple[Feature[Any], ...] = (GAE, ADVANTAGES, SAMPLER, TAIL_BATCHING, REWARD_TIMEOUT, TELEMETRY, TP_REPLAN)
+FEATURES: tuple[Feature[Any], ...] = (
+    GAE,
+    ADVANTAGES,
+    SAMPLER,
+    FINAL_OUTPUT,
+    TAIL_BATCHING,
+    REWARD_TIMEOUT,
+    TELEMETRY,
+    TP_REPLAN,
+)
 """In the order of tables and messages, and in the one in which features choose verl's extension points."""
 
 FLAG_READERS = {"verl": "rl_accel.patches.verl.config_intake"}

@@ -33,6 +33,7 @@ def test_lossless_features_change_no_number_of_training(train, tmp_path):
         assert len(compared) > 60
         assert {name: after.get(name) for name in compared} == {name: before[name] for name in compared}
         assert after["rl_accel/gae/applied"] == after["rl_accel/sampler/applied"] == 1.0
+        assert after["rl_accel/final_output/applied"] == 1.0
         assert after["training/rollout_probs_diff_max"] < 1e-5
 
 

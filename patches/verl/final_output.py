@@ -1,0 +1,94 @@
+"""Has vLLM hand a response to verl once it is finished, not again after each token.
+
+verl waits for whole responses, but asks vLLM for one after the other of all that grow: for every token of every running request
+the server process makes the text, an output with all tokens so far, and wakes a task that drops it. That process has one thread,
+so that with many requests it sets the pace of the engine. With ``RequestOutputKind.DELTA`` and a ``stream_interval`` vLLM sends
+the first token, which verl counts as admission, and then the rest; what is put together here is the very output verl would get.
+"""
+
+import contextlib
+from collections.abc import AsyncIterator
+from contextvars import ContextVar
+from typing import Any
+
+from rl_accel.patches.patch import Patch
+
+NEVER = 1 << 30
+"""More tokens than a response has."""
+
+_in_parts: ContextVar[bool] = ContextVar("in_parts", default=False)
+
+
+def _at_the_end(original: Any, _settings: Any) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    has_interval = "stream_interval" in SamplingParams.__struct_fields__
+
+    async def generate(
+        self: Any, prompt_ids: Any, sampling_params: dict[str, Any], request_id: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._disaggregation_role != "null" or sampling_params.keys() & {"output_kind", "n", "prompt_logprobs"}:
+            return await original(self, prompt_ids, sampling_params, request_id, *args, **kwargs)
+        params = {**sampling_params, "output_kind": RequestOutputKind.DELTA}
+        if not params.get("stop"):  # verl takes the tokens only; words to stop at are looked for in the text
+            params.setdefault("detokenize", False)
+        if has_interval:
+            params["stream_interval"] = NEVER
+        else:  # before 0.27 all requests of a server have the same
+            self.engine.output_processor.stream_interval = NEVER
+        if not hasattr(self.engine, "_rl_accel_joins"):
+            self.engine._rl_accel_joins = True
+            self.engine.generate = _joined(self.engine.generate)
+        token = _in_parts.set(True)
+        try:
+            return await original(self, prompt_ids, params, request_id, *args, **kwargs)
+        finally:
+            _in_parts.reset(token)
+
+    return generate
+
+
+def _joined(generate: Any) -> Any:
+    """Wrap ``AsyncLLM.generate``: each output of a request of ours has all tokens so far, as it has without DELTA."""
+
+    async def joined(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        in_parts = _in_parts.get()
+        tokens: list[int] = []
+        logprobs: list[Any] = []
+        async with contextlib.aclosing(generate(*args, **kwargs)) as outputs:
+            async for output in outputs:
+                if in_parts and output.outputs:
+                    (part,) = output.outputs
+                    tokens += part.token_ids
+                    part.token_ids = tokens
+                    if part.logprobs is not None:
+                        logprobs += part.logprobs
+                        part.logprobs = logprobs
+                yield output
+
+    return joined
+
+
+SWITCHES = (
+    Patch(
+        name="verl.final_output",
+        target="verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.generate",
+        supports="verl>=0.9",
+        params=(
+            "self",
+            "prompt_ids",
+            "sampling_params",
+            "request_id",
+            "image_data",
+            "video_data",
+            "audio_data",
+            "mm_processor_kwargs",
+            "priority",
+            "kv_transfer_params",
+        ),
+        make=_at_the_end,
+        fingerprints=("35068cca988bd96e871621af32e92aecff5f6913fba26d8c37a3aedc046826a0",),
+        no_seam="the kind of output has no key in verl's configuration, and vLLM's default is every token",
+    ),
+)
