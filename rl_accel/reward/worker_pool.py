@@ -103,6 +103,7 @@ class Worker:
     """A worker that takes orders, one at a time. ``process`` is its reaper, or bubblewrap."""
 
     process: "subprocess.Popen[bytes]"
+    channel: socket.socket
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     answer: "asyncio.Future[tuple[ExecutionResult, bytes]]" = field(init=False)
@@ -138,7 +139,7 @@ class Worker:
             except OSError as error:
                 ours.close()
                 raise SandboxError(f"a worker cannot be started: {error}") from error
-        worker = cls(process, *await asyncio.open_connection(sock=ours))
+        worker = cls(process, ours, *await asyncio.open_connection(sock=ours))
         worker._send(asdict(start), payload)
         return worker
 
@@ -185,7 +186,7 @@ class Worker:
     async def kill(self) -> None:
         """Have the worker stop what it runs and end; if it does not, the processes themselves are killed."""
         with contextlib.suppress(OSError):
-            self.writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)  # a fork of ours may hold it open
+            self.channel.shutdown(socket.SHUT_RDWR)  # a fork of ours may hold it open
         self.writer.close()
         try:
             await asyncio.wait_for(asyncio.to_thread(self.process.wait), _END_SECONDS)
