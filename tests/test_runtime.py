@@ -87,13 +87,14 @@ def test_a_bare_enable_is_automatic_and_explicit_names_are_exact(fake_verl, pyth
         semantic = {name: found.pop(name) for name in never}
         assert set(semantic.values()) == {"off"}, "neither what changes training nor what only observes is automatic"
         assert set(found.values()) == {"automatically"}, found
+        others = {**semantic, "final_output": "off"}
         rl_accel.enable(sampler=False)
         assert requested()["sampler"] == "off" and requested()["gae"] == "automatically"
         rl_accel.enable(gae=dict(backend="numba"))
-        assert requested() == {"gae": "by name", "advantages": "off", "sampler": "off", **semantic}
+        assert requested() == {"gae": "by name", "advantages": "off", "sampler": "off", **others}
         with rl_accel.enabled(sampler=True):
-            assert requested() == {"gae": "off", "advantages": "off", "sampler": "by name", **semantic}
-        assert requested() == {"gae": "by name", "advantages": "off", "sampler": "off", **semantic}
+            assert requested() == {"gae": "off", "advantages": "off", "sampler": "by name", **others}
+        assert requested() == {"gae": "by name", "advantages": "off", "sampler": "off", **others}
     """)
     assert done.returncode == 0, done.stderr
 
