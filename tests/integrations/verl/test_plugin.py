@@ -112,7 +112,7 @@ def test_the_log_is_wrapped_only_while_a_feature_is_on(python):
         rl_accel.enable(sampler=True)
         assert Tracking.log is not log and Tracking.log.__wrapped__ is log
         assert [logger.state for logger in rl_accel.status().loggers] == ["applied"]
-        rl_accel.enable(sampler=False, gae=False, advantages=False)
+        rl_accel.enable(sampler=False, gae=False, advantages=False, final_output=False)
         assert Tracking.log is log, "nothing is on"
         """
     )
@@ -142,7 +142,7 @@ def test_an_error_in_the_loader_stops_the_process_with_one_line(python):
     assert "unreachable" not in done.stdout
     assert done.stderr.strip().splitlines()[-1] == (
         "rl-accel: environment RL_ACCEL_CONFIG: unknown key rl_accel.gea (did you mean rl_accel.gae?); "
-        "rl_accel takes auto, gae, advantages, sampler, tail_batching, reward_timeout, telemetry, tp_replan"
+        "rl_accel takes auto, gae, advantages, sampler, final_output, tail_batching, reward_timeout, telemetry, tp_replan"
     )
 
 
