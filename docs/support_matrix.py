@@ -29,7 +29,7 @@ VERSIONS: dict[str, tuple[str, ...]] = {
     "0.9.1": (),
 }
 """Versions of verl, and what each needs older, or besides, than the newest one does."""
-VLLM = ("0.27.1", "0.29.0", "0.31.0")
+VLLM = ("0.29.0", "0.31.0")
 OWN_TESTS = re.compile(r"compute_\w+_(advantage|return)|masked_whiten|ReplayBuffer")
 ENABLED = "import sys, rl_accel, pytest; rl_accel.enable(); sys.exit(pytest.main(sys.argv[1:]))"
 HEAD = """# Support matrix

