@@ -78,7 +78,7 @@ def schedule(seed: int, victims: Sequence[str]) -> list[Kill]:
     """Return the kills of a seed in their order. Of ``2 n`` seeds in a row each of n victims is the first of two."""
     rng = random.Random(seed)
     chosen = [victims[seed % len(victims)], *rng.choices(victims, k=KILLS - 1)]
-    steps = sorted(rng.sample(range(1, STEPS), KILLS))  # a process that dies before is verl's to start
+    steps = sorted(rng.sample(range(1, STEPS - 1), KILLS))  # before, starting is verl's; later, the run may be over
     return [Kill(victim, step, rng.uniform(0.0, 4.0)) for victim, step in zip(chosen, steps, strict=True)]
 
 
