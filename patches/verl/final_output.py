@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
 
+from rl_accel.errors import PatchRefused
 from rl_accel.patches.patch import Patch
 
 NEVER = 1 << 30
@@ -70,6 +71,12 @@ def _joined(generate: Any) -> Any:
     return joined
 
 
+def _require_attributes(original: Any, _replacement: Any, _settings: Any) -> None:
+    missing = {"_disaggregation_role", "engine"} - set(original.__code__.co_names)
+    if missing:
+        raise PatchRefused(f"it no longer reads self.{min(missing)}")
+
+
 SWITCHES = (
     Patch(
         name="verl.final_output",
@@ -89,6 +96,7 @@ SWITCHES = (
         ),
         make=_at_the_end,
         fingerprints=("35068cca988bd96e871621af32e92aecff5f6913fba26d8c37a3aedc046826a0",),
+        probe=_require_attributes,
         no_seam="the kind of output has no key in verl's configuration, and vLLM's default is every token",
     ),
 )

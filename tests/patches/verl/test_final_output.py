@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl_accel.errors import PatchRefused
 from rl_accel.patches.verl import final_output
 
 PARTS = [([5], [{5: -0.1}]), ([6, 7], [{6: -0.2}, {7: -0.3}]), ([], [])]
@@ -61,3 +62,12 @@ def test_a_request_that_is_dropped_ends_at_once(in_parts):
         return engine.closed
 
     assert asyncio.run(drop())
+
+
+def test_a_server_of_another_shape_is_refused():
+    async def generate(self):
+        return self.engine
+
+    (patch,) = final_output.SWITCHES
+    with pytest.raises(PatchRefused, match="no longer reads self._disaggregation_role"):
+        patch.probe(generate, None, None)
