@@ -69,5 +69,5 @@ def test_a_server_of_another_shape_is_refused():
         return self.engine
 
     (patch,) = final_output.SWITCHES
-    with pytest.raises(PatchRefused, match="no longer reads self._disaggregation_role"):
+    with pytest.raises(PatchRefused, match="no longer reads self"):
         patch.probe(generate, None, None)
