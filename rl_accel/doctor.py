@@ -111,7 +111,10 @@ def _check_feature(feature: Feature[Any]) -> Iterator[dict[str, str]]:
 
 def _try(feature: str, switch: Switch, settings: Any) -> dict[str, str]:
     def attempt() -> None:
-        importlib.import_module(switch.target.partition(":")[0])
+        try:
+            importlib.import_module(switch.target.partition(":")[0])
+        except Exception as error:  # verl's modules for vLLM raise ValueError where there is no vLLM
+            raise ImportError(error) from error
         if switch.state() is not SwitchState.APPLIED:
             switch.apply(settings)
             switch.revert()
