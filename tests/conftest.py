@@ -1,5 +1,6 @@
 """Fixtures shared by all tests. Code in a process of its own gets a clean environment and a time limit."""
 
+import functools
 import os
 import re
 import shutil
@@ -200,28 +201,31 @@ def model_folder(tmp_path_factory, make_model) -> Path:
 
 
 @pytest.fixture(scope="session")
-def serve(clean_environment, model_folder) -> Iterator[Callable[..., str]]:
-    """``serve("--seconds-per-step", "0.01")`` starts a server and returns its address; the same options share one."""
-    running: dict[tuple[str, ...], tuple[subprocess.Popen[str], str]] = {}
+def start_server(clean_environment, model_folder) -> Iterator[Callable[..., tuple[str, subprocess.Popen[str]]]]:
+    """``start_server("--seconds-per-step", "0.01")`` starts a server and returns its address and its process."""
+    running: list[subprocess.Popen[str]] = []
 
-    def start(*options: str) -> str:
-        if options not in running:
-            command = [sys.executable, "-m", "rl_accel", "serve-cpu", "--model", str(model_folder), *options]
-            process = subprocess.Popen(command, env=clean_environment, stdout=subprocess.PIPE, text=True)
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            found = re.search(r"at (http://\S+)", line)
-            if found is None:
-                process.kill()
-                raise AssertionError(f"the server did not start: {line!r}")
-            running[options] = process, found[1]
-        return running[options][1]
+    def start(*options: str) -> tuple[str, subprocess.Popen[str]]:
+        command = [sys.executable, "-m", "rl_accel", "serve-cpu", "--model", str(model_folder), *options]
+        process = subprocess.Popen(command, env=clean_environment, stdout=subprocess.PIPE, text=True)
+        running.append(process)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"at (http://\S+)", line)
+        assert found is not None, f"the server did not start: {line!r}"
+        return found[1], process
 
     yield start
-    for process, _ in running.values():
+    for process in running:
         process.terminate()
         try:
             process.communicate(timeout=20)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
+
+
+@pytest.fixture(scope="session")
+def serve(start_server) -> Callable[..., str]:
+    """``serve("--seconds-per-step", "0.01")`` returns the address of a server; the same options share one."""
+    return functools.cache(lambda *options: start_server(*options)[0])

@@ -13,10 +13,11 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import httpx
 from slime.backends.sglang_utils.server_control import num_requests_from_load
 from slime.rollout import sglang_rollout
 from slime.rollout.rm_hub import batched_async_rm
@@ -26,7 +27,7 @@ from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
 from rl_accel.patches.slime.requests import WATCHER
-from rl_accel.rollout.driver import Event, FailureLog, Job, TokenRate
+from rl_accel.rollout.driver import Event, FailureLog, Job, ResponseLost, TokenRate
 
 logger = logging.getLogger("rl_accel")
 
@@ -39,22 +40,30 @@ INSIST_SECONDS = 5.0
 IDLE_SECONDS = 30.0
 """A server that still holds requests so long after everything was aborted is reported, and the rollout ends."""
 POLL_SECONDS = 0.05
+PING_SECONDS = 30.0
+"""How long to wait for a server's sign of life. One that only is slow passes for alive."""
+LOSSES = 3
+"""So often a round each response of a prompt may be lost with its server. More count as failures: it may be what kills them."""
+RESUME = "Start again with --load from the last checkpoint; no prompt is lost by that"
 ABORT_ALL = {"abort_all": True}
 
 
 @dataclass(eq=False)
 class Session:
-    """A response in the making. Watches its own requests; see :class:`~rl_accel.patches.slime.requests.Watcher`."""
+    """A response in the making, on ``engines``. Watches its own requests; see :class:`~rl_accel.patches.slime.requests.Watcher`."""
 
     response_id: int
     prompt_id: str
     sample: Any
     report: Callable[[Event], None]
+    engines: "Engines"
     task: "asyncio.Task[None]" = field(init=False)
     requests: set[str] = field(default_factory=set)
     result: Any = None
     tokens: int = 0
     retractions: int | None = None
+    lost: str = ""
+    deaths_before: int = 0
     began: float = 0.0
     cancelled_at: float = math.inf
     abort_again_at: float = 0.0
@@ -68,16 +77,28 @@ class Session:
             raise asyncio.CancelledError
         request_id = f"rl-accel-{self.response_id}-{uuid.uuid4().hex}"
         self.requests.add(request_id)
+        self.deaths_before = self.engines.deaths
         return request_id
+
+    async def failed(self) -> None:
+        """Raises ResponseLost if a server has died since the request was sent. What else went wrong is tried again."""
+        if self.cancelled:
+            raise asyncio.CancelledError
+        if lost := await self.engines.death_since(self.deaths_before):
+            self.lost = lost
+            raise ResponseLost(lost)
 
     def end(self, request_id: str, answer: Any) -> None:
         self.requests.discard(request_id)
-        retractions = answer.get("meta_info", {}).get("num_retractions") if isinstance(answer, dict) else None
+        meta = answer.get("meta_info", {}) if isinstance(answer, dict) else {}
+        if (meta.get("finish_reason") or {}).get("type") == "abort":
+            self.lost = "its engine aborted it"
+        retractions = meta.get("num_retractions")
         if retractions is not None:
             self.retractions = (self.retractions or 0) + int(retractions)
 
     def finish(self, result: Any) -> None:
-        """Generation is over. Raises CancelledError if the response was cut off, RuntimeError if its engine gave up."""
+        """Generation is over. Raises CancelledError if it was cut off, ResponseLost or RuntimeError if it is not whole."""
         self.result = result
         leaves = list(samples_of(result))
         self.tokens = sum(sample.response_length for sample in leaves)
@@ -85,8 +106,11 @@ class Session:
             raise asyncio.CancelledError
         if not leaves:
             raise RuntimeError("the generate function returned no sample")
-        if any(sample.status is Sample.Status.ABORTED for sample in leaves):
-            raise RuntimeError(f"the engine aborted the response after {self.tokens} tokens")
+        statuses = {sample.status for sample in leaves}
+        if self.lost and not statuses <= {Sample.Status.COMPLETED, Sample.Status.TRUNCATED}:
+            raise ResponseLost(self.lost)
+        if Sample.Status.ABORTED in statuses:
+            raise RuntimeError(f"the generate function aborted the response after {self.tokens} tokens")
         self.report(Event("generated", self.response_id, self.tokens))
 
 
@@ -112,10 +136,43 @@ def samples_of(result: Any) -> Iterator[Any]:
 
 
 class Engines:
-    """Aborts requests. Always at the servers: the router knows no ``/abort_request``."""
+    """Aborts requests, always at the servers: the router knows no ``/abort_request``. Takes dead servers from the router.
+
+    ``deaths`` counts them; ``gone`` says why nothing can be generated any more, and is empty while it can.
+    """
 
     def __init__(self, args: Any) -> None:
         self._router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+        self._looking = asyncio.Lock()
+        self.deaths = 0
+        self.gone = ""
+
+    async def death_since(self, deaths: int) -> str:
+        """Return in words whether a server has died since there were so many ``deaths``; empty if none has."""
+        async with self._looking:  # what runs on a server fails all at once
+            if self.deaths == deaths and not self.gone:
+                async with httpx.AsyncClient(timeout=PING_SECONDS, trust_env=False, verify=False) as client:
+                    await self._remove_dead(client)
+        return self.gone or ("its server died" if self.deaths > deaths else "")
+
+    async def _remove_dead(self, client: httpx.AsyncClient) -> None:
+        """slime's router looks after no server's health, and would go on to send requests to a dead one."""
+        try:
+            workers = (await client.get(f"{self._router}/workers")).json()["workers"]
+        except httpx.ConnectError as error:
+            self.gone = f"the router {self._router} cannot be reached: {error}"
+            return
+        looks = (client.get(f"{worker['url']}/health") for worker in workers)
+        answers = await asyncio.gather(*looks, return_exceptions=True)
+        left = len(workers)
+        for worker, answer in zip(workers, answers, strict=True):
+            if isinstance(answer, httpx.ConnectError):
+                logger.error("rl-accel: rollout server %s is dead, its requests go to the others", worker["url"])
+                await client.delete(f"{self._router}/workers/{worker['id']}")
+                self.deaths += 1
+                left -= 1
+        if not left:
+            self.gone = f"no rollout server is left behind the router {self._router}"
 
     async def abort(self, *orders: dict[str, Any]) -> None:
         """Send each of ``orders``, bodies of ``/abort_request``, to every server; one that does not know a request ignores it."""
@@ -174,6 +231,7 @@ class Responses:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._sessions: dict[int, Session] = {}
         self._launched: Counter[str] = Counter()
+        self._losses: Counter[str] = Counter()
         self._groups: dict[str, tuple[list[Session], asyncio.Future[None]]] = {}
         self._stopper: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -191,6 +249,7 @@ class Responses:
 
     def begin_round(self) -> None:
         self._launched.clear()
+        self._losses.clear()
         self._ending = False
 
     def launch(self, job: Job) -> None:
@@ -211,6 +270,8 @@ class Responses:
             return []
         while not self._events.empty():
             events.append(self._events.get())
+        if self._engines.gone:
+            raise RuntimeError(f"rl_accel.tail_batching: {self._engines.gone}. {RESUME}")
         return events
 
     # The event loop's side
@@ -226,7 +287,9 @@ class Responses:
             sampling_params = state.sampling_params.copy()
             if getattr(self._args, "sglang_enable_deterministic_inference", False):
                 sampling_params["sampling_seed"] = self._args.rollout_seed + number
-            session = self._sessions[response_id] = Session(response_id, job.prompt_id, sample, self._events.put)
+            session = self._sessions[response_id] = Session(
+                response_id, job.prompt_id, sample, self._events.put, self._engines
+            )
             session.task = self._loop.create_task(self._respond(session, sampling_params))
             session.task.add_done_callback(partial(self._over, session))
 
@@ -270,6 +333,9 @@ class Responses:
         )
         if event.kind == "scored":
             self._token_rate.add(session.tokens, time.monotonic() - session.began)
+        if event.lost:
+            self._losses[session.prompt_id] += 1
+            event = replace(event, lost=self._losses[session.prompt_id] <= LOSSES * self._args.n_samples_per_prompt)
         if self._sessions.pop(session.response_id, None) is not None:  # else it was left behind earlier
             self._events.put(event)
 

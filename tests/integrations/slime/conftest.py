@@ -43,25 +43,25 @@ def prompts_file(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def router(slime_root) -> Iterator[Callable[[str], str]]:
-    """``router(url)`` returns the address of a real sglang-router before that server; the same server has one."""
+def router(slime_root) -> Iterator[Callable[..., str]]:
+    """``router(url, ...)`` returns the address of a real sglang-router before those servers; the same servers have one."""
     from rl_accel.lab.cpu_engine.router import sglang_router
 
     with ExitStack() as routers:
-        yield functools.cache(lambda url: routers.enter_context(sglang_router([url])))
+        yield functools.cache(lambda *urls: routers.enter_context(sglang_router(urls)))
 
 
 @pytest.fixture
 def slime_args(router, model_folder, prompts_file, tmp_path) -> Callable[..., Any]:
-    """``slime_args(url, **changes)``: everything slime's rollout code reads, as its own argument parser would leave it, with a
-    router before the server.
+    """``slime_args(url, ..., **changes)``: everything slime's rollout code reads, as its own argument parser would leave it, with a
+    router before the servers.
     """
     from rl_accel.features import TAIL_BATCHING
 
-    def make(url: str, **changes: Any) -> Any:
-        host, port = router(url).removeprefix("http://").split(":")
+    def make(*urls: str, **changes: Any) -> Any:
+        host, port = router(*urls).removeprefix("http://").split(":")
         defaults: dict[str, Any] = {
-            "server": url,  # for the tests; slime knows the router only
+            "server": urls[0],  # for the tests; slime knows the router only
             "hf_checkpoint": str(model_folder),
             "sglang_router_ip": host,
             "sglang_router_port": int(port),

@@ -1,6 +1,7 @@
 """Tail batching in slime's own rollout code, where SLIME_ROOT names a checkout, over a real model on the CPU server."""
 
 import json
+import random
 import time
 from collections import Counter
 from pathlib import Path
@@ -23,13 +24,12 @@ def plugins(slime_root):
 
 @pytest.fixture
 def start(slime_args, serve, plugins):
-    """``start(**changes)``: arguments, data source and a function that makes rollouts, as slime's RolloutManager does."""
-    url = serve(*PACE)
+    """``start(*urls, **changes)``: arguments, data source and a function that makes rollouts, as slime's RolloutManager does."""
 
-    def make(**changes):
+    def make(*urls, **changes):
         from slime.utils.misc import load_function
 
-        args = slime_args(url, **changes)
+        args = slime_args(*(urls or [serve(*PACE)]), **changes)
         data_source = load_function(args.data_source_path)(args)
         function = load_function(args.rollout_function_path)
         return args, data_source, lambda rollout_id, **how: function(args, rollout_id, data_source, **how)
@@ -48,8 +48,11 @@ def check_batch(args, output):
     assert len(output.samples) == args.rollout_batch_size
     assert all(len(group) == args.n_samples_per_prompt for group in output.samples)
     samples = leaves(output.samples)
-    assert [s.index for s in samples] == sorted({s.index for s in samples})
+    assert len({s.index for s in samples}) == len(samples)
+    firsts = [leaves(group)[0].index for group in output.samples]
+    assert firsts == sorted(firsts)
     for group in output.samples:
+        assert [s.index for s in leaves(group)] == sorted(s.index for s in leaves(group))
         assert len({s.group_index for s in leaves(group)}) == 1
     for s in samples:
         assert s.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
@@ -65,9 +68,17 @@ def ledger(args):
     ]
 
 
-def requests_on(args):
-    load = httpx.get(f"{args.server}/v1/loads").json()["loads"][0]
-    return load["num_total_reqs"]
+def requests_on(url):
+    return httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_total_reqs"]
+
+
+def servers_of(args):
+    router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+    return {worker["url"] for worker in httpx.get(f"{router}/workers").json()["workers"]}
+
+
+NO_RETRY = {"tail_batching": {"enable": True, "max_retries": 0}}
+"""A single failure that counts would give a prompt up."""
 
 
 def kinds(output):
@@ -80,7 +91,7 @@ def test_rounds_return_exact_batches_and_train_every_prompt_once(start):
     for rollout_id in range(15):
         output = rollout(rollout_id)
         check_batch(args, output)
-        assert requests_on(args) == 0, "nothing of the round is left on the server"
+        assert requests_on(args.server) == 0, "nothing of the round is left on the server"
         found.append(kinds(output))
     assert {"short", "long"} <= set(found)
     assert found[-1] in ("long", "final"), "the run ends with nothing left"
@@ -204,6 +215,77 @@ def test_a_failing_generate_function_is_retried_then_reported_and_the_rollout_go
         check_batch(args, rollout(rollout_id))
     failed = {prompt_id: line["errors"] for line in ledger(args) for prompt_id in line["failed"]}
     assert failed == {"1:7": {"1:7": "OSError: no such tool"}}
+
+
+def test_a_request_that_the_server_refuses_is_a_failure_of_the_response(start, plugins):
+    args, _, rollout = start(custom_generate_function_path=f"{plugins.__name__}.refused", rollout_shuffle=False)
+    plugins.BROKEN_ROWS.add(6)
+    for rollout_id in range(6):
+        check_batch(args, rollout(rollout_id))
+    ((prompt_id, error),) = (
+        (prompt_id, line["errors"][prompt_id]) for line in ledger(args) for prompt_id in line["failed"]
+    )
+    assert prompt_id == "1:7"
+    assert error.startswith("HTTPStatusError: Client error '400 Bad Request'")
+    assert servers_of(args) == {args.server}
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_a_dead_server_costs_only_what_it_was_generating(start, start_server, plugins, seed):
+    servers = dict(start_server(*PACE, "--random-seed", str(number)) for number in range(2))
+    args, source, rollout = start(*servers, num_rollout=15, rl_accel=NO_RETRY)
+    dead = set()
+
+    def kill_the_busiest():
+        url = max(servers, key=requests_on)
+        if requests_on(url):
+            servers[url].kill()
+            dead.add(url)
+        else:  # the round is over
+            plugins.THEN[len(plugins.SEEN) + 1] = kill_the_busiest
+
+    plugins.THEN[random.Random(seed).randrange(1, 64)] = kill_the_busiest
+    lost = 0
+    for rollout_id in range(15):
+        output = rollout(rollout_id)
+        check_batch(args, output)
+        assert [requests_on(url) for url in servers if url not in dead] == [0] * (2 - len(dead))
+        lost += output.metrics["rl_accel/tail_batching/responses_failed"]
+    assert lost >= 1
+    assert len(dead) == 1
+    assert servers_of(args) == servers.keys() - dead
+    assert [line["failed"] for line in ledger(args)] == [{}] * 15
+    trained = Counter(prompt_id for line in ledger(args) for prompt_id in line["trained"])
+    assert trained == Counter({f"1:{row}": 1 for row in range(1, 121)})
+    assert source.supply.payloads == {}
+
+
+def test_without_a_server_the_run_ends_with_one_line_and_a_resumed_one_trains_every_prompt_once(
+    start, start_server, plugins
+):
+    url, process = start_server(*PACE, "--random-seed", "2")
+    args, source, rollout = start(url, num_rollout=15, rl_accel=NO_RETRY)
+    rollout(0)
+    source.save(0)
+    plugins.THEN[len(plugins.SEEN) + 10] = process.kill
+    with pytest.raises(RuntimeError, match=r"tail_batching: no rollout server is left .*\. Start again with --load"):
+        rollout(1)
+    args, source, rollout = start(num_rollout=15, load=args.save)
+    source.load(0)
+    for rollout_id in range(1, 15):
+        check_batch(args, rollout(rollout_id))
+    assert [line["failed"] for line in ledger(args)] == [{}] * 15
+    trained = Counter(prompt_id for line in ledger(args) for prompt_id in line["trained"])
+    assert trained == Counter({f"1:{row}": 1 for row in range(1, 121)})
+
+
+def test_what_somebody_else_aborts_is_made_again(start, plugins):
+    args, _, rollout = start(rl_accel=NO_RETRY)
+    plugins.THEN[10] = lambda: httpx.post(f"{args.server}/abort_request", json={"abort_all": True})
+    output = rollout(0)
+    check_batch(args, output)
+    assert output.metrics["rl_accel/tail_batching/responses_failed"] >= 1
+    assert output.metrics["rl_accel/tail_batching/prompts_failed"] == 0
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

@@ -133,6 +133,42 @@ def test_a_watched_request_carries_an_id_by_which_it_can_be_aborted(client):
     assert seen == [("r0", "abort", 0)]
 
 
+def test_a_try_that_failed_is_shown_to_the_watcher_which_may_end_it(monkeypatch):
+    seen = []
+
+    class Watcher:
+        def begin(self):
+            return "r0"
+
+        async def failed(self):
+            seen.append("failed")
+            if len(seen) == 3:
+                raise ConnectionError("the server is dead")
+
+        def end(self, request_id, answer):
+            seen.append(answer)
+
+    async def broken(url, payload, max_retries=60, headers=None):
+        assert max_retries == 1
+        raise OSError("refused")
+
+    async def send(tries):
+        requests.WATCHER.set(Watcher())
+        await requests._make(broken, None)("http://x/generate", {}, tries)
+
+    async def pause(seconds):
+        assert seconds == 1
+
+    monkeypatch.setattr(requests.asyncio, "sleep", pause)
+    with pytest.raises(OSError, match="refused"):
+        asyncio.run(send(2))
+    assert seen == ["failed", "failed", None]
+    seen.clear()
+    with pytest.raises(ConnectionError, match="is dead"):
+        asyncio.run(send(60))
+    assert seen == ["failed"] * 3 + [None]
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

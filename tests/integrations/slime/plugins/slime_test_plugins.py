@@ -2,8 +2,11 @@
 
 import asyncio
 import copy
+from collections.abc import Callable
 
 SEEN: list[tuple] = []
+THEN: dict[int, Callable[[], None]] = {}
+"""What is done once so many entries were seen."""
 SLOW_ROWS: set[int] = set()
 STUBBORN_ROWS: set[int] = set()
 BROKEN_ROWS: set[int] = set()
@@ -12,6 +15,7 @@ CONSTANT_ROWS: set[int] = set()
 
 def reset():
     SEEN.clear()
+    THEN.clear()
     for rows in (SLOW_ROWS, STUBBORN_ROWS, BROKEN_ROWS, CONSTANT_ROWS):
         rows.clear()
 
@@ -28,6 +32,7 @@ async def score(args, sample, **kwargs):
     if isinstance(sample, list):
         return [await score(args, each) for each in sample]
     SEEN.append(("judge", row_of(sample), sample.index))
+    THEN.pop(len(SEEN), lambda: None)()
     if row_of(sample) in SLOW_ROWS:
         await asyncio.sleep(600)
     if row_of(sample) in STUBBORN_ROWS:
@@ -55,6 +60,17 @@ async def broken(args, sample, sampling_params):
 
     if row_of(sample) in BROKEN_ROWS:
         raise OSError("no such tool")
+    return await generate(args, sample, sampling_params)
+
+
+async def refused(args, sample, sampling_params):
+    """slime's own function, but the server refuses what BROKEN_ROWS ask for."""
+    from slime.rollout.sglang_rollout import generate
+    from slime.utils.http_utils import post
+
+    if row_of(sample) in BROKEN_ROWS:
+        url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+        await post(url, {"input_ids": [5000], "sampling_params": sampling_params}, max_retries=1)
     return await generate(args, sample, sampling_params)
 
 
