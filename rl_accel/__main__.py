@@ -22,6 +22,10 @@ _LAZY_BENCH = {
     "reward": ("lab.bench.reward", "A fixed time limit of rewards against the adaptive one."),
     "outcome": ("lab.bench.group_advantages", "Twins of verl's other advantage loops against the loops."),
     "chaos": ("lab.bench.chaos", "Tail batching on verl while its processes are killed at random moments."),
+    "drafts": (
+        "lab.bench.drafts",
+        "What drafts from earlier responses would save in a run of verl, by its rollout files.",
+    ),
     "tail": ("lab.bench.tail", "Tail batching: what its rounds cost on verl, without a model."),
 }
 """By command, the module of rl_accel that it is in, and a line of help."""

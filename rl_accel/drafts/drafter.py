@@ -1,0 +1,372 @@
+"""vLLM's side of drafts: ``speculative_config={"method": "custom_class", "model": "rl_accel.drafts.drafter.Drafter", ...}``."""
+
+import hashlib
+import logging
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_accel.drafts.index import CONTEXT, PROMPT, SOURCES, Match, TokenIndex, TokenSequence, class_of
+
+SETTINGS = "rl_accel_drafts"
+"""The key of vLLM's ``additional_config`` that the settings are under; that dict reaches every worker process."""
+FLOOR = 0.2
+"""A token is drafted while the chance that all tokens up to it are accepted is at least this."""
+FIRST_RATES = (0.5, 0.6, 0.7, 0.8)
+"""Chance of acceptance by class of match length, before anything was seen."""
+REMEMBERED = 4096
+"""Requests that have left the batch and may come back, and responses that nobody has taken, at most."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """How to draft.
+
+    Args:
+        max_tokens: the longest draft; vLLM's ``num_speculative_tokens`` limits it, too.
+        batch_limit: running requests above which nothing is drafted.
+        memory_mb: MiB for the history of tokens.
+        epochs: visits of a prompt beside the present one whose responses are used. A visit begins with the first request after
+            :meth:`Drafter.new_weights`.
+
+    Raises:
+        TypeError: a value is not an integer.
+        ValueError: a value is less than 1 (``epochs``: 0).
+    """
+
+    max_tokens: int = 8
+    batch_limit: int = 32
+    memory_mb: int = 200
+    epochs: int = 2
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_tokens", 1), ("batch_limit", 1), ("memory_mb", 1), ("epochs", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{SETTINGS}.{name} must be an integer, found {value!r}")
+            if value < least:
+                raise ValueError(f"{SETTINGS}.{name} must be at least {least}, found {value}")
+
+
+@dataclass(slots=True)
+class _Prompt:
+    tokens: TokenSequence
+    visits: deque[int]
+    """Versions of the weights at which its visits began, the present one last."""
+    hits: float = 0.0
+    tries: float = 0.0
+
+
+@dataclass(slots=True)
+class _Request:
+    prompt: _Prompt
+    tokens: TokenSequence
+    tail: bytes = b""
+    """The last CONTEXT tokens."""
+    running: bool = True
+    taken: bool = False
+    match: Match | None = None
+    proposed: int = 0
+
+
+class Drafter:
+    """Proposes what other responses to the same prompt, running ones among them, have after the last tokens of a request.
+
+    vLLM verifies a draft with rejection sampling: a wrong draft costs time, never correctness. vLLM 0.29.0 calls :meth:`propose`
+    after each step, never with asynchronous scheduling, and not while a request is within ``num_speculative_tokens`` of
+    ``max_model_len``. It tells no ids of requests: a row is known again by its length and its last tokens.
+
+    Ranks: with the executors "mp", "uni" and "ray" the scheduler takes the drafts of one worker, the first of a tensor-parallel
+    group, and sends them to all with the next step. Workers that disagree, by their clocks, say, do no harm, and the others
+    here do nothing. With "external_launcher" each rank schedules for itself and would need equal drafts: refused.
+
+    Args:
+        vllm_config: vLLM's; ``additional_config["rl_accel_drafts"]`` has the fields of :class:`DraftSettings`.
+        clock: seconds.
+
+    Raises:
+        TypeError, ValueError: settings or executor are wrong.
+    """
+
+    def __init__(self, vllm_config: Any, clock: Callable[[], float] = time.perf_counter) -> None:
+        parallel, model = vllm_config.parallel_config, vllm_config.model_config
+        if parallel.distributed_executor_backend == "external_launcher":
+            raise ValueError("drafts need distributed_executor_backend 'mp', 'uni' or 'ray', found 'external_launcher'")
+        self.settings = DraftSettings(**vllm_config.additional_config.get(SETTINGS, {}))
+        self._longest = min(self.settings.max_tokens, vllm_config.speculative_config.num_speculative_tokens)
+        self._model_length: int = model.max_model_len
+        self._ends = _ends(model)
+        self._idle = parallel.rank % (parallel.tensor_parallel_size * parallel.prefill_context_parallel_size) != 0
+        self._clock = clock
+        self._index = TokenIndex(1 if self._idle else self.settings.memory_mb)
+        self._prompts: dict[int, _Prompt] = {}
+        self._most_prompts = REMEMBERED
+        self._rows: list[_Request | None] = []
+        self._gone: OrderedDict[tuple[int, bytes], _Request] = OrderedDict()
+        self._finished: deque[_Request] = deque(maxlen=REMEMBERED)
+        self._version = 0
+        self._records = np.array((FIRST_RATES, (1.0,) * 4)) * 8  # hits and tries, by class of match length
+        self._worth = _Worth()
+        self._called: float | None = None
+        self._counts = Counter({"steps": 0, "tokens": 0, "drafted": 0, "accepted": 0})
+        self._warm_up()
+
+    def load_model(self, *_: Any) -> None:
+        """There is none; vLLM calls this."""
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: NDArray[Any],
+        token_ids_cpu: NDArray[np.int32],
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Take in the tokens of the last step and return a draft, maybe an empty one, for each row.
+
+        Args:
+            sampled_token_ids: for each row what the last step accepted and sampled; empty for a prefill that is not complete.
+            num_tokens_no_spec: tokens of each row, those included.
+            token_ids_cpu: (rows, max_model_len), the tokens.
+            slot_mappings: not used.
+        """
+        now, rows = self._clock(), len(sampled_token_ids)
+        drafts: list[list[int]] = [[] for _ in range(rows)]
+        if self._idle or not rows:
+            return drafts
+        ends: list[int] = num_tokens_no_spec[:rows].tolist()
+        moved = self._follow(sampled_token_ids, ends, token_ids_cpu)
+        active = [(row, request) for row, request in enumerate(self._rows) if request is not None]
+        drafted = self._learn(active, sampled_token_ids, ends, token_ids_cpu)
+        if self._called is not None and not moved:
+            self._worth.add(rows, drafted, now - self._called, sum(map(len, sampled_token_ids)))
+        self._called = now
+        if active:
+            sequences = [request.tokens for _, request in active]
+            own = [row for row, _ in active]
+            self._index.extend(token_ids_cpu, own, [ends[row] for row in own], sequences)
+            for row, request in active:
+                request.tail = _tail(token_ids_cpu, row, ends[row])
+            if rows <= self.settings.batch_limit and self._worth.allows(rows):
+                limits = [min(self._longest, self._model_length - 1 - ends[row]) for row in own]
+                records = [(request.prompt.hits, request.prompt.tries) for _, request in active]
+                rates = self._records[0] / self._records[1]
+                matches = self._index.lookup(token_ids_cpu, own, sequences, limits, records, rates, FLOOR)
+                for (row, request), match in zip(active, matches, strict=True):
+                    if match is not None:
+                        drafts[row] = self._draft(request, match)
+        return drafts
+
+    def new_weights(self) -> None:
+        """Note that the weights have changed: who runs is as good as finished, but may come back, in any row."""
+        for request in self._rows:
+            self._leave(request)
+        self._rows, self._called = [], None
+        self._version += 1
+
+    def take_finished(self) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+        """Return prompt and response of the requests that have left the batch since the last call, each once.
+
+        One that was preempted or aborted may be among them, with the tokens that it had then.
+        """
+        taken = []
+        while self._finished:
+            request = self._finished.popleft()
+            if not (request.running or request.taken):
+                request.taken = True
+                tokens = self._index.read(request.tokens)
+                if tokens is not None:
+                    length = request.prompt.tokens.length
+                    taken.append((tokens[:length], tokens[length:]))
+        return taken
+
+    def absorb(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> None:
+        """Add a finished response, of another replica, say, to the history."""
+        if not self._idle:
+            tokens = np.array([[*prompt_tokens, *response_tokens]], np.int32)
+            request = self._request(0, len(prompt_tokens), tokens)
+            self._index.extend(tokens, [0], [tokens.shape[1]], [request.tokens])
+
+    def counters(self) -> dict[str, float]:
+        """Return what happened since the start.
+
+        ``steps``: calls of :meth:`propose`. ``tokens``: sampled in them. ``drafted``, ``accepted``: tokens of drafts that were
+        verified, also by where they came from (``drafted_own``, ``_sibling``, ``_earlier``), and by how long the response was
+        then (``accepted_from_L``: from L to less than 2 L tokens, with ``tokens_from_L`` and ``row_steps_from_L``).
+        ``stopped``: how often drafting was stopped because it cost more than it gave.
+        """
+        return {**self._counts, "stopped": self._worth.stopped}
+
+    def _follow(self, sampled: Sequence[Sequence[int]], ends: list[int], matrix: NDArray[np.int32]) -> int:
+        """Find the request of each row that has sampled; return how many rows did not just go on from the last call."""
+        before, self._rows = self._rows, [None] * len(ends)
+        before += self._rows[len(before) :]
+        unknown = []
+        for row, new in enumerate(sampled):
+            request, begin = before[row], ends[row] - len(new)
+            if request and new and request.tokens.length == begin and request.tail == _tail(matrix, row, begin):
+                self._rows[row], before[row] = request, None
+            else:
+                unknown.append(row)
+        for request in before:
+            self._leave(request)
+        for row in unknown:
+            if sampled[row]:
+                begin, old = ends[row] - len(sampled[row]), before[row]
+                request = self._gone.pop((begin, _tail(matrix, row, begin)), None)
+                if not request and old and not old.running and old.tokens.length < begin:
+                    length = old.tokens.length  # vLLM did not call after some steps
+                    request = self._gone.pop((length, _tail(matrix, row, length)), None)
+                self._rows[row] = request = request or self._request(row, begin, matrix)
+                request.running = True
+        return len(unknown)
+
+    def _leave(self, request: _Request | None) -> None:
+        if request is not None:
+            request.running = False
+            self._gone[request.tokens.length, request.tail] = request
+            if len(self._gone) > REMEMBERED:
+                self._gone.popitem(last=False)
+            self._finished.append(request)
+
+    def _request(self, row: int, length: int, matrix: NDArray[np.int32]) -> _Request:
+        """Return a new request with the prompt ``matrix[row, :length]``, which the index then has."""
+        digest = hashlib.blake2b(matrix[row, :length].tobytes(), digest_size=8).digest()
+        key = int.from_bytes(digest, "little", signed=True)
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            if len(self._prompts) >= self._most_prompts:
+                self._prompts = {k: old for k, old in self._prompts.items() if self._index.holds(old.tokens.last)}
+                self._most_prompts = max(REMEMBERED, 2 * len(self._prompts))
+            visits = deque([self._version], maxlen=self.settings.epochs + 1)
+            prompt = self._prompts[key] = _Prompt(TokenSequence(key, PROMPT), visits)
+        if prompt.visits[-1] != self._version:
+            prompt.visits.append(self._version)
+        if not self._index.holds(prompt.tokens.last):
+            prompt.tokens = TokenSequence(key, PROMPT)
+            self._index.extend(matrix, [row], [length], [prompt.tokens])
+        visits = prompt.visits
+        return _Request(prompt, TokenSequence(key, visits[-1], visits[0], last=prompt.tokens.last, length=length))
+
+    def _learn(
+        self,
+        active: list[tuple[int, _Request]],
+        sampled: Sequence[Sequence[int]],
+        ends: list[int],
+        matrix: NDArray[np.int32],
+    ) -> bool:
+        """Compare matches with what came; return whether drafts were verified.
+
+        A match that was not proposed counts, too: the chance that a token is sampled is the chance that it would have been
+        accepted. So it is seen without a draft when acceptance becomes better.
+        """
+        counts, drafted = self._counts, False
+        for row, request in active:
+            new, accepted, match = len(sampled[row]), 0, request.match
+            if match is not None:
+                came = matrix[row, request.tokens.length : ends[row]].tolist()
+                equal = [guess == token for guess, token in zip(match.tokens, came, strict=False)]
+                hits = equal.index(False) if False in equal else len(equal)
+                seen = hits, sum(match.shares[: min(hits + 1, len(equal))])
+                prompt, records = request.prompt, self._records[:, class_of(match.matched)]
+                prompt.hits, prompt.tries = 0.95 * prompt.hits + seen[0], 0.95 * prompt.tries + seen[1]
+                records *= 0.99
+                records += seen
+                if request.proposed and len(came) == new:
+                    drafted = True
+                    accepted = min(hits, request.proposed, new - 1)
+                    for name, value in (("drafted", request.proposed), ("accepted", accepted)):
+                        counts[name] += value
+                        counts[f"{name}_{SOURCES[match.source]}"] += value
+                request.match, request.proposed = None, 0
+            length = 2 ** ((ends[row] - request.prompt.tokens.length).bit_length() - 1)
+            counts[f"tokens_from_{length}"] += new
+            counts[f"row_steps_from_{length}"] += 1
+            counts[f"accepted_from_{length}"] += accepted
+            counts["tokens"] += new
+        counts["steps"] += 1
+        return drafted
+
+    def _draft(self, request: _Request, match: Match) -> list[int]:
+        request.match, request.proposed = match, match.worth
+        if not self._ends.isdisjoint(match.tokens):
+            # the step that accepts all before it samples the end itself, and nothing comes after it
+            until = next(at for at, token in enumerate(match.tokens) if token in self._ends)
+            request.proposed = min(match.worth, until)
+        return match.tokens[: request.proposed]
+
+    def _warm_up(self) -> None:
+        """Compile before the first request waits for it."""
+        matrix, index, sequence = np.zeros((1, 8), np.int32), TokenIndex(1), TokenSequence(0, 0)
+        index.extend(matrix, [0], [8], [sequence])
+        index.lookup(matrix, [0], [sequence], [1], [(0.0, 0.0)], self._records[0], FLOOR)
+        index.read(sequence)
+        class_of(4)
+
+
+class _Worth:
+    """Whether drafting pays: seconds a token of steps that verified drafts, and of steps that did not, at about equal batch size.
+
+    Sizes are equal up to an eighth. Of WITHOUT steps at least one has no drafts, so that there is something to compare with.
+    """
+
+    WITHOUT, LEAST, WINDOW, PAUSE = 32, 8, 128, 512
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, NDArray[np.float64]] = {}  # [without, with] x [steps, seconds, tokens]
+        self._paused: Counter[int] = Counter()
+        self.stopped = 0
+
+    def allows(self, rows: int) -> bool:
+        """Return whether the next step may verify drafts."""
+        size = _about(rows)
+        if self._paused[size] > 0:
+            self._paused[size] -= 1
+            return False
+        without, drafted = self._sizes[size][:, 0] if size in self._sizes else (0, 0)
+        return bool(without >= self.LEAST and without * self.WITHOUT >= drafted)
+
+    def add(self, rows: int, drafted: bool, seconds: float, tokens: int) -> None:
+        """Add a step in which all ``rows`` went on."""
+        size = _about(rows)
+        seen = self._sizes.setdefault(size, np.zeros((2, 3)))
+        steps, spent, _ = seen[int(drafted)]
+        if steps >= self.LEAST:
+            seconds = min(seconds, 4 * spent / steps)  # the engine stood still meanwhile
+        seen[int(drafted)] += (1, seconds, tokens)
+        (plain_steps, plain, plain_tokens), (steps, spent, gained) = seen
+        if min(plain_steps, steps / 4) >= self.LEAST and spent / gained > plain / plain_tokens:
+            self._paused[size] = self.PAUSE
+            self.stopped += 1
+            if self.stopped == 1:
+                logger.info(
+                    "no drafts for %d steps with %d requests: %.3g ms a token with drafts, %.3g without (said once)",
+                    *(self.PAUSE, rows, 1000 * spent / gained, 1000 * plain / plain_tokens),
+                )
+            seen[1] = 0
+        elif max(plain_steps, steps) > self.WINDOW:
+            seen /= 2
+
+
+def _about(rows: int) -> int:
+    shift = max(0, rows.bit_length() - 4)
+    return rows >> shift << shift
+
+
+def _tail(matrix: NDArray[np.int32], row: int, length: int) -> bytes:
+    return matrix[row, max(0, length - CONTEXT) : length].tobytes()
+
+
+def _ends(model: Any) -> frozenset[int]:
+    """The tokens that end a response, as the model's files say."""
+    found: set[int] = set()
+    for told in (getattr(model.hf_config, "eos_token_id", None), model.try_get_generation_config().get("eos_token_id")):
+        if told is not None:
+            found |= {told} if isinstance(told, int) else set(told)
+    return frozenset(found)

@@ -1,0 +1,149 @@
+"""A slow, obvious index of tokens, and a real one so small that its blocks are used again and again."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from rl_accel.drafts.index import (
+    BLOCK,
+    CANDIDATES,
+    CONTEXT,
+    GRAM,
+    PRIOR,
+    PROMPT,
+    WALK,
+    Match,
+    TokenIndex,
+    TokenSequence,
+    class_of,
+    slot_of,
+)
+
+
+@dataclass(eq=False)
+class Token:
+    value: int
+    before: "Token | None"
+    sequence: TokenSequence
+    block: int
+    after: "Token | None" = None
+
+
+class ObviousIndex:
+    """The same as :class:`TokenIndex`, of linked Python objects. Positions are the tokens themselves."""
+
+    def __init__(self, blocks: int, slots: int) -> None:
+        self.blocks, self.slots = blocks, slots
+        self.sizes: list[int] = []  # of all blocks ever
+        self.chains: dict[int, list[Token]] = defaultdict(list)
+        self.numbers = 0
+
+    def holds(self, token):
+        return isinstance(token, Token) and token.block >= len(self.sizes) - self.blocks
+
+    def extend(self, matrix, rows, ends, sequences):
+        for sequence in sequences:
+            if not sequence.number:
+                self.numbers += 1
+                sequence.number = self.numbers
+        for row, end, sequence in zip(rows, ends, sequences, strict=True):
+            for at in range(sequence.length, end):
+                last = sequence.last
+                goes_on = self.holds(last) and last.sequence is sequence
+                if not goes_on or self.sizes[last.block] == BLOCK:
+                    self.sizes.append(0)
+                    block = len(self.sizes) - 1
+                else:
+                    block = last.block
+                token = Token(int(matrix[row, at]), last if isinstance(last, Token) else None, sequence, block)
+                self.sizes[block] += 1
+                if goes_on:
+                    last.after = token
+                if at >= GRAM:
+                    self.chains[self.slot(sequence.key, matrix[row, at - GRAM : at])].append(token)
+                sequence.last = token
+            sequence.length = end
+
+    def slot(self, key, gram):
+        return slot_of(key, *gram.tolist(), self.slots)
+
+    def lookup(self, matrix, rows, sequences, limits, records, rates, floor):
+        return [
+            self.match(matrix[row, : sequence.length], sequence, limit, record, rates, floor)
+            for row, sequence, limit, record in zip(rows, sequences, limits, records, strict=True)
+        ]
+
+    def match(self, context, sequence, limit, record, rates, floor):
+        if len(context) < GRAM:
+            return None
+        places = []
+        for token in self.chains[self.slot(sequence.key, context[-GRAM:])][: -WALK - 1 : -1]:
+            if not self.holds(token) or len(places) == CANDIDATES:
+                break
+            if token.sequence.key == sequence.key and token.sequence.visit >= sequence.oldest:
+                length, before = 0, token.before
+                while (
+                    self.holds(before) and length < min(CONTEXT, len(context)) and before.value == context[-1 - length]
+                ):
+                    length, before = length + 1, before.before
+                if length >= GRAM:
+                    places.append((length, token))
+        if not places or limit < 1:
+            return None
+        longest = max(length for length, _ in places)
+        voters = [token for length, token in places if length == longest]
+        newest = voters[0].sequence
+        own = newest is sequence or newest.visit == PROMPT
+        source = 0 if own else 1 if newest.visit == sequence.visit else 2
+        voters = [(1 / (1 + rank), token) for rank, token in enumerate(voters)]
+        hits, tries = record
+        rate = min(1.0, (hits + PRIOR * rates[class_of(longest)]) / (tries + PRIOR))
+        tokens, shares, worth, chance = [], [], 0, 1.0
+        while voters and len(tokens) < limit:
+            votes = defaultdict(float)
+            for weight, token in voters:
+                votes[token.value] += weight
+            chosen = max(votes, key=votes.get)
+            share = votes[chosen] / sum(weight for weight, _ in voters)
+            chance *= rate * share
+            if chance < floor and tokens:
+                break
+            tokens.append(chosen)
+            shares.append(share)
+            if chance < floor:
+                break
+            worth += 1
+            voters = [(w, t.after) for w, t in voters if t.value == chosen and self.holds(t.after)]
+        return Match(tokens, shares, worth, longest, source)
+
+    def read(self, sequence):
+        tokens, token = [], sequence.last
+        while self.holds(token):
+            tokens.append(token.value)
+            token = token.before
+        return np.array(tokens[: sequence.length][::-1], np.int32) if len(tokens) >= sequence.length else None
+
+
+def small(blocks: int) -> TokenIndex:
+    """An index of so few blocks that they are used again and again."""
+    index = TokenIndex(1)
+    pool = index.pool
+    arrays = {name: getattr(pool, name)[: blocks * BLOCK].copy() for name in ("tokens", "older")}
+    arrays |= {
+        name: getattr(pool, name)[:blocks].copy() for name in ("before", "after", "count", "key", "visit", "number")
+    }
+    index.pool = pool._replace(**arrays)
+    return index
+
+
+@pytest.fixture
+def indices():
+    """``indices(blocks)`` returns a TokenIndex of so many blocks, and an ObviousIndex that must do the same."""
+
+    def pair(blocks):
+        index = small(blocks)
+        return index, ObviousIndex(blocks, len(index.pool.slots))
+
+    return pair

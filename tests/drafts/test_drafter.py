@@ -1,0 +1,389 @@
+"""The drafter as vLLM calls it: rows move, requests end, are preempted and come back; what it proposes is in its data."""
+
+import random
+from collections import Counter
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rl_accel.drafts.drafter import Drafter
+from rl_accel.drafts.index import GRAM
+
+LENGTH = 160
+END = 1
+
+
+def config(rank=0, executor="mp", tokens=8, length=LENGTH, **settings):
+    return SimpleNamespace(
+        additional_config={"rl_accel_drafts": {"memory_mb": 1, **settings}},
+        speculative_config=SimpleNamespace(num_speculative_tokens=tokens),
+        parallel_config=SimpleNamespace(
+            distributed_executor_backend=executor, rank=rank, tensor_parallel_size=2, prefill_context_parallel_size=1
+        ),
+        model_config=SimpleNamespace(
+            max_model_len=length,
+            hf_config=SimpleNamespace(eos_token_id=END),
+            try_get_generation_config=lambda: {"eos_token_id": [END]},
+        ),
+    )
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Engine:
+    """What vLLM's runner does around the drafter, with responses that are known beforehand: greedy decoding of a fixed model.
+
+    Rows hold ids of requests, which the drafter never sees. A prefill that is not complete samples nothing.
+    """
+
+    def __init__(self, drafter, clock=None, rows=64, length=LENGTH):
+        self.drafter, self.clock = drafter, clock or Clock()
+        self.matrix = np.zeros((rows, length), np.int32)
+        self.ends = np.zeros(rows, np.int64)
+        self.rows: list[int] = []
+        self.tokens: dict[int, list[int]] = {}
+        self.truth: dict[int, list[int]] = {}
+        self.drafts: dict[int, list[int]] = {}
+        self.sampled: list[list[int]] = []
+
+    def start(self, prompt, response):
+        number = len(self.tokens)
+        self.tokens[number], self.truth[number] = list(prompt), list(prompt) + list(response)
+        self.rows.append(number)
+        return number
+
+    def finished(self):
+        return [number for number in self.rows if len(self.tokens[number]) == len(self.truth[number])]
+
+    def step(self, seconds=1.0, prefilling=(), unseen=False):
+        """One step of all rows. ``unseen``: vLLM does not call the drafter, as near max_model_len."""
+        self.sampled = []
+        for row, number in enumerate(self.rows):
+            at, draft = len(self.tokens[number]), self.drafts.pop(number, [])
+            left = self.truth[number][at:]
+            equal = [guess == token for guess, token in zip(draft, left[:-1], strict=False)]
+            new = [] if row in prefilling else left[: 1 + (equal.index(False) if False in equal else len(equal))]
+            self.tokens[number] += new
+            self.matrix[row] = -7  # what lies behind the end means nothing
+            self.matrix[row, : len(self.tokens[number])] = self.tokens[number]
+            self.ends[row] = len(self.tokens[number])
+            self.sampled.append(new)
+        self.clock.now += seconds
+        if unseen:
+            return []
+        drafts = self.drafter.propose(self.sampled, self.ends, self.matrix, slot_mappings=None)
+        assert len(drafts) == len(self.rows)
+        for number, new, draft in zip(self.rows, self.sampled, drafts, strict=True):
+            assert new or not draft
+            assert not draft or len(self.tokens[number]) + len(draft) < self.matrix.shape[1]
+            self.drafts[number] = draft
+        return drafts
+
+    def play(self, **how):
+        """Step until all are finished; return how many steps it took."""
+        steps = 0
+        while self.rows:
+            self.step(**how)
+            self.rows = [number for number in self.rows if number not in self.finished()]
+            steps += 1
+        return steps
+
+
+class KnowsIds(Drafter):
+    """The obvious drafter: it is told which request is in which row, and looks things up in linked Python objects."""
+
+    def __init__(self, vllm_config, engine_rows, index):
+        super().__init__(vllm_config, Clock())
+        self._index, self._ids, self._known = index, engine_rows, {}
+
+    def _follow(self, sampled, ends, matrix):
+        self._rows = [None] * len(ends)
+        for row, (number, new) in enumerate(zip(self._ids(), sampled, strict=True)):
+            if new:
+                if number not in self._known:
+                    self._known[number] = self._request(row, ends[row] - len(new), matrix)
+                self._rows[row] = self._known[number]
+        return 0
+
+
+def response(rng, alike, length):
+    """A response that has stretches of ``alike``."""
+    tokens = []
+    while len(tokens) < length:
+        at = rng.randrange(len(alike))
+        tokens += alike[at : at + rng.randrange(20)] or [rng.randrange(2, 9)]
+        tokens.append(rng.randrange(2, 9))
+    return tokens[:length]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_interleavings_draft_as_one_that_knows_the_requests_and_only_what_is_in_the_data(seed, indices):
+    """20 times 500 steps, each with requests that come, end, are aborted, are preempted, come back or move, and new weights."""
+    rng = random.Random(seed)
+    index, obvious = indices(rng.choice((15, 60, 400)))
+    settings = config(batch_limit=12, epochs=rng.randrange(3))
+    drafter = Drafter(settings, Clock())
+    drafter._index = index
+    engine = Engine(drafter)
+    knows = KnowsIds(settings, lambda: engine.rows, obvious)
+    for one in (drafter, knows):
+        one._worth.allows = lambda rows: True
+    prompts = [[rng.randrange(2, 9) for _ in range(rng.randrange(1, 50))] for _ in range(4)]
+    alike = [[rng.randrange(2, 9) for _ in range(90)] for _ in prompts]
+    waiting = []
+    happened = Counter()
+    for _ in range(500):
+        event = rng.choice(("start", "start", "abort", "preempt", "resume", "move", "weights", "unseen", ""))
+        if event == "start" and len(engine.rows) < 14:
+            which = rng.randrange(4)
+            engine.start(
+                prompts[which], [rng.randrange(10, 10**6), *response(rng, alike[which], rng.randrange(1, 90)), END]
+            )
+        elif event == "abort" and engine.rows:
+            engine.rows.pop(rng.randrange(len(engine.rows)))
+        elif event == "preempt" and engine.rows:
+            waiting.append(engine.rows.pop(rng.randrange(len(engine.rows))))
+            engine.drafts.pop(waiting[-1], None)
+        elif event == "resume" and waiting:
+            engine.rows.append(waiting.pop(rng.randrange(len(waiting))))
+        elif event == "move":
+            rng.shuffle(engine.rows)
+        elif event == "weights" and rng.random() < 0.2:
+            for one in (drafter, knows):
+                one.new_weights()
+        ready = [row for row, number in enumerate(engine.rows) if engine.drafts.get(number) == []]
+        drafts = engine.step(prefilling=rng.sample(ready, min(1, len(ready))))
+        assert drafts == knows.propose(engine.sampled, engine.ends, engine.matrix)
+        for number, draft in zip(engine.rows, drafts, strict=True):
+            if draft:
+                happened["draft"] += 1
+                wanted = engine.tokens[number][-GRAM:] + draft
+                assert any(contains(tokens, wanted) for tokens in engine.tokens.values())
+                assert END not in draft
+        assert not any(drafts) or len(engine.rows) <= 12
+        for number in engine.finished():
+            engine.rows.remove(number)
+    assert happened["draft"] > 100
+    numbers, expected = drafter.counters(), knows.counters()
+    for name in ("steps", "tokens"):
+        assert numbers[name] == expected[name]
+    assert numbers["accepted"] <= numbers["drafted"]
+
+
+def contains(tokens, wanted):
+    return any(tokens[at : at + len(wanted)] == wanted for at in range(len(tokens) - len(wanted) + 1))
+
+
+def always(drafter):
+    """The drafter, without the steps without drafts that it compares with."""
+    drafter._worth.allows = lambda rows: True
+    return drafter
+
+
+@pytest.fixture
+def story():
+    """A response of 100 different tokens."""
+    return [*range(100, 200)]
+
+
+def test_a_sibling_and_then_the_next_epoch_is_followed(story):
+    drafter = always(Drafter(config(), Clock()))
+    engine = Engine(drafter)
+    engine.start([5, 6, 7], story)
+    assert engine.play() == 100
+    engine.start([5, 6, 7], story)
+    assert engine.play() < 25
+    told = drafter.counters()
+    assert told["accepted_sibling"] == told["accepted"] > 75
+    drafter.new_weights()
+    engine.start([5, 6, 7], story)
+    assert engine.play() < 25
+    told = drafter.counters()
+    assert told["accepted_earlier"] == told["accepted"] - told["accepted_sibling"] > 75
+    assert told["tokens"] == 300
+    assert sum(n for name, n in told.items() if name.startswith("tokens_from_")) == 300
+    assert sum(n for name, n in told.items() if name.startswith("accepted_from_")) == told["accepted"]
+    assert sum(n for name, n in told.items() if name.startswith("row_steps_from_")) == told["steps"]
+
+
+def test_another_prompt_is_not_drafted_from_but_the_own_text_is(story):
+    drafter = always(Drafter(config(), Clock()))
+    engine = Engine(drafter, length=210)
+    engine.start([5, 6, 7], story)
+    engine.play()
+    engine.start([5, 6, 8], story)
+    assert engine.play() == 100
+    engine.start([9, *story], story)
+    assert engine.play() < 60
+    told = drafter.counters()
+    assert told["accepted_own"] == told["accepted"] > 40
+
+
+def test_history_older_than_epochs_is_not_used(story):
+    for epochs, helps in ((0, False), (1, False), (2, True)):
+        drafter = always(Drafter(config(epochs=epochs), Clock()))
+        engine = Engine(drafter)
+        for text in (story, [1000 + n for n in range(100)], story):
+            engine.start([5, 6, 7], text)
+            steps = engine.play()
+            drafter.new_weights()
+        assert (steps < 40) == helps
+
+
+def test_drafts_that_are_always_wrong_shrink_to_nothing():
+    rng = random.Random(0)
+    drafter = always(Drafter(config(), Clock()))
+    engine = Engine(drafter, length=2100)
+    words = [[rng.randrange(2, 50) for _ in range(3)] for _ in range(5)]
+    for _ in range(4):  # words come again and again, and what follows them never does
+        text = [token for n in range(500) for token in (*rng.choice(words), 100 + rng.randrange(10**6))]
+        engine.start([5, 6, 7], text)
+    proposed = []
+    while engine.rows:
+        proposed.append(sum(len(draft) for draft in engine.step()))
+        engine.rows = [number for number in engine.rows if number not in engine.finished()]
+    assert sum(proposed[:100]) > 0
+    per_step = [sum(proposed[at : at + 100]) for at in range(0, len(proposed), 100)]
+    assert per_step[-1] <= per_step[0]
+
+
+def test_nothing_is_drafted_in_a_crowd_but_history_is_taken_in(story):
+    drafter = always(Drafter(config(batch_limit=2), Clock()))
+    engine = Engine(drafter)
+    for _ in range(3):
+        engine.start([5, 6, 7], story)
+    assert engine.play() == 100
+    assert drafter.counters()["drafted"] == 0
+    for _ in range(2):
+        engine.start([5, 6, 7], story)
+    assert engine.play() < 25
+
+
+def test_no_draft_goes_beyond_the_longest_sequence_or_past_the_end(story):
+    drafter = always(Drafter(config(length=60), Clock()))
+    engine = Engine(drafter, length=60)
+    for _ in range(3):
+        engine.start([5, 6, 7], story[:57])
+        engine.play()  # Engine.step checks each draft
+    drafter = always(Drafter(config(), Clock()))
+    engine = Engine(drafter)
+    for _ in range(2):
+        engine.start([5, 6, 7], [*story[:20], END, *story[:20]])
+        while engine.rows:
+            assert all(END not in draft for draft in engine.step())
+            engine.rows = [number for number in engine.rows if number not in engine.finished()]
+
+
+def test_drafting_that_costs_more_than_it_gives_stops_and_says_so_once(story, caplog):
+    caplog.set_level("INFO")
+    clock = Clock()
+    drafter = Drafter(config(), clock)
+    engine = Engine(drafter, clock)
+    steps = drafted = 0
+    while steps < 3000:
+        if not engine.rows:
+            engine.start([5, 6, 7], story)
+        verified = any(engine.drafts.values())
+        drafted += verified
+        engine.step(seconds=20.0 if verified else 1.0)
+        engine.rows = [number for number in engine.rows if number not in engine.finished()]
+        steps += 1
+    assert drafter.counters()["stopped"] >= 2
+    assert 50 < drafted < 300
+    assert len([record for record in caplog.records if "no drafts for" in record.message]) == 1
+
+
+def test_drafting_that_pays_goes_on_with_few_steps_to_compare_with(story):
+    clock = Clock()
+    drafter = Drafter(config(), clock)
+    engine = Engine(drafter, clock)
+    verified = []
+    for _ in range(60):
+        engine.start([5, 6, 7], story)
+        while engine.rows:
+            verified.append(any(engine.drafts.values()))
+            engine.step(seconds=1.5 if verified[-1] else 1.0)
+            engine.rows = [number for number in engine.rows if number not in engine.finished()]
+    assert drafter.counters()["stopped"] == 0
+    # of the rest, each response's first two steps cannot have drafts
+    assert sum(verified[200:]) > 0.75 * len(verified[200:])
+
+
+def test_rows_that_went_on_unseen_are_known_again(story):
+    drafter = always(Drafter(config(), Clock()))
+    engine = Engine(drafter)
+    engine.start([5, 6, 7], story)
+    for at in range(100):
+        engine.step(unseen=at % 3 == 1)
+    engine.rows = []
+    drafter.new_weights()
+    ((prompt, tokens),) = drafter.take_finished()
+    assert (prompt.tolist(), tokens.tolist()) == ([5, 6, 7], story[: len(tokens)])
+    assert len(tokens) >= 99
+
+
+def test_finished_responses_are_taken_once_and_help_elsewhere(story):
+    here, there = (always(Drafter(config(), Clock())) for _ in range(2))
+    engine = Engine(here)
+    first = engine.start([5, 6, 7], story)
+    engine.start([5, 6, 7], story[50:])
+    for _ in range(20):
+        engine.step()
+    engine.rows.remove(first)
+    engine.step()
+    ((prompt, tokens),) = here.take_finished()
+    assert prompt.tolist() == [5, 6, 7]
+    assert tokens.tolist() == story[: len(tokens)]
+    assert here.take_finished() == []
+    engine.rows.append(first)  # it was preempted
+    engine.play()
+    here.new_weights()
+    (left,) = here.take_finished()  # the other one has been taken
+    assert left[1].tolist() == story[50:]
+    there.absorb(prompt, tokens)
+    elsewhere = Engine(there)
+    elsewhere.start([5, 6, 7], story[: len(tokens)])
+    assert elsewhere.play() < len(tokens) / 3
+
+
+def test_only_the_first_rank_of_a_group_drafts(story):
+    for rank, drafts in ((0, True), (1, False), (2, True), (3, False)):
+        drafter = always(Drafter(config(rank=rank), Clock()))
+        drafter.absorb([5, 6, 7], story)
+        engine = Engine(drafter)
+        engine.start([5, 6, 7], story)
+        assert (engine.play() < 30) == drafts
+
+
+def test_prompts_that_are_long_gone_are_forgotten(monkeypatch):
+    monkeypatch.setattr("rl_accel.drafts.drafter.REMEMBERED", 64)
+    drafter = Drafter(config(), Clock())
+    drafter._most_prompts = 64
+    for number in range(5000):
+        drafter.absorb([number] * 30, [1] * 30)
+    assert len(drafter._prompts) < 5000
+    assert all(older.key != newer.key for older, newer in pairwise(p.tokens for p in drafter._prompts.values()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, found 0"),
+        ({"batch_limit": 2.5}, TypeError, "batch_limit must be an integer, found 2.5"),
+        ({"epochs": -1}, ValueError, "epochs must be at least 0, found -1"),
+        ({"memory": 3}, TypeError, "memory"),
+        ({"executor": "external_launcher"}, ValueError, "found 'external_launcher'"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, error, said):
+    with pytest.raises(error, match=said):
+        Drafter(config(**settings))

@@ -1,0 +1,99 @@
+"""The index of tokens against a slow, obvious one; its memory is bounded."""
+
+import random
+
+import numpy as np
+import pytest
+
+from rl_accel.drafts.index import PROMPT, Match, TokenIndex, TokenSequence
+
+RATES = np.array((0.5, 0.6, 0.7, 0.8))
+
+
+@pytest.mark.parametrize(("seed", "blocks"), [(seed, blocks) for seed in range(10) for blocks in (3, 20, 500)])
+def test_finds_what_the_obvious_index_finds(seed, blocks, indices):
+    rng = random.Random(seed)
+    index, obvious = indices(blocks)
+    letters = rng.choice((2, 3, 5))
+    rows = [np.array([[rng.randrange(letters) for _ in range(300)]], np.int32) for _ in range(6)]
+    running: list[tuple[np.ndarray, TokenSequence, TokenSequence]] = []
+    found = 0
+    for step in range(300):
+        if len(running) < 6:
+            key = rng.randrange(-3, 3)
+            matrix = rng.choice(rows).copy()
+            prompt = rng.randrange(0, 40)
+            pair = []
+            for side in (index, obvious):
+                before = TokenSequence(key, PROMPT)
+                side.extend(matrix, [0], [prompt], [before])
+                pair.append(TokenSequence(key, step // 100, max(0, step // 100 - 1), last=before.last, length=prompt))
+            running.append((matrix, *pair))
+        for matrix, ours, theirs in running:
+            end = min(300, ours.length + rng.randrange(8))
+            for at in range(ours.length, end):
+                matrix[0, at] = rng.choice((matrix[0, at], matrix[0, at], rng.randrange(letters)))
+            index.extend(matrix, [0], [end], [ours])
+            obvious.extend(matrix, [0], [end], [theirs])
+            limit, record, floor = rng.randrange(12), (rng.random() * 20, 20.0), rng.choice((0.01, 0.3))
+            (match,) = index.lookup(matrix, [0], [ours], [limit], [record], RATES, floor)
+            (expected,) = obvious.lookup(matrix, [0], [theirs], [limit], [record], RATES, floor)
+            assert (match is None) == (expected is None)
+            if match is not None:
+                found += 1
+                assert match._replace(shares=[]) == expected._replace(shares=[])
+                assert match.shares == pytest.approx(expected.shares)
+            read, other = index.read(ours), obvious.read(theirs)
+            assert (read is None) == (other is None)
+            if read is not None:
+                assert read.tolist() == matrix[0, :end].tolist() == other.tolist()
+        running = [item for item in running if item[1].length < 300 and rng.random() < 0.97]
+    assert found > 10
+
+
+def test_a_prompt_finds_only_its_own_responses():
+    index, matrix = TokenIndex(1), np.arange(20, dtype=np.int32)[None]
+    index.extend(matrix, [0], [20], [TokenSequence(7, 0)])
+    ask = [TokenSequence(key, 0, length=10) for key in (7, 8)]
+    ours, other = index.lookup(matrix, [0, 0], ask, [4, 4], [(0, 0)] * 2, RATES, 0.0)
+    assert ours.tokens == [10, 11, 12, 13]
+    assert ours.matched == 10
+    assert other is None
+
+
+def test_newer_responses_outweigh_older_ones_and_too_old_ones_do_not_count():
+    index = TokenIndex(1)
+    for visit, last in enumerate((50, 51, 52)):
+        index.extend(np.array([[1, 2, 3, last]], np.int32), [0], [4], [TokenSequence(7, visit)])
+    context = np.array([[1, 2, 3]], np.int32)
+
+    def ask(oldest: int) -> Match:
+        (match,) = index.lookup(context, [0], [TokenSequence(7, 3, oldest, length=3)], [1], [(0, 0)], RATES, 0.0)
+        return match
+
+    assert ask(0).tokens == [52]
+    assert ask(0).shares == pytest.approx([1 / (1 + 1 / 2 + 1 / 3)])
+    assert ask(2).shares == [1.0]
+    assert ask(3) is None
+    for _ in range(3):
+        index.extend(np.array([[1, 2, 3, 50]], np.int32), [0], [4], [TokenSequence(7, 3)])
+    index.extend(np.array([[1, 2, 3, 51]], np.int32), [0], [4], [TokenSequence(7, 3)])
+    assert ask(0).tokens == [50]
+
+
+@pytest.mark.parametrize("memory_mb", [1, 1.5, 7, 64, 200])
+def test_memory_is_what_was_asked_for_and_does_not_grow(memory_mb):
+    index = TokenIndex(memory_mb)
+    assert 0.8 * memory_mb < index.nbytes / 2**20 <= memory_mb
+    before = index.nbytes
+    matrix = np.arange(100_000, dtype=np.int32)[None]
+    sequences = [TokenSequence(key, 0) for key in range(3)]
+    for sequence in sequences:
+        index.extend(matrix, [0], [100_000], [sequence])
+    assert index.nbytes == before
+    assert (index.read(sequences[0]) is None) == (memory_mb < 7)
+
+
+def test_less_memory_than_one_mebibyte_is_refused():
+    with pytest.raises(ValueError, match=r"memory_mb must be at least 1, found 0\.5"):
+        TokenIndex(0.5)

@@ -1,0 +1,64 @@
+import json
+import random
+
+import pytest
+from click.testing import CliRunner
+
+from rl_accel.lab.bench.drafts import bench_drafts, replay
+
+SETTINGS = {"max_tokens": 8, "batch_limit": 32, "memory_mb": 1, "epochs": 2}
+
+
+def rollouts(folder, steps):
+    """Files as verl writes them: one a step, one line a response."""
+    for step, rows in enumerate(steps, 1):
+        lines = [json.dumps({"input": p, "output": text, "score": 0.0, "step": step}) for p, text in rows]
+        (folder / f"{step}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return [str(path) for path in sorted(folder.glob("*.jsonl"))]
+
+
+def text(rng, length):
+    return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=length))
+
+
+def test_a_second_epoch_of_like_responses_takes_fewer_steps_by_the_seconds_given(tmp_path):
+    rng = random.Random(0)
+    alike = {name: text(rng, 400) for name in ("question a", "question b")}
+    rows = list(alike.items())
+    files = rollouts(tmp_path, [rows, rows, [("another", "x" + text(rng, 50))]])
+    shown = CliRunner().invoke(bench_drafts, [*files, "--step-seconds", "1:1,3:2"], catch_exceptions=False)
+    assert shown.exit_code == 0
+    lines = [line.split() for line in shown.output.splitlines()]
+    epochs = {line[0]: float(line[2]) for line in lines if len(line) == 3 and line[0] in ("1", "2")}
+    assert epochs["1"] < 0.2
+    assert epochs["2"] > 3
+    # two requests take 1.5 s a step: 400 steps each epoch, and 51 of one request
+    assert "without drafts 1,251.0 s" in shown.output
+
+
+def test_every_response_is_played_whole_whatever_the_places(tmp_path):
+    rng = random.Random(1)
+    steps = [[([1, 2, 3], [rng.randrange(4) for _ in range(rng.randrange(60))]) for _ in range(20)] for _ in range(3)]
+    for running in (1, 7, 64):
+        counts, epochs, stock, ours = replay(steps, running, SETTINGS)
+        assert counts["tokens"] == sum(len(tokens) for step in steps for _, tokens in step)
+        assert counts["accepted"] == sum(accepted for accepted, _ in epochs.values())
+        assert sum(accepted + row_steps for accepted, row_steps in epochs.values()) == counts["tokens"]
+        assert set(epochs) == {1, 2, 3}
+        assert ours <= stock
+
+
+@pytest.mark.parametrize(("line", "said"), [('{"input": "a", "step": 1}', "KeyError"), ("no", "JSONDecodeError")])
+def test_a_file_of_another_kind_is_named(tmp_path, line, said):
+    path = tmp_path / "1.jsonl"
+    path.write_text(line)
+    shown = CliRunner().invoke(bench_drafts, [str(path)])
+    assert shown.exit_code == 1
+    assert str(path) in shown.output
+    assert said in shown.output
+
+
+def test_wrong_seconds_are_refused(tmp_path):
+    shown = CliRunner().invoke(bench_drafts, [*rollouts(tmp_path, [[("a", "b")]]), "--step-seconds", "1=2"])
+    assert shown.exit_code == 2
+    assert "found '1=2'" in shown.output
