@@ -20,39 +20,27 @@ FLOOR = 0.2
 FIRST_RATES = (0.5, 0.6, 0.7, 0.8)
 """Chance of acceptance by class of match length, before anything was seen."""
 REMEMBERED = 4096
-"""Requests that have left the batch and may come back, and responses that nobody has taken, at most."""
+"""Requests that have left the batch that are remembered, as they may come back or be taken."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """How to draft.
+    """How to draft; whoever makes one has checked the values.
 
     Args:
         max_tokens: the longest draft; vLLM's ``num_speculative_tokens`` limits it, too.
         batch_limit: running requests above which nothing is drafted.
-        memory_mb: MiB for the history of tokens.
+        memory_mb: MiB for the history of tokens, at least 1.
         epochs: visits of a prompt beside the present one whose responses are used. A visit begins with the first request after
             :meth:`Drafter.new_weights`.
-
-    Raises:
-        TypeError: a value is not an integer.
-        ValueError: a value is less than 1 (``epochs``: 0).
     """
 
     max_tokens: int = 8
     batch_limit: int = 32
     memory_mb: int = 200
     epochs: int = 2
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_tokens", 1), ("batch_limit", 1), ("memory_mb", 1), ("epochs", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{SETTINGS}.{name} must be an integer, found {value!r}")
-            if value < least:
-                raise ValueError(f"{SETTINGS}.{name} must be at least {least}, found {value}")
 
 
 @dataclass(slots=True)
@@ -70,7 +58,6 @@ class _Request:
     tokens: TokenSequence
     tail: bytes = b""
     """The last CONTEXT tokens."""
-    running: bool = True
     taken: bool = False
     match: Match | None = None
     proposed: int = 0
@@ -92,7 +79,8 @@ class Drafter:
         clock: seconds.
 
     Raises:
-        TypeError, ValueError: settings or executor are wrong.
+        TypeError: there is no such setting.
+        ValueError: the executor is "external_launcher", or memory_mb less than 1.
     """
 
     def __init__(self, vllm_config: Any, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -110,7 +98,6 @@ class Drafter:
         self._most_prompts = REMEMBERED
         self._rows: list[_Request | None] = []
         self._gone: OrderedDict[tuple[int, bytes], _Request] = OrderedDict()
-        self._finished: deque[_Request] = deque(maxlen=REMEMBERED)
         self._version = 0
         self._records = np.array((FIRST_RATES, (1.0,) * 4)) * 8  # hits and tries, by class of match length
         self._worth = _Worth()
@@ -175,16 +162,14 @@ class Drafter:
 
         One that was preempted or aborted may be among them, with the tokens that it had then.
         """
-        taken = []
-        while self._finished:
-            request = self._finished.popleft()
-            if not (request.running or request.taken):
-                request.taken = True
-                tokens = self._index.read(request.tokens)
-                if tokens is not None:
-                    length = request.prompt.tokens.length
-                    taken.append((tokens[:length], tokens[length:]))
-        return taken
+        finished = []
+        for request in self._gone.values():
+            tokens = None if request.taken else self._index.read(request.tokens)
+            if tokens is not None:
+                length = request.prompt.tokens.length
+                finished.append((tokens[:length], tokens[length:]))
+            request.taken = True
+        return finished
 
     def absorb(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> None:
         """Add a finished response, of another replica, say, to the history."""
@@ -220,20 +205,17 @@ class Drafter:
             if sampled[row]:
                 begin, old = ends[row] - len(sampled[row]), before[row]
                 request = self._gone.pop((begin, _tail(matrix, row, begin)), None)
-                if not request and old and not old.running and old.tokens.length < begin:
+                if not request and old and old.tokens.length < begin:
                     length = old.tokens.length  # vLLM did not call after some steps
                     request = self._gone.pop((length, _tail(matrix, row, length)), None)
-                self._rows[row] = request = request or self._request(row, begin, matrix)
-                request.running = True
+                self._rows[row] = request or self._request(row, begin, matrix)
         return len(unknown)
 
     def _leave(self, request: _Request | None) -> None:
         if request is not None:
-            request.running = False
             self._gone[request.tokens.length, request.tail] = request
             if len(self._gone) > REMEMBERED:
                 self._gone.popitem(last=False)
-            self._finished.append(request)
 
     def _request(self, row: int, length: int, matrix: NDArray[np.int32]) -> _Request:
         """Return a new request with the prompt ``matrix[row, :length]``, which the index then has."""
@@ -316,7 +298,7 @@ class _Worth:
     Sizes are equal up to an eighth. Of WITHOUT steps at least one has no drafts, so that there is something to compare with.
     """
 
-    WITHOUT, LEAST, WINDOW, PAUSE = 32, 8, 128, 512
+    WITHOUT, LEAST, WINDOW, PAUSE = 32, 8, 512, 512
 
     def __init__(self) -> None:
         self._sizes: dict[int, NDArray[np.float64]] = {}  # [without, with] x [steps, seconds, tokens]

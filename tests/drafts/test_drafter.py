@@ -377,9 +377,7 @@ def test_prompts_that_are_long_gone_are_forgotten(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "error", "said"),
     [
-        ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, found 0"),
-        ({"batch_limit": 2.5}, TypeError, "batch_limit must be an integer, found 2.5"),
-        ({"epochs": -1}, ValueError, "epochs must be at least 0, found -1"),
+        ({"memory_mb": 0}, ValueError, "memory_mb must be at least 1, found 0"),
         ({"memory": 3}, TypeError, "memory"),
         ({"executor": "external_launcher"}, ValueError, "found 'external_launcher'"),
     ],

@@ -1,0 +1,221 @@
+"""``python generate.py FOLDER OUT.json``: what real vLLM generates with and without drafts; run in vLLM's environment."""
+
+import itertools
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+os.environ.update(VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
+
+import torch
+from proposers import STOP
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from vllm import LLM, SamplingParams
+
+import rl_accel
+
+SAMPLES, TOKENS, WORDS = 20_000, 5, 4
+PROMPTS = [[5 + i % 4, *range(10, 20), 9 + i % 4, 7] for i in range(8)]
+
+
+def engine(model, proposer=None, **options):
+    """Real vLLM, with ``proposer`` or without drafts."""
+    if proposer is not None:
+        settings = {"memory_mb": 20, "batch_limit": 1024}
+        options["speculative_config"] = {"method": "custom_class", "model": proposer, "num_speculative_tokens": 8}
+        options["additional_config"] = {"rl_accel_drafts": settings}
+    options = {"max_model_len": 512, "kv_cache_memory_bytes": 2**27, "disable_log_stats": True, **options}
+    return LLM(str(model), dtype="float32", enforce_eager=True, logprobs_mode="raw_logprobs", **options)
+
+
+def generate(llm, prompts, **sampling):
+    prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return llm.generate(prompts, SamplingParams(**sampling), use_tqdm=False)
+
+
+def tokens(requests):
+    return [list(output.token_ids) for request in requests for output in request.outputs]
+
+
+def counters(llm):
+    return llm.collective_rpc(lambda worker: worker.model_runner.drafter.counters())[0]
+
+
+def new_weights(llm):
+    llm.collective_rpc(lambda worker: worker.model_runner.drafter.new_weights())
+
+
+def forward(model, sequence):
+    """Log-probabilities of each next token after each token of ``sequence``, by a plain forward of transformers."""
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([sequence])).logits[0].float(), -1)
+
+
+def small_model(folder):
+    """A model of four words, one of which it never says."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=WORDS,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+def exact(model, prompt):
+    """The probability of each response of TOKENS tokens, or fewer up to STOP."""
+    responses = {(): 1.0}
+    for _ in range(TOKENS):
+        longer = {}
+        for response, chance in responses.items():
+            if response and response[-1] == STOP:
+                longer[response] = chance
+            else:
+                following = forward(model, [*prompt, *response])[-1].exp().tolist()
+                longer |= {(*response, word): chance * following[word] for word in range(WORDS)}
+        responses = longer
+    return responses
+
+
+def samples(folder):
+    """How often each response was sampled, by proposer, beside its exact probability."""
+    model = small_model(folder)
+    prompt = [1, 2, 0, 1, 2, 2, 1]
+    expected = exact(model, prompt)
+    found = {}
+    for name in (None, "proposers.Eager", "proposers.Always", "proposers.AlwaysStop"):
+        llm = engine(folder, name, skip_tokenizer_init=True, max_num_seqs=256, max_model_len=32)
+        requests = generate(
+            llm,
+            [prompt] * (SAMPLES // 100),
+            n=100,
+            temperature=1.0,
+            max_tokens=TOKENS,
+            stop_token_ids=[STOP],
+            detokenize=False,
+        )
+        seen = Counter(tuple(response) for response in tokens(requests))
+        found[str(name)] = [seen[response] for response in expected]
+        if name == "proposers.Eager":
+            found["accepted"] = counters(llm)["accepted"]
+        assert set(seen) <= set(expected), set(seen) - set(expected)
+    return {"expected": list(expected.values()), **found}
+
+
+def greedy(folder):
+    """Greedy responses without drafts and with, in two epochs, and with little memory, so that requests are preempted."""
+    stock = engine(folder)
+    plain = tokens(generate(stock, PROMPTS, temperature=0, max_tokens=300, ignore_eos=True))
+    ours = engine(folder, "proposers.Eager", enable_prefix_caching=True)
+    epochs = []
+    for _ in range(2):
+        requests = generate(
+            ours, PROMPTS, temperature=0, max_tokens=300, ignore_eos=True, prompt_logprobs=0, logprobs=0
+        )
+        epochs.append(tokens(requests))
+        new_weights(ours)
+    asked = [len(request.prompt_logprobs) for request in requests]
+    told = counters(ours)
+    block = 2 * 2 * 2 * 32 * 4 * 128  # layers, keys and values, heads, their dimension, bytes, tokens
+    tight = engine(folder, "proposers.Eager", kv_cache_memory_bytes=8 * block, block_size=128, disable_log_stats=False)
+    preempted = tokens(generate(tight, PROMPTS, temperature=0, max_tokens=300, ignore_eos=True))
+    counted = [metric.value for metric in tight.get_metrics() if metric.name == "vllm:num_preemptions"]
+    longest = engine(folder, "proposers.Eager", max_model_len=200)
+    cut = tokens(generate(longest, PROMPTS, temperature=0, max_tokens=300, ignore_eos=True))
+    return {
+        "plain": plain,
+        "epochs": epochs,
+        "prompt_logprobs": asked,
+        "counters": told,
+        "preempted": preempted,
+        "preemptions": sum(counted),
+        "cut": cut,
+    }
+
+
+def stops(folder):
+    """Greedy responses with a string that ends them, without drafts and with, and after an abort."""
+    answers = []
+    for name in (None, "proposers.Eager"):
+        llm = engine(folder, name)
+        text = generate(llm, PROMPTS[:1], temperature=0, max_tokens=60, ignore_eos=True)[0].outputs[0].text
+        stop = text[40:43]
+        generate(llm, PROMPTS, temperature=0, max_tokens=60, ignore_eos=True)
+        requests = generate(llm, PROMPTS, temperature=0, max_tokens=60, ignore_eos=True, stop=[stop], n=2)
+        for number, prompt in enumerate(PROMPTS):
+            sampling = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+            llm.llm_engine.add_request(f"aborted {number}", {"prompt_token_ids": prompt}, sampling)
+        for step in range(20):
+            llm.llm_engine.step()
+            if step == 10:
+                llm.llm_engine.abort_request(["aborted 0", "aborted 3"])
+        llm.llm_engine.abort_request([f"aborted {number}" for number in range(len(PROMPTS))])
+        again = tokens(generate(llm, PROMPTS, temperature=0, max_tokens=60, ignore_eos=True))
+        answers.append([[output.text for request in requests for output in request.outputs], again])
+    return answers
+
+
+def logprobs(folder):
+    """The largest difference between the log-probabilities that vLLM returns with drafts and those of a plain forward."""
+    llm = engine(folder, "proposers.Eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    worst = {}
+    for temperature in (1.0, 0.3):  # raw_logprobs are those before the temperature
+        requests = generate(
+            llm, PROMPTS * 2, temperature=temperature, max_tokens=200, ignore_eos=True, logprobs=0, seed=1
+        )
+        worst[temperature] = 0.0
+        for request in requests:
+            (output,) = request.outputs
+            prompt, said = list(request.prompt_token_ids), list(output.token_ids)
+            expected = forward(model, prompt + said)[len(prompt) - 1 : -1]
+            for token, told, row in zip(said, output.logprobs, expected, strict=True):
+                worst[temperature] = max(worst[temperature], abs(told[token].logprob - float(row[token])))
+    return {"worst": worst, "counters": counters(llm)}
+
+
+def margins(folder, plain, other):
+    """Where two greedy responses part: the logits of the two tokens, by a plain forward."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for prompt, one, two in zip(PROMPTS, plain, other, strict=True):
+        for at, (a, b) in enumerate(itertools.zip_longest(one[: len(two)], two)):
+            if a != b:
+                row = forward(model, [*prompt, *one[:at]])[-1]
+                found.append(abs(float(row[a] - row[b])))
+                break
+    return found
+
+
+def main(folder, out):
+    model, small = Path(folder) / "model", Path(folder) / "small"
+    answer = {"package": rl_accel.__file__, "greedy": greedy(model), "logprobs": logprobs(model), "stops": stops(model)}
+    given = answer["greedy"]
+    answer["margins"] = {
+        name: margins(model, given["plain"], responses)
+        for name, responses in (
+            ("first", given["epochs"][0]),
+            ("second", given["epochs"][1]),
+            ("preempted", given["preempted"]),
+            ("cut", given["cut"]),
+        )
+    }
+    answer["samples"] = samples(small)
+    Path(out).write_text(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

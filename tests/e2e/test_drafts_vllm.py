@@ -1,0 +1,79 @@
+"""Real vLLM with drafts: the same greedy tokens, the exact distribution of samples, the right log-probabilities."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from scipy.stats import chisquare
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.vllm,
+    pytest.mark.timeout(1500),
+    pytest.mark.parametrize("engine", ["vllm"], indirect=True, scope="module"),
+]
+
+SCRIPTS = Path(__file__).parent / "drafts"
+
+
+@pytest.fixture(scope="module")
+def generated(engine, repo, workspace, clean_environment, tmp_path_factory):
+    """What ``drafts/generate.py`` wrote, with this checkout and the recipe's model."""
+    folder = tmp_path_factory.mktemp("drafts")
+    out = folder / "out.json"
+    (model,) = {path.parent for path in workspace.rglob("model/config.json")}
+    (folder / "model").symlink_to(model)
+    environment = {**clean_environment, "PYTHONPATH": f"{repo}:{SCRIPTS}"}
+    command = [engine.python, str(SCRIPTS / "generate.py"), str(folder), str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    answer = json.loads(out.read_text())
+    assert Path(answer["package"]).is_relative_to(repo)
+    return answer
+
+
+def test_greedy_tokens_are_those_without_drafts_but_for_ties(generated):
+    """With prefix caching, log-probabilities of prompts, preemptions, and responses cut at max_model_len."""
+    greedy, margins = generated["greedy"], generated["margins"]
+    assert len(greedy["plain"]) == 8
+    assert all(len(response) == 300 for run in (greedy["plain"], *greedy["epochs"]) for response in run)
+    assert [len(response) for response in greedy["cut"]] == [200 - 13] * 8
+    for name, parted in margins.items():
+        assert all(margin < 1e-5 for margin in parted), (name, parted)
+    assert greedy["prompt_logprobs"] == [13] * 8
+    assert greedy["preemptions"] > 0
+    told = greedy["counters"]
+    assert told["accepted_earlier"] > 0
+    assert told["tokens"] > 2 * 8 * 299
+    assert told["steps"] < 600
+
+
+def test_stop_strings_n_and_aborts_change_nothing(generated):
+    without, with_drafts = generated["stops"]
+    assert len(without[0]) == 16
+    assert with_drafts == without
+
+
+def test_log_probabilities_are_those_of_a_plain_forward(generated):
+    assert generated["logprobs"]["counters"]["accepted"] > 100
+    assert all(worst < 1e-4 for worst in generated["logprobs"]["worst"].values())
+
+
+@pytest.mark.parametrize("proposer", ["None", "proposers.Eager", "proposers.Always", "proposers.AlwaysStop"])
+def test_samples_have_the_exact_distribution(generated, proposer):
+    samples = generated["samples"]
+    expected = [20_000 * chance for chance in samples["expected"]]
+    rare = [chance < 5 for chance in expected]  # chi-square needs cells that are not too small
+    cells = [
+        [value for value, small in zip(values, rare, strict=True) if not small]
+        + [sum(value for value, small in zip(values, rare, strict=True) if small)]
+        for values in (samples[proposer], expected)
+    ]
+    assert sum(cells[0]) == 20_000
+    assert len(cells[0]) > 50
+    if cells[1][-1] < 5:
+        cells = [[*values[:-2], values[-2] + values[-1]] for values in cells]
+    scale = sum(cells[0]) / sum(cells[1])
+    assert chisquare(cells[0], [value * scale for value in cells[1]]).pvalue > 0.001
+    assert samples["accepted"] > 1000
