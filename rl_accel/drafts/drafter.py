@@ -103,6 +103,7 @@ class Drafter:
         self._worth = _Worth()
         self._called: float | None = None
         self._counts = Counter({"steps": 0, "tokens": 0, "drafted": 0, "accepted": 0})
+        self._by_length = [[0, 0, 0] for _ in range(32)]  # tokens, steps of a request, accepted; by bits of the length
         self._warm_up()
 
     def load_model(self, *_: Any) -> None:
@@ -186,7 +187,13 @@ class Drafter:
         then (``accepted_from_L``: from L to less than 2 L tokens, with ``tokens_from_L`` and ``row_steps_from_L``).
         ``stopped``: how often drafting was stopped because it cost more than it gave.
         """
-        return {**self._counts, "stopped": self._worth.stopped}
+        by_length = {
+            f"{name}_from_{2**bits // 2}": value
+            for bits, values in enumerate(self._by_length)
+            for name, value in zip(("tokens", "row_steps", "accepted"), values, strict=True)
+            if values[1]
+        }
+        return {**self._counts, **by_length, "stopped": self._worth.stopped}
 
     def _follow(self, sampled: Sequence[Sequence[int]], ends: list[int], matrix: NDArray[np.int32]) -> int:
         """Find the request of each row that has sampled; return how many rows did not just go on from the last call."""
@@ -267,12 +274,12 @@ class Drafter:
                         counts[name] += value
                         counts[f"{name}_{SOURCES[match.source]}"] += value
                 request.match, request.proposed = None, 0
-            length = 2 ** ((ends[row] - request.prompt.tokens.length).bit_length() - 1)
-            counts[f"tokens_from_{length}"] += new
-            counts[f"row_steps_from_{length}"] += 1
-            counts[f"accepted_from_{length}"] += accepted
-            counts["tokens"] += new
+            by_length = self._by_length[(ends[row] - request.prompt.tokens.length).bit_length()]
+            by_length[0] += new
+            by_length[1] += 1
+            by_length[2] += accepted
         counts["steps"] += 1
+        counts["tokens"] += sum(map(len, sampled))
         return drafted
 
     def _draft(self, request: _Request, match: Match) -> list[int]:
