@@ -54,7 +54,7 @@ def forward(model, sequence):
 
 
 def small_model(folder):
-    """A model of four words, one of which it never says."""
+    """A model of four words."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=WORDS,
@@ -154,7 +154,7 @@ def stops(folder):
         text = generate(llm, PROMPTS[:1], temperature=0, max_tokens=60, ignore_eos=True)[0].outputs[0].text
         stop = text[40:43]
         generate(llm, PROMPTS, temperature=0, max_tokens=60, ignore_eos=True)
-        requests = generate(llm, PROMPTS, temperature=0, max_tokens=60, ignore_eos=True, stop=[stop], n=2)
+        requests = generate(llm, PROMPTS, temperature=0, max_tokens=60, ignore_eos=True, stop=[stop])
         for number, prompt in enumerate(PROMPTS):
             sampling = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
             llm.llm_engine.add_request(f"aborted {number}", {"prompt_token_ids": prompt}, sampling)

@@ -1,14 +1,14 @@
-"""Drafters that vLLM is given by name: one that proposes a token that is never sampled, and one that always proposes the end."""
+"""Drafters that vLLM is given by name: two that propose one and the same token whatever comes, and ours."""
 
 from rl_accel.drafts.drafter import Drafter
 
-NEVER, STOP = 0, 3
+WORD, STOP = 0, 3
 
 
 class Always(Drafter):
     """Proposes four times ``token``, right or wrong, with as many requests as there are."""
 
-    token = NEVER
+    token = WORD
 
     def propose(self, sampled_token_ids, num_tokens_no_spec, token_ids_cpu, slot_mappings=None):
         super().propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
