@@ -3,9 +3,11 @@
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import IO
 
 import httpx
 
@@ -26,9 +28,12 @@ def sglang_router(servers: Sequence[str]) -> Iterator[str]:
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(prometheus), "--worker-urls", *servers, "--log-level", "warn"]
     command += ["--disable-circuit-breaker", "--disable-health-check"]  # as slime sets them
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with (
+        tempfile.TemporaryFile("w+") as output,  # a pipe that nobody reads fills up, and then the router stands still
+        subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process,
+    ):
         try:
-            _wait(process, address, len(servers))
+            _wait(process, address, len(servers), output)
             yield address
         finally:
             process.kill()
@@ -39,7 +44,7 @@ def _free_ports(count: int) -> list[int]:
         return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
 
 
-def _wait(process: "subprocess.Popen[str]", address: str, servers: int) -> None:
+def _wait(process: "subprocess.Popen[bytes]", address: str, servers: int, output: IO[str]) -> None:
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         try:
@@ -50,5 +55,6 @@ def _wait(process: "subprocess.Popen[str]", address: str, servers: int) -> None:
             pass
         time.sleep(0.1)
     process.kill()
-    said = process.stdout.read()[-2000:] if process.stdout else ""
-    raise RlAccelError(f"sglang-router did not start before {servers} servers: {said}")
+    process.wait()
+    output.seek(0)
+    raise RlAccelError(f"sglang-router did not start before {servers} servers: {output.read()[-2000:]}")

@@ -69,7 +69,7 @@ def ledger(args):
 
 
 def requests_on(url):
-    return httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_total_reqs"]
+    return httpx.get(f"{url}/v1/loads", timeout=None).json()["loads"][0]["num_total_reqs"]
 
 
 def servers_of(args):
@@ -279,13 +279,27 @@ def test_without_a_server_the_run_ends_with_one_line_and_a_resumed_one_trains_ev
     assert trained == Counter({f"1:{row}": 1 for row in range(1, 121)})
 
 
-def test_what_somebody_else_aborts_is_made_again(start, plugins):
-    args, _, rollout = start(rl_accel=NO_RETRY)
-    plugins.THEN[10] = lambda: httpx.post(f"{args.server}/abort_request", json={"abort_all": True})
-    output = rollout(0)
-    check_batch(args, output)
-    assert output.metrics["rl_accel/tail_batching/responses_failed"] >= 1
-    assert output.metrics["rl_accel/tail_batching/prompts_failed"] == 0
+@pytest.mark.parametrize(("losses", "failed"), [(3, []), (0, ["1:7"])])
+def test_what_somebody_else_aborts_is_made_again_but_not_for_ever(start, plugins, monkeypatch, losses, failed):
+    from rl_accel.integrations.slime.tail_batching import responses
+
+    monkeypatch.setattr(responses, "LOSSES", losses)
+    flags = {"enable": True, "max_retries": 0, "prompt_ratio": 1.0, "response_ratio": 1.0}
+    generate = f"{plugins.__name__}.endless"
+    args, _, rollout = start(
+        custom_generate_function_path=generate, rollout_shuffle=False, rl_accel={"tail_batching": flags}
+    )
+    plugins.SLOW_ROWS.add(6)
+
+    def abort():
+        plugins.SLOW_ROWS.clear()
+        httpx.post(f"{args.server}/abort_request", json={"abort_all": True})
+
+    plugins.THEN[7 * 4] = abort  # all others are graded
+    check_batch(args, rollout(0))
+    (line,) = ledger(args)
+    assert list(line["failed"]) == failed
+    assert len(line["trained"]) == 8
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
