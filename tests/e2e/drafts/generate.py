@@ -175,12 +175,13 @@ def stops(folder):
 def logprobs(folder):
     """The largest difference between the log-probabilities that vLLM returns with drafts and those of a plain forward."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompts = [[1, 2, word, 1, 0] for word in (0, 1, 2)] * 4
     answer = {}
     for mode in ("raw_logprobs", "processed_logprobs"):
-        llm = engine(folder, "proposers.Eager", logprobs_mode=mode)
+        llm = engine(folder, "proposers.Eager", logprobs_mode=mode, skip_tokenizer_init=True)
         for temperature in (1.0, 0.3):
-            sampling = {"temperature": temperature, "max_tokens": 200, "ignore_eos": True, "logprobs": 0, "seed": 1}
-            requests = generate(llm, PROMPTS * 2, **sampling)
+            sampling = {"temperature": temperature, "max_tokens": 200, "logprobs": 0, "detokenize": False}
+            requests = generate(llm, prompts, **sampling)
             worst = 0.0
             for request in requests:
                 (output,) = request.outputs
@@ -209,7 +210,7 @@ def margins(folder, plain, other):
 
 def main(folder, out):
     model, small = Path(folder) / "model", Path(folder) / "small"
-    answer = {"package": rl_accel.__file__, "samples": samples(small), "logprobs": logprobs(model)}
+    answer = {"package": rl_accel.__file__, "samples": samples(small), "logprobs": logprobs(small)}
     answer |= {"greedy": greedy(model), "stops": stops(model)}
     given = answer["greedy"]
     answer["margins"] = {
