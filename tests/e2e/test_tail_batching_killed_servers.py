@@ -29,8 +29,9 @@ def kill_a_server(metrics, victim):
     """SIGKILL to one process called ``victim`` of the run that logs to ``metrics``; whether there was one."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            ours = process.environ().get("VERL_FILE_LOGGER_PATH") == str(metrics)
-            if ours and victim in " ".join(process.cmdline()):
+            if victim not in " ".join(process.cmdline()):
+                continue
+            if process.environ().get("VERL_FILE_LOGGER_PATH") == str(metrics):
                 process.send_signal(signal.SIGKILL)
                 return True
     return False
@@ -66,6 +67,7 @@ def left(tail_run, engine):
         f"actor_rollout_ref.rollout.n={R0}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={P0}",
         "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.ppo_epochs=4",  # so long that the second kill falls into it, and not into the weight update
         f"critic.ppo_mini_batch_size={P0}",
         "trainer.test_freq=2",
         "+rl_accel.tail_batching.queue_threshold=3",

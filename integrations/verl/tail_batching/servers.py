@@ -6,11 +6,12 @@ round, and starts dead ones again before the next weights go out.
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,7 @@ PING_SECONDS = 30.0
 """How long to wait for a server's sign of life. One that only is slow passes for alive."""
 
 WATCH_SECONDS = 10.0
-"""How often servers are looked at in a weight update, and how long one that died may keep it from ending."""
+"""How often servers are looked at during a call to all, and how long one that died may keep it from ending."""
 
 TOKEN_RATE = TokenRate()
 
@@ -262,7 +263,9 @@ class RolloutServers:
             calls = [getattr(replica, name)() for replica in self._manager.get_replicas()]
             return await asyncio.gather(*calls, return_exceptions=True)
 
-        for error in asyncio.run(tell()):
+        with self._watched(_end_servers):
+            answers = asyncio.run(tell())
+        for error in answers:
             if isinstance(error, BaseException):
                 if not is_death(error, self._engine):
                     raise error
@@ -278,7 +281,8 @@ class RolloutServers:
         self.revive()
         while True:
             try:
-                return call()
+                with self._watched(_end_servers):
+                    return call()
             except RayError:
                 if not self.revive():
                     raise
@@ -295,10 +299,9 @@ class RolloutServers:
             self.reach_all(call)
             return
         self.revive()
-        over = threading.Event()
-        threading.Thread(target=self._end_stuck_update, args=(over,), daemon=True).start()
         try:
-            call()
+            with self._watched(self._end_training_workers):
+                call()
         except RayError as error:
             dead = asyncio.run(find_dead(self._manager.get_replicas()))
             if not dead:
@@ -307,20 +310,29 @@ class RolloutServers:
             raise ServerLost(
                 f"rl_accel.tail_batching: rollout server {names} died while it was given new weights. {RESUME}"
             ) from error
+
+    @contextlib.contextmanager
+    def _watched(self, end: Callable[[list[Any]], None]) -> Iterator[None]:
+        """Call ``end`` with the dead replicas if the block does not end: vLLM never answers calls that its engine died under."""
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(WATCH_SECONDS):
+                dead = asyncio.run(find_dead(self._manager.get_replicas()))
+                if dead and not over.wait(WATCH_SECONDS):  # else the block has found out itself
+                    logger.error("rl-accel: a rollout server died and left calls without an answer; they are ended")
+                    end(dead)
+                    return
+
+        threading.Thread(target=watch, daemon=True).start()
+        try:
+            yield
         finally:
             over.set()
 
-    def _end_stuck_update(self, over: threading.Event) -> None:
-        replicas = self._manager.get_replicas()
-        while not over.wait(WATCH_SECONDS):
-            dead = asyncio.run(find_dead(replicas))
-            if dead and not over.wait(WATCH_SECONDS):  # else the call has found out itself
-                logger.error(
-                    "rl-accel: a rollout server died in a weight update; the training workers that wait are ended"
-                )
-                for worker in (worker for replica in replicas for worker in replica.workers):
-                    ray.kill(worker)
-                return
+    def _end_training_workers(self, _dead: list[Any]) -> None:
+        for worker in (worker for replica in self._manager.get_replicas() for worker in replica.workers):
+            ray.kill(worker)
 
     def revive(self) -> list[str]:
         """Start dead servers again and have the load balancer know exactly those that live; return the revived ones.
@@ -363,6 +375,11 @@ class RolloutServers:
                 f"rl_accel.tail_batching: {name} has died and could not be started again: {error}. {RESUME}"
             ) from error
         logger.warning("rl-accel: %s had died and was started again; it joins with the next weights", name)
+
+
+def _end_servers(dead: list[Any]) -> None:
+    for server in (server for replica in dead for server in replica.servers):
+        ray.kill(server)
 
 
 def _forget_server(worker: Any) -> None:

@@ -92,6 +92,9 @@ class Server:
     async def lose_engine(self):
         self.engine.errored = True
 
+    async def sleep_without_end(self):
+        await asyncio.Event().wait()
+
     async def pid(self):
         return os.getpid()
 
@@ -434,6 +437,23 @@ class TestRevivingServers:
             calls.append(1)
             if len(calls) == 1:
                 kill(replica.server_handle)
+            ray.get(replica.server_handle.look.remote())
+
+        RolloutServers(manager_of(replica), RESTARTS).reach_all(call)
+        assert len(calls) == 2
+
+    def test_a_call_that_an_engine_died_under_is_made_again_although_its_server_never_answers(
+        self, manager_of, monkeypatch
+    ):
+        monkeypatch.setattr(f"{RolloutServers.__module__}.WATCH_SECONDS", 0.5)
+        replica = Replica()
+        calls = []
+
+        def call():
+            calls.append(1)
+            if len(calls) == 1:
+                ray.get(replica.server_handle.lose_engine.remote())
+                ray.get(replica.server_handle.sleep_without_end.remote())
             ray.get(replica.server_handle.look.remote())
 
         RolloutServers(manager_of(replica), RESTARTS).reach_all(call)
