@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help setup vllm ab ab-tail ab-vllm test test-fast test-slime check docs bench clean
+.PHONY: help setup vllm ab ab-tail ab-vllm ab-drafts test test-fast test-slime check docs bench clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
@@ -57,6 +57,9 @@ ab-tail: $(READY)  ## the same for tail batching: five arms, three seeds, about 
 
 ab-vllm: $(VLLM)/.ready  ## the same with real vLLM: stock, lossless, tail batching, all of it
 	$(VLLM)/bin/rl-accel ab examples/verl_vllm_cpu --out $(AB_OUT)-vllm --overwrite
+
+ab-drafts: $(VLLM)/.ready  ## drafts on real vLLM, beside vLLM's own, in the second epoch
+	$(VLLM)/bin/rl-accel ab examples/verl_drafts --out $(AB_OUT)-drafts --overwrite
 
 test: $(DEV)  ## every test; under 30 minutes on 2 cores
 	$(PYTEST)

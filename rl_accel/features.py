@@ -308,6 +308,25 @@ TP_REPLAN = Feature(
 )
 
 
+@dataclass
+class DraftsFlags:
+    """Flags of ``rl_accel.drafts``: vLLM verifies what other responses to a prompt went on with. Samples stay the model's."""
+
+    enable: bool | None = flag(None, ENABLE)
+    max_tokens: int = flag(8, "tokens of the longest draft", minimum=1)
+    batch_limit: int = flag(32, "running requests above which an engine drafts nothing", minimum=1)
+    memory_mb: int = flag(200, "MiB of earlier responses in each engine", minimum=1)
+    epochs: int = flag(2, "epochs whose responses are used beside the present one", minimum=0)
+
+
+DRAFTS = Feature(
+    name="drafts",
+    flags=DraftsFlags,
+    switches={"verl": ("rl_accel.integrations.verl.drafts", "rl_accel.patches.verl.collective_rpc")},
+    verl="rl_accel.integrations.verl.drafts",
+)
+
+
 FEATURES: tuple[Feature[Any], ...] = (
     GAE,
     ADVANTAGES,
@@ -317,6 +336,7 @@ FEATURES: tuple[Feature[Any], ...] = (
     REWARD_TIMEOUT,
     TELEMETRY,
     TP_REPLAN,
+    DRAFTS,
 )
 """In the order of tables and messages, and in the one in which features choose verl's extension points."""
 

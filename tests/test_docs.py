@@ -172,6 +172,8 @@ def desk(tmp_path_factory, wheel) -> Path:
     (desk / "dist").symlink_to(wheel.parent)
     for folder in ("RUN_DIR", "FOLDER", "out/code"):
         (desk / folder).mkdir(parents=True)
+    for step in (1, 2):
+        (desk / f"RUN_DIR/{step}.jsonl").write_text("")
     steps = [{"trained": {"0:1": 1, "0:2": 2}}, {"trained": {"0:3": 3}}]
     (desk / "ledger.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     return desk

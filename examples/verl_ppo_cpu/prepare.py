@@ -4,7 +4,8 @@ The task: a prompt such as ``digits kqx`` or ``letters 4b7`` names a kind of cha
 scored by the share of its characters that are of that kind (``reward.py``). The model, a Qwen2 of 0.1 million parameters, is
 first taught for a few seconds to write mixed text that leans to the kind named, with response lengths spread out as
 those of a real policy are: most short, a few up to the limit. With ``--lengths published`` a prompt such as ``digits Dqx``
-holds a mark as well, and lengths have the long tail of ``published_lengths.py``.
+holds a mark as well, and lengths have the long tail of ``published_lengths.py``. With ``--alike 0.95`` that share of their
+characters follows from the last but one, always in the same way, so that responses have long stretches in common.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import math
 import random
 import shutil
 import string
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -141,8 +143,8 @@ def _draw(tokens: torch.Tensor, count: int) -> torch.Tensor:
     return tokens[torch.randint(len(tokens), (count,))]
 
 
-def teach_published(network: Qwen2ForCausalLM, tok: PreTrainedTokenizerFast, rng: random.Random) -> float:
-    """Train ``network`` on the same text with the lengths of ``published_lengths`` and return the last loss."""
+def teach_published(network: Qwen2ForCausalLM, tok: PreTrainedTokenizerFast, rng: random.Random, alike: float) -> float:
+    """Train ``network`` on such text, or one that is ``alike``, with the lengths of ``published_lengths``; return the last loss."""
     characters = {}
     for kind, named in KINDS.items():
         other = set(ALPHABET) - named
@@ -153,18 +155,49 @@ def teach_published(network: Qwen2ForCausalLM, tok: PreTrainedTokenizerFast, rng
     def head(mark: int) -> tuple[list[int], torch.Tensor]:
         text, kind = prompt(rng, published_lengths.PROMPT_MARKS[mark])
         turn = [{"role": "user", "content": text}]
-        return tok.apply_chat_template(turn, add_generation_prompt=True, return_dict=False), characters[kind]
+        tokens = tok.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+        return tokens, writer(characters[kind], following, alike)
 
+    ring = random.Random(0).sample(tok.convert_tokens_to_ids(list(ALPHABET)), len(ALPHABET))
+    following = dict(zip(ring, ring[1:] + ring[:1], strict=True))
     return published_lengths.teach(network, tok, rng, head)
 
 
-def prepare(folder: Path, lengths: str, prompts: int) -> None:
+def writer(
+    characters: torch.Tensor, following: dict[int, int], alike: float
+) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    """Return what writes ``characters``, (vocabulary,), but with probability ``alike`` what is ``following`` the last but one.
+
+    So a text is two cycles of 36 characters, letter by letter in turns, and where one of them jumps they go on in another phase:
+    of the 1,296 pairs of characters few have occurred before in the same text, and many in ten others.
+    """
+
+    def write(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = torch.multinomial(characters, count, replacement=True)
+        shares = characters.repeat(count, 1)
+        if alike:
+            goes_on = (torch.rand(count) < alike).tolist()
+            tokens = drawn.tolist()
+            for at in range(2, count):
+                token = following[tokens[at - 2]]
+                if goes_on[at]:
+                    tokens[at] = token
+                shares[at] *= 1 - alike
+                shares[at, token] += alike
+            drawn = torch.tensor(tokens)
+        return drawn, shares
+
+    return write
+
+
+def prepare(folder: Path, lengths: str, prompts: int, alike: float) -> None:
     """Write ``model/``, ``train.parquet`` and ``val.parquet`` to ``folder``, unless this version of them is there."""
     sources = [Path(__file__).with_name(name) for name in ("prepare.py", "reward.py", "published_lengths.py")]
     stamp = {
         "sources": hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest(),
         "lengths": lengths,
         "prompts": prompts,
+        "alike": alike,
     }
     marker = folder / "prepared.json"
     if marker.exists() and json.loads(marker.read_text()) == stamp:
@@ -179,7 +212,7 @@ def prepare(folder: Path, lengths: str, prompts: int) -> None:
         dataset(split, count, lengths, rng).to_parquet(folder / f"{split}.parquet")
     tok = tokenizer(lengths)
     network = model(tok)
-    loss = (teach if lengths == "geometric" else teach_published)(network, tok, rng)
+    loss = teach(network, tok, rng) if lengths == "geometric" else teach_published(network, tok, rng, alike)
     tok.save_pretrained(folder / "model")
     network.eval().save_pretrained(folder / "model")
     marker.write_text(json.dumps(stamp))
@@ -192,5 +225,8 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--lengths", choices=LENGTHS, default="geometric", help="how long responses tend to be")
     parser.add_argument("--prompts", type=int, default=2048, help="rows of train.parquet")
+    parser.add_argument(
+        "--alike", type=float, default=0.0, help="share of characters that go on as others do (published)"
+    )
     wanted = parser.parse_args()
-    prepare(wanted.folder, wanted.lengths, wanted.prompts)
+    prepare(wanted.folder, wanted.lengths, wanted.prompts, wanted.alike)

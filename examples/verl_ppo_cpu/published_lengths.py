@@ -29,6 +29,8 @@ SHAPE = 2.5
 """Weibull shape of the lengths within a mark: their deviation is 0.43 of their mean."""
 NEVER = 1e-5
 """Probability of an end after each token where there should be none."""
+Writer = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+"""Returns a text of n characters, shape (n,), and the distribution that each is drawn from, shape (n, vocabulary)."""
 STAGES = ((250, 64, 40), (50, 16, 160), (60, 4, LIMIT))
 """Steps, rows and tokens of a row: what a mark means is learned on short rows, then that it holds however far away."""
 
@@ -60,15 +62,14 @@ def teach(
     network: Qwen2ForCausalLM,
     tok: PreTrainedTokenizerFast,
     rng: random.Random,
-    head: Callable[[int], tuple[list[int], torch.Tensor]],
+    head: Callable[[int], tuple[list[int], "Writer"]],
 ) -> float:
     """Train ``network`` to write characters and to end as the marks say; return the last loss.
 
     Every position is taught the whole distribution of the next token, which takes far fewer rows than samples from it.
 
     Args:
-        head: returns, for the number of a mark, the tokens of a prompt with it and the distribution of the characters
-            of its responses, shape (vocabulary,).
+        head: returns, for the number of a mark, the tokens of a prompt with it and what writes its responses.
     """
     marks = torch.tensor(tok.convert_tokens_to_ids(list(RESPONSE_MARKS)))
     by_chance = torch.zeros(network.config.vocab_size)
@@ -85,16 +86,16 @@ def teach(
             ids, wanted, weight = [], [], []
             for _ in range(rows):
                 asked, own = rng.randrange(len(MEANS)), rng.choice(taught)
-                prompt, characters = head(asked)
+                prompt, write = head(asked)
                 count = width - len(prompt) - 1
-                body = torch.multinomial(characters, count, replacement=True)
+                body, characters = write(count)
                 end = ends[own, :count, None]
                 ids.append(torch.cat([torch.tensor(prompt), marks[own : own + 1], body]))
                 first = by_chance.clone()
                 first[marks[asked]] += FROM_PROMPT
                 following = characters * (1 - end)
                 following[:, tok.eos_token_id] = end[:, 0]
-                nothing = torch.zeros(len(prompt) - 1, len(characters))
+                nothing = torch.zeros(len(prompt) - 1, characters.shape[1])
                 wanted.append(torch.cat([nothing, first[None], following, following[-1:]])[:width])
                 weight.append(torch.tensor([0.0] * (len(prompt) - 1) + [20.0] + [1.0] * count + [0.0])[:width])
             loss = _loss(network(input_ids=torch.stack(ids)).logits, torch.stack(wanted), torch.stack(weight), tok)

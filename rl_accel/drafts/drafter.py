@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_accel.drafts.index import CONTEXT, PROMPT, SOURCES, Match, TokenIndex, TokenSequence, class_of
+from rl_accel.features import DraftsFlags
 
 SETTINGS = "rl_accel_drafts"
 """The key of vLLM's ``additional_config`` that the settings are under; that dict reaches every worker process."""
@@ -23,24 +24,6 @@ REMEMBERED = 4096
 """Requests that have left the batch that are remembered, as they may come back or be taken."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DraftSettings:
-    """How to draft; whoever makes one has checked the values.
-
-    Args:
-        max_tokens: the longest draft; vLLM's ``num_speculative_tokens`` limits it, too.
-        batch_limit: running requests above which nothing is drafted.
-        memory_mb: MiB for the history of tokens, at least 1.
-        epochs: visits of a prompt beside the present one whose responses are used. A visit begins with the first request after
-            :meth:`Drafter.new_weights`.
-    """
-
-    max_tokens: int = 8
-    batch_limit: int = 32
-    memory_mb: int = 200
-    epochs: int = 2
 
 
 @dataclass(slots=True)
@@ -75,7 +58,7 @@ class Drafter:
     here do nothing. With "external_launcher" each rank schedules for itself and would need equal drafts: refused.
 
     Args:
-        vllm_config: vLLM's; ``additional_config["rl_accel_drafts"]`` has the fields of :class:`DraftSettings`.
+        vllm_config: vLLM's; ``additional_config["rl_accel_drafts"]`` has fields of :class:`~rl_accel.features.DraftsFlags`.
         clock: seconds.
 
     Raises:
@@ -87,7 +70,7 @@ class Drafter:
         parallel, model = vllm_config.parallel_config, vllm_config.model_config
         if parallel.distributed_executor_backend == "external_launcher":
             raise ValueError("drafts need distributed_executor_backend 'mp', 'uni' or 'ray', found 'external_launcher'")
-        self.settings = DraftSettings(**vllm_config.additional_config.get(SETTINGS, {}))
+        self.settings = DraftsFlags(**vllm_config.additional_config.get(SETTINGS, {}))
         self._longest = min(self.settings.max_tokens, vllm_config.speculative_config.num_speculative_tokens)
         self._model_length: int = model.max_model_len
         self._ends = _ends(model)

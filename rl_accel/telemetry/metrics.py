@@ -14,6 +14,11 @@ logger = logging.getLogger("rl_accel")
 Observer = Callable[[int, Mapping[str, Any]], Mapping[str, float]]
 """Makes numbers by relative name of a step and of what the trainer logs for it."""
 
+
+class StopTraining(RuntimeError):
+    """Raised by an observer: what a step has shown is so wrong that the run must not go on."""
+
+
 _lock = threading.Lock()
 _values: dict[str, float] = {}
 _observers: dict[str, Observer] = {}
@@ -56,9 +61,12 @@ def drain() -> dict[str, float]:
 
 
 def observed(step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-    """Return what observers make of the metrics ``logged`` for ``step`` as ``{"rl_accel/<name>": value}``. Never raises.
+    """Return what observers make of the metrics ``logged`` for ``step`` as ``{"rl_accel/<name>": value}``.
 
     An observer that fails costs one warning.
+
+    Raises:
+        StopTraining: an observer has raised it.
     """
     with _lock:
         observers = dict(_observers)
@@ -66,6 +74,8 @@ def observed(step: int, logged: Mapping[str, Any]) -> dict[str, float]:
     for feature, look in observers.items():
         try:
             out.update(look(step, logged))
+        except StopTraining:
+            raise
         except Exception:  # numbers are not worth a step
             if feature not in _failed:
                 _failed.add(feature)

@@ -1,0 +1,38 @@
+"""Drafts on real vLLM under verl: two replicas, tail batching with its aborts, weight updates, prompts that come again."""
+
+import pytest
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.vllm,
+    pytest.mark.timeout(1500),
+    pytest.mark.parametrize("engine", ["vllm"], indirect=True, scope="module"),
+]
+
+
+def test_drafted_responses_have_the_probabilities_of_the_trainer(tail_run):
+    left = tail_run(
+        "drafts",
+        6,
+        [],
+        lambda index: "single_turn_agent",
+        "algorithm.adv_estimator=grpo",
+        "trainer.n_gpus_per_node=2",
+        "data.train_batch_size=8",
+        "data.train_max_samples=16",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "+rl_accel.drafts.enable=True",
+        "+rl_accel.final_output.enable=True",
+    )
+    left.assert_sound(6, 8)  # probabilities among it
+    numbers = [
+        {name.removeprefix("rl_accel/drafts/"): value for name, value in step.items() if "rl_accel/drafts/" in name}
+        for step in left.steps.values()
+    ]
+    told = [step for step in numbers if step.get("drafted")]
+    assert told, "an exchange is over before the next step is"
+    for step in told:
+        assert step["drafted"] == sum(step.get(f"drafted_{source}", 0) for source in ("own", "sibling", "earlier"))
+        assert step["accepted"] <= step["drafted"]  # the model writes random characters: few are right
+        assert step["tokens_a_step"] >= 1
