@@ -67,7 +67,7 @@ def left(tail_run, engine):
         f"actor_rollout_ref.rollout.n={R0}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={P0}",
         "actor_rollout_ref.actor.use_kl_loss=True",
-        "actor_rollout_ref.actor.ppo_epochs=4",  # so long that the second kill falls into it, and not into the weight update
+        "critic.ppo_epochs=4",  # so long that the second kill falls into it, and not into the weight update
         f"critic.ppo_mini_batch_size={P0}",
         "trainer.test_freq=2",
         "+rl_accel.tail_batching.queue_threshold=3",
