@@ -185,15 +185,15 @@ def read_lines(path):
 
 @pytest.fixture(scope="module")
 def tail_run(recipe_command, workspace, tmp_path_factory):
-    """``tail_run(name, steps, loops, agent_name, *overrides, follow, reward)``: train on rows of the recipe, each with the agent
+    """``tail_run(name, steps, loops, agent_name, *overrides, follow, reward, env)``: train on rows of the recipe, each with the agent
     loop that ``agent_name(index)`` names.
 
     ``loops`` are entries of verl's agent_loop_config_path, in which ``{out}`` is a folder of the run's own; ``reward`` is
-    the source of a reward module. ``follow(metrics, steps)`` is called a few times a second with the path of the metrics
+    the source of a reward module; ``env`` are more variables. ``follow(metrics, steps)`` is called a few times a second with the path of the metrics
     and the number of steps in the ledger.
     """
 
-    def run(name, steps, loops, agent_name, *overrides, follow=lambda metrics, settled: None, reward=None):
+    def run(name, steps, loops, agent_name, *overrides, follow=lambda metrics, settled: None, reward=None, env=None):
         out = tmp_path_factory.mktemp(name)
         data = pd.read_parquet(workspace / "task" / "train.parquet").head(256)
         data["agent_name"] = [agent_name(index) for index in range(len(data))]
@@ -223,6 +223,7 @@ def tail_run(recipe_command, workspace, tmp_path_factory):
                 "VERL_FILE_LOGGER_PATH": str(metrics),
                 "PYTHONPATH": str(LOOPS),
                 "RAY_TMPDIR": str(ray_dir),
+                **(env or {}),
             }
             outcome = supervised(
                 command, environment, out, log, Stop(), lambda: bool(follow(metrics, len(read_lines(ledger)))), ray_dir

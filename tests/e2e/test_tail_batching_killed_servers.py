@@ -1,11 +1,8 @@
 """Two replicas with critic, reference and KL, quotas, agent loops of several turns and validation in between, while servers are
 killed: one generates, the other is idle because the trainer trains. Training goes on and loses no prompt."""
 
-import contextlib
 import re
-import signal
 
-import psutil
 import pytest
 
 pytestmark = [
@@ -25,18 +22,6 @@ VICTIMS = {"hf_cpu": "CPURolloutServer", "vllm": "VLLM::EngineCore"}
 """By engine, the process that is killed; vLLM's server outlives its engine, and answers every request at once with an error."""
 
 
-def kill_a_server(metrics, victim):
-    """SIGKILL to one process called ``victim`` of the run that logs to ``metrics``; whether there was one."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if victim not in " ".join(process.cmdline()):
-                continue
-            if process.environ().get("VERL_FILE_LOGGER_PATH") == str(metrics):
-                process.send_signal(signal.SIGKILL)
-                return True
-    return False
-
-
 @pytest.fixture(scope="module")
 def left(tail_run, engine):
     loops = [
@@ -48,16 +33,10 @@ def left(tail_run, engine):
             "folder": "{out}",
         },
     ]
-    killed = []
-
-    def follow(metrics, steps):
-        if steps >= 4 and not killed and kill_a_server(metrics, VICTIMS[engine.name]):
-            killed.append(True)
-
     def agent_name(index):
         return "kills_server" if index == KILLS else ("tool_agent", "two_turns", "single_turn_agent")[index % 3]
 
-    left = tail_run(
+    return tail_run(
         "killed",
         STEPS,
         loops,
@@ -67,15 +46,12 @@ def left(tail_run, engine):
         f"actor_rollout_ref.rollout.n={R0}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={P0}",
         "actor_rollout_ref.actor.use_kl_loss=True",
-        "critic.ppo_epochs=4",  # so long that the second kill falls into it, and not into the weight update
         f"critic.ppo_mini_batch_size={P0}",
         "trainer.test_freq=2",
         "+rl_accel.tail_batching.queue_threshold=3",
         "+rl_accel.tail_batching.domain_quotas={digits:5,letters:3}",
-        follow=follow,
+        env={"VERL_USE_EXTERNAL_MODULES": "kills_while_training", "KILLED_WHILE_TRAINING": VICTIMS[engine.name]},
     )
-    assert killed, "else nothing was killed while training"
-    return left
 
 
 def test_training_goes_on_with_full_batches_and_equal_weights(left):
