@@ -185,12 +185,12 @@ def read_lines(path):
 
 @pytest.fixture(scope="module")
 def tail_run(recipe_command, workspace, tmp_path_factory):
-    """``tail_run(name, steps, loops, agent_name, *overrides, follow, reward, env)``: train on rows of the recipe, each with the agent
-    loop that ``agent_name(index)`` names.
+    """``tail_run(name, steps, loops, agent_name, *overrides, follow, reward, env)``: train on rows of the recipe, each with the
+    agent loop that ``agent_name(index)`` names.
 
     ``loops`` are entries of verl's agent_loop_config_path, in which ``{out}`` is a folder of the run's own; ``reward`` is
-    the source of a reward module; ``env`` are more variables. ``follow(metrics, steps)`` is called a few times a second with the path of the metrics
-    and the number of steps in the ledger.
+    the source of a reward module; ``env`` are more variables. ``follow(metrics, steps)`` is called a few times a second
+    with the path of the metrics and the number of steps in the ledger.
     """
 
     def run(name, steps, loops, agent_name, *overrides, follow=lambda metrics, settled: None, reward=None, env=None):

@@ -33,6 +33,7 @@ def left(tail_run, engine):
             "folder": "{out}",
         },
     ]
+
     def agent_name(index):
         return "kills_server" if index == KILLS else ("tool_agent", "two_turns", "single_turn_agent")[index % 3]
 
