@@ -14,6 +14,7 @@ _LAZY = {
     "serve-cpu": ("lab.cpu_engine.sglang_server", "A small model behind SGLang's HTTP endpoints, on this CPU."),
     "slime-config": ("integrations.slime.custom_config", "Write or check the YAML for slime's --custom-config-path."),
     "profile": ("telemetry.profile", "Where a step's time went in a run, and which flag would save most."),
+    "plan": ("plan.command", "What the features would do to a step of your run, before you spend a GPU hour."),
     "run": ("relaunch", "Run a trainer, and again with other overrides when it asks for that."),
     "ab": ("lab.ab.cli", "Train the arms of a recipe one after the other and report the difference."),
 }

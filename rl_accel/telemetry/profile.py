@@ -3,7 +3,6 @@
 import functools
 import statistics
 import sys
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -16,6 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_accel.errors import RlAccelError
+from rl_accel.features import TailBatchingFlags
+from rl_accel.rollout.simulation import Engine, Given, play_rounds
+from rl_accel.rollout.tail_batching import TailRun
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NAME, OTHER, Response
 
@@ -25,6 +27,11 @@ _PROMPT_RATIO = 1.25
 """Of tail_batching: prompts that a short round launches over those that it trains."""
 _LIMIT_SCALE, _LIMIT_SLACK, _LIMIT_LEAST = 1.5, 0.5, 2.0
 """Of reward_timeout by default: a limit is 1.5 times a correct execution and half a second, at least two seconds."""
+
+_DRAWN, _TICK = 400, 0.001
+"""Rounds that are simulated; seconds of their clock's tick."""
+_LARGE, _MOST = 0.15, 0.5
+"""Shares of a step that are worth a setting of the framework itself."""
 
 _PARTS = {
     "most_seconds": ("nine in ten responses", "#4878a8"),
@@ -76,8 +83,10 @@ class Profile:
         numbers: means of what telemetry logged, by name; without those that it could not know.
         savings: what takes most time first.
         missing: in words, what could not be told and why.
-        last: the responses of the last measured step, if parts of its generation are known; times since the first of them began.
-        last_seconds: of generation in that step.
+        responses: of the measured steps whose generation is known, by step; times since the first of them began.
+        rests: by step, seconds from its last reward to the end of generation.
+        on: names of the features that were on.
+        last_seconds: of generation in the last step.
     """
 
     log: Path
@@ -86,8 +95,15 @@ class Profile:
     numbers: Mapping[str, float]
     savings: Sequence[Saving]
     missing: Sequence[str]
-    last: Sequence[Response]
+    responses: Mapping[int, Sequence[Response]]
+    rests: Mapping[int, float]
+    on: frozenset[str]
     last_seconds: float
+
+    @property
+    def last(self) -> Sequence[Response]:
+        """Responses of the last measured step; none if its generation is not known."""
+        return self.responses.get(self.steps[-1], [])
 
     @property
     def step_seconds(self) -> float:
@@ -158,11 +174,11 @@ def read_run(folder: Path, warmup: int = WARMUP) -> Profile:
         missing.append(f"preemptions of {unknown} of {len(steps)} steps: {why}")
 
     responses = {step: kept[step] for step, its in noted.items() if "concurrency" in its and step in kept}
-    rests = [its["rest_seconds"] for its in noted.values() if "rest_seconds" in its]
+    rests = {step: its["rest_seconds"] for step, its in noted.items() if "rest_seconds" in its}
     on = {name.split("/")[1] for name, value in metrics[steps[-1]].items() if name.endswith("/applied") and value}
-    savings = _savings(stages, numbers, rests, list(responses.values()), on)
-    last = responses.get(steps[-1], [])
-    return Profile(log, steps, stages, numbers, savings, missing, last, staged[steps[-1]].get("gen", 0.0))
+    savings = _savings(stages, numbers, list(rests.values()), list(responses.values()), on)
+    last_seconds = staged[steps[-1]].get("gen", 0.0)
+    return Profile(log, steps, stages, numbers, savings, missing, responses, rests, frozenset(on), last_seconds)
 
 
 # What would save how much
@@ -210,7 +226,7 @@ def _gain_of_tail_batching(steps: Sequence[Sequence[Response]]) -> tuple[float |
     launched = ceil(_PROMPT_RATIO * prompts)
     times = [seconds for step in known for seconds in step]
     as_it_is = statistics.fmean(max(step) for step in known)
-    in_rounds = replay(times, prompts, launched)
+    in_rounds = rounds_seconds(times, prompts, launched)
     return max(as_it_is - in_rounds, 0.0), (
         f"{len(times)} prompts' own times, replayed in rounds of {launched} prompts for {prompts} trained, "
         f"the rest in long rounds: {in_rounds:.2f} s a rollout instead of {as_it_is:.2f} s"
@@ -230,23 +246,35 @@ def prompt_seconds(responses: Sequence[Response]) -> list[float] | None:
     return list(last.values())
 
 
-def replay(times: Sequence[float], prompts: int, launched: int) -> float:
+def rounds_seconds(times: Sequence[float], prompts: int, launched: int) -> float:
     """Return the mean seconds of a rollout in rounds of tail batching that train ``prompts`` prompts.
 
-    A short round draws ``launched`` of the ``times``, lasts until ``prompts`` of them are over and puts the others into a queue;
-    a queue of that many makes a long round, which waits for all of them. A prompt that was put off is long again.
+    Short rounds launch ``launched`` prompts, each of which takes one of ``times``, and the same one again if it is put off.
     """
-    rounds, random = 2000, np.random.default_rng(0)
-    queue: deque[float] = deque()
-    spent = 0.0
-    for _ in range(rounds):
-        if len(queue) >= prompts:
-            spent += max(queue.popleft() for _ in range(prompts))
-            continue
-        drawn = np.sort(random.choice(times, launched))
-        spent += float(drawn[prompts - 1])
-        queue.extend(drawn[prompts:].tolist())
-    return spent / rounds
+    ticks = np.maximum(np.round(np.random.default_rng(0).choice(times, _DRAWN * launched) / _TICK), 1).astype(int)
+    flags = TailBatchingFlags(prompt_ratio=launched / prompts, response_ratio=1.0)
+    engine = Engine({1: _TICK}, places=launched)
+    played = play_rounds(TailRun(prompts, 1, flags), engine, 1, Given(ticks[:, None]), _DRAWN)
+    return statistics.fmean(round.metrics.rollout_seconds for round in played)
+
+
+def levers(run: Profile) -> list[str]:
+    """Return settings of verl itself that may bring more than the pack's features do, by the shares of a step's stages."""
+    shares = stage_clock.shares(run.stages)
+    found = []
+    if shares.get("old_log_prob", 0.0) > _LARGE:
+        what = "algorithm.rollout_correction.bypass_mode=True trains with the rollout's own probabilities instead"
+        found.append(f"verl: old_log_prob takes {shares['old_log_prob']:.0%} of a step; {what}.")
+    training = sum(shares.get(name, 0.0) for name in ("old_log_prob", "ref", "update_actor", "update_critic"))
+    if training > _MOST:
+        what = "actor_rollout_ref.actor.use_dynamic_bsz=True packs responses of different lengths"
+        found.append(f"verl: training takes {training:.0%} of a step; {what}, if it is not on.")
+    if shares.get("gen", 0.0) > _MOST and run.numbers.get("preemptions", 0.0) > 0:
+        what = "rollout.enable_prefix_caching reads a prompt once for all its responses, enable_chunked_prefill delays others less"
+        found.append(
+            f"verl: the engines preempt {run.numbers['preemptions']:,.0f} requests a step; {what}, if they are not on."
+        )
+    return found
 
 
 def _gain_of_reward_timeout(steps: Sequence[Sequence[Response]]) -> tuple[float | None, str]:

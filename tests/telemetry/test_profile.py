@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from rl_accel.errors import RlAccelError
 from rl_accel.telemetry import stage_clock
-from rl_accel.telemetry.profile import find_log, profile, prompt_seconds, read_run, replay
+from rl_accel.telemetry.profile import find_log, levers, profile, prompt_seconds, read_run, rounds_seconds
 from rl_accel.telemetry.stage_clock import CANCELLED, FILE_NAME, Response
 
 WAITING, REWARDS, NOTICING = (
@@ -145,6 +145,14 @@ def test_a_folder_without_a_run_or_with_several_is_refused(tmp_path):
     assert find_log(tmp_path / "a") == find_log(tmp_path / "a" / "metrics.jsonl") == tmp_path / "a" / "metrics.jsonl"
 
 
+def test_levers_of_the_framework_are_named_where_they_are_worth_it(tmp_path):
+    write_log(tmp_path / "a" / "metrics.jsonl", **{"timing_s/old_log_prob": 5.0})
+    (line,) = [line for line in levers(read_run(tmp_path / "a")) if "bypass_mode" in line]
+    assert "old_log_prob takes 25% of a step" in line
+    write_log(tmp_path / "b" / "metrics.jsonl", **{"timing_s/gen": 19.0, "timing_s/update_actor": 0.5})
+    assert levers(read_run(tmp_path / "b")) == []
+
+
 def test_the_command_prints_tables_and_draws(run):
     done = CliRunner().invoke(profile, [str(run)])
     assert done.exit_code == 0, done.output
@@ -192,4 +200,4 @@ def test_a_prompt_takes_until_the_last_of_its_rewards():
     ids=["equal times", "one long prompt a step", "no surplus"],
 )
 def test_rounds_of_ten_prompts(times, launched, seconds):
-    assert replay(times, 10, launched) == pytest.approx(seconds, rel=0.1)
+    assert rounds_seconds(times, 10, launched) == pytest.approx(seconds, rel=0.1)

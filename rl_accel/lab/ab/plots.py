@@ -19,6 +19,7 @@ def draw(summary: dict[str, Any], out: Path) -> list[Path]:
     pictures = {"reward.png": _reward, "stages.png": _stages, "step_time.png": _step_time}
     about_rollouts = {
         "rollout_seconds.png": _rollout_seconds,
+        "predicted.png": _predicted,
         "queue.png": _queue,
         "lengths.png": _lengths,
         "reward_progress.png": _reward_progress,
@@ -163,6 +164,21 @@ def _rollout_seconds(summary: dict[str, Any]) -> Any:
     axes.set_ylabel("seconds")
     axes.set_ylim(bottom=0)
     return figure if axes.lines else None
+
+
+def _predicted(summary: dict[str, Any]) -> Any:
+    """Rollout seconds of each arm as measured and as predicted from the baseline's telemetry."""
+    rows = [row for row in summary["rollout"]["arms"] if row["predicted"] and row["seconds"]]
+    if not rows:
+        return None
+    figure, axes = _figure(1.2 + 0.5 * len(rows), grid="x")
+    places = np.arange(len(rows))
+    axes.barh(places - 0.2, [row["seconds"] for row in rows], 0.38, color="#1d6fd1", label="measured")
+    axes.barh(places + 0.2, [row["predicted"] for row in rows], 0.38, color="#8d99ae", label="predicted")
+    axes.set_yticks(places, [row["arm"] for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("mean rollout seconds a step")
+    return figure
 
 
 def _queue(summary: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ checks[], curves{metric: {run: {steps, values}}}``. See :mod:`rl_accel.lab.ab.st
 """
 
 import base64
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rl_accel.errors import RlAccelError
 from rl_accel.lab.ab import plots
 from rl_accel.lab.ab.checks import pairs, run_checks
 from rl_accel.lab.ab.recipe import Metrics, Recipe
@@ -40,10 +42,15 @@ from rl_accel.lab.ab.stats import (
     rollout_summary,
     stage_table,
 )
-from rl_accel.telemetry.profile import format_seconds
-from rl_accel.telemetry.stage_clock import read_log
+from rl_accel.plan.answers import mean_of
+from rl_accel.plan.predict import flags_of_words, predict
+from rl_accel.plan.setup import setup_of
+from rl_accel.telemetry.profile import format_seconds, read_run
+from rl_accel.telemetry.stage_clock import FILE_NAME, read_log
 
 SCHEMA = "rl_accel.ab/1"
+_DRAWS = 20
+"""Draws of a prediction."""
 _BUSY = 2.0
 """Load average per core at the start of a run above which its times are called into question."""
 _PACKAGES = ("rl-accel", "verl", "torch", "ray", "transformers", "numba", "numpy")
@@ -73,6 +80,8 @@ def summarise(recipe: Recipe, recipe_file: Path, out: Path, results: Sequence[Ru
     arms = [arm for arm in recipe.arms if any(run.arm == arm for run in runs)]
     stages = stage_table(runs, arms, recipe.baseline, names)
     rollouts = rollout_summary(recipe, runs, arms, out) if recipe.rollout.report else None
+    if rollouts:
+        _predict(recipe, runs, rollouts["arms"], out)
     checks = run_checks(recipe, results, runs, stages, rollouts, out, asked)
     couples = list(pairs(runs, recipe.baseline))
     differences: list[dict[str, Any]] = [
@@ -101,6 +110,23 @@ def summarise(recipe: Recipe, recipe_file: Path, out: Path, results: Sequence[Ru
     }
     summary["headline"] = _headline(summary, recipe)
     return summary
+
+
+def _predict(recipe: Recipe, runs: Sequence[RunData], rows: list[dict[str, Any]], out: Path) -> None:
+    """Add to the row of each arm what `rl-accel plan` makes of the baseline's telemetry; nothing where it has none."""
+    names = recipe.metrics
+    setups, steps = [], 1
+    for run in runs:
+        if run.arm == recipe.baseline and any((out / run.name).rglob(FILE_NAME)):
+            with contextlib.suppress(RlAccelError):  # too few steps, or none without rounds
+                setups.append(setup_of(read_run(out / run.name, names.warmup_steps), {})[0])
+                steps = max(steps, len(run.training_steps(names)))
+    for row in rows:
+        row |= {"predicted": None, "predicted_wasted": None}
+    for row in rows if setups else ():
+        flags = flags_of_words([*recipe.overrides, *recipe.arms[row["arm"]].overrides])
+        found = mean_of([predict(setup, flags, steps, _DRAWS, names.warmup_steps) for setup in setups])
+        row |= {"predicted": found.rollout_seconds, "predicted_wasted": found.wasted}
 
 
 def _run(result: RunResult, runs: Sequence[RunData], recipe: Recipe) -> dict[str, Any]:
@@ -313,8 +339,9 @@ def _rollout_table(summary: dict[str, Any]) -> Table:
     table = Table(title="Mean rollout seconds a step", title_justify="left")
     kinds = _kinds(summary)
     lost = ["prompts lost"] if any(row["lost"] is not None for row in summary["rollout"]["arms"]) else []
+    foretold = ["predicted", "predicted waste"] if summary["rollout"]["arms"][0]["predicted"] else []
     table.add_column("arm")
-    for column in ("all steps", "ratio", "95% interval", *kinds, "wasted tokens", *lost):
+    for column in ("all steps", "ratio", "95% interval", *kinds, "wasted tokens", *foretold, *lost):
         table.add_column(column, justify="right")
     for row in summary["rollout"]["arms"]:
         cells = [format_seconds(row["seconds"]) if row["seconds"] is not None else ""]
@@ -323,6 +350,8 @@ def _rollout_table(summary: dict[str, Any]) -> Table:
             part = row["kinds"].get(kind)
             cells.append(f"{format_seconds(part['seconds'])} x {part['steps']}" if part else "")
         cells.append(f"{row['wasted']:.1%}" if row["wasted"] is not None else "")
+        if foretold:
+            cells += [format_seconds(row["predicted"]), f"{row['predicted_wasted']:.1%}"]
         if lost:
             cells.append(f"{row['lost']:.0f}" if row["lost"] is not None else "")
         table.add_row(escape(row["arm"]), *cells)

@@ -1,0 +1,1 @@
+"""What the features of the pack would bring on a cluster: ``rl-accel plan``."""

@@ -1,0 +1,136 @@
+"""The command ``rl-accel plan``: what features and alternatives would do to a run, before a GPU hour is spent on finding out."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from rl_accel.errors import RlAccelError
+from rl_accel.plan import report
+from rl_accel.plan.answers import answer, options_of, scale
+from rl_accel.plan.predict import check
+from rl_accel.plan.setup import Setup, setup_of
+from rl_accel.plan.workload import published, read_lengths
+from rl_accel.rollout.simulation import Engine
+from rl_accel.telemetry.profile import WARMUP, levers, read_run
+
+SCALE = (8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+def _step_seconds(_: Any, __: Any, value: str | None) -> dict[int, float] | None:
+    try:
+        points = [] if value is None else [point.split(":") for point in value.split(",")]
+        return {int(running): float(seconds) for running, seconds in points} or None
+    except ValueError as error:
+        wanted = "seconds of a step by running requests, as in 1:0.02,64:0.04"
+        raise click.BadParameter(f"wants {wanted}, found {value!r}") from error
+
+
+_PATH = click.Path(exists=True, path_type=Path)
+_COUNT = click.IntRange(1)
+
+
+@click.command()
+@click.argument("run_dir", type=_PATH, required=False)
+@click.option("--lengths", help="Instead of RUN_DIR: a file of lengths, or published:math16k, code16k, judge16k.")
+@click.option("--prompts", type=_COUNT, help="P0, prompts of a batch.")
+@click.option("--responses", type=_COUNT, help="R0, responses of each.")
+@click.option("--replicas", type=_COUNT, help="Replicas of the rollout engine.")
+@click.option("--places", type=_COUNT, help="Requests that a replica runs at once (max_num_seqs).")
+@click.option("--cache-tokens", type=_COUNT, help="Tokens that the key-value cache of a replica holds.")
+@click.option("--step-seconds", callback=_step_seconds, help="Of a decoding step by running requests: 1:0.02,64:0.04.")
+@click.option("--other-seconds", type=click.FloatRange(0), help="Of a step's stages besides the rollout.")
+@click.option("--tokens-a-step", type=click.FloatRange(1), help="That an engine with drafts accepts: price drafts too.")
+@click.option("--gpus", type=_COUNT, default=1, show_default=True, help="GPUs of a replica, for the curves.")
+@click.option("--draws", type=_COUNT, default=20, show_default=True, help="Draws of prompts and lengths.")
+@click.option("--rounds", type=_COUNT, default=20, show_default=True, help="Rollouts of each draw.")
+@click.option(
+    "--warmup", type=click.IntRange(0), default=WARMUP, show_default=True, help="First steps of a run to leave out."
+)
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of plan.json, plan.html, plan.png."
+)
+@click.option("--no-scale", is_flag=True, help="Leave out the curves from 8 to 1,024 GPUs.")
+@click.option(
+    "--check", "checked", nargs=2, type=_PATH, metavar="A B", help="Predict run B from run A: how far off was it?"
+)
+def plan(
+    run_dir: Path | None,
+    lengths: str | None,
+    tokens_a_step: float | None,
+    gpus: int,
+    draws: int,
+    rounds: int,
+    warmup: int,
+    out: Path | None,
+    no_scale: bool,
+    checked: tuple[Path, Path] | None,
+    **given: Any,
+) -> None:
+    """What each feature, and what else you may weigh, would do to your rollout and step seconds.
+
+    RUN_DIR holds a run of verl with +rl_accel.telemetry.enable=True, as for `rl-accel profile`: its engine and its lengths are
+    fitted. Or give --lengths with --step-seconds, --prompts, --responses and --replicas.
+    """
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    if checked is not None:
+        check(*checked, draws=draws, warmup=warmup, console=console)
+        return
+    if (run_dir is None) == (lengths is None):
+        raise click.UsageError("give RUN_DIR, or --lengths with --step-seconds, --prompts, --responses and --replicas")
+    fit, advice = None, []
+    if run_dir is not None:
+        run = read_run(run_dir, warmup)
+        setup, fit = setup_of(run, given)
+        advice = levers(run)
+    else:
+        setup = _given(str(lengths), given)
+    options, curves = options_of(setup, tokens_a_step), []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task("draws", total=draws * (len(options) + 1))
+        stock, answers = answer(setup, options, draws, rounds, lambda: bars.advance(task))
+        for count in () if no_scale else bars.track(SCALE, description="sizes"):
+            curves.append(scale(setup, count, gpus))
+    summary = report.summarise(setup, fit, stock, answers, curves, f"{draws} draws of {rounds} rollouts.")
+    summary["conclusions"] += advice
+    show(summary, console)
+    folder = out or (run_dir if run_dir is not None and run_dir.is_dir() else Path())
+    for path in report.write(summary, folder):
+        console.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _given(lengths: str, given: Mapping[str, Any]) -> Setup:
+    """Return the setup that options describe."""
+    missing = [name for name in ("prompts", "responses", "replicas", "step_seconds") if given[name] is None]
+    if missing:
+        names = ", ".join("--" + name.replace("_", "-") for name in missing)
+        raise RlAccelError(f"--lengths needs {names} as well: lengths say nothing of the engine and the batch")
+    source, _, name = lengths.rpartition("published:")
+    workload = read_lengths(Path(lengths)) if source or name == lengths else published(name)
+    more = {name: given[name] for name in ("places", "cache_tokens") if given[name]}
+    stages = {"update_actor": given["other_seconds"]} if given["other_seconds"] else {}
+    try:
+        engine = Engine(given["step_seconds"], **more)
+    except ValueError as error:
+        raise RlAccelError(str(error)) from error
+    return Setup(given["prompts"], given["responses"], given["replicas"], engine, workload, stages)
+
+
+def show(summary: Mapping[str, Any], console: Console) -> None:
+    """Print a plan."""
+    tables = [(report.COLUMNS, list(report.rows(summary)), "What it would do to a step")]
+    tables += [(report.SCALE_COLUMNS, list(report.scale_rows(summary)), "With as many prompts for each GPU")]
+    console.print("\n".join(summary["basis"]), markup=False, highlight=False, soft_wrap=True)
+    for columns, cells, title in tables:
+        table = Table(*columns, title=title)
+        for row in cells:
+            table.add_row(*row)
+        if cells:
+            console.print(table)
+    console.print("\n".join(summary["conclusions"]), markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,240 @@
+"""``rl-accel plan``: engines found again from what they did, options priced, and the command."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from rl_accel.errors import RlAccelError
+from rl_accel.features import TailBatchingFlags
+from rl_accel.plan.answers import (
+    PLAIN,
+    answer,
+    best_of,
+    options_of,
+    outcome_of,
+    rounds_of,
+    scale,
+    steady,
+    stock,
+    with_drafts,
+)
+from rl_accel.plan.command import plan
+from rl_accel.plan.predict import flags_of_words, predict
+from rl_accel.plan.setup import Setup, fit_engine, setup_of
+from rl_accel.plan.workload import Lengths, published
+from rl_accel.rollout.simulation import Cluster, Engine
+from rl_accel.telemetry import stage_clock
+from rl_accel.telemetry.profile import read_run
+from rl_accel.telemetry.stage_clock import FILE_NAME, Response
+
+ENGINE = Engine({1: 0.010, 4: 0.011, 16: 0.015, 64: 0.030}, cached_token_seconds=2e-7, request_seconds=0.01)
+SETUP = Setup(16, 4, 2, Engine({1: 0.01, 64: 0.015}), published("math16k").limited(2048), {"update_actor": 5.0}, 2.0)
+EQUAL = Setup(16, 4, 2, Engine({1: 0.01}), Lengths(np.full(100, 500), 0.0), {"update_actor": 5.0})
+
+
+def responses_of(lengths, engine=ENGINE):
+    """What telemetry would note of a step of one server: prompts of four responses each."""
+    cluster = Cluster(engine, 1)
+    cluster.launch(range(len(lengths)), lengths)
+    ends = {}
+    while len(cluster):
+        if ended := cluster.happen():
+            ends[ended.id] = cluster.now
+    return [
+        Response(f"p{n // 4}", 0.0, ends[n], ends[n] + 0.1, ends[n] + 0.1, lengths[n], "s0")
+        for n in range(len(lengths))
+    ]
+
+
+def write_run(folder, steps=8, seed=0, engine=ENGINE, **more):
+    rng = np.random.default_rng(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for step in range(1, steps + 1):
+        lengths = published("math16k").limited(1024).lengths(range(16), 4, rng).ravel().tolist()
+        responses = responses_of(lengths, engine)
+        gen = 2 * np.ceil(max(r.rewarded for r in responses) / 2) + 0.02
+        numbers = stage_clock.completion(responses) | stage_clock.generation(responses, gen)
+        data = {"timing_s/step": gen + 4.0, "timing_s/gen": gen, "timing_s/update_actor": 3.0}
+        data |= {f"rl_accel/telemetry/{name}": value for name, value in numbers.items()}
+        lines.append(json.dumps({"step": step, "data": {**data, **more}}) + "\n")
+        stage_clock.keep(folder / "checkpoints" / FILE_NAME, step, responses)
+    (folder / "metrics.jsonl").write_text("".join(lines))
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    write_run(folder)
+    return folder
+
+
+def test_an_engine_is_found_again_from_what_it_did():
+    rng = np.random.default_rng(0)
+    steps = [responses_of(np.maximum(rng.lognormal(5, 1, 64), 1).astype(int).tolist()) for _ in range(6)]
+    fit = fit_engine(steps)
+    for running in (1, 4, 16, 50):
+        assert float(fit.engine.seconds(running)) == pytest.approx(float(ENGINE.seconds(running)), rel=0.08), running
+    assert fit.engine.request_seconds == pytest.approx(0.01, rel=0.5)
+    assert fit.error < 0.05
+    assert fit.responses == 6 * 64
+    assert set(fit.intervals) >= {"step_seconds[1]", "step_seconds[64]", "cached_token_seconds", "request_seconds"}
+
+
+def test_too_few_responses_fit_nothing():
+    with pytest.raises(RlAccelError, match="wants 16 responses with tokens and times, found 4"):
+        fit_engine([responses_of([5, 6, 7, 8])])
+
+
+def test_a_run_becomes_a_setup(run_dir):
+    setup, _ = setup_of(read_run(run_dir), {})
+    assert (setup.prompts, setup.responses, setup.replicas) == (16, 4, 1)
+    assert setup.poll_seconds == 2.0
+    assert setup.training_seconds == 3.0
+    assert setup.other_seconds == pytest.approx(1.0)
+    measured = read_run(run_dir).stages["gen"]
+    flags = flags_of_words([])
+    assert predict(setup, flags, 8, 5, 2).rollout_seconds == pytest.approx(measured, rel=0.15)
+
+
+def test_a_step_is_its_stages_and_a_rollout_is_noticed_at_the_next_look():
+    assert SETUP.noticed(3.1) == 4.0
+    assert SETUP.noticed(3.1, 0.0) == 3.1
+    found = stock(SETUP, 5, 0)
+    plain = rounds_of(SETUP, PLAIN, 5, 0)
+    assert found.rollout_seconds == pytest.approx(np.mean([2 * np.ceil(p.metrics.rollout_seconds / 2) for p in plain]))
+    assert found.step_seconds > found.rollout_seconds + 2
+
+
+def test_prompts_that_still_wait_are_owed_a_long_round():
+    rounds = rounds_of(SETUP, TailBatchingFlags(), 4, 0)
+    assert [played.metrics.kind for played in rounds] == ["short"] * 4
+    assert rounds[-1].metrics.queue_length == 16
+    assert steady(rounds, 16, lambda played: 1.0 + (played.metrics.kind == "long")) == pytest.approx(1.0)
+    rounds = rounds_of(SETUP, TailBatchingFlags(), 9, 0)
+    longs = [played.metrics.kind for played in rounds].count("long")
+    owed = rounds[-1].metrics.queue_length / 16
+    share = steady(rounds, 16, lambda played: float(played.metrics.kind == "long"))
+    assert share == pytest.approx((longs + owed) / (9 + owed))
+
+
+def test_with_a_tail_tail_batching_is_best_and_without_one_nothing_is():
+    _, answers = answer(SETUP, options_of(SETUP), draws=3, rounds=5)
+    assert best_of(answers).option.name.startswith("tail_batching")
+    _, answers = answer(EQUAL, options_of(EQUAL), draws=3, rounds=5)
+    assert best_of(answers) is None
+    assert all(found.is_nothing for found in answers if found.option.ours)
+
+
+def test_answers_are_the_same_for_the_same_draws():
+    options = options_of(SETUP)
+    first, second = (answer(SETUP, options, draws=2, rounds=4) for _ in range(2))
+    assert first[0] == second[0]
+    assert [found.outcome for found in first[1]] == [found.outcome for found in second[1]]
+
+
+def test_what_costs_staleness_says_how_much():
+    _, answers = answer(SETUP, options_of(SETUP), draws=1, rounds=8)
+    found = {a.option.name: a.outcome for a in answers}
+    assert 0.5 < found["asynchronous, staleness at most 1"].staleness <= 2
+    assert found["asynchronous, staleness at most 4"].staleness > found["asynchronous, staleness at most 1"].staleness
+    assert found["partial rollout, 1.5 times the prompts"].staleness > 0
+    assert all(a.outcome.staleness == 0 for a in answers if a.option.ours)
+
+
+def test_asynchronous_training_is_never_faster_than_its_slower_half():
+    found = {a.option.name: a.outcome for a in answer(SETUP, options_of(SETUP), draws=1, rounds=12)[1]}
+    for eta in (1, 4):
+        assert found[f"asynchronous, staleness at most {eta}"].step_seconds >= 10.0 - 1e-6
+
+
+def test_overlap_hides_at_most_the_training():
+    found = {a.option.name: a.outcome for a in answer(SETUP, options_of(SETUP), draws=1, rounds=6)[1]}
+    plain = stock(SETUP, 6, 0)
+    hidden = plain.step_seconds - found["training overlapped with the tail"].step_seconds
+    assert 0 < hidden < 5.0
+
+
+def test_drafts_speed_up_few_requests_and_leave_many_alone():
+    drafting = with_drafts(Engine({1: 0.01, 64: 0.02}), 2.0)
+    assert float(drafting.seconds(1)) == pytest.approx(0.005)
+    assert float(drafting.seconds(32)) == pytest.approx(float(Engine({1: 0.01, 64: 0.02}).seconds(32)) / 2)
+    assert float(drafting.seconds(64)) == pytest.approx(0.02)
+
+
+def test_the_pack_s_own_work_grows_with_the_batch():
+    rows = [scale(SETUP, gpus, 4, rounds=1) for gpus in (8, 32)]
+    assert [row["prompts"] for row in rows] == [16, 64]
+    assert rows[1]["trainer"] == pytest.approx(4 * rows[0]["trainer"])
+    assert rows[1]["rollout"] >= rows[0]["rollout"] * 0.9
+
+
+def test_flags_of_a_command_are_read_as_verl_reads_them():
+    flags = flags_of_words(
+        ["python", "+rl_accel.tail_batching.enable=True", "+rl_accel.tail_batching.response_ratio=1.0"]
+    )
+    assert flags.sections["tail_batching"].response_ratio == 1.0
+    waste = outcome_of(SETUP, rounds_of(SETUP, flags.sections["tail_batching"], 5, 0)).wasted
+    assert 0 < waste < 0.6
+
+
+def test_the_command_on_a_run(run_dir, tmp_path):
+    options = ["--draws", "2", "--rounds", "4", "--no-scale", "--out", str(tmp_path)]
+    done = CliRunner().invoke(plan, [str(run_dir), *options])
+    assert done.exit_code == 0, done.output
+    assert "Fitted to 384 responses" in done.output
+    assert "Best of the pack: " in done.output
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["schema"] == "rl_accel.plan/1"
+    assert {"sampler", "tail_batching auto", "twice the replicas"} <= {row["name"] for row in found["answers"]}
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert "<table>" in (tmp_path / "plan.html").read_text()
+
+
+def test_the_command_on_published_lengths(tmp_path):
+    words = "--lengths published:math16k --prompts 8 --responses 4 --replicas 2 --step-seconds 1:0.01,64:0.02"
+    done = CliRunner().invoke(plan, [*words.split(), "--draws", "1", "--rounds", "2", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "1,024" in done.output
+
+
+def test_the_check_says_how_far_off_it_was(run_dir, tmp_path):
+    write_run(tmp_path / "b", seed=1)
+    done = CliRunner().invoke(plan, ["--check", str(run_dir), str(tmp_path / "b"), "--draws", "3"])
+    assert done.exit_code == 0, done.output
+    assert "rollout" in done.output
+    assert "%" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (
+            ["--lengths", "published:math16k"],
+            "--lengths needs --prompts, --responses, --replicas, --step-seconds as well",
+        ),
+        ([], "give RUN_DIR, or --lengths"),
+        (["--lengths", "published:math16k", "--step-seconds", "fast"], "wants seconds of a step by running requests"),
+        (
+            [
+                "--lengths",
+                "published:x",
+                *["--prompts", "1", "--responses", "1", "--replicas", "1", "--step-seconds", "1:1"],
+            ],
+            "wanted one of math16k",
+        ),
+    ],
+)
+def test_wrong_input_is_said_in_a_line(words, error):
+    done = CliRunner().invoke(plan, words)
+    assert done.exit_code != 0
+    assert error in done.output + str(done.exception)
+
+
+def test_a_run_without_telemetry_says_what_is_missing(tmp_path):
+    line = {"step": 1, "data": {"timing_s/step": 2.0, "timing_s/gen": 1.0}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    done = CliRunner().invoke(plan, [str(tmp_path)])
+    assert "+rl_accel.telemetry.enable=True" in str(done.exception)

@@ -1,0 +1,97 @@
+"""Lengths drawn from published distributions, from files and from the responses of a run."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_accel.errors import RlAccelError
+from rl_accel.plan.workload import EDGES, Lengths, from_groups, published, read_lengths
+
+RNG = np.random.default_rng(0)
+
+
+def share_of_equal_classes(lengths, rows):
+    ranks = np.searchsorted(lengths.tokens, rows, side="left") / len(lengths.tokens)
+    classes = np.searchsorted(EDGES, ranks, side="right")
+    return np.mean(classes[:, 0] == classes[:, 1])
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.4, 1.0])
+def test_all_responses_together_keep_the_distribution(alike):
+    workload = published("math16k", alike)
+    drawn = workload.drawn().lengths(range(20_000), 2, np.random.default_rng(1))
+    for share in (0.25, 0.5, 0.9, 0.95):
+        assert np.quantile(drawn, share) == pytest.approx(np.quantile(workload.tokens, share), rel=0.05)
+    assert (drawn == 16384).mean() == pytest.approx(0.01, abs=0.003)
+    by_chance = (np.diff(EDGES) ** 2).sum()
+    assert share_of_equal_classes(workload, drawn) == pytest.approx(alike**2 + (1 - alike**2) * by_chance, abs=0.02)
+
+
+@given(alike=st.floats(0.3, 0.8), seed=st.integers(0, 100))
+def test_how_alike_responses_are_is_found_again(alike, seed):
+    drawn = Lengths(np.arange(1, 20_001), alike).lengths(range(600), 8, np.random.default_rng(seed))
+    assert from_groups(drawn, "").alike == pytest.approx(alike, abs=0.1)
+
+
+def test_a_prompt_that_was_long_is_long_again():
+    groups = [[10.0 + n % 7, 12.0 + n % 5, 15.0, 11.0] for n in range(95)] + [
+        [900.0, 950.0, 990.0 + n, 980.0] for n in range(5)
+    ]
+    workload = from_groups(groups, "")
+    again = workload.drawn().lengths(range(100), 4, RNG).mean(axis=1)
+    assert again[95:].min() > 5 * np.median(again[:95])
+
+
+def test_a_prompt_keeps_its_class_until_the_workload_is_drawn_anew():
+    workload = published("code16k", 1.0).drawn()
+    first, second = (workload.lengths([3] * 200, 1, RNG) for _ in range(2))
+    assert max(first.max(), second.max()) < 5 * min(first.min(), second.min()) or first.max() < 500
+    assert workload.drawn()._known == {}
+
+
+def test_a_limit_cuts_responses_short():
+    workload = published("math16k").limited(8192)
+    assert workload.limit == 8192
+    assert workload.lengths(range(2000), 4, RNG).max() == 8192
+
+
+def test_rewards_take_the_times_that_were_seen():
+    workload = from_groups([[1.0]], "", rewards=np.array([0.5, 2.0]))
+    assert set(workload.reward_seconds(100, RNG)) == {0.5, 2.0}
+    assert from_groups([[1.0]], "").reward_seconds(100, RNG) is None
+
+
+def test_a_file_of_lengths(tmp_path):
+    path = tmp_path / "lengths.jsonl"
+    rows = [{"prompt": n // 2, "tokens": 10 + n, "reward_seconds": 0.5} for n in range(8)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    workload = read_lengths(path)
+    assert workload.tokens.tolist() == list(range(10, 18))
+    assert len(workload.classes) == 4
+    assert workload.rewards.tolist() == [0.5] * 8
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no lengths: wanted lines such as"),
+        ('{"prompt": 1}', r"line 1: wanted lines such as .*KeyError\('tokens'\)"),
+        ('{"prompt": 1, "tokens": 3}\nnonsense', "line 2: wanted lines such as"),
+        ('{"prompt": 1, "tokens": 0}', "tokens must be at least 1, found 0"),
+    ],
+)
+def test_a_file_without_lengths_is_refused(tmp_path, text, words):
+    path = tmp_path / "lengths.jsonl"
+    path.write_text(text)
+    with pytest.raises(RlAccelError, match=words):
+        read_lengths(path)
+
+
+def test_what_is_not_there_is_refused(tmp_path):
+    with pytest.raises(RlAccelError, match="cannot read"):
+        read_lengths(tmp_path / "none.jsonl")
+    with pytest.raises(RlAccelError, match="wanted one of math16k, code16k, judge16k, found 'poems'"):
+        published("poems")

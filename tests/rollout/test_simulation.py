@@ -1,0 +1,162 @@
+"""Rollouts simulated with the state machines of production, against sums that can be done by hand."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_accel.features import RewardTimeoutFlags, TailBatchingFlags
+from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
+from rl_accel.rollout.simulation import Cluster, Engine, Given, play_rounds
+from rl_accel.rollout.tail_batching import TailRun
+
+PLAIN = TailBatchingFlags(prompt_ratio=1.0, response_ratio=1.0)
+PACE = 0.01
+LENGTHS = st.lists(st.lists(st.integers(1, 400), min_size=3, max_size=3), min_size=8, max_size=40)
+
+
+class Drawn:
+    """Lengths by chance; with rewards of so many seconds, if any."""
+
+    prompt_tokens = 10
+
+    def __init__(self, rewards=None):
+        self.rewards = rewards
+
+    def lengths(self, prompts, responses, rng):
+        return np.maximum(rng.lognormal(4, 1, (len(prompts), responses)), 1).astype(int)
+
+    def reward_seconds(self, count, rng):
+        return None if self.rewards is None else rng.choice(self.rewards, count)
+
+
+def seconds_of(rounds):
+    return [played.metrics.rollout_seconds for played in rounds]
+
+
+@given(table=LENGTHS, replicas=st.integers(1, 5))
+def test_without_a_feature_rollouts_take_exactly_the_longest_of_each(table, replicas):
+    steps = len(table) // 4
+    played = play_rounds(TailRun(4, 3, PLAIN), Engine({1: PACE}), replicas, Given(np.array(table)), steps)
+    longest = [PACE * max(max(row) for row in table[4 * step : 4 * step + 4]) for step in range(steps)]
+    assert seconds_of(played) == pytest.approx(longest)
+    assert sum(played_round.metrics.tokens_wasted for played_round in played) == 0
+    assert sum(p.metrics.tokens_generated for p in played) == sum(sum(row) for row in table[: 4 * steps])
+
+
+@given(table=LENGTHS, seed=st.integers(0, 100))
+def test_with_a_place_for_each_the_order_is_irrelevant(table, seed):
+    engine = Engine({1: PACE, 8: 2 * PACE, 64: 5 * PACE}, cached_token_seconds=1e-6)
+    order = np.random.default_rng(seed).permutation(len(table))
+    times = [
+        seconds_of(play_rounds(TailRun(len(table), 3, PLAIN), engine, 1, Given(np.array(table)[rows]), 1))[0]
+        for rows in (np.arange(len(table)), order)
+    ]
+    assert times[0] == pytest.approx(times[1])
+
+
+@given(seed=st.integers(0, 2**31), ratio=st.sampled_from([1.0, 1.25, 2.0, "auto"]), replicas=st.integers(1, 4))
+def test_the_same_seed_gives_the_same_rounds(seed, ratio, replicas):
+    run = TailRun(4, 3, TailBatchingFlags(prompt_ratio=ratio))
+    engine = Engine({1: PACE, 32: 2 * PACE}, 1e-7, 1e-5, 0.001, places=6, cache_tokens=2000)
+    first, second = (play_rounds(run, engine, replicas, Drawn([0.1, 5.0]), 12, seed) for _ in range(2))
+    assert first == second
+
+
+@given(
+    seed=st.integers(0, 1000),
+    places=st.integers(1, 64),
+    cache=st.integers(500, 20_000),
+    response_ratio=st.sampled_from([1.0, 1.25, 2.0]),
+    ends=st.booleans(),
+)
+def test_rounds_always_end_with_whole_batches(seed, places, cache, response_ratio, ends):
+    run = TailRun(4, 3, TailBatchingFlags(response_ratio=response_ratio))
+    engine = Engine({1: PACE, 64: 3 * PACE}, 1e-7, 1e-5, places=places, cache_tokens=cache)
+    played = play_rounds(run, engine, 2, Drawn([0.0, 0.5, 40.0]), 15, seed, AdaptiveTimeout(RewardTimeoutFlags()), ends)
+    assert all(p.metrics.prompts_trained == 4 for p in played)
+    assert all(0 <= p.metrics.tokens_wasted < p.metrics.tokens_generated for p in played)
+    assert all(p.peak_tokens <= max(cache, 10 + max(p.metrics.tokens_generated, 1)) + 2 * places for p in played)
+    assert {"short", "long"} <= {p.metrics.kind for p in played} | ({"long"} if ends else set())
+    if ends:
+        assert played[-1].metrics.queue_length == 0
+
+
+def test_a_step_takes_what_is_said_for_the_requests_that_run():
+    engine = Engine({1: 0.01, 3: 0.02})
+    # Three run for 10 steps, two for 10 more, one for 10.
+    (played,) = play_rounds(TailRun(1, 3, PLAIN), engine, 1, Given(np.array([[10, 20, 30]])), 1)
+    assert played.metrics.rollout_seconds == pytest.approx(10 * 0.02 + 10 * 0.015 + 10 * 0.01)
+    assert played.ends == pytest.approx([0.2, 0.35, 0.45])
+
+
+def test_cached_tokens_slow_a_step_down():
+    (played,) = play_rounds(
+        TailRun(1, 1, PLAIN), Engine({1: 0.01}, 1e-4), 1, Given(np.array([[100]]), prompt_tokens=50), 1
+    )
+    assert played.metrics.rollout_seconds == pytest.approx(100 * 0.01 + 1e-4 * (100 * 50 + 100 * 100 / 2))
+    assert played.peak_tokens == pytest.approx(150)
+
+
+def test_what_has_no_place_waits():
+    (played,) = play_rounds(TailRun(1, 3, PLAIN), Engine({1: 0.01}, places=1), 1, Given(np.array([[10, 20, 30]])), 1)
+    assert played.ends == pytest.approx([0.1, 0.3, 0.6])
+
+
+def test_a_full_cache_preempts_the_request_that_began_last():
+    engine = Engine({1: 0.01}, prompt_token_seconds=0.001, cache_tokens=100)
+    (played,) = play_rounds(TailRun(1, 2, PLAIN), engine, 1, Given(np.array([[80, 80]]), prompt_tokens=10), 1)
+    # Both read 10 tokens of a prompt and go on for 40; the second one waits 40 steps, is read again and does its last 40.
+    assert played.preemptions == 1
+    assert played.ends == pytest.approx([0.02 + 0.8, 0.02 + 0.8 + 0.05 + 0.4])
+
+
+def test_the_host_s_work_delays_a_response():
+    (played,) = play_rounds(
+        TailRun(1, 3, PLAIN), Engine({1: 0.01}, request_seconds=0.1), 1, Given(np.full((1, 3), 5)), 1
+    )
+    assert played.ends == pytest.approx([0.35] * 3)
+
+
+def test_rewards_end_a_rollout_and_the_adaptive_timeout_cuts_them():
+    run, engine, workload = TailRun(4, 3, PLAIN), Engine({1: 0.001}), Drawn([0.1] * 19 + [25.0])
+    waiting = seconds_of(play_rounds(run, engine, 1, workload, 20))
+    limited = seconds_of(play_rounds(run, engine, 1, workload, 20, timeout=AdaptiveTimeout(RewardTimeoutFlags())))
+    assert max(waiting) > 25
+    assert sum(limited) < sum(waiting)
+
+
+def test_a_cluster_gives_a_request_to_the_replica_with_the_fewest():
+    cluster = Cluster(Engine({1: 1.0, 2: 2.0}), 2)
+    cluster.launch([1, 2, 3], [10, 10, 10])
+    ends = {}
+    while len(cluster):
+        ended = cluster.happen()
+        ends[ended.id] = cluster.now
+    assert ends == pytest.approx({2: 10.0, 1: 20.0, 3: 20.0})
+
+
+def test_what_is_stopped_says_how_far_it_was_and_can_go_on():
+    cluster = Cluster(Engine({1: 1.0}), 1)
+    cluster.launch([1, 2], [10, 20])
+    assert cluster.happen().id == 1
+    assert cluster.cancel([2]) == [10]
+    cluster.launch([2], [20], [10])
+    assert cluster.happen().id == 2
+    assert cluster.now == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda: Engine({}), "step_seconds must be times above 0"),
+        (lambda: Engine({1: 0.0}), "step_seconds must be times above 0"),
+        (lambda: Engine({1: 1.0}, places=0), "places must be at least 1, found 0"),
+        (lambda: Engine({1: 1.0}, cached_token_seconds=-1.0), "cached_token_seconds must be at least 0"),
+        (lambda: Cluster(Engine({1: 1.0}), 0), "replicas must be at least 1"),
+        (lambda: Given(np.ones((1, 2), int)).lengths([0], 3, None), "at most the 2 of each"),
+    ],
+)
+def test_impossible_sizes_are_refused(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        wrong()
