@@ -129,16 +129,19 @@ def with_drafts(engine: Engine, tokens_a_step: float, limit: int = 32) -> Engine
     return replace(engine, step_seconds={k: s / (tokens_a_step if k <= limit else 1.0) for k, s in pace})
 
 
-def overlapped(setup: Setup, rounds: int, seed: int) -> Outcome:
-    """Training of complete responses on half of the devices while the others finish (RollPacker's stream trainer, RLHFuse).
-
-    It begins when half of the responses are generated and does the work of half the devices; gradients are applied afterwards.
+def hidden_seconds(setup: Setup, played: Round) -> float:
+    """Return how many seconds of training a rollout hides if half of the devices train what is complete, from half of the responses
+    on, while the others finish (RollPacker's stream trainer, RLHFuse). Gradients are applied afterwards.
     """
+    trainable = setup.training_seconds * (1 - 1 / (setup.prompts * setup.responses))  # all but the last response
+    return min((played.ends[-1] - played.ends[len(played.ends) // 2]) / 2, trainable)
+
+
+def overlapped(setup: Setup, rounds: int, seed: int) -> Outcome:
+    """Training overlapped with the tail."""
     played = rounds_of(setup, PLAIN, rounds, seed)
     plain = outcome_of(setup, played)
-    trainable = setup.training_seconds * (1 - 1 / (setup.prompts * setup.responses))  # all but the last response
-    hidden = [min((p.ends[-1] - p.ends[len(p.ends) // 2]) / 2, trainable) for p in played]
-    return replace(plain, step_seconds=plain.step_seconds - fmean(hidden))
+    return replace(plain, step_seconds=plain.step_seconds - fmean(hidden_seconds(setup, p) for p in played))
 
 
 class _Prompts:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rl_accel.errors import RlAccelError
+from rl_accel.plan import published as h800
 from rl_accel.plan import report
 from rl_accel.plan.answers import answer, options_of, scale
 from rl_accel.plan.predict import check
@@ -19,15 +21,18 @@ from rl_accel.plan.workload import published, read_lengths
 from rl_accel.rollout.simulation import Engine
 from rl_accel.telemetry.profile import WARMUP, levers, read_run
 
+_PUBLISHED = "published:"
 SCALE = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-def _step_seconds(_: Any, __: Any, value: str | None) -> dict[int, float] | None:
+def _engine(_: Any, __: Any, value: str | None) -> Engine | None:
+    if value is None or value.startswith(_PUBLISHED):
+        return None if value is None else h800.engine(value.removeprefix(_PUBLISHED))
     try:
-        points = [] if value is None else [point.split(":") for point in value.split(",")]
-        return {int(running): float(seconds) for running, seconds in points} or None
+        points = [point.split(":") for point in value.split(",")]
+        return Engine({int(running): float(seconds) for running, seconds in points})
     except ValueError as error:
-        wanted = "seconds of a step by running requests, as in 1:0.02,64:0.04"
+        wanted = "seconds of a step by running requests, as in 1:0.02,64:0.04, or published:qwen2.5-14b"
         raise click.BadParameter(f"wants {wanted}, found {value!r}") from error
 
 
@@ -43,7 +48,7 @@ _COUNT = click.IntRange(1)
 @click.option("--replicas", type=_COUNT, help="Replicas of the rollout engine.")
 @click.option("--places", type=_COUNT, help="Requests that a replica runs at once (max_num_seqs).")
 @click.option("--cache-tokens", type=_COUNT, help="Tokens that the key-value cache of a replica holds.")
-@click.option("--step-seconds", callback=_step_seconds, help="Of a decoding step by running requests: 1:0.02,64:0.04.")
+@click.option("--step-seconds", callback=_engine, help="Of a decoding step by running requests: 1:0.02,64:0.04.")
 @click.option("--other-seconds", type=click.FloatRange(0), help="Of a step's stages besides the rollout.")
 @click.option("--tokens-a-step", type=click.FloatRange(1), help="That an engine with drafts accepts: price drafts too.")
 @click.option("--gpus", type=_COUNT, default=1, show_default=True, help="GPUs of a replica, for the curves.")
@@ -56,6 +61,7 @@ _COUNT = click.IntRange(1)
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of plan.json, plan.html, plan.png."
 )
 @click.option("--no-scale", is_flag=True, help="Leave out the curves from 8 to 1,024 GPUs.")
+@click.option("--published", "from_papers", is_flag=True, help="Simulate what RollPacker published: how far off?")
 @click.option(
     "--check", "checked", nargs=2, type=_PATH, metavar="A B", help="Predict run B from run A: how far off was it?"
 )
@@ -69,6 +75,7 @@ def plan(
     warmup: int,
     out: Path | None,
     no_scale: bool,
+    from_papers: bool,
     checked: tuple[Path, Path] | None,
     **given: Any,
 ) -> None:
@@ -80,6 +87,13 @@ def plan(
     console = Console(width=None if sys.stdout.isatty() else 160)
     if checked is not None:
         check(*checked, draws=draws, warmup=warmup, console=console)
+        return
+    if from_papers:
+        table = Table("published", "found", "simulated", "off by", "")
+        for row in h800.rows():
+            how = "fitted" if row.name in h800.FITTED else "predicted"
+            table.add_row(row.name, f"{row.published:g}", f"{row.simulated:.4g}", f"{row.off:+.1%}", how)
+        console.print(table)
         return
     if (run_dir is None) == (lengths is None):
         raise click.UsageError("give RUN_DIR, or --lengths with --step-seconds, --prompts, --responses and --replicas")
@@ -111,14 +125,10 @@ def _given(lengths: str, given: Mapping[str, Any]) -> Setup:
     if missing:
         names = ", ".join("--" + name.replace("_", "-") for name in missing)
         raise RlAccelError(f"--lengths needs {names} as well: lengths say nothing of the engine and the batch")
-    source, _, name = lengths.rpartition("published:")
-    workload = read_lengths(Path(lengths)) if source or name == lengths else published(name)
-    more = {name: given[name] for name in ("places", "cache_tokens") if given[name]}
+    known = lengths.startswith(_PUBLISHED)
+    workload = published(lengths.removeprefix(_PUBLISHED)) if known else read_lengths(Path(lengths))
+    engine = replace(given["step_seconds"], **{key: given[key] for key in ("places", "cache_tokens") if given[key]})
     stages = {"update_actor": given["other_seconds"]} if given["other_seconds"] else {}
-    try:
-        engine = Engine(given["step_seconds"], **more)
-    except ValueError as error:
-        raise RlAccelError(str(error)) from error
     return Setup(given["prompts"], given["responses"], given["replicas"], engine, workload, stages)
 
 
