@@ -83,7 +83,7 @@ def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float
     values = [value(played) for played in rounds]
     long = [value(played) for played in rounds if played.metrics.kind == "long"]
     owed = rounds[-1].metrics.queue_length / prompts
-    return (sum(values) + owed * fmean(long or values)) / (len(values) + owed)
+    return (sum(values) + owed * fmean(long or [max(values)])) / (len(values) + owed)
 
 
 def outcome_of(setup: Setup, rounds: Sequence[Round], poll_seconds: float | None = None, ends: bool = False) -> Outcome:

@@ -12,10 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rl_accel.errors import RlAccelError
-from rl_accel.plan import published as h800
 from rl_accel.plan import report
 from rl_accel.plan.answers import answer, options_of, scale
 from rl_accel.plan.predict import check
+from rl_accel.plan.published import engine
 from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.plan.workload import published, read_lengths
 from rl_accel.rollout.simulation import Engine
@@ -27,7 +27,7 @@ SCALE = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 def _engine(_: Any, __: Any, value: str | None) -> Engine | None:
     if value is None or value.startswith(_PUBLISHED):
-        return None if value is None else h800.engine(value.removeprefix(_PUBLISHED))
+        return None if value is None else engine(value.removeprefix(_PUBLISHED))
     try:
         points = [point.split(":") for point in value.split(",")]
         return Engine({int(running): float(seconds) for running, seconds in points})
@@ -53,7 +53,7 @@ _COUNT = click.IntRange(1)
 @click.option("--tokens-a-step", type=click.FloatRange(1), help="That an engine with drafts accepts: price drafts too.")
 @click.option("--gpus", type=_COUNT, default=1, show_default=True, help="GPUs of a replica, for the curves.")
 @click.option("--draws", type=_COUNT, default=20, show_default=True, help="Draws of prompts and lengths.")
-@click.option("--rounds", type=_COUNT, default=20, show_default=True, help="Rollouts of each draw.")
+@click.option("--rounds", type=click.IntRange(5), default=20, show_default=True, help="Rollouts of each draw.")
 @click.option(
     "--warmup", type=click.IntRange(0), default=WARMUP, show_default=True, help="First steps of a run to leave out."
 )
@@ -61,7 +61,6 @@ _COUNT = click.IntRange(1)
     "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of plan.json, plan.html, plan.png."
 )
 @click.option("--no-scale", is_flag=True, help="Leave out the curves from 8 to 1,024 GPUs.")
-@click.option("--published", "from_papers", is_flag=True, help="Simulate what RollPacker published: how far off?")
 @click.option(
     "--check", "checked", nargs=2, type=_PATH, metavar="A B", help="Predict run B from run A: how far off was it?"
 )
@@ -75,7 +74,6 @@ def plan(
     warmup: int,
     out: Path | None,
     no_scale: bool,
-    from_papers: bool,
     checked: tuple[Path, Path] | None,
     **given: Any,
 ) -> None:
@@ -87,13 +85,6 @@ def plan(
     console = Console(width=None if sys.stdout.isatty() else 160)
     if checked is not None:
         check(*checked, draws=draws, warmup=warmup, console=console)
-        return
-    if from_papers:
-        table = Table("published", "found", "simulated", "off by", "")
-        for row in h800.rows():
-            how = "fitted" if row.name in h800.FITTED else "predicted"
-            table.add_row(row.name, f"{row.published:g}", f"{row.simulated:.4g}", f"{row.off:+.1%}", how)
-        console.print(table)
         return
     if (run_dir is None) == (lengths is None):
         raise click.UsageError("give RUN_DIR, or --lengths with --step-seconds, --prompts, --responses and --replicas")
@@ -127,9 +118,9 @@ def _given(lengths: str, given: Mapping[str, Any]) -> Setup:
         raise RlAccelError(f"--lengths needs {names} as well: lengths say nothing of the engine and the batch")
     known = lengths.startswith(_PUBLISHED)
     workload = published(lengths.removeprefix(_PUBLISHED)) if known else read_lengths(Path(lengths))
-    engine = replace(given["step_seconds"], **{key: given[key] for key in ("places", "cache_tokens") if given[key]})
+    at = replace(given["step_seconds"], **{key: given[key] for key in ("places", "cache_tokens") if given[key]})
     stages = {"update_actor": given["other_seconds"]} if given["other_seconds"] else {}
-    return Setup(given["prompts"], given["responses"], given["replicas"], engine, workload, stages)
+    return Setup(given["prompts"], given["responses"], given["replicas"], at, workload, stages)
 
 
 def show(summary: Mapping[str, Any], console: Console) -> None:

@@ -181,7 +181,7 @@ def test_flags_of_a_command_are_read_as_verl_reads_them():
 
 
 def test_the_command_on_a_run(run_dir, tmp_path):
-    options = ["--draws", "2", "--rounds", "4", "--no-scale", "--out", str(tmp_path)]
+    options = ["--draws", "2", "--rounds", "5", "--no-scale", "--out", str(tmp_path)]
     done = CliRunner().invoke(plan, [str(run_dir), *options])
     assert done.exit_code == 0, done.output
     assert "Fitted to 384 responses" in done.output
@@ -195,7 +195,7 @@ def test_the_command_on_a_run(run_dir, tmp_path):
 
 def test_the_command_on_published_lengths(tmp_path):
     words = "--lengths published:math16k --prompts 8 --responses 4 --replicas 2 --step-seconds 1:0.01,64:0.02"
-    done = CliRunner().invoke(plan, [*words.split(), "--draws", "1", "--rounds", "2", "--out", str(tmp_path)])
+    done = CliRunner().invoke(plan, [*words.split(), "--draws", "1", "--rounds", "5", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "1,024" in done.output
 

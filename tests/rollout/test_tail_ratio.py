@@ -1,19 +1,18 @@
 """The automatic ratio of tail batching, against brute force on published lengths."""
 
-import json
 import math
-from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
 import pytest
 
+from rl_accel.plan.workload import PUBLISHED_LIMIT, load
 from rl_accel.rollout.tail_ratio import CompletionTimes
 
-LENGTHS = json.loads((Path(__file__).parent / "math_response_lengths.json").read_text())
+LENGTHS = load("response_length_cdf.json")
 
-TOKENS = np.array([*LENGTHS["tokens"], LENGTHS["limit"]])
-QUANTILES = np.array([*LENGTHS["cum_pct"], 100 - LENGTHS["cap_pct"]]) / 100
+TOKENS = np.array([*LENGTHS["domains"]["math"]["tokens"], PUBLISHED_LIMIT])
+QUANTILES = np.array([*LENGTHS["domains"]["math"]["cum_pct"], 100 - LENGTHS["cap_pct"]["math"]]) / 100
 NORMAL = np.linspace(-5, 5, 20001)
 LENGTH_AT = np.interp([NormalDist().cdf(z) for z in NORMAL], QUANTILES, TOKENS)
 
