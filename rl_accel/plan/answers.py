@@ -263,7 +263,8 @@ def options_of(setup: Setup, tokens_a_step: float | None = None) -> list[Option]
         both = tail(TailBatchingFlags(), timeout=True)
         options.append(Option("tail_batching + reward_timeout", f"{tails}.enable=True {limits}", both, cost=cost))
     if tokens_a_step:
-        price = changed(engine=lambda s: with_drafts(s.engine, tokens_a_step))
+        accepted: float = tokens_a_step
+        price = changed(engine=lambda s: with_drafts(s.engine, accepted))
         options.append(Option("drafts", "+rl_accel.drafts.enable=True", price))
     half, budget = setup.workload.limit // 2, max(setup.workload.limit // 4, 1)
     cut = f"{(setup.workload.tokens > half).mean():.1%} of the responses cut short"

@@ -16,7 +16,7 @@ from rl_accel.plan import report
 from rl_accel.plan.answers import answer, options_of, scale
 from rl_accel.plan.predict import check
 from rl_accel.plan.published import engine
-from rl_accel.plan.setup import Setup, setup_of
+from rl_accel.plan.setup import Fit, Setup, setup_of
 from rl_accel.plan.workload import published, read_lengths
 from rl_accel.rollout.simulation import Engine
 from rl_accel.telemetry.profile import WARMUP, levers, read_run
@@ -88,14 +88,16 @@ def plan(
         return
     if (run_dir is None) == (lengths is None):
         raise click.UsageError("give RUN_DIR, or --lengths with --step-seconds, --prompts, --responses and --replicas")
-    fit, advice = None, []
+    fit: Fit | None = None
+    advice: list[str] = []
+    curves: list[dict[str, float]] = []
     if run_dir is not None:
         run = read_run(run_dir, warmup)
         setup, fit = setup_of(run, given)
         advice = levers(run)
     else:
         setup = _given(str(lengths), given)
-    options, curves = options_of(setup, tokens_a_step), []
+    options = options_of(setup, tokens_a_step)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bars:
         task = bars.add_task("draws", total=draws * (len(options) + 1))

@@ -62,7 +62,7 @@ class Lengths:
         any_class = np.searchsorted(EDGES, rng.random(shape), side="right") - 1
         at = np.where(rng.random(shape) < self.alike, own, any_class)
         ranks = EDGES[at] + _SHARES[at] * rng.random(shape)
-        return self.tokens[(ranks * len(self.tokens)).astype(int)]
+        return self.tokens[np.minimum((ranks * len(self.tokens)).astype(int), len(self.tokens) - 1)]
 
     def reward_seconds(self, count: int, rng: np.random.Generator) -> Floats | None:
         """Draw how long rewards take, shape [count]; None: no time."""
@@ -86,7 +86,8 @@ class Lengths:
         if self.classes is None:
             return np.searchsorted(EDGES, chance[:, 0], side="right") - 1
         cumulative = np.cumsum(self.classes[np.array(prompts) % len(self.classes)], axis=1)
-        return np.minimum((cumulative < chance).sum(axis=1), len(_SHARES) - 1)
+        found: Ints = np.minimum((cumulative < chance).sum(axis=1), len(_SHARES) - 1)
+        return found
 
 
 def from_groups(groups: Sequence[Sequence[float]], source: str, **more: Any) -> Lengths:
@@ -97,17 +98,15 @@ def from_groups(groups: Sequence[Sequence[float]], source: str, **more: Any) -> 
         source: where they are from.
         more: further fields of :class:`Lengths`.
     """
-    tokens = np.maximum(np.sort(np.concatenate([np.asarray(group, float) for group in groups])).round(), 1).astype(
-        np.int64
-    )
+    every = np.sort(np.concatenate([np.asarray(group, float) for group in groups]))
+    tokens: Ints = np.maximum(every.round(), 1).astype(np.int64)
     counts = np.zeros((len(groups), len(_SHARES)))
     size = np.log(tokens)
     pairs = together = 0.0
     for row, group in enumerate(groups):
         # A length that many responses have (the limit) spans several ranks: it counts with the middle one.
-        ranks = sum(np.searchsorted(tokens, np.round(group), side=side) for side in ("left", "right")) / (
-            2 * len(tokens)
-        )
+        low, high = (np.searchsorted(tokens, np.round(group), side=side) for side in ("left", "right"))
+        ranks = (low + high) / (2 * len(tokens))
         np.add.at(counts[row], np.minimum(np.searchsorted(EDGES, ranks, side="right") - 1, len(_SHARES) - 1), 1)
         off = np.log(np.maximum(group, 1)) - size.mean()
         together += off.sum() ** 2 - (off**2).sum()

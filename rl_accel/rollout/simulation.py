@@ -75,7 +75,8 @@ class Engine:
         knots, values = np.array(sorted(self.step_seconds.items()), float).T
         slope = (values[-1] - values[-2]) / (knots[-1] - knots[-2]) if len(knots) > 1 else 0.0
         beyond = np.maximum(np.asarray(running, float) - knots[-1], 0)
-        return np.maximum(np.interp(running, knots, values) + beyond * slope, values.min())
+        found: Floats = np.maximum(np.interp(running, knots, values) + beyond * slope, values.min())
+        return found
 
 
 class Workload(Protocol):
