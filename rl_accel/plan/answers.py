@@ -220,7 +220,8 @@ def asynchronous(eta: int, share: float = 0.5) -> Price:
         cluster, prompts = Cluster(setup.engine, replicas, setup.workload.prompt_tokens), _Prompts(setup, seed)
         training = setup.training_seconds / (1 - share) + setup.other_seconds
         complete: list[int] = []
-        trained, staleness = [], []
+        trained: list[float] = []
+        staleness = []
         warmup = max(rounds // 4, 2) + eta
         ready = math.inf
         while len(trained) < rounds + warmup:

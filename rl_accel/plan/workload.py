@@ -62,7 +62,8 @@ class Lengths:
         any_class = np.searchsorted(EDGES, rng.random(shape), side="right") - 1
         at = np.where(rng.random(shape) < self.alike, own, any_class)
         ranks = EDGES[at] + _SHARES[at] * rng.random(shape)
-        return self.tokens[np.minimum((ranks * len(self.tokens)).astype(int), len(self.tokens) - 1)]
+        found: Ints = self.tokens[np.minimum((ranks * len(self.tokens)).astype(int), len(self.tokens) - 1)]
+        return found
 
     def reward_seconds(self, count: int, rng: np.random.Generator) -> Floats | None:
         """Draw how long rewards take, shape [count]; None: no time."""

@@ -74,8 +74,9 @@ class Engine:
         """Return the seconds of a step with so many running requests and an empty cache."""
         knots, values = np.array(sorted(self.step_seconds.items()), float).T
         slope = (values[-1] - values[-2]) / (knots[-1] - knots[-2]) if len(knots) > 1 else 0.0
-        beyond = np.maximum(np.asarray(running, float) - knots[-1], 0)
-        found: Floats = np.maximum(np.interp(running, knots, values) + beyond * slope, values.min())
+        requests = np.asarray(running, float)
+        beyond = np.maximum(requests - knots[-1], 0)
+        found: Floats = np.maximum(np.interp(requests, knots, values) + beyond * slope, values.min())
         return found
 
 
@@ -124,8 +125,10 @@ class _Request:
 class _Replica:
     """One engine, advanced to ``time``; it has done ``steps`` decoding steps by then. ``serial`` is that of its next event."""
 
-    __slots__ = ("cached", "count", "engine", "load", "order", "pace", "peak", "preemptions", "prompt")
-    __slots__ += ("queue", "running", "serial", "stall", "steps", "time")
+    __slots__ = (
+        *("cached", "count", "engine", "load", "order", "pace", "peak", "preemptions", "prompt"),
+        *("queue", "running", "serial", "stall", "steps", "time"),
+    )
 
     def __init__(self, engine: Engine, prompt: int, pace: Sequence[float]) -> None:
         self.engine, self.prompt, self.pace = engine, prompt, pace

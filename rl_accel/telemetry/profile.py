@@ -28,8 +28,8 @@ _PROMPT_RATIO = 1.25
 _LIMIT_SCALE, _LIMIT_SLACK, _LIMIT_LEAST = 1.5, 0.5, 2.0
 """Of reward_timeout by default: a limit is 1.5 times a correct execution and half a second, at least two seconds."""
 
-_DRAWN, _TICK = 400, 0.001
-"""Rounds that are simulated; seconds of their clock's tick."""
+_DRAWN, _TICK = 20_000, 0.001
+"""Prompts that are simulated in rounds; seconds of their clock's tick."""
 _LARGE, _MOST = 0.15, 0.5
 """Shares of a step that are worth a setting of the framework itself."""
 
@@ -251,10 +251,11 @@ def rounds_seconds(times: Sequence[float], prompts: int, launched: int) -> float
 
     Short rounds launch ``launched`` prompts, each of which takes one of ``times``, and the same one again if it is put off.
     """
-    ticks = np.maximum(np.round(np.random.default_rng(0).choice(times, _DRAWN * launched) / _TICK), 1).astype(int)
+    rounds = min(max(_DRAWN // launched, 100), 2000)
+    ticks = np.maximum(np.round(np.random.default_rng(0).choice(times, rounds * launched) / _TICK), 1).astype(int)
     flags = TailBatchingFlags(prompt_ratio=launched / prompts, response_ratio=1.0)
     engine = Engine({1: _TICK}, places=launched)
-    played = play_rounds(TailRun(prompts, 1, flags), engine, 1, Given(ticks[:, None]), _DRAWN)
+    played = play_rounds(TailRun(prompts, 1, flags), engine, 1, Given(ticks[:, None]), rounds)
     return statistics.fmean(round.metrics.rollout_seconds for round in played)
 
 

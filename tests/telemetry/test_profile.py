@@ -192,8 +192,8 @@ def test_a_prompt_takes_until_the_last_of_its_rewards():
     [
         ([3.0] * 10, 13, 3.0),
         # Short rounds of 10 launch 13 and nearly always put off the long ones; three in thirteen are put off, which makes three
-        # long rounds of ten for every ten short ones.
-        ([1.0] * 9 + [20.0], 13, (10 * 1 + 3 * 20) / 13),
+        # long rounds of ten for every ten short ones. With a chance of 0.034 four are long, and a short round waits for one.
+        ([1.0] * 9 + [20.0], 13, (10 * (1 + 0.034 * 19) + 3 * 20) / 13),
         # Without a surplus a round lasts as long as the longest of ten.
         (list(range(1, 11)), 10, sum(1 - (k / 10) ** 10 for k in range(10))),
     ],
