@@ -378,7 +378,7 @@ def play_rounds(
         for number in range(rounds):
             played.append(play.round(rounds - number if ends else 2**40))
             if number % _COLLECT_EVERY == _COLLECT_EVERY - 1:
-                gc.collect()
+                gc.collect(0)  # nothing of an earlier round is left in what is older
     return played
 
 
