@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -102,24 +103,22 @@ def outcome_of(setup: Setup, rounds: Sequence[Round], poll_seconds: float | None
     return Outcome(rollout, step, wasted / generated, max(played.peak_tokens for played in rounds))
 
 
-def stock(setup: Setup, rounds: int, seed: int) -> Outcome:
-    """The run as it is."""
-    return outcome_of(setup, rounds_of(setup, PLAIN, rounds, seed))
-
-
-def tail(flags: TailBatchingFlags, timeout: bool = False) -> Price:
-    """Rounds of tail batching, without verl's poll."""
-    return lambda setup, rounds, seed: outcome_of(setup, rounds_of(setup, flags, rounds, seed, timeout), 0.0)
-
-
-def changed(poll_seconds: float | None = None, timeout: bool = False, **changes: Callable[[Setup], object]) -> Price:
-    """A plain run, with other values for some fields of its setup."""
+def simulated(
+    flags: TailBatchingFlags = PLAIN,
+    poll_seconds: float | None = None,
+    timeout: bool = False,
+    **changes: Callable[[Setup], Any],
+) -> Price:
+    """Rounds with these flags, with other values for some fields of the setup; by default the run as it is."""
 
     def price(setup: Setup, rounds: int, seed: int) -> Outcome:
-        other = replace(setup, **{name: change(setup) for name, change in changes.items()})  # type: ignore[arg-type]
-        return outcome_of(other, rounds_of(other, PLAIN, rounds, seed, timeout), poll_seconds)
+        other = replace(setup, **{name: change(setup) for name, change in changes.items()})
+        return outcome_of(other, rounds_of(other, flags, rounds, seed, timeout), poll_seconds)
 
     return price
+
+
+stock = simulated()
 
 
 def with_drafts(engine: Engine, tokens_a_step: float, limit: int = 32) -> Engine:
@@ -247,32 +246,32 @@ def options_of(setup: Setup, tokens_a_step: float | None = None) -> list[Option]
     tails, limits = "+rl_accel.tail_batching", "+rl_accel.reward_timeout.enable=True"
     options = []
     if setup.poll_seconds:
-        options.append(Option("sampler", "+rl_accel.sampler.enable=True", changed(0.0)))
+        options.append(Option("sampler", "+rl_accel.sampler.enable=True", simulated(poll_seconds=0.0)))
     for ratios in RATIOS:
         named = zip(("prompt", "response"), ratios, strict=True)
         how = [f"{tails}.enable=True", *(f"{tails}.{name}_ratio={ratio:g}" for name, ratio in named if ratio != 1.25)]
-        price = tail(TailBatchingFlags(prompt_ratio=ratios[0], response_ratio=ratios[1]))
+        price = simulated(TailBatchingFlags(prompt_ratio=ratios[0], response_ratio=ratios[1]), 0.0)
         cost = "shorter responses of a prompt are preferred" if ratios[1] > 1 else ""
         options.append(Option("tail_batching {:g} / {:g}".format(*ratios), " ".join(how), price, cost=cost))
-    auto = tail(TailBatchingFlags(prompt_ratio="auto"))
+    auto = simulated(TailBatchingFlags(prompt_ratio="auto"), 0.0)
     options.append(
         Option("tail_batching auto", f"{tails}.enable=True {tails}.prompt_ratio=auto", auto, cost=options[-1].cost)
     )
     if setup.workload.rewards.max(initial=0.0) > RewardTimeoutFlags().minimum:
         cost = "rewards of slow answers"
-        options.append(Option("reward_timeout", limits, changed(timeout=True), cost=cost))
-        both = tail(TailBatchingFlags(), timeout=True)
+        options.append(Option("reward_timeout", limits, simulated(timeout=True), cost=cost))
+        both = simulated(TailBatchingFlags(), 0.0, timeout=True)
         options.append(Option("tail_batching + reward_timeout", f"{tails}.enable=True {limits}", both, cost=cost))
     if tokens_a_step:
         accepted: float = tokens_a_step
-        price = changed(engine=lambda s: with_drafts(s.engine, accepted))
+        price = simulated(engine=lambda s: with_drafts(s.engine, accepted))
         options.append(Option("drafts", "+rl_accel.drafts.enable=True", price))
     half, budget = setup.workload.limit // 2, max(setup.workload.limit // 4, 1)
     cut = f"{(setup.workload.tokens > half).mean():.1%} of the responses cut short"
-    shorter = changed(workload=lambda s: s.workload.limited(half))
+    shorter = simulated(workload=lambda s: s.workload.limited(half))
     slime = "slime: --partial-rollout --over-sampling-batch-size"
     options += [
-        Option("twice the replicas", "", changed(replicas=lambda s: 2 * s.replicas), False, "GPUs"),
+        Option("twice the replicas", "", simulated(replicas=lambda s: 2 * s.replicas), False, "GPUs"),
         Option(f"limit of {half:,} tokens", f"data.max_response_length={half}", shorter, False, cut),
         Option("training overlapped with the tail", "RollPacker, RLHFuse; in neither framework", overlapped, False),
         Option("partial rollout, 1.5 times the prompts", slime, partial(1.5), False, "tokens of old weights"),

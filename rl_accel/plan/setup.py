@@ -79,7 +79,8 @@ class Fit:
 def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit]:
     """Return the setup of a run with telemetry, and how well its engine is known; ``given`` is what the user says of it.
 
-    The batch is that of steps in which nothing was cut off: all steps without tail batching, long rounds with it.
+    The batch is that of steps in which nothing was cut off: all steps without tail batching, long rounds with it. Lengths are of
+    all steps, for the prompts to be in the order of the data; warm-up says nothing of the engine.
 
     Raises:
         RlAccelError: what is needed is not in the run.
@@ -104,7 +105,7 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit]:
         given.get("responses") or max(len(group) for groups in whole for group in groups),
         given.get("replicas") or max(len(servers), 1),
         fit.engine,
-        from_groups(_lengths(steps), str(run.log), rewards=np.array(rewards)),
+        from_groups(_lengths(list(run.kept.values())), str(run.log), rewards=np.array(rewards)),
         {name: seconds for name, seconds in run.stages.items() if name != "gen"},
         POLL_SECONDS if polled else 0.0,
         0.0 if polled else min(run.rests.values(), default=0.0),

@@ -12,7 +12,7 @@ import gc
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -34,8 +34,6 @@ from rl_accel.rollout.tail_decisions import (
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-_COLLECT_EVERY = 16
-"""Rounds between two collections of reference cycles: left to Python they cost more than the events."""
 
 
 @dataclass(frozen=True)
@@ -266,6 +264,8 @@ class Cluster:
 
     def launch(self, ids: Sequence[int], lengths: Sequence[int], tokens: Sequence[float] | None = None) -> None:
         """Start requests of these ``lengths``. ``tokens``: how many of each are there already and are only read again."""
+        if not self._requests:
+            self._heap.clear()
         loads = [(replica.load, index) for index, replica in enumerate(self._replicas)]
         heapq.heapify(loads)
         for request_id, length, had in zip(ids, lengths, tokens or [0.0] * len(ids), strict=True):
@@ -314,7 +314,7 @@ class Cluster:
     def happen(self) -> _Request | None:
         """Let the next event happen, of which there must be one; return the request that ended, if one did."""
         self.now = now = self.next_event()
-        replica = heapq.heappop(self._heap)[2]
+        replica = self._heap[0][2]
         ended = replica.happen(now)
         if ended is None:
             again = replica.preempt()
@@ -322,15 +322,13 @@ class Cluster:
         else:
             replica.load -= 1
             del self._requests[ended.id]
-        self._schedule(replica)
+        self._schedule(replica, heapq.heapreplace)
         return ended
 
-    def _schedule(self, replica: _Replica) -> None:
+    def _schedule(self, replica: _Replica, put: Callable[..., object] = heapq.heappush) -> None:
         self._serial += 1
         replica.serial = self._serial
-        following = replica.next_event()
-        if following < math.inf:
-            heapq.heappush(self._heap, (following, self._serial, replica))
+        put(self._heap, (replica.next_event(), self._serial, replica))
 
 
 @dataclass(slots=True)
@@ -377,8 +375,7 @@ def play_rounds(
         played = []
         for number in range(rounds):
             played.append(play.round(rounds - number if ends else 2**40))
-            if number % _COLLECT_EVERY == _COLLECT_EVERY - 1:
-                gc.collect(0)  # nothing of an earlier round is left in what is older
+            gc.collect(0)  # what is younger than this round: nothing older is garbage
     return played
 
 

@@ -84,6 +84,7 @@ class Profile:
         savings: what takes most time first.
         missing: in words, what could not be told and why.
         responses: of the measured steps whose generation is known, by step; times since the first of them began.
+        kept: responses of all steps, those of the warm-up too.
         rests: by step, seconds from its last reward to the end of generation.
         on: names of the features that were on.
         last_seconds: of generation in the last step.
@@ -96,6 +97,7 @@ class Profile:
     savings: Sequence[Saving]
     missing: Sequence[str]
     responses: Mapping[int, Sequence[Response]]
+    kept: Mapping[int, Sequence[Response]]
     rests: Mapping[int, float]
     on: frozenset[str]
     last_seconds: float
@@ -178,7 +180,7 @@ def read_run(folder: Path, warmup: int = WARMUP) -> Profile:
     on = {name.split("/")[1] for name, value in metrics[steps[-1]].items() if name.endswith("/applied") and value}
     savings = _savings(stages, numbers, list(rests.values()), list(responses.values()), on)
     last_seconds = staged[steps[-1]].get("gen", 0.0)
-    return Profile(log, steps, stages, numbers, savings, missing, responses, rests, frozenset(on), last_seconds)
+    return Profile(log, steps, stages, numbers, savings, missing, responses, kept, rests, frozenset(on), last_seconds)
 
 
 # What would save how much
