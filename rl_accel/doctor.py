@@ -102,8 +102,11 @@ def _check_feature(feature: Feature[Any]) -> Iterator[dict[str, str]]:
             yield _check(feature.name, framework, "absent", f"{framework} is not installed")
             continue
         if framework == "verl" and feature.verl:
-            needed = importlib.import_module(feature.verl).SEAMS
-            yield _verdict(feature.name, f"verl.{feature.name}", functools.partial(seams.require, feature.name, needed))
+            wiring = importlib.import_module(feature.verl)
+            check = functools.partial(seams.require, feature.name, wiring.SEAMS)
+            yield _verdict(feature.name, f"verl.{feature.name}", check)
+            for what, problem in getattr(wiring, "find_problems", tuple)():
+                yield _check(feature.name, what, "cannot", problem)
         for module in modules:
             for switch in switches_of(module):
                 yield _try(feature.name, switch, feature.flags())

@@ -4,7 +4,7 @@ Adding a feature is a dataclass of its flags, one :class:`Feature`, and its plac
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -37,13 +37,15 @@ class SlimeHooks:
         metrics: ``numbers_of(rollout)``, called when slime logs a rollout; returns metrics by name.
         after_evaluation: ``after_evaluation(args)``, called when slime logs an evaluation.
         values: by flag, the values that work on slime, where not all do.
+        engine: ``engine(flags)`` returns arguments of SGLang by slime's names for them.
     """
 
     arguments: Mapping[str, str | list[str]]
     check: str = ""
     metrics: str = ""
     after_evaluation: str = ""
-    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    engine: Callable[[Any], Mapping[str, Any]] = lambda _flags: {}
 
 
 @dataclass(frozen=True)
@@ -317,13 +319,24 @@ class DraftsFlags:
     batch_limit: int = flag(32, "running requests above which an engine drafts nothing", minimum=1)
     memory_mb: int = flag(200, "MiB of earlier responses in each engine", minimum=1)
     epochs: int = flag(2, "epochs whose responses are used beside the present one", minimum=0)
+    save: bool = flag(False, "checkpoints carry earlier responses, and a run that is resumed begins with them")
 
 
 DRAFTS = Feature(
     name="drafts",
     flags=DraftsFlags,
-    switches={"verl": ("rl_accel.integrations.verl.drafts", "rl_accel.patches.verl.collective_rpc")},
+    switches={"verl": ("rl_accel.integrations.verl.drafts", "rl_accel.patches.verl.collective_rpc"), "slime": ()},
     verl="rl_accel.integrations.verl.drafts",
+    slime=SlimeHooks(
+        {},
+        # SGLang has none of these: their defaults alone
+        values={name: (getattr(DraftsFlags, name),) for name in ("batch_limit", "memory_mb", "epochs", "save")},
+        engine=lambda flags: {
+            "sglang_speculative_algorithm": "NGRAM",
+            "sglang_speculative_num_draft_tokens": flags.max_tokens + 1,  # SGLang counts the token before the draft
+            "sglang_speculative_ngram_max_bfs_breadth": 1,  # no trees, which some attention backends refuse
+        },
+    ),
 )
 
 

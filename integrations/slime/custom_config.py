@@ -4,6 +4,7 @@ slime itself takes any key of that file as it is.
 """
 
 import difflib
+import importlib.util
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -43,7 +44,11 @@ def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> 
     for name, values in settings.items():
         _require_known(name)
         flags.setdefault(name, {}).update(values)
-    require_values(cfg.resolve([("slime-config", flags)]))
+    resolved = cfg.resolve([("slime-config", flags)])
+    require_values(resolved)
+    for feature in FEATURES:
+        if feature.slime is not None and resolved[feature].enable:
+            content.update(feature.slime.engine(resolved[feature]))
     return {**content, SECTION: flags}
 
 
@@ -81,7 +86,7 @@ def check(path: Path, slime_root: Path | None = None) -> list[str]:
     for feature in FEATURES:
         if feature.slime is None or not flags[feature].enable:
             continue
-        for key, wanted in feature.slime.arguments.items():
+        for key, wanted in {**feature.slime.arguments, **feature.slime.engine(flags[feature])}.items():
             if not _has(content.get(key), wanted):
                 raise ConfigError(f"{path}: {SECTION}.{feature.name} wants {key}: {wanted}, found {content.get(key)}")
     if slime_root is None:
@@ -89,12 +94,14 @@ def check(path: Path, slime_root: Path | None = None) -> list[str]:
     known = arguments_of(slime_root)
     return [
         f"{key} is no flag of slime's own{_hint(key, known)}; slime sets it all the same"
+        if not key.startswith("sglang_") or "sglang_tp_size" in known
+        else f"{key} was not looked up: SGLang is not installed here"
         for key in keys
         if key != SECTION and key not in known
     ]
 
 
-def _has(found: Any, wanted: str | list[str]) -> bool:
+def _has(found: Any, wanted: Any) -> bool:
     if isinstance(wanted, list):
         return isinstance(found, list) and set(wanted) <= set(found)
     return bool(found == wanted)
@@ -102,6 +109,8 @@ def _has(found: Any, wanted: str | list[str]) -> bool:
 
 def arguments_of(slime_root: Path) -> set[str]:
     """Return slime's own flags, as keys of the file (``rollout_batch_size``), read from a checkout without importing it.
+
+    With those that it hands on to SGLang (``sglang_tp_size``), if SGLang is installed here.
 
     Raises:
         ConfigError: there is no checkout.
@@ -111,7 +120,13 @@ def arguments_of(slime_root: Path) -> set[str]:
         raise ConfigError(
             f"SLIME_ROOT wants a checkout of slime, found {str(slime_root)!r} (no slime/utils/arguments.py)"
         )
-    return {flag.replace("-", "_") for flag in re.findall(r'"--([a-z0-9][a-z0-9-]*)"', arguments.read_text())}
+    flags = {flag.replace("-", "_") for flag in re.findall(r'"--([a-z0-9][a-z0-9-]*)"', arguments.read_text())}
+    sglang = importlib.util.find_spec("sglang")
+    for folder in (sglang.submodule_search_locations or ()) if sglang else ():
+        sources = [Path(folder, "srt", "server_args.py"), *Path(folder, "srt", "arg_groups").rglob("*.py")]
+        fields = (re.findall(r"^    (\w+): ", source.read_text(), re.MULTILINE) for source in sources)
+        flags |= {f"sglang_{name}" for names in fields for name in names}
+    return flags
 
 
 @click.command("slime-config")

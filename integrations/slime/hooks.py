@@ -48,7 +48,8 @@ def require_values(flags: Flags) -> None:
         for name, values in feature.slime.values.items():
             value = getattr(flags[feature], name)
             if value not in values:
-                raise ConfigError(f"rl_accel.{feature.name}.{name} wants {' or '.join(values)} on slime, found {value}")
+                wanted = " or ".join(map(str, values))
+                raise ConfigError(f"rl_accel.{feature.name}.{name} wants {wanted} on slime, found {value}")
 
 
 def megatron_init(args: Any) -> None:

@@ -8,7 +8,8 @@ A feature that stands on verl's extension points has a module (:attr:`~rl_accel.
 
 - ``SEAMS``: what it needs of verl, for :func:`rl_accel.patches.seams.require`,
 - ``wire(config, flags)``, which chooses its extension points in ``config`` (verl's, changed in place), idempotent,
-- ``refuse_unwired(config)``, which stops a trainer whose driver has not called ``validate_config``.
+- ``refuse_unwired(config)``, which stops a trainer whose driver has not called ``validate_config``,
+- ``find_problems()``, if ``rl-accel doctor`` is to tell more: pairs of what does not work here and why.
 
 ``wire`` and ``refuse_unwired`` raise ConfigError where the configuration and the feature cannot go together.
 """

@@ -1,10 +1,9 @@
 """vLLM's side of drafts: ``speculative_config={"method": "custom_class", "model": "rl_accel.drafts.drafter.Drafter", ...}``."""
 
-import hashlib
 import logging
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,40 +21,37 @@ FIRST_RATES = (0.5, 0.6, 0.7, 0.8)
 """Chance of acceptance by class of match length, before anything was seen."""
 REMEMBERED = 4096
 """Requests that have left the batch that are remembered, as they may come back or be taken."""
+_BY_LENGTH = [(f"tokens_from_{2**bits // 2}", f"row_steps_from_{2**bits // 2}") for bits in range(32)]
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Prompt:
-    tokens: TokenSequence
+@dataclass(slots=True, kw_only=True)
+class _Prompt(TokenSequence):
     visits: deque[int]
-    """Versions of the weights at which its visits began, the present one last."""
+    """Versions of the weights that it was answered with, the last one last."""
     hits: float = 0.0
     tries: float = 0.0
 
 
-@dataclass(slots=True)
-class _Request:
+@dataclass(slots=True, kw_only=True)
+class _Request(TokenSequence):
     prompt: _Prompt
-    tokens: TokenSequence
     tail: bytes = b""
     """The last CONTEXT tokens."""
     taken: bool = False
     match: Match | None = None
-    proposed: int = 0
 
 
 class Drafter:
     """Proposes what other responses to the same prompt, running ones among them, have after the last tokens of a request.
 
     vLLM verifies a draft with rejection sampling: a wrong draft costs time, never correctness. vLLM 0.29.0 calls :meth:`propose`
-    after each step, never with asynchronous scheduling, and not while a request is within ``num_speculative_tokens`` of
-    ``max_model_len``. It tells no ids of requests: a row is known again by its length and its last tokens.
+    after each step, but not while a request is within ``num_speculative_tokens`` of ``max_model_len``. It tells no ids of
+    requests: a row is known again by its length and its last tokens.
 
-    Ranks: with the executors "mp", "uni" and "ray" the scheduler takes the drafts of one worker, the first of a tensor-parallel
-    group, and sends them to all with the next step. Workers that disagree, by their clocks, say, do no harm, and the others
-    here do nothing. With "external_launcher" each rank schedules for itself and would need equal drafts: refused.
+    Of a tensor-parallel group the scheduler takes the drafts of the first rank; the others do nothing. With "external_launcher"
+    each rank schedules for itself and would need equal drafts: refused.
 
     Args:
         vllm_config: vLLM's; ``additional_config["rl_accel_drafts"]`` has fields of :class:`~rl_accel.features.DraftsFlags`.
@@ -67,18 +63,16 @@ class Drafter:
     """
 
     def __init__(self, vllm_config: Any, clock: Callable[[], float] = time.perf_counter) -> None:
-        parallel, model = vllm_config.parallel_config, vllm_config.model_config
+        parallel = vllm_config.parallel_config
         if parallel.distributed_executor_backend == "external_launcher":
             raise ValueError("drafts need distributed_executor_backend 'mp', 'uni' or 'ray', found 'external_launcher'")
         self.settings = DraftsFlags(**vllm_config.additional_config.get(SETTINGS, {}))
         self._longest = min(self.settings.max_tokens, vllm_config.speculative_config.num_speculative_tokens)
-        self._model_length: int = model.max_model_len
-        self._ends = _ends(model)
         self._idle = parallel.rank % (parallel.tensor_parallel_size * parallel.prefill_context_parallel_size) != 0
         self._clock = clock
         self._index = TokenIndex(1 if self._idle else self.settings.memory_mb)
-        self._prompts: dict[int, _Prompt] = {}
-        self._most_prompts = REMEMBERED
+        self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
+        self._most_prompts = len(self._index.pool.count) // 8  # one for 256 tokens
         self._rows: list[_Request | None] = []
         self._gone: OrderedDict[tuple[int, bytes], _Request] = OrderedDict()
         self._version = 0
@@ -86,7 +80,6 @@ class Drafter:
         self._worth = _Worth()
         self._called: float | None = None
         self._counts = Counter({"steps": 0, "tokens": 0, "drafted": 0, "accepted": 0})
-        self._by_length = [[0, 0, 0] for _ in range(32)]  # tokens, steps of a request, accepted; by bits of the length
         self._warm_up()
 
     def load_model(self, *_: Any) -> None:
@@ -112,26 +105,26 @@ class Drafter:
         if self._idle or not rows:
             return drafts
         ends: list[int] = num_tokens_no_spec[:rows].tolist()
-        moved = self._follow(sampled_token_ids, ends, token_ids_cpu)
-        active = [(row, request) for row, request in enumerate(self._rows) if request is not None]
-        drafted = self._learn(active, sampled_token_ids, ends, token_ids_cpu)
-        if self._called is not None and not moved:
+        went_on = self._follow(sampled_token_ids, ends, token_ids_cpu)
+        drafted = self._learn(sampled_token_ids, ends, token_ids_cpu)
+        if self._called is not None and went_on:
             self._worth.add(rows, drafted, now - self._called, sum(map(len, sampled_token_ids)))
         self._called = now
-        if active:
-            sequences = [request.tokens for _, request in active]
-            own = [row for row, _ in active]
-            self._index.extend(token_ids_cpu, own, [ends[row] for row in own], sequences)
-            for row, request in active:
-                request.tail = _tail(token_ids_cpu, row, ends[row])
-            if rows <= self.settings.batch_limit and self._worth.allows(rows):
-                limits = [min(self._longest, self._model_length - 1 - ends[row]) for row in own]
-                records = [(request.prompt.hits, request.prompt.tries) for _, request in active]
-                rates = self._records[0] / self._records[1]
-                matches = self._index.lookup(token_ids_cpu, own, sequences, limits, records, rates, FLOOR)
-                for (row, request), match in zip(active, matches, strict=True):
-                    if match is not None:
-                        drafts[row] = self._draft(request, match)
+        own = [row for row, request in enumerate(self._rows) if request is not None]
+        requests = [request for request in self._rows if request is not None]
+        if not requests:
+            return drafts
+        self._index.extend(token_ids_cpu, own, [ends[row] for row in own], requests)
+        for row, request in zip(own, requests, strict=True):
+            request.tail = _tail(token_ids_cpu, row, ends[row])
+        if rows <= self.settings.batch_limit and self._worth.allows(rows):
+            records = [(request.prompt.hits, request.prompt.tries) for request in requests]
+            rates = self._records[0] / self._records[1]
+            matches = self._index.lookup(token_ids_cpu, own, requests, self._longest, records, rates, FLOOR)
+            for row, request, match in zip(own, requests, matches, strict=True):
+                request.match = match
+                if match is not None:
+                    drafts[row] = match.tokens[: match.worth]
         return drafts
 
     def new_weights(self) -> None:
@@ -141,143 +134,120 @@ class Drafter:
         self._rows, self._called = [], None
         self._version += 1
 
-    def take_finished(self) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
-        """Return prompt and response of the requests that have left the batch since the last call, each once.
+    def take_finished(self) -> list[bytes]:
+        """Return the responses that have left the batch since the last call, each once, as :meth:`absorb` takes them.
 
         One that was preempted or aborted may be among them, with the tokens that it had then.
         """
         finished = []
         for request in self._gone.values():
-            tokens = None if request.taken else self._index.read(request.tokens)
+            tokens = None if request.taken else self._index.read(request)
             if tokens is not None:
-                length = request.prompt.tokens.length
-                finished.append((tokens[:length], tokens[length:]))
+                head = np.array([request.visit, request.prompt.length], np.int32)
+                finished.append(head.tobytes() + tokens.tobytes())
             request.taken = True
         return finished
 
-    def absorb(self, prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> None:
-        """Add a finished response, of another replica, say, to the history."""
-        if not self._idle:
-            tokens = np.array([[*prompt_tokens, *response_tokens]], np.int32)
-            request = self._request(0, len(prompt_tokens), tokens)
-            self._index.extend(tokens, [0], [tokens.shape[1]], [request.tokens])
+    def absorb(self, responses: Iterable[bytes]) -> None:
+        """Add finished responses, of another replica or an earlier run, to the history."""
+        for response in responses if not self._idle else ():
+            numbers = np.frombuffer(response, np.int32)
+            (version, length), matrix = numbers[:2].tolist(), np.array(numbers[None, 2:])
+            self._version = max(self._version, version)
+            self._index.extend(matrix, [0], [matrix.shape[1]], [self._request(0, length, matrix, version)])
 
     def counters(self) -> dict[str, float]:
         """Return what happened since the start.
 
         ``steps``: calls of :meth:`propose`. ``tokens``: sampled in them. ``drafted``, ``accepted``: tokens of drafts that were
-        verified, also by where they came from (``drafted_own``, ``_sibling``, ``_earlier``), and by how long the response was
-        then (``accepted_from_L``: from L to less than 2 L tokens, with ``tokens_from_L`` and ``row_steps_from_L``).
+        verified, also by where they came from (``drafted_own``, ``_sibling``, ``_earlier``). ``tokens_from_L`` and
+        ``row_steps_from_L``: tokens, and steps of a request, in which its response had from L to less than 2 L tokens then.
         ``stopped``: how often drafting was stopped because it cost more than it gave.
         """
-        by_length = {
-            f"{name}_from_{2**bits // 2}": value
-            for bits, values in enumerate(self._by_length)
-            for name, value in zip(("tokens", "row_steps", "accepted"), values, strict=True)
-            if values[1]
-        }
-        return {**self._counts, **by_length, "stopped": self._worth.stopped}
+        return {**self._counts, "stopped": self._worth.stopped}
 
-    def _follow(self, sampled: Sequence[Sequence[int]], ends: list[int], matrix: NDArray[np.int32]) -> int:
-        """Find the request of each row that has sampled; return how many rows did not just go on from the last call."""
+    def _follow(self, sampled: Sequence[Sequence[int]], ends: list[int], matrix: NDArray[np.int32]) -> bool:
+        """Find the request of each row that has sampled; return whether all rows just went on from the last call."""
         before, self._rows = self._rows, [None] * len(ends)
         before += self._rows[len(before) :]
-        unknown = []
+        unknown, went_on = [], True
         for row, new in enumerate(sampled):
             request, begin = before[row], ends[row] - len(new)
-            if request and new and request.tokens.length == begin and request.tail == _tail(matrix, row, begin):
+            # shorter than at the beginning of the step, if vLLM did not call after some steps
+            if request and new and request.length <= begin and request.tail == _tail(matrix, row, request.length):
                 self._rows[row], before[row] = request, None
+                went_on &= request.length == begin
             else:
                 unknown.append(row)
         for request in before:
             self._leave(request)
         for row in unknown:
             if sampled[row]:
-                begin, old = ends[row] - len(sampled[row]), before[row]
+                begin = ends[row] - len(sampled[row])
                 request = self._gone.pop((begin, _tail(matrix, row, begin)), None)
-                if not request and old and old.tokens.length < begin:
-                    length = old.tokens.length  # vLLM did not call after some steps
-                    request = self._gone.pop((length, _tail(matrix, row, length)), None)
-                self._rows[row] = request or self._request(row, begin, matrix)
-        return len(unknown)
+                self._rows[row] = request or self._request(row, begin, matrix, self._version)
+        return went_on and not unknown
 
     def _leave(self, request: _Request | None) -> None:
         if request is not None:
-            self._gone[request.tokens.length, request.tail] = request
+            self._gone[request.length, request.tail] = request
             if len(self._gone) > REMEMBERED:
                 self._gone.popitem(last=False)
 
-    def _request(self, row: int, length: int, matrix: NDArray[np.int32]) -> _Request:
+    def _request(self, row: int, length: int, matrix: NDArray[np.int32], version: int) -> _Request:
         """Return a new request with the prompt ``matrix[row, :length]``, which the index then has."""
-        digest = hashlib.blake2b(matrix[row, :length].tobytes(), digest_size=8).digest()
-        key = int.from_bytes(digest, "little", signed=True)
-        prompt = self._prompts.get(key)
+        key = hash(matrix[row, :length].tobytes())
+        prompt = self._prompts.pop(key, None)
         if prompt is None:
-            if len(self._prompts) >= self._most_prompts:
-                self._prompts = {k: old for k, old in self._prompts.items() if self._index.holds(old.tokens.last)}
-                self._most_prompts = max(REMEMBERED, 2 * len(self._prompts))
-            visits = deque([self._version], maxlen=self.settings.epochs + 1)
-            prompt = self._prompts[key] = _Prompt(TokenSequence(key, PROMPT), visits)
-        if prompt.visits[-1] != self._version:
-            prompt.visits.append(self._version)
-        if not self._index.holds(prompt.tokens.last):
-            prompt.tokens = TokenSequence(key, PROMPT)
-            self._index.extend(matrix, [row], [length], [prompt.tokens])
-        visits = prompt.visits
-        return _Request(prompt, TokenSequence(key, visits[-1], visits[0], last=prompt.tokens.last, length=length))
+            prompt = _Prompt(key=key, visit=PROMPT, visits=deque([version], maxlen=self.settings.epochs + 1))
+        self._prompts[key] = prompt
+        if len(self._prompts) > self._most_prompts:
+            self._prompts.popitem(last=False)
+        if prompt.visits[-1] < version:
+            prompt.visits.append(version)
+        if not self._index.holds(prompt.last):
+            prompt.last, prompt.length = -1, 0
+            self._index.extend(matrix, [row], [length], [prompt])
+        return _Request(key=key, visit=version, oldest=prompt.visits[0], last=prompt.last, length=length, prompt=prompt)
 
-    def _learn(
-        self,
-        active: list[tuple[int, _Request]],
-        sampled: Sequence[Sequence[int]],
-        ends: list[int],
-        matrix: NDArray[np.int32],
-    ) -> bool:
+    def _learn(self, sampled: Sequence[Sequence[int]], ends: list[int], matrix: NDArray[np.int32]) -> bool:
         """Compare matches with what came; return whether drafts were verified.
 
         A match that was not proposed counts, too: the chance that a token is sampled is the chance that it would have been
         accepted. So it is seen without a draft when acceptance becomes better.
         """
         counts, drafted = self._counts, False
-        for row, request in active:
-            new, accepted, match = len(sampled[row]), 0, request.match
+        for row, request in enumerate(self._rows):
+            if request is None:
+                continue
+            new, match, prompt = len(sampled[row]), request.match, request.prompt
             if match is not None:
-                came = matrix[row, request.tokens.length : ends[row]].tolist()
+                came = matrix[row, request.length : ends[row]].tolist()
                 equal = [guess == token for guess, token in zip(match.tokens, came, strict=False)]
                 hits = equal.index(False) if False in equal else len(equal)
                 seen = hits, sum(match.shares[: min(hits + 1, len(equal))])
-                prompt, records = request.prompt, self._records[:, class_of(match.matched)]
                 prompt.hits, prompt.tries = 0.95 * prompt.hits + seen[0], 0.95 * prompt.tries + seen[1]
+                records = self._records[:, class_of(match.matched)]
                 records *= 0.99
                 records += seen
-                if request.proposed and len(came) == new:
+                if match.worth and len(came) == new:
                     drafted = True
-                    accepted = min(hits, request.proposed, new - 1)
-                    for name, value in (("drafted", request.proposed), ("accepted", accepted)):
+                    for name, value in (("drafted", match.worth), ("accepted", new - 1)):
                         counts[name] += value
                         counts[f"{name}_{SOURCES[match.source]}"] += value
-                request.match, request.proposed = None, 0
-            by_length = self._by_length[(ends[row] - request.prompt.tokens.length).bit_length()]
-            by_length[0] += new
-            by_length[1] += 1
-            by_length[2] += accepted
+                request.match = None
+            tokens, steps = _BY_LENGTH[(ends[row] - prompt.length).bit_length()]
+            counts[tokens] += new
+            counts[steps] += 1
         counts["steps"] += 1
         counts["tokens"] += sum(map(len, sampled))
         return drafted
-
-    def _draft(self, request: _Request, match: Match) -> list[int]:
-        request.match, request.proposed = match, match.worth
-        if not self._ends.isdisjoint(match.tokens):
-            # the step that accepts all before it samples the end itself, and nothing comes after it
-            until = next(at for at, token in enumerate(match.tokens) if token in self._ends)
-            request.proposed = min(match.worth, until)
-        return match.tokens[: request.proposed]
 
     def _warm_up(self) -> None:
         """Compile before the first request waits for it."""
         matrix, index, sequence = np.zeros((1, 8), np.int32), TokenIndex(1), TokenSequence(0, 0)
         index.extend(matrix, [0], [8], [sequence])
-        index.lookup(matrix, [0], [sequence], [1], [(0.0, 0.0)], self._records[0], FLOOR)
+        index.lookup(matrix, [0], [sequence], 1, [(0.0, 0.0)], self._records[0], FLOOR)
         index.read(sequence)
         class_of(4)
 
@@ -333,12 +303,3 @@ def _about(rows: int) -> int:
 
 def _tail(matrix: NDArray[np.int32], row: int, length: int) -> bytes:
     return matrix[row, max(0, length - CONTEXT) : length].tobytes()
-
-
-def _ends(model: Any) -> frozenset[int]:
-    """The tokens that end a response, as the model's files say."""
-    found: set[int] = set()
-    for told in (getattr(model.hf_config, "eos_token_id", None), model.try_get_generation_config().get("eos_token_id")):
-        if told is not None:
-            found |= {told} if isinstance(told, int) else set(told)
-    return frozenset(found)

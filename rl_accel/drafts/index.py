@@ -1,8 +1,8 @@
 """Token sequences by prompt, and what followed the last tokens of a context in them: hash chains, as in deflate (RFC 1951).
 
-Tokens lie in blocks of one pool of fixed size; the oldest block gives way to a new one. A position is a number that is given
-once and never again, so that one in a block that is gone can be told. For each position there is the one that the same prompt
-and the same GRAM tokens before it led to last, and a hash table has the newest.
+Tokens lie in blocks of one pool of fixed size; the oldest block gives way to a new one. A position is given once and never again,
+so one in a block that is gone can be told. Each position has a link to the last one before it that came after the same GRAM tokens
+of the same prompt, and a hash table has the newest.
 """
 
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ class Pool(NamedTuple):
 
 
 class TokenIndex:
-    """The tokens of many sequences in ``memory_mb`` MiB; the oldest are dropped.
+    """The tokens of many sequences in ``memory_mb`` MiB, whose arrays never grow; the oldest tokens are dropped.
 
     ``matrix`` of the methods is int32, and a row of it holds a sequence from the first token of its prompt on.
 
@@ -99,11 +99,6 @@ class TokenIndex:
         self.pool = Pool._make((*of_tokens, np.zeros(slots, np.int64), *of_blocks, np.zeros(1, np.int64)))
         self._sequences = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays; they never grow."""
-        return sum(array.nbytes for array in self.pool)
-
     def extend(
         self, matrix: NDArray[np.int32], rows: Sequence[int], ends: Sequence[int], sequences: Sequence[TokenSequence]
     ) -> None:
@@ -112,13 +107,8 @@ class TokenIndex:
             if not sequence.number:
                 self._sequences += 1
                 sequence.number = self._sequences
-        numbers = np.array(
-            [
-                (row, s.length, end, s.key, s.visit, s.number, s.last)
-                for row, end, s in zip(rows, ends, sequences, strict=True)
-            ],
-            np.int64,
-        )
+        items = zip(rows, ends, sequences, strict=True)
+        numbers = np.array([(row, s.length, end, s.key, s.visit, s.number, s.last) for row, end, s in items], np.int64)
         _extend(self.pool, matrix, numbers)
         for sequence, last, end in zip(sequences, numbers[:, 6].tolist(), ends, strict=True):
             sequence.last, sequence.length = last, end
@@ -128,7 +118,7 @@ class TokenIndex:
         matrix: NDArray[np.int32],
         rows: Sequence[int],
         sequences: Sequence[TokenSequence],
-        limits: Sequence[int],
+        limit: int,
         records: Sequence[tuple[float, float]],
         rates: NDArray[np.float64],
         floor: float,
@@ -138,25 +128,19 @@ class TokenIndex:
         Of the places of the prompt where the sequence's last GRAM tokens occur, the newest CANDIDATES are compared. Those that
         share most tokens with its end vote on one next token after the other, the newest with weight 1, the next with 1/2, then
         1/3 and so on; who is outvoted votes no more. A token is worth proposing while the product of ``rate * share`` up to it
-        is at least ``floor``: more tokens than these, but for the first, and more than ``limit``, are not returned. The rate is
-        from ``records``, hits and tries of the prompt, and where tries are few from ``rates``, by :func:`class_of` the match.
+        is at least ``floor``: more tokens than these, but for the first, more than ``limit``, and more than leave one place free
+        in the row are not returned. The rate is from ``records``, hits and tries of the prompt, and where tries are few from
+        ``rates``, by :func:`class_of` the match.
         """
-        numbers = np.array(
-            [
-                (row, s.length, s.key, s.visit, s.oldest, s.number, limit)
-                for row, s, limit in zip(rows, sequences, limits, strict=True)
-            ],
-            np.int64,
-        )
-        tokens = np.zeros((len(rows), max(0, *limits)), np.int32)
+        items = zip(rows, sequences, strict=True)
+        numbers = np.array([(row, s.length, s.key, s.visit, s.oldest, s.number) for row, s in items], np.int64)
+        tokens = np.zeros((len(rows), limit), np.int32)
         shares = np.zeros(tokens.shape)
         found = np.zeros((len(rows), 4), np.int64)
         _lookup(self.pool, matrix, numbers, np.array(records), rates, floor, tokens, shares, found)
         return [
-            Match(tokens[item, :count].tolist(), shares[item, :count].tolist(), worth, matched, source)
-            if count
-            else None
-            for item, (count, worth, matched, source) in enumerate(found.tolist())
+            Match(tokens[item, :count].tolist(), shares[item, :count].tolist(), *rest) if count else None
+            for item, (count, *rest) in enumerate(found.tolist())
         ]
 
     def holds(self, position: int) -> bool:
@@ -216,11 +200,12 @@ def _extend(pool: Pool, matrix: Any, numbers: Any) -> None:
         row, begin, end, key, visit, number, last = numbers[item]
         for at in range(begin, end):
             block = last // BLOCK % blocks
-            if _live(pool, last) and pool.number[block] == number and (last + 1) % BLOCK:
+            goes_on = _live(pool, last) and pool.number[block] == number
+            if goes_on and (last + 1) % BLOCK:
                 position = last + 1
             else:
                 fresh = pool.used[0]
-                if _live(pool, last) and pool.number[block] == number:
+                if goes_on:
                     pool.after[block] = fresh
                 pool.used[0] += 1
                 block = fresh % blocks
@@ -254,7 +239,8 @@ def _lookup(
     lengths = np.empty(CANDIDATES, np.int64)
     weights = np.empty(CANDIDATES)
     for item in range(len(numbers)):
-        row, end, key, visit, oldest, own, limit = numbers[item]
+        row, end, key, visit, oldest, own = numbers[item]
+        limit = min(tokens.shape[1], matrix.shape[1] - 1 - end)
         if end < GRAM or limit < 1:
             continue
         slot = slot_of(key, matrix[row, end - 3], matrix[row, end - 2], matrix[row, end - 1], len(pool.slots))
@@ -266,11 +252,8 @@ def _lookup(
             block = position // BLOCK % blocks
             if pool.key[block] == key and pool.visit[block] >= oldest:
                 length, place = 0, _previous(pool, position)
-                while (
-                    place >= 0
-                    and length < min(CONTEXT, end)
-                    and pool.tokens[place % size] == matrix[row, end - 1 - length]
-                ):
+                compared = min(CONTEXT, end)
+                while place >= 0 and length < compared and pool.tokens[place % size] == matrix[row, end - 1 - length]:
                     length += 1
                     place = _previous(pool, place)
                 if length >= GRAM:
@@ -310,15 +293,13 @@ def _lookup(
                 if 2 * most >= total:
                     break
             chance *= min(rate, 1.0) * most / total
-            if chance >= floor:
-                worth += 1
-            elif count > 0:
+            if chance < floor and count:
                 break
             tokens[item, count], shares[item, count] = chosen, most / total
             count += 1
             if chance < floor:
                 break
-            left = 0
+            worth, left = count, 0
             for voter in range(voters):
                 if pool.tokens[places[voter] % size] == chosen:
                     following = _next(pool, places[voter])

@@ -3,7 +3,7 @@
 import functools
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -23,6 +23,7 @@ from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NA
 
 WARMUP = 2
 _METRICS = "rl_accel/telemetry/"
+_DRAFTS = "rl_accel/drafts/"
 _PROMPT_RATIO = 1.25
 """Of tail_batching: prompts that a short round launches over those that it trains."""
 _LIMIT_SCALE, _LIMIT_SLACK, _LIMIT_LEAST = 1.5, 0.5, 2.0
@@ -82,6 +83,7 @@ class Profile:
         stages: mean seconds of each stage.
         numbers: means of what telemetry logged, by name; without those that it could not know.
         savings: what takes most time first.
+        drafts: means of what drafts logged, by name.
         missing: in words, what could not be told and why.
         responses: of the measured steps whose generation is known, by step; times since the first of them began.
         kept: responses of all steps, those of the warm-up too.
@@ -95,6 +97,7 @@ class Profile:
     stages: Mapping[str, float]
     numbers: Mapping[str, float]
     savings: Sequence[Saving]
+    drafts: Mapping[str, float]
     missing: Sequence[str]
     responses: Mapping[int, Sequence[Response]]
     kept: Mapping[int, Sequence[Response]]
@@ -149,14 +152,9 @@ def read_run(folder: Path, warmup: int = WARMUP) -> Profile:
     steps = list(staged)[min(warmup, len(staged) - 1) :]
     names = [name for name in (*stage_clock.STAGES, OTHER) if any(name in staged[step] for step in steps)]
     stages = {name: statistics.fmean(staged[step].get(name, 0.0) for step in steps) for name in names}
-    noted = {
-        step: {name.removeprefix(_METRICS): value for name, value in metrics[step].items() if name.startswith(_METRICS)}
-        for step in steps
-    }
-    numbers = {
-        name: statistics.fmean(its[name] for its in noted.values() if name in its)
-        for name in dict.fromkeys(name for its in noted.values() for name in its)
-    }
+    noted = {step: _below(_METRICS, metrics[step]) for step in steps}
+    numbers = _means(noted.values())
+    drafts = _means([_below(_DRAFTS, metrics[step]) for step in steps])
 
     missing: list[str] = []
     kept: dict[int, list[Response]] = {}
@@ -180,7 +178,18 @@ def read_run(folder: Path, warmup: int = WARMUP) -> Profile:
     on = {name.split("/")[1] for name, value in metrics[steps[-1]].items() if name.endswith("/applied") and value}
     savings = _savings(stages, numbers, list(rests.values()), list(responses.values()), on)
     last_seconds = staged[steps[-1]].get("gen", 0.0)
-    return Profile(log, steps, stages, numbers, savings, missing, responses, kept, rests, frozenset(on), last_seconds)
+    return Profile(
+        log, steps, stages, numbers, savings, drafts, missing, responses, kept, rests, frozenset(on), last_seconds
+    )
+
+
+def _below(prefix: str, logged: Mapping[str, float]) -> dict[str, float]:
+    return {name.removeprefix(prefix): value for name, value in logged.items() if name.startswith(prefix)}
+
+
+def _means(of_steps: Collection[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for its in of_steps for name in its)
+    return {name: statistics.fmean(its[name] for its in of_steps if name in its) for name in names}
 
 
 # What would save how much
@@ -356,6 +365,12 @@ def _show(run: Profile, console: Console) -> None:
     servers = sorted({response.server for response in run.last if response.server is not None})
     if len(servers) > 1:
         console.print(_table_of_servers(run, servers))
+    if run.drafts.get("drafted"):
+        table = Table("drafts", "mean of a step")
+        for name, value in run.drafts.items():
+            if name != "applied":
+                table.add_row(name, f"{value:,.2f}")
+        console.print(table)
     for line in run.missing:
         say(f"not known: {line}")
     if run.savings:

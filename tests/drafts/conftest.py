@@ -69,10 +69,11 @@ class ObviousIndex:
     def slot(self, key, gram):
         return slot_of(key, *gram.tolist(), self.slots)
 
-    def lookup(self, matrix, rows, sequences, limits, records, rates, floor):
+    def lookup(self, matrix, rows, sequences, limit, records, rates, floor):
+        free = matrix.shape[1] - 1
         return [
-            self.match(matrix[row, : sequence.length], sequence, limit, record, rates, floor)
-            for row, sequence, limit, record in zip(rows, sequences, limits, records, strict=True)
+            self.match(matrix[row, : s.length], s, min(limit, free - s.length), record, rates, floor)
+            for row, s, record in zip(rows, sequences, records, strict=True)
         ]
 
     def match(self, context, sequence, limit, record, rates, floor):

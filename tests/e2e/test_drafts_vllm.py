@@ -55,13 +55,33 @@ def test_stop_strings_and_aborts_change_nothing(generated):
     assert with_drafts == without
 
 
+def test_seeds_of_requests_choose_the_tokens(generated):
+    """Other tokens than without drafts, by vLLM's sampler, but the same ones again; and the same ones where nothing is drafted."""
+    seeds = generated["seeds"]
+    assert seeds["again"] == seeds["first"]
+    assert seeds["first accepted"] > 100
+    assert seeds["crowd"] == seeds["plain"]
+    assert seeds["crowd accepted"] == 0
+    once, twice, other = seeds["plain"]
+    assert once == twice != other
+    assert len({tuple(response) for response in seeds["first"][0]}) > 3
+
+
+def test_the_doctor_warns_of_a_cpu_build_until_it_is_repaired(generated):
+    before, after = generated["problems"]
+    assert [what for what, _ in before] == ["vllm.speculative_config"]
+    assert after == []
+
+
 def test_log_probabilities_are_those_of_a_plain_forward(generated):
     for mode in ("raw_logprobs", "processed_logprobs"):
         assert generated["logprobs"][f"{mode} accepted"] > 100
         assert all(generated["logprobs"][f"{mode} at {temperature}"] < 1e-4 for temperature in (1.0, 0.3))
 
 
-@pytest.mark.parametrize("proposer", ["None", "proposers.Eager", "proposers.Always", "proposers.AlwaysStop"])
+@pytest.mark.parametrize(
+    "proposer", ["None", "proposers.Eager", "with seeds", "proposers.Always", "proposers.AlwaysStop"]
+)
 def test_samples_have_the_exact_distribution(generated, proposer):
     samples = generated["samples"]
     expected = [20_000 * chance for chance in samples["expected"]]

@@ -128,6 +128,26 @@ def test_in_an_asynchronous_trainer_there_are_counts_but_no_parts(tmp_path):
     assert [saving.name for saving in found.savings] == ["advantages"]
 
 
+def test_numbers_of_drafts_are_printed_where_there_are_any(tmp_path):
+    drafts = {
+        "drafted": 40.0,
+        "accepted": 30.0,
+        "acceptance_sibling": 0.75,
+        "tokens_a_step_from_64": 3.5,
+        "applied": 1.0,
+    }
+    for folder, numbers in (("with", drafts), ("without", {"applied": 1.0, "drafted": 0.0})):
+        write_log(
+            tmp_path / folder / "m.jsonl", **{f"rl_accel/drafts/{name}": value for name, value in numbers.items()}
+        )
+    shown = CliRunner().invoke(profile, [str(tmp_path / "with"), "--no-picture"]).output
+    rows = dict(re.findall(r"(\w+) +│ ([\d.]+) ", shown))
+    assert rows["acceptance_sibling"] == "0.75"
+    assert rows["tokens_a_step_from_64"] == "3.50"
+    assert "applied" not in rows
+    assert "drafted" not in CliRunner().invoke(profile, [str(tmp_path / "without"), "--no-picture"]).output
+
+
 def test_a_short_run_keeps_its_last_step(tmp_path):
     write_log(tmp_path / "metrics.jsonl", steps=1)
     assert list(read_run(tmp_path).steps) == [1]

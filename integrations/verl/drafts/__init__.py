@@ -7,9 +7,8 @@ the others have finished, and makes numbers of what the drafters count.
 
 import functools
 import logging
-import math
-import threading
-from collections import Counter
+import pickle
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
@@ -18,8 +17,11 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
+from rl_accel.drafts.drafter import SETTINGS
+from rl_accel.drafts.index import SOURCES
 from rl_accel.errors import refuse
 from rl_accel.features import DraftsFlags
+from rl_accel.files import write_atomically
 from rl_accel.patches.seams import Registration, Seams
 from rl_accel.patches.verl import config_intake
 from rl_accel.telemetry import metrics
@@ -35,6 +37,10 @@ SEAMS: Seams = {
 TRIED = ("0.29.0",)
 """Versions of vLLM. Its interface for drafters has no promise, and 0.30.0 fails with any speculative decoding on a CPU."""
 ROUTER = Path(__file__).with_name("router.yaml")
+HISTORY = "drafts.pkl"
+"""In the folder of a checkpoint."""
+SAVING_S = 60.0
+"""Seconds that a checkpoint waits for what servers have finished."""
 CHECKED_STEPS = 3
 LARGEST_DIFFERENCE = 0.05
 """Mean difference between the probabilities of engine and trainer above which the first steps are wrong; bfloat16 gives 0.01."""
@@ -67,7 +73,6 @@ def wire(config: Any, flags: DraftsFlags) -> None:
         _refuse("vLLM", " or ".join(TRIED), version, "others were not tried")
     if get(f"{_ROLLOUT}.mtp.enable", False) and get(f"{_ROLLOUT}.mtp.enable_rollout", False):
         _refuse(f"{_ROLLOUT}.mtp.enable_rollout", False, True, "an engine has one drafter")
-    settings = {name: value for name, value in asdict(flags).items() if name != "enable"}
     ours: dict[str, Any] = {
         f"{_VLLM}.speculative_config": {
             "method": "custom_class",
@@ -75,7 +80,7 @@ def wire(config: Any, flags: DraftsFlags) -> None:
             "num_speculative_tokens": flags.max_tokens,
         },
         f"{_VLLM}.worker_extension_cls": _WORKER,
-        f"{_VLLM}.additional_config": {"rl_accel_drafts": settings},
+        f"{_VLLM}.additional_config": {SETTINGS: asdict(flags)},
         f"{_ROLLOUT}.router_config_path": str(ROUTER),
     }
     for key, value in ours.items():
@@ -96,8 +101,28 @@ def refuse_unwired(config: Any) -> None:
     """
     found = OmegaConf.select(config, f"{_VLLM}.worker_extension_cls", default=None)
     if found != _WORKER:
-        reason = "verl's validate_config sets it, which the driver must call before the trainer starts"
-        _refuse(f"{_VLLM}.worker_extension_cls", _WORKER, found, reason)
+        _refuse(
+            f"{_VLLM}.worker_extension_cls", _WORKER, found, "verl's validate_config sets it: the driver must call it"
+        )
+
+
+def find_problems() -> list[tuple[str, str]]:
+    """Return what a ``speculative_config`` of a user's own would meet here, for ``rl-accel doctor``."""
+    import torch
+
+    try:
+        from vllm import _custom_ops  # noqa: F401 (registers what the kernel calls)
+        from vllm.utils.cpu_triton_utils import expand_kernel
+    except ImportError:
+        return []
+    temperatures = torch.zeros(2)
+    if not hasattr(torch.ops._C, "expand_kernel_impl"):
+        return []  # no CPU build
+    expand_kernel[(1,)](temperatures, torch.tensor([0.7]), torch.tensor([2]), 0, 1)
+    reason = (
+        "this CPU build of vLLM divides logits of drafted tokens by uninitialised memory; the CPU platform repairs it"
+    )
+    return [] if temperatures.all() else [("vllm.speculative_config", reason)]
 
 
 def _vllm_version() -> str | None:
@@ -111,19 +136,20 @@ def _vllm_version() -> str | None:
 
 
 class Exchange:
-    """Observes the steps of a run. After each, in a thread, replicas tell each other what they have finished.
+    """Observes the steps of a run. After each, replicas tell each other what they have finished, and nobody waits.
 
-    Its numbers are those of the last exchange that is over: a step late, and nobody waits.
+    Its numbers are those of the exchange before: a step late.
     """
 
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._finished: dict[Any, list[tuple[bytes, bytes]]] = {}
+    def __init__(self, flags: DraftsFlags) -> None:
+        self._flags = flags
+        self._calls: dict[Any, Any] = {}  # by server
+        self._finished: dict[Any, list[bytes]] = {}
         self._counted: dict[Any, Counter[str]] = {}
-        self._new: Counter[str] = Counter()
+        self._history: deque[bytes] = deque()
         self._steps = 0
 
-    def __call__(self, _step: int, logged: Mapping[str, Any]) -> dict[str, float]:
+    def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
         """Return the numbers by name; {} for what is not a step of training.
 
         Raises:
@@ -135,33 +161,48 @@ class Exchange:
         self._steps += 1
         if self._steps <= CHECKED_STEPS:
             check(logged)
-        if self._thread is not None and self._thread.is_alive():
-            return {}
-        new, self._new = self._new, Counter()
-        servers = [replica.server_handle for replica in trainer.llm_server_manager.get_replicas()]
-        self._thread = threading.Thread(target=self._exchange, args=(servers,), daemon=True)
-        self._thread.start()
-        return numbers(new)
+        config = trainer.config.trainer
+        saved = Path(config.default_local_dir, f"global_step_{step}")
+        if self._flags.save and self._steps == 1:
+            before = saved.with_name(f"global_step_{step - 1}")
+            file = Path(config.resume_from_path if config.resume_mode == "resume_path" else before, HISTORY)
+            if file.is_file():
+                self._history.extend(pickle.loads(file.read_bytes()))
+                self._finished[file] = list(self._history)  # no server's, so for all
+                logger.info("rl-accel: drafts: %d earlier responses from %s", len(self._history), file)
+        counted = self._take_answers(0.0)
+        for replica in trainer.llm_server_manager.get_replicas():
+            if (server := replica.server_handle) not in self._calls:
+                others = [r for other, finished in self._finished.items() if other != server for r in finished]
+                self._calls[server] = server.collective_rpc.remote(method="exchange_drafts", args=(others,))
+        self._finished.clear()
+        if self._flags.save and saved.is_dir():
+            counted += self._take_answers(SAVING_S)
+            write_atomically(saved / HISTORY, pickle.dumps(list(self._history)))
+        return numbers(counted)
 
-    def _exchange(self, servers: list[Any]) -> None:
+    def _take_answers(self, wait_s: float) -> Counter[str]:
+        """Take in what servers have answered, and return what their drafters have counted since they last did."""
         import ray
 
-        calls = {}
-        for server in servers:
-            others = [r for other, finished in self._finished.items() if other != server for r in finished]
-            calls[server] = server.collective_rpc.remote(method="exchange_drafts", args=(others,))
-        self._finished.clear()
-        for server, call in calls.items():
+        new: Counter[str] = Counter()
+        for server, call in list(self._calls.items()):
+            if not ray.wait([call], timeout=wait_s)[0]:
+                continue
+            del self._calls[server]
             try:
                 finished, counters = ray.get(call)[0]
             except ray.exceptions.RayError as error:
                 logger.warning("rl-accel: drafts: a rollout server does not answer: %s", str(error).splitlines()[-1])
                 continue
-            if len(servers) > 1:
-                self._finished[server] = finished
-            counted = Counter(counters)
-            self._new.update(counted - self._counted.get(server, Counter()))
+            self._finished[server], counted = finished, Counter(counters)
+            self._history.extend(finished if self._flags.save else ())
+            new += counted - self._counted.get(server, Counter())
             self._counted[server] = counted
+        size = sum(map(len, self._history))
+        while size > self._flags.memory_mb * 2**18:  # as many tokens as an engine's index of memory_mb holds
+            size -= len(self._history.popleft())
+        return new
 
 
 def check(logged: Mapping[str, Any]) -> None:
@@ -180,15 +221,17 @@ def check(logged: Mapping[str, Any]) -> None:
 
 def numbers(counted: Mapping[str, float]) -> dict[str, float]:
     """Return ``drafts/<name>`` of what drafters counted, see :meth:`~rl_accel.drafts.drafter.Drafter.counters`."""
-    found = {name: counted.get(name, 0) for name in ("drafted", "accepted", "stopped")}
-    found |= {name: value for name, value in counted.items() if name.startswith(("drafted_", "accepted_"))}
+    found = {"stopped": counted.get("stopped", 0)}
+    for source in ("", *(f"_{name}" for name in SOURCES)):
+        drafted, accepted = (counted.get(name + source, 0) for name in ("drafted", "accepted"))
+        found |= {f"drafted{source}": drafted, f"accepted{source}": accepted}
+        found |= {f"acceptance{source}": accepted / drafted} if drafted else {}
     steps = {name: value for name, value in counted.items() if name.startswith("row_steps_from_")}
     for name, value in steps.items():
         found[name.replace("row_steps", "tokens_a_step")] = counted[name.replace("row_steps", "tokens")] / value
     if steps:
-        found["tokens_a_step"] = counted["tokens"] / math.fsum(steps.values())
-    if counted.get("drafted"):
-        found["acceptance"] = counted["accepted"] / counted["drafted"]
+        found["tokens_a_step"] = counted["tokens"] / sum(steps.values())
+        found["tokens_an_engine_step"] = counted["tokens"] / counted["steps"]
     return {f"drafts/{name}": float(value) for name, value in found.items()}
 
 
@@ -196,7 +239,7 @@ SWITCHES = (
     Registration(
         name="verl.drafts.exchange",
         target="verl.utils.tracking:Tracking",
-        register=lambda _flags: metrics.observe("drafts", Exchange()),
+        register=lambda flags: metrics.observe("drafts", Exchange(flags)),
         unregister=lambda: metrics.observe("drafts", None),
         owner=__name__,
         find=lambda: metrics.observer("drafts"),

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 
@@ -16,16 +15,8 @@ class DraftsWorkerExtension(vLLMColocateWorkerExtension):
         self.model_runner.drafter.new_weights()
         return result
 
-    def exchange_drafts(
-        self, responses: Sequence[tuple[bytes, bytes]]
-    ) -> tuple[list[tuple[bytes, bytes]], dict[str, float]]:
-        """Take in what other replicas have finished; return what this one has, and its counters.
-
-        Responses are pairs of prompt and response, each the bytes of an int32 array.
-        """
+    def exchange_drafts(self, responses: Sequence[bytes]) -> tuple[list[bytes], dict[str, float]]:
+        """Take in what other replicas have finished; return what this one has, and its counters."""
         drafter = self.model_runner.drafter
-        for prompt, response in responses:
-            drafter.absorb(np.frombuffer(prompt, np.int32), np.frombuffer(response, np.int32))
-        return [
-            (prompt.tobytes(), response.tobytes()) for prompt, response in drafter.take_finished()
-        ], drafter.counters()
+        drafter.absorb(responses)
+        return drafter.take_finished(), drafter.counters()

@@ -69,7 +69,9 @@ def bench_drafts(
                 raise click.ClickException(f"{path}: wanted lines with input, output and step: {error!r}") from error
     counts, epochs, stock, ours = replay([steps[n] for n in sorted(steps)], running, settings, step_seconds)
     lengths = {int(name.rpartition("_")[2]): n for name, n in counts.items() if name.startswith("row_steps_from_")}
-    by_length = {f"{n:,} to {2 * n - 1:,}": (counts[f"accepted_from_{n}"], lengths[n]) for n in sorted(lengths)}
+    by_length = {
+        f"{n:,} to {2 * n - 1:,}": (counts[f"tokens_from_{n}"] - lengths[n], lengths[n]) for n in sorted(lengths)
+    }
     console = console_of_benchmark()
     for title, groups in (("epoch of the prompt", epochs), ("response so far, tokens", by_length)):
         table = Table(box=SIMPLE)
@@ -103,7 +105,6 @@ def replay(
         parallel_config=SimpleNamespace(
             distributed_executor_backend="uni", rank=0, tensor_parallel_size=1, prefill_context_parallel_size=1
         ),
-        model_config=SimpleNamespace(max_model_len=length, hf_config=None, try_get_generation_config=dict),
     )
     drafter = Drafter(config, lambda: clock[0])
     matrix, none = np.zeros((running, length), np.int32), [[] for _ in range(running)]  # type: ignore[var-annotated]

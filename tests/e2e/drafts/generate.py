@@ -16,18 +16,21 @@ from vllm import LLM, SamplingParams
 from vllm.utils import cpu_triton_utils
 
 import rl_accel
+from rl_accel.integrations.verl.drafts import find_problems
 from rl_accel.lab.verl_cpu.vllm import correct_expansion
 
+PROBLEMS = [find_problems()]
 correct_expansion(cpu_triton_utils)
+PROBLEMS.append(find_problems())
 
 SAMPLES, TOKENS, WORDS = 20_000, 5, 4
 PROMPTS = [[5 + i % 4, *range(10, 20), 9 + i % 4, 7] for i in range(8)]
 
 
-def engine(model, proposer=None, **options):
+def engine(model, proposer=None, batch_limit=1024, **options):
     """Real vLLM, with ``proposer`` or without drafts."""
     if proposer is not None:
-        settings = {"memory_mb": 20, "batch_limit": 1024}
+        settings = {"memory_mb": 20, "batch_limit": batch_limit}
         options["speculative_config"] = {"method": "custom_class", "model": proposer, "num_speculative_tokens": 8}
         options["additional_config"] = {"rl_accel_drafts": settings}
     options = {"max_model_len": 512, "kv_cache_memory_bytes": 2**27, "disable_log_stats": True, **options}
@@ -35,8 +38,11 @@ def engine(model, proposer=None, **options):
 
 
 def generate(llm, prompts, **sampling):
-    prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return llm.generate(prompts, SamplingParams(**sampling), use_tqdm=False)
+    seed = sampling.pop("seed", None)
+    each = [
+        SamplingParams(seed=None if seed is None else seed + n, **sampling) for n in range(0, 100 * len(prompts), 100)
+    ]
+    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], each, use_tqdm=False)
 
 
 def tokens(requests):
@@ -100,8 +106,11 @@ def samples(folder):
     prompt = [1, 2, 0, 1, 2, 2, 1]
     expected = exact(model, prompt)
     found = {}
-    for name in (None, "proposers.Eager", "proposers.Always", "proposers.AlwaysStop"):
-        llm = engine(folder, name, skip_tokenizer_init=True, max_num_seqs=256, max_model_len=32)
+    for name in (None, "proposers.Eager", "with seeds", "proposers.Always", "proposers.AlwaysStop"):
+        seeded = name == "with seeds"  # of requests
+        llm = engine(
+            folder, "proposers.Eager" if seeded else name, skip_tokenizer_init=True, max_num_seqs=256, max_model_len=32
+        )
         requests = generate(
             llm,
             [prompt] * (SAMPLES // 100),
@@ -110,6 +119,7 @@ def samples(folder):
             max_tokens=TOKENS,
             stop_token_ids=[STOP],
             detokenize=False,
+            seed=7 if seeded else None,
         )
         seen = Counter(tuple(response) for response in tokens(requests))
         found[str(name)] = [seen[response] for response in expected]
@@ -195,6 +205,27 @@ def logprobs(folder):
     return answer
 
 
+def seeds(folder):
+    """Responses sampled with a seed each: without drafts, twice with them, and with more requests than are drafted for."""
+    answer = {}
+    for name, proposer, limit in (
+        ("plain", None, 0),
+        ("first", "proposers.Eager", 1024),
+        ("again", "proposers.Eager", 1024),
+        ("crowd", "proposers.Eager", 1),
+    ):
+        llm, epochs = engine(folder, proposer, limit, skip_tokenizer_init=True), []
+        for seed in (1000, 1000, 5000):
+            prompts = [[1, 2, word, 1, 0] for word in (0, 1, 2)] * 2
+            sampling = {"temperature": 1.0, "max_tokens": 60, "detokenize": False, "seed": seed}
+            epochs.append(tokens(generate(llm, prompts, **sampling)))
+            if proposer is not None:
+                new_weights(llm)
+        answer[name] = epochs
+        answer[f"{name} accepted"] = counters(llm)["accepted"] if proposer is not None else 0
+    return answer
+
+
 def margins(folder, plain, other):
     """Where two greedy responses part: the logits of the two tokens, by a plain forward."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -210,8 +241,13 @@ def margins(folder, plain, other):
 
 def main(folder, out):
     model, small = Path(folder) / "model", Path(folder) / "small"
-    answer = {"package": rl_accel.__file__, "samples": samples(small), "logprobs": logprobs(small)}
-    answer |= {"greedy": greedy(model), "stops": stops(model)}
+    answer = {
+        "package": rl_accel.__file__,
+        "problems": PROBLEMS,
+        "samples": samples(small),
+        "logprobs": logprobs(small),
+    }
+    answer |= {"seeds": seeds(small), "greedy": greedy(model), "stops": stops(model)}
     given = answer["greedy"]
     answer["margins"] = {
         name: margins(model, given["plain"], responses)

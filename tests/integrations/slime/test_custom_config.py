@@ -33,6 +33,28 @@ def test_every_path_can_be_imported_as_slime_does(slime_root):
                 assert callable(load_function(path))
 
 
+def test_drafts_are_sglangs_own(tmp_path):
+    content = custom_config.make(["drafts"], {"drafts": {"max_tokens": 5}})
+    assert content["sglang_speculative_algorithm"] == "NGRAM"
+    assert content["sglang_speculative_num_draft_tokens"] == 6
+    file = write(tmp_path / "x.yaml", content)
+    assert custom_config.check(file) == []
+    write(file, {**content, "sglang_speculative_num_draft_tokens": 9})
+    with pytest.raises(ConfigError, match="drafts wants sglang_speculative_num_draft_tokens: 6, found 9"):
+        custom_config.check(file)
+    with pytest.raises(ConfigError, match=r"rl_accel\.drafts\.batch_limit wants 32 on slime, found 4"):
+        custom_config.make(["drafts"], {"drafts": {"batch_limit": 4}})
+
+
+def test_arguments_of_sglang_are_looked_up_in_the_one_that_is_installed(slime_root, tmp_path):
+    pytest.importorskip("sglang")
+    content = custom_config.make(["drafts"], {})
+    assert custom_config.check(write(tmp_path / "x.yaml", content), slime_root) == []
+    wrong = write(tmp_path / "y.yaml", {**content, "sglang_speculative_ngram_min_bfs_bredth": 1})
+    (warning,) = custom_config.check(wrong, slime_root)
+    assert "did you mean sglang_speculative_ngram_min_bfs_breadth?" in warning
+
+
 @pytest.mark.parametrize(
     ("features", "settings", "message"),
     [
@@ -40,7 +62,7 @@ def test_every_path_can_be_imported_as_slime_does(slime_root):
         (["sampler"], {}, "sampler has no part for slime; there are gae, advantages, tail_batching, reward_timeout"),
         (["gae"], {"gae": {"backend": "nunba"}}, "found 'nunba'"),
         (["gae"], {"gae": {"chunks": 3}}, r"unknown key rl_accel\.gae\.chunks"),
-        (["sampler"], {}, "advantages, tail_batching, reward_timeout, tp_replan"),
+        (["sampler"], {}, "advantages, tail_batching, reward_timeout, tp_replan, drafts"),
     ],
 )
 def test_a_wrong_feature_or_flag_is_named(features, settings, message):

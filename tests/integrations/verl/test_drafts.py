@@ -1,5 +1,6 @@
 """Drafts on verl: what is chosen in its configuration, what is refused, the router, and what is said of the numbers."""
 
+import json
 from collections import Counter
 
 import pytest
@@ -35,7 +36,7 @@ def test_wiring_is_put_into_the_configuration_once():
     assert rollout.engine_kwargs.vllm.kv_cache_memory_bytes == 100
     assert rollout.engine_kwargs.vllm.speculative_config.num_speculative_tokens == 5
     settings = rollout.engine_kwargs.vllm.additional_config.rl_accel_drafts
-    assert DraftsFlags(**settings) == DraftsFlags(max_tokens=5)
+    assert DraftsFlags(**settings) == DraftsFlags(enable=True, max_tokens=5)
     before = OmegaConf.to_container(made)
     drafts.wire(made, DraftsFlags(enable=True, max_tokens=5))
     assert OmegaConf.to_container(made) == before
@@ -125,7 +126,123 @@ def test_numbers_of_a_step():
     counted |= {"tokens_from_16": 20, "row_steps_from_16": 20, "tokens_from_32": 40, "row_steps_from_32": 10}
     found = drafts.numbers(counted)
     assert found["drafts/acceptance"] == 0.75
+    assert found["drafts/acceptance_sibling"] == 20 / 22
     assert found["drafts/tokens_a_step"] == 2.0
+    assert found["drafts/tokens_an_engine_step"] == 6.0
     assert found["drafts/tokens_a_step_from_32"] == 4.0
     assert found["drafts/accepted_sibling"] == 20
-    assert drafts.numbers({}) == {"drafts/drafted": 0.0, "drafts/accepted": 0.0, "drafts/stopped": 0.0}
+    assert found["drafts/drafted_own"] == 0
+    assert "drafts/acceptance_own" not in found
+    assert set(drafts.numbers({}).values()) == {0.0}
+
+
+EXCHANGE = """
+import json, os
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import ray
+from omegaconf import OmegaConf
+
+from rl_accel.features import DraftsFlags
+from rl_accel.integrations.verl import drafts
+from rl_accel.patches.verl import config_intake
+
+ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100_000_000, _temp_dir=os.environ["RAY_TEMP"])
+FLAGS = DraftsFlags(enable=True, save=True)
+ROOT = Path(os.environ["CHECKPOINTS"])
+
+
+@ray.remote(num_cpus=0)
+class Server:
+    def __init__(self):
+        from rl_accel.drafts.drafter import Drafter
+
+        parallel = dict(distributed_executor_backend="mp", rank=0, tensor_parallel_size=1, prefill_context_parallel_size=1)
+        self.drafter = Drafter(
+            SimpleNamespace(
+                additional_config={"rl_accel_drafts": {"memory_mb": 1}},
+                speculative_config=SimpleNamespace(num_speculative_tokens=8),
+                parallel_config=SimpleNamespace(**parallel),
+            )
+        )
+        self.drafter._worth.allows = lambda rows: True
+
+    async def collective_rpc(self, method, args):
+        assert method == "exchange_drafts"
+        self.drafter.absorb(args[0])
+        return [(self.drafter.take_finished(), self.drafter.counters())]
+
+    async def respond(self, prompt, tokens):
+        tokens, matrix, drafted = [*prompt, *tokens], np.zeros((1, 100), np.int32), 0
+        matrix[0, : len(tokens)] = tokens
+        for end in range(len(prompt) + 1, len(tokens) + 1):
+            (draft,) = self.drafter.propose([[tokens[end - 1]]], np.array([end]), matrix)
+            drafted += len(draft)
+        self.drafter.new_weights()
+        return drafted
+
+
+class Trainer:
+    config = OmegaConf.create(
+        {"trainer": {"default_local_dir": str(ROOT), "resume_mode": "auto", "resume_from_path": None}}
+    )
+
+    def __init__(self):
+        self.servers = [Server.remote() for _ in range(2)]
+        self.llm_server_manager = self
+        self.exchange = drafts.Exchange(FLAGS)
+
+    def get_replicas(self):
+        return [SimpleNamespace(server_handle=server) for server in self.servers]
+
+    def log(self, step):
+        config_intake._trainer = lambda: self
+        numbers = self.exchange(step, {"timing_s/gen": 1.0})
+        for call in self.exchange._calls.values():
+            ray.wait([call])
+        return numbers
+
+    def respond(self, server, *what):
+        return ray.get(self.servers[server].respond.remote(*what))
+
+
+story = [*range(100, 140)]
+said = {}
+first = Trainer()
+first.respond(0, [1, 2, 3], story)
+said["before"] = first.log(1)
+said["known here"] = first.log(2)["drafts/tokens_an_engine_step"]
+said["elsewhere"] = first.respond(1, [1, 2, 3], story)
+(ROOT / "global_step_3").mkdir()
+said["with the last answers"] = first.log(3)["drafts/drafted"]
+second = Trainer()
+said["fresh"] = second.respond(0, [1, 2, 3], story[:20])
+second.log(4)
+said["resumed"] = [second.respond(server, [1, 2, 3], story) for server in (0, 1)]
+(ROOT / "global_step_5").mkdir()
+second.log(5)
+Trainer.config.trainer.resume_mode = "resume_path"
+Trainer.config.trainer.resume_from_path = str(ROOT / "global_step_5")
+third = Trainer()
+third.log(1)
+said["resumed by path"] = third.respond(1, [1, 2, 3], story)
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.slow
+def test_replicas_and_resumed_runs_have_what_others_finished(python, short_tmp, tmp_path):
+    pytest.importorskip("ray")
+    done = python(EXCHANGE, RAY_TEMP=str(short_tmp), CHECKPOINTS=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert set(said["before"].values()) == {0.0}
+    assert said["known here"] == 1.0
+    assert said["elsewhere"] > 20
+    assert 0 < said["with the last answers"] <= said["elsewhere"]
+    assert said["fresh"] == 0
+    assert min(said["resumed"]) > 20
+    assert said["resumed by path"] > 20
