@@ -121,10 +121,11 @@ class Drafter:
             records = [(request.prompt.hits, request.prompt.tries) for request in requests]
             rates = self._records[0] / self._records[1]
             matches = self._index.lookup(token_ids_cpu, own, requests, self._longest, records, rates, FLOOR)
+            pays = self._worth.pays(rows, sum(match.expected for match in matches if match is not None))
             for row, request, match in zip(own, requests, matches, strict=True):
-                request.match = match
-                if match is not None:
-                    drafts[row] = match.tokens[: match.worth]
+                request.match = match if match is None or pays else match._replace(worth=0)
+                if request.match is not None:
+                    drafts[row] = request.match.tokens[: request.match.worth]
         return drafts
 
     def new_weights(self) -> None:
@@ -256,9 +257,10 @@ class _Worth:
     """Whether drafting pays: seconds a token of steps that verified drafts, and of steps that did not, at about equal batch size.
 
     Sizes are equal up to an eighth. Of WITHOUT steps at least one has no drafts, so that there is something to compare with.
+    LEAST steps without drafts and TRIED with them are enough to compare.
     """
 
-    WITHOUT, LEAST, WINDOW, PAUSE = 32, 8, 512, 512
+    WITHOUT, LEAST, TRIED, WINDOW, PAUSE = 32, 8, 32, 512, 512
 
     def __init__(self) -> None:
         self._sizes: dict[int, NDArray[np.float64]] = {}  # [without, with] x [steps, seconds, tokens]
@@ -274,6 +276,11 @@ class _Worth:
         without, drafted = self._sizes[size][:, 0] if size in self._sizes else (0, 0)
         return bool(without >= self.LEAST and without * self.WITHOUT >= drafted)
 
+    def pays(self, rows: int, expected: float) -> bool:
+        """Return whether ``expected`` tokens more are worth what verifying adds to a step; they are until enough was tried."""
+        (plain_steps, plain, _), (steps, spent, _) = self._sizes.get(_about(rows), np.zeros((2, 3)))
+        return bool(steps < self.TRIED or spent / steps * rows <= plain / plain_steps * (rows + expected))
+
     def add(self, rows: int, drafted: bool, seconds: float, tokens: int) -> None:
         """Add a step in which all ``rows`` went on."""
         size = _about(rows)
@@ -283,7 +290,7 @@ class _Worth:
             seconds = min(seconds, 4 * spent / steps)  # the engine stood still meanwhile
         seen[int(drafted)] += (1, seconds, tokens)
         (plain_steps, plain, plain_tokens), (steps, spent, gained) = seen
-        if min(plain_steps, steps / 4) >= self.LEAST and spent / gained > plain / plain_tokens:
+        if plain_steps >= self.LEAST and steps >= self.TRIED and spent / gained > plain / plain_tokens:
             self._paused[size] = self.PAUSE
             self.stopped += 1
             if self.stopped == 1:

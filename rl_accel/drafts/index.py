@@ -62,6 +62,8 @@ class Match(NamedTuple):
     """Tokens that context and places share."""
     source: int
     """Index in SOURCES, by the newest of the places."""
+    expected: float
+    """How many of the tokens worth proposing will be accepted, on average."""
 
 
 class Pool(NamedTuple):
@@ -136,11 +138,15 @@ class TokenIndex:
         numbers = np.array([(row, s.length, s.key, s.visit, s.oldest, s.number) for row, s in items], np.int64)
         tokens = np.zeros((len(rows), limit), np.int32)
         shares = np.zeros(tokens.shape)
-        found = np.zeros((len(rows), 4), np.int64)
-        _lookup(self.pool, matrix, numbers, np.array(records), rates, floor, tokens, shares, found)
+        found, accepted = np.zeros((len(rows), 4), np.int64), np.zeros(len(rows))
+        _lookup(self.pool, matrix, numbers, np.array(records), rates, floor, tokens, shares, found, accepted)
         return [
-            Match(tokens[item, :count].tolist(), shares[item, :count].tolist(), *rest) if count else None
-            for item, (count, *rest) in enumerate(found.tolist())
+            Match(tokens[item, :count].tolist(), shares[item, :count].tolist(), worth, matched, source, expected)
+            if count
+            else None
+            for item, ((count, worth, matched, source), expected) in enumerate(
+                zip(found.tolist(), accepted.tolist(), strict=True)
+            )
         ]
 
     def holds(self, position: int) -> bool:
@@ -232,7 +238,16 @@ def _extend(pool: Pool, matrix: Any, numbers: Any) -> None:
 
 @compiled
 def _lookup(
-    pool: Pool, matrix: Any, numbers: Any, records: Any, rates: Any, floor: float, tokens: Any, shares: Any, found: Any
+    pool: Pool,
+    matrix: Any,
+    numbers: Any,
+    records: Any,
+    rates: Any,
+    floor: float,
+    tokens: Any,
+    shares: Any,
+    found: Any,
+    expected: Any,
 ) -> None:
     size, blocks = len(pool.tokens), len(pool.count)
     places = np.empty(CANDIDATES, np.int64)
@@ -299,6 +314,7 @@ def _lookup(
             count += 1
             if chance < floor:
                 break
+            expected[item] += chance
             worth, left = count, 0
             for voter in range(voters):
                 if pool.tokens[places[voter] % size] == chosen:

@@ -101,7 +101,7 @@ class ObviousIndex:
         voters = [(1 / (1 + rank), token) for rank, token in enumerate(voters)]
         hits, tries = record
         rate = min(1.0, (hits + PRIOR * rates[class_of(longest)]) / (tries + PRIOR))
-        tokens, shares, worth, chance = [], [], 0, 1.0
+        tokens, shares, worth, chance, expected = [], [], 0, 1.0, 0.0
         while voters and len(tokens) < limit:
             votes = defaultdict(float)
             for weight, token in voters:
@@ -116,8 +116,9 @@ class ObviousIndex:
             if chance < floor:
                 break
             worth += 1
+            expected += chance
             voters = [(w, t.after) for w, t in voters if t.value == chosen and self.holds(t.after)]
-        return Match(tokens, shares, worth, longest, source)
+        return Match(tokens, shares, worth, longest, source, expected)
 
     def read(self, sequence):
         tokens, token = [], sequence.last

@@ -1,5 +1,6 @@
 """The drafter as vLLM calls it: rows move, requests end, are preempted and come back; what it proposes is in its data."""
 
+import itertools
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -141,7 +142,7 @@ def test_random_interleavings_draft_as_one_that_knows_the_requests_and_only_what
     engine = Engine(drafter)
     knows = KnowsIds(settings, lambda: engine.rows, obvious)
     for one in (drafter, knows):
-        one._worth.allows = lambda rows: True
+        one._worth.allows = one._worth.pays = lambda *_: True
     prompts = [[rng.randrange(2, 9) for _ in range(rng.randrange(1, 50))] for _ in range(4)]
     alike = [[rng.randrange(2, 9) for _ in range(90)] for _ in prompts]
     waiting = []
@@ -189,7 +190,7 @@ def contains(tokens, wanted):
 
 def always(drafter):
     """The drafter, without the steps without drafts that it compares with."""
-    drafter._worth.allows = lambda rows: True
+    drafter._worth.allows = drafter._worth.pays = lambda *_: True
     return drafter
 
 
@@ -330,6 +331,29 @@ def test_drafting_that_pays_goes_on_with_few_steps_to_compare_with(story):
     assert drafter.counters()["stopped"] == 0
     # of the rest, each response's first two steps cannot have drafts
     assert sum(verified[200:]) > 0.75 * len(verified[200:])
+
+
+def test_one_row_of_many_is_drafted_for_only_if_that_pays_for_the_whole_step(story):
+    """Of eight requests one or all have a response to follow. If verifying takes two steps more, that is too much for one."""
+    drafted = {}
+    for dear, followed in itertools.product((1.05, 3.0), (1, 8)):
+        clock, rng = Clock(), random.Random(0)
+        drafter = Drafter(config(batch_limit=8), clock)
+        engine = Engine(drafter, clock)
+        verified = []
+        for _ in range(40):
+            for row in range(8):
+                other = [rng.randrange(1000, 10**6) for _ in story]
+                engine.start([5, 6, 7], story if row < followed else other)
+            while engine.rows:
+                verified.append(any(engine.drafts.values()))
+                engine.step(seconds=dear if verified[-1] else 1.0)
+                if engine.finished():
+                    engine.rows = []
+        drafted[dear, followed] = sum(verified[-200:]) / 200
+    assert drafted[1.05, 1] > 0.5
+    assert drafted[3.0, 8] > 0.5
+    assert drafted[3.0, 1] < 0.1
 
 
 def test_rows_that_went_on_unseen_are_known_again(story):
