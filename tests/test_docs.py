@@ -170,7 +170,7 @@ def desk(tmp_path_factory, wheel) -> Path:
     (desk / "examples").symlink_to(REPO / "examples")
     (desk / "tests").symlink_to(REPO / "tests")
     (desk / "dist").symlink_to(wheel.parent)
-    for folder in ("RUN_DIR", "FOLDER", "out/code"):
+    for folder in ("RUN_DIR", "RUN_A", "RUN_B", "FOLDER", "out/code"):
         (desk / folder).mkdir(parents=True)
     for step in (1, 2):
         (desk / f"RUN_DIR/{step}.jsonl").write_text("")
