@@ -10,7 +10,7 @@ DEV    := $(VENV)/.ready-dev
 VLLM   := .venv-vllm
 AB_OUT ?= out/ab
 # Two files at a time, in the order of their names, so that the long end-to-end tests begin early.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=5
 
 export RAY_USAGE_STATS_ENABLED = 0
 export HF_HUB_OFFLINE = 1

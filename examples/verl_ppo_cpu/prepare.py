@@ -88,8 +88,8 @@ def dataset(split: str, count: int, lengths: str, rng: random.Random) -> pd.Data
     return pd.DataFrame(rows)
 
 
-def model(tok: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """Return the tiny model with fresh weights."""
+def model(tok: PreTrainedTokenizerFast, limit: int) -> Qwen2ForCausalLM:
+    """Return the tiny model with fresh weights, for responses of ``limit`` tokens."""
     config = Qwen2Config(
         vocab_size=len(tok),
         hidden_size=64,
@@ -97,7 +97,7 @@ def model(tok: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        max_position_embeddings=2048,
+        max_position_embeddings=2 * limit,
         bos_token_id=tok.bos_token_id,
         eos_token_id=tok.eos_token_id,
         pad_token_id=tok.pad_token_id,
@@ -143,7 +143,9 @@ def _draw(tokens: torch.Tensor, count: int) -> torch.Tensor:
     return tokens[torch.randint(len(tokens), (count,))]
 
 
-def teach_published(network: Qwen2ForCausalLM, tok: PreTrainedTokenizerFast, rng: random.Random, alike: float) -> float:
+def teach_published(
+    network: Qwen2ForCausalLM, tok: PreTrainedTokenizerFast, rng: random.Random, alike: float, limit: int
+) -> float:
     """Train ``network`` on such text, or one that is ``alike``, with the lengths of ``published_lengths``; return the last loss."""
     characters = {}
     for kind, named in KINDS.items():
@@ -160,7 +162,7 @@ def teach_published(network: Qwen2ForCausalLM, tok: PreTrainedTokenizerFast, rng
 
     ring = random.Random(0).sample(tok.convert_tokens_to_ids(list(ALPHABET)), len(ALPHABET))
     following = dict(zip(ring, ring[1:] + ring[:1], strict=True))
-    return published_lengths.teach(network, tok, rng, head)
+    return published_lengths.teach(network, tok, rng, head, limit)
 
 
 def writer(
@@ -190,7 +192,7 @@ def writer(
     return write
 
 
-def prepare(folder: Path, lengths: str, prompts: int, alike: float) -> None:
+def prepare(folder: Path, lengths: str, prompts: int, alike: float, limit: int) -> None:
     """Write ``model/``, ``train.parquet`` and ``val.parquet`` to ``folder``, unless this version of them is there."""
     sources = [Path(__file__).with_name(name) for name in ("prepare.py", "reward.py", "published_lengths.py")]
     stamp = {
@@ -198,6 +200,7 @@ def prepare(folder: Path, lengths: str, prompts: int, alike: float) -> None:
         "lengths": lengths,
         "prompts": prompts,
         "alike": alike,
+        "limit": limit,
     }
     marker = folder / "prepared.json"
     if marker.exists() and json.loads(marker.read_text()) == stamp:
@@ -211,8 +214,8 @@ def prepare(folder: Path, lengths: str, prompts: int, alike: float) -> None:
     for split, count in {"train": prompts, "val": VALIDATION_PROMPTS}.items():
         dataset(split, count, lengths, rng).to_parquet(folder / f"{split}.parquet")
     tok = tokenizer(lengths)
-    network = model(tok)
-    loss = teach(network, tok, rng) if lengths == "geometric" else teach_published(network, tok, rng, alike)
+    network = model(tok, limit)
+    loss = teach(network, tok, rng) if lengths == "geometric" else teach_published(network, tok, rng, alike, limit)
     tok.save_pretrained(folder / "model")
     network.eval().save_pretrained(folder / "model")
     marker.write_text(json.dumps(stamp))
@@ -228,5 +231,8 @@ if __name__ == "__main__":
     parser.add_argument(
         "--alike", type=float, default=0.0, help="share of characters that go on as others do (published)"
     )
+    parser.add_argument(
+        "--limit", type=int, default=published_lengths.LIMIT, help="tokens of the longest response (published)"
+    )
     wanted = parser.parse_args()
-    prepare(wanted.folder, wanted.lengths, wanted.prompts, wanted.alike)
+    prepare(wanted.folder, wanted.lengths, wanted.prompts, wanted.alike, wanted.limit)

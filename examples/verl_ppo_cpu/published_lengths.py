@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 LIMIT = 1024
-"""Tokens of the longest response; the published lengths belong to a limit of 16,384."""
+"""Tokens of the longest response unless another limit is given; the published lengths belong to one of 16,384."""
 MEANS = (0.0089, 0.0184, 0.0247, 0.0304, 0.036, 0.0422, 0.0501, 0.063, 0.0896, 0.1733, 0.592, None)
 """Mean length of each mark as a share of the limit; None never ends. RollPacker (NSDI'26), Fig. 2a, mathematics: the first ten
 are quantiles of the lower 96 %. The figure is not drawn from 25 % of the limit on, so 0.592 is our choice; 1 % end at the limit."""
@@ -32,7 +32,7 @@ NEVER = 1e-5
 Writer = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 """Returns a text of n characters, shape (n,), and the distribution that each is drawn from, shape (n, vocabulary)."""
 STAGES = ((250, 64, 40), (50, 16, 160), (60, 4, LIMIT))
-"""Steps, rows and tokens of a row: what a mark means is learned on short rows, then that it holds however far away."""
+"""Steps, rows and tokens of a row at that limit: what a mark means is learned on short rows, then that it holds however far away."""
 
 
 def marks_of_prompts(count: int, rng: random.Random) -> list[str]:
@@ -45,15 +45,15 @@ def marks_of_prompts(count: int, rng: random.Random) -> list[str]:
     return marks
 
 
-def ending() -> torch.Tensor:
-    """Return the probability that a response of each mark ends after n characters, shape (marks, LIMIT)."""
-    n = torch.arange(LIMIT, dtype=torch.float64)
+def ending(limit: int) -> torch.Tensor:
+    """Return the probability that a response of each mark ends after n characters, shape (marks, limit)."""
+    n = torch.arange(limit, dtype=torch.float64)
     rows = []
     for mean in MEANS:
         if mean is None:
             rows.append(torch.full_like(n, NEVER))
             continue
-        scale = mean * LIMIT / torch.tensor(1 + 1 / SHAPE, dtype=torch.float64).lgamma().exp()
+        scale = mean * limit / torch.tensor(1 + 1 / SHAPE, dtype=torch.float64).lgamma().exp()
         rows.append(-torch.expm1((n / scale) ** SHAPE - ((n + 1) / scale) ** SHAPE).clamp(max=-NEVER))
     return torch.stack(rows).float()
 
@@ -63,6 +63,7 @@ def teach(
     tok: PreTrainedTokenizerFast,
     rng: random.Random,
     head: Callable[[int], tuple[list[int], "Writer"]],
+    limit: int,
 ) -> float:
     """Train ``network`` to write characters and to end as the marks say; return the last loss.
 
@@ -70,18 +71,20 @@ def teach(
 
     Args:
         head: returns, for the number of a mark, the tokens of a prompt with it and what writes its responses.
+        limit: tokens of the longest response.
     """
     marks = torch.tensor(tok.convert_tokens_to_ids(list(RESPONSE_MARKS)))
     by_chance = torch.zeros(network.config.vocab_size)
     by_chance[marks] = (1 - FROM_PROMPT) * torch.tensor(SHARES)
-    ends = ending()
+    ends = ending(limit)
     optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3, weight_decay=0.0)
     total = sum(steps for steps, _, _ in STAGES)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=total)
     loss = torch.zeros(())
-    for steps, rows, width in STAGES:
+    for steps, rows, tokens in STAGES:
+        width = tokens * limit // LIMIT
         # In a long row the short marks would teach how to go on after the end.
-        taught = [mark for mark, mean in enumerate(MEANS) if mean is None or 8 * mean * LIMIT > width]
+        taught = [mark for mark, mean in enumerate(MEANS) if mean is None or 8 * mean * limit > width]
         for _ in range(steps):
             ids, wanted, weight = [], [], []
             for _ in range(rows):

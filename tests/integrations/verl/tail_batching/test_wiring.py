@@ -188,7 +188,7 @@ def test_the_trainer_refuses_a_data_set_smaller_than_a_round(python, repo):
         from rl_accel.patches.verl import config_intake
         tok = tokenizer("geometric")
         tok.save_pretrained("model")
-        model(tok).save_pretrained("model")
+        model(tok, 1024).save_pretrained("model")
         dataset("val", 7, "geometric", random.Random(0)).to_parquet("seven.parquet")
         with initialize_config_module("verl.trainer.config", version_base=None):
             config = compose("ppo_trainer", [
