@@ -136,7 +136,7 @@ def main():
         for index, row in enumerate(frame.itertuples())
     ]
     (task / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with server(task / "model", given.get("pace", "0.01"), str(seed)) as url, sglang_router([url]) as router:
+    with server(task / "model", given.get("pace", "0.005"), str(seed)) as url, sglang_router([url]) as router:
         args = arguments(router, task, arm, steps, seed)
         roll_out(args, url, steps, Path(os.environ["VERL_FILE_LOGGER_PATH"]))
 
