@@ -32,7 +32,8 @@ NEVER = 1e-5
 Writer = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 """Returns a text of n characters, shape (n,), and the distribution that each is drawn from, shape (n, vocabulary)."""
 STAGES = ((250, 64, 40), (50, 16, 160), (60, 4, LIMIT))
-"""Steps, rows and tokens of a row at that limit: what a mark means is learned on short rows, then that it holds however far away."""
+"""Steps, rows and tokens of a row at that limit: what a mark means is learned on short rows, then that it holds however far
+away."""
 
 
 def marks_of_prompts(count: int, rng: random.Random) -> list[str]:
