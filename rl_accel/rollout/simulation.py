@@ -12,9 +12,11 @@ import gc
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import repeat
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
@@ -34,6 +36,7 @@ from rl_accel.rollout.tail_decisions import (
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+MANY = 2**40
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Engine:
 
     Args:
         step_seconds: of a decoding step, by running requests: linear between the given numbers, level below the first, and beyond
-            the last with the last slope.
+            the last with the last slope, or that from the first to the last if it is steeper.
         cached_token_seconds: more for each token in the key-value cache.
         prompt_token_seconds: to read a token of a prompt, or again of a preempted request; all others wait meanwhile.
         request_seconds: of the host's work to start a request; all others wait meanwhile.
@@ -64,17 +67,18 @@ class Engine:
         if not self.step_seconds or not min(self.step_seconds.values()) > 0:
             raise ValueError(f"step_seconds must be times above 0 by running requests, found {dict(self.step_seconds)}")
         least = {"places": 1, "cache_tokens": 1}
-        for name in ("places", "cache_tokens", "cached_token_seconds", "prompt_token_seconds", "request_seconds"):
-            if not getattr(self, name) >= least.get(name, 0):
-                raise ValueError(f"{name} must be at least {least.get(name, 0)}, found {getattr(self, name)}")
+        for field_ in fields(self)[1:]:
+            found, wanted = getattr(self, field_.name), least.get(field_.name, 0)
+            if not found >= wanted:
+                raise ValueError(f"{field_.name} must be at least {wanted}, found {found}")
 
     def seconds(self, running: npt.ArrayLike) -> Floats:
         """Return the seconds of a step with so many running requests and an empty cache."""
         knots, values = np.array(sorted(self.step_seconds.items()), float).T
-        slope = (values[-1] - values[-2]) / (knots[-1] - knots[-2]) if len(knots) > 1 else 0.0
+        slopes = [(values[-1] - values[at]) / (knots[-1] - knots[at]) for at in {0, len(knots) - 2} if len(knots) > 1]
         requests = np.asarray(running, float)
         beyond = np.maximum(requests - knots[-1], 0)
-        found: Floats = np.maximum(np.interp(requests, knots, values) + beyond * slope, values.min())
+        found: Floats = np.maximum(np.interp(requests, knots, values) + beyond * max(slopes, default=0.0), values.min())
         return found
 
 
@@ -110,128 +114,114 @@ class Given:
 
 
 class _Request:
-    """A response in an engine, or waiting there."""
+    """A response in an engine, or waiting there with ``tokens``. It runs until ``end``, counted in steps of its replica."""
 
-    __slots__ = ("begin", "id", "length", "replica", "runs", "tokens")
+    __slots__ = ("began", "end", "id", "length", "replica", "runs", "tokens")
 
     def __init__(self, request_id: int, length: int, replica: "_Replica", tokens: float) -> None:
         self.id, self.length, self.replica, self.tokens = request_id, length, replica, tokens
-        self.begin = 0.0  # the replica's steps less its own tokens
-        self.runs = False
+        self.began, self.end, self.runs = 0, 0.0, False
+
+
+_by_end, _by_begin = attrgetter("end"), attrgetter("began")
 
 
 class _Replica:
-    """One engine, advanced to ``time``; it has done ``steps`` decoding steps by then. ``serial`` is that of its next event."""
+    """One engine, advanced to ``time``; it has done ``steps`` decoding steps by then.
+
+    Its next event, number ``serial``, is ``ahead`` steps away: a request ends, or the cache is full (``fills``).
+    """
 
     __slots__ = (
-        *("cached", "count", "engine", "load", "order", "pace", "peak", "preemptions", "prompt"),
-        *("queue", "running", "serial", "stall", "steps", "time"),
+        *("ahead", "begun", "cached", "engine", "fills", "load", "pace", "peak", "preemptions", "prompt", "queue"),
+        *("running", "serial", "stall", "steps", "time"),
     )
 
     def __init__(self, engine: Engine, prompt: int, pace: Sequence[float]) -> None:
         self.engine, self.prompt, self.pace = engine, prompt, pace
-        self.running: list[
-            tuple[float, int, _Request]
-        ] = []  # a heap by the step in which they end; some were cancelled
-        self.order: list[_Request] = []  # in which they began
+        self.running: list[_Request] = []  # the first to end comes last
         self.queue: deque[_Request] = deque()
-        self.time = self.steps = self.stall = self.cached = self.peak = 0.0
-        self.count = self.load = self.preemptions = self.serial = 0
+        self.time = self.steps = self.stall = self.cached = self.peak = self.ahead = 0.0
+        self.load = self.begun = self.preemptions = self.serial = 0
+        self.fills = False
 
     def next_event(self) -> float:
         """When a request ends or the cache is full; infinity if nothing runs."""
-        running = self.running
-        while running and not running[0][2].runs:
-            heapq.heappop(running)
-        if not running:
+        if not self.running:
             return math.inf
-        count, cached, engine = self.count, self.cached, self.engine
-        steps = running[0][0] - self.steps
-        if cached + count * steps > engine.cache_tokens and count > 1:
-            steps = max((engine.cache_tokens - cached) / count, 0.0)
-        seconds = self.pace[count] + engine.cached_token_seconds * (cached + count * steps / 2)
-        return self.time + self.stall + steps * seconds
+        count, cached, engine = len(self.running), self.cached, self.engine
+        ahead = self.running[-1].end - self.steps
+        self.fills = cached + count * ahead > engine.cache_tokens and count > 1
+        if self.fills:
+            ahead = max((engine.cache_tokens - cached) / count, 0.0)
+        self.ahead = ahead
+        seconds = self.pace[count] + engine.cached_token_seconds * (cached + count * ahead / 2)
+        return self.time + self.stall + ahead * seconds
 
     def advance(self, now: float) -> None:
         """Decode until ``now``, before which there is no event."""
         left = now - self.time - self.stall
         self.time, self.stall = now, max(-left, 0.0)
-        if left > 0 and self.count:
-            rate = self.engine.cached_token_seconds
-            pace = self.pace[self.count] + rate * self.cached
-            steps = 2 * left / (pace + math.sqrt(pace * pace + 2 * rate * self.count * left))
+        if left > 0 and self.running:
+            count, rate = len(self.running), self.engine.cached_token_seconds
+            pace = self.pace[count] + rate * self.cached
+            steps = 2 * left / (pace + math.sqrt(pace * pace + 2 * rate * count * left))
             self.steps += steps
-            self.cached += steps * self.count
+            self.cached += steps * count
 
-    def happen(self, now: float) -> _Request | None:
-        """Decode until the next event, which is ``now``; return the request that ended, or None if the cache is full."""
-        end, _, request = self.running[0]
-        count, steps = self.count, end - self.steps
-        if self.cached + count * steps > self.engine.cache_tokens and count > 1:
-            self.advance(now)
-            return None
-        self.time, self.stall, self.steps = now, 0.0, end
-        self.cached += count * steps
-        heapq.heappop(self.running)
-        self.leave(request, request.length)
-        return request
+    def happen(self, now: float) -> _Request:
+        """Decode until the next event, which is ``now``; return the request that ended or, if the cache is full, waits again."""
+        self.time, self.stall = now, 0.0
+        self.steps += self.ahead
+        self.cached += len(self.running) * self.ahead
+        if not self.fills:
+            request = self.running.pop()
+            self.leave(request, request.length)
+            self.start()
+            return request
+        last = max(self.running, key=_by_begin)
+        last.tokens = last.length - (last.end - self.steps)
+        self.running.remove(last)
+        self.leave(last, last.tokens)
+        self.preemptions += 1
+        self.queue.appendleft(last)
+        return last
 
     def leave(self, request: _Request, tokens: float) -> None:
-        """A request that runs is over, after ``tokens`` tokens."""
+        """A request has stopped running, after ``tokens`` tokens."""
         if self.cached > self.peak:
             self.peak = self.cached
-        request.runs = False
-        self.count -= 1
         self.cached -= self.prompt + tokens
-        if self.queue:
-            self.fill()
+        request.runs = False
 
-    def fill(self) -> None:
+    def start(self) -> None:
         """Start what waits, as far as there are places and there is cache."""
-        engine, queue = self.engine, self.queue
-        if not self.count:  # numbers stay small, and what was cancelled is forgotten
-            self.steps = self.cached = 0.0
-            self.running.clear()
-            self.order.clear()
-        began = len(self.order)
-        while queue and self.count < engine.places:
+        if not self.queue:
+            return
+        engine, queue, running = self.engine, self.queue, self.running
+        before = len(running)
+        while queue and len(running) < engine.places:
             request = queue[0]
             needed = self.prompt + request.tokens
-            if self.count and self.cached + needed > engine.cache_tokens:
+            if running and self.cached + needed > engine.cache_tokens:
                 break
-            queue.popleft()
+            running.append(queue.popleft())
+            self.begun += 1
             self.stall += engine.request_seconds + needed * engine.prompt_token_seconds
             self.cached += needed
-            self.count += 1
-            request.begin = self.steps - request.tokens
-            request.runs = True
-            self.order.append(request)
-        new = [(request.begin + request.length, request.id, request) for request in self.order[began:]]
-        if len(new) > len(self.running):
-            self.running += new
-            heapq.heapify(self.running)
-        else:
-            for entry in new:
-                heapq.heappush(self.running, entry)
-
-    def preempt(self) -> _Request:
-        """Put the request that began last back into the queue, as a new object, and return that."""
-        while not self.order[-1].runs:
-            self.order.pop()
-        last = self.order.pop()
-        again = _Request(last.id, last.length, self, self.steps - last.begin)
-        self.preemptions += 1
-        waiting, self.queue = self.queue, deque()
-        self.leave(last, again.tokens)
-        self.queue = waiting
-        self.queue.appendleft(again)
-        return again
+            request.began, request.end, request.runs = self.begun, self.steps + request.length - request.tokens, True
+        if len(running) > before:
+            running.sort(key=_by_end, reverse=True)
 
 
 class Cluster:
-    """Replicas of an engine, and what runs on them. A new request goes to the replica with the fewest (verl's balancer).
+    """Replicas of an engine, and what runs on them. ``now`` is the time of the last event, from 0 on.
 
-    ``now`` is the time of the last event, from 0 on. Raises ValueError if there is no replica.
+    A new request goes to the replica with the fewest (verl's balancer). Another router is a subclass that overrides
+    :meth:`launch`, and :meth:`happen` to learn what ended; it says with ``replicas`` where a request goes.
+
+    Raises:
+        ValueError: there is no replica.
     """
 
     def __init__(self, engine: Engine, replicas: int, prompt_tokens: int = 0) -> None:
@@ -251,6 +241,11 @@ class Cluster:
         return len(self._requests)
 
     @property
+    def loads(self) -> list[int]:
+        """Requests that run or wait at each replica."""
+        return [replica.load for replica in self._replicas]
+
+    @property
     def preemptions(self) -> int:
         """So far, of all replicas."""
         return sum(replica.preemptions for replica in self._replicas)
@@ -262,45 +257,74 @@ class Cluster:
             replica.peak = replica.cached
         return peak
 
-    def launch(self, ids: Sequence[int], lengths: Sequence[int], tokens: Sequence[float] | None = None) -> None:
-        """Start requests of these ``lengths``. ``tokens``: how many of each are there already and are only read again."""
+    def tokens_of(self, request_id: int) -> float:
+        """Return the tokens that a request under way has so far."""
+        request = self._requests[request_id]
+        if not request.runs:
+            return request.tokens
+        request.replica.advance(self.now)
+        return request.length - (request.end - request.replica.steps)
+
+    def launch(
+        self,
+        ids: Sequence[int],
+        lengths: Sequence[int],
+        tokens: Sequence[float] | None = None,
+        prompts: Sequence[int] | None = None,
+        replicas: Iterable[int] | None = None,
+    ) -> None:
+        """Start requests of these ``lengths``.
+
+        Args:
+            ids, lengths: of each.
+            tokens: how many of each are there already and are only read again.
+            prompts: of each; a router may want to know them.
+            replicas: the index of the replica that each goes to.
+        """
         if not self._requests:
             self._heap.clear()
-        loads = [(replica.load, index) for index, replica in enumerate(self._replicas)]
-        heapq.heapify(loads)
-        for request_id, length, had in zip(ids, lengths, tokens or [0.0] * len(ids), strict=True):
-            load, index = loads[0]
-            heapq.heapreplace(loads, (load + 1, index))
-            replica = self._replicas[index]
+            for replica in self._replicas:  # numbers stay small
+                replica.steps = replica.cached = replica.stall = 0.0
+        touched: dict[_Replica, None] = {}
+        indices = self._fewest() if replicas is None else iter(replicas)
+        for request_id, length, had in zip(ids, lengths, tokens or repeat(0.0, len(ids)), strict=True):
+            replica = self._replicas[next(indices)]
             request = self._requests[request_id] = _Request(request_id, length, replica, had)
             replica.queue.append(request)
-        for load, index in loads:
-            replica = self._replicas[index]
-            if load > replica.load:
-                replica.load = load
-                replica.advance(self.now)
-                replica.fill()
-                self._schedule(replica)
+            replica.load += 1
+            touched[replica] = None
+        for replica in touched:
+            replica.advance(self.now)
+            replica.start()
+            self._schedule(replica)
+
+    def _fewest(self) -> Iterator[int]:
+        """Yield the replica with the fewest requests, again and again, each time with one request more."""
+        loads = [(load, index) for index, load in enumerate(self.loads)]
+        heapq.heapify(loads)
+        while True:
+            load, index = loads[0]
+            heapq.heapreplace(loads, (load + 1, index))
+            yield index
 
     def cancel(self, ids: Iterable[int]) -> list[int]:
         """Stop requests that are under way; return the tokens of each."""
         touched: dict[_Replica, None] = {}
         tokens = []
         for request_id in ids:
+            had = self.tokens_of(request_id)
             request = self._requests.pop(request_id)
             replica = request.replica
-            if replica not in touched:
-                touched[replica] = None
-                replica.advance(self.now)
+            touched[replica] = None
             replica.load -= 1
-            had = request.tokens
             if request.runs:
-                had = replica.steps - request.begin
+                replica.running.remove(request)
                 replica.leave(request, had)
             else:
                 replica.queue.remove(request)
             tokens.append(round(had))
         for replica in touched:
+            replica.start()
             self._schedule(replica)
         return tokens
 
@@ -314,21 +338,18 @@ class Cluster:
     def happen(self) -> _Request | None:
         """Let the next event happen, of which there must be one; return the request that ended, if one did."""
         self.now = now = self.next_event()
-        replica = self._heap[0][2]
-        ended = replica.happen(now)
-        if ended is None:
-            again = replica.preempt()
-            self._requests[again.id] = again
-        else:
+        replica = heapq.heappop(self._heap)[2]
+        request, ended = replica.happen(now), not replica.fills
+        if ended:
             replica.load -= 1
-            del self._requests[ended.id]
-        self._schedule(replica, heapq.heapreplace)
-        return ended
+            del self._requests[request.id]
+        self._schedule(replica)
+        return request if ended else None
 
-    def _schedule(self, replica: _Replica, put: Callable[..., object] = heapq.heappush) -> None:
+    def _schedule(self, replica: _Replica) -> None:
         self._serial += 1
         replica.serial = self._serial
-        put(self._heap, (replica.next_event(), self._serial, replica))
+        heapq.heappush(self._heap, (replica.next_event(), self._serial, replica))
 
 
 @dataclass(slots=True)
@@ -359,6 +380,7 @@ def play_rounds(
     seed: int = 0,
     timeout: AdaptiveTimeout | None = None,
     ends: bool = False,
+    cluster: type[Cluster] = Cluster,
 ) -> list[Round]:
     """Play rounds of :class:`TailBatching`, one after the other, and return them. The same ``seed`` gives the same rounds.
 
@@ -369,23 +391,25 @@ def play_rounds(
         seed: of what is drawn.
         timeout: the state machine of ``reward_timeout``; a reward that ends within its limit is taken to be of a correct answer.
         ends: the run ends with the last of these rounds, so that no prompt is begun that they could not train.
+        cluster: a subclass of :class:`Cluster` may route requests otherwise.
     """
-    play = _Play(TailBatching(run), Cluster(engine, replicas, workload.prompt_tokens), workload, seed, timeout)
+    player = Player(run, cluster(engine, replicas, workload.prompt_tokens), workload, seed, timeout)
     with collecting_seldom():
-        played = []
-        for number in range(rounds):
-            played.append(play.round(rounds - number if ends else 2**40))
-            gc.collect(0)  # what is younger than this round: nothing older is garbage
-    return played
+        return [player.play(rounds - number if ends else MANY) for number in range(rounds)]
 
 
-class _Play:
-    """Carries out what the state machine decides, as :class:`~rl_accel.rollout.driver.RolloutDriver` does for a framework."""
+class Player:
+    """Carries out what :class:`TailBatching` decides, as :class:`~rl_accel.rollout.driver.RolloutDriver` does for a framework.
+
+    Attributes:
+        cluster: what the next round runs on; between two rounds it may be replaced.
+    """
 
     def __init__(
-        self, core: TailBatching, cluster: Cluster, workload: Workload, seed: int, timeout: AdaptiveTimeout | None
+        self, run: TailRun, cluster: Cluster, workload: Workload, seed: int, timeout: AdaptiveTimeout | None = None
     ) -> None:
-        self._core, self._cluster, self._workload, self._timeout = core, cluster, workload, timeout
+        self.cluster = cluster
+        self._core, self._workload, self._timeout = TailBatching(run), workload, timeout
         self._rng = np.random.default_rng(seed)
         self._offered = 0
         self._rewards: dict[int, tuple[str, float]] = {}  # prompt and seconds of each response's reward
@@ -393,9 +417,9 @@ class _Play:
         self._generated: dict[int, int] = {}  # tokens of responses whose reward is being computed
         self._round = Round()
 
-    def round(self, steps_left: int) -> Round:
-        """Play one round."""
-        core, cluster, rewarding = self._core, self._cluster, self._rewarding
+    def play(self, steps_left: int = MANY) -> Round:
+        """Play one round; ``steps_left`` are left to train with it."""
+        core, cluster, rewarding = self._core, self.cluster, self._rewarding
         generated, scored = core.response_generated, core.response_scored
         began, preempted, played = cluster.now, cluster.preemptions, Round()
         self._round, ends = played, played.ends
@@ -422,9 +446,10 @@ class _Play:
         played.peak_tokens, played.preemptions = cluster.take_peak_tokens(), cluster.preemptions - preempted
         rewarding.clear()
         self._rewards.clear()
+        gc.collect(0)  # what is younger than this round: nothing older is garbage
         return played
 
-    def _carry_out(self, decisions: list[Decision]) -> None:
+    def _carry_out(self, decisions: Sequence[Decision]) -> None:
         launches: list[Launch] = []
         cancelled: list[int] = []
         trains = False
@@ -437,7 +462,7 @@ class _Play:
                 case RequestPrompts(counts):
                     new = range(self._offered, self._offered + sum(counts.values()))
                     self._offered = new.stop
-                    self._carry_out(self._core.offer(dict.fromkeys(map(str, new), ""), self._cluster.now))
+                    self._carry_out(self._core.offer(dict.fromkeys(map(str, new), ""), self.cluster.now))
                 case TrainBatch():
                     trains = True
                 case RoundEnded(metrics):
@@ -445,9 +470,9 @@ class _Play:
         if launches:
             self._launch(launches)
         if cancelled:
-            running = [response_id for response_id in cancelled if response_id in self._cluster]
+            running = [response_id for response_id in cancelled if response_id in self.cluster]
             self._round.unfinished += trains * len(running)
-            tokens = dict(zip(running, self._cluster.cancel(running), strict=True))
+            tokens = dict(zip(running, self.cluster.cancel(running), strict=True))
             tokens |= {i: self._generated.pop(i) for i in cancelled if i in self._generated}
             for response_id, had in tokens.items():
                 if ended := self._core.response_aborted(response_id, had):
@@ -455,13 +480,14 @@ class _Play:
 
     def _launch(self, launches: Sequence[Launch]) -> None:
         ids = [response_id for launch in launches for response_id in launch.response_ids]
+        each = len(launches[0].response_ids)
         prompts = [int(launch.prompt_id) for launch in launches]
-        lengths = self._workload.lengths(prompts, len(launches[0].response_ids), self._rng)
+        lengths = self._workload.lengths(prompts, each, self._rng).ravel().tolist()
+        prompts = [prompt for prompt in prompts for _ in range(each)]
         seconds = self._workload.reward_seconds(len(ids), self._rng)
         if seconds is not None:
-            keys = np.repeat([launch.prompt_id for launch in launches], lengths.shape[1]).tolist()
-            self._rewards |= dict(zip(ids, zip(keys, seconds.tolist(), strict=True), strict=True))
-        self._cluster.launch(ids, lengths.ravel().tolist())
+            self._rewards |= dict(zip(ids, zip(map(str, prompts), seconds.tolist(), strict=True), strict=True))
+        self.cluster.launch(ids, lengths, prompts=prompts)
 
     def _reward_seconds(self, response_id: int) -> float:
         key, seconds = self._rewards[response_id]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rl_accel.features import RewardTimeoutFlags, TailBatchingFlags
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
-from rl_accel.rollout.simulation import Cluster, Engine, Given, play_rounds
+from rl_accel.rollout.simulation import Cluster, Engine, Given, Player, play_rounds
 from rl_accel.rollout.tail_batching import TailRun
 
 PLAIN = TailBatchingFlags(prompt_ratio=1.0, response_ratio=1.0)
@@ -116,6 +116,23 @@ def test_the_host_s_work_delays_a_response():
         TailRun(1, 3, PLAIN), Engine({1: 0.01}, request_seconds=0.1), 1, Given(np.full((1, 3), 5)), 1
     )
     assert played.ends == pytest.approx([0.35] * 3)
+
+
+def test_a_router_says_where_requests_go_and_knows_their_prompts_and_how_far_they_are():
+    class LastReplica(Cluster):
+        def launch(self, ids, lengths, tokens=None, prompts=None, replicas=None):
+            self.prompts = list(prompts)
+            super().launch(ids, lengths, tokens, prompts, [len(self.loads) - 1] * len(ids))
+            self.launched = self.loads
+
+    engine = Engine({1: 0.01, 4: 0.04})
+    player = Player(TailRun(2, 2, PLAIN), LastReplica(engine, 3), Given(np.full((2, 2), 10)), seed=0)
+    assert player.play(1).metrics.rollout_seconds == pytest.approx(0.4)
+    assert (player.cluster.prompts, player.cluster.launched) == ([0, 0, 1, 1], [0, 0, 4])
+    cluster = Cluster(engine, 2)
+    cluster.launch([1, 2], [10, 40], [0.0, 5.0], replicas=[0, 1])
+    assert cluster.happen().id == 1
+    assert cluster.tokens_of(2) == pytest.approx(15.0)
 
 
 def test_rewards_end_a_rollout_and_the_adaptive_timeout_cuts_them():
