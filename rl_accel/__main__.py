@@ -16,6 +16,7 @@ _LAZY = {
     "profile": ("telemetry.profile", "Where a step's time went in a run, and which flag would save most."),
     "plan": ("plan.command", "What the features would do to a step of your run, before you spend a GPU hour."),
     "run": ("relaunch", "Run a trainer, and again with other overrides when it asks for that."),
+    "compare": ("lab.ab.compare", "The report of an A/B over runs that were launched elsewhere."),
     "ab": ("lab.ab.cli", "Train the arms of a recipe one after the other and report the difference."),
 }
 _LAZY_BENCH = {

@@ -48,6 +48,6 @@ def test_lengths_have_the_published_tail(summary):
 
 
 def test_the_report_has_its_pictures(out):
-    for name in ("rollout_seconds", "queue", "lengths", "reward_progress"):
+    for name in ("rollout_seconds", "queue", "lengths", "reward"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG"), name
     assert "Every prompt of an epoch is trained once" in (out / "report.html").read_text()

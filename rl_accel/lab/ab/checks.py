@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_accel.lab.ab.recipe import Recipe
 from rl_accel.lab.ab.runner import RunResult
-from rl_accel.lab.ab.stats import RunData, gain
+from rl_accel.lab.ab.stats import RunData, gain, pairs
 
 GREEN, RED, SKIPPED = "green", "red", "skipped"
 _PROBS_DIFF = "training/rollout_probs_diff_max"
@@ -36,11 +36,12 @@ def run_checks(
     runs: Sequence[RunData],
     stages: Sequence[Any],
     rollout: Mapping[str, Any] | None,
+    convergence: Mapping[str, Any],
     out: Path,
     asked: int,
 ) -> list[Check]:
-    """Evaluate every check of the recipe. ``asked`` is how many runs the call wanted; ``stages`` and ``rollout`` are the
-    summary's."""
+    """Evaluate every check of the recipe. ``asked`` is how many runs the call wanted; ``stages``, ``rollout`` and ``convergence``
+    are the summary's."""
     checks = [
         _completed(results, asked),
         _identical(recipe, runs),
@@ -49,7 +50,7 @@ def run_checks(
         _forbidden_log(recipe, results, out),
         _reward_gain(recipe, runs),
         _faster(recipe, stages),
-        *(_rollout_checks(recipe, rollout) if rollout else []),
+        *(_rollout_checks(recipe, rollout, convergence) if rollout else []),
     ]
     return [Check(**{**asdict(c), "warn_only": c.name in recipe.checks.warn_only}) for c in checks if c is not None]
 
@@ -152,7 +153,7 @@ def _faster(recipe: Recipe, stages: Sequence[Any]) -> Check | None:
     return _check("faster", lines)
 
 
-def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any]) -> Iterator[Check]:
+def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any], convergence: Mapping[str, Any]) -> Iterator[Check]:
     wanted, rows = recipe.rollout, {row["arm"]: row for row in rollout["arms"]}
     if wanted.faster and recipe.baseline not in rows:
         yield Check("rollout_faster", SKIPPED, f"{recipe.baseline} was not run")
@@ -163,7 +164,9 @@ def _rollout_checks(recipe: Recipe, rollout: Mapping[str, Any]) -> Iterator[Chec
     if wanted.prompts_lost:
         yield _bounds("prompts_lost", wanted.prompts_lost, rows, "lost", operator.le, "{:.0f}")
     if wanted.same_reward is not None:
-        yield _same_reward(wanted.same_reward, rows)
+        yield _same_reward(
+            wanted.same_reward, [row for row in convergence["rows"] if "reach" in row and row["axis"] == "steps"]
+        )
     if rollout["ledgers"] or rollout["without_ledger"]:
         lines = [(False, f"{run}: tail batching left no ledger") for run in rollout["without_ledger"]]
         for ledger in rollout["ledgers"]:
@@ -193,23 +196,15 @@ def _bounds(
     return _check(name, lines) if lines else Check(name, SKIPPED, "no such arm was run")
 
 
-def _same_reward(bound: float, rows: Mapping[str, Any]) -> Check:
+def _same_reward(bound: float, rows: Sequence[Mapping[str, Any]]) -> Check:
     lines = []
-    for arm, reward in ((arm, row["reward"]) for arm, row in rows.items()):
-        if reward and reward["low"] is not None:
-            text = f"{arm} {reward['difference']:+.3f} ({reward['low']:+.3f} to {reward['high']:+.3f})"
-            lines.append((-bound <= reward["low"] and reward["high"] <= bound, text))
+    for row in rows:
+        if math.isfinite(row["low"]):
+            text = f"{row['arm']} {row['difference']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})"
+            lines.append((-bound <= row["low"] and row["high"] <= bound, text))
     if not lines:
         return Check("same_reward", SKIPPED, "an interval needs at least three seeds of the baseline and of an arm")
     return _check("same_reward", lines, wanted=f"wanted the interval within {bound:g}")
-
-
-def pairs(runs: Sequence[RunData], baseline: str) -> Iterator[tuple[RunData, RunData]]:
-    """Yield (baseline run, other run) for each run that has a baseline run of the same seed."""
-    base = {run.seed: run for run in runs if run.arm == baseline}
-    for run in runs:
-        if run.arm != baseline and run.seed in base:
-            yield base[run.seed], run
 
 
 def _check(name: str, lines: Sequence[tuple[bool, str]], wanted: str = "", green: str = "") -> Check:

@@ -25,7 +25,7 @@ from rl_accel.lab.ab.recipe import Recipe, RunPlan, load, plan_runs, prepare_com
 from rl_accel.lab.ab.runner import RunResult, Stop, last_lines, load_result, prepare, run_all
 
 _MANIFEST = "ab.json"
-_WIDTH = 180
+WIDTH = 180
 """Columns of tables in a file or a pipe."""
 _PLAIN_EVERY_S = 15.0
 """Seconds between lines of progress there."""
@@ -88,7 +88,7 @@ def ab(
     run failed or a check is red; 2: the recipe or an option is wrong; 128 + signal: stopped, what was measured is kept
     and reported.
     """
-    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH)
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH)
     if recipe is not None and recipe.is_dir():
         recipe /= "recipe.yaml"
     try:

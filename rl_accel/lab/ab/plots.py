@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_accel.lab.ab.convergence import AXES
 from rl_accel.lab.ab.stats import ALL
 from rl_accel.telemetry.stage_clock import STAGES
 
@@ -22,7 +23,6 @@ def draw(summary: dict[str, Any], out: Path) -> list[Path]:
         "predicted.png": _predicted,
         "queue.png": _queue,
         "lengths.png": _lengths,
-        "reward_progress.png": _reward_progress,
     }
     written = []
     for name, make in {**pictures, **about_rollouts}.items():
@@ -63,48 +63,50 @@ def _arms(summary: dict[str, Any]) -> dict[str, str]:
 
 
 def _reward(summary: dict[str, Any]) -> Any:
-    metric = summary["recipe"]["metrics"]["reward"]
+    """Reward against steps, prompts trained and hours, as far as they are known, every seed."""
+    metric, found = summary["recipe"]["metrics"]["reward"], summary["convergence"]["curves"]
+    known = [axis for axis, curves in found.items() if curves]
+    if not known:
+        return None
+    figure, places = _figure(columns=len(known), grid="y", sharey=True)
+    for axis, axes in zip(known, np.atleast_1d(places), strict=True):
+        # the baseline is broad and pale so that a curve that coincides with it stays visible
+        _draw_runs(axes, summary, found[axis], {"lw": 5, "alpha": 0.4})
+        axes.set_xlabel(AXES[axis])
     title = f"Reward ({metric})"
     if any(v["steps_compared"] and v["parts_at"] is None for v in summary["reward_verdicts"]):
         title += "; curves that coincide are drawn over each other"
-    # the baseline is broad and pale so that a curve that coincides with it stays visible
-    return _curves(summary, metric, title, "reward", {"lw": 5, "alpha": 0.6})
+    figure.axes[0].set_title(title, fontsize=10, loc="left")
+    figure.axes[0].set_ylabel("reward")
+    return figure
+
+
+def _draw_runs(axes: Any, summary: dict[str, Any], curves: Mapping[str, Any], base_style: dict[str, Any]) -> None:
+    """Draw a curve ``(x, y)`` of each run in the colour of its arm."""
+    for index, (arm, colour) in enumerate(_arms(summary).items()):
+        names = [run["name"] for run in summary["runs"] if run["arm"] == arm and run["name"] in curves]
+        for seed, name in enumerate(names):
+            style = {"lw": 1.5} | (base_style if index == 0 else {})
+            axes.plot(*curves[name], color=colour, label=None if seed else arm, **style)
 
 
 def _step_time(summary: dict[str, Any]) -> Any:
     names = summary["recipe"]["metrics"]
-    figure = _curves(summary, names["stage_prefix"] + names["step"], "Seconds a step", "seconds", {"lw": 1.5})
-    if figure is None:
+    steps = summary["curves"].get(names["stage_prefix"] + names["step"], {})
+    figure, axes = _figure(grid="y")
+    _draw_runs(axes, summary, {name: (its["steps"], its["values"]) for name, its in steps.items() if its["steps"]}, {})
+    if not axes.lines:
         return None
-    axes = figure.axes[0]
+    axes.set_title("Seconds a step", fontsize=10)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("seconds")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylim(0, 1.12 * max(max(line.get_ydata()) for line in axes.lines))
     first = max((ends[0] for ends in summary["measured_steps"].values() if ends), default=1)
     if first > 1:
         left, right = axes.get_xlim()
         axes.axvspan(left, first - 0.5, color="#000000", alpha=0.06, lw=0, label="warm-up, not counted")
         axes.set_xlim(left, right)
-    return figure
-
-
-def _curves(summary: dict[str, Any], metric: str, title: str, label: str, base_style: dict[str, Any]) -> Any:
-    curves = {name: points for name, points in summary["curves"].get(metric, {}).items() if points["steps"]}
-    if not curves:
-        return None
-    figure, axes = _figure(grid="y")
-    for index, (arm, colour) in enumerate(_arms(summary).items()):
-        labelled = False
-        for run in summary["runs"]:
-            if run["arm"] != arm or run["name"] not in curves:
-                continue
-            points = curves[run["name"]]
-            style = base_style if index == 0 else {"lw": 1.5, "marker": "o", "ms": 3}
-            legend = None if labelled else arm
-            axes.plot(points["steps"], points["values"], color=colour, label=legend, **style)
-            labelled = True
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel("training step")
-    axes.set_ylabel(label)
-    axes.xaxis.get_major_locator().set_params(integer=True)
     return figure
 
 
@@ -211,27 +213,6 @@ def _lengths(summary: dict[str, Any]) -> Any:
         axes.set_xlabel("characters")
         axes.set_ylabel("share of responses")
     return figure if left.lines else None
-
-
-def _reward_progress(summary: dict[str, Any]) -> Any:
-    """Reward against wall-clock seconds of training and against prompts trained, every seed."""
-    figure, (by_time, by_prompts) = _figure(columns=2, sharey=True)
-    labelled = set()
-    for run in summary["runs"]:
-        series, arm = summary["rollout"]["series"].get(run["name"]), run["arm"]
-        if series is None:
-            continue
-        style = {"color": _arms(summary)[arm], "lw": 1.2, "alpha": 0.85, "label": None if arm in labelled else arm}
-        labelled.add(arm)
-        by_time.plot(series["wall_seconds"], series["reward"], **style)
-        if series["prompts"]:
-            by_prompts.plot(series["prompts"], series["reward"], **style)
-    by_time.set_title("Reward against wall-clock time", fontsize=10)
-    by_time.set_xlabel("seconds of training")
-    by_time.set_ylabel("reward")
-    by_prompts.set_title("Reward against prompts trained", fontsize=10)
-    by_prompts.set_xlabel("prompts")
-    return figure if by_time.lines else None
 
 
 def _first_seed(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

@@ -89,6 +89,10 @@ class Metrics:
     """Shell patterns of metrics that may differ between arms, left out of the first-difference table."""
     warmup_steps: int = 2
     """First steps of each run that the stage times leave out."""
+    margin: str = "2%"
+    """Within which reward and validation of two arms count as equal: a share of the baseline's gain, or a difference (0.01)."""
+    reach: float | None = None
+    """Reward whose first time is compared; null: nine tenths of the baseline's gain."""
 
 
 @dataclass
@@ -165,6 +169,21 @@ _ADDED = ("overrides",)
 _MERGED = ("env", "metrics", "checks", "rollout")
 
 
+def parse_margin(text: str) -> tuple[float, bool]:
+    """Return the size of a margin, and whether it is a share of the baseline's gain.
+
+    Raises:
+        RecipeError: it is not above 0.
+    """
+    number = text.strip().removesuffix("%")
+    is_share = number != text.strip()
+    if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", number) or not float(number) > 0:
+        raise RecipeError(
+            f"metrics.margin wants a share of the gain such as 2% or a difference such as 0.01, found {text!r}"
+        )
+    return float(number) / (100 if is_share else 1), is_share
+
+
 def load(path: Path) -> Recipe:
     """Read and check a recipe file.
 
@@ -237,6 +256,7 @@ def _checked(values: dict[str, Any], source: str) -> Recipe:
     recipe: Recipe = _typed(Recipe, values, source, "")
     for problem in _problems(recipe):
         raise RecipeError(f"{source}: {problem}")
+    parse_margin(recipe.metrics.margin)
     recipe.baseline = recipe.baseline or next(iter(recipe.arms))
     return recipe
 

@@ -27,21 +27,23 @@ from rich.table import Table
 
 from rl_accel.errors import RlAccelError
 from rl_accel.lab.ab import plots
-from rl_accel.lab.ab.checks import pairs, run_checks
+from rl_accel.lab.ab.checks import run_checks
+from rl_accel.lab.ab.convergence import converge, sentence
 from rl_accel.lab.ab.recipe import Metrics, Recipe
 from rl_accel.lab.ab.runner import RunResult, last_lines
 from rl_accel.lab.ab.stats import (
-    ALL,
-    KINDS,
     RunData,
     agreement,
     curve,
+    data_changes,
     first_differences,
     gain,
     measured_steps,
+    pairs,
     rollout_summary,
     stage_table,
 )
+from rl_accel.lab.ab.tables import tables
 from rl_accel.plan.answers import mean_of
 from rl_accel.plan.predict import flags_of_words, predict
 from rl_accel.plan.setup import setup_of
@@ -57,9 +59,14 @@ _PACKAGES = ("rl-accel", "verl", "torch", "ray", "transformers", "numba", "numpy
 _COLOURS = {"green": "green", "red": "red", "skipped": "yellow"}
 
 
-def build(recipe: Recipe, recipe_file: Path, out: Path, results: Sequence[RunResult], asked: int) -> dict[str, Any]:
-    """Write summary.json, the plots and report.html into ``out`` and return the summary."""
-    summary = summarise(recipe, recipe_file, out, results, asked)
+def build(
+    recipe: Recipe, recipe_file: Path, out: Path, results: Sequence[RunResult], asked: int, runs: Any = None
+) -> dict[str, Any]:
+    """Write summary.json, the plots and report.html into ``out`` and return the summary.
+
+    ``runs`` are those whose metrics ``out`` keeps, if not given. ``asked`` is how many were wanted; 0 checks nothing.
+    """
+    summary = summarise(recipe, recipe_file, out, results, asked, _load_runs(results, out) if runs is None else runs)
     (out / "summary.json").write_text(json.dumps(_strict(summary), indent=1, allow_nan=False) + "\n")
     pictures = plots.draw(summary, out)
     tails = {r.name: last_lines(out / r.name / "train.log") for r in results if r.status in ("failed", "timeout")}
@@ -69,20 +76,23 @@ def build(recipe: Recipe, recipe_file: Path, out: Path, results: Sequence[RunRes
 
 def _load_runs(results: Sequence[RunResult], out: Path) -> list[RunData]:
     """Read the kept metrics of each run that has any."""
-    runs = [RunData(r.arm, r.seed, read_log(out / r.name / "metrics.jsonl"), r.command) for r in results]
+    folders = [(result, out / result.name) for result in results]
+    runs = [RunData(r.arm, r.seed, read_log(folder / "metrics.jsonl"), r.command, folder) for r, folder in folders]
     return [run for run in runs if run.steps]
 
 
-def summarise(recipe: Recipe, recipe_file: Path, out: Path, results: Sequence[RunResult], asked: int) -> dict[str, Any]:
-    """Compute the whole summary from the kept metrics. ``asked`` is the number of runs that were wanted."""
+def summarise(
+    recipe: Recipe, recipe_file: Path, out: Path, results: Sequence[RunResult], asked: int, runs: Sequence[RunData]
+) -> dict[str, Any]:
+    """Compute the whole summary from the metrics of ``runs``."""
     names = recipe.metrics
-    runs = _load_runs(results, out)
     arms = [arm for arm in recipe.arms if any(run.arm == arm for run in runs)]
     stages = stage_table(runs, arms, recipe.baseline, names)
-    rollouts = rollout_summary(recipe, runs, arms, out) if recipe.rollout.report else None
+    rollouts = rollout_summary(recipe, runs, arms) if recipe.rollout.report else None
     if rollouts:
-        _predict(recipe, runs, rollouts["arms"], out)
-    checks = run_checks(recipe, results, runs, stages, rollouts, out, asked)
+        _predict(recipe, runs, rollouts["arms"])
+    convergence = converge(runs, arms, recipe.baseline, names)
+    checks = run_checks(recipe, results, runs, stages, rollouts, convergence, out, asked) if asked else []
     couples = list(pairs(runs, recipe.baseline))
     differences: list[dict[str, Any]] = [
         {"arm": other.arm, "seed": other.seed, "rows": first_differences(base, other, names)} for base, other in couples
@@ -103,6 +113,8 @@ def summarise(recipe: Recipe, recipe_file: Path, out: Path, results: Sequence[Ru
         "measured_steps": {run.name: _ends(measured_steps(run, names)) for run in runs},
         "stages": stages,
         "rollout": rollouts,
+        "convergence": convergence,
+        "data": data_changes(runs, recipe.rollout.ledger),
         "reward_verdicts": verdicts,
         "differences": differences,
         "checks": [{**asdict(check), "failed": check.failed} for check in checks],
@@ -112,14 +124,14 @@ def summarise(recipe: Recipe, recipe_file: Path, out: Path, results: Sequence[Ru
     return summary
 
 
-def _predict(recipe: Recipe, runs: Sequence[RunData], rows: list[dict[str, Any]], out: Path) -> None:
+def _predict(recipe: Recipe, runs: Sequence[RunData], rows: list[dict[str, Any]]) -> None:
     """Add to the row of each arm what `rl-accel plan` makes of the baseline's telemetry; nothing where it has none."""
     names = recipe.metrics
     setups, steps = [], 1
     for run in runs:
-        if run.arm == recipe.baseline and any((out / run.name).rglob(FILE_NAME)):
+        if run.arm == recipe.baseline and run.folder and run.files(FILE_NAME):
             with contextlib.suppress(RlAccelError):  # too few steps, or none without rounds
-                setups.append(setup_of(read_run(out / run.name, names.warmup_steps), {})[0])
+                setups.append(setup_of(read_run(run.folder, names.warmup_steps), {})[0])
                 steps = max(steps, len(run.training_steps(names)))
     for row in rows:
         row |= {"predicted": None, "predicted_wasted": None}
@@ -130,13 +142,14 @@ def _predict(recipe: Recipe, runs: Sequence[RunData], rows: list[dict[str, Any]]
 
 
 def _run(result: RunResult, runs: Sequence[RunData], recipe: Recipe) -> dict[str, Any]:
-    run = next((r for r in runs if (r.arm, r.seed) == (result.arm, result.seed)), None)
+    run = next((r for r in runs if r.name == result.name), None)
     step = recipe.metrics.stage_prefix + recipe.metrics.step
     seconds = curve(run, step)["values"] if run else []
     first = result.first_step_at
     return {
         **asdict(result),
         "name": result.name,
+        "seconds": result.seconds or None,
         "train_seconds": sum(seconds),
         "startup_seconds": max(0.0, first - seconds[0]) if seconds and first is not None else None,
         "reward": gain(run, recipe.metrics.reward) if run else None,
@@ -199,12 +212,15 @@ def _headline(summary: dict[str, Any], recipe: Recipe) -> list[str]:
     lines += _rollout_lines(summary["rollout"], recipe.baseline) if summary["rollout"] else []
     if recipe.checks.identical or not summary["rollout"]:  # else the arms differ on purpose
         lines += [f"{verdict['text']}." for verdict in summary["reward_verdicts"]]
+    firsts = [row for row in summary["convergence"]["rows"] if "reach" in row and row["axis"] == "steps"]
+    lines += [f"{sentence(row, recipe.baseline, recipe.metrics.margin)}." for row in firsts]
     for run in summary["runs"]:
         if (run["load_average"] or 0.0) > _BUSY * summary["environment"]["cores"]:
             load = f"{run['load_average']:.1f} on {summary['environment']['cores']} cores"
             lines.append(f"The machine was busy when {run['name']} started (load {load}): do not trust its times.")
     red = [check["name"] for check in summary["checks"] if check["status"] == "red"]
-    lines.append(f"Red checks: {', '.join(red)}." if red else "No check is red.")
+    if summary["checks"]:
+        lines.append(f"Red checks: {', '.join(red)}." if red else "No check is red.")
     return lines
 
 
@@ -219,11 +235,6 @@ def _rollout_lines(rollout: dict[str, Any], baseline: str) -> list[str]:
         line += f" ({row['ratio']:.2f}x"
         line += f", 95% interval {row['low']:.2f}-{row['high']:.2f})" if row["low"] is not None else ")"
         line += f"; {row['wasted']:.0%} of the tokens are wasted" if row["wasted"] is not None else ""
-        reward = row["reward"]
-        if reward:
-            line += f"; the final reward differs by {reward['difference']:+.3f}"
-            bounds = f" ({reward['low']:+.3f} to {reward['high']:+.3f})" if reward["low"] is not None else ""
-            line += f"{bounds} over {len(reward['seeds'])} seeds"
         lines.append(line + ".")
     return lines
 
@@ -264,102 +275,38 @@ def render(summary: dict[str, Any], pictures: Sequence[Path], tails: dict[str, s
         "seconds": lambda value: "-" if value is None else format_seconds(value),
         "figures": lambda value: "-" if value is None else f"{value:.6g}",
         "small": lambda value: "-" if value is None else f"{value:.1e}",
-        "times": lambda value: "-" if value is None else f"{value:.2f}x",
         "command": shlex.join,
     }
     text = resources.files("rl_accel.lab.ab").joinpath("report.html.j2").read_text(encoding="utf-8")
     images = [(path.stem.replace("_", " "), base64.b64encode(path.read_bytes()).decode()) for path in pictures]
     arms = [arm for arm in summary["recipe"]["arms"] if any(run["arm"] == arm for run in summary["runs"])]
-    others = [arm for arm in arms if arm != summary["recipe"]["baseline"]]
     html: str = environment.from_string(text).render(
         s=summary,
         images=images,
         tails=tails,
         arms=arms,
-        others=others,
-        warmup=warmup_text(summary),
-        kinds=_kinds(summary),
+        tables=tables(summary),
     )
     return html
 
 
-def warmup_text(summary: dict[str, Any]) -> str:
-    """Say which steps the stage times are taken from."""
-    spans = {tuple(ends) for ends in summary["measured_steps"].values() if ends}
-    skipped = summary["recipe"]["metrics"]["warmup_steps"]
-    text = ", ".join(f"{first}-{last}" for first, last in sorted(spans))
-    return f"steps {text}; the first {skipped} of each run are warm-up and not counted" if spans else "no steps"
-
-
 def show(summary: dict[str, Any], console: Console) -> None:
-    """Print stage table, checks and verdicts."""
-    names, baseline = summary["recipe"]["metrics"], summary["recipe"]["baseline"]
-    arms = [arm for arm in summary["recipe"]["arms"] if any(arm in row["arms"] for row in summary["stages"])]
-    others = [arm for arm in arms if arm != baseline]
-    if summary["stages"]:
-        console.print(
-            f"{names['average'].capitalize()} time of each stage, {warmup_text(summary)}",
-            highlight=False,
-            soft_wrap=True,
-        )
-        table = Table()
-        table.add_column("stage")
-        for arm in arms:
-            table.add_column(escape(arm), justify="right")
-        for arm in others:
-            table.add_column(f"{escape(baseline)}/{escape(arm)}" if len(others) > 1 else "ratio", justify="right")
-            table.add_column("95% interval", justify="right")
-        for row in summary["stages"]:
-            cells = [format_seconds(row["arms"][a][names["average"]]) if a in row["arms"] else "" for a in arms]
-            for arm in others:
-                cells += _ratio_cells(row["ratios"].get(arm))
-            table.add_row(row["stage"], *cells, style="bold" if row["stage"] == names["step"] else "")
-        console.print(table)
-    if summary["rollout"]:
-        console.print(_rollout_table(summary))
-    checks = Table(title="Checks", title_justify="left")
-    for column in ("check", "result", "detail"):
-        checks.add_column(column)
+    """Print the tables, checks and verdicts."""
+    for made in tables(summary):
+        console.print(made.title, markup=False, highlight=False, soft_wrap=True)
+        table = Table(*map(escape, made.columns))
+        for row in made.rows:
+            table.add_row(*map(escape, row), style="bold" if row[0] == summary["recipe"]["metrics"]["step"] else "")
+        if made.rows:
+            console.print(table)
+        for note in made.notes:
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
+    checks = Table("check", "result", "detail", title="Checks", title_justify="left")
     for check in summary["checks"]:
         colour = _COLOURS[check["status"]]
         note = " (warning only)" if check["warn_only"] and check["status"] == "red" else ""
         checks.add_row(check["name"], f"[{colour}]{check['status']}{note}[/]", escape(check["detail"]))
-    console.print(checks)
+    if summary["checks"]:
+        console.print(checks)
     for line in summary["headline"]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _kinds(summary: dict[str, Any]) -> list[str]:
-    """The kinds of rounds that any arm had."""
-    rows = summary["rollout"]["arms"] if summary["rollout"] else []
-    return [kind for kind in (*KINDS, ALL) if any(kind in row["kinds"] for row in rows)]
-
-
-def _rollout_table(summary: dict[str, Any]) -> Table:
-    table = Table(title="Mean rollout seconds a step", title_justify="left")
-    kinds = _kinds(summary)
-    lost = ["prompts lost"] if any(row["lost"] is not None for row in summary["rollout"]["arms"]) else []
-    foretold = ["predicted", "predicted waste"] if summary["rollout"]["arms"][0]["predicted"] else []
-    table.add_column("arm")
-    for column in ("all steps", "ratio", "95% interval", *kinds, "wasted tokens", *foretold, *lost):
-        table.add_column(column, justify="right")
-    for row in summary["rollout"]["arms"]:
-        cells = [format_seconds(row["seconds"]) if row["seconds"] is not None else ""]
-        cells += _ratio_cells(row if row.get("ratio") else None)
-        for kind in kinds:
-            part = row["kinds"].get(kind)
-            cells.append(f"{format_seconds(part['seconds'])} x {part['steps']}" if part else "")
-        cells.append(f"{row['wasted']:.1%}" if row["wasted"] is not None else "")
-        if foretold:
-            cells += [format_seconds(row["predicted"]), f"{row['predicted_wasted']:.1%}"]
-        if lost:
-            cells.append(f"{row['lost']:.0f}" if row["lost"] is not None else "")
-        table.add_row(escape(row["arm"]), *cells)
-    return table
-
-
-def _ratio_cells(ratio: dict[str, Any] | None) -> list[str]:
-    if ratio is None or ratio["ratio"] is None:
-        return ["", ""]
-    interval = f"{ratio['low']:.2f}-{ratio['high']:.2f}" if ratio["low"] is not None else ""
-    return [f"{ratio['ratio']:.2f}x", interval]

@@ -64,10 +64,12 @@ class RunResult:
     load_average: float | None = None
     """Of the machine when the run started: a busy machine spoils timings."""
     message: str = ""
+    label: str = ""
+    """Its name, where its seed is not known."""
 
     @property
     def name(self) -> str:
-        return f"{self.arm}-seed{self.seed}"
+        return self.label or f"{self.arm}-seed{self.seed}"
 
 
 class Watcher(Protocol):

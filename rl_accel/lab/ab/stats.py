@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_accel.lab.ab.recipe import Metrics, Recipe
+from rl_accel.telemetry.stage_clock import COMPLETED, FILE_NAME, read_kept
 
 OTHER = "other"
 _RESAMPLES = 2000
@@ -30,7 +31,16 @@ _COUNTED = ("rollout/", _PREFIX)
 """Who counts tokens, the most trusted first: what an engine says of a whole rollout, what tail batching reports."""
 _LOST = "rollout/prompts_lost"
 _BATCH = "data.train_batch_size="
-_MIN_SEEDS = 3
+_DATA = {
+    "mean length of a response": ("response_length/mean", "rollout/response_len/mean"),
+    "share cut at the limit": ("response_length/clip_ratio", "rollout/truncated_ratio"),
+    "rewards stopped for time a step": ("rl_accel/reward_timeout/timeouts",),
+    "rewards killed a step": ("rl_accel/reward_timeout/killed",),
+    "staleness, mean": ("training/off_policy/trajectory_staleness/mean",),
+    "staleness, worst": ("training/off_policy/trajectory_staleness_worst/max",),
+    "prompts put off a step": (_PREFIX + "prompts_deferred",),
+}
+"""What changes the data, and the names of verl and slime for it."""
 _PHASES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "rollout and reward",
@@ -55,22 +65,29 @@ _PHASES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True)
 class RunData:
-    """The metrics of one run, step -> name -> value."""
+    """The metrics of one run, step -> name -> value. Where the seed is not known it is None, and ``label`` the name."""
 
     arm: str
-    seed: int
+    seed: int | None
     steps: Mapping[int, Mapping[str, float]]
     command: Sequence[str] = ()
+    folder: Path | None = None
+    label: str = ""
+    notes: Sequence[str] = ()
 
     @property
     def name(self) -> str:
-        return f"{self.arm}-seed{self.seed}"
+        return self.label or f"{self.arm}-seed{self.seed}"
 
     @property
     def batch_size(self) -> int | None:
         """Prompts of a step, as the last override says."""
         sizes = [word.removeprefix(_BATCH) for word in self.command if word.startswith(_BATCH)]
         return int(sizes[-1]) if sizes and sizes[-1].isdigit() else None
+
+    def files(self, pattern: str) -> list[Path]:
+        """The files below its folder whose path ends with ``pattern``."""
+        return sorted(self.folder.rglob(pattern)) if self.folder else []
 
     def training_steps(self, names: Metrics) -> dict[int, Mapping[str, float]]:
         """Steps that have the time of a whole step; a validation before training has none."""
@@ -91,19 +108,22 @@ def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, nam
     bound its 95% interval by a paired bootstrap over those steps (null below 5 pairs). The interval is about the noise
     between the steps of these runs, not about other machines or loads. ``saved_s`` is the difference of the averages.
     """
-    times = {(run.arm, run.seed): _stage_times(run, names) for run in runs}
+    times = {run.name: _stage_times(run, names) for run in runs}
     rows = []
     for stage in [*names.stages, OTHER, names.step]:
         row: dict[str, Any] = {"stage": stage, "arms": {}, "ratios": {}}
         for arm in arms:
-            values = [v for (a, _), steps in times.items() if a == arm for v in steps.get(stage, {}).values()]
+            values = [v for run in runs if run.arm == arm for v in times[run.name].get(stage, {}).values()]
             if values:
                 row["arms"][arm] = _summary(values)
         for arm in arms:
             if arm != baseline and baseline in row["arms"] and arm in row["arms"]:
-                pairs = _pairs(times, baseline, arm, stage)
-                if len(pairs):
-                    row["ratios"][arm] = _ratio(pairs, np.median if names.average == "median" else np.mean)
+                couples = [
+                    (times[base.name], times[ours.name]) for base, ours in pairs(runs, baseline) if ours.arm == arm
+                ]
+                paired = _paired_times(couples, stage)
+                if len(paired):
+                    row["ratios"][arm] = _ratio(paired, np.median if names.average == "median" else np.mean)
         if row["arms"]:
             rows.append(row)
     return rows
@@ -121,13 +141,18 @@ def _stage_times(run: RunData, names: Metrics) -> dict[str, dict[int, float]]:
     return times
 
 
-def _pairs(times: Any, baseline: str, arm: str, stage: str) -> npt.NDArray[np.float64]:
-    pairs: list[tuple[float, float]] = []
-    for (name, seed), stages in times.items():
-        if name == baseline and (arm, seed) in times:
-            ours, theirs = times[arm, seed].get(stage, {}), stages.get(stage, {})
-            pairs += [(theirs[step], ours[step]) for step in sorted(ours.keys() & theirs.keys())]
-    return np.array(pairs, dtype=np.float64).reshape(-1, 2)
+def pairs(runs: Sequence[RunData], baseline: str) -> Iterator[tuple[RunData, RunData]]:
+    """Yield (baseline run, other run) for each run that has a baseline run of the same seed."""
+    base = {run.seed: run for run in runs if run.arm == baseline and run.seed is not None}
+    for run in runs:
+        if run.arm != baseline and run.seed in base:
+            yield base[run.seed], run
+
+
+def _paired_times(couples: Iterable[tuple[Any, Any]], stage: str) -> npt.NDArray[np.float64]:
+    found = [(base.get(stage, {}), ours.get(stage, {})) for base, ours in couples]
+    both = [(base[step], ours[step]) for base, ours in found for step in sorted(base.keys() & ours.keys())]
+    return np.array(both, dtype=np.float64).reshape(-1, 2)
 
 
 def _summary(values: Sequence[float]) -> dict[str, Any]:
@@ -247,23 +272,25 @@ def curve(run: RunData, metric: str) -> dict[str, list[Any]]:
 
 def gain(run: RunData, metric: str) -> dict[str, float] | None:
     """Mean of ``metric`` over the first and the last fifth of the steps (at least one each); None below two steps."""
-    values = [value for value in curve(run, metric)["values"] if math.isfinite(value)]
-    if len(values) < 2:
-        return None
+    values = np.array(curve(run, metric)["values"], dtype=float)
+    levels = before_and_after(values[np.isfinite(values)])
+    return levels and {"before": levels[0], "after": levels[1], "gain": levels[1] - levels[0]}
+
+
+def before_and_after(values: npt.NDArray[np.float64]) -> tuple[float, float] | None:
+    """Return the means of the first and of the last fifth of the values, at least one each; None below two values."""
     part = max(1, len(values) // 5)
-    before, after = float(np.mean(values[:part])), float(np.mean(values[-part:]))
-    return {"before": before, "after": after, "gain": after - before}
+    return None if len(values) < 2 else (float(values[:part].mean()), float(values[-part:].mean()))
 
 
-def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str], out: Path) -> dict[str, Any]:
+def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]) -> dict[str, Any]:
     """Return the ``rollout`` part of a summary.
 
     ``arms[]``: one an arm with ``seconds`` (mean rollout seconds of the measured steps), ``ratio`` of the baseline's to it
     with its 95% interval ``low``, ``high`` (bootstrap over steps), ``kinds{kind: {steps, seconds}}``, the share of tokens
-    that were ``wasted``, the prompts ``lost``, mean ``accepted`` and ``cancelled`` lengths of the same prompts, ``lengths``
-    of the responses trained on (:func:`length_distribution`) and ``reward`` (:func:`final_rewards`). ``ledgers[]``: one a run
-    that kept one (:func:`ledger_counts`); ``without_ledger[]``: runs with rounds and none. ``series{run: {...}}``: step by
-    step (:func:`series`).
+    that were ``wasted``, the prompts ``lost``, mean ``accepted`` and ``cancelled`` lengths of the same prompts and ``lengths``
+    of the responses trained on (:func:`length_distribution`). ``ledgers[]``: one a run that kept one (:func:`ledger_counts`);
+    ``without_ledger[]``: runs with rounds and none. ``series{run: {...}}``: step by step (:func:`series`).
     """
     seconds = {arm: _seconds(recipe, [run for run in runs if run.arm == arm]) for arm in arms}
     base = seconds.get(recipe.baseline, [])
@@ -275,19 +302,18 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
         row |= _ratio_of_means(base if arm != recipe.baseline else [], seconds[arm])
         row |= _waste(ours)
         row["lost"] = _lost(ours)
-        row["lengths"] = length_distribution(out / run.name / recipe.rollout.data for run in ours)
-        row["reward"] = final_rewards(recipe, runs, arm) if arm != recipe.baseline else None
+        row["lengths"] = length_distribution(
+            file for run in ours for file in run.files(f"{recipe.rollout.data}/*.jsonl")
+        )
         rows.append(row)
-    ledgers = {run.name: out / run.name / recipe.rollout.ledger for run in runs}
+    ledgers = {run.name: file for run in runs for file in run.files(recipe.rollout.ledger)}
     in_rounds = [run.name for run in runs if any(kind_of(metrics) != ALL for metrics in run.steps.values())]
     return {
         "arms": rows,
         "ledgers": [
-            {"run": run.name, **ledger_counts(ledgers[run.name], run.batch_size)}
-            for run in runs
-            if ledgers[run.name].exists()
+            {"run": run.name, **ledger_counts(ledgers[run.name], run.batch_size)} for run in runs if run.name in ledgers
         ],
-        "without_ledger": [name for name in in_rounds if not ledgers[name].exists()],
+        "without_ledger": [name for name in in_rounds if name not in ledgers],
         "series": {run.name: series(recipe, run) for run in runs},
     }
 
@@ -350,9 +376,8 @@ def _lost(runs: Iterable[RunData]) -> float | None:
     return max((metrics[_LOST] for run in runs for metrics in run.steps.values() if _LOST in metrics), default=None)
 
 
-def length_distribution(folders: Iterable[Path]) -> dict[str, Any] | None:
+def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
     """Count, mean and 101 quantiles of the lengths, in characters, of the responses trained on; None if none were dumped."""
-    files = [file for folder in folders for file in sorted(folder.glob("*.jsonl"))]
     lengths = [len(entry["output"]) for file in files for entry in _entries(file) if "output" in entry]
     if not lengths:
         return None
@@ -360,31 +385,27 @@ def length_distribution(folders: Iterable[Path]) -> dict[str, Any] | None:
     return {"responses": len(lengths), "mean": float(np.mean(lengths)), "quantiles": quantiles.tolist()}
 
 
-def final_rewards(recipe: Recipe, runs: Sequence[RunData], arm: str) -> dict[str, Any] | None:
-    """Difference of final rewards (mean of the last fifth of the steps), arm less baseline, over the seeds both have.
+def data_changes(runs: Sequence[RunData], ledger: str) -> dict[str, dict[str, float]]:
+    """Return what each arm was trained on: means over its runs, by name and arm; without what no run says.
 
-    ``low`` and ``high`` bound its 95% interval by Student's t, from three seeds on.
+    Of metrics up to the step that all runs reached, of telemetry (lengths of completed responses) and ledgers in whole runs.
     """
-    gains = {(run.arm, run.seed): gain(run, recipe.metrics.reward) for run in runs}
-    finals = {key: value["after"] for key, value in gains.items() if value is not None}
-    seeds = [seed for name, seed in finals if name == arm and (recipe.baseline, seed) in finals]
-    if not seeds:
-        return None
-    differences = np.array([finals[arm, seed] - finals[recipe.baseline, seed] for seed in seeds])
-    row: dict[str, Any] = {
-        "seeds": seeds,
-        "final": [finals[arm, seed] for seed in seeds],
-        "difference": float(differences.mean()),
-        "low": None,
-        "high": None,
-    }
-    if len(seeds) >= _MIN_SEEDS:
-        error = differences.std(ddof=1) / math.sqrt(len(seeds))  # may be 0, which ttest_1samp warns of
-        from scipy.stats import t
-
-        width = float(t.ppf(0.975, len(seeds) - 1) * error)
-        row["low"], row["high"] = row["difference"] - width, row["difference"] + width
-    return row
+    end = min((max(run.steps) for run in runs), default=0)
+    found: dict[str, dict[str, list[float]]] = {}
+    for run in runs:
+        steps = [metrics for step, metrics in run.steps.items() if step <= end]
+        values = {name: [its[m] for its in steps for m in ms if m in its] for name, ms in _DATA.items()}
+        kept = [r for file in run.files(FILE_NAME) for step in read_kept(file).values() for r in step]
+        if tokens := [r.tokens for r in kept if r.outcome == COMPLETED and r.tokens]:
+            values |= {f"tokens of a response, p{q}": [float(np.percentile(tokens, q))] for q in (50, 90, 99)}
+        for epochs in (ledger_counts(file, None)["epochs"] for file in run.files(ledger)):
+            values |= {
+                f"prompts: {key}": [sum(its[key] for its in epochs)] for key in ("once", "again", "rejected", "failed")
+            }
+        for name, its in values.items():
+            if its:
+                found.setdefault(name, {}).setdefault(run.arm, []).append(float(np.nanmean(its)))
+    return {name: {arm: float(np.mean(its)) for arm, its in by_arm.items()} for name, by_arm in found.items()}
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
@@ -433,16 +454,11 @@ def ledger_counts(path: Path, batch: int | None) -> dict[str, Any]:
 
 
 def series(recipe: Recipe, run: RunData) -> dict[str, list[Any]]:
-    """Step by step: kind, rollout seconds, queue length, reward, and at its end the wall seconds and prompts so far."""
-    names = recipe.metrics
-    steps = run.training_steps(names)
-    whole = np.cumsum([metrics[names.stage_prefix + names.step] for metrics in steps.values()])
+    """Step by step: kind, rollout seconds, queue length."""
+    steps = run.training_steps(recipe.metrics)
     return {
         "steps": list(steps),
         "kind": [kind_of(metrics) for metrics in steps.values()],
-        "seconds": [metrics.get(names.stage_prefix + "gen") for metrics in steps.values()],
+        "seconds": [metrics.get(recipe.metrics.stage_prefix + "gen") for metrics in steps.values()],
         "queue": [metrics.get(_PREFIX + "queue_length") for metrics in steps.values()],
-        "reward": [metrics.get(names.reward) for metrics in steps.values()],
-        "wall_seconds": whole.tolist(),
-        "prompts": [run.batch_size * (index + 1) for index in range(len(steps))] if run.batch_size else [],
     }

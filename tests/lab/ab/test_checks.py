@@ -23,7 +23,7 @@ def judge(toy_recipe, tmp_path):
             (tmp_path / f"{arm}-seed0").mkdir()
             (tmp_path / f"{arm}-seed0" / "train.log").write_text(text)
         stages = stage_table(runs, list(arms), recipe.baseline, recipe.metrics)
-        found = run_checks(recipe, results, runs, stages, None, tmp_path, asked or len(arms))
+        found = run_checks(recipe, results, runs, stages, None, {"rows": []}, tmp_path, asked or len(arms))
         return next((check for check in found if check.name == name), None)
 
     return check

@@ -188,7 +188,7 @@ def test_a_report_about_rollouts_has_its_table_its_ledger_and_its_pictures(build
     assert "2.50x" in text
     assert "30.0%" in text
     assert "Do the arms train the same?" not in text
-    for name in ("rollout_seconds", "queue", "reward_progress"):
+    for name in ("rollout_seconds", "queue", "reward"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "lengths.png").exists(), "nothing was dumped"
     report.show(found, Console(width=200))

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from rl_accel.lab.ab.checks import run_checks
+from rl_accel.lab.ab.convergence import converge
 from rl_accel.lab.ab.recipe import parse
 from rl_accel.lab.ab.runner import RunResult
 from rl_accel.lab.ab.stats import KINDS, RunData, ledger_counts, length_distribution, rollout_summary
@@ -35,7 +36,7 @@ def summarise(toy_recipe, tmp_path):
         for name, steps in runs.items():
             arm, seed = name.split("-seed")
             command = ["p", "data.train_batch_size=32", "data.train_batch_size=4"]
-            data.append(RunData(arm, int(seed), dict(enumerate(steps, 1)), command))
+            data.append(RunData(arm, int(seed), dict(enumerate(steps, 1)), command, tmp_path / name))
             results.append(RunResult(arm, int(seed), len(steps), "f", command, {}, "done", 0))
             (tmp_path / name / "rollouts").mkdir(parents=True)
             lines = [json.dumps({"output": text}) for text in (outputs or {}).get(name, [])]
@@ -45,8 +46,10 @@ def summarise(toy_recipe, tmp_path):
                 path.parent.mkdir(parents=True)
                 path.write_text("".join(json.dumps(line) + "\n" for line in ledgers[name]))
         arms = list(dict.fromkeys(run.arm for run in data))
-        found = rollout_summary(recipe, data, arms, tmp_path)
-        checks = run_checks(recipe, results, data, [], found, tmp_path, len(runs))
+        found = rollout_summary(recipe, data, arms)
+        convergence = converge(data, arms, recipe.baseline, recipe.metrics)
+        found["reward"] = [row for row in convergence["rows"] if row["axis"] == "steps"]
+        checks = run_checks(recipe, results, data, [], found, convergence, tmp_path, len(runs))
         return found, {check.name: check for check in checks}
 
     return make
@@ -63,7 +66,7 @@ def test_seconds_by_kind_and_the_ratio_of_means(summarise):
     assert ours["kinds"] == {"short": {"steps": 3, "seconds": 1.0}, "long": {"steps": 1, "seconds": 4.0}}
     assert ours["ratio"] == pytest.approx(4.0 / 1.75)
     assert ours["low"] < ours["ratio"] < ours["high"]
-    assert stock["ratio"] is stock["reward"] is None
+    assert stock["ratio"] is None
     assert ours["wasted"] == pytest.approx(120 / 400)
     assert stock["wasted"] is None
     assert (ours["accepted"], ours["cancelled"]) == (10.0, 16.0)
@@ -85,12 +88,11 @@ def test_what_an_engine_counts_goes_before_what_tail_batching_reports_and_lost_p
     assert checks["prompts_lost"].detail.startswith("stock 8, wanted 5")
 
 
-def test_series_hold_wall_seconds_and_prompts(summarise):
+def test_series_hold_kinds_and_queues(summarise):
     found, _ = summarise({"stock-seed0": STOCK, "accelerated-seed0": OURS})
     series = found["series"]["accelerated-seed0"]
     assert series["kind"] == ["short"] * 3 + ["long"]
-    assert series["wall_seconds"] == [2.0, 4.0, 6.0, 11.0]
-    assert series["prompts"] == [4, 8, 12, 16], "the last of equal overrides counts"
+    assert series["seconds"] == [1.0, 1.0, 1.0, 4.0]
     assert series["queue"] == [3.0] * 4
     assert found["series"]["stock-seed0"]["queue"] == [None] * 4
 
@@ -153,7 +155,7 @@ def rewards(*finals):
 def test_the_final_reward_must_be_the_same_within_an_interval(summarise, finals, bound, status):
     found, checks = summarise(rewards(*finals), same_reward=bound)
     assert checks["same_reward"].status == status
-    reward = found["arms"][1]["reward"]
+    (reward,) = found["reward"]
     assert reward["difference"] == pytest.approx(sum(finals) / len(finals) - 0.8)
     if len(finals) > 2:
         # t(0.975, 2) = 4.303; the finals are 0.01 apart, so the standard error is 0.01 / sqrt(3)
@@ -220,7 +222,7 @@ def test_half_a_line_of_a_killed_run_is_left_out(summarise, tmp_path):
         file.write_text(file.read_text() + "\n3\n")
     for path in tmp_path.glob("*/checkpoints/*/ledger.jsonl"):
         assert ledger_counts(path, 4)["epochs"][0]["once"] == 4
-    assert length_distribution([tmp_path / "stock-seed0" / "rollouts"])["responses"] == 1
+    assert length_distribution(tmp_path.glob("stock-seed0/rollouts/*.jsonl"))["responses"] == 1
 
 
 def test_a_run_without_any_of_it_has_an_empty_part(summarise):

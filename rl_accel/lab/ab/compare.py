@@ -1,0 +1,132 @@
+"""The command ``rl-accel compare``: the report of an A/B over runs that were launched elsewhere."""
+
+import itertools
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from rich.console import Console
+
+from rl_accel.errors import RecipeError
+from rl_accel.lab.ab import report
+from rl_accel.lab.ab.cli import WIDTH
+from rl_accel.lab.ab.readers import read
+from rl_accel.lab.ab.recipe import Arm, Metrics, Recipe, Rollout, load, nearest, parse_margin
+from rl_accel.lab.ab.runner import RunResult, load_result
+from rl_accel.lab.ab.stats import RunData
+
+SLIME = Metrics("rollout/raw_reward", [], "perf/", "step_time", ["train_wait_time", "train_time"])
+"""slime's names; the two stages are the halves of its step."""
+
+
+def load_arms(path: Path) -> dict[str, list[str]]:
+    """Read a YAML file of arms, the baseline first, each with a list of runs: paths, relative to the file, or shell patterns.
+
+    Raises:
+        RecipeError: it is no such file.
+    """
+    try:
+        arms = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"cannot read {path}: {error}") from error
+    lists = list(arms.values()) if isinstance(arms, dict) else []
+    if len(lists) < 2 or not all(isinstance(runs, list) and runs for runs in lists):
+        raise RecipeError(f"{path} wants two or more arms, the baseline first, each a list of runs, found {arms!r}")
+    folder, found = path.resolve().parent, {}
+    for arm, runs in arms.items():
+        matches = [sorted(map(str, folder.glob(str(run)))) or [str(folder / str(run))] for run in runs]
+        found[str(arm)] = list(itertools.chain.from_iterable(matches))
+    return found
+
+
+def gather(
+    arms: Mapping[str, Sequence[str]], metrics: Mapping[str, Any], batch_size: int | None
+) -> tuple[Recipe, list[RunData]]:
+    """Read the runs of each arm, the baseline first; return the recipe that stands for them, and the runs.
+
+    If the first lies in a folder of ``rl-accel ab``, its recipe is taken. ``metrics`` are changes to it.
+
+    Raises:
+        RlAccelError: a run cannot be read, or an arm has no run with the reward.
+    """
+    logged = {arm: {run: read(*run.split(",")) for run in runs} for arm, runs in arms.items()}
+    names = {name for its in logged.values() for run in its.values() for step in run.steps.values() for name in step}
+    folder = Path(next(iter(logged[next(iter(arms))]))).resolve().parent
+    if (folder / "ab.json").exists():
+        recipe = load(folder / "recipe.yaml")
+    else:
+        rounds = any(name.startswith("rl_accel/tail_batching/") for name in names)
+        of_framework = SLIME if SLIME.reward in names else Metrics()
+        recipe = Recipe("compare", metrics=of_framework, rollout=Rollout(rounds, ledger="tail_batching/ledger.jsonl"))
+    recipe = replace(recipe, arms={arm: recipe.arms.get(arm, Arm()) for arm in arms}, baseline=next(iter(arms)))
+    recipe.metrics = replace(recipe.metrics, **metrics)
+    parse_margin(recipe.metrics.margin)
+    reward, runs, notes, gpus = recipe.metrics.reward, [], [], {}
+    for arm, its in logged.items():
+        if not any(reward in step for run in its.values() for step in run.steps.values()):
+            raise RecipeError(f"{arm}: no run logged {reward}{nearest(reward, names)}; --reward names what to compare")
+        named = [re.findall(r"seed[-_=]?(\d+)", place) or [run.setting("seed", "seed")] for place, run in its.items()]
+        seeds = [None if found[-1] is None else int(found[-1]) for found in named]
+        known = None not in seeds and len(set(seeds)) == len(seeds)
+        if not known:
+            notes.append(f"{arm}: its runs pair with none: their seeds are not known by seedN in a path, nor from W&B")
+        for index, (place, run) in enumerate(its.items()):
+            seed, label = (seeds[index], "") if known else (None, f"{arm}-run{index}")
+            folder, result = Path(place), load_result(Path(place))
+            batch = batch_size or run.setting("train_batch_size", "rollout_batch_size")
+            command = [*(result.command if result else ()), *([f"data.train_batch_size={batch}"] if batch else ())]
+            runs.append(RunData(arm, seed, run.steps, command, folder if folder.is_dir() else None, label))
+            gpus[runs[-1].name] = run.config.get("gpus", "unknown ones")
+            again = f"; began again at {run.restarts}, later steps of before are left out" if run.restarts else ""
+            notes.append(f"{runs[-1].name}: {run.source}, steps {min(run.steps)} to {max(run.steps)}, {place}{again}")
+    if len(set(gpus.values())) > 1 or "unknown ones" in gpus.values():
+        where = ", ".join(f"{name} on {its}" for name, its in gpus.items())
+        notes.append(f"seconds and hours compare only what ran on equal GPUs: {where}")
+    return recipe, [replace(runs[0], notes=notes), *runs[1:]]
+
+
+@click.command(context_settings={"ignore_unknown_options": True})  # --against is one of the words
+@click.argument("words", nargs=-1, required=True, metavar="RUN... --against RUN...|FILE.yaml")
+@click.option("--out", type=click.Path(path_type=Path), default="out/compare", show_default=True, help="Of the report.")
+@click.option("--reward", help="Metric to compare.  [default: critic/score/mean, slime's rollout/raw_reward]")
+@click.option(
+    "--margin", help="In which arms are equal: a share of the baseline's gain or a difference.  [default: 2%]"
+)
+@click.option("--reach", type=float, help="Reward whose first time is compared.  [default: 90% of the baseline's gain]")
+@click.option("--batch-size", type=click.IntRange(1), help="Prompts of a step, where the logs do not say.")
+def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: str | float | None) -> None:
+    """Compare runs that were launched elsewhere: those of a baseline and, after --against, of another arm; or the arms in a YAML
+    file.
+
+    A RUN is a folder or file of verl's file logger, TensorBoard, W&B (or FILE.csv exported from it) or slime's console; several
+    with commas between them are one run that was started several times. Exit code 0: compared, whatever the answer; 2: something
+    cannot be read.
+    """
+    if len(words) == 1 and words[0].endswith((".yaml", ".yml")):
+        arms = load_arms(Path(words[0]))
+    else:
+        sides = [list(side) for is_word, side in itertools.groupby(words, "--against".__eq__) if not is_word]
+        arms = {_arm(side[0]): side for side in sides}
+        if len(arms) < 2:
+            raise click.UsageError(
+                f"wanted RUN... --against RUN..., with arms' names in theirs, found {', '.join(arms)}"
+            )
+    recipe, runs = gather(arms, {key: value for key, value in metrics.items() if value is not None}, batch_size)
+    facts = [(run, len(run.steps), [*run.command]) for run in runs]
+    results = [RunResult(r.arm, r.seed or 0, n, "", words, {}, "read", None, n, label=r.label) for r, n, words in facts]
+    out.mkdir(parents=True, exist_ok=True)
+    summary = report.build(recipe, Path(words[0]), out, results, 0, runs)
+    report.show(summary, Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH))
+    click.echo(f"Report: {out / 'report.html'}")
+
+
+def _arm(run: str) -> str:
+    """Name an arm after one of its runs: the last part of the path that is more than a seed, without that."""
+    parts = (re.sub(r"[-_.=]*(seed|run)?[-_=]*\d*(\.\w+)?$", "", part) for part in reversed(Path(run).parts))
+    return next(filter(None, parts), run)

@@ -1,0 +1,228 @@
+"""Did an arm change learning? Levels of reward and validation, their difference over seeds, and a decision with three answers.
+
+The unit is the run: the mean of the last fifth of its values up to where every run came, so that a curve's autocorrelation is
+no evidence. The difference of two arms is tested from three sides (Goeman, Solari and Stijnen, Three-sided hypothesis testing,
+Statistics in Medicine 29, 2010): it is **equal within the margin** if two one-sided t tests (Schuirmann, 1987) reject that it is
+the margin or more, **different** if t tests reject that it is the margin or less, each with an error of at most 5%; else there are
+**not enough runs**. Where the margin is a share of the baseline's gain, the noise of that gain is part of the test.
+"""
+
+import functools
+import math
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_accel.lab.ab.recipe import Metrics, parse_margin
+from rl_accel.lab.ab.stats import RunData, before_and_after, curve
+
+Array = npt.NDArray[np.float64]
+Curves = Sequence[tuple[Array, Array]]
+"""Of each run where its values lie on an axis, and the values."""
+
+EQUAL, DIFFERENT, NOT_ENOUGH = "equal within the margin", "different", "not enough runs"
+ALPHA, MIN_SEEDS = 0.05, 3
+"""Error of each answer; runs of each arm below which no interval is given and nothing is decided."""
+AXES = {"steps": "training steps", "prompts": "prompts trained", "hours": "hours of training"}
+_VALIDATION = re.compile(r"val-core/.*mean@\d+|val/test_score/.*|eval/[^/]+(?<!ratio)")
+_REACH, _WINDOW = 0.9, 5
+"""Share of the baseline's gain that is to be reached, by the mean of so many values."""
+_POWER, _MOST_SEEDS, _QUANTILES = 0.8, 1000, 48
+
+
+def points(run: RunData, names: Metrics, metric: str) -> dict[str, tuple[Array, Array]]:
+    """Return by axis where the finite values of ``metric`` lie, and these, for each axis on which that is known.
+
+    Hours are the seconds of the steps done until then; they are known if no step's time is missing from the first on.
+    """
+    found = curve(run, metric)
+    steps, values = np.array(found["steps"], dtype=float), np.array(found["values"], dtype=float)
+    steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
+    if not len(values):
+        return {}
+    timed = run.training_steps(names)
+    first = min(timed, default=1)
+    places = {"steps": steps}
+    if run.batch_size:
+        places["prompts"] = run.batch_size * (steps + (first == 0))  # verl counts from 1, slime from 0
+    if timed and first <= 1 and len(timed) == max(timed) - first + 1:
+        done = np.cumsum([0.0, *(its[names.stage_prefix + names.step] for its in timed.values())]) / 3600
+        places["hours"] = done[np.searchsorted(list(timed), steps, side="right")]
+    return {axis: (x, values) for axis, x in places.items()}
+
+
+def _test(paired: bool, base: Array, ours: Array, alternative: str = "two-sided") -> Any:
+    from scipy.stats import ttest_ind, ttest_rel
+
+    test = ttest_rel if paired else functools.partial(ttest_ind, equal_var=False)
+    with warnings.catch_warnings(), np.errstate(all="ignore"):  # runs that are alike to the bit have no variance
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return test(ours, base, axis=-1, alternative=alternative)
+
+
+def decide(base: Array, ours: Array, margin: Array, paired: bool) -> npt.NDArray[np.str_]:
+    """Return an answer for each comparison.
+
+    Args:
+        base, ours: [..., runs], levels of the baseline and of an arm; of the same seeds in the same order if ``paired``.
+        margin: as ``base``; where it is a share of the gain, that share of each run's own gain.
+    """
+    if min(base.shape[-1], ours.shape[-1]) < MIN_SEEDS:
+        return np.full(base.shape[:-1], NOT_ENOUGH)
+    above_low, below_high = _test(paired, base - margin, ours, "greater"), _test(paired, base + margin, ours, "less")
+    below_low, above_high = _test(paired, base - margin, ours, "less"), _test(paired, base + margin, ours, "greater")
+    is_margin = margin.mean(axis=-1) > 0
+    equal = is_margin & (np.maximum(above_low.pvalue, below_high.pvalue) <= ALPHA)
+    different = is_margin & (np.minimum(below_low.pvalue, above_high.pvalue) <= ALPHA / 2)
+    return np.where(equal, EQUAL, np.where(different, DIFFERENT, NOT_ENOUGH))
+
+
+def interval(base: Array, ours: Array, paired: bool) -> tuple[float, float]:
+    """Bound the mean of ``ours`` less that of ``base`` by a 95% interval of t (if not paired, Welch's); NaN below 3 runs."""
+    if min(len(base), len(ours)) < MIN_SEEDS:
+        return math.nan, math.nan
+    found = _test(paired, base, ours).confidence_interval(1 - ALPHA)
+    return float(found.low), float(found.high)
+
+
+def seeds_enough(base: Array, ours: Array, margin: float, paired: bool, true: float = 0.0) -> float:
+    """Return how many seeds of each arm show in 8 of 10 cases that they are equal within the margin; inf: more than 1,000.
+
+    Cases are of what new seeds give and of how well these runs tell the deviation (assurance: O'Hagan, Stevens and Campbell,
+    Pharmaceutical Statistics 4, 2005, with the prior 1/sigma). ``true`` is the difference that there is, in margins.
+    """
+    from scipy.stats import chi2, norm, t
+
+    spread = np.std(ours - base, ddof=1) if paired else math.hypot(np.std(base, ddof=1), np.std(ours, ddof=1))
+    known = len(base) - 1 if paired else len(base) + len(ours) - 2
+    middle = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
+    sigma = (float(spread) / margin * np.sqrt(known / chi2.ppf(middle, known)))[:, None]
+
+    def assurance(seeds: int) -> float:
+        freedom = seeds - 1 if paired else 2 * (seeds - 1)
+        error = sigma / math.sqrt(seeds)
+        room = 1 - t.ppf(1 - ALPHA, freedom) * error * np.sqrt(chi2.ppf(middle, freedom) / freedom)
+        shown = norm.cdf((room - true) / error) - norm.cdf((-room - true) / error)
+        return float(np.clip(shown, 0, None).mean())
+
+    low, high = MIN_SEEDS - 1, _MOST_SEEDS
+    if assurance(high) < _POWER:
+        return math.inf
+    while high - low > 1:
+        half = (low + high) // 2
+        low, high = (half, high) if assurance(half) < _POWER else (low, half)
+    return high
+
+
+def matched(base: Sequence[RunData], ours: Sequence[RunData]) -> tuple[Sequence[RunData], Sequence[RunData], bool]:
+    """Return the runs to compare, and whether they are pairs: all of known seeds, of which all or at least three are shared."""
+    of_base, of_ours = ({run.seed: run for run in runs if run.seed is not None} for runs in (base, ours))
+    shared = sorted(of_base.keys() & of_ours.keys())
+    known = len(of_base) + len(of_ours) == len(base) + len(ours)
+    if known and len(shared) >= min(MIN_SEEDS, max(len(base), len(ours))):
+        return [of_base[seed] for seed in shared], [of_ours[seed] for seed in shared], True
+    return base, ours, False
+
+
+def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names: Metrics) -> dict[str, Any]:
+    """Return the ``convergence`` part of a summary.
+
+    ``rows[]``: one an arm, metric (the reward, then validation) and axis: levels ``baseline`` and ``value`` at the ``end`` of the
+    shortest run (``longest``: of the longest), their ``difference`` with ``low`` and ``high``, the ``margin`` in units of the
+    metric, how many ``runs`` of both, whether ``paired``, the ``answer``, and how many seeds would be ``enough`` if the arms do not
+    differ and if they do by half the margin. Those of the reward have ``reach`` (:func:`times_to_reach`). ``curves{axis: {run: [x,
+    reward]}}``. ``notes[]``.
+    """
+    rows, notes = [], [note for run in runs for note in run.notes]
+    logged = {name for run in runs for step in run.steps.values() for name in step}
+    for metric in (names.reward, *sorted(filter(_VALIDATION.fullmatch, logged))):
+        found = {run.name: points(run, names, metric) for run in runs}
+        if lacking := [name for name, its in found.items() if not its]:
+            notes.append(f"{metric} is not in {', '.join(lacking)}")
+        for arm in arms:
+            sides = [[run for run in runs if run.arm == name and found[run.name]] for name in (baseline, arm)]
+            base, ours, paired = matched(*sides)
+            if arm == baseline or not base or not ours:
+                continue
+            if left := {run.name for side in sides for run in side} - {run.name for run in (*base, *ours)}:
+                notes.append(
+                    f"{metric} of {arm}: left out for want of a run of the same seed: {', '.join(sorted(left))}"
+                )
+            for axis in (axis for axis in AXES if all(axis in found[run.name] for run in (*base, *ours))):
+                curves = ([found[run.name][axis] for run in side] for side in (base, ours))
+                if row := _row(*curves, paired, names, metric == names.reward):
+                    rows.append({"arm": arm, "metric": metric, "axis": axis, **row})
+    rewards = {run.name: points(run, names, names.reward) for run in runs}
+    curves_of = {axis: {name: its[axis] for name, its in rewards.items() if axis in its} for axis in AXES}
+    of_reward = {
+        axis: {name: [x.tolist(), y.tolist()] for name, (x, y) in its.items()} for axis, its in curves_of.items()
+    }
+    wanted = {"prompts": "the prompts of a step", "hours": f"{names.stage_prefix}{names.step} of every step"}
+    for axis, what in wanted.items():
+        if lacking := [name for name, its in rewards.items() if its and axis not in its]:
+            notes.append(f"{AXES[axis]} are not known of {', '.join(lacking)}, which did not log {what}")
+    return {"rows": rows, "curves": of_reward, "notes": notes}
+
+
+def levels(runs: Curves, end: float) -> Array:
+    """Return [2, runs], the means of the first and of the last fifth of each run's values up to ``end``; NaN below two values."""
+    return np.array([before_and_after(y[x <= end]) or (math.nan, math.nan) for x, y in runs]).T
+
+
+def _row(base: Curves, ours: Curves, paired: bool, names: Metrics, is_reward: bool) -> dict[str, Any] | None:
+    ends = [float(x[-1]) for x, _ in (*base, *ours)]
+    (before, after), (_, value) = (levels(side, min(ends)) for side in (base, ours))
+    if not np.isfinite([*after, *value]).all():
+        return None
+    size, is_share = parse_margin(names.margin)
+    margins = size * (after - before) if is_share else np.full(len(after), size)
+    low, high = interval(after, value, paired)
+    row: dict[str, Any] = {"end": min(ends), "longest": max(ends), "runs": [len(base), len(ours)], "paired": paired}
+    row |= {"baseline": float(after.mean()), "value": float(value.mean()), "low": low, "high": high, "enough": []}
+    row |= {"margin": float(margins.mean()), "answer": str(decide(after, value, margins, paired))}
+    row["difference"] = row["value"] - row["baseline"]
+    if row["answer"] == NOT_ENOUGH and min(row["runs"]) >= MIN_SEEDS and row["margin"] > 0:
+        row["enough"] = [seeds_enough(after, value, row["margin"], paired, true) for true in (0.0, 0.5)]
+    if is_reward:
+        level = float((before + _REACH * (after - before)).mean()) if names.reach is None else names.reach
+        row["reach"] = times_to_reach(base, ours, paired, min(ends), level)
+    return row
+
+
+def times_to_reach(base: Curves, ours: Curves, paired: bool, end: float, level: float) -> dict[str, Any]:
+    """Return where the mean of five values first is ``level``: geometric means ``baseline`` and ``value`` of the runs that come to
+    it by ``end``, how many do (``reached``), and, if all do, the ``ratio``, above 1 if the arm is earlier, and its 95% interval."""
+    logs = []
+    for side in (base, ours):
+        whole = [
+            (x[_WINDOW - 1 :], np.convolve(y, np.full(_WINDOW, 1 / _WINDOW))[_WINDOW - 1 : len(y)]) for x, y in side
+        ]
+        logs.append(np.log(np.concatenate([x[(x <= end) & (y >= level)][:1] for x, y in whole])))
+    reached = [len(its) for its in logs]
+    first, second = (float(its.mean()) if len(its) else math.nan for its in logs)
+    all_do = reached == [len(base), len(ours)]
+    bounds = (first - second, *interval(logs[1], logs[0], paired)) if all_do else [math.nan] * 3
+    ratio, low, high = map(math.exp, bounds)
+    found = {"baseline": math.exp(first), "value": math.exp(second), "ratio": ratio, "low": low, "high": high}
+    return {"level": level, "reached": reached, **found}
+
+
+def sentence(row: Mapping[str, Any], baseline: str, margin: str) -> str:
+    """Say what a row of :func:`converge` concludes."""
+    bounds = f", 95% interval {row['low']:+.3g} to {row['high']:+.3g}" if min(row["runs"]) >= MIN_SEEDS else ""
+    share = f", {margin} of {baseline}'s gain" if margin.endswith("%") else ""
+    runs = f"{row['runs'][0]} pairs of a seed" if row["paired"] else "{} and {} runs, not paired".format(*row["runs"])
+    text = f"{row['arm']} and {baseline}, {row['metric']} against {AXES[row['axis']]}: {row['answer']} (difference "
+    text += f"{row['difference']:+.3g}{bounds}; margin {row['margin']:.3g}{share}; {runs})"
+    if row["answer"] != NOT_ENOUGH:
+        return text
+    if not bounds:
+        return f"{text}: nothing is decided below {MIN_SEEDS} seeds of each"
+    if not row["enough"]:
+        return f"{text}: {baseline} gained nothing, and a share of that is no margin; name one in units of the reward"
+    alike, half = (f"{its:,}" if its < math.inf else f"more than {_MOST_SEEDS:,}" for its in row["enough"])
+    return f"{text}: in 8 of 10 cases {alike} seeds of each show that they are equal, or {half} if half the margin is between them"

@@ -1,0 +1,184 @@
+"""Metrics of runs that were launched elsewhere, from what verl's file logger, TensorBoard, W&B and slime's console leave behind."""
+
+import ast
+import json
+import math
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_accel.errors import RlAccelError
+from rl_accel.telemetry.stage_clock import LogRecord, parse_log_line
+
+_STEP_KEYS = ("rollout/step", "eval/step", "_step", "Step", "step")
+"""What the step of a row is, the most trusted first: slime logs one of its own, W&B counts calls."""
+_SLIME_LINE = re.compile(r"\b(?:rollout|perf|eval|passrate|multi_turn) (\d+): (\{.*\})\s*$")
+_BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
+
+
+@dataclass
+class Logged:
+    """What the files of a run say. ``restarts``: steps at which it began again; ``config``: what W&B was told of it."""
+
+    source: str
+    steps: dict[int, dict[str, float]]
+    restarts: list[int]
+    config: dict[str, Any]
+
+    def setting(self, of_verl: str, of_slime: str) -> Any:
+        """Return what was set by ``data.<of_verl>`` in verl, ``<of_slime>`` in slime; None if W&B was not told."""
+        return self.config.get("data", {}).get(of_verl, self.config.get(of_slime))
+
+
+def read(*paths: str) -> Logged:
+    """Read a run from its folder or file, or from those of a run that was started several times, in their order.
+
+    Raises:
+        RlAccelError: there is no log, or those of several runs, or a package that reads it is missing; names all.
+    """
+    config: dict[str, Any] = {}
+    found = [_read(path, config) for path in paths]
+    steps, restarts = merged(record for _, records in found for record in records)
+    return Logged(found[0][0], steps, restarts, config)
+
+
+def _read(path: str, config: dict[str, Any]) -> tuple[str, list[LogRecord]]:
+    """Return the kind of log that lies at ``path``, the most detailed one, and its records."""
+    name, _, run = path.rpartition(":") if ".csv:" in path else (path, "", "")
+    place = Path(name)
+    if not place.exists():
+        raise RlAccelError(f"{name} does not exist")
+    for kind, (pattern, reader) in _KINDS.items():
+        is_one = place.is_file() and (place.match(pattern) or reader is _slime)
+        files = [place] if is_one else sorted(place.rglob(pattern)) if reader is not _csv else []
+        try:
+            logs = {file: list(reader(file, config, run)) for file in files if file.is_file()}
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            raise RlAccelError(f"{path} is of {kind}: to read it, pip install {package}") from error
+        logs = {file: records for file, records in logs.items() if records}
+        # a run that was started again adds an event file to its folder, or a folder with the same W&B id
+        runs = {getattr(file, {_tensorboard: "parent", _wandb: "name"}.get(reader, "parts")) for file in logs}
+        if len(runs) > 1:
+            raise RlAccelError(f"{path} holds several runs, wanted one of {', '.join(map(str, list(logs)[:4]))}")
+        if logs:
+            return kind, [record for records in logs.values() for record in records]
+    raise RlAccelError(f"{path} holds no metrics of {', '.join(_KINDS)}")
+
+
+def merged(records: Iterable[LogRecord]) -> tuple[dict[int, dict[str, float]], list[int]]:
+    """Return the metrics of each step, and the steps at which the run began again: a metric was logged that had been further.
+
+    What an earlier start logged from such a step on is left out: the run went on with other weights. So is slime's ``train/*``,
+    which counts optimizer steps.
+    """
+    steps: dict[int, dict[str, float]] = {}
+    last: dict[str, int] = {}
+    restarts = []
+    for step, metrics in records:
+        numbers = {name: value for name, value in metrics.items() if not name.startswith("train/")}
+        if any(last.get(name, step) > step for name in numbers):
+            restarts.append(step)
+            steps = {done: its for done, its in steps.items() if done < step}
+            last = {name: done for name, done in last.items() if done < step}
+        if numbers:
+            steps.setdefault(step, {}).update(numbers)
+            last |= dict.fromkeys(numbers, step)
+    return dict(sorted(steps.items())), restarts
+
+
+def _verl(file: Path, *_: Any) -> Iterator[LogRecord]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines):
+            if record := parse_log_line(line):
+                yield record
+            elif number == 0:  # responses or prompts, not metrics
+                return
+
+
+def _tensorboard(file: Path, *_: Any) -> Iterator[LogRecord]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = EventAccumulator(str(file), size_guidance={"scalars": 0}, purge_orphaned_data=False).Reload()
+    events = ((e.wall_time, e.step, tag, e.value) for tag in log.Tags()["scalars"] for e in log.Scalars(tag))
+    yield from ((step, {tag: value}) for _, step, tag, value in sorted(events))
+
+
+def _wandb(file: Path, config: dict[str, Any], _: str) -> Iterator[LogRecord]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for entry in _log_entries(file.read_bytes()):
+        record = Record.FromString(entry)
+        config |= {its.key: json.loads(its.value_json) for its in (*record.run.config.update, *record.config.update)}
+        if record.environment.gpu_type:
+            config["gpus"] = f"{record.environment.gpu_count} x {record.environment.gpu_type}"
+        row = {its.key or its.nested_key[0]: json.loads(its.value_json) for its in record.history.item}
+        yield from _record({"_step": record.history.step.num, **row})
+
+
+def _log_entries(data: bytes) -> Iterator[bytes]:
+    """Entries of a file in LevelDB's log format after W&B's 7 bytes, up to one that a killed run left unfinished.
+
+    W&B's own reader in Python is gone from its package; the entries are its protocol buffers, as ever.
+    """
+    at, entry = 7, b""
+    while at + 7 <= len(data):
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        if _BLOCK - at % _BLOCK < 7 or kind == 0:  # the rest of the block is padding
+            at += _BLOCK - at % _BLOCK
+            continue
+        part = data[at + 7 : at + 7 + length]
+        if len(part) < length:
+            return
+        at += 7 + length
+        entry = part if kind in (_FULL, _FIRST) else entry + part
+        if kind in (_FULL, _LAST):
+            yield entry
+
+
+def _csv(file: Path, _: Any, run: str) -> Iterator[LogRecord]:
+    import pandas
+
+    table = pandas.read_csv(file)
+    own = table[[name for name in table if name in _STEP_KEYS or name.startswith(f"{run} - " if run else "")]]
+    own = own.rename(columns=lambda name: name.rpartition(" - ")[2])
+    if own.columns.duplicated().any() or len(own.columns) < 2 or not set(own) & set(_STEP_KEYS):
+        wanted = f"a column {' or '.join(_STEP_KEYS)} and metrics of one run, or {file}:RUN with the name of one"
+        raise RlAccelError(f"{file} wants {wanted}, found {', '.join(table)}")
+    for row in own.to_dict("records"):
+        yield from _record(row)
+
+
+def _slime(file: Path, *_: Any) -> Iterator[LogRecord]:
+    with file.open(errors="replace") as lines:
+        for line in filter(None, map(_SLIME_LINE.search, lines)):
+            text = re.sub(r"np\.float\d+\(([^)]*)\)", r"\1", line[2])
+            try:
+                metrics = ast.literal_eval(re.sub(r": (nan|-?inf)\b", ": None", text))
+            except (ValueError, SyntaxError):  # something in it is no plain number
+                continue
+            yield from _record({"_step": int(line[1]), **metrics})
+
+
+def _record(row: Mapping[str, Any]) -> Iterator[LogRecord]:
+    """The finite numbers of a row, if it has any and a step."""
+    numbers = {
+        name: float(value) for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)
+    }
+    steps = [numbers.pop(key) for key in _STEP_KEYS if key in numbers]
+    metrics = {name: value for name, value in numbers.items() if not name.startswith(("_", "Unnamed"))}
+    if steps and metrics and "train/step" not in row:
+        yield int(steps[0]), metrics
+
+
+_KINDS = {
+    "verl's file logger": ("*.jsonl", _verl),
+    "TensorBoard": ("*tfevents*", _tensorboard),
+    "W&B": ("*.wandb", _wandb),
+    "a CSV of W&B": ("*.csv", _csv),
+    "slime's console": ("*.[lo][ou][gt]", _slime),  # .log or .out
+}
+"""Kinds of logs, the most detailed first, with names of files and a reader of one."""

@@ -1,0 +1,110 @@
+"""The tables of a report as text, for its page and for the console."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_accel.lab.ab.convergence import AXES
+from rl_accel.lab.ab.stats import ALL, KINDS
+from rl_accel.telemetry.profile import format_seconds
+
+_ROLLOUT = {
+    "wasted": ("wasted tokens", ".1%"),
+    "predicted": ("predicted", "s"),
+    "predicted_wasted": ("predicted waste", ".1%"),
+    "lost": ("prompts lost", ".0f"),
+    "accepted": ("accepted", ".0f"),
+    "cancelled": ("cancelled", ".0f"),
+}
+_EPOCH = ("epoch", "prompts", "once", "again", "rejected", "failed", "missing")
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table of text; ``notes`` are sentences below it."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+
+def tables(summary: Mapping[str, Any]) -> list[TextTable]:
+    """Return the tables of a summary that have rows or notes."""
+    made = [_stages(summary), *(_rollouts(summary["rollout"]) if summary["rollout"] else ()), *_learning(summary)]
+    return [table for table in made if table.rows or table.notes]
+
+
+def _stages(summary: Mapping[str, Any]) -> TextTable:
+    baseline, average = summary["recipe"]["baseline"], summary["recipe"]["metrics"]["average"]
+    arms = [arm for arm in summary["recipe"]["arms"] if any(arm in row["arms"] for row in summary["stages"])]
+    others = [arm for arm in arms if arm != baseline]
+    rows = []
+    for row in summary["stages"]:
+        cells = [_text(row["arms"].get(arm, {}).get(average), "s") for arm in arms]
+        for ratio in (row["ratios"].get(arm, {}) for arm in others):
+            cells += [*_ratio(ratio), _text(ratio.get("saved_s"), ".3f")]
+        rows.append([row["stage"], *cells])
+    names = [[f"{baseline}/{arm}" if len(others) > 1 else "ratio", "95% interval", "seconds saved"] for arm in others]
+    spans = sorted({tuple(ends) for ends in summary["measured_steps"].values() if ends})
+    title = f"{average.capitalize()} time of each stage, steps {', '.join('{}-{}'.format(*ends) for ends in spans)}; "
+    title += f"the first {summary['recipe']['metrics']['warmup_steps']} of each run are warm-up and not counted"
+    note = f"Ratios are {baseline} divided by the arm; intervals are noise between steps, not between machines."
+    return TextTable(title, ["stage", *arms, *itertools.chain(*names)], rows, [note] if others else [])
+
+
+def _rollouts(found: Mapping[str, Any]) -> Iterator[TextTable]:
+    kinds = [kind for kind in (*KINDS, ALL) if any(kind in row["kinds"] for row in found["arms"])]
+    used = {key: its for key, its in _ROLLOUT.items() if any(row.get(key) is not None for row in found["arms"])}
+    rows = []
+    for row in found["arms"]:
+        parts = [row["kinds"].get(kind) for kind in kinds]
+        cells = [f"{format_seconds(part['seconds'])} x {part['steps']}" if part else "" for part in parts]
+        cells += [_text(row[key], form) for key, (_, form) in used.items()]
+        rows.append([row["arm"], _text(row["seconds"], "s"), *_ratio(row), *cells])
+    columns = ["arm", "all steps", "ratio", "95% interval", *kinds, *(name for name, _ in used.values())]
+    note = "all: waits for every response. predicted: by rl-accel plan from the baseline's telemetry. accepted, cancelled: "
+    note += "mean tokens of responses of the same prompts; the cancelled ones had not ended."
+    yield TextTable("Mean rollout seconds a step", columns, rows, [note])
+    counts = [[its["run"], *(str(epoch[key]) for key in _EPOCH)] for its in found["ledgers"] for epoch in its["epochs"]]
+    yield TextTable("Every prompt of an epoch is trained once", ["run", *_EPOCH], counts)
+
+
+def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
+    found, baseline, arms = summary["convergence"], summary["recipe"]["baseline"], list(summary["recipe"]["arms"])
+    levels, reached = [], []
+    for row in found["rows"]:
+        longest = f" of {row['longest']:.4g}" if row["end"] < row["longest"] else ""
+        start = [row["arm"], row["metric"], f"{row['end']:.4g}{longest} {AXES[row['axis']]}"]
+        levels.append([*start, *_texts(row, "+.3g"), f"{row['margin']:.3g}", row["answer"]])
+        if reach := row.get("reach"):
+            counts = [f"{n} of {of}" for n, of in zip(reach["reached"], row["runs"], strict=True)]
+            start = [row["arm"], f"{reach['level']:.4g}", AXES[row["axis"]]]
+            reached.append([*start, *counts, *_texts(reach, ".2f")])
+    columns = ["arm", "metric", "at", baseline, "arm's", "difference", "95% interval", "margin", "answer"]
+    yield TextTable("Did it change learning?", columns, levels, found["notes"])
+    runs = [f"runs of {baseline}", "of the arm", baseline, "arm's", "ratio", "95% interval"]
+    yield TextTable("First time at a reward", ["arm", "reward", "in", *runs], reached)
+    data = [[name, *(_text(its.get(arm), ".4g") for arm in arms)] for name, its in summary["data"].items()]
+    yield TextTable("What changed in the data", ["mean over runs", *arms], data)
+
+
+def _texts(row: Mapping[str, Any], form: str) -> list[str]:
+    """The levels of both arms, their difference or ratio, and its interval."""
+    low, high = (_text(row[key], form) for key in ("low", "high"))
+    difference = _text(row.get("difference", row.get("ratio")), form)
+    return [_text(row["baseline"], ".4g"), _text(row["value"], ".4g"), difference, low and f"{low} to {high}"]
+
+
+def _ratio(row: Mapping[str, Any]) -> list[str]:
+    low, high = (_text(row.get(key), ".2f") for key in ("low", "high"))
+    return [_text(row.get("ratio"), ".2fx"), low and f"{low}-{high}"]
+
+
+def _text(value: float | None, form: str) -> str:
+    """Return a number as text, with the form ``s`` as a duration; nothing for one that is not known."""
+    if value is None or not math.isfinite(value):
+        return ""
+    return format_seconds(value) if form == "s" else f"{value:{form.rstrip('x')}}{'x' * form.endswith('x')}"

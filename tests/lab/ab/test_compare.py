@@ -1,0 +1,203 @@
+"""``rl-accel compare`` as it is typed, over runs that lie where other launchers left them."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from rl_accel.lab.ab.compare import compare
+
+REWARD = "critic/score/mean"
+
+
+@pytest.fixture
+def call(tmp_path):
+    """``call(words...)`` runs the command; returns exit code, output and summary."""
+
+    def run(*words):
+        out = tmp_path / "out"
+        result = CliRunner().invoke(compare, [*map(str, words), "--out", str(out)], env={"COLUMNS": "250"})
+        found = out / "summary.json"
+        error = str(result.exception) if result.exception else ""
+        return result.exit_code, result.output + error, json.loads(found.read_text()) if found.exists() else None
+
+    return run
+
+
+@pytest.fixture
+def write(tmp_path):
+    """``write(name, gain, steps)`` writes a run of verl with its own noise and returns its folder."""
+
+    def make(name, gain=0.5, steps=60, noise=0.0, **more):
+        rng = np.random.default_rng(sum(map(ord, name)))
+        level = rng.normal(0, noise)
+        lines = []
+        for step in range(1, steps + 1):
+            data = {REWARD: 0.2 + (gain + level) * min(step / 40, 1), "timing_s/step": 6.0, "timing_s/gen": 4.0, **more}
+            lines.append(json.dumps({"step": step, "data": data}) + "\n")
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("".join(lines))
+        return folder
+
+    return make
+
+
+def rows_of(summary, axis="steps"):
+    return {
+        row["arm"]: row for row in summary["convergence"]["rows"] if row["axis"] == axis and row["metric"] == REWARD
+    }
+
+
+def test_runs_of_two_arms_that_are_equal(call, write):
+    stock, tail = ([write(f"{arm}-seed{seed}", noise=0.002) for seed in range(8)] for arm in ("stock", "tail"))
+    code, output, summary = call(*stock, "--against", *tail, "--margin", "5%", "--batch-size", 16)
+    assert code == 0, output
+    assert {axis: rows_of(summary, axis)["tail"]["answer"] for axis in ("steps", "prompts", "hours")} == dict.fromkeys(
+        ("steps", "prompts", "hours"), "equal within the margin"
+    )
+    assert "tail and stock, critic/score/mean against training steps: equal within the margin" in output
+    assert "5% of stock's gain; 8 pairs of a seed" in output
+    assert "stock-seed0: verl's file logger, steps 1 to 60" in output
+    assert "seconds and hours compare only what ran on equal GPUs: stock-seed0 on unknown ones" in output
+    page = (next(iter(stock)).parent / "out" / "report.html").read_text()
+    assert "Did it change learning?" in page
+    assert "No check is red" not in page, "nothing was checked"
+
+
+def test_a_yaml_file_names_three_arms_and_the_first_is_the_baseline(call, write, tmp_path):
+    for arm, gain in (("stock", 0.5), ("tail", 0.5), ("async", 0.3)):
+        for seed in range(4):
+            write(f"runs/{arm}/seed{seed}", gain, noise=0.001)
+    file = tmp_path / "arms.yaml"
+    file.write_text(
+        "plain: [runs/stock/seed*]\ntail: [runs/tail/seed*]\nasync: [runs/async/seed0, runs/async/seed*[123]]\n"
+    )
+    code, output, summary = call(file, "--margin", "10%")
+    assert code == 0, output
+    assert {arm: row["answer"] for arm, row in rows_of(summary).items()} == {
+        "tail": "equal within the margin",
+        "async": "different",
+    }
+    assert summary["recipe"]["baseline"] == "plain"
+
+
+def test_unequal_lengths_restarts_and_missing_metrics_are_said(call, write, tmp_path):
+    stock = [write(f"stock-seed{seed}") for seed in range(3)]
+    tail = [write(f"tail-seed{seed}", steps=50 if seed else 60, noise=0.1) for seed in range(3)]
+    again = write("again", steps=60)
+    lines = (again / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (again / "metrics.jsonl").write_text("".join(lines[30:55]))
+    log = tail[0] / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"timing_s/step": 6.0, ', "", 1))
+    validated = json.loads(lines[-1]) | {"data": {"val-core/gsm8k/acc/mean@1": 0.5}}
+    (stock[0] / "metrics.jsonl").open("a").write(json.dumps(validated) + "\n")
+    code, output, summary = call(f"{stock[0]},{again}", *stock[1:], "--against", *tail)
+    assert code == 0, output
+    assert "began again at [31], later steps of before are left out" in output
+    assert "50 of 60 training steps" in output
+    assert "val-core/gsm8k/acc/mean@1 is not in" in output
+    assert "hours of training are not known of tail-seed0, which did not log timing_s/step of every step" in output
+    assert "prompts trained are not known of stock-seed0" in output
+    row = rows_of(summary)["tail"]
+    assert (row["end"], row["answer"]) == (50, "not enough runs")
+    assert row["enough"][0] > 3
+    assert "seeds of each show that they are equal" in output
+
+
+def test_one_seed_is_never_equal(call, write):
+    code, output, summary = call(write("stock-seed0"), "--against", write("tail-seed0"))
+    assert code == 0, output
+    assert rows_of(summary)["tail"]["answer"] == "not enough runs"
+    assert "nothing is decided below 3 seeds of each" in output
+    assert "tail and stock, seed 0: critic/score/mean is identical in all 60 steps" in output
+
+
+def test_runs_without_a_known_seed_are_not_paired(call, write):
+    stock, tail = ([write(f"{arm}_{name}", noise=0.001) for name in "xyz"] for arm in ("stock", "tail"))
+    code, output, summary = call(*stock, "--against", *tail)
+    assert code == 0, output
+    assert rows_of(summary)["tail_x"]["paired"] is False
+    assert "3 and 3 runs, not paired" in output
+    assert "stock_x: its runs pair with none" in output
+
+
+def test_what_changed_in_the_data_comes_from_metrics_telemetry_and_ledgers(call, write):
+    stock = write("stock-seed0", **{"response_length/mean": 100, "response_length/clip_ratio": 0.1})
+    more = {"training/off_policy/trajectory_staleness/mean": 0.5, "rl_accel/tail_batching/short_round": 1.0}
+    tail = write("tail-seed0", **{"response_length/mean": 80, "rl_accel/reward_timeout/killed": 2}, **more)
+    (tail / "checkpoints/tail_batching").mkdir(parents=True)
+    ledger = [{"step": 1, "trained": {"1:1": 0, "1:2": 1}}, {"step": 2, "trained": {"1:2": 1}, "rejected": {"1:3": 2}}]
+    (tail / "checkpoints/tail_batching/ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in ledger))
+    rows = [[0, 0.0, 1.0, 1.0, 1.0, tokens, "s", "completed"] for tokens in (10, 20, 30)]
+    rows.append([0, 0.0, None, None, 1.0, 999, "s", "cancelled"])
+    (tail / "checkpoints/rl_accel_telemetry.jsonl").write_text(json.dumps({"step": 1, "responses": rows}))
+    code, output, summary = call(stock, "--against", tail)
+    assert code == 0, output
+    data = summary["data"]
+    assert data["mean length of a response"] == {"stock": 100, "tail": 80}
+    assert data["share cut at the limit"] == {"stock": 0.1}
+    assert data["rewards killed a step"] == {"tail": 2}
+    assert data["staleness, mean"] == {"tail": 0.5}
+    assert data["tokens of a response, p50"] == {"tail": 20}
+    assert [data[f"prompts: {key}"]["tail"] for key in ("once", "again", "rejected")] == [1, 1, 1]
+    assert summary["rollout"]["ledgers"][0]["run"] == "tail-seed0"
+    assert "What changed in the data" in output
+
+
+def test_slime_has_its_own_names(call, tmp_path):
+    for arm in ("stock", "tail"):
+        for seed in range(3):
+            lines = []
+            for step in range(20):
+                metrics = {"rollout/raw_reward": step / 20, "perf/step_time": 2.0, "perf/train_time": 0.5}
+                lines.append(f"[t] x.py:1 - perf {step}: {metrics | {'perf/train_wait_time': 1.5}}")
+            (tmp_path / f"{arm}-seed{seed}.log").write_text("\n".join(lines))
+    runs = [[tmp_path / f"{arm}-seed{seed}.log" for seed in range(3)] for arm in ("stock", "tail")]
+    code, output, summary = call(*runs[0], "--against", *runs[1], "--batch-size", 4)
+    assert code == 0, output
+    (row,) = (row for row in summary["convergence"]["rows"] if row["axis"] == "prompts")
+    assert (row["metric"], row["end"], row["answer"]) == ("rollout/raw_reward", 80, "equal within the margin")
+    stages = {row["stage"]: row["arms"]["stock"]["median"] for row in summary["stages"]}
+    assert stages == {"train_wait_time": 1.5, "train_time": 0.5, "other": 0, "step_time": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["{a}"], "wanted RUN... --against RUN"),
+        (["{a}", "--against", "{a}"], "with arms' names in theirs, found stock"),
+        (["{a}", "--against", "nowhere"], "nowhere does not exist"),
+        (["{a}", "--against", "{b}", "--reward", "critic/scores/mean"], "did you mean critic/score/mean?"),
+        (["{a}", "--against", "{b}", "--margin", "wide"], "metrics.margin wants"),
+        (["{yaml}"], "wants two or more arms, the baseline first, each a list of runs, found {'a': 1}"),
+    ],
+)
+def test_wrong_input_is_one_line_that_names_it(call, write, tmp_path, words, wanted):
+    (tmp_path / "arms.yaml").write_text("a: 1")
+    places = {"a": write("stock-seed0"), "b": write("tail-seed0"), "yaml": tmp_path / "arms.yaml"}
+    code, output, summary = call(*(word.format(**places) for word in words))
+    assert code != 0
+    assert wanted in output
+    assert summary is None
+
+
+@pytest.mark.slow
+def test_it_says_of_the_arms_of_an_ab_what_the_ab_said(recipe_file, run_ab, call, tmp_path):
+    arms = {"stock": {"overrides": ["adv=0.4"]}, "accelerated": {"overrides": ["adv=0.1", "part_at=3"]}}
+    recipe = recipe_file(arms=arms, seeds=[0, 1, 2], metrics={"average": "mean", "warmup_steps": 1, "margin": "0.01"})
+    code, output = run_ab(recipe, "--out", tmp_path / "ab")
+    assert code == 0, output
+    said = json.loads((tmp_path / "ab" / "summary.json").read_text())
+    runs = [[tmp_path / "ab" / f"{arm}-seed{seed}" for seed in range(3)] for arm in arms]
+    code, output, found = call(*runs[0], "--against", *runs[1])
+    assert code == 0, output
+    busy = [line for line in said["headline"] if "busy" in line or "check" in line]
+    assert found["headline"] == [line for line in said["headline"] if line not in busy]
+    assert "equal within the margin (difference +0.001" in " ".join(found["headline"])
+    for key in ("stages", "rollout", "differences", "reward_verdicts", "curves", "data"):
+        assert found[key] == said[key], key
+    assert found["convergence"]["rows"] == said["convergence"]["rows"]
+    assert math.isclose(rows_of(found)["accelerated"]["difference"], 0.001, rel_tol=1e-6)

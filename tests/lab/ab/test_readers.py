@@ -1,0 +1,210 @@
+"""Runs as their loggers leave them behind: real files of TensorBoard and W&B, and of verl's file logger and slime's console."""
+
+import json
+import math
+import struct
+import sys
+
+import pytest
+
+from rl_accel.errors import RlAccelError
+from rl_accel.lab.ab.readers import merged, read
+
+REWARD = "critic/score/mean"
+
+
+def metrics(step):
+    """Enough to cross the blocks of W&B's file."""
+    return {REWARD: step / 10, "timing_s/step": 2.0, **{f"some/rather/long/name/of/a/metric/{n}": n for n in range(40)}}
+
+
+def write_verl(path, steps):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"step": step, "data": metrics(step)}) + "\n" for step in steps))
+    return path
+
+
+def test_a_log_of_verl_lies_beside_other_lines_of_json(tmp_path):
+    write_verl(tmp_path / "project" / "run.jsonl", range(1, 4))
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "1.jsonl").write_text('{"input": "a", "output": "b", "step": 1}\n')
+    (tmp_path / "rl_accel_telemetry.jsonl").write_text('{"step": 1, "responses": []}\n')
+    found = read(str(tmp_path))
+    assert (found.source, list(found.steps)) == ("verl's file logger", [1, 2, 3])
+    assert found.steps[2] == metrics(2)
+    assert read(str(tmp_path / "project" / "run.jsonl")).steps == found.steps
+
+
+def test_two_runs_in_a_folder_are_refused_by_name(tmp_path):
+    for name in ("a", "b"):
+        write_verl(tmp_path / name / "metrics.jsonl", [1])
+    with pytest.raises(RlAccelError, match=r"holds several runs, wanted one of .*a/metrics\.jsonl, .*b/metrics\.jsonl"):
+        read(str(tmp_path))
+
+
+def test_several_starts_of_a_run_are_one_and_the_later_wins(tmp_path):
+    first, second = write_verl(tmp_path / "1.jsonl", range(1, 8)), tmp_path / "2.jsonl"
+    second.write_text("".join(json.dumps({"step": step, "data": {REWARD: 9.0}}) + "\n" for step in (5, 6)))
+    found = read(str(first), str(second))
+    assert found.restarts == [5]
+    assert [its[REWARD] for its in found.steps.values()] == [0.1, 0.2, 0.3, 0.4, 9.0, 9.0]
+    assert "timing_s/step" not in found.steps[5], "what the first start logged of it is of other weights"
+
+
+def test_records_of_one_step_are_merged_and_a_late_validation_is_no_restart():
+    records = [
+        (1, {"a": 1.0}),
+        (1, {"val": 2.0}),
+        (2, {"a": 2.0}),
+        (3, {"a": 3.0}),
+        (2, {"val": 5.0}),
+        (3, {"train/x": 1}),
+    ]
+    assert merged(records) == ({1: {"a": 1.0, "val": 2.0}, 2: {"a": 2.0, "val": 5.0}, 3: {"a": 3.0}}, [])
+
+
+def test_half_a_line_of_a_killed_run_is_left_out(tmp_path):
+    path = write_verl(tmp_path / "run.jsonl", [1, 2])
+    path.write_text(path.read_text() + '{"step": 3, "da')
+    assert list(read(str(path)).steps) == [1, 2]
+
+
+def test_tensorboard_as_verl_writes_it_and_again_after_a_restart(tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    for steps, offset in ((range(1, 13), 0.0), (range(9, 11), 50.0)):
+        writer = tensorboard.SummaryWriter(str(tmp_path / "log"), filename_suffix=f".{offset:02.0f}")
+        for step in steps:
+            writer.add_scalar(REWARD, step + offset, step)
+            writer.add_scalar("train/loss", step, 4 * step)  # of slime: optimizer steps
+            writer.add_scalar("rollout/raw_reward", math.nan if step == 2 else 1.0, step)
+        writer.add_text("val/generations", "text is no metric", 3)
+        writer.close()
+    found = read(str(tmp_path))
+    assert (found.source, found.restarts) == ("TensorBoard", [9])
+    assert [its[REWARD] for its in found.steps.values()] == [1, 2, 3, 4, 5, 6, 7, 8, 59, 60]
+    assert math.isnan(found.steps[2]["rollout/raw_reward"])
+    assert {name for its in found.steps.values() for name in its} == {REWARD, "rollout/raw_reward"}
+
+
+@pytest.fixture(scope="module")
+def offline_runs(tmp_path_factory):
+    """The folders of two runs that W&B logged in offline mode: as verl calls it, and as slime does."""
+    wandb = pytest.importorskip("wandb")
+    folder = tmp_path_factory.mktemp("wandb")
+    settings = wandb.Settings(console="off", x_disable_stats=True, silent=True)
+    config = {"data": {"train_batch_size": 16, "seed": 7}}
+    run = wandb.init(project="p", name="n", mode="offline", dir=str(folder / "verl"), config=config, settings=settings)
+    for step in range(31):
+        run.log(metrics(step) | {"val/generations": "a text", "a/nan": math.nan}, step=step)
+    run.finish()
+    config = {"rollout_batch_size": 32, "seed": 3}
+    run = wandb.init(project="p", mode="offline", dir=str(folder / "slime"), config=config, settings=settings)
+    for rollout in range(5):
+        run.log({"rollout/raw_reward": rollout / 2, "rollout/step": rollout})
+        run.log({"train/loss": 1.0, "train/step": 4 * rollout})
+        run.log({"perf/step_time": 2.0, "rollout/step": rollout})
+        run.log({"eval/aime": 0.5, "eval/step": rollout})
+    run.finish()
+    wandb.teardown()
+    return folder
+
+
+@pytest.mark.slow
+def test_wandb_offline_as_verl_calls_it(offline_runs):
+    found = read(str(offline_runs / "verl"))
+    assert (found.source, list(found.steps), found.restarts) == ("W&B", list(range(31)), [])
+    assert found.steps[30] == metrics(30)
+    assert found.setting("seed", "seed") == 7
+    assert found.setting("train_batch_size", "rollout_batch_size") == 16
+
+
+@pytest.mark.slow
+def test_wandb_offline_as_slime_calls_it(offline_runs):
+    found = read(str(offline_runs / "slime"))
+    assert found.steps[3] == {"rollout/raw_reward": 1.5, "perf/step_time": 2.0, "eval/aime": 0.5}
+    assert found.setting("seed", "seed") == 3
+    assert found.setting("train_batch_size", "rollout_batch_size") == 32
+
+
+@pytest.mark.slow
+def test_a_wandb_file_that_a_killed_run_left_unfinished_is_read_so_far(offline_runs, tmp_path):
+    (file,) = offline_runs.glob("verl/**/*.wandb")
+    (tmp_path / "run-x.wandb").write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    steps = read(str(tmp_path)).steps
+    assert 5 < len(steps) < 31
+    assert steps[5] == metrics(5)
+
+
+def test_wandb_says_what_gpus_a_run_had(tmp_path):
+    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    record = messages.Record()
+    record.environment.gpu_type, record.environment.gpu_count = "NVIDIA H100", 8
+    rows = [messages.Record(history={"item": [{"key": "a", "value_json": "1"}], "step": {"num": 4}}), record]
+    entries = [row.SerializeToString() for row in rows]
+    data = b":W&B\xbe\xe1\x00" + b"".join(struct.pack("<IHB", 0, len(its), 1) + its for its in entries)
+    (tmp_path / "run-1.wandb").write_bytes(data)
+    found = read(str(tmp_path))
+    assert (found.steps, found.config) == ({4: {"a": 1.0}}, {"gpus": "8 x NVIDIA H100"})
+
+
+def test_a_csv_of_a_chart_wants_the_name_of_a_run(tmp_path):
+    chart = tmp_path / "chart.csv"
+    columns = [f'"{run} - {REWARD}{part}"' for run in ("stock-0", "tail-0") for part in ("", "__MIN", "__MAX")]
+    rows = ['1,"0.5","0.5","0.5","0.7","0.7","0.7"', '2,"0.6","0.6","0.6","","",""']
+    chart.write_text("\n".join([",".join(['"Step"', *columns]), *rows]) + "\n")
+    found = read(f"{chart}:stock-0")
+    assert {step: its[REWARD] for step, its in found.steps.items()} == {1: 0.5, 2: 0.6}
+    assert {step: its[REWARD] for step, its in read(f"{chart}:tail-0").steps.items()} == {1: 0.7}
+    for name in (str(chart), f"{chart}:tail-9"):
+        with pytest.raises(
+            RlAccelError, match=r"wants a column .* metrics of one run, or .*csv:RUN .*found Step, stock-0 -"
+        ):
+            read(name)
+
+
+def test_a_csv_of_a_history(tmp_path):
+    history = tmp_path / "history.csv"
+    history.write_text(f",_step,_timestamp,{REWARD},val/x\n0,1,17.5,0.5,\n1,2,18.5,0.25,0.75\n")
+    steps = read(str(history)).steps
+    assert steps == {1: {REWARD: 0.5}, 2: {REWARD: 0.25, "val/x": 0.75}}
+
+
+def test_the_console_of_slime(tmp_path):
+    head = "[2026-01-01 10:00:00] train_metric_utils.py:136 -"
+    lines = [
+        "some other line {'a': 1}",
+        f"{head} perf 0: {{'rollout/response_len/mean': 12.5, 'rollout/truncated_ratio': np.float64(0.25)}}",
+        f"(RayTrainGroup pid=1) {head} rollout 0: {{'rollout/raw_reward': 0.5, 'rollout/kl': nan}}",
+        f"{head} rollout 1: {{'rollout/raw_reward': tensor(0.5)}}",
+        f"{head} eval 1: {{'eval/aime': 0.25}}",
+        f"{head} rollout 1: {{'rollout/raw_reward'",
+    ]
+    (tmp_path / "train.log").write_text("\n".join(lines))
+    found = read(str(tmp_path))
+    first = {"rollout/response_len/mean": 12.5, "rollout/truncated_ratio": 0.25, "rollout/raw_reward": 0.5}
+    assert (found.source, found.steps) == ("slime's console", {0: first, 1: {"eval/aime": 0.25}})
+    (tmp_path / "slurm-1.txt").write_text("\n".join(lines))
+    assert read(str(tmp_path / "slurm-1.txt")).steps == found.steps, "any name will do for a file"
+
+
+def test_nothing_to_read_says_what_is_wanted(tmp_path):
+    with pytest.raises(RlAccelError, match="does not exist"):
+        read(str(tmp_path / "absent"))
+    with pytest.raises(
+        RlAccelError, match="holds no metrics of verl's file logger, TensorBoard, W&B, a CSV of W&B, slime's"
+    ):
+        read(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "package"),
+    [
+        ("events.out.tfevents.1", "tensorboard.backend.event_processing.event_accumulator", "tensorboard"),
+        ("run-1.wandb", "wandb.proto.wandb_internal_pb2", "wandb"),
+    ],
+)
+def test_a_missing_package_is_one_line(tmp_path, monkeypatch, name, module, package):
+    (tmp_path / name).write_bytes(b"")
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(RlAccelError, match=f"to read it, pip install {package}$"):
+        read(str(tmp_path))
