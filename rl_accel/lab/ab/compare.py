@@ -71,7 +71,8 @@ def gather(
     for arm, its in logged.items():
         if not any(reward in step for run in its.values() for step in run.steps.values()):
             raise RecipeError(f"{arm}: no run logged {reward}{nearest(reward, names)}; --reward names what to compare")
-        named = [re.findall(r"seed[-_=]?(\d+)", place) or [run.setting("seed", "seed")] for place, run in its.items()]
+        told = [run.config | run.config.get("data", {}) for run in its.values()]  # slime's arguments, verl's data
+        named = [re.findall(r"seed[-_=]?(\d+)", place) or [of.get("seed")] for place, of in zip(its, told, strict=True)]
         seeds = [None if found[-1] is None else int(found[-1]) for found in named]
         known = None not in seeds and len(set(seeds)) == len(seeds)
         if not known:
@@ -79,7 +80,7 @@ def gather(
         for index, (place, run) in enumerate(its.items()):
             seed, label = (seeds[index], "") if known else (None, f"{arm}-run{index}")
             folder, result = Path(place), load_result(Path(place))
-            batch = batch_size or run.setting("train_batch_size", "rollout_batch_size")
+            batch = batch_size or told[index].get("train_batch_size") or told[index].get("rollout_batch_size")
             command = [*(result.command if result else ()), *([f"data.train_batch_size={batch}"] if batch else ())]
             runs.append(RunData(arm, seed, run.steps, command, folder if folder.is_dir() else None, label))
             gpus[runs[-1].name] = run.config.get("gpus", "unknown ones")

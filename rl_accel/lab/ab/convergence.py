@@ -7,6 +7,7 @@ the margin or more, **different** if t tests reject that it is the margin or les
 **not enough runs**. Where the margin is a share of the baseline's gain, the noise of that gain is part of the test.
 """
 
+import bisect
 import functools
 import math
 import re
@@ -109,13 +110,8 @@ def seeds_enough(base: Array, ours: Array, margin: float, paired: bool, true: fl
         shown = norm.cdf((room - true) / error) - norm.cdf((-room - true) / error)
         return float(np.clip(shown, 0, None).mean())
 
-    low, high = MIN_SEEDS - 1, _MOST_SEEDS
-    if assurance(high) < _POWER:
-        return math.inf
-    while high - low > 1:
-        half = (low + high) // 2
-        low, high = (half, high) if assurance(half) < _POWER else (low, half)
-    return high
+    found = MIN_SEEDS + bisect.bisect_left(range(MIN_SEEDS, _MOST_SEEDS + 1), _POWER, key=assurance)
+    return found if found <= _MOST_SEEDS else math.inf
 
 
 def matched(base: Sequence[RunData], ours: Sequence[RunData]) -> tuple[Sequence[RunData], Sequence[RunData], bool]:

@@ -21,16 +21,12 @@ _BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
 
 @dataclass
 class Logged:
-    """What the files of a run say. ``restarts``: steps at which it began again; ``config``: what W&B was told of it."""
+    """What the files of a run say. ``restarts``: steps at which it began again; ``config``: what W&B was told, with ``gpus``."""
 
     source: str
     steps: dict[int, dict[str, float]]
     restarts: list[int]
     config: dict[str, Any]
-
-    def setting(self, of_verl: str, of_slime: str) -> Any:
-        """Return what was set by ``data.<of_verl>`` in verl, ``<of_slime>`` in slime; None if W&B was not told."""
-        return self.config.get("data", {}).get(of_verl, self.config.get(of_slime))
 
 
 def read(*paths: str) -> Logged:

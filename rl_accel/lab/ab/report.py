@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from rl_accel.errors import RlAccelError
 from rl_accel.lab.ab import plots
@@ -76,8 +77,7 @@ def build(
 
 def _load_runs(results: Sequence[RunResult], out: Path) -> list[RunData]:
     """Read the kept metrics of each run that has any."""
-    folders = [(result, out / result.name) for result in results]
-    runs = [RunData(r.arm, r.seed, read_log(folder / "metrics.jsonl"), r.command, folder) for r, folder in folders]
+    runs = [RunData(r.arm, r.seed, read_log(out / r.name / "metrics.jsonl"), r.command, out / r.name) for r in results]
     return [run for run in runs if run.steps]
 
 
@@ -296,17 +296,11 @@ def show(summary: dict[str, Any], console: Console) -> None:
         console.print(made.title, markup=False, highlight=False, soft_wrap=True)
         table = Table(*map(escape, made.columns))
         for row in made.rows:
-            table.add_row(*map(escape, row), style="bold" if row[0] == summary["recipe"]["metrics"]["step"] else "")
+            cells = [Text(cell, _COLOURS.get(cell.partition(" (")[0], "")) for cell in row]
+            table.add_row(*cells, style="bold" if row[0] == summary["recipe"]["metrics"]["step"] else "")
         if made.rows:
             console.print(table)
         for note in made.notes:
             console.print(note, markup=False, highlight=False, soft_wrap=True)
-    checks = Table("check", "result", "detail", title="Checks", title_justify="left")
-    for check in summary["checks"]:
-        colour = _COLOURS[check["status"]]
-        note = " (warning only)" if check["warn_only"] and check["status"] == "red" else ""
-        checks.add_row(check["name"], f"[{colour}]{check['status']}{note}[/]", escape(check["detail"]))
-    if summary["checks"]:
-        console.print(checks)
     for line in summary["headline"]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

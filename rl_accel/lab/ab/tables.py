@@ -10,14 +10,8 @@ from rl_accel.lab.ab.convergence import AXES
 from rl_accel.lab.ab.stats import ALL, KINDS
 from rl_accel.telemetry.profile import format_seconds
 
-_ROLLOUT = {
-    "wasted": ("wasted tokens", ".1%"),
-    "predicted": ("predicted", "s"),
-    "predicted_wasted": ("predicted waste", ".1%"),
-    "lost": ("prompts lost", ".0f"),
-    "accepted": ("accepted", ".0f"),
-    "cancelled": ("cancelled", ".0f"),
-}
+_ROLLOUT = {"wasted": ".1%", "predicted": "s", "predicted_wasted": ".1%"}
+_ROLLOUT |= dict.fromkeys(("lost", "accepted", "cancelled"), ".0f")
 _EPOCH = ("epoch", "prompts", "once", "again", "rejected", "failed", "missing")
 
 
@@ -34,6 +28,11 @@ class TextTable:
 def tables(summary: Mapping[str, Any]) -> list[TextTable]:
     """Return the tables of a summary that have rows or notes."""
     made = [_stages(summary), *(_rollouts(summary["rollout"]) if summary["rollout"] else ()), *_learning(summary)]
+    rows = []
+    for check in summary["checks"]:
+        note = " (warning only)" if check["warn_only"] and check["status"] == "red" else ""
+        rows.append([check["name"], check["status"] + note, check["detail"]])
+    made.append(TextTable("Checks", ["check", "result", "detail"], rows))
     return [table for table in made if table.rows or table.notes]
 
 
@@ -57,16 +56,16 @@ def _stages(summary: Mapping[str, Any]) -> TextTable:
 
 def _rollouts(found: Mapping[str, Any]) -> Iterator[TextTable]:
     kinds = [kind for kind in (*KINDS, ALL) if any(kind in row["kinds"] for row in found["arms"])]
-    used = {key: its for key, its in _ROLLOUT.items() if any(row.get(key) is not None for row in found["arms"])}
+    used = [key for key in _ROLLOUT if any(row.get(key) is not None for row in found["arms"])]
     rows = []
     for row in found["arms"]:
         parts = [row["kinds"].get(kind) for kind in kinds]
         cells = [f"{format_seconds(part['seconds'])} x {part['steps']}" if part else "" for part in parts]
-        cells += [_text(row[key], form) for key, (_, form) in used.items()]
+        cells += [_text(row[key], _ROLLOUT[key]) for key in used]
         rows.append([row["arm"], _text(row["seconds"], "s"), *_ratio(row), *cells])
-    columns = ["arm", "all steps", "ratio", "95% interval", *kinds, *(name for name, _ in used.values())]
-    note = "all: waits for every response. predicted: by rl-accel plan from the baseline's telemetry. accepted, cancelled: "
-    note += "mean tokens of responses of the same prompts; the cancelled ones had not ended."
+    columns = ["arm", "all steps", "ratio", "95% interval", *kinds, *(key.replace("_", " ") for key in used)]
+    note = "all: waits for each response. wasted: tokens; lost: prompts. predicted: by rl-accel plan, of the baseline's telemetry. "
+    note += "accepted, cancelled: mean tokens of responses of the same prompts; the cancelled ones had not ended."
     yield TextTable("Mean rollout seconds a step", columns, rows, [note])
     counts = [[its["run"], *(str(epoch[key]) for key in _EPOCH)] for its in found["ledgers"] for epoch in its["epochs"]]
     yield TextTable("Every prompt of an epoch is trained once", ["run", *_EPOCH], counts)

@@ -114,16 +114,14 @@ def test_wandb_offline_as_verl_calls_it(offline_runs):
     found = read(str(offline_runs / "verl"))
     assert (found.source, list(found.steps), found.restarts) == ("W&B", list(range(31)), [])
     assert found.steps[30] == metrics(30)
-    assert found.setting("seed", "seed") == 7
-    assert found.setting("train_batch_size", "rollout_batch_size") == 16
+    assert found.config["data"] == {"train_batch_size": 16, "seed": 7}
 
 
 @pytest.mark.slow
 def test_wandb_offline_as_slime_calls_it(offline_runs):
     found = read(str(offline_runs / "slime"))
     assert found.steps[3] == {"rollout/raw_reward": 1.5, "perf/step_time": 2.0, "eval/aime": 0.5}
-    assert found.setting("seed", "seed") == 3
-    assert found.setting("train_batch_size", "rollout_batch_size") == 32
+    assert (found.config["seed"], found.config["rollout_batch_size"]) == (3, 32)
 
 
 @pytest.mark.slow
