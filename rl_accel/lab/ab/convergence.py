@@ -184,20 +184,21 @@ def _row(base: Curves, ours: Curves, paired: bool, names: Metrics, is_reward: bo
     if row["answer"] == NOT_ENOUGH and min(row["runs"]) >= MIN_SEEDS and row["margin"] > 0:
         row["enough"] = [seeds_enough(after, value, row["margin"], paired, true) for true in (0.0, 0.5)]
     if is_reward:
-        level = float((before + _REACH * (after - before)).mean()) if names.reach is None else names.reach
-        row["reach"] = times_to_reach(base, ours, paired, min(ends), level)
+        first, last = levels(base, math.inf).mean(axis=1)
+        level = float(first + _REACH * (last - first)) if names.reach is None else names.reach
+        row["reach"] = times_to_reach(base, ours, paired, level)
     return row
 
 
-def times_to_reach(base: Curves, ours: Curves, paired: bool, end: float, level: float) -> dict[str, Any]:
+def times_to_reach(base: Curves, ours: Curves, paired: bool, level: float) -> dict[str, Any]:
     """Return where the mean of five values first is ``level``: geometric means ``baseline`` and ``value`` of the runs that come to
-    it by ``end``, how many do (``reached``), and, if all do, the ``ratio``, above 1 if the arm is earlier, and its 95% interval."""
+    it, how many do (``reached``), and, if all do, the ``ratio``, above 1 if the arm is earlier, and its 95% interval."""
     logs = []
     for side in (base, ours):
         whole = [
             (x[_WINDOW - 1 :], np.convolve(y, np.full(_WINDOW, 1 / _WINDOW))[_WINDOW - 1 : len(y)]) for x, y in side
         ]
-        logs.append(np.log(np.concatenate([x[(x <= end) & (y >= level)][:1] for x, y in whole])))
+        logs.append(np.log(np.concatenate([x[y >= level][:1] for x, y in whole])))
     reached = [len(its) for its in logs]
     first, second = (float(its.mean()) if len(its) else math.nan for its in logs)
     all_do = reached == [len(base), len(ours)]
@@ -211,7 +212,8 @@ def sentence(row: Mapping[str, Any], baseline: str, margin: str) -> str:
     """Say what a row of :func:`converge` concludes."""
     bounds = f", 95% interval {row['low']:+.3g} to {row['high']:+.3g}" if min(row["runs"]) >= MIN_SEEDS else ""
     share = f", {margin} of {baseline}'s gain" if margin.endswith("%") else ""
-    runs = f"{row['runs'][0]} pairs of a seed" if row["paired"] else "{} and {} runs, not paired".format(*row["runs"])
+    base, ours = row["runs"]
+    runs = f"{base} seed{'s' * (base > 1)}, paired" if row["paired"] else f"{base} and {ours} runs, not paired"
     text = f"{row['arm']} and {baseline}, {row['metric']} against {AXES[row['axis']]}: {row['answer']} (difference "
     text += f"{row['difference']:+.3g}{bounds}; margin {row['margin']:.3g}{share}; {runs})"
     if row["answer"] != NOT_ENOUGH:

@@ -73,6 +73,7 @@ def _reward(summary: dict[str, Any]) -> Any:
         # the baseline is broad and pale so that a curve that coincides with it stays visible
         _draw_runs(axes, summary, found[axis], {"lw": 5, "alpha": 0.4})
         axes.set_xlabel(AXES[axis])
+        axes.locator_params(axis="x", nbins=4)
     title = f"Reward ({metric})"
     if any(v["steps_compared"] and v["parts_at"] is None for v in summary["reward_verdicts"]):
         title += "; curves that coincide are drawn over each other"

@@ -116,10 +116,7 @@ def _wandb(file: Path, config: dict[str, Any], _: str) -> Iterator[LogRecord]:
 
 
 def _log_entries(data: bytes) -> Iterator[bytes]:
-    """Entries of a file in LevelDB's log format after W&B's 7 bytes, up to one that a killed run left unfinished.
-
-    W&B's own reader in Python is gone from its package; the entries are its protocol buffers, as ever.
-    """
+    """Entries of a log in LevelDB's format, which W&B's package no longer reads itself, up to one that is not finished."""
     at, entry = 7, b""
     while at + 7 <= len(data):
         _, length, kind = struct.unpack_from("<IHB", data, at)

@@ -260,7 +260,7 @@ def test_the_whole_says_levels_answers_axes_and_what_is_missing():
     assert text.startswith(
         "fast and stock, critic/score/mean against training steps: equal within the margin (difference +0"
     )
-    assert "2% of stock's gain; 3 pairs of a seed" in text
+    assert "2% of stock's gain; 3 seeds, paired" in text
 
 
 def test_a_level_that_a_run_does_not_reach_gives_no_ratio():

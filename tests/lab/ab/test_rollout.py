@@ -139,7 +139,8 @@ def test_without_the_baseline_there_is_no_ratio_to_miss(summarise):
 
 def rewards(*finals):
     return {f"stock-seed{i}": STOCK for i in range(len(finals))} | {
-        f"accelerated-seed{i}": [metrics(1.0, 0.5), metrics(1.0, final)] for i, final in enumerate(finals)
+        f"accelerated-seed{i}": [metrics(1.0, reward) for reward in (0.5, 0.6, 0.7, final)]
+        for i, final in enumerate(finals)
     }
 
 
@@ -163,7 +164,7 @@ def test_the_final_reward_must_be_the_same_within_an_interval(summarise, finals,
 
 
 def test_an_arm_with_too_few_seeds_does_not_keep_others_from_being_judged(summarise):
-    more = {"extra-seed0": [metrics(1.0, 0.5), metrics(1.0, 0.1)]}
+    more = {"extra-seed0": [metrics(1.0, reward) for reward in (0.5, 0.6, 0.7, 0.1)]}
     arms = {"stock": {}, "accelerated": {}, "extra": {"seeds": [0]}}
     _, checks = summarise(rewards(0.9, 0.91, 0.89) | more, recipe={"arms": arms, "seeds": [0, 1, 2]}, same_reward=0.05)
     assert checks["same_reward"].status == "red"
