@@ -57,7 +57,7 @@ def gather(
     """
     logged = {arm: {run: read(*run.split(",")) for run in runs} for arm, runs in arms.items()}
     names = {name for its in logged.values() for run in its.values() for step in run.steps.values() for name in step}
-    folder = Path(next(iter(logged[next(iter(arms))]))).resolve().parent
+    folder = Path(arms[next(iter(arms))][0].partition(",")[0]).resolve().parent
     if (folder / "ab.json").exists():
         recipe = load(folder / "recipe.yaml")
     else:
@@ -129,5 +129,8 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
 
 def _arm(run: str) -> str:
     """Name an arm after one of its runs: the last part of the path that is more than a seed, without that."""
-    parts = (re.sub(r"[-_.=]*(seed|run)?[-_=]*\d*(\.\w+)?$", "", part) for part in reversed(Path(run).parts))
+    parts = (
+        re.sub(r"[-_.=]*(seed|run)?[-_=]*\d*(\.\w+)?$", "", part)
+        for part in reversed(Path(run.partition(",")[0]).parts)
+    )
     return next(filter(None, parts), run)

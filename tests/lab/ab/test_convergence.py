@@ -30,12 +30,12 @@ GAIN, MARGIN = 0.5, 0.01
 REWARD = "critic/score/mean"
 
 
-def draws(rng, seeds, spread, true, paired, share=False):
-    """``DRAWS`` experiments: levels of both arms and the margin, [DRAWS, seeds] each; ``spread`` and ``true`` in margins.
+def draws(rng, seeds, spread, true, paired, share=False, count=DRAWS):
+    """``count`` experiments: levels of both arms and the margin, [count, seeds] each; ``spread`` and ``true`` in margins.
 
     A seed's own level is common to both arms where they are paired.
     """
-    size = (DRAWS, seeds)
+    size = (count, seeds)
     own = rng.normal(0, 3 * MARGIN, size) if paired else 0.0
     before = rng.normal(0.2, MARGIN, size)
     noise = spread * MARGIN / math.sqrt(2)
@@ -53,7 +53,7 @@ def at_most(share, count):
 
 @pytest.mark.parametrize("true", [0.0, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize(("seeds", "spread"), [(3, 0.2), (3, 1.0), (5, 0.7), (10, 1.5)])
-@pytest.mark.parametrize(("paired", "share"), itertools.product((True, False), (True, False)))
+@pytest.mark.parametrize(("paired", "share"), list(itertools.product((True, False), (True, False))))
 def test_each_answer_is_wrong_in_at_most_one_of_twenty(true, seeds, spread, paired, share):
     answers = decide(*draws(np.random.default_rng(1), seeds, spread, true, paired, share), paired)
     if true >= 1:
@@ -73,6 +73,7 @@ def test_at_exactly_the_margin_runs_are_never_enough():
     assert (answers == NOT_ENOUGH).mean() > 0.88
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize(("true", "supposed"), [(0.0, 0.0), (0.5, 0.5), (2.0, 0.0)])
 @pytest.mark.parametrize("spread", [0.7, 2.0])
@@ -99,11 +100,12 @@ def test_the_seeds_it_asks_for_are_enough_in_four_of_five(paired, true, supposed
         ]
         asked = np.minimum(np.array(wanted)[np.searchsorted(grid, deviations, side="right") - 1], 1001).astype(int)
         decided = 0
-        for seeds in np.unique(asked):
-            its = decide(*draws(rng, int(seeds), spread, true, paired), paired)[: (asked == seeds).sum()]
-            decided += (its != NOT_ENOUGH).sum()
-        share = binomtest(int(decided), len(asked), 0.8, alternative="less").pvalue
-        assert share > 0.01, f"{decided} of {len(asked)} with {pilot} seeds"
+        for seeds, count in zip(*np.unique(asked, return_counts=True), strict=True):
+            decided += (decide(*draws(rng, seeds, spread, true, paired, count=count), paired) != NOT_ENOUGH).sum()
+        assert binomtest(int(decided), len(asked), 0.8, alternative="less").pvalue > 0.01, (decided, len(asked), pilot)
+        print(
+            f"{pilot} seeds, deviation {spread}, difference {true}: enough in {decided} of {len(asked)}, {np.median(asked)}"
+        )
 
 
 def curves(rng, arms_true, length=80, seeds=4, noise=0.02, common=0.002):
@@ -238,7 +240,7 @@ def test_the_whole_says_levels_answers_axes_and_what_is_missing():
     ramp = np.linspace(0, 1, 50)
     runs = [run("stock", seed, ramp + seed / 10, batch=4) for seed in range(3)]
     runs += [
-        run("fast", seed, (ramp + seed / 10)[: 50 - 10 * (seed == 1)], seconds=1800.0, batch=4) for seed in range(3)
+        run("fast", seed, (ramp + seed / 10)[: 50 - 4 * (seed == 1)], seconds=1800.0, batch=4) for seed in range(3)
     ]
     runs[0].steps[50]["val-core/x/acc/mean@1"] = 1.0
     found = converge(runs, ["stock", "fast"], "stock", Metrics())
@@ -248,9 +250,9 @@ def test_the_whole_says_levels_answers_axes_and_what_is_missing():
         "prompts": EQUAL,
         "hours": DIFFERENT,
     }
-    assert (by_axis["steps"]["end"], by_axis["steps"]["longest"], by_axis["prompts"]["end"]) == (40, 50, 160)
+    assert (by_axis["steps"]["end"], by_axis["steps"]["longest"], by_axis["prompts"]["end"]) == (46, 50, 184)
     assert by_axis["steps"]["difference"] == 0
-    assert by_axis["hours"]["end"] == 20
+    assert by_axis["hours"]["end"] == 23
     assert by_axis["steps"]["reach"]["ratio"] == pytest.approx(1)
     assert by_axis["hours"]["reach"]["ratio"] == pytest.approx(2)
     assert (
