@@ -86,7 +86,7 @@ def test_a_yaml_file_names_three_arms_and_the_first_is_the_baseline(call, write,
 
 def test_unequal_lengths_restarts_and_missing_metrics_are_said(call, write, tmp_path):
     stock = [write(f"stock-seed{seed}") for seed in range(3)]
-    tail = [write(f"tail-seed{seed}", steps=50 if seed else 60, noise=0.1) for seed in range(3)]
+    tail = [write(f"tail-seed{seed}", 0.48 + seed / 50, steps=50 if seed else 60) for seed in range(3)]
     again = write("again", steps=60)
     lines = (again / "metrics.jsonl").read_text().splitlines(keepends=True)
     (again / "metrics.jsonl").write_text("".join(lines[30:55]))
