@@ -149,8 +149,8 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
                     f"{metric} of {arm}: left out for want of a run of the same seed: {', '.join(sorted(left))}"
                 )
             for axis in (axis for axis in AXES if all(axis in found[run.name] for run in (*base, *ours))):
-                curves = ([found[run.name][axis] for run in side] for side in (base, ours))
-                if row := _row(*curves, paired, names, metric == names.reward):
+                first, second = ([found[run.name][axis] for run in side] for side in (base, ours))
+                if row := _row(first, second, paired, names, metric == names.reward):
                     rows.append({"arm": arm, "metric": metric, "axis": axis, **row})
     rewards = {run.name: points(run, names, names.reward) for run in runs}
     curves_of = {axis: {name: its[axis] for name, its in rewards.items() if axis in its} for axis in AXES}
