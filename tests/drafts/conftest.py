@@ -11,13 +11,11 @@ from rl_accel.drafts.index import (
     CANDIDATES,
     CONTEXT,
     GRAM,
-    PRIOR,
     PROMPT,
     WALK,
     Match,
     TokenIndex,
     TokenSequence,
-    class_of,
     slot_of,
 )
 
@@ -38,49 +36,37 @@ class ObviousIndex:
         self.blocks, self.slots = blocks, slots
         self.sizes: list[int] = []  # of all blocks ever
         self.chains: dict[int, list[Token]] = defaultdict(list)
-        self.numbers = 0
 
     def holds(self, token):
         return isinstance(token, Token) and token.block >= len(self.sizes) - self.blocks
 
-    def extend(self, matrix, rows, ends, sequences):
-        for sequence in sequences:
-            if not sequence.number:
-                self.numbers += 1
-                sequence.number = self.numbers
-        for row, end, sequence in zip(rows, ends, sequences, strict=True):
-            for at in range(sequence.length, end):
-                last = sequence.last
-                goes_on = self.holds(last) and last.sequence is sequence
-                if not goes_on or self.sizes[last.block] == BLOCK:
-                    self.sizes.append(0)
-                    block = len(self.sizes) - 1
-                else:
-                    block = last.block
-                token = Token(int(matrix[row, at]), last if isinstance(last, Token) else None, sequence, block)
-                self.sizes[block] += 1
-                if goes_on:
-                    last.after = token
-                if at >= GRAM:
-                    self.chains[self.slot(sequence.key, matrix[row, at - GRAM : at])].append(token)
-                sequence.last = token
-            sequence.length = end
+    def extend(self, sequence, tokens, end):
+        for at in range(sequence.length, end):
+            last = sequence.last
+            goes_on = self.holds(last) and last.sequence is sequence
+            if not goes_on or self.sizes[last.block] == BLOCK:
+                self.sizes.append(0)
+                block = len(self.sizes) - 1
+            else:
+                block = last.block
+            token = Token(int(tokens[at]), last if isinstance(last, Token) else None, sequence, block)
+            self.sizes[block] += 1
+            if goes_on:
+                last.after = token
+            if at >= GRAM:
+                self.chains[self.slot(sequence.key, tokens[at - GRAM : at])].append(token)
+            sequence.last = token
+        sequence.length = end
 
     def slot(self, key, gram):
         return slot_of(key, *gram.tolist(), self.slots)
 
-    def lookup(self, matrix, rows, sequences, limit, records, rates, floor):
-        free = matrix.shape[1] - 1
-        return [
-            self.match(matrix[row, : s.length], s, min(limit, free - s.length), record, rates, floor)
-            for row, s, record in zip(rows, sequences, records, strict=True)
-        ]
-
-    def match(self, context, sequence, limit, record, rates, floor):
-        if len(context) < GRAM:
+    def lookup(self, sequence, tokens, limit):
+        context, limit = tokens[: sequence.length].tolist(), min(limit, len(tokens) - 1 - sequence.length)
+        if len(context) < GRAM or limit < 1:
             return None
         places = []
-        for token in self.chains[self.slot(sequence.key, context[-GRAM:])][: -WALK - 1 : -1]:
+        for token in self.chains[self.slot(sequence.key, np.array(context[-GRAM:]))][: -WALK - 1 : -1]:
             if not self.holds(token) or len(places) == CANDIDATES:
                 break
             if token.sequence.key == sequence.key and token.sequence.visit >= sequence.oldest:
@@ -91,7 +77,7 @@ class ObviousIndex:
                     length, before = length + 1, before.before
                 if length >= GRAM:
                     places.append((length, token))
-        if not places or limit < 1:
+        if not places:
             return None
         longest = max(length for length, _ in places)
         voters = [token for length, token in places if length == longest]
@@ -99,26 +85,16 @@ class ObviousIndex:
         own = newest is sequence or newest.visit == PROMPT
         source = 0 if own else 1 if newest.visit == sequence.visit else 2
         voters = [(1 / (1 + rank), token) for rank, token in enumerate(voters)]
-        hits, tries = record
-        rate = min(1.0, (hits + PRIOR * rates[class_of(longest)]) / (tries + PRIOR))
-        tokens, shares, worth, chance, expected = [], [], 0, 1.0, 0.0
-        while voters and len(tokens) < limit:
+        found, shares = [], []
+        while voters and len(found) < limit:
             votes = defaultdict(float)
             for weight, token in voters:
                 votes[token.value] += weight
             chosen = max(votes, key=votes.get)
-            share = votes[chosen] / sum(weight for weight, _ in voters)
-            chance *= rate * share
-            if chance < floor and tokens:
-                break
-            tokens.append(chosen)
-            shares.append(share)
-            if chance < floor:
-                break
-            worth += 1
-            expected += chance
+            found.append(chosen)
+            shares.append(votes[chosen] / sum(weight for weight, _ in voters))
             voters = [(w, t.after) for w, t in voters if t.value == chosen and self.holds(t.after)]
-        return Match(tokens, shares, worth, longest, source, expected)
+        return Match(found, shares, longest, source)
 
     def read(self, sequence):
         tokens, token = [], sequence.last

@@ -112,11 +112,11 @@ class KnowsIds(Drafter):
         self._index, self._ids, self._known = index, engine_rows, {}
 
     def _follow(self, sampled, ends, matrix):
-        self._rows = [None] * len(ends)
+        self._rows = {}
         for row, (number, new) in enumerate(zip(self._ids(), sampled, strict=True)):
             if new:
                 if number not in self._known:
-                    self._known[number] = self._request(row, ends[row] - len(new), matrix, self._version)
+                    self._known[number] = self._request(matrix[row], ends[row] - len(new), self._version)
                 self._rows[row] = self._known[number]
         return True
 
@@ -178,7 +178,7 @@ def test_random_interleavings_draft_as_one_that_knows_the_requests_and_only_what
         for number in engine.finished():
             engine.rows.remove(number)
     assert happened["draft"] > 100
-    numbers, expected = drafter.counters(), knows.counters()
+    numbers, expected = drafter.counts, knows.counts
     for name in ("steps", "tokens"):
         assert numbers[name] == expected[name]
     assert numbers["accepted"] <= numbers["drafted"]
@@ -207,12 +207,12 @@ def test_a_sibling_and_then_the_next_epoch_is_followed(story):
     assert engine.play() == 100
     engine.start([5, 6, 7], story)
     assert engine.play() < 25
-    told = drafter.counters()
+    told = drafter.counts
     assert told["accepted_sibling"] == told["accepted"] > 75
     drafter.new_weights()
     engine.start([5, 6, 7], story)
     assert engine.play() < 25
-    told = drafter.counters()
+    told = drafter.counts
     assert told["accepted_earlier"] == told["accepted"] - told["accepted_sibling"] > 75
     assert told["tokens"] == 300
     assert sum(n for name, n in told.items() if name.startswith("tokens_from_")) == 300
@@ -229,7 +229,7 @@ def test_another_prompt_is_not_drafted_from_but_the_own_text_is(story):
     assert engine.play() == 100
     engine.start([9, *story], story)
     assert engine.play() < 60
-    told = drafter.counters()
+    told = drafter.counts
     assert told["accepted_own"] == told["accepted"] > 40
 
 
@@ -284,7 +284,7 @@ def test_nothing_is_drafted_in_a_crowd_but_history_is_taken_in(story):
     for _ in range(3):
         engine.start([5, 6, 7], story)
     assert engine.play() == 100
-    assert drafter.counters()["drafted"] == 0
+    assert drafter.counts["drafted"] == 0
     for _ in range(2):
         engine.start([5, 6, 7], story)
     assert engine.play() < 25
@@ -312,7 +312,7 @@ def test_drafting_that_costs_more_than_it_gives_stops_and_says_so_once(story, ca
         engine.step(seconds=20.0 if verified else 1.0)
         engine.rows = [number for number in engine.rows if number not in engine.finished()]
         steps += 1
-    assert drafter.counters()["stopped"] >= 2
+    assert drafter.counts["stopped"] >= 2
     assert 50 < drafted < 300
     assert len([record for record in caplog.records if "no drafts for" in record.message]) == 1
 
@@ -328,7 +328,7 @@ def test_drafting_that_pays_goes_on_with_few_steps_to_compare_with(story):
             verified.append(any(engine.drafts.values()))
             engine.step(seconds=1.5 if verified[-1] else 1.0)
             engine.rows = [number for number in engine.rows if number not in engine.finished()]
-    assert drafter.counters()["stopped"] == 0
+    assert drafter.counts["stopped"] == 0
     # of the rest, each response's first two steps cannot have drafts
     assert sum(verified[200:]) > 0.75 * len(verified[200:])
 

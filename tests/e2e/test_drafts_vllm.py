@@ -43,7 +43,7 @@ def test_greedy_tokens_are_those_without_drafts_but_for_ties(generated):
         assert all(margin < 1e-5 for margin in parted), (name, parted)
     assert greedy["prompt_logprobs"] == [13] * 8
     assert greedy["preemptions"] > 0
-    told = greedy["counters"]
+    told = greedy["counts"]
     assert told["accepted_earlier"] > 0
     assert told["tokens"] > 2 * 8 * 299
     assert told["steps"] < 600
@@ -79,9 +79,7 @@ def test_log_probabilities_are_those_of_a_plain_forward(generated):
         assert all(generated["logprobs"][f"{mode} at {temperature}"] < 1e-4 for temperature in (1.0, 0.3))
 
 
-@pytest.mark.parametrize(
-    "proposer", ["None", "proposers.Eager", "with seeds", "proposers.Always", "proposers.AlwaysStop"]
-)
+@pytest.mark.parametrize("proposer", ["None", "Eager", "with seeds", "Always", "AlwaysStop"])
 def test_samples_have_the_exact_distribution(generated, proposer):
     samples = generated["samples"]
     expected = [20_000 * chance for chance in samples["expected"]]

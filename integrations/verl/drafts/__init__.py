@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 
 from rl_accel.drafts.drafter import SETTINGS
 from rl_accel.drafts.index import SOURCES
@@ -88,9 +88,7 @@ def wire(config: Any, flags: DraftsFlags) -> None:
         found = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
         if found not in (None, value):
             _refuse(key, None, found, "drafts set it")
-    with open_dict(config):
-        for key, value in ours.items():
-            OmegaConf.update(config, key, value, force_add=True)
+        OmegaConf.update(config, key, value, force_add=True)
 
 
 def refuse_unwired(config: Any) -> None:
@@ -99,11 +97,9 @@ def refuse_unwired(config: Any) -> None:
     Raises:
         ConfigError: its driver has not called ``validate_config``.
     """
-    found = OmegaConf.select(config, f"{_VLLM}.worker_extension_cls", default=None)
-    if found != _WORKER:
-        _refuse(
-            f"{_VLLM}.worker_extension_cls", _WORKER, found, "verl's validate_config sets it: the driver must call it"
-        )
+    key, reason = f"{_VLLM}.worker_extension_cls", "verl's validate_config sets it: the driver must call it"
+    if (found := OmegaConf.select(config, key, default=None)) != _WORKER:
+        _refuse(key, _WORKER, found, reason)
 
 
 def find_problems() -> list[tuple[str, str]]:
@@ -115,13 +111,11 @@ def find_problems() -> list[tuple[str, str]]:
         from vllm.utils.cpu_triton_utils import expand_kernel
     except ImportError:
         return []
-    temperatures = torch.zeros(2)
-    if not hasattr(torch.ops._C, "expand_kernel_impl"):
-        return []  # no CPU build
-    expand_kernel[(1,)](temperatures, torch.tensor([0.7]), torch.tensor([2]), 0, 1)
-    reason = (
-        "this CPU build of vLLM divides logits of drafted tokens by uninitialised memory; the CPU platform repairs it"
-    )
+    temperatures = torch.ones(2)
+    if hasattr(torch.ops._C, "expand_kernel_impl"):  # a CPU build
+        temperatures.zero_()
+        expand_kernel[(1,)](temperatures, torch.tensor([0.7]), torch.tensor([2]), 0, 1)
+    reason = "vLLM divides logits of drafted tokens by uninitialised memory; the CPU platform repairs it"
     return [] if temperatures.all() else [("vllm.speculative_config", reason)]
 
 
@@ -142,12 +136,10 @@ class Exchange:
     """
 
     def __init__(self, flags: DraftsFlags) -> None:
-        self._flags = flags
+        self._flags, self._steps = flags, 0
         self._calls: dict[Any, Any] = {}  # by server
         self._finished: dict[Any, list[bytes]] = {}
-        self._counted: dict[Any, Counter[str]] = {}
         self._history: deque[bytes] = deque()
-        self._steps = 0
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
         """Return the numbers by name; {} for what is not a step of training.
@@ -161,9 +153,9 @@ class Exchange:
         self._steps += 1
         if self._steps <= CHECKED_STEPS:
             check(logged)
-        config = trainer.config.trainer
+        config, saving = trainer.config.trainer, self._flags.save
         saved = Path(config.default_local_dir, f"global_step_{step}")
-        if self._flags.save and self._steps == 1:
+        if saving and self._steps == 1:
             before = saved.with_name(f"global_step_{step - 1}")
             file = Path(config.resume_from_path if config.resume_mode == "resume_path" else before, HISTORY)
             if file.is_file():
@@ -176,33 +168,31 @@ class Exchange:
                 others = [r for other, finished in self._finished.items() if other != server for r in finished]
                 self._calls[server] = server.collective_rpc.remote(method="exchange_drafts", args=(others,))
         self._finished.clear()
-        if self._flags.save and saved.is_dir():
+        if saving and saved.is_dir():
             counted += self._take_answers(SAVING_S)
             write_atomically(saved / HISTORY, pickle.dumps(list(self._history)))
         return numbers(counted)
 
     def _take_answers(self, wait_s: float) -> Counter[str]:
-        """Take in what servers have answered, and return what their drafters have counted since they last did."""
+        """Take in what servers have answered, and return what their drafters have counted."""
         import ray
 
-        new: Counter[str] = Counter()
+        counted: Counter[str] = Counter()
         for server, call in list(self._calls.items()):
             if not ray.wait([call], timeout=wait_s)[0]:
                 continue
             del self._calls[server]
             try:
-                finished, counters = ray.get(call)[0]
+                self._finished[server], counts = ray.get(call)[0]
             except ray.exceptions.RayError as error:
                 logger.warning("rl-accel: drafts: a rollout server does not answer: %s", str(error).splitlines()[-1])
                 continue
-            self._finished[server], counted = finished, Counter(counters)
-            self._history.extend(finished if self._flags.save else ())
-            new += counted - self._counted.get(server, Counter())
-            self._counted[server] = counted
+            counted += counts
+            self._history.extend(self._finished[server] if self._flags.save else ())
         size = sum(map(len, self._history))
         while size > self._flags.memory_mb * 2**18:  # as many tokens as an engine's index of memory_mb holds
             size -= len(self._history.popleft())
-        return new
+        return counted
 
 
 def check(logged: Mapping[str, Any]) -> None:
@@ -219,11 +209,11 @@ def check(logged: Mapping[str, Any]) -> None:
         )
 
 
-def numbers(counted: Mapping[str, float]) -> dict[str, float]:
-    """Return ``drafts/<name>`` of what drafters counted, see :meth:`~rl_accel.drafts.drafter.Drafter.counters`."""
-    found = {"stopped": counted.get("stopped", 0)}
+def numbers(counted: Counter[str]) -> dict[str, float]:
+    """Return ``drafts/<name>`` of what drafters counted, see :attr:`~rl_accel.drafts.drafter.Drafter.counts`."""
+    found: dict[str, float] = {"stopped": counted["stopped"]}
     for source in ("", *(f"_{name}" for name in SOURCES)):
-        drafted, accepted = (counted.get(name + source, 0) for name in ("drafted", "accepted"))
+        drafted, accepted = counted[f"drafted{source}"], counted[f"accepted{source}"]
         found |= {f"drafted{source}": drafted, f"accepted{source}": accepted}
         found |= {f"acceptance{source}": accepted / drafted} if drafted else {}
     steps = {name: value for name, value in counted.items() if name.startswith("row_steps_from_")}

@@ -1,5 +1,6 @@
 """What a worker of vLLM gets with drafts. A module of its own, because vLLM imports it by name in its worker processes."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ class DraftsWorkerExtension(vLLMColocateWorkerExtension):
         self.model_runner.drafter.new_weights()
         return result
 
-    def exchange_drafts(self, responses: Sequence[bytes]) -> tuple[list[bytes], dict[str, float]]:
-        """Take in what other replicas have finished; return what this one has, and its counters."""
+    def exchange_drafts(self, responses: Sequence[bytes]) -> tuple[list[bytes], Counter[str]]:
+        """Take in what other replicas have finished; return what this one has, and its counts since the last call."""
         drafter = self.model_runner.drafter
         drafter.absorb(responses)
-        return drafter.take_finished(), drafter.counters()
+        counts, drafter.counts = drafter.counts, Counter()
+        return drafter.take_finished(), counts

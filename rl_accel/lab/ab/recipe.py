@@ -68,6 +68,8 @@ class Arm:
     env: dict[str, Any] = field(default_factory=dict)
     seeds: list[int] | None = None
     """Of the recipe's seeds those that this arm is run with; null: all."""
+    needs: str = ""
+    """A module without which the arm is left out, and a line says so."""
 
 
 @dataclass

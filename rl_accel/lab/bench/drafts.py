@@ -1,6 +1,8 @@
 """``rl-accel bench drafts``: what drafts would have done in a run that is over, by its rollout files, without an engine."""
 
 import json
+import statistics
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -50,8 +52,9 @@ def _count(name: str, default: int, text: str, least: int = 1) -> Any:
 @_count("--batch-limit", 32, "Running requests above which nothing is drafted.")
 @_count("--memory-mb", 200, "MiB of history.")
 @_count("--epochs", 2, "Earlier epochs whose responses are used.", least=0)
+@click.option("--fill", is_flag=True, help="First fill the history with random responses to other prompts.")
 def bench_drafts(
-    files: tuple[Path, ...], tokenizer: str | None, step_seconds: Any, running: int, **settings: int
+    files: tuple[Path, ...], tokenizer: str | None, step_seconds: Any, running: int, fill: bool, **settings: int
 ) -> None:
     """Replay FILES of verl's trainer.rollout_data_dir through the drafter.
 
@@ -67,7 +70,9 @@ def bench_drafts(
                 steps[int(row["step"])].append((encode(row["input"]), encode(row["output"])))
             except (ValueError, KeyError, TypeError) as error:
                 raise click.ClickException(f"{path}: wanted lines with input, output and step: {error!r}") from error
-    counts, epochs, stock, ours = replay([steps[n] for n in sorted(steps)], running, settings, step_seconds)
+    counts, epochs, stock, ours, took = replay(
+        [steps[n] for n in sorted(steps)], running, settings, step_seconds, fill=fill
+    )
     lengths = {int(name.rpartition("_")[2]): n for name, n in counts.items() if name.startswith("row_steps_from_")}
     by_length = {
         f"{n:,} to {2 * n - 1:,}": (counts[f"tokens_from_{n}"] - lengths[n], lengths[n]) for n in sorted(lengths)
@@ -83,6 +88,9 @@ def bench_drafts(
     for source in SOURCES:
         drafted, accepted = (int(counts.get(f"{name}_{source}", 0)) for name in ("drafted", "accepted"))
         console.print(f"{source}: {accepted:,} of {drafted:,} drafted tokens accepted")
+    for rows in sorted({min(took), max(took)}) if took else ():
+        each = 1e6 * statistics.median(took[rows]) / rows
+        console.print(f"the drafter takes {each:.0f} microseconds a request and step with {rows} running (median)")
     unit = "s" if step_seconds else "engine steps"
     console.print(
         f"without drafts {stock:,.1f} {unit}, with {ours:,.1f}: {stock / ours if ours else 1:.2f} times as fast"
@@ -90,12 +98,17 @@ def bench_drafts(
 
 
 def replay(
-    steps: list[list[Response]], running: int, settings: dict[str, int], seconds: Callable[[int], float] | None = None
-) -> tuple[dict[str, float], dict[int, list[int]], float, float]:
-    """Play the responses of each training step through a :class:`Drafter`.
+    steps: list[list[Response]],
+    running: int,
+    settings: dict[str, int],
+    seconds: Callable[[int], float] | None = None,
+    fill: bool = False,
+) -> tuple[Counter[str], dict[int, list[int]], float, float, dict[int, list[float]]]:
+    """Play the responses of each training step through a :class:`Drafter`, whose history is full already with ``fill``.
 
-    Returns its counters; by epoch, from 1 on, accepted tokens and steps of a request; the seconds without and with drafts, by
-    ``seconds`` of running requests, or engine steps where that is None.
+    Returns its counts; by epoch, from 1 on, accepted tokens and steps of a request; the seconds without and with drafts, by
+    ``seconds`` of running requests, or engine steps where that is None; the seconds of each call of the drafter, by running
+    requests.
     """
     length = 2 + max((len(prompt) + len(tokens) for step in steps for prompt, tokens in step), default=0)
     clock = [0.0]
@@ -107,6 +120,11 @@ def replay(
         ),
     )
     drafter = Drafter(config, lambda: clock[0])
+    if fill:
+        rng = np.random.default_rng(0)
+        others = (rng.integers(0, 2**15, 8192, np.int32) for _ in range(settings["memory_mb"] * 2**20 // (8192 * 9)))
+        drafter.absorb(np.array([0, 256], np.int32).tobytes() + tokens.tobytes() for tokens in others)
+    took: dict[int, list[float]] = defaultdict(list)
     matrix, none = np.zeros((running, length), np.int32), [[] for _ in range(running)]  # type: ignore[var-annotated]
     seen: Counter[tuple[int, ...]] = Counter()
     epochs: dict[int, list[int]] = defaultdict(lambda: [0, 0])
@@ -136,7 +154,11 @@ def replay(
                 spent[arm] += taken
                 clock[0] += taken
                 ends = np.array([begin + done for begin, _, _, done, _ in rows])
-                drafts = drafter.propose(sampled, ends, matrix) if arm == "ours" else none
+                drafts = none
+                if arm == "ours":
+                    began = time.perf_counter()
+                    drafts = drafter.propose(sampled, ends, matrix)
+                    took[len(rows)].append(time.perf_counter() - began)
                 for at, draft in enumerate(drafts[: len(rows)]):
                     rows[at][4] = draft
                 for place in reversed([at for at, row in enumerate(rows) if row[3] == len(row[1])]):
@@ -144,7 +166,7 @@ def replay(
                     rows[place] = rows[-1]
                     rows.pop()
         drafter.new_weights()
-    return drafter.counters(), dict(epochs), spent["stock"], spent["ours"]
+    return drafter.counts, dict(epochs), spent["stock"], spent["ours"], took
 
 
 def _encoder(folder: str | None) -> Callable[[str], list[int]]:

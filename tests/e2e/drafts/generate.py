@@ -9,6 +9,7 @@ from pathlib import Path
 
 os.environ.update(VLLM_PLUGINS="", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
 
+import proposers
 import torch
 from proposers import STOP
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -27,14 +28,27 @@ SAMPLES, TOKENS, WORDS = 20_000, 5, 4
 PROMPTS = [[5 + i % 4, *range(10, 20), 9 + i % 4, 7] for i in range(8)]
 
 
-def engine(model, proposer=None, batch_limit=1024, **options):
-    """Real vLLM, with ``proposer`` or without drafts."""
-    if proposer is not None:
-        settings = {"memory_mb": 20, "batch_limit": batch_limit}
-        options["speculative_config"] = {"method": "custom_class", "model": proposer, "num_speculative_tokens": 8}
-        options["additional_config"] = {"rl_accel_drafts": settings}
+def engine(model, drafting=True, **options):
+    """Real vLLM, with drafts or without."""
+    if drafting:
+        options["speculative_config"] = {
+            "method": "custom_class",
+            "model": "proposers.Eager",
+            "num_speculative_tokens": 8,
+        }
+        options["additional_config"] = {"rl_accel_drafts": {"memory_mb": 20}}
     options = {"max_model_len": 512, "kv_cache_memory_bytes": 2**27, "disable_log_stats": True, **options}
     return LLM(str(model), dtype="float32", enforce_eager=True, **options)
+
+
+def begin(llm, proposer="Eager", batch_limit=1024):
+    """Give an engine that drafts a new drafter, without history."""
+
+    def change(worker):
+        worker.vllm_config.additional_config["rl_accel_drafts"] = {"memory_mb": 20, "batch_limit": batch_limit}
+        worker.model_runner.drafter = getattr(proposers, proposer)(worker.vllm_config)
+
+    llm.collective_rpc(change)
 
 
 def generate(llm, prompts, **sampling):
@@ -49,8 +63,8 @@ def tokens(requests):
     return [list(output.token_ids) for request in requests for output in request.outputs]
 
 
-def counters(llm):
-    return llm.collective_rpc(lambda worker: worker.model_runner.drafter.counters())[0]
+def counts(llm):
+    return llm.collective_rpc(lambda worker: worker.model_runner.drafter.counts)[0]
 
 
 def new_weights(llm):
@@ -82,7 +96,7 @@ def small_model(folder):
     with torch.no_grad():
         model.lm_head.weight.mul_(0.3)
     model.save_pretrained(folder)
-    return model
+    return model.eval()
 
 
 def exact(model, prompt):
@@ -100,17 +114,15 @@ def exact(model, prompt):
     return responses
 
 
-def samples(folder):
+def samples(model, stock, ours):
     """How often each response was sampled, by proposer, beside its exact probability."""
-    model = small_model(folder)
     prompt = [1, 2, 0, 1, 2, 2, 1]
     expected = exact(model, prompt)
     found = {}
-    for name in (None, "proposers.Eager", "with seeds", "proposers.Always", "proposers.AlwaysStop"):
-        seeded = name == "with seeds"  # of requests
-        llm = engine(
-            folder, "proposers.Eager" if seeded else name, skip_tokenizer_init=True, max_num_seqs=256, max_model_len=32
-        )
+    for name in ("None", "Eager", "with seeds", "Always", "AlwaysStop"):
+        llm = stock if name == "None" else ours
+        if llm is ours:
+            begin(ours, "Eager" if name == "with seeds" else name)
         requests = generate(
             llm,
             [prompt] * (SAMPLES // 100),
@@ -119,21 +131,20 @@ def samples(folder):
             max_tokens=TOKENS,
             stop_token_ids=[STOP],
             detokenize=False,
-            seed=7 if seeded else None,
+            seed=7 if name == "with seeds" else None,  # of requests
         )
         seen = Counter(tuple(response) for response in tokens(requests))
-        found[str(name)] = [seen[response] for response in expected]
-        if name == "proposers.Eager":
-            found["accepted"] = counters(llm)["accepted"]
+        found[name] = [seen[response] for response in expected]
+        if name == "Eager":
+            found["accepted"] = counts(ours)["accepted"]
         assert set(seen) <= set(expected), set(seen) - set(expected)
     return {"expected": list(expected.values()), **found}
 
 
-def greedy(folder):
-    """Greedy responses without drafts and with, in two epochs, and with little memory, so that requests are preempted."""
-    stock = engine(folder)
+def greedy(stock, ours, folder):
+    """Greedy responses without drafts and with: in two epochs; with a short max_model_len, and memory so little that requests
+    are preempted."""
     plain = tokens(generate(stock, PROMPTS, temperature=0, max_tokens=300, ignore_eos=True))
-    ours = engine(folder, "proposers.Eager", enable_prefix_caching=True)
     epochs = []
     for _ in range(2):
         requests = generate(
@@ -142,53 +153,46 @@ def greedy(folder):
         epochs.append(tokens(requests))
         new_weights(ours)
     asked = [len(request.prompt_logprobs) for request in requests]
-    told = counters(ours)
+    told = counts(ours)
     block = 2 * 2 * 2 * 32 * 4 * 128  # layers, keys and values, heads, their dimension, bytes, tokens
-    tight = engine(folder, "proposers.Eager", kv_cache_memory_bytes=8 * block, block_size=128, disable_log_stats=False)
-    preempted = tokens(generate(tight, PROMPTS, temperature=0, max_tokens=300, ignore_eos=True))
+    little = {"max_model_len": 200, "kv_cache_memory_bytes": 8 * block, "block_size": 128, "disable_log_stats": False}
+    tight = engine(folder, **little)
+    cut = tokens(generate(tight, PROMPTS, temperature=0, max_tokens=300, ignore_eos=True))
     counted = [metric.value for metric in tight.get_metrics() if metric.name == "vllm:num_preemptions"]
-    longest = engine(folder, "proposers.Eager", max_model_len=200)
-    cut = tokens(generate(longest, PROMPTS, temperature=0, max_tokens=300, ignore_eos=True))
     return {
         "plain": plain,
         "epochs": epochs,
         "prompt_logprobs": asked,
-        "counters": told,
-        "preempted": preempted,
-        "preemptions": sum(counted),
+        "counts": told,
         "cut": cut,
+        "preemptions": sum(counted),
     }
 
 
-def stops(folder):
-    """Greedy responses with a string that ends them, without drafts and with, and after an abort."""
-    answers = []
-    for name in (None, "proposers.Eager"):
-        llm = engine(folder, name)
-        text = generate(llm, PROMPTS[:1], temperature=0, max_tokens=60, ignore_eos=True)[0].outputs[0].text
-        stop = text[40:43]
-        generate(llm, PROMPTS, temperature=0, max_tokens=60, ignore_eos=True)
-        requests = generate(llm, PROMPTS, temperature=0, max_tokens=60, ignore_eos=True, stop=[stop])
-        for number, prompt in enumerate(PROMPTS):
-            sampling = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-            llm.llm_engine.add_request(f"aborted {number}", {"prompt_token_ids": prompt}, sampling)
-        for step in range(20):
-            llm.llm_engine.step()
-            if step == 10:
-                llm.llm_engine.abort_request(["aborted 0", "aborted 3"])
-        llm.llm_engine.abort_request([f"aborted {number}" for number in range(len(PROMPTS))])
-        again = tokens(generate(llm, PROMPTS, temperature=0, max_tokens=60, ignore_eos=True))
-        answers.append([[output.text for request in requests for output in request.outputs], again])
-    return answers
+def stops(llm):
+    """Greedy responses with a string that ends them, and after an abort."""
+    text = generate(llm, PROMPTS[:1], temperature=0, max_tokens=60, ignore_eos=True)[0].outputs[0].text
+    stop = text[40:43]
+    generate(llm, PROMPTS, temperature=0, max_tokens=60, ignore_eos=True)
+    requests = generate(llm, PROMPTS, temperature=0, max_tokens=60, ignore_eos=True, stop=[stop])
+    for number, prompt in enumerate(PROMPTS):
+        sampling = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        llm.llm_engine.add_request(f"aborted {number}", {"prompt_token_ids": prompt}, sampling)
+    for step in range(20):
+        llm.llm_engine.step()
+        if step == 10:
+            llm.llm_engine.abort_request(["aborted 0", "aborted 3"])
+    llm.llm_engine.abort_request([f"aborted {number}" for number in range(len(PROMPTS))])
+    again = tokens(generate(llm, PROMPTS, temperature=0, max_tokens=60, ignore_eos=True))
+    return [[output.text for request in requests for output in request.outputs], again]
 
 
-def logprobs(folder):
+def logprobs(model, engines):
     """The largest difference between the log-probabilities that vLLM returns with drafts and those of a plain forward."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompts = [[1, 2, word, 1, 0] for word in (0, 1, 2)] * 4
     answer = {}
-    for mode in ("raw_logprobs", "processed_logprobs"):
-        llm = engine(folder, "proposers.Eager", logprobs_mode=mode, skip_tokenizer_init=True)
+    for mode, llm in engines.items():
+        begin(llm)
         for temperature in (1.0, 0.3):
             sampling = {"temperature": temperature, "max_tokens": 200, "logprobs": 0, "detokenize": False}
             requests = generate(llm, prompts, **sampling)
@@ -201,28 +205,25 @@ def logprobs(folder):
                 for token, told, row in zip(said, output.logprobs, expected, strict=True):
                     worst = max(worst, abs(told[token].logprob - float(row[token])))
             answer[f"{mode} at {temperature}"] = worst
-        answer[f"{mode} accepted"] = counters(llm)["accepted"]
+        answer[f"{mode} accepted"] = counts(llm)["accepted"]
     return answer
 
 
-def seeds(folder):
+def seeds(stock, ours):
     """Responses sampled with a seed each: without drafts, twice with them, and with more requests than are drafted for."""
     answer = {}
-    for name, proposer, limit in (
-        ("plain", None, 0),
-        ("first", "proposers.Eager", 1024),
-        ("again", "proposers.Eager", 1024),
-        ("crowd", "proposers.Eager", 1),
-    ):
-        llm, epochs = engine(folder, proposer, limit, skip_tokenizer_init=True), []
+    for name, limit in (("plain", 0), ("first", 1024), ("again", 1024), ("crowd", 1)):
+        llm, epochs = (ours if limit else stock), []
+        if limit:
+            begin(ours, batch_limit=limit)
         for seed in (1000, 1000, 5000):
             prompts = [[1, 2, word, 1, 0] for word in (0, 1, 2)] * 2
             sampling = {"temperature": 1.0, "max_tokens": 60, "detokenize": False, "seed": seed}
             epochs.append(tokens(generate(llm, prompts, **sampling)))
-            if proposer is not None:
-                new_weights(llm)
+            if limit:
+                new_weights(ours)
         answer[name] = epochs
-        answer[f"{name} accepted"] = counters(llm)["accepted"] if proposer is not None else 0
+        answer[f"{name} accepted"] = counts(ours)["accepted"] if limit else 0
     return answer
 
 
@@ -240,24 +241,22 @@ def margins(folder, plain, other):
 
 
 def main(folder, out):
-    model, small = Path(folder) / "model", Path(folder) / "small"
-    answer = {
-        "package": rl_accel.__file__,
-        "problems": PROBLEMS,
-        "samples": samples(small),
-        "logprobs": logprobs(small),
+    path, small = Path(folder) / "model", Path(folder) / "small"
+    model = small_model(small)
+    stock = engine(small, drafting=False, skip_tokenizer_init=True, max_num_seqs=256)
+    modes = {
+        mode: engine(small, skip_tokenizer_init=True, max_num_seqs=256, logprobs_mode=mode)
+        for mode in ("raw_logprobs", "processed_logprobs")
     }
-    answer |= {"seeds": seeds(small), "greedy": greedy(model), "stops": stops(model)}
-    given = answer["greedy"]
-    answer["margins"] = {
-        name: margins(model, given["plain"], responses)
-        for name, responses in (
-            ("first", given["epochs"][0]),
-            ("second", given["epochs"][1]),
-            ("preempted", given["preempted"]),
-            ("cut", given["cut"]),
-        )
-    }
+    ours = modes["raw_logprobs"]
+    answer = {"package": rl_accel.__file__, "problems": PROBLEMS}
+    answer |= {"samples": samples(model, stock, ours), "seeds": seeds(stock, ours), "logprobs": logprobs(model, modes)}
+    stock, ours = engine(path, drafting=False), engine(path, enable_prefix_caching=True)
+    given = greedy(stock, ours, path)
+    begin(ours)
+    answer |= {"greedy": given, "stops": [stops(stock), stops(ours)]}
+    runs = {"first": given["epochs"][0], "second": given["epochs"][1], "cut": given["cut"]}
+    answer["margins"] = {name: margins(path, given["plain"], responses) for name, responses in runs.items()}
     Path(out).write_text(json.dumps(answer))
 
 

@@ -124,7 +124,7 @@ def test_an_observer_may_stop_the_training():
 def test_numbers_of_a_step():
     counted = {"steps": 10, "tokens": 60, "drafted": 40, "accepted": 30, "accepted_sibling": 20, "drafted_sibling": 22}
     counted |= {"tokens_from_16": 20, "row_steps_from_16": 20, "tokens_from_32": 40, "row_steps_from_32": 10}
-    found = drafts.numbers(counted)
+    found = drafts.numbers(Counter(counted))
     assert found["drafts/acceptance"] == 0.75
     assert found["drafts/acceptance_sibling"] == 20 / 22
     assert found["drafts/tokens_a_step"] == 2.0
@@ -133,7 +133,7 @@ def test_numbers_of_a_step():
     assert found["drafts/accepted_sibling"] == 20
     assert found["drafts/drafted_own"] == 0
     assert "drafts/acceptance_own" not in found
-    assert set(drafts.numbers({}).values()) == {0.0}
+    assert set(drafts.numbers(Counter()).values()) == {0.0}
 
 
 EXCHANGE = """
@@ -157,7 +157,7 @@ ROOT = Path(os.environ["CHECKPOINTS"])
 
 @ray.remote(num_cpus=0)
 class Server:
-    def __init__(self):
+    async def begin(self):
         from rl_accel.drafts.drafter import Drafter
 
         parallel = dict(distributed_executor_backend="mp", rank=0, tensor_parallel_size=1, prefill_context_parallel_size=1)
@@ -173,7 +173,8 @@ class Server:
     async def collective_rpc(self, method, args):
         assert method == "exchange_drafts"
         self.drafter.absorb(args[0])
-        return [(self.drafter.take_finished(), self.drafter.counters())]
+        counts, self.drafter.counts = self.drafter.counts, Counter()
+        return [(self.drafter.take_finished(), counts)]
 
     async def respond(self, prompt, tokens):
         tokens, matrix, drafted = [*prompt, *tokens], np.zeros((1, 100), np.int32), 0
@@ -190,8 +191,10 @@ class Trainer:
         {"trainer": {"default_local_dir": str(ROOT), "resume_mode": "auto", "resume_from_path": None}}
     )
 
+    servers = [Server.remote() for _ in range(2)]
+
     def __init__(self):
-        self.servers = [Server.remote() for _ in range(2)]
+        ray.get([server.begin.remote() for server in self.servers])  # as new processes would, without history
         self.llm_server_manager = self
         self.exchange = drafts.Exchange(FLAGS)
 

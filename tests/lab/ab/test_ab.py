@@ -244,6 +244,15 @@ def test_dry_run_prints_the_commands_and_writes_nothing(recipe_file, call_ab, tm
     assert not (tmp_path / "out").exists()
 
 
+def test_an_arm_whose_module_is_absent_is_left_out_with_a_line(recipe_file, call_ab, tmp_path):
+    arms = {"stock": {}, "here": {"needs": "json"}, "absent": {"needs": "no_such_module"}}
+    code, output = call_ab(recipe_file(arms=arms), "--out", tmp_path / "out", "--dry-run")
+    assert code == 0
+    assert "arm absent is left out: there is no module no_such_module" in output
+    assert "# here-seed0" in output
+    assert "# absent-seed0" not in output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
