@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help setup vllm ab ab-tail ab-vllm ab-drafts test test-fast test-slime check docs bench clean
+.PHONY: help setup vllm ab ab-tail ab-vllm ab-drafts suffix test test-fast test-slime check docs bench clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
@@ -57,6 +57,19 @@ ab-tail: $(READY)  ## the same for tail batching: five arms, three seeds, about 
 
 ab-vllm: $(VLLM)/.ready  ## the same with real vLLM: stock, lossless, tail batching, all of it
 	$(VLLM)/bin/rl-accel ab examples/verl_vllm_cpu --out $(AB_OUT)-vllm --overwrite
+
+# arctic-inference as a whole compiles operators for GPUs; what vLLM imports of it is plain C++.
+SUFFIX := out/suffix
+suffix: $(VLLM)/.ready  ## build vLLM's suffix decoding (with cmake), which ab-drafts then has as one more arm
+	mkdir -p $(SUFFIX)
+	$(VLLM)/bin/pip download --quiet --no-deps --no-binary :all: --no-build-isolation --dest $(SUFFIX) arctic-inference==0.1.1
+	tar xf $(SUFFIX)/arctic_inference-0.1.1.tar.gz --strip-components 1 -C $(SUFFIX)
+	$(VLLM)/bin/pip install --quiet nanobind==2.9.2
+	cmake -S $(SUFFIX)/csrc/suffix_decoding -B $(SUFFIX)/build -DPython_EXECUTABLE=$(abspath $(VLLM))/bin/python
+	cmake --build $(SUFFIX)/build
+	site=$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && mkdir -p $$site/arctic_inference \
+	  && cp -r $(SUFFIX)/arctic_inference/__init__.py $(SUFFIX)/arctic_inference/suffix_decoding $$site/arctic_inference \
+	  && cp $(SUFFIX)/build/_C*.so $$site/arctic_inference/suffix_decoding
 
 ab-drafts: $(VLLM)/.ready  ## drafts on real vLLM, beside vLLM's own, in the second epoch
 	$(VLLM)/bin/rl-accel ab examples/verl_drafts --out $(AB_OUT)-drafts --overwrite

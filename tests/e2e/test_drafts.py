@@ -40,8 +40,8 @@ def test_drafted_responses_have_the_probabilities_of_the_trainer_and_a_checkpoin
             follow=lambda metrics, _: folders.append(metrics.parent),
         )
 
-    left = run("drafts", 6, "trainer.save_freq=3")
-    left.assert_sound(6, 8)  # probabilities among it
+    left = run("drafts", 4, "trainer.save_freq=3")
+    left.assert_sound(4, 8)  # probabilities among it
     numbers = [
         {name.removeprefix("rl_accel/drafts/"): value for name, value in step.items() if "rl_accel/drafts/" in name}
         for step in left.steps.values()
@@ -58,6 +58,6 @@ def test_drafted_responses_have_the_probabilities_of_the_trainer_and_a_checkpoin
     assert len(history) >= 3 * 8 * 4
     lengths = [(np.frombuffer(response, np.int32)[1], len(response) // 4 - 2) for response in history]
     assert all(0 < prompt < tokens for prompt, tokens in lengths)
-    resumed = run("resumed", 5, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
-    assert list(resumed.steps) == [4, 5]
+    resumed = run("resumed", 4, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
+    assert list(resumed.steps) == [4]
     assert f"{len(history)} earlier responses from {checkpoint}" in resumed.log
