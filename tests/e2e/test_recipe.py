@@ -40,6 +40,22 @@ def test_every_metric_of_training_is_identical(out, summary):
         assert checks[name]["status"] == "green", checks[name]
 
 
+def test_compare_says_of_the_two_arms_what_the_ab_said(out, summary, tmp_path):
+    from click.testing import CliRunner
+
+    from rl_accel.lab.ab.compare import compare
+
+    words = [str(out / "stock-seed0"), "--against", str(out / "accelerated-seed0"), "--out", str(tmp_path)]
+    done = CliRunner().invoke(compare, words)
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "summary.json").read_text())
+    of_ab = [line for line in summary["headline"] if "was busy when" not in line and "check" not in line]
+    assert found["headline"] == of_ab
+    assert any("identical in all 2 steps" in line for line in of_ab)
+    assert found["stages"] == summary["stages"]
+    assert found["differences"] == summary["differences"]
+
+
 def test_flags_of_the_run_reach_every_process_of_that_arm_alone(out, read_processes):
     processes = read_processes(out / "status")
     for role in ("TaskRunnerV1", "WorkerDict", "AgentLoopWorker", "RewardLoopWorker"):

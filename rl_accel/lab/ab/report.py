@@ -1,9 +1,10 @@
 """The report of an A/B: ``summary.json``, plots and a self-contained ``report.html``; and its console form.
 
 ``summary.json`` is all that was measured and concluded, under the schema ``rl_accel.ab/1``: ``schema, created, ok, headline[],
-recipe{}, environment{}, runs[], measured_steps{run: [first, last]}, stages[], rollout{}, reward_verdicts[], differences[],
-checks[], curves{metric: {run: {steps, values}}}``. See :mod:`rl_accel.lab.ab.stats` for stages (``stage_table``), rollout
-(``rollout_summary``; null unless the recipe asks for it) and differences (``first_differences``, one a pair of runs). NaN is null.
+recipe{}, environment{}, runs[], measured_steps{run: [first, last]}, stages[], rollout{}, convergence{}, data{name: {arm: mean}},
+reward_verdicts[], differences[], checks[], curves{metric: {run: {steps, values}}}``. See :mod:`rl_accel.lab.ab.stats` for stages
+(``stage_table``), rollout (``rollout_summary``; null unless the recipe asks for it), data (``data_changes``) and differences
+(``first_differences``, one a pair of runs), :mod:`rl_accel.lab.ab.convergence` for convergence (``converge``). NaN is null.
 """
 
 import base64
