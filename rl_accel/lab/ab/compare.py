@@ -76,7 +76,7 @@ def gather(
         seeds = [None if found[-1] is None else int(found[-1]) for found in named]
         known = None not in seeds and len(set(seeds)) == len(seeds)
         if not known:
-            notes.append(f"{arm}: its runs pair with none: their seeds are not known by seedN in a path, nor from W&B")
+            notes.append(f"{arm}: its runs pair with none, as neither paths (seedN) nor W&B tell a seed of each")
         for index, (place, run) in enumerate(its.items()):
             seed, label = (seeds[index], "") if known else (None, f"{arm}-run{index}")
             folder, result = Path(place), load_result(Path(place))
