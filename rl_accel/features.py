@@ -340,6 +340,24 @@ DRAFTS = Feature(
 )
 
 
+@dataclass
+class BalanceFlags:
+    """Flags of ``rl_accel.balance``: responses wait for a free replica, long ones first, and move to an emptier one."""
+
+    enable: bool | None = flag(None, ENABLE)
+    places: int | None = flag(None, "requests that a replica runs at once; null: its max_num_seqs", minimum=1)
+    max_moves: int = flag(2, "how often a response may go on elsewhere; 0: never", minimum=0)
+    margin: float = flag(2.0, "seconds that a move must be expected to save over those it costs", minimum=0.0)
+
+
+BALANCE = Feature(
+    name="balance",
+    flags=BalanceFlags,
+    switches={"verl": ("rl_accel.integrations.verl.balance",)},
+    verl="rl_accel.integrations.verl.balance",
+)
+
+
 FEATURES: tuple[Feature[Any], ...] = (
     GAE,
     ADVANTAGES,
@@ -349,6 +367,7 @@ FEATURES: tuple[Feature[Any], ...] = (
     REWARD_TIMEOUT,
     TELEMETRY,
     TP_REPLAN,
+    BALANCE,
     DRAFTS,
 )
 """In the order of tables and messages, and in the one in which features choose verl's extension points."""

@@ -1,5 +1,6 @@
 """What features need to know of the engines that verl generates with. Whoever adds an engine to verl registers its facts here."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,10 @@ class Engine:
         updates_again: a weight update during which a server died ends by itself and can be made again.
         death_errors: names of exceptions with which a living server says that the engine behind it is dead.
         read_counters: asks servers how often they have preempted; None: nobody knows how.
+        stop: ``stop(server, request_id)``, called in a server's process, ends one request, whose ``generate`` then returns the
+            tokens so far; None: nobody knows how.
+        cache_tokens: ``cache_tokens(server)``, called there, returns the tokens that its key-value cache holds, None if unknown.
+        seeds_by_position: a request with a seed draws the same tokens after it has gone on elsewhere.
         counting: a key of verl's configuration and the value with which servers count preemptions; None: they always do.
     """
 
@@ -31,11 +36,24 @@ class Engine:
     updates_again: bool = False
     death_errors: tuple[str, ...] = ()
     read_counters: ReadCounters | None = None
+    stop: Callable[[Any, str], None] | None = None
+    cache_tokens: Callable[[Any], int | None] = lambda _server: None
+    seeds_by_position: bool = False
     counting: tuple[str, Any] | None = None
 
 
 def _from_endpoints(engine: str) -> ReadCounters:
     return lambda servers: ask_endpoints({server: f"http://{server}" for server in servers}, COUNTERS[engine])
+
+
+def _stop_in_vllm(server: Any, request_id: str) -> None:
+    server.rl_accel_stop = asyncio.ensure_future(server.engine.abort(request_id))  # asyncio itself does not keep it
+
+
+def _cache_of_vllm(server: Any) -> int | None:
+    config = server.engine.vllm_config
+    blocks = config.cache_config.num_gpu_blocks or 0
+    return int(blocks * config.cache_config.block_size * config.parallel_config.data_parallel_size) or None
 
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -45,6 +63,8 @@ _ENGINES = {
         restarts_in_run=True,
         death_errors=("EngineDeadError",),
         read_counters=_from_endpoints("vllm"),
+        stop=_stop_in_vllm,
+        cache_tokens=_cache_of_vllm,
         counting=(f"{_ROLLOUT}.disable_log_stats", False),
     ),
     "sglang": Engine(
@@ -62,6 +82,14 @@ def register(name: str, engine: Engine) -> None:
 def engine_of(config: Any) -> Engine:
     """Return the engine that ``config``, verl's, generates with."""
     return _ENGINES.get(config.actor_rollout_ref.rollout.name, Engine())
+
+
+def is_death(error: BaseException, engine: Engine) -> bool:
+    """Whether ``error`` of a remote call says that a server, or the engine behind it, is gone for good."""
+    from ray.exceptions import RayActorError
+
+    cause = getattr(error, "cause", None) or error  # what a method raised comes wrapped in a RayTaskError
+    return isinstance(error, RayActorError) or type(cause).__name__ in engine.death_errors
 
 
 def counted_engines() -> list[str]:

@@ -23,7 +23,8 @@ from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NA
 
 WARMUP = 2
 _METRICS = "rl_accel/telemetry/"
-_DRAFTS = "rl_accel/drafts/"
+_TABLES = {"drafts": "drafted", "balance": "places_in_use"}
+"""Features whose numbers are printed as they are, each with the one that is above 0 if there is anything to say."""
 _PROMPT_RATIO = 1.25
 """Of tail_batching: prompts that a short round launches over those that it trains."""
 _LIMIT_SCALE, _LIMIT_SLACK, _LIMIT_LEAST = 1.5, 0.5, 2.0
@@ -83,7 +84,7 @@ class Profile:
         stages: mean seconds of each stage.
         numbers: means of what telemetry logged, by name; without those that it could not know.
         savings: what takes most time first.
-        drafts: means of what drafts logged, by name.
+        tables: by feature, means of what it logged, by name.
         missing: in words, what could not be told and why.
         responses: of the measured steps whose generation is known, by step; times since the first of them began.
         kept: responses of all steps, those of the warm-up too.
@@ -97,7 +98,7 @@ class Profile:
     stages: Mapping[str, float]
     numbers: Mapping[str, float]
     savings: Sequence[Saving]
-    drafts: Mapping[str, float]
+    tables: Mapping[str, Mapping[str, float]]
     missing: Sequence[str]
     responses: Mapping[int, Sequence[Response]]
     kept: Mapping[int, Sequence[Response]]
@@ -154,7 +155,7 @@ def read_run(folder: Path, warmup: int = WARMUP) -> Profile:
     stages = {name: statistics.fmean(staged[step].get(name, 0.0) for step in steps) for name in names}
     noted = {step: _below(_METRICS, metrics[step]) for step in steps}
     numbers = _means(noted.values())
-    drafts = _means([_below(_DRAFTS, metrics[step]) for step in steps])
+    tables = {name: _means([_below(f"rl_accel/{name}/", metrics[step]) for step in steps]) for name in _TABLES}
 
     missing: list[str] = []
     kept: dict[int, list[Response]] = {}
@@ -179,7 +180,7 @@ def read_run(folder: Path, warmup: int = WARMUP) -> Profile:
     savings = _savings(stages, numbers, list(rests.values()), list(responses.values()), on)
     last_seconds = staged[steps[-1]].get("gen", 0.0)
     return Profile(
-        log, steps, stages, numbers, savings, drafts, missing, responses, kept, rests, frozenset(on), last_seconds
+        log, steps, stages, numbers, savings, tables, missing, responses, kept, rests, frozenset(on), last_seconds
     )
 
 
@@ -365,12 +366,13 @@ def _show(run: Profile, console: Console) -> None:
     servers = sorted({response.server for response in run.last if response.server is not None})
     if len(servers) > 1:
         console.print(_table_of_servers(run, servers))
-    if run.drafts.get("drafted"):
-        table = Table("drafts", "mean of a step")
-        for name, value in run.drafts.items():
-            if name != "applied":
-                table.add_row(name, f"{value:,.2f}")
-        console.print(table)
+    for feature, numbers in run.tables.items():
+        if numbers.get(_TABLES[feature]):
+            table = Table(feature, "mean of a step")
+            for name, value in numbers.items():
+                if name != "applied":
+                    table.add_row(name, f"{value:,.2f}")
+            console.print(table)
     for line in run.missing:
         say(f"not known: {line}")
     if run.savings:

@@ -83,6 +83,9 @@ def wire(config: Any, flags: DraftsFlags) -> None:
         f"{_VLLM}.additional_config": {SETTINGS: asdict(flags)},
         f"{_ROLLOUT}.router_config_path": str(ROUTER),
     }
+    router = f"{_ROLLOUT}.router_config_path"
+    if get(router) and Path(get(router)).is_relative_to(ROUTER.parents[1]):
+        ours[router] = get(router)  # balance's, which keeps responses of a prompt together as well
     for key, value in ours.items():
         found = get(key)
         found = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found

@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from rl_accel.integrations.verl.engines import Engine, engine_of
+from rl_accel.integrations.verl.engines import Engine, engine_of, is_death
 from rl_accel.integrations.verl.reward_worker_proxy import cancel, outcome
 from rl_accel.rollout.driver import ResponseLost, TokenRate
 
@@ -74,12 +74,6 @@ class ServerDied(ResponseLost):
 
 class ServerLost(RuntimeError):
     """Rollout servers died and cannot be started again, or not with equal weights everywhere: training cannot go on."""
-
-
-def is_death(error: BaseException, engine: Engine) -> bool:
-    """Whether ``error`` of a remote call says that a server, or the engine behind it, is gone for good."""
-    cause = getattr(error, "cause", None) or error  # what a method raised comes wrapped in a RayTaskError
-    return isinstance(error, RayActorError) or type(cause).__name__ in engine.death_errors
 
 
 def _in_one_line(error: BaseException) -> str:

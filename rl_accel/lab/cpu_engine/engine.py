@@ -61,7 +61,7 @@ class Engine:
         self._scheduler = Scheduler(max_num_seqs, kv_tokens)
         self._batch = Batch(model, max_num_seqs)
         self._eos = frozenset(eos_token_ids)
-        self.max_model_len = max_model_len
+        self.max_model_len, self.kv_tokens = max_model_len, kv_tokens
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._seed = seed
         self.seconds_per_step = seconds_per_step

@@ -6,6 +6,7 @@ Nothing here runs unless that variable is set. :func:`activate` is then called i
 import os
 from collections.abc import Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
 from rl_accel.telemetry.server_counters import Reading
 
@@ -52,7 +53,15 @@ def activate() -> None:
     PlatformRegistry.register(PLATFORM)(PlatformCPU)
     engines.register(
         ROLLOUT,
-        engines.Engine(aborts_by_id=True, restarts_in_run=True, updates_again=True, read_counters=_read_counters),
+        engines.Engine(
+            aborts_by_id=True,
+            restarts_in_run=True,
+            updates_again=True,
+            read_counters=_read_counters,
+            stop=_stop,
+            cache_tokens=lambda server: server._engine.kv_tokens,
+            seeds_by_position=True,
+        ),
     )
     when_imported("verl.workers.rollout.base", _register_adapter)
     when_imported("verl.workers.rollout.replica", _register_replica)
@@ -72,6 +81,10 @@ def _register_replica(replica: ModuleType) -> None:
         return CPURolloutReplica
 
     replica.RolloutReplicaRegistry.register(ROLLOUT, load)
+
+
+def _stop(server: Any, request_id: str) -> None:
+    server._engine.abort(request_id)
 
 
 def _read_counters(servers: Sequence[str]) -> Mapping[str, Reading | None]:

@@ -1,0 +1,128 @@
+"""Balanced rollouts on verl: ``+rl_accel.balance.enable=True`` with a trainer of mode ``sync``, or with tail batching.
+
+:func:`wire` names ``router`` by verl's ``router_config_path`` and adds :class:`BalancingWorker` to its agent-loop workers. The
+router is an actor that has :class:`~rl_accel.rollout.balance.Balance` decide; ``client`` is what verl's client sees of it.
+"""
+
+import functools
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf, open_dict
+
+from rl_accel.errors import refuse
+from rl_accel.features import BALANCE, DRAFTS, TAIL_BATCHING, BalanceFlags
+from rl_accel.integrations.verl import agent_loop
+from rl_accel.integrations.verl.engines import ON_POLICY_MODES, engine_of
+from rl_accel.patches.seams import Registration, Seams
+from rl_accel.runtime import RUNTIME
+from rl_accel.telemetry import metrics
+from rl_accel.telemetry.server_counters import ANSWER_SECONDS
+
+logger = logging.getLogger("rl_accel")
+
+SEAMS: Seams = {
+    "verl.workers.rollout.router:GlobalRequestLoadBalancer.acquire_server": ("self", "request_id"),
+    "verl.workers.rollout.llm_server:LLMServerClient._acquire_server": ("self", "request_id"),
+    "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ": None,
+}
+"""verl 0.9.1 has them."""
+ROUTER = Path(__file__).with_name("router.yaml")
+WORKER_PART = f"{__name__}.BalancingWorker"
+_FLAG = "rl_accel.balance"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_KEY = f"{_ROLLOUT}.router_config_path"
+_refuse = functools.partial(refuse, _FLAG)
+
+
+def wire(config: Any, flags: BalanceFlags) -> None:
+    """Choose our router and our part of agent-loop workers in ``config`` (verl's, changed in place). Idempotent.
+
+    Raises:
+        ConfigError: something in ``config`` cannot go together with balanced rollouts.
+    """
+
+    def get(key: str, default: Any = None) -> Any:
+        return OmegaConf.select(config, key, default=default)
+
+    if not get("trainer.use_v1", False):
+        _refuse("trainer.use_v1", True, get("trainer.use_v1"))
+    mode = get("trainer.v1.trainer_mode")
+    if mode not in ON_POLICY_MODES:
+        _refuse("trainer.v1.trainer_mode", "sync", mode, "replicas must have the same weights all the time")
+    if get(_KEY) not in (None, "", str(ROUTER)):
+        _refuse(_KEY, None, get(_KEY), "there is one router")
+    for key in (f"{_ROLLOUT}.full_determinism", f"{_ROLLOUT}.disaggregation.enabled"):
+        if get(key, False):
+            _refuse(key, False, True, "it has a routing of its own")
+    if not flags.places and get(f"{_ROLLOUT}.max_num_seqs", 0) < 1:
+        _refuse(f"{_ROLLOUT}.max_num_seqs", "at least 1", get(f"{_ROLLOUT}.max_num_seqs"))
+    agent_loop.check(config, _FLAG, "responses must be generated through our client")
+    with open_dict(config):
+        OmegaConf.update(config, _KEY, str(ROUTER))
+    agent_loop.choose(config, WORKER_PART)
+
+
+def refuse_unwired(config: Any) -> None:
+    """Stop a trainer whose rollout nobody has told to use our router.
+
+    Raises:
+        ConfigError: its driver has not called ``validate_config``.
+    """
+    found = OmegaConf.select(config, _KEY, default=None)
+    if found != str(ROUTER):
+        _refuse(_KEY, ROUTER, found, "verl's validate_config sets it, which the driver must call")
+
+
+class BalancingWorker(agent_loop.WorkerPart):
+    """An agent-loop worker whose client sees the load balancer and the servers through ours."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        from rl_accel.integrations.verl.balance.client import Servers
+
+        self.llm_client._load_balancer = Servers(self.llm_client._load_balancer, self.config)
+
+    @classmethod
+    def attach(cls, manager: Any) -> None:
+        """Tell the router what it is to decide by; from then on its numbers are logged."""
+        import ray
+
+        flags, rollout = RUNTIME.flags(), manager.config.actor_rollout_ref.rollout
+        ordered, together = flags.requested(TAIL_BATCHING) == "off", flags.requested(DRAFTS) != "off"
+        places = flags[BALANCE].places or rollout.max_num_seqs * rollout.get("data_parallel_size", 1)
+        router, engine = manager.llm_client._load_balancer, engine_of(manager.config)
+        caches = ray.get(router.set_up.remote(engine, places, flags[BALANCE], ordered, together))
+        words = "rl-accel: balance: replicas of %d places, with caches of tokens (None: unknown or without limit): %s%s"
+        logger.info(words, places, caches, "" if engine.stop else "; this engine cannot move responses")
+        metrics.observe("balance", Observer(router))
+
+
+class Observer:
+    """Logs the numbers of the router once a step, see :meth:`~rl_accel.rollout.balance.Balance.take_numbers`."""
+
+    def __init__(self, router: Any = None) -> None:
+        self._router = router
+
+    def __call__(self, _step: int, logged: Mapping[str, Any]) -> dict[str, float]:
+        """Return them as ``balance/<name>``; {} for what is not a step of training."""
+        import ray
+
+        if self._router is None or "timing_s/gen" not in logged:
+            return {}
+        numbers = ray.get(self._router.take_numbers.remote(), timeout=ANSWER_SECONDS)
+        return {f"balance/{name}": value for name, value in numbers.items()}
+
+
+SWITCHES = (
+    Registration(
+        name="verl.balance.observer",
+        target="verl.utils.tracking:Tracking",
+        register=lambda _flags: metrics.observe("balance", Observer()),
+        unregister=lambda: metrics.observe("balance", None),
+        owner=__name__,
+        find=lambda: metrics.observer("balance"),
+    ),
+)

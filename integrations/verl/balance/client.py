@@ -1,0 +1,137 @@
+"""What verl's client sees in an agent-loop worker: the router, and servers whose responses may go on on another one."""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+from cachetools import LRUCache
+from ray.exceptions import RayError
+
+from rl_accel.integrations.verl.engines import engine_of, is_death
+from rl_accel.integrations.verl.reward_worker_proxy import cancel
+
+MOVABLE = {
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "max_tokens", "max_new_tokens"),
+    *("ignore_eos", "stop_token_ids"),
+}
+"""Sampling parameters that mean the same where a response goes on; others count from its beginning."""
+CONVERSATIONS = 100_000  # whose replica is known
+
+
+class Method:
+    """A method that is called as one of an actor: ``method.remote(...)``, which begins at once."""
+
+    def __init__(self, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self._function = function
+
+    def remote(self, *args: Any, **kwargs: Any) -> "asyncio.Task[Any]":
+        return asyncio.create_task(self._function(*args, **kwargs))
+
+
+class ServerId(str):
+    """A server's name, which verl's client holds for one request and hands back when that is over."""
+
+    request: "BalancedServer"
+
+
+class Servers:
+    """Stands for the router, a :class:`~rl_accel.integrations.verl.balance.router.BalancedRouter`; ``config`` is verl's."""
+
+    def __init__(self, router: Any, config: Any) -> None:
+        self.router, self.engine = router, engine_of(config)
+        rollout = config.actor_rollout_ref.rollout
+        self.longest = rollout.response_length, rollout.prompt_length + rollout.response_length
+        self._movable = MOVABLE | ({"seed"} if self.engine.seeds_by_position else set())
+        self.homes: LRUCache[str, str] = LRUCache(CONVERSATIONS)
+        self.acquire_server, self.release_server = Method(self._acquire), Method(self._release)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.router, name)
+
+    async def _acquire(self, request_id: str, prompt_ids: Sequence[int], sampling_params: Any, **media: Any) -> Any:
+        prompt = np.asarray(prompt_ids, np.int32)
+        ticket, is_text = uuid4().hex, all(data is None for data in media.values())
+        response = {
+            "prompt": hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(),
+            "prompt_tokens": len(prompt),
+            "home": self.homes.get(request_id, ""),
+            "movable": self.engine.stop is not None and is_text and sampling_params.keys() <= self._movable,
+        }
+        try:
+            name, server = await self.router.acquire_server.remote(ticket, **response)
+        except asyncio.CancelledError:
+            self.router.release_server.remote("", ticket)
+            raise
+        server_id = ServerId(name)
+        server_id.request = BalancedServer(self, ticket, name, server)
+        return server_id, server_id.request
+
+    async def _release(self, server_id: ServerId, request_id: str) -> None:
+        request = server_id.request
+        self.homes[request_id] = request.name
+        self.router.release_server.remote(request.name, request.ticket, request.tokens)
+
+
+class BalancedServer:
+    """Stands for the server of one request. ``name`` is of the last one and ``tokens`` are its own, None if it did not complete."""
+
+    def __init__(self, servers: Servers, ticket: str, name: str, server: Any) -> None:
+        self.ticket, self.name, self._servers, self._server = ticket, name, servers, server
+        self.tokens: int | None = None
+        self.generate, self.abort_request = Method(self._generate), Method(self._abort)
+
+    async def _abort(self, _request_id: str) -> Any:
+        return await self._server.abort_request.remote(self.ticket)
+
+    async def _generate(self, **request: Any) -> Any:
+        """Return the server's ``TokenOutput``, or those of several as one."""
+        whole, router = None, self._servers.router
+        prompt, sampling = list(request["prompt_ids"]), request["sampling_params"]
+        limit_key = "max_new_tokens" if "max_new_tokens" in sampling else "max_tokens"
+        response, total = self._servers.longest
+        limit = sampling.get(limit_key) or min(response, total - len(prompt))  # as verl's servers
+        while True:
+            call = self._server.generate.remote(**{**request, "request_id": self.ticket})
+            try:
+                output = await call
+            except asyncio.CancelledError:
+                await cancel(call)
+                raise
+            except RayError as error:
+                if not is_death(error, self._servers.engine):
+                    raise
+                router.remove_servers.remote([self.name])
+                bound = await router.again.remote(self.ticket, None)
+                if bound is None:
+                    raise
+            else:
+                whole = output if whole is None else join(whole, output)
+                left, tokens = limit - len(whole.token_ids), len(output.token_ids)
+                if output.stop_reason not in ("aborted", "abort") or left < 1:
+                    whole.stop_reason, self.tokens = "completed" if left < 1 else output.stop_reason, tokens
+                    return whole
+                bound = await router.again.remote(self.ticket, tokens)
+                if bound is None:
+                    return whole
+                request["prompt_ids"] = prompt + whole.token_ids
+                request["sampling_params"] = {**sampling, limit_key: left}
+            self.name, self._server = bound
+
+
+def join(first: Any, second: Any) -> Any:
+    """Return as one the ``TokenOutput`` of both parts of a response. What only the first one can know stays."""
+    new = len(second.token_ids)
+    if new and second.routed_experts is not None:
+        before, routed = first.routed_experts, second.routed_experts
+        first.routed_experts = routed if before is None else np.concatenate([before, routed[-new:]])
+    if second.log_probs is not None:
+        first.log_probs = [*(first.log_probs or ()), *second.log_probs]
+    if second.num_preempted is not None:
+        first.num_preempted = (first.num_preempted or 0) + second.num_preempted
+    first.token_ids = [*first.token_ids, *second.token_ids]
+    first.stop_reason = second.stop_reason
+    first.extra_fields = {**second.extra_fields, **first.extra_fields}
+    return first

@@ -1,0 +1,117 @@
+"""verl's load balancer as an actor: who asks it for a server waits until there is a place."""
+
+import asyncio
+import math
+import time
+from typing import Any
+
+import ray
+
+from rl_accel.features import BalanceFlags
+from rl_accel.integrations.verl.engines import Engine
+from rl_accel.rollout.balance import Balance, Decision
+
+TICK_SECONDS = 0.25
+
+
+@ray.remote(max_concurrency=1_000_000)  # whoever waits does so in a call
+class BalancedRouter:
+    """Carries out what :class:`Balance` decides. ``servers`` are handles by name, as for any router of verl."""
+
+    def __init__(self, servers: dict[str, Any], _config: Any = None) -> None:
+        self._servers = dict(servers)
+        self._balance = Balance(1, BalanceFlags())
+        self._engine = Engine()
+        self._waiting: dict[str, asyncio.Future[tuple[str, Any] | None]] = {}
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def set_up(self, engine: Engine, *args: Any) -> dict[str, int | None]:
+        """Begin, with the ``args`` of :class:`Balance`. Returns by server the tokens that its cache holds, if that is known."""
+        self._engine, self._balance = engine, Balance(*args)
+        self._ticking = asyncio.create_task(self._tick())
+        return await self.add_servers(self._servers)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self._carry_out(self._balance.tick(time.monotonic()))
+
+    def _carry_out(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            server = self._servers[decision.replica]
+            if decision.stop:
+                server.__ray_call__.remote(self._engine.stop, decision.ticket)
+            else:
+                self._waiting.pop(decision.ticket).set_result((decision.replica, server))
+
+    async def acquire_server(self, request_id: str, **response: Any) -> tuple[str, Any] | None:
+        """Wait for a place for ``response``, arguments of :meth:`Balance.request`; return a server's name and handle.
+
+        None: it was released before. Raises RuntimeError if there is no server.
+        """
+        return await self._bound(request_id, self._balance.request(request_id, time.monotonic(), **response))
+
+    async def again(self, ticket: str, tokens: int | None) -> tuple[str, Any] | None:
+        """Wait for a place to go on, as above; arguments are those of :meth:`Balance.again`. None: there was no cause to ask."""
+        decisions = self._balance.again(ticket, time.monotonic(), tokens)
+        return None if decisions is None else await self._bound(ticket, decisions)
+
+    async def _bound(self, ticket: str, decisions: list[Decision]) -> tuple[str, Any] | None:
+        future: asyncio.Future[tuple[str, Any] | None]
+        future = self._waiting[ticket] = asyncio.get_running_loop().create_future()
+        self._carry_out(decisions)
+        self._fail_without_servers()
+        return await future
+
+    def release_server(self, server_id: str, request_id: str = "", tokens: int | None = None) -> None:
+        if future := self._waiting.pop(request_id, None):
+            future.set_result(None)
+        self._carry_out(self._balance.over(request_id, time.monotonic(), tokens))
+
+    def take_numbers(self) -> dict[str, float]:
+        return self._balance.take_numbers()
+
+    async def add_servers(self, servers: dict[str, Any]) -> dict[str, int | None]:
+        calls = [server.__ray_call__.remote(self._engine.cache_tokens) for server in servers.values()]
+        answers = zip(servers, await asyncio.gather(*calls, return_exceptions=True), strict=True)
+        caches = {name: answer if isinstance(answer, int) else None for name, answer in answers}
+        self._servers.update(servers)
+        for name, cache in caches.items():
+            self._carry_out(self._balance.add_replica(name, time.monotonic(), cache or math.inf))
+        return caches
+
+    def remove_servers(self, server_ids: list[str]) -> None:
+        for name in server_ids:
+            self._balance.remove_replica(name)
+        self._fail_without_servers()
+
+    def _fail_without_servers(self) -> None:
+        while self._waiting and not self._balance.running():
+            ticket, future = self._waiting.popitem()
+            self._balance.over(ticket, time.monotonic())
+            future.set_exception(RuntimeError("No available servers in load balancer"))  # verl looks for these words
+
+    def require_acquire_fields(self) -> list[str]:
+        return [
+            "prompt_ids",
+            "sampling_params",
+            "image_data",
+            "video_data",
+            "audio_data",
+        ]  # our client sends none of them
+
+    def require_release_fields(self) -> list[str]:
+        return ["request_id"]
+
+    def get_all_servers(self) -> list[str]:
+        return list(self._balance.running())
+
+    def get_total_inflight(self) -> int:
+        return len(self._balance)
+
+    def get_status(self) -> dict[str, Any]:
+        running = self._balance.running()
+        return {"servers": running, "total_inflight": len(self._balance), "active_servers": len(running)}
+
+    def clear_sticky_cache(self) -> dict[str, Any]:
+        return {"cleared_entries": 0, "server_loads": self._balance.running()}

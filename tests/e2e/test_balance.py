@@ -1,0 +1,35 @@
+"""Balanced rollouts in a real training: what is trained on is what stock trains on, wherever responses were generated."""
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+DRIVER = "from verl.trainer.main_ppo import main\nmain()\n"
+OVERRIDES = (
+    "algorithm.adv_estimator=grpo",
+    "trainer.n_gpus_per_node=2",
+    "data.train_batch_size=8",
+    "data.max_response_length=160",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.max_num_seqs=6",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "actor_rollout_ref.rollout.agent.num_workers=2",
+    "+actor_rollout_ref.rollout.engine_kwargs.hf_cpu.seconds_per_step=0.01",
+)
+OTHER = ("timing", "perf/", "rl_accel", "rollout_corr", "training/rollout_probs", "agent_loop")
+"""In names of what is no matter of training, or of the log-probabilities of an engine: those of a prefix read again are rounded."""
+
+
+def test_training_is_bit_for_bit_that_of_stock_while_responses_move(train, tmp_path):
+    stock = train(DRIVER, *OVERRIDES, steps=2, folder=tmp_path / "stock")
+    flags = ("+rl_accel.balance.enable=True", "+rl_accel.balance.margin=0.0")
+    balanced = train(DRIVER, *OVERRIDES, *flags, steps=2, folder=tmp_path / "balanced")
+    assert len(stock.steps) == len(balanced.steps) == 2
+    for one, other in zip(stock.steps, balanced.steps, strict=True):
+        compared = [name for name in one if not any(word in name for word in OTHER)]
+        assert "actor/pg_loss" in compared
+        assert {name: other[name] for name in compared} == {name: one[name] for name in compared}
+        assert other["training/rollout_probs_diff_max"] < 1e-4
+        assert other["rl_accel/balance/queue_wait_s"] > 0
+        assert 0 < other["rl_accel/balance/places_in_use"] <= 1
+    assert sum(step["rl_accel/balance/moves"] for step in balanced.steps) > 2

@@ -1,0 +1,339 @@
+"""Responses that go on elsewhere, through client and router, on real engines on a CPU. Actors are plain objects here."""
+
+import asyncio
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+pytest.importorskip("ray")
+pytest.importorskip("cachetools")
+
+from rl_accel.features import BalanceFlags
+from rl_accel.integrations.verl import engines
+from rl_accel.integrations.verl.balance import client, router
+from rl_accel.lab import verl_cpu
+from rl_accel.lab.cpu_engine.engine import Engine
+from rl_accel.lab.cpu_engine.sampling import SamplingParams
+from rl_accel.rollout.balance import Balance, Decision
+
+SCHEDULES = 500
+"""Responses, each of which moves when chance has it."""
+CONFIG = OmegaConf.create(
+    {"actor_rollout_ref": {"rollout": {"name": "balance_test", "prompt_length": 20, "response_length": 20}}}
+)
+ENGINE = engines.Engine(aborts_by_id=True, seeds_by_position=True, stop=verl_cpu._stop)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(engines._ENGINES, "balance_test", ENGINE)
+    monkeypatch.setattr(router, "TICK_SECONDS", 0.002)
+
+
+@pytest.fixture
+def engine_for():
+    made = []
+
+    def start(model, **options):
+        made.append(Engine(model, **{"eos_token_ids": [4], "max_model_len": 128, **options}))
+        return made[-1]
+
+    yield start
+    for engine in made:
+        engine.close()
+
+
+class Handle:
+    """What a handle of an actor is to who has it: whoever stops awaiting a call has not stopped it."""
+
+    def __init__(self, instance):
+        self._instance = instance
+        self.__ray_call__ = client.Method(self._call)
+
+    async def _call(self, function, *args):
+        return function(self._instance, *args)
+
+    def __getattr__(self, name):
+        method = getattr(self._instance, name)
+
+        async def call(*args, **kwargs):
+            result = method(*args, **kwargs)
+            return await result if asyncio.iscoroutine(result) else result
+
+        return SimpleNamespace(remote=lambda *args, **kwargs: Call(call(*args, **kwargs)))
+
+
+class Call:
+    def __init__(self, work):
+        self._task = asyncio.create_task(work)
+
+    def __await__(self):
+        return asyncio.shield(self._task).__await__()
+
+    def cancel(self):
+        self._task.cancel()
+
+
+class Server:
+    def __init__(self, engine):
+        self._engine, self.served = engine, 0
+
+    async def generate(self, prompt_ids, sampling_params, request_id, **_):
+        self.served += 1
+        params = SamplingParams.from_dict(sampling_params, max_tokens=20)
+        made = await asyncio.wrap_future(self._engine.submit(request_id, prompt_ids, params))
+        return SimpleNamespace(
+            token_ids=made.token_ids,
+            log_probs=made.logprobs,
+            routed_experts=None,
+            num_preempted=0,
+            stop_reason=made.stop_reason,
+            extra_fields={},
+        )
+
+    async def abort_request(self, request_id):
+        return {"aborted": await asyncio.wrap_future(self._engine.abort(request_id)) > 0}
+
+
+class RandomMoves(Balance):
+    """Moves at random, more often than any rule would."""
+
+    rng = random.Random(0)
+
+    def _move(self, _now):
+        decisions = []
+        for response in self._responses.values():
+            replica = response.replica
+            if replica is not None and not response.stopping and response.moves < 4 and self.rng.random() < 0.1:
+                response.stopping, response.target = True, self.rng.choice(list(self._replicas))
+                decisions.append(Decision(response.ticket, replica.name, stop=True))
+        return decisions
+
+    def tick(self, now):
+        return super().tick(now) or self._move(now)
+
+
+async def start(model, replicas, engine_for, places=16, core=RandomMoves, flags=None, **options):
+    local = router.BalancedRouter.__ray_metadata__.modified_class({})
+    servers = [Server(engine_for(model(), max_num_seqs=places, **options)) for _ in range(replicas)]
+    await local.set_up(ENGINE, places, flags or BalanceFlags(), True, False)
+    local._balance = core(places, flags or BalanceFlags())
+    await local.add_servers({f"r{number}": Handle(server) for number, server in enumerate(servers)})
+    return local, servers, client.Servers(Handle(local), CONFIG)
+
+
+async def generate(balancer, name, prompt, params):
+    """What ``LLMServerClient.generate`` of verl does."""
+    fields = await balancer.require_acquire_fields.remote()
+    given = {"prompt_ids": prompt, "sampling_params": params, "image_data": None, "other": 1}
+    given = {field: given[field] for field in fields if field in given}
+    server_id, server = await balancer.acquire_server.remote(request_id=name, **given)
+    try:
+        return await server.generate.remote(request_id="its own", prompt_ids=prompt, sampling_params=params)
+    finally:
+        balancer.release_server.remote(server_id=server_id, request_id=name)
+
+
+def prompts(count):
+    rng = random.Random(1)
+    return [[rng.randrange(5, 64) for _ in range(rng.randint(1, 20))] for _ in range(count)]
+
+
+def params_of(number, **more):
+    return {"temperature": 1.0, "logprobs": True, "seed": number, **more}
+
+
+def reference(engine, count):
+    given = [SamplingParams.from_dict(params_of(i), max_tokens=20) for i in range(count)]
+    futures = [engine.submit("x", prompt, params) for prompt, params in zip(prompts(count), given, strict=True)]
+    return [future.result(60) for future in futures]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_responses_that_move_at_random_are_those_of_one_engine(make_model, engine_for, replicas):
+    expected = reference(engine_for(make_model(), max_num_seqs=64), SCHEDULES)
+
+    async def run():
+        local, servers, balancer = await start(make_model, replicas, engine_for)
+        given = enumerate(prompts(SCHEDULES))
+        made = await asyncio.gather(*[generate(balancer, str(i), prompt, params_of(i)) for i, prompt in given])
+        await asyncio.sleep(0)
+        assert len(local._balance) == 0
+        numbers = local.take_numbers()
+        local._ticking.cancel()
+        return made, servers, numbers
+
+    made, servers, numbers = asyncio.run(run())
+    assert [output.token_ids for output in made] == [one.token_ids for one in expected]
+    assert {output.stop_reason for output in made} == {"completed"}
+    for output, one in zip(made, expected, strict=True):
+        np.testing.assert_allclose(output.log_probs, one.logprobs, atol=2e-5)
+    assert numbers["moves"] > SCHEDULES / 5
+    assert sum(server.served for server in servers) == SCHEDULES + numbers["moves"]
+
+
+def run_with(make_model, engine_for, work, replicas=2, **options):
+    """Run ``work(local, servers, balancer)`` on engines that take 5 ms a token."""
+
+    async def run():
+        options.setdefault("core", Balance)
+        local, servers, balancer = await start(make_model, replicas, engine_for, seconds_per_step=0.005, **options)
+        result = await work(local, servers, balancer)
+        for _ in range(200):
+            if not len(local._balance):
+                break
+            await asyncio.sleep(0.01)
+        assert (len(local._balance), local._balance.waiting, local._waiting) == (0, 0, {})
+        local._ticking.cancel()
+        return result
+
+    return asyncio.run(run())
+
+
+def endless(number):
+    return {"temperature": 1.0, "logprobs": True, "seed": number, "ignore_eos": True, "max_tokens": 30}
+
+
+def test_what_a_dead_server_generated_is_generated_again_elsewhere(make_model, engine_for):
+    from ray.exceptions import ActorDiedError
+
+    async def work(local, servers, balancer):
+        async def dies(**_):
+            await asyncio.sleep(0.02)
+            raise ActorDiedError()
+
+        servers[0].generate = dies
+        made = await asyncio.gather(
+            *[generate(balancer, str(i), prompt, endless(i)) for i, prompt in enumerate(prompts(8))]
+        )
+        assert local.get_all_servers() == ["r1"]
+        return made
+
+    made = run_with(make_model, engine_for, work)
+    alone = engine_for(make_model(), max_num_seqs=64)
+    for number, (prompt, output) in enumerate(zip(prompts(8), made, strict=True)):
+        assert (
+            output.token_ids
+            == alone.submit("x", prompt, SamplingParams.from_dict(endless(number))).result(30).token_ids
+        )
+
+
+def test_when_no_server_is_left_requests_fail_as_those_of_verl_do(make_model, engine_for):
+    from ray.exceptions import ActorDiedError
+
+    async def work(local, servers, balancer):
+        async def dies(**_):
+            raise ActorDiedError()
+
+        for server in servers:
+            server.generate = dies
+        requests = [generate(balancer, str(i), prompt, endless(i)) for i, prompt in enumerate(prompts(8))]
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    made = run_with(make_model, engine_for, work, places=1)
+    assert {type(error) for error in made} == {RuntimeError}
+    assert {str(error) for error in made} == {"No available servers in load balancer"}
+
+
+def test_who_is_cancelled_leaves_no_place_taken(make_model, engine_for):
+    async def work(local, servers, balancer):
+        tasks = [
+            asyncio.create_task(generate(balancer, str(i), prompt, endless(i))) for i, prompt in enumerate(prompts(12))
+        ]
+        while not servers[0].served:
+            await asyncio.sleep(0.002)
+        assert local._balance.waiting
+        for task in tasks[:4] + tasks[6:]:
+            task.cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    made = run_with(make_model, engine_for, work, places=2)
+    assert [isinstance(one, asyncio.CancelledError) for one in made] == [True] * 4 + [False] * 2 + [True] * 6
+    assert {len(one.token_ids) for one in made[4:6]} == {30}
+
+
+def test_what_others_abort_is_handed_back_as_it_is(make_model, engine_for):
+    async def work(local, servers, balancer):
+        task = asyncio.create_task(generate(balancer, "a", prompts(1)[0], endless(0)))
+        while not sum(server.served for server in servers):
+            await asyncio.sleep(0.002)
+        await asyncio.sleep(0.05)
+        for server in servers:
+            await asyncio.wrap_future(server._engine.pause())
+        return await task
+
+    output = run_with(make_model, engine_for, work)
+    assert output.stop_reason == "aborted"
+    assert 0 < len(output.token_ids) < 30
+    assert len(output.token_ids) == len(output.log_probs)
+
+
+def test_only_what_means_the_same_elsewhere_is_movable(make_model, engine_for):
+    seen = {}
+
+    class Watching(Balance):
+        def request(self, ticket, now, **response):
+            seen[response["prompt_tokens"]] = response["movable"]
+            return super().request(ticket, now, **response)
+
+    async def work(local, servers, balancer):
+        for length, (params, media) in enumerate(
+            [
+                ({"temperature": 1.0, "seed": 3, "logprobs": True}, {}),
+                ({"presence_penalty": 0.5}, {}),
+                ({"stop": ["x"]}, {}),
+                ({}, {"image_data": ["picture"]}),
+            ],
+            1,
+        ):
+            bound, _ = await balancer.acquire_server.remote(
+                request_id="x", prompt_ids=[5] * length, sampling_params=params, **media
+            )
+            balancer.release_server.remote(server_id=bound, request_id="x")
+
+    run_with(make_model, engine_for, work, core=Watching)
+    assert seen == {1: True, 2: False, 3: False, 4: False}
+
+
+def test_the_next_turn_goes_to_the_replica_of_the_last(make_model, engine_for):
+    async def work(local, servers, balancer):
+        names = []
+        for request in ("a", "b", "b", "a"):
+            bound, _ = await balancer.acquire_server.remote(request_id=request, prompt_ids=[5], sampling_params={})
+            names.append(str(bound))
+            if request == "a" and len(names) == 1:
+                first = bound
+                continue
+            await balancer.release_server.remote(server_id=bound, request_id=request)
+            if len(names) == 3:
+                await balancer.release_server.remote(server_id=first, request_id="a")
+        return names
+
+    first, second, again, last = run_with(make_model, engine_for, work)
+    assert first != second
+    assert (again, last) == (second, first)
+
+
+def test_parts_are_joined():
+    def part(**fields):
+        names = ("log_probs", "routed_experts", "num_preempted", "stop_reason")
+        empty = {"token_ids": [], "extra_fields": {}, **dict.fromkeys(names)}
+        return SimpleNamespace(**{**empty, **fields})
+
+    first = part(
+        token_ids=[1, 2], log_probs=[-1.0, -2.0], num_preempted=1, stop_reason="aborted", extra_fields={"a": 1}
+    )
+    first.routed_experts = np.arange(5)  # a prompt of 4, and what comes before the second token
+    second = part(
+        token_ids=[3], log_probs=[-3.0], num_preempted=2, stop_reason="completed", extra_fields={"a": 2, "b": 3}
+    )
+    second.routed_experts = np.arange(10, 16)
+    whole = client.join(first, second)
+    assert (whole.token_ids, whole.log_probs, whole.num_preempted) == ([1, 2, 3], [-1.0, -2.0, -3.0], 3)
+    assert whole.routed_experts.tolist() == [0, 1, 2, 3, 4, 15]
+    assert (whole.stop_reason, whole.extra_fields) == ("completed", {"a": 1, "b": 3})
+    assert client.join(part(), part(token_ids=[7], log_probs=[-1.0])).log_probs == [-1.0]

@@ -1,0 +1,405 @@
+"""Balanced rollouts: order, places, caches and moves as they are described; and random events, checked against books."""
+
+import math
+import random
+from collections import Counter
+
+import pytest
+
+from rl_accel.features import BalanceFlags
+from rl_accel.rollout.balance import HOME_MARGIN, Balance, end_bound_at_arrival
+
+
+class Host:
+    """Carries out decisions and keeps books: where each response runs, in which order they were bound."""
+
+    def __init__(self, places=1, replicas=1, cache=math.inf, ordered=True, together=False, **flags):
+        self.core = Balance(places, BalanceFlags(**flags), ordered, together)
+        self.now, self.at, self.order, self.stops = 0.0, {}, [], {}
+        for number in range(replicas):
+            self.carry_out(self.core.add_replica(f"r{number}", 0.0, cache))
+
+    def carry_out(self, decisions):
+        for ticket, replica, stop in decisions:
+            if stop:
+                assert self.at[ticket] == replica
+                assert ticket not in self.stops
+                self.stops[ticket] = replica
+            else:
+                assert ticket not in self.at, "nothing is bound twice"
+                self.at[ticket] = replica
+                self.order.append(ticket)
+        books, core = Counter(self.at.values()), self.core.running()
+        assert {name: books[name] for name in core} == core
+        assert len(self.core) == len(self.at) + self.core.waiting
+
+    def request(self, ticket, prompt=None, **more):
+        self.carry_out(self.core.request(ticket, self.now, ticket[0] if prompt is None else prompt, **more))
+
+    def over(self, ticket, tokens=None):
+        self.at.pop(ticket, None)
+        self.stops.pop(ticket, None)
+        self.carry_out(self.core.over(ticket, self.now, tokens))
+
+    def again(self, ticket, tokens=None):
+        was_stopped = self.stops.pop(ticket, None)
+        assert tokens is None or was_stopped
+        del self.at[ticket]
+        self.carry_out(self.core.again(ticket, self.now, tokens))
+
+    def tick(self):
+        self.carry_out(self.core.tick(self.now))
+
+    def teach(self, **lengths):
+        """Have one response of each prompt complete with that length."""
+        for prompt, length in lengths.items():
+            self.request("teach " + prompt, prompt)
+            self.over("teach " + prompt, length)
+
+    def block(self):
+        """Take all places; :meth:`unblock` gives back one after the other and returns the order in which others came."""
+        self.blockers = []
+        while not self.core.waiting:
+            self.blockers.append(f"block{len(self.blockers)}")
+            self.request(self.blockers[-1], "blocks")
+        self.over(self.blockers.pop())
+        self.order.clear()
+
+    def unblock(self):
+        for ticket in self.blockers:
+            self.over(ticket)
+        while self.core.waiting:
+            self.over(next(iter(self.at)))
+        return self.order
+
+
+class TestOrder:
+    def test_a_response_waits_until_a_replica_has_a_place(self):
+        host = Host(places=16)
+        for number in range(20):
+            host.request(f"t{number}")
+        assert host.order == [f"t{i}" for i in range(17)], "one more than there are places is ready in the engine"
+        host.over("t5", 10)
+        assert host.order[17:] == ["t17"]
+        host.carry_out(host.core.add_replica("r1", 1.0))
+        assert host.order[18:] == ["t18", "t19"]
+
+    def test_one_response_of_each_prompt_then_those_expected_to_be_longest(self):
+        host = Host()
+        host.teach(s=10, m=100, l=1000)
+        host.block()
+        for ticket in ("s1", "s2", "m1", "m2", "m3", "l1", "l2"):
+            host.request(ticket)
+        assert host.unblock() == ["l1", "m1", "s1", "l2", "m2", "m3", "s2"]
+
+    def test_what_a_sibling_has_shown_in_this_step_counts(self):
+        host = Host()
+        host.teach(a=100, b=100)
+        host.block()
+        for ticket in ("a1", "b1", "a2", "b2"):
+            host.request(ticket)
+        host.over(host.blockers.pop())
+        host.over(host.blockers.pop())
+        assert host.order == ["a1", "b1"]
+        host.over("b1", 900)
+        assert host.order[2:] == ["b2"]
+
+    def test_a_running_sibling_that_has_come_far_says_that_a_prompt_is_long(self):
+        host = Host(places=2)
+        for number in range(20):  # a second a token
+            host.request(f"x{number}")
+            host.now += 10 + 10 * (number % 3)
+            host.over(f"x{number}", 10 + 10 * (number % 3))
+        host.tick()
+        host.request("a1")
+        host.now += 25
+        host.request("b1")
+        host.request("c1")
+        for ticket in ("b2", "a2"):
+            host.request(ticket)
+        host.tick()
+        host.over("c1", 1)
+        assert host.order[-1] == "a2"
+
+    def test_in_the_order_of_arrival_if_it_is_told_so(self):
+        host = Host(ordered=False)
+        host.teach(s=1, l=1000)
+        host.block()
+        for ticket in ("s1", "l1", "n1"):
+            host.request(ticket)
+        assert host.unblock() == ["s1", "l1", "n1"]
+
+    def test_a_replica_gets_the_next_if_it_has_the_fewest(self):
+        host = Host(places=8, replicas=4)
+        for number in range(32):
+            host.request(f"t{number}")
+        assert set(host.core.running().values()) == {8}
+        for ticket in [ticket for ticket, replica in host.at.items() if replica == "r2"][:3]:
+            host.over(ticket, 1)
+        for ticket in ("u", "v", "w"):
+            host.request(ticket)
+        assert {host.at[ticket] for ticket in ("u", "v", "w")} == {"r2"}
+
+
+class TestHomes:
+    def test_the_next_turn_goes_back_unless_its_replica_is_much_fuller(self):
+        host = Host(places=32, replicas=2)
+        for number in range(2 * HOME_MARGIN):
+            host.request(f"t{number}", home="r1")
+        assert Counter(host.at.values()) == {
+            "r1": 2 * HOME_MARGIN - HOME_MARGIN // 2 + 1,
+            "r0": HOME_MARGIN // 2 - 1,
+        } or (Counter(host.at.values())["r1"] - Counter(host.at.values())["r0"] <= HOME_MARGIN + 1)
+        assert host.at["t0"] == "r1"
+        host.request("gone", home="r9")
+        assert host.at["gone"] == "r0"
+
+    def test_the_next_turn_comes_before_what_has_not_begun(self):
+        host = Host()
+        host.block()
+        host.request("a1")
+        host.request("b2", home="r0")
+        assert host.unblock() == ["b2", "a1"]
+
+    def test_responses_of_a_prompt_stay_together_if_they_are_to(self):
+        for together in (True, False):
+            host = Host(places=16, replicas=4, together=together)
+            for number in range(4):
+                for prompt in "abcd":
+                    host.request(f"{prompt}{number}")
+            homes = {prompt: {host.at[f"{prompt}{number}"] for number in range(4)} for prompt in "abcd"}
+            assert all(len(its) == 1 for its in homes.values()) == together or not together
+            if together:
+                assert {len(its) for its in homes.values()} == {1}
+
+
+class TestCaches:
+    def test_a_cache_is_filled_as_far_as_responses_are_expected_to_grow(self):
+        host = Host(places=100, cache=1000)
+        host.teach(a=190, b=190)
+        for number in range(10):
+            host.request(f"a{number}", prompt_tokens=10)
+        assert len(host.at) == 5
+        host.over("a0", 190)
+        assert len(host.at) == 5
+
+    def test_responses_that_end_at_other_times_share_the_place(self):
+        host = Host(places=100, cache=1000)
+        for _ in range(30):
+            host.teach(s=100, l=700)
+        host.request("l1")
+        for number in range(20):
+            host.request(f"s{number}")
+        assert 6 <= len(host.at) <= 9, "when the short ones end, each with 100, the long one has 100 as well"
+
+    def test_what_no_cache_is_expected_to_hold_runs_alone(self):
+        host = Host(places=4, cache=100)
+        host.teach(a=500)
+        host.request("a1")
+        assert "a1" in host.at
+
+    def test_an_unknown_cache_has_no_limit(self):
+        host = Host(places=4)
+        host.teach(a=10**9)
+        for number in range(4):
+            host.request(f"a{number}", prompt_tokens=10**9)
+        assert len(host.at) == 4
+
+
+def play(host, lengths, seconds, until=math.inf):
+    """Generate ``lengths`` by ticket, on replicas whose tokens take ``seconds(running)``, and stop what is to stop."""
+    tokens, parts = dict.fromkeys(lengths, 0.0), dict.fromkeys(lengths, 0.0)
+    trail = Counter()
+    while host.core and host.now < until:
+        host.now += 1.0
+        loads = host.core.running()
+        for ticket, replica in list(host.at.items()):
+            parts[ticket] += 1.0 / seconds(loads[replica])
+            if tokens[ticket] + parts[ticket] >= lengths[ticket]:
+                host.over(ticket, round(lengths[ticket] - tokens[ticket]))
+        host.tick()
+        for ticket in list(host.stops):
+            tokens[ticket] += round(parts[ticket])
+            trail[ticket] += 1
+            host.again(ticket, round(parts[ticket]))
+            parts[ticket] = 0.0
+    return trail
+
+
+def lagging(host, seconds, **more):
+    """Eight long responses that share one replica beside one that is idle, after it was learnt how fast these are."""
+    rng = random.Random(0)
+    for load in (1, 2, 4, 8):
+        lengths = {f"{load} {i}": rng.randint(20, 60) for i in range(2 * load)}
+        for ticket in lengths:
+            host.request(ticket, "x")
+        play(host, lengths, seconds)
+    lengths = {f"l{i}": 400 + i for i in range(8)} | {f"s{i}": 5 for i in range(8)}
+    for number in range(8):
+        host.request(f"l{number}", "l", home="r0", **more)
+    for number in range(8):
+        host.request(f"s{number}", "s", home="r1", **more)
+    began = host.now
+    return play(host, lengths, seconds), host.now - began
+
+
+class TestMoves:
+    def test_what_lags_goes_on_where_it_is_faster_and_no_more_often_than_allowed(self):
+        stays, longer = lagging(Host(places=64, replicas=2, max_moves=0), lambda running: 0.5 + 0.5 * running)
+        moved, shorter = lagging(Host(places=64, replicas=2, max_moves=1), lambda running: 0.5 + 0.5 * running)
+        assert not stays
+        assert moved
+        assert set(moved.values()) == {1}
+        assert shorter < longer
+
+    def test_nothing_moves_where_load_costs_no_time(self):
+        trail, _ = lagging(Host(places=64, replicas=2), lambda running: 1.0)
+        assert not trail
+
+    def test_a_margin_of_zero_moves_whatever_it_gains(self):
+        trail, _ = lagging(Host(places=64, replicas=2, margin=0.0), lambda running: 1.0)
+        assert sum(trail.values()) > 3
+
+    def test_nothing_moves_that_may_not(self):
+        trail, _ = lagging(Host(places=64, replicas=2, margin=0.0), lambda running: running, movable=False)
+        assert not any(ticket[0] in "ls" for ticket in trail)
+
+    def test_nothing_moves_while_anything_waits(self):
+        host = Host(places=1, replicas=2, margin=0.0)
+        for ticket in "abcdef":
+            host.request(ticket)
+        host.tick()
+        assert not host.stops
+
+
+def test_a_response_of_a_dead_replica_goes_back_into_the_queue_before_others():
+    host = Host(places=1, replicas=2)
+    for ticket in ("a", "b", "c", "d", "e"):
+        host.request(ticket)
+    dead = host.at["a"]
+    host.core.remove_replica(dead)
+    lost = [ticket for ticket, replica in host.at.items() if replica == dead]
+    for ticket in lost:
+        host.again(ticket)
+    host.order.clear()
+    while host.at:
+        host.over(next(iter(host.at)), 5)
+    assert host.order[: len(lost)] == lost
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda core: core.request("a", 0.0), "ticket must be new, found 'a' twice"),
+        (lambda core: core.over("c", 0.0, 5), "of a response that runs, but 'c' waits"),
+        (lambda core: core.again("c", 0.0), "of a response that runs, but 'c' waits"),
+        (lambda core: Balance(0, BalanceFlags()), "places must be at least 1, found 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(call, said):
+    host = Host()
+    for ticket in ("a", "b", "c"):
+        host.request(ticket)
+    with pytest.raises(ValueError, match=said):
+        call(host.core)
+    assert (host.core.running(), host.core.waiting) == ({"r0": 2}, 1)
+
+
+def test_events_of_responses_that_are_over_or_were_not_to_stop_change_nothing():
+    host = Host()
+    host.request("a")
+    assert host.core.over("x", 0.0) == host.core.over("x", 0.0, 3) == []
+    assert host.core.again("x", 0.0) is host.core.again("x", 0.0, 3) is host.core.again("a", 0.0, 3) is None
+    assert host.core.running() == {"r0": 1}
+
+
+def test_numbers_of_a_step():
+    host = Host(places=1, replicas=2)
+    assert host.core.take_numbers() == {}
+    for ticket in ("a1", "b1", "c1", "d1", "e1", "f1"):
+        host.request(ticket)
+    for ticket in ("a1", "b1", "c1", "d1", "e1", "f1"):
+        host.now += 1.0
+        host.over(ticket, 100)
+    numbers = host.core.take_numbers()
+    assert numbers["places_in_use"] == 1.0
+    assert numbers["queue_length"] == pytest.approx((1 + 2) / 6)
+    assert numbers["queue_wait_s"] == pytest.approx((1 + 2) / 6)
+    assert numbers["moves"] == 0
+    host.now += 100.0  # a step of training
+    for ticket in ("a2", "b2"):
+        host.request(ticket)
+        host.now += 1.0
+        host.over(ticket, 200)
+    numbers = host.core.take_numbers()
+    assert numbers["places_in_use"] == 0.5
+    assert 0.48 < numbers["length_error_p50"] <= numbers["length_error_p90"] < 0.5, "100 was expected"
+    assert numbers["places_in_use_lowest"] + numbers["places_in_use_highest"] == 1.0
+
+
+def test_what_binding_at_arrival_would_have_taken():
+    assert end_bound_at_arrival([(0.0, 1.0)] * 4, 2, 1) == 2.0
+    assert end_bound_at_arrival([(0.0, 9.0), (0.0, 1.0), (0.0, 9.0), (0.0, 1.0)], 2, 1) == 18.0
+    assert end_bound_at_arrival([(0.0, 9.0), (0.0, 1.0), (2.0, 9.0), (2.0, 1.0)], 2, 1) == 11.0
+    assert end_bound_at_arrival([(0.0, 9.0), (0.0, 1.0), (0.0, 9.0), (0.0, 1.0)], 2, 2) == 9.0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_events_lose_nothing_and_leak_no_place(seed):
+    """25,000 events each: replicas die, come and are removed; clients are cancelled; late events of what is over."""
+    rng = random.Random(seed)
+    places, ordered = rng.choice([1, 4, 20]), rng.random() < 0.7
+    cache = rng.choice([math.inf, 400])
+    host = Host(places, 3, cache, ordered, rng.random() < 0.5, margin=rng.choice([0.0, 1.0]), max_moves=2)
+    core, live, wanted, number = host.core, ["r0", "r1", "r2"], {}, 3
+    done = Counter()
+    for event in range(25_000):
+        host.now += rng.expovariate(20)
+        running = list(host.at)
+        kind = rng.random()
+        if kind < 0.42 and len(core) < 200:
+            ticket = f"t{event}"
+            wanted[ticket] = 0
+            home = rng.choice(["", "", *live, "r0"])
+            host.request(
+                ticket, rng.randrange(40), prompt_tokens=rng.randrange(20), home=home, movable=rng.random() < 0.9
+            )
+        elif kind < 0.75 and running:
+            ticket = rng.choice(running)
+            done[ticket] += 1
+            host.over(ticket, rng.randrange(1, 60))
+        elif kind < 0.80 and wanted:
+            ticket = rng.choice(list(wanted))  # over already, waiting or running
+            if ticket in host.at or ticket not in done:
+                done[ticket] += 1
+            host.over(ticket)
+        elif kind < 0.90 and host.stops:
+            host.again(rng.choice(list(host.stops)), rng.randrange(60))
+        elif kind < 0.96:
+            host.tick()
+        elif kind < 0.97 and live:
+            name = live.pop(rng.randrange(len(live)))
+            core.remove_replica(name)
+            if rng.random() < 0.7:  # it died; else what it runs comes to its end
+                for ticket in [ticket for ticket, replica in host.at.items() if replica == name]:
+                    host.stops.pop(ticket, None)
+                    host.again(ticket)
+        elif kind < 0.98 and len(live) < 5:
+            number += 1
+            live.append(f"r{number}")
+            host.carry_out(core.add_replica(live[-1], host.now, cache))
+        free = [name for name, count in core.running().items() if count < places]
+        assert not core.waiting or not free or cache < math.inf, "nothing waits while there are places"
+        assert all(count <= places + math.ceil(places / 16) for count in core.running().values())
+        if event % 5000 == 0:
+            core.take_numbers()
+    host.carry_out(core.add_replica("last", host.now))
+    while len(core):
+        ticket = next(iter(host.at))
+        done[ticket] += 1
+        host.over(ticket, 1)
+    assert set(done) == set(wanted)
+    assert set(done.values()) == {1}
+    assert not core._groups
+    assert not core._queue
+    assert not core._begun
