@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import click
@@ -90,9 +91,20 @@ def status(as_json: bool) -> None:
 
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def doctor(as_json: bool) -> None:
-    """Which frameworks, versions and backends are here, and which features work with them; tries each for real."""
+@click.option("--recipe", type=click.Path(path_type=Path), help="Of this recipe: what it asks for and is not here.")
+@click.option("--platform", help="With --recipe: one of its platforms (default: the first).")
+def doctor(as_json: bool, recipe: Path | None, platform: str | None) -> None:
+    """Which frameworks, versions and backends are here, and which features work with them; tries each for real.
+
+    With --recipe: packages, configuration, model, data and memory that it asks for. Exit code 1 if something is missing.
+    """
     from rl_accel.doctor import as_text, diagnose
+
+    if recipe is not None:
+        preflight = importlib.import_module("rl_accel.lab.ab.preflight")
+        rows = preflight.check_recipe(recipe / "recipe.yaml" if recipe.is_dir() else recipe, platform)
+        click.echo(json.dumps(rows, indent=2) if as_json else preflight.as_text(rows))
+        raise SystemExit(any(verdict in ("missing", "wrong") for _, verdict, _ in rows))
 
     diagnosis = diagnose()
     click.echo(json.dumps(diagnosis, indent=2) if as_json else as_text(diagnosis))

@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from rl_accel.errors import RecipeError, RlAccelError
 from rl_accel.files import write_atomically
+from rl_accel.lab.ab import launch as launching
 from rl_accel.lab.ab import report
 from rl_accel.lab.ab.recipe import Recipe, RunPlan, load, plan_runs, prepare_command, save
 from rl_accel.lab.ab.runner import RunResult, Stop, last_lines, load_result, prepare, run_all
@@ -59,12 +61,24 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder for logs and the report (default: out/NAME).",
 )
+@click.option("--platform", help="One of the recipe's platforms, such as cpu (default: the first).")
 @click.option("--arms", callback=_names, help="Comma-separated arms to run (default: all of the recipe).")
 @click.option("--seeds", callback=_numbers, help="Comma-separated seeds (default: those of the recipe).")
 @click.option("--steps", type=click.IntRange(min=1), help="Training steps of each run (default: that of the recipe).")
 @click.option("--resume", is_flag=True, help="Keep runs that an earlier call completed with the same command.")
 @click.option("--overwrite", is_flag=True, help="Discard the runs that DIR already holds.")
 @click.option("--dry-run", is_flag=True, help="Print the command of each run and stop.")
+@click.option(
+    "--launch",
+    type=click.Choice(launching.FORMS),
+    help="Print the commands that make each run a job of its own, for bash, and stop.",
+)
+@click.option(
+    "--only",
+    metavar="NAME",
+    help="Of the runs make this one, stock-seed0 say, or only prepare; no report. What a job calls.",
+)
+@click.option("--ray-address", help="Ray cluster that runs join (default: each starts one of its own).")
 @click.option(
     "--report-only",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -74,12 +88,16 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
 def ab(
     recipe: Path | None,
     out: Path | None,
+    platform: str | None,
     arms: list[str] | None,
     seeds: list[int] | None,
     steps: int | None,
     resume: bool,
     overwrite: bool,
     dry_run: bool,
+    launch: str | None,
+    only: str | None,
+    ray_address: str | None,
     report_only: Path | None,
 ) -> None:
     """Run the arms of RECIPE (a file, or a folder with a recipe.yaml) as real trainer processes, one after the other,
@@ -94,17 +112,28 @@ def ab(
         recipe /= "recipe.yaml"
     try:
         if report_only is not None:
-            sys.exit(_rebuild(report_only.resolve(), recipe, console))
+            sys.exit(_rebuild(report_only.resolve(), recipe, platform, console))
         if recipe is None:
             raise click.UsageError("give RECIPE, or --report-only DIR")
         if resume and overwrite:
             raise click.UsageError("--resume and --overwrite exclude each other")
-        spec = load(recipe)
+        spec = load(recipe, platform)
         if out is None:
             out = Path("out") / spec.name
-            console.print(f"Logs and report go to {out}; --out names another folder", markup=False, highlight=False)
+            if not launch:  # that is given to a shell
+                console.print(f"Logs and report go to {out}; --out names another folder", markup=False, highlight=False)
         out = out.resolve()
         plans = plan_runs(spec, recipe.resolve().parent, out, arms, seeds, steps)
+        if launch:
+            given = {"--out": out, "--platform": platform, "--arms": arms, "--seeds": seeds, "--steps": steps}
+            call = ["rl-accel", "ab", str(recipe.resolve())]
+            for option, value in given.items():
+                if value is not None:
+                    call += [option, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+            click.echo(launching.script(launch, spec, plans, call, out))
+            return
+        if ray_address is not None:
+            plans = [replace(plan, env={**plan.env, "RAY_ADDRESS": ray_address}) for plan in plans]
         for name, arm in spec.arms.items():
             if arm.needs and importlib.util.find_spec(arm.needs) is None:
                 plans = [plan for plan in plans if plan.arm != name]
@@ -114,7 +143,7 @@ def ab(
                 env = " ".join(f"{key}={shlex.quote(value)}" for key, value in plan.env.items() if value is not None)
                 click.echo(f"# {plan.name}\n{env} {shlex.join(plan.command)}".replace("\n ", "\n"))
             return
-        sys.exit(_run(spec, recipe.resolve(), out, plans, resume, overwrite, console))
+        sys.exit(_run(spec, recipe.resolve(), out, plans, only, resume, overwrite, console))
     except RecipeError as error:
         raise _WrongRecipe(str(error)) from error
     except (RlAccelError, OSError) as error:
@@ -122,40 +151,54 @@ def ab(
 
 
 def _run(
-    spec: Recipe, file: Path, out: Path, plans: list[RunPlan], resume: bool, overwrite: bool, console: Console
+    spec: Recipe,
+    file: Path,
+    out: Path,
+    plans: list[RunPlan],
+    only: str | None,
+    resume: bool,
+    overwrite: bool,
+    console: Console,
 ) -> int:
     for module in ("scipy", "matplotlib", "jinja2"):
         importlib.import_module(module)  # before hours of training, not after
-    held = [plan.name for plan in plans if (plan.directory / "run.json").exists()]
+    chosen = plans if only is None else [plan for plan in plans if plan.name == only]
+    if not chosen and only != launching.PREPARE:
+        known = ", ".join([launching.PREPARE, *(plan.name for plan in plans)])
+        raise click.UsageError(f"--only wants one of {known}, found {only!r}")
+    held = [plan.name for plan in chosen if (plan.directory / "run.json").exists()]
     if held and not resume and not overwrite:
         raise click.UsageError(f"{out} already holds {', '.join(held)}: give --resume, --overwrite or another --out")
     out.mkdir(parents=True, exist_ok=True)
     with Stop().listening() as stop:
         command, env = prepare_command(spec, file.parent, out)
-        if command:
+        if command and only in (None, launching.PREPARE):
             if not console.is_terminal:
                 console.print(f"preparing: {shlex.join(command)}", markup=False, highlight=False, soft_wrap=True)
             with console.status("preparing data and model"):
                 prepare(command, env, file.parent, out / "prepare.log", stop)
-        save(spec, out / "recipe.yaml")
-        manifest = {"recipe": str(file), "runs": [plan.name for plan in plans]}
-        write_atomically(out / _MANIFEST, json.dumps(manifest, indent=1))
+        if only in (None, launching.PREPARE) or not (out / _MANIFEST).exists():
+            save(spec, out / "recipe.yaml")
+            manifest = {"recipe": str(file), "runs": [plan.name for plan in plans]}
+            write_atomically(out / _MANIFEST, json.dumps(manifest, indent=1))
         if stop:
             return 128 + stop.signals[0]
-        with ProgressView(console, plans, spec.metrics.reward) as view:
-            results = run_all(plans, view, stop, resume)
+        with ProgressView(console, chosen, spec.metrics.reward) as view:
+            results = run_all(chosen, view, stop, resume)
         _show_failures(results, out, console)
+        if only is not None:
+            return 128 + stop.signals[0] if stop else int(any(result.status != "done" for result in results))
         code = _report(spec, file, out, results, len(plans), console)
     return 128 + stop.signals[0] if stop else code
 
 
-def _rebuild(out: Path, recipe: Path | None, console: Console) -> int:
+def _rebuild(out: Path, recipe: Path | None, platform: str | None, console: Console) -> int:
     try:
         manifest: dict[str, Any] = json.loads((out / _MANIFEST).read_text())
         names = [str(name) for name in manifest["runs"]]
     except (OSError, ValueError, KeyError) as error:
         raise RecipeError(f"{out} holds no A/B: cannot read {_MANIFEST} ({error})") from error
-    spec = load(recipe or out / "recipe.yaml")
+    spec = load(recipe, platform) if recipe else load(out / "recipe.yaml")
     results = [result for name in names if (result := load_result(out / name)) is not None]
     for result in results:
         if result.status == "running":  # the runner itself was killed

@@ -10,13 +10,20 @@ overrides may hold placeholders:
 ``${arm}``         the name of the arm
 ``${seed}``        the seed of the run
 ``${steps}``       the number of training steps
+``${gpus}``        the GPUs of a node, the recipe's key
+``${nodes}``       the nodes, the recipe's key
 =================  ===================================================================
+
+and ``${oc.env:NAME}``, a variable of the shell that ``rl-accel`` was called from.
 
 ``extends: FILE`` (relative to the recipe) starts from another recipe: ``overrides`` are added to its, ``env``, ``metrics``,
 ``checks`` and ``rollout`` replace single keys of its, every other key replaces its own.
 
-``prepare`` runs before any arm and knows only the first two. Any other ``${...}`` in an override is left to hydra;
-anywhere else it is an error. ``python`` as the first word of a command stands for the interpreter that runs
+``platforms: {gpu: {...}, cpu: {...}}`` keeps what differs between machines: model, data, devices. The platform that is
+chosen (the first if none is) is put upon the other keys of the recipe in the same way. It may have an ``extends`` of its own.
+
+``prepare`` runs before any arm and knows only the first two, and variables of the shell. Any other ``${...}`` in an override is
+left to hydra; anywhere else it is an error. ``python`` as the first word of a command stands for the interpreter that runs
 ``rl-accel``.
 
 The runner itself sets ``VERL_FILE_LOGGER_PATH`` (so ``trainer.logger`` must include ``file``), ``RAY_TMPDIR`` to a
@@ -26,6 +33,7 @@ private folder, ``PYTHONUNBUFFERED``, and removes ``RAY_ADDRESS`` unless the rec
 import difflib
 import hashlib
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -56,7 +64,8 @@ CHECK_NAMES = (
 AVERAGES = ("median", "mean")
 NOT_COMPARED = ("timing_*", "perf/*", "*/perf/*", "rl_accel/*", "*memory*", "*/mfu*", "*_mfu*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
+_ENV = "oc.env:"
+_PLACEHOLDER = re.compile(r"\$\{(\w+|oc\.env:\w+)\}")
 
 
 @dataclass
@@ -158,6 +167,10 @@ class Recipe:
     seeds: list[int] = field(default_factory=lambda: [0])
     seed_overrides: list[str] = field(default_factory=list)
     """How a seed reaches the trainer, e.g. ["data.seed=${seed}"]."""
+    nodes: int = 1
+    """Nodes of a run. Like ``gpus`` for placeholders, for ``rl-accel ab --launch`` and for ``rl-accel doctor --recipe``."""
+    gpus: int = 1
+    """GPUs of a run on each node."""
     steps: int = 10
     steps_overrides: list[str] = field(default_factory=lambda: ["trainer.total_training_steps=${steps}"])
     timeout_s: float | None = None
@@ -186,14 +199,27 @@ def parse_margin(text: str) -> tuple[float, bool]:
     return float(number) / (100 if is_share else 1), is_share
 
 
-def load(path: Path) -> Recipe:
+def load(path: Path, platform: str | None = None) -> Recipe:
     """Read and check a recipe file.
+
+    Args:
+        path: of the file.
+        platform: which of its platforms; None: the first, if it has any.
 
     Raises:
         RecipeError: the file cannot be read, is not YAML, or does not fit :class:`Recipe`; the message names the file
             and the key, what was wanted and found and, for an unknown key, the nearest known one.
     """
-    return _checked(_read(path, ()), str(path))
+    values = _read(path, ())
+    platforms = values.pop("platforms", {})
+    if not isinstance(platforms, dict) or not all(isinstance(changes, dict) for changes in platforms.values()):
+        raise RecipeError(f"{path}: platforms wants a mapping from names to keys of a recipe, found {platforms!r}")
+    if platform is not None and platform not in platforms:
+        there_are = f"there are {', '.join(platforms)}" if platforms else "it has none"
+        raise RecipeError(f"--platform: {path} has no platform {platform!r}{nearest(platform, platforms)}; {there_are}")
+    if platforms:
+        values = _merge(values, _extended(platforms[platform or next(iter(platforms))], path, ()))
+    return _checked(values, str(path))
 
 
 def parse(text: str, source: str) -> Recipe:
@@ -216,22 +242,33 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read the recipe {path}: {error}") from error
-    recipe = _parse(text, str(path))
+    return _extended(_parse(text, str(path)), path, extended_by)
+
+
+def _extended(recipe: dict[str, Any], path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
+    """Return the mapping, which stands in the file ``path``, with what it extends filled in."""
     if "extends" not in recipe:
         return recipe
+    recipe = dict(recipe)
     base_name = recipe.pop("extends")
     if not isinstance(base_name, str):
         raise RecipeError(f"{path}: extends wants the name of a recipe file, found {base_name!r}")
     base_path = (path.parent / base_name).resolve()
     if base_path in (*extended_by, path.resolve()):
         raise RecipeError(f"{path}: extends {base_name}, which extends this recipe in turn")
-    merged = _read(base_path, (*extended_by, path.resolve()))
-    for key, value in recipe.items():
-        base = merged.get(key)
-        if key in _ADDED and isinstance(value, list) and isinstance(base, list):
-            value = base + value
-        elif key in _MERGED and isinstance(value, dict) and isinstance(base, dict):
-            value = base | value
+    return _merge(_read(base_path, (*extended_by, path.resolve())), recipe)
+
+
+def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        before = base.get(key)
+        if key in _ADDED and isinstance(value, list) and isinstance(before, list):
+            value = before + value
+        elif key in _MERGED and isinstance(value, dict) and isinstance(before, dict):
+            value = before | value
+        elif key == "platforms" and isinstance(value, dict) and isinstance(before, dict):
+            value = before | {name: _merge(before.get(name) or {}, value[name] or {}) for name in value}
         merged[key] = value
     return merged
 
@@ -329,6 +366,9 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     for name, its in recipe.arms.items():
         if its.seeds is not None and not (its.seeds and set(its.seeds) <= set(recipe.seeds)):
             yield f"arms.{name}.seeds wants some of {recipe.seeds}, found {its.seeds}"
+    for key in ("nodes", "gpus"):
+        if getattr(recipe, key) < 1:
+            yield f"{key} wants at least 1, found {getattr(recipe, key)}"
     if recipe.steps < 1:
         yield f"steps wants at least 1, found {recipe.steps}"
     if len(recipe.seeds) > 1 and not recipe.seed_overrides:
@@ -435,6 +475,8 @@ def _plan(recipe: Recipe, recipe_dir: Path, out: Path, arm: str, seed: int, step
         "arm": arm,
         "seed": str(seed),
         "steps": str(steps),
+        "gpus": str(recipe.gpus),
+        "nodes": str(recipe.nodes),
     }
     overrides = [
         *recipe.overrides,
@@ -442,7 +484,7 @@ def _plan(recipe: Recipe, recipe_dir: Path, out: Path, arm: str, seed: int, step
         *recipe.steps_overrides,
         *recipe.arms[arm].overrides,
     ]
-    command = _command(recipe.command, known, "command") + [_fill(item, known) for item in overrides]
+    command = _command(recipe.command, known, "command") + [_fill(item, known, "overrides") for item in overrides]
     env = _environment(recipe.env, known, "env") | _environment(recipe.arms[arm].env, known, f"arms.{arm}.env")
     return RunPlan(arm, seed, steps, directory, tuple(command), env, recipe.timeout_s)
 
@@ -466,12 +508,20 @@ def _strict(text: str, known: Mapping[str, str], where: str) -> str:
         raise RecipeError(
             f"{where}: unknown placeholder ${{{name}}}{nearest(name, known)}; it may use {', '.join(known)}"
         )
-    return _fill(text, known)
+    return _fill(text, known, where)
 
 
 def _unknown(text: str, known: Mapping[str, str]) -> list[str]:
-    return [name for name in _PLACEHOLDER.findall(text) if name not in known]
+    return [name for name in _PLACEHOLDER.findall(text) if name not in known and not name.startswith(_ENV)]
 
 
-def _fill(text: str, known: Mapping[str, str]) -> str:
-    return _PLACEHOLDER.sub(lambda match: known.get(match[1], match[0]), text)
+def _fill(text: str, known: Mapping[str, str], where: str) -> str:
+    def value(match: re.Match[str]) -> str:
+        name = match[1].removeprefix(_ENV)
+        if name == match[1]:
+            return known.get(name, match[0])
+        if name not in os.environ:
+            raise RecipeError(f"{where}: {match[0]} wants the environment variable {name}, which is not set")
+        return os.environ[name]
+
+    return _PLACEHOLDER.sub(value, text)

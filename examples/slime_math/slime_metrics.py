@@ -1,0 +1,28 @@
+"""What ``rl-accel ab`` reads, written by slime: for ``--custom-rollout-log-function-path slime_metrics.log_rollout``."""
+
+import json
+import os
+import time
+
+_previous: list[float] = []
+
+
+def log_rollout(rollout_id, args, samples, rollout_extra_metrics, rollout_time):
+    """Add a line to the metrics of the run, in verl's names. A step lasts from one complete rollout to the next.
+
+    Returns False: slime logs the rollout too.
+    """
+    now = time.monotonic()
+    lengths = [sample.response_length for sample in samples]
+    metrics = {
+        **(rollout_extra_metrics or {}),
+        "timing_s/gen": rollout_time,
+        "timing_s/step": now - _previous[-1] if _previous else rollout_time,
+        "critic/score/mean": sum(sample.get_reward_value(args) for sample in samples) / len(samples),
+        "response_length/mean": sum(lengths) / len(lengths),
+        "response_length/max": max(lengths),
+    }
+    _previous[:] = [now]
+    with open(os.environ["VERL_FILE_LOGGER_PATH"], "a") as file:
+        file.write(json.dumps({"step": rollout_id + 1, "data": metrics}, default=float) + "\n")
+    return False

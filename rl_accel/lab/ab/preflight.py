@@ -1,0 +1,239 @@
+"""``rl-accel doctor --recipe``: what a recipe asks for and this machine lacks, before a GPU hour is spent on finding out.
+
+A recipe of verl is composed by hydra as ``verl.trainer.main_ppo`` would, and its sections are converted to verl's own dataclasses;
+arguments of slime go through slime's own parser, where Megatron-LM is importable. Nothing is downloaded and nothing is started.
+"""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import inspect
+import io
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rl_accel.config import resolve
+from rl_accel.features import FEATURES
+from rl_accel.lab.ab.recipe import Recipe, RunPlan, load, plan_runs
+from rl_accel.parallel.model_memory import MIN_SEQUENCES, read_configuration, read_memory
+from rl_accel.switch import aligned
+
+TRIED_VERL = "0.9.1"
+Row = tuple[str, str, str]
+"""What is asked for; works, missing, wrong or unknown; why."""
+
+_GIB = 2**30
+_FSDP_BYTES = 16
+"""A parameter's float32 value, gradient and two moments of Adam, split over all GPUs."""
+_MEGATRON_BYTES = (6, 12)
+"""bfloat16 value and float32 gradient, split by tensor parallelism; what the distributed optimizer keeps, split over all GPUs."""
+
+
+def check_recipe(file: Path, platform: str | None = None) -> list[Row]:
+    """Look at the runs of a recipe, one of each arm.
+
+    Raises:
+        RecipeError: the recipe itself is wrong.
+    """
+    recipe = load(file, platform)
+    plans = plan_runs(recipe, file.resolve().parent, Path("out").resolve() / recipe.name)
+    first = {plan.arm: plan for plan in reversed(plans)}
+    prepared = any("${out}" in word for word in recipe.prepare)
+    with _quiet(next(iter(first.values())).env):
+        rows = list(_rows(recipe, [first[arm] for arm in recipe.arms if arm in first], prepared))
+    return list(dict.fromkeys(rows))  # arms ask for much the same
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    """Return the rows as a table."""
+    return "\n".join(aligned([("asked for", "verdict", "reason"), *rows]))
+
+
+def _rows(recipe: Recipe, plans: Sequence[RunPlan], prepared: bool) -> Iterator[Row]:
+    cpu = plans[0].env.get("VERL_PLATFORM") == "cpu"
+    if not cpu:
+        yield _gpus(recipe.gpus)
+    for plan in plans:
+        if "verl.trainer.main_ppo" in plan.command:
+            yield from _verl(plan, cpu, prepared)
+        elif any(word.endswith("train.py") for word in plan.command):
+            yield from _slime(plan, recipe)
+        else:
+            yield f"arm {plan.arm}", "unknown", f"no trainer that is known here: {plan.command[0]}"
+
+
+def _gpus(wanted: int) -> Row:
+    import torch
+
+    found = torch.cuda.device_count()
+    what = f"{wanted} GPU{'s' * (wanted > 1)} a node"
+    if found >= wanted:
+        return what, "works", torch.cuda.get_device_name(0)
+    return what, "missing" if found else "unknown", f"this node has {found or 'no GPU'}"
+
+
+def compose_verl(plan: RunPlan) -> DictConfig:
+    """Return the configuration that verl would get from a run's command.
+
+    Raises:
+        Exception: hydra's, naming the override that does not fit.
+    """
+    from hydra import compose, initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+
+    overrides = plan.command[plan.command.index("verl.trainer.main_ppo") + 1 :]
+    GlobalHydra.instance().clear()
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=list(overrides))
+
+
+def validate_verl(config: DictConfig) -> None:
+    """Have verl and rl-accel check a composed configuration as they do at the start of a run, on a copy.
+
+    Raises:
+        Exception: verl's or ours, for a key or value that does not fit.
+    """
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+    from verl.workers.config import HFModelConfig
+
+    config = config.copy()
+    OmegaConf.resolve(config)
+    flags = resolve([("the recipe", OmegaConf.select(config, "rl_accel", default={}))])
+    for feature in FEATURES:
+        if feature.verl and flags.requested(feature) == "by name":
+            importlib.import_module(feature.verl).wire(config, flags[feature])
+    inspect.unwrap(validate_config)(config, need_reference_policy(config), need_critic(config))
+    actor_rollout = config.actor_rollout_ref
+    OmegaConf.merge(OmegaConf.structured(HFModelConfig), actor_rollout.model)  # made for real it would read the model
+    for section in (actor_rollout.actor, actor_rollout.rollout, config.algorithm):
+        omega_conf_to_dataclass(section)
+
+
+def _verl(plan: RunPlan, cpu: bool, prepared: bool) -> Iterator[Row]:
+    try:
+        version = importlib.metadata.version("verl")
+    except importlib.metadata.PackageNotFoundError:
+        yield "verl", "missing", f"pip install verl=={TRIED_VERL}"
+        return
+    tried = "" if version == TRIED_VERL else f"; recipes were checked with {TRIED_VERL}"
+    yield "verl", "works", version + tried
+    try:
+        config = compose_verl(plan)
+        validate_verl(config)
+        yield f"configuration of {plan.arm}", "works", "composed and validated by verl"
+    except Exception as error:  # hydra's, verl's, ours: each says what is wrong
+        yield f"configuration of {plan.arm}", "wrong", " ".join(str(error).split())[:400]
+        return
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    wanted = ["transfer_queue", *([] if rollout.name == "hf_cpu" else [rollout.name])]
+    if (model.override_config.get("attn_implementation") or "flash_attention_2") == "flash_attention_2":
+        wanted.append("flash_attn")
+    wanted += [name for name in ("wandb", "tensorboard", "mlflow", "swanlab") if name in config.trainer.logger]
+    yield from map(_package, wanted)
+    yield from _files("data", [config.data.train_files, config.data.val_files], prepared)
+    tokens = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    gpus, tp = config.trainer.n_gpus_per_node * config.trainer.nnodes, rollout.tensor_model_parallel_size
+    path = Path(model.path).expanduser()
+    yield from _model(str(model.path), prepared and plan.directory.parent in path.parents)
+    if not cpu:
+        yield from _memory(str(model.path), tp, gpus, rollout.gpu_memory_utilization, tokens, (0, _FSDP_BYTES))
+
+
+def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:
+    at = next(n for n, word in enumerate(plan.command) if word.endswith("train.py"))
+    root, arguments = Path(plan.command[at]).parent, plan.command[at + 1 :]
+    if not (root / "slime" / "utils" / "arguments.py").is_file():
+        yield "slime", "missing", f"no checkout at {root}"
+        return
+    yield "slime", "works", str(root)
+    yield from map(_package, ("sglang", "sglang_router", "megatron.core", "megatron.training"))
+    given = dict(word.split("=", 1) for word in arguments if word.startswith("--") and "=" in word)
+    if _package("megatron.training")[1] == "works":
+        parse = [sys.executable, "-c", "from slime.utils.arguments import parse_args; parse_args()", *arguments]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+        done = subprocess.run(parse, env=env, capture_output=True, text=True)
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        verdict = ("wrong", last[:400]) if done.returncode else ("works", "parsed and validated by slime")
+        yield f"arguments of {plan.arm}", *verdict
+    else:
+        yield f"arguments of {plan.arm}", "unknown", "slime's parser needs Megatron-LM on PYTHONPATH"
+    places = ("--prompt-data", "--ref-load", "--custom-config-path")
+    yield from _files("file", [given[flag] for flag in places if flag in given])
+    path, tp = given.get("--hf-checkpoint", ""), int(given.get("--rollout-num-gpus-per-engine", 1))
+    yield from _model(path)
+    share = float(given.get("--sglang-mem-fraction-static", 0.9))
+    tokens = int(given.get("--rollout-max-response-len", 0)) + int(given.get("--rollout-max-prompt-len", 0))
+    held = (_MEGATRON_BYTES[0] / int(given.get("--tensor-model-parallel-size", 1)), _MEGATRON_BYTES[1])
+    yield from _memory(path, tp, recipe.gpus * recipe.nodes, share, tokens, held)
+
+
+def _package(name: str) -> Row:
+    try:
+        there = importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        there = False
+    return f"package {name}", "works" if there else "missing", "" if there else "it cannot be imported here"
+
+
+def _files(what: str, paths: Sequence[Any], prepared: bool = False) -> Iterator[Row]:
+    for path in (path for value in paths for path in ([value] if isinstance(value, str) else value)):
+        if Path(path).expanduser().exists():
+            yield f"{what} {path}", "works", ""
+        else:
+            yield (
+                f"{what} {path}",
+                *(("unknown", "the recipe's prepare command makes it") if prepared else ("missing", "")),
+            )
+
+
+def _model(path: str, prepared: bool = False) -> Iterator[Row]:
+    if read_configuration(path, False) is not None:
+        yield f"model {path}", "works", ""
+    elif prepared or not Path(path).is_absolute():
+        yield f"model {path}", "unknown", "not in the cache here; the recipe's prepare command fetches or makes it"
+    else:
+        yield f"model {path}", "missing", "no folder with a config.json"
+
+
+def _memory(path: str, tp: int, gpus: int, share: float, tokens: int, training: tuple[float, float]) -> Iterator[Row]:
+    """Bytes of a GPU: the rollout engine's at ``tp``, and what training holds a parameter, (on each GPU, over all GPUs)."""
+    import torch
+
+    configuration = read_configuration(path, False)
+    memory = None if configuration is None else read_memory(configuration)
+    if memory is None:
+        yield "GPU memory", "unknown", "the model's configuration is not here, or its family is not known"
+        return
+    cache = MIN_SEQUENCES * tokens * memory.kv_bytes_per_token(tp) / _GIB
+    rollout = (memory.weight_bytes(tp) / _GIB + cache) / share
+    held = memory.parameters * (training[0] + training[1] / gpus) / _GIB
+    sentence = (
+        f"{rollout:.1f} GiB for rollouts of {MIN_SEQUENCES} x {tokens} tokens at {share:.0%} of a GPU; "
+        f"{held:.1f} GiB held for training, activations not counted"
+    )
+    if not torch.cuda.is_available():
+        yield "GPU memory", "unknown", sentence
+        return
+    has = torch.cuda.mem_get_info()[1] / _GIB
+    yield "GPU memory", "works" if has >= max(rollout, held) else "missing", f"{sentence}; a GPU here has {has:.1f}"
+
+
+@contextlib.contextmanager
+def _quiet(env: Mapping[str, str | None]) -> Iterator[None]:
+    """Take the run's environment over, as verl reads it while it is imported, and keep what it prints out of the table."""
+    os.environ.update({key: value for key, value in env.items() if value is not None})
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        yield

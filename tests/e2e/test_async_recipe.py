@@ -1,0 +1,36 @@
+"""verl's asynchronous trainer, as examples/verl_async runs it, within its bound of staleness."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rl_accel.telemetry.stage_clock import read_log
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
+
+
+@pytest.fixture
+def ab(repo, tmp_path, clean_environment):
+    """``ab(python, example, *options)``: run the recipe's arms and return the folder of the runs."""
+
+    def run(python, example, *options):
+        words = [python, "-m", "rl_accel", "ab", f"examples/{example}", "--out", str(tmp_path), *options]
+        done = subprocess.run(words, cwd=repo, env=clean_environment, capture_output=True, text=True)
+        assert (tmp_path / "summary.json").exists(), done.stdout[-4000:] + done.stderr[-4000:]
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        checks = {check["name"]: check["status"] for check in summary["checks"]}
+        assert checks["completed"] == "green", done.stdout[-4000:]
+        return tmp_path
+
+    return run
+
+
+def test_the_asynchronous_arm_trains_on_what_is_stale_within_its_bound(ab):
+    out = ab(sys.executable, "verl_async", "--steps", "3", "--seeds", "0", "--arms", "async")
+    steps = read_log(out / "async-seed0" / "metrics.jsonl")
+    worst = [metrics["training/off_policy/trajectory_staleness_worst/max"] for metrics in steps.values()]
+    assert len(worst) == 3
+    assert 0 < max(worst) <= 2  # three versions in a response
+    assert all(0.5 < metrics["rollout_corr/rollout_is_mean"] < 2 for metrics in steps.values())

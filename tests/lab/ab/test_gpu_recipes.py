@@ -1,0 +1,290 @@
+"""Recipes that need GPUs, without one: every arm is composed and validated by verl, or parsed by slime, as its run would be."""
+
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from click.testing import CliRunner
+
+from rl_accel.errors import RecipeError
+from rl_accel.lab.ab import preflight
+from rl_accel.lab.ab.recipe import load, plan_runs
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+VERL = ("verl_gsm8k", "verl_dapo_math", "verl_code", "verl_async")
+SLIME_ROOT = os.environ.get("SLIME_ROOT", "")
+
+
+def plans_of(name, platform=None, steps=None):
+    """One run of each arm."""
+    path = EXAMPLES / name / "recipe.yaml"
+    recipe = load(path, platform)
+    return plan_runs(recipe, path.parent, Path("/out"), seeds=[recipe.seeds[0]], steps=steps)
+
+
+def arms_of(*names, platform=None):
+    return [pytest.param(plan, id=f"{name}-{plan.arm}") for name in names for plan in plans_of(name, platform)]
+
+
+@pytest.fixture
+def verl(monkeypatch):
+    """verl, and a vLLM that drafts were tried with, which they ask for."""
+    pytest.importorskip("verl", reason="verl is not installed")
+    from rl_accel.integrations.verl import drafts
+
+    monkeypatch.setattr(drafts, "_vllm_version", lambda: drafts.TRIED[0])
+
+
+@pytest.mark.parametrize("plan", arms_of(*VERL))
+def test_verl_takes_every_key_and_value_of_an_arm(plan, verl):
+    preflight.validate_verl(preflight.compose_verl(plan))
+
+
+@pytest.mark.parametrize("plan", arms_of("verl_dapo_math", "verl_code", platform="cpu")[-4::3])
+def test_the_same_arm_composes_on_the_cpu_platform(plan, verl):
+    config = preflight.compose_verl(plan)
+    preflight.validate_verl(config)
+    assert (config.trainer.device, config.actor_rollout_ref.rollout.name) == ("cpu", "vllm")
+    assert "Qwen/" not in str(config)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train_batchsize=8", "train_batchsize"),
+        ("+actor_rollout_ref.rollout.gpu_memory=0.5", "gpu_memory"),
+        ("+actor_rollout_ref.actor.clip=0.2", "clip"),
+        ("+actor_rollout_ref.model.rope=1", "rope"),
+        ("+algorithm.lambda=1", "lambda"),
+        ("actor_rollout_ref.actor.loss_agg_mode=token", "loss_agg_mode"),
+        ("+rl_accel.tail_baching.enable=True", r"did you mean rl_accel\.tail_batching"),
+        ("+rl_accel.tail_batching.enable=True trainer.v1.trainer_mode=colocate_async", "trainer_mode"),
+    ],
+)
+def test_a_key_or_value_that_does_not_fit_is_found(override, message, verl):
+    plan = plans_of("verl_gsm8k")[0]
+    wrong = preflight.RunPlan(plan.arm, 0, 1, plan.directory, (*plan.command, *override.split()))
+    with pytest.raises(Exception, match=message):
+        preflight.validate_verl(preflight.compose_verl(wrong))
+
+
+# -- slime ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slime_places(monkeypatch, tmp_path):
+    for name in ("SLIME_ROOT", "MODEL_DIR", "DATA", "PYTHONPATH"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    if SLIME_ROOT:
+        monkeypatch.setenv("SLIME_ROOT", SLIME_ROOT)
+
+
+def flags_in(words):
+    return {word.partition("=")[0] for word in words if word.startswith("--")}
+
+
+def test_the_file_of_slimes_arm_is_what_slime_config_writes():
+    from rl_accel.integrations.slime.custom_config import check, make
+
+    file = EXAMPLES / "slime_math" / "tail.yaml"
+    import yaml
+
+    assert yaml.safe_load(file.read_text()) == make(["tail_batching"], {})
+    assert check(file, Path(SLIME_ROOT) if SLIME_ROOT else None) == []
+
+
+PARSE = """
+import argparse, json, sys
+sys.argv = ["train.py", *json.loads(sys.argv[1])]
+from slime.backends.sglang_utils.arguments import sglang_parse_args
+from slime.utils.arguments import get_slime_extra_args_provider
+servers = sglang_parse_args()
+parser = get_slime_extra_args_provider()(argparse.ArgumentParser(conflict_handler="resolve", allow_abbrev=False))
+ours, others = parser.parse_known_args()
+print(json.dumps({"others": others, "tp": ours.rollout_num_gpus_per_engine, "share": servers.sglang_mem_fraction_static}))
+"""
+
+
+@pytest.mark.skipif(not SLIME_ROOT, reason="slime itself is absent: SLIME_ROOT names no checkout of it")
+@pytest.mark.parametrize("arm", [0, 1], ids=["plain", "tail"])
+def test_slimes_own_parser_takes_every_argument(arm, slime_places):
+    """Its parsers of slime's and SGLang's arguments; what they leave is Megatron's, which slime's script for the model has too."""
+    plan = plans_of("slime_math")[arm]
+    words = list(plan.command[2:])
+    env = {**os.environ, "PYTHONPATH": SLIME_ROOT}
+    done = subprocess.run([sys.executable, "-c", PARSE, json.dumps(words)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["tp"], found["share"]) == (2, 0.7)
+    scripts = [Path(SLIME_ROOT, "scripts", name).read_text() for name in ("run-qwen3-4B.sh", "models/qwen3-4B.sh")]
+    known = set("\n".join(scripts).replace("=", " ").split())
+    left = flags_in(found["others"]) - {word for word in flags_in(found["others"]) if word.startswith("--sglang-")}
+    assert left <= known | {"--seed", "--no-save-optim"}  # Megatron's own
+    assert len(left) > 20
+
+
+@pytest.mark.skipif(not SLIME_ROOT, reason="slime itself is absent: SLIME_ROOT names no checkout of it")
+def test_what_slimes_script_sets_and_the_recipe_does_not_is_known(slime_places):
+    """Places, checkpoints and evaluation; all else is as in slime's own script for the model."""
+    script = Path(SLIME_ROOT, "scripts", "run-qwen3-4B.sh").read_text()
+    lines = [line.strip() for line in script.splitlines() if not line.strip().startswith("#")]
+    theirs = {word for line in lines for word in line.split() if word.startswith("--")}
+    ours = flags_in(plans_of("slime_math")[0].command)
+    left_out = {
+        word for word in theirs - ours if not word.startswith(("--eval", "--n-samples-per-eval", "--dashboard"))
+    }
+    sizes_of_one = {
+        f"--{name}-parallel-size" for name in ("pipeline-model", "context", "expert-model", "expert-tensor")
+    }
+    ray = {
+        "--head",
+        "--node-ip-address",
+        "--num-gpus",
+        "--disable-usage-stats",
+        "--address",
+        "--runtime-env-json",
+        "--format",
+        "--force",
+    }
+    assert {word.partition("=")[0] for word in left_out} <= sizes_of_one | ray | {"--load", "--"}
+
+
+def test_slime_writes_what_the_report_reads(tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    log = runpy.run_path(str(EXAMPLES / "slime_math" / "slime_metrics.py"))["log_rollout"]
+
+    class Sample:
+        response_length = 4
+
+        def get_reward_value(self, args):
+            return 0.5
+
+    for number in range(2):
+        assert log(number, None, [Sample(), Sample()], {"a/b": 1}, 2.5) is False
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[0]["data"]["critic/score/mean"] == 0.5
+    assert rows[0]["data"]["timing_s/step"] == 2.5
+    assert rows[1]["data"]["response_length/max"] == 4
+
+
+# -- data -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prepare(monkeypatch):
+    """The script that fetches, with a hub that has a few rows."""
+    datasets = pytest.importorskip("datasets")
+    verl_row = {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "1"}}
+    hub = {
+        "openai/gsm8k": {
+            part: [{"question": "How many?", "answer": "many\n#### 1,234"}, {"question": "Less?", "answer": "#### -5"}]
+            for part in ("train", "test")
+        },
+        "BytedTsinghua-SIA/DAPO-Math-17k": {
+            "train": [{**verl_row, "data_source": "math_dapo", "extra_info": {"index": i}} for i in "abab"]
+        },
+        "BytedTsinghua-SIA/AIME-2024": {
+            "train": [{**verl_row, "data_source": "math_dapo", "extra_info": {"index": "c"}}]
+        },
+        "PRIME-RL/Eurus-2-RL-Data": {
+            part: [{**verl_row, "data_source": "taco", "ability": a} for a in ("math", "code")]
+            for part in ("train", "validation")
+        },
+    }
+
+    def load_dataset(name, configuration=None, split=None):
+        parts = {part: datasets.Dataset.from_list(rows) for part, rows in hub[name].items()}
+        return parts if split is None else parts[split]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return runpy.run_path(str(EXAMPLES / "verl_gsm8k" / "from_hub.py"))["prepare"]
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "dapo_math", "code"])
+def test_data_from_the_hub_get_the_columns_that_verl_reads(name, prepare, tmp_path):
+    import pandas as pd
+
+    (tmp_path / "model").mkdir()
+    prepare(name, tmp_path / "data", str(tmp_path / "model"))
+    train = pd.read_parquet(tmp_path / "data" / "train.parquet")
+    assert {"data_source", "prompt", "reward_model"} <= set(train.columns)
+    assert (tmp_path / "data" / "val.parquet").exists()
+    if name == "gsm8k":
+        from verl.utils.reward_score import default_compute_score
+
+        truths = [row["ground_truth"] for row in train["reward_model"]]
+        assert truths == ["1234", "-5"]
+        assert default_compute_score(train["data_source"][0], "so it is\n#### 1234", truths[0]) == 1.0
+    else:
+        assert len(train) == {"dapo_math": 2, "code": 1}[name]
+
+
+# -- doctor -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def doctor():
+    """``doctor(*words)``: the exit code, and by what is asked for the verdict and why; the environment is as before after it."""
+    from rl_accel.__main__ import cli
+
+    def run(*words):
+        with mock.patch.dict(os.environ):
+            result = CliRunner().invoke(cli, ["doctor", "--json", *map(str, words)])
+        assert result.output.startswith("["), (result.output, result.exception)
+        return result.exit_code, {what: (verdict, why) for what, verdict, why in json.loads(result.output)}
+
+    return run
+
+
+def test_doctor_says_what_a_recipe_lacks_here(doctor, tmp_path, verl):
+    shutil.copytree(EXAMPLES / "verl_gsm8k", tmp_path / "verl_gsm8k")
+    file = tmp_path / "verl_gsm8k" / "recipe.yaml"
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text((Path(__file__).parents[2] / "parallel" / "qwen3_8b.json").read_text())
+    file.write_text(file.read_text().replace("model.path=Qwen/Qwen2.5-0.5B-Instruct", f"model.path={model}"))
+    code, rows = doctor("--recipe", file.parent)
+    assert code == 1
+    assert {rows[f"configuration of {arm}"][0] for arm in ("stock", "lossless", "tail")} == {"works"}
+    assert rows["package flash_attn"][0] == "missing"
+    assert rows[f"model {model}"][0] == "works"
+    (data,) = [row for what, row in rows.items() if what.startswith("data ") and what.endswith("train.parquet")]
+    assert data == ("unknown", "the recipe's prepare command makes it")
+    why = rows["GPU memory"][1]
+    assert "GiB for rollouts of 4 x 1536 tokens at 50% of a GPU" in why
+    assert 30 < float(why.split()[0]) < 35  # 8.2 billion parameters, twice 15.3 GiB, and the cache
+
+
+def test_doctor_names_what_is_wrong_and_asks_for_no_gpu_on_a_cpu(doctor, tmp_path, verl):
+    _, rows = doctor("--recipe", EXAMPLES / "verl_gsm8k", "--platform", "cpu")
+    assert rows["configuration of tail"][0] == "works"
+    assert not any("GPU" in what for what in rows)
+    wrong = tmp_path / "recipe.yaml"
+    wrong.write_text(f"extends: {EXAMPLES}/verl_gsm8k/recipe.yaml\nplatforms: {{gpu: {{overrides: [data.wrong=1]}}}}\n")
+    code, rows = doctor("--recipe", wrong)
+    verdict, why = rows["configuration of stock"]
+    assert (code, verdict, "data.wrong" in why) == (1, "wrong", True)
+
+
+def test_doctor_of_slime(doctor, slime_places):
+    code, rows = doctor("--recipe", EXAMPLES / "slime_math")
+    assert code == 1
+    if SLIME_ROOT:
+        assert rows["arguments of tail"] == ("unknown", "slime's parser needs Megatron-LM on PYTHONPATH")
+        assert rows[f"file {EXAMPLES}/slime_math/tail.yaml"][0] == "works"
+    else:
+        assert rows["slime"][0] == "missing"
+
+
+def test_a_place_that_is_not_set_is_named():
+    if "MODEL_DIR" in os.environ:
+        pytest.skip("MODEL_DIR is set here")
+    with pytest.raises(RecipeError, match=r"wants the environment variable \w+, which is not set"):
+        plans_of("slime_math")
