@@ -1,6 +1,5 @@
 """vLLM's side of drafts: ``speculative_config={"method": "custom_class", "model": "rl_accel.drafts.drafter.Drafter", ...}``."""
 
-import bisect
 import logging
 import time
 from collections import Counter, defaultdict, deque
@@ -19,10 +18,8 @@ SETTINGS = "rl_accel_drafts"
 """The key of vLLM's ``additional_config`` that the settings are under; that dict reaches every worker process."""
 FLOOR = 0.2
 """A token is drafted while the chance that all tokens up to it are accepted is at least this."""
-LENGTHS = (4, 8, 16, CONTEXT)
-"""Classes of matches, by the tokens that they share at most."""
-FIRST_RATES = (0.5, 0.6, 0.7, 0.8)
-"""Chance of acceptance by class of match, before anything was seen."""
+FIRST_RATES = ((4, 0.5), (8, 0.6), (16, 0.7), (CONTEXT, 0.8))
+"""By the tokens that a match shares at most, the chance that a token is accepted, before anything was seen."""
 PRIOR = 4.0
 """How many tries of its own weigh as much, for a prompt, as what holds for all prompts."""
 REMEMBERED = 4096
@@ -90,7 +87,7 @@ class Drafter:
         self._rows: dict[int, _Request] = {}
         self._gone: LRUCache[tuple[int, bytes], _Request] = LRUCache(REMEMBERED)
         self._version = 0
-        self._rates = [_Rate(8 * rate, 8) for rate in FIRST_RATES]
+        self._rates = [(most, _Rate(8 * rate, 8)) for most, rate in FIRST_RATES]
         self._worth = _Worth()
         self._called: float | None = None
         self.counts: Counter[str] = Counter()
@@ -152,7 +149,7 @@ class Drafter:
 
     def new_weights(self) -> None:
         """Note that the weights have changed: who runs is as good as finished, but may come back, in any row."""
-        self._leave(self._rows.values())
+        self._gone.update({(request.length, request.tail): request for request in self._rows.values()})
         self._rows, self._called = {}, None
         self._version += 1
 
@@ -191,17 +188,13 @@ class Drafter:
                 found[row] = before.pop(row)
                 went_on &= request.length == begin
         went_on &= len(found) == len(ends)
-        self._leave(before.values())
+        self._gone.update({(request.length, request.tail): request for request in before.values()})
         for row, begin in begins.items():
             if row not in found:
                 gone = self._gone.pop((begin, _tail(matrix[row], begin)), None)
                 found[row] = gone or self._request(matrix[row], begin, self._version)
         self._rows = dict(sorted(found.items()))
         return went_on
-
-    def _leave(self, requests: Iterable[_Request]) -> None:
-        for request in requests:
-            self._gone[request.length, request.tail] = request
 
     def _request(self, tokens: NDArray[np.int32], length: int, version: int) -> _Request:
         """Return a new request with the prompt ``tokens[:length]``, which the index then has."""
@@ -247,7 +240,7 @@ class Drafter:
         return verified
 
     def _rate(self, match: Match) -> _Rate:
-        return self._rates[bisect.bisect_left(LENGTHS, match.matched)]
+        return next(rate for most, rate in self._rates if match.matched <= most)
 
     def _choose(self, request: _Request, match: Match) -> float:
         """Set how many tokens of a match are worth proposing; return how many of them will be accepted, on average."""
