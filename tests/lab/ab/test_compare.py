@@ -93,7 +93,8 @@ def test_unequal_lengths_restarts_and_missing_metrics_are_said(call, write, tmp_
     log = tail[0] / "metrics.jsonl"
     log.write_text(log.read_text().replace('"timing_s/step": 6.0, ', "", 1))
     validated = json.loads(lines[-1]) | {"data": {"val-core/gsm8k/acc/mean@1": 0.5}}
-    (stock[1] / "metrics.jsonl").open("a").write(json.dumps(validated) + "\n")
+    with (stock[1] / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(validated) + "\n")
     code, output, summary = call(f"{stock[0]},{again}", *stock[1:], "--against", *tail)
     assert code == 0, output
     assert "began again at [31], later steps of before are left out" in output

@@ -228,9 +228,9 @@ def test_slime_counts_from_zero_and_what_is_not_known_is_left_out():
 
 
 def test_a_validation_before_training_lies_at_no_prompt_and_no_hour():
-    its = run("a", 0, [1, 2], batch=8)
-    its.steps[0] = {"val-core/gsm8k/acc/mean@1": 0.3}
-    its.steps[2]["val-core/gsm8k/acc/mean@1"] = 0.5
+    trained = run("a", 0, [1, 2], batch=8)
+    trained.steps[2]["val-core/gsm8k/acc/mean@1"] = 0.5
+    its = RunData("a", 0, {0: {"val-core/gsm8k/acc/mean@1": 0.3}, **trained.steps}, trained.command)
     found = points(its, Metrics(), "val-core/gsm8k/acc/mean@1")
     assert {axis: x.tolist() for axis, (x, _) in found.items()} == {
         "steps": [0, 2],
