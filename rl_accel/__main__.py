@@ -29,6 +29,7 @@ _LAZY_BENCH = {
         "lab.bench.drafts",
         "What drafts from earlier responses would save in a run of verl, by its rollout files.",
     ),
+    "rounds": ("lab.bench.rounds", "How long simulated rounds of `rl-accel plan` take."),
     "tail": ("lab.bench.tail", "Tail batching: what its rounds cost on verl, without a model."),
 }
 """By command, the module of rl_accel that it is in, and a line of help."""

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from rl_accel.features import RewardTimeoutFlags, TailBatchingFlags
+from rl_accel.features import RewardTimeoutFlags, TailBatchingFlags, TpReplanFlags
+from rl_accel.parallel.model_memory import TpBounds
+from rl_accel.parallel.tp_planner import Observation, TpPlanner
 from rl_accel.plan.setup import Setup
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
-from rl_accel.rollout.simulation import Cluster, Engine, Round, collecting_seldom, play_rounds
+from rl_accel.rollout.simulation import MANY, Engine, Player, Round, collecting_seldom, play_rounds
 from rl_accel.rollout.tail_batching import TailRun
 
 CANCEL_SECONDS = 0.0007
@@ -20,6 +22,8 @@ EVENTS_PER_SECOND = 13_819
 """That the trainer process takes in, of a core (the same page, 512 x 16)."""
 NOTHING = 0.02
 """A gain below this share of a step is called nothing."""
+NODE = 8
+"""GPUs that a replica may have at most."""
 PLAIN = TailBatchingFlags(prompt_ratio=1.0, response_ratio=1.0)
 RATIOS = ((1.25, 1.25), (1.25, 1.0), (1.5, 1.25), (1.5, 1.5), (2.0, 1.25))
 """Of prompts and of responses, that are tried."""
@@ -73,10 +77,13 @@ class Answer:
 def rounds_of(
     setup: Setup, flags: TailBatchingFlags, rounds: int, seed: int, timeout: bool = False, ends: bool = False
 ) -> list[Round]:
-    """Play rounds of ``setup`` with these flags of tail batching; see :func:`~rl_accel.rollout.simulation.play_rounds`."""
-    limits = AdaptiveTimeout(RewardTimeoutFlags()) if timeout else None
-    run = TailRun(setup.prompts, setup.responses, flags)
-    return play_rounds(run, setup.engine, setup.replicas, setup.workload.drawn(), rounds, seed, limits, ends)
+    """Play rounds of ``setup`` with these flags of tail batching. ``ends``: they are a whole run, over the data in its order."""
+    run, limits = (
+        TailRun(setup.prompts, setup.responses, flags),
+        AdaptiveTimeout(RewardTimeoutFlags()) if timeout else None,
+    )
+    workload = setup.workload.drawn(None if ends else seed)
+    return play_rounds(run, setup.engine, setup.replicas, workload, rounds, seed, limits, ends, setup.cluster)
 
 
 def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float]) -> float:
@@ -118,7 +125,7 @@ def simulated(
     return price
 
 
-stock = simulated()
+AS_IT_IS = Option("as it is", "", simulated(), False)
 
 
 def with_drafts(engine: Engine, tokens_a_step: float, limit: int = 32) -> Engine:
@@ -126,6 +133,26 @@ def with_drafts(engine: Engine, tokens_a_step: float, limit: int = 32) -> Engine
     knots = sorted({*engine.step_seconds, 1, limit, limit + 1, limit + 2})
     pace = zip(knots, engine.seconds(knots).tolist(), strict=True)
     return replace(engine, step_seconds={k: s / (tokens_a_step if k <= limit else 1.0) for k, s in pace})
+
+
+def replanned(setup: Setup, rounds: int, seed: int) -> Outcome:
+    """Rollouts whose tensor-parallel size :class:`TpPlanner` chooses, once it has had time to; restarts take none."""
+    gpus = setup.replicas * setup.tp
+    engines = {setup.tp: setup.engine, **setup.engines}
+    bounds = TpBounds(TpReplanFlags(min_tp=min(engines), max_tp=max(engines)), gpus, NODE)
+    run, workload = TailRun(setup.prompts, setup.responses, PLAIN), setup.workload.drawn(seed)
+    planner, player, tp = TpPlanner(bounds), Player(run, setup.built(), workload, seed), setup.tp
+    played = []
+    for _ in range(2 * rounds):
+        played.append(player.play())
+        metrics, preemptions = played[-1].metrics, played[-1].preemptions
+        seconds, tokens = metrics.rollout_seconds, metrics.tokens_generated
+        seen = Observation(kind="all", tp=tp, preemptions=preemptions, rollout_seconds=seconds, tokens=tokens)
+        decision = planner.step(seen)
+        if decision and decision.tp in engines:
+            tp = decision.tp
+            player.cluster = replace(setup, engine=engines[tp], replicas=gpus // tp).built()
+    return outcome_of(setup, played[rounds:])
 
 
 def hidden_seconds(setup: Setup, played: Round) -> float:
@@ -143,175 +170,156 @@ def overlapped(setup: Setup, rounds: int, seed: int) -> Outcome:
     return replace(plain, step_seconds=plain.step_seconds - fmean(hidden_seconds(setup, p) for p in played))
 
 
-class _Prompts:
-    """Prompts whose responses may outlive a training step."""
+def carried_over(
+    setup: Setup, rounds: int, seed: int, ahead: float, training: float = 0.0, budget: int = MANY
+) -> Outcome:
+    """Responses outlive a training step and go on with the new weights. At most (version + ``ahead``) x P0 prompts are ever begun
+    (AReaL's rule, with ``ahead`` = 1 + eta), a step trains the first P0 that are complete, and generation goes on meanwhile.
 
-    def __init__(self, setup: Setup, seed: int) -> None:
-        self._setup, self._rng, self._workload = setup, np.random.default_rng(seed), setup.workload.drawn()
-        self.begun = 0
-        self.born: dict[int, int] = {}  # the version of the weights that began each
-        self.length: dict[int, int] = {}  # of responses that have not ended
-        self._missing: dict[int, int] = {}
+    Args:
+        setup, rounds, seed: what is played.
+        ahead: of batches, at least 1.
+        training: seconds of a step in which only the trainer's devices work.
+        budget: most tokens of a response between two weight updates.
+    """
+    rng, workload, cluster = np.random.default_rng(seed), setup.workload.drawn(seed), setup.built()
+    lengths: dict[int, int] = {}  # of responses that have not ended
+    had: dict[int, float] = {}
+    born: list[int] = []  # the version of the weights that began each prompt
+    missing: list[int] = []
+    complete: list[int] = []
+    trained: list[float] = []
+    staleness: list[float] = []
+    ready = -1.0  # when the weights change next; at first there are none to wait for
+    warmup = max(rounds // 4, 2) + math.ceil(ahead)
 
-    def begin(self, count: int, version: int) -> list[int]:
-        """Begin so many prompts; return the ids of their responses."""
-        each, new = self._setup.responses, range(self.begun, self.begun + max(count, 0))
-        self.begun = new.stop
-        self.born.update(dict.fromkeys(new, version))
-        self._missing.update(dict.fromkeys(new, each))
-        lengths = self._workload.lengths(new, each, self._rng).ravel().tolist() if new else []
-        ids = range(new.start * each, new.stop * each)
-        self.length.update(zip(ids, lengths, strict=True))
-        return list(ids)
+    def go_on(ids: Sequence[int]) -> None:
+        until = [min(lengths[i], int(had[i]) + budget) for i in ids]
+        cluster.launch(ids, until, [had[i] for i in ids], [i // setup.responses for i in ids])
 
-    def end(self, response_id: int) -> list[int]:
-        """A response has ended; return its prompt if that is complete."""
-        prompt = response_id // self._setup.responses
-        del self.length[response_id]
-        self._missing[prompt] -= 1
-        return [] if self._missing[prompt] else [prompt]
+    while len(trained) <= rounds + warmup:
+        if ready <= cluster.next_event() and ready < math.inf:
+            cluster.now = max(ready, cluster.now)
+            ready = math.inf
+            running = [i for i in lengths if i in cluster]
+            had.update(zip(running, cluster.cancel(running), strict=True))
+            new = range(len(born), math.ceil((len(trained) + ahead) * setup.prompts))
+            born += [len(trained)] * len(new)
+            missing += [setup.responses] * len(new)
+            if new:
+                drawn = workload.lengths(new, setup.responses, rng).ravel().tolist()
+                begun = range(new.start * setup.responses, new.stop * setup.responses)
+                lengths.update(zip(begun, drawn, strict=True))
+                had.update(dict.fromkeys(begun, 0.0))
+            trained.append(cluster.now)
+            go_on(list(lengths))
+        elif not len(cluster):  # the budget of each was used up
+            go_on(list(lengths))
+        elif (ended := cluster.happen()) is not None:
+            if ended.length < lengths[ended.id]:
+                had[ended.id] = ended.length
+            else:
+                prompt = ended.id // setup.responses
+                del lengths[ended.id], had[ended.id]
+                missing[prompt] -= 1
+                complete += [] if missing[prompt] else [prompt]
+        if ready == math.inf and len(complete) >= setup.prompts:
+            staleness.append(fmean(len(trained) - 1 - born[prompt] for prompt in complete[: setup.prompts]))
+            complete, ready = complete[setup.prompts :], cluster.now + training
+    seconds = (trained[-1] - trained[warmup]) / rounds
+    return Outcome(seconds, seconds, 0.0, cluster.take_peak_tokens(), fmean(staleness[warmup:]))
 
 
-def partial(more: float, budget: int = 2**40) -> Price:
+def partial(more: float, budget: int = MANY) -> Price:
     """Partial rollout (APRIL, Kimi K1.5): ``more`` times P0 prompts are under way, a rollout ends with the first P0 that are
     complete, and all else goes on in the next one with the tokens it has. A response has at most ``budget`` tokens at a time.
     """
 
     def price(setup: Setup, rounds: int, seed: int) -> Outcome:
-        cluster, prompts = Cluster(setup.engine, setup.replicas, setup.workload.prompt_tokens), _Prompts(setup, seed)
-        had: dict[int, float] = {}
-        complete: list[int] = []
-        seconds, staleness = [], []
-        warmup = max(rounds // 4, 1)
-        for version in range(rounds + warmup):
-            under_way = len({response_id // setup.responses for response_id in prompts.length})
-            prompts.begin(math.ceil(more * setup.prompts) - under_way - len(complete), version)
-            began = cluster.now
-            while len(complete) < setup.prompts:
-                if not len(cluster):  # all of them, at first; then those whose budget was used up
-                    ids = list(prompts.length)
-                    tokens = [had.get(i, 0.0) for i in ids]
-                    until = [min(prompts.length[i], int(t) + budget) for i, t in zip(ids, tokens, strict=True)]
-                    cluster.launch(ids, until, tokens)
-                ended = cluster.happen()
-                if ended is not None and ended.length < prompts.length[ended.id]:
-                    had[ended.id] = ended.length
-                elif ended is not None:
-                    complete += prompts.end(ended.id)
-            running = [i for i in prompts.length if i in cluster]
-            had.update(zip(running, cluster.cancel(running), strict=True))
-            seconds.append(setup.noticed(cluster.now - began))
-            staleness.append(fmean(version - prompts.born[prompt] for prompt in complete[: setup.prompts]))
-            complete = complete[setup.prompts :]
-        rollout, peak = fmean(seconds[warmup:]), cluster.take_peak_tokens()
-        return Outcome(rollout, rollout + sum(setup.stages.values()), 0.0, peak, fmean(staleness[warmup:]))
+        found = carried_over(setup, rounds, seed, more, budget=budget)
+        rollout = setup.noticed(found.rollout_seconds)
+        return replace(found, rollout_seconds=rollout, step_seconds=rollout + sum(setup.stages.values()))
 
     return price
 
 
 def asynchronous(eta: int, share: float = 0.5) -> Price:
-    """Asynchronous training on devices of its own, with ``share`` of all for rollouts (AReaL): at most (eta + version + 1) x P0
-    prompts are ever begun, and a step trains the first P0 that are complete.
-    """
+    """Asynchronous training on devices of its own, with ``share`` of all for rollouts (AReaL)."""
 
     def price(setup: Setup, rounds: int, seed: int) -> Outcome:
-        replicas = max(round(setup.replicas * share), 1)
-        cluster, prompts = Cluster(setup.engine, replicas, setup.workload.prompt_tokens), _Prompts(setup, seed)
-        training = setup.training_seconds / (1 - share) + setup.other_seconds
-        complete: list[int] = []
-        trained: list[float] = []
-        staleness = []
-        warmup = max(rounds // 4, 2) + eta
-        ready = math.inf
-        while len(trained) < rounds + warmup:
-            ids = prompts.begin((eta + len(trained) + 1) * setup.prompts - prompts.begun, len(trained))
-            if ids:
-                cluster.launch(ids, [prompts.length[i] for i in ids])
-            if ready == math.inf and len(complete) >= setup.prompts:
-                staleness.append(fmean(len(trained) - prompts.born[prompt] for prompt in complete[: setup.prompts]))
-                complete, ready = complete[setup.prompts :], cluster.now + training
-            if ready <= cluster.next_event():
-                cluster.now, ready = ready, math.inf
-                trained.append(cluster.now)
-            elif (ended := cluster.happen()) is not None:
-                complete += prompts.end(ended.id)
-        seconds = (trained[-1] - trained[warmup - 1]) / rounds
-        return Outcome(seconds, seconds, 0.0, cluster.take_peak_tokens(), fmean(staleness[warmup:]))
+        half = replace(setup, replicas=max(round(setup.replicas * share), 1))
+        return carried_over(half, rounds, seed, eta + 1, setup.training_seconds / (1 - share) + setup.other_seconds)
 
     return price
 
 
-def options_of(setup: Setup, tokens_a_step: float | None = None) -> list[Option]:
+def options_of(setup: Setup, tokens_a_step: float = 0.0) -> list[Option]:
     """Return what is priced for a setup: features first, then what else there is."""
-    tails, limits = "+rl_accel.tail_batching", "+rl_accel.reward_timeout.enable=True"
-    options = []
+    found: list[Option] = []
+
+    def add(name: str, how: str, price: Price, cost: str = "", ours: bool = True) -> None:
+        found.append(Option(name, how, price, ours, cost))
+
+    def tails(prompts: float | str = 1.25, responses: float = 1.25, timeout: bool = False) -> Price:
+        return simulated(TailBatchingFlags(prompt_ratio=prompts, response_ratio=responses), 0.0, timeout)
+
+    flag, on = "+rl_accel.tail_batching", "+rl_accel.{}.enable=True".format
     if setup.poll_seconds:
-        options.append(Option("sampler", "+rl_accel.sampler.enable=True", simulated(poll_seconds=0.0)))
-    for ratios in RATIOS:
-        named = zip(("prompt", "response"), ratios, strict=True)
-        how = [f"{tails}.enable=True", *(f"{tails}.{name}_ratio={ratio:g}" for name, ratio in named if ratio != 1.25)]
-        price = simulated(TailBatchingFlags(prompt_ratio=ratios[0], response_ratio=ratios[1]), 0.0)
-        cost = "shorter responses of a prompt are preferred" if ratios[1] > 1 else ""
-        options.append(Option("tail_batching {:g} / {:g}".format(*ratios), " ".join(how), price, cost=cost))
-    auto = simulated(TailBatchingFlags(prompt_ratio="auto"), 0.0)
-    options.append(
-        Option("tail_batching auto", f"{tails}.enable=True {tails}.prompt_ratio=auto", auto, cost=options[-1].cost)
-    )
+        add("sampler", on("sampler"), simulated(poll_seconds=0.0))
+    shorter = "shorter responses of a prompt are preferred"
+    for prompts, responses in RATIOS:
+        how = f"{on('tail_batching')} {flag}.prompt_ratio={prompts} {flag}.response_ratio={responses}"
+        name = f"tail_batching {prompts:g} / {responses:g}"
+        add(name, how, tails(prompts, responses), shorter if responses > 1 else "")
+    add("tail_batching auto", f"{on('tail_batching')} {flag}.prompt_ratio=auto", tails("auto"), shorter)
     if setup.workload.rewards.max(initial=0.0) > RewardTimeoutFlags().minimum:
-        cost = "rewards of slow answers"
-        options.append(Option("reward_timeout", limits, simulated(timeout=True), cost=cost))
-        both = simulated(TailBatchingFlags(), 0.0, timeout=True)
-        options.append(Option("tail_batching + reward_timeout", f"{tails}.enable=True {limits}", both, cost=cost))
+        limits, late = on("reward_timeout"), "rewards of slow answers"
+        add("reward_timeout", limits, simulated(timeout=True), late)
+        add("tail_batching + reward_timeout", f"{on('tail_batching')} {limits}", tails(timeout=True), late)
     if tokens_a_step:
-        accepted: float = tokens_a_step
-        price = simulated(engine=lambda s: with_drafts(s.engine, accepted))
-        options.append(Option("drafts", "+rl_accel.drafts.enable=True", price))
-    half, budget = setup.workload.limit // 2, max(setup.workload.limit // 4, 1)
+        add("drafts", on("drafts"), simulated(engine=lambda s: with_drafts(s.engine, tokens_a_step)))
+    if setup.engines:
+        how = f"{on('tp_replan')} +rl_accel.tp_replan.action=restart"
+        add("tp_replan", how, replanned, "restarts, which are not in these seconds")
+    add("twice the replicas", "", simulated(replicas=lambda s: 2 * s.replicas), "GPUs", False)
+    half, quarter = max(setup.workload.limit // 2, 1), max(setup.workload.limit // 4, 1)
     cut = f"{(setup.workload.tokens > half).mean():.1%} of the responses cut short"
-    shorter = simulated(workload=lambda s: s.workload.limited(half))
-    slime = "slime: --partial-rollout --over-sampling-batch-size"
-    options += [
-        Option("twice the replicas", "", simulated(replicas=lambda s: 2 * s.replicas), False, "GPUs"),
-        Option(f"limit of {half:,} tokens", f"data.max_response_length={half}", shorter, False, cut),
-        Option("training overlapped with the tail", "RollPacker, RLHFuse; in neither framework", overlapped, False),
-        Option("partial rollout, 1.5 times the prompts", slime, partial(1.5), False, "tokens of old weights"),
-        Option(f"partial rollout, {budget:,} tokens at a time", "Kimi K1.5", partial(1.5, budget), False, "the same"),
-    ]
+    limited = simulated(workload=lambda s: s.workload.limited(half))
+    add(f"limit of {half:,} tokens", f"data.max_response_length={half}", limited, cut, False)
+    add("training overlapped with the tail", "RollPacker, RLHFuse; in neither framework", overlapped, "", False)
+    slime, stale = "slime: --partial-rollout --over-sampling-batch-size", "tokens of old weights"
+    add("partial rollout, 1.5 times the prompts", slime, partial(1.5), stale, False)
+    add(f"partial rollout, {quarter:,} tokens at a time", "Kimi K1.5", partial(1.5, quarter), stale, False)
     if setup.replicas > 1 and setup.training_seconds:
         modes = "verl: trainer_mode=separate_async, slime: train_async.py; half of the devices each"
         for eta in (1, 4):
-            name = f"asynchronous, staleness at most {eta}"
-            options.append(Option(name, modes, asynchronous(eta), False, "tokens of old weights"))
-    return options
+            add(f"asynchronous, staleness at most {eta}", modes, asynchronous(eta), stale, False)
+    return found
 
 
 def answer(
     setup: Setup, options: Sequence[Option], draws: int, rounds: int, note: Callable[[], None] = lambda: None
-) -> tuple[Outcome, list[Answer]]:
-    """Price options over ``draws`` draws of ``rounds`` rounds each; return the stock outcome and the answers in the same order.
+) -> list[Answer]:
+    """Price options over ``draws`` draws of ``rounds`` rounds each; return the run as it is and the answers in the same order.
 
     Draw n of an option is compared with draw n of stock. ``note`` is called after each.
     """
 
-    def priced(price: Price) -> list[Outcome]:
+    answers: list[Answer] = []
+    base: list[Outcome] = []
+    for option in [AS_IT_IS, *options]:
         found = []
         for draw in range(draws):
-            found.append(price(setup, rounds, draw))
+            with collecting_seldom():
+                found.append(option.price(setup, rounds, draw))
             note()
-        return found
-
-    with collecting_seldom():
-        base = priced(stock)
-        mean = mean_of(base)
-        answers = []
-        for option in options:
-            found = priced(option.price)
-            ours = mean_of(found)
-            ratios = [b.step_seconds / f.step_seconds for b, f in zip(base, found, strict=True)]
-            low, high = np.quantile(ratios, [0.025, 0.975]).tolist()
-            memory = ours.peak_tokens / mean.peak_tokens - 1
-            answers.append(Answer(option, ours, mean.step_seconds / ours.step_seconds, low, high, memory))
-    return mean, answers
+        base = base or found
+        ours, plain = mean_of(found), mean_of(base)
+        ratios = [b.step_seconds / f.step_seconds for b, f in zip(base, found, strict=True)]
+        low, high = np.quantile(ratios, [0.025, 0.975]).tolist()
+        memory = ours.peak_tokens / plain.peak_tokens - 1
+        answers.append(Answer(option, ours, plain.step_seconds / ours.step_seconds, low, high, memory))
+    return answers
 
 
 def mean_of(outcomes: Sequence[Outcome]) -> Outcome:
@@ -325,13 +333,13 @@ def best_of(answers: Sequence[Answer]) -> Answer | None:
     return max(ours, key=lambda found: found.ratio, default=None)
 
 
-def scale(setup: Setup, gpus: int, replica_gpus: int, rounds: int = 2) -> dict[str, float]:
+def scale(setup: Setup, gpus: int, rounds: int = 2) -> dict[str, float]:
     """Return how a step looks on so many GPUs, with as many prompts for each as ``setup`` has.
 
     Seconds: ``rollout`` and ``tail`` (from nine in ten responses to the last) of stock, ``tail_batching``, ``end`` (to cancel what
     runs at the end of its rounds) and ``trainer`` (of a processor, to take in its events); ``own_share`` is that of the last two.
     """
-    replicas = max(gpus // replica_gpus, 1)
+    replicas = max(gpus // setup.tp, 1)
     at = replace(setup, replicas=replicas, prompts=max(round(setup.prompts * replicas / setup.replicas), 1))
     plain = rounds_of(at, PLAIN, rounds, 0)
     tails = rounds_of(at, TailBatchingFlags(), 5 * rounds, 0)

@@ -9,14 +9,13 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from rl_accel.errors import RlAccelError
-from rl_accel.plan import report
 from rl_accel.plan.answers import answer, options_of, scale
 from rl_accel.plan.predict import check
-from rl_accel.plan.published import engine
-from rl_accel.plan.setup import Fit, Setup, setup_of
+from rl_accel.plan.published import engines
+from rl_accel.plan.report import Plan
+from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.plan.workload import published, read_lengths
 from rl_accel.rollout.simulation import Engine
 from rl_accel.telemetry.profile import WARMUP, levers, read_run
@@ -25,12 +24,13 @@ _PUBLISHED = "published:"
 SCALE = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-def _engine(_: Any, __: Any, value: str | None) -> Engine | None:
+def _engines(_: Any, __: Any, value: str | None) -> dict[int, Engine]:
+    """Return engines by tensor-parallel size, the one of the run first."""
     if value is None or value.startswith(_PUBLISHED):
-        return None if value is None else engine(value.removeprefix(_PUBLISHED))
+        return engines(value.removeprefix(_PUBLISHED)) if value else {}
     try:
         points = [point.split(":") for point in value.split(",")]
-        return Engine({int(running): float(seconds) for running, seconds in points})
+        return {1: Engine({int(running): float(seconds) for running, seconds in points})}
     except ValueError as error:
         wanted = "seconds of a step by running requests, as in 1:0.02,64:0.04, or published:qwen2.5-14b"
         raise click.BadParameter(f"wants {wanted}, found {value!r}") from error
@@ -48,10 +48,10 @@ _COUNT = click.IntRange(1)
 @click.option("--replicas", type=_COUNT, help="Replicas of the rollout engine.")
 @click.option("--places", type=_COUNT, help="Requests that a replica runs at once (max_num_seqs).")
 @click.option("--cache-tokens", type=_COUNT, help="Tokens that the key-value cache of a replica holds.")
-@click.option("--step-seconds", callback=_engine, help="Of a decoding step by running requests: 1:0.02,64:0.04.")
+@click.option("--step-seconds", callback=_engines, help="Of a decoding step by running requests: 1:0.02,64:0.04.")
 @click.option("--other-seconds", type=click.FloatRange(0), help="Of a step's stages besides the rollout.")
 @click.option("--tokens-a-step", type=click.FloatRange(1), help="That an engine with drafts accepts: price drafts too.")
-@click.option("--gpus", type=_COUNT, default=1, show_default=True, help="GPUs of a replica, for the curves.")
+@click.option("--gpus", type=_COUNT, help="GPUs of a replica.  [default: 1, or as published]")
 @click.option("--draws", type=_COUNT, default=20, show_default=True, help="Draws of prompts and lengths.")
 @click.option("--rounds", type=click.IntRange(5), default=20, show_default=True, help="Rollouts of each draw.")
 @click.option(
@@ -64,76 +64,46 @@ _COUNT = click.IntRange(1)
 @click.option(
     "--check", "checked", nargs=2, type=_PATH, metavar="A B", help="Predict run B from run A: how far off was it?"
 )
-def plan(
-    run_dir: Path | None,
-    lengths: str | None,
-    tokens_a_step: float | None,
-    gpus: int,
-    draws: int,
-    rounds: int,
-    warmup: int,
-    out: Path | None,
-    no_scale: bool,
-    checked: tuple[Path, Path] | None,
-    **given: Any,
-) -> None:
+def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] | None, **given: Any) -> None:
     """What each feature, and what else you may weigh, would do to your rollout and step seconds.
 
     RUN_DIR holds a run of verl with +rl_accel.telemetry.enable=True, as for `rl-accel profile`: its engine and its lengths are
     fitted. Or give --lengths with --step-seconds, --prompts, --responses and --replicas.
     """
     console = Console(width=None if sys.stdout.isatty() else 160)
+    draws, rounds, warmup = given["draws"], given["rounds"], given["warmup"]
     if checked is not None:
         check(*checked, draws=draws, warmup=warmup, console=console)
         return
     if (run_dir is None) == (lengths is None):
         raise click.UsageError("give RUN_DIR, or --lengths with --step-seconds, --prompts, --responses and --replicas")
-    fit: Fit | None = None
-    advice: list[str] = []
-    curves: list[dict[str, float]] = []
-    if run_dir is not None:
-        run = read_run(run_dir, warmup)
-        setup, fit = setup_of(run, given)
-        advice = levers(run)
-    else:
-        setup = _given(str(lengths), given)
-    options = options_of(setup, tokens_a_step)
+    run = read_run(run_dir, warmup) if run_dir is not None else None
+    setup, fit = setup_of(run, given) if run is not None else (_given(str(lengths), given), None)
+    options = options_of(setup, given["tokens_a_step"] or 0.0)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bars:
         task = bars.add_task("draws", total=draws * (len(options) + 1))
-        stock, answers = answer(setup, options, draws, rounds, lambda: bars.advance(task))
-        for count in () if no_scale else bars.track(SCALE, description="sizes"):
-            curves.append(scale(setup, count, gpus))
-    summary = report.summarise(setup, fit, stock, answers, curves, f"{draws} draws of {rounds} rollouts.")
-    summary["conclusions"] += advice
-    show(summary, console)
-    folder = out or (run_dir if run_dir is not None and run_dir.is_dir() else Path())
-    for path in report.write(summary, folder):
+        answers = answer(setup, options, draws, rounds, lambda: bars.advance(task))
+        sizes = () if given["no_scale"] else bars.track(SCALE, description="sizes")
+        curves = [scale(setup, count) for count in sizes]
+    found = Plan(setup, fit, answers, curves, f"{draws} draws of {rounds} rollouts.", levers(run) if run else [])
+    found.show(console)
+    for path in found.write(given["out"] or (run_dir if run_dir is not None and run_dir.is_dir() else Path())):
         console.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _given(lengths: str, given: Mapping[str, Any]) -> Setup:
     """Return the setup that options describe."""
-    missing = [name for name in ("prompts", "responses", "replicas", "step_seconds") if given[name] is None]
+    missing = [name for name in ("prompts", "responses", "replicas", "step_seconds") if not given[name]]
     if missing:
         names = ", ".join("--" + name.replace("_", "-") for name in missing)
         raise RlAccelError(f"--lengths needs {names} as well: lengths say nothing of the engine and the batch")
     known = lengths.startswith(_PUBLISHED)
     workload = published(lengths.removeprefix(_PUBLISHED)) if known else read_lengths(Path(lengths))
-    at = replace(given["step_seconds"], **{key: given[key] for key in ("places", "cache_tokens") if given[key]})
+    sizes = {key: given[key] for key in ("places", "cache_tokens") if given[key]}
+    its = {size: replace(engine, **sizes) for size, engine in given["step_seconds"].items()}
+    usual, first = next(iter(its.items()))
+    tp = given["gpus"] or usual
     stages = {"update_actor": given["other_seconds"]} if given["other_seconds"] else {}
-    return Setup(given["prompts"], given["responses"], given["replicas"], at, workload, stages)
-
-
-def show(summary: Mapping[str, Any], console: Console) -> None:
-    """Print a plan."""
-    tables = [(report.COLUMNS, list(report.rows(summary)), "What it would do to a step")]
-    tables += [(report.SCALE_COLUMNS, list(report.scale_rows(summary)), "With as many prompts for each GPU")]
-    console.print("\n".join(summary["basis"]), markup=False, highlight=False, soft_wrap=True)
-    for columns, cells, title in tables:
-        table = Table(*columns, title=title)
-        for row in cells:
-            table.add_row(*row)
-        if cells:
-            console.print(table)
-    console.print("\n".join(summary["conclusions"]), markup=False, highlight=False, soft_wrap=True)
+    batch = given["prompts"], given["responses"], given["replicas"]
+    return Setup(*batch, its.get(tp, first), workload, stages, tp=tp, engines=its if len(its) > 1 else {})

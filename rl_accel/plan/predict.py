@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -18,15 +17,6 @@ from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.profile import Profile, format_seconds, read_run
 
 _OURS = "+rl_accel."
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Means of a run's measured steps; ``wasted`` is of all its steps, None without tail batching."""
-
-    rollout_seconds: float
-    step_seconds: float
-    wasted: float | None
 
 
 def flags_of_words(words: Iterable[str]) -> Flags:
@@ -50,48 +40,30 @@ def flags_of_run(folder: Path, run: Profile) -> Flags:
 
 def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> Outcome:
     """Return what a run of ``steps`` steps with ``flags`` would measure in all but its first ``warmup``, the mean over draws."""
-    in_rounds = flags.requested(TAIL_BATCHING) != "off"
-    noticed_at_once = in_rounds or flags.requested(SAMPLER) != "off"
-    found = []
-    for draw in range(draws):
-        played = rounds_of(
-            setup,
-            flags[TAIL_BATCHING] if in_rounds else PLAIN,
-            steps,
-            draw,
-            timeout=flags.requested(REWARD_TIMEOUT) != "off",
-            ends=True,
-        )
-        found.append(
-            outcome_of(setup, played[min(warmup, steps - 1) :], 0.0 if noticed_at_once else POLL_SECONDS, ends=True)
-        )
-    return mean_of(found)
-
-
-def measured(run: Profile) -> Measured:
-    """Return what a run measured."""
-    generated = wasted = 0.0
-    for metrics in stage_clock.read_log(run.log).values():
-        generated += metrics.get(METRICS_PREFIX + "tokens_generated", 0.0)
-        wasted += metrics.get(METRICS_PREFIX + "tokens_wasted", 0.0)
-    return Measured(run.stages.get("gen", 0.0), run.step_seconds, wasted / generated if generated else None)
+    in_rounds, limited = (flags.requested(feature) != "off" for feature in (TAIL_BATCHING, REWARD_TIMEOUT))
+    poll = 0.0 if in_rounds or flags.requested(SAMPLER) != "off" else POLL_SECONDS
+    tails, first = flags[TAIL_BATCHING] if in_rounds else PLAIN, min(warmup, steps - 1)
+    played = (rounds_of(setup, tails, steps, draw, limited, ends=True) for draw in range(draws))
+    return mean_of([outcome_of(setup, rounds[first:], poll, ends=True) for rounds in played])
 
 
 def check(first: Path, second: Path, draws: int, warmup: int, console: Console) -> None:
     """Predict the run in ``second`` from the one in ``first``, and print both beside what was measured."""
-    source, target = read_run(first, warmup), read_run(second, warmup)
-    setup, _ = setup_of(source, {})
-    steps = len(target.steps) + warmup
+    target = read_run(second, warmup)
+    setup, _ = setup_of(read_run(first, warmup), {})
+    found = predict(setup, flags_of_run(second, target), len(target.steps) + warmup, draws, warmup)
     table = Table("", "predicted", "measured", "off by", title=f"{second}, predicted from {first}")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    found, truth = predict(setup, flags_of_run(second, target), steps, draws, warmup), measured(target)
-    for name, ours, theirs in (
-        ("rollout", found.rollout_seconds, truth.rollout_seconds),
-        ("step", found.step_seconds, truth.step_seconds),
-    ):
+    measured = {"rollout": target.stages.get("gen", 0.0), "step": target.step_seconds}
+    for name, ours in zip(measured, (found.rollout_seconds, found.step_seconds), strict=True):
+        theirs = measured[name]
         table.add_row(name, format_seconds(ours), format_seconds(theirs), f"{ours / theirs - 1:+.1%}")
-    if truth.wasted is not None:
-        off = 100 * (found.wasted - truth.wasted)
-        table.add_row("tokens wasted", f"{found.wasted:.1%}", f"{truth.wasted:.1%}", f"{off:+.1f} points")
+    log = stage_clock.read_log(target.log).values()  # of all steps: what is wasted in one may be launched in another
+    generated, wasted = (
+        sum(metrics.get(f"{METRICS_PREFIX}tokens_{what}", 0.0) for metrics in log) for what in ("generated", "wasted")
+    )
+    if generated:
+        share = wasted / generated
+        table.add_row(
+            "tokens wasted", f"{found.wasted:.1%}", f"{share:.1%}", f"{100 * (found.wasted - share):+.1f} points"
+        )
     console.print(table)

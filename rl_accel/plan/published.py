@@ -1,14 +1,26 @@
 """Engines whose speed was not measured here but follows from published numbers."""
 
-import math
-
 from rl_accel.errors import RlAccelError
+from rl_accel.parallel.model_memory import MIN_SEQUENCES
 from rl_accel.plan.workload import load
 from rl_accel.rollout.simulation import Engine
 
+SIZES = (1, 2, 4, 8)
+"""Tensor-parallel sizes within a node."""
 
-def engine(model: str, tp: int = 1) -> Engine:
-    """Return a replica of ``model`` on ``tp`` H800: a step reads weights and cache from memory, and computes for each request.
+
+def engines(model: str) -> dict[int, Engine]:
+    """Return replicas of ``model`` by tensor-parallel size, the published one first."""
+    usual = load("h800.json")["models"].get(model, {}).get("tp")
+    found = {size: engine(model, size) for size in (usual, *SIZES)}
+    longest = load("h800.json")["models"][model]["limit"]
+    return {size: one for size, one in found.items() if one.cache_tokens > MIN_SEQUENCES * longest}
+
+
+def engine(model: str, tp: int | None = None) -> Engine:
+    """Return a replica of ``model`` on ``tp`` H800, by default as many as published.
+
+    A step reads weights and cache from memory, and computes for each request; with several GPUs each layer waits for all.
 
     Raises:
         RlAccelError: no constants are known for the model.
@@ -16,9 +28,15 @@ def engine(model: str, tp: int = 1) -> Engine:
     cluster = load("h800.json")
     if model not in cluster["models"]:
         raise RlAccelError(f"--step-seconds: wanted one of {', '.join(cluster['models'])}, found {model!r}")
-    its, rate = cluster["models"][model], cluster["bandwidth"] * cluster["bandwidth_share"] * tp
-    weights, token = 2 * its["parameters"], 2 * its["parameters"] / (cluster["flops"] * tp)
-    floor = cluster["overhead_seconds"] + cluster["tensor_parallel_seconds"] * (tp > 1) + weights / rate
-    share = its.get("memory_share")  # known to bound the cache in one table only
-    cache = (cluster["memory_bytes"] * share * tp - weights) / its["kv_bytes"] if share else math.inf
-    return Engine({1: floor + token, 1001: floor + 1001 * token}, its["kv_bytes"] / rate, token, cache_tokens=cache)
+    its = cluster["models"][model]
+    tp = tp or its["tp"]
+    rate, weights = cluster["bandwidth"] * cluster["bandwidth_share"] * tp, 2 * its["parameters"]
+    waits = cluster["layer_seconds"] * its["layers"] * (tp > 1)
+    floor, token = cluster["overhead_seconds"] + waits + weights / rate, weights / (cluster["decoding_flops"] * tp)
+    reading = weights / (cluster["flops"] * tp)
+    cache = (cluster["memory_bytes"] * its.get("memory_share", cluster["memory_share"]) * tp - weights) / its[
+        "kv_bytes"
+    ]
+    return Engine(
+        {1: floor + token, 1001: floor + 1001 * token}, its["kv_bytes"] / rate, reading, cache_tokens=max(cache, 1)
+    )

@@ -9,7 +9,7 @@ import numpy as np
 
 from rl_accel.errors import RlAccelError
 from rl_accel.plan.workload import Lengths, from_groups
-from rl_accel.rollout.simulation import Engine, Floats
+from rl_accel.rollout.simulation import Cluster, Engine, Floats
 from rl_accel.telemetry.profile import Profile
 from rl_accel.telemetry.stage_clock import COMPLETED, Response
 
@@ -18,6 +18,7 @@ TRAINING = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_act
 POLL_SECONDS = 2.0
 """verl's V1 trainer looks so seldom whether a rollout is done."""
 _KNOTS = (1, 4, 16, 64, 256, 1024)
+"""Running requests between which a step is linear, far enough apart, and from the most that ran, to be told apart."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class Setup:
         stages: mean seconds of the stages of a step other than ``gen``.
         poll_seconds: between two looks whether the rollout is done; 0: it is noticed at once.
         after_seconds: from there to the end of the stage.
+        tp: tensor-parallel size, the GPUs of a replica.
+        engines: replicas at other sizes, by size, as far as they are known.
+        cluster: makes the cluster; another class routes requests otherwise.
     """
 
     prompts: int
@@ -42,6 +46,9 @@ class Setup:
     stages: Mapping[str, float] = field(default_factory=dict)
     poll_seconds: float = 0.0
     after_seconds: float = 0.0
+    tp: int = 1
+    engines: Mapping[int, Engine] = field(default_factory=dict)
+    cluster: type[Cluster] = Cluster
 
     def __post_init__(self) -> None:
         for name in ("prompts", "responses", "replicas"):
@@ -62,6 +69,10 @@ class Setup:
         """Return how long the stage ``gen`` takes with a rollout of so many seconds."""
         poll = self.poll_seconds if poll_seconds is None else poll_seconds
         return (ceil(seconds / poll) * poll if poll else seconds) + self.after_seconds
+
+    def built(self) -> Cluster:
+        """Return its replicas, with nothing to do."""
+        return self.cluster(self.engine, self.replicas, self.workload.prompt_tokens)
 
 
 @dataclass(frozen=True)
@@ -89,17 +100,14 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit]:
     whole = [_groups(step) for step in steps if all(r.outcome == COMPLETED for r in step)]
     if not steps:
         why = "; ".join(run.missing) or "it has no responses"
-        raise RlAccelError(
-            f"{run.log}: rl-accel plan wants the times of responses; {why}. Or give --lengths and --step-seconds"
-        )
+        wants = "rl-accel plan wants the times of responses"
+        raise RlAccelError(f"{run.log}: {wants}; {why}. Or give --lengths and --step-seconds")
     if not whole and not (given.get("prompts") and given.get("responses")):
-        raise RlAccelError(
-            f"{run.log}: in every step responses were cut off: give --prompts and --responses of the batch"
-        )
-    fit = fit_engine(steps, given.get("places"))
+        why = "in every step responses were cut off: give --prompts and --responses of the batch"
+        raise RlAccelError(f"{run.log}: {why}")
+    fit = fit_engine(steps, **{name: given[name] for name in ("places", "cache_tokens") if given.get(name)})
     servers = {response.server for step in steps for response in step} - {None}
     rewards = [r.rewarded - r.generated for step in steps for r in step if r.rewarded and r.generated is not None]
-    polled = not run.on & {"sampler", "tail_batching"}
     setup = Setup(
         given.get("prompts") or max(map(len, whole)),
         given.get("responses") or max(len(group) for groups in whole for group in groups),
@@ -107,8 +115,9 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit]:
         fit.engine,
         from_groups(_lengths(list(run.kept.values())), str(run.log), rewards=np.array(rewards)),
         {name: seconds for name, seconds in run.stages.items() if name != "gen"},
-        POLL_SECONDS if polled else 0.0,
-        0.0 if polled else min(run.rests.values(), default=0.0),
+        0.0 if run.on & {"sampler", "tail_batching"} else POLL_SECONDS,
+        min(run.rests.values(), default=0.0),
+        given.get("gpus") or 1,
     )
     return setup, fit
 
@@ -132,14 +141,14 @@ def _lengths(steps: Sequence[Sequence[Response]]) -> list[list[float]]:
 
     def length(response: Response) -> float:
         tokens = response.tokens or 1
-        longer = int(np.searchsorted(ended, tokens, side="right"))
-        return tokens if response.outcome == COMPLETED or longer == len(ended) else float(rng.choice(ended[longer:]))
+        longer = ended[np.searchsorted(ended, tokens, side="right") :]
+        return tokens if response.outcome == COMPLETED or not len(longer) else float(rng.choice(longer))
 
     return [[length(response) for response in group] for step in cut or steps for group in _groups(step)]
 
 
-def fit_engine(steps: Sequence[Sequence[Response]], places: int | None = None) -> Fit:
-    """Fit the constants of an engine to how long responses took, by least squares (scipy).
+def fit_engine(steps: Sequence[Sequence[Response]], **known: int) -> Fit:
+    """Fit the constants of an engine to how long responses took, by least squares (scipy); ``known`` are others of its fields.
 
     The tokens of a response are those that its server's steps between its first and last moment would have given, with as many
     requests and cached tokens as there were at each moment. A step is level or rises with requests.
@@ -147,75 +156,54 @@ def fit_engine(steps: Sequence[Sequence[Response]], places: int | None = None) -
     Raises:
         RlAccelError: too few responses have tokens and times.
     """
-    from scipy.optimize import least_squares
+    from scipy.optimize import curve_fit
 
-    data = _Observed(steps)
-    if len(data.tokens) < 16:
-        raise RlAccelError(f"fitting the engine wants 16 responses with tokens and times, found {len(data.tokens)}")
-    most = int(data.running.max())
-    knots = np.array([k for k in _KNOTS if k < most] + [most], float)
-    pace = float(np.median(data.seconds / data.tokens))
+    rows: list[tuple[float, float, int, int]] = []  # on one time axis: all steps and servers one after the other
+    offset = 0.0
+    for step in steps:
+        for server in sorted({str(response.server) for response in step}):
+            its = [(r, r.tokens, r.generated or r.ended) for r in step if str(r.server) == server and r.tokens]
+            rows += [(r.began + offset, end + offset, tokens, len(its)) for r, tokens, end in its]
+            offset += max((end for *_, end in its), default=0.0) + 1.0
+    if len(rows) < 16:
+        raise RlAccelError(f"fitting the engine wants 16 responses with tokens and times, found {len(rows)}")
+    begins, ends, tokens, together = np.array(rows, float).T
+    seconds = np.maximum(ends - begins, 1e-9)
+    order = np.argsort(np.concatenate([begins, ends]), kind="stable")
+    times = np.concatenate([begins, ends])[order]
+    lasted = np.diff(times)
 
-    def error(values: Floats) -> Floats:
-        missing: Floats = data.predicted(knots, np.cumsum(values[:-2]), values[-2], values[-1]) - data.tokens
-        return missing * pace
+    def summed(at_begin: Floats, at_end: Floats) -> Floats:
+        """Between one event and the next, the sum of what those up to there have changed."""
+        total: Floats = np.cumsum(np.concatenate([at_begin, at_end])[order])[:-1]
+        return total
 
-    start = np.array([pace, *[0.0] * (len(knots) + 1)])
-    least = np.array([pace / 100, *[0.0] * (len(knots) + 1)])
-    scale = np.array([pace] * len(knots) + [pace / max(data.cached.max(), 1.0), pace])
-    found = least_squares(
-        error, start, bounds=(least, np.inf), x_scale=scale, loss="soft_l1", f_scale=max(pace * 10, 0.05)
-    )
-    left = error(found.x)
-    covariance = np.linalg.pinv(found.jac.T @ found.jac) * (left @ left) / max(len(left) - len(start), 1)
-    summed = np.eye(len(start))
-    summed[: len(knots), : len(knots)] = np.tril(np.ones((len(knots), len(knots))))
-    half = 1.96 * np.sqrt(np.maximum(np.diag(summed @ covariance @ summed.T), 0.0))
-    names = [*(f"step_seconds[{int(k)}]" for k in knots), "cached_token_seconds", "request_seconds"]
-    values = (summed @ found.x).tolist()
-    engine = Engine(
-        dict(zip(map(int, knots), values[:-2], strict=True)),
-        cached_token_seconds=values[-2],
-        request_seconds=values[-1],
-        places=places or 1024,
-    )
-    relative = float(np.sqrt((left**2).mean()) / data.seconds.mean())
-    return Fit(engine, dict(zip(names, half.tolist(), strict=True)), relative, len(data.tokens))
+    ones, rate = np.ones(len(rows)), tokens / seconds
+    running, growth = summed(ones, -ones), summed(rate, -rate)
+    cached = np.maximum(np.cumsum(growth * lasted) - growth * lasted / 2 - summed(0 * ones, tokens), 0.0)
+    knots = np.array([k for k in _KNOTS if k <= max(running.max() / 4, 1)] + [running.max()] * bool(running.max() > 1))
+    rises = np.tril(np.ones((len(knots), len(knots))))
 
-
-class _Observed:
-    """Responses as a fit needs them, on one time axis: all steps and servers one after the other.
-
-    ``tokens`` and ``seconds`` of each response; ``running`` and ``cached``: requests and tokens on its server between two events.
-    """
-
-    def __init__(self, steps: Sequence[Sequence[Response]]) -> None:
-        rows: list[tuple[float, float, int, int]] = []
-        offset = 0.0
-        for step in steps:
-            for server in sorted({str(response.server) for response in step}):
-                its = [r for r in step if str(r.server) == server and r.tokens]
-                ends = [r.ended if r.generated is None else r.generated for r in its]
-                rows += [
-                    (r.began + offset, end + offset, r.tokens or 1, len(its)) for r, end in zip(its, ends, strict=True)
-                ]
-                offset += max(ends, default=0.0) + 1.0
-        self._begins, self._ends, self.tokens, self._together = np.array(rows, float).reshape(-1, 4).T
-        self.seconds = np.maximum(self._ends - self._begins, 1e-9)
-        times, rate = np.concatenate([self._begins, self._ends]), self.tokens / self.seconds
-        order = np.argsort(times, kind="stable")
-        self._times, self._lasted = times[order], np.diff(times[order])
-        ones = np.ones(len(rate))
-        self.running, growth, gone = (
-            np.cumsum(np.concatenate(changes)[order])[:-1]
-            for changes in ((ones, -ones), (rate, -rate), (0 * ones, self.tokens))
-        )
-        self.cached = np.maximum(np.cumsum(growth * self._lasted) - growth * self._lasted / 2 - gone, 0.0)
-
-    def predicted(self, knots: Floats, step_seconds: Floats, cached_seconds: float, request_seconds: float) -> Floats:
-        """Return the tokens that each response would have had."""
-        pace = np.interp(self.running, knots, step_seconds) + cached_seconds * self.cached
-        done = np.concatenate([[0.0], np.cumsum(self._lasted / pace)])
-        begins = np.minimum(self._begins + request_seconds * self._together, self._ends)
-        result: Floats = np.interp(self._ends, self._times, done) - np.interp(begins, self._times, done)
+    def predicted(_: Any, *values: float) -> Floats:
+        """Tokens that each response would have."""
+        pace = np.interp(running, knots, rises @ values[:-2]) + values[-2] * cached
+        done = np.append(0.0, np.cumsum(lasted / pace))
+        started = np.minimum(begins + values[-1] * together, ends)
+        result: Floats = np.interp(ends, times, done) - np.interp(started, times, done)
         return result
+
+    pace = float(np.median(seconds / tokens))
+    least = [pace / 100, *[0.0] * (len(knots) + 1)]
+    scale = [pace] * len(knots) + [pace / max(cached.max(), 1.0), pace]
+    start = [pace, *least[1:]]
+    found, covariance = curve_fit(predicted, None, tokens, start, bounds=(least, np.inf), x_scale=scale)
+    to_constants = np.eye(len(found))
+    to_constants[: len(knots), : len(knots)] = rises
+    half = 1.96 * np.sqrt(np.maximum(np.diag(to_constants @ covariance @ to_constants.T), 0.0))
+    *paces, cached_seconds, request_seconds = (to_constants @ found).tolist()
+    step_seconds = dict(zip(map(int, knots), paces, strict=True))
+    engine = Engine(step_seconds, cached_seconds, request_seconds=request_seconds, **known)
+    names = [*(f"step_seconds[{count}]" for count in step_seconds), "cached_token_seconds", "request_seconds"]
+    missing = (predicted(None, *found) - tokens) * pace
+    error = float(np.sqrt((missing**2).mean()) / seconds.mean())
+    return Fit(engine, dict(zip(names, half.tolist(), strict=True)), error, len(rows))

@@ -12,10 +12,10 @@ import gc
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from itertools import repeat
+from itertools import cycle, islice, repeat
 from operator import attrgetter
 from typing import Protocol
 
@@ -45,7 +45,7 @@ class Engine:
 
     Args:
         step_seconds: of a decoding step, by running requests: linear between the given numbers, level below the first, and beyond
-            the last with the last slope, or that from the first to the last if it is steeper.
+            the last with the last slope.
         cached_token_seconds: more for each token in the key-value cache.
         prompt_token_seconds: to read a token of a prompt, or again of a preempted request; all others wait meanwhile.
         request_seconds: of the host's work to start a request; all others wait meanwhile.
@@ -75,10 +75,10 @@ class Engine:
     def seconds(self, running: npt.ArrayLike) -> Floats:
         """Return the seconds of a step with so many running requests and an empty cache."""
         knots, values = np.array(sorted(self.step_seconds.items()), float).T
-        slopes = [(values[-1] - values[at]) / (knots[-1] - knots[at]) for at in {0, len(knots) - 2} if len(knots) > 1]
+        slope = (values[-1] - values[-2]) / (knots[-1] - knots[-2]) if len(knots) > 1 else 0.0
         requests = np.asarray(running, float)
         beyond = np.maximum(requests - knots[-1], 0)
-        found: Floats = np.maximum(np.interp(requests, knots, values) + beyond * max(slopes, default=0.0), values.min())
+        found: Floats = np.maximum(np.interp(requests, knots, values) + beyond * slope, values.min())
         return found
 
 
@@ -177,7 +177,8 @@ class _Replica:
         if not self.fills:
             request = self.running.pop()
             self.leave(request, request.length)
-            self.start()
+            if self.queue:
+                self.start()
             return request
         last = max(self.running, key=_by_begin)
         last.tokens = last.length - (last.end - self.steps)
@@ -196,8 +197,6 @@ class _Replica:
 
     def start(self) -> None:
         """Start what waits, as far as there are places and there is cache."""
-        if not self.queue:
-            return
         engine, queue, running = self.engine, self.queue, self.running
         before = len(running)
         while queue and len(running) < engine.places:
@@ -286,10 +285,13 @@ class Cluster:
             for replica in self._replicas:  # numbers stay small
                 replica.steps = replica.cached = replica.stall = 0.0
         touched: dict[_Replica, None] = {}
-        indices = self._fewest() if replicas is None else iter(replicas)
-        for request_id, length, had in zip(ids, lengths, tokens or repeat(0.0, len(ids)), strict=True):
-            replica = self._replicas[next(indices)]
-            request = self._requests[request_id] = _Request(request_id, length, replica, had)
+        if replicas is None:
+            fewest = self._fewest() if any(self.loads) else cycle(range(len(self._replicas)))
+            replicas = islice(fewest, len(ids))
+        had = tokens or repeat(0.0, len(ids))
+        for request_id, length, begun, index in zip(ids, lengths, had, replicas, strict=True):
+            replica = self._replicas[index]
+            request = self._requests[request_id] = _Request(request_id, length, replica, begun)
             replica.queue.append(request)
             replica.load += 1
             touched[replica] = None
@@ -338,18 +340,18 @@ class Cluster:
     def happen(self) -> _Request | None:
         """Let the next event happen, of which there must be one; return the request that ended, if one did."""
         self.now = now = self.next_event()
-        replica = heapq.heappop(self._heap)[2]
+        replica = self._heap[0][2]
         request, ended = replica.happen(now), not replica.fills
         if ended:
             replica.load -= 1
             del self._requests[request.id]
-        self._schedule(replica)
+        self._schedule(replica, heapq.heapreplace)
         return request if ended else None
 
-    def _schedule(self, replica: _Replica) -> None:
+    def _schedule(self, replica: _Replica, put: Callable[..., object] = heapq.heappush) -> None:
         self._serial += 1
         replica.serial = self._serial
-        heapq.heappush(self._heap, (replica.next_event(), self._serial, replica))
+        put(self._heap, (replica.next_event(), self._serial, replica))
 
 
 @dataclass(slots=True)

@@ -1,6 +1,9 @@
 """``rl-accel plan``: engines found again from what they did, options priced, and the command."""
 
 import json
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,15 +12,16 @@ from click.testing import CliRunner
 from rl_accel.errors import RlAccelError
 from rl_accel.features import TailBatchingFlags
 from rl_accel.plan.answers import (
+    AS_IT_IS,
     PLAIN,
     answer,
     best_of,
     options_of,
     outcome_of,
+    replanned,
     rounds_of,
     scale,
     steady,
-    stock,
     with_drafts,
 )
 from rl_accel.plan.command import plan
@@ -29,6 +33,7 @@ from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.profile import read_run
 from rl_accel.telemetry.stage_clock import FILE_NAME, Response
 
+REAL = Path(__file__).parent / "ab_vllm"
 ENGINE = Engine({1: 0.010, 4: 0.011, 16: 0.015, 64: 0.030}, cached_token_seconds=2e-7, request_seconds=0.01)
 SETUP = Setup(16, 4, 2, Engine({1: 0.01, 64: 0.015}), published("math16k").limited(2048), {"update_actor": 5.0}, 2.0)
 EQUAL = Setup(16, 4, 2, Engine({1: 0.01}), Lengths(np.full(100, 500), 0.0), {"update_actor": 5.0})
@@ -102,7 +107,7 @@ def test_a_run_becomes_a_setup(run_dir):
 def test_a_step_is_its_stages_and_a_rollout_is_noticed_at_the_next_look():
     assert SETUP.noticed(3.1) == 4.0
     assert SETUP.noticed(3.1, 0.0) == 3.1
-    found = stock(SETUP, 5, 0)
+    found = AS_IT_IS.price(SETUP, 5, 0)
     plain = rounds_of(SETUP, PLAIN, 5, 0)
     assert found.rollout_seconds == pytest.approx(np.mean([2 * np.ceil(p.metrics.rollout_seconds / 2) for p in plain]))
     assert found.step_seconds > found.rollout_seconds + 2
@@ -121,9 +126,9 @@ def test_prompts_that_still_wait_are_owed_a_long_round():
 
 
 def test_with_a_tail_tail_batching_is_best_and_without_one_nothing_is():
-    _, answers = answer(SETUP, options_of(SETUP), draws=3, rounds=5)
+    _, *answers = answer(SETUP, options_of(SETUP), draws=3, rounds=5)
     assert best_of(answers).option.name.startswith("tail_batching")
-    _, answers = answer(EQUAL, options_of(EQUAL), draws=3, rounds=5)
+    _, *answers = answer(EQUAL, options_of(EQUAL), draws=3, rounds=5)
     assert best_of(answers) is None
     assert all(found.is_nothing for found in answers if found.option.ours)
 
@@ -131,12 +136,11 @@ def test_with_a_tail_tail_batching_is_best_and_without_one_nothing_is():
 def test_answers_are_the_same_for_the_same_draws():
     options = options_of(SETUP)
     first, second = (answer(SETUP, options, draws=2, rounds=4) for _ in range(2))
-    assert first[0] == second[0]
-    assert [found.outcome for found in first[1]] == [found.outcome for found in second[1]]
+    assert [found.outcome for found in first] == [found.outcome for found in second]
 
 
 def test_what_costs_staleness_says_how_much():
-    _, answers = answer(SETUP, options_of(SETUP), draws=1, rounds=8)
+    answers = answer(SETUP, options_of(SETUP), draws=1, rounds=8)
     found = {a.option.name: a.outcome for a in answers}
     assert 0.5 < found["asynchronous, staleness at most 1"].staleness <= 2
     assert found["asynchronous, staleness at most 4"].staleness > found["asynchronous, staleness at most 1"].staleness
@@ -145,14 +149,24 @@ def test_what_costs_staleness_says_how_much():
 
 
 def test_asynchronous_training_is_never_faster_than_its_slower_half():
-    found = {a.option.name: a.outcome for a in answer(SETUP, options_of(SETUP), draws=1, rounds=12)[1]}
+    found = {a.option.name: a.outcome for a in answer(SETUP, options_of(SETUP), draws=1, rounds=12)}
     for eta in (1, 4):
         assert found[f"asynchronous, staleness at most {eta}"].step_seconds >= 10.0 - 1e-6
 
 
+def test_the_planner_of_production_chooses_the_tensor_parallel_size():
+    quick, slow = Engine({1: 0.01}), Engine({1: 0.02})
+    lowered = replace(EQUAL, tp=2, engine=slow, engines={1: quick, 2: slow})
+    assert replanned(lowered, 8, 0).rollout_seconds == pytest.approx(5.0), "four steps without a preemption"
+    rolled_back = replace(EQUAL, tp=2, engine=quick, engines={1: slow, 2: quick})
+    assert replanned(rolled_back, 15, 0).rollout_seconds == pytest.approx(5.0), "slower by more than noise"
+    assert "tp_replan" in {option.name for option in options_of(lowered)}
+    assert "tp_replan" not in {option.name for option in options_of(EQUAL)}
+
+
 def test_overlap_hides_at_most_the_training():
-    found = {a.option.name: a.outcome for a in answer(SETUP, options_of(SETUP), draws=1, rounds=6)[1]}
-    plain = stock(SETUP, 6, 0)
+    found = {a.option.name: a.outcome for a in answer(SETUP, options_of(SETUP), draws=1, rounds=6)}
+    plain = AS_IT_IS.price(SETUP, 6, 0)
     hidden = plain.step_seconds - found["training overlapped with the tail"].step_seconds
     assert 0 < hidden < 5.0
 
@@ -165,7 +179,7 @@ def test_drafts_speed_up_few_requests_and_leave_many_alone():
 
 
 def test_the_pack_s_own_work_grows_with_the_batch():
-    rows = [scale(SETUP, gpus, 4, rounds=1) for gpus in (8, 32)]
+    rows = [scale(replace(SETUP, tp=4), gpus, rounds=1) for gpus in (8, 32)]
     assert [row["prompts"] for row in rows] == [16, 64]
     assert rows[1]["trainer"] == pytest.approx(4 * rows[0]["trainer"])
     assert rows[1]["rollout"] >= rows[0]["rollout"] * 0.9
@@ -190,7 +204,9 @@ def test_the_command_on_a_run(run_dir, tmp_path):
     assert found["schema"] == "rl_accel.plan/1"
     assert {"sampler", "tail_batching auto", "twice the replicas"} <= {row["name"] for row in found["answers"]}
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    assert "<table>" in (tmp_path / "plan.html").read_text()
+    page = (tmp_path / "plan.html").read_text()
+    assert "tail_batching auto" in page
+    assert '<img alt="Seconds of a step"' in page
 
 
 def test_the_command_on_published_lengths(tmp_path):
@@ -200,12 +216,36 @@ def test_the_command_on_published_lengths(tmp_path):
     assert "1,024" in done.output
 
 
+def test_the_command_with_a_published_engine_prices_tp_replan(tmp_path):
+    words = "--lengths published:math16k --prompts 8 --responses 4 --replicas 2 --step-seconds published:qwen2.5-14b"
+    options = ["--draws", "1", "--rounds", "5", "--no-scale", "--gpus", "2", "--out", str(tmp_path)]
+    done = CliRunner().invoke(plan, [*words.split(), *options])
+    assert done.exit_code == 0, done.output
+    assert "tp_replan" in {row["name"] for row in json.loads((tmp_path / "plan.json").read_text())["answers"]}
+    assert "TP replan is not priced" not in done.output
+
+
 def test_the_check_says_how_far_off_it_was(run_dir, tmp_path):
     write_run(tmp_path / "b", seed=1)
     done = CliRunner().invoke(plan, ["--check", str(run_dir), str(tmp_path / "b"), "--draws", "3"])
     assert done.exit_code == 0, done.output
     assert "rollout" in done.output
     assert "%" in done.output
+
+
+@pytest.mark.parametrize(("arm", "off", "points"), [("stock", 10, None), ("tail", 20, 3)])
+def test_the_check_on_real_runs_of_verl_with_vllm(arm, off, points):
+    """Steps of two arms of `make ab-vllm`: what the first one's telemetry predicts for either."""
+    done = CliRunner().invoke(plan, ["--check", str(REAL / "stock"), str(REAL / arm), "--draws", "5"])
+    assert done.exit_code == 0, done.output
+    numbers = {
+        name: float(number)
+        for name, number in re.findall(r"│ (\w[\w ]+?) +│.*│ ([-+][\d.]+)(?:%| points)", done.output)
+    }
+    assert abs(numbers["rollout"]) < off
+    assert abs(numbers["step"]) < off
+    assert numbers.keys() == {"rollout", "step"} | ({"tokens wasted"} if points else set())
+    assert abs(numbers.get("tokens wasted", 0.0)) < (points or 1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,60 @@
+"""``rl-accel bench rounds``: how long simulated rounds of ``rl-accel plan`` take, on one core."""
+
+import time
+
+import click
+import numpy as np
+from rich.table import Table
+
+from rl_accel.features import TailBatchingFlags
+from rl_accel.lab.bench.measure import console_of_benchmark, met
+from rl_accel.plan.answers import PLAIN
+from rl_accel.plan.workload import published
+from rl_accel.rollout.simulation import Engine, Given, Round, play_rounds
+from rl_accel.rollout.tail_batching import TailRun
+
+GOAL_S = 60.0
+"""For 1,000 rounds."""
+ENGINE = Engine({1: 0.013, 64: 0.02}, cached_token_seconds=1e-8)
+
+
+@click.command("rounds")
+@click.option("--rounds", type=click.IntRange(10), default=1000, show_default=True, help="Rounds of each kind of run.")
+@click.option("--prompts", type=click.IntRange(1), default=512, show_default=True, help="P0, prompts of a batch.")
+@click.option("--responses", type=click.IntRange(1), default=16, show_default=True, help="R0, responses of each.")
+@click.option("--replicas", type=click.IntRange(1), default=64, show_default=True, help="Replicas of the engine.")
+def bench_rounds(rounds: int, prompts: int, responses: int, replicas: int) -> None:
+    """Time simulated rounds with published lengths, with and without tail batching.
+
+    First it is checked that rounds without it take exactly the longest of each batch, that the same seed gives the same rounds, and
+    that each round trains a whole batch; else there is no number, and exit status 1. A goal that is not met is shown and does not
+    change it.
+    """
+    console = console_of_benchmark()
+    lengths = published("math16k")
+    table = lengths.drawn().lengths(range(3 * prompts), responses, np.random.default_rng(0))
+    level = Engine({1: 0.01})
+    longest = 0.01 * table.reshape(3, -1).max(axis=1)
+    played = play_rounds(TailRun(prompts, responses, PLAIN), level, replicas, Given(table), 3)
+    if not np.allclose([one.metrics.rollout_seconds for one in played], longest):
+        raise click.ClickException("rounds without tail batching do not take the longest of each batch")
+    shown = Table("", "rounds", "seconds", "ms a round", "responses a second", f"1,000 rounds in {GOAL_S:.0f} s")
+    for name, flags in (("every response", PLAIN), ("tail batching", TailBatchingFlags())):
+        run = TailRun(prompts, responses, flags)
+
+        def play(count: int, run: TailRun = run) -> list[Round]:
+            return play_rounds(run, ENGINE, replicas, lengths.drawn(), count)
+
+        first = play(6)
+        if play(6) != first:
+            raise click.ClickException(f"{name}: the same seed gave other rounds")
+        began = time.process_time()
+        played = play(rounds)
+        seconds = time.process_time() - began
+        if played[:6] != first or any(one.metrics.prompts_trained != prompts for one in played):
+            raise click.ClickException(f"{name}: a round did not train a whole batch")
+        ended = sum(len(one.ends) for one in played)
+        per_round = seconds / rounds
+        numbers = (f"{rounds:,}", f"{seconds:.1f}", f"{1000 * per_round:.1f}", f"{ended / seconds:,.0f}")
+        shown.add_row(name, *numbers, met(per_round * 1000 <= GOAL_S))
+    console.print(shown)

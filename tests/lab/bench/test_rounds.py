@@ -1,0 +1,34 @@
+"""The benchmark of simulated rounds: what it checks, and that it prints."""
+
+import pytest
+from click.testing import CliRunner
+
+from rl_accel.lab.bench import rounds
+from rl_accel.rollout.simulation import Given, play_rounds
+
+SMALL = ["--rounds", "10", "--prompts", "4", "--responses", "3", "--replicas", "2"]
+
+
+def test_it_prints_both_kinds_of_runs():
+    done = CliRunner().invoke(rounds.bench_rounds, SMALL)
+    assert done.exit_code == 0, done.output
+    assert "every response" in done.output
+    assert "tail batching" in done.output
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda run, engine, *rest: play_rounds(run, rounds.ENGINE, *rest), "do not take the longest"),
+        (lambda *args: play_rounds(*args, seed=0 if isinstance(args[3], Given) else next(SEEDS)), "other rounds"),
+    ],
+)
+def test_a_wrong_simulation_gets_no_number(monkeypatch, wrong, words):
+    monkeypatch.setattr(rounds, "play_rounds", wrong)
+    done = CliRunner().invoke(rounds.bench_rounds, SMALL)
+    assert done.exit_code == 1
+    assert words in done.output
+    assert "ms a round" not in done.output
+
+
+SEEDS = iter(range(1, 100))
