@@ -1,4 +1,4 @@
-"""verl's asynchronous trainer, as examples/verl_async runs it, within its bound of staleness."""
+"""A recipe for GPUs on its platform cpu: the same file, a tiny model, real vLLM. And verl's asynchronous trainer in its bound."""
 
 import json
 import subprocess
@@ -25,6 +25,18 @@ def ab(repo, tmp_path, clean_environment):
         return tmp_path
 
     return run
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+def test_a_recipe_for_gpus_trains_on_its_platform_cpu(ab, engine):
+    out = ab(engine.python, "verl_gsm8k", "--platform", "cpu", "--steps", "2", "--arms", "stock,tail")
+    for arm in ("stock", "tail"):
+        steps = read_log(out / f"{arm}-seed0" / "metrics.jsonl")
+        assert list(steps) == [1, 2]
+        assert all(metrics["training/rollout_probs_diff_max"] < 1e-4 for metrics in steps.values())
+        assert "vLLMHttpServer" in (out / f"{arm}-seed0" / "train.log").read_text(errors="replace")
+    assert steps[1]["rl_accel/tail_batching/prompts_trained"] == 8
 
 
 def test_the_asynchronous_arm_trains_on_what_is_stale_within_its_bound(ab):
