@@ -30,8 +30,7 @@ ALPHA, MIN_SEEDS = 0.05, 3
 """Error of each answer; runs of each arm below which no interval is given and nothing is decided."""
 AXES = {"steps": "training steps", "prompts": "prompts trained", "hours": "hours of training"}
 _VALIDATION = re.compile(r"val-core/.*mean@\d+|val/test_score/.*|eval/[^/]+(?<!ratio)")
-_REACH, _WINDOW = 0.9, 5
-"""Share of the baseline's gain that is to be reached, by the mean of so many values."""
+_REACH, _WINDOW = 0.9, 5  # share of the baseline's gain that is to be reached, by the mean of so many values
 _POWER, _MOST_SEEDS, _QUANTILES = 0.8, 1000, 48
 
 

@@ -167,11 +167,10 @@ def _record(row: Mapping[str, Any]) -> Iterator[LogRecord]:
         yield int(steps[0]), metrics
 
 
-_KINDS = {
+_KINDS = {  # of logs, the most detailed first: names of files, and a reader of one
     "verl's file logger": ("*.jsonl", _verl),
     "TensorBoard": ("*tfevents*", _tensorboard),
     "W&B": ("*.wandb", _wandb),
     "a CSV of W&B": ("*.csv", _csv),
     "slime's console": ("*.[lo][ou][gt]", _slime),  # .log or .out
 }
-"""Kinds of logs, the most detailed first, with names of files and a reader of one."""

@@ -64,8 +64,7 @@ class RunResult:
     load_average: float | None = None
     """Of the machine when the run started: a busy machine spoils timings."""
     message: str = ""
-    label: str = ""
-    """Its name, where its seed is not known."""
+    label: str = ""  # its name, where its seed is not known
 
     @property
     def name(self) -> str:
