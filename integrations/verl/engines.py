@@ -1,6 +1,5 @@
 """What features need to know of the engines that verl generates with. Whoever adds an engine to verl registers its facts here."""
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,10 +45,6 @@ def _from_endpoints(engine: str) -> ReadCounters:
     return lambda servers: ask_endpoints({server: f"http://{server}" for server in servers}, COUNTERS[engine])
 
 
-def _stop_in_vllm(server: Any, request_id: str) -> None:
-    server.rl_accel_stop = asyncio.ensure_future(server.engine.abort(request_id))  # asyncio itself does not keep it
-
-
 def _cache_of_vllm(server: Any) -> int | None:
     config = server.engine.vllm_config
     blocks = config.cache_config.num_gpu_blocks or 0
@@ -63,7 +58,6 @@ _ENGINES = {
         restarts_in_run=True,
         death_errors=("EngineDeadError",),
         read_counters=_from_endpoints("vllm"),
-        stop=_stop_in_vllm,
         cache_tokens=_cache_of_vllm,
         counting=(f"{_ROLLOUT}.disable_log_stats", False),
     ),

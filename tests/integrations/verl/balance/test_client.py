@@ -19,7 +19,7 @@ from rl_accel.lab.cpu_engine.engine import Engine
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
 from rl_accel.rollout.balance import Balance, Decision
 
-SCHEDULES = 500
+SCHEDULES = 250
 """Responses, each of which moves when chance has it."""
 CONFIG = OmegaConf.create(
     {"actor_rollout_ref": {"rollout": {"name": "balance_test", "prompt_length": 20, "response_length": 20}}}
