@@ -34,7 +34,7 @@ def diagnose() -> dict[str, Any]:
         cannot (tried and failed) or absent (no framework). ``sandbox``: how programs of a code reward would be isolated, and why
         not better.
     """
-    with _quiet():
+    with quiet():
         from rl_accel.ops import available_backends
         from rl_accel.reward.sandbox import bubblewrap_problem
 
@@ -65,7 +65,7 @@ def as_text(diagnosis: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep what frameworks print and log while they are imported away from the report."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

@@ -4,22 +4,20 @@ A recipe of verl is composed by hydra as ``verl.trainer.main_ppo`` would, and it
 arguments of slime go through slime's own parser, where Megatron-LM is importable. Nothing is downloaded and nothing is started.
 """
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import inspect
-import io
 import os
 import subprocess
 import sys
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from rl_accel.config import resolve
+from rl_accel.doctor import quiet
 from rl_accel.features import FEATURES
 from rl_accel.lab.ab.recipe import Recipe, RunPlan, load, plan_runs
 from rl_accel.parallel.model_memory import MIN_SEQUENCES, read_configuration, read_memory
@@ -46,7 +44,11 @@ def check_recipe(file: Path, platform: str | None = None) -> list[Row]:
     plans = plan_runs(recipe, file.resolve().parent, Path("out").resolve() / recipe.name)
     first = {plan.arm: plan for plan in reversed(plans)}
     prepared = any("${out}" in word for word in recipe.prepare)
-    with _quiet(next(iter(first.values())).env):
+    env = next(iter(first.values())).env
+    os.environ.update(
+        {key: value for key, value in env.items() if value is not None}
+    )  # verl reads it while it is imported
+    with quiet():
         rows = list(_rows(recipe, [first[arm] for arm in recipe.arms if arm in first], prepared))
     return list(dict.fromkeys(rows))  # arms ask for much the same
 
@@ -224,16 +226,3 @@ def _memory(path: str, tp: int, gpus: int, share: float, tokens: int, training: 
         return
     has = torch.cuda.mem_get_info()[1] / _GIB
     yield "GPU memory", "works" if has >= max(rollout, held) else "missing", f"{sentence}; a GPU here has {has:.1f}"
-
-
-@contextlib.contextmanager
-def _quiet(env: Mapping[str, str | None]) -> Iterator[None]:
-    """Take the run's environment over, as verl reads it while it is imported, and keep what it prints out of the table."""
-    os.environ.update({key: value for key, value in env.items() if value is not None})
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):
-        warnings.simplefilter("ignore")
-        yield
