@@ -21,10 +21,10 @@ OTHER = ("timing", "perf/", "rl_accel", "rollout_corr", "training/rollout_probs"
 
 
 def test_training_is_bit_for_bit_that_of_stock_while_responses_move(train, tmp_path):
-    stock = train(DRIVER, *OVERRIDES, steps=2, folder=tmp_path / "stock")
+    stock = train(DRIVER, *OVERRIDES, steps=3, folder=tmp_path / "stock")
     flags = ("+rl_accel.balance.enable=True", "+rl_accel.balance.margin=0.0")
-    balanced = train(DRIVER, *OVERRIDES, *flags, steps=2, folder=tmp_path / "balanced")
-    assert len(stock.steps) == len(balanced.steps) == 2
+    balanced = train(DRIVER, *OVERRIDES, *flags, steps=3, folder=tmp_path / "balanced")
+    assert len(stock.steps) == len(balanced.steps) == 3
     for one, other in zip(stock.steps, balanced.steps, strict=True):
         compared = [name for name in one if not any(word in name for word in OTHER)]
         assert "actor/pg_loss" in compared
