@@ -83,7 +83,7 @@ test-fast: $(DEV)  ## the quick subset; under 2 minutes
 test-slime: $(DEV)  ## with SLIME_ROOT=<checkout of slime>: our patches and adapters in the real slime, and slime's own tests
 	@test -d "$(SLIME_ROOT)/slime" || { echo "SLIME_ROOT must name a checkout of slime, found '$(SLIME_ROOT)'"; exit 2; }
 	$(PIP) --no-deps -r requirements/slime.txt
-	SLIME_ROOT=$(abspath $(SLIME_ROOT)) $(PYTEST) tests/patches/slime tests/integrations/slime
+	SLIME_ROOT=$(abspath $(SLIME_ROOT)) $(PYTEST) tests/patches/slime tests/integrations/slime tests/lab/ab/test_gpu_recipes.py
 
 check: $(DEV) docs  ## ruff, mypy --strict on everything that ships, import contracts, the site without a broken link
 	$(BIN)/ruff check .

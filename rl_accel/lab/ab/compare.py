@@ -114,9 +114,11 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
     else:
         sides = [list(side) for is_word, side in itertools.groupby(words, "--against".__eq__) if not is_word]
         arms = {_arm(side[0]): side for side in sides}
-        if len(arms) < 2:
+        if len(sides) < 2:
+            raise click.UsageError("wanted RUN... --against RUN..., or a YAML file of arms, found no second arm")
+        if len(arms) < len(sides):
             raise click.UsageError(
-                f"wanted RUN... --against RUN..., with arms' names in theirs, found {', '.join(arms)}"
+                f"arms are named after their first runs, and these have one name, {', '.join(arms)}: name them in a YAML file"
             )
     recipe, runs = gather(arms, {key: value for key, value in metrics.items() if value is not None}, batch_size)
     facts = [(run, len(run.steps), [*run.command]) for run in runs]

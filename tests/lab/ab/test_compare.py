@@ -169,7 +169,7 @@ def test_slime_has_its_own_names(call, tmp_path):
     ("words", "wanted"),
     [
         (["{a}"], "wanted RUN... --against RUN"),
-        (["{a}", "--against", "{a}"], "with arms' names in theirs, found stock"),
+        (["{a}", "--against", "{a}"], "these have one name, stock: name them in a YAML file"),
         (["{a}", "--against", "nowhere"], "nowhere does not exist"),
         (["{a}", "--against", "{b}", "--reward", "critic/scores/mean"], "did you mean critic/score/mean?"),
         (["{a}", "--against", "{b}", "--margin", "wide"], "metrics.margin wants"),
