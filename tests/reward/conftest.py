@@ -36,10 +36,13 @@ class Processes:
             return False
 
     async def executing(self, count=1):
-        """Wait for as many workers that execute something; return their first processes."""
+        """Wait for as many workers that execute something; return their first processes.
+
+        What a worker executes leads a session of its own. A worker that starts has processes below it too, its trial of namespaces.
+        """
 
         def found():
-            busy = [worker for worker in self.workers() if len(self.below(worker.pid)) >= 2]
+            busy = [worker for worker in self.workers() if any(map(self._leads_session, self.below(worker.pid)[1:]))]
             return len(busy) >= count and busy
 
         return await self.eventually(found)
@@ -51,6 +54,12 @@ class Processes:
             assert time.monotonic() < last, "it did not come to pass"
             await asyncio.sleep(0.01)
         return found
+
+    def _leads_session(self, pid):
+        try:
+            return os.getsid(pid) == pid
+        except ProcessLookupError:
+            return False
 
     def _command(self, process):
         try:
