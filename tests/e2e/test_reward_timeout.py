@@ -13,9 +13,8 @@ from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(1500),
-    pytest.mark.parametrize(
-        "engine", ["hf_cpu", pytest.param("vllm", marks=pytest.mark.vllm)], indirect=True, scope="module"
-    ),
+    pytest.mark.vllm,
+    pytest.mark.parametrize("engine", ["any"], indirect=True, scope="module"),
 ]
 
 STEPS, PROMPTS, RESPONSES, VALIDATED = 8, 8, 4, 4

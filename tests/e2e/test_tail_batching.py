@@ -13,9 +13,8 @@ from rl_accel.lab.ab.runner import Stop, last_lines, supervised
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(1500),
-    pytest.mark.parametrize(
-        "engine", ["hf_cpu", pytest.param("vllm", marks=pytest.mark.vllm)], indirect=True, scope="module"
-    ),
+    pytest.mark.vllm,
+    pytest.mark.parametrize("engine", ["any"], indirect=True, scope="module"),
 ]
 
 P0, R0, STEPS, SAVED_AT, KILLED_IN = 8, 4, 7, 4, 5

@@ -8,9 +8,8 @@ import pytest
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(1500),
-    pytest.mark.parametrize(
-        "engine", ["hf_cpu", pytest.param("vllm", marks=pytest.mark.vllm)], indirect=True, scope="module"
-    ),
+    pytest.mark.vllm,
+    pytest.mark.parametrize("engine", ["any"], indirect=True, scope="module"),
 ]
 
 P0, R0, STEPS, KILLS = 8, 2, 6, 21

@@ -13,8 +13,8 @@ from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
 from rl_accel.relaunch import EXIT_CODE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
-on_both_engines = pytest.mark.parametrize(
-    "engine", ["hf_cpu", pytest.param("vllm", marks=pytest.mark.vllm)], indirect=True, scope="module"
+on_any_engine = pytest.mark.parametrize(
+    "engine", [pytest.param("any", marks=pytest.mark.vllm)], indirect=True, scope="module"
 )
 
 P0, R0, STEPS, SHORT_STEPS = 8, 4, 10, 6
@@ -111,7 +111,7 @@ def saved(log):
     return [int(step) for step in re.findall(r"tp_replan: step (\d+) is saved", log)]
 
 
-@on_both_engines
+@on_any_engine
 def test_advice_is_logged_and_the_run_goes_on_as_it_is(train):
     left = train([], "trainer.save_freq=-1")
     assert left.code == 0, left.log[-4000:]
@@ -127,7 +127,7 @@ def test_advice_is_logged_and_the_run_goes_on_as_it_is(train):
     assert saved(left.log) == []
 
 
-@on_both_engines
+@on_any_engine
 def test_a_restart_goes_on_with_one_server_of_two_ranks_at_the_exact_step(train, engine):
     left = train([sys.executable, "-m", "rl_accel", "run", "--pause", "0", "--"], "+rl_accel.tp_replan.action=restart")
     assert left.code == 0, left.log[-4000:]

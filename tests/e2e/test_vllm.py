@@ -26,14 +26,15 @@ NOT_EQUAL = ("rollout_corr/*", "training/rollout_*")
 
 def test_lossless_features_change_no_number_of_training(train, tmp_path):
     stock = train(DRIVER, folder=tmp_path / "stock").steps
-    ours = train(DRIVER, "+rl_accel.auto=True", folder=tmp_path / "auto").steps
+    flags = ("+rl_accel.auto=True", "+rl_accel.telemetry.enable=True")
+    ours = train(DRIVER, *flags, folder=tmp_path / "auto").steps
     assert len(stock) == len(ours) == 2
     for before, after in zip(stock, ours, strict=True):
         compared = [n for n in before if not any(fnmatch(n, pattern) for pattern in (*NOT_COMPARED, *NOT_EQUAL))]
         assert len(compared) > 60
         assert {name: after.get(name) for name in compared} == {name: before[name] for name in compared}
         assert after["rl_accel/gae/applied"] == after["rl_accel/sampler/applied"] == 1.0
-        assert after["rl_accel/final_output/applied"] == 1.0
+        assert after["rl_accel/final_output/applied"] == after["rl_accel/telemetry/applied"] == 1.0
         assert after["training/rollout_probs_diff_max"] < 1e-5
 
 

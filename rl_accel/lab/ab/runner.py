@@ -215,6 +215,8 @@ def supervised(
     run_id = uuid.uuid4().hex
     merged: dict[str, str | None] = {**os.environ, **env, MARKER: run_id}
     full = {key: value for key, value in merged.items() if value is not None}
+    if "RAY_TMPDIR" in full:
+        full.setdefault("VLLM_RPC_BASE_PATH", full["RAY_TMPDIR"])  # sockets that vLLM leaves behind
     options = ["--grace", str(GRACE_S), *(["--temp", str(temp)] if temp else [])]
     words = [sys.executable, "-m", "rl_accel.lab.ab.runner", *options, "--", *command]
     reason = "ended"

@@ -158,3 +158,21 @@ def test_extending_what_is_not_there_or_itself_is_refused(extended):
         load(extended({"extends": "other/recipe.yaml"}))
     with pytest.raises(RecipeError, match=r"unknown key chekcs \(did you mean checks\?\)"):
         load(extended(chekcs={}))
+
+
+FILES = sorted((Path(__file__).resolve().parents[3] / "examples").glob("verl_*/*.yaml"))
+EXAMPLES = [pytest.param(path, id=f"{path.parent.name}-{path.stem}") for path in FILES if path.name not in ("cpu.yaml", "loops.yaml")]
+
+
+@pytest.mark.parametrize("path", EXAMPLES)
+def test_responses_of_an_example_fit_the_model_that_it_prepares(path):
+    """One that extends another has the overrides of that, but a model of its own."""
+    try:
+        recipe = load(path, "cpu")
+    except RecipeError:  # it has no platforms
+        recipe = load(path)
+    values = dict(override.lstrip("+").split("=", 1) for override in recipe.overrides)
+    options = recipe.prepare
+    limit = int(options[options.index("--limit") + 1]) if "--limit" in options else 1024
+    assert int(values["data.max_response_length"]) <= limit
+    assert int(values.get("actor_rollout_ref.rollout.max_model_len", 0)) <= 2 * limit
