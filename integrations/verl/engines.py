@@ -1,5 +1,6 @@
 """What features need to know of the engines that verl generates with. Whoever adds an engine to verl registers its facts here."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,15 @@ def _cache_of_vllm(server: Any) -> int | None:
     return int(blocks * config.cache_config.block_size * config.parallel_config.data_parallel_size) or None
 
 
+_stopping: "set[asyncio.Task[None]]" = set()
+
+
+def _stop_in_vllm(server: Any, request_id: str) -> None:
+    task = asyncio.get_running_loop().create_task(server.engine.abort(request_id))
+    _stopping.add(task)  # the loop itself would not keep it
+    task.add_done_callback(_stopping.discard)
+
+
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINES = {
     # vLLM's abort_request, as verl 0.9 calls it, looks up ids that vLLM 0.24 no longer uses.
@@ -58,6 +68,7 @@ _ENGINES = {
         restarts_in_run=True,
         death_errors=("EngineDeadError",),
         read_counters=_from_endpoints("vllm"),
+        stop=_stop_in_vllm,
         cache_tokens=_cache_of_vllm,
         counting=(f"{_ROLLOUT}.disable_log_stats", False),
     ),

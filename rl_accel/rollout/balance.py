@@ -1,6 +1,6 @@
-"""Balanced rollouts: which replica generates which response, and when. Bound late, longest first, moved where one lags.
+"""Balanced rollouts: which replica generates which response, and when. Bound late, longest first, put off or moved.
 
-Moves and longest first are Seer's (2025), the caches' future peak is the Past-Future scheduler's (ASPLOS'25).
+Moves, longest first and rollouts in parts are Seer's (2025), the caches' future peak is the Past-Future scheduler's (ASPLOS'25).
 """
 
 import math
@@ -18,12 +18,14 @@ from rl_accel.features import BalanceFlags
 
 HOME_MARGIN = 4
 """Requests that the replica of a conversation may have more than the emptiest one and still get its next turn."""
-AHEAD = 1 / 16
-"""Requests that wait inside an engine, as a share of its places: the next one begins without a round trip."""
+AHEAD_SECONDS = 0.5
+"""So many seconds, or fewer, requests wait inside an engine, so that the next one begins without a round trip."""
 PROMPTS, PER_PROMPT, RECENT = 100_000, 32, 4096
 """Prompts whose lengths are known, lengths of each, and lengths of all that expectations are made of."""
 PARTS, FEWEST = 512, 16
 """Parts of responses that the engines' speed is fitted to, and how many it takes."""
+PUT_OFF = 1 / 8
+"""The largest share of responses that are put off."""
 READ_SHARE, READ_WEIGHT = 1 / 64, 1000
 """Seconds to read a token again over those to generate one, until moves of so many tokens have shown it."""
 
@@ -101,6 +103,7 @@ class _Speed:
         self._parts: deque[tuple[float, ...]] = deque(maxlen=PARTS)
         self._new = 0
         self.token = self.request = self.start = self.read = 0.0
+        self.part = 0.0  # mean seconds of a part
 
     def add(self, tokens: int, running: float, again: float, seconds: float) -> None:
         self._parts.append((tokens, tokens * running, 1.0, again, seconds))
@@ -114,6 +117,7 @@ class _Speed:
             parts = np.array([*self._parts, prior])
             found = np.linalg.lstsq(parts[:, :4], parts[:, 4], rcond=None)[0]
             self.token, self.request, self.start, self.read = np.maximum(found, 0.0).tolist()
+            self.part = float(parts[:-1, 4].mean())
 
     def of(self, running: float) -> float:
         """Return the seconds of a token with so many requests; 0 if there was not enough to fit."""
@@ -123,12 +127,17 @@ class _Speed:
 class Balance:
     """Decides where and when responses are generated. No I/O and no clock: events in, decisions out.
 
-    A response waits until a replica has a place: fewer running than ``places`` (and :data:`AHEAD`), and, where the size of its
-    key-value cache is known, room for the most that all of them should need at any time. First are responses that have begun
-    (next turns, what was moved or lost its replica), then one of each prompt, then those with the most expected tokens: the mean of
+    A response waits until a replica has a place: fewer running than ``places`` (and what they complete in :data:`AHEAD_SECONDS`),
+    and, where the size of its key-value cache is known, room for the most that all of them should need at any time. First are
+    responses that have begun (next turns, what was moved or lost its replica), then one of each prompt, then those with the most
+    expected tokens: the mean of
 
     - the prompt's responses that were longer than this one is, of this epoch and of earlier ones,
     - for each running one that has come farther, and for this one itself: the mean of recent responses longer than that.
+
+    Who will be long is known too late, and a long response that begins last is waited for. So while some have not begun, those that
+    have come far are put off (stopped, to go on after all others have begun), as many as there are places: from then on they run
+    side by side. How far is far follows from recent lengths: so many responses should be longer.
 
     A response goes to the replica with the fewest; one that has begun to its own, unless that has :data:`HOME_MARGIN` more. When
     nothing waits, the response with the most expected tokens left moves from a replica to an emptier one, if that should
@@ -149,7 +158,6 @@ class Balance:
         if places < 1:
             raise ValueError(f"places must be at least 1, found {places}")
         self.places, self.flags, self.ordered, self.together = places, flags, ordered, together
-        self._limit = places + math.ceil(places * AHEAD)
         self._speed, self._numbers = _Speed(), _Numbers()
         self._recent: deque[int] = deque(maxlen=RECENT)
         self._ascending: list[int] = []
@@ -159,6 +167,7 @@ class Balance:
         self._responses: dict[str, _Response] = {}
         self._groups: dict[Hashable, _Group] = {}
         self._begun: dict[str, _Response] = {}  # in the queue, before all of ``_queue``
+        self._put_off: dict[str, _Response] = {}  # behind it
         self._queue: dict[Hashable, _Group] = {}
         self._lengths_of: dict[Hashable, deque[int]] = {}
         self.waiting = 0
@@ -205,7 +214,7 @@ class Balance:
         group.count += 1
         response = _Response(ticket, group, prompt_tokens, movable, now, home)
         self._responses[ticket] = response
-        self._wait(response, now, begun=bool(home))
+        self._wait(response, now, self._begun if home else None)
         return self._fill(now)
 
     def over(self, ticket: str, now: float, tokens: int | None = None) -> list[Decision]:
@@ -245,8 +254,9 @@ class Balance:
         else:
             self._end_part(response, tokens, now)
             response.moves += 1
+            response.expected = self._expect(response.group, response.tokens, now)
             self._numbers.moves += 1
-        self._wait(response, now, begun=True)
+        self._wait(response, now, self._begun if tokens is None or response.target else self._put_off)
         return self._fill(now)
 
     def tick(self, now: float) -> list[Decision]:
@@ -257,7 +267,7 @@ class Balance:
                 response.expected = self._expect(response.group, self._tokens(response, now), now)
         for group in self._queue.values():
             self._set_order(group, now)
-        return self._fill(now) or self._move(now)
+        return self._fill(now) + self._stop_long(now) or self._move(now)
 
     def take_numbers(self) -> dict[str, float]:
         """Return what happened since the last call, by name; {} if no response was completed."""
@@ -266,11 +276,11 @@ class Balance:
 
     # How
 
-    def _wait(self, response: _Response, now: float, begun: bool) -> None:
+    def _wait(self, response: _Response, now: float, queue: "dict[str, _Response] | None") -> None:
         self.waiting += 1
         response.since = now
-        if begun:
-            self._begun[response.ticket] = response
+        if queue is not None:
+            queue[response.ticket] = response
         else:
             group = response.group
             group.waiting.append(response)
@@ -279,7 +289,7 @@ class Balance:
 
     def _leave_queue(self, response: _Response) -> None:
         self.waiting -= 1
-        if self._begun.pop(response.ticket, None) is None:
+        if (self._begun.pop(response.ticket, None) or self._put_off.pop(response.ticket, None)) is None:
             group = response.group
             group.waiting.remove(response)
             if not group.waiting:
@@ -318,8 +328,10 @@ class Balance:
         while self.waiting:
             if self._begun:
                 response = next(iter(self._begun.values()))
-            else:
+            elif self._queue:
                 response = min(self._queue.values(), key=lambda group: group.order).waiting[0]
+            else:
+                response = max(self._put_off.values(), key=lambda one: one.expected)
             replica = self._place_for(response, now)
             if replica is None:
                 break
@@ -329,7 +341,9 @@ class Balance:
         return decisions
 
     def _place_for(self, response: _Response, now: float) -> _Replica | None:
-        free = [replica for replica in self._replicas.values() if len(replica) < self._limit]
+        part, places = self._speed.part, self.places
+        limit = places + (min(math.ceil(places * AHEAD_SECONDS / part), places) if part else 1)
+        free = [replica for replica in self._replicas.values() if len(replica) < limit]
         free.sort(key=len)
         home = self._replicas.get(response.target or (response.group.home if self.together else ""))
         if home is not None and home in free and len(home) <= len(free[0]) + HOME_MARGIN:
@@ -377,6 +391,26 @@ class Balance:
         self._unbind(response, now)
         response.tokens += tokens
         response.seconds += seconds
+
+    def _stop_long(self, now: float) -> list[Decision]:
+        """Stop responses that are to be put off, see above; nothing before as many were completed as are under way or wait."""
+        if not (self._queue and self.ordered and self.flags.max_moves and self._speed.of(1)):
+            return []
+        under_way = len(self._responses) - len(self._begun) - len(self._put_off)
+        stopping = sum(response.stopping for response in self._responses.values())
+        room = self.places * len(self._replicas) - len(self._put_off) - stopping
+        if room < 1 or len(self._recent) < min(under_way, RECENT):
+            return []
+        self._beyond(0)
+        far = self._ascending[int(len(self._ascending) * (1 - min(room / under_way, PUT_OFF)))]
+        decisions: list[Decision] = []
+        for replica in self._replicas.values():
+            for response in replica.running.values():
+                may = response.movable and not response.stopping and response.moves < self.flags.max_moves
+                if may and self._tokens(response, now) > far and len(decisions) < room:
+                    response.stopping = True
+                    decisions.append(Decision(response.ticket, replica.name, stop=True))
+        return decisions
 
     def _move(self, now: float) -> list[Decision]:
         """Stop a response that should go on elsewhere, if nothing waits; one at a time."""

@@ -1,4 +1,7 @@
-"""Balanced rollouts in a real training: what is trained on is what stock trains on, wherever responses were generated."""
+"""Balanced rollouts in a real training: what is trained on is what stock trains on, wherever responses were generated.
+
+And with telemetry, which changes no metric either.
+"""
 
 import pytest
 
@@ -22,7 +25,7 @@ OTHER = ("timing", "perf/", "rl_accel", "rollout_corr", "training/rollout_probs"
 
 def test_training_is_bit_for_bit_that_of_stock_while_responses_move(train, tmp_path):
     stock = train(DRIVER, *OVERRIDES, steps=3, folder=tmp_path / "stock")
-    flags = ("+rl_accel.balance.enable=True", "+rl_accel.balance.margin=0.0")
+    flags = ("+rl_accel.balance.enable=True", "+rl_accel.balance.margin=0.0", "+rl_accel.telemetry.enable=True")
     balanced = train(DRIVER, *OVERRIDES, *flags, steps=3, folder=tmp_path / "balanced")
     assert len(stock.steps) == len(balanced.steps) == 3
     for one, other in zip(stock.steps, balanced.steps, strict=True):
@@ -32,4 +35,27 @@ def test_training_is_bit_for_bit_that_of_stock_while_responses_move(train, tmp_p
         assert other["training/rollout_probs_diff_max"] < 1e-4
         assert other["rl_accel/balance/queue_wait_s"] > 0
         assert 0 < other["rl_accel/balance/places_in_use"] <= 1
+        assert other["rl_accel/telemetry/responses"] == 32
     assert sum(step["rl_accel/balance/moves"] for step in balanced.steps) > 0
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True, scope="module")
+def test_responses_that_vllm_went_on_with_elsewhere_have_the_probabilities_of_the_trainer(train):
+    """A token that is missing, twice, or drawn after another prefix would have another probability there."""
+    run = train(
+        DRIVER,
+        *OVERRIDES[:-1],
+        "data.max_response_length=800",
+        "actor_rollout_ref.rollout.max_num_seqs=4",
+        "+rl_accel.balance.enable=True",
+        "+rl_accel.balance.margin=0.0",
+        "+rl_accel.balance.max_moves=9",
+        "+rl_accel.final_output.enable=True",
+        steps=4,
+    )
+    assert len(run.steps) == 4
+    assert sum(step["rl_accel/balance/moves"] for step in run.steps) > 0
+    for step in run.steps:
+        assert step["training/rollout_probs_diff_max"] < 1e-4
+        assert step["response_length/mean"] > 50

@@ -272,6 +272,39 @@ class TestMoves:
         assert not host.stops
 
 
+class TestPutOff:
+    """Two rollouts of 256 responses to as many prompts, 16 of them long, on as many places."""
+
+    def rollout(self, host, **more):
+        took, trails = [], []
+        for visit in range(2):
+            lengths = {f"{visit} {n}": 400 if n < 16 else 10 + n % 20 for n in range(256)}
+            tickets = list(lengths)
+            random.Random(visit).shuffle(tickets)
+            for ticket in tickets:
+                host.request(ticket, ticket, **more)
+            began = host.now
+            trails.append(play(host, lengths, lambda running: 1.0))
+            took.append(host.now - began)
+        return took[1], trails[1]
+
+    def test_what_has_come_far_goes_on_once_all_have_begun(self):
+        kept, stays = self.rollout(Host(places=8, replicas=2, max_moves=0))
+        took, trail = self.rollout(Host(places=8, replicas=2))
+        assert not stays
+        assert len(trail) <= 16, "as many as there are places"
+        assert len(trail.keys() & {f"1 {n}" for n in range(16)}) > 8
+        assert set(trail.values()) == {1}
+        assert took < 0.8 * kept
+
+    @pytest.mark.parametrize(
+        ("host", "more"), [({"ordered": False}, {}), ({"max_moves": 0}, {}), ({}, {"movable": False})]
+    )
+    def test_not_where_order_or_moves_are_not_wanted(self, host, more):
+        _, trail = self.rollout(Host(places=8, replicas=2, **host), **more)
+        assert not trail
+
+
 def test_a_response_of_a_dead_replica_goes_back_into_the_queue_before_others():
     host = Host(places=1, replicas=2)
     for ticket in ("a", "b", "c", "d", "e"):
@@ -390,7 +423,7 @@ def test_random_events_lose_nothing_and_leak_no_place(seed):
             host.carry_out(core.add_replica(live[-1], host.now, cache))
         free = [name for name, count in core.running().items() if count < places]
         assert not core.waiting or not free or cache < math.inf, "nothing waits while there are places"
-        assert all(count <= places + math.ceil(places / 16) for count in core.running().values())
+        assert all(count <= 2 * places for count in core.running().values())
         if event % 5000 == 0:
             core.take_numbers()
     host.carry_out(core.add_replica("last", host.now))

@@ -160,11 +160,11 @@ def test_extending_what_is_not_there_or_itself_is_refused(extended):
         load(extended(chekcs={}))
 
 
-FILES = sorted((Path(__file__).resolve().parents[3] / "examples").glob("verl_*/*.yaml"))
-EXAMPLES = [pytest.param(path, id=f"{path.parent.name}-{path.stem}") for path in FILES if path.name not in ("cpu.yaml", "loops.yaml")]
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+RECIPES = [path for path in sorted(EXAMPLES.glob("verl_*/*.yaml")) if path.name not in ("cpu.yaml", "loops.yaml")]
 
 
-@pytest.mark.parametrize("path", EXAMPLES)
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_responses_of_an_example_fit_the_model_that_it_prepares(path):
     """One that extends another has the overrides of that, but a model of its own."""
     try:
