@@ -52,13 +52,10 @@ def _cache_of_vllm(server: Any) -> int | None:
     return int(blocks * config.cache_config.block_size * config.parallel_config.data_parallel_size) or None
 
 
-_stopping: "set[asyncio.Task[None]]" = set()
-
-
 def _stop_in_vllm(server: Any, request_id: str) -> None:
-    task = asyncio.get_running_loop().create_task(server.engine.abort(request_id))
-    _stopping.add(task)  # the loop itself would not keep it
-    task.add_done_callback(_stopping.discard)
+    """From the thread that Ray calls it in, which is not that of vLLM's event loop."""
+    engine = server.engine
+    asyncio.run_coroutine_threadsafe(engine.abort(request_id), engine.output_handler.get_loop())
 
 
 _ROLLOUT = "actor_rollout_ref.rollout"

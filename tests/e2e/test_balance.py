@@ -53,6 +53,7 @@ def test_responses_that_vllm_went_on_with_elsewhere_have_the_probabilities_of_th
         "+rl_accel.balance.max_moves=9",
         "+rl_accel.final_output.enable=True",
         steps=4,
+        VERL_USE_EXTERNAL_MODULES="rl_accel_status_probe,seeds_may_move",
     )
     assert len(run.steps) == 4
     assert sum(step["rl_accel/balance/moves"] for step in run.steps) > 0
