@@ -312,7 +312,7 @@ TP_REPLAN = Feature(
 
 @dataclass
 class DraftsFlags:
-    """Flags of ``rl_accel.drafts``: vLLM verifies what other responses to a prompt went on with. Samples stay the model's."""
+    """Flags of ``rl_accel.drafts``: vLLM verifies what other responses went on with. Samples stay the model's."""
 
     enable: bool | None = flag(None, ENABLE)
     max_tokens: int = flag(8, "tokens of the longest draft", minimum=1)

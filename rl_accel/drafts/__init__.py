@@ -1,1 +1,1 @@
-"""Drafts for speculative decoding from earlier responses to the same prompt: an index of tokens, and vLLM's side of it."""
+"""Drafts for speculative decoding from other responses, first those to the same prompt: an index, and vLLM's side of it."""

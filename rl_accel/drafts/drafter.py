@@ -11,7 +11,7 @@ import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
-from rl_accel.drafts.index import CONTEXT, PROMPT, SOURCES, Match, TokenIndex, TokenSequence
+from rl_accel.drafts.index import CONTEXT, OTHER, PROMPT, SOURCES, Match, TokenIndex, TokenSequence
 from rl_accel.features import DraftsFlags
 
 SETTINGS = "rl_accel_drafts"
@@ -43,7 +43,7 @@ class _Rate:
 @dataclass(slots=True, kw_only=True)
 class _Prompt(TokenSequence):
     visits: deque[int]  # versions of the weights that it was answered with, the last one last
-    rate: _Rate = field(default_factory=_Rate)
+    rates: tuple[_Rate, _Rate] = field(default_factory=lambda: (_Rate(), _Rate()))  # of matches at it, and at others
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class _Request(TokenSequence):
 
 
 class Drafter:
-    """Proposes what other responses to the same prompt, running ones among them, have after the last tokens of a request.
+    """Proposes what responses to the same prompt, running ones among them, or else to others have after a request's last tokens.
 
     vLLM verifies a draft with rejection sampling: a wrong draft costs time, never correctness. vLLM 0.29.0 calls :meth:`propose`
     after each step, but not while a request is within ``num_speculative_tokens`` of ``max_model_len``. It tells no ids of
@@ -87,14 +87,14 @@ class Drafter:
         self._rows: dict[int, _Request] = {}
         self._gone: LRUCache[tuple[int, bytes], _Request] = LRUCache(REMEMBERED)
         self._version = 0
-        self._rates = [(most, _Rate(8 * rate, 8)) for most, rate in FIRST_RATES]
+        self._rates = [[(most, _Rate(8 * rate, 8)) for most, rate in FIRST_RATES] for _ in range(2)]
         self._worth = _Worth()
         self._called: float | None = None
         self.counts: Counter[str] = Counter()
         """What happened. ``steps``: calls of :meth:`propose`. ``tokens``: sampled in them. ``drafted``, ``accepted``: tokens of
-        drafts that were verified, also by where they came from (``drafted_own``, ``_sibling``, ``_earlier``). ``tokens_from_L``
-        and ``row_steps_from_L``: tokens, and steps of a request, in which its response had from L to less than 2 L tokens then.
-        ``stopped``: how often drafting was stopped because it cost more than it gave."""
+        drafts that were verified, also by where they came from (``drafted_own``, ``_sibling``, ``_earlier``, ``_other``).
+        ``tokens_from_L`` and ``row_steps_from_L``: tokens, and steps of a request, in which its response had from L to less than
+        2 L tokens then. ``stopped``: how often drafting was stopped because it cost more than it gave."""
         # compile before the first request waits for it
         warm, sequence = TokenIndex(1), TokenSequence(0, 0)
         warm.extend(sequence, np.zeros(9, np.int32), 8)
@@ -208,7 +208,9 @@ class Drafter:
         if not self._index.holds(prompt.last):
             prompt.last, prompt.length = -1, 0
             self._index.extend(prompt, tokens, length)
-        return _Request(key=key, visit=version, oldest=prompt.visits[0], last=prompt.last, length=length, prompt=prompt)
+        # of a prompt in its first epochs nothing is too old, so that responses to others count
+        oldest = prompt.visits[0] if len(prompt.visits) == prompt.visits.maxlen else 0
+        return _Request(key=key, visit=version, oldest=oldest, last=prompt.last, length=length, prompt=prompt)
 
     def _learn(self, sampled: Sequence[Sequence[int]], ends: list[int], matrix: NDArray[np.int32]) -> bool:
         """Compare matches with what came; return whether drafts were verified.
@@ -224,7 +226,7 @@ class Drafter:
                 equal = [guess == token for guess, token in zip(match.tokens, came, strict=False)]
                 hits = equal.index(False) if False in equal else len(equal)
                 tries = sum(match.shares[: min(hits + 1, len(equal))])
-                request.prompt.rate.add(hits, tries, kept=0.95)
+                request.prompt.rates[match.source == OTHER].add(hits, tries, kept=0.95)
                 self._rate(match).add(hits, tries, kept=0.99)
                 if worth and len(came) == new:
                     verified = True
@@ -240,11 +242,11 @@ class Drafter:
         return verified
 
     def _rate(self, match: Match) -> _Rate:
-        return next(rate for most, rate in self._rates if match.matched <= most)
+        return next(rate for most, rate in self._rates[match.source == OTHER] if match.matched <= most)
 
     def _choose(self, request: _Request, match: Match) -> float:
         """Set how many tokens of a match are worth proposing; return how many of them will be accepted, on average."""
-        own, of_all, chance, expected = request.prompt.rate, self._rate(match), 1.0, 0.0
+        own, of_all, chance, expected = request.prompt.rates[match.source == OTHER], self._rate(match), 1.0, 0.0
         rate = min(1.0, (own.hits + PRIOR * of_all.hits / of_all.tries) / (own.tries + PRIOR))
         for share in match.shares:
             chance *= rate * share

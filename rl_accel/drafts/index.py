@@ -1,8 +1,8 @@
 """Token sequences by prompt, and what followed the last tokens of a context in them: hash chains, as in deflate (RFC 1951).
 
 Tokens lie in blocks of one pool of fixed size; the oldest block gives way to a new one. A position is given once and never again,
-so one in a block that is gone can be told. Each position has a link to the last one before it that came after the same GRAM tokens
-of the same prompt, and a hash table has the newest.
+so one in a block that is gone can be told. Each position is in two chains: it has a link to the last one before it that came after
+the same GRAM tokens of the same prompt, and one to the last that came after them at any prompt. Hash tables have the newest.
 """
 
 import itertools
@@ -23,9 +23,10 @@ CONTEXT = 32
 CANDIDATES = 32
 """Places that are compared at most, the newest first."""
 WALK = 4 * CANDIDATES
-"""Entries of a chain that are visited at most: chains of several prompts may share a slot."""
-SOURCES = ("own", "sibling", "earlier")
-"""Where a match is: in the request itself or its prompt, in a response of the same visit, in one of another."""
+"""Entries of a chain that are visited at most: several chains may share a slot, and that of all prompts has places of each."""
+SOURCES = ("own", "sibling", "earlier", "other")
+"""Where a match is: in the request itself or its prompt, in a response of the same visit, in one of another; at another prompt."""
+OTHER = SOURCES.index("other")
 PROMPT = 2**62
 """The visit of a prompt's own tokens: never too old."""
 
@@ -34,7 +35,7 @@ PROMPT = 2**62
 class TokenSequence:
     """A prompt's tokens (``visit`` is PROMPT), or a response after them.
 
-    Equal ``key`` is the same prompt. Visits of a prompt grow; those before ``oldest`` are too old for this sequence.
+    Equal ``key`` is the same prompt. Visits grow; those before ``oldest``, of any prompt, are too old for this sequence.
     """
 
     key: int
@@ -58,8 +59,8 @@ class Pool(NamedTuple):
     """The arrays of an index: N tokens in N / BLOCK blocks, H slots."""
 
     tokens: Any  # int32[N]
-    older: Any  # int32[N]: from a position to the one before it in its chain, 0 at the end
-    slots: Any  # int64[H]: 1 + the newest position of a chain, 0 for none
+    older: Any  # int32[2, N]: from a position to the one before it in its chain of the prompt, of all prompts; 0 at the end
+    slots: Any  # int64[2, H]: 1 + the newest position of such a chain, 0 for none
     before: Any  # int64[blocks]: the position of the token before the first, -1 for none
     after: Any  # int64[blocks]: the block that goes on after the last token, -1 for none
     count: Any  # int64[blocks]: tokens in it
@@ -82,11 +83,11 @@ class TokenIndex:
         if memory_mb < 1:
             raise ValueError(f"memory_mb must be at least 1, found {memory_mb}")
         budget = int(memory_mb * 2**20)
-        slots = 2 ** (budget.bit_length() - 5)
-        blocks = (budget - 8 * slots) // (BLOCK * 8 + 6 * 8)
-        of_tokens = (np.zeros(blocks * BLOCK, np.int32) for _ in range(2))
+        slots = 2 ** (budget.bit_length() - 7)
+        blocks = (budget - 2 * 8 * slots) // (BLOCK * 3 * 4 + 6 * 8)
+        of_tokens = (np.zeros(blocks * BLOCK, np.int32), np.zeros((2, blocks * BLOCK), np.int32))
         of_blocks = (np.zeros(blocks, np.int64) for _ in range(6))
-        self.pool = Pool._make((*of_tokens, np.zeros(slots, np.int64), *of_blocks, np.zeros(1, np.int64)))
+        self.pool = Pool._make((*of_tokens, np.zeros((2, slots), np.int64), *of_blocks, np.zeros(1, np.int64)))
 
     def extend(self, sequence: TokenSequence, tokens: NDArray[np.int32], end: int) -> None:
         """Append to ``sequence`` what ``tokens[:end]`` has beyond its length."""
@@ -97,9 +98,10 @@ class TokenIndex:
     def lookup(self, sequence: TokenSequence, tokens: NDArray[np.int32], limit: int) -> Match | None:
         """Return what followed where ``sequence``, which lies in ``tokens``, has been before; None where nothing is alike.
 
-        Of the places of the prompt where the sequence's last GRAM tokens occur, the newest CANDIDATES are compared. Those that
-        share most tokens with its end vote on one next token after the other, the newest with weight 1, the next with 1/2, then
-        1/3 and so on; who is outvoted votes no more. There are at most ``limit`` tokens, and one fewer than fit in ``tokens``.
+        Of the places of the prompt where the sequence's last GRAM tokens occur, the newest CANDIDATES are compared, and as many of
+        other prompts. Those that share most tokens with its end vote; if the prompt and others share as many, those of the prompt.
+        They vote on one next token after the other, the newest with weight 1, the next with 1/2, then 1/3 and so on; who is
+        outvoted votes no more. There are at most ``limit`` tokens, and one fewer than fit in ``tokens``.
         """
         s, limit = sequence, min(limit, len(tokens) - 1 - sequence.length)
         if s.length < GRAM or limit < 1:
@@ -118,11 +120,11 @@ class TokenIndex:
 
 
 @compiled
-def slot_of(key: int, first: int, second: int, third: int, slots: int) -> Any:
-    """Return the slot of a prompt and GRAM tokens among ``slots``, a power of two."""
-    mixed = np.uint64(key)
-    for token in (first, second, third):
-        mixed = (mixed ^ np.uint64(token)) * np.uint64(0x9E3779B97F4A7C15)
+def slot_of(chain: int, key: int, tokens: Any, end: int, slots: int) -> Any:
+    """Return the slot of the GRAM tokens before ``end`` at a prompt (chain 0) or all (1), of ``slots``, a power of two."""
+    mixed = np.uint64(0 if chain else key)
+    for at in range(end - GRAM, end):
+        mixed = (mixed ^ np.uint64(tokens[at])) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(29)
     return np.int64(mixed & np.uint64(slots - 1))
 
@@ -168,15 +170,50 @@ def _extend(pool: Pool, tokens: Any, begin: int, end: int, key: int, visit: int,
         place = position % size
         pool.tokens[place] = tokens[at]
         pool.count[block] += 1
-        pool.older[place] = 0
-        if at >= GRAM:
-            slot = slot_of(key, tokens[at - 3], tokens[at - 2], tokens[at - 1], len(pool.slots))
-            newest = pool.slots[slot] - 1
-            if _live(pool, newest):
-                pool.older[place] = newest - position
-            pool.slots[slot] = position + 1
+        for chain in range(2):
+            pool.older[chain, place] = 0
+            if at >= GRAM:
+                slot = slot_of(chain, key, tokens, at, pool.slots.shape[1])
+                newest = pool.slots[chain, slot] - 1
+                if _live(pool, newest):
+                    pool.older[chain, place] = newest - position
+                pool.slots[chain, slot] = position + 1
         last = position
     return last
+
+
+@compiled
+def _places(pool: Pool, chain: int, context: Any, end: int, key: int, oldest: int) -> tuple[Any, int, int]:
+    """The places of the prompt (chain 0) or of others (1) most like a context, their number, the tokens that they share with it."""
+    size, blocks = len(pool.tokens), len(pool.count)
+    places = np.zeros(CANDIDATES, np.int64)
+    position = pool.slots[chain, slot_of(chain, key, context, end, pool.slots.shape[1])] - 1
+    compared, voters, longest, most = 0, 0, GRAM, min(CONTEXT, end)
+    for _ in range(WALK):
+        if compared == CANDIDATES or not _live(pool, position):
+            break
+        block = position // BLOCK % blocks
+        if (pool.key[block] == key) == (chain == 0) and pool.visit[block] >= oldest:
+            length, place = 0, _previous(pool, position)
+            at = place % size
+            while place >= 0 and length < most and pool.tokens[at] == context[end - 1 - length]:
+                length += 1
+                if place % BLOCK:
+                    place, at = place - 1, at - 1
+                else:
+                    place = _previous(pool, place)
+                    at = place % size
+            compared += length >= GRAM
+            if length > longest:
+                longest, voters = length, 0
+            if length == longest:
+                places[voters] = position
+                voters += 1
+        step = pool.older[chain, position % size]
+        if step == 0:
+            break
+        position += step
+    return places, voters, longest if voters else 0
 
 
 @compiled
@@ -185,31 +222,14 @@ def _lookup(
 ) -> tuple[Any, Any, int, int]:
     """Tokens, shares, and the other fields of a Match; no tokens where nothing is alike."""
     size, blocks = len(pool.tokens), len(pool.count)
-    places = np.zeros(CANDIDATES, np.int64)
-    slot = slot_of(key, context[end - 3], context[end - 2], context[end - 1], len(pool.slots))
-    position = pool.slots[slot] - 1
-    compared, voters, longest = 0, 0, GRAM
-    for _ in range(WALK):
-        if compared == CANDIDATES or not _live(pool, position):
-            break
-        block = position // BLOCK % blocks
-        if pool.key[block] == key and pool.visit[block] >= oldest:
-            length, place = 0, _previous(pool, position)
-            while place >= 0 and length < min(CONTEXT, end) and pool.tokens[place % size] == context[end - 1 - length]:
-                length += 1
-                place = _previous(pool, place)
-            compared += length >= GRAM
-            if length > longest:
-                longest, voters = length, 0
-            if length == longest:
-                places[voters] = position
-                voters += 1
-        step = pool.older[position % size]
-        if step == 0:
-            break
-        position += step
+    places, voters, longest = _places(pool, 0, context, end, key, oldest)
+    others, count, length = _places(pool, 1, context, end, key, oldest)
+    if length > longest:
+        places, voters, longest = others, count, length
     block = places[0] // BLOCK % blocks
-    if pool.number[block] == own or pool.visit[block] == PROMPT:
+    if pool.key[block] != key:
+        source = OTHER
+    elif pool.number[block] == own or pool.visit[block] == PROMPT:
         source = 0
     else:
         source = 1 if pool.visit[block] == visit else 2

@@ -11,6 +11,7 @@ from rl_accel.drafts.index import (
     CANDIDATES,
     CONTEXT,
     GRAM,
+    OTHER,
     PROMPT,
     WALK,
     Match,
@@ -35,7 +36,7 @@ class ObviousIndex:
     def __init__(self, blocks: int, slots: int) -> None:
         self.blocks, self.slots = blocks, slots
         self.sizes: list[int] = []  # of all blocks ever
-        self.chains: dict[int, list[Token]] = defaultdict(list)
+        self.chains: dict[tuple[int, int], list[Token]] = defaultdict(list)
 
     def holds(self, token):
         return isinstance(token, Token) and token.block >= len(self.sizes) - self.blocks
@@ -54,22 +55,19 @@ class ObviousIndex:
             if goes_on:
                 last.after = token
             if at >= GRAM:
-                self.chains[self.slot(sequence.key, tokens[at - GRAM : at])].append(token)
+                for chain in (0, 1):
+                    self.chains[chain, slot_of(chain, sequence.key, tokens, at, self.slots)].append(token)
             sequence.last = token
         sequence.length = end
 
-    def slot(self, key, gram):
-        return slot_of(key, *gram.tolist(), self.slots)
-
-    def lookup(self, sequence, tokens, limit):
-        context, limit = tokens[: sequence.length].tolist(), min(limit, len(tokens) - 1 - sequence.length)
-        if len(context) < GRAM or limit < 1:
-            return None
+    def places(self, sequence, tokens, context, others):
+        """The length of the longest match, and the newest places that have it."""
         places = []
-        for token in self.chains[self.slot(sequence.key, np.array(context[-GRAM:]))][: -WALK - 1 : -1]:
+        chain = self.chains[int(others), slot_of(int(others), sequence.key, tokens, len(context), self.slots)]
+        for token in chain[: -WALK - 1 : -1]:
             if not self.holds(token) or len(places) == CANDIDATES:
                 break
-            if token.sequence.key == sequence.key and token.sequence.visit >= sequence.oldest:
+            if (token.sequence.key != sequence.key) == others and token.sequence.visit >= sequence.oldest:
                 length, before = 0, token.before
                 while (
                     self.holds(before) and length < min(CONTEXT, len(context)) and before.value == context[-1 - length]
@@ -77,13 +75,21 @@ class ObviousIndex:
                     length, before = length + 1, before.before
                 if length >= GRAM:
                     places.append((length, token))
-        if not places:
+        longest = max((length for length, _ in places), default=0)
+        return longest, [token for length, token in places if length == longest]
+
+    def lookup(self, sequence, tokens, limit):
+        context, limit = tokens[: sequence.length].tolist(), min(limit, len(tokens) - 1 - sequence.length)
+        if len(context) < GRAM or limit < 1:
             return None
-        longest = max(length for length, _ in places)
-        voters = [token for length, token in places if length == longest]
+        found = [self.places(sequence, tokens, context, others) for others in (False, True)]
+        others = found[1][0] > found[0][0]
+        longest, voters = found[others]
+        if not voters:
+            return None
         newest = voters[0].sequence
         own = newest is sequence or newest.visit == PROMPT
-        source = 0 if own else 1 if newest.visit == sequence.visit else 2
+        source = OTHER if others else 0 if own else 1 if newest.visit == sequence.visit else 2
         voters = [(1 / (1 + rank), token) for rank, token in enumerate(voters)]
         found, shares = [], []
         while voters and len(found) < limit:
@@ -108,7 +114,7 @@ def small(blocks: int) -> TokenIndex:
     """An index of so few blocks that they are used again and again."""
     index = TokenIndex(1)
     pool = index.pool
-    arrays = {name: getattr(pool, name)[: blocks * BLOCK].copy() for name in ("tokens", "older")}
+    arrays = {name: getattr(pool, name)[..., : blocks * BLOCK].copy() for name in ("tokens", "older")}
     arrays |= {
         name: getattr(pool, name)[:blocks].copy() for name in ("before", "after", "count", "key", "visit", "number")
     }
@@ -122,6 +128,6 @@ def indices():
 
     def pair(blocks):
         index = small(blocks)
-        return index, ObviousIndex(blocks, len(index.pool.slots))
+        return index, ObviousIndex(blocks, index.pool.slots.shape[1])
 
     return pair

@@ -220,17 +220,45 @@ def test_a_sibling_and_then_the_next_epoch_is_followed(story):
     assert told["tokens"] - told["steps"] == told["accepted"]
 
 
-def test_another_prompt_is_not_drafted_from_but_the_own_text_is(story):
+def test_another_prompt_is_drafted_from_but_rather_the_own_text(story):
     drafter = always(Drafter(config(), Clock()))
     engine = Engine(drafter, length=210)
     engine.start([5, 6, 7], story)
     engine.play()
     engine.start([5, 6, 8], story)
-    assert engine.play() == 100
+    assert engine.play() < 25
+    told = drafter.counts
+    assert told["accepted_other"] == told["accepted"] > 75
     engine.start([9, *story], story)
     assert engine.play() < 60
     told = drafter.counts
-    assert told["accepted_own"] == told["accepted"] > 40
+    assert told["accepted_own"] == told["accepted"] - told["accepted_other"] > 40
+
+
+def test_what_other_prompts_have_says_nothing_about_the_own(story):
+    """Words of three tokens, after which two prompts go on differently."""
+    drafter = always(Drafter(config(), Clock()))
+    engine = Engine(drafter, length=500)
+    for prompt in ([5, 6, 7], [5, 6, 8]):
+        rng = random.Random(prompt[-1])
+        engine.start(prompt, [token for at in range(98) for token in (*story[at : at + 3], rng.randrange(10**6))])
+        engine.play()
+    assert 0 < drafter.counts["drafted_other"] == drafter.counts["drafted"] < 40
+    at_it, at_others = drafter._prompts[hash(np.array([5, 6, 8], np.int32).tobytes())].rates
+    assert at_it.tries == 0
+    assert at_others.tries > 10
+    assert at_others.hits == 0
+
+
+def test_what_other_prompts_had_counts_from_the_first_epoch_on_unless_epochs_is_zero(story):
+    for epochs, helps in ((0, False), (1, True)):
+        drafter = always(Drafter(config(epochs=epochs), Clock()))
+        engine = Engine(drafter)
+        for prompt in ([5, 6, 7], [5, 6, 8]):
+            engine.start(prompt, story)
+            steps = engine.play()
+            drafter.new_weights()
+        assert (steps < 40) == helps
 
 
 def test_history_older_than_epochs_is_not_used(story):

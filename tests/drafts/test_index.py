@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from rl_accel.drafts.index import PROMPT, Match, TokenIndex, TokenSequence
+from rl_accel.drafts.index import OTHER, PROMPT, SOURCES, Match, TokenIndex, TokenSequence
 
 
 @pytest.mark.parametrize(("seed", "blocks"), [(seed, blocks) for seed in range(4) for blocks in (3, 20, 500)])
@@ -15,7 +15,7 @@ def test_finds_what_the_obvious_index_finds(seed, blocks, indices):
     letters = rng.choice((2, 3, 5))
     rows = [np.array([[rng.randrange(letters) for _ in range(300)]], np.int32) for _ in range(6)]
     running: list[tuple[np.ndarray, TokenSequence, TokenSequence]] = []
-    found = 0
+    found = set()
     for step in range(300):
         if len(running) < 6:
             key = rng.randrange(-3, 3)
@@ -38,7 +38,7 @@ def test_finds_what_the_obvious_index_finds(seed, blocks, indices):
             expected = obvious.lookup(theirs, matrix[0], limit)
             assert (match is None) == (expected is None)
             if match is not None:
-                found += 1
+                found.add(match.source)
                 assert match._replace(shares=[]) == expected._replace(shares=[])
                 assert match.shares == pytest.approx(expected.shares)
             read, other = index.read(ours), obvious.read(theirs)
@@ -46,16 +46,26 @@ def test_finds_what_the_obvious_index_finds(seed, blocks, indices):
             if read is not None:
                 assert read.tolist() == matrix[0, :end].tolist() == other.tolist()
         running = [item for item in running if item[1].length < 300 and rng.random() < 0.97]
-    assert found > 10
+    assert {SOURCES.index("earlier"), OTHER} < found
 
 
-def test_a_prompt_finds_only_its_own_responses():
-    index, tokens = TokenIndex(1), np.arange(20, dtype=np.int32)
-    index.extend(TokenSequence(7, 0), tokens, 20)
-    ours, other = (index.lookup(TokenSequence(key, 0, length=10), tokens, 4) for key in (7, 8))
-    assert ours.tokens == [10, 11, 12, 13]
-    assert ours.matched == 10
-    assert other is None
+def test_other_prompts_are_followed_only_where_more_tokens_are_the_same_than_at_the_own():
+    index = TokenIndex(1)
+    index.extend(TokenSequence(7, 1), np.array([1, 2, 3, 4, 50], np.int32), 5)
+    index.extend(TokenSequence(8, 2), np.array([9, 2, 3, 4, 51], np.int32), 5)
+
+    def ask(*context: int, key: int = 7, oldest: int = 0) -> tuple[list[int], int, str] | None:
+        tokens = np.array([*context, 0, 0], np.int32)
+        match = index.lookup(TokenSequence(key, 3, oldest, length=len(context)), tokens, 1)
+        return match and (match.tokens, match.matched, SOURCES[match.source])
+
+    assert ask(1, 2, 3, 4) == ([50], 4, "earlier")
+    assert ask(2, 3, 4) == ([50], 3, "earlier")
+    assert ask(9, 2, 3, 4) == ([51], 4, "other")
+    assert ask(2, 3, 4, key=6) == ([51], 3, "other")
+    assert ask(1, 2, 3, 4, key=6) == ([50], 4, "other")
+    assert ask(1, 2, 3, 4, key=6, oldest=2) == ([51], 3, "other")
+    assert ask(2, 3, 4, key=6, oldest=3) is None
 
 
 def test_newer_responses_outweigh_older_ones_and_too_old_ones_do_not_count():

@@ -5,6 +5,8 @@ import pickle
 import numpy as np
 import pytest
 
+from rl_accel.drafts.index import SOURCES
+
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.vllm,
@@ -49,7 +51,7 @@ def test_drafted_responses_have_the_probabilities_of_the_trainer_and_a_checkpoin
     told = [step for step in numbers if step.get("drafted")]
     assert told, "an exchange is over before the next step is"
     for step in told:
-        assert step["drafted"] == sum(step.get(f"drafted_{source}", 0) for source in ("own", "sibling", "earlier"))
+        assert step["drafted"] == sum(step.get(f"drafted_{source}", 0) for source in SOURCES)
         assert step["accepted"] <= step["drafted"]  # the model writes random characters: few are right
         assert step["tokens_a_step"] >= 1
 
