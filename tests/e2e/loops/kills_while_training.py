@@ -3,9 +3,11 @@
 ``KILLED_WHILE_TRAINING`` is a part of the command line of the process that gets SIGKILL.
 """
 
+import asyncio
 import contextlib
 import os
 import signal
+import time
 from types import ModuleType
 from typing import Any
 
@@ -28,11 +30,15 @@ def kill_one(victim: str) -> None:
 
 
 def install(module: ModuleType) -> None:
+    from rl_accel.integrations.verl.tail_batching.servers import find_dead
+
     update_critic = module.PPOTrainer._update_critic
 
     def killing(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         if trainer.global_steps == STEP:
             kill_one(os.environ["KILLED_WHILE_TRAINING"])
+            while not asyncio.run(find_dead(trainer._servers._manager.get_replicas())):
+                time.sleep(0.05)  # an update of the weights before its server knows would end the run
         return update_critic(trainer, *args, **kwargs)
 
     module.PPOTrainer._update_critic = killing
