@@ -67,11 +67,11 @@ def run(
     return subprocess.run(command, env=environment, cwd=cwd or REPOSITORY, capture_output=True, text=True, check=False)
 
 
-def install(version: str, folder: Path) -> None:
-    """Put verl ``version`` and what it needs beside into ``folder``, without what pip would bring along."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-    if not (folder / "verl").is_dir():
-        subprocess.run([*pip, f"verl=={version}", *VERSIONS[version]], check=True)
+def install(folder: Path, *what: str) -> None:
+    """Put packages into ``folder``, unless it is there, without what pip would bring along."""
+    if not folder.is_dir():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+        subprocess.run([*pip, *what], check=True)
 
 
 def diagnosis(folder: Path | None = None) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def main() -> None:
     columns, notes, tests = {}, {}, {}
     for version in VERSIONS:
         home = folder / f"verl-{version}"
-        install(version, home)
+        install(home, f"verl=={version}", *VERSIONS[version])
         report = diagnosis(home)
         name = f"verl {version}"
         columns[name], notes[name] = column(report, "verl")
@@ -155,7 +155,8 @@ def main() -> None:
     if root := os.environ.get("SLIME_ROOT"):
         commit = subprocess.run(["git", "-C", root, "rev-parse", "--short=9", "HEAD"], capture_output=True, text=True)
         name = f"slime {commit.stdout}".strip()
-        columns[name], notes[name] = column(diagnosis(), "slime")
+        install(folder / "slime", "-r", "requirements/slime.txt")
+        columns[name], notes[name] = column(diagnosis(folder / "slime"), "slime")
     features = list(dict.fromkeys(name for cells in columns.values() for name in cells if name != "reads flags"))
     rows = [["feature", *columns], ["---"] * (len(columns) + 1)]
     rows += [[f"`{name}`", *(cells.get(name, "-") for cells in columns.values())] for name in features]
