@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,8 @@ def _cache_of_vllm(server: Any) -> int | None:
 def _stop_in_vllm(server: Any, request_id: str) -> None:
     """From the thread that Ray calls it in, which is not that of vLLM's event loop."""
     engine = server.engine
-    asyncio.run_coroutine_threadsafe(engine.abort(request_id), engine.output_handler.get_loop())
+    stopped = asyncio.run_coroutine_threadsafe(engine.abort(request_id), engine.output_handler.get_loop())
+    stopped.add_done_callback(Future.result)  # logs what it raised; nobody awaits it
 
 
 _ROLLOUT = "actor_rollout_ref.rollout"

@@ -29,6 +29,7 @@ class BalancedRouter:
         """Begin, with the ``args`` of :class:`Balance`. Returns by server the tokens that its cache holds, if that is known."""
         self._engine, self._balance = engine, Balance(*args)
         self._ticking = asyncio.create_task(self._tick())
+        self._ticking.add_done_callback(asyncio.Task.result)  # logs what it raised; nobody awaits it
         return await self.add_servers(self._servers)
 
     async def _tick(self) -> None:
