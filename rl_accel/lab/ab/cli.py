@@ -124,6 +124,10 @@ def ab(
                 console.print(f"Logs and report go to {out}; --out names another folder", markup=False, highlight=False)
         out = out.resolve()
         plans = plan_runs(spec, recipe.resolve().parent, out, arms, seeds, steps)
+        for name, arm in spec.arms.items():
+            if arm.needs and importlib.util.find_spec(arm.needs) is None:
+                plans = [plan for plan in plans if plan.arm != name]
+                click.echo(f"arm {name} is left out: there is no module {arm.needs}", err=True)
         if launch:
             given = {"--out": out, "--platform": platform, "--arms": arms, "--seeds": seeds, "--steps": steps}
             call = ["rl-accel", "ab", str(recipe.resolve())]
@@ -134,10 +138,6 @@ def ab(
             return
         if ray_address is not None:
             plans = [replace(plan, env={**plan.env, "RAY_ADDRESS": ray_address}) for plan in plans]
-        for name, arm in spec.arms.items():
-            if arm.needs and importlib.util.find_spec(arm.needs) is None:
-                plans = [plan for plan in plans if plan.arm != name]
-                click.echo(f"arm {name} is left out: there is no module {arm.needs}", err=True)
         if dry_run:
             for plan in plans:
                 env = " ".join(f"{key}={shlex.quote(value)}" for key, value in plan.env.items() if value is not None)

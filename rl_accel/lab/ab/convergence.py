@@ -152,15 +152,14 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
                 if row := _row(first, second, paired, names, metric == names.reward):
                     rows.append({"arm": arm, "metric": metric, "axis": axis, **row})
     rewards = {run.name: points(run, names, names.reward) for run in runs}
-    curves_of = {axis: {name: its[axis] for name, its in rewards.items() if axis in its} for axis in AXES}
-    of_reward = {
-        axis: {name: [x.tolist(), y.tolist()] for name, (x, y) in its.items()} for axis, its in curves_of.items()
+    curves = {
+        axis: {name: [part.tolist() for part in its[axis]] for name, its in rewards.items() if axis in its} for axis in AXES
     }
     wanted = {"prompts": "the prompts of a step", "hours": f"{names.stage_prefix}{names.step} of every step"}
     for axis, what in wanted.items():
         if lacking := [name for name, its in rewards.items() if its and axis not in its]:
             notes.append(f"{AXES[axis]} are not known of {', '.join(lacking)}, which did not log {what}")
-    return {"rows": rows, "curves": of_reward, "notes": notes}
+    return {"rows": rows, "curves": curves, "notes": notes}
 
 
 def levels(runs: Curves, end: float) -> Array:

@@ -45,9 +45,7 @@ def check_recipe(file: Path, platform: str | None = None) -> list[Row]:
     first = {plan.arm: plan for plan in reversed(plans)}
     prepared = any("${out}" in word for word in recipe.prepare)
     env = next(iter(first.values())).env
-    os.environ.update(
-        {key: value for key, value in env.items() if value is not None}
-    )  # verl reads it while it is imported
+    os.environ |= {key: value for key, value in env.items() if value is not None}  # verl reads it while it is imported
     with quiet():
         rows = list(_rows(recipe, [first[arm] for arm in recipe.arms if arm in first], prepared))
     return list(dict.fromkeys(rows))  # arms ask for much the same
@@ -186,14 +184,9 @@ def _package(name: str) -> Row:
 
 
 def _files(what: str, paths: Sequence[Any], prepared: bool = False) -> Iterator[Row]:
+    absent = ("unknown", "the recipe's prepare command makes it") if prepared else ("missing", "")
     for path in (path for value in paths for path in ([value] if isinstance(value, str) else value)):
-        if Path(path).expanduser().exists():
-            yield f"{what} {path}", "works", ""
-        else:
-            yield (
-                f"{what} {path}",
-                *(("unknown", "the recipe's prepare command makes it") if prepared else ("missing", "")),
-            )
+        yield f"{what} {path}", *(("works", "") if Path(path).expanduser().exists() else absent)
 
 
 def _model(path: str, prepared: bool = False) -> Iterator[Row]:

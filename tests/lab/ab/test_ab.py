@@ -244,13 +244,14 @@ def test_dry_run_prints_the_commands_and_writes_nothing(recipe_file, call_ab, tm
     assert not (tmp_path / "out").exists()
 
 
-def test_an_arm_whose_module_is_absent_is_left_out_with_a_line(recipe_file, call_ab, tmp_path):
+@pytest.mark.parametrize(("options", "run"), [(["--dry-run"], "# {}"), (["--launch", "print"], "--only {}")])
+def test_an_arm_whose_module_is_absent_is_left_out_with_a_line(recipe_file, call_ab, tmp_path, options, run):
     arms = {"stock": {}, "here": {"needs": "json"}, "absent": {"needs": "no_such_module"}}
-    code, output = call_ab(recipe_file(arms=arms), "--out", tmp_path / "out", "--dry-run")
+    code, output = call_ab(recipe_file(arms=arms), "--out", tmp_path / "out", *options)
     assert code == 0
     assert "arm absent is left out: there is no module no_such_module" in output
-    assert "# here-seed0" in output
-    assert "# absent-seed0" not in output
+    assert run.format("here-seed0") in output
+    assert run.format("absent-seed0") not in output
 
 
 @pytest.mark.parametrize(
