@@ -78,8 +78,9 @@ def build(
 
 def _load_runs(results: Sequence[RunResult], out: Path) -> list[RunData]:
     """Read the kept metrics of each run that has any."""
-    runs = [RunData(r.arm, r.seed, read_log(out / r.name / "metrics.jsonl"), r.command, out / r.name) for r in results]
-    return [run for run in runs if run.steps]
+    logs = {result.name: out / result.name / "metrics.jsonl" for result in results}
+    steps = {name: read_log(log) for name, log in logs.items() if log.exists()}  # verl begins it after much else
+    return [RunData(r.arm, r.seed, steps[r.name], r.command, out / r.name) for r in results if steps.get(r.name)]
 
 
 def summarise(

@@ -88,6 +88,17 @@ def test_a_failed_arm_shows_its_last_lines_and_the_other_is_still_reported(recip
 
 
 @pytest.mark.slow
+def test_an_arm_that_fails_before_it_logs_anything_is_reported_too(recipe_file, run_ab, tmp_path):
+    arms = {"stock": {}, "accelerated": {"overrides": ["broken=yes"]}}
+    code, output = run_ab(recipe_file(arms=arms), "--out", tmp_path / "out")
+    assert code == 1
+    assert "accelerated-seed0 failed: exit code 1 at step 0" in output
+    assert "an override that nobody knows" in output
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [run["status"] for run in summary["runs"]] == ["done", "failed"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

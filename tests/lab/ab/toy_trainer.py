@@ -2,8 +2,8 @@
 
 Run by the tests as a real process. Overrides are ``key=value``: steps, seed, pause (seconds a step), adv (seconds that
 the advantage stage claims to take), part_at (step from which reward and gradient differ), fail_at, hang_at, log (a line
-to print), silent (log no metrics), stubborn (a detached child that ignores SIGTERM and has no environment; with
-``deaf`` the trainer ignores it too).
+to print), silent (log no metrics), broken (end before a log is opened), stubborn (a detached child that ignores SIGTERM
+and has no environment; with ``deaf`` the trainer ignores it too).
 """
 
 import json
@@ -53,6 +53,8 @@ def main() -> None:
             time.sleep(0.01)
         if given["stubborn"] == "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if "broken" in given:
+        sys.exit("an override that nobody knows")
     path = Path(os.environ["VERL_FILE_LOGGER_PATH"])
     with path.open("w", buffering=1) as file:
         for step in range(1, steps + 1):
