@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_accel.config import Flags, resolve
+from rl_accel.errors import RlAccelError
 from rl_accel.features import REWARD_TIMEOUT, SAMPLER, TAIL_BATCHING
 from rl_accel.plan.answers import PLAIN, Outcome, mean_of, outcome_of, rounds_of
 from rl_accel.plan.setup import POLL_SECONDS, Setup, setup_of
@@ -16,7 +17,7 @@ from rl_accel.rollout.driver import METRICS_PREFIX
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.profile import Profile, format_seconds, read_run
 
-_OURS = "+rl_accel."
+_OURS, _MODE = "+rl_accel.", "trainer.v1.trainer_mode="
 
 
 def flags_of_words(words: Iterable[str]) -> Flags:
@@ -30,12 +31,18 @@ def flags_of_words(words: Iterable[str]) -> Flags:
     return resolve([("the command", given.get("rl_accel", {}) if isinstance(given, dict) else {})])
 
 
-def flags_of_run(folder: Path, run: Profile) -> Flags:
-    """Return the flags of a run: of the command that ``rl-accel ab`` kept, else what its log shows, with defaults."""
+def asynchronous_mode(words: Iterable[str]) -> str:
+    """Return the last word that sets verl's trainer mode, if that one is asynchronous: such a run is not predicted."""
+    mode = next((word for word in reversed([*words]) if word.startswith(_MODE)), "")
+    return mode if "async" in mode else ""
+
+
+def words_of_run(folder: Path, run: Profile) -> list[str]:
+    """Return the command of a run that ``rl-accel ab`` kept, else the features that its log shows, with defaults."""
     kept = (folder if folder.is_dir() else folder.parent) / "run.json"
     if kept.is_file():
-        return flags_of_words(json.loads(kept.read_text()).get("command", []))
-    return flags_of_words(f"{_OURS}{name}.enable=True" for name in run.on)
+        return list(json.loads(kept.read_text()).get("command", []))
+    return [f"{_OURS}{name}.enable=True" for name in run.on]
 
 
 def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> Outcome:
@@ -48,10 +55,17 @@ def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> 
 
 
 def check(first: Path, second: Path, draws: int, warmup: int, console: Console) -> None:
-    """Predict the run in ``second`` from the one in ``first``, and print both beside what was measured."""
+    """Predict the run in ``second`` from the one in ``first``, and print both beside what was measured.
+
+    Raises:
+        RlAccelError: a run cannot be read, or the second one trains asynchronously.
+    """
     target = read_run(second, warmup)
+    words = words_of_run(second, target)
+    if mode := asynchronous_mode(words):
+        raise RlAccelError(f"--check: {second}: wanted a run whose rollouts end with their step, found {mode}")
     setup, _ = setup_of(read_run(first, warmup), {})
-    found = predict(setup, flags_of_run(second, target), len(target.steps) + warmup, draws, warmup)
+    found = predict(setup, flags_of_words(words), len(target.steps) + warmup, draws, warmup)
     table = Table("", "predicted", "measured", "off by", title=f"{second}, predicted from {first}")
     measured = {"rollout": target.stages.get("gen", 0.0), "step": target.step_seconds}
     for name, ours in zip(measured, (found.rollout_seconds, found.step_seconds), strict=True):

@@ -233,6 +233,15 @@ def test_the_check_says_how_far_off_it_was(run_dir, tmp_path):
     assert "%" in done.output
 
 
+def test_the_check_of_an_asynchronous_run_says_that_it_cannot(run_dir, tmp_path):
+    write_run(tmp_path / "b", seed=1)
+    words = ["trainer.v1.trainer_mode=sync", "trainer.v1.trainer_mode=colocate_async"]
+    (tmp_path / "b" / "run.json").write_text(json.dumps({"command": words}))
+    done = CliRunner().invoke(plan, ["--check", str(run_dir), str(tmp_path / "b")])
+    assert isinstance(done.exception, RlAccelError)
+    assert "found trainer.v1.trainer_mode=colocate_async" in str(done.exception)
+
+
 @pytest.mark.parametrize(("arm", "off", "points"), [("stock", 10, None), ("tail", 20, 3)])
 def test_the_check_on_real_runs_of_verl_with_vllm(arm, off, points):
     """Steps of two arms of `make ab-vllm`: what the first one's telemetry predicts for either."""

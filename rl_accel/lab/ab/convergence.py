@@ -153,7 +153,8 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
                     rows.append({"arm": arm, "metric": metric, "axis": axis, **row})
     rewards = {run.name: points(run, names, names.reward) for run in runs}
     curves = {
-        axis: {name: [part.tolist() for part in its[axis]] for name, its in rewards.items() if axis in its} for axis in AXES
+        axis: {name: [part.tolist() for part in its[axis]] for name, its in rewards.items() if axis in its}
+        for axis in AXES
     }
     wanted = {"prompts": "the prompts of a step", "hours": f"{names.stage_prefix}{names.step} of every step"}
     for axis, what in wanted.items():

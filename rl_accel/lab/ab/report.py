@@ -47,7 +47,7 @@ from rl_accel.lab.ab.stats import (
 )
 from rl_accel.lab.ab.tables import tables
 from rl_accel.plan.answers import mean_of
-from rl_accel.plan.predict import flags_of_words, predict
+from rl_accel.plan.predict import asynchronous_mode, flags_of_words, predict
 from rl_accel.plan.setup import setup_of
 from rl_accel.telemetry.profile import format_seconds, read_run
 from rl_accel.telemetry.stage_clock import FILE_NAME, read_log
@@ -138,7 +138,10 @@ def _predict(recipe: Recipe, runs: Sequence[RunData], rows: list[dict[str, Any]]
     for row in rows:
         row |= {"predicted": None, "predicted_wasted": None}
     for row in rows if setups else ():
-        flags = flags_of_words([*recipe.overrides, *recipe.arms[row["arm"]].overrides])
+        words = [*recipe.overrides, *recipe.arms[row["arm"]].overrides]
+        if asynchronous_mode(words):
+            continue
+        flags = flags_of_words(words)
         found = mean_of([predict(setup, flags, steps, _DRAWS, names.warmup_steps) for setup in setups])
         row |= {"predicted": found.rollout_seconds, "predicted_wasted": found.wasted}
 
