@@ -111,13 +111,13 @@ def find_problems() -> list[tuple[str, str]]:
 
     try:
         from vllm import _custom_ops  # noqa: F401 (registers what the kernel calls)
-        from vllm.utils.cpu_triton_utils import expand_kernel
+        from vllm.utils.cpu_triton_utils import _expand_kernel_impl as expand
     except ImportError:
         return []
     temperatures = torch.ones(2)
     if hasattr(torch.ops._C, "expand_kernel_impl"):  # a CPU build
         temperatures.zero_()
-        expand_kernel[(1,)](temperatures, torch.tensor([0.7]), torch.tensor([2]), 0, 1)
+        expand(temperatures, torch.tensor([0.7]), torch.tensor([2]), 0, 1)
     reason = "vLLM divides logits of drafted tokens by uninitialised memory; the CPU platform repairs it"
     return [] if temperatures.all() else [("vllm.speculative_config", reason)]
 

