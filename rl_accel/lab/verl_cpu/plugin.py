@@ -6,9 +6,9 @@ verl swallows exceptions raised here at DEBUG level, so an error becomes ``Syste
 import os
 
 if os.environ.get("VERL_PLATFORM") == "cpu":
-    from rl_accel.lab import verl_cpu
-
     try:
+        from rl_accel.lab import verl_cpu
+
         verl_cpu.activate()
     except Exception as error:
         raise SystemExit(f"rl-accel: the CPU platform cannot begin: {type(error).__name__}: {error}") from error

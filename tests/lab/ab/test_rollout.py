@@ -5,11 +5,13 @@ import json
 import pytest
 import yaml
 
+from rl_accel.lab.ab import report
 from rl_accel.lab.ab.checks import run_checks
 from rl_accel.lab.ab.convergence import converge
 from rl_accel.lab.ab.recipe import parse
 from rl_accel.lab.ab.runner import RunResult
 from rl_accel.lab.ab.stats import KINDS, RunData, ledger_counts, length_distribution, rollout_summary
+from rl_accel.telemetry.stage_clock import read_log
 
 ROUNDS = {"short": 1.0, "long": 4.0}
 
@@ -232,3 +234,16 @@ def test_a_run_without_any_of_it_has_an_empty_part(summarise):
     assert found["arms"][0]["lengths"] is None
     assert found["ledgers"] == []
     assert "ledger" not in checks
+
+
+def test_an_asynchronous_arm_is_not_predicted_from_the_telemetry_of_the_baseline(toy_recipe, repo):
+    asynchronous = {"overrides": ["trainer.v1.trainer_mode=colocate_async"]}
+    keys = {"arms": {"stock": {}, "async": asynchronous}, "rollout": {"report": True}, "metrics": {"warmup_steps": 2}}
+    recipe = parse(yaml.safe_dump(toy_recipe(**keys)), "r")
+    folder = repo / "tests" / "plan" / "ab_vllm" / "stock"
+    steps = read_log(folder / "metrics.jsonl")
+    runs = [RunData("stock", 0, steps, [], folder), RunData("async", 0, steps)]
+    rows = report.summarise(recipe, folder, folder, [], 0, runs)["rollout"]["arms"]
+    predicted = {row["arm"]: row["predicted"] for row in rows}
+    assert predicted["stock"] > 0
+    assert predicted["async"] is None

@@ -56,6 +56,19 @@ def test_with_it_verl_finds_platform_rollout_and_every_patch(python):
     assert result.returncode == 0, result.stderr
 
 
+def test_any_error_while_it_begins_ends_the_process_although_verl_swallows_what_plugins_raise(python):
+    result = python(
+        """
+        from rl_accel.lab.verl_cpu import vllm
+        del vllm.activate
+        import verl
+        """,
+        VERL_PLATFORM="cpu",
+    )
+    assert result.returncode != 0
+    assert result.stderr.splitlines()[-1].startswith("rl-accel: the CPU platform cannot begin: AttributeError: ")
+
+
 def test_a_run_that_cannot_work_stops_before_a_cluster_starts_and_says_why(python):
     result = python(
         """
