@@ -12,7 +12,7 @@ from prometheus_client.samples import Sample
 
 logger = logging.getLogger("rl_accel")
 
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 30.0
 COUNTERS = {
     "vllm": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
     "sglang": ("sglang:num_retracted_requests_total",),

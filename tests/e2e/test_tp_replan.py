@@ -150,7 +150,7 @@ def test_a_restart_goes_on_with_one_server_of_two_ranks_at_the_exact_step(train,
 
 def test_without_rl_accel_run_the_exit_code_and_a_line_say_how_to_go_on(train):
     left = train([], "+rl_accel.tp_replan.action=restart")
-    assert left.code == EXIT_CODE
+    assert left.code == EXIT_CODE, left.log[-4000:]
     assert left.steps == list(range(1, DECIDED_AT + 1))
     assert f"launched again with: {TP}=2 trainer.resume_mode=auto" in left.log
     assert "Traceback" not in left.log

@@ -63,7 +63,7 @@ def test_closing_stops_what_runs(processes, temporary):
         sandbox = Sandbox(2, "process")
         tasks = [asyncio.create_task(sandbox.run(DAEMON, Case("stdin", ""), LONG)) for _ in range(3)]
         await processes.eventually(lambda: len(started(temporary)) == 2)
-        everyone = processes.below(os.getpid())
+        everyone = [pid for reaper in processes.workers() for pid in (reaper.pid, *processes.below(reaper.pid))]
         assert len(everyone) >= 10
         await sandbox.close()
         return await asyncio.gather(*tasks, return_exceptions=True), list(filter(processes.is_alive, everyone))

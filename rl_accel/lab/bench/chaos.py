@@ -109,7 +109,7 @@ def play(plan: RunPlan, kills: Sequence[Kill], seed: int, folder: Path, stop: St
         result.failed_responses += int(sum(_numbers(metrics, "responses_failed")))
         metrics.unlink(missing_ok=True)  # the next launch begins another
         if outcome.reason == "timeout":
-            result.problems.append(f"no step in {STANDSTILL_S:.0f} s")
+            result.problems.append(f"no step in {STANDSTILL_S:.0f} s: {last_lines(log, 3)}")
         elif outcome.exit_code and len(result.kills) == kills_before:
             result.problems.append(f"launch {result.launches} ended although nothing was killed: {last_lines(log, 3)}")
         if stop or not outcome.exit_code or result.problems:
