@@ -22,7 +22,6 @@ class Engine:
     Attributes:
         aborts_by_id: ``abort_request`` of its servers works, and ``generate`` then returns the tokens so far.
         restarts_in_run: a server that is started anew gets the next weights, once the training side has forgotten the first one.
-        updates_again: a weight update during which a server died ends by itself and can be made again.
         death_errors: names of exceptions with which a living server says that the engine behind it is dead.
         read_counters: asks servers how often they have preempted; None: nobody knows how.
         stop: ``stop(server, request_id)``, called in a server's process, ends one request, whose ``generate`` then returns the
@@ -34,7 +33,6 @@ class Engine:
 
     aborts_by_id: bool = False
     restarts_in_run: bool = False
-    updates_again: bool = False
     death_errors: tuple[str, ...] = ()
     read_counters: ReadCounters | None = None
     stop: Callable[[Any, str], None] | None = None

@@ -289,9 +289,6 @@ class RolloutServers:
                 other without end, so they are ended.
             RayError: the call failed although every server lives.
         """
-        if self._engine.updates_again:
-            self.reach_all(call)
-            return
         self.revive()
         try:
             with self._watched(self._end_training_workers):

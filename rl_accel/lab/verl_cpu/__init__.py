@@ -56,7 +56,6 @@ def activate() -> None:
         engines.Engine(
             aborts_by_id=True,
             restarts_in_run=True,
-            updates_again=True,
             read_counters=_read_counters,
             stop=_stop,
             cache_tokens=lambda server: server._engine.kv_tokens,
