@@ -20,5 +20,7 @@ def test_every_prompt_is_trained_once_whatever_dies(repo, clean_environment, eng
     results = json.loads((tmp_path / "chaos.json").read_text())
     assert {kill["victim"] for result in results for kill in result["kills"]} == VICTIMS.keys()
     launches = [result["launches"] for result in results]
-    assert launches[:2] == [1, 2], "a dead trainer ends a run, a dead store, agent-loop worker or reward worker does not"
+    assert launches[:2] == [1, 2], (
+        "a dead trainer ends a run, a dead store, agent-loop worker or reward worker does not"
+    )
     assert launches[2] <= 3, "a server that dies while it is given weights does"
