@@ -215,10 +215,10 @@ def _headline(summary: dict[str, Any], recipe: Recipe) -> list[str]:
         if parts:
             lines.append(f"{arm} against {recipe.baseline}: {', '.join(parts)}.")
     lines += _rollout_lines(summary["rollout"], recipe.baseline) if summary["rollout"] else []
-    if recipe.checks.identical or not summary["rollout"]:  # else the arms differ on purpose
-        lines += [f"{verdict['text']}." for verdict in summary["reward_verdicts"]]
     firsts = [row for row in summary["convergence"]["rows"] if "reach" in row and row["axis"] == "steps"]
     lines += [f"{sentence(row, recipe.baseline, recipe.metrics.margin)}." for row in firsts]
+    if recipe.checks.identical or not summary["rollout"]:  # else the arms differ on purpose
+        lines += [f"{verdict['text']}." for verdict in summary["reward_verdicts"]]
     for run in summary["runs"]:
         if (run["load_average"] or 0.0) > _BUSY * summary["environment"]["cores"]:
             load = f"{run['load_average']:.1f} on {summary['environment']['cores']} cores"
