@@ -33,8 +33,8 @@ def ab(repo, tmp_path, clean_environment):
     ("example", "arm", "feature"),
     [
         ("verl_gsm8k", "tail", "tail_batching/prompts_trained"),
-        ("verl_dapo_math", "tail_drafts", "drafts/drafted_tokens"),
-        ("verl_code", "timeout", "reward_timeout/timeouts"),
+        ("verl_dapo_math", "tail_drafts", "drafts/drafted"),
+        ("verl_code", "timeout", "reward_timeout/executions"),
     ],
 )
 def test_a_recipe_for_gpus_trains_on_its_platform_cpu(example, arm, feature, ab, engine):

@@ -103,7 +103,7 @@ def measured_steps(run: RunData, names: Metrics) -> list[int]:
 def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names: Metrics) -> list[dict[str, Any]]:
     """Return one row a stage: seconds of each arm and, for each arm but the baseline, the ratio baseline/arm.
 
-    A row is ``{"stage", "arms": {arm: {median, mean, p25, p75, steps}}, "ratios": {arm: {ratio, low, high, pairs,
+    A row is ``{"stage", "arms": {arm: {median, mean, steps}}, "ratios": {arm: {ratio, low, high, pairs,
     saved_s}}}``. The ratio is of averages over the steps both arms measured with the same seed; ``low`` and ``high``
     bound its 95% interval by a paired bootstrap over those steps (null below 5 pairs). The interval is about the noise
     between the steps of these runs, not about other machines or loads. ``saved_s`` is the difference of the averages.
@@ -156,14 +156,7 @@ def _paired_times(couples: Iterable[tuple[Any, Any]], stage: str) -> npt.NDArray
 
 
 def _summary(values: Sequence[float]) -> dict[str, Any]:
-    p25, median, p75 = np.quantile(values, [0.25, 0.5, 0.75])
-    return {
-        "median": float(median),
-        "mean": float(np.mean(values)),
-        "p25": float(p25),
-        "p75": float(p75),
-        "steps": len(values),
-    }
+    return {"median": float(np.median(values)), "mean": float(np.mean(values)), "steps": len(values)}
 
 
 def _ratio(pairs: npt.NDArray[np.float64], average: Callable[..., Any]) -> dict[str, Any]:
@@ -211,7 +204,7 @@ def first_differences(base: RunData, other: RunData, names: Metrics) -> list[dic
     for name in compared(every, names):
         pairs = [(step, base.steps[step].get(name), other.steps[step].get(name)) for step in steps]
         pairs = [pair for pair in pairs if pair[1:] != (None, None)]
-        differing = [pair for pair in pairs if not _same(pair[1], pair[2])]
+        differing = [pair for pair in pairs if not same(pair[1], pair[2])]
         if not differing:
             continue
         step, a, b = differing[0]
@@ -260,7 +253,8 @@ def phase(metric: str) -> str:
     return "other"
 
 
-def _same(a: float | None, b: float | None) -> bool:
+def same(a: float | None, b: float | None) -> bool:
+    """Whether two values are equal to the bit; NaN equals NaN."""
     return a == b or (a is not None and b is not None and math.isnan(a) and math.isnan(b))
 
 

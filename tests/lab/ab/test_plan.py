@@ -91,7 +91,7 @@ def test_prepare_may_not_depend_on_a_run(recipe):
 
 
 def test_several_seeds_without_seed_overrides_are_refused(recipe):
-    with pytest.raises(RecipeError, match="no seed_overrides"):
+    with pytest.raises(RecipeError, match="--seeds: several want seed_overrides"):
         plan_runs(recipe(seed_overrides=[]), HOME, OUT, seeds=[0, 1])
 
 

@@ -75,7 +75,7 @@ def test_the_first_arm_is_the_baseline_when_none_is_named(toy_recipe):
         ({"name": None}, "name wants str"),
         ({"seeds": [1, 1]}, "seeds wants different numbers"),
         ({"seeds": [-1]}, "seeds wants different numbers of at least 0"),
-        ({"seeds": [0, 1], "seed_overrides": []}, "several seeds want seed_overrides"),
+        ({"seeds": [0, 1], "seed_overrides": []}, "seeds: several want seed_overrides"),
         ({"env": {"A": [1]}}, "env.A wants text, a number"),
         ({"metrics": {"warmup_steps": -1}}, "warmup_steps wants at least 0"),
         ({"metrics": {"average": "mode"}}, "metrics.average wants one of median, mean, found 'mode'"),
