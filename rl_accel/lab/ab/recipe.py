@@ -219,16 +219,12 @@ def load(path: Path, platform: str | None = None) -> Recipe:
         raise RecipeError(f"--platform: {path} has no platform {platform!r}{nearest(platform, platforms)}; {there_are}")
     if platforms:
         values = _merge(values, _extended(platforms[platform or next(iter(platforms))], path, ()))
-    return _checked(values, str(path))
-
-
-def parse(text: str, source: str) -> Recipe:
-    """Check the text of a recipe that extends no other; ``source`` names it in messages.
-
-    Raises:
-        RecipeError: as in :func:`load`.
-    """
-    return _checked(_parse(text, source), source)
+    recipe: Recipe = _typed(Recipe, values, str(path), "")
+    for problem in _problems(recipe):
+        raise RecipeError(f"{path}: {problem}")
+    parse_margin(recipe.metrics.margin)
+    recipe.baseline = recipe.baseline or next(iter(recipe.arms))
+    return recipe
 
 
 def save(recipe: Recipe, path: Path) -> None:
@@ -289,15 +285,6 @@ def _plain(config: DictConfig) -> dict[str, Any]:
     container = OmegaConf.to_container(config, resolve=False)
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
-
-
-def _checked(values: dict[str, Any], source: str) -> Recipe:
-    recipe: Recipe = _typed(Recipe, values, source, "")
-    for problem in _problems(recipe):
-        raise RecipeError(f"{source}: {problem}")
-    parse_margin(recipe.metrics.margin)
-    recipe.baseline = recipe.baseline or next(iter(recipe.arms))
-    return recipe
 
 
 def _typed(schema: Any, values: Any, source: str, where: str) -> Any:

@@ -4,17 +4,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from rl_accel.errors import RecipeError
-from rl_accel.lab.ab.recipe import parse, plan_runs, prepare_command
+from rl_accel.lab.ab.recipe import load, plan_runs, prepare_command
 
 HOME, OUT = Path("/home/r"), Path("/out")
 
 
 @pytest.fixture
-def recipe(toy_recipe):
-    return lambda **changes: parse(yaml.safe_dump(toy_recipe(**changes), sort_keys=False), "r")
+def recipe(recipe_file):
+    return lambda **changes: load(recipe_file(**changes))
 
 
 def test_commands_join_common_seed_step_and_arm_overrides_in_this_order(recipe):
