@@ -43,7 +43,7 @@ def script(form: str, recipe: Recipe, plans: Sequence[RunPlan], call: Sequence[s
         return "\n".join([prepare, *(shlex.join(words) for _, words in runs), shlex.join(report)])
     if form == "ray":
         asked = re.findall(r"\$\{oc\.env:(\w+)\}", repr(recipe))  # a job is not of this shell
-        shell = {name: os.environ[name] for name in asked}
+        shell = {name: os.environ[name] for name in asked if name in os.environ}
         jobs = [_ray_job(plan, words, shell) for plan, words in runs]
         return "\n".join(["set -e", prepare, *(f"{job} || true" for job in jobs), shlex.join(report)])
     if recipe.nodes > 1:
