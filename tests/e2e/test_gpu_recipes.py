@@ -29,13 +29,21 @@ def ab(repo, tmp_path, clean_environment):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("engine", ["vllm"], indirect=True)
-def test_a_recipe_for_gpus_trains_on_its_platform_cpu(ab, engine):
-    out = ab(engine.python, "verl_gsm8k", "--platform", "cpu", "--steps", "2", "--arms", "tail")
-    steps = read_log(out / "tail-seed0" / "metrics.jsonl")
+@pytest.mark.parametrize(
+    ("example", "arm", "feature"),
+    [
+        ("verl_gsm8k", "tail", "tail_batching/prompts_trained"),
+        ("verl_dapo_math", "tail_drafts", "drafts/tokens_an_engine_step"),
+        ("verl_code", "timeout", "reward_timeout/executions"),
+    ],
+)
+def test_a_recipe_for_gpus_trains_on_its_platform_cpu(example, arm, feature, ab, engine):
+    out = ab(engine.python, example, "--platform", "cpu", "--steps", "2", "--arms", arm)
+    steps = read_log(out / f"{arm}-seed0" / "metrics.jsonl")
     assert list(steps) == [1, 2]
     assert all(metrics["training/rollout_probs_diff_max"] < 1e-4 for metrics in steps.values())
-    assert "vLLMHttpServer" in (out / "tail-seed0" / "train.log").read_text(errors="replace")
-    assert steps[1]["rl_accel/tail_batching/prompts_trained"] == 8
+    assert "vLLMHttpServer" in (out / f"{arm}-seed0" / "train.log").read_text(errors="replace")
+    assert steps[2][f"rl_accel/{feature}"] > 0
 
 
 def test_the_asynchronous_arm_trains_on_what_is_stale_within_its_bound(ab):

@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_accel.lab.ab.recipe import Recipe
 from rl_accel.lab.ab.runner import RunResult
-from rl_accel.lab.ab.stats import RunData, gain, pairs
+from rl_accel.lab.ab.stats import RunData, gain, pairs, same
 
 GREEN, RED, SKIPPED = "green", "red", "skipped"
 _PROBS_DIFF = "training/rollout_probs_diff_max"
@@ -72,7 +72,7 @@ def _identical(recipe: Recipe, runs: Sequence[RunData]) -> Check | None:
     for (base, other), metric in itertools.product(couples, metrics):
         steps = [s for s in base.steps if metric in base.steps[s] and metric in other.steps.get(s, {})]
         compared += len(steps)
-        parted = next((s for s in steps if not _equal(base.steps[s][metric], other.steps[s][metric])), None)
+        parted = next((s for s in steps if not same(base.steps[s][metric], other.steps[s][metric])), None)
         who = f"{metric} of {other.arm} seed {other.seed}"
         if not steps:
             lines.append((False, f"{who} has no step in common with {base.arm}"))
@@ -213,10 +213,6 @@ def _check(name: str, lines: Sequence[tuple[bool, str]], wanted: str = "", green
     if bad:
         return Check(name, RED, "; ".join([*bad, wanted] if wanted else bad))
     return Check(name, GREEN, green or "; ".join(text for _, text in lines))
-
-
-def _equal(a: float, b: float) -> bool:
-    return a == b or (math.isnan(a) and math.isnan(b))
 
 
 def _lines(log: Path) -> Iterator[tuple[int, str]]:

@@ -34,14 +34,6 @@ _PLAIN_EVERY_S = 15.0
 """Seconds between lines of progress there."""
 
 
-class _Failure(click.ClickException):
-    """An error in words instead of a traceback; exit code 1."""
-
-
-class _WrongRecipe(_Failure):
-    exit_code = 2
-
-
 def _names(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
     return None if value is None else [part.strip() for part in value.split(",") if part.strip()]
 
@@ -144,10 +136,10 @@ def ab(
                 click.echo(f"# {plan.name}\n{env} {shlex.join(plan.command)}".replace("\n ", "\n"))
             return
         sys.exit(_run(spec, recipe.resolve(), out, plans, only, resume, overwrite, console))
-    except RecipeError as error:
-        raise _WrongRecipe(str(error)) from error
+    except RecipeError:  # exit code 2, as every error of a user
+        raise
     except (RlAccelError, OSError) as error:
-        raise _Failure(str(error)) from error
+        raise click.ClickException(str(error)) from error
 
 
 def _run(

@@ -16,6 +16,7 @@ from rich.console import Console
 from rl_accel.errors import RecipeError
 from rl_accel.lab.ab import report
 from rl_accel.lab.ab.cli import WIDTH
+from rl_accel.lab.ab.convergence import listed
 from rl_accel.lab.ab.readers import read
 from rl_accel.lab.ab.recipe import Arm, Metrics, Recipe, Rollout, load, nearest, parse_margin
 from rl_accel.lab.ab.runner import RunResult, load_result
@@ -67,7 +68,8 @@ def gather(
     recipe = replace(recipe, arms={arm: recipe.arms.get(arm, Arm()) for arm in arms}, baseline=next(iter(arms)))
     recipe.metrics = replace(recipe.metrics, **metrics)
     parse_margin(recipe.metrics.margin)
-    reward, runs, notes, gpus = recipe.metrics.reward, [], [], {}
+    reward, runs, notes = recipe.metrics.reward, [], []
+    gpus: dict[str, list[str]] = {}
     for arm, its in logged.items():
         if not any(reward in step for run in its.values() for step in run.steps.values()):
             raise RecipeError(f"{arm}: no run logged {reward}{nearest(reward, names)}; --reward names what to compare")
@@ -83,11 +85,11 @@ def gather(
             batch = batch_size or told[index].get("train_batch_size") or told[index].get("rollout_batch_size")
             command = [*(result.command if result else ()), *([f"data.train_batch_size={batch}"] if batch else ())]
             runs.append(RunData(arm, seed, run.steps, command, folder if folder.is_dir() else None, label))
-            gpus[runs[-1].name] = run.config.get("gpus", "unknown ones")
+            gpus.setdefault(run.config.get("gpus", "unknown ones"), []).append(runs[-1].name)
             again = f"; began again at {run.restarts}, later steps of before are left out" if run.restarts else ""
             notes.append(f"{runs[-1].name}: {run.source}, steps {min(run.steps)} to {max(run.steps)}, {place}{again}")
-    if len(set(gpus.values())) > 1 or "unknown ones" in gpus.values():
-        where = ", ".join(f"{name} on {its}" for name, its in gpus.items())
+    if len(gpus) > 1 or "unknown ones" in gpus:
+        where = "; ".join(f"{listed(its, runs)} on {kind}" for kind, its in gpus.items())
         notes.append(f"seconds and hours compare only what ran on equal GPUs: {where}")
     return recipe, [replace(runs[0], notes=notes), *runs[1:]]
 
@@ -130,9 +132,7 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
 
 
 def _arm(run: str) -> str:
-    """Name an arm after one of its runs: the last part of the path that is more than a seed, without that."""
-    parts = (
-        re.sub(r"[-_.=]*(seed|run)?[-_=]*\d*(\.\w+)?$", "", part)
-        for part in reversed(Path(run.partition(",")[0]).parts)
-    )
+    """Name an arm after one of its runs: the last part of the path that is more than a seed or a folder of W&B, without that."""
+    own = r"^((offline-)?run-\d+_\d+-\w+|wandb)$|[-_.=]*(seed|run)?[-_=]*\d*(\.\w+)?$"
+    parts = (re.sub(own, "", part) for part in reversed(Path(run.partition(",")[0]).parts))
     return next(filter(None, parts), run)

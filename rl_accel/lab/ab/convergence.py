@@ -12,7 +12,7 @@ import functools
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -129,38 +129,51 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
     ``rows[]``: one an arm, metric (the reward, then validation) and axis: levels ``baseline`` and ``value`` at the ``end`` of the
     shortest run (``longest``: of the longest), their ``difference`` with ``low`` and ``high``, the ``margin`` in units of the
     metric, how many ``runs`` of both, whether ``paired``, the ``answer``, and how many seeds would be ``enough`` if the arms do not
-    differ and if they do by half the margin. Those of the reward have ``reach`` (:func:`times_to_reach`). ``curves{axis: {run: [x,
-    reward]}}``. ``notes[]``.
+    differ and if they do by half the margin. Those of the reward have ``reach`` (:func:`times_to_reach`). ``curves{metric: {axis:
+    {run: [x, value]}}}``. ``notes[]``.
     """
-    rows, notes = [], [note for run in runs for note in run.notes]
+    rows, notes, curves = [], [note for run in runs for note in run.notes], {}
     logged = {name for run in runs for step in run.steps.values() for name in step}
     for metric in (names.reward, *sorted(filter(_VALIDATION.fullmatch, logged))):
         found = {run.name: points(run, names, metric) for run in runs}
+        curves[metric] = {
+            axis: {name: [part.tolist() for part in its[axis]] for name, its in found.items() if axis in its}
+            for axis in AXES
+        }
         if lacking := [name for name, its in found.items() if not its]:
-            notes.append(f"{metric} is not in {', '.join(lacking)}")
+            notes.append(f"{metric} is not in {listed(lacking, runs)}")
         for arm in arms:
             sides = [[run for run in runs if run.arm == name and found[run.name]] for name in (baseline, arm)]
             base, ours, paired = matched(*sides)
             if arm == baseline or not base or not ours:
                 continue
             if left := {run.name for side in sides for run in side} - {run.name for run in (*base, *ours)}:
-                notes.append(
-                    f"{metric} of {arm}: left out for want of a run of the same seed: {', '.join(sorted(left))}"
-                )
+                notes.append(f"{metric} of {arm}: left out for want of a run of the same seed: {listed(left, runs)}")
             for axis in (axis for axis in AXES if all(axis in found[run.name] for run in (*base, *ours))):
                 first, second = ([found[run.name][axis] for run in side] for side in (base, ours))
                 if row := _row(first, second, paired, names, metric == names.reward):
                     rows.append({"arm": arm, "metric": metric, "axis": axis, **row})
-    rewards = {run.name: points(run, names, names.reward) for run in runs}
-    curves = {
-        axis: {name: [part.tolist() for part in its[axis]] for name, its in rewards.items() if axis in its}
-        for axis in AXES
+    wanted = {
+        "prompts": "tell the prompts of a step (compare takes --batch-size)",
+        "hours": f"log {names.stage_prefix}{names.step} of every step",
     }
-    wanted = {"prompts": "the prompts of a step", "hours": f"{names.stage_prefix}{names.step} of every step"}
     for axis, what in wanted.items():
-        if lacking := [name for name, its in rewards.items() if its and axis not in its]:
-            notes.append(f"{AXES[axis]} are not known of {', '.join(lacking)}, which did not log {what}")
+        places = curves[names.reward]
+        if lacking := [name for name in places["steps"] if name not in places[axis]]:
+            notes.append(f"{AXES[axis]} are not known of {listed(lacking, runs)}, which did not {what}")
     return {"rows": rows, "curves": curves, "notes": notes}
+
+
+def listed(names: Collection[str], runs: Sequence[RunData]) -> str:
+    """List runs by name, and where they are all of an arm's by the name of that."""
+    of_arms: dict[str, list[str]] = {}
+    for run in runs:
+        of_arms.setdefault(run.arm, []).append(run.name)
+    texts = []
+    for arm, its in of_arms.items():
+        chosen = [name for name in its if name in names]
+        texts += [f"all runs of {arm}"] if len(chosen) == len(its) > 1 else chosen
+    return ", ".join(texts)
 
 
 def levels(runs: Curves, end: float) -> Array:

@@ -6,8 +6,10 @@ given again goes on where it was interrupted, arm by arm. The last job makes the
 
 import json
 import math
+import os
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rl_accel.errors import RecipeError
@@ -40,7 +42,9 @@ def script(form: str, recipe: Recipe, plans: Sequence[RunPlan], call: Sequence[s
     if form == "print":
         return "\n".join([prepare, *(shlex.join(words) for _, words in runs), shlex.join(report)])
     if form == "ray":
-        jobs = [_ray_job(plan, words) for plan, words in runs]
+        asked = re.findall(r"\$\{oc\.env:(\w+)\}", repr(recipe))  # a job is not of this shell
+        shell = {name: os.environ[name] for name in asked if name in os.environ}
+        jobs = [_ray_job(plan, words, shell) for plan, words in runs]
         return "\n".join(["set -e", prepare, *(f"{job} || true" for job in jobs), shlex.join(report)])
     if recipe.nodes > 1:
         raise RecipeError(
@@ -60,9 +64,9 @@ def script(form: str, recipe: Recipe, plans: Sequence[RunPlan], call: Sequence[s
     )
 
 
-def _ray_job(plan: RunPlan, words: Sequence[str]) -> str:
+def _ray_job(plan: RunPlan, words: Sequence[str], shell: Mapping[str, str]) -> str:
     """Submit and wait: verl does not wait for GPUs that another job holds. Actors see variables of the job, not of its driver."""
-    variables = {key: value for key, value in plan.env.items() if value is not None}
+    variables = {**shell, **{key: value for key, value in plan.env.items() if value is not None}}
     variables["VERL_FILE_LOGGER_PATH"] = str(plan.directory / "metrics.jsonl")
     options = [f"--runtime-env-json={json.dumps({'env_vars': variables})}", "--", *words, "--ray-address", "auto"]
     return shlex.join(["ray", "job", "submit", *options])

@@ -41,17 +41,19 @@ def draw(summary: dict[str, Any], out: Path) -> list[Path]:
     return written
 
 
-def _figure(height: float = 3.6, columns: int = 1, grid: str = "both", **options: Any) -> tuple[Any, Any]:
-    """Return a figure and its axes, one or a row of them."""
+def _figure(
+    height: float = 3.6, columns: int = 1, rows: int = 0, grid: str = "both", **options: Any
+) -> tuple[Any, Any]:
+    """Return a figure and its axes: one, a row of them or, with ``rows``, an array of both."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, height), layout="constrained")
-    all_axes = figure.subplots(1, columns, squeeze=False, **options)[0]
-    for axes in all_axes:
+    all_axes = figure.subplots(max(1, rows), columns, squeeze=False, **options)
+    for axes in all_axes.flat:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(length=3)
         axes.grid(axis=grid, alpha=0.25)
-    return figure, all_axes if columns > 1 else all_axes[0]
+    return figure, all_axes if rows else all_axes[0] if columns > 1 else all_axes[0, 0]
 
 
 def _arms(summary: dict[str, Any]) -> dict[str, str]:
@@ -63,22 +65,22 @@ def _arms(summary: dict[str, Any]) -> dict[str, str]:
 
 
 def _reward(summary: dict[str, Any]) -> Any:
-    """Reward against steps, prompts trained and hours, as far as they are known, every seed."""
-    metric, found = summary["recipe"]["metrics"]["reward"], summary["convergence"]["curves"]
-    known = [axis for axis, curves in found.items() if curves]
+    """Reward and validation, a row each, against steps, prompts trained and hours, as far as they are known, every seed."""
+    curves = {metric: its for metric, its in summary["convergence"]["curves"].items() if any(its.values())}
+    known = [axis for axis in AXES if any(its[axis] for its in curves.values())]
     if not known:
         return None
-    figure, places = _figure(columns=len(known), grid="y", sharey=True)
-    for axis, axes in zip(known, np.atleast_1d(places), strict=True):
-        # the baseline is broad and pale so that a curve that coincides with it stays visible
-        _draw_runs(axes, summary, found[axis], {"lw": 5, "alpha": 0.4})
+    coincide = any(v["steps_compared"] and v["parts_at"] is None for v in summary["reward_verdicts"])
+    figure, places = _figure(0.4 + 2.9 * len(curves), len(known), len(curves), grid="y", sharey="row", sharex="col")
+    for (metric, found), row in zip(curves.items(), places, strict=True):
+        for axis, axes in zip(known, row, strict=True):
+            # a broad and pale baseline stays visible below a curve that coincides with it
+            _draw_runs(axes, summary, found[axis], {"lw": 5, "alpha": 0.4} if coincide else {})
+            axes.locator_params(axis="x", nbins=4)
+        over = "; curves that coincide are drawn over each other" if coincide else ""
+        row[0].set_title(metric + over, fontsize=10, loc="left")
+    for axis, axes in zip(known, places[-1], strict=True):
         axes.set_xlabel(AXES[axis])
-        axes.locator_params(axis="x", nbins=4)
-    title = f"Reward ({metric})"
-    if any(v["steps_compared"] and v["parts_at"] is None for v in summary["reward_verdicts"]):
-        title += "; curves that coincide are drawn over each other"
-    figure.axes[0].set_title(title, fontsize=10, loc="left")
-    figure.axes[0].set_ylabel("reward")
     return figure
 
 

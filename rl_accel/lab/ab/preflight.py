@@ -33,6 +33,30 @@ _FSDP_BYTES = 16
 _MEGATRON_BYTES = (6, 12)
 """bfloat16 value and float32 gradient, split by tensor parallelism; what the distributed optimizer keeps, split over all GPUs."""
 
+_SLIME_PARSE = """
+import argparse, sys
+left, known = [], argparse.ArgumentParser.parse_known_args
+
+def parse(*args, **kwargs):
+    found, others = known(*args, **kwargs)
+    left.append({word.partition("=")[0] for word in others if word.startswith("--")})
+    return found, others
+
+argparse.ArgumentParser.parse_known_args = parse
+from slime.utils.arguments import parse_args
+problem = None
+try:
+    parse_args()
+except Exception as error:
+    problem = error
+if unknown := sorted(set.intersection(*left)):
+    print(f"no parser of slime takes {', '.join(unknown)}", file=sys.stderr)
+    sys.exit(2)
+if problem:
+    raise problem
+"""
+"""slime has each of its parsers leave out what it does not know: an argument that none knows is a mistake without a word."""
+
 
 def check_recipe(file: Path, platform: str | None = None) -> list[Row]:
     """Look at the runs of a recipe, one of each arm.
@@ -110,9 +134,11 @@ def validate_verl(config: DictConfig) -> None:
     for feature in FEATURES:
         if feature.verl and flags.requested(feature) == "by name":
             importlib.import_module(feature.verl).wire(config, flags[feature])
-    inspect.unwrap(validate_config)(config, need_reference_policy(config), need_critic(config))
     actor_rollout = config.actor_rollout_ref
-    OmegaConf.merge(OmegaConf.structured(HFModelConfig), actor_rollout.model)  # made for real it would read the model
+    for section in (actor_rollout, config.critic):  # made for real, a model would be read
+        OmegaConf.merge(OmegaConf.structured(HFModelConfig), section.model)
+    config.critic.model = None
+    inspect.unwrap(validate_config)(config, need_reference_policy(config), need_critic(config))
     for section in (actor_rollout.actor, actor_rollout.rollout, config.algorithm):
         omega_conf_to_dataclass(section)
 
@@ -157,11 +183,13 @@ def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:
     yield from map(_package, ("sglang", "sglang_router", "megatron.core", "megatron.training"))
     given = dict(word.split("=", 1) for word in arguments if word.startswith("--") and "=" in word)
     if _package("megatron.training")[1] == "works":
-        parse = [sys.executable, "-c", "from slime.utils.arguments import parse_args; parse_args()", *arguments]
+        parse = [sys.executable, "-c", _SLIME_PARSE, *arguments]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
         done = subprocess.run(parse, env=env, capture_output=True, text=True)
-        last = (done.stderr.strip().splitlines() or [""])[-1]
-        verdict = ("wrong", last[:400]) if done.returncode else ("works", "parsed and validated by slime")
+        last = (done.stderr.strip().splitlines() or [""])[-1][:400]
+        verdict = ("wrong", last) if done.returncode else ("works", "parsed and validated by slime")
+        if done.returncode not in (0, 2) and _gpus(1)[1] == "unknown":  # 2: argparse's; Megatron-LM looks at the GPU
+            verdict = ("unknown", f"cannot be validated here: {last}")
         yield f"arguments of {plan.arm}", *verdict
     else:
         yield f"arguments of {plan.arm}", "unknown", "slime's parser needs Megatron-LM on PYTHONPATH"

@@ -37,7 +37,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -219,16 +219,12 @@ def load(path: Path, platform: str | None = None) -> Recipe:
         raise RecipeError(f"--platform: {path} has no platform {platform!r}{nearest(platform, platforms)}; {there_are}")
     if platforms:
         values = _merge(values, _extended(platforms[platform or next(iter(platforms))], path, ()))
-    return _checked(values, str(path))
-
-
-def parse(text: str, source: str) -> Recipe:
-    """Check the text of a recipe that extends no other; ``source`` names it in messages.
-
-    Raises:
-        RecipeError: as in :func:`load`.
-    """
-    return _checked(_parse(text, source), source)
+    recipe: Recipe = _typed(Recipe, values, str(path), "")
+    for problem in _problems(recipe):
+        raise RecipeError(f"{path}: {problem}")
+    parse_margin(recipe.metrics.margin)
+    recipe.baseline = recipe.baseline or next(iter(recipe.arms))
+    return recipe
 
 
 def save(recipe: Recipe, path: Path) -> None:
@@ -289,15 +285,6 @@ def _plain(config: DictConfig) -> dict[str, Any]:
     container = OmegaConf.to_container(config, resolve=False)
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
-
-
-def _checked(values: dict[str, Any], source: str) -> Recipe:
-    recipe: Recipe = _typed(Recipe, values, source, "")
-    for problem in _problems(recipe):
-        raise RecipeError(f"{source}: {problem}")
-    parse_margin(recipe.metrics.margin)
-    recipe.baseline = recipe.baseline or next(iter(recipe.arms))
-    return recipe
 
 
 def _typed(schema: Any, values: Any, source: str, where: str) -> Any:
@@ -361,18 +348,13 @@ def _problems(recipe: Recipe) -> Iterator[str]:
             yield f"arms.{arm}: a name of an arm wants letters, digits and ._-"
     if recipe.baseline and recipe.baseline not in recipe.arms:
         yield f"baseline wants one of {', '.join(recipe.arms)}, found {recipe.baseline!r}"
-    if not recipe.seeds or len(set(recipe.seeds)) < len(recipe.seeds) or min(recipe.seeds) < 0:
-        yield f"seeds wants different numbers of at least 0, found {recipe.seeds}"
+    yield from _problems_of_runs(recipe)
     for name, its in recipe.arms.items():
         if its.seeds is not None and not (its.seeds and set(its.seeds) <= set(recipe.seeds)):
             yield f"arms.{name}.seeds wants some of {recipe.seeds}, found {its.seeds}"
     for key in ("nodes", "gpus"):
         if getattr(recipe, key) < 1:
             yield f"{key} wants at least 1, found {getattr(recipe, key)}"
-    if recipe.steps < 1:
-        yield f"steps wants at least 1, found {recipe.steps}"
-    if len(recipe.seeds) > 1 and not recipe.seed_overrides:
-        yield 'several seeds want seed_overrides such as ["data.seed=${seed}"], or all runs would be the same'
     if recipe.timeout_s is not None and not recipe.timeout_s > 0:
         yield f"timeout_s wants a number above 0, found {recipe.timeout_s}"
     if recipe.metrics.warmup_steps < 0:
@@ -395,6 +377,16 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         for key, value in env.items():
             if value is not None and not isinstance(value, str | int | float | bool):
                 yield f"{where}.{key} wants text, a number, true, false or null, found {value!r}"
+
+
+def _problems_of_runs(recipe: Recipe) -> Iterator[str]:
+    """Those that ``--seeds`` and ``--steps`` can bring."""
+    if not recipe.seeds or len(set(recipe.seeds)) < len(recipe.seeds) or min(recipe.seeds) < 0:
+        yield f"seeds wants different numbers of at least 0, found {recipe.seeds}"
+    elif len(recipe.seeds) > 1 and not recipe.seed_overrides:
+        yield 'seeds: several want seed_overrides such as ["data.seed=${seed}"], or all runs would be the same'
+    if recipe.steps < 1:
+        yield f"steps wants at least 1, found {recipe.steps}"
 
 
 @dataclass(frozen=True)
@@ -438,17 +430,13 @@ def plan_runs(
     arms = list(recipe.arms) if arms is None else list(arms)
     seeds = recipe.seeds if seeds is None else list(seeds)
     steps = recipe.steps if steps is None else steps
+    for problem in _problems_of_runs(replace(recipe, seeds=seeds, steps=steps)):
+        raise RecipeError(f"--{problem}")
     for arm in arms:
         if arm not in recipe.arms:
             raise RecipeError(f"--arms: no arm {arm!r}{nearest(arm, recipe.arms)}; arms are {', '.join(recipe.arms)}")
     if not arms or len(set(arms)) < len(arms):
         raise RecipeError(f"--arms wants different arms, found {', '.join(arms) or 'nothing'}")
-    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
-        raise RecipeError(f"--seeds wants different numbers of at least 0, found {seeds}")
-    if len(seeds) > 1 and not recipe.seed_overrides:
-        raise RecipeError("--seeds: this recipe has no seed_overrides, so all runs would be the same")
-    if steps < 1:
-        raise RecipeError(f"--steps wants at least 1, found {steps}")
     kept = {name: arm.seeds for name, arm in recipe.arms.items() if arm.seeds is not None}
     return [
         _plan(recipe, recipe_dir, out, arm, seed, steps)

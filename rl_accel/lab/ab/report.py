@@ -158,8 +158,6 @@ def _run(result: RunResult, runs: Sequence[RunData], recipe: Recipe) -> dict[str
         "train_seconds": sum(seconds),
         "startup_seconds": max(0.0, first - seconds[0]) if seconds and first is not None else None,
         "reward": gain(run, recipe.metrics.reward) if run else None,
-        "log": f"{result.name}/train.log",
-        "metrics": f"{result.name}/metrics.jsonl",
     }
 
 
@@ -215,10 +213,10 @@ def _headline(summary: dict[str, Any], recipe: Recipe) -> list[str]:
         if parts:
             lines.append(f"{arm} against {recipe.baseline}: {', '.join(parts)}.")
     lines += _rollout_lines(summary["rollout"], recipe.baseline) if summary["rollout"] else []
-    if recipe.checks.identical or not summary["rollout"]:  # else the arms differ on purpose
-        lines += [f"{verdict['text']}." for verdict in summary["reward_verdicts"]]
     firsts = [row for row in summary["convergence"]["rows"] if "reach" in row and row["axis"] == "steps"]
     lines += [f"{sentence(row, recipe.baseline, recipe.metrics.margin)}." for row in firsts]
+    if recipe.checks.identical or not summary["rollout"]:  # else the arms differ on purpose
+        lines += [f"{verdict['text']}." for verdict in summary["reward_verdicts"]]
     for run in summary["runs"]:
         if (run["load_average"] or 0.0) > _BUSY * summary["environment"]["cores"]:
             load = f"{run['load_average']:.1f} on {summary['environment']['cores']} cores"
@@ -284,12 +282,10 @@ def render(summary: dict[str, Any], pictures: Sequence[Path], tails: dict[str, s
     }
     text = resources.files("rl_accel.lab.ab").joinpath("report.html.j2").read_text(encoding="utf-8")
     images = [(path.stem.replace("_", " "), base64.b64encode(path.read_bytes()).decode()) for path in pictures]
-    arms = [arm for arm in summary["recipe"]["arms"] if any(run["arm"] == arm for run in summary["runs"])]
     html: str = environment.from_string(text).render(
         s=summary,
         images=images,
         tails=tails,
-        arms=arms,
         tables=tables(summary),
     )
     return html

@@ -6,6 +6,7 @@ Everything returned is plain dictionaries ready for ``summary.json``.
 
 import contextlib
 import fnmatch
+import itertools
 import json
 import math
 from collections import Counter
@@ -103,7 +104,7 @@ def measured_steps(run: RunData, names: Metrics) -> list[int]:
 def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names: Metrics) -> list[dict[str, Any]]:
     """Return one row a stage: seconds of each arm and, for each arm but the baseline, the ratio baseline/arm.
 
-    A row is ``{"stage", "arms": {arm: {median, mean, p25, p75, steps}}, "ratios": {arm: {ratio, low, high, pairs,
+    A row is ``{"stage", "arms": {arm: {median, mean, steps}}, "ratios": {arm: {ratio, low, high, pairs,
     saved_s}}}``. The ratio is of averages over the steps both arms measured with the same seed; ``low`` and ``high``
     bound its 95% interval by a paired bootstrap over those steps (null below 5 pairs). The interval is about the noise
     between the steps of these runs, not about other machines or loads. ``saved_s`` is the difference of the averages.
@@ -121,9 +122,12 @@ def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, nam
                 couples = [
                     (times[base.name], times[ours.name]) for base, ours in pairs(runs, baseline) if ours.arm == arm
                 ]
-                paired = _paired_times(couples, stage)
-                if len(paired):
-                    row["ratios"][arm] = _ratio(paired, np.median if names.average == "median" else np.mean)
+                both = _paired_times(couples, stage)
+                if len(both):
+                    average = np.median if names.average == "median" else np.mean
+                    found = ratio(both[:, 0], both[:, 1], average, paired=True)
+                    saved = float(average(both[:, 0]) - average(both[:, 1]))
+                    row["ratios"][arm] = {**found, "pairs": len(both), "saved_s": saved}
         if row["arms"]:
             rows.append(row)
     return rows
@@ -156,45 +160,31 @@ def _paired_times(couples: Iterable[tuple[Any, Any]], stage: str) -> npt.NDArray
 
 
 def _summary(values: Sequence[float]) -> dict[str, Any]:
-    p25, median, p75 = np.quantile(values, [0.25, 0.5, 0.75])
-    return {
-        "median": float(median),
-        "mean": float(np.mean(values)),
-        "p25": float(p25),
-        "p75": float(p75),
-        "steps": len(values),
-    }
+    return {"median": float(np.median(values)), "mean": float(np.mean(values)), "steps": len(values)}
 
 
-def _ratio(pairs: npt.NDArray[np.float64], average: Callable[..., Any]) -> dict[str, Any]:
-    base, ours = average(pairs, axis=0)
-    ratio: dict[str, Any] = {"ratio": _divide(base, ours), "low": None, "high": None, "pairs": len(pairs)}
-    ratio["saved_s"] = float(base - ours)
-    if len(pairs) >= _MIN_PAIRS and (pairs > 0).all() and len(np.unique(pairs, axis=0)) > 1:
-        ratio["low"], ratio["high"] = ratio_interval(pairs[:, 0], pairs[:, 1], average, paired=True)
-    return ratio
-
-
-def ratio_interval(
-    base: npt.ArrayLike, ours: npt.ArrayLike, average: Callable[..., Any], paired: bool
-) -> tuple[float, float]:
-    """Bound ``average(base) / average(ours)`` by a 95% bootstrap interval over the values, the same ones on each run."""
+def ratio(base: npt.ArrayLike, ours: npt.ArrayLike, average: Callable[..., Any], paired: bool) -> dict[str, Any]:
+    """Return ``average(base) / average(ours)`` as ``ratio``, and ``low`` and ``high`` of its 95% bootstrap interval over the
+    values, the same on each call; null where there is none: below 5 pairs or 2 values of each, or if none differ."""
     from scipy.stats import bootstrap
 
-    interval = bootstrap(
-        (base, ours),
-        lambda x, y, axis: average(x, axis=axis) / average(y, axis=axis),
-        n_resamples=_RESAMPLES,
-        paired=paired,
-        vectorized=True,
-        method="percentile",
-        random_state=np.random.default_rng(0),
-    ).confidence_interval
-    return float(interval.low), float(interval.high)
-
-
-def _divide(a: float, b: float) -> float | None:
-    return float(a / b) if b > 0 else None
+    first, second = np.asarray(base, dtype=float), np.asarray(ours, dtype=float)
+    found: dict[str, Any] = {"ratio": None, "low": None, "high": None}
+    if len(first) and len(second) and average(second) > 0:
+        found["ratio"] = float(average(first) / average(second))
+    enough = min(len(first), len(second)) >= (_MIN_PAIRS if paired else 2)
+    if enough and found["ratio"] and (second > 0).all() and np.ptp(first) + np.ptp(second) > 0:
+        interval = bootstrap(
+            (first, second),
+            lambda x, y, axis: average(x, axis=axis) / average(y, axis=axis),
+            n_resamples=_RESAMPLES,
+            paired=paired,
+            vectorized=True,
+            method="percentile",
+            random_state=np.random.default_rng(0),
+        ).confidence_interval
+        found |= {"low": float(interval.low), "high": float(interval.high)}
+    return found
 
 
 def first_differences(base: RunData, other: RunData, names: Metrics) -> list[dict[str, Any]]:
@@ -211,7 +201,7 @@ def first_differences(base: RunData, other: RunData, names: Metrics) -> list[dic
     for name in compared(every, names):
         pairs = [(step, base.steps[step].get(name), other.steps[step].get(name)) for step in steps]
         pairs = [pair for pair in pairs if pair[1:] != (None, None)]
-        differing = [pair for pair in pairs if not _same(pair[1], pair[2])]
+        differing = [pair for pair in pairs if not same(pair[1], pair[2])]
         if not differing:
             continue
         step, a, b = differing[0]
@@ -260,7 +250,8 @@ def phase(metric: str) -> str:
     return "other"
 
 
-def _same(a: float | None, b: float | None) -> bool:
+def same(a: float | None, b: float | None) -> bool:
+    """Whether two values are equal to the bit; NaN equals NaN."""
     return a == b or (a is not None and b is not None and math.isnan(a) and math.isnan(b))
 
 
@@ -292,14 +283,16 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
     of the responses trained on (:func:`length_distribution`). ``ledgers[]``: one a run that kept one (:func:`ledger_counts`);
     ``without_ledger[]``: runs with rounds and none. ``series{run: {...}}``: step by step (:func:`series`).
     """
-    seconds = {arm: _seconds(recipe, [run for run in runs if run.arm == arm]) for arm in arms}
-    base = seconds.get(recipe.baseline, [])
+    kinds = {arm: _seconds(recipe, [run for run in runs if run.arm == arm]) for arm in arms}
+    seconds = {arm: list(itertools.chain(*its.values())) for arm, its in kinds.items()}
     rows = []
     for arm in arms:
         ours = [run for run in runs if run.arm == arm]
         row: dict[str, Any] = {"arm": arm, "seconds": float(np.mean(seconds[arm])) if seconds[arm] else None}
-        row["kinds"] = _kinds(recipe, ours)
-        row |= _ratio_of_means(base if arm != recipe.baseline else [], seconds[arm])
+        by_kind = {kind: kinds[arm][kind] for kind in (*KINDS, ALL) if kind in kinds[arm]}
+        row["kinds"] = {k: {"steps": len(its), "seconds": float(np.mean(its))} for k, its in by_kind.items()}
+        base = seconds.get(recipe.baseline, []) if arm != recipe.baseline else []
+        row |= ratio(base, seconds[arm], np.mean, paired=False)
         row |= _waste(ours)
         row["lost"] = _lost(ours)
         row["lengths"] = length_distribution(
@@ -323,32 +316,14 @@ def kind_of(metrics: Mapping[str, float]) -> str:
     return next((kind for kind in KINDS if metrics.get(f"{_PREFIX}{kind}_round") == 1.0), ALL)
 
 
-def _rollout_steps(recipe: Recipe, runs: Iterable[RunData]) -> Iterator[Mapping[str, float]]:
-    """Metrics of the measured steps that have the time of their rollout."""
-    for run in runs:
-        for step in measured_steps(run, recipe.metrics):
-            if recipe.metrics.stage_prefix + "gen" in run.steps[step]:
-                yield run.steps[step]
-
-
-def _seconds(recipe: Recipe, runs: Iterable[RunData]) -> list[float]:
-    return [metrics[recipe.metrics.stage_prefix + "gen"] for metrics in _rollout_steps(recipe, runs)]
-
-
-def _kinds(recipe: Recipe, runs: Iterable[RunData]) -> dict[str, Any]:
+def _seconds(recipe: Recipe, runs: Iterable[RunData]) -> dict[str, list[float]]:
+    """Rollout seconds of the measured steps that have it, by kind of round."""
     seconds: dict[str, list[float]] = {}
-    for metrics in _rollout_steps(recipe, runs):
-        seconds.setdefault(kind_of(metrics), []).append(metrics[recipe.metrics.stage_prefix + "gen"])
-    order = [kind for kind in (*KINDS, ALL) if kind in seconds]
-    return {kind: {"steps": len(seconds[kind]), "seconds": float(np.mean(seconds[kind]))} for kind in order}
-
-
-def _ratio_of_means(base: Sequence[float], ours: Sequence[float]) -> dict[str, float | None]:
-    """Ratio of the means with its 95% interval; steps of different arms are no pairs."""
-    if not base or not ours or not np.mean(ours) > 0:
-        return {"ratio": None, "low": None, "high": None}
-    low, high = ratio_interval(base, ours, np.mean, paired=False) if min(len(base), len(ours)) > 1 else (None, None)
-    return {"ratio": float(np.mean(base) / np.mean(ours)), "low": low, "high": high}
+    for run, name in ((run, recipe.metrics.stage_prefix + "gen") for run in runs):
+        for metrics in (run.steps[step] for step in measured_steps(run, recipe.metrics)):
+            if name in metrics:
+                seconds.setdefault(kind_of(metrics), []).append(metrics[name])
+    return seconds
 
 
 def _waste(runs: Iterable[RunData]) -> dict[str, float | None]:

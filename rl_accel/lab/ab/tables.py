@@ -75,8 +75,8 @@ def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
     found, baseline, arms = summary["convergence"], summary["recipe"]["baseline"], list(summary["recipe"]["arms"])
     levels, reached = [], []
     for row in found["rows"]:
-        longest = f" of {row['longest']:.4g}" if row["end"] < row["longest"] else ""
-        start = [row["arm"], row["metric"], f"{row['end']:.4g}{longest} {AXES[row['axis']]}"]
+        longest = f" of {_text(row['longest'], '.4g')}" if row["end"] < row["longest"] else ""
+        start = [row["arm"], row["metric"], f"{_text(row['end'], '.4g')}{longest} {AXES[row['axis']]}"]
         levels.append([*start, *_texts(row, "+.3g"), f"{row['margin']:.3g}", row["answer"]])
         if reach := row.get("reach"):
             counts = [f"{n} of {of}" for n, of in zip(reach["reached"], row["runs"], strict=True)]
@@ -106,4 +106,6 @@ def _text(value: float | None, form: str) -> str:
     """Return a number as text, with the form ``s`` as a duration; nothing for one that is not known."""
     if value is None or not math.isfinite(value):
         return ""
+    if form == ".4g" and abs(value) >= 1000:  # prompts, not 2.3e+04
+        form = ",.0f"
     return format_seconds(value) if form == "s" else f"{value:{form.rstrip('x')}}{'x' * form.endswith('x')}"

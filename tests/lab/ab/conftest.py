@@ -15,6 +15,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from rl_accel.errors import RecipeError
 from rl_accel.lab.ab.cli import ab
 
 TRAINER = Path(__file__).with_name("toy_trainer.py")
@@ -62,8 +63,7 @@ def start_ab(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]
     temp.mkdir()
 
     def start(*arguments: object) -> "subprocess.Popen[str]":
-        code = "from rl_accel.lab.ab.cli import ab; ab()"
-        words = [sys.executable, "-c", code, *map(str, arguments)]
+        words = [sys.executable, "-m", "rl_accel", "ab", *map(str, arguments)]
         env = {**os.environ, "COLUMNS": "200", "TMPDIR": str(temp)}
         process = subprocess.Popen(
             words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
@@ -101,7 +101,8 @@ def call_ab() -> Callable[..., tuple[int, str]]:
 
     def call(*arguments: object) -> tuple[int, str]:
         result = CliRunner().invoke(ab, [str(word) for word in arguments])
-        return result.exit_code, result.output
+        wrong = isinstance(result.exception, RecipeError)
+        return (2, str(result.exception)) if wrong else (result.exit_code, result.output)
 
     return call
 

@@ -3,20 +3,19 @@
 import math
 
 import pytest
-import yaml
 
 from rl_accel.lab.ab.checks import run_checks
-from rl_accel.lab.ab.recipe import parse
+from rl_accel.lab.ab.recipe import load
 from rl_accel.lab.ab.runner import RunResult
 from rl_accel.lab.ab.stats import RunData, stage_table
 
 
 @pytest.fixture
-def judge(toy_recipe, tmp_path):
+def judge(recipe_file, tmp_path):
     """Run the checks on runs given as arm -> list of metrics, a step each."""
 
     def check(name, arms, asked=None, status="done", logs=None, **checks):
-        recipe = parse(yaml.safe_dump(toy_recipe(checks=checks), sort_keys=False), "r")
+        recipe = load(recipe_file(checks=checks))
         runs = [RunData(arm, 0, dict(enumerate(steps, 1))) for arm, steps in arms.items()]
         results = [RunResult(arm, 0, 2, "f", [], {}, status=status, message="why") for arm in arms]
         for arm, text in (logs or {}).items():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import struct
 
 import numpy as np
 import pytest
@@ -61,7 +62,10 @@ def test_runs_of_two_arms_that_are_equal(call, write):
     assert "tail and stock, critic/score/mean against training steps: equal within the margin" in output
     assert "5% of stock's gain; 8 seeds, paired" in output
     assert "stock-seed0: verl's file logger, steps 1 to 60" in output
-    assert "seconds and hours compare only what ran on equal GPUs: stock-seed0 on unknown ones" in output
+    assert (
+        "seconds and hours compare only what ran on equal GPUs: all runs of stock, all runs of tail on unknown ones"
+        in output
+    )
     page = (next(iter(stock)).parent / "out" / "report.html").read_text()
     assert "Did it change learning?" in page
     assert "No check is red" not in page, "nothing was checked"
@@ -101,7 +105,7 @@ def test_unequal_lengths_restarts_and_missing_metrics_are_said(call, write, tmp_
     assert "50 of 60 training steps" in output
     assert "val-core/gsm8k/acc/mean@1 is not in" in output
     assert "hours of training are not known of tail-seed0, which did not log timing_s/step of every step" in output
-    assert "prompts trained are not known of stock-seed0" in output
+    assert "prompts trained are not known of all runs of stock, all runs of tail, which did not tell" in output
     row = rows_of(summary)["tail"]
     assert (row["end"], row["answer"]) == (50, "not enough runs")
     assert row["enough"][0] > 3
@@ -146,6 +150,31 @@ def test_what_changed_in_the_data_comes_from_metrics_telemetry_and_ledgers(call,
     assert [data[f"prompts: {key}"]["tail"] for key in ("once", "again", "rejected")] == [1, 1, 1]
     assert summary["rollout"]["ledgers"][0]["run"] == "tail-seed0"
     assert "What changed in the data" in output
+
+
+def test_what_wandb_tells_of_a_run_is_used_and_gpus_that_differ_are_said(call, tmp_path):
+    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    for arm, gpu in (("stock", "H100"), ("tail", "H20")):
+        for seed in range(3):
+            records = [messages.Record() for _ in range(12)]
+            records[0].environment.gpu_type, records[0].environment.gpu_count = f"NVIDIA {gpu}", 8
+            config = json.dumps({"seed": seed, "train_batch_size": 16})
+            records[1].run.config.update.add(key="data", value_json=config)
+            for step, record in enumerate(records[2:], 1):
+                record.history.step.num = step
+                for name, value in ((REWARD, step / 10), ("timing_s/step", 2.0)):
+                    record.history.item.add(key=name, value_json=json.dumps(value))
+            entries = [record.SerializeToString() for record in records]
+            folder = tmp_path / arm / "wandb" / f"offline-run-20260101_00000{seed}-abc{seed}"
+            folder.mkdir(parents=True)
+            data = b":W&B\xbe\xe1\x00" + b"".join(struct.pack("<IHB", 0, len(its), 1) + its for its in entries)
+            (folder / f"run-abc{seed}.wandb").write_bytes(data)
+    runs = [sorted((tmp_path / arm / "wandb").iterdir()) for arm in ("stock", "tail")]
+    code, output, summary = call(*runs[0], "--against", *runs[1])
+    assert code == 0, output
+    row = rows_of(summary, "prompts")["tail"]
+    assert (row["paired"], row["end"], row["answer"]) == (True, 160, "equal within the margin")
+    assert "equal GPUs: all runs of stock on 8 x NVIDIA H100; all runs of tail on 8 x NVIDIA H20" in output
 
 
 def test_slime_has_its_own_names(call, tmp_path):

@@ -18,7 +18,7 @@ from rl_accel.lab.ab.recipe import load, plan_runs
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 VERL = ("verl_gsm8k", "verl_dapo_math", "verl_code", "verl_async")
-SLIME_ROOT = os.environ.get("SLIME_ROOT", "")
+SLIME_ROOT, MEGATRON_ROOT = (os.environ.get(name, "") for name in ("SLIME_ROOT", "MEGATRON_ROOT"))
 
 
 def plans_of(name, platform=None, steps=None):
@@ -271,6 +271,42 @@ def test_doctor_names_what_is_wrong_and_asks_for_no_gpu_on_a_cpu(doctor, tmp_pat
     code, rows = doctor("--recipe", wrong)
     verdict, why = rows["configuration of stock"]
     assert (code, verdict, "data.wrong" in why) == (1, "wrong", True)
+
+
+def test_doctor_needs_no_model_to_check_a_critic(doctor, tmp_path, verl):
+    _, rows = doctor("--recipe", EXAMPLES / "verl_ppo_cpu")
+    assert rows["configuration of stock"] == ("works", "composed and validated by verl")
+    wrong = tmp_path / "recipe.yaml"
+    wrong.write_text(f"extends: {EXAMPLES}/verl_ppo_cpu/recipe.yaml\noverrides: [+critic.model.rope=1]\n")
+    _, rows = doctor("--recipe", wrong)
+    assert (rows["configuration of stock"][0], "rope" in rows["configuration of stock"][1]) == ("wrong", True)
+
+
+@pytest.mark.skipif(not (SLIME_ROOT and MEGATRON_ROOT), reason="SLIME_ROOT and MEGATRON_ROOT name no checkouts")
+@pytest.mark.parametrize(
+    ("flag", "verdict", "why"),
+    [
+        ("--swiglu", ("works", "unknown"), ("parsed and validated by slime", "CUDA")),
+        ("--swiglue", ("wrong",), ("no parser of slime takes --swiglue",)),
+    ],
+)
+def test_slime_and_megatron_parse_every_argument(flag, verdict, why, doctor, slime_places, tmp_path, monkeypatch):
+    """Whole, up to where Megatron-LM looks at the GPU."""
+    monkeypatch.setenv("PYTHONPATH", MEGATRON_ROOT)
+    model = tmp_path / "MODEL_DIR" / "Qwen3-4B"
+    for folder in (model, model.with_name("Qwen3-4B_torch_dist")):
+        folder.mkdir(parents=True)
+    sizes = {"hidden_size": 2560, "num_hidden_layers": 36, "intermediate_size": 9728, "num_attention_heads": 32}
+    sizes |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "rope_theta": 1000000, **sizes}))
+    file = tmp_path / "recipe.yaml"
+    changes = f"platforms: {{gpu: {{overrides: [{flag}]}}}}\n"
+    file.write_text(f"extends: {EXAMPLES}/slime_math/recipe.yaml\n{changes}")
+    monkeypatch.syspath_prepend(MEGATRON_ROOT)
+    _, rows = doctor("--recipe", file)
+    found, text = rows["arguments of plain"]
+    assert found in verdict, text
+    assert any(part in text for part in why), text
 
 
 def test_doctor_of_slime(doctor, slime_places):

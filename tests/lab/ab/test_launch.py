@@ -77,13 +77,20 @@ def test_plain_commands_make_one_run_each(recipe_file, call_ab, shell, tmp_path)
     assert (out / "summary.json").exists()
 
 
-def test_a_job_of_ray_carries_the_environment_that_actors_need(recipe_file, call_ab, tmp_path):
-    path = recipe_file(env={"A": "b c", "GONE": None}, platforms={"gpu": {"gpus": 8, "nodes": 2}})
+def test_a_job_of_ray_carries_the_environment_that_actors_need(recipe_file, call_ab, tmp_path, monkeypatch):
+    monkeypatch.setenv("MODELS", "/models")
+    path = recipe_file(
+        env={"A": "b c", "GONE": None}, overrides=["m=${oc.env:MODELS}"], platforms={"gpu": {"gpus": 8, "nodes": 2}}
+    )
     _, script = call_ab(path, "--out", tmp_path / "out", "--launch", "ray", "--platform", "gpu")
     words = shlex.split(script.splitlines()[2])
     assert words[:3] == ["ray", "job", "submit"]
     env = json.loads(words[3].removeprefix("--runtime-env-json="))["env_vars"]
-    assert env == {"A": "b c", "VERL_FILE_LOGGER_PATH": str(tmp_path / "out/stock-seed0/metrics.jsonl")}
+    assert env == {
+        "MODELS": "/models",
+        "A": "b c",
+        "VERL_FILE_LOGGER_PATH": str(tmp_path / "out/stock-seed0/metrics.jsonl"),
+    }
     assert shlex.join(words[5:]).startswith(
         f"rl-accel ab {path} --out {tmp_path}/out --platform gpu --only stock-seed0"
     )

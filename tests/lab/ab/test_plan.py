@@ -4,17 +4,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from rl_accel.errors import RecipeError
-from rl_accel.lab.ab.recipe import parse, plan_runs, prepare_command
+from rl_accel.lab.ab.recipe import load, plan_runs, prepare_command
 
 HOME, OUT = Path("/home/r"), Path("/out")
 
 
 @pytest.fixture
-def recipe(toy_recipe):
-    return lambda **changes: parse(yaml.safe_dump(toy_recipe(**changes), sort_keys=False), "r")
+def recipe(recipe_file):
+    return lambda **changes: load(recipe_file(**changes))
 
 
 def test_commands_join_common_seed_step_and_arm_overrides_in_this_order(recipe):
@@ -91,7 +90,7 @@ def test_prepare_may_not_depend_on_a_run(recipe):
 
 
 def test_several_seeds_without_seed_overrides_are_refused(recipe):
-    with pytest.raises(RecipeError, match="no seed_overrides"):
+    with pytest.raises(RecipeError, match="--seeds: several want seed_overrides"):
         plan_runs(recipe(seed_overrides=[]), HOME, OUT, seeds=[0, 1])
 
 

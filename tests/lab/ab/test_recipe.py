@@ -6,24 +6,17 @@ import pytest
 import yaml
 
 from rl_accel.errors import RecipeError
-from rl_accel.lab.ab.recipe import Recipe, load, parse, save
+from rl_accel.lab.ab.recipe import Recipe, load, save
 
 
-def dump(mapping) -> str:
-    return yaml.safe_dump(mapping, sort_keys=False)
-
-
-def test_reads_every_section(toy_recipe):
-    recipe = parse(
-        dump(
-            toy_recipe(
-                seeds=[3, 4],
-                env={"A": 1, "B": True, "C": None},
-                metrics={"reward": "r", "warmup_steps": 0},
-                checks={"faster": {"adv": 2}, "warn_only": ["faster"], "rollout_probs_diff": None},
-            )
-        ),
-        "r",
+def test_reads_every_section(recipe_file):
+    recipe = load(
+        recipe_file(
+            seeds=[3, 4],
+            env={"A": 1, "B": True, "C": None},
+            metrics={"reward": "r", "warmup_steps": 0},
+            checks={"faster": {"adv": 2}, "warn_only": ["faster"], "rollout_probs_diff": None},
+        )
     )
     assert list(recipe.arms) == ["stock", "accelerated"]
     assert recipe.arms["accelerated"].overrides == ["adv=0.1"]
@@ -34,15 +27,13 @@ def test_reads_every_section(toy_recipe):
     assert (recipe.checks.faster, recipe.checks.rollout_probs_diff) == ({"adv": 2.0}, None)
 
 
-def test_placeholders_and_hydra_interpolations_are_kept_as_they_are(toy_recipe):
+def test_placeholders_and_hydra_interpolations_are_kept_as_they_are(recipe_file):
     overrides = ["a=${run_dir}/x", "b=${data.train_batch_size}", "c=${oc.env:HOME}", "d=5"]
-    assert parse(dump(toy_recipe(overrides=overrides)), "r").overrides == overrides
+    assert load(recipe_file(overrides=overrides)).overrides == overrides
 
 
-def test_the_first_arm_is_the_baseline_when_none_is_named(toy_recipe):
-    mapping = toy_recipe()
-    del mapping["baseline"]
-    assert parse(dump(mapping), "r").baseline == "stock"
+def test_the_first_arm_is_the_baseline_when_none_is_named(recipe_file):
+    assert load(recipe_file(baseline="")).baseline == "stock"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +66,7 @@ def test_the_first_arm_is_the_baseline_when_none_is_named(toy_recipe):
         ({"name": None}, "name wants str"),
         ({"seeds": [1, 1]}, "seeds wants different numbers"),
         ({"seeds": [-1]}, "seeds wants different numbers of at least 0"),
-        ({"seeds": [0, 1], "seed_overrides": []}, "several seeds want seed_overrides"),
+        ({"seeds": [0, 1], "seed_overrides": []}, "seeds: several want seed_overrides"),
         ({"env": {"A": [1]}}, "env.A wants text, a number"),
         ({"metrics": {"warmup_steps": -1}}, "warmup_steps wants at least 0"),
         ({"metrics": {"average": "mode"}}, "metrics.average wants one of median, mean, found 'mode'"),
@@ -86,16 +77,18 @@ def test_the_first_arm_is_the_baseline_when_none_is_named(toy_recipe):
         ({"overrides": ["a=${unclosed"]}, r"overrides\[0\]: no viable"),
     ],
 )
-def test_a_wrong_recipe_is_refused_with_the_key(toy_recipe, changes, message):
+def test_a_wrong_recipe_is_refused_with_the_key(recipe_file, changes, message):
+    path = recipe_file(**changes)
     with pytest.raises(RecipeError, match=message) as caught:
-        parse(dump(toy_recipe(**changes)), "the/recipe.yaml")
-    assert str(caught.value).startswith("the/recipe.yaml: ")
+        load(path)
+    assert str(caught.value).startswith(f"{path}: ")
 
 
 @pytest.mark.parametrize("text", ["", "just text", "- a\n- list", "a: [unclosed", "a: 1\na: 2"])
-def test_text_that_is_no_mapping_is_refused(text):
-    with pytest.raises(RecipeError, match=r"^r(:| is not valid YAML)"):
-        parse(text, "r")
+def test_text_that_is_no_mapping_is_refused(text, tmp_path):
+    (tmp_path / "r").write_text(text)
+    with pytest.raises(RecipeError, match=r"/r(:| is not valid YAML)"):
+        load(tmp_path / "r")
 
 
 def test_an_unreadable_file_is_refused_with_its_path(tmp_path: Path):

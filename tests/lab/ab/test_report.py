@@ -5,20 +5,19 @@ import json
 import re
 
 import pytest
-import yaml
 from rich.console import Console
 
+from rl_accel.lab.ab import recipe as recipes
 from rl_accel.lab.ab import report
-from rl_accel.lab.ab.recipe import parse
 from rl_accel.lab.ab.runner import RunResult
 
 
 @pytest.fixture
-def build(toy_recipe, tmp_path):
+def build(recipe_file, tmp_path):
     """Build a report from metrics given as run name -> records; returns the summary."""
 
     def make(runs, load=0.1, files=None, **changes):
-        recipe = parse(yaml.safe_dump(toy_recipe(**changes), sort_keys=False), "r")
+        recipe = recipes.load(recipe_file(**changes))
         results = []
         for name, logged in runs.items():
             arm, seed = name.split("-seed")

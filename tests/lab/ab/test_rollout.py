@@ -3,12 +3,11 @@
 import json
 
 import pytest
-import yaml
 
 from rl_accel.lab.ab import report
 from rl_accel.lab.ab.checks import run_checks
 from rl_accel.lab.ab.convergence import converge
-from rl_accel.lab.ab.recipe import parse
+from rl_accel.lab.ab.recipe import load
 from rl_accel.lab.ab.runner import RunResult
 from rl_accel.lab.ab.stats import KINDS, RunData, ledger_counts, length_distribution, rollout_summary
 from rl_accel.telemetry.stage_clock import read_log
@@ -28,12 +27,12 @@ def metrics(gen, reward, kind=None, generated=0, wasted=0):
 
 
 @pytest.fixture
-def summarise(toy_recipe, tmp_path):
+def summarise(recipe_file, tmp_path):
     """Summarise runs given as ``"arm-seed0" -> list of metrics``; returns the summary and a function that judges it."""
 
     def make(runs, ledgers=None, outputs=None, recipe=None, **wanted):
         keys = {"rollout": {"report": True, **wanted}, "metrics": {"warmup_steps": 0}, **(recipe or {})}
-        recipe = parse(yaml.safe_dump(toy_recipe(**keys)), "r")
+        recipe = load(recipe_file(**keys))
         data, results = [], []
         for name, steps in runs.items():
             arm, seed = name.split("-seed")
@@ -236,10 +235,10 @@ def test_a_run_without_any_of_it_has_an_empty_part(summarise):
     assert "ledger" not in checks
 
 
-def test_an_asynchronous_arm_is_not_predicted_from_the_telemetry_of_the_baseline(toy_recipe, repo):
+def test_an_asynchronous_arm_is_not_predicted_from_the_telemetry_of_the_baseline(recipe_file, repo):
     asynchronous = {"overrides": ["trainer.v1.trainer_mode=colocate_async"]}
     keys = {"arms": {"stock": {}, "async": asynchronous}, "rollout": {"report": True}, "metrics": {"warmup_steps": 2}}
-    recipe = parse(yaml.safe_dump(toy_recipe(**keys)), "r")
+    recipe = load(recipe_file(**keys))
     folder = repo / "tests" / "plan" / "ab_vllm" / "stock"
     steps = read_log(folder / "metrics.jsonl")
     runs = [RunData("stock", 0, steps, [], folder), RunData("async", 0, steps)]
