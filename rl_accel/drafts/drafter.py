@@ -1,6 +1,8 @@
 """vLLM's side of drafts: ``speculative_config={"method": "custom_class", "model": "rl_accel.drafts.drafter.Drafter", ...}``."""
 
+import itertools
 import logging
+import operator
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -223,9 +225,8 @@ class Drafter:
             new, match, worth = len(sampled[row]), request.match, request.worth
             if match is not None:
                 came = matrix[row, request.length : ends[row]].tolist()
-                equal = [guess == token for guess, token in zip(match.tokens, came, strict=False)]
-                hits = equal.index(False) if False in equal else len(equal)
-                tries = sum(match.shares[: min(hits + 1, len(equal))])
+                hits = sum(itertools.takewhile(bool, map(operator.eq, match.tokens, came)))
+                tries = sum(match.shares[: min(hits + 1, len(came))])
                 request.prompt.rates[match.source == OTHER].add(hits, tries, kept=0.95)
                 self._rate(match).add(hits, tries, kept=0.99)
                 if worth and len(came) == new:

@@ -195,19 +195,13 @@ def _places(pool: Pool, chain: int, context: Any, end: int, key: int, oldest: in
     number; how many tokens that is."""
     places = np.zeros(CANDIDATES, np.int64)
     position = pool.slots[chain, slot_of(chain, key, context, end, pool.slots.shape[1])] - 1
-    voters, most, size = 0, min(CONTEXT, end), len(pool.tokens)
+    voters, most = 0, min(CONTEXT, end)
     for _ in range(CANDIDATES if least <= most else 0):
         if not _live(pool, position):
             break
         length, place = 0, _previous(pool, position)
-        at = place % size
-        while place >= 0 and length < most and pool.tokens[at, 0] == context[end - 1 - length]:
-            length += 1
-            if place % BLOCK:  # as _previous, but no division
-                place, at = place - 1, at - 1
-            else:
-                place = _previous(pool, place)
-                at = place % size
+        while place >= 0 and length < most and _token(pool, place)[0] == context[end - 1 - length]:
+            length, place = length + 1, _previous(pool, place)
         if length >= least:
             block = _block(pool, position)
             if (block[KEY] == key) == (chain == 0) and block[VISIT] >= oldest:

@@ -1,6 +1,8 @@
 """``rl-accel bench drafts``: what drafts would have done in a run that is over, by its rollout files, without an engine."""
 
+import itertools
 import json
+import operator
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -31,7 +33,8 @@ def _pace(text: str) -> Callable[[int], float]:
         )
     except ValueError:
         raise click.BadParameter(f"wants pairs of requests and seconds as in 1:0.02,64:0.04, found {text!r}") from None
-    return lambda running: float(np.interp(running, *zip(*points, strict=True)))
+    counts, paces = zip(*points, strict=True)
+    return lambda running: float(np.interp(running, counts, paces))
 
 
 def _count(name: str, default: int, text: str, least: int = 1) -> Any:
@@ -104,8 +107,7 @@ class _Row:
     def step(self) -> list[int]:
         """Return the tokens that a step accepts and samples."""
         left = self.tokens[self.done : self.done + len(self.draft) + 1]
-        equal = [guess == token for guess, token in zip(self.draft, left[:-1], strict=False)]
-        new = left[: 1 + (equal.index(False) if False in equal else len(equal))]
+        new = left[: 1 + sum(itertools.takewhile(bool, map(operator.eq, self.draft, left[:-1])))]
         self.done += len(new)
         return new
 
