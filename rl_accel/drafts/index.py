@@ -99,8 +99,8 @@ class TokenIndex:
     def lookup(self, sequence: TokenSequence, tokens: NDArray[np.int32], limit: int) -> Match | None:
         """Return what followed where ``sequence``, which lies in ``tokens``, has been before; None where nothing is alike.
 
-        Of the places of the prompt where the sequence's last GRAM tokens occur, the newest CANDIDATES are compared, and as many of
-        other prompts. Those that share most tokens with its end vote; if the prompt and others share as many, those of the prompt.
+        Of the places of the prompt where the sequence's last GRAM tokens occur, the newest CANDIDATES are compared, and as many
+        of all prompts. Those that share most tokens with its end vote; if the prompt and others share as many, those of the prompt.
         They vote on one next token after the other, the newest with weight 1, the next with 1/2, then 1/3 and so on; who is
         outvoted votes no more. There are at most ``limit`` tokens, and one fewer than fit in ``tokens``.
         """
