@@ -1,6 +1,8 @@
 """vLLM's side of drafts: ``speculative_config={"method": "custom_class", "model": "rl_accel.drafts.drafter.Drafter", ...}``."""
 
+import itertools
 import logging
+import operator
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +13,7 @@ import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
-from rl_accel.drafts.index import CONTEXT, OTHER, PROMPT, SOURCES, Match, TokenIndex, TokenSequence
+from rl_accel.drafts.index import CONTEXT, OTHER, PROMPT, SOURCES, Match, TokenIndex, TokenSequence, key_of
 from rl_accel.features import DraftsFlags
 
 SETTINGS = "rl_accel_drafts"
@@ -83,7 +85,7 @@ class Drafter:
         self._idle = parallel.rank % (parallel.tensor_parallel_size * parallel.prefill_context_parallel_size) != 0
         self._clock = clock
         self._index = TokenIndex(1 if self._idle else self.settings.memory_mb)
-        self._prompts: LRUCache[int, _Prompt] = LRUCache(len(self._index.pool.count) // 8)  # one for 256 tokens
+        self._prompts: LRUCache[int, _Prompt] = LRUCache(len(self._index.pool.blocks) // 8)  # one for 256 tokens
         self._rows: dict[int, _Request] = {}
         self._gone: LRUCache[tuple[int, bytes], _Request] = LRUCache(REMEMBERED)
         self._version = 0
@@ -198,7 +200,7 @@ class Drafter:
 
     def _request(self, tokens: NDArray[np.int32], length: int, version: int) -> _Request:
         """Return a new request with the prompt ``tokens[:length]``, which the index then has."""
-        key = hash(tokens[:length].tobytes())
+        key = key_of(tokens[:length])
         prompt = self._prompts.get(key)
         if prompt is None:
             visits = deque([version], maxlen=self.settings.epochs + 1)
@@ -223,9 +225,8 @@ class Drafter:
             new, match, worth = len(sampled[row]), request.match, request.worth
             if match is not None:
                 came = matrix[row, request.length : ends[row]].tolist()
-                equal = [guess == token for guess, token in zip(match.tokens, came, strict=False)]
-                hits = equal.index(False) if False in equal else len(equal)
-                tries = sum(match.shares[: min(hits + 1, len(equal))])
+                hits = sum(itertools.takewhile(bool, map(operator.eq, match.tokens, came)))
+                tries = sum(match.shares[: min(hits + 1, len(came))])
                 request.prompt.rates[match.source == OTHER].add(hits, tries, kept=0.95)
                 self._rate(match).add(hits, tries, kept=0.99)
                 if worth and len(came) == new:

@@ -5,6 +5,7 @@ so one in a block that is gone can be told. Each position is in two chains: it h
 the same GRAM tokens of the same prompt, and one to the last that came after them at any prompt. Hash tables have the newest.
 """
 
+import hashlib
 import itertools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,10 +21,8 @@ GRAM = 3
 """Tokens that a context and a place must share at least."""
 CONTEXT = 32
 """Tokens of a context that are compared at most."""
-CANDIDATES = 32
-"""Places that are compared at most, the newest first."""
-WALK = 4 * CANDIDATES
-"""Entries of a chain that are visited at most: several chains may share a slot, and that of all prompts has places of each."""
+CANDIDATES = 16
+"""Places of a chain that are compared at most, the newest first."""
 SOURCES = ("own", "sibling", "earlier", "other")
 """Where a match is: in the request itself or its prompt, in a response of the same visit, in one of another; at another prompt."""
 OTHER = SOURCES.index("other")
@@ -46,6 +45,11 @@ class TokenSequence:
     number: int = field(default_factory=itertools.count(1).__next__)
 
 
+def key_of(prompt: NDArray[np.int32]) -> int:
+    """Return the key of a prompt's tokens, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(), "little", signed=True)
+
+
 class Match(NamedTuple):
     """What followed, at the places that are most like a context."""
 
@@ -58,16 +62,14 @@ class Match(NamedTuple):
 class Pool(NamedTuple):
     """The arrays of an index: N tokens in N / BLOCK blocks, H slots."""
 
-    tokens: Any  # int32[N]
-    older: Any  # int32[2, N]: from a position to the one before it in its chain of the prompt, of all prompts; 0 at the end
+    tokens: Any  # int32[N, 3]: the token; minus how far back the next is in its prompt's chain and in that of all; 0 at the end
+    blocks: Any  # int64[N / BLOCK, 6], see BEFORE
     slots: Any  # int64[2, H]: 1 + the newest position of such a chain, 0 for none
-    before: Any  # int64[blocks]: the position of the token before the first, -1 for none
-    after: Any  # int64[blocks]: the block that goes on after the last token, -1 for none
-    count: Any  # int64[blocks]: tokens in it
-    key: Any  # int64[blocks], and so on: of the sequence
-    visit: Any
-    number: Any
     used: Any  # int64[1]: blocks given out so far, those that are gone included
+
+
+BEFORE, AFTER, COUNT, KEY, VISIT, NUMBER = range(6)
+"""Of a block: the position of the token before its first, the block after it (-1 for none), its tokens; the sequence's numbers."""
 
 
 class TokenIndex:
@@ -85,9 +87,8 @@ class TokenIndex:
         budget = int(memory_mb * 2**20)
         slots = 2 ** (budget.bit_length() - 7)
         blocks = (budget - 2 * 8 * slots) // (BLOCK * 3 * 4 + 6 * 8)
-        of_tokens = (np.zeros(blocks * BLOCK, np.int32), np.zeros((2, blocks * BLOCK), np.int32))
-        of_blocks = (np.zeros(blocks, np.int64) for _ in range(6))
-        self.pool = Pool._make((*of_tokens, np.zeros((2, slots), np.int64), *of_blocks, np.zeros(1, np.int64)))
+        numbers = (np.zeros(shape, np.int64) for shape in ((blocks, 6), (2, slots), 1))
+        self.pool = Pool(np.zeros((blocks * BLOCK, 3), np.int32), *numbers)
 
     def extend(self, sequence: TokenSequence, tokens: NDArray[np.int32], end: int) -> None:
         """Append to ``sequence`` what ``tokens[:end]`` has beyond its length."""
@@ -98,8 +99,8 @@ class TokenIndex:
     def lookup(self, sequence: TokenSequence, tokens: NDArray[np.int32], limit: int) -> Match | None:
         """Return what followed where ``sequence``, which lies in ``tokens``, has been before; None where nothing is alike.
 
-        Of the places of the prompt where the sequence's last GRAM tokens occur, the newest CANDIDATES are compared, and as many of
-        other prompts. Those that share most tokens with its end vote; if the prompt and others share as many, those of the prompt.
+        Of the places of the prompt where the sequence's last GRAM tokens occur, the newest CANDIDATES are compared, and as many
+        of all prompts. Those that share most tokens with its end vote; if the prompt and others share as many, those of the prompt.
         They vote on one next token after the other, the newest with weight 1, the next with 1/2, then 1/3 and so on; who is
         outvoted votes no more. There are at most ``limit`` tokens, and one fewer than fit in ``tokens``.
         """
@@ -131,7 +132,17 @@ def slot_of(chain: int, key: int, tokens: Any, end: int, slots: int) -> Any:
 
 @compiled
 def _live(pool: Pool, position: int) -> bool:
-    return position >= 0 and pool.used[0] - len(pool.count) <= position // BLOCK
+    return position >= 0 and pool.used[0] - len(pool.blocks) <= position // BLOCK
+
+
+@compiled
+def _block(pool: Pool, position: int) -> Any:
+    return pool.blocks[position // BLOCK % len(pool.blocks)]
+
+
+@compiled
+def _token(pool: Pool, position: int) -> Any:
+    return pool.tokens[position % len(pool.tokens)]
 
 
 @compiled
@@ -139,81 +150,69 @@ def _previous(pool: Pool, position: int) -> int:
     """The position of the token before that at ``position``, which is there; -1 if there is none."""
     if position % BLOCK:
         return position - 1
-    previous = pool.before[position // BLOCK % len(pool.count)]
+    previous = _block(pool, position)[BEFORE]
     return previous if _live(pool, previous) else -1
 
 
 @compiled
 def _next(pool: Pool, position: int) -> int:
-    offset, block = position % BLOCK, position // BLOCK % len(pool.count)
-    if offset + 1 < pool.count[block]:
+    block = _block(pool, position)
+    if position % BLOCK + 1 < block[COUNT]:
         return position + 1
-    following = pool.after[block] * BLOCK
+    following = block[AFTER] * BLOCK
     return following if _live(pool, following) else -1
 
 
 @compiled
 def _extend(pool: Pool, tokens: Any, begin: int, end: int, key: int, visit: int, number: int, last: int) -> int:
-    size, blocks = len(pool.tokens), len(pool.count)
     for at in range(begin, end):
-        block = last // BLOCK % blocks
-        goes_on = _live(pool, last) and pool.number[block] == number
+        block = _block(pool, last)
+        goes_on = _live(pool, last) and block[NUMBER] == number
         position = last + 1
         if not goes_on or position % BLOCK == 0:
-            fresh = pool.used[0]
             if goes_on:
-                pool.after[block] = fresh
+                block[AFTER] = pool.used[0]
+            position = pool.used[0] * BLOCK
             pool.used[0] += 1
-            block, position = fresh % blocks, fresh * BLOCK
-            pool.before[block], pool.after[block], pool.count[block] = last, -1, 0
-            pool.key[block], pool.visit[block], pool.number[block] = key, visit, number
-        place = position % size
-        pool.tokens[place] = tokens[at]
-        pool.count[block] += 1
-        for chain in range(2):
-            pool.older[chain, place] = 0
-            if at >= GRAM:
-                slot = slot_of(chain, key, tokens, at, pool.slots.shape[1])
-                newest = pool.slots[chain, slot] - 1
-                if _live(pool, newest):
-                    pool.older[chain, place] = newest - position
-                pool.slots[chain, slot] = position + 1
+            block = _block(pool, position)
+            block[:] = np.array((last, -1, 0, key, visit, number))
+        token = _token(pool, position)
+        token[0], token[1], token[2] = tokens[at], 0, 0
+        block[COUNT] += 1
+        for chain in range(2 if at >= GRAM else 0):
+            slot = slot_of(chain, key, tokens, at, pool.slots.shape[1])
+            newest = pool.slots[chain, slot] - 1
+            if _live(pool, newest):
+                token[1 + chain] = newest - position
+            pool.slots[chain, slot] = position + 1
         last = position
     return last
 
 
 @compiled
-def _places(pool: Pool, chain: int, context: Any, end: int, key: int, oldest: int) -> tuple[Any, int, int]:
-    """The places of the prompt (chain 0) or of others (1) most like a context, their number, the tokens that they share with it."""
-    size, blocks = len(pool.tokens), len(pool.count)
+def _places(pool: Pool, chain: int, context: Any, end: int, key: int, oldest: int, least: int) -> tuple[Any, int, int]:
+    """The places of the prompt (chain 0) or of others (1) that share most tokens with the context, but at least ``least``; their
+    number; how many tokens that is."""
     places = np.zeros(CANDIDATES, np.int64)
     position = pool.slots[chain, slot_of(chain, key, context, end, pool.slots.shape[1])] - 1
-    compared, voters, longest, most = 0, 0, GRAM, min(CONTEXT, end)
-    for _ in range(WALK):
-        if compared == CANDIDATES or not _live(pool, position):
+    voters, most = 0, min(CONTEXT, end)
+    for _ in range(CANDIDATES if least <= most else 0):
+        if not _live(pool, position):
             break
-        block = position // BLOCK % blocks
-        if (pool.key[block] == key) == (chain == 0) and pool.visit[block] >= oldest:
-            length, place = 0, _previous(pool, position)
-            at = place % size
-            while place >= 0 and length < most and pool.tokens[at] == context[end - 1 - length]:
-                length += 1
-                if place % BLOCK:
-                    place, at = place - 1, at - 1
-                else:
-                    place = _previous(pool, place)
-                    at = place % size
-            compared += length >= GRAM
-            if length > longest:
-                longest, voters = length, 0
-            if length == longest:
+        length, place = 0, _previous(pool, position)
+        while place >= 0 and length < most and _token(pool, place)[0] == context[end - 1 - length]:
+            length, place = length + 1, _previous(pool, place)
+        if length >= least:
+            block = _block(pool, position)
+            if (block[KEY] == key) == (chain == 0) and block[VISIT] >= oldest:
+                voters = voters if length == least else 0
                 places[voters] = position
-                voters += 1
-        step = pool.older[chain, position % size]
+                voters, least = voters + 1, length
+        step = _token(pool, position)[1 + chain]
         if step == 0:
             break
         position += step
-    return places, voters, longest if voters else 0
+    return places, voters, least
 
 
 @compiled
@@ -221,39 +220,41 @@ def _lookup(
     pool: Pool, context: Any, end: int, key: int, visit: int, oldest: int, own: int, limit: int
 ) -> tuple[Any, Any, int, int]:
     """Tokens, shares, and the other fields of a Match; no tokens where nothing is alike."""
-    size, blocks = len(pool.tokens), len(pool.count)
-    places, voters, longest = _places(pool, 0, context, end, key, oldest)
-    others, count, length = _places(pool, 1, context, end, key, oldest)
-    if length > longest:
-        places, voters, longest = others, count, length
-    block = places[0] // BLOCK % blocks
-    if pool.key[block] != key:
+    places, voters, matched = _places(pool, 0, context, end, key, oldest, GRAM)
+    others, count, longer = _places(pool, 1, context, end, key, oldest, matched + (voters > 0))
+    if count:
+        places, voters, matched = others, count, longer
+    newest = _block(pool, places[0])
+    if newest[KEY] != key:
         source = OTHER
-    elif pool.number[block] == own or pool.visit[block] == PROMPT:
+    elif newest[NUMBER] == own or newest[VISIT] == PROMPT:
         source = 0
     else:
-        source = 1 if pool.visit[block] == visit else 2
+        source = 1 if newest[VISIT] == visit else 2
     tokens, shares = np.empty(limit, np.int32), np.empty(limit)
-    weights, count = 1 / np.arange(1, voters + 1), 0
+    weights, values, count = 1 / np.arange(1, voters + 1), np.empty(voters, np.int32), 0
     while voters and count < limit:
-        chosen, most = 0, 0.0
+        chosen, most, all_votes, left = 0, 0.0, 0.0, 0
         for voter in range(voters):
-            token, votes = pool.tokens[places[voter] % size], 0.0
+            values[voter] = _token(pool, places[voter])[0]
+            all_votes += weights[voter]
+        for voter in range(voters):
+            votes = 0.0
             for other in range(voter, voters):
-                if pool.tokens[places[other] % size] == token:
-                    votes += weights[other]
+                votes += weights[other] * (values[other] == values[voter])
             if votes > most:
-                chosen, most = token, votes
-        tokens[count], shares[count] = chosen, most / weights[:voters].sum()
+                chosen, most = values[voter], votes
+            if 2 * most >= all_votes:
+                break
+        tokens[count], shares[count] = chosen, most / all_votes
         count += 1
-        left = 0
         for voter in range(voters):
-            following = _next(pool, places[voter])
-            if pool.tokens[places[voter] % size] == chosen and following >= 0:
+            following = _next(pool, places[voter]) if values[voter] == chosen else -1
+            if following >= 0:
                 places[left], weights[left] = following, weights[voter]
                 left += 1
         voters = left
-    return tokens[:count], shares[:count], longest, source
+    return tokens[:count], shares[:count], matched, source
 
 
 @compiled
@@ -262,6 +263,6 @@ def _read(pool: Pool, last: int, tokens: Any) -> bool:
     for at in range(len(tokens) - 1, -1, -1):
         if position < 0:
             return False
-        tokens[at] = pool.tokens[position % len(pool.tokens)]
+        tokens[at] = _token(pool, position)[0]
         position = _previous(pool, position)
     return True

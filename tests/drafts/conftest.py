@@ -13,7 +13,6 @@ from rl_accel.drafts.index import (
     GRAM,
     OTHER,
     PROMPT,
-    WALK,
     Match,
     TokenIndex,
     TokenSequence,
@@ -64,17 +63,15 @@ class ObviousIndex:
         """The length of the longest match, and the newest places that have it."""
         places = []
         chain = self.chains[int(others), slot_of(int(others), sequence.key, tokens, len(context), self.slots)]
-        for token in chain[: -WALK - 1 : -1]:
-            if not self.holds(token) or len(places) == CANDIDATES:
+        for token in chain[: -CANDIDATES - 1 : -1]:
+            if not self.holds(token):
                 break
-            if (token.sequence.key != sequence.key) == others and token.sequence.visit >= sequence.oldest:
-                length, before = 0, token.before
-                while (
-                    self.holds(before) and length < min(CONTEXT, len(context)) and before.value == context[-1 - length]
-                ):
-                    length, before = length + 1, before.before
-                if length >= GRAM:
-                    places.append((length, token))
+            length, before = 0, token.before
+            while self.holds(before) and length < min(CONTEXT, len(context)) and before.value == context[-1 - length]:
+                length, before = length + 1, before.before
+            found = token.sequence
+            if length >= GRAM and (found.key != sequence.key) == others and found.visit >= sequence.oldest:
+                places.append((length, token))
         longest = max((length for length, _ in places), default=0)
         return longest, [token for length, token in places if length == longest]
 
@@ -114,11 +111,7 @@ def small(blocks: int) -> TokenIndex:
     """An index of so few blocks that they are used again and again."""
     index = TokenIndex(1)
     pool = index.pool
-    arrays = {name: getattr(pool, name)[..., : blocks * BLOCK].copy() for name in ("tokens", "older")}
-    arrays |= {
-        name: getattr(pool, name)[:blocks].copy() for name in ("before", "after", "count", "key", "visit", "number")
-    }
-    index.pool = pool._replace(**arrays)
+    index.pool = pool._replace(tokens=pool.tokens[: blocks * BLOCK].copy(), blocks=pool.blocks[:blocks].copy())
     return index
 
 

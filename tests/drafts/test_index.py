@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from rl_accel.drafts.index import OTHER, PROMPT, SOURCES, Match, TokenIndex, TokenSequence
+from rl_accel.drafts.index import OTHER, PROMPT, SOURCES, Match, TokenIndex, TokenSequence, key_of
 
 
 @pytest.mark.parametrize(("seed", "blocks"), [(seed, blocks) for seed in range(4) for blocks in (3, 20, 500)])
@@ -103,3 +103,7 @@ def test_memory_is_what_was_asked_for_and_does_not_grow(memory_mb):
 def test_less_memory_than_one_mebibyte_is_refused():
     with pytest.raises(ValueError, match=r"memory_mb must be at least 1, found 0\.5"):
         TokenIndex(0.5)
+
+
+def test_the_key_of_a_prompt_is_the_same_in_every_process():
+    assert key_of(np.array([5, 6, 7], np.int32)) == 4842055968956316786

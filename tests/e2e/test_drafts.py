@@ -25,28 +25,27 @@ OVERRIDES = (
     "+rl_accel.drafts.enable=True",
     "+rl_accel.drafts.save=True",
     "+rl_accel.final_output.enable=True",
+    "trainer.save_freq=3",
 )
 
 
 def test_drafted_responses_have_the_probabilities_of_the_trainer_and_a_checkpoint_has_the_history(tail_run):
-    folders = []
+    """The run finds two responses beside its last checkpoint, as one that is resumed would. It is not resumed really, which takes
+    as long again; tests/integrations/verl/test_drafts.py has the ways to resume."""
+    earlier = [np.array([0, 3, 5, 6, 7, *range(8, 8 + count)], np.int32).tobytes() for count in (4, 9)]
+    checkpoints = []
 
-    def run(name, steps, *overrides):
-        return tail_run(
-            name,
-            steps,
-            [],
-            lambda index: "single_turn_agent",
-            *OVERRIDES,
-            *overrides,
-            follow=lambda metrics, _: folders.append(metrics.parent),
-        )
+    def leave_history(metrics, _):
+        if not checkpoints:
+            checkpoints.append(metrics.parent / "checkpoints")
+            (checkpoints[0] / "global_step_0").mkdir(parents=True)
+            (checkpoints[0] / "global_step_0" / "drafts.pkl").write_bytes(pickle.dumps(earlier))
 
-    left = run("drafts", 4, "trainer.save_freq=3")
-    left.assert_sound(4, 8)  # probabilities among it
+    ran = tail_run("drafts", 3, [], lambda index: "single_turn_agent", *OVERRIDES, follow=leave_history)
+    ran.assert_sound(3, 8)  # probabilities among it
     numbers = [
         {name.removeprefix("rl_accel/drafts/"): value for name, value in step.items() if "rl_accel/drafts/" in name}
-        for step in left.steps.values()
+        for step in ran.steps.values()
     ]
     told = [step for step in numbers if step.get("drafted")]
     assert told, "an exchange is over before the next step is"
@@ -54,12 +53,9 @@ def test_drafted_responses_have_the_probabilities_of_the_trainer_and_a_checkpoin
         assert step["drafted"] == sum(step.get(f"drafted_{source}", 0) for source in SOURCES)
         assert step["accepted"] <= step["drafted"]  # the model writes random characters: few are right
         assert step["tokens_a_step"] >= 1
-
-    checkpoint = folders[0] / "checkpoints" / "global_step_3"
-    history = pickle.loads((checkpoint / "drafts.pkl").read_bytes())
-    assert len(history) >= 3 * 8 * 4
+    assert f"2 earlier responses from {checkpoints[0] / 'global_step_0'}" in ran.log
+    history = pickle.loads((checkpoints[0] / "global_step_3" / "drafts.pkl").read_bytes())
+    assert history[:2] == earlier
+    assert len(history) >= 2 + 3 * 8 * 4
     lengths = [(np.frombuffer(response, np.int32)[1], len(response) // 4 - 2) for response in history]
     assert all(0 < prompt < tokens for prompt, tokens in lengths)
-    resumed = run("resumed", 4, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
-    assert list(resumed.steps) == [4]
-    assert f"{len(history)} earlier responses from {checkpoint}" in resumed.log

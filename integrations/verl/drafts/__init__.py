@@ -37,6 +37,10 @@ SEAMS: Seams = {
 TRIED = ("0.29.0",)
 """Versions of vLLM. Its interface for drafters has no promise, and 0.30.0 fails with any speculative decoding on a CPU."""
 ROUTER = Path(__file__).with_name("router.yaml")
+ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""vLLM's executor for one device, which verl replaces by one with a process for each. After each step vLLM asks the executor for
+drafts: here this is a call of a function, there a message to the process and its answer."""
+SIZES = ("tensor_model_parallel", "pipeline_model_parallel", "data_parallel")
 HISTORY = "drafts.pkl"
 """In the folder of a checkpoint."""
 SAVING_S = 60.0
@@ -83,6 +87,9 @@ def wire(config: Any, flags: DraftsFlags) -> None:
         f"{_VLLM}.additional_config": {SETTINGS: asdict(flags)},
         f"{_ROLLOUT}.router_config_path": str(ROUTER),
     }
+    if all(get(f"{_ROLLOUT}.{size}_size", 1) == 1 for size in SIZES):
+        backend = f"{_VLLM}.distributed_executor_backend"
+        ours[backend] = get(backend) or ONE_PROCESS  # a user's own is fine, too
     router = f"{_ROLLOUT}.router_config_path"
     if get(router) and Path(get(router)).is_relative_to(ROUTER.parents[1]):
         ours[router] = get(router)  # balance's, which keeps responses of a prompt together as well

@@ -1,11 +1,12 @@
 """Sends the responses of a prompt to the same replica, where each can be drafted from the others."""
 
-import hashlib
 from typing import Any
 
 import numpy as np
 from cachetools import LRUCache
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
+
+from rl_accel.drafts.index import key_of
 
 MARGIN = 4
 """Requests that a prompt's replica may have more than the emptiest one and still get the next."""
@@ -18,13 +19,13 @@ class SiblingRouter(GlobalRequestLoadBalancer):
 
     def __init__(self, servers: dict[str, Any], _config: Any = None) -> None:
         super().__init__(servers)
-        self._homes: LRUCache[bytes, str] = LRUCache(REMEMBERED)
+        self._homes: LRUCache[int, str] = LRUCache(REMEMBERED)
 
     def require_acquire_fields(self) -> list[str]:
         return ["prompt_ids"]
 
     def acquire_server(self, request_id: str, prompt_ids: Any = ()) -> tuple[str, Any]:
-        prompt = hashlib.blake2b(np.asarray(prompt_ids, np.int32).tobytes(), digest_size=8).digest()
+        prompt = key_of(np.asarray(prompt_ids, np.int32))
         running, home = self._inflight_requests, self._homes.get(prompt)
         if home is not None and home in running and running[home] <= min(running.values()) + MARGIN:
             self._request_id_to_server.setdefault(request_id, home)

@@ -1,10 +1,13 @@
 """``rl-accel bench drafts``: what drafts would have done in a run that is over, by its rollout files, without an engine."""
 
+import itertools
 import json
+import operator
 import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,19 +25,16 @@ Response = tuple[list[int], list[int]]
 """The tokens of a prompt, and of a response to it."""
 
 
-def _step_seconds(_: Any, __: Any, value: str | None) -> Callable[[int], float] | None:
-    if value is None:
-        return None
+def _pace(text: str) -> Callable[[int], float]:
+    """Return the seconds of a step by running requests."""
     try:
-        pairs = sorted(
-            (int(count), float(seconds)) for count, seconds in (pair.split(":") for pair in value.split(","))
+        points = sorted(
+            (int(count), float(seconds)) for count, seconds in (pair.split(":") for pair in text.split(","))
         )
     except ValueError:
-        raise click.BadParameter(
-            f"wanted pairs of requests and seconds as in 1:0.02,64:0.04, found {value!r}"
-        ) from None
-    counts, seconds = zip(*pairs, strict=True)
-    return lambda running: float(np.interp(running, counts, seconds))
+        raise click.BadParameter(f"wants pairs of requests and seconds as in 1:0.02,64:0.04, found {text!r}") from None
+    counts, paces = zip(*points, strict=True)
+    return lambda running: float(np.interp(running, counts, paces))
 
 
 def _count(name: str, default: int, text: str, least: int = 1) -> Any:
@@ -46,7 +46,7 @@ def _count(name: str, default: int, text: str, least: int = 1) -> Any:
 @click.option(
     "--tokenizer", type=click.Path(exists=True, file_okay=False), help="Its folder; else characters are tokens."
 )
-@click.option("--step-seconds", callback=_step_seconds, help="Of a step by running requests, as in 1:0.02,64:0.04.")
+@click.option("--step-seconds", help="Of a step by running requests, as in 1:0.02,64:0.04.")
 @_count("--running", 64, "Requests that run at once.")
 @_count("--max-tokens", 8, "Longest draft.")
 @_count("--batch-limit", 32, "Running requests above which nothing is drafted.")
@@ -70,9 +70,8 @@ def bench_drafts(
                 steps[int(row["step"])].append((encode(row["input"]), encode(row["output"])))
             except (ValueError, KeyError, TypeError) as error:
                 raise click.ClickException(f"{path}: wanted lines with input, output and step: {error!r}") from error
-    counts, epochs, stock, ours, took = replay(
-        [steps[n] for n in sorted(steps)], running, settings, step_seconds, fill=fill
-    )
+    pace = _pace(step_seconds or "1:1")
+    counts, epochs, stock, ours, took = replay([steps[n] for n in sorted(steps)], running, settings, pace, fill=fill)
     lengths = {int(name.rpartition("_")[2]): n for name, n in counts.items() if name.startswith("row_steps_from_")}
     by_length = {
         f"{n:,} to {2 * n - 1:,}": (counts[f"tokens_from_{n}"] - lengths[n], lengths[n]) for n in sorted(lengths)
@@ -97,71 +96,73 @@ def bench_drafts(
     )
 
 
+@dataclass
+class _Row:
+    prompt: list[int]
+    tokens: list[int]
+    epoch: int
+    done: int = 0
+    draft: list[int] = field(default_factory=list)
+
+    def step(self) -> list[int]:
+        """Return the tokens that a step accepts and samples."""
+        left = self.tokens[self.done : self.done + len(self.draft) + 1]
+        new = left[: 1 + sum(itertools.takewhile(bool, map(operator.eq, self.draft, left[:-1])))]
+        self.done += len(new)
+        return new
+
+
 def replay(
     steps: list[list[Response]],
     running: int,
     settings: dict[str, int],
-    seconds: Callable[[int], float] | None = None,
+    pace: Callable[[int], float] = lambda running: 1.0,
     fill: bool = False,
 ) -> tuple[Counter[str], dict[int, list[int]], float, float, dict[int, list[float]]]:
     """Play the responses of each training step through a :class:`Drafter`, whose history is full already with ``fill``.
 
     Returns its counts; by epoch, from 1 on, accepted tokens and steps of a request; the seconds without and with drafts, by
-    ``seconds`` of running requests, or engine steps where that is None; the seconds of each call of the drafter, by running
-    requests.
+    ``pace``, those of a step by running requests; the seconds of each call of the drafter, by running requests.
     """
-    length = 2 + max((len(prompt) + len(tokens) for step in steps for prompt, tokens in step), default=0)
-    clock = [0.0]
+    longest = 2 + max((len(prompt) + len(tokens) for step in steps for prompt, tokens in step), default=0)
+    parallel = SimpleNamespace(
+        distributed_executor_backend="uni", rank=0, tensor_parallel_size=1, prefill_context_parallel_size=1
+    )
+    spent = {"stock": 0.0, "ours": 0.0}
     config = SimpleNamespace(
         additional_config={SETTINGS: settings},
         speculative_config=SimpleNamespace(num_speculative_tokens=settings["max_tokens"]),
-        parallel_config=SimpleNamespace(
-            distributed_executor_backend="uni", rank=0, tensor_parallel_size=1, prefill_context_parallel_size=1
-        ),
+        parallel_config=parallel,
     )
-    drafter = Drafter(config, lambda: clock[0])
+    drafter = Drafter(config, lambda: sum(spent.values()))
     if fill:
         rng = np.random.default_rng(0)
         others = (rng.integers(0, 2**15, 8192, np.int32) for _ in range(settings["memory_mb"] * 2**20 // (8192 * 9)))
         drafter.absorb(np.array([0, 256], np.int32).tobytes() + tokens.tobytes() for tokens in others)
     took: dict[int, list[float]] = defaultdict(list)
-    matrix, none = np.zeros((running, length), np.int32), [[] for _ in range(running)]  # type: ignore[var-annotated]
-    seen: Counter[tuple[int, ...]] = Counter()
     epochs: dict[int, list[int]] = defaultdict(lambda: [0, 0])
-    spent = {"stock": 0.0, "ours": 0.0}
+    seen: Counter[tuple[int, ...]] = Counter()
+    matrix = np.zeros((running, longest), np.int32)
     for step in steps:
         seen.update({tuple(prompt) for prompt, _ in step})
         for arm in spent:
-            waiting = [(prompt, tokens, seen[tuple(prompt)]) for prompt, tokens in reversed(step) if tokens]
-            rows: list[list[Any]] = []  # [length of the prompt, tokens, epoch, tokens done, draft]
+            waiting = [_Row(prompt, tokens, seen[tuple(prompt)]) for prompt, tokens in reversed(step) if tokens]
+            rows: list[_Row] = []
             while waiting or rows:
                 while waiting and len(rows) < running:
-                    prompt, tokens, epoch = waiting.pop()
-                    matrix[len(rows), : len(prompt)] = prompt
-                    rows.append([len(prompt), tokens, epoch, 0, []])
-                sampled = []
-                for row, (begin, tokens, epoch, done, draft) in enumerate(rows):
-                    left = tokens[done : done + len(draft) + 1]
-                    equal = [guess == token for guess, token in zip(draft, left[:-1], strict=False)]
-                    new = left[: 1 + (equal.index(False) if False in equal else len(equal))]
-                    matrix[row, begin + done : begin + done + len(new)] = new
-                    rows[row][3] += len(new)
-                    sampled.append(new)
-                    if arm == "ours":
-                        epochs[epoch][0] += len(new) - 1
-                        epochs[epoch][1] += 1
-                taken = seconds(len(rows)) if seconds else 1.0
-                spent[arm] += taken
-                clock[0] += taken
-                ends = np.array([begin + done for begin, _, _, done, _ in rows])
-                drafts = none
+                    row = waiting.pop()
+                    matrix[len(rows), : len(row.prompt + row.tokens)] = row.prompt + row.tokens
+                    rows.append(row)
+                sampled = [row.step() for row in rows]
+                spent[arm] += pace(len(rows))
                 if arm == "ours":
                     began = time.perf_counter()
-                    drafts = drafter.propose(sampled, ends, matrix)
+                    drafts = drafter.propose(sampled, np.array([len(row.prompt) + row.done for row in rows]), matrix)
                     took[len(rows)].append(time.perf_counter() - began)
-                for at, draft in enumerate(drafts[: len(rows)]):
-                    rows[at][4] = draft
-                for place in reversed([at for at, row in enumerate(rows) if row[3] == len(row[1])]):
+                    for row, new, row.draft in zip(rows, sampled, drafts, strict=True):
+                        epochs[row.epoch][0] += len(new) - 1
+                        epochs[row.epoch][1] += 1
+                for place in reversed([at for at, row in enumerate(rows) if row.done == len(row.tokens)]):
                     matrix[place] = matrix[len(rows) - 1]  # as vLLM does it
                     rows[place] = rows[-1]
                     rows.pop()

@@ -43,6 +43,22 @@ def test_wiring_is_put_into_the_configuration_once():
     drafts.refuse_unwired(made)
 
 
+@pytest.mark.parametrize(
+    ("rollout", "own", "executor"),
+    [
+        ({}, None, drafts.ONE_PROCESS),
+        ({"tensor_model_parallel_size": 1, "data_parallel_size": 1}, None, drafts.ONE_PROCESS),
+        ({"tensor_model_parallel_size": 1}, "mp", "mp"),
+        ({"tensor_model_parallel_size": 2}, None, None),
+        ({"data_parallel_size": 2}, None, None),
+    ],
+)
+def test_an_engine_of_one_device_is_one_process_unless_the_user_says_otherwise(rollout, own, executor):
+    made = config(**rollout, engine_kwargs={"vllm": {"distributed_executor_backend": own}})
+    drafts.wire(made, DraftsFlags(enable=True))
+    assert made.actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend == executor
+
+
 def test_a_trainer_that_nobody_has_wired_is_refused():
     with pytest.raises(ConfigError, match="validate_config sets it"):
         drafts.refuse_unwired(config())
