@@ -11,6 +11,7 @@ import numpy as np
 from rl_accel.features import RewardTimeoutFlags, TailBatchingFlags, TpReplanFlags
 from rl_accel.parallel.model_memory import TpBounds
 from rl_accel.parallel.tp_planner import Observation, TpPlanner
+from rl_accel.plan.balanced import BalancedCluster
 from rl_accel.plan.setup import Setup
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.rollout.simulation import MANY, Engine, Player, Round, collecting_seldom, play_rounds
@@ -278,6 +279,10 @@ def options_of(setup: Setup, tokens_a_step: float = 0.0) -> list[Option]:
         add("tail_batching + reward_timeout", f"{on('tail_batching')} {limits}", tails(timeout=True), late)
     if tokens_a_step:
         add("drafts", on("drafts"), simulated(engine=lambda s: with_drafts(s.engine, tokens_a_step)))
+    if setup.replicas > 1 and setup.engine.places * setup.replicas < setup.prompts * setup.responses:
+        how = f"{on('balance')} +rl_accel.balance.places={setup.engine.places}"
+        late = "decisions, which take no time here"
+        add("balance", how, simulated(cluster=lambda _: BalancedCluster), late)
     if setup.engines:
         how = f"{on('tp_replan')} +rl_accel.tp_replan.action=restart"
         add("tp_replan", how, replanned, "restarts, which are not in these seconds")

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rl_accel.errors import RlAccelError
 from rl_accel.features import TailBatchingFlags
@@ -24,6 +26,7 @@ from rl_accel.plan.answers import (
     steady,
     with_drafts,
 )
+from rl_accel.plan.balanced import BalancedCluster
 from rl_accel.plan.command import plan
 from rl_accel.plan.predict import flags_of_words, predict
 from rl_accel.plan.setup import Setup, fit_engine, setup_of
@@ -164,6 +167,32 @@ def test_the_planner_of_production_chooses_the_tensor_parallel_size():
     assert "tp_replan" not in {option.name for option in options_of(EQUAL)}
 
 
+def test_balance_is_priced_by_its_state_machine_where_requests_wait():
+    few = replace(SETUP, engine=replace(SETUP.engine, places=4))
+    assert "balance" not in {option.name for option in options_of(SETUP)}
+    (balance,) = (option for option in options_of(few) if option.name == "balance")
+    assert balance.how.endswith("+rl_accel.balance.places=4")
+    stock, balanced = (price(few, 20, 0).rollout_seconds for price in (AS_IT_IS.price, balance.price))
+    assert 0.7 * stock < balanced < stock
+
+
+@given(seed=st.integers(0, 1000), places=st.integers(1, 8), ratio=st.sampled_from([1.0, 1.5]))
+def test_balanced_rounds_train_whole_batches_and_are_the_same_for_a_seed(seed, places, ratio):
+    flags = TailBatchingFlags(prompt_ratio=ratio, response_ratio=ratio)
+    setup = replace(SETUP, prompts=4, engine=replace(SETUP.engine, places=places), cluster=BalancedCluster)
+    first, second = (rounds_of(setup, flags, 6, seed) for _ in range(2))
+    assert first == second
+    assert all(played.metrics.prompts_trained == 4 for played in first)
+    assert all(played.metrics.tokens_wasted < played.metrics.tokens_generated for played in first)
+
+
+def test_with_a_place_for_each_balanced_rounds_are_those_of_stock():
+    stock, balanced = (rounds_of(s, PLAIN, 6, 0) for s in (SETUP, replace(SETUP, cluster=BalancedCluster)))
+    for ours, theirs in zip(balanced, stock, strict=True):
+        assert ours.metrics.rollout_seconds == pytest.approx(theirs.metrics.rollout_seconds, rel=0.02)
+        assert ours.metrics.tokens_generated == theirs.metrics.tokens_generated
+
+
 def test_overlap_hides_at_most_the_training():
     found = {a.option.name: a.outcome for a in answer(SETUP, options_of(SETUP), draws=1, rounds=6)}
     plain = AS_IT_IS.price(SETUP, 6, 0)
@@ -222,7 +251,7 @@ def test_the_command_with_a_published_engine_prices_tp_replan(tmp_path):
     done = CliRunner().invoke(plan, [*words.split(), *options])
     assert done.exit_code == 0, done.output
     assert "tp_replan" in {row["name"] for row in json.loads((tmp_path / "plan.json").read_text())["answers"]}
-    assert "TP replan is not priced" not in done.output
+    assert "Not priced: tp_replan" not in done.output
 
 
 def test_the_check_says_how_far_off_it_was(run_dir, tmp_path):
