@@ -1,7 +1,6 @@
 """``rl-accel plan``: engines found again from what they did, options priced, and the command."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from rl_accel.plan.answers import (
 )
 from rl_accel.plan.balanced import BalancedCluster
 from rl_accel.plan.command import plan
-from rl_accel.plan.predict import flags_of_words, predict
+from rl_accel.plan.predict import flags_of_words, interval, predict
 from rl_accel.plan.setup import Setup, fit_engine, setup_of
 from rl_accel.plan.workload import Lengths, published
 from rl_accel.rollout.simulation import Cluster, Engine
@@ -104,7 +103,8 @@ def test_a_run_becomes_a_setup(run_dir):
     assert setup.other_seconds == pytest.approx(1.0)
     measured = read_run(run_dir).stages["gen"]
     flags = flags_of_words([])
-    assert predict(setup, flags, 8, 5, 2).rollout_seconds == pytest.approx(measured, rel=0.15)
+    assert predict(setup, flags, 8, 5, 2)[0].rollout_seconds == pytest.approx(measured, rel=0.15)
+    assert np.mean(setup.uneven) == pytest.approx(1.0, abs=0.1), "the engine of these steps is that of the fit"
 
 
 def test_a_step_is_its_stages_and_a_rollout_is_noticed_at_the_next_look():
@@ -271,19 +271,35 @@ def test_the_check_of_an_asynchronous_run_says_that_it_cannot(run_dir, tmp_path)
     assert "found trainer.v1.trainer_mode=colocate_async" in str(done.exception)
 
 
-@pytest.mark.parametrize(("arm", "off", "points"), [("stock", 10, None), ("tail", 20, 3)])
-def test_the_check_on_real_runs_of_verl_with_vllm(arm, off, points):
+def test_the_check_on_real_runs_of_verl_with_vllm():
     """Steps of two arms of `make ab-vllm`: what the first one's telemetry predicts for either."""
-    done = CliRunner().invoke(plan, ["--check", str(REAL / "stock"), str(REAL / arm), "--draws", "5"])
-    assert done.exit_code == 0, done.output
-    numbers = {
-        name: float(number)
-        for name, number in re.findall(r"│ (\w[\w ]+?) +│.*│ ([-+][\d.]+)(?:%| points)", done.output)
-    }
-    assert abs(numbers["rollout"]) < off
-    assert abs(numbers["step"]) < off
-    assert numbers.keys() == {"rollout", "step"} | ({"tokens wasted"} if points else set())
-    assert abs(numbers.get("tokens wasted", 0.0)) < (points or 1)
+    rows = {}
+    for arm in ("stock", "tail"):
+        done = CliRunner().invoke(plan, ["--check", str(REAL / "stock"), str(REAL / arm)])
+        assert done.exit_code == 0, done.output
+        for line in done.output.splitlines():
+            name, *cells = [cell.strip() for cell in line.strip("│ ").split("│")]
+            rows[arm, name] = cells
+    assert {name for arm, name in rows if arm == "tail"} > {"rollout", "step", "tokens wasted"}
+    off = {row: float(cells[3].split("%")[0]) for row, cells in rows.items() if row[1] in ("rollout", "step")}
+    assert max(abs(off["stock", "rollout"]), abs(off["stock", "step"]), abs(off["tail", "step"])) < 10
+    assert abs(off["tail", "rollout"]) < 20, "four long rounds of up to 2,048 tokens, each as uneven as stock's"
+    assert all(rows[row][4] == "yes" for row in off), "inside the interval"
+    assert abs(float(rows["tail", "tokens wasted"][3].split()[0])) < 3
+    predicted, measured = (
+        {arm: float(rows[arm, "rollout"][at].split()[0]) for arm in ("stock", "tail")} for at in (0, 2)
+    )
+    assert min(predicted, key=predicted.get) == min(measured, key=measured.get) == "tail"
+
+
+def test_rollouts_that_are_uneven_widen_the_interval_and_not_the_prediction():
+    flags = flags_of_words([])
+    even, even_draws = predict(SETUP, flags, 6, 20, 1)
+    found, draws = predict(replace(SETUP, uneven=(0.5, 1.5)), flags, 6, 20, 1)
+    assert found == even
+    assert np.ptp(draws) > 2 * np.ptp(even_draws)
+    low, high = interval(draws)
+    assert low < found.rollout_seconds < high
 
 
 @pytest.mark.parametrize(
