@@ -281,8 +281,7 @@ def options_of(setup: Setup, tokens_a_step: float = 0.0) -> list[Option]:
         add("drafts", on("drafts"), simulated(engine=lambda s: with_drafts(s.engine, tokens_a_step)))
     if setup.replicas > 1 and setup.engine.places * setup.replicas < setup.prompts * setup.responses:
         how = f"{on('balance')} +rl_accel.balance.places={setup.engine.places}"
-        late = "decisions, which take no time here"
-        add("balance", how, simulated(cluster=lambda _: BalancedCluster), late)
+        add("balance", how, simulated(cluster=lambda _: BalancedCluster), "decisions, which take no time here")
     if setup.engines:
         how = f"{on('tp_replan')} +rl_accel.tp_replan.action=restart"
         add("tp_replan", how, replanned, "restarts, which are not in these seconds")

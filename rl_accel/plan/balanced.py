@@ -18,9 +18,7 @@ class BalancedCluster(Cluster):
         super().__init__(engine, replicas, prompt_tokens)
         self._prompt_tokens, self._tick = prompt_tokens, TICK
         self._core = Balance(engine.places, BalanceFlags())
-        self._wanted: dict[
-            int, tuple[int, float]
-        ] = {}  # length of each, and the tokens that it had when it was last bound
+        self._wanted: dict[int, tuple[int, float]] = {}  # length of each, and tokens that it had when it was bound
         for number in range(replicas):
             self._core.add_replica(str(number), 0.0, engine.cache_tokens)
 

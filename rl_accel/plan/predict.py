@@ -59,9 +59,7 @@ def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> 
         rounds = rounds_of(setup, tails, steps, draw, limited, ends=True)[first:]
         found.append(outcome_of(setup, rounds, poll, ends=True))
         rng, seconds = np.random.default_rng(draw), [played.metrics.rollout_seconds for played in rounds]
-        again = rng.choice(
-            setup.uneven, len(setup.uneven)
-        )  # bootstrap: what was seen of a few rollouts is uncertain itself
+        again = rng.choice(setup.uneven, len(setup.uneven))  # what a few rollouts show is uncertain itself
         uneven.append(found[-1].rollout_seconds * np.average(rng.choice(again, len(rounds)), weights=seconds))
     return mean_of(found), np.array(uneven)
 

@@ -177,9 +177,8 @@ def _predicted(summary: dict[str, Any]) -> Any:
     figure, axes = _figure(1.2 + 0.5 * len(rows), grid="x")
     places = np.arange(len(rows))
     axes.barh(places - 0.2, [row["seconds"] for row in rows], 0.38, color="#1d6fd1", label="measured")
-    predicted, low, high = np.array(
-        [[row[k] for row in rows] for k in ("predicted", "predicted_low", "predicted_high")]
-    )
+    names = ("predicted", "predicted_low", "predicted_high")
+    predicted, low, high = np.array([[row[name] for row in rows] for name in names])
     off = np.maximum([predicted - low, high - predicted], 0)
     axes.barh(places + 0.2, predicted, 0.38, xerr=off, color="#8d99ae", ecolor="#555555", label="predicted")
     axes.set_yticks(places, [row["arm"] for row in rows])

@@ -143,11 +143,10 @@ def _predict(recipe: Recipe, runs: Sequence[RunData], rows: list[dict[str, Any]]
         if asynchronous_mode(words):
             continue
         flags = flags_of_words(words)
-        outcomes, uneven = zip(
-            *(predict(setup, flags, steps, _DRAWS, names.warmup_steps) for setup in setups), strict=True
-        )
-        row["predicted_low"], row["predicted_high"] = interval(np.mean(uneven, axis=0))
-        row |= {"predicted": mean_of(outcomes).rollout_seconds, "predicted_wasted": mean_of(outcomes).wasted}
+        predictions = [predict(setup, flags, steps, _DRAWS, names.warmup_steps) for setup in setups]
+        found = mean_of([outcome for outcome, _ in predictions])
+        row |= {"predicted": found.rollout_seconds, "predicted_wasted": found.wasted}
+        row["predicted_low"], row["predicted_high"] = interval(np.mean([uneven for _, uneven in predictions], axis=0))
 
 
 def _run(result: RunResult, runs: Sequence[RunData], recipe: Recipe) -> dict[str, Any]:
