@@ -22,6 +22,7 @@ from rl_accel.plan.answers import (
     replanned,
     rounds_of,
     scale,
+    simulated,
     steady,
     with_drafts,
 )
@@ -174,6 +175,8 @@ def test_balance_is_priced_by_its_state_machine_where_requests_wait():
     assert balance.how.endswith("+rl_accel.balance.places=4")
     stock, balanced = (price(few, 20, 0).rollout_seconds for price in (AS_IT_IS.price, balance.price))
     assert 0.7 * stock < balanced < stock
+    found = [price(few, 4, 0) for price in (balance.price, simulated(cluster=lambda _: BalancedCluster))]
+    assert found[0].rollout_seconds == pytest.approx(found[1].rollout_seconds)
 
 
 @given(seed=st.integers(0, 1000), places=st.integers(1, 8), ratio=st.sampled_from([1.0, 1.5]))
