@@ -11,6 +11,7 @@ import numpy as np
 from rl_accel.features import RewardTimeoutFlags, TailBatchingFlags, TpReplanFlags
 from rl_accel.parallel.model_memory import TpBounds
 from rl_accel.parallel.tp_planner import Observation, TpPlanner
+from rl_accel.plan.balanced import BalancedCluster
 from rl_accel.plan.setup import Setup
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.rollout.simulation import MANY, Engine, Player, Round, collecting_seldom, play_rounds
@@ -24,6 +25,7 @@ NOTHING = 0.02
 """A gain below this share of a step is called nothing."""
 NODE = 8
 """GPUs that a replica may have at most."""
+BALANCED_ROUNDS = 4
 PLAIN = TailBatchingFlags(prompt_ratio=1.0, response_ratio=1.0)
 RATIOS = ((1.25, 1.25), (1.25, 1.0), (1.5, 1.25), (1.5, 1.5), (2.0, 1.25))
 """Of prompts and of responses, that are tried."""
@@ -133,6 +135,18 @@ def with_drafts(engine: Engine, tokens_a_step: float, limit: int = 32) -> Engine
     knots = sorted({*engine.step_seconds, 1, limit, limit + 1, limit + 2})
     pace = zip(knots, engine.seconds(knots).tolist(), strict=True)
     return replace(engine, step_seconds={k: s / (tokens_a_step if k <= limit else 1.0) for k, s in pace})
+
+
+def balanced(setup: Setup, rounds: int, seed: int) -> Outcome:
+    """Rollouts that :class:`~rl_accel.rollout.balance.Balance` routes. It takes seconds to simulate a round of 512 x 16, so what it
+    gains in the first :data:`BALANCED_ROUNDS` is taken for what it gains in all.
+    """
+    few = min(rounds, BALANCED_ROUNDS)
+    whole, plain = (AS_IT_IS.price(setup, count, seed) for count in (rounds, few))
+    found = AS_IT_IS.price(replace(setup, cluster=BalancedCluster), few, seed)
+    gain = plain.rollout_seconds - found.rollout_seconds
+    seconds = whole.rollout_seconds - gain, whole.step_seconds - gain
+    return Outcome(*seconds, peak_tokens=found.peak_tokens)
 
 
 def replanned(setup: Setup, rounds: int, seed: int) -> Outcome:
@@ -278,6 +292,9 @@ def options_of(setup: Setup, tokens_a_step: float = 0.0) -> list[Option]:
         add("tail_batching + reward_timeout", f"{on('tail_batching')} {limits}", tails(timeout=True), late)
     if tokens_a_step:
         add("drafts", on("drafts"), simulated(engine=lambda s: with_drafts(s.engine, tokens_a_step)))
+    if setup.replicas > 1 and setup.engine.places * setup.replicas < setup.prompts * setup.responses:
+        how = f"{on('balance')} +rl_accel.balance.places={setup.engine.places}"
+        add("balance", how, balanced, "decisions, which take no time here")
     if setup.engines:
         how = f"{on('tp_replan')} +rl_accel.tp_replan.action=restart"
         add("tp_replan", how, replanned, "restarts, which are not in these seconds")

@@ -19,6 +19,12 @@ from rl_accel.telemetry.profile import format_seconds
 SCHEMA = "rl_accel.plan/1"
 OWN_LIMIT = 0.1
 """Share of a rollout above which the pack's own work is called a bottleneck."""
+_WANTS = {
+    "drafts": "--tokens-a-step says what they accept, as `rl-accel bench drafts` prints it",
+    "tp_replan": "how fast the engine is at another size is known of published ones alone",
+    "balance": "it wants several replicas with fewer places than requests, and --places says how many they have",
+}
+"""What a feature wants to be priced."""
 _ANSWERS: Mapping[str, Callable[[Answer], str]] = {
     "": lambda a: a.option.name,
     "rollout": lambda a: format_seconds(a.outcome.rollout_seconds),
@@ -98,10 +104,7 @@ class Plan:
         if none := [found.option.name for found in priced if found.option.ours and found.is_nothing]:
             yield f"Nothing to gain from: {', '.join(none)}."
         names = {found.option.name for found in priced}
-        if "drafts" not in names:
-            yield "Drafts are not priced: --tokens-a-step says what they accept, as `rl-accel bench drafts` prints it."
-        if "tp_replan" not in names:
-            yield "TP replan is not priced: how fast the engine is at another size is known of published ones alone."
+        yield from (f"Not priced: {name}, {why}." for name, why in _WANTS.items() if name not in names)
         if self.curves:
             own = f"{EVENTS_PER_SECOND:,} events and {1 / CANCEL_SECONDS:,.0f} cancels a processor second"
             over = next((row["gpus"] for row in self.curves if row["own_share"] > OWN_LIMIT), None)

@@ -1,7 +1,7 @@
 """The run that is priced, and its engine as its telemetry shows it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
@@ -36,6 +36,7 @@ class Setup:
         tp: tensor-parallel size, the GPUs of a replica.
         engines: replicas at other sizes, by size, as far as they are known.
         cluster: makes the cluster; another class routes requests otherwise.
+        uneven: how many times the seconds that the engine would need each rollout of the run took.
     """
 
     prompts: int
@@ -49,6 +50,7 @@ class Setup:
     tp: int = 1
     engines: Mapping[int, Engine] = field(default_factory=dict)
     cluster: type[Cluster] = Cluster
+    uneven: Sequence[float] = (1.0,)
 
     def __post_init__(self) -> None:
         for name in ("prompts", "responses", "replicas"):
@@ -119,7 +121,17 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit]:
         min(run.rests.values(), default=0.0),
         given.get("gpus") or 1,
     )
-    return setup, fit
+    uneven = [_slower(setup, step) for step in steps if all(r.outcome == COMPLETED for r in step)]
+    return replace(setup, uneven=uneven or setup.uneven), fit
+
+
+def _slower(setup: Setup, step: Sequence[Response]) -> float:
+    """How many times the seconds that the fitted engine needs for the responses of a step they took."""
+    cluster = setup.built()
+    cluster.launch(range(len(step)), [response.tokens or 1 for response in step])
+    while len(cluster):
+        cluster.happen()
+    return (max(r.generated or r.ended for r in step) - min(r.began for r in step)) / cluster.now
 
 
 def _groups(step: Sequence[Response]) -> list[list[Response]]:
@@ -204,6 +216,6 @@ def fit_engine(steps: Sequence[Sequence[Response]], **known: int) -> Fit:
     step_seconds = dict(zip(map(int, knots), paces, strict=True))
     engine = Engine(step_seconds, cached_seconds, request_seconds=request_seconds, **known)
     names = [*(f"step_seconds[{count}]" for count in step_seconds), "cached_token_seconds", "request_seconds"]
-    missing = (predicted(None, *found) - tokens) * pace
+    missing = (predicted(None, *found) - tokens) * seconds / tokens
     error = float(np.sqrt((missing**2).mean()) / seconds.mean())
     return Fit(engine, dict(zip(names, half.tolist(), strict=True)), error, len(rows))

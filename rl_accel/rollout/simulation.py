@@ -12,7 +12,7 @@ import gc
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import cycle, islice, repeat
@@ -113,14 +113,17 @@ class Given:
         """Rewards take no time."""
 
 
-class _Request:
-    """A response in an engine, or waiting there with ``tokens``. It runs until ``end``, counted in steps of its replica."""
+class Request:
+    """A response in an engine. It waits there with ``tokens``, or runs, having begun as number ``began`` from 1 on, until ``end``,
+    counted in steps of its replica.
+    """
 
-    __slots__ = ("began", "end", "id", "length", "replica", "runs", "tokens")
+    __slots__ = ("began", "end", "id", "length", "replica", "tokens")
+
+    end: float
 
     def __init__(self, request_id: int, length: int, replica: "_Replica", tokens: float) -> None:
-        self.id, self.length, self.replica, self.tokens = request_id, length, replica, tokens
-        self.began, self.end, self.runs = 0, 0.0, False
+        self.id, self.length, self.replica, self.tokens, self.began = request_id, length, replica, tokens, 0
 
 
 _by_end, _by_begin = attrgetter("end"), attrgetter("began")
@@ -133,84 +136,90 @@ class _Replica:
     """
 
     __slots__ = (
-        *("ahead", "begun", "cached", "engine", "fills", "load", "pace", "peak", "preemptions", "prompt", "queue"),
-        *("running", "serial", "stall", "steps", "time"),
+        *("ahead", "begun", "cached", "engine", "fills", "pace", "peak", "preemptions", "prompt", "queue", "rate"),
+        *("room", "running", "serial", "stall", "steps", "time"),
     )
 
     def __init__(self, engine: Engine, prompt: int, pace: Sequence[float]) -> None:
         self.engine, self.prompt, self.pace = engine, prompt, pace
-        self.running: list[_Request] = []  # the first to end comes last
-        self.queue: deque[_Request] = deque()
+        self.rate, self.room = engine.cached_token_seconds, engine.cache_tokens
+        self.running: list[Request] = []  # the first to end comes last
+        self.queue: deque[Request] = deque()
         self.time = self.steps = self.stall = self.cached = self.peak = self.ahead = 0.0
-        self.load = self.begun = self.preemptions = self.serial = 0
+        self.begun = self.preemptions = self.serial = 0
         self.fills = False
 
     def next_event(self) -> float:
         """When a request ends or the cache is full; infinity if nothing runs."""
-        if not self.running:
+        running, cached = self.running, self.cached
+        if not running:
             return math.inf
-        count, cached, engine = len(self.running), self.cached, self.engine
-        ahead = self.running[-1].end - self.steps
-        self.fills = cached + count * ahead > engine.cache_tokens and count > 1
+        count = len(running)
+        ahead = running[-1].end - self.steps
+        self.fills = cached + count * ahead > self.room and count > 1
         if self.fills:
-            ahead = max((engine.cache_tokens - cached) / count, 0.0)
+            ahead = max((self.room - cached) / count, 0.0)
         self.ahead = ahead
-        seconds = self.pace[count] + engine.cached_token_seconds * (cached + count * ahead / 2)
-        return self.time + self.stall + ahead * seconds
+        return self.time + self.stall + ahead * (self.pace[count] + self.rate * (cached + count * ahead / 2))
 
     def advance(self, now: float) -> None:
         """Decode until ``now``, before which there is no event."""
         left = now - self.time - self.stall
         self.time, self.stall = now, max(-left, 0.0)
         if left > 0 and self.running:
-            count, rate = len(self.running), self.engine.cached_token_seconds
+            count, rate = len(self.running), self.rate
             pace = self.pace[count] + rate * self.cached
             steps = 2 * left / (pace + math.sqrt(pace * pace + 2 * rate * count * left))
             self.steps += steps
             self.cached += steps * count
 
-    def happen(self, now: float) -> _Request:
+    def happen(self, now: float) -> Request:
         """Decode until the next event, which is ``now``; return the request that ended or, if the cache is full, waits again."""
+        running = self.running
         self.time, self.stall = now, 0.0
         self.steps += self.ahead
-        self.cached += len(self.running) * self.ahead
+        cached = self.cached + self.ahead * len(running)
+        if cached > self.peak:
+            self.peak = cached
         if not self.fills:
-            request = self.running.pop()
-            self.leave(request, request.length)
+            request = running.pop()
+            self.cached = cached - (self.prompt + request.length)
             if self.queue:
                 self.start()
             return request
-        last = max(self.running, key=_by_begin)
-        last.tokens = last.length - (last.end - self.steps)
-        self.running.remove(last)
-        self.leave(last, last.tokens)
+        self.cached = cached
+        request = max(running, key=_by_begin)
+        request.tokens = request.length - (request.end - self.steps)
+        self.stop(request, request.tokens)
         self.preemptions += 1
-        self.queue.appendleft(last)
-        return last
+        self.queue.appendleft(request)
+        return request
 
-    def leave(self, request: _Request, tokens: float) -> None:
-        """A request has stopped running, after ``tokens`` tokens."""
-        if self.cached > self.peak:
-            self.peak = self.cached
+    def stop(self, request: Request, tokens: float) -> None:
+        """Stop a request that runs, after ``tokens`` tokens."""
+        self.running.remove(request)
+        self.peak = max(self.peak, self.cached)
         self.cached -= self.prompt + tokens
-        request.runs = False
+        request.began = 0
 
     def start(self) -> None:
         """Start what waits, as far as there are places and there is cache."""
-        engine, queue, running = self.engine, self.queue, self.running
-        before = len(running)
-        while queue and len(running) < engine.places:
-            request = queue[0]
-            needed = self.prompt + request.tokens
-            if running and self.cached + needed > engine.cache_tokens:
+        engine, queue, running, prompt = self.engine, self.queue, self.running, self.prompt
+        cached, stall, steps, begun = self.cached, self.stall, self.steps, self.begun
+        host, reading = engine.request_seconds, engine.prompt_token_seconds
+        for request in islice(queue, engine.places - len(running)):
+            needed = prompt + request.tokens
+            if running and cached + needed > self.room:
                 break
-            running.append(queue.popleft())
-            self.begun += 1
-            self.stall += engine.request_seconds + needed * engine.prompt_token_seconds
-            self.cached += needed
-            request.began, request.end, request.runs = self.begun, self.steps + request.length - request.tokens, True
-        if len(running) > before:
-            running.sort(key=_by_end, reverse=True)
+            running.append(request)
+            begun += 1
+            stall += host + needed * reading
+            cached += needed
+            request.began, request.end = begun, steps + request.length - request.tokens
+        for _ in range(begun - self.begun):
+            queue.popleft()
+        self.cached, self.stall, self.begun = cached, stall, begun
+        running.sort(key=_by_end, reverse=True)
 
 
 class Cluster:
@@ -228,7 +237,7 @@ class Cluster:
             raise ValueError(f"replicas must be at least 1, found {replicas}")
         pace = engine.seconds(np.arange(engine.places + 1)).tolist()
         self._replicas = [_Replica(engine, prompt_tokens, pace) for _ in range(replicas)]
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, Request] = {}
         self._heap: list[tuple[float, int, _Replica]] = []  # next events, by time and serial number; some are outdated
         self._serial = 0
         self.now = 0.0
@@ -242,7 +251,7 @@ class Cluster:
     @property
     def loads(self) -> list[int]:
         """Requests that run or wait at each replica."""
-        return [replica.load for replica in self._replicas]
+        return [len(replica.running) + len(replica.queue) for replica in self._replicas]
 
     @property
     def preemptions(self) -> int:
@@ -259,7 +268,7 @@ class Cluster:
     def tokens_of(self, request_id: int) -> float:
         """Return the tokens that a request under way has so far."""
         request = self._requests[request_id]
-        if not request.runs:
+        if not request.began:
             return request.tokens
         request.replica.advance(self.now)
         return request.length - (request.end - request.replica.steps)
@@ -284,21 +293,18 @@ class Cluster:
             self._heap.clear()
             for replica in self._replicas:  # numbers stay small
                 replica.steps = replica.cached = replica.stall = 0.0
-        touched: dict[_Replica, None] = {}
         if replicas is None:
             fewest = self._fewest() if any(self.loads) else cycle(range(len(self._replicas)))
             replicas = islice(fewest, len(ids))
-        had = tokens or repeat(0.0, len(ids))
-        for request_id, length, begun, index in zip(ids, lengths, had, replicas, strict=True):
-            replica = self._replicas[index]
-            request = self._requests[request_id] = _Request(request_id, length, replica, begun)
+        chosen = [self._replicas[index] for index in replicas]
+        for request_id, length, begun, replica in zip(
+            ids, lengths, tokens or repeat(0.0, len(ids)), chosen, strict=True
+        ):
+            request = self._requests[request_id] = Request(request_id, length, replica, begun)
             replica.queue.append(request)
-            replica.load += 1
-            touched[replica] = None
-        for replica in touched:
+        for replica in dict.fromkeys(chosen):
             replica.advance(self.now)
-            replica.start()
-            self._schedule(replica)
+            self._go_on(replica)
 
     def _fewest(self) -> Iterator[int]:
         """Yield the replica with the fewest requests, again and again, each time with one request more."""
@@ -318,16 +324,13 @@ class Cluster:
             request = self._requests.pop(request_id)
             replica = request.replica
             touched[replica] = None
-            replica.load -= 1
-            if request.runs:
-                replica.running.remove(request)
-                replica.leave(request, had)
+            if request.began:
+                replica.stop(request, had)
             else:
                 replica.queue.remove(request)
             tokens.append(round(had))
         for replica in touched:
-            replica.start()
-            self._schedule(replica)
+            self._go_on(replica)
         return tokens
 
     def next_event(self) -> float:
@@ -337,21 +340,24 @@ class Cluster:
             heapq.heappop(heap)
         return heap[0][0] if heap else math.inf
 
-    def happen(self) -> _Request | None:
+    def happen(self) -> Request | None:
         """Let the next event happen, of which there must be one; return the request that ended, if one did."""
-        self.now = now = self.next_event()
-        replica = self._heap[0][2]
-        request, ended = replica.happen(now), not replica.fills
-        if ended:
-            replica.load -= 1
-            del self._requests[request.id]
-        self._schedule(replica, heapq.heapreplace)
-        return request if ended else None
+        self.now, heap = self.next_event(), self._heap
+        replica = heap[0][2]
+        request = replica.happen(self.now)
+        replica.serial = self._serial = self._serial + 1
+        heapq.heapreplace(heap, (replica.next_event(), self._serial, replica))
+        if not request.began:  # it was preempted
+            return None
+        del self._requests[request.id]
+        return request
 
-    def _schedule(self, replica: _Replica, put: Callable[..., object] = heapq.heappush) -> None:
-        self._serial += 1
-        replica.serial = self._serial
-        put(self._heap, (replica.next_event(), self._serial, replica))
+    def _go_on(self, replica: _Replica) -> None:
+        """Requests have come or gone."""
+        if replica.queue:
+            replica.start()
+        self._serial = replica.serial = self._serial + 1
+        heapq.heappush(self._heap, (replica.next_event(), self._serial, replica))
 
 
 @dataclass(slots=True)
@@ -421,8 +427,8 @@ class Player:
 
     def play(self, steps_left: int = MANY) -> Round:
         """Play one round; ``steps_left`` are left to train with it."""
-        core, cluster, rewarding = self._core, self.cluster, self._rewarding
-        generated, scored = core.response_generated, core.response_scored
+        core, cluster, rewarding, rewards = self._core, self.cluster, self._rewarding, self._rewards
+        generated, scored, happen = core.response_generated, core.response_scored, cluster.happen
         began, preempted, played = cluster.now, cluster.preemptions, Round()
         self._round, ends = played, played.ends
         self._carry_out(core.begin_round(steps_left, began))
@@ -433,22 +439,20 @@ class Player:
                     cluster.now = now
                     self._carry_out(scored(response_id, now))
                 continue
-            request = cluster.happen()
-            if request is None:
+            if (request := happen()) is None:
                 continue
             response_id, now = request.id, cluster.now
             ends.append(now - began)
             if decisions := generated(response_id, request.length):
                 self._carry_out(decisions)
-            if self._rewards:
+            if rewards:
                 self._generated[response_id] = request.length
                 heapq.heappush(rewarding, (now + self._reward_seconds(response_id), response_id))
             elif decisions := scored(response_id, now):
                 self._carry_out(decisions)
         played.peak_tokens, played.preemptions = cluster.take_peak_tokens(), cluster.preemptions - preempted
         rewarding.clear()
-        self._rewards.clear()
-        gc.collect(0)  # what is younger than this round: nothing older is garbage
+        rewards.clear()
         return played
 
     def _carry_out(self, decisions: Sequence[Decision]) -> None:

@@ -98,6 +98,7 @@ class _Attempt:
     responses: "dict[int, _Response]" = field(default_factory=dict)  # all but the cancelled and the failed ones
     generated: list[int] = field(default_factory=list)
     scored_at: list[float] = field(default_factory=list)
+    settled_tokens: list[int] = field(default_factory=list)
     surplus_tokens: list[int] = field(default_factory=list)
 
     def group(self) -> Group:
@@ -504,8 +505,7 @@ class TailBatching:
         # The surplus of a trained prompt is acknowledged after it is trained, so its lengths are complete only now.
         with_surplus = [attempt for attempt in self._trained if attempt.surplus_tokens]
         if with_surplus:
-            accepted = [fmean(response.tokens for response in a.responses.values()) for a in with_surplus]
-            metrics.accepted_tokens_mean = fmean(accepted)
+            metrics.accepted_tokens_mean = fmean(fmean(attempt.settled_tokens) for attempt in with_surplus)
             metrics.cancelled_tokens_mean = fmean(fmean(attempt.surplus_tokens) for attempt in with_surplus)
         return [RoundEnded(metrics)]
 
@@ -557,7 +557,9 @@ class TailBatching:
         self.settled += 1
         for response_id, response in attempt.responses.items():
             del self._responses[response_id]
-            self._metrics.tokens_generated += response.tokens
+            attempt.settled_tokens.append(response.tokens)
+        attempt.responses.clear()  # responses know their attempt: without this cycle all are freed at once
+        self._metrics.tokens_generated += sum(attempt.settled_tokens)
 
     def _replace(self, attempt: _Attempt, now: float) -> list[Decision]:
         self._settle(attempt)

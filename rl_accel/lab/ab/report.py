@@ -22,6 +22,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -47,7 +48,7 @@ from rl_accel.lab.ab.stats import (
 )
 from rl_accel.lab.ab.tables import tables
 from rl_accel.plan.answers import mean_of
-from rl_accel.plan.predict import asynchronous_mode, flags_of_words, predict
+from rl_accel.plan.predict import asynchronous_mode, flags_of_words, interval, predict
 from rl_accel.plan.setup import setup_of
 from rl_accel.telemetry.profile import format_seconds, read_run
 from rl_accel.telemetry.stage_clock import FILE_NAME, read_log
@@ -136,14 +137,16 @@ def _predict(recipe: Recipe, runs: Sequence[RunData], rows: list[dict[str, Any]]
                 setups.append(setup_of(read_run(run.folder, names.warmup_steps), {})[0])
                 steps = max(steps, len(run.training_steps(names)))
     for row in rows:
-        row |= {"predicted": None, "predicted_wasted": None}
+        row |= dict.fromkeys(("predicted", "predicted_low", "predicted_high", "predicted_wasted"))
     for row in rows if setups else ():
         words = [*recipe.overrides, *recipe.arms[row["arm"]].overrides]
         if asynchronous_mode(words):
             continue
         flags = flags_of_words(words)
-        found = mean_of([predict(setup, flags, steps, _DRAWS, names.warmup_steps) for setup in setups])
+        predictions = [predict(setup, flags, steps, _DRAWS, names.warmup_steps) for setup in setups]
+        found = mean_of([outcome for outcome, _ in predictions])
         row |= {"predicted": found.rollout_seconds, "predicted_wasted": found.wasted}
+        row["predicted_low"], row["predicted_high"] = interval(np.mean([uneven for _, uneven in predictions], axis=0))
 
 
 def _run(result: RunResult, runs: Sequence[RunData], recipe: Recipe) -> dict[str, Any]:

@@ -245,4 +245,6 @@ def test_an_asynchronous_arm_is_not_predicted_from_the_telemetry_of_the_baseline
     rows = report.summarise(recipe, folder, folder, [], 0, runs)["rollout"]["arms"]
     predicted = {row["arm"]: row["predicted"] for row in rows}
     assert predicted["stock"] > 0
+    (stock,) = (row for row in rows if row["arm"] == "stock")
+    assert stock["predicted_low"] < stock["predicted"] < stock["predicted_high"]
     assert predicted["async"] is None

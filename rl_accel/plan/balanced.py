@@ -1,0 +1,85 @@
+"""Balanced rollouts in the simulation: :class:`~rl_accel.rollout.balance.Balance` says what runs where."""
+
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+
+from rl_accel.features import BalanceFlags
+from rl_accel.rollout.balance import Balance, Decision
+from rl_accel.rollout.simulation import Cluster, Engine, Request
+
+TICK = 4.0
+"""Seconds between two looks at what time changes; in production there are several a second, which brings no more here."""
+
+
+class BalancedCluster(Cluster):
+    """Replicas whose requests wait for a place at any of them, and may move. Its decisions take no time."""
+
+    def __init__(self, engine: Engine, replicas: int, prompt_tokens: int = 0) -> None:
+        super().__init__(engine, replicas, prompt_tokens)
+        self._prompt_tokens, self._tick = prompt_tokens, TICK
+        self._core = Balance(engine.places, BalanceFlags())
+        self._wanted: dict[int, tuple[int, float]] = {}  # length of each, and tokens that it had when it was bound
+        for number in range(replicas):
+            self._core.add_replica(str(number), 0.0, engine.cache_tokens)
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._wanted
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+    def launch(
+        self,
+        ids: Sequence[int],
+        lengths: Sequence[int],
+        tokens: Sequence[float] | None = None,
+        prompts: Sequence[int] | None = None,
+        replicas: Iterable[int] | None = None,
+    ) -> None:
+        """Have these requests generated; where is not for the caller to say."""
+        self._tick = max(self._tick, self.now)
+        had = tokens or repeat(0.0, len(ids))
+        for request_id, length, begun, prompt in zip(ids, lengths, had, prompts or ids, strict=True):
+            self._wanted[request_id] = length, begun
+            self._carry_out(self._core.request(str(request_id), self.now, prompt, self._prompt_tokens))
+
+    def cancel(self, ids: Iterable[int]) -> list[int]:
+        """Stop requests that are under way or wait; return the tokens of each."""
+        tokens: list[int] = []
+        decisions: list[Decision] = []
+        for request_id in ids:
+            _, had = self._wanted.pop(request_id)
+            tokens += super().cancel([request_id]) if super().__contains__(request_id) else [round(had)]
+            decisions += self._core.over(str(request_id), self.now)
+        self._carry_out(decisions)
+        return tokens
+
+    def next_event(self) -> float:
+        """When something happens next; infinity if there is nothing to do."""
+        return min(super().next_event(), self._tick) if self._wanted else super().next_event()
+
+    def happen(self) -> Request | None:
+        """Let the next event happen; return the request that ended, if one did."""
+        if self._tick < super().next_event():
+            self.now = self._tick
+            self._tick += TICK
+            self._carry_out(self._core.tick(self.now))
+            return None
+        ended = super().happen()
+        if ended is not None:
+            _, had = self._wanted.pop(ended.id)
+            self._carry_out(self._core.over(str(ended.id), self.now, ended.length - round(had)))
+        return ended
+
+    def _carry_out(self, decisions: Iterable[Decision]) -> None:
+        for ticket, replica, stop in decisions:
+            request_id = int(ticket)
+            if request_id not in self._wanted:  # cancelled meanwhile
+                continue
+            length, had = self._wanted[request_id]
+            if stop:
+                tokens = min(super().cancel([request_id])[0], length - 1)
+                self._wanted[request_id] = length, tokens
+                self._carry_out(self._core.again(ticket, self.now, tokens - round(had)) or ())
+            else:
+                super().launch([request_id], [length], [had], replicas=[int(replica)])
