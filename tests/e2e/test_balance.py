@@ -3,6 +3,8 @@
 And with telemetry, which changes no metric either.
 """
 
+import json
+
 import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -41,20 +43,42 @@ def test_training_is_bit_for_bit_that_of_stock_while_responses_move(train, tmp_p
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("engine", ["vllm"], indirect=True, scope="module")
-def test_responses_that_vllm_went_on_with_elsewhere_have_the_probabilities_of_the_trainer(train):
-    """A token that is missing, twice, or drawn after another prefix would have another probability there."""
-    run = train(
-        DRIVER,
+def test_responses_that_vllm_went_on_with_elsewhere(train, tmp_path):
+    """Greedy ones of a validation are those of stock. Sampled ones have the probabilities of the trainer: a token that is missing,
+    twice, or drawn after another prefix would have another there."""
+    overrides = (
         *OVERRIDES[:-1],
         "data.max_response_length=800",
         "actor_rollout_ref.rollout.max_num_seqs=4",
+        "trainer.val_before_train=True",
+        "+rl_accel.final_output.enable=True",
+    )
+    validated = tmp_path / "stock", tmp_path / "balanced"
+    train(
+        DRIVER,
+        *overrides,
+        "trainer.val_only=True",
+        f"trainer.validation_data_dir={validated[0]}",
+        folder=tmp_path / "s",
+    )
+    run = train(
+        DRIVER,
+        *overrides,
+        f"trainer.validation_data_dir={validated[1]}",
         "+rl_accel.balance.enable=True",
         "+rl_accel.balance.margin=0.0",
         "+rl_accel.balance.max_moves=9",
-        "+rl_accel.final_output.enable=True",
         steps=4,
         VERL_USE_EXTERNAL_MODULES="rl_accel_status_probe,seeds_may_move",
     )
+    stock, balanced = (
+        {row["input"]: row["output"] for row in map(json.loads, (folder / "0.jsonl").read_text().splitlines())}
+        for folder in validated
+    )
+    assert balanced == stock
+    assert len(stock) > 8
+    assert max(map(len, stock.values())) > 200
+    assert "stopped" in run.log[: run.log.index("step:1 ")], "some of the greedy ones have moved"
     assert len(run.steps) == 4
     assert sum(step["rl_accel/balance/moves"] for step in run.steps) > 0
     for step in run.steps:

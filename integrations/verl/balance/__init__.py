@@ -79,13 +79,13 @@ def _require_waiting(config: Any, flags: BalanceFlags) -> None:
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     if trainer.v1.trainer_mode != "sync":
         _refuse("trainer.v1.trainer_mode", "sync", trainer.v1.trainer_mode, "unless it is enabled by name")
-    if engine_of(config).stop is None:
-        _refuse(f"{_ROLLOUT}.name", "vllm", rollout.name, "unless it is enabled by name")
     sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
     replicas = trainer.n_gpus_per_node * trainer.nnodes // math.prod(rollout.get(size, 1) for size in sizes)
     places, responses = replicas * _places(rollout, flags), config.data.train_batch_size * rollout.n
     if responses <= places:
         _refuse("data.train_batch_size * rollout.n", f"more than {places}, the places for them", responses)
+    if engine_of(config).stop is None:
+        _refuse(f"{_ROLLOUT}.name", "vllm", rollout.name, "unless it is enabled by name")
     logger.info("rl-accel: balance: on, because %d responses of a step share %d places", responses, places)
 
 
