@@ -26,10 +26,7 @@ class BalancedRouter:
         self._ticking: asyncio.Task[None] | None = None
 
     async def set_up(self, engine: Engine, lengths: dict[str, list[int]], *args: Any) -> dict[str, int | None]:
-        """Begin, with the ``args`` of :class:`Balance` and what it is to learn.
-
-        Returns by server the tokens that its cache holds, if that is known.
-        """
+        """Begin, with the ``args`` of :class:`Balance` and what it is to learn. Returns what servers' caches hold, if known."""
         self._engine, self._balance = engine, Balance(*args)
         self._balance.learn(lengths)
         self._ticking = asyncio.create_task(self._tick())
@@ -100,13 +97,8 @@ class BalancedRouter:
             future.set_exception(RuntimeError("No available servers in load balancer"))  # verl looks for these words
 
     def require_acquire_fields(self) -> list[str]:
-        return [
-            "prompt_ids",
-            "sampling_params",
-            "image_data",
-            "video_data",
-            "audio_data",
-        ]  # our client sends none of them
+        # Our client looks at them and sends none.
+        return ["prompt_ids", "sampling_params", "image_data", "video_data", "audio_data"]
 
     def require_release_fields(self) -> list[str]:
         return ["request_id"]
