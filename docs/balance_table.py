@@ -117,7 +117,7 @@ def main() -> None:
         "moves": (True, False, 2),
         "known": (False, True, 0),
     }
-    for places, cache in ((16, math.inf), (32, math.inf), (64, math.inf), (256, math.inf), (256, 200_000.0)):
+    for places, cache in ((16, math.inf), (32, math.inf), (64, math.inf), (256, math.inf), (256, 50_000.0)):
         its = Engine(engine.step_seconds, engine.cached_token_seconds, engine.prompt_token_seconds, 0.0, places, cache)
         seconds = {}
         moves = []

@@ -23,7 +23,7 @@ PROMPTS, PER_PROMPT, RECENT = 100_000, 32, 4096
 """Prompts whose lengths are known, lengths of each, and lengths of all that expectations are made of."""
 PARTS, FEWEST = 512, 16
 """Parts of responses that the engines' speed is fitted to, and how many it takes."""
-PUT_OFF = 1 / 8
+PUT_OFF = 1 / 16
 """The largest share of responses that are put off."""
 READ_SHARE, READ_WEIGHT = 1 / 64, 1000
 """Seconds to read a token again over those to generate one, until moves of so many tokens have shown it."""
