@@ -135,7 +135,7 @@ class Balance:
     - for each running one that has come farther, and for this one itself: the mean of recent responses longer than that.
 
     Who will be long is known too late, and a long response that begins last is waited for. So while some have not begun, those that
-    have come far are put off (stopped, to go on after all others have begun), as many as there are places if :data:`PUT_OFF` allows:
+    have come far are put off (stopped, to go on after all others have begun), as many as there are places, :data:`PUT_OFF` at most:
     from then on they run side by side. How far is far follows from recent lengths: so many responses should be longer.
 
     A response goes to the replica with the fewest; one that has begun to its own, unless that has :data:`HOME_MARGIN` more. When
