@@ -26,8 +26,9 @@ OTHER = ("timing", "perf/", "rl_accel", "rollout_corr", "training/rollout_probs"
 
 
 def test_training_is_bit_for_bit_that_of_stock_while_responses_move(train, tmp_path):
+    """Switched on automatically: 32 responses of a step share 12 places."""
     stock = train(DRIVER, *OVERRIDES, steps=3, folder=tmp_path / "stock")
-    flags = ("+rl_accel.balance.enable=True", "+rl_accel.balance.margin=0.0", "+rl_accel.telemetry.enable=True")
+    flags = ("+rl_accel.auto=True", "+rl_accel.balance.margin=0.0", "+rl_accel.telemetry.enable=True")
     balanced = train(DRIVER, *OVERRIDES, *flags, steps=3, folder=tmp_path / "balanced")
     assert len(stock.steps) == len(balanced.steps) == 3
     for one, other in zip(stock.steps, balanced.steps, strict=True):
@@ -35,6 +36,7 @@ def test_training_is_bit_for_bit_that_of_stock_while_responses_move(train, tmp_p
         assert "actor/pg_loss" in compared
         assert {name: other[name] for name in compared} == {name: one[name] for name in compared}
         assert other["training/rollout_probs_diff_max"] < 1e-4
+        assert other["rl_accel/balance/applied"] == other["rl_accel/sampler/applied"] == 1.0
         assert other["rl_accel/balance/queue_wait_s"] > 0
         assert 0 < other["rl_accel/balance/places_in_use"] <= 1
         assert other["rl_accel/telemetry/responses"] == 32
