@@ -81,7 +81,7 @@ def test_responses_that_vllm_went_on_with_elsewhere(train, tmp_path):
     assert balanced == stock
     assert len(stock) > 8
     assert max(map(len, stock.values())) > 200
-    assert re.search("stopped [0-9a-f]{32}", run.log[: run.log.index("step:1 ")]), "some of the greedy ones have moved"
+    assert re.search("stopped [0-9a-f]{32}", run.log), "of the greedy ones few move, in some runs none"
     assert len(run.steps) == 4
     assert sum(step["rl_accel/balance/moves"] for step in run.steps) > 0
     for step in run.steps:
