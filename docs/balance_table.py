@@ -1,4 +1,5 @@
-"""``python docs/balance_table.py``: prints the table of docs/balance.md, seconds of rollouts with and without balance, simulated.
+"""``python docs/balance_table.py``: prints the table of docs/balance.md, seconds of rollouts with and without balance, simulated,
+and below it what no schedule can do better, calculated.
 
 64 prompts of 16 responses on four replicas, with the published lengths of mathematics (limit 16,384) and a 14B model on one H800
 each. Prompts come twice; the first epoch knows nothing of them. The state machine is that of production.
@@ -11,11 +12,13 @@ import numpy as np
 
 from rl_accel.features import BalanceFlags
 from rl_accel.plan import published, workload
-from rl_accel.rollout.balance import Balance
+from rl_accel.rollout.balance import Balance, end_bound_at_arrival
 from rl_accel.rollout.simulation import Cluster, Engine, Floats
 
 PROMPTS, RESPONSES, REPLICAS, SEEDS, PROMPT_TOKENS = 64, 16, 4, 3, 200
 TICK = 1.0
+DRAWS = 100
+"""Of lengths, for the calculated bounds."""
 
 
 def bound_at_arrival(engine: Engine, lengths: Floats) -> float:
@@ -43,7 +46,7 @@ class Rollouts:
         self.lengths, self.had = dict(enumerate(lengths.ravel().tolist())), dict.fromkeys(range(lengths.size), 0)
         for number in self.lengths:
             prompt = number // lengths.shape[1]
-            self.carry_out(core.request(str(number), began, prompt, prompt_tokens=PROMPT_TOKENS))
+            self.carry_out(core.request(str(number), began, str(prompt), prompt_tokens=PROMPT_TOKENS))
         while len(core):
             if tick < cluster.next_event():
                 cluster.now = tick
@@ -72,8 +75,29 @@ class Rollouts:
                 cluster.launch([part], [self.lengths[number]], [float(self.had[number])], replicas=[int(replica)])
 
 
+def bounds(lengths: Floats, places: int) -> tuple[float, float]:
+    """Return how many times faster than stock a rollout of ``lengths`` can be, at the same pace whatever runs.
+
+    First without knowing lengths: all are brought as far as only so many go beyond as there are places, and then these run side by
+    side. Until then no place was free, and there is no reason to bring one farther than another. Then with all lengths known.
+    """
+    stock = end_bound_at_arrival([(0.0, length) for length in lengths.ravel()], REPLICAS, places)
+    ascending, places = np.sort(lengths, axis=None), REPLICAS * places
+    far, longest = ascending[-places - 1], ascending[-1]
+    unknown = np.minimum(ascending, far).sum() / places + longest - far
+    return stock / unknown, stock / max(ascending.sum() / places, longest)
+
+
+def print_bounds(places: int) -> None:
+    """Print the mean :func:`bounds` of many draws."""
+    rng = np.random.default_rng(0)
+    drawn = [workload.published("math16k").lengths(range(PROMPTS), RESPONSES, rng) for _ in range(DRAWS)]
+    unknown, known = np.mean([bounds(lengths.astype(float), places) for lengths in drawn], axis=0)
+    print(f"\nBounds, {places} places a replica: {unknown:.2f} without knowing lengths, {known:.2f} with all known.")
+
+
 def main() -> None:
-    """Print the table in Markdown."""
+    """Print the table in Markdown, and the bounds."""
     columns = (
         "places a replica",
         "stock, s",
@@ -93,7 +117,7 @@ def main() -> None:
         "moves": (True, False, 2),
         "known": (False, True, 0),
     }
-    for places, cache in ((16, math.inf), (32, math.inf), (64, math.inf), (256, math.inf), (256, 200_000.0)):
+    for places, cache in ((16, math.inf), (32, math.inf), (64, math.inf), (256, math.inf), (256, 50_000.0)):
         its = Engine(engine.step_seconds, engine.cached_token_seconds, engine.prompt_token_seconds, 0.0, places, cache)
         seconds = {}
         moves = []
@@ -115,6 +139,7 @@ def main() -> None:
         shown = " | ".join(f"{stock[epoch] / mean[arm, epoch]:.2f}" for arm, epoch in cells)
         name = f"{places}" if cache == math.inf else f"{places}, cache of {cache:,.0f} tokens"
         print(f"| {name} | {statistics.fmean(stock):.0f} | {shown} | {statistics.fmean(moves):.0f} |", flush=True)
+    print_bounds(16)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@ Moves, longest first and rollouts in parts are Seer's (2025), the caches' future
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush, heapreplace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ PROMPTS, PER_PROMPT, RECENT = 100_000, 32, 4096
 """Prompts whose lengths are known, lengths of each, and lengths of all that expectations are made of."""
 PARTS, FEWEST = 512, 16
 """Parts of responses that the engines' speed is fitted to, and how many it takes."""
-PUT_OFF = 1 / 8
+PUT_OFF = 1 / 16
 """The largest share of responses that are put off."""
 READ_SHARE, READ_WEIGHT = 1 / 64, 1000
 """Seconds to read a token again over those to generate one, until moves of so many tokens have shown it."""
@@ -62,7 +61,7 @@ class _Replica:
 class _Group:
     """The ``count`` responses of one prompt that are not over; ``lengths`` of others. The least ``order`` is first in the queue."""
 
-    prompt: Hashable
+    prompt: str
     lengths: deque[int]
     waiting: "deque[_Response]" = field(default_factory=deque)
     running: "dict[str, _Response]" = field(default_factory=dict)
@@ -136,8 +135,8 @@ class Balance:
     - for each running one that has come farther, and for this one itself: the mean of recent responses longer than that.
 
     Who will be long is known too late, and a long response that begins last is waited for. So while some have not begun, those that
-    have come far are put off (stopped, to go on after all others have begun), as many as there are places: from then on they run
-    side by side. How far is far follows from recent lengths: so many responses should be longer.
+    have come far are put off (stopped, to go on after all others have begun), as many as there are places, :data:`PUT_OFF` at most:
+    from then on they run side by side. How far is far follows from recent lengths: so many responses should be longer.
 
     A response goes to the replica with the fewest; one that has begun to its own, unless that has :data:`HOME_MARGIN` more. When
     nothing waits, the response with the most expected tokens left moves from a replica to an emptier one, if that should
@@ -152,6 +151,9 @@ class Balance:
         flags: the user's.
         ordered: False: in the order of arrival.
         together: responses of a prompt go to the same replica.
+
+    Attributes:
+        lengths: of complete responses, by prompt; what an earlier run knew, for :meth:`learn`.
     """
 
     def __init__(self, places: int, flags: BalanceFlags, ordered: bool = True, together: bool = False) -> None:
@@ -159,21 +161,28 @@ class Balance:
             raise ValueError(f"places must be at least 1, found {places}")
         self.places, self.flags, self.ordered, self.together = places, flags, ordered, together
         self._speed, self._numbers = _Speed(), _Numbers()
+        self.lengths: dict[str, deque[int]] = {}
         self._recent: deque[int] = deque(maxlen=RECENT)
+        self._new = 0  # of these, since they were sorted
         self._ascending: list[int] = []
         self._sums: list[int] = []  # of each of these and all longer ones
-        self._new = 0
         self._replicas: dict[str, _Replica] = {}
         self._responses: dict[str, _Response] = {}
-        self._groups: dict[Hashable, _Group] = {}
+        self._groups: dict[str, _Group] = {}
         self._begun: dict[str, _Response] = {}  # in the queue, before all of ``_queue``
         self._put_off: dict[str, _Response] = {}  # behind it
-        self._queue: dict[Hashable, _Group] = {}
-        self._lengths_of: dict[Hashable, deque[int]] = {}
+        self._queue: dict[str, _Group] = {}
         self.waiting = 0
 
     def __len__(self) -> int:
         return len(self._responses)
+
+    def learn(self, lengths: Mapping[str, Sequence[int]]) -> None:
+        """Begin with the ``lengths`` of an earlier run."""
+        for prompt, its in lengths.items():
+            self.lengths[prompt] = deque(its, PER_PROMPT)
+            self._recent += its
+            self._new += len(its)
 
     def running(self) -> dict[str, int]:
         """Return the number of responses on each replica."""
@@ -189,13 +198,7 @@ class Balance:
         self._replicas.pop(name, None)
 
     def request(
-        self,
-        ticket: str,
-        now: float,
-        prompt: Hashable = None,
-        prompt_tokens: int = 0,
-        home: str = "",
-        movable: bool = True,
+        self, ticket: str, now: float, prompt: str = "", prompt_tokens: int = 0, home: str = "", movable: bool = True
     ) -> list[Decision]:
         """A response is to be generated; ``ticket`` is its name, unique.
 
@@ -206,10 +209,10 @@ class Balance:
             raise ValueError(f"ticket must be new, found {ticket!r} twice")
         group = self._groups.get(prompt)
         if group is None:
-            lengths = self._lengths_of.pop(prompt, None) or deque(maxlen=PER_PROMPT)
-            self._lengths_of[prompt] = lengths
-            if len(self._lengths_of) > PROMPTS:
-                del self._lengths_of[next(iter(self._lengths_of))]
+            lengths = self.lengths.pop(prompt, None) or deque(maxlen=PER_PROMPT)
+            self.lengths[prompt] = lengths
+            if len(self.lengths) > PROMPTS:
+                del self.lengths[next(iter(self.lengths))]
             group = self._groups[prompt] = _Group(prompt, lengths)
         group.count += 1
         response = _Response(ticket, group, prompt_tokens, movable, now, home)
@@ -403,40 +406,42 @@ class Balance:
             return []
         self._beyond(0)
         far = self._ascending[int(len(self._ascending) * (1 - min(room / under_way, PUT_OFF)))]
-        decisions: list[Decision] = []
-        for replica in self._replicas.values():
-            for response in replica.running.values():
-                may = response.movable and not response.stopping and response.moves < self.flags.max_moves
-                if may and self._tokens(response, now) > far and len(decisions) < room:
-                    response.stopping = True
-                    decisions.append(Decision(response.ticket, replica.name, stop=True))
-        return decisions
+        by_replica = [(replica, self._stoppable(replica, now)) for replica in self._replicas.values()]
+        long = [(one, replica) for replica, its in by_replica for one, tokens in its.items() if tokens > far]
+        return [_stop(response, replica) for response, replica in long[:room]]
 
     def _move(self, now: float) -> list[Decision]:
         """Stop a response that should go on elsewhere, if nothing waits; one at a time."""
         speed, flags, replicas = self._speed, self.flags, self._replicas.values()
-        if self.waiting or not flags.max_moves or not replicas or not (speed.of(1) or flags.margin == 0):
+        if self.waiting or not replicas or not (speed.of(1) or flags.margin == 0):
             return []
         if any(response.stopping for response in self._responses.values()):
             return []
         target, fullest = min(replicas, key=len), max(replicas, key=len)
         if len(target) >= self.places or len(fullest) < len(target) + 2:
             return []
-        left = {
-            response: self._expect(response.group, tokens, now) - tokens
-            for response in fullest.running.values()
-            for tokens in [self._tokens(response, now)]
-            if response.movable and response.moves < flags.max_moves
-        }
+        running = self._stoppable(fullest, now)
+        left = {one: self._expect(one.group, tokens, now) - tokens for one, tokens in running.items()}
         response = max(left, key=left.__getitem__, default=None)
         if response is None:
             return []
         gain = left[response] * (speed.of(len(fullest)) - speed.of(len(target) + 1))
-        price = speed.start + speed.read * (response.prompt_tokens + self._tokens(response, now))
+        price = speed.start + speed.read * (response.prompt_tokens + running[response])
         if gain < flags.margin * price:
             return []
-        response.stopping, response.target = True, target.name
-        return [Decision(response.ticket, fullest.name, stop=True)]
+        response.target = target.name
+        return [_stop(response, fullest)]
+
+    def _stoppable(self, replica: _Replica, now: float) -> dict[_Response, float]:
+        """The responses on ``replica`` that may go on elsewhere, and how many tokens each should have."""
+        most = self.flags.max_moves
+        running = [one for one in replica.running.values() if one.movable and not one.stopping and one.moves < most]
+        return {one: self._tokens(one, now) for one in running}
+
+
+def _stop(response: _Response, replica: _Replica) -> Decision:
+    response.stopping = True
+    return Decision(response.ticket, replica.name, stop=True)
 
 
 @dataclass(slots=True)
@@ -475,16 +480,9 @@ class _Numbers:
 
 def end_bound_at_arrival(responses: Sequence[tuple[float, float]], replicas: int, places: int) -> float:
     """Return when the last of ``responses`` (arrival and seconds of each) had ended, if each was bound on arrival as verl does."""
-    free = [[0.0] * places for _ in range(replicas)]
     ends: list[list[float]] = [[] for _ in range(replicas)]
-    last = 0.0
     for arrived, seconds in responses:
-        for under_way in ends:
-            while under_way and under_way[0] <= arrived:
-                heappop(under_way)
-        fewest = min(range(replicas), key=lambda number: len(ends[number]))
-        end = max(arrived, free[fewest][0]) + seconds
-        heapreplace(free[fewest], end)
-        heappush(ends[fewest], end)
-        last = max(last, end)
-    return last
+        fewest = min(ends, key=lambda its: len(its) - bisect_right(its, arrived))
+        begins = arrived if len(fewest) < places else max(arrived, fewest[-places])
+        insort(fewest, begins + seconds)
+    return max(its[-1] for its in ends if its)

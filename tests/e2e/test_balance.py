@@ -3,6 +3,9 @@
 And with telemetry, which changes no metric either.
 """
 
+import json
+import re
+
 import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -24,8 +27,9 @@ OTHER = ("timing", "perf/", "rl_accel", "rollout_corr", "training/rollout_probs"
 
 
 def test_training_is_bit_for_bit_that_of_stock_while_responses_move(train, tmp_path):
+    """Switched on automatically: 32 responses of a step share 12 places."""
     stock = train(DRIVER, *OVERRIDES, steps=3, folder=tmp_path / "stock")
-    flags = ("+rl_accel.balance.enable=True", "+rl_accel.balance.margin=0.0", "+rl_accel.telemetry.enable=True")
+    flags = ("+rl_accel.auto=True", "+rl_accel.balance.margin=0.0", "+rl_accel.telemetry.enable=True")
     balanced = train(DRIVER, *OVERRIDES, *flags, steps=3, folder=tmp_path / "balanced")
     assert len(stock.steps) == len(balanced.steps) == 3
     for one, other in zip(stock.steps, balanced.steps, strict=True):
@@ -33,6 +37,7 @@ def test_training_is_bit_for_bit_that_of_stock_while_responses_move(train, tmp_p
         assert "actor/pg_loss" in compared
         assert {name: other[name] for name in compared} == {name: one[name] for name in compared}
         assert other["training/rollout_probs_diff_max"] < 1e-4
+        assert other["rl_accel/balance/applied"] == other["rl_accel/sampler/applied"] == 1.0
         assert other["rl_accel/balance/queue_wait_s"] > 0
         assert 0 < other["rl_accel/balance/places_in_use"] <= 1
         assert other["rl_accel/telemetry/responses"] == 32
@@ -41,20 +46,42 @@ def test_training_is_bit_for_bit_that_of_stock_while_responses_move(train, tmp_p
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("engine", ["vllm"], indirect=True, scope="module")
-def test_responses_that_vllm_went_on_with_elsewhere_have_the_probabilities_of_the_trainer(train):
-    """A token that is missing, twice, or drawn after another prefix would have another probability there."""
-    run = train(
-        DRIVER,
+def test_responses_that_vllm_went_on_with_elsewhere(train, tmp_path):
+    """Greedy ones of a validation are those of stock. Sampled ones have the probabilities of the trainer: a token that is missing,
+    twice, or drawn after another prefix would have another there."""
+    overrides = (
         *OVERRIDES[:-1],
         "data.max_response_length=800",
         "actor_rollout_ref.rollout.max_num_seqs=4",
+        "trainer.val_before_train=True",
+        "+rl_accel.final_output.enable=True",
+    )
+    validated = tmp_path / "stock", tmp_path / "balanced"
+    train(
+        DRIVER,
+        *overrides,
+        "trainer.val_only=True",
+        f"trainer.validation_data_dir={validated[0]}",
+        folder=tmp_path / "s",
+    )
+    run = train(
+        DRIVER,
+        *overrides,
+        f"trainer.validation_data_dir={validated[1]}",
         "+rl_accel.balance.enable=True",
         "+rl_accel.balance.margin=0.0",
         "+rl_accel.balance.max_moves=9",
-        "+rl_accel.final_output.enable=True",
         steps=4,
         VERL_USE_EXTERNAL_MODULES="rl_accel_status_probe,seeds_may_move",
     )
+    stock, balanced = (
+        {row["input"]: row["output"] for row in map(json.loads, (folder / "0.jsonl").read_text().splitlines())}
+        for folder in validated
+    )
+    assert balanced == stock
+    assert len(stock) > 8
+    assert max(map(len, stock.values())) > 200
+    assert re.search("stopped [0-9a-f]{32}", run.log), "of the greedy ones few move, in some runs none"
     assert len(run.steps) == 4
     assert sum(step["rl_accel/balance/moves"] for step in run.steps) > 0
     for step in run.steps:

@@ -436,3 +436,4 @@ def test_random_events_lose_nothing_and_leak_no_place(seed):
     assert not core._groups
     assert not core._queue
     assert not core._begun
+    assert not core._put_off

@@ -1,11 +1,14 @@
 """Balanced rollouts on verl: ``+rl_accel.balance.enable=True`` with a trainer of mode ``sync``, or with tail batching.
 
-:func:`wire` names ``router`` by verl's ``router_config_path`` and adds :class:`BalancingWorker` to its agent-loop workers. The
-router is an actor that has :class:`~rl_accel.rollout.balance.Balance` decide; ``client`` is what verl's client sees of it.
+With ``+rl_accel.auto=True`` as well, where responses of a step wait for places. :func:`wire` names ``router`` by verl's
+``router_config_path`` and adds :class:`BalancingWorker` to its agent-loop workers. The router is an actor that has
+:class:`~rl_accel.rollout.balance.Balance` decide; ``client`` is what verl's client sees of it.
 """
 
 import functools
+import json
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,11 @@ from omegaconf import OmegaConf, open_dict
 
 from rl_accel.errors import refuse
 from rl_accel.features import BALANCE, DRAFTS, TAIL_BATCHING, BalanceFlags
+from rl_accel.files import write_atomically
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.engines import ON_POLICY_MODES, engine_of
 from rl_accel.patches.seams import Registration, Seams
+from rl_accel.patches.verl import config_intake
 from rl_accel.runtime import RUNTIME
 from rl_accel.telemetry import metrics
 from rl_accel.telemetry.server_counters import ANSWER_SECONDS
@@ -30,6 +35,8 @@ SEAMS: Seams = {
 }
 """verl 0.9.1 has them."""
 ROUTER = Path(__file__).with_name("router.yaml")
+LENGTHS = "balance.json"
+"""In the folder of a checkpoint: what :meth:`~rl_accel.rollout.balance.Balance.learn` takes."""
 WORKER_PART = f"{__name__}.BalancingWorker"
 _FLAG = "rl_accel.balance"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -60,9 +67,30 @@ def wire(config: Any, flags: BalanceFlags) -> None:
     if not flags.places and get(f"{_ROLLOUT}.max_num_seqs", 0) < 1:
         _refuse(f"{_ROLLOUT}.max_num_seqs", "at least 1", get(f"{_ROLLOUT}.max_num_seqs"))
     agent_loop.check(config, _FLAG, "responses must be generated through our client")
+    if RUNTIME.flags().requested(BALANCE) == "automatically":
+        _require_waiting(config, flags)
     with open_dict(config):
         OmegaConf.update(config, _KEY, str(ROUTER))
     agent_loop.choose(config, WORKER_PART)
+
+
+def _require_waiting(config: Any, flags: BalanceFlags) -> None:
+    """Refuse a run in which there is nothing to gain, or for which nobody knows."""
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    if trainer.v1.trainer_mode != "sync":
+        _refuse("trainer.v1.trainer_mode", "sync", trainer.v1.trainer_mode, "unless it is enabled by name")
+    sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+    replicas = trainer.n_gpus_per_node * trainer.nnodes // math.prod(rollout.get(size, 1) for size in sizes)
+    places, responses = replicas * _places(rollout, flags), config.data.train_batch_size * rollout.n
+    if responses <= places:
+        _refuse("data.train_batch_size * rollout.n", f"more than {places}, the places for them", responses)
+    if engine_of(config).stop is None:
+        _refuse(f"{_ROLLOUT}.name", "vllm", rollout.name, "unless it is enabled by name")
+    logger.info("rl-accel: balance: on, because %d responses of a step share %d places", responses, places)
+
+
+def _places(rollout: Any, flags: BalanceFlags) -> int:
+    return int(flags.places or rollout.max_num_seqs * rollout.get("data_parallel_size", 1))
 
 
 def refuse_unwired(config: Any) -> None:
@@ -90,28 +118,34 @@ class BalancingWorker(agent_loop.WorkerPart):
         """Tell the router what it is to decide by; from then on its numbers are logged."""
         import ray
 
-        flags, rollout = RUNTIME.flags(), manager.config.actor_rollout_ref.rollout
+        flags, config = RUNTIME.flags(), manager.config
         ordered, together = flags.requested(TAIL_BATCHING) == "off", flags.requested(DRAFTS) != "off"
-        places = flags[BALANCE].places or rollout.max_num_seqs * rollout.get("data_parallel_size", 1)
-        router, engine = manager.llm_client._load_balancer, engine_of(manager.config)
-        caches = ray.get(router.set_up.remote(engine, places, flags[BALANCE], ordered, together))
+        places = _places(config.actor_rollout_ref.rollout, flags[BALANCE])
+        router, engine = manager.llm_client._load_balancer, engine_of(config)
+        resumed = config_intake.resumed_from(config_intake.trainer())
+        file = resumed / LENGTHS if resumed else None
+        lengths = json.loads(file.read_text()) if file and file.is_file() else {}
+        caches = ray.get(router.set_up.remote(engine, lengths, places, flags[BALANCE], ordered, together))
         words = "rl-accel: balance: replicas of %d places, with caches of tokens (None: unknown or without limit): %s%s"
         logger.info(words, places, caches, "" if engine.stop else "; this engine cannot move responses")
-        metrics.observe("balance", Observer(router))
+        metrics.observe("balance", Observer(router, Path(config.trainer.default_local_dir)))
 
 
 class Observer:
-    """Logs the numbers of the router once a step, see :meth:`~rl_accel.rollout.balance.Balance.take_numbers`."""
+    """Once a step logs the numbers of the router, and adds the lengths that it knows to a checkpoint in ``folder``."""
 
-    def __init__(self, router: Any = None) -> None:
-        self._router = router
+    def __init__(self, router: Any = None, folder: Path = Path()) -> None:
+        self._router, self._folder = router, folder
 
-    def __call__(self, _step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Return them as ``balance/<name>``; {} for what is not a step of training."""
+    def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
+        """Return ``balance/<name>``, see :meth:`~rl_accel.rollout.balance.Balance.take_numbers`; {} for what is no step."""
         import ray
 
         if self._router is None or "timing_s/gen" not in logged:
             return {}
+        if (checkpoint := self._folder / f"global_step_{step}").is_dir():
+            lengths = ray.get(self._router.lengths.remote(), timeout=ANSWER_SECONDS)
+            write_atomically(checkpoint / LENGTHS, json.dumps(lengths))
         numbers = ray.get(self._router.take_numbers.remote(), timeout=ANSWER_SECONDS)
         return {f"balance/{name}": value for name, value in numbers.items()}
 

@@ -55,7 +55,7 @@ class Servers:
         prompt = np.asarray(prompt_ids, np.int32)
         ticket, is_text = uuid4().hex, all(data is None for data in media.values())
         response = {
-            "prompt": hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(),
+            "prompt": hashlib.blake2b(prompt.tobytes(), digest_size=8).hexdigest(),
             "prompt_tokens": len(prompt),
             "home": self.homes.get(request_id, ""),
             "movable": self.engine.stop is not None and is_text and sampling_params.keys() <= self._movable,

@@ -25,9 +25,10 @@ class BalancedRouter:
         self._waiting: dict[str, asyncio.Future[tuple[str, Any] | None]] = {}
         self._ticking: asyncio.Task[None] | None = None
 
-    async def set_up(self, engine: Engine, *args: Any) -> dict[str, int | None]:
-        """Begin, with the ``args`` of :class:`Balance`. Returns by server the tokens that its cache holds, if that is known."""
+    async def set_up(self, engine: Engine, lengths: dict[str, list[int]], *args: Any) -> dict[str, int | None]:
+        """Begin, with the ``args`` of :class:`Balance` and what it is to learn. Returns what servers' caches hold, if known."""
         self._engine, self._balance = engine, Balance(*args)
+        self._balance.learn(lengths)
         self._ticking = asyncio.create_task(self._tick())
         self._ticking.add_done_callback(asyncio.Task.result)  # logs what it raised; nobody awaits it
         return await self.add_servers(self._servers)
@@ -72,6 +73,9 @@ class BalancedRouter:
     def take_numbers(self) -> dict[str, float]:
         return self._balance.take_numbers()
 
+    def lengths(self) -> dict[str, list[int]]:
+        return {prompt: list(lengths) for prompt, lengths in self._balance.lengths.items() if lengths}
+
     async def add_servers(self, servers: dict[str, Any]) -> dict[str, int | None]:
         calls = [server.__ray_call__.remote(self._engine.cache_tokens) for server in servers.values()]
         answers = zip(servers, await asyncio.gather(*calls, return_exceptions=True), strict=True)
@@ -93,26 +97,11 @@ class BalancedRouter:
             future.set_exception(RuntimeError("No available servers in load balancer"))  # verl looks for these words
 
     def require_acquire_fields(self) -> list[str]:
-        return [
-            "prompt_ids",
-            "sampling_params",
-            "image_data",
-            "video_data",
-            "audio_data",
-        ]  # our client sends none of them
+        # Our client looks at them and sends none.
+        return ["prompt_ids", "sampling_params", "image_data", "video_data", "audio_data"]
 
     def require_release_fields(self) -> list[str]:
         return ["request_id"]
 
     def get_all_servers(self) -> list[str]:
         return list(self._balance.running())
-
-    def get_total_inflight(self) -> int:
-        return len(self._balance)
-
-    def get_status(self) -> dict[str, Any]:
-        running = self._balance.running()
-        return {"servers": running, "total_inflight": len(self._balance), "active_servers": len(running)}
-
-    def clear_sticky_cache(self) -> dict[str, Any]:
-        return {"cleared_entries": 0, "server_loads": self._balance.running()}

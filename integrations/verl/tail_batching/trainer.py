@@ -15,6 +15,7 @@ from rl_accel.integrations.verl.engines import engine_of
 from rl_accel.integrations.verl.tail_batching import check_data, run_of
 from rl_accel.integrations.verl.tail_batching.agent_loop import Stored, Workers
 from rl_accel.integrations.verl.tail_batching.servers import RolloutServers, TailLLMServerClient
+from rl_accel.patches.verl import config_intake
 from rl_accel.rollout import saved
 from rl_accel.rollout.driver import METRICS_PREFIX, PromptSupply, RolloutDriver
 from rl_accel.rollout.tail_batching import TailBatching
@@ -117,13 +118,9 @@ class TailBatchingTrainer(PPOTrainerSync):
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
-        step = self.global_steps
-        if step:
-            trainer = self.config.trainer
-            by_path = trainer.resume_mode == "resume_path"
-            folder = Path(trainer.resume_from_path if by_path else f"{trainer.default_local_dir}/global_step_{step}")
-            saved.restore(folder / saved.FOLDER, step, self._core, self._supply)
-        self._log.rewind(step)
+        if folder := config_intake.resumed_from(self):
+            saved.restore(folder / saved.FOLDER, self.global_steps, self._core, self._supply)
+        self._log.rewind(self.global_steps)
 
 
 def clear(results: Sequence[Stored]) -> None:

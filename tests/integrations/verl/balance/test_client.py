@@ -1,6 +1,7 @@
 """Responses that go on elsewhere, through client and router, on real engines on a CPU. Actors are plain objects here."""
 
 import asyncio
+import json
 import random
 from types import SimpleNamespace
 
@@ -19,8 +20,8 @@ from rl_accel.lab.cpu_engine.engine import Engine
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
 from rl_accel.rollout.balance import Balance, Decision
 
-SCHEDULES = 250
-"""Responses, each of which moves when chance has it."""
+SCHEDULES = 500
+"""Responses, each of which moves when chance has it; on two and on four replicas."""
 CONFIG = OmegaConf.create(
     {"actor_rollout_ref": {"rollout": {"name": "balance_test", "prompt_length": 20, "response_length": 20}}}
 )
@@ -29,8 +30,13 @@ ENGINE = engines.Engine(aborts_by_id=True, seeds_by_position=True, stop=verl_cpu
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
+    torch = pytest.importorskip("torch")
     monkeypatch.setitem(engines._ENGINES, "balance_test", ENGINE)
-    monkeypatch.setattr(router, "TICK_SECONDS", 0.002)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several engines on few cores: more threads would wait for each other
+    monkeypatch.setattr(router, "TICK_SECONDS", 0.01)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -107,7 +113,7 @@ class RandomMoves(Balance):
         decisions = []
         for response in self._responses.values():
             replica = response.replica
-            if replica is not None and not response.stopping and response.moves < 4 and self.rng.random() < 0.1:
+            if replica is not None and not response.stopping and response.moves < 4 and self.rng.random() < 0.4:
                 response.stopping, response.target = True, self.rng.choice(list(self._replicas))
                 decisions.append(Decision(response.ticket, replica.name, stop=True))
         return decisions
@@ -119,7 +125,7 @@ class RandomMoves(Balance):
 async def start(model, replicas, engine_for, places=16, core=RandomMoves, flags=None, **options):
     local = router.BalancedRouter.__ray_metadata__.modified_class({})
     servers = [Server(engine_for(model(), max_num_seqs=places, **options)) for _ in range(replicas)]
-    await local.set_up(ENGINE, places, flags or BalanceFlags(), True, False)
+    await local.set_up(ENGINE, {}, places, flags or BalanceFlags(), True, False)
     local._balance = core(places, flags or BalanceFlags())
     await local.add_servers({f"r{number}": Handle(server) for number, server in enumerate(servers)})
     return local, servers, client.Servers(Handle(local), CONFIG)
@@ -152,7 +158,6 @@ def reference(engine, count):
     return [future.result(60) for future in futures]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_responses_that_move_at_random_are_those_of_one_engine(make_model, engine_for, replicas):
     expected = reference(engine_for(make_model(), max_num_seqs=64), SCHEDULES)
@@ -337,3 +342,20 @@ def test_parts_are_joined():
     assert whole.routed_experts.tolist() == [0, 1, 2, 3, 4, 15]
     assert (whole.stop_reason, whole.extra_fields) == ("completed", {"a": 1, "b": 3})
     assert client.join(part(), part(token_ids=[7], log_probs=[-1.0])).log_probs == [-1.0]
+
+
+def test_what_a_router_has_seen_another_one_begins_with(make_model, engine_for):
+    async def work(local, servers, balancer):
+        await generate(balancer, "a", [5, 6], endless(0))
+        while len(local._balance):  # it is told in the background
+            await asyncio.sleep(0.002)
+        lengths = json.loads(json.dumps(local.lengths()))
+        assert list(lengths.values()) == [[30]]
+        await local.set_up(ENGINE, lengths, 16, BalanceFlags(), True, False)
+        assert local.lengths() == lengths
+        bound, _ = await balancer.acquire_server.remote(request_id="b", prompt_ids=[5, 6], sampling_params={})
+        (response,) = local._balance._responses.values()
+        assert response.predicted == 30
+        balancer.release_server.remote(server_id=bound, request_id="b")
+
+    run_with(make_model, engine_for, work)
