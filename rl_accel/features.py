@@ -344,7 +344,7 @@ DRAFTS = Feature(
 class BalanceFlags:
     """Flags of ``rl_accel.balance``: responses wait for a free replica, long ones first, and may be put off or move."""
 
-    enable: bool | None = flag(None, f"{ENABLE_AUTOMATIC} and responses of a step wait for places")
+    enable: bool | None = flag(None, ENABLE)
     places: int | None = flag(None, "requests that a replica runs at once; null: its max_num_seqs", minimum=1)
     max_moves: int = flag(2, "how often a response may be put off or go on elsewhere; 0: never", minimum=0)
     margin: float = flag(2.0, "seconds that a move must be expected to save over those it costs", minimum=0.0)
@@ -353,7 +353,6 @@ class BalanceFlags:
 BALANCE = Feature(
     name="balance",
     flags=BalanceFlags,
-    automatic=True,
     switches={"verl": ("rl_accel.integrations.verl.balance",)},
     verl="rl_accel.integrations.verl.balance",
 )

@@ -11,28 +11,23 @@ A feature that stands on verl's extension points has a module (:attr:`~rl_accel.
 - ``refuse_unwired(config)``, which stops a trainer whose driver has not called ``validate_config``,
 - ``find_problems()``, if ``rl-accel doctor`` is to tell more: pairs of what does not work here and why.
 
-``wire`` and ``refuse_unwired`` raise ConfigError where the configuration and the feature cannot go together, before they change
-anything. A feature that is automatic then stays off.
+``wire`` and ``refuse_unwired`` raise ConfigError where the configuration and the feature cannot go together.
 """
 
 import functools
 import importlib
 import inspect
-import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from rl_accel.errors import ConfigError, PatchRefused
 from rl_accel.features import FEATURES
 from rl_accel.patches import seams
 from rl_accel.patches.patch import Patch
 from rl_accel.runtime import FRAMEWORK, RUNTIME
-
-logger = logging.getLogger("rl_accel")
 
 _trainer: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference takes its place)
 _NO_SEAM = "verl hands the whole configuration to no plug-in: the entry point is imported before it is read"
@@ -58,23 +53,12 @@ def _take_in(config: Any) -> None:
         RUNTIME.set_layer(FRAMEWORK, flags)
 
 
-def _for_each(config: Any, act: Callable[[str, Any, Any], None]) -> None:
-    """Call ``act`` with name, wiring module and flags of each feature that is on and stands on verl's extension points.
-
-    One that is automatic and refused is turned off in ``config``, so that every process of the run has it off.
-    """
+def _wired_features() -> Iterator[tuple[str, Any, Any]]:
+    """Name, wiring module and flags of each feature that is on and stands on verl's extension points."""
+    flags = RUNTIME.flags()
     for feature in FEATURES:
-        flags = RUNTIME.flags()
-        if not feature.verl or (requested := flags.requested(feature)) == "off":
-            continue
-        try:
-            act(feature.name, importlib.import_module(feature.verl), flags[feature])
-        except (ConfigError, PatchRefused) as error:
-            if requested == "by name":
-                raise
-            logger.info("rl-accel: %s stays off: %s", feature.name, error)
-            OmegaConf.update(config, f"rl_accel.{feature.name}.enable", False, force_add=True)
-            _take_in(config)
+        if feature.verl and flags.requested(feature) != "off":
+            yield feature.name, importlib.import_module(feature.verl), flags[feature]
 
 
 def in_driver(config: Any) -> None:
@@ -84,13 +68,10 @@ def in_driver(config: Any) -> None:
         ConfigError: a key is unknown, a value unusable, or ``config`` and a feature cannot go together.
         PatchRefused: a feature asked for by name cannot be applied to this verl.
     """
-
-    def wire(name: str, wiring: Any, flags: Any) -> None:
+    _take_in(config)
+    for name, wiring, flags in _wired_features():
         seams.require_modules(name, wiring.SEAMS)  # the functions in them are checked where verl imports them anyway
         wiring.wire(config, flags)
-
-    _take_in(config)
-    _for_each(config, wire)
 
 
 def in_trainer(config: Any) -> None:
@@ -99,13 +80,10 @@ def in_trainer(config: Any) -> None:
     Raises:
         ConfigError, PatchRefused: as :func:`in_driver`; or the driver has not called ``validate_config``.
     """
-
-    def look(name: str, wiring: Any, _flags: Any) -> None:
+    _take_in(config)
+    for name, wiring, _ in _wired_features():
         seams.require(name, wiring.SEAMS)
         wiring.refuse_unwired(config)
-
-    _take_in(config)
-    _for_each(config, look)
 
 
 def _before(step: Callable[[Any], None]) -> Any:

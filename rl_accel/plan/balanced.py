@@ -41,7 +41,7 @@ class BalancedCluster(Cluster):
         had = tokens or repeat(0.0, len(ids))
         for request_id, length, begun, prompt in zip(ids, lengths, had, prompts or ids, strict=True):
             self._wanted[request_id] = length, begun
-            self._carry_out(self._core.request(str(request_id), self.now, prompt, self._prompt_tokens))
+            self._carry_out(self._core.request(str(request_id), self.now, str(prompt), self._prompt_tokens))
 
     def cancel(self, ids: Iterable[int]) -> list[int]:
         """Stop requests that are under way or wait; return the tokens of each."""

@@ -1,14 +1,12 @@
 """Balanced rollouts on verl: ``+rl_accel.balance.enable=True`` with a trainer of mode ``sync``, or with tail batching.
 
-With ``+rl_accel.auto=True`` as well, where responses of a step wait for places. :func:`wire` names ``router`` by verl's
-``router_config_path`` and adds :class:`BalancingWorker` to its agent-loop workers. The router is an actor that has
-:class:`~rl_accel.rollout.balance.Balance` decide; ``client`` is what verl's client sees of it.
+:func:`wire` names ``router`` by verl's ``router_config_path`` and adds :class:`BalancingWorker` to its agent-loop workers. The
+router is an actor that has :class:`~rl_accel.rollout.balance.Balance` decide; ``client`` is what verl's client sees of it.
 """
 
 import functools
 import json
 import logging
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,30 +65,9 @@ def wire(config: Any, flags: BalanceFlags) -> None:
     if not flags.places and get(f"{_ROLLOUT}.max_num_seqs", 0) < 1:
         _refuse(f"{_ROLLOUT}.max_num_seqs", "at least 1", get(f"{_ROLLOUT}.max_num_seqs"))
     agent_loop.check(config, _FLAG, "responses must be generated through our client")
-    if RUNTIME.flags().requested(BALANCE) == "automatically":
-        _require_waiting(config, flags)
     with open_dict(config):
         OmegaConf.update(config, _KEY, str(ROUTER))
     agent_loop.choose(config, WORKER_PART)
-
-
-def _require_waiting(config: Any, flags: BalanceFlags) -> None:
-    """Refuse a run in which there is nothing to gain, or for which nobody knows."""
-    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    if trainer.v1.trainer_mode != "sync":
-        _refuse("trainer.v1.trainer_mode", "sync", trainer.v1.trainer_mode, "unless it is enabled by name")
-    sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-    replicas = trainer.n_gpus_per_node * trainer.nnodes // math.prod(rollout.get(size, 1) for size in sizes)
-    places, responses = replicas * _places(rollout, flags), config.data.train_batch_size * rollout.n
-    if responses <= places:
-        _refuse("data.train_batch_size * rollout.n", f"more than {places}, the places for them", responses)
-    if engine_of(config).stop is None:
-        _refuse(f"{_ROLLOUT}.name", "vllm", rollout.name, "unless it is enabled by name")
-    logger.info("rl-accel: balance: on, because %d responses of a step share %d places", responses, places)
-
-
-def _places(rollout: Any, flags: BalanceFlags) -> int:
-    return int(flags.places or rollout.max_num_seqs * rollout.get("data_parallel_size", 1))
 
 
 def refuse_unwired(config: Any) -> None:
@@ -120,7 +97,8 @@ class BalancingWorker(agent_loop.WorkerPart):
 
         flags, config = RUNTIME.flags(), manager.config
         ordered, together = flags.requested(TAIL_BATCHING) == "off", flags.requested(DRAFTS) != "off"
-        places = _places(config.actor_rollout_ref.rollout, flags[BALANCE])
+        rollout = config.actor_rollout_ref.rollout
+        places = flags[BALANCE].places or rollout.max_num_seqs * rollout.get("data_parallel_size", 1)
         router, engine = manager.llm_client._load_balancer, engine_of(config)
         resumed = config_intake.resumed_from(config_intake.trainer())
         file = resumed / LENGTHS if resumed else None

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import logging
 
 import pytest
 from omegaconf import OmegaConf
@@ -11,10 +10,8 @@ if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed", allow_module_level=True)
 
 from rl_accel.errors import ConfigError
-from rl_accel.features import BALANCE, SAMPLER, BalanceFlags, DraftsFlags
+from rl_accel.features import BalanceFlags, DraftsFlags
 from rl_accel.integrations.verl import agent_loop, balance, drafts
-from rl_accel.patches.verl import config_intake
-from rl_accel.runtime import RUNTIME
 
 ROLLOUT = {"name": "vllm", "max_num_seqs": 16, "router_config_path": None, "full_determinism": False, "agent": {}}
 
@@ -73,94 +70,6 @@ def test_what_cannot_go_together_is_refused_with_its_key(changes, said):
 
 def test_places_of_its_own_do_for_any_max_num_seqs():
     balance.wire(config(max_num_seqs=0), BalanceFlags(enable=True, places=3))
-
-
-class TestAutomatically:
-    """``+rl_accel.auto=True`` on verl's own configuration: 1,024 responses a step for four replicas of 16 places."""
-
-    @pytest.fixture(autouse=True)
-    def flags_are_put_back(self, caplog):
-        caplog.set_level(logging.INFO, "rl_accel")
-        layers = RUNTIME.layers()
-        yield
-        RUNTIME.restore(layers)
-
-    @pytest.fixture
-    def composed(self):
-        from hydra import compose, initialize_config_module
-
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose("ppo_trainer")
-        rollout = {"name": "vllm", "n": 16, "max_num_seqs": 16, "tensor_model_parallel_size": 2}
-        changes = {
-            "rl_accel.auto": True,
-            "trainer.n_gpus_per_node": 8,
-            **dict.fromkeys(("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"), 64),
-            "critic.ppo_mini_batch_size": 64,
-            **{f"actor_rollout_ref.rollout.{key}": value for key, value in rollout.items()},
-        }
-        for key, value in changes.items():
-            OmegaConf.update(config, key, value, force_add=True)
-        return config
-
-    def lines(self, caplog):
-        return [r.getMessage() for r in caplog.records if r.getMessage().startswith("rl-accel: balance")]
-
-    def test_on_where_responses_wait_for_places(self, composed, caplog):
-        config_intake.in_driver(composed)
-        config_intake.in_trainer(composed)
-        assert RUNTIME.flags().requested(BALANCE) == "automatically"
-        assert composed.actor_rollout_ref.rollout.router_config_path == str(balance.ROUTER)
-        assert composed.trainer.rl_accel_agent_loop_parts == [balance.WORKER_PART]
-        assert self.lines(caplog) == ["rl-accel: balance: on, because 1024 responses of a step share 64 places"]
-
-    @pytest.mark.parametrize(
-        ("key", "value", "why"),
-        [
-            ("actor_rollout_ref.rollout.max_num_seqs", 256, "= more than 1024, the places for them, found 1024"),
-            ("rl_accel.balance.places", 256, "= more than 1024, the places for them, found 1024"),
-            ("actor_rollout_ref.rollout.name", "sglang", "rollout.name = vllm, found sglang"),
-            ("actor_rollout_ref.rollout.router_config_path", "own.yaml", "router_config_path = None, found own.yaml"),
-            ("actor_rollout_ref.rollout.full_determinism", True, "full_determinism = False, found True"),
-            ("actor_rollout_ref.rollout.agent.agent_loop_manager_class", "my.Manager", "found my.Manager"),
-            ("trainer.v1.trainer_mode", "separate_async", "trainer_mode = sync, found separate_async"),
-            ("trainer.use_v1", False, "trainer.use_v1 = True, found False"),
-            ("rl_accel.tail_batching.enable", True, "trainer_mode = sync, found tail_batching"),
-        ],
-    )
-    def test_off_everywhere_else_with_one_line_that_says_why(self, composed, caplog, key, value, why):
-        OmegaConf.update(composed, key, value, force_add=True)
-        router = composed.actor_rollout_ref.rollout.router_config_path
-        for _ in range(2):
-            config_intake.in_driver(composed)
-            config_intake.in_trainer(composed)
-        assert composed.actor_rollout_ref.rollout.router_config_path == router
-        assert balance.WORKER_PART not in OmegaConf.select(composed, agent_loop.PARTS, default=())
-        assert RUNTIME.flags().requested(BALANCE) == "off"
-        assert RUNTIME.flags().requested(SAMPLER) == "automatically"
-        (line,) = self.lines(caplog)
-        assert line.startswith("rl-accel: balance stays off: rl_accel.balance wants ")
-        assert why in line
-
-    def test_off_in_a_trainer_whose_driver_has_called_no_validate_config(self, composed, caplog):
-        config_intake.in_trainer(composed)
-        assert RUNTIME.flags().requested(BALANCE) == "off"
-        assert "validate_config sets it" in self.lines(caplog)[0]
-
-    def test_off_on_a_verl_without_routers(self, composed, caplog, monkeypatch):
-        monkeypatch.setattr(balance, "SEAMS", {"verl.workers.rollout.no_router:Router": None})
-        config_intake.in_driver(composed)
-        assert RUNTIME.flags().requested(BALANCE) == "off"
-        assert "which is not in the verl installed here" in self.lines(caplog)[0]
-
-    def test_named_it_is_refused_and_switched_off_it_is_silent(self, composed, caplog):
-        composed.actor_rollout_ref.rollout.router_config_path = "own.yaml"
-        OmegaConf.update(composed, "rl_accel.balance.enable", False, force_add=True)
-        config_intake.in_driver(composed)
-        assert not self.lines(caplog)
-        composed.rl_accel.balance.enable = True
-        with pytest.raises(ConfigError, match=r"router_config_path = None, found own\.yaml"):
-            config_intake.in_driver(composed)
 
 
 RUNS = """
