@@ -70,7 +70,6 @@ def test_responses_that_vllm_went_on_with_elsewhere(train, tmp_path):
         "+rl_accel.balance.enable=True",
         "+rl_accel.balance.margin=0.0",
         "+rl_accel.balance.max_moves=9",
-        steps=4,
         VERL_USE_EXTERNAL_MODULES="rl_accel_status_probe,seeds_may_move",
     )
     stock, balanced = (
@@ -81,7 +80,7 @@ def test_responses_that_vllm_went_on_with_elsewhere(train, tmp_path):
     assert len(stock) > 8
     assert max(map(len, stock.values())) > 200
     assert re.search("stopped [0-9a-f]{32}", run.log), "of the greedy ones few move, in some runs none"
-    assert len(run.steps) == 4
+    assert len(run.steps) == 2
     assert sum(step["rl_accel/balance/moves"] for step in run.steps) > 0
     for step in run.steps:
         assert step["training/rollout_probs_diff_max"] < 1e-4

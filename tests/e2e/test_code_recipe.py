@@ -36,7 +36,9 @@ def test_answers_that_hang_were_stopped_long_before_the_full_budget(out):
         name: sum(metrics.get(f"rl_accel/reward_timeout/{name}", 0.0) for metrics in steps.values())
         for name in ("executions", "timeouts", "timeouts_full", "saved_seconds", "errors")
     }
-    assert found["executions"] == 64 * STEPS
+    assert (
+        64 * (STEPS - 1) < found["executions"] <= 64 * STEPS
+    )  # told once a second: the last may come after the last step
     assert found["timeouts"] >= 3
     assert found["timeouts_full"] < found["timeouts"]
     assert found["saved_seconds"] > 3 * (found["timeouts"] - found["timeouts_full"])
