@@ -12,67 +12,23 @@ import numpy as np
 
 from rl_accel.features import BalanceFlags
 from rl_accel.plan import published, workload
+from rl_accel.plan.balanced import BalancedCluster
 from rl_accel.rollout.balance import Balance, end_bound_at_arrival
 from rl_accel.rollout.simulation import Cluster, Engine, Floats
 
 PROMPTS, RESPONSES, REPLICAS, SEEDS, PROMPT_TOKENS = 64, 16, 4, 3, 200
-TICK = 1.0
 DRAWS = 100
 """Of lengths, for the calculated bounds."""
 
 
-def bound_at_arrival(engine: Engine, lengths: Floats) -> float:
-    """Return the seconds of a rollout of ``lengths``, shape [P, R], by verl's balancer."""
-    cluster = Cluster(engine, REPLICAS, PROMPT_TOKENS)
-    cluster.launch(range(lengths.size), lengths.ravel().tolist())
+def play(cluster: Cluster, lengths: Floats) -> float:
+    """Return the seconds of a rollout of ``lengths``, shape [P, R], on a ``cluster`` that is idle."""
+    began = cluster.now
+    prompts = np.repeat(np.arange(len(lengths)), lengths.shape[1])
+    cluster.launch(range(lengths.size), lengths.ravel().tolist(), prompts=prompts.tolist())
     while len(cluster):
         cluster.happen()
-    return cluster.now
-
-
-class Rollouts:
-    """Rollouts by ``core``, one after the other: it learns."""
-
-    def __init__(self, engine: Engine, core: Balance) -> None:
-        self.cluster, self.core, self.moves, self.errors = Cluster(engine, REPLICAS, PROMPT_TOKENS), core, 0, []
-        self.had, self.lengths, self.parts, self.part_of = {}, {}, {}, {}
-        for number in range(REPLICAS):
-            core.add_replica(str(number), 0.0, engine.cache_tokens)
-
-    def play(self, lengths: Floats) -> float:
-        """Return the seconds of one."""
-        cluster, core = self.cluster, self.core
-        began, tick = cluster.now, cluster.now + TICK
-        self.lengths, self.had = dict(enumerate(lengths.ravel().tolist())), dict.fromkeys(range(lengths.size), 0)
-        for number in self.lengths:
-            prompt = number // lengths.shape[1]
-            self.carry_out(core.request(str(number), began, str(prompt), prompt_tokens=PROMPT_TOKENS))
-        while len(core):
-            if tick < cluster.next_event():
-                cluster.now = tick
-                self.carry_out(core.tick(tick))
-                tick += TICK
-            elif ended := cluster.happen():
-                number = self.parts[ended.id]
-                self.carry_out(core.over(str(number), cluster.now, ended.length - self.had[number]))
-        numbers = core.take_numbers()
-        self.moves += numbers["moves"]
-        self.errors.append(numbers.get("length_error_p50", math.nan))
-        return cluster.now - began
-
-    def carry_out(self, decisions) -> None:
-        cluster = self.cluster
-        for ticket, replica, stop in decisions:
-            number = int(ticket)
-            if stop:
-                (tokens,) = cluster.cancel([self.part_of[number]])
-                part = min(tokens, self.lengths[number] - 1) - self.had[number]
-                self.had[number] += part
-                self.carry_out(self.core.again(ticket, cluster.now, part))
-            else:
-                part = self.part_of[number] = len(self.parts)
-                self.parts[part] = number
-                cluster.launch([part], [self.lengths[number]], [float(self.had[number])], replicas=[int(replica)])
+    return cluster.now - began
 
 
 def bounds(lengths: Floats, places: int) -> tuple[float, float]:
@@ -126,13 +82,15 @@ def main() -> None:
             load = workload.published("math16k")
             epochs = [load.lengths(range(PROMPTS), RESPONSES, rng) for _ in range(2)]
             for epoch, lengths in enumerate(epochs):
-                seconds.setdefault(("stock", epoch), []).append(bound_at_arrival(its, lengths))
+                stock = Cluster(its, REPLICAS, PROMPT_TOKENS)
+                seconds.setdefault(("stock", epoch), []).append(play(stock, lengths))
             for arm, (ordered, known, most) in arms.items():
-                played = Rollouts(its, Balance(places, BalanceFlags(max_moves=most), ordered))
+                core = Balance(places, BalanceFlags(max_moves=most), ordered)
+                balanced = BalancedCluster(its, REPLICAS, PROMPT_TOKENS, core)  # the second epoch knows the first
                 for epoch, lengths in enumerate(epochs):
                     given = np.sort(lengths, axis=None)[::-1][:, None] if known else lengths
-                    seconds.setdefault((arm, epoch), []).append(played.play(given))
-                moves += [played.moves / 2] if most else []
+                    seconds.setdefault((arm, epoch), []).append(play(balanced, given))
+                    moves += [core.take_numbers()["moves"]] if most else []
         mean = {key: statistics.fmean(values) for key, values in seconds.items()}
         stock = [mean["stock", 0], mean["stock", 1]]
         cells = [("late", 0), ("order", 0), ("order", 1), ("moves", 0), ("moves", 1), ("known", 1)]

@@ -12,12 +12,12 @@ TICK = 4.0
 
 
 class BalancedCluster(Cluster):
-    """Replicas whose requests wait for a place at any of them, and may move. Its decisions take no time."""
+    """Replicas whose requests wait for a place at any of them, and may move, as ``core`` decides. Decisions take no time."""
 
-    def __init__(self, engine: Engine, replicas: int, prompt_tokens: int = 0) -> None:
+    def __init__(self, engine: Engine, replicas: int, prompt_tokens: int = 0, core: Balance | None = None) -> None:
         super().__init__(engine, replicas, prompt_tokens)
         self._prompt_tokens, self._tick = prompt_tokens, TICK
-        self._core = Balance(engine.places, BalanceFlags())
+        self._core = core or Balance(engine.places, BalanceFlags())
         self._wanted: dict[int, tuple[int, float]] = {}  # length of each, and tokens that it had when it was bound
         for number in range(replicas):
             self._core.add_replica(str(number), 0.0, engine.cache_tokens)
