@@ -17,7 +17,7 @@ class BalancedCluster(Cluster):
     def __init__(self, engine: Engine, replicas: int, prompt_tokens: int = 0, core: Balance | None = None) -> None:
         super().__init__(engine, replicas, prompt_tokens)
         self._prompt_tokens, self._tick = prompt_tokens, TICK
-        self._core = core or Balance(engine.places, BalanceFlags())
+        self._core = Balance(engine.places, BalanceFlags()) if core is None else core  # an idle one is falsy
         self._wanted: dict[int, tuple[int, float]] = {}  # length of each, and tokens that it had when it was bound
         for number in range(replicas):
             self._core.add_replica(str(number), 0.0, engine.cache_tokens)
