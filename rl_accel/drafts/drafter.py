@@ -1,20 +1,41 @@
 """vLLM's side of drafts: ``speculative_config={"method": "custom_class", "model": "rl_accel.drafts.drafter.Drafter", ...}``."""
 
-import itertools
 import logging
-import operator
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
-from cachetools import LRUCache
+from cachetools import FIFOCache, LRUCache
 from numpy.typing import NDArray
 
-from rl_accel.drafts.index import CONTEXT, OTHER, PROMPT, SOURCES, Match, TokenIndex, TokenSequence, key_of
+from rl_accel.drafts.index import (
+    CONTEXT,
+    FOUND,
+    LAST,
+    LENGTH,
+    MATCHED,
+    NUMBER,
+    OTHER,
+    PROMPT,
+    SOURCE,
+    SOURCES,
+    VISIT,
+    Ints,
+    Matches,
+    Pool,
+    extend,
+    is_live,
+    key_of,
+    lookup,
+    make_pool,
+    read,
+    sequence,
+)
 from rl_accel.features import DraftsFlags
+from rl_accel.ops.cpu import compiled
 
 SETTINGS = "rl_accel_drafts"
 """The key of vLLM's ``additional_config`` that the settings are under; that dict reaches every worker process."""
@@ -26,35 +47,49 @@ PRIOR = 4.0
 """How many tries of its own weigh as much, for a prompt, as what holds for all prompts."""
 REMEMBERED = 4096
 """Requests that have left the batch that are remembered, as they may come back or be taken."""
-_BY_LENGTH = [(f"tokens_from_{2**bits // 2}", f"row_steps_from_{2**bits // 2}") for bits in range(32)]
+RATES, HEAD, TAKEN = range(NUMBER + 1, NUMBER + 4)
+"""Of a request, after what a sequence has: where the rates of its prompt are; tokens of its prompt; whether it was taken."""
+WORTH = SOURCE + 1
+"""Of a match: how many of its tokens are proposed."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Rate:
-    """How many guesses were right lately."""
+class _Prompt:
+    """``rates``: where they are; ``visits``: versions of the weights that it was answered with, the last one last."""
 
-    hits: float = 0.0
-    tries: float = 0.0
-
-    def add(self, hits: float, tries: float, kept: float) -> None:
-        self.hits, self.tries = kept * self.hits + hits, kept * self.tries + tries
+    sequence: Ints
+    rates: int
+    visits: deque[int]
 
 
-@dataclass(slots=True, kw_only=True)
-class _Prompt(TokenSequence):
-    visits: deque[int]  # versions of the weights that it was answered with, the last one last
-    rates: tuple[_Rate, _Rate] = field(default_factory=lambda: (_Rate(), _Rate()))  # of matches at it, and at others
+class _Batch(NamedTuple):
+    """Requests, a row for each as in vLLM. A row without one has length -1."""
+
+    sequences: Any  # int64[R, 9]
+    tails: Any  # int32[R, CONTEXT]: the last tokens of each, the last one last
+    tokens: Any  # of matches
+    shares: Any
+    numbers: Any  # int64[R, 4]
+
+    @classmethod
+    def of(cls, rows: int, longest: int) -> "_Batch":
+        empty = cls(np.zeros((rows, TAKEN + 1), np.int64), _tails(rows), *Matches.of(rows, longest, WORTH + 1))
+        empty.sequences[:, LENGTH] = -1
+        return empty
 
 
-@dataclass(slots=True, kw_only=True)
-class _Request(TokenSequence):
-    prompt: _Prompt
-    tail: bytes = b""  # the last CONTEXT tokens
-    taken: bool = False
-    match: Match | None = None
-    worth: int = 0  # how many tokens of the match are proposed
+class _Rates(NamedTuple):
+    """How many guesses were right lately, and how many there were, of matches at the prompt and (1) at others."""
+
+    own: Any  # float64[P, 2, 2], by prompt
+    all: Any  # float64[2, len(FIRST_RATES), 2], by the tokens that a match shares
+
+
+class _Counts(NamedTuple):
+    by_source: Any  # int64[len(SOURCES), 2]: drafted, accepted
+    by_length: Any  # int64[32, 2]: tokens, and steps of a request, by the bits of its response's length
 
 
 class Drafter:
@@ -84,24 +119,30 @@ class Drafter:
         self._longest = min(self.settings.max_tokens, vllm_config.speculative_config.num_speculative_tokens)
         self._idle = parallel.rank % (parallel.tensor_parallel_size * parallel.prefill_context_parallel_size) != 0
         self._clock = clock
-        self._index = TokenIndex(1 if self._idle else self.settings.memory_mb)
-        self._prompts: LRUCache[int, _Prompt] = LRUCache(len(self._index.pool.blocks) // 8)  # one for 256 tokens
-        self._rows: dict[int, _Request] = {}
-        self._gone: LRUCache[tuple[int, bytes], _Request] = LRUCache(REMEMBERED)
+        if not self._idle:  # compile before the first request waits for it
+            self._begin(1)
+            for end in (1, 2):
+                self.propose([[0]], np.array([end]), np.zeros((1, 2 * CONTEXT), np.int32))
+            read(self._pool, self._batch.sequences[0])
+        self._begin(1 if self._idle else self.settings.memory_mb)
+
+    def _begin(self, memory_mb: float) -> None:
+        self._pool = make_pool(memory_mb)
+        prompts = len(self._pool.blocks) // 8  # one for 256 tokens
+        self._prompts: FIFOCache[int, _Prompt] = FIFOCache(prompts)
+        self._new_prompts = 0  # so far
+        self._batch, self._running = _Batch.of(1, self._longest), 0
+        self._gone: LRUCache[tuple[int, bytes], tuple[Any, ...]] = LRUCache(REMEMBERED)
         self._version = 0
-        self._rates = [[(most, _Rate(8 * rate, 8)) for most, rate in FIRST_RATES] for _ in range(2)]
+        first = [[8 * rate, 8] for _, rate in FIRST_RATES]
+        self._rates = _Rates(np.zeros((prompts, 2, 2)), np.array([first, first]))
         self._worth = _Worth()
         self._called: float | None = None
-        self.counts: Counter[str] = Counter()
-        """What happened. ``steps``: calls of :meth:`propose`. ``tokens``: sampled in them. ``drafted``, ``accepted``: tokens of
-        drafts that were verified, also by where they came from (``drafted_own``, ``_sibling``, ``_earlier``, ``_other``).
-        ``tokens_from_L`` and ``row_steps_from_L``: tokens, and steps of a request, in which its response had from L to less than
-        2 L tokens then. ``stopped``: how often drafting was stopped because it cost more than it gave."""
-        # compile before the first request waits for it
-        warm, sequence = TokenIndex(1), TokenSequence(0, 0)
-        warm.extend(sequence, np.zeros(9, np.int32), 8)
-        warm.lookup(sequence, np.zeros(10, np.int32), 1)
-        warm.read(sequence)
+        self._begin_counts()
+
+    def _begin_counts(self) -> None:
+        self._steps = self._stopped = 0
+        self._counts = _Counts(np.zeros((len(SOURCES), 2), np.int64), np.zeros((32, 2), np.int64))
 
     def load_model(self, *_: Any) -> None:
         """There is none; vLLM calls this."""
@@ -125,34 +166,57 @@ class Drafter:
         drafts: list[list[int]] = [[] for _ in range(running)]
         if self._idle or not running:
             return drafts
-        ends: list[int] = num_tokens_no_spec[:running].tolist()
-        went_on = self._follow(sampled_token_ids, ends, token_ids_cpu)
-        verified = self._learn(sampled_token_ids, ends, token_ids_cpu)
+        if len(self._batch.sequences) != len(token_ids_cpu):  # the first call
+            self._batch, self._running = _Batch.of(len(token_ids_cpu), self._longest), 0
+        new = np.array([len(tokens) for tokens in sampled_token_ids])
+        ends = num_tokens_no_spec[:running].astype(np.int64)
+        step = self._pool, self._batch, self._rates, self._counts, token_ids_cpu, new, ends
+        known = False
+        if running == self._running:
+            known, went_on, verified = _advance(*step, False)
+        if not known:
+            self._follow(new, ends, token_ids_cpu)
+            (_, _, verified), went_on = _advance(*step, True), False
+        self._steps += 1
         if self._called is not None and went_on:
-            tokens = sum(map(len, sampled_token_ids))
-            self.counts["stopped"] += self._worth.add(running, verified, now - self._called, tokens)
+            self._stopped += self._worth.add(running, verified, now - self._called, int(new.sum()))
         self._called = now
-        for row, request in self._rows.items():
-            self._index.extend(request, token_ids_cpu[row], ends[row])
-            request.tail = _tail(token_ids_cpu[row], ends[row])
         if running > self.settings.batch_limit or not self._worth.allows(running):
             return drafts
-        expected = 0.0
-        for row, request in self._rows.items():
-            request.match = self._index.lookup(request, token_ids_cpu[row], self._longest)
-            if request.match is not None:
-                expected += self._choose(request, request.match)
-        pays = self._worth.pays(running, expected)
-        for row, request in self._rows.items():
-            request.worth *= pays
-            if request.match is not None:
-                drafts[row] = request.match.tokens[: request.worth]
+        if self._worth.pays(running, _choose(self._pool, self._batch, self._rates, token_ids_cpu, running)):
+            for row, worth in enumerate(self._batch.numbers[:running, WORTH].tolist()):
+                if worth:
+                    drafts[row] = self._batch.tokens[row, :worth].tolist()
+        else:
+            self._batch.numbers[:, WORTH] = 0
         return drafts
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What happened. ``steps``: calls of :meth:`propose`. ``tokens``: sampled in them. ``drafted``, ``accepted``: tokens of
+        drafts that were verified, also by where they came from (``drafted_own``, ``_sibling``, ``_earlier``, ``_other``).
+        ``tokens_from_L`` and ``row_steps_from_L``: tokens, and steps of a request, in which its response had from L to less than
+        2 L tokens then. ``stopped``: how often drafting was stopped because it cost more than it gave.
+        """
+        by_source, by_length = self._counts
+        found = Counter(steps=self._steps, stopped=self._stopped, tokens=int(by_length[:, 0].sum()))
+        found["drafted"], found["accepted"] = by_source.sum(axis=0).tolist()
+        for source, (drafted, accepted) in zip(SOURCES, by_source.tolist(), strict=True):
+            found[f"drafted_{source}"], found[f"accepted_{source}"] = drafted, accepted
+        for bits in np.flatnonzero(by_length[:, 1]).tolist():
+            found[f"tokens_from_{2**bits // 2}"], found[f"row_steps_from_{2**bits // 2}"] = by_length[bits].tolist()
+        return found
+
+    def take_counts(self) -> Counter[str]:
+        """Return :attr:`counts` since the last call."""
+        counts = self.counts
+        self._begin_counts()
+        return counts
 
     def new_weights(self) -> None:
         """Note that the weights have changed: who runs is as good as finished, but may come back, in any row."""
-        self._gone.update({(request.length, request.tail): request for request in self._rows.values()})
-        self._rows, self._called = {}, None
+        self._leave(range(self._running))
+        self._running, self._called = 0, None
         self._version += 1
 
     def take_finished(self) -> list[bytes]:
@@ -161,101 +225,159 @@ class Drafter:
         One that was preempted or aborted may be among them, with the tokens that it had then.
         """
         finished = []
-        for request in self._gone.values():
-            tokens = None if request.taken else self._index.read(request)
+        for request, *_ in self._gone.values():
+            tokens = None if request[TAKEN] else read(self._pool, request)
             if tokens is not None:
-                head = np.array([request.visit, request.prompt.length], np.int32)
-                finished.append(head.tobytes() + tokens.tobytes())
-            request.taken = True
+                finished.append(request[[VISIT, HEAD]].astype(np.int32).tobytes() + tokens.tobytes())
+            request[TAKEN] = True
         return finished
 
     def absorb(self, responses: Iterable[bytes]) -> None:
         """Add finished responses, of another replica or an earlier run, to the history."""
         for response in responses if not self._idle else ():
-            numbers = np.array(
-                np.frombuffer(response, np.int32)
-            )  # a copy: kernels are compiled for arrays that can be written
+            numbers = np.array(np.frombuffer(response, np.int32))  # kernels are compiled for what can be written
             (version, length), tokens = numbers[:2].tolist(), numbers[2:]
             self._version = max(self._version, version)
-            self._index.extend(self._request(tokens, length, version), tokens, len(tokens))
+            extend(self._pool, self._request(tokens, length, version)[None], tokens[None], np.array([len(tokens)]))
 
-    def _follow(self, sampled: Sequence[Sequence[int]], ends: list[int], matrix: NDArray[np.int32]) -> bool:
-        """Find the request of each row that has sampled; return whether all rows just went on from the last call."""
-        before, found, went_on = self._rows, {}, True
-        begins = {row: ends[row] - len(new) for row, new in enumerate(sampled) if new}
-        for row, begin in begins.items():
-            request = before.get(row)
-            # shorter than at the beginning of the step, if vLLM did not call after some steps
-            if request and request.length <= begin and request.tail == _tail(matrix[row], request.length):
-                found[row] = before.pop(row)
-                went_on &= request.length == begin
-        went_on &= len(found) == len(ends)
-        self._gone.update({(request.length, request.tail): request for request in before.values()})
-        for row, begin in begins.items():
-            if row not in found:
-                gone = self._gone.pop((begin, _tail(matrix[row], begin)), None)
-                found[row] = gone or self._request(matrix[row], begin, self._version)
-        self._rows = dict(sorted(found.items()))
-        return went_on
+    def _follow(self, new: Ints, ends: Ints, matrix: NDArray[np.int32]) -> None:
+        """Have the batch hold the request of each row that has sampled."""
+        begins, running = ends - new, len(new)
+        others = [row for row in range(running) if not _is_same(self._batch, row, matrix[row], begins[row], new[row])]
+        self._leave([*others, *range(running, self._running)])
+        for row in others:
+            if new[row]:
+                begin = int(begins[row])
+                gone = self._gone.pop((begin, _tails(1, matrix[row, :begin]).tobytes()), None)
+                if gone is None:
+                    self._batch.sequences[row] = self._request(matrix[row], begin, self._version)
+                else:
+                    for array, values in zip(self._batch, gone, strict=True):
+                        array[row] = values
+        self._running = running
 
-    def _request(self, tokens: NDArray[np.int32], length: int, version: int) -> _Request:
+    def _leave(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            length = int(self._batch.sequences[row, LENGTH])
+            if length >= 0:
+                self._gone[length, self._batch.tails[row].tobytes()] = tuple(array[row].copy() for array in self._batch)
+                self._batch.sequences[row, LENGTH], self._batch.numbers[row] = -1, 0
+
+    def _request(self, tokens: NDArray[np.int32], length: int, version: int) -> Ints:
         """Return a new request with the prompt ``tokens[:length]``, which the index then has."""
         key = key_of(tokens[:length])
         prompt = self._prompts.get(key)
         if prompt is None:
+            rates = self._new_prompts % len(self._rates.own)  # of the prompt that gives way to this one
+            self._rates.own[rates] = 0
+            self._new_prompts += 1
             visits = deque([version], maxlen=self.settings.epochs + 1)
-            prompt = self._prompts[key] = _Prompt(key=key, visit=PROMPT, visits=visits)
+            prompt = self._prompts[key] = _Prompt(sequence(key, PROMPT), rates, visits)
         if prompt.visits[-1] < version:
             prompt.visits.append(version)
-        if not self._index.holds(prompt.last):
-            prompt.last, prompt.length = -1, 0
-            self._index.extend(prompt, tokens, length)
+        if not is_live(self._pool, prompt.sequence[LAST]):
+            prompt.sequence[LAST], prompt.sequence[LENGTH] = -1, 0
+            extend(self._pool, prompt.sequence[None], tokens[None], np.array([length]))
         # of a prompt in its first epochs nothing is too old, so that responses to others count
         oldest = prompt.visits[0] if len(prompt.visits) == prompt.visits.maxlen else 0
-        return _Request(key=key, visit=version, oldest=oldest, last=prompt.last, length=length, prompt=prompt)
+        begun = sequence(key, version, oldest, int(prompt.sequence[LAST]), length)
+        return np.array([*begun, prompt.rates, length, False])
 
-    def _learn(self, sampled: Sequence[Sequence[int]], ends: list[int], matrix: NDArray[np.int32]) -> bool:
-        """Compare matches with what came; return whether drafts were verified.
 
-        A match that was not proposed counts, too: the chance that a token is sampled is the chance that it would have been
-        accepted. So it is seen without a draft when acceptance becomes better.
-        """
-        counts, verified = self.counts, False
-        for row, request in self._rows.items():
-            new, match, worth = len(sampled[row]), request.match, request.worth
-            if match is not None:
-                came = matrix[row, request.length : ends[row]].tolist()
-                hits = sum(itertools.takewhile(bool, map(operator.eq, match.tokens, came)))
-                tries = sum(match.shares[: min(hits + 1, len(came))])
-                request.prompt.rates[match.source == OTHER].add(hits, tries, kept=0.95)
-                self._rate(match).add(hits, tries, kept=0.99)
-                if worth and len(came) == new:
-                    verified = True
-                    for name, value in (("drafted", worth), ("accepted", new - 1)):
-                        counts[name] += value
-                        counts[f"{name}_{SOURCES[match.source]}"] += value
-                request.match, request.worth = None, 0
-            tokens, steps = _BY_LENGTH[(ends[row] - request.prompt.length).bit_length()]
-            counts[tokens] += new
-            counts[steps] += 1
-        counts["steps"] += 1
-        counts["tokens"] += sum(map(len, sampled))
-        return verified
+def _tails(rows: int, tokens: Any = ()) -> NDArray[np.int32]:
+    """Return the last of ``tokens`` for each row; with zeros before them if they are few."""
+    tails = np.zeros((rows, CONTEXT), np.int32)
+    last = tokens[-CONTEXT:]
+    tails[:, CONTEXT - len(last) :] = last
+    return tails
 
-    def _rate(self, match: Match) -> _Rate:
-        return next(rate for most, rate in self._rates[match.source == OTHER] if match.matched <= most)
 
-    def _choose(self, request: _Request, match: Match) -> float:
-        """Set how many tokens of a match are worth proposing; return how many of them will be accepted, on average."""
-        own, of_all, chance, expected = request.prompt.rates[match.source == OTHER], self._rate(match), 1.0, 0.0
-        rate = min(1.0, (own.hits + PRIOR * of_all.hits / of_all.tries) / (own.tries + PRIOR))
-        for share in match.shares:
-            chance *= rate * share
-            if chance < FLOOR:
-                break
-            request.worth += 1
-            expected += chance
-        return expected
+@compiled
+def _is_same(batch: _Batch, row: int, tokens: Any, begin: int, new: int) -> bool:
+    """Whether a row that had ``begin`` tokens before the ``new`` ones still has its request."""
+    length = batch.sequences[row, LENGTH]
+    # shorter than at the beginning of the step, if vLLM did not call after some steps
+    same = new > 0 and 0 <= length <= begin
+    for back in range(1, min(CONTEXT, length) + 1 if same else 0):
+        same = same and tokens[length - back] == batch.tails[row, CONTEXT - back]
+    return same
+
+
+@compiled
+def _rates_of(rates: _Rates, request: Any, numbers: Any) -> tuple[Any, Any]:
+    """The hits and tries of matches like this one, at its prompt and at all."""
+    other, at = int(numbers[SOURCE] == OTHER), 0
+    while numbers[MATCHED] > FIRST_RATES[at][0]:
+        at += 1
+    return rates.own[request[RATES], other], rates.all[other, at]
+
+
+@compiled
+def _advance(
+    pool: Pool, batch: _Batch, rates: _Rates, counts: _Counts, matrix: Any, new: Any, ends: Any, sure: bool
+) -> tuple[bool, bool, bool]:
+    """Compare matches with what came, and take it in.
+
+    A match that was not proposed counts, too: the chance that a token is sampled is the chance that it would have been accepted.
+    So it is seen without a draft when acceptance becomes better.
+
+    Returns whether all rows still have their requests (else nothing was done, unless that is ``sure``), whether none has done more
+    than what is new, and whether drafts were verified.
+    """
+    went_on, verified, rows = True, False, len(new)
+    for row in range(rows):
+        begin = ends[row] - new[row]
+        if not sure and not _is_same(batch, row, matrix[row], begin, new[row]):
+            return False, False, False
+        went_on = went_on and batch.sequences[row, LENGTH] == begin
+    for row in range(rows):
+        request, numbers = batch.sequences[row], batch.numbers[row]
+        length, end = request[LENGTH], ends[row]
+        if length < 0:
+            continue
+        if numbers[FOUND] > 0:
+            came, hits, tries = end - length, 0, 0.0
+            while hits < min(numbers[FOUND], came) and batch.tokens[row, hits] == matrix[row, length + hits]:
+                hits += 1
+            for at in range(min(hits + 1, came, numbers[FOUND])):
+                tries += batch.shares[row, at]
+            own, of_all = _rates_of(rates, request, numbers)
+            for rate, kept in ((own, 0.95), (of_all, 0.99)):
+                rate[0], rate[1] = kept * rate[0] + hits, kept * rate[1] + tries
+            if numbers[WORTH] and came == new[row]:
+                verified = True
+                counts.by_source[numbers[SOURCE], 0] += numbers[WORTH]
+                counts.by_source[numbers[SOURCE], 1] += new[row] - 1
+        numbers[FOUND] = numbers[WORTH] = 0
+        bits, left = 0, end - request[HEAD]
+        while left > 0:
+            bits, left = bits + 1, left >> 1
+        counts.by_length[bits, 0] += new[row]
+        counts.by_length[bits, 1] += 1
+        batch.tails[row] = 0
+        for back in range(1, min(CONTEXT, end) + 1):
+            batch.tails[row, CONTEXT - back] = matrix[row, end - back]
+    extend(pool, batch.sequences[:rows], matrix, ends)
+    return True, went_on, verified
+
+
+@compiled
+def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) -> float:
+    """Look for matches, and set how many tokens of each are worth proposing; return how many of all should be accepted."""
+    expected = 0.0
+    lookup(pool, batch.sequences[:rows], matrix, Matches(batch.tokens, batch.shares, batch.numbers))
+    for row in range(rows):
+        numbers = batch.numbers[row]
+        if numbers[FOUND] > 0:
+            own, of_all = _rates_of(rates, batch.sequences[row], numbers)
+            rate, chance = min(1.0, (own[0] + PRIOR * of_all[0] / of_all[1]) / (own[1] + PRIOR)), 1.0
+            for at in range(numbers[FOUND]):
+                chance *= rate * batch.shares[row, at]
+                if chance < FLOOR:
+                    break
+                numbers[WORTH] += 1
+                expected += chance
+    return expected
 
 
 class _Worth:
@@ -268,8 +390,8 @@ class _Worth:
     WITHOUT, LEAST, TRIED, WINDOW, PAUSE = 32, 8, 32, 512, 512
 
     def __init__(self) -> None:
-        # [without, with] x [steps, seconds, tokens]
-        self._sizes: defaultdict[int, NDArray[np.float64]] = defaultdict(lambda: np.zeros((2, 3)))
+        # steps, seconds and tokens without drafts, and the same with them
+        self._sizes: defaultdict[int, list[float]] = defaultdict(lambda: [0.0] * 6)
         self._paused: Counter[int] = Counter()
         self._told = False
 
@@ -279,24 +401,24 @@ class _Worth:
         if self._paused[size] > 0:
             self._paused[size] -= 1
             return False
-        without, verified = self._sizes[size][:, 0]
-        return bool(without >= self.LEAST and without * self.WITHOUT >= verified)
+        without, _, _, verified, _, _ = self._sizes[size]
+        return without >= self.LEAST and without * self.WITHOUT >= verified
 
     def pays(self, rows: int, expected: float) -> bool:
         """Return whether ``expected`` tokens more are worth what verifying adds to a step; they are until enough was tried."""
-        (plain_steps, plain, _), (steps, spent, _) = self._sizes[_about(rows)]
-        return bool(steps < self.TRIED or spent / steps * rows <= plain / plain_steps * (rows + expected))
+        plain_steps, plain, _, steps, spent, _ = self._sizes[_about(rows)]
+        return steps < self.TRIED or spent / steps * rows <= plain / plain_steps * (rows + expected)
 
     def add(self, rows: int, verified: bool, seconds: float, tokens: int) -> bool:
         """Add a step in which all ``rows`` went on; return whether drafting is stopped from now on."""
         size = _about(rows)
-        seen = self._sizes[size]
-        steps, spent, _ = seen[int(verified)]
-        if steps >= self.LEAST:
-            seconds = min(seconds, 4 * spent / steps)  # the engine stood still meanwhile
-        seen *= 1 - 1 / self.WINDOW
-        seen[int(verified)] += (1, seconds, tokens)
-        (plain_steps, plain, plain_tokens), (steps, spent, gained) = seen
+        seen, at = self._sizes[size], 3 * verified
+        if seen[at] >= self.LEAST:
+            seconds = min(seconds, 4 * seen[at + 1] / seen[at])  # the engine stood still meanwhile
+        seen[:] = [value * (1 - 1 / self.WINDOW) for value in seen]
+        for more, value in enumerate((1, seconds, tokens)):
+            seen[at + more] += value
+        plain_steps, plain, plain_tokens, steps, spent, gained = seen
         if plain_steps < self.LEAST or steps < self.TRIED or spent / gained <= plain / plain_tokens:
             return False
         if not self._told:
@@ -306,14 +428,10 @@ class _Worth:
             )
         self._told = True
         self._paused[size] = self.PAUSE
-        seen[1] = 0
+        seen[3:] = [0.0] * 3
         return True
 
 
 def _about(rows: int) -> int:
     shift = max(0, rows.bit_length() - 4)
     return rows >> shift << shift
-
-
-def _tail(tokens: NDArray[np.int32], length: int) -> bytes:
-    return tokens[max(0, length - CONTEXT) : length].tobytes()

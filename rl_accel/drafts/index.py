@@ -7,13 +7,14 @@ the same GRAM tokens of the same prompt, and one to the last that came after the
 
 import hashlib
 import itertools
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rl_accel.ops.cpu import compiled
+
+Ints = NDArray[np.int64]
 
 BLOCK = 32
 """Tokens in a block."""
@@ -30,19 +31,21 @@ PROMPT = 2**62
 """The visit of a prompt's own tokens: never too old."""
 
 
-@dataclass(slots=True)
-class TokenSequence:
-    """A prompt's tokens (``visit`` is PROMPT), or a response after them.
+LAST, LENGTH, OLDEST, KEY, VISIT, NUMBER = range(6)
+"""Of a sequence, int64[6 or more]: the position of its last token (of the last one before it, while it has none; -1 for none); its
+tokens, those before it included; the least visit that is not too old for it; its prompt, equal for equal prompts; its visit, PROMPT
+for a prompt's tokens, and visits grow; its own number."""
+BEFORE, AFTER, COUNT = range(3)
+"""Of a block, int64[6]: the position of the token before its first, the block after it (-1 for none), its tokens; then KEY, VISIT
+and NUMBER of its sequence."""
+FOUND, MATCHED, SOURCE = range(3)
+"""Of a match: how many tokens it has, 0 where nothing is alike; how many context and places share; in SOURCES, the newest place."""
+_numbers = itertools.count(1)
 
-    Equal ``key`` is the same prompt. Visits grow; those before ``oldest``, of any prompt, are too old for this sequence.
-    """
 
-    key: int
-    visit: int
-    oldest: int = 0
-    last: int = -1  # the position of its last token; of the last token before it, while it has none; -1 for none
-    length: int = 0  # tokens, those before it included
-    number: int = field(default_factory=itertools.count(1).__next__)
+def sequence(key: int, visit: int, oldest: int = 0, last: int = -1, length: int = 0) -> Ints:
+    """Return a new sequence."""
+    return np.array([last, length, oldest, key, visit, next(_numbers)])
 
 
 def key_of(prompt: NDArray[np.int32]) -> int:
@@ -50,13 +53,18 @@ def key_of(prompt: NDArray[np.int32]) -> int:
     return int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(), "little", signed=True)
 
 
-class Match(NamedTuple):
-    """What followed, at the places that are most like a context."""
+class Matches(NamedTuple):
+    """What followed, at the places that are most like a context, for S contexts."""
 
-    tokens: list[int]  # at least one
-    shares: list[float]  # of the votes that each of them got
-    matched: int  # tokens that context and places share
-    source: int  # index in SOURCES, by the newest of the places
+    tokens: Any  # int32[S, L]
+    shares: Any  # float64[S, L], of the votes that each token got
+    numbers: Any  # int64[S, 3], see FOUND; more columns may follow
+
+    @classmethod
+    def of(cls, count: int, longest: int, columns: int = 3) -> "Matches":
+        """Return none, for so many contexts, of so many tokens at most."""
+        shape = count, longest
+        return cls(np.zeros(shape, np.int32), np.zeros(shape), np.zeros((count, columns), np.int64))
 
 
 class Pool(NamedTuple):
@@ -68,56 +76,25 @@ class Pool(NamedTuple):
     used: Any  # int64[1]: blocks given out so far, those that are gone included
 
 
-BEFORE, AFTER, COUNT, KEY, VISIT, NUMBER = range(6)
-"""Of a block: the position of the token before its first, the block after it (-1 for none), its tokens; the sequence's numbers."""
-
-
-class TokenIndex:
-    """The tokens of many sequences in ``memory_mb`` MiB, whose arrays never grow; the oldest tokens are dropped.
-
-    ``tokens`` of the methods is int32[...], and has a sequence from the first token of its prompt on.
+def make_pool(memory_mb: float) -> Pool:
+    """Return the arrays of an empty index. They have ``memory_mb`` MiB and never grow; the oldest tokens are dropped.
 
     Raises:
         ValueError: ``memory_mb`` is less than 1.
     """
+    if memory_mb < 1:
+        raise ValueError(f"memory_mb must be at least 1, found {memory_mb}")
+    budget = int(memory_mb * 2**20)
+    slots = 2 ** (budget.bit_length() - 7)
+    blocks = (budget - 2 * 8 * slots) // (BLOCK * 3 * 4 + 6 * 8)
+    numbers = (np.zeros(shape, np.int64) for shape in ((blocks, 6), (2, slots), 1))
+    return Pool(np.zeros((blocks * BLOCK, 3), np.int32), *numbers)
 
-    def __init__(self, memory_mb: float) -> None:
-        if memory_mb < 1:
-            raise ValueError(f"memory_mb must be at least 1, found {memory_mb}")
-        budget = int(memory_mb * 2**20)
-        slots = 2 ** (budget.bit_length() - 7)
-        blocks = (budget - 2 * 8 * slots) // (BLOCK * 3 * 4 + 6 * 8)
-        numbers = (np.zeros(shape, np.int64) for shape in ((blocks, 6), (2, slots), 1))
-        self.pool = Pool(np.zeros((blocks * BLOCK, 3), np.int32), *numbers)
 
-    def extend(self, sequence: TokenSequence, tokens: NDArray[np.int32], end: int) -> None:
-        """Append to ``sequence`` what ``tokens[:end]`` has beyond its length."""
-        begin, of_blocks = sequence.length, (sequence.key, sequence.visit, sequence.number)
-        sequence.last = _extend(self.pool, tokens, begin, end, *of_blocks, sequence.last)
-        sequence.length = end
-
-    def lookup(self, sequence: TokenSequence, tokens: NDArray[np.int32], limit: int) -> Match | None:
-        """Return what followed where ``sequence``, which lies in ``tokens``, has been before; None where nothing is alike.
-
-        Of the places of the prompt where the sequence's last GRAM tokens occur, the newest CANDIDATES are compared, and as many
-        of all prompts. Those that share most tokens with its end vote; if the prompt and others share as many, those of the prompt.
-        They vote on one next token after the other, the newest with weight 1, the next with 1/2, then 1/3 and so on; who is
-        outvoted votes no more. There are at most ``limit`` tokens, and one fewer than fit in ``tokens``.
-        """
-        s, limit = sequence, min(limit, len(tokens) - 1 - sequence.length)
-        if s.length < GRAM or limit < 1:
-            return None
-        found = _lookup(self.pool, tokens, s.length, s.key, s.visit, s.oldest, s.number, limit)
-        return Match(found[0].tolist(), found[1].tolist(), *found[2:]) if len(found[0]) else None
-
-    def holds(self, position: int) -> bool:
-        """Return whether the token at ``position`` is still there."""
-        return bool(_live(self.pool, position))
-
-    def read(self, sequence: TokenSequence) -> NDArray[np.int32] | None:
-        """Return a sequence from the first token of its prompt on, or None if some of it is gone."""
-        tokens = np.zeros(sequence.length, np.int32)
-        return tokens if _read(self.pool, sequence.last, tokens) else None
+def read(pool: Pool, sequence: Ints) -> NDArray[np.int32] | None:
+    """Return the tokens of a sequence, those before it included, or None if some are gone."""
+    tokens = np.zeros(sequence[LENGTH], np.int32)
+    return tokens if _read(pool, sequence[LAST], tokens) else None
 
 
 @compiled
@@ -131,7 +108,8 @@ def slot_of(chain: int, key: int, tokens: Any, end: int, slots: int) -> Any:
 
 
 @compiled
-def _live(pool: Pool, position: int) -> bool:
+def is_live(pool: Pool, position: int) -> bool:
+    """Whether the token at ``position`` is still there."""
     return position >= 0 and pool.used[0] - len(pool.blocks) <= position // BLOCK
 
 
@@ -151,7 +129,7 @@ def _previous(pool: Pool, position: int) -> int:
     if position % BLOCK:
         return position - 1
     previous = _block(pool, position)[BEFORE]
-    return previous if _live(pool, previous) else -1
+    return previous if is_live(pool, previous) else -1
 
 
 @compiled
@@ -160,33 +138,40 @@ def _next(pool: Pool, position: int) -> int:
     if position % BLOCK + 1 < block[COUNT]:
         return position + 1
     following = block[AFTER] * BLOCK
-    return following if _live(pool, following) else -1
+    return following if is_live(pool, following) else -1
 
 
 @compiled
-def _extend(pool: Pool, tokens: Any, begin: int, end: int, key: int, visit: int, number: int, last: int) -> int:
-    for at in range(begin, end):
-        block = _block(pool, last)
-        goes_on = _live(pool, last) and block[NUMBER] == number
-        position = last + 1
-        if not goes_on or position % BLOCK == 0:
-            if goes_on:
-                block[AFTER] = pool.used[0]
-            position = pool.used[0] * BLOCK
-            pool.used[0] += 1
-            block = _block(pool, position)
-            block[:] = np.array((last, -1, 0, key, visit, number))
-        token = _token(pool, position)
-        token[0], token[1], token[2] = tokens[at], 0, 0
-        block[COUNT] += 1
-        for chain in range(2 if at >= GRAM else 0):
-            slot = slot_of(chain, key, tokens, at, pool.slots.shape[1])
-            newest = pool.slots[chain, slot] - 1
-            if _live(pool, newest):
-                token[1 + chain] = newest - position
-            pool.slots[chain, slot] = position + 1
-        last = position
-    return last
+def extend(pool: Pool, sequences: Any, tokens: Any, ends: Any) -> None:
+    """Append to each of ``sequences``, int64[S, 6 or more], what its ``tokens`` have before its end and beyond its length.
+
+    ``tokens`` are int32[S, ...], from the first token of a prompt on, ``ends`` int64[S]. A sequence of length -1 is none.
+    """
+    for row in range(len(sequences)):
+        sequence = sequences[row]
+        for at in range(sequence[LENGTH], ends[row] if sequence[LENGTH] >= 0 else -1):
+            last = sequence[LAST]
+            block = _block(pool, last)
+            goes_on = is_live(pool, last) and block[NUMBER] == sequence[NUMBER]
+            position = last + 1
+            if not goes_on or position % BLOCK == 0:
+                if goes_on:
+                    block[AFTER] = pool.used[0]
+                position = pool.used[0] * BLOCK
+                pool.used[0] += 1
+                block = _block(pool, position)
+                block[BEFORE], block[AFTER], block[COUNT] = last, -1, 0
+                block[KEY:] = sequence[KEY : NUMBER + 1]
+            token = _token(pool, position)
+            token[0], token[1], token[2] = tokens[row, at], 0, 0
+            block[COUNT] += 1
+            for chain in range(2 if at >= GRAM else 0):
+                slot = slot_of(chain, sequence[KEY], tokens[row], at, pool.slots.shape[1])
+                newest = pool.slots[chain, slot] - 1
+                if is_live(pool, newest):
+                    token[1 + chain] = newest - position
+                pool.slots[chain, slot] = position + 1
+            sequence[LAST], sequence[LENGTH] = position, at + 1
 
 
 @compiled
@@ -197,7 +182,7 @@ def _places(pool: Pool, chain: int, context: Any, end: int, key: int, oldest: in
     position = pool.slots[chain, slot_of(chain, key, context, end, pool.slots.shape[1])] - 1
     voters, most = 0, min(CONTEXT, end)
     for _ in range(CANDIDATES if least <= most else 0):
-        if not _live(pool, position):
+        if not is_live(pool, position):
             break
         length, place = 0, _previous(pool, position)
         while place >= 0 and length < most and _token(pool, place)[0] == context[end - 1 - length]:
@@ -216,23 +201,37 @@ def _places(pool: Pool, chain: int, context: Any, end: int, key: int, oldest: in
 
 
 @compiled
-def _lookup(
-    pool: Pool, context: Any, end: int, key: int, visit: int, oldest: int, own: int, limit: int
-) -> tuple[Any, Any, int, int]:
-    """Tokens, shares, and the other fields of a Match; no tokens where nothing is alike."""
+def lookup(pool: Pool, sequences: Any, tokens: Any, matches: Matches) -> None:
+    """Write into ``matches`` what followed where each of ``sequences``, which lie in ``tokens`` as above, has been before.
+
+    Of the places of its prompt where a sequence's last GRAM tokens occur, the newest CANDIDATES are compared, and as many
+    of all prompts. Those that share most tokens with its end vote; if the prompt and others share as many, those of the prompt.
+    They vote on one next token after the other, the newest with weight 1, the next with 1/2, then 1/3 and so on; who is
+    outvoted votes no more. There are as many tokens as fit in ``matches``, and one fewer than fit in ``tokens``.
+    """
+    for row in range(len(sequences)):
+        _match(pool, sequences[row], tokens[row], matches.tokens[row], matches.shares[row], matches.numbers[row])
+
+
+@compiled
+def _match(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any, numbers: Any) -> None:
+    end, key, oldest = sequence[LENGTH], sequence[KEY], sequence[OLDEST]
+    limit, count = min(len(tokens), len(context) - 1 - end), 0
+    numbers[FOUND] = 0
+    if end < GRAM or limit < 1:
+        return
     places, voters, matched = _places(pool, 0, context, end, key, oldest, GRAM)
-    others, count, longer = _places(pool, 1, context, end, key, oldest, matched + (voters > 0))
-    if count:
-        places, voters, matched = others, count, longer
+    others, more, longer = _places(pool, 1, context, end, key, oldest, matched + (voters > 0))
+    if more:
+        places, voters, matched = others, more, longer
     newest = _block(pool, places[0])
     if newest[KEY] != key:
         source = OTHER
-    elif newest[NUMBER] == own or newest[VISIT] == PROMPT:
+    elif newest[NUMBER] == sequence[NUMBER] or newest[VISIT] == PROMPT:
         source = 0
     else:
-        source = 1 if newest[VISIT] == visit else 2
-    tokens, shares = np.empty(limit, np.int32), np.empty(limit)
-    weights, values, count = 1 / np.arange(1, voters + 1), np.empty(voters, np.int32), 0
+        source = 1 if newest[VISIT] == sequence[VISIT] else 2
+    weights, values = 1 / np.arange(1, voters + 1), np.empty(voters, np.int32)
     while voters and count < limit:
         chosen, most, all_votes, left = 0, 0.0, 0.0, 0
         for voter in range(voters):
@@ -254,12 +253,12 @@ def _lookup(
                 places[left], weights[left] = following, weights[voter]
                 left += 1
         voters = left
-    return tokens[:count], shares[:count], matched, source
+    numbers[FOUND], numbers[MATCHED], numbers[SOURCE] = count, matched, source
 
 
 @compiled
 def _read(pool: Pool, last: int, tokens: Any) -> bool:
-    position = last if _live(pool, last) else -1
+    position = last if is_live(pool, last) else -1
     for at in range(len(tokens) - 1, -1, -1):
         if position < 0:
             return False

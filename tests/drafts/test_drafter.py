@@ -2,14 +2,16 @@
 
 import itertools
 import random
-from collections import Counter
+from collections import Counter, deque
+from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rl_accel.drafts.drafter import Drafter
-from rl_accel.drafts.index import GRAM, key_of
+from rl_accel.drafts.drafter import FIRST_RATES, FLOOR, PRIOR, Drafter
+from rl_accel.drafts.index import GRAM, OTHER, PROMPT, SOURCES, key_of
 
 LENGTH = 160
 END = 1
@@ -104,21 +106,95 @@ class Engine:
         return steps
 
 
-class KnowsIds(Drafter):
-    """The obvious drafter: it is told which request is in which row, and looks things up in linked Python objects."""
+@dataclass(eq=False)
+class Request:
+    text: Any
+    prompt: "Prompt"
+    head: int
+    match: Any = None
+    worth: int = 0
 
-    def __init__(self, vllm_config, engine_rows, index):
-        super().__init__(vllm_config, Clock())
-        self._index, self._ids, self._known = index, engine_rows, {}
 
-    def _follow(self, sampled, ends, matrix):
-        self._rows = {}
-        for row, (number, new) in enumerate(zip(self._ids(), sampled, strict=True)):
-            if new:
-                if number not in self._known:
-                    self._known[number] = self._request(matrix[row], ends[row] - len(new), self._version)
-                self._rows[row] = self._known[number]
-        return True
+@dataclass(eq=False)
+class Prompt:
+    text: Any
+    visits: deque
+    rates: list = field(default_factory=lambda: [[0.0, 0.0], [0.0, 0.0]])
+
+
+class ObviousDrafter:
+    """The slow, obvious one: it is told which request is in which row, and looks things up in linked Python objects."""
+
+    def __init__(self, settings, index, text):
+        self.index, self.text, self.settings = index, text, settings
+        self.requests, self.prompts, self.version, self.counts = {}, {}, 0, Counter()
+        self.rates = [[[most, 8 * rate, 8] for most, rate in FIRST_RATES] for _ in range(2)]
+
+    def begin(self, tokens, begin):
+        key = key_of(tokens[:begin])
+        prompt = self.prompts.get(key)
+        if prompt is None:
+            visits = deque([self.version], self.settings["epochs"] + 1)
+            prompt = self.prompts[key] = Prompt(self.text(key, PROMPT), visits)
+        if prompt.visits[-1] < self.version:
+            prompt.visits.append(self.version)
+        if not self.index.holds(prompt.text.last):
+            prompt.text.last, prompt.text.length = None, 0
+            self.index.extend(prompt.text, tokens, begin)
+        oldest = prompt.visits[0] if len(prompt.visits) == prompt.visits.maxlen else 0
+        return Request(self.text(key, self.version, oldest, prompt.text.last, begin), prompt, begin)
+
+    def all_rates(self, match):
+        return next(rate for rate in self.rates[match[3] == OTHER] if match[2] <= rate[0])
+
+    def propose(self, ids, sampled, ends, matrix):
+        rows = [row for row, new in enumerate(sampled) if new]
+        for row in rows:
+            if ids[row] not in self.requests:
+                self.requests[ids[row]] = self.begin(matrix[row], int(ends[row]) - len(sampled[row]))
+        for row in rows:
+            self.learn(self.requests[ids[row]], sampled[row], matrix[row])
+        for row in rows:
+            self.index.extend(self.requests[ids[row]].text, matrix[row], int(ends[row]))
+        self.counts["steps"] += bool(sampled)
+        drafts = [[] for _ in sampled]
+        for row in rows if len(sampled) <= self.settings["batch_limit"] else ():
+            request = self.requests[ids[row]]
+            request.match = self.index.lookup(request.text, matrix[row], 8)
+            if request.match is not None:
+                request.worth = self.choose(request, request.match)
+                drafts[row] = request.match[0][: request.worth]
+        return drafts
+
+    def learn(self, request, new, tokens):
+        if request.match is not None:
+            guesses, shares, _, source = request.match
+            came = tokens[request.text.length :][: len(new)].tolist()
+            hits = next((at for at, (a, b) in enumerate(zip(guesses, came, strict=False)) if a != b), None)
+            hits = min(len(guesses), len(came)) if hits is None else hits
+            tries = 0.0
+            for share in shares[: min(hits + 1, len(came))]:
+                tries += share
+            for rates, kept in ((request.prompt.rates[source == OTHER], 0.95), (self.all_rates(request.match), 0.99)):
+                rates[-2:] = kept * rates[-2] + hits, kept * rates[-1] + tries
+            if request.worth:
+                for name, value in (("drafted", request.worth), ("accepted", len(new) - 1)):
+                    self.counts[name] += value
+                    self.counts[f"{name}_{SOURCES[source]}"] += value
+            request.match, request.worth = None, 0
+        since = 1 << ((request.text.length + len(new) - request.head).bit_length() - 1)
+        self.counts["tokens"] += len(new)
+        self.counts[f"tokens_from_{since}"] += len(new)
+        self.counts[f"row_steps_from_{since}"] += 1
+
+    def choose(self, request, match):
+        (own_hits, own_tries), (_, hits, tries) = request.prompt.rates[match[3] == OTHER], self.all_rates(match)
+        rate, chance = min(1.0, (own_hits + PRIOR * hits / tries) / (own_tries + PRIOR)), 1.0
+        for worth, share in enumerate(match[1]):
+            chance *= rate * share
+            if chance < FLOOR:
+                return worth
+        return len(match[1])
 
 
 def response(rng, alike, length):
@@ -132,17 +208,15 @@ def response(rng, alike, length):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_interleavings_draft_as_one_that_knows_the_requests_and_only_what_is_in_the_data(seed, indices):
+def test_random_interleavings_draft_as_the_obvious_drafter_and_only_what_is_in_the_data(seed, indices, text):
     """20 times 500 steps, each with requests that come, end, are aborted, are preempted, come back or move, and new weights."""
     rng = random.Random(seed)
-    index, obvious = indices(rng.choice((15, 60, 400)))
-    settings = config(batch_limit=12, epochs=rng.randrange(3))
-    drafter = Drafter(settings, Clock())
-    drafter._index = index
+    pool, index = indices(rng.choice((15, 60, 400)))
+    settings = {"batch_limit": 12, "epochs": rng.randrange(3)}
+    drafter = always(Drafter(config(**settings), Clock()))
+    drafter._pool = pool
+    obvious = ObviousDrafter(settings, index, text)
     engine = Engine(drafter)
-    knows = KnowsIds(settings, lambda: engine.rows, obvious)
-    for one in (drafter, knows):
-        one._worth.allows = one._worth.pays = lambda *_: True
     prompts = [[rng.randrange(2, 9) for _ in range(rng.randrange(1, 50))] for _ in range(4)]
     alike = [[rng.randrange(2, 9) for _ in range(90)] for _ in prompts]
     waiting = []
@@ -164,11 +238,11 @@ def test_random_interleavings_draft_as_one_that_knows_the_requests_and_only_what
         elif event == "move":
             rng.shuffle(engine.rows)
         elif event == "weights" and rng.random() < 0.2:
-            for one in (drafter, knows):
-                one.new_weights()
+            drafter.new_weights()
+            obvious.version += 1
         ready = [row for row, number in enumerate(engine.rows) if engine.drafts.get(number) == []]
         drafts = engine.step(prefilling=rng.sample(ready, min(1, len(ready))))
-        assert drafts == knows.propose(engine.sampled, engine.ends, engine.matrix)
+        assert drafts == obvious.propose(engine.rows, engine.sampled, engine.ends, engine.matrix)
         for number, draft in zip(engine.rows, drafts, strict=True):
             if draft:
                 happened["draft"] += 1
@@ -178,10 +252,7 @@ def test_random_interleavings_draft_as_one_that_knows_the_requests_and_only_what
         for number in engine.finished():
             engine.rows.remove(number)
     assert happened["draft"] > 100
-    numbers, expected = drafter.counts, knows.counts
-    for name in ("steps", "tokens"):
-        assert numbers[name] == expected[name]
-    assert numbers["accepted"] <= numbers["drafted"]
+    assert drafter.counts == obvious.counts  # of Counters, what is 0 may be missing
 
 
 def contains(tokens, wanted):
@@ -244,10 +315,11 @@ def test_what_other_prompts_have_says_nothing_about_the_own(story):
         engine.start(prompt, [token for at in range(98) for token in (*story[at : at + 3], rng.randrange(10**6))])
         engine.play()
     assert 0 < drafter.counts["drafted_other"] == drafter.counts["drafted"] < 40
-    at_it, at_others = drafter._prompts[key_of(np.array([5, 6, 8], np.int32))].rates
-    assert at_it.tries == 0
-    assert at_others.tries > 10
-    assert at_others.hits == 0
+    at_it, at_others = drafter._rates.own[drafter._prompts[key_of(np.array([5, 6, 8], np.int32))].rates].tolist()
+    assert at_it == [0, 0]
+    hits, tries = at_others
+    assert tries > 10
+    assert hits == 0
 
 
 def test_what_other_prompts_had_counts_from_the_first_epoch_on_unless_epochs_is_zero(story):

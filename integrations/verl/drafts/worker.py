@@ -20,5 +20,4 @@ class DraftsWorkerExtension(vLLMColocateWorkerExtension):
         """Take in what other replicas have finished; return what this one has, and its counts since the last call."""
         drafter = self.model_runner.drafter
         drafter.absorb(responses)
-        counts, drafter.counts = drafter.counts, Counter()
-        return drafter.take_finished(), counts
+        return drafter.take_finished(), drafter.take_counts()

@@ -189,8 +189,7 @@ class Server:
     async def collective_rpc(self, method, args):
         assert method == "exchange_drafts"
         self.drafter.absorb(args[0])
-        counts, self.drafter.counts = self.drafter.counts, Counter()
-        return [(self.drafter.take_finished(), counts)]
+        return [(self.drafter.take_finished(), self.drafter.take_counts())]
 
     async def respond(self, prompt, tokens):
         tokens, matrix, drafted = [*prompt, *tokens], np.zeros((1, 100), np.int32), 0
