@@ -1,9 +1,11 @@
 """What each feature, and what else users weigh, would do to a run: rounds of the simulation with and without it."""
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -125,6 +127,11 @@ def simulated(
         return outcome_of(other, rounds_of(other, flags, rounds, seed, timeout), poll_seconds)
 
     return price
+
+
+def with_engine(change: Callable[[Engine], Engine]) -> Price:
+    """Rounds with another engine."""
+    return simulated(engine=lambda setup: change(setup.engine))
 
 
 AS_IT_IS = Option("as it is", "", simulated(), False)
@@ -267,8 +274,8 @@ def asynchronous(eta: int, share: float = 0.5) -> Price:
     return price
 
 
-def options_of(setup: Setup, tokens_a_step: float = 0.0) -> list[Option]:
-    """Return what is priced for a setup: features first, then what else there is."""
+def options_of(setup: Setup, tokens_a_step: Mapping[int, float] = MappingProxyType({})) -> list[Option]:
+    """Return what is priced for a setup: features first, then what else there is. Tokens a step are by the longest draft."""
     found: list[Option] = []
 
     def add(name: str, how: str, price: Price, cost: str = "", ours: bool = True) -> None:
@@ -290,15 +297,22 @@ def options_of(setup: Setup, tokens_a_step: float = 0.0) -> list[Option]:
         limits, late = on("reward_timeout"), "rewards of slow answers"
         add("reward_timeout", limits, simulated(timeout=True), late)
         add("tail_batching + reward_timeout", f"{on('tail_batching')} {limits}", tails(timeout=True), late)
-    if tokens_a_step:
-        add("drafts", on("drafts"), simulated(engine=lambda s: with_drafts(s.engine, tokens_a_step)))
-    if setup.replicas > 1 and setup.engine.places * setup.replicas < setup.prompts * setup.responses:
+    for longest, accepted in tokens_a_step.items():
+        how = f"{on('drafts')} +rl_accel.drafts.max_tokens={longest}"
+        add(f"drafts of {longest}", how, with_engine(functools.partial(with_drafts, tokens_a_step=accepted)))
+    each = math.ceil(setup.prompts * setup.responses / setup.replicas)
+    waiting = setup.engine.places < each
+    if setup.replicas > 1 and waiting:
         how = f"{on('balance')} +rl_accel.balance.places={setup.engine.places}"
         add("balance", how, balanced, "decisions, which take no time here")
     if setup.engines:
         how = f"{on('tp_replan')} +rl_accel.tp_replan.action=restart"
         add("tp_replan", how, replanned, "restarts, which are not in these seconds")
     add("twice the replicas", "", simulated(replicas=lambda s: 2 * s.replicas), "GPUs", False)
+    fewer, more = max(min(setup.engine.places, each) // 2, 1), 2 * setup.engine.places
+    for places in [fewer] * (waiting or setup.engine.cache_tokens < math.inf) + [more] * waiting:
+        how = f"actor_rollout_ref.rollout.max_num_seqs={places}"
+        add(f"{places:,} places a replica", how, with_engine(functools.partial(replace, places=places)), "", False)
     half, quarter = max(setup.workload.limit // 2, 1), max(setup.workload.limit // 4, 1)
     cut = f"{(setup.workload.tokens > half).mean():.1%} of the responses cut short"
     limited = simulated(workload=lambda s: s.workload.limited(half))

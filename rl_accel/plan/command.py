@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rl_accel.errors import RlAccelError
+from rl_accel.features import DraftsFlags
 from rl_accel.plan.answers import answer, options_of, scale
 from rl_accel.plan.predict import check
 from rl_accel.plan.published import engines
@@ -36,6 +37,19 @@ def _engines(_: Any, __: Any, value: str | None) -> dict[int, Engine]:
         raise click.BadParameter(f"wants {wanted}, found {value!r}") from error
 
 
+def _accepted(_: Any, __: Any, value: str | None) -> dict[int, float]:
+    """Return tokens a step by the length of the longest draft."""
+    try:
+        points = [point.rpartition(":")[::2] for point in (value or "").split(",") if point]
+        found = {int(longest or DraftsFlags.max_tokens): float(tokens) for longest, tokens in points}
+        if any(longest < 1 or not 1 <= tokens <= 1 + longest for longest, tokens in found.items()):
+            raise ValueError("a draft of n tokens gives 1 to n + 1 tokens")
+    except ValueError as error:
+        wanted = "tokens by the longest draft, as in 4:1.9,8:2.4, or a number for drafts of 8"
+        raise click.BadParameter(f"wants {wanted}, found {value!r} ({error})") from error
+    return found
+
+
 _PATH = click.Path(exists=True, path_type=Path)
 _COUNT = click.IntRange(1)
 
@@ -50,7 +64,9 @@ _COUNT = click.IntRange(1)
 @click.option("--cache-tokens", type=_COUNT, help="Tokens that the key-value cache of a replica holds.")
 @click.option("--step-seconds", callback=_engines, help="Of a decoding step by running requests: 1:0.02,64:0.04.")
 @click.option("--other-seconds", type=click.FloatRange(0), help="Of a step's stages besides the rollout.")
-@click.option("--tokens-a-step", type=click.FloatRange(1), help="That an engine with drafts accepts: price drafts too.")
+@click.option(
+    "--tokens-a-step", callback=_accepted, help="Of a request with drafts, by the longest draft: 4:1.9,8:2.4."
+)
 @click.option("--gpus", type=_COUNT, help="GPUs of a replica.  [default: 1, or as published]")
 @click.option("--draws", type=_COUNT, default=20, show_default=True, help="Draws of prompts and lengths.")
 @click.option("--rounds", type=click.IntRange(5), default=20, show_default=True, help="Rollouts of each draw.")
@@ -79,7 +95,7 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
         raise click.UsageError("give RUN_DIR, or --lengths with --step-seconds, --prompts, --responses and --replicas")
     run = read_run(run_dir, warmup) if run_dir is not None else None
     setup, fit = setup_of(run, given) if run is not None else (_given(str(lengths), given), None)
-    options = options_of(setup, given["tokens_a_step"] or 0.0)
+    options = options_of(setup, given["tokens_a_step"])
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bars:
         task = bars.add_task("draws", total=draws * (len(options) + 1))

@@ -20,7 +20,7 @@ SCHEMA = "rl_accel.plan/1"
 OWN_LIMIT = 0.1
 """Share of a rollout above which the pack's own work is called a bottleneck."""
 _WANTS = {
-    "drafts": "--tokens-a-step says what they accept, as `rl-accel bench drafts` prints it",
+    "drafts": "--tokens-a-step says what they give, 1 and what `rl-accel bench drafts` prints as accepted",
     "tp_replan": "how fast the engine is at another size is known of published ones alone",
     "balance": "it wants several replicas with fewer places than requests, and --places says how many they have",
 }
@@ -103,7 +103,7 @@ class Plan:
                 yield f"It needs {best.more_memory:.0%} more key-value cache at its peak than stock."
         if none := [found.option.name for found in priced if found.option.ours and found.is_nothing]:
             yield f"Nothing to gain from: {', '.join(none)}."
-        names = {found.option.name for found in priced}
+        names = {found.option.name.partition(" ")[0] for found in priced}
         yield from (f"Not priced: {name}, {why}." for name, why in _WANTS.items() if name not in names)
         if self.curves:
             own = f"{EVENTS_PER_SECOND:,} events and {1 / CANCEL_SECONDS:,.0f} cancels a processor second"

@@ -342,8 +342,10 @@ class Cluster:
 
     def happen(self) -> Request | None:
         """Let the next event happen, of which there must be one; return the request that ended, if one did."""
-        self.now, heap = self.next_event(), self._heap
-        replica = heap[0][2]
+        heap = self._heap
+        while heap[0][1] != heap[0][2].serial:
+            heapq.heappop(heap)
+        self.now, _, replica = heap[0]
         request = replica.happen(self.now)
         replica.serial = self._serial = self._serial + 1
         heapq.heapreplace(heap, (replica.next_event(), self._serial, replica))
@@ -429,10 +431,10 @@ class Player:
         """Play one round; ``steps_left`` are left to train with it."""
         core, cluster, rewarding, rewards = self._core, self.cluster, self._rewarding, self._rewards
         generated, scored, happen = core.response_generated, core.response_scored, cluster.happen
-        began, preempted, played = cluster.now, cluster.preemptions, Round()
+        began, preempted, played, over = cluster.now, cluster.preemptions, Round(), Phase.BETWEEN_ROUNDS
         self._round, ends = played, played.ends
         self._carry_out(core.begin_round(steps_left, began))
-        while core.phase is not Phase.BETWEEN_ROUNDS:
+        while core.phase is not over:
             if rewarding and rewarding[0][0] <= cluster.next_event():
                 now, response_id = heapq.heappop(rewarding)
                 if self._generated.pop(response_id, 0):  # else it was cancelled

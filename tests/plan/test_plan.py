@@ -210,6 +210,31 @@ def test_drafts_speed_up_few_requests_and_leave_many_alone():
     assert float(drafting.seconds(64)) == pytest.approx(0.02)
 
 
+def test_drafts_of_each_length_are_priced_as_they_are_accepted():
+    names = {option.name: option for option in options_of(SETUP, {4: 1.5, 8: 2.0})}
+    assert names["drafts of 8"].how == "+rl_accel.drafts.enable=True +rl_accel.drafts.max_tokens=8"
+    stock, short, long = (
+        o.price(SETUP, 5, 0).rollout_seconds for o in (AS_IT_IS, names["drafts of 4"], names["drafts of 8"])
+    )
+    assert stock / 1.5 == pytest.approx(short, rel=0.1)
+    assert stock / 2 == pytest.approx(long, rel=0.1)
+
+
+def test_other_places_are_priced_where_requests_wait_or_caches_are_full():
+    def places(engine):
+        options = {option.name: option for option in options_of(replace(SETUP, engine=engine))}
+        return {name: option for name, option in options.items() if name.endswith(" places a replica")}
+
+    assert not places(SETUP.engine)
+    few = replace(SETUP.engine, places=4)
+    found = {name: option.price(replace(SETUP, engine=few), 5, 0) for name, option in places(few).items()}
+    fewer, more = found["2 places a replica"], found["8 places a replica"]
+    assert (
+        more.rollout_seconds < AS_IT_IS.price(replace(SETUP, engine=few), 5, 0).rollout_seconds < fewer.rollout_seconds
+    )
+    assert len(places(replace(SETUP.engine, cache_tokens=10**6))) == 1
+
+
 def test_the_pack_s_own_work_grows_with_the_batch():
     rows = [scale(replace(SETUP, tp=4), gpus, rounds=1) for gpus in (8, 32)]
     assert [row["prompts"] for row in rows] == [16, 64]
@@ -315,6 +340,8 @@ def test_rollouts_that_are_uneven_widen_the_interval_and_not_the_prediction():
         ),
         ([], "give RUN_DIR, or --lengths"),
         (["--lengths", "published:math16k", "--step-seconds", "fast"], "wants seconds of a step by running requests"),
+        (["--lengths", "published:math16k", "--tokens-a-step", "4:9"], "a draft of n tokens gives 1 to n + 1 tokens"),
+        (["--lengths", "published:math16k", "--tokens-a-step", "few"], "wants tokens by the longest draft"),
         (
             [
                 "--lengths",
