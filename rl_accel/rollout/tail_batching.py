@@ -579,8 +579,6 @@ class TailBatching:
     def _find(self, response_id: int, tokens: int = 0) -> _Response | None:
         """Return the response that an event is about, or None if it is settled already."""
         response = self._responses.get(response_id)
-        if response is not None and tokens >= 0 and self._unchecked is None:
-            return response
         if response is None and not (isinstance(response_id, int) and 0 <= response_id < self._next_response):
             raise ValueError(f"response_id must be of a response that was launched, found {response_id!r}")
         if tokens < 0:
