@@ -129,9 +129,9 @@ def simulated(
     return price
 
 
-def with_engine(change: Callable[[Engine], Engine]) -> Price:
-    """Rounds with another engine."""
-    return simulated(engine=lambda setup: change(setup.engine))
+def with_engine(change: Callable[[Engine], Engine], *how: Any) -> Price:
+    """Rounds with another engine; ``how`` are arguments of :func:`simulated`."""
+    return simulated(*how, engine=lambda setup: change(setup.engine))
 
 
 AS_IT_IS = Option("as it is", "", simulated(), False)
@@ -299,7 +299,10 @@ def options_of(setup: Setup, tokens_a_step: Mapping[int, float] = MappingProxyTy
         add("tail_batching + reward_timeout", f"{on('tail_batching')} {limits}", tails(timeout=True), late)
     for longest, accepted in tokens_a_step.items():
         how = f"{on('drafts')} +rl_accel.drafts.max_tokens={longest}"
-        add(f"drafts of {longest}", how, with_engine(functools.partial(with_drafts, tokens_a_step=accepted)))
+        drafting = functools.partial(with_drafts, tokens_a_step=accepted)
+        add(f"drafts of {longest}", how, with_engine(drafting))
+        both = with_engine(drafting, TailBatchingFlags(), 0.0)
+        add(f"drafts of {longest} + tail_batching", f"{on('tail_batching')} {how}", both, shorter)
     each = math.ceil(setup.prompts * setup.responses / setup.replicas)
     waiting = setup.engine.places < each
     if setup.replicas > 1 and waiting:

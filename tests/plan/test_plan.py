@@ -218,6 +218,10 @@ def test_drafts_of_each_length_are_priced_as_they_are_accepted():
     )
     assert stock / 1.5 == pytest.approx(short, rel=0.1)
     assert stock / 2 == pytest.approx(long, rel=0.1)
+    both = names["drafts of 8 + tail_batching"]
+    assert both.how == "+rl_accel.tail_batching.enable=True +rl_accel.drafts.enable=True +rl_accel.drafts.max_tokens=8"
+    tails = names["tail_batching 1.25 / 1.25"].price(SETUP, 20, 0).rollout_seconds
+    assert tails / 2 < both.price(SETUP, 20, 0).rollout_seconds < 0.8 * tails
 
 
 def test_other_places_are_priced_where_requests_wait_or_caches_are_full():
