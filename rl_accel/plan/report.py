@@ -19,6 +19,8 @@ from rl_accel.telemetry.profile import format_seconds
 SCHEMA = "rl_accel.plan/1"
 OWN_LIMIT = 0.1
 """Share of a rollout above which the pack's own work is called a bottleneck."""
+FIT_LIMIT = 1.0
+"""Error of a fitted engine above which a plan says that it cannot be trusted."""
 _WANTS = {
     "drafts": "--tokens-a-step says what they give, 1 and what `rl-accel bench drafts` prints as accepted",
     "tp_replan": "how fast the engine is at another size is known of published ones alone",
@@ -91,6 +93,9 @@ class Plan:
     def conclusions(self) -> Iterator[str]:
         """Yield the answer, in sentences."""
         stock, *priced = self.answers
+        if self.fit is not None and self.fit.error > FIT_LIMIT:
+            why = "as where responses waited for places or a full cache: use --lengths and --step-seconds"
+            yield f"Do not trust this plan: the fitted engine is {self.fit.error:.0%} off for a response, {why}."
         best = best_of(priced)
         if best is None:
             yield "Nothing of the pack would shorten a step of this run by more than can be told."

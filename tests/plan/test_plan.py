@@ -29,7 +29,8 @@ from rl_accel.plan.answers import (
 from rl_accel.plan.balanced import BalancedCluster
 from rl_accel.plan.command import plan
 from rl_accel.plan.predict import flags_of_words, interval, predict
-from rl_accel.plan.setup import Setup, fit_engine, setup_of
+from rl_accel.plan.report import Plan
+from rl_accel.plan.setup import Fit, Setup, fit_engine, setup_of
 from rl_accel.plan.workload import Lengths, published
 from rl_accel.rollout.simulation import Cluster, Engine
 from rl_accel.telemetry import stage_clock
@@ -268,6 +269,13 @@ def test_the_command_on_a_run(run_dir, tmp_path):
     page = (tmp_path / "plan.html").read_text()
     assert "tail_batching auto" in page
     assert '<img alt="Seconds of a step"' in page
+
+
+@pytest.mark.parametrize(("error", "trusted"), [(0.1, True), (3.0, False)])
+def test_a_plan_whose_engine_is_far_off_says_so(error, trusted):
+    found = Plan(SETUP, Fit(SETUP.engine, {}, error, 100), answer(SETUP, [], 1, 5), [], "")
+    first = next(found.conclusions())
+    assert first.startswith("Do not trust this plan: the fitted engine is 300% off") != trusted
 
 
 def test_the_command_on_published_lengths(tmp_path):
