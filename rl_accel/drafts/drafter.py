@@ -161,12 +161,18 @@ class Drafter:
             num_tokens_no_spec: tokens of each row, those included.
             token_ids_cpu: (rows, max_model_len), the tokens.
             slot_mappings: not used.
+
+        Raises:
+            ValueError: ``token_ids_cpu`` has another shape or type.
         """
         now, running = self._clock(), len(sampled_token_ids)
         drafts: list[list[int]] = [[] for _ in range(running)]
         if self._idle or not running:
             return drafts
         if len(self._batch.sequences) != len(token_ids_cpu):  # the first call
+            if token_ids_cpu.ndim != 2 or token_ids_cpu.dtype != np.int32:
+                found = f"{token_ids_cpu.dtype}{list(token_ids_cpu.shape)}"
+                raise ValueError(f"token_ids_cpu must be int32[rows, max_model_len], found {found}")
             self._batch, self._running = _Batch.of(len(token_ids_cpu), self._longest), 0
         new = np.array([len(tokens) for tokens in sampled_token_ids])
         ends = num_tokens_no_spec[:running].astype(np.int64)

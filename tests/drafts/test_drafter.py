@@ -514,6 +514,12 @@ def test_prompts_that_are_long_gone_are_forgotten(story):
     assert steps < 25
 
 
+@pytest.mark.parametrize("wrong", [np.zeros(10, np.int32), np.zeros((2, 10), np.float32)])
+def test_a_wrong_matrix_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"must be int32\[rows, max_model_len\], found (int32\[10\]|float32\[2, 10\])"):
+        Drafter(config(), Clock()).propose([[1]], np.array([5]), wrong)
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "said"),
     [
