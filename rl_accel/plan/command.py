@@ -102,7 +102,8 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
         answers = answer(setup, options, draws, rounds, lambda: bars.advance(task))
         sizes = () if given["no_scale"] else bars.track(SCALE, description="sizes")
         curves = [scale(setup, count) for count in sizes]
-    found = Plan(setup, fit, answers, curves, f"{draws} draws of {rounds} rollouts.", levers(run) if run else [])
+    advice, preemptions = (levers(run), run.numbers.get("preemptions", 0.0)) if run else ([], 0.0)
+    found = Plan(setup, fit, answers, curves, f"{draws} draws of {rounds} rollouts.", advice, preemptions)
     found.show(console)
     for path in found.write(given["out"] or (run_dir if run_dir is not None and run_dir.is_dir() else Path())):
         console.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)

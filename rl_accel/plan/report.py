@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,13 +14,14 @@ from rich.table import Table
 
 from rl_accel.files import write_atomically
 from rl_accel.plan.answers import CANCEL_SECONDS, EVENTS_PER_SECOND, Answer, best_of
-from rl_accel.plan.setup import Fit, Setup
+from rl_accel.plan.fit import Fit
+from rl_accel.plan.setup import Setup
 from rl_accel.telemetry.profile import format_seconds
 
 SCHEMA = "rl_accel.plan/1"
 OWN_LIMIT = 0.1
 """Share of a rollout above which the pack's own work is called a bottleneck."""
-FIT_LIMIT = 1.0
+FIT_LIMIT = 0.5
 """Error of a fitted engine above which a plan says that it cannot be trusted."""
 _WANTS = {
     "drafts": "--tokens-a-step says what they give, 1 and what `rl-accel bench drafts` prints as accepted",
@@ -62,7 +64,9 @@ _SCALE: Mapping[str, Callable[[Mapping[str, float]], str]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found: ``answers``, the first of which is the run as it is, and ``curves``, a row for each number of GPUs."""
+    """What was found: ``answers``, the first of which is the run as it is, and ``curves``, a row for each number of GPUs.
+    ``preemptions`` are those of a step of the run.
+    """
 
     setup: Setup
     fit: Fit | None
@@ -70,6 +74,7 @@ class Plan:
     curves: Sequence[Mapping[str, float]]
     drawn: str
     advice: Sequence[str] = ()
+    preemptions: float = 0.0
 
     def basis(self) -> Iterator[str]:
         """Yield what the plan stands on, in sentences."""
@@ -94,8 +99,11 @@ class Plan:
         """Yield the answer, in sentences."""
         stock, *priced = self.answers
         if self.fit is not None and self.fit.error > FIT_LIMIT:
-            why = "as where responses waited for places or a full cache: use --lengths and --step-seconds"
-            yield f"Do not trust this plan: the fitted engine is {self.fit.error:.0%} off for a response, {why}."
+            why = "--places and --cache-tokens say how many requests run at once and what they may take"
+            yield f"Do not trust this plan: the fitted engine is {self.fit.error:.0%} off for a response; {why}."
+        if self.preemptions and self.setup.engine.cache_tokens == math.inf:
+            how = "--cache-tokens, which vLLM logs as the size of its KV cache, has them preempt here as well"
+            yield f"The engines preempted {self.preemptions:,.0f} requests a step: {how}."
         best = best_of(priced)
         if best is None:
             yield "Nothing of the pack would shorten a step of this run by more than can be told."

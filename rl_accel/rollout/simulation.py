@@ -49,6 +49,7 @@ class Engine:
         cached_token_seconds: more for each token in the key-value cache.
         prompt_token_seconds: to read a token of a prompt, or again of a preempted request; all others wait meanwhile.
         request_seconds: of the host's work to start a request; all others wait meanwhile.
+        response_seconds: of the host's work when a response has ended; all others wait meanwhile.
         places: requests that run at once; others wait.
         cache_tokens: that the cache holds; when it is full, the request that began last is preempted.
 
@@ -60,6 +61,7 @@ class Engine:
     cached_token_seconds: float = 0.0
     prompt_token_seconds: float = 0.0
     request_seconds: float = 0.0
+    response_seconds: float = 0.0
     places: int = 1024
     cache_tokens: float = math.inf
 
@@ -183,6 +185,7 @@ class _Replica:
             self.peak = cached
         if not self.fills:
             request = running.pop()
+            self.stall = self.engine.response_seconds
             self.cached = cached - (self.prompt + request.length)
             if self.queue:
                 self.start()

@@ -28,9 +28,10 @@ from rl_accel.plan.answers import (
 )
 from rl_accel.plan.balanced import BalancedCluster
 from rl_accel.plan.command import plan
+from rl_accel.plan.fit import Fit, fit_engine
 from rl_accel.plan.predict import flags_of_words, interval, predict
 from rl_accel.plan.report import Plan
-from rl_accel.plan.setup import Fit, Setup, fit_engine, setup_of
+from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.plan.workload import Lengths, published
 from rl_accel.rollout.simulation import Cluster, Engine
 from rl_accel.telemetry import stage_clock
@@ -85,11 +86,41 @@ def test_an_engine_is_found_again_from_what_it_did():
     steps = [responses_of(np.maximum(rng.lognormal(5, 1, 64), 1).astype(int).tolist()) for _ in range(6)]
     fit = fit_engine(steps)
     for running in (1, 4, 16, 50):
-        assert float(fit.engine.seconds(running)) == pytest.approx(float(ENGINE.seconds(running)), rel=0.08), running
-    assert fit.engine.request_seconds == pytest.approx(0.01, rel=0.5)
-    assert fit.error < 0.05
+        assert float(fit.engine.seconds(running)) == pytest.approx(float(ENGINE.seconds(running)), rel=1e-4), running
+    assert fit.engine.request_seconds == pytest.approx(0.01, rel=1e-4)
+    assert fit.error < 1e-5
     assert fit.responses == 6 * 64
     assert set(fit.intervals) >= {"step_seconds[1]", "step_seconds[64]", "cached_token_seconds", "request_seconds"}
+    assert all(0 <= width < 0.01 for width in fit.intervals.values())
+
+
+def test_an_engine_whose_requests_wait_and_are_preempted_is_found_again():
+    rng = np.random.default_rng(0)
+    known = {"places": 12, "cache_tokens": 2500}
+    slow = Engine({1: 0.010, 12: 0.016}, 1e-6, 0.001, 0.010, 0.020, **known)
+    steps = [responses_of(np.maximum(rng.lognormal(5, 1, 64), 1).astype(int).tolist(), slow) for _ in range(12)]
+    fit = fit_engine(steps, **known)
+    for running in (1, 4, 12):
+        assert float(fit.engine.seconds(running)) == pytest.approx(float(slow.seconds(running)), rel=1e-4), running
+    for name in ("request_seconds", "response_seconds", "prompt_token_seconds"):
+        assert getattr(fit.engine, name) == pytest.approx(getattr(slow, name), rel=1e-4), name
+    assert fit.error < 1e-5
+    assert fit_engine(steps).error > 0.3, "without knowing how many run at once"
+
+
+def test_requests_that_begin_later_are_fitted_as_well():
+    cluster = Cluster(ENGINE, 1)
+    lengths = [100, 200, 300, 400, 150, 250, 350, 450, 120, 220, 320, 420, 80, 180, 280, 380]
+    cluster.launch(range(8), lengths[:8])
+    began, ended = [0.0] * 8, {}
+    while len(cluster):
+        if request := cluster.happen():
+            ended[request.id] = cluster.now
+            if len(began) < 16:
+                cluster.launch([len(began)], [lengths[len(began)]])
+                began.append(cluster.now)
+    step = [Response(f"p{n}", began[n], ended[n], ended[n], ended[n], lengths[n], "s0") for n in range(16)]
+    assert fit_engine([step]).error < 0.01
 
 
 def test_too_few_responses_fit_nothing():
@@ -276,6 +307,18 @@ def test_a_plan_whose_engine_is_far_off_says_so(error, trusted):
     found = Plan(SETUP, Fit(SETUP.engine, {}, error, 100), answer(SETUP, [], 1, 5), [], "")
     first = next(found.conclusions())
     assert first.startswith("Do not trust this plan: the fitted engine is 300% off") != trusted
+
+
+def test_a_plan_of_engines_that_preempt_asks_how_much_their_cache_holds():
+    answers, fit = answer(SETUP, [], 1, 5), Fit(SETUP.engine, {}, 0.1, 100)
+    small = replace(SETUP, engine=replace(SETUP.engine, cache_tokens=5000))
+    said = {
+        size: any(
+            "--cache-tokens" in line for line in Plan(setup, fit, answers, [], "", preemptions=count).conclusions()
+        )
+        for size, setup, count in (("asked", SETUP, 7.0), ("known", small, 7.0), ("none", SETUP, 0.0))
+    }
+    assert said == {"asked": True, "known": False, "none": False}
 
 
 def test_the_command_on_published_lengths(tmp_path):
