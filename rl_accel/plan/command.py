@@ -56,7 +56,10 @@ _COUNT = click.IntRange(1)
 
 @click.command()
 @click.argument("run_dir", type=_PATH, required=False)
-@click.option("--lengths", help="Instead of RUN_DIR: a file of lengths, or published:math16k, code16k, judge16k.")
+@click.option(
+    "--lengths",
+    help="Instead of RUN_DIR: a file, a folder of rollouts of slime, or published:math16k, code16k, judge16k.",
+)
 @click.option("--prompts", type=_COUNT, help="P0, prompts of a batch.")
 @click.option("--responses", type=_COUNT, help="R0, responses of each.")
 @click.option("--replicas", type=_COUNT, help="Replicas of the rollout engine.")

@@ -146,7 +146,8 @@ def load(name: str) -> dict[str, Any]:
 
 
 def read_lengths(path: Path) -> Lengths:
-    """Read lengths from lines ``{"prompt": id, "tokens": n}``, in the order of the data; ``reward_seconds`` may be there too.
+    """Read lengths from lines ``{"prompt": id, "tokens": n}``, in the order of the data; ``reward_seconds`` may be there too. Or
+    from a folder of rollouts that slime has saved (``--save-debug-rollout-data FOLDER/{rollout_id}.pt``).
 
     Raises:
         RlAccelError: the file cannot be read or a line is none of these.
@@ -155,9 +156,11 @@ def read_lengths(path: Path) -> Lengths:
     groups: dict[str, list[float]] = {}
     rewards: list[float] = []
     try:
+        if path.is_dir():
+            return from_groups(_rollouts_of_slime(path), str(path))
         lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RlAccelError(f"--lengths: cannot read {path}: {error}") from error
+    except Exception as error:  # torch raises what it finds
+        raise RlAccelError(f"--lengths: cannot read {path}: {str(error).partition(chr(10))[0]}") from error
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line) if line.strip() else None
@@ -171,3 +174,17 @@ def read_lengths(path: Path) -> Lengths:
     if not groups:
         raise RlAccelError(f"--lengths: {path} holds no lengths: {wanted}")
     return from_groups(list(groups.values()), str(path), rewards=np.array(rewards))
+
+
+def _rollouts_of_slime(folder: Path) -> list[list[float]]:
+    """Tokens of the responses of each prompt, rollout by rollout."""
+    import torch
+
+    groups: dict[int, list[float]] = {}
+    files = [path for path in folder.glob("*.pt") if path.stem.isdecimal()]  # eval_0.pt is a validation
+    if not files:
+        raise ValueError("it holds no rollouts of slime, which --save-debug-rollout-data FOLDER/{rollout_id}.pt saves")
+    for path in sorted(files, key=lambda path: int(path.stem)):
+        for sample in torch.load(path, weights_only=True)["samples"]:
+            groups.setdefault(sample["group_index"], []).append(max(sample["response_length"], 1))
+    return list(groups.values())

@@ -356,24 +356,22 @@ def test_the_check_of_an_asynchronous_run_says_that_it_cannot(run_dir, tmp_path)
 
 @pytest.mark.parametrize(("target", "most"), [("ab_tail", 10), ("ab_vllm", 20)])
 def test_the_check_on_real_runs(target, most):
-    """Two arms of `make ab-tail` and of `make ab-vllm`: what the telemetry of stock predicts for either."""
-    rows = {}
-    for arm in ("stock", "tail"):
+    """Arms of `make ab-tail` and of `make ab-vllm`: what the telemetry of stock predicts for each."""
+    arms, rows = sorted(path.name for path in (REAL / target).iterdir()), {}
+    for arm in arms:
         done = CliRunner().invoke(plan, ["--check", str(REAL / target / "stock"), str(REAL / target / arm)])
         assert done.exit_code == 0, done.output
         for line in done.output.splitlines():
             name, *cells = [cell.strip() for cell in line.strip("│ ").split("│")]
             rows[arm, name] = cells
-    assert {name for arm, name in rows if arm == "tail"} > {"rollout", "step", "tokens wasted"}
     off = {row: float(cells[3].split("%")[0]) for row, cells in rows.items() if row[1] in ("rollout", "step")}
-    assert max(abs(off["stock", "rollout"]), abs(off["stock", "step"]), abs(off["tail", "step"])) < 10
-    assert abs(off["tail", "rollout"]) < most, "vLLM's four long rounds were as uneven as stock's"
-    assert all(rows[row][4] == "yes" for row in off), "inside the interval"
-    assert abs(float(rows["tail", "tokens wasted"][3].split()[0])) < 3
-    predicted, measured = (
-        {arm: float(rows[arm, "rollout"][at].split()[0]) for arm in ("stock", "tail")} for at in (0, 2)
-    )
-    assert min(predicted, key=predicted.get) == min(measured, key=measured.get) == "tail"
+    assert len(off) == 2 * len(arms)
+    assert {row: value for row, value in off.items() if abs(value) > most.get(row[0], 10)} == {}
+    wasted = {arm: float(cells[3].split()[0]) for (arm, name), cells in rows.items() if name == "tokens wasted"}
+    assert "tail" in wasted
+    assert max(map(abs, wasted.values())) < 3
+    predicted, measured = ({arm: float(rows[arm, "rollout"][at].split()[0]) for arm in arms} for at in (0, 2))
+    assert sorted(arms, key=predicted.get)[:1] == sorted(arms, key=measured.get)[:1]
 
 
 def test_rollouts_that_are_uneven_widen_the_interval_and_not_the_prediction():

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import ndtri
@@ -107,3 +108,21 @@ def test_what_is_not_there_is_refused(tmp_path):
         read_lengths(tmp_path / "none.jsonl")
     with pytest.raises(RlAccelError, match="wanted one of math16k, code16k, judge16k, found 'poems'"):
         published("poems")
+
+
+def test_rollouts_that_slime_saved_are_read(tmp_path):
+    for rollout in (10, 9):
+        samples = [{"group_index": rollout * 2 + n // 2, "response_length": rollout * 10 + n} for n in range(4)]
+        torch.save({"rollout_id": rollout, "samples": samples}, tmp_path / f"{rollout}.pt")
+    torch.save({"samples": [{"group_index": 0, "response_length": 7}]}, tmp_path / "eval_9.pt")
+    workload = read_lengths(tmp_path)
+    assert workload.seen.tolist() == [[90, 91], [92, 93], [100, 101], [102, 103]]
+    assert workload.source == str(tmp_path)
+
+
+def test_a_folder_without_rollouts_is_refused(tmp_path):
+    with pytest.raises(RlAccelError, match="holds no rollouts of slime, which --save-debug-rollout-data"):
+        read_lengths(tmp_path)
+    (tmp_path / "0.pt").write_bytes(b"not a file of torch")
+    with pytest.raises(RlAccelError, match=f"--lengths: cannot read {tmp_path}"):
+        read_lengths(tmp_path)
