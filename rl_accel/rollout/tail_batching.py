@@ -204,6 +204,7 @@ class TailBatching:
         self._next_response = 0
         self._unacknowledged = 0
         self._unchecked: _Attempt | None = None
+        self._warm = False
 
     def begin_round(self, steps_left: int, now: float) -> list[Decision]:
         """Open the next round. ``steps_left`` batches are still to be trained, this round's included.
@@ -460,7 +461,7 @@ class TailBatching:
     def _cut_off(self, attempt: _Attempt, now: float) -> None:
         """The prompt was too slow for this round. Launched late, in place of another, it had no fair chance."""
         prompt = attempt.prompt
-        if self._kind == "short" and not prompt.deferrals:
+        if self._kind == "short" and not prompt.deferrals and self._warm:
             self._times.add_short(now - attempt.launched_at, completed=False)
         if not attempt.is_refill:
             self._metrics.prompts_deferred += 1
@@ -493,7 +494,7 @@ class TailBatching:
     def _end_if_settled(self) -> list[Decision]:
         if self.phase is not Phase.SETTLING or self._unacknowledged:
             return []
-        self.phase = Phase.BETWEEN_ROUNDS
+        self.phase, self._warm = Phase.BETWEEN_ROUNDS, True
         metrics = self._metrics
         full_wait = self._times.full_wait()
         metrics.seconds_saved = None if full_wait is None else full_wait - metrics.rollout_seconds
@@ -567,7 +568,11 @@ class TailBatching:
         return self._refill(now)
 
     def _observe(self, attempt: _Attempt) -> None:
-        """Remember how long a prompt took to complete, if it says something about prompts in general."""
+        """Remember how long a prompt took to complete, if it says something about prompts in general: engines warm up in the first
+        round after a start.
+        """
+        if not self._warm:
+            return
         times = [scored - attempt.launched_at for scored in attempt.scored_at]
         if self._kind == "short" and not attempt.prompt.deferrals:
             self._times.add_short(times[-1], completed=True)

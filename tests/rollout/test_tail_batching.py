@@ -485,3 +485,22 @@ def test_auto_starts_at_the_default_and_follows_the_observed_times():
         host.finish(*list(host.responses)[:8], seconds=1.0)
     assert started[0] == 10
     assert started[-1] == 8, "all take the same time"
+
+
+def test_auto_forgets_the_round_in_which_engines_warm_up():
+    """After a start, and after a resumption."""
+    cold, warm = (Host(P0=8, R0=1, prompt_ratio="auto", response_ratio=1.0) for _ in range(2))
+    for first, host in ((100.0, cold), (1.0, warm)):
+        for number in range(6):
+            host.begin()
+            host.finish(*list(host.responses)[:8], seconds=1.0 if number else first)
+    times = [host.core.state_dict()["times"] for host in (cold, warm)]
+    assert times[0] == times[1]
+    assert times[0]["short"]
+    resumed = TailBatching(cold.core.run)
+    resumed.load_state_dict(cold.core.state_dict())
+    again = Host(P0=8, R0=1, prompt_ratio="auto", response_ratio=1.0)
+    again.core = resumed
+    again.begin()
+    again.finish(*list(again.responses)[:8], seconds=100.0)
+    assert resumed.state_dict()["times"] == times[0]
