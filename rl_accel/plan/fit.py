@@ -104,7 +104,7 @@ def fit_engine(
     to_constants[:count, :count] = np.tril(np.ones((count, count)))
 
     def fitted(rows: Ints) -> Floats:
-        values: Floats = lsq_linear(table[rows] / scale, seconds[rows], (least, np.inf)).x / scale
+        values: Floats = lsq_linear(table[rows] / scale, seconds[rows], (least, np.inf), method="bvls").x / scale
         return values
 
     rows = np.arange(len(seconds))
