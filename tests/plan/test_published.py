@@ -1,7 +1,8 @@
 """What was published of RollPacker (NSDI'26) on an H800 cluster, against the simulation with one set of constants.
 
 ``python tests/plan/test_published.py`` prints the table of docs/plan.md; with ``--fit`` it first fits the constants of
-``rl_accel/plan/data/h800.json`` to the rows in FITTED, by scipy, and prints them.
+``rl_accel/plan/data/h800.json`` to the rows in FITTED, by scipy, and prints them. ``--scatter 10`` prints how far
+means of ten rounds lie apart.
 """
 
 import argparse
@@ -216,7 +217,14 @@ def test_an_unknown_model_is_refused():
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fit", type=int, metavar="ROUNDS", default=0)
-    if count := parser.parse_args().fit:
+    parser.add_argument("--scatter", type=int, metavar="ROUNDS", default=0, help="95% of 20 means of so many rounds")
+    given = parser.parse_args()
+    if given.scatter:
+        for its in zip(*(rows(given.scatter, seed) for seed in range(20)), strict=True):
+            low, high = np.quantile([row.simulated for row in its], [0.025, 0.975])
+            print(f"| {its[0].name} | {its[0].published:g} | {low:.4g} to {high:.4g} |")
+        raise SystemExit
+    if count := given.fit:
         values = fit(count)
         print({name: float(f"{value:.4g}") for name, value in values.items()})
         workloads.load = engines.load = lambda file: with_constants(file, values)
