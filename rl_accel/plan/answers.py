@@ -362,9 +362,10 @@ def mean_of(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def best_of(answers: Sequence[Answer]) -> Answer | None:
-    """Return what of the pack gains most; None if the answer is nothing."""
+    """Return what of the pack gains most, of several that gain as much the first; None if the answer is nothing."""
     ours = [found for found in answers if found.option.ours and not found.is_nothing]
-    return max(ours, key=lambda found: found.ratio, default=None)
+    most = max((found.ratio for found in ours), default=0.0)
+    return next((found for found in ours if found.ratio > most * (1 - NOTHING)), None)
 
 
 def scale(setup: Setup, gpus: int, rounds: int = 2) -> dict[str, float]:

@@ -169,6 +169,15 @@ def test_with_a_tail_tail_batching_is_best_and_without_one_nothing_is():
     assert all(found.is_nothing for found in answers if found.option.ours)
 
 
+def test_of_equal_gains_the_simplest_is_best():
+    _, *answers = answer(SETUP, options_of(SETUP)[1:2], draws=1, rounds=5)
+    (tails,) = answers
+    more = replace(tails, option=replace(tails.option, name="with more"), ratio=tails.ratio * 1.01)
+    much_more = replace(more, ratio=tails.ratio * 1.1)
+    assert best_of([tails, more]) is tails
+    assert best_of([tails, much_more]) is much_more
+
+
 def test_answers_are_the_same_for_the_same_draws():
     options = options_of(SETUP)
     first, second = (answer(SETUP, options, draws=2, rounds=4) for _ in range(2))
