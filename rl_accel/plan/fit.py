@@ -15,6 +15,8 @@ _KNOTS = (1, 4, 16, 64, 256, 1024)
 """Running requests between which a step is linear, far enough apart, and from the most that ran, to be told apart."""
 _CONSTANTS = ("cached_token_seconds", "prompt_token_seconds", "request_seconds", "response_seconds")
 """Of an engine, that are fitted beside its steps."""
+_MOST = 20_000
+"""Responses to which an engine is fitted; of more, so many are drawn. That takes some ten seconds."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,10 @@ def fit_engine(
         for response in step:
             if response.tokens:
                 batches.setdefault((number, response.server), []).append(response)
-    work = [_Batch(batch) for batch in batches.values()]
+    rng, work = np.random.default_rng(0), [_Batch(batch) for batch in batches.values()]
+    kept = _MOST / max(sum(map(len, batches.values())), 1)
+    if kept < 1:
+        work = [work[n] for n in rng.choice(len(work), math.ceil(kept * len(work)), replace=False)]
     seconds = np.concatenate([batch.ends - batch.begins for batch in work]) if work else np.empty(0)
     if len(seconds) < 16:
         raise RlAccelError(f"fitting the engine wants 16 responses with tokens and times, found {len(seconds)}")
@@ -109,7 +114,7 @@ def fit_engine(
 
     rows = np.arange(len(seconds))
     blocks = np.split(rows, np.cumsum([len(batch.begins) for batch in work])[:-1])
-    rng, found = np.random.default_rng(0), fitted(rows)
+    found = fitted(rows)
     draws = [rng.integers(len(blocks), size=len(blocks)) for _ in range(100 * (len(blocks) > 1))]
     drawn = [to_constants @ fitted(np.concatenate([blocks[n] for n in draw])) for draw in draws]
     half = 1.96 * np.std(drawn, axis=0) if drawn else np.full(len(found), np.inf)

@@ -123,6 +123,15 @@ def test_requests_that_begin_later_are_fitted_as_well():
     assert fit_engine([step]).error < 0.01
 
 
+def test_of_many_responses_some_are_fitted(monkeypatch):
+    monkeypatch.setattr("rl_accel.plan.fit._MOST", 200)
+    rng = np.random.default_rng(0)
+    steps = [responses_of(np.maximum(rng.lognormal(5, 1, 64), 1).astype(int).tolist()) for _ in range(12)]
+    fit = fit_engine(steps)
+    assert fit.responses == 4 * 64
+    assert float(fit.engine.seconds(16)) == pytest.approx(float(ENGINE.seconds(16)), rel=1e-4)
+
+
 def test_too_few_responses_fit_nothing():
     with pytest.raises(RlAccelError, match="wants 16 responses with tokens and times, found 4"):
         fit_engine([responses_of([5, 6, 7, 8])])
