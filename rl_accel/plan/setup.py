@@ -97,7 +97,7 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit]:
     if not whole and not (given.get("prompts") and given.get("responses")):
         why = "in every step responses were cut off: give --prompts and --responses of the batch"
         raise RlAccelError(f"{run.log}: {why}")
-    known = {name: given.get(name) or run.numbers.get(name) for name in ("places", "cache_tokens")}
+    known = {"places": given.get("places") or run.numbers.get("places"), "cache_tokens": given.get("cache_tokens")}
     logged = [step[_PROMPTS] for step in read_log(run.log).values() if _PROMPTS in step]
     prompt_tokens = round(fmean(logged)) if logged else 0
     fit = fit_engine(steps, prompt_tokens, **{name: int(value) for name, value in known.items() if value})

@@ -6,6 +6,7 @@ distribution, a prompt that is long by nature stays long when it is tried again,
 """
 
 import json
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
@@ -155,12 +156,12 @@ def read_lengths(path: Path) -> Lengths:
     wanted = 'wanted lines such as {"prompt": "17", "tokens": 812}, with "reward_seconds" if rewards take time'
     groups: dict[str, list[float]] = {}
     rewards: list[float] = []
+    if path.is_dir():
+        return from_groups(_rollouts_of_slime(path), str(path))
     try:
-        if path.is_dir():
-            return from_groups(_rollouts_of_slime(path), str(path))
         lines = path.read_text().splitlines()
-    except Exception as error:  # torch raises what it finds
-        raise RlAccelError(f"--lengths: cannot read {path}: {str(error).partition(chr(10))[0]}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise RlAccelError(f"--lengths: cannot read {path}: {error}") from error
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line) if line.strip() else None
@@ -180,11 +181,18 @@ def _rollouts_of_slime(folder: Path) -> list[list[float]]:
     """Tokens of the responses of each prompt, rollout by rollout."""
     import torch
 
+    wanted = "a rollout of slime, as --save-debug-rollout-data FOLDER/{rollout_id}.pt saves it"
     groups: dict[int, list[float]] = {}
     files = [path for path in folder.glob("*.pt") if path.stem.isdecimal()]  # eval_0.pt is a validation
     if not files:
-        raise ValueError("it holds no rollouts of slime, which --save-debug-rollout-data FOLDER/{rollout_id}.pt saves")
+        raise RlAccelError(f"--lengths: {folder}: wanted {wanted}, found none")
     for path in sorted(files, key=lambda path: int(path.stem)):
-        for sample in torch.load(path, weights_only=True)["samples"]:
-            groups.setdefault(sample["group_index"], []).append(max(sample["response_length"], 1))
+        try:
+            for sample in torch.load(path, weights_only=True)["samples"]:
+                groups.setdefault(sample["group_index"], []).append(max(int(sample["response_length"]), 1))
+        except (OSError, EOFError, RuntimeError, ValueError, TypeError, KeyError, pickle.UnpicklingError) as error:
+            found = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise RlAccelError(f"--lengths: {path}: wanted {wanted}, found {found}") from error
+    if not groups:
+        raise RlAccelError(f"--lengths: {folder}: wanted {wanted}, found no responses")
     return list(groups.values())

@@ -120,9 +120,19 @@ def test_rollouts_that_slime_saved_are_read(tmp_path):
     assert workload.source == str(tmp_path)
 
 
-def test_a_folder_without_rollouts_is_refused(tmp_path):
-    with pytest.raises(RlAccelError, match="holds no rollouts of slime, which --save-debug-rollout-data"):
-        read_lengths(tmp_path)
-    (tmp_path / "0.pt").write_bytes(b"not a file of torch")
-    with pytest.raises(RlAccelError, match=f"--lengths: cannot read {tmp_path}"):
+@pytest.mark.parametrize(
+    ("saved", "found"),
+    [
+        (None, "found none"),
+        (b"no file of torch", "0.pt: wanted a rollout of slime, .* found UnpicklingError"),
+        ({"samples": [{"group_index": 0}]}, "found KeyError: 'response_length'"),
+        ({"samples": []}, "found no responses"),
+    ],
+)
+def test_a_folder_of_anything_else_is_refused(tmp_path, saved, found):
+    if isinstance(saved, bytes):
+        (tmp_path / "0.pt").write_bytes(saved)
+    elif saved is not None:
+        torch.save(saved, tmp_path / "0.pt")
+    with pytest.raises(RlAccelError, match=found):
         read_lengths(tmp_path)
