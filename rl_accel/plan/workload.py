@@ -6,7 +6,9 @@ distribution, a prompt that is long by nature stays long when it is tried again,
 """
 
 import json
+import math
 import pickle
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
@@ -46,19 +48,20 @@ class Lengths:
     prompt_tokens: int = 0
     rewards: Floats = field(default_factory=lambda: np.empty(0))
     source: str = ""
-    _shared: dict[int, float] = field(default_factory=dict)
+    _scores: "array[float]" = field(default_factory=lambda: array("d"))  # of prompts by number; NaN: not drawn yet
 
     def lengths(self, prompts: Sequence[int], responses: int, rng: np.random.Generator) -> Ints:
         """Draw tokens of new responses, shape [P, R]. A prompt keeps its score as long as this object lives."""
         from scipy.special import ndtr
 
         asked = np.array(prompts)
-        is_new = np.array([prompt not in self._shared for prompt in prompts])
+        self._scores.extend([math.nan] * (int(asked.max()) + 1 - len(self._scores)))
+        scores = np.frombuffer(self._scores)
+        is_new = np.isnan(scores[asked])
         new = asked[is_new]
         mean, deviation = (0.0, 1.0) if self.known is None else self.known[new % len(self.known)].T
-        scores = mean + deviation * rng.standard_normal(len(new))
-        self._shared.update(zip(new.tolist(), scores.tolist(), strict=True))
-        shared = np.array([self._shared[prompt] for prompt in prompts])[:, None]
+        scores[new] = mean + deviation * rng.standard_normal(len(new))
+        shared = scores[asked, None]
         own = rng.standard_normal((len(prompts), responses))
         ranks = ndtr(np.sqrt(self.alike) * shared + np.sqrt(1 - self.alike) * own)
         found: Ints = self.tokens[np.minimum((ranks * len(self.tokens)).astype(int), len(self.tokens) - 1)]
@@ -75,9 +78,9 @@ class Lengths:
     def drawn(self, seed: int | None = None) -> "Lengths":
         """Return the same workload with none of its prompts drawn yet, and with a ``seed`` in another order."""
         if seed is None or self.known is None or self.seen is None:
-            return replace(self, _shared={})
+            return replace(self, _scores=array("d"))
         order = np.random.default_rng(seed).permutation(len(self.known))
-        return replace(self, known=self.known[order], seen=self.seen[order], _shared={})
+        return replace(self, known=self.known[order], seen=self.seen[order], _scores=array("d"))
 
     def limited(self, limit: int) -> "Lengths":
         """Return the workload with another limit, into which those run as well that ran into the old one."""
@@ -85,7 +88,8 @@ class Lengths:
         def cut(tokens: Ints) -> Ints:
             return np.where(tokens == self.limit, limit, np.minimum(tokens, limit))
 
-        return replace(self, tokens=cut(self.tokens), seen=None if self.seen is None else cut(self.seen), _shared={})
+        seen = None if self.seen is None else cut(self.seen)
+        return replace(self, tokens=cut(self.tokens), seen=seen, _scores=array("d"))
 
     @property
     def limit(self) -> int:

@@ -11,6 +11,7 @@ cache is full), and a response of 16,384 tokens costs no more to simulate than o
 import gc
 import heapq
 import math
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -378,7 +379,7 @@ class Round:
     """
 
     metrics: RoundMetrics = field(default_factory=lambda: RoundMetrics(0, "short", 1.0))
-    ends: list[float] = field(default_factory=list)
+    ends: "array[float]" = field(default_factory=lambda: array("d"))
     peak_tokens: float = 0.0
     preemptions: int = 0
     unfinished: int = 0

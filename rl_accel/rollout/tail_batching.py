@@ -89,31 +89,30 @@ class _Prompt:
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """A prompt in the open round."""
+    """A prompt in the open round. Each of its responses is generating, generated or cancelled, until it is settled.
+
+    Attributes:
+        generating: in the order of launch.
+        generated: tokens of each, in the order in which they finished.
+        scored_at: when, of generated ones that have their score.
+        cancelled: tokens of each; below zero: it is still generating.
+        retries: how many led to a response, where any did.
+        surplus_tokens: of cancelled responses that are settled.
+    """
 
     prompt: _Prompt
     launched_at: float
     is_refill: bool
     from_queue: bool
-    responses: "dict[int, _Response]" = field(default_factory=dict)  # all but the cancelled and the failed ones
-    generated: list[int] = field(default_factory=list)
-    scored_at: list[float] = field(default_factory=list)
-    settled_tokens: list[int] = field(default_factory=list)
+    generating: dict[int, None] = field(default_factory=dict)
+    generated: dict[int, int] = field(default_factory=dict)
+    scored_at: dict[int, float] = field(default_factory=dict)
+    cancelled: dict[int, int] = field(default_factory=dict)
+    retries: dict[int, int] = field(default_factory=dict)
     surplus_tokens: list[int] = field(default_factory=list)
 
     def group(self) -> Group:
         return Group(self.prompt.id, tuple(self.generated))
-
-
-@dataclass(slots=True, eq=False)
-class _Response:
-    """A response that was launched and is not settled yet."""
-
-    attempt: _Attempt
-    retries: int = 0
-    tokens: int = -1  # below zero: still generating
-    scored: bool = False
-    cancelled: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -200,7 +199,7 @@ class TailBatching:
         self._began = 0.0
         self._metrics = RoundMetrics(0, "short", 1.0)
         self._trained: list[_Attempt] = []
-        self._responses: dict[int, _Response] = {}
+        self._attempts: dict[int, _Attempt] = {}  # of responses that are not settled
         self._next_response = 0
         self._unacknowledged = 0
         self._unchecked: _Attempt | None = None
@@ -244,33 +243,30 @@ class TailBatching:
 
     def response_generated(self, response_id: int, tokens: int) -> list[Decision]:
         """Generation of a response has finished; its reward may still be computed."""
-        response = self._find(response_id, tokens)
-        if response is None:
+        attempt = self._find(response_id, tokens)
+        if attempt is None:
             return []
-        if response.tokens >= 0:
+        if response_id in attempt.generating:
+            del attempt.generating[response_id]
+            attempt.generated[response_id] = tokens
+            complete = len(attempt.generated) == self.run.responses_per_prompt
+            return self._cancel(attempt) if complete else []
+        if attempt.cancelled.get(response_id, 0) >= 0:
             raise ValueError(f"response_id must be of a response that is generating, but {response_id} had finished")
-        response.tokens = tokens
-        if response.cancelled:
-            return []
-        attempt = response.attempt
-        attempt.generated.append(response_id)
-        if len(attempt.generated) < self.run.responses_per_prompt:
-            return []
-        return self._cancel(attempt, [i for i, other in attempt.responses.items() if other.tokens < 0])
+        attempt.cancelled[response_id] = tokens
+        return []
 
     def response_scored(self, response_id: int, now: float) -> list[Decision]:
         """The reward of a generated response is there. If it is cancelled, it has come to its end all the same."""
-        response = self._find(response_id)
-        if response is None:
+        attempt = self._find(response_id)
+        if attempt is None:
             return []
-        if response.tokens < 0 or response.scored:
-            state = "was scored before" if response.scored else "is still generating"
+        if (tokens := attempt.cancelled.get(response_id, -1)) >= 0:
+            return self.response_aborted(response_id, tokens)
+        if response_id not in attempt.generated or response_id in attempt.scored_at:
+            state = "was scored before" if response_id in attempt.scored_at else "is still generating"
             raise ValueError(f"response_id must be of a response without a score, but {response_id} {state}")
-        if response.cancelled:
-            return self.response_aborted(response_id, response.tokens)
-        response.scored = True
-        attempt = response.attempt
-        attempt.scored_at.append(now)
+        attempt.scored_at[response_id] = now
         if len(attempt.scored_at) < self.run.responses_per_prompt:
             return []
         self._observe(attempt)
@@ -284,38 +280,37 @@ class TailBatching:
 
         One that was ``lost``, because a process died under it, is made again without counting as a retry.
         """
-        response = self._find(response_id, tokens)
-        if response is None:
+        attempt = self._find(response_id, tokens)
+        if attempt is None:
             return []
-        if response.cancelled:
+        if response_id in attempt.cancelled:
             return self.response_aborted(response_id, tokens)
-        if response.scored:
+        if response_id in attempt.scored_at:
             raise ValueError(f"response_id must be of a response without a score, but {response_id} was scored before")
-        attempt = response.attempt
-        del self._responses[response_id], attempt.responses[response_id]
-        if response.tokens >= 0:
-            attempt.generated.remove(response_id)
+        del self._attempts[response_id]
+        (attempt.generating if response_id in attempt.generating else attempt.generated).pop(response_id)
+        retries = attempt.retries.pop(response_id, 0)
         self._metrics.responses_failed += 1
         self._waste(tokens)
-        if lost or response.retries < self.run.flags.max_retries:
-            return [self._launch(attempt, 1, response.retries + (not lost))]
-        if len(attempt.responses) >= self.run.responses_per_prompt:
+        if lost or retries < self.run.flags.max_retries:
+            return [self._launch(attempt, 1, retries + (not lost))]
+        if len(attempt.generating) + len(attempt.generated) >= self.run.responses_per_prompt:
             return []
         self._metrics.prompts_failed += 1
-        cancelled = self._cancel(attempt, list(attempt.responses))
+        cancelled = self._cancel(attempt, generated=True)
         return [*cancelled, PromptFailed(attempt.prompt.id), *self._replace(attempt, now)]
 
     def response_aborted(self, response_id: int, tokens: int) -> list[Decision]:
         """A cancelled response has stopped after ``tokens`` tokens and left nothing behind."""
-        response = self._find(response_id, tokens)
-        if response is None:
+        attempt = self._find(response_id, tokens)
+        if attempt is None:
             return []
-        if not response.cancelled:
+        if response_id not in attempt.cancelled:
             raise ValueError(f"response_id must be of a cancelled response, but {response_id} was not cancelled")
-        del self._responses[response_id]
+        del self._attempts[response_id], attempt.cancelled[response_id]
         self._unacknowledged -= 1
         self._waste(tokens)
-        response.attempt.surplus_tokens.append(tokens)
+        attempt.surplus_tokens.append(tokens)
         return self._end_if_settled()
 
     def group_checked(self, prompt_id: str, passes: bool, now: float) -> list[Decision]:
@@ -453,7 +448,7 @@ class TailBatching:
         decisions: list[Decision] = []
         for slow in lane.active.values():
             self._cut_off(slow, now)
-            decisions += self._cancel(slow, list(slow.responses))
+            decisions += self._cancel(slow, generated=True)
         self._put_back([slow.prompt for slow in lane.active.values()])
         lane.active.clear()
         return decisions + self._train(now) if all(other.is_full for other in self._lanes.values()) else decisions
@@ -506,7 +501,7 @@ class TailBatching:
         # The surplus of a trained prompt is acknowledged after it is trained, so its lengths are complete only now.
         with_surplus = [attempt for attempt in self._trained if attempt.surplus_tokens]
         if with_surplus:
-            metrics.accepted_tokens_mean = fmean(fmean(attempt.settled_tokens) for attempt in with_surplus)
+            metrics.accepted_tokens_mean = fmean(fmean(attempt.generated.values()) for attempt in with_surplus)
             metrics.cancelled_tokens_mean = fmean(fmean(attempt.surplus_tokens) for attempt in with_surplus)
         return [RoundEnded(metrics)]
 
@@ -536,31 +531,38 @@ class TailBatching:
     def _launch(self, attempt: _Attempt, count: int, retries: int = 0) -> Launch:
         new = range(self._next_response, self._next_response + count)
         self._next_response += count
-        for response_id in new:
-            self._responses[response_id] = attempt.responses[response_id] = _Response(attempt, retries)
+        self._attempts.update(dict.fromkeys(new, attempt))
+        attempt.generating.update(dict.fromkeys(new))
+        if retries:
+            attempt.retries.update(dict.fromkeys(new, retries))
         return Launch(attempt.prompt.id, tuple(new))
 
-    def _cancel(self, attempt: _Attempt, response_ids: list[int]) -> list[Decision]:
+    def _cancel(self, attempt: _Attempt, generated: bool = False) -> list[Decision]:
+        """Stop what is generating, and with ``generated`` drop also what was generated."""
+        stopped = dict.fromkeys(attempt.generating, -1)
+        attempt.generating.clear()
+        response_ids = [*stopped]
+        if generated:
+            response_ids += attempt.generated
+            for response_id, tokens in attempt.generated.items():
+                if response_id in attempt.scored_at:  # nothing of it runs any more
+                    del self._attempts[response_id]
+                    self._waste(tokens)
+                else:
+                    stopped[response_id] = tokens
+            attempt.generated.clear()
+        attempt.cancelled |= stopped
+        self._unacknowledged += len(stopped)
         self._metrics.responses_cancelled += len(response_ids)
-        for response_id in response_ids:
-            response = attempt.responses.pop(response_id)
-            if response.scored:  # nothing of it runs any more
-                del self._responses[response_id]
-                self._waste(response.tokens)
-            else:
-                response.cancelled = True
-                self._unacknowledged += 1
         return [Cancel(attempt.prompt.id, tuple(response_ids))] if response_ids else []
 
     def _settle(self, attempt: _Attempt) -> None:
         """The prompt is trained, rejected or failed; nothing of it runs any more."""
         del self._unsettled[attempt.prompt.id]
         self.settled += 1
-        for response_id, response in attempt.responses.items():
-            del self._responses[response_id]
-            attempt.settled_tokens.append(response.tokens)
-        attempt.responses.clear()  # responses know their attempt: without this cycle all are freed at once
-        self._metrics.tokens_generated += sum(attempt.settled_tokens)
+        for response_id in attempt.generated:
+            del self._attempts[response_id]
+        self._metrics.tokens_generated += sum(attempt.generated.values())
 
     def _replace(self, attempt: _Attempt, now: float) -> list[Decision]:
         self._settle(attempt)
@@ -573,7 +575,7 @@ class TailBatching:
         """
         if not self._warm:
             return
-        times = [scored - attempt.launched_at for scored in attempt.scored_at]
+        times = [scored - attempt.launched_at for scored in attempt.scored_at.values()]
         if self._kind == "short" and not attempt.prompt.deferrals:
             self._times.add_short(times[-1], completed=True)
         elif self._kind != "short" and attempt.from_queue:
@@ -581,16 +583,16 @@ class TailBatching:
             rank = round(wanted * (wanted + 1) / (self.run.surplus_responses + 1))
             self._times.add_long(times[-1], times[max(rank, 1) - 1])
 
-    def _find(self, response_id: int, tokens: int = 0) -> _Response | None:
-        """Return the response that an event is about, or None if it is settled already."""
-        response = self._responses.get(response_id)
-        if response is None and not (isinstance(response_id, int) and 0 <= response_id < self._next_response):
+    def _find(self, response_id: int, tokens: int = 0) -> _Attempt | None:
+        """Return the attempt that the response of an event belongs to, or None if it is settled already."""
+        attempt = self._attempts.get(response_id)
+        if attempt is None and not (isinstance(response_id, int) and 0 <= response_id < self._next_response):
             raise ValueError(f"response_id must be of a response that was launched, found {response_id!r}")
         if tokens < 0:
             raise ValueError(f"tokens must be at least 0, found {tokens}")
         if self._unchecked is not None:
             raise ValueError(f"group_checked must come first, for prompt {self._unchecked.prompt.id}")
-        return response
+        return attempt
 
 
 def _scaled(count: int, ratio: float) -> int:
