@@ -196,6 +196,7 @@ class TailBatching:
         self._rounds = 0
         self._steps_left = 0
         self._kind: RoundKind = "short"
+        self._responses_each = 0
         self._began = 0.0
         self._metrics = RoundMetrics(0, "short", 1.0)
         self._trained: list[_Attempt] = []
@@ -217,6 +218,8 @@ class TailBatching:
             raise ValueError(f"steps_left must be at least 1, found {steps_left}")
         self._steps_left = steps_left
         self._kind = self._plan()
+        short = self._kind == "short"
+        self._responses_each = self.run.surplus_responses if short else self.run.responses_per_prompt
         self.phase = Phase.FILLING
         return self._fill(now)
 
@@ -510,10 +513,6 @@ class TailBatching:
         self._metrics.tokens_wasted += tokens
 
     # Prompts and their responses
-
-    @property
-    def _responses_each(self) -> int:
-        return self.run.surplus_responses if self._kind == "short" else self.run.responses_per_prompt
 
     def _check_domain(self, domain: str) -> None:
         if self.run.domain_quotas and domain not in self._lanes:
