@@ -291,7 +291,8 @@ class TailBatching:
         if response_id in attempt.scored_at:
             raise ValueError(f"response_id must be of a response without a score, but {response_id} was scored before")
         del self._attempts[response_id]
-        (attempt.generating if response_id in attempt.generating else attempt.generated).pop(response_id)
+        attempt.generating.pop(response_id, None)
+        attempt.generated.pop(response_id, None)
         retries = attempt.retries.pop(response_id, 0)
         self._metrics.responses_failed += 1
         self._waste(tokens)
