@@ -22,7 +22,7 @@ OVERRIDES = (
     "actor_rollout_ref.rollout.agent.num_workers=2",
     "+actor_rollout_ref.rollout.engine_kwargs.hf_cpu.seconds_per_step=0.03",  # long enough to see that one replica is emptier
 )
-OTHER = ("timing", "perf/", "rl_accel", "rollout_corr", "training/rollout_probs", "agent_loop")
+OTHER = ("timing", "perf/", "rl_accel", "rollout_corr", "training/rollout_", "agent_loop")
 """In names of what is no matter of training, or of the log-probabilities of an engine: those of a prefix read again are rounded."""
 
 
