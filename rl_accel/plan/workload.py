@@ -48,7 +48,7 @@ class Lengths:
     prompt_tokens: int = 0
     rewards: Floats = field(default_factory=lambda: np.empty(0))
     source: str = ""
-    _scores: "array[float]" = field(default_factory=lambda: array("d"))  # of prompts by number; NaN: not drawn yet
+    _scores: "array[float]" = field(default_factory=lambda: array("d"), init=False)  # by prompt; NaN: not drawn yet
 
     def lengths(self, prompts: Sequence[int], responses: int, rng: np.random.Generator) -> Ints:
         """Draw tokens of new responses, shape [P, R]. A prompt keeps its score as long as this object lives."""
@@ -78,9 +78,9 @@ class Lengths:
     def drawn(self, seed: int | None = None) -> "Lengths":
         """Return the same workload with none of its prompts drawn yet, and with a ``seed`` in another order."""
         if seed is None or self.known is None or self.seen is None:
-            return replace(self, _scores=array("d"))
+            return replace(self)
         order = np.random.default_rng(seed).permutation(len(self.known))
-        return replace(self, known=self.known[order], seen=self.seen[order], _scores=array("d"))
+        return replace(self, known=self.known[order], seen=self.seen[order])
 
     def limited(self, limit: int) -> "Lengths":
         """Return the workload with another limit, into which those run as well that ran into the old one."""
@@ -88,8 +88,7 @@ class Lengths:
         def cut(tokens: Ints) -> Ints:
             return np.where(tokens == self.limit, limit, np.minimum(tokens, limit))
 
-        seen = None if self.seen is None else cut(self.seen)
-        return replace(self, tokens=cut(self.tokens), seen=seen, _scores=array("d"))
+        return replace(self, tokens=cut(self.tokens), seen=None if self.seen is None else cut(self.seen))
 
     @property
     def limit(self) -> int:
