@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from rl_accel.lab.ab.runner import RAY_DID_NOT_START
+
 settings.register_profile("shared machine", deadline=None)  # how long an example takes says nothing here
 settings.load_profile("shared machine")
 
@@ -42,19 +44,25 @@ def clean_environment() -> dict[str, str]:
 
 @pytest.fixture
 def python(clean_environment, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a Python script in a fresh process outside the checkout: ``python(source, RL_ACCEL_CONFIG=...)``."""
+    """Run a Python script in a fresh process outside the checkout: ``python(source, RL_ACCEL_CONFIG=...)``.
+
+    It runs again while Ray does not start in the time that it allows itself.
+    """
 
     def run(source: str, *, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(source))
-        return subprocess.run(
-            [sys.executable, str(script)],
-            env={**clean_environment, **environment},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+        while True:
+            done = subprocess.run(
+                [sys.executable, str(script)],
+                env={**clean_environment, **environment},
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+            )
+            if RAY_DID_NOT_START not in done.stderr:
+                return done
 
     return run
 
@@ -119,33 +127,27 @@ def start_ray(short_tmp, clean_environment) -> Iterator[Callable[..., str]]:
             options = (
                 f"--num-cpus={num_cpus} --num-gpus={num_gpus} --include-dashboard=false --temp-dir={short_tmp / 'r'}"
             )
-            head = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "ray.scripts.scripts",
-                    "start",
-                    "--head",
-                    "--block",
-                    "--port=0",
-                    *options.split(),
-                ],
-                env={**clean_environment, "RAY_AUTH_MODE": "disabled", **env},
-                cwd=short_tmp,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-            stack.callback(head.stdout.close)
-            stack.callback(head.wait, timeout=60)
-            stack.callback(head.terminate)  # with --block it ends the processes that it started
-            output = []
-            for line in head.stdout:
-                output.append(line)
-                if "--address=" in line:
-                    return line.split("--address='")[1].split("'")[0]
-            raise RuntimeError("no Ray cluster: " + "".join(output))
+            words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0"]
+            while True:
+                head = subprocess.Popen(
+                    [*words, *options.split()],
+                    env={**clean_environment, "RAY_AUTH_MODE": "disabled", **env},
+                    cwd=short_tmp,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,
+                )
+                stack.callback(head.stdout.close)
+                stack.callback(head.wait, timeout=60)
+                stack.callback(head.terminate)  # with --block it ends the processes that it started
+                output = ""
+                for line in head.stdout:
+                    output += line
+                    if "--address=" in line:
+                        return line.split("--address='")[1].split("'")[0]
+                if RAY_DID_NOT_START not in output:
+                    raise RuntimeError(f"no Ray cluster: {output}")
 
         yield start
 

@@ -37,6 +37,10 @@ if TYPE_CHECKING:  # read for each run by its supervisor too, which plans nothin
 MARKER = "RL_ACCEL_AB_RUN"
 GRACE_S = 15.0
 """How long a trainer that was asked to stop, or the daemons of one that ended, may take before they are killed."""
+RAY_DID_NOT_START = "The current node timed out during startup"
+"""What Ray raises where its agents are not up after 15 seconds or its node after 30. Busy cores need longer, and neither limit can
+be set (https://github.com/ray-project/ray/issues/65983)."""
+_STARTS = 3
 _POLL_S = 0.2
 _ORPHANS_S = 5.0
 """How long daemons that shut down by themselves after the trainer's end may take."""
@@ -209,9 +213,34 @@ def supervised(
 ) -> Outcome:
     """Run a command until it ends, ``stop`` is set or ``follow()`` (called a few times a second) says time is over.
 
+    A command that fails because its Ray cluster was not up in the time that Ray allows is started again, twice at most.
+
     When this returns or raises, no process of the command is left; nor soon after this process is killed, and then
     ``temp`` is removed as well.
     """
+    for again in reversed(range(_STARTS)):
+        log.touch()
+        before = log.stat().st_size
+        outcome = _supervised_once(command, env, cwd, log, stop, follow, temp)
+        if not (again and outcome.exit_code and outcome.reason == "ended" and RAY_DID_NOT_START in _tail(log, before)):
+            break
+        with log.open("a") as output:
+            print(
+                "rl-accel ab: Ray was not up in the seconds that it allows itself; the run is started again",
+                file=output,
+            )
+    return outcome
+
+
+def _supervised_once(
+    command: Sequence[str],
+    env: Mapping[str, str | None],
+    cwd: Path,
+    log: Path,
+    stop: Stop,
+    follow: Callable[[], bool],
+    temp: Path | None,
+) -> Outcome:
     run_id = uuid.uuid4().hex
     merged: dict[str, str | None] = {**os.environ, **env, MARKER: run_id}
     full = {key: value for key, value in merged.items() if value is not None}
@@ -280,13 +309,17 @@ def prepare(command: Sequence[str], env: Mapping[str, str | None], cwd: Path, lo
 
 def last_lines(log: Path, count: int = 30) -> str:
     """Return the last lines of a log, long lines cut."""
+    return "\n".join(line[:400] for line in _tail(log).splitlines()[-count:])
+
+
+def _tail(log: Path, start: int = 0) -> str:
+    """Return the end of a log, at most 200,000 bytes, without what comes before byte ``start``; empty if there is none."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 200_000))
-            lines = file.read().decode(errors="replace").splitlines()
+            file.seek(max(start, log.stat().st_size - 200_000))
+            return file.read().decode(errors="replace")
     except OSError:
         return ""
-    return "\n".join(line[:400] for line in lines[-count:])
 
 
 def _verdict(outcome: Outcome, result: RunResult, metrics: GrowingLog) -> tuple[str, str]:
