@@ -225,10 +225,7 @@ def supervised(
         if not (again and outcome.exit_code and outcome.reason == "ended" and RAY_DID_NOT_START in _tail(log, before)):
             break
         with log.open("a") as output:
-            print(
-                "rl-accel ab: Ray was not up in the seconds that it allows itself; the run is started again",
-                file=output,
-            )
+            print("rl-accel ab: Ray took longer to start than it allows; the run is started again", file=output)
     return outcome
 
 
