@@ -218,26 +218,6 @@ def supervised(
     When this returns or raises, no process of the command is left; nor soon after this process is killed, and then
     ``temp`` is removed as well.
     """
-    for again in reversed(range(_STARTS)):
-        log.touch()
-        before = log.stat().st_size
-        outcome = _supervised_once(command, env, cwd, log, stop, follow, temp)
-        if not (again and outcome.exit_code and outcome.reason == "ended" and RAY_DID_NOT_START in _tail(log, before)):
-            break
-        with log.open("a") as output:
-            print("rl-accel ab: Ray took longer to start than it allows; the run is started again", file=output)
-    return outcome
-
-
-def _supervised_once(
-    command: Sequence[str],
-    env: Mapping[str, str | None],
-    cwd: Path,
-    log: Path,
-    stop: Stop,
-    follow: Callable[[], bool],
-    temp: Path | None,
-) -> Outcome:
     run_id = uuid.uuid4().hex
     merged: dict[str, str | None] = {**os.environ, **env, MARKER: run_id}
     full = {key: value for key, value in merged.items() if value is not None}
@@ -245,30 +225,39 @@ def _supervised_once(
         full.setdefault("VLLM_RPC_BASE_PATH", full["RAY_TMPDIR"])  # sockets that vLLM leaves behind
     options = ["--grace", str(GRACE_S), *(["--temp", str(temp)] if temp else [])]
     words = [sys.executable, "-m", "rl_accel.lab.ab.runner", *options, "--", *command]
-    reason = "ended"
-    with log.open("ab") as output:
-        supervisor = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=cwd, env=full, start_new_session=True
-        )
-        assert supervisor.stdin is not None
-        try:
-            while supervisor.poll() is None:
-                if stop:
-                    reason = "stopped"
-                    break
-                if follow():
-                    reason = "timeout"
-                    break
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    supervisor.wait(_POLL_S)
-        finally:
-            supervisor.stdin.close()  # asks it to end the run
-            deadline = time.monotonic() + GRACE_S + 20.0
-            while supervisor.poll() is None and not stop.now and time.monotonic() < deadline:
-                time.sleep(0.05)
-            end_all(lambda: marked(run_id), grace_s=0.0 if stop.now else 2.0)
-            supervisor.wait()
+    for again in reversed(range(_STARTS)):
+        with log.open("ab") as output:
+            before = output.tell()
+            supervisor = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=cwd, env=full, start_new_session=True
+            )
+            reason = _wait(supervisor, run_id, stop, follow)
+        if not (again and reason == "ended" and supervisor.returncode and RAY_DID_NOT_START in _tail(log, before)):
+            break
+        with log.open("a") as file:
+            print("rl-accel ab: Ray took longer to start than it allows; the run is started again", file=file)
     return Outcome(supervisor.returncode, reason)
+
+
+def _wait(supervisor: "subprocess.Popen[bytes]", run_id: str, stop: Stop, follow: Callable[[], bool]) -> str:
+    """Return why the command ended: ended, stopped or timeout. No process of it is left then."""
+    assert supervisor.stdin is not None
+    try:
+        while supervisor.poll() is None:
+            if stop:
+                return "stopped"
+            if follow():
+                return "timeout"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                supervisor.wait(_POLL_S)
+        return "ended"
+    finally:
+        supervisor.stdin.close()  # asks it to end the run
+        deadline = time.monotonic() + GRACE_S + 20.0
+        while supervisor.poll() is None and not stop.now and time.monotonic() < deadline:
+            time.sleep(0.05)
+        end_all(lambda: marked(run_id), grace_s=0.0 if stop.now else 2.0)
+        supervisor.wait()
 
 
 @contextlib.contextmanager
