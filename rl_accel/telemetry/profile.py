@@ -123,7 +123,7 @@ def find_log(folder: Path) -> Path:
     Raises:
         RlAccelError: there is none, or there are several; names them.
     """
-    files = [folder] if folder.is_file() else sorted(folder.rglob("*.jsonl"))
+    files = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*.jsonl") if path.is_file())
     logs = [path for path in files if path.name != FILE_NAME and _has_steps(path)]
     logs = [path for path in logs if path.parent == folder] or logs
     if len(logs) == 1:

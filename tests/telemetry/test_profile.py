@@ -162,6 +162,7 @@ def test_a_folder_without_a_run_or_with_several_is_refused(tmp_path):
         write_log(tmp_path / name / "metrics.jsonl")
     with pytest.raises(RlAccelError, match=r"several runs: give one of a/metrics\.jsonl, b/metrics\.jsonl"):
         read_run(tmp_path)
+    (tmp_path / "a" / "folder.jsonl").mkdir()
     assert find_log(tmp_path / "a") == find_log(tmp_path / "a" / "metrics.jsonl") == tmp_path / "a" / "metrics.jsonl"
 
 
