@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 DEV    := $(VENV)/.ready-dev
 VLLM   := .venv-vllm
 AB_OUT ?= out/ab
-# Two files at a time, in the order of their names, so that the long end-to-end tests begin early.
+# Two files at a time, longest first by tests/durations.json, which `--store-durations` updates.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=5
 
 export RAY_USAGE_STATS_ENABLED = 0
@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help setup vllm ab ab-tail ab-vllm ab-drafts suffix test test-fast test-slime check docs bench clean
+.PHONY: help setup vllm ab ab-tail ab-vllm ab-drafts suffix test test-fast test-all test-slime check docs bench clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
@@ -74,11 +74,14 @@ suffix: $(VLLM)/.ready  ## build vLLM's suffix decoding (with cmake), which ab-d
 ab-drafts: $(VLLM)/.ready  ## drafts on real vLLM, beside vLLM's own, in the second epoch
 	$(VLLM)/bin/rl-accel ab examples/verl_drafts --out $(AB_OUT)-drafts --overwrite
 
-test: $(DEV)  ## every test; under 30 minutes on 2 cores
-	$(PYTEST)
+test: $(DEV)  ## every promise, on real verl and Ray; under 20 minutes on 2 cores
+	$(PYTEST) -m "not full"
 
 test-fast: $(DEV)  ## the quick subset; under 2 minutes
-	$(PYTEST) -m "not slow and not e2e"
+	$(PYTEST) -m "not slow and not e2e and not full"
+
+test-all: $(DEV)  ## also exhaustive repetitions, random kills, wheels, recipes for GPUs; 40 minutes
+	$(PYTEST)
 
 test-slime: $(DEV)  ## with SLIME_ROOT=<checkout of slime>: our patches and adapters in the real slime, and slime's own tests
 	@test -d "$(SLIME_ROOT)/slime" || { echo "SLIME_ROOT must name a checkout of slime, found '$(SLIME_ROOT)'"; exit 2; }

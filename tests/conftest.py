@@ -1,6 +1,9 @@
 """Fixtures shared by all tests. Code in a process of its own gets a clean environment and a time limit."""
 
 import functools
+import itertools
+import json
+import math
 import os
 import re
 import shutil
@@ -10,6 +13,7 @@ import sys
 import tempfile
 import textwrap
 import venv
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,8 +29,38 @@ settings.load_profile("shared machine")
 
 REPO = Path(__file__).resolve().parent.parent
 
+STARTS = 3
+"""Attempts to start Ray, which gives itself a fixed time that a busy machine may exceed."""
+DURATIONS = Path(__file__).with_name("durations.json")
+"""Seconds by test file, as `pytest --store-durations` last measured them."""
+
 # Flags of whoever runs the tests must not reach the processes that the tests start.
 _OURS = ("RL_ACCEL_", "VERL_", "RAY_RUNTIME_ENV_HOOK", "RAY_ADDRESS")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--store-durations", action="store_true", help=f"write the seconds of each file to {DURATIONS.name}"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sorts files by their stored durations, longest first, so that no worker is left with a long file at the end."""
+    stored: dict[str, float] = json.loads(DURATIONS.read_text())
+    items.sort(key=lambda item: -stored.get(item.nodeid.partition("::")[0], math.inf))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Updates the stored durations of the files that ran, if asked to."""
+    if config.getoption("--store-durations"):
+        seconds: Counter[str] = Counter()
+        for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+        stored = json.loads(DURATIONS.read_text()) | {file: round(spent, 1) for file, spent in seconds.items()}
+        kept = {file: stored[file] for file in sorted(stored) if (REPO / file).exists()}
+        DURATIONS.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 @pytest.fixture(scope="session")
@@ -46,13 +80,13 @@ def clean_environment() -> dict[str, str]:
 def python(clean_environment, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a Python script in a fresh process outside the checkout: ``python(source, RL_ACCEL_CONFIG=...)``.
 
-    It runs again while Ray does not start in the time that it allows itself.
+    It runs again, twice at most, where Ray does not start in the time that it allows itself.
     """
 
     def run(source: str, *, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(source))
-        while True:
+        for _ in range(STARTS):
             done = subprocess.run(
                 [sys.executable, str(script)],
                 env={**clean_environment, **environment},
@@ -62,7 +96,8 @@ def python(clean_environment, tmp_path) -> Callable[..., subprocess.CompletedPro
                 timeout=timeout,
             )
             if RAY_DID_NOT_START not in done.stderr:
-                return done
+                break
+        return done
 
     return run
 
@@ -128,7 +163,7 @@ def start_ray(short_tmp, clean_environment) -> Iterator[Callable[..., str]]:
                 f"--num-cpus={num_cpus} --num-gpus={num_gpus} --include-dashboard=false --temp-dir={short_tmp / 'r'}"
             )
             words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0"]
-            while True:
+            for _ in range(STARTS):
                 head = subprocess.Popen(
                     [*words, *options.split()],
                     env={**clean_environment, "RAY_AUTH_MODE": "disabled", **env},
@@ -147,7 +182,8 @@ def start_ray(short_tmp, clean_environment) -> Iterator[Callable[..., str]]:
                     if "--address=" in line:
                         return line.split("--address='")[1].split("'")[0]
                 if RAY_DID_NOT_START not in output:
-                    raise RuntimeError(f"no Ray cluster: {output}")
+                    break
+            raise RuntimeError(f"no Ray cluster: {output}")
 
         yield start
 

@@ -1,5 +1,6 @@
 """The real verl trainer on a tiny model, as the shipped recipe runs it; every process of a run is gone when it returns."""
 
+import contextlib
 import json
 import os
 import sys
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 import yaml
 
@@ -120,34 +122,75 @@ def probe_environment() -> Callable[[Path], dict[str, str]]:
     }
 
 
-@pytest.fixture
-def train(recipe_command, probe_environment, read_processes, tmp_path, short_tmp) -> Callable[..., Run]:
-    """``train(driver, *overrides, steps=2, **env)``: run a driver script with the recipe's overrides of the stock arm.
+@pytest.fixture(scope="module")
+def train(recipe_command, probe_environment, read_processes) -> Callable[..., Run]:
+    """``train(driver, *overrides, folder, steps=2, **env)``: run a driver script with the overrides of the stock arm.
 
-    The driver gets verl's overrides as its arguments. A second run of a test needs a ``folder`` of its own.
+    The driver gets verl's overrides as its arguments. ``folder`` must be new for each run.
     """
 
-    def run(driver: str, *overrides: str, steps: int = 2, folder: Path = tmp_path, **env: str) -> Run:
+    def run(driver: str, *overrides: str, folder: Path, steps: int = 2, **env: str) -> Run:
         command, environment = recipe_command(steps)
         folder.mkdir(exist_ok=True)
         script, log, metrics, probes = (folder / n for n in ("driver.py", "train.log", "metrics.jsonl", "status"))
         script.write_text(driver)
         probes.mkdir()
         first = next(index for index, item in enumerate(command) if "=" in item)
-        environment |= {
-            **probe_environment(probes),
-            "VERL_FILE_LOGGER_PATH": str(metrics),
-            "RAY_TMPDIR": str(short_tmp),
-            **env,
-        }
         command = [command[0], str(script), *command[first:], *overrides]
-        outcome = supervised(command, environment, folder, log, Stop(), lambda: False)
+        with ray_temp_dir() as ray_dir:
+            environment |= {
+                **probe_environment(probes),
+                "VERL_FILE_LOGGER_PATH": str(metrics),
+                "RAY_TMPDIR": str(ray_dir),
+                **env,
+            }
+            outcome = supervised(command, environment, folder, log, Stop(), lambda: False, ray_dir)
         assert outcome.exit_code == 0, last_lines(log, 60)
-        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-        steps = [row["data"] for row in rows if row["step"] >= 1]
-        return Run(log.read_text(errors="replace"), steps, read_processes(probes))
+        return Run(log.read_text(errors="replace"), list(metrics_of(metrics).values()), read_processes(probes))
 
     return run
+
+
+def read_json_lines(path):
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def metrics_of(path: Path) -> dict[int, dict[str, float]]:
+    """Returns the metrics of training steps by step; empty while there is no file. A half-written last line is left out."""
+    return {row["step"]: row["data"] for row in read_json_lines(path) if "training/global_step" in row["data"]}
+
+
+@pytest.fixture(scope="session")
+def read_lines() -> Callable[[Path], list[dict]]:
+    """Returns the objects in a file of JSON lines, without a half-written last line; none while there is no file."""
+    return read_json_lines
+
+
+@pytest.fixture(scope="session")
+def read_metrics() -> Callable[[Path], dict[int, dict[str, float]]]:
+    return metrics_of
+
+
+@pytest.fixture(scope="session")
+def kill_first() -> Callable[[str, Path], int]:
+    """``kill_first(part, metrics)``: SIGKILL to one process of the run that logs to ``metrics`` whose command line has ``part``.
+
+    Returns the number of such processes.
+    """
+
+    def kill(part: str, metrics: Path) -> int:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                ours = process.environ().get("VERL_FILE_LOGGER_PATH") == str(metrics)
+                if ours and part in " ".join(process.cmdline()):
+                    found.append(process)
+        for process in found[:1]:
+            process.kill()
+        return len(found)
+
+    return kill
 
 
 @dataclass
@@ -178,11 +221,6 @@ class TailRun:
             assert 0 < metrics["actor/grad_norm"] < 1e4
         assert set(self.numbers("prompts_trained")) == {prompts}
         assert ghosts or set(self.numbers("ghost_keys")) == {0.0}
-
-
-def read_lines(path):
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may still be being written
 
 
 @pytest.fixture(scope="module")
@@ -228,10 +266,15 @@ def tail_run(recipe_command, workspace, tmp_path_factory):
                 **(env or {}),
             }
             outcome = supervised(
-                command, environment, out, log, Stop(), lambda: bool(follow(metrics, len(read_lines(ledger)))), ray_dir
+                command,
+                environment,
+                out,
+                log,
+                Stop(),
+                lambda: bool(follow(metrics, len(read_json_lines(ledger)))),
+                ray_dir,
             )
         assert outcome.exit_code == 0, last_lines(log, 80)
-        steps_logged = {r["step"]: r["data"] for r in read_lines(metrics) if "training/global_step" in r["data"]}
-        return TailRun(log.read_text(errors="replace"), steps_logged, read_lines(ledger), data)
+        return TailRun(log.read_text(errors="replace"), metrics_of(metrics), read_json_lines(ledger), data)
 
     return run

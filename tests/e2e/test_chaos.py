@@ -7,7 +7,7 @@ import pytest
 
 from rl_accel.lab.bench.chaos import VICTIMS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1500)]
 
 
 @pytest.mark.parametrize("engine", ["hf_cpu"], indirect=True, scope="module")

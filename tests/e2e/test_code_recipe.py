@@ -8,7 +8,7 @@ import pytest
 
 from rl_accel.telemetry.stage_clock import read_log
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1200)]
 
 STEPS = 4
 

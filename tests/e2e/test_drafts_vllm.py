@@ -18,19 +18,33 @@ SCRIPTS = Path(__file__).parent / "drafts"
 
 
 @pytest.fixture(scope="module")
-def generated(engine, repo, workspace, clean_environment, tmp_path_factory):
-    """What ``drafts/generate.py`` wrote, with this checkout and the recipe's model."""
-    folder = tmp_path_factory.mktemp("drafts")
-    out = folder / "out.json"
-    (model,) = {path.parent for path in workspace.rglob("model/config.json")}
-    (folder / "model").symlink_to(model)
-    environment = {**clean_environment, "PYTHONPATH": f"{repo}:{SCRIPTS}"}
-    command = [engine.python, str(SCRIPTS / "generate.py"), str(folder), str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1400)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    answer = json.loads(out.read_text())
-    assert Path(answer["package"]).is_relative_to(repo)
-    return answer
+def generate(engine, repo, workspace, clean_environment, tmp_path_factory):
+    """``generate(*words)``: the results of ``drafts/generate.py``, with this checkout and the recipe's model."""
+
+    def run(*words):
+        folder = tmp_path_factory.mktemp("drafts")
+        out = folder / "out.json"
+        (model,) = {path.parent for path in workspace.rglob("model/config.json")}
+        (folder / "model").symlink_to(model)
+        environment = {**clean_environment, "PYTHONPATH": f"{repo}:{SCRIPTS}"}
+        command = [engine.python, str(SCRIPTS / "generate.py"), str(folder), str(out), *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1400)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        answer = json.loads(out.read_text())
+        assert Path(answer["package"]).is_relative_to(repo)
+        return answer
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def generated(generate):
+    return generate()
+
+
+@pytest.fixture(scope="module")
+def samples(generate):
+    return generate("samples")
 
 
 def test_greedy_tokens_are_those_without_drafts_but_for_ties(generated):
@@ -79,11 +93,11 @@ def test_log_probabilities_are_those_of_a_plain_forward(generated):
         assert all(generated["logprobs"][f"{mode} at {temperature}"] < 1e-4 for temperature in (1.0, 0.3))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("proposer", "number"), [("Eager", 20_000), ("with seeds", 5_000), ("Always", 20_000), ("AlwaysStop", 20_000)]
 )
-def test_samples_have_the_exact_distribution(generated, proposer, number):
-    samples = generated["samples"]
+def test_samples_have_the_exact_distribution(samples, proposer, number):
     expected = [number * chance for chance in samples["expected"]]
     rare = [chance < 5 for chance in expected]  # chi-square needs cells that are not too small
     cells = [

@@ -1,11 +1,9 @@
 """Rewards that hang, on the real trainer: they are killed early, and training outlives kill -9 of everything that scores."""
 
-import contextlib
 import json
 from dataclasses import dataclass, field
 
 import pandas as pd
-import psutil
 import pytest
 
 from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
@@ -50,27 +48,8 @@ class Left:
         return [metrics["rl_accel/reward_timeout/" + name] for metrics in self.steps.values()]
 
 
-def read(path):
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return {row["step"]: row["data"] for row in rows if "training/global_step" in row["data"]}
-
-
-def kill(name, metrics):
-    """SIGKILL to the first process called so of the run that logs to ``metrics``; how many there were."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            ours = process.environ().get("VERL_FILE_LOGGER_PATH") == str(metrics)
-            if ours and name in " ".join(process.cmdline()):
-                found.append(process)
-    for process in found[:1]:
-        process.kill()
-    return len(found)
-
-
 @pytest.fixture(scope="module")
-def left(recipe_command, workspace, tmp_path_factory):
+def left(recipe_command, workspace, read_metrics, kill_first, tmp_path_factory):
     out = tmp_path_factory.mktemp("reward")
     (out / "reward.py").write_text(REWARD)
     pd.read_parquet(workspace / "task" / "train.parquet").head(PROMPTS).to_parquet(out / "train.parquet")
@@ -100,10 +79,10 @@ def left(recipe_command, workspace, tmp_path_factory):
     metrics, log, killed = out / "metrics.jsonl", out / "train.log", {}
 
     def follow():
-        settled = len(read(metrics))
+        settled = len(read_metrics(metrics))
         for step, name in VICTIMS.items():
             if settled >= step and name not in killed:
-                killed[name] = kill(name, metrics)
+                killed[name] = kill_first(name, metrics)
         return False
 
     with ray_temp_dir() as ray_dir:
@@ -111,7 +90,7 @@ def left(recipe_command, workspace, tmp_path_factory):
         outcome = supervised(command, environment, out, log, Stop(), follow, ray_dir)
     assert outcome.exit_code == 0, last_lines(log, 80)
     anchors = json.loads((out / "checkpoints" / "rl_accel_reward_anchors.json").read_text())
-    return Left(log.read_text(errors="replace"), read(metrics), anchors["anchors"], killed)
+    return Left(log.read_text(errors="replace"), read_metrics(metrics), anchors["anchors"], killed)
 
 
 def test_training_goes_on_whatever_is_killed(left):

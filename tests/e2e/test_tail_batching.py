@@ -1,14 +1,13 @@
 """Tail batching on the real trainer: short and long rounds, exact batches, then kill -9 and a resume with an exact ledger."""
 
-import contextlib
-import json
-import signal
+import re
 from dataclasses import dataclass, field
 
-import psutil
+import httpx
 import pytest
 
-from rl_accel.lab.ab.runner import Stop, last_lines, supervised
+from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
+from rl_accel.telemetry.stage_clock import FILE_NAME, read_kept
 
 pytestmark = [
     pytest.mark.e2e,
@@ -27,62 +26,78 @@ OVERRIDES = (
     f"trainer.save_freq={SAVED_AT}",
     "trainer.resume_mode=auto",
     "trainer.test_freq=3",
+    "data.max_response_length=160",
     "data.val_max_samples=4",
+    "+rl_accel.telemetry.enable=True",
     "+rl_accel.tail_batching.enable=True",
     "+rl_accel.tail_batching.prompt_ratio=1.25",
     "+rl_accel.tail_batching.queue_threshold=4",
 )
+BYTES_PER_TOKEN = 2 * 2 * 2 * 32 * 4
+"""Layers, keys and values, heads, their dimension, bytes of a float."""
+LITTLE_MEMORY = {
+    "hf_cpu": (),
+    "vllm": (
+        "actor_rollout_ref.rollout.max_model_len=176",
+        f"actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={1000 * BYTES_PER_TOKEN}",
+        "actor_rollout_ref.rollout.disable_log_stats=False",
+    ),
+}
+"""Overrides by engine. On vLLM, five responses of up to 176 tokens share 1,000: some are preempted in every round."""
 
 
 @dataclass
 class Left:
-    """What the two runs left: logs, metrics by step and the ledger, as of the kill and as of the end."""
+    """Logs, metrics by step and ledgers of the two runs; vLLM's own count of preemptions by step of the first run."""
 
     logs: list[str] = field(default_factory=list)
     steps: list[dict[int, dict[str, float]]] = field(default_factory=list)
     ledgers: list[list[dict]] = field(default_factory=list)
+    preempted: dict[int, float] = field(default_factory=dict)
 
     @property
     def all_steps(self):
         return [metrics for run in self.steps for metrics in run.values()]
 
 
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def kill_trainer(metrics):
-    """SIGKILL to the trainer process of the run that logs to ``metrics``, and to no other."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            ours = process.environ().get("VERL_FILE_LOGGER_PATH") == str(metrics)
-            if ours and "TaskRunnerV1" in " ".join(process.cmdline()):
-                process.send_signal(signal.SIGKILL)
+def preemptions_told_by_vllm(checkpoints, steps):
+    """The engine's counter after ``steps`` steps; None if the responses of another step are the last on record."""
+    kept = read_kept(checkpoints / FILE_NAME) if (checkpoints / FILE_NAME).exists() else {}
+    servers = {response.server for responses in kept.values() for response in responses if response.server}
+    if not steps or len(kept) != steps:
+        return None
+    (text,) = [httpx.get(f"http://{server}/metrics", timeout=60).text for server in servers]
+    return sum(float(n) for n in re.findall(r"^vllm:num_preemptions_total\{.*\} (\S+)$", text, re.MULTILINE))
 
 
 @pytest.fixture(scope="module")
-def left(recipe_command, tmp_path_factory):
+def left(recipe_command, engine, kill_first, read_lines, read_metrics, tmp_path_factory):
     """Train, kill -9 the trainer in the middle of a step after the checkpoint, run the same command again."""
     out = tmp_path_factory.mktemp("tail")
     planned, environment = recipe_command(STEPS)
-    command = [*planned, *OVERRIDES, f"trainer.default_local_dir={out / 'checkpoints'}"]
-    ledger, left, killed = out / "checkpoints" / "tail_batching" / "ledger.jsonl", Left(), []
+    checkpoints = out / "checkpoints"
+    command = [*planned, *OVERRIDES, *LITTLE_MEMORY[engine.name], f"trainer.default_local_dir={checkpoints}"]
+    ledger, left, killed = checkpoints / "tail_batching" / "ledger.jsonl", Left(), []
 
     for name in ("killed", "resumed"):
         metrics, log = out / f"{name}.jsonl", out / f"{name}.log"
-        environment["VERL_FILE_LOGGER_PATH"] = str(metrics)
 
-        def follow(metrics=metrics):
-            if not killed and len(ledger.read_text().splitlines() if ledger.exists() else []) >= KILLED_IN:
-                killed.append(metrics)
-                kill_trainer(metrics)
+        def follow(name=name, metrics=metrics):
+            steps = len(read_lines(ledger))
+            if name == "killed" and steps < KILLED_IN - 1 and engine.name == "vllm" and steps not in left.preempted:
+                counted = preemptions_told_by_vllm(checkpoints, steps)
+                left.preempted |= {} if counted is None else {steps: counted}
+            if not killed and steps >= KILLED_IN:
+                killed.append(kill_first("TaskRunnerV1", metrics))
             return False
 
-        outcome = supervised(command, environment, out, log, Stop(), follow)
+        with ray_temp_dir() as ray_dir:
+            environment |= {"VERL_FILE_LOGGER_PATH": str(metrics), "RAY_TMPDIR": str(ray_dir)}
+            outcome = supervised(command, environment, out, log, Stop(), follow, ray_dir)
         assert (outcome.exit_code == 0) == (name == "resumed"), last_lines(log, 60)
         left.logs.append(log.read_text(errors="replace"))
-        left.steps.append({row["step"]: row["data"] for row in read(metrics) if "training/global_step" in row["data"]})
-        left.ledgers.append(read(ledger))
+        left.steps.append(read_metrics(metrics))
+        left.ledgers.append(read_lines(ledger))
     return left
 
 
@@ -145,3 +160,13 @@ def test_deferred_prompts_and_the_position_in_the_data_come_back(left):
     again = {prompt_id for row in killed[SAVED_AT:] for prompt_id in row["trained"]} & rows[1].keys()
     assert len(again) >= P0 // 2
     assert {i: rows[0][i] for i in again} == {i: rows[1][i] for i in again}, "an id stands for the same row as before"
+
+
+def test_preemptions_in_the_log_are_those_that_vllm_counts(left, engine):
+    if engine.name != "vllm":
+        pytest.skip("real vLLM is absent: `make vllm` builds its environment")
+    logged = [metrics["rl_accel/telemetry/preemptions"] for metrics in left.steps[0].values()]
+    assert sum(logged) > 0
+    assert len(left.preempted) >= 2
+    for steps, counted in left.preempted.items():  # the next round may have begun
+        assert sum(logged[:steps]) <= counted <= sum(logged[: steps + 1]), (left.preempted, logged)

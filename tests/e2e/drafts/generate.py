@@ -1,4 +1,7 @@
-"""``python generate.py FOLDER OUT.json``: what real vLLM generates with and without drafts; run in vLLM's environment."""
+"""``python generate.py FOLDER OUT.json [samples]``: runs real vLLM with and without drafts, in vLLM's environment.
+
+With ``samples`` it draws the many samples of the test of distributions, and does nothing else.
+"""
 
 import itertools
 import json
@@ -238,23 +241,26 @@ def margins(folder, plain, other):
     return found
 
 
-def main(folder, out):
+def main(folder, out, what="all but samples"):
     path, small = Path(folder) / "model", Path(folder) / "small"
     model = small_model(small)
-    stock = engine(small, drafting=False, skip_tokenizer_init=True, max_num_seqs=256)
     modes = {
         mode: engine(small, skip_tokenizer_init=True, max_num_seqs=256, logprobs_mode=mode)
-        for mode in ("raw_logprobs", "processed_logprobs")
+        for mode in ("raw_logprobs", "processed_logprobs")[: 1 if what == "samples" else 2]
     }
     ours = modes["raw_logprobs"]
     answer = {"package": rl_accel.__file__, "problems": PROBLEMS}
-    answer |= {"samples": samples(model, ours), "seeds": seeds(stock, ours), "logprobs": logprobs(model, modes)}
-    stock, ours = engine(path, drafting=False), engine(path, enable_prefix_caching=True)
-    given = greedy(stock, ours, path)
-    begin(ours)
-    answer |= {"greedy": given, "stops": [stops(stock), stops(ours)]}
-    runs = {"first": given["epochs"][0], "second": given["epochs"][1], "cut": given["cut"]}
-    answer["margins"] = {name: margins(path, given["plain"], responses) for name, responses in runs.items()}
+    if what == "samples":
+        answer |= samples(model, ours)
+    else:
+        stock = engine(small, drafting=False, skip_tokenizer_init=True, max_num_seqs=256)
+        answer |= {"seeds": seeds(stock, ours), "logprobs": logprobs(model, modes)}
+        stock, ours = engine(path, drafting=False), engine(path, enable_prefix_caching=True)
+        given = greedy(stock, ours, path)
+        begin(ours)
+        answer |= {"greedy": given, "stops": [stops(stock), stops(ours)]}
+        runs = {"first": given["epochs"][0], "second": given["epochs"][1], "cut": given["cut"]}
+        answer["margins"] = {name: margins(path, given["plain"], responses) for name, responses in runs.items()}
     Path(out).write_text(json.dumps(answer))
 
 

@@ -1,0 +1,190 @@
+"""One run of the recipe of tail batching, with the graders of the code recipe, reward limits, telemetry and validations.
+
+Its model has the long tail that the recipe promises, each trained prompt is in the ledger once, each trained response has the
+score of the grader itself, and the stage clock accounts for every response and second.
+"""
+
+import json
+import runpy
+import string
+import subprocess
+import sys
+import zlib
+
+import pytest
+import yaml
+
+from rl_accel.telemetry import stage_clock
+from rl_accel.telemetry.profile import read_run
+from rl_accel.telemetry.stage_clock import read_kept, read_log
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+STEPS, P0, R0 = 5, 16, 4
+LAUNCHED = {"short": 20 * 5, "long": P0 * R0, "final": P0 * R0}
+"""Responses begun in a round, by its kind."""
+
+
+def recipe(repo):
+    """The recipe of tail batching with one arm, graders that may hang, and their limits as in the recipe of code rewards."""
+    examples = repo / "examples"
+    code = yaml.safe_load((examples / "verl_code_reward" / "recipe.yaml").read_text())
+    rewards = [override for override in code["overrides"] if override.startswith(("reward.", "+reward."))]
+    return {
+        "extends": str(examples / "verl_tail_batching" / "recipe.yaml"),
+        "prepare": [
+            "python",
+            str(examples / "verl_ppo_cpu" / "prepare.py"),
+            "${out}/task",
+            *("--lengths", "published", "--prompts", "200"),
+        ],
+        "overrides": [
+            *(line.replace("${recipe_dir}", str(examples / "verl_code_reward")) for line in rewards),
+            *code["arms"]["adaptive"]["overrides"],
+            "trainer.test_freq=2",
+            "data.val_max_samples=4",
+        ],
+        "arms": {"tail": {"overrides": ["+rl_accel.tail_batching.enable=True"]}},
+        "baseline": "tail",
+        "seeds": [0],
+        "rollout": {"faster": {}, "wasted_tokens": {}, "same_reward": None},
+    }
+
+
+@pytest.fixture(scope="module")
+def out(repo, tmp_path_factory, clean_environment):
+    out = tmp_path_factory.mktemp("together")
+    (out / "recipe.yaml").write_text(yaml.safe_dump(recipe(repo)))
+    words = [sys.executable, "-m", "rl_accel", "ab", str(out / "recipe.yaml"), "--out", str(out / "ab")]
+    done = subprocess.run(
+        [*words, "--steps", str(STEPS)], cwd=repo, env=clean_environment, capture_output=True, text=True
+    )
+    assert (out / "ab" / "summary.json").exists(), done.stdout[-4000:] + done.stderr[-4000:]
+    return out / "ab"
+
+
+@pytest.fixture(scope="module")
+def summary(out):
+    return json.loads((out / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def run(out):
+    return out / "tail-seed0"
+
+
+@pytest.fixture(scope="module")
+def steps(run):
+    """Metrics by step."""
+    return read_log(run / "metrics.jsonl")
+
+
+def total(steps, name):
+    return sum(metrics.get(f"rl_accel/reward_timeout/{name}", 0.0) for metrics in steps.values())
+
+
+# -- tail batching ------------------------------------------------------------------------------------------------------
+
+
+def test_short_and_long_rounds_train_every_prompt_once(summary):
+    checks = {check["name"]: check for check in summary["checks"]}
+    assert checks["completed"]["status"] == checks["ledger"]["status"] == "green", checks
+    (ledger,) = summary["rollout"]["ledgers"]
+    assert sum(epoch["once"] for epoch in ledger["epochs"]) == P0 * STEPS
+    kinds = summary["rollout"]["series"]["tail-seed0"]["kind"]
+    assert kinds.count("short") >= 3
+    assert set(kinds) - {"short"} <= {"long", "final"}
+    assert kinds[-1] != "short", "what was deferred is trained before the run ends"
+
+
+def test_lengths_have_the_published_tail(summary):
+    (arm,) = summary["rollout"]["arms"]
+    lengths = arm["lengths"]
+    assert lengths["responses"] == P0 * R0 * STEPS
+    assert 25 <= lengths["quantiles"][50] <= 65  # published: 0.04 of the limit of 1,024
+    assert lengths["quantiles"][100] > 200, "several times the median"
+    assert lengths["quantiles"][0] < 20, "and far below it"
+
+
+def test_the_report_has_its_pictures(out):
+    for name in ("rollout_seconds", "queue", "lengths", "reward"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG"), name
+    assert "Every prompt of an epoch is trained once" in (out / "report.html").read_text()
+
+
+def test_validations_run_in_between(steps):
+    validated = [step for step, metrics in steps.items() if any(name.startswith("val-") for name in metrics)]
+    assert validated == [2, 4, STEPS]
+
+
+# -- rewards ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_trained_response_has_the_score_of_the_grader_itself(repo, run):
+    """The grader's program is evaluated here, without its process; one that never ends scores 0 in stock as well."""
+    one_in = runpy.run_path(str(repo / "examples" / "verl_code_reward" / "reward.py"))["ONE_IN"]
+    hung = []
+    for step in range(1, STEPS + 1):
+        rows = [json.loads(line) for line in (run / "rollouts" / f"{step}.jsonl").read_text().splitlines()]
+        assert len(rows) == P0 * R0
+        for row in rows:
+            answer = row["output"].strip()
+            wanted = string.digits if row["gts"] == "digits" else string.ascii_lowercase
+            share = sum(character in wanted for character in answer) / max(len(answer), 1)
+            hangs = answer and zlib.crc32(answer.encode()) % one_in == 0
+            hung.append(hangs)
+            assert row["score"] == pytest.approx(0.0 if hangs else share), row
+    assert sum(map(bool, hung)) >= 3
+
+
+def test_answers_that_hang_are_stopped_long_before_the_full_budget(steps):
+    """Reward workers report once a second, so that counts of the last step may be missing."""
+    timeouts, full = total(steps, "timeouts"), total(steps, "timeouts_full")
+    assert total(steps, "executions") > P0 * R0 * (STEPS - 1)
+    assert timeouts >= 3
+    assert full < timeouts
+    assert total(steps, "saved_seconds") > 3 * (timeouts - full)
+    assert total(steps, "errors") == 0
+
+
+# -- telemetry ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kept(run):
+    """Records of responses by step."""
+    return read_kept(run / "checkpoints" / "rl_accel_telemetry.jsonl")
+
+
+def test_stages_and_shares_add_up_to_the_step(steps):
+    for metrics in steps.values():
+        timed = [metrics[f"timing_s/{stage}"] for stage in stage_clock.STAGES if f"timing_s/{stage}" in metrics]
+        assert sum(timed) >= 0.9 * metrics["timing_s/step"], "timers overlap with nothing and leave little out"
+        ours = {name.rpartition("telemetry/")[2]: value for name, value in metrics.items() if "telemetry/" in name}
+        assert sum(value for name, value in ours.items() if name.startswith("share/")) == pytest.approx(1.0, abs=0.02)
+        assert 0 < ours["idle_share"] < 1
+        parts = ("most", "waiting", "reward", "rest")
+        assert sum(ours[f"{part}_seconds"] for part in parts) == pytest.approx(metrics["timing_s/gen"], rel=1e-6)
+
+
+def test_every_response_is_recorded(steps, kept, summary):
+    assert list(kept) == list(steps) == list(range(1, STEPS + 1))
+    kinds = summary["rollout"]["series"]["tail-seed0"]["kind"]
+    for kind, (step, responses) in zip(kinds, kept.items(), strict=True):
+        telemetry = {name: steps[step][f"rl_accel/telemetry/{name}"] for name in ("responses", "cancelled", "tokens")}
+        assert len(responses) == telemetry["responses"] == LAUNCHED[kind]
+        # Some surplus responses end by themselves before they are stopped.
+        assert telemetry["cancelled"] <= steps[step]["rl_accel/tail_batching/responses_cancelled"]
+        assert telemetry["responses"] - telemetry["cancelled"] >= P0 * R0
+        assert telemetry["tokens"] == steps[step]["rl_accel/tail_batching/tokens_generated"]
+        assert steps[step]["rl_accel/telemetry/preemptions"] == 0.0
+        assert {response.server for response in responses if response.tokens} == {"hf_cpu_server_0"}
+        assert all(r.began <= r.generated <= r.rewarded <= r.ended for r in responses if r.outcome == "completed")
+
+
+def test_profile_reads_the_run(run, kept):
+    found = read_run(run)
+    assert list(found.steps) == list(range(3, STEPS + 1))
+    assert found.numbers["preemptions"] == 0.0
+    assert len(found.last) == len(kept[STEPS])
+    assert not found.missing
