@@ -15,7 +15,7 @@ import textwrap
 import venv
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -153,21 +153,19 @@ def short_tmp() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-@pytest.fixture
-def start_ray(short_tmp, clean_environment) -> Iterator[Callable[..., str]]:
-    """``start_ray(num_cpus=2, num_gpus=0, **env)`` starts a cluster of its own and returns the address; ends it afterwards."""
+@contextmanager
+def ray_heads(environment: dict[str, str], folder: Path) -> Iterator[Callable[..., str]]:
+    """Yields ``start(num_cpus=2, num_gpus=0, **env)``, which starts a cluster and returns its address; ends them afterwards."""
     with ExitStack() as stack:
 
         def start(num_cpus: int = 2, num_gpus: int = 0, **env: str) -> str:
-            options = (
-                f"--num-cpus={num_cpus} --num-gpus={num_gpus} --include-dashboard=false --temp-dir={short_tmp / 'r'}"
-            )
+            options = f"--num-cpus={num_cpus} --num-gpus={num_gpus} --include-dashboard=false --temp-dir={folder / 'r'}"
             words = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0"]
             for _ in range(STARTS):
                 head = subprocess.Popen(
                     [*words, *options.split()],
-                    env={**clean_environment, "RAY_AUTH_MODE": "disabled", **env},
-                    cwd=short_tmp,
+                    env={**environment, "RAY_AUTH_MODE": "disabled", **env},
+                    cwd=folder,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,
@@ -186,6 +184,23 @@ def start_ray(short_tmp, clean_environment) -> Iterator[Callable[..., str]]:
             raise RuntimeError(f"no Ray cluster: {output}")
 
         yield start
+
+
+@pytest.fixture
+def start_ray(short_tmp, clean_environment) -> Iterator[Callable[..., str]]:
+    """``start_ray(num_cpus=2, num_gpus=0, **env)`` starts a cluster for the test and returns its address."""
+    with ray_heads(clean_environment, short_tmp) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def ray_address(clean_environment) -> Iterator[str]:
+    """The address of a cluster that the tests of a module share, each as a job of its own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="rla", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        ray_heads(clean_environment, Path(folder)) as start,
+    ):
+        yield start()
 
 
 @pytest.fixture(scope="session")

@@ -54,40 +54,31 @@ APPLIED = ("by name", ["applied"])
 
 
 @pytest.mark.slow
-def test_enable_before_ray_init(short_tmp, clean_environment):
-    found = run(
-        f'rl_accel.enable(gae=True)\n{LOCAL}report("before", child=True)',
-        short_tmp,
-        clean_environment,
-        str(short_tmp / "r"),
-    )
-    assert gae_states(found["before"]["own"]) == APPLIED
-    assert gae_states(found["before"]["child"]) == APPLIED
-    assert found["before"]["own"]["pid"] != found["before"]["child"]["pid"]
-
-
-@pytest.mark.slow
-def test_enable_and_disable_on_a_running_local_cluster(short_tmp, clean_environment):
-    script = (
-        LOCAL
-        + 'report("off")\nrl_accel.enable(gae=True)\nreport("on", child=True)\nrl_accel.disable()\nreport("off again")'
-    )
+def test_enable_and_disable_before_and_after_a_local_cluster_starts(short_tmp, clean_environment):
+    script = f"""
+rl_accel.enable(gae=True)
+{LOCAL}
+report("before", child=True)
+rl_accel.disable()
+report("off")
+rl_accel.enable(gae=True)
+report("on", child=True)
+"""
     found = run(script, short_tmp, clean_environment, str(short_tmp / "r"))
+    for label in ("before", "on"):
+        assert gae_states(found[label]["own"]) == gae_states(found[label]["child"]) == APPLIED
+        assert found[label]["own"]["pid"] != found[label]["child"]["pid"]
     assert gae_states(found["off"]["own"]) == ("off", [])
-    assert gae_states(found["on"]["own"]) == APPLIED
-    assert gae_states(found["on"]["child"]) == APPLIED
-    assert gae_states(found["off again"]["own"]) == ("off", [])
 
 
 @pytest.mark.slow
-def test_enable_then_connect_to_a_cluster_started_before(start_ray, short_tmp, clean_environment):
-    address = start_ray()
+def test_enable_then_connect_to_a_cluster_started_before(ray_address, short_tmp, clean_environment):
     connect = 'ray.init(address=sys.argv[1], runtime_env={"env_vars": {"MINE": "1"}})\n'
     script = f'rl_accel.enable(gae=True)\n{connect}report("far")'
-    found = run(script, short_tmp, clean_environment, address)
+    found = run(script, short_tmp, clean_environment, ray_address)
     assert gae_states(found["far"]["own"]) == APPLIED
 
-    other_job = run('ray.init(address=sys.argv[1])\nreport("other")', short_tmp, clean_environment, address)
+    other_job = run('ray.init(address=sys.argv[1])\nreport("other")', short_tmp, clean_environment, ray_address)
     assert gae_states(other_job["other"]["own"]) == ("off", []), "flags must not leak into another job"
 
 

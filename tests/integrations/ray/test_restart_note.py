@@ -19,7 +19,7 @@ from rl_accel.integrations.ray import restart_note
 
 restart_note.arm()
 restart_note.arm()
-ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=100_000_000, _temp_dir=os.environ["RAY_TEMP"])
+ray.init(address=os.environ["CLUSTER"])
 
 @ray.remote(num_cpus=0)
 class Trainer:
@@ -32,22 +32,22 @@ trainer = Trainer.remote()
 
 
 @pytest.mark.parametrize("end", ["", "raise SystemExit(1)"])
-def test_a_note_is_the_exit_code_and_a_file_however_the_driver_ends(python, short_tmp, tmp_path, end):
+def test_a_note_is_the_exit_code_and_a_file_however_the_driver_ends(python, ray_address, tmp_path, end):
     file = tmp_path / "note.json"
-    done = python(DRIVER + "ray.get(trainer.ask.remote())\n" + end, RAY_TEMP=str(short_tmp), **{NOTE_VAR: str(file)})
+    done = python(DRIVER + "ray.get(trainer.ask.remote())\n" + end, CLUSTER=ray_address, **{NOTE_VAR: str(file)})
     assert done.returncode == EXIT_CODE, done.stderr
     assert json.loads(file.read_text()) == {"step": 4, "overrides": ["tp=2"]}
 
 
-def test_without_anyone_to_relaunch_it_a_line_says_how(python, short_tmp):
-    done = python(DRIVER + "ray.get(trainer.ask.remote())", RAY_TEMP=str(short_tmp))
+def test_without_anyone_to_relaunch_it_a_line_says_how(python, ray_address):
+    done = python(DRIVER + "ray.get(trainer.ask.remote())", CLUSTER=ray_address)
     assert done.returncode == EXIT_CODE
     assert "this run goes on when it is launched again with: tp=2" in done.stderr
 
 
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("raise SystemExit(5)", 5), ("ray.shutdown()", 0)])
-def test_without_a_note_the_exit_code_is_the_drivers_own(python, short_tmp, tmp_path, end, code):
+def test_without_a_note_the_exit_code_is_the_drivers_own(python, ray_address, tmp_path, end, code):
     file = tmp_path / "note.json"
-    done = python(DRIVER + end, RAY_TEMP=str(short_tmp), **{NOTE_VAR: str(file)})
+    done = python(DRIVER + end, CLUSTER=ray_address, **{NOTE_VAR: str(file)})
     assert done.returncode == code, done.stderr
     assert not file.exists()

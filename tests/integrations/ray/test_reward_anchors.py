@@ -18,7 +18,7 @@ import ray
 from rl_accel.integrations.ray import reward_anchors
 from rl_accel.reward.anchor_store import Replica
 
-ray.init(address="local", num_cpus=2, include_dashboard=False, _temp_dir=sys.argv[1])
+ray.init(address=sys.argv[1])
 PATH = sys.argv[2]
 
 @ray.remote(num_cpus=0)
@@ -80,21 +80,21 @@ report["store"] = until(lambda: store_holds(3))
 END = "\nprint(json.dumps(report))\nray.shutdown()\n"
 
 
-def run(script, folder, environment):
-    done = subprocess.run(
-        [sys.executable, "-c", script + END, str(folder / "r"), str(folder / "anchors.json")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture
+def run(ray_address, clean_environment, tmp_path):
+    """``run(script)`` runs a script as a job of the cluster and returns its report."""
+
+    def start(script):
+        words = [sys.executable, "-c", script + END, ray_address, str(tmp_path / "anchors.json")]
+        done = subprocess.run(words, env=clean_environment, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return start
 
 
-def test_anchors_are_shared_saved_and_outlive_the_ledgers_process(short_tmp, clean_environment):
-    found = run(SCRIPT + KILLED, short_tmp, clean_environment)
+def test_anchors_are_shared_saved_and_outlive_the_ledgers_process(run):
+    found = run(SCRIPT + KILLED)
     assert found["shared"] == {"a": [1.0, 1.0, 1]}
     assert found["counts"]["executions"] == 1.0
     assert found["counts"]["anchors"] == 1.0
@@ -103,14 +103,14 @@ def test_anchors_are_shared_saved_and_outlive_the_ledgers_process(short_tmp, cle
     assert found["after"] == found["store"] == everything
 
 
-def test_the_store_outlives_a_handle_that_is_let_go(short_tmp, clean_environment):
+def test_the_store_outlives_a_handle_that_is_let_go(run):
     script = """
 import gc, json, sys, time
 import ray
 from rl_accel.integrations.ray import reward_anchors
 from rl_accel.features import RewardTimeoutFlags
 
-ray.init(address="local", num_cpus=1, include_dashboard=False, _temp_dir=sys.argv[1])
+ray.init(address=sys.argv[1])
 handle = reward_anchors.anchor_store(None, RewardTimeoutFlags())
 incarnation = ray.get(handle.take_counts.remote())[0]
 del handle
@@ -118,17 +118,17 @@ gc.collect()
 time.sleep(2)
 report = {"same": ray.get(reward_anchors.anchor_store(None, RewardTimeoutFlags()).take_counts.remote())[0] == incarnation}
 """
-    assert run(script, short_tmp, clean_environment)["same"]
+    assert run(script)["same"]
 
 
-def test_the_ledgers_owner_may_die(short_tmp, clean_environment):
+def test_the_ledgers_owner_may_die(run):
     """Whoever asked first owns the store; with that worker the store goes, and the next to ask makes another."""
     script = """
 ray.kill(one)
 ray.get(other.learn.remote("b", 2.0))
 report["store"] = until(lambda: store_holds(2))
 """
-    found = run(SCRIPT + script, short_tmp, clean_environment)
+    found = run(SCRIPT + script)
     assert found["store"] == {"a": [1.0, 1.0, 1], "b": [2.0, 2.0, 1]}
 
 
