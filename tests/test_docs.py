@@ -1,17 +1,25 @@
 """What README, the pages of docs/ and the examples say is true: flags, metrics, paths, and every command."""
 
+import ast
+import functools
+import inspect
 import json
+import pkgutil
 import re
 import shlex
 import shutil
 import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
+import yaml
 
+import rl_accel
 from rl_accel.config import describe_flags, resolve
 from rl_accel.features import FEATURES
 
@@ -21,47 +29,33 @@ PAGES = sorted(
     key=lambda path: (len(path.parts), path),
 )
 FEATURE_ROW = re.compile(r"^\| \[`(\w+)`\]\((\S+)\) \|", re.MULTILINE)
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 LANGUAGES = {"sh", "python", "yaml", "text", "json", "make"}
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of a page; ``line`` is where its fence opens."""
+FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
-    page: Path
-    line: int
+
+class Block(NamedTuple):
+    """A fenced block of a page; ``place`` is the page and the line where its fence opens."""
+
+    place: str
     language: str
     text: str
 
-    def __str__(self) -> str:
-        return f"{self.page.relative_to(REPO)}:{self.line}"
-
 
 def blocks_of(page: Path) -> Iterator[Block]:
-    lines = page.read_text().splitlines()
-    opened: tuple[int, str, str] | None = None
-    inside: list[str] = []
-    for number, line in enumerate(lines, 1):
-        fence = re.match(r"^( *)```(\w*)", line)
-        if opened is None and fence:
-            opened, inside = (number, fence[2], fence[1]), []
-        elif opened is not None and line.strip() == "```":
-            yield Block(page, opened[0], opened[1], "\n".join(x.removeprefix(opened[2]) for x in inside))
-            opened = None
-        elif opened is not None:
-            inside.append(line)
-    assert opened is None, f"{page}: the fence of line {opened[0]} is not closed"
-
-
-BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+    text = page.read_text()
+    for match in FENCED.finditer(text):
+        line = text.count("\n", 0, match.start()) + 1
+        yield Block(f"{page.relative_to(REPO)}:{line}", match[2], textwrap.dedent(match[3]))
 
 
 def prose_of(page: Path) -> str:
-    return re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return FENCED.sub("", page.read_text())
 
 
-def of(language: str) -> list[Any]:
-    return [pytest.param(block, id=str(block)) for block in BLOCKS if block.language == language]
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 # -- flags, metrics, paths ----------------------------------------------------------------------------------------------
@@ -89,7 +83,7 @@ def test_the_page_of_a_feature_has_all_its_flags_with_their_defaults(feature):
     assert documented == {name: "null" if default is None else str(default) for name, default in wanted.items()}
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(REPO))) for page in PAGES])
+@every_page
 def test_flags_named_anywhere_exist(page):
     known = {key for key, _, _ in describe_flags()} | {feature.name for feature in FEATURES}
     named = set(re.findall(r"\+rl_accel\.([\w.]*\w)", page.read_text()))
@@ -113,16 +107,44 @@ def test_the_metrics_of_tail_batching_are_all_described():
     assert metrics_of(page_of("tail_batching")) == names | {"ghost_keys"}
 
 
-@pytest.mark.parametrize("feature", [feature.name for feature in FEATURES if feature.name != "tail_batching"])
-def test_a_metric_that_a_page_describes_is_logged_somewhere(feature):
-    source = "\n".join(
-        path.read_text() for folder in ("rl_accel", "patches", "integrations") for path in (REPO / folder).rglob("*.py")
-    )
-    strings = set(re.findall(r"\w+", source))
-    assert {name for name in metrics_of(page_of(feature)) if "<" not in name} <= strings | {"applied"}
+LOGGED_BY = {
+    "advantages": ["patches.parity:with_fallback"],
+    "balance": ["rollout.balance:_Numbers.summary"],
+    "gae": ["patches.parity:with_fallback", "patches.verl.gae:_make"],
+    "reward_timeout": ["integrations.ray.reward_anchors:Collector", "integrations.ray.reward_anchors:AnchorStoreActor"],
+    "sampler": ["patches.verl.sampler:_adaptive"],
+    "telemetry": [
+        "integrations.verl.telemetry:Observer.__call__",
+        "telemetry.stage_clock:completion",
+        "telemetry.stage_clock:generation",
+    ],
+}
+"""By feature, the functions that name its metrics: as a key of a dictionary, or to metrics.add and metrics.put."""
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(REPO))) for page in PAGES])
+@pytest.mark.parametrize("feature", LOGGED_BY)
+def test_the_metrics_that_a_page_describes_are_those_that_are_logged(feature):
+    names: list[ast.expr | None] = []
+    for function in LOGGED_BY[feature]:
+        source = inspect.getsource(pkgutil.resolve_name(f"rl_accel.{function}"))
+        for node in ast.walk(ast.parse(textwrap.dedent(source))):
+            if isinstance(node, ast.Dict):
+                names += node.keys
+            elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+                names.append(node.slice)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("metrics.add", "metrics.put"):
+                names.append(node.args[0])
+    strings = [
+        ast.unparse(name).removeprefix("f")[1:-1] for name in names if isinstance(name, ast.Constant | ast.JoinedStr)
+    ]
+    if feature == "reward_timeout":
+        strings += pkgutil.resolve_name("rl_accel.integrations.ray.reward_anchors:_COUNTS")
+    logged = {name.rpartition("/")[2] for name in strings}
+    described = {name for name in metrics_of(page_of(feature)) if "<" not in name}
+    assert described | {"applied"} == {name for name in logged if "{" not in name} | {"applied"}
+
+
+@every_page
 def test_files_named_in_a_page_exist(page):
     """``folder/file.py`` anywhere, diagrams included, from the root of the repository."""
     if page.name == "CHANGELOG.md":  # names files that are gone
@@ -132,21 +154,14 @@ def test_files_named_in_a_page_exist(page):
     assert [path for path in named if not (REPO / path).exists()] == []
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(REPO))) for page in PAGES])
-def test_modules_named_in_prose_exist(page):
+@every_page
+def test_names_in_prose_exist(page):
     """`rl_accel.…` in backticks is a flag, a module, or something in a module."""
     if page.name == "CHANGELOG.md":
         return
     flags = {f"rl_accel.{key}" for key, _, _ in describe_flags()} | {f"rl_accel.{f.name}" for f in FEATURES}
-    missing = []
-    for name in re.findall(r"`(rl_accel(?:\.\w+)+)(?:\(.*?\))?`", prose_of(page)):
-        parts = name.split(".")
-        files = [REPO.joinpath(*parts[:n]) for n in range(2, len(parts) + 1)]
-        in_module = any(path.with_suffix(".py").exists() for path in files) or (files[-1] / "__init__.py").exists()
-        public = len(parts) == 2 and parts[1] in ("enable", "disable", "enabled", "status")
-        if name not in flags and not in_module and not public:
-            missing.append(name)
-    assert missing == []
+    for name in {*re.findall(r"`(rl_accel(?:\.\w+)+)(?:\(.*?\))?`", prose_of(page))} - flags:
+        assert pkgutil.resolve_name(name) is not None
 
 
 # -- commands -----------------------------------------------------------------------------------------------------------
@@ -154,7 +169,9 @@ def test_modules_named_in_prose_exist(page):
 
 def test_every_block_says_its_language():
     """A block without one, or an indented block, would not be tried by the tests below."""
-    assert [str(block) for block in BLOCKS if block.language not in LANGUAGES] == []
+    assert [block.place for block in BLOCKS if block.language not in LANGUAGES] == []
+    unclosed = [str(page) for page in PAGES if "```" in prose_of(page)] + [x.place for x in BLOCKS if "```" in x.text]
+    assert unclosed == []
     indented = [
         f"{page.relative_to(REPO)}: {line}"
         for page in PAGES
@@ -163,13 +180,12 @@ def test_every_block_says_its_language():
     assert indented == []
 
 
-@pytest.fixture(scope="session")
-def desk(tmp_path_factory, wheel) -> Path:
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory) -> Path:
     """A folder with what commands of the pages refer to."""
     desk = tmp_path_factory.mktemp("desk")
-    (desk / "examples").symlink_to(REPO / "examples")
-    (desk / "tests").symlink_to(REPO / "tests")
-    (desk / "dist").symlink_to(wheel.parent)
+    for folder in ("examples", "tests"):
+        (desk / folder).symlink_to(REPO / folder)
     for folder in ("RUN_DIR", "RUN_A", "RUN_B", "FOLDER", "out/code", "out/first/stock-seed0"):
         (desk / folder).mkdir(parents=True)
     for step in (1, 2):
@@ -179,19 +195,20 @@ def desk(tmp_path_factory, wheel) -> Path:
     return desk
 
 
-@pytest.fixture(scope="session")
-def run_shell(wheel_environment, desk):
-    """``run_shell(command)`` runs it with the installed wheel, once for all pages; asserts that it succeeds."""
-    done: dict[str, subprocess.CompletedProcess[str]] = {}
+@pytest.fixture(scope="module", params=["checkout", pytest.param("wheel", marks=pytest.mark.full)])
+def run(request, clean_environment, desk):
+    """``run(*words)``: the command's output, from this checkout or from the wheel alone; each command is run once."""
+    if request.param == "wheel":
+        environment = request.getfixturevalue("wheel_environment")
+    else:
+        path = f"{Path(sys.executable).parent}:{clean_environment['PATH']}"
+        environment = {**clean_environment, "PATH": path}
 
-    def run(command: str) -> None:
-        if command not in done:
-            shell = ["bash", "-euo", "pipefail", "-c", command]
-            done[command] = subprocess.run(
-                shell, cwd=desk, env=wheel_environment, capture_output=True, text=True, timeout=240
-            )
-        result = done[command]
-        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    @functools.cache
+    def run(*words: str) -> str:
+        done = subprocess.run(words, cwd=desk, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        return done.stdout
 
     return run
 
@@ -216,22 +233,14 @@ def problem(words):
 print(json.dumps([problem(words) for words in json.loads(sys.argv[1])]))
 """
 
-
-@pytest.fixture(scope="session")
-def parse(wheel_environment, desk):
-    """``parse(commands)`` has the installed ``rl-accel`` read the words of each without acting; returns its complaints."""
-
-    def run(commands: list[list[str]]) -> list[str]:
-        command = ["python", "-c", PARSE, json.dumps(commands)]
-        done = subprocess.run(command, cwd=desk, env=wheel_environment, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr
-        problems: list[str] = json.loads(done.stdout)
-        return problems
-
-    return run
-
-
 QUICK = ("flags", "doctor", "status", "slime-config")
+
+
+def is_run(words: list[str]) -> bool:
+    """Whether this command of ``rl-accel`` is quick enough to be run, or acts on nothing."""
+    if words[0] != "rl-accel":
+        return False
+    return (words[1] in QUICK and "--recipe" not in words) or bool({"--help", "--dry-run", "--version"} & set(words))
 
 
 def commands_of(text: str) -> Iterator[str]:
@@ -252,10 +261,24 @@ def split(command: str) -> list[str]:
     return words
 
 
+COMMANDS = [(block.place, command) for block in BLOCKS if block.language == "sh" for command in commands_of(block.text)]
+IN_PROSE = [
+    (page.relative_to(REPO), [word for word in shlex.split(command) if word not in ("…", "...")])
+    for page in PAGES
+    for command in re.findall(r"(?<!`)`((?:rl-accel|make) [^`\n]+)`(?!`)", prose_of(page))
+]
+
+
+@pytest.fixture(scope="module")
+def complaints(run) -> dict[tuple[str, ...], str]:
+    """What ``rl-accel`` says against the words of commands that it reads without acting, by these words; "" for nothing."""
+    commands = [*(split(command) for _, command in COMMANDS), *(words for _, words in IN_PROSE)]
+    read = [words[1:] for words in commands if words[0] == "rl-accel" and not is_run(words)]
+    return dict(zip(map(tuple, read), json.loads(run("python", "-c", PARSE, json.dumps(read))), strict=True))
+
+
 def check_overrides(words: list[str]) -> None:
     """Have the schema read ``+rl_accel.feature.flag=value`` as it would in a run of verl."""
-    import yaml
-
     for word in words:
         if word.startswith("+rl_accel."):
             key, _, value = word.removeprefix("+rl_accel.").partition("=")
@@ -264,76 +287,86 @@ def check_overrides(words: list[str]) -> None:
             resolve([("the page", {feature: {flag: loaded} if flag else loaded})])
 
 
-def check_contributors_command(program, arguments, repo, run_shell) -> None:
-    """A command of the environment that ``make setup`` builds, typed in the root of the checkout."""
-    if program == "rl-accel" or arguments[0] == "-c":
-        run_shell(shlex.join([program, *arguments]))
-    elif arguments[:2] == ["-m", "pytest"]:
-        assert all((repo / path).exists() for path in arguments[2:]), arguments
+def check_targets(words: list[str]) -> None:
+    makefile = (REPO / "Makefile").read_text()
+    for target in (word for word in words if "=" not in word):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make has no target {target}"
+
+
+def check_command(command: str, run, complaints) -> None:
+    words = split(command)
+    if words[0].startswith(".venv/bin/"):  # a contributor's, in the root of the checkout
+        words[0] = words[0].removeprefix(".venv/bin/")
+        command = shlex.join(words)
+    program, arguments = words[0], words[1:]
+    if is_run(words) or words[:2] == ["python", "-c"]:
+        run("bash", "-euo", "pipefail", "-c", command)
+    elif program == "rl-accel":
+        assert complaints[tuple(arguments)] == ""
+        check_overrides(arguments)
+    elif program == "make":
+        check_targets(arguments)
+    elif program in ("python", ".venv-vllm/bin/python") and arguments[:2] == ["-m", "verl.trainer.main_ppo"]:
+        check_overrides(arguments)
+    elif program == "python" and arguments[:2] == ["-m", "pytest"]:
+        assert all((REPO / path).exists() for path in arguments[2:])
+    elif program == "python":
+        own = arguments[0] not in ("train.py", "train_async.py")  # those are slime's
+        assert not own or (REPO / arguments[0]).exists()
+    elif words[:2] == ["pip", "install"]:
+        target = words[-1].removeprefix("git+")
+        wheel = f"dist/rl_accel-{rl_accel.__version__}-py3-none-any.whl"  # its name is checked in test_packaging.py
+        known = target in (".", wheel, "https://github.com/verl-project/verl") or target.startswith("https://HOST/")
+        assert known or words[2] == "-e" or re.match(r"\.\[\w+\]", target)
+    elif program == "jq":
+        if shutil.which("jq") is None:
+            pytest.skip("jq is not installed")
+        run("bash", "-euo", "pipefail", "-c", f'[ -z "$({command})" ]')
     else:
-        assert (program, arguments[0]) == ("pip", "install"), arguments
+        assert program in ("git", "cd", "source", "."), "nothing checks this command"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", of("sh"))
-def test_a_command_works_as_written(block, repo, desk, run_shell, parse, wheel):
-    """Quick commands are run from the wheel; of the others, options, flags, targets and paths are checked."""
-    for command in commands_of(block.text):
-        words = split(command)
-        program, arguments = words[0], words[1:]
-        is_quick = program == "rl-accel" and arguments[0] in QUICK and "--recipe" not in arguments
-        if is_quick or (program == "rl-accel" and {"--help", "--dry-run", "--version"} & set(arguments)):
-            run_shell(command)
-        elif program == "rl-accel":
-            assert parse([arguments]) == [""], command
-            check_overrides(arguments)
-        elif program == "make":
-            for target in (word for word in arguments if "=" not in word):
-                assert re.search(rf"^{target}:", (repo / "Makefile").read_text(), re.MULTILINE), command
-        elif program in ("python", ".venv-vllm/bin/python") and arguments[:2] == ["-m", "verl.trainer.main_ppo"]:
-            check_overrides(arguments)
-        elif program in (".venv/bin/python", ".venv/bin/pip", ".venv/bin/rl-accel"):
-            check_contributors_command(program.rpartition("/")[2], arguments, repo, run_shell)
-        elif program == "python":
-            own = arguments[0] not in ("train.py", "train_async.py")  # those are slime's
-            assert arguments[0] in ("-m", "-c") or not own or (repo / arguments[0]).exists(), command
-        elif words[:2] == ["pip", "install"]:
-            target = words[-1]
-            known = target in (".", f"dist/{wheel.name}") or target.startswith("git+https://HOST/")
-            assert known or words[2] == "-e" or re.match(r"\.\[\w+\]", target), command
-        elif program == "jq":
-            if shutil.which("jq") is None:
-                pytest.skip("jq is not installed")
-            run_shell(f'[ -z "$({command})" ]')
-        else:
-            assert program in ("git", "cd", "source", "."), f"nothing checks the command {command!r}"
+def test_commands_work_as_written(run, complaints, subtests):
+    """Quick commands are run; of the others, options, flags, targets and paths are checked."""
+    for place, command in COMMANDS:
+        with subtests.test(f"{place}: {command}"):
+            check_command(command, run, complaints)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(REPO))) for page in PAGES])
-def test_commands_named_in_prose_exist(page, repo, parse):
-    named = set(re.findall(r"(?<!`)`((?:rl-accel|make) [^`\n]+)`(?!`)", prose_of(page)))
-    makefile = (repo / "Makefile").read_text()
-    words = {command: [word for word in shlex.split(command) if word not in ("…", "...")] for command in named}
-    for command in (command for command in named if words[command][0] == "make"):
-        assert re.search(rf"^{words[command][1]}:", makefile, re.MULTILINE), command
-    ours = [command for command in named if words[command][0] == "rl-accel" and "--help" not in words[command]]
-    problems = dict(zip(ours, parse([words[command][1:] for command in ours]), strict=True)) if ours else {}
-    assert {c: p for c, p in problems.items() if p and not p.startswith("MissingParameter")} == {}
+def test_commands_named_in_prose_exist(complaints, subtests):
+    for page, words in IN_PROSE:
+        with subtests.test(f"{page}: {shlex.join(words)}"):
+            if words[0] == "make":
+                check_targets(words[1:2])
+            elif not is_run(words):
+                assert re.match("MissingParameter|$", complaints[tuple(words[1:])])
+
+
+SNIPPETS = """
+import runpy, sys
+import rl_accel
+for path in sys.argv[1:]:
+    runpy.run_path(path, run_name="__main__")
+    rl_accel.disable()
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", of("python"))
-def test_a_snippet_runs(block, wheel_environment, desk, tmp_path):
-    script = tmp_path / "snippet.py"
-    script.write_text(block.text)
-    done = subprocess.run(
-        ["python", str(script)], cwd=desk, env=wheel_environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
+def test_snippets_run(run, tmp_path):
+    """All in one process; the traceback of one that fails has its page and line in the name of its file."""
+    paths = []
+    for block in BLOCKS:
+        if block.language == "python":
+            paths.append(tmp_path / f"{block.place.replace('/', '-')}.py")
+            paths[-1].write_text(block.text)
+    run("python", "-c", SNIPPETS, *map(str, paths))
 
 
-@pytest.mark.parametrize("block", of("yaml"))
+@pytest.mark.parametrize(
+    "block", [block for block in BLOCKS if block.language == "yaml"], ids=lambda block: block.place
+)
 def test_a_recipe_in_a_page_is_one(block, tmp_path):
     """A recipe has a command; arms for `rl-accel compare` are nothing but lists of runs."""
     from rl_accel.lab.ab.compare import load_arms

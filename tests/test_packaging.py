@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import rl_accel.integrations
+import rl_accel.patches
+
 FOLDERS = ("rl_accel", "patches", "integrations")
 
 
@@ -34,14 +37,13 @@ def test_a_bare_checkout_imports_without_an_installation(repo, python):
 
 
 def test_the_version_is_written_once_in_two_places(repo):
-    import rl_accel
-
     assert tomllib.loads((repo / "pyproject.toml").read_text())["project"]["version"] == rl_accel.__version__
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_wheel_holds_all_modules_and_only_them(wheel, repo):
     names = zipfile.ZipFile(wheel).namelist()
+    assert wheel.name == f"rl_accel-{rl_accel.__version__}-py3-none-any.whl", "README names this file"
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"rl_accel"}
     assert "rl_accel/patches/verl/gae.py" in names
     assert "rl_accel/integrations/verl/plugin.py" in names
@@ -51,76 +53,56 @@ def test_the_wheel_holds_all_modules_and_only_them(wheel, repo):
     assert in_wheel <= set(names)
 
 
-@pytest.mark.slow
-def test_the_wheel_works_outside_the_checkout(wheel_python, wheel_environment, tmp_path):
-    script = (
-        "import rl_accel, rl_accel.patches, rl_accel.integrations; print(rl_accel.__file__, rl_accel.patches.__file__)"
-    )
-    done = subprocess.run(
-        [str(wheel_python), "-c", script],
-        cwd=tmp_path,
-        env=wheel_environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert all(str(wheel_python.parent.parent) in path for path in done.stdout.split())
+@pytest.fixture
+def run(wheel_python, wheel_environment, tmp_path):
+    """``run(*words, **environment)``: the output of the Python of the wheel's environment, outside the checkout."""
+
+    def run(*words, **environment):
+        done = subprocess.run(
+            [str(wheel_python), *words],
+            cwd=tmp_path,
+            env={**wheel_environment, **environment},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
 
 
-@pytest.mark.slow
-def test_doctor_and_plugin_discovery_from_the_wheel(wheel_python, wheel_environment, tmp_path):
-    doctor = subprocess.run(
-        [str(wheel_python.parent / "rl-accel"), "doctor", "--json"],
-        cwd=tmp_path,
-        env=wheel_environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert doctor.returncode == 0, doctor.stderr
-    found = json.loads(doctor.stdout[doctor.stdout.index("{") :])
+@pytest.mark.full
+def test_the_wheel_works_outside_the_checkout_and_verl_finds_its_plugin(run, wheel_python):
+    script = """import sys, rl_accel, rl_accel.patches, rl_accel.integrations, verl
+for module in (rl_accel, rl_accel.patches, sys.modules["rl_accel.integrations.verl.plugin"]):
+    print(module.__file__)"""
+    paths = run("-c", script).splitlines()[-3:]
+    assert all(str(wheel_python.parent.parent) in path for path in paths), paths
+
+
+@pytest.mark.full
+def test_doctor_from_the_wheel(run, wheel_python):
+    stdout = run(str(wheel_python.parent / "rl-accel"), "doctor", "--json")
+    found = json.loads(stdout[stdout.index("{") :])
     assert found["versions"]["verl"] == "0.9.1"
     assert {check["patch"]: check["verdict"] for check in found["checks"]}["verl.gae"] == "works"
     assert found["backends"]["numba"] is None
 
-    loaded = subprocess.run(
-        [str(wheel_python), "-c", "import sys, verl; print(sys.modules['rl_accel.integrations.verl.plugin'].__file__)"],
-        cwd=tmp_path,
-        env=wheel_environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert str(wheel_python.parent.parent) in loaded.stdout, loaded.stderr
 
-
-@pytest.mark.slow
-def test_the_wheel_alone_says_that_verl_is_absent(wheel_python, wheel_environment, tmp_path):
-    hidden = tmp_path / "hide"
-    hidden.mkdir()
-    (hidden / "sitecustomize.py").write_text(
+@pytest.mark.full
+def test_the_wheel_alone_says_that_verl_is_absent(run, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "class Hide:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name.split('.')[0] in ('verl', 'ray'): raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Hide())\n"
     )
-    done = subprocess.run(
-        [str(wheel_python), "-m", "rl_accel", "doctor", "--json"],
-        cwd=tmp_path,
-        env={**wheel_environment, "PYTHONPATH": str(hidden), "SLIME_ROOT": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    verdicts = {check["verdict"] for check in json.loads(done.stdout)["checks"]}
-    assert verdicts == {"absent"}
+    stdout = run("-m", "rl_accel", "doctor", "--json", PYTHONPATH=str(tmp_path), SLIME_ROOT="")
+    assert {check["verdict"] for check in json.loads(stdout)["checks"]} == {"absent"}
 
 
 def test_the_editable_install_is_this_checkout(repo):
-    import rl_accel.integrations
-    import rl_accel.patches
-
     assert Path(rl_accel.patches.__file__).resolve().parent == repo / "patches"
     assert Path(rl_accel.integrations.__file__).resolve().parent == repo / "integrations"

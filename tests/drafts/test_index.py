@@ -88,42 +88,6 @@ def test_a_row_without_a_sequence_is_left_alone():
     assert matches.numbers[0, FOUND] == 0
 
 
-def test_other_prompts_are_followed_only_where_more_tokens_are_the_same_than_at_the_own():
-    pool = make_pool(1)
-    append(pool, sequence(7, 1), [1, 2, 3, 4, 50], 5)
-    append(pool, sequence(8, 2), [9, 2, 3, 4, 51], 5)
-
-    def ask(*context: int, key: int = 7, oldest: int = 0) -> tuple[list[int], int, str] | None:
-        match = look(pool, sequence(key, 3, oldest, length=len(context)), [*context, 0, 0], 1)
-        return match and (match[0], match[2], SOURCES[match[3]])
-
-    assert ask(1, 2, 3, 4) == ([50], 4, "earlier")
-    assert ask(2, 3, 4) == ([50], 3, "earlier")
-    assert ask(9, 2, 3, 4) == ([51], 4, "other")
-    assert ask(2, 3, 4, key=6) == ([51], 3, "other")
-    assert ask(1, 2, 3, 4, key=6) == ([50], 4, "other")
-    assert ask(1, 2, 3, 4, key=6, oldest=2) == ([51], 3, "other")
-    assert ask(2, 3, 4, key=6, oldest=3) is None
-
-
-def test_newer_responses_outweigh_older_ones_and_too_old_ones_do_not_count():
-    pool = make_pool(1)
-    for visit, last in enumerate((50, 51, 52)):
-        append(pool, sequence(7, visit), [1, 2, 3, last], 4)
-
-    def ask(oldest: int) -> tuple[list[int], list[float]] | None:
-        match = look(pool, sequence(7, 3, oldest, length=3), [1, 2, 3, 0, 0], 1)
-        return match and match[:2]
-
-    assert ask(0) == ([52], pytest.approx([1 / (1 + 1 / 2 + 1 / 3)]))
-    assert ask(2)[1] == [1.0]
-    assert ask(3) is None
-    for _ in range(3):
-        append(pool, sequence(7, 3), [1, 2, 3, 50], 4)
-    append(pool, sequence(7, 3), [1, 2, 3, 51], 4)
-    assert ask(0)[0] == [50]
-
-
 @pytest.mark.parametrize("memory_mb", [1, 1.5, 7, 64, 200])
 def test_memory_is_what_was_asked_for_and_does_not_grow(memory_mb):
     pool = make_pool(memory_mb)
@@ -135,11 +99,6 @@ def test_memory_is_what_was_asked_for_and_does_not_grow(memory_mb):
         append(pool, one, tokens, 100_000)
     assert sum(array.nbytes for array in pool) == before
     assert (read(pool, sequences[0]) is None) == (memory_mb < 7)
-
-
-def test_less_memory_than_one_mebibyte_is_refused():
-    with pytest.raises(ValueError, match=r"memory_mb must be at least 1, found 0\.5"):
-        make_pool(0.5)
 
 
 def test_the_key_of_a_prompt_is_the_same_in_every_process():

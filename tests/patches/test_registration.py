@@ -2,22 +2,18 @@
 
 import pytest
 
-pytestmark = pytest.mark.slow
 
-
-@pytest.mark.parametrize(
-    ("feature", "module"),
-    [
-        ("reward_timeout", "verl.experimental.reward_loop"),
-        ("tail_batching", "verl.trainer.ppo.v1"),
-        ("telemetry", "verl.utils.tracking"),
-    ],
-)
-def test_status_from_another_thread_does_not_wait_for_an_import(python, feature, module):
-    done = python(f"""
+@pytest.mark.slow
+def test_status_from_another_thread_does_not_wait_for_an_import(python):
+    done = python("""
         import importlib, threading
         import rl_accel
-        rl_accel.enable({feature}=True)
+        features = {
+            "telemetry": "verl.utils.tracking",
+            "reward_timeout": "verl.experimental.reward_loop",
+            "tail_batching": "verl.trainer.ppo.v1",
+        }
+        rl_accel.enable(**dict.fromkeys(features, True))
         over = threading.Event()
 
         def ask():
@@ -25,8 +21,9 @@ def test_status_from_another_thread_does_not_wait_for_an_import(python, feature,
                 rl_accel.status()
 
         threading.Thread(target=ask, daemon=True).start()
-        importlib.import_module({module!r})
+        for feature, module in features.items():
+            importlib.import_module(module)
+            assert rl_accel.status()[feature].applied, feature
         over.set()
-        assert rl_accel.status()[{feature!r}].applied
     """)
     assert done.returncode == 0, done.stderr

@@ -68,11 +68,26 @@ class Processes:
             return ""
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """The event loop of tests that are coroutine functions, those with the mark ``anyio``."""
+    return "asyncio"
+
+
 @pytest.fixture(params=["process", "bubblewrap"])
 def isolation(request):
     if request.param == "bubblewrap" and bubblewrap_problem():
         pytest.skip(f"bubblewrap: {bubblewrap_problem()}")
     return request.param
+
+
+@pytest.fixture
+async def closed_later():
+    """``closed_later(Sandbox(1))`` returns the sandbox, or graders, and closes them after the test."""
+    opened = []
+    yield lambda pool: opened.append(pool) or pool
+    for pool in opened:
+        await pool.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,36 +1,20 @@
-"""Graders for test_graders.py, good and bad."""
+"""Graders for test_graders.py."""
 
 import os
 import signal
 import time
 from pathlib import Path
 
-CALLS = []
-
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return {"score": float(solution_str == ground_truth), "acc": True, "extra": extra_info}
-
 
 def echo(value):
     return value
 
 
-def count():
-    CALLS.append(1)
-    return len(CALLS)
-
-
-def fail(text):
-    raise ValueError(text)
-
-
-def unpicklable():
-    return lambda: 1
-
-
-def large(size):
-    return b"x" * size
+def execute(code):
+    """What a grader does that must be limited."""
+    space = {}
+    exec(code, space)
+    return space["score"]
 
 
 def sleep(seconds=600.0):
@@ -38,13 +22,7 @@ def sleep(seconds=600.0):
     return seconds
 
 
-def spin(seconds=600.0):
-    while time.process_time() < seconds:
-        pass
-    return seconds
-
-
-def leave_daemon(path):
+def leave_daemon(path, seconds=0.0):
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
@@ -56,32 +34,12 @@ def leave_daemon(path):
     os.wait()
     while not (Path(path).exists() and Path(path).read_text()):
         time.sleep(0.01)
+    time.sleep(seconds)
     return 1.0
-
-
-def leave_daemon_and_sleep(path):
-    leave_daemon(path)
-    time.sleep(600)
-
-
-def say(text):
-    print(text)
-    return 0.0
-
-
-def leave(status):
-    os._exit(status)
 
 
 def where():
     return {"cwd": os.getcwd(), "value": os.environ.get("RLA_OF_CALLER"), "uid": os.getuid(), "pid": os.getppid()}
-
-
-def execute(code):
-    """What a grader does that must be limited."""
-    space = {}
-    exec(code, space)
-    return space["score"]
 
 
 def make(factor):

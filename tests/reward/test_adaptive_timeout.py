@@ -65,18 +65,15 @@ def test_wrong_answers_teach_nothing():
     assert len(policy) == 1
 
 
-def test_wall_and_processor_time_have_anchors_of_their_own():
+@pytest.mark.parametrize(
+    ("cpu", "limit"),
+    [(16.0, (12.5, 24.5)), (0.1, (12.5, 12.5))],
+    ids=["each has an anchor", "one may compute for as long as another has waited"],
+)
+def test_wall_and_processor_time(cpu, limit):
     policy = made(min_correct=1)
-    policy.record("two processors", wall=8.0, cpu=16.0, correct=True)
-    limit = policy.limit("two processors")
-    assert (limit.wall, limit.cpu) == (12.5, 24.5)
-
-
-def test_an_answer_may_compute_for_as_long_as_another_has_waited():
-    policy = taught(8.0, min_correct=1)
-    policy.record("sleeper", wall=8.0, cpu=0.1, correct=True)
-    limit = policy.limit("sleeper")
-    assert (limit.wall, limit.cpu) == (12.5, 12.5)
+    policy.record("a", wall=8.0, cpu=cpu, correct=True)
+    assert (policy.limit("a").wall, policy.limit("a").cpu) == limit
 
 
 def test_a_share_of_limits_is_the_full_budget_so_that_a_slow_correct_answer_can_be_seen():

@@ -12,7 +12,7 @@ import pytest
 from rl_accel.reward.execution import Limits
 from rl_accel.reward.sandbox import Case, Sandbox, SandboxError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 LONG = Limits(wall=600, cpu=600)
 DAEMON = """
@@ -37,40 +37,34 @@ def started(temporary):
 
 
 @pytest.mark.parametrize("victim", ["worker", "reaper"])
-def test_a_worker_that_is_killed_leaves_nothing(victim, processes, temporary):
-    async def main():
-        sandbox = Sandbox(1, "process")
-        task = asyncio.create_task(sandbox.run(DAEMON, Case("stdin", ""), LONG))
-        (first,) = await processes.eventually(lambda: started(temporary))
-        (reaper,) = processes.workers()
-        everyone = [reaper.pid, *processes.below(reaper.pid)]
-        assert len(everyone) >= 5, "the reaper, the worker, the program and two daemons"
-        os.kill(everyone[victim == "worker"], signal.SIGKILL)
-        await processes.eventually(lambda: started(temporary) not in ([first], []))  # it runs again, in another worker
-        await processes.eventually(lambda: not any(map(processes.is_alive, everyone)))
-        await processes.eventually(lambda: len(list(temporary.iterdir())) == 1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await sandbox.close()
-
-    asyncio.run(main())
+async def test_a_worker_that_is_killed_leaves_nothing(victim, processes, temporary, closed_later):
+    sandbox = closed_later(Sandbox(1, "process"))
+    task = asyncio.create_task(sandbox.run(DAEMON, Case("stdin", ""), LONG))
+    (first,) = await processes.eventually(lambda: started(temporary))
+    (reaper,) = processes.workers()
+    everyone = [reaper.pid, *processes.below(reaper.pid)]
+    assert len(everyone) >= 5, "the reaper, the worker, the program and two daemons"
+    os.kill(everyone[victim == "worker"], signal.SIGKILL)
+    await processes.eventually(lambda: started(temporary) not in ([first], []))  # it runs again, in another worker
+    await processes.eventually(lambda: not any(map(processes.is_alive, everyone)))
+    await processes.eventually(lambda: len(list(temporary.iterdir())) == 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await sandbox.close()
     assert not list(temporary.iterdir())
 
 
-def test_closing_stops_what_runs(processes, temporary):
-    async def main():
-        sandbox = Sandbox(2, "process")
-        tasks = [asyncio.create_task(sandbox.run(DAEMON, Case("stdin", ""), LONG)) for _ in range(3)]
-        await processes.eventually(lambda: len(started(temporary)) == 2)
-        everyone = [pid for reaper in processes.workers() for pid in (reaper.pid, *processes.below(reaper.pid))]
-        assert len(everyone) >= 10
-        await sandbox.close()
-        return await asyncio.gather(*tasks, return_exceptions=True), list(filter(processes.is_alive, everyone))
-
-    found, left = asyncio.run(main())
+async def test_closing_stops_what_runs(processes, temporary):
+    sandbox = Sandbox(2, "process")
+    tasks = [asyncio.create_task(sandbox.run(DAEMON, Case("stdin", ""), LONG)) for _ in range(3)]
+    await processes.eventually(lambda: len(started(temporary)) == 2)
+    everyone = [pid for reaper in processes.workers() for pid in (reaper.pid, *processes.below(reaper.pid))]
+    assert len(everyone) >= 10
+    await sandbox.close()
+    assert not list(filter(processes.is_alive, everyone))
+    found = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(error) for error in found] == [SandboxError] * 3
-    assert left == []
     assert not list(temporary.iterdir())
 
 
@@ -86,19 +80,16 @@ asyncio.run(main())
 """
 
 
-def test_all_ends_with_a_trainer_that_is_killed(isolation, processes, temporary):
-    async def main():
-        owner = subprocess.Popen([sys.executable, "-c", OWNER.format(isolation=isolation, code=DAEMON)])
-        try:
-            # of two workers each: the reaper or bubblewrap, the worker, the program and its two daemons
-            everyone = await processes.eventually(lambda: len(below := processes.below(owner.pid)) >= 2 * 5 and below)
-        finally:
-            owner.kill()
-            owner.wait()
-        await processes.eventually(lambda: not any(map(processes.is_alive, everyone)))
-        await processes.eventually(lambda: not list(temporary.iterdir()))
-
-    asyncio.run(main())
+async def test_all_ends_with_a_trainer_that_is_killed(isolation, processes, temporary):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER.format(isolation=isolation, code=DAEMON)])
+    try:
+        # of two workers each: the reaper or bubblewrap, the worker, the program and its two daemons
+        everyone = await processes.eventually(lambda: len(below := processes.below(owner.pid)) >= 2 * 5 and below)
+    finally:
+        owner.kill()
+        owner.wait()
+    await processes.eventually(lambda: not any(map(processes.is_alive, everyone)))
+    await processes.eventually(lambda: not list(temporary.iterdir()))
 
 
 BESIDE = textwrap.dedent("""
@@ -148,20 +139,18 @@ def test_sandboxes_of_two_processes_share_no_user_and_no_folder(temporary):
     assert [len(found) for found in users] == [2, 2]
 
 
-def test_folders_that_cannot_be_entered_or_are_too_deep_for_python_are_removed(processes, temporary):
+async def test_folders_that_cannot_be_entered_or_are_too_deep_for_python_are_removed(
+    processes, temporary, closed_later
+):
     codes = [
         "import os\nos.makedirs('a/b/c'); open('a/b/c/d', 'w').close(); os.chmod('a/b', 0); os.chmod('.', 0)",
         "import os\nfor _ in range(3000): os.mkdir('x' * 50); os.chdir('x' * 50)",
     ]
 
-    async def main():
-        sandbox = Sandbox(1, "process")
-        found = [await sandbox.run(code, Case("stdin", ""), Limits(wall=20)) for code in codes]
-        (folder,) = temporary.iterdir()
-        await processes.eventually(lambda: not list(folder.iterdir()))
-        await sandbox.close()
-        return found
-
-    found = asyncio.run(main())
-    assert [result.verdict for result in found] == ["passed", "passed"], found
+    sandbox = closed_later(Sandbox(1, "process"))
+    for code in codes:
+        assert (await sandbox.run(code, Case("stdin", ""), Limits(wall=20))).verdict == "passed", code
+    (folder,) = temporary.iterdir()
+    await processes.eventually(lambda: not list(folder.iterdir()))
+    await sandbox.close()
     assert not list(temporary.iterdir())

@@ -33,8 +33,9 @@ class Host:
         assert {name: books[name] for name in core} == core
         assert len(self.core) == len(self.at) + self.core.waiting
 
-    def request(self, ticket, prompt=None, **more):
-        self.carry_out(self.core.request(ticket, self.now, ticket[0] if prompt is None else prompt, **more))
+    def request(self, *tickets, prompt=None, **more):
+        for ticket in tickets:
+            self.carry_out(self.core.request(ticket, self.now, ticket[0] if prompt is None else prompt, **more))
 
     def over(self, ticket, tokens=None):
         self.at.pop(ticket, None)
@@ -51,9 +52,9 @@ class Host:
         self.carry_out(self.core.tick(self.now))
 
     def teach(self, **lengths):
-        """Have one response of each prompt complete with that length."""
+        """Complete one response of each prompt with that length."""
         for prompt, length in lengths.items():
-            self.request("teach " + prompt, prompt)
+            self.request("teach " + prompt, prompt=prompt)
             self.over("teach " + prompt, length)
 
     def block(self):
@@ -61,7 +62,7 @@ class Host:
         self.blockers = []
         while not self.core.waiting:
             self.blockers.append(f"block{len(self.blockers)}")
-            self.request(self.blockers[-1], "blocks")
+            self.request(self.blockers[-1], prompt="blocks")
         self.over(self.blockers.pop())
         self.order.clear()
 
@@ -76,28 +77,33 @@ class Host:
 class TestOrder:
     def test_a_response_waits_until_a_replica_has_a_place(self):
         host = Host(places=16)
-        for number in range(20):
-            host.request(f"t{number}")
+        host.request(*(f"t{number}" for number in range(20)))
         assert host.order == [f"t{i}" for i in range(17)], "one more than there are places is ready in the engine"
         host.over("t5", 10)
         assert host.order[17:] == ["t17"]
         host.carry_out(host.core.add_replica("r1", 1.0))
         assert host.order[18:] == ["t18", "t19"]
 
-    def test_one_response_of_each_prompt_then_those_expected_to_be_longest(self):
-        host = Host()
+    @pytest.mark.parametrize(
+        ("ordered", "order"),
+        [
+            (True, ["l1", "m1", "s1", "l2", "m2", "m3", "s2"]),
+            (False, ["s1", "s2", "m1", "m2", "m3", "l1", "l2"]),
+        ],
+        ids=["ordered", "as they arrive"],
+    )
+    def test_one_response_of_each_prompt_then_those_expected_to_be_longest(self, ordered, order):
+        host = Host(ordered=ordered)
         host.teach(s=10, m=100, l=1000)
         host.block()
-        for ticket in ("s1", "s2", "m1", "m2", "m3", "l1", "l2"):
-            host.request(ticket)
-        assert host.unblock() == ["l1", "m1", "s1", "l2", "m2", "m3", "s2"]
+        host.request("s1", "s2", "m1", "m2", "m3", "l1", "l2")
+        assert host.unblock() == order
 
     def test_what_a_sibling_has_shown_in_this_step_counts(self):
         host = Host()
         host.teach(a=100, b=100)
         host.block()
-        for ticket in ("a1", "b1", "a2", "b2"):
-            host.request(ticket)
+        host.request("a1", "b1", "a2", "b2")
         host.over(host.blockers.pop())
         host.over(host.blockers.pop())
         assert host.order == ["a1", "b1"]
@@ -113,44 +119,26 @@ class TestOrder:
         host.tick()
         host.request("a1")
         host.now += 25
-        host.request("b1")
-        host.request("c1")
-        for ticket in ("b2", "a2"):
-            host.request(ticket)
+        host.request("b1", "c1", "b2", "a2")
         host.tick()
         host.over("c1", 1)
         assert host.order[-1] == "a2"
 
-    def test_in_the_order_of_arrival_if_it_is_told_so(self):
-        host = Host(ordered=False)
-        host.teach(s=1, l=1000)
-        host.block()
-        for ticket in ("s1", "l1", "n1"):
-            host.request(ticket)
-        assert host.unblock() == ["s1", "l1", "n1"]
-
     def test_a_replica_gets_the_next_if_it_has_the_fewest(self):
         host = Host(places=8, replicas=4)
-        for number in range(32):
-            host.request(f"t{number}")
+        host.request(*(f"t{number}" for number in range(32)))
         assert set(host.core.running().values()) == {8}
         for ticket in [ticket for ticket, replica in host.at.items() if replica == "r2"][:3]:
             host.over(ticket, 1)
-        for ticket in ("u", "v", "w"):
-            host.request(ticket)
+        host.request("u", "v", "w")
         assert {host.at[ticket] for ticket in ("u", "v", "w")} == {"r2"}
 
 
 class TestHomes:
     def test_the_next_turn_goes_back_unless_its_replica_is_much_fuller(self):
         host = Host(places=32, replicas=2)
-        for number in range(2 * HOME_MARGIN):
-            host.request(f"t{number}", home="r1")
-        assert Counter(host.at.values()) == {
-            "r1": 2 * HOME_MARGIN - HOME_MARGIN // 2 + 1,
-            "r0": HOME_MARGIN // 2 - 1,
-        } or (Counter(host.at.values())["r1"] - Counter(host.at.values())["r0"] <= HOME_MARGIN + 1)
-        assert host.at["t0"] == "r1"
+        host.request(*(f"t{number}" for number in range(2 * HOME_MARGIN)), home="r1")
+        assert list(host.at.values()) == ["r1"] * (HOME_MARGIN + 1) + ["r0", "r1", "r0"]
         host.request("gone", home="r9")
         assert host.at["gone"] == "r0"
 
@@ -162,23 +150,17 @@ class TestHomes:
         assert host.unblock() == ["b2", "a1"]
 
     def test_responses_of_a_prompt_stay_together_if_they_are_to(self):
-        for together in (True, False):
-            host = Host(places=16, replicas=4, together=together)
-            for number in range(4):
-                for prompt in "abcd":
-                    host.request(f"{prompt}{number}")
-            homes = {prompt: {host.at[f"{prompt}{number}"] for number in range(4)} for prompt in "abcd"}
-            assert all(len(its) == 1 for its in homes.values()) == together or not together
-            if together:
-                assert {len(its) for its in homes.values()} == {1}
+        host = Host(places=16, replicas=4, together=True)
+        host.request(*(f"{prompt}{number}" for number in range(4) for prompt in "abcd"))
+        for prompt in "abcd":
+            assert len({host.at[f"{prompt}{number}"] for number in range(4)}) == 1
 
 
 class TestCaches:
     def test_a_cache_is_filled_as_far_as_responses_are_expected_to_grow(self):
         host = Host(places=100, cache=1000)
         host.teach(a=190, b=190)
-        for number in range(10):
-            host.request(f"a{number}", prompt_tokens=10)
+        host.request(*(f"a{number}" for number in range(10)), prompt_tokens=10)
         assert len(host.at) == 5
         host.over("a0", 190)
         assert len(host.at) == 5
@@ -187,23 +169,17 @@ class TestCaches:
         host = Host(places=100, cache=1000)
         for _ in range(30):
             host.teach(s=100, l=700)
-        host.request("l1")
-        for number in range(20):
-            host.request(f"s{number}")
+        host.request("l1", *(f"s{number}" for number in range(20)))
         assert 6 <= len(host.at) <= 9, "when the short ones end, each with 100, the long one has 100 as well"
 
-    def test_what_no_cache_is_expected_to_hold_runs_alone(self):
-        host = Host(places=4, cache=100)
-        host.teach(a=500)
-        host.request("a1")
-        assert "a1" in host.at
-
-    def test_an_unknown_cache_has_no_limit(self):
-        host = Host(places=4)
+    @pytest.mark.parametrize(
+        ("cache", "begin"), [(100, 1), (math.inf, 4)], ids=["too small for one: it runs alone", "unknown: no limit"]
+    )
+    def test_responses_larger_than_a_cache(self, cache, begin):
+        host = Host(places=4, cache=cache)
         host.teach(a=10**9)
-        for number in range(4):
-            host.request(f"a{number}", prompt_tokens=10**9)
-        assert len(host.at) == 4
+        host.request("a0", "a1", "a2", "a3", prompt_tokens=10**9)
+        assert len(host.at) == begin
 
 
 def play(host, lengths, seconds, until=math.inf):
@@ -231,14 +207,11 @@ def lagging(host, seconds, **more):
     rng = random.Random(0)
     for load in (1, 2, 4, 8):
         lengths = {f"{load} {i}": rng.randint(20, 60) for i in range(2 * load)}
-        for ticket in lengths:
-            host.request(ticket, "x")
+        host.request(*lengths, prompt="x")
         play(host, lengths, seconds)
     lengths = {f"l{i}": 400 + i for i in range(8)} | {f"s{i}": 5 for i in range(8)}
-    for number in range(8):
-        host.request(f"l{number}", "l", home="r0", **more)
-    for number in range(8):
-        host.request(f"s{number}", "s", home="r1", **more)
+    host.request(*(f"l{number}" for number in range(8)), home="r0", **more)
+    host.request(*(f"s{number}" for number in range(8)), home="r1", **more)
     began = host.now
     return play(host, lengths, seconds), host.now - began
 
@@ -252,11 +225,8 @@ class TestMoves:
         assert set(moved.values()) == {1}
         assert shorter < longer
 
-    def test_nothing_moves_where_load_costs_no_time(self):
-        trail, _ = lagging(Host(places=64, replicas=2), lambda running: 1.0)
-        assert not trail
-
-    def test_a_margin_of_zero_moves_whatever_it_gains(self):
+    def test_where_load_costs_no_time_nothing_moves_but_with_a_margin_of_zero(self):
+        assert not lagging(Host(places=64, replicas=2), lambda running: 1.0)[0]
         trail, _ = lagging(Host(places=64, replicas=2, margin=0.0), lambda running: 1.0)
         assert sum(trail.values()) > 3
 
@@ -266,8 +236,7 @@ class TestMoves:
 
     def test_nothing_moves_while_anything_waits(self):
         host = Host(places=1, replicas=2, margin=0.0)
-        for ticket in "abcdef":
-            host.request(ticket)
+        host.request(*"abcdef")
         host.tick()
         assert not host.stops
 
@@ -282,7 +251,7 @@ class TestPutOff:
             tickets = list(lengths)
             random.Random(visit).shuffle(tickets)
             for ticket in tickets:
-                host.request(ticket, ticket, **more)
+                host.request(ticket, prompt=ticket, **more)
             began = host.now
             trails.append(play(host, lengths, lambda running: 1.0))
             took.append(host.now - began)
@@ -297,18 +266,15 @@ class TestPutOff:
         assert set(trail.values()) == {1}
         assert took < 0.8 * kept
 
-    @pytest.mark.parametrize(
-        ("host", "more"), [({"ordered": False}, {}), ({"max_moves": 0}, {}), ({}, {"movable": False})]
-    )
-    def test_not_where_order_or_moves_are_not_wanted(self, host, more):
-        _, trail = self.rollout(Host(places=8, replicas=2, **host), **more)
+    @pytest.mark.parametrize(("ordered", "movable"), [(False, True), (True, False)])
+    def test_not_where_order_or_moves_are_not_wanted(self, ordered, movable):
+        _, trail = self.rollout(Host(places=8, replicas=2, ordered=ordered), movable=movable)
         assert not trail
 
 
 def test_a_response_of_a_dead_replica_goes_back_into_the_queue_before_others():
     host = Host(places=1, replicas=2)
-    for ticket in ("a", "b", "c", "d", "e"):
-        host.request(ticket)
+    host.request(*"abcde")
     dead = host.at["a"]
     host.core.remove_replica(dead)
     lost = [ticket for ticket, replica in host.at.items() if replica == dead]
@@ -331,8 +297,7 @@ def test_a_response_of_a_dead_replica_goes_back_into_the_queue_before_others():
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(call, said):
     host = Host()
-    for ticket in ("a", "b", "c"):
-        host.request(ticket)
+    host.request(*"abc")
     with pytest.raises(ValueError, match=said):
         call(host.core)
     assert (host.core.running(), host.core.waiting) == ({"r0": 2}, 1)
@@ -349,9 +314,9 @@ def test_events_of_responses_that_are_over_or_were_not_to_stop_change_nothing():
 def test_numbers_of_a_step():
     host = Host(places=1, replicas=2)
     assert host.core.take_numbers() == {}
-    for ticket in ("a1", "b1", "c1", "d1", "e1", "f1"):
-        host.request(ticket)
-    for ticket in ("a1", "b1", "c1", "d1", "e1", "f1"):
+    tickets = ("a1", "b1", "c1", "d1", "e1", "f1")
+    host.request(*tickets)
+    for ticket in tickets:
         host.now += 1.0
         host.over(ticket, 100)
     numbers = host.core.take_numbers()
@@ -377,16 +342,16 @@ def test_what_binding_at_arrival_would_have_taken():
     assert end_bound_at_arrival([(0.0, 9.0), (0.0, 1.0), (0.0, 9.0), (0.0, 1.0)], 2, 2) == 9.0
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, 5, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3, 4, 6))])
 def test_random_events_lose_nothing_and_leak_no_place(seed):
-    """25,000 events each: replicas die, come and are removed; clients are cancelled; late events of what is over."""
+    """10,000 events each: replicas die, come and are removed; clients are cancelled; late events of what is over."""
     rng = random.Random(seed)
     places, ordered = rng.choice([1, 4, 20]), rng.random() < 0.7
     cache = rng.choice([math.inf, 400])
     host = Host(places, 3, cache, ordered, rng.random() < 0.5, margin=rng.choice([0.0, 1.0]), max_moves=2)
     core, live, wanted, number = host.core, ["r0", "r1", "r2"], {}, 3
     done = Counter()
-    for event in range(25_000):
+    for event in range(10_000):
         host.now += rng.expovariate(20)
         running = list(host.at)
         kind = rng.random()
@@ -394,9 +359,8 @@ def test_random_events_lose_nothing_and_leak_no_place(seed):
             ticket = f"t{event}"
             wanted[ticket] = 0
             home = rng.choice(["", "", *live, "r0"])
-            host.request(
-                ticket, rng.randrange(40), prompt_tokens=rng.randrange(20), home=home, movable=rng.random() < 0.9
-            )
+            prompt, tokens, movable = rng.randrange(40), rng.randrange(20), rng.random() < 0.9
+            host.request(ticket, prompt=prompt, prompt_tokens=tokens, home=home, movable=movable)
         elif kind < 0.75 and running:
             ticket = rng.choice(running)
             done[ticket] += 1
@@ -428,12 +392,9 @@ def test_random_events_lose_nothing_and_leak_no_place(seed):
             core.take_numbers()
     host.carry_out(core.add_replica("last", host.now))
     while len(core):
-        ticket = next(iter(host.at))
+        ticket = next(iter(host.at))  # if nothing runs any more, this fails
         done[ticket] += 1
         host.over(ticket, 1)
     assert set(done) == set(wanted)
     assert set(done.values()) == {1}
-    assert not core._groups
-    assert not core._queue
-    assert not core._begun
-    assert not core._put_off
+    assert [core._groups, core._queue, core._begun, core._put_off] == [{}] * 4

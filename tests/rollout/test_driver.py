@@ -154,41 +154,25 @@ def test_a_constant_group_is_rejected_and_replaced_until_the_batch_is_full():
     assert {result.batch.kind for result in results} >= {"short", "long"}
 
 
-def test_a_group_rejected_when_no_more_prompts_are_planned_is_replaced_within_its_round():
-    def metric(prompt_id, response_id):
-        return 1.0 if row_of_id(prompt_id) in (10, 11, 12) else float(response_id)
-
-    driver, workers = make(workers=Schedule(metric=metric), filter_groups=True)
-    results = train(driver, workers, 3)
-    assert sorted(prompt_id for result in results for prompt_id in result.rejected) == ["1:10", "1:11", "1:12"]
-    assert driver.supply.fetched == 15
-
-
 def test_no_more_is_fetched_than_a_round_launches_however_the_domains_alternate():
     driver, _ = make(domain=lambda row: "code" if row % 2 else "math")
     driver.play(1, 100)
     assert driver.supply.fetched == 5
 
 
-def test_a_broken_prompt_is_retried_then_given_up_and_the_step_goes_on():
-    driver, workers = make(workers=Schedule(fails=lambda prompt_id: prompt_id == "1:2"))
+@pytest.mark.parametrize("row", [1, 2, 4, 22, 23, 24])
+def test_a_broken_prompt_is_retried_then_given_up_and_all_batches_are_full_up_to_the_end_of_the_run(row):
+    broken = f"1:{row}"
+    driver, workers = make(workers=Schedule(fails=lambda prompt_id: prompt_id == broken))
     results = train(driver, workers, 6)
-    assert "1:2" not in trained(results)
-    assert sum(result.round.prompts_failed for result in results) == 1
-    assert [result.failed for result in results if result.failed] == [{"1:2": 1}]
-    assert [result.errors for result in results if result.errors] == [{"1:2": "broken"}]
+    assert broken not in trained(results)
     assert len(set(trained(results))) == 24
-    attempts = [response_id for response_id, (prompt_id, _) in workers.launched.items() if prompt_id == "1:2"]
-    assert len(attempts) <= 2 * 3 * 3, "in two rounds at most, three responses, each started again twice at most"
-
-
-@pytest.mark.parametrize("row", [1, 4, 22, 23, 24])
-def test_a_broken_prompt_near_the_end_of_the_run_does_not_keep_the_last_batches_from_being_full(row):
-    driver, workers = make(workers=Schedule(fails=lambda prompt_id: prompt_id == f"1:{row}"))
-    ids = trained(train(driver, workers, 6))
-    assert len(set(ids)) == 24
-    assert f"1:{row}" not in ids
+    assert sum(result.round.prompts_failed for result in results) == 1
+    assert [result.failed for result in results if result.failed] == [{broken: row - 1}]
+    assert [result.errors for result in results if result.errors] == [{broken: "broken"}]
     assert driver.supply.payloads == {}
+    attempts = [response_id for response_id, (prompt_id, _) in workers.launched.items() if prompt_id == broken]
+    assert len(attempts) <= 2 * 3 * 3, "in two rounds at most, three responses, each started again twice at most"
 
 
 QUOTAS = {"math": 3, "code": 1}
@@ -213,21 +197,6 @@ def test_every_batch_has_its_quota_of_each_domain_however_the_rows_are_mixed(row
     # What was fetched and not trained is of the domain that the data has too much of, and is still there.
     assert len(driver.supply.payloads) == driver.supply.fetched - 48
     assert set(driver.core.unsettled_prompts()) == set(driver.supply.payloads)
-
-
-def test_quotas_hold_in_long_rounds_and_where_groups_are_rejected():
-    driver, workers = make(
-        workers=Schedule(metric=lambda p, r: 1.0 if row_of_id(p) % 8 == 0 else float(r)),
-        domain=lambda row: "code" if row % 4 == 0 else "math",
-        domain_quotas=QUOTAS,
-        filter_groups=True,
-        queue_threshold=1,
-    )
-    results = train(driver, workers, 12)
-    assert {result.batch.kind for result in results} >= {"short", "long"}
-    for result in results:
-        assert sum(row_of_id(prompt_id) % 4 == 0 for prompt_id in result.trained) == 1
-    assert any(result.rejected for result in results)
 
 
 def test_a_domain_without_quota_is_named_and_so_is_a_quota_without_rows():

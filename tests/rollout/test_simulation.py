@@ -82,25 +82,27 @@ def test_rounds_always_end_with_whole_batches(seed, places, cache, response_rati
         assert played[-1].metrics.queue_length == 0
 
 
-def test_a_step_takes_what_is_said_for_the_requests_that_run():
-    engine = Engine({1: 0.01, 3: 0.02})
-    # Three run for 10 steps, two for 10 more, one for 10.
-    (played,) = play_rounds(TailRun(1, 3, PLAIN), engine, 1, Given(np.array([[10, 20, 30]])), 1)
-    assert played.metrics.rollout_seconds == pytest.approx(10 * 0.02 + 10 * 0.015 + 10 * 0.01)
-    assert played.ends == pytest.approx([0.2, 0.35, 0.45])
+@pytest.mark.parametrize(
+    ("engine", "lengths", "ends"),
+    [
+        # three run for 10 steps, two for 10 more, one for 10
+        (Engine({1: 0.01, 3: 0.02}), [10, 20, 30], [0.2, 0.35, 0.45]),
+        (Engine({1: 0.01}, places=1), [10, 20, 30], [0.1, 0.3, 0.6]),
+        (Engine({1: 0.01}, request_seconds=0.1), [5, 5, 5], [0.35] * 3),
+    ],
+    ids=["a step takes what is said for the requests that run", "what has no place waits", "the host's work delays"],
+)
+def test_ends_of_three_responses(engine, lengths, ends):
+    (played,) = play_rounds(TailRun(1, 3, PLAIN), engine, 1, Given(np.array([lengths])), 1)
+    assert played.ends == pytest.approx(ends)
+    assert played.metrics.rollout_seconds == pytest.approx(max(ends))
 
 
 def test_cached_tokens_slow_a_step_down():
-    (played,) = play_rounds(
-        TailRun(1, 1, PLAIN), Engine({1: 0.01}, 1e-4), 1, Given(np.array([[100]]), prompt_tokens=50), 1
-    )
+    workload = Given(np.array([[100]]), prompt_tokens=50)
+    (played,) = play_rounds(TailRun(1, 1, PLAIN), Engine({1: 0.01}, 1e-4), 1, workload, 1)
     assert played.metrics.rollout_seconds == pytest.approx(100 * 0.01 + 1e-4 * (100 * 50 + 100 * 100 / 2))
     assert played.peak_tokens == pytest.approx(150)
-
-
-def test_what_has_no_place_waits():
-    (played,) = play_rounds(TailRun(1, 3, PLAIN), Engine({1: 0.01}, places=1), 1, Given(np.array([[10, 20, 30]])), 1)
-    assert played.ends == pytest.approx([0.1, 0.3, 0.6])
 
 
 def test_a_full_cache_preempts_the_request_that_began_last():
@@ -109,13 +111,6 @@ def test_a_full_cache_preempts_the_request_that_began_last():
     # Both read 10 tokens of a prompt and go on for 40; the second one waits 40 steps, is read again and does its last 40.
     assert played.preemptions == 1
     assert played.ends == pytest.approx([0.02 + 0.8, 0.02 + 0.8 + 0.05 + 0.4])
-
-
-def test_the_host_s_work_delays_a_response():
-    (played,) = play_rounds(
-        TailRun(1, 3, PLAIN), Engine({1: 0.01}, request_seconds=0.1), 1, Given(np.full((1, 3), 5)), 1
-    )
-    assert played.ends == pytest.approx([0.35] * 3)
 
 
 def test_a_router_says_where_requests_go_and_knows_their_prompts_and_how_far_they_are():

@@ -11,7 +11,6 @@ from rl_accel.rollout.tail_batching import TailBatching, TailRun
 from rl_accel.rollout.tail_decisions import (
     Cancel,
     CheckGroup,
-    Group,
     Launch,
     PromptFailed,
     RequestPrompts,
@@ -86,17 +85,15 @@ class Host:
     def trained(self):
         return [group.prompt_id for group in self.one(TrainBatch).groups]
 
-    def finish(self, *prompts, seconds=0.0):
-        """These prompts are the first to complete; the rest is acknowledged."""
-        self.complete(*prompts, seconds=seconds)
+    def play(self, *prompts, seconds=0.0):
+        """A round in which these prompts, or the first P0 of all, complete first; the rest is acknowledged."""
+        self.begin()
+        self.complete(*prompts or [*self.responses][: self.core.run.prompts_per_step], seconds=seconds)
         self.acknowledge()
-
-    def play(self, *prompts):
-        self.begin().finish(*prompts)
         return self
 
 
-# Short rounds
+# Kinds of rounds
 
 
 def test_a_short_round_launches_a_surplus_of_prompts_and_responses():
@@ -106,104 +103,39 @@ def test_a_short_round_launches_a_surplus_of_prompts_and_responses():
     assert host.one(RequestPrompts) == RequestPrompts({"": 5})
 
 
-def test_the_first_p0_prompts_to_complete_are_the_batch_and_the_rest_is_cancelled():
-    host = Host(P0=2, R0=2, prompt_ratio=1.5, response_ratio=1.0).begin()
-    slow = host.responses["1:0"].copy()
-    host.complete("1:2")
-    assert not host.of(TrainBatch)
-    host.complete("1:1")
-    assert host.trained() == ["1:2", "1:1"]
-    assert host.of(Cancel) == [Cancel("1:0", tuple(slow))]
-    assert not host.of(RoundEnded)
-    host.acknowledge()
-    assert host.one(RoundEnded).metrics.prompts_deferred == 1
-
-
-def test_the_first_r0_responses_count_by_generation_not_by_reward():
-    host = Host(P0=1, R0=2, prompt_ratio=1.0, response_ratio=1.5).begin()
-    a, b, c = host.responses["1:0"]
-    host.take(host.core.response_generated(c, 5))
-    host.take(host.core.response_generated(a, 9))
-    assert host.one(Cancel) == Cancel("1:0", (b,))  # before any judge has answered
-    host.take(host.core.response_scored(a, 1.0))
-    assert not host.of(TrainBatch)
-    host.take(host.core.response_scored(c, 60.0))
-    assert host.one(TrainBatch).groups == (Group("1:0", (c, a)),)
-
-
-def test_a_response_that_finished_just_before_its_cancellation_is_not_used():
-    host = Host(P0=1, R0=1, prompt_ratio=1.0, response_ratio=2.0).begin()
-    first, second = host.responses["1:0"]
-    host.take(host.core.response_generated(second, 5))
-    assert host.core.response_generated(first, 5) == []
-    host.take(host.core.response_scored(second, 0.0))
-    assert host.one(TrainBatch).groups == (Group("1:0", (second,)),)
-    assert not host.of(RoundEnded), "its acknowledgement is still due"
-    host.acknowledge()
-    assert host.of(RoundEnded)
-
-
-def test_no_round_begins_before_the_last_one_is_settled():
-    host = Host(P0=1, R0=1).begin()
-    with pytest.raises(ValueError, match="begin_round must come between rounds, but a round is open"):
-        host.core.begin_round(9, 0.0)
-    host.complete("1:0")
-    with pytest.raises(ValueError, match="cancelled responses are not acknowledged"):
-        host.core.begin_round(9, 0.0)
-    host.acknowledge()
-    with pytest.raises(ValueError, match="steps_left must be at least 1, found 0"):
-        host.core.begin_round(0, 0.0)
-
-
-def test_late_messages_of_an_older_round_are_ignored():
-    host = Host(P0=1, R0=1, response_ratio=1.0).begin()
-    (old,) = host.responses["1:1"]
-    host.finish("1:0")
+@pytest.mark.parametrize(
+    ("settings", "played", "kind", "launched", "requested"),
+    [
+        ({"P0": 2, "prompt_ratio": 1.5}, [["1:1", "1:2"], ["1:4", "1:5"]], "long", ["1:0", "1:3"], 0),
+        ({"P0": 3, "queue_threshold": 1}, [["1:0", "1:1", "1:2"]], "long", ["1:3", "1:4", "1:5"], 2),
+        ({"P0": 1, "prompt_ratio": 2.0, "max_deferrals": 2}, [["1:1"]], "short", ["1:0", "1:2"], 1),
+        ({"P0": 1, "prompt_ratio": 2.0, "max_deferrals": 2}, [["1:1"], ["1:2"]], "long", ["1:0"], 0),
+        ({"P0": 2, "prompt_ratio": 1.5, "steps": 2}, [["1:1", "1:2"]], "final", ["1:0", "1:3"], 1),
+    ],
+    ids=["full queue", "lower threshold", "deferred once", "deferred often enough", "no step for more prompts"],
+)
+def test_kind_and_prompts_of_a_round_and_of_the_same_round_after_an_interruption(
+    settings, played, kind, launched, requested
+):
+    host = Host(**settings)
+    for prompts in played:
+        host.play(*prompts)
     host.begin()
-    assert host.core.response_generated(old, 5) == []
-    assert host.core.response_scored(old, 0.0) == []
-    assert host.core.response_failed(old, 5, 0.0) == []
-    assert host.core.response_aborted(old, 5) == []
+    resumed = Host(**settings)
+    resumed.core.load_state_dict(host.core.state_dict())
+    resumed.steps_left = host.steps_left + 1
+    for run in (host, resumed.begin()):
+        prompts, responses = len(launched), 3 if kind == "short" else 2
+        assert run.one(RoundStarted) == RoundStarted(len(played) + 1, kind, prompts=prompts, responses=responses)
+        assert list(run.responses) == launched
+    assert sum(sum(request.counts.values()) for request in host.of(RequestPrompts)) == requested
 
 
-# Long rounds
-
-
-def test_a_full_queue_makes_a_long_round_without_any_surplus():
-    host = Host(P0=2, R0=2, prompt_ratio=1.5)
-    host.play("1:1", "1:2").play("1:4", "1:5").begin()
-    assert host.one(RoundStarted) == RoundStarted(number=3, kind="long", prompts=2, responses=2)
-    assert list(host.responses) == ["1:0", "1:3"]
-    assert not host.of(RequestPrompts)
-    host.complete("1:0", "1:3")
-    assert host.one(TrainBatch).kind == "long"
-    assert host.begin().one(RoundStarted).kind == "short"
-
-
-def test_one_round_in_five_is_long_at_the_default_ratio():
-    host = Host(P0=8, R0=1, response_ratio=1.0)
-    kinds = []
-    for _ in range(50):
-        host.begin()
-        kinds.append(host.one(RoundStarted).kind)
-        host.finish(*list(host.responses)[:8])
-    assert kinds.count("long") == 10
-
-
-def test_a_lower_threshold_fills_the_long_round_with_new_prompts():
-    host = Host(P0=3, R0=1, queue_threshold=1).play("1:0", "1:1", "1:2").begin()
-    assert host.one(RoundStarted).kind == "long"
-    assert list(host.responses) == ["1:3", "1:4", "1:5"]
-
-
-def test_a_deferred_prompt_is_tried_again_until_max_deferrals():
-    host = Host(P0=1, R0=1, prompt_ratio=2.0, max_deferrals=2)
-    host.play("1:1").begin()
-    assert host.one(RoundStarted).kind == "short"
-    assert list(host.responses) == ["1:0", "1:2"]
-    host.finish("1:2")
-    assert host.begin().one(RoundStarted).kind == "long"
-    assert list(host.responses) == ["1:0"]
+def test_one_round_in_five_is_long_at_the_default_ratio_and_its_prompts_are_the_oldest():
+    host = Host(P0=4, R0=1)
+    rounds = [host.play().one(RoundEnded).metrics for _ in range(50)]
+    assert [metrics.kind for metrics in rounds] == ["short", "short", "short", "short", "long"] * 10
+    assert [metrics.oldest_deferral_rounds for metrics in rounds] == [0, 1, 2, 3, 0] * 10
 
 
 def test_the_queue_is_not_stranded_when_there_is_no_surplus_any_more():
@@ -217,28 +149,11 @@ def test_the_queue_is_not_stranded_when_there_is_no_surplus_any_more():
 # Filters and failures
 
 
-def test_a_rejected_group_is_replaced_at_once_and_surplus_may_finish_instead():
-    host = Host(P0=2, R0=1, prompt_ratio=1.5, rejects={"1:0"}).begin()
-    host.complete("1:0")
-    assert host.one(CheckGroup).group.prompt_id == "1:0"
-    assert host.log[-1].prompt_id == "1:3", "a new prompt takes its place"
-    host.complete("1:1", "1:2")
-    assert host.trained() == ["1:1", "1:2"]
-
-
 def test_a_rejection_in_a_long_round_is_filled_with_a_new_prompt():
     host = Host(P0=1, R0=1, prompt_ratio=3.0, rejects={"1:1"}).play("1:0").begin()
     assert host.one(RoundStarted).kind == "long"
     host.complete("1:1")
     assert list(host.responses) == ["1:1", "1:3"], "not with 1:2, which is long"
-
-
-def test_where_no_more_can_be_trained_a_deferred_prompt_takes_the_place():
-    host = Host(P0=2, R0=1, prompt_ratio=2.5, rejects={"1:2"}).play("1:0", "1:1")
-    host.steps_left = 1
-    host.play("1:2", "1:3", "1:4")
-    assert not host.of(RequestPrompts)
-    assert host.trained() == ["1:3", "1:4"]
 
 
 def test_a_failed_response_is_retried_then_its_prompt_is_reported_and_replaced():
@@ -249,96 +164,39 @@ def test_a_failed_response_is_retried_then_its_prompt_is_reported_and_replaced()
     assert host.one(PromptFailed) == PromptFailed("1:0")
     assert host.one(Cancel) == Cancel("1:0", (1,))
     assert host.of(Launch)[-1].prompt_id == "1:1"
-    host.finish("1:1")
+    host.complete("1:1")
+    host.acknowledge()
     metrics = host.one(RoundEnded).metrics
     assert (metrics.prompts_failed, metrics.responses_failed, metrics.prompts_trained) == (1, 2, 1)
-
-
-def test_a_dead_server_costs_each_of_its_responses_one_retry():
-    host = Host(P0=1, R0=4, prompt_ratio=1.0, response_ratio=1.0, max_retries=1).begin()
-    for response_id in range(4):
-        host.take(host.core.response_failed(response_id, 0, 0.0))
-    assert not host.of(PromptFailed)
-    assert len(host.of(Launch)) == 1 + 4
-
-
-def test_a_response_that_was_lost_with_its_server_is_made_again_without_counting():
-    host = Host(P0=1, R0=1, prompt_ratio=1.0, response_ratio=1.0, max_retries=1).begin()
-    for response_id in range(5):
-        host.take(host.core.response_failed(response_id, 3, 0.0, lost=True))
-        assert host.of(Launch)[-1] == Launch("1:0", (response_id + 1,))
-    host.take(host.core.response_failed(5, 3, 0.0))
-    assert not host.of(PromptFailed)
-    host.take(host.core.response_failed(6, 3, 0.0))
-    assert host.of(PromptFailed)
-
-
-def test_a_prompt_does_not_fail_while_enough_of_its_responses_remain():
-    host = Host(P0=1, R0=2, prompt_ratio=1.0, response_ratio=1.5, max_retries=0).begin()
-    assert host.take(host.core.response_failed(0, 3, 0.0)) == []
-    host.take(host.core.response_failed(1, 3, 0.0))
-    assert host.of(PromptFailed)
-
-
-def test_a_failed_judge_is_a_failed_response():
-    host = Host(P0=1, R0=1, prompt_ratio=1.0, response_ratio=2.0).begin()
-    host.generate("1:0", 0)
-    host.take(host.core.response_failed(0, 10, 0.0))
-    assert host.of(Launch)[-1] == Launch("1:0", (2,)), "the surplus was cancelled, so another is needed"
 
 
 # Domains
 
 
-def test_quotas_hold_in_every_round():
+def test_quotas_hold_in_a_round_and_other_domains_are_refused():
     host = Host(P0=3, R0=1, prompt_ratio=1.5, response_ratio=1.0, domain_quotas={"math": 2, "code": 1}).begin()
     assert host.one(RequestPrompts) == RequestPrompts({"math": 3, "code": 2})
     host.complete("1:0math", "1:1math")
     assert host.one(Cancel).prompt_id == "1:2math", "its domain has all it gives to the batch"
     host.complete("1:4code")
     assert sorted(host.trained()) == ["1:0math", "1:1math", "1:4code"]
-
-
-def test_quotas_hold_in_the_last_round_and_for_what_replaces_a_rejected_prompt():
-    quotas = {"math": 1, "code": 1}
-    host = Host(P0=2, R0=1, steps=1, domain_quotas=quotas, response_ratio=1.0, rejects={"1:1code"}).begin()
-    assert host.one(RoundStarted).kind == "final"
-    host.complete("1:0math", "1:1code", "1:2code")
-    assert host.trained() == ["1:0math", "1:2code"]
-
-
-def test_a_domain_without_quota_is_refused():
-    host = Host(P0=2, R0=1, domain_quotas={"math": 1, "code": 1})
     with pytest.raises(ValueError, match="domain of a prompt must be one of math, code, found 'logic'"):
         host.offer({"l0": "logic"})
-
-
-# The end
-
-
-def test_final_rounds_take_the_queue_first_and_begin_no_prompt_that_could_not_be_trained():
-    host = Host(P0=2, R0=1, steps=2, prompt_ratio=1.5, response_ratio=1.0).play("1:1", "1:2").begin()
-    assert host.one(RoundStarted) == RoundStarted(number=2, kind="final", prompts=2, responses=1)
-    assert list(host.responses) == ["1:0", "1:3"]
-    host.complete("1:0", "1:3")
-    assert host.core.unsettled_prompts() == []
-
-
-def test_a_run_that_turns_out_longer_than_planned_goes_on():
-    host = Host(P0=2, R0=1, steps=1).play("1:0", "1:1")
-    host.steps_left = 2
-    host.play("1:2", "1:3")
-    assert host.trained() == ["1:2", "1:3"]
 
 
 # Metrics
 
 
-def test_metrics_of_a_round():
+def test_batch_and_metrics_of_a_round_that_cuts_off_a_prompt():
     host = Host(P0=2, R0=2, prompt_ratio=1.5, response_ratio=1.5).begin()
+    slow = host.responses["1:2"].copy()
     host.generate("1:2", 0, tokens=40)  # finished, and wasted when its prompt is cut off
-    host.complete("1:0", tokens=10, seconds=3.0)
-    host.complete("1:1", tokens=20, seconds=1.0)
+    host.complete("1:1", tokens=10, seconds=3.0)
+    assert not host.of(TrainBatch)
+    host.complete("1:0", tokens=20, seconds=1.0)
+    assert host.trained() == ["1:1", "1:0"]
+    cancel = host.of(Cancel)[-1]
+    assert (cancel.prompt_id, sorted(cancel.response_ids)) == ("1:2", slow)
     host.acknowledge(tokens=30)
     metrics = host.one(RoundEnded).metrics
     assert (metrics.number, metrics.kind, metrics.prompt_ratio) == (1, "short", 1.5)
@@ -351,15 +209,6 @@ def test_metrics_of_a_round():
     assert (metrics.accepted_tokens_mean, metrics.cancelled_tokens_mean) == (15.0, 30.0)
 
 
-def test_the_age_of_the_oldest_deferred_prompt_grows():
-    host = Host(P0=4, R0=1)
-    ages = []
-    for _ in range(5):
-        host.begin().finish(*list(host.responses)[:4])
-        ages.append(host.one(RoundEnded).metrics.oldest_deferral_rounds)
-    assert ages == [0, 1, 2, 3, 0]
-
-
 def test_seconds_saved_compare_with_waiting_for_all():
     host = Host(P0=4, R0=1, response_ratio=1.0)
     saved = {"short": [], "long": []}
@@ -368,7 +217,8 @@ def test_seconds_saved_compare_with_waiting_for_all():
         order = list(host.responses)
         seconds = 1.0 if host.one(RoundStarted).kind == "short" else 10.0
         host.complete(*order[:3])
-        host.finish(order[3], seconds=seconds)
+        host.complete(order[3], seconds=seconds)
+        host.acknowledge()
         metrics = host.one(RoundEnded).metrics
         saved[metrics.kind].append(metrics.seconds_saved)
     # Three quarters of the prompts take no time at all; a fifth of all is long and takes up to ten seconds.
@@ -390,15 +240,6 @@ def test_a_saved_state_is_json_and_brings_back_every_prompt():
     assert list(resumed.responses) == ["1:4", "1:3", "1:5"], "what was in flight goes first, 1:0 waits in the queue"
     assert resumed.one(RoundStarted).number == 2, "the round is done again"
     assert min(min(ids) for ids in resumed.responses.values()) > max(max(ids) for ids in host.responses.values())
-
-
-def test_prompts_of_an_interrupted_long_round_wait_in_the_queue_again():
-    host = Host(P0=1, R0=1, prompt_ratio=2.0).play("1:1").begin()
-    assert host.one(RoundStarted).kind == "long"
-    resumed = Host(P0=1, R0=1, prompt_ratio=2.0)
-    resumed.core.load_state_dict(host.core.state_dict())
-    assert resumed.begin().one(RoundStarted).kind == "long"
-    assert list(resumed.responses) == ["1:0"]
 
 
 @pytest.mark.parametrize(
@@ -452,55 +293,57 @@ def test_prompts_offered_twice_are_refused_as_a_whole():
     assert core.unsettled_prompts() == ["a"]
 
 
-def test_impossible_events_are_refused():
-    host = Host().begin()
-    core, first = host.core, host.responses["1:0"][0]
-    with pytest.raises(ValueError, match="was launched, found 99"):
-        core.response_generated(99, 1)
-    with pytest.raises(ValueError, match="tokens must be at least 0, found -1"):
-        core.response_generated(first, -1)
-    with pytest.raises(ValueError, match="still generating"):
-        core.response_scored(first, 0.0)
-    with pytest.raises(ValueError, match="was not cancelled"):
-        core.response_aborted(first, 1)
-    with pytest.raises(ValueError, match="must be of the group to check, found '1:0'"):
-        core.group_checked("1:0", True, 0.0)
+def test_impossible_calls_are_refused():
+    host = Host(P0=1, R0=2).begin()
+    core, (first, second, _) = host.core, host.responses["1:0"]
+
+    def refuses(*calls):
+        for call, message in calls:
+            with pytest.raises(ValueError, match=message):
+                call()
+
+    refuses(
+        (lambda: core.begin_round(9, 0.0), "begin_round must come between rounds, but a round is open"),
+        (lambda: core.response_generated(99, 1), "was launched, found 99"),
+        (lambda: core.response_generated(first, -1), "tokens must be at least 0, found -1"),
+        (lambda: core.response_scored(first, 0.0), "still generating"),
+        (lambda: core.response_aborted(first, 1), "was not cancelled"),
+        (lambda: core.group_checked("1:0", True, 0.0), "must be of the group to check, found '1:0'"),
+    )
     core.response_generated(first, 1)
-    with pytest.raises(ValueError, match="had finished"):
-        core.response_generated(first, 1)
+    refuses((lambda: core.response_generated(first, 1), "had finished"))
     core.response_scored(first, 0.0)
-    with pytest.raises(ValueError, match="was scored before"):
-        core.response_scored(first, 0.0)
-    with pytest.raises(ValueError, match="was scored before"):
-        core.response_failed(first, 1, 0.0)
+    refuses(
+        (lambda: core.response_scored(first, 0.0), "was scored before"),
+        (lambda: core.response_failed(first, 1, 0.0), "was scored before"),
+    )
+    host.take(core.response_generated(second, 1))
+    host.take(core.response_scored(second, 0.0))
+    refuses((lambda: core.begin_round(9, 0.0), "cancelled responses are not acknowledged"))
+    host.acknowledge()
+    refuses((lambda: core.begin_round(0, 0.0), "steps_left must be at least 1, found 0"))
+
+
+# Automatic ratio
 
 
 def test_auto_starts_at_the_default_and_follows_the_observed_times():
     host = Host(P0=8, R0=1, prompt_ratio="auto", response_ratio=1.0)
-    started = []
-    for _ in range(12):
-        host.begin()
-        if host.one(RoundStarted).kind == "short":
-            started.append(host.one(RoundStarted).prompts)
-        host.finish(*list(host.responses)[:8], seconds=1.0)
+    rounds = [host.play(seconds=1.0).one(RoundStarted) for _ in range(12)]
+    started = [decision.prompts for decision in rounds if decision.kind == "short"]
     assert started[0] == 10
     assert started[-1] == 8, "all take the same time"
 
 
-def test_auto_forgets_the_round_in_which_engines_warm_up():
-    """After a start, and after a resumption."""
-    cold, warm = (Host(P0=8, R0=1, prompt_ratio="auto", response_ratio=1.0) for _ in range(2))
-    for first, host in ((100.0, cold), (1.0, warm)):
-        for number in range(6):
-            host.begin()
-            host.finish(*list(host.responses)[:8], seconds=1.0 if number else first)
-    times = [host.core.state_dict()["times"] for host in (cold, warm)]
-    assert times[0] == times[1]
-    assert times[0]["short"]
-    resumed = TailBatching(cold.core.run)
-    resumed.load_state_dict(cold.core.state_dict())
-    again = Host(P0=8, R0=1, prompt_ratio="auto", response_ratio=1.0)
-    again.core = resumed
-    again.begin()
-    again.finish(*list(again.responses)[:8], seconds=100.0)
-    assert resumed.state_dict()["times"] == times[0]
+def test_auto_forgets_the_round_in_which_engines_warm_up_after_a_start_and_after_a_resumption():
+    def times_of(*seconds, state=None):
+        host = Host(P0=8, R0=1, prompt_ratio="auto", response_ratio=1.0, epoch=str(len(seconds)))
+        if state:
+            host.core.load_state_dict(state)
+        for each in seconds:
+            host.play(seconds=each)
+        return host.core.state_dict()
+
+    cold, warm = times_of(100.0, *[1.0] * 5), times_of(*[1.0] * 6)
+    assert cold["times"] == warm["times"] == times_of(100.0, state=cold)["times"]
+    assert cold["times"]["short"]

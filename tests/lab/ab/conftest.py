@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,24 +20,16 @@ from rl_accel.lab.ab.cli import ab
 TRAINER = Path(__file__).with_name("toy_trainer.py")
 
 
-def toy(**changes: Any) -> dict[str, Any]:
-    recipe: dict[str, Any] = {
-        "name": "toy",
-        "description": "A toy that counts. The reward rises by 0.04 a step.",
-        "command": ["python", str(TRAINER)],
-        "arms": {"stock": {"overrides": ["adv=0.4"]}, "accelerated": {"overrides": ["adv=0.1"]}},
-        "baseline": "stock",
-        "steps": 8,
-        "steps_overrides": ["steps=${steps}"],
-        "seed_overrides": ["seed=${seed}"],
-    }
-    return recipe | changes
-
-
-@pytest.fixture
-def toy_recipe() -> Callable[..., dict[str, Any]]:
-    """Return a valid recipe as a mapping, with top-level keys changed."""
-    return toy
+TOY = {
+    "name": "toy",
+    "description": "A toy that counts. The reward rises by 0.04 a step.",
+    "command": ["python", str(TRAINER)],
+    "arms": {"stock": {"overrides": ["adv=0.4"]}, "accelerated": {"overrides": ["adv=0.1"]}},
+    "baseline": "stock",
+    "steps": 8,
+    "steps_overrides": ["steps=${steps}"],
+    "seed_overrides": ["seed=${seed}"],
+}
 
 
 @pytest.fixture
@@ -49,7 +40,7 @@ def recipe_file(tmp_path: Path) -> Callable[..., Path]:
         folder = tmp_path / "recipe"
         folder.mkdir(exist_ok=True)
         path = folder / "recipe.yaml"
-        path.write_text(yaml.safe_dump(toy(**changes), sort_keys=False))
+        path.write_text(yaml.safe_dump(TOY | changes, sort_keys=False))
         return path
 
     return write
@@ -84,41 +75,15 @@ def start_ab(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]
 
 
 @pytest.fixture
-def run_ab(start_ab: Callable[..., "subprocess.Popen[str]"]) -> Callable[..., tuple[int, str]]:
-    """Run ``ab`` to its end and return its exit code and output."""
-
-    def run(*arguments: object) -> tuple[int, str]:
-        process = start_ab(*arguments)
-        output, _ = process.communicate(timeout=120)
-        return process.returncode, output
-
-    return run
-
-
-@pytest.fixture
 def call_ab() -> Callable[..., tuple[int, str]]:
-    """Call the command in this process, for what starts no run; returns its exit code and output."""
+    """Call the command in this process, where no signal is sent; returns its exit code and output."""
 
     def call(*arguments: object) -> tuple[int, str]:
-        result = CliRunner().invoke(ab, [str(word) for word in arguments])
+        result = CliRunner().invoke(ab, [str(word) for word in arguments], env={"COLUMNS": "200"})
         wrong = isinstance(result.exception, RecipeError)
         return (2, str(result.exception)) if wrong else (result.exit_code, result.output)
 
     return call
-
-
-@pytest.fixture
-def wait_for() -> Callable[..., None]:
-    """Wait until a condition holds; fails after 30 seconds."""
-
-    def wait(condition: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + 30
-        while not condition():
-            if time.monotonic() > deadline:
-                pytest.fail(f"waited 30 s for {what}")
-            time.sleep(0.02)
-
-    return wait
 
 
 @pytest.fixture

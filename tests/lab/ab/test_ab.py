@@ -17,14 +17,36 @@ def leftovers(tmp_path: Path) -> list[Path]:
     return [path for log in logs if (path := Path(log.split("ray tmpdir ")[1].split()[0])).exists()]
 
 
+def summary_of(out):
+    return json.loads((out / "summary.json").read_text())
+
+
+@pytest.fixture
+def hanging(recipe_file, start_ab, tmp_path, wait_for):
+    """``hanging(stubborn, step)`` starts the command on a trainer that hangs at ``step``; returns it once that is reached."""
+
+    def start(stubborn, step, **arms):
+        arms = {"stock": {"overrides": [f"hang_at={step}", f"stubborn={stubborn}"]}, **arms}
+        process = start_ab(recipe_file(arms=arms), "--out", tmp_path / "out")
+        metrics = tmp_path / "out" / "stock-seed0" / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") == step - 1, f"step {step}")
+        return process
+
+    return start
+
+
 @pytest.mark.slow
-def test_both_arms_run_and_the_report_compares_them(recipe_file, run_ab, tmp_path):
+def test_arms_run_after_prepare_and_the_report_compares_them(recipe_file, start_ab, tmp_path):
     checks = {"identical": ["critic/score/mean"], "faster": {"adv": 3, "step": 1.1}, "reward_gain": 0.1}
-    code, output = run_ab(recipe_file(checks=checks), "--out", tmp_path / "out")
-    assert code == 0, output
+    made = "import os, pathlib; pathlib.Path('made').write_text(os.environ['A'])"
+    path = recipe_file(checks=checks, prepare=["python", "-c", made], env={"A": "x", "B": "${seed}"})
+    process = start_ab(path, "--out", tmp_path / "out")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert (path.parent / "made").read_text() == "x", "prepare runs in the folder of the recipe"
     assert "accelerated and stock, seed 0: critic/score/mean is identical in all 8 steps" in output
     assert f"Report: {tmp_path / 'out' / 'report.html'}" in output
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    summary = summary_of(tmp_path / "out")
     assert summary["schema"] == "rl_accel.ab/1"
     assert summary["ok"] is True
     assert [(r["name"], r["status"], r["steps_done"]) for r in summary["runs"]] == [
@@ -39,83 +61,82 @@ def test_both_arms_run_and_the_report_compares_them(recipe_file, run_ab, tmp_pat
 
 
 @pytest.mark.slow
-def test_arms_seeds_and_steps_of_the_command_line_win(recipe_file, run_ab, tmp_path):
-    out = tmp_path / "out"
-    code, output = run_ab(recipe_file(), "--out", out, "--arms", "stock", "--seeds", "3,4", "--steps", 2)
-    assert code == 0, output
-    runs = json.loads((out / "summary.json").read_text())["runs"]
-    assert [(run["name"], run["steps_done"]) for run in runs] == [("stock-seed3", 2), ("stock-seed4", 2)]
-    assert "seed=3" in runs[0]["command"]
-
-
-@pytest.mark.slow
-def test_parting_arms_are_red_and_the_step_is_named(recipe_file, run_ab, tmp_path):
-    arms = {"stock": {}, "accelerated": {"overrides": ["part_at=5"]}}
+def test_parting_arms_are_red_and_runs_are_kept_reported_again_or_overwritten_as_asked(recipe_file, call_ab, tmp_path):
+    out, arms = tmp_path / "out", {"stock": {}, "accelerated": {"overrides": ["part_at=5"]}}
     checks = {"identical": ["critic/score/mean"]}
-    code, output = run_ab(recipe_file(arms=arms, checks=checks), "--out", tmp_path / "out")
+    recipe = recipe_file(arms=arms, checks=checks)
+    code, output = call_ab(recipe, "--out", out)
     assert code == 1
     assert "critic/score/mean parts at step 5" in output
     assert "Red checks: identical." in output
 
-
-@pytest.mark.slow
-def test_the_report_can_be_rebuilt_with_other_checks(recipe_file, run_ab, tmp_path):
-    out, arms = tmp_path / "out", {"stock": {}, "accelerated": {"overrides": ["part_at=5"]}}
-    checks = {"identical": ["critic/score/mean"]}
-    assert run_ab(recipe_file(arms=arms, checks=checks), "--out", out)[0] == 1
     (out / "report.html").unlink()
-    assert run_ab("--report-only", out)[0] == 1
+    assert call_ab("--report-only", out)[0] == 1
     assert "parts at step 5" in (out / "report.html").read_text()
     lenient = recipe_file(arms=arms, checks=checks | {"warn_only": ["identical"]})
-    code, output = run_ab(lenient, "--report-only", out)
+    code, output = call_ab(lenient, "--report-only", out)
     assert code == 0
     assert "red (warning only)" in output
 
+    run = out / "stock-seed0" / "run.json"
+    kept = run.read_text()
+    code, output = call_ab(recipe, "--out", out, "--arms", "stock")
+    assert code == 2
+    assert "already holds stock-seed0" in output
+    assert run.read_text() == kept
+    code, output = call_ab(recipe, "--out", out, "--arms", "stock", "--seeds", "0,4", "--steps", 2, "--overwrite")
+    assert code == 0, output
+    assert run.read_text() != kept
+    runs = summary_of(out)["runs"]
+    assert [(run["name"], run["steps_done"]) for run in runs] == [("stock-seed0", 2), ("stock-seed4", 2)]
+    assert "seed=4" in runs[1]["command"]
+
 
 @pytest.mark.slow
-def test_a_failed_arm_shows_its_last_lines_and_the_other_is_still_reported(recipe_file, run_ab, tmp_path):
-    arms = {"stock": {"overrides": ["fail_at=4", "log=<the last words>"]}, "accelerated": {}}
-    code, output = run_ab(recipe_file(arms=arms), "--out", tmp_path / "out")
+def test_each_failed_arm_says_why_and_resume_repeats_it_alone(recipe_file, call_ab, tmp_path):
+    out = tmp_path / "out"
+    arms = {
+        "stock": {"overrides": ["fail_at=4", "log=<the last words>"]},
+        "accelerated": {},
+        "broken": {"overrides": ["broken=yes"]},
+        "silent": {"overrides": ["silent=yes"]},
+        "short": {"overrides": ["steps=2"]},
+    }
+    code, output = call_ab(recipe_file(arms=arms), "--out", out)
     assert code == 1
-    assert "stock-seed0 failed: exit code 1 at step 3" in output
-    assert "the trainer gave up at step 4" in output
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert [run["status"] for run in summary["runs"]] == ["failed", "done"]
+    for message in (
+        "stock-seed0 failed: exit code 1 at step 3",
+        "the trainer gave up at step 4",
+        "broken-seed0 failed: exit code 1 at step 0",
+        "an override that nobody knows",
+        "silent-seed0 failed: no training step in metrics.jsonl: trainer.logger must include file",
+        "short-seed0 failed: ended by itself at step 2 of 8",
+    ):
+        assert message in output
+    summary = summary_of(out)
+    assert [run["status"] for run in summary["runs"]] == ["failed", "done", "failed", "failed", "failed"]
     assert summary["curves"]["critic/score/mean"]["stock-seed0"]["steps"] == [1, 2, 3]
-    html = (tmp_path / "out" / "report.html").read_text()
+    html = (out / "report.html").read_text()
     assert "the trainer gave up at step 4" in html
     assert "&lt;the last words&gt;" in html
 
-
-@pytest.mark.slow
-def test_an_arm_that_fails_before_it_logs_anything_is_reported_too(recipe_file, run_ab, tmp_path):
-    arms = {"stock": {}, "accelerated": {"overrides": ["broken=yes"]}}
-    code, output = run_ab(recipe_file(arms=arms), "--out", tmp_path / "out")
-    assert code == 1
-    assert "accelerated-seed0 failed: exit code 1 at step 0" in output
-    assert "an override that nobody knows" in output
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert [run["status"] for run in summary["runs"]] == ["done", "failed"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["silent=yes"], "no training step in metrics.jsonl: trainer.logger must include file"),
-        (["steps=2"], "ended by itself at step 2 of 8"),
-    ],
-)
-def test_exit_code_0_is_not_enough(recipe_file, run_ab, tmp_path, overrides, message):
-    code, output = run_ab(recipe_file(arms={"stock": {"overrides": overrides}}), "--out", tmp_path / "out")
-    assert code == 1
-    assert message in output
+    pid = out / "accelerated-seed0" / "pid"
+    first = pid.read_text()
+    code, output = call_ab(recipe_file(arms={"stock": {}, "accelerated": {}}), "--out", out, "--resume")
+    assert code == 0, output
+    assert "accelerated-seed0: kept from an earlier call" in output
+    assert pid.read_text() == first
+    assert (out / "stock-seed0" / "metrics.jsonl").read_text().count("\n") == 8
+    other = recipe_file(arms={"accelerated": {"overrides": ["adv=2"]}}, baseline="")
+    code, output = call_ab(other, "--out", out, "--resume")
+    assert "kept" not in output, "another command is another run"
+    assert pid.read_text() != first
 
 
 @pytest.mark.slow
-def test_an_arm_that_takes_too_long_is_stopped(recipe_file, run_ab, tmp_path, gone):
+def test_an_arm_that_takes_too_long_is_stopped(recipe_file, call_ab, tmp_path, gone):
     arms = {"stock": {"overrides": ["hang_at=3"]}}
-    code, output = run_ab(recipe_file(arms=arms, timeout_s=3), "--out", tmp_path / "out")
+    code, output = call_ab(recipe_file(arms=arms, timeout_s=3), "--out", tmp_path / "out")
     assert code == 1
     assert "at step 2" in output
     assert json.loads((tmp_path / "out" / "stock-seed0" / "run.json").read_text())["status"] == "timeout"
@@ -123,108 +144,55 @@ def test_an_arm_that_takes_too_long_is_stopped(recipe_file, run_ab, tmp_path, go
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_stop_signal_ends_the_run_and_keeps_what_was_measured(
-    recipe_file, start_ab, tmp_path, wait_for, gone, number
-):
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.full) for number in (signal.SIGINT, signal.SIGHUP))],
+)
+def test_a_stop_signal_ends_the_run_and_keeps_what_was_measured(hanging, tmp_path, gone, number):
     out = tmp_path / "out"
-    arms = {"stock": {"overrides": ["hang_at=4", "stubborn=yes"]}, "accelerated": {}}
-    process = start_ab(recipe_file(arms=arms), "--out", out)
-    metrics = out / "stock-seed0" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") == 3, "three steps")
+    process = hanging("yes", 4, accelerated={})
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number, output
     assert len(pids(out)) == 2
     assert all(gone(pid) for pid in pids(out))
     assert leftovers(tmp_path) == []
-    (run,) = json.loads((out / "summary.json").read_text())["runs"]
+    (run,) = summary_of(out)["runs"]
     assert (run["status"], run["steps_done"]) == ("interrupted", 3)
     assert "1 of 2 runs were not started" in output
     assert (out / "report.html").exists()
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_does_not_wait_for_a_deaf_trainer(recipe_file, start_ab, tmp_path, wait_for, gone):
-    out = tmp_path / "out"
-    process = start_ab(recipe_file(arms={"stock": {"overrides": ["hang_at=2", "stubborn=deaf"]}}), "--out", out)
-    metrics = out / "stock-seed0" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_text(), "a step")
+def test_a_second_ctrl_c_does_not_wait_for_a_deaf_trainer(hanging, tmp_path, gone):
+    process = hanging("deaf", 2)
     process.send_signal(signal.SIGINT)
     with pytest.raises(Exception, match="timed out"):
         process.wait(2)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
-    assert gone(out / "stock-seed0" / "pid")
+    assert gone(tmp_path / "out" / "stock-seed0" / "pid")
 
 
-def test_a_killed_runner_takes_its_run_along(recipe_file, start_ab, tmp_path, wait_for, gone):
+@pytest.mark.slow
+def test_a_killed_runner_takes_its_run_along_and_its_report_can_be_rebuilt(hanging, call_ab, tmp_path, wait_for, gone):
     out = tmp_path / "out"
-    process = start_ab(recipe_file(arms={"stock": {"overrides": ["hang_at=3", "stubborn=yes"]}}), "--out", out)
-    metrics = out / "stock-seed0" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") == 2, "two steps")
+    process = hanging("yes", 3)
     process.kill()
     process.communicate()
     assert len(pids(out)) == 2
     wait_for(lambda: all(gone(pid) for pid in pids(out)), "the run to end with its runner")
     wait_for(lambda: leftovers(tmp_path) == [], "the removal of Ray's folder")
-
-
-@pytest.mark.slow
-def test_the_report_of_a_killed_runner_can_be_rebuilt(recipe_file, start_ab, run_ab, tmp_path, wait_for):
-    out = tmp_path / "out"
-    process = start_ab(recipe_file(arms={"stock": {"overrides": ["hang_at=3"]}}), "--out", out)
-    metrics = out / "stock-seed0" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") == 2, "two steps")
-    process.kill()
-    process.communicate()
-    code, output = run_ab("--report-only", out)
+    code, output = call_ab("--report-only", out)
     assert code == 1
     assert "stock-seed0: interrupted" in output
-    curves = json.loads((out / "summary.json").read_text())["curves"]
-    assert curves["critic/score/mean"]["stock-seed0"]["steps"] == [1, 2]
+    assert summary_of(out)["curves"]["critic/score/mean"]["stock-seed0"]["steps"] == [1, 2]
 
 
-@pytest.mark.slow
-def test_resume_keeps_finished_runs_and_repeats_the_others(recipe_file, run_ab, tmp_path):
-    out = tmp_path / "out"
-    failing = recipe_file(arms={"stock": {}, "accelerated": {"overrides": ["fail_at=2"]}})
-    assert run_ab(failing, "--out", out)[0] == 1
-    first = (out / "stock-seed0" / "pid").read_text()
-    code, output = run_ab(recipe_file(arms={"stock": {}, "accelerated": {}}), "--out", out, "--resume")
-    assert code == 0, output
-    assert "stock-seed0: kept from an earlier call" in output
-    assert (out / "stock-seed0" / "pid").read_text() == first
-    code, output = run_ab(recipe_file(arms={"stock": {"overrides": ["adv=2"]}}), "--out", out, "--resume")
-    assert "kept" not in output, "another command is another run"
-    assert (out / "stock-seed0" / "pid").read_text() != first
-
-
-@pytest.mark.slow
-def test_measured_runs_are_not_overwritten_by_accident(recipe_file, run_ab, tmp_path):
-    arguments = (recipe_file(), "--out", tmp_path / "out", "--arms", "stock", "--steps", 2)
-    assert run_ab(*arguments)[0] == 0
-    kept = (tmp_path / "out" / "stock-seed0" / "run.json").read_text()
-    code, output = run_ab(*arguments)
-    assert code == 2
-    assert "already holds stock-seed0" in output
-    assert (tmp_path / "out" / "stock-seed0" / "run.json").read_text() == kept
-    assert run_ab(*arguments, "--overwrite")[0] == 0
-    assert (tmp_path / "out" / "stock-seed0" / "run.json").read_text() != kept
-
-
-@pytest.mark.slow
-def test_prepare_runs_first_in_the_recipe_folder(recipe_file, run_ab, tmp_path):
-    code = "import os, pathlib; pathlib.Path('made').write_text(os.environ['A'])"
-    path = recipe_file(prepare=["python", "-c", code], env={"A": "x", "B": "${seed}"}, arms={"stock": {}})
-    assert run_ab(path, "--out", tmp_path / "out")[0] == 0
-    assert (path.parent / "made").read_text() == "x"
-
-
-def test_a_failed_prepare_starts_no_run_and_shows_its_log(recipe_file, run_ab, tmp_path):
+def test_a_failed_prepare_starts_no_run_and_shows_its_log(recipe_file, call_ab, tmp_path):
     path = recipe_file(prepare=["python", "-c", "raise SystemExit('no data here')"])
-    code, output = run_ab(path, "--out", tmp_path / "out")
+    code, output = call_ab(path, "--out", tmp_path / "out")
     assert code == 1
     assert "prepare failed with exit code 1" in output
     assert "no data here" in output
@@ -238,20 +206,14 @@ def test_an_out_folder_that_cannot_be_made_is_said_in_words(recipe_file, call_ab
     assert "Not a directory" in output
 
 
-def test_without_out_results_go_to_a_folder_named_after_the_recipe(recipe_file, call_ab, tmp_path, monkeypatch):
+def test_dry_run_prints_the_commands_and_writes_nothing(recipe_file, call_ab, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, output = call_ab(recipe_file(overrides=["at=${run_dir}"]), "--dry-run")
+    code, output = call_ab(recipe_file(env={"A": "b c"}, overrides=["at=${run_dir}"]), "--dry-run")
     assert code == 0
-    assert "go to out/toy" in output
-    assert f"at={tmp_path / 'out' / 'toy' / 'stock-seed0'}" in output
-    assert not (tmp_path / "out").exists()
-
-
-def test_dry_run_prints_the_commands_and_writes_nothing(recipe_file, call_ab, tmp_path):
-    code, output = call_ab(recipe_file(env={"A": "b c"}), "--out", tmp_path / "out", "--dry-run")
-    assert code == 0
+    assert "go to out/toy" in output, "without --out results go to a folder named after the recipe"
+    run = tmp_path / "out" / "toy" / "stock-seed0"
     assert "# stock-seed0\nA='b c' " in output
-    assert "steps=8 adv=0.4" in output
+    assert f"at={run} seed=0 steps=8 adv=0.4" in output
     assert not (tmp_path / "out").exists()
 
 

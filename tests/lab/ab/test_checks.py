@@ -33,75 +33,67 @@ STEP = {"timing_s/step": 2.0, "timing_s/adv": 1.0}
 FAST = {"timing_s/step": 1.0, "timing_s/adv": 0.1}
 
 
-def test_completed(judge):
-    assert judge("completed", {"stock": [STEP]}).status == "green"
-    failed = judge("completed", {"stock": [STEP]}, status="failed")
-    assert (failed.status, failed.failed, failed.detail) == ("red", True, "stock-seed0: failed (why)")
-    assert "1 of 2 runs were not started" in judge("completed", {"stock": [STEP]}, asked=2).detail
+def both(stock, accelerated):
+    return {"stock": stock, "accelerated": accelerated}
 
 
-def test_identical(judge):
-    same = {"stock": [{REWARD: 0.1}, {REWARD: math.nan}], "accelerated": [{REWARD: 0.1}, {REWARD: math.nan}]}
-    assert judge("identical", same, identical=[REWARD]).status == "green"
-    other = same | {"accelerated": [{REWARD: 0.1}, {REWARD: 0.25}]}
-    parted = judge("identical", other, identical=[REWARD])
-    assert parted.status == "red"
-    assert "of accelerated seed 0 parts at step 2: nan and 0.25" in parted.detail
-    assert judge("identical", {"stock": [{REWARD: 0.1}]}, identical=[REWARD]).status == "skipped"
-    assert judge("identical", same, identical=["absent"]).status == "red"
-    assert judge("identical", same) is None
+NAN = math.nan
+SAME = both([{REWARD: 0.1}, {REWARD: NAN}], [{REWARD: 0.1}, {REWARD: NAN}])
+PARTED = both([{REWARD: 0.1}, {REWARD: NAN}], [{REWARD: 0.1}, {REWARD: 0.25}])
+LEARNS = {"stock": [{REWARD: 0.0}, {REWARD: 1.0}]}
+ARMS = both([STEP] * 4, [FAST] * 4)
+ONE = {"stock": [STEP]}
+LOG = "fine\na dtype mismatch: bf16\n"
 
 
-@pytest.mark.parametrize(("value", "status"), [(1e-8, "green"), (2e-3, "red"), (math.nan, "red")])
-def test_rollout_probs_diff(judge, value, status):
-    metrics = [{"training/rollout_probs_diff_max": 1e-9}, {"training/rollout_probs_diff_max": value}]
-    found = judge("rollout_probs_diff", {"stock": metrics}, rollout_probs_diff=1e-3)
-    assert found.status == status
-    assert "step 2" in found.detail
+def differing(value):
+    return {"stock": [{"training/rollout_probs_diff_max": 1e-9}, {"training/rollout_probs_diff_max": value}]}
 
 
-def test_rollout_probs_diff_that_was_not_logged_says_how_to_log_it(judge):
-    found = judge("rollout_probs_diff", {"stock": [STEP]})
-    assert found.status == "skipped"
-    assert "calculate_log_probs" in found.detail
-    assert judge("rollout_probs_diff", {"stock": [STEP]}, rollout_probs_diff=None) is None
+def kl(*values):
+    return {"stock": [{"actor/kl_loss": value} for value in values]}
 
 
-def test_first_step_zero(judge):
-    assert judge("first_step_zero", {"stock": [{"actor/kl_loss": 0.0}, {"actor/kl_loss": 1.0}]}).status == "green"
-    assert judge("first_step_zero", {"stock": [{"actor/kl_loss": 0.1}]}).status == "red"
-    assert judge("first_step_zero", {"stock": [{"actor/kl_loss": math.nan}]}).status == "red"
-    assert judge("first_step_zero", {"stock": [STEP]}).status == "skipped"
-
-
-def test_forbidden_log_names_the_line(judge):
-    found = judge("forbidden_log", {"stock": [STEP]}, logs={"stock": "fine\na dtype mismatch: bf16\n"})
-    assert (found.status, found.detail) == ("red", "stock-seed0/train.log line 2: a dtype mismatch: bf16")
-
-
-def test_forbidden_log_is_green_on_a_clean_log(judge):
-    assert judge("forbidden_log", {"stock": [STEP]}, logs={"stock": "fine\n"}).status == "green"
-
-
-def test_reward_gain(judge):
-    learns = {"stock": [{REWARD: 0.0}, {REWARD: 1.0}]}
-    assert judge("reward_gain", learns, reward_gain=0.5).status == "green"
-    assert judge("reward_gain", learns, reward_gain=1.5).status == "red"
-    assert judge("reward_gain", {"stock": [STEP]}, reward_gain=0.1).status == "red"
-    assert judge("reward_gain", learns) is None
-
-
-def test_faster(judge):
-    arms = {"stock": [STEP] * 4, "accelerated": [FAST] * 4}
-    assert judge("faster", arms, faster={"adv": 9.0, "step": 2.0}).status == "green"
-    slow = judge("faster", arms, faster={"adv": 11.0, "step": 1.0})
-    assert (slow.status, slow.failed) == ("red", True)
-    assert "adv 10.00x (accelerated), wanted 11x" in slow.detail
-    assert judge("faster", arms, faster={"values": 1.0}).status == "red"
-    assert judge("faster", {"stock": [STEP]}, faster={"adv": 2.0}).status == "skipped"
+@pytest.mark.parametrize(
+    ("name", "arms", "keys", "status", "detail"),
+    [
+        ("completed", ONE, {}, "green", ""),
+        ("completed", ONE, {"status": "failed"}, "red", "stock-seed0: failed (why)"),
+        ("completed", ONE, {"asked": 2}, "red", "1 of 2 runs were not started"),
+        ("identical", SAME, {"identical": [REWARD]}, "green", ""),
+        ("identical", PARTED, {"identical": [REWARD]}, "red", "of accelerated seed 0 parts at step 2: nan and 0.25"),
+        ("identical", {"stock": [{REWARD: 0.1}]}, {"identical": [REWARD]}, "skipped", ""),
+        ("identical", SAME, {"identical": ["absent"]}, "red", ""),
+        ("identical", SAME, {}, None, ""),
+        ("rollout_probs_diff", differing(1e-8), {"rollout_probs_diff": 1e-3}, "green", "step 2"),
+        ("rollout_probs_diff", differing(2e-3), {"rollout_probs_diff": 1e-3}, "red", "step 2"),
+        ("rollout_probs_diff", differing(NAN), {"rollout_probs_diff": 1e-3}, "red", "step 2"),
+        ("rollout_probs_diff", ONE, {}, "skipped", "calculate_log_probs"),
+        ("rollout_probs_diff", ONE, {"rollout_probs_diff": None}, None, ""),
+        ("first_step_zero", kl(0.0, 1.0), {}, "green", ""),
+        ("first_step_zero", kl(0.1), {}, "red", ""),
+        ("first_step_zero", kl(NAN), {}, "red", ""),
+        ("first_step_zero", ONE, {}, "skipped", ""),
+        ("forbidden_log", ONE, {"logs": {"stock": LOG}}, "red", "stock-seed0/train.log line 2: a dtype mismatch: bf16"),
+        ("forbidden_log", ONE, {"logs": {"stock": "fine\n"}}, "green", ""),
+        ("reward_gain", LEARNS, {"reward_gain": 0.5}, "green", ""),
+        ("reward_gain", LEARNS, {"reward_gain": 1.5}, "red", ""),
+        ("reward_gain", ONE, {"reward_gain": 0.1}, "red", ""),
+        ("reward_gain", LEARNS, {}, None, ""),
+        ("faster", ARMS, {"faster": {"adv": 9.0, "step": 2.0}}, "green", ""),
+        ("faster", ARMS, {"faster": {"adv": 11.0, "step": 1.0}}, "red", "adv 10.00x (accelerated), wanted 11x"),
+        ("faster", ARMS, {"faster": {"values": 1.0}}, "red", ""),
+        ("faster", ONE, {"faster": {"adv": 2.0}}, "skipped", ""),
+    ],
+)
+def test_a_check_turns_green_red_or_skipped_or_is_left_out(judge, name, arms, keys, status, detail):
+    found = judge(name, arms, **keys)
+    assert status == (found and found.status)
+    if found is not None:
+        assert detail in found.detail
+        assert found.failed == (status == "red")
 
 
 def test_a_check_that_only_warns_is_red_without_failing(judge):
-    arms = {"stock": [FAST] * 4, "accelerated": [STEP] * 4}
-    found = judge("faster", arms, faster={"step": 1.0}, warn_only=["faster"])
+    found = judge("faster", both([FAST] * 4, [STEP] * 4), faster={"step": 1.0}, warn_only=["faster"])
     assert (found.status, found.failed) == ("red", False)

@@ -47,25 +47,21 @@ def write(tmp_path):
 
 
 def rows_of(summary, axis="steps"):
-    return {
-        row["arm"]: row for row in summary["convergence"]["rows"] if row["axis"] == axis and row["metric"] == REWARD
-    }
+    rows = [row for row in summary["convergence"]["rows"] if row["axis"] == axis and row["metric"] == REWARD]
+    return {row["arm"]: row for row in rows}
 
 
 def test_runs_of_two_arms_that_are_equal(call, write):
     stock, tail = ([write(f"{arm}-seed{seed}", noise=0.002) for seed in range(8)] for arm in ("stock", "tail"))
     code, output, summary = call(*stock, "--against", *tail, "--margin", "5%", "--batch-size", 16)
     assert code == 0, output
-    assert {axis: rows_of(summary, axis)["tail"]["answer"] for axis in ("steps", "prompts", "hours")} == dict.fromkeys(
-        ("steps", "prompts", "hours"), "equal within the margin"
-    )
+    axes = ("steps", "prompts", "hours")
+    assert {rows_of(summary, axis)["tail"]["answer"] for axis in axes} == {"equal within the margin"}
     assert "tail and stock, critic/score/mean against training steps: equal within the margin" in output
     assert "5% of stock's gain; 8 seeds, paired" in output
     assert "stock-seed0: verl's file logger, steps 1 to 60" in output
-    assert (
-        "seconds and hours compare only what ran on equal GPUs: all runs of stock, all runs of tail on unknown ones"
-        in output
-    )
+    alike = "seconds and hours compare only what ran on equal GPUs: all runs of stock, all runs of tail on unknown ones"
+    assert alike in output
     page = (next(iter(stock)).parent / "out" / "report.html").read_text()
     assert "Did it change learning?" in page
     assert "No check is red" not in page, "nothing was checked"
@@ -76,15 +72,12 @@ def test_a_yaml_file_names_three_arms_and_the_first_is_the_baseline(call, write,
         for seed in range(4):
             write(f"runs/{arm}/seed{seed}", gain, noise=0.001)
     file = tmp_path / "arms.yaml"
-    file.write_text(
-        "plain: [runs/stock/seed*]\ntail: [runs/tail/seed*]\nasync: [runs/async/seed0, 'runs/async/seed[123]']\n"
-    )
+    tails = "tail: [runs/tail/seed*]\nasync: [runs/async/seed0, 'runs/async/seed[123]']\n"
+    file.write_text("plain: [runs/stock/seed*]\n" + tails)
     code, output, summary = call(file, "--margin", "10%")
     assert code == 0, output
-    assert {arm: row["answer"] for arm, row in rows_of(summary).items()} == {
-        "tail": "equal within the margin",
-        "async": "different",
-    }
+    answers = {arm: row["answer"] for arm, row in rows_of(summary).items()}
+    assert answers == {"tail": "equal within the margin", "async": "different"}
     assert summary["recipe"]["baseline"] == "plain"
 
 
@@ -112,15 +105,13 @@ def test_unequal_lengths_restarts_and_missing_metrics_are_said(call, write, tmp_
     assert "seeds of each show that they are equal" in output
 
 
-def test_one_seed_is_never_equal(call, write):
+def test_one_seed_is_never_equal_and_runs_without_a_known_seed_are_not_paired(call, write):
     code, output, summary = call(write("stock-seed0"), "--against", write("tail-seed0"))
     assert code == 0, output
     assert rows_of(summary)["tail"]["answer"] == "not enough runs"
     assert "nothing is decided below 3 seeds of each" in output
     assert "tail and stock, seed 0: critic/score/mean is identical in all 60 steps" in output
 
-
-def test_runs_without_a_known_seed_are_not_paired(call, write):
     stock, tail = ([write(f"{arm}_{name}", noise=0.001) for name in "xyz"] for arm in ("stock", "tail"))
     code, output, summary = call(*stock, "--against", *tail)
     assert code == 0, output
@@ -215,10 +206,10 @@ def test_wrong_input_is_one_line_that_names_it(call, write, tmp_path, words, wan
 
 
 @pytest.mark.slow
-def test_it_says_of_the_arms_of_an_ab_what_the_ab_said(recipe_file, run_ab, call, tmp_path):
+def test_it_says_of_the_arms_of_an_ab_what_the_ab_said(recipe_file, call_ab, call, tmp_path):
     arms = {"stock": {"overrides": ["adv=0.4"]}, "accelerated": {"overrides": ["adv=0.1", "part_at=3"]}}
     recipe = recipe_file(arms=arms, seeds=[0, 1, 2], metrics={"average": "mean", "warmup_steps": 1, "margin": "0.01"})
-    code, output = run_ab(recipe, "--out", tmp_path / "ab")
+    code, output = call_ab(recipe, "--out", tmp_path / "ab")
     assert code == 0, output
     said = json.loads((tmp_path / "ab" / "summary.json").read_text())
     runs = [[tmp_path / "ab" / f"{arm}-seed{seed}" for seed in range(3)] for arm in arms]

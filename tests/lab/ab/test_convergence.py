@@ -51,26 +51,29 @@ def at_most(share, count):
     return binomtest(int(count), DRAWS, share, alternative="greater").pvalue > 0.01
 
 
-@pytest.mark.parametrize("true", [0.0, 0.5, 1.0, 2.0])
-@pytest.mark.parametrize(("seeds", "spread"), [(3, 0.2), (3, 1.0), (5, 0.7), (10, 1.5)])
-@pytest.mark.parametrize(("paired", "share"), list(itertools.product((True, False), (True, False))))
-def test_each_answer_is_wrong_in_at_most_one_of_twenty(true, seeds, spread, paired, share):
-    answers = decide(*draws(np.random.default_rng(1), seeds, spread, true, paired, share), paired)
+def assert_seldom_wrong(answers, true):
+    """In at most one of twenty an answer of ``decide`` is not that of the ``true`` difference, in margins."""
     if true >= 1:
         assert at_most(0.05, (answers == EQUAL).sum())
     if true <= 1:
         assert at_most(0.05, (answers == DIFFERENT).sum())
 
 
-@pytest.mark.parametrize(("true", "answer"), [(0.0, EQUAL), (0.5, EQUAL), (2.0, DIFFERENT)])
-def test_with_many_seeds_the_answer_is_the_right_one(true, answer):
-    answers = decide(*draws(np.random.default_rng(2), 60, 1.0, true, True), True)
-    assert (answers == answer).mean() > 0.95
+@pytest.mark.parametrize(("seeds", "spread"), [(3, 0.2), (3, 1.0), (5, 0.7), (10, 1.5)])
+@pytest.mark.parametrize(("paired", "share"), list(itertools.product((True, False), (True, False))))
+def test_each_answer_is_wrong_in_at_most_one_of_twenty(seeds, spread, paired, share):
+    for true in (0.0, 0.5, 1.0, 2.0):
+        answers = decide(*draws(np.random.default_rng(1), seeds, spread, true, paired, share), paired)
+        assert_seldom_wrong(answers, true)
 
 
-def test_at_exactly_the_margin_runs_are_never_enough():
-    answers = decide(*draws(np.random.default_rng(3), 200, 1.0, 1.0, True), True)
-    assert (answers == NOT_ENOUGH).mean() > 0.88
+@pytest.mark.parametrize(
+    ("true", "seeds", "answer", "share"),
+    [(0.0, 60, EQUAL, 0.95), (0.5, 60, EQUAL, 0.95), (2.0, 60, DIFFERENT, 0.95), (1.0, 200, NOT_ENOUGH, 0.88)],
+)
+def test_with_many_seeds_the_answer_is_the_right_one_and_none_at_exactly_the_margin(true, seeds, answer, share):
+    answers = decide(*draws(np.random.default_rng(2), seeds, 1.0, true, True), True)
+    assert (answers == answer).mean() > share
 
 
 @pytest.mark.slow
@@ -103,9 +106,6 @@ def test_the_seeds_it_asks_for_are_enough_in_four_of_five(paired, true, supposed
         for seeds, count in zip(*np.unique(asked, return_counts=True), strict=True):
             decided += (decide(*draws(rng, seeds, spread, true, paired, count=count), paired) != NOT_ENOUGH).sum()
         assert binomtest(int(decided), len(asked), 0.8, alternative="less").pvalue > 0.01, (decided, len(asked), pilot)
-        print(
-            f"{pilot} seeds, deviation {spread}, difference {true}: enough in {decided} of {len(asked)}, {np.median(asked)}"
-        )
 
 
 def curves(rng, arms_true, length=80, seeds=4, noise=0.005, common=0.001):
@@ -132,28 +132,21 @@ def test_autocorrelated_curves_of_different_lengths_do_not_mislead(true):
         finals.append([levels(side, end) for side in sides])
     (before, base), (_, ours) = np.array(finals).transpose(1, 2, 0, 3)
     answers = decide(base, ours, MARGIN / GAIN * (base - before), False)
-    counts = {answer: (answers == answer).sum() for answer in (EQUAL, DIFFERENT)}
-    if true >= 1:
-        assert at_most(0.05, counts[EQUAL])
-    if true <= 1:
-        assert at_most(0.05, counts[DIFFERENT])
+    assert_seldom_wrong(answers, true)
     if true in (0, 2):
-        assert counts[EQUAL if true == 0 else DIFFERENT] > DRAWS / 2, "these runs do tell"
+        assert (answers == (EQUAL if true == 0 else DIFFERENT)).sum() > DRAWS / 2, "these runs do tell"
 
 
-def test_one_seed_and_two_never_decide_not_even_runs_that_are_alike():
-    for seeds in (1, 2):
-        same = np.full((1, seeds), 0.7)
-        assert decide(same, same, np.full((1, seeds), 1.0), True) == NOT_ENOUGH
-        assert math.isnan(interval(same[0], same[0], True)[0])
-
-
-def test_runs_that_are_alike_to_the_bit_are_equal_and_a_constant_difference_is_a_difference():
+def test_runs_that_are_alike_to_the_bit_are_equal_from_three_seeds_on_and_a_constant_difference_is_one():
     base = np.array([0.5, 0.6, 0.7])
     margin = np.full(3, 0.01)
     assert decide(base, base.copy(), margin, True) == EQUAL
     assert interval(base, base.copy(), True) == (0.0, 0.0)
     assert decide(base, base + 0.02, margin, True) == DIFFERENT
+    for seeds in (1, 2):
+        same = np.full((1, seeds), 0.7)
+        assert decide(same, same, np.full((1, seeds), 1.0), True) == NOT_ENOUGH
+        assert math.isnan(interval(same[0], same[0], True)[0])
 
 
 def test_the_interval_is_students_for_pairs_and_welchs_otherwise():
@@ -209,50 +202,34 @@ def test_runs_pair_by_seed_where_all_are_known():
     assert names([0, 1, None], [0, 1, 2])[2] is False
 
 
-def test_a_value_lies_at_a_step_at_prompts_and_at_hours():
-    found = points(run("a", 0, [0.1, 0.2, math.nan, 0.4], 1800.0, batch=8), Metrics(), REWARD)
-    assert {axis: x.tolist() for axis, (x, _) in found.items()} == {
-        "steps": [1, 2, 4],
-        "prompts": [8, 16, 32],
-        "hours": [0.5, 1.0, 2.0],
-    }
-    assert found["hours"][1].tolist() == [0.1, 0.2, 0.4]
+def test_values_lie_at_steps_and_at_the_prompts_and_hours_that_are_known():
+    def places(of, metric=REWARD):
+        return {axis: x.tolist() for axis, (x, _) in points(of, Metrics(), metric).items()}
 
-
-def test_slime_counts_from_zero_and_what_is_not_known_is_left_out():
-    assert points(run("a", 0, [1, 2], batch=8, first=0), Metrics(), REWARD)["prompts"][0].tolist() == [8, 16]
-    assert set(points(run("a", 0, [1, 2], first=5), Metrics(), REWARD)) == {"steps"}, "hours before step 5 are unknown"
+    gap = run("a", 0, [0.1, 0.2, math.nan, 0.4], 1800.0, batch=8)
+    assert places(gap) == {"steps": [1, 2, 4], "prompts": [8, 16, 32], "hours": [0.5, 1.0, 2.0]}
+    assert points(gap, Metrics(), REWARD)["hours"][1].tolist() == [0.1, 0.2, 0.4]
+    assert places(run("a", 0, [1, 2], batch=8, first=0))["prompts"] == [8, 16], "slime counts from zero"
+    assert set(places(run("a", 0, [1, 2], first=5))) == {"steps"}, "hours before step 5 are unknown"
     gap = run("a", 0, [1, 2, 3])
     del gap.steps[2]["timing_s/step"]
-    assert set(points(gap, Metrics(), REWARD)) == {"steps"}
-
-
-def test_a_validation_before_training_lies_at_no_prompt_and_no_hour():
+    assert set(places(gap)) == {"steps"}
     trained = run("a", 0, [1, 2], batch=8)
-    trained.steps[2]["val-core/gsm8k/acc/mean@1"] = 0.5
-    its = RunData("a", 0, {0: {"val-core/gsm8k/acc/mean@1": 0.3}, **trained.steps}, trained.command)
-    found = points(its, Metrics(), "val-core/gsm8k/acc/mean@1")
-    assert {axis: x.tolist() for axis, (x, _) in found.items()} == {
-        "steps": [0, 2],
-        "prompts": [0, 16],
-        "hours": [0, 2],
-    }
+    trained.steps[2]["val"] = 0.5
+    validated_first = RunData("a", 0, {0: {"val": 0.3}, **trained.steps}, trained.command)
+    assert places(validated_first, "val") == {"steps": [0, 2], "prompts": [0, 16], "hours": [0, 2]}
 
 
 def test_the_whole_says_levels_answers_axes_and_what_is_missing():
     ramp = np.linspace(0, 1, 50)
     runs = [run("stock", seed, ramp + seed / 10, batch=4) for seed in range(3)]
-    runs += [
-        run("fast", seed, (ramp + seed / 10)[: 50 - 4 * (seed == 1)], seconds=1800.0, batch=4) for seed in range(3)
-    ]
+    fast = {seed: (ramp + seed / 10)[: 50 - 4 * (seed == 1)] for seed in range(3)}
+    runs += [run("fast", seed, values, seconds=1800.0, batch=4) for seed, values in fast.items()]
     runs[0].steps[50]["val-core/x/acc/mean@1"] = 1.0
     found = converge(runs, ["stock", "fast"], "stock", Metrics())
     by_axis = {row["axis"]: row for row in found["rows"]}
-    assert {axis: row["answer"] for axis, row in by_axis.items()} == {
-        "steps": EQUAL,
-        "prompts": EQUAL,
-        "hours": DIFFERENT,
-    }
+    answers = {axis: row["answer"] for axis, row in by_axis.items()}
+    assert answers == {"steps": EQUAL, "prompts": EQUAL, "hours": DIFFERENT}
     assert (by_axis["steps"]["end"], by_axis["steps"]["longest"], by_axis["prompts"]["end"]) == (46, 50, 184)
     assert by_axis["steps"]["difference"] == 0
     assert by_axis["hours"]["end"] == 23
@@ -262,18 +239,14 @@ def test_the_whole_says_levels_answers_axes_and_what_is_missing():
     assert list(found["curves"]) == [REWARD, "val-core/x/acc/mean@1"]
     assert found["curves"]["val-core/x/acc/mean@1"]["prompts"] == {"stock-seed0": [[200.0], [1.0]]}
     text = sentence(by_axis["steps"], "stock", "2%")
-    assert text.startswith(
-        "fast and stock, critic/score/mean against training steps: equal within the margin (difference +0"
-    )
+    start = "fast and stock, critic/score/mean against training steps: equal within the margin (difference +0"
+    assert text.startswith(start)
     assert "2% of stock's gain; 3 seeds, paired" in text
 
 
 def test_a_level_that_a_run_does_not_reach_gives_no_ratio():
-    slow = [run("b", seed, np.linspace(0, 0.5, 50)) for seed in range(3)]
-    rows = converge([*(run("a", s, np.linspace(0, 1, 50)) for s in range(3)), *slow], ["a", "b"], "a", Metrics())[
-        "rows"
-    ]
-    reach = rows[0]["reach"]
+    runs = [run(arm, seed, np.linspace(0, top, 50)) for arm, top in (("a", 1), ("b", 0.5)) for seed in range(3)]
+    reach = converge(runs, ["a", "b"], "a", Metrics())["rows"][0]["reach"]
     assert reach["reached"] == [3, 0]
     assert math.isnan(reach["ratio"])
     assert math.isnan(reach["value"])
@@ -289,10 +262,11 @@ def test_a_level_that_a_run_does_not_reach_gives_no_ratio():
 )
 def test_not_enough_says_why(seeds, values, why):
     rng = np.random.default_rng(0)
-    noisy = itertools.starmap(
-        lambda arm, seed: run(arm, seed, values or np.linspace(0, 1, 50) + rng.normal(0, 0.2)),
-        itertools.product(("stock", "fast"), range(seeds)),
-    )
-    row = converge(list(noisy), ["stock", "fast"], "stock", Metrics())["rows"][0]
+    noisy = [
+        run(arm, seed, values or np.linspace(0, 1, 50) + rng.normal(0, 0.2))
+        for arm in ("stock", "fast")
+        for seed in range(seeds)
+    ]
+    row = converge(noisy, ["stock", "fast"], "stock", Metrics())["rows"][0]
     assert row["answer"] == NOT_ENOUGH
     assert why in sentence(row, "stock", "2%")

@@ -6,13 +6,17 @@ import runpy
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from rl_accel.errors import RecipeError
+from rl_accel.integrations.slime.custom_config import check, make
 from rl_accel.lab.ab import preflight
 from rl_accel.lab.ab.recipe import load, plan_runs
 
@@ -69,7 +73,7 @@ def test_the_same_arm_composes_on_the_cpu_platform(plan, verl):
 )
 def test_a_key_or_value_that_does_not_fit_is_found(override, message, verl):
     plan = plans_of("verl_gsm8k")[0]
-    wrong = preflight.RunPlan(plan.arm, 0, 1, plan.directory, (*plan.command, *override.split()))
+    wrong = replace(plan, command=(*plan.command, *override.split()))
     with pytest.raises(Exception, match=message):
         preflight.validate_verl(preflight.compose_verl(wrong))
 
@@ -90,11 +94,7 @@ def flags_in(words):
 
 
 def test_the_file_of_slimes_arm_is_what_slime_config_writes():
-    from rl_accel.integrations.slime.custom_config import check, make
-
     file = EXAMPLES / "slime_math" / "tail.yaml"
-    import yaml
-
     assert yaml.safe_load(file.read_text()) == make(["tail_batching"], {})
     assert check(file, Path(SLIME_ROOT) if SLIME_ROOT else None) == []
 
@@ -136,41 +136,33 @@ def test_what_slimes_script_sets_and_the_recipe_does_not_is_known(slime_places):
     lines = [line.strip() for line in script.splitlines() if not line.strip().startswith("#")]
     theirs = {word for line in lines for word in line.split() if word.startswith("--")}
     ours = flags_in(plans_of("slime_math")[0].command)
-    left_out = {
-        word for word in theirs - ours if not word.startswith(("--eval", "--n-samples-per-eval", "--dashboard"))
-    }
-    sizes_of_one = {
-        f"--{name}-parallel-size" for name in ("pipeline-model", "context", "expert-model", "expert-tensor")
-    }
-    ray = {
-        "--head",
-        "--node-ip-address",
-        "--num-gpus",
-        "--disable-usage-stats",
-        "--address",
-        "--runtime-env-json",
-        "--format",
-        "--force",
-    }
-    assert {word.partition("=")[0] for word in left_out} <= sizes_of_one | ray | {"--load", "--"}
+    elsewhere = ("--eval", "--n-samples-per-eval", "--dashboard")
+    left_out = {word.partition("=")[0] for word in theirs - ours if not word.startswith(elsewhere)}
+    sizes = ("pipeline-model", "context", "expert-model", "expert-tensor")
+    ray = (
+        "head",
+        "node-ip-address",
+        "num-gpus",
+        "disable-usage-stats",
+        "address",
+        "runtime-env-json",
+        "format",
+        "force",
+    )
+    of_one = {f"--{name}-parallel-size" for name in sizes}
+    assert left_out <= of_one | {f"--{name}" for name in ray} | {"--load", "--"}
 
 
 def test_slime_writes_what_the_report_reads(tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
     log = runpy.run_path(str(EXAMPLES / "slime_math" / "slime_metrics.py"))["log_rollout"]
 
-    class Sample:
-        response_length = 4
-
-        def get_reward_value(self, args):
-            return 0.5
-
+    sample = SimpleNamespace(response_length=4, get_reward_value=lambda args: 0.5)
     for number in range(2):
-        assert log(number, None, [Sample(), Sample()], {"a/b": 1}, 2.5) is False
+        assert log(number, None, [sample, sample], {"a/b": 1}, 2.5) is False
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
-    assert rows[0]["data"]["critic/score/mean"] == 0.5
-    assert rows[0]["data"]["timing_s/step"] == 2.5
+    assert (rows[0]["data"]["critic/score/mean"], rows[0]["data"]["timing_s/step"]) == (0.5, 2.5)
     assert rows[1]["data"]["response_length/max"] == 4
 
 
@@ -182,21 +174,17 @@ def prepare(monkeypatch):
     """The script that fetches, with a hub that has a few rows."""
     datasets = pytest.importorskip("datasets")
     verl_row = {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "1"}}
+    solved = [{"question": "How many?", "answer": "many\n#### 1,234"}, {"question": "Less?", "answer": "#### -5"}]
+    dapo, aime = (
+        [{**verl_row, "data_source": "math_dapo", "extra_info": {"index": i}} for i in indices]
+        for indices in ("abab", "c")
+    )
+    eurus = [{**verl_row, "data_source": "taco", "ability": ability} for ability in ("math", "code")]
     hub = {
-        "openai/gsm8k": {
-            part: [{"question": "How many?", "answer": "many\n#### 1,234"}, {"question": "Less?", "answer": "#### -5"}]
-            for part in ("train", "test")
-        },
-        "BytedTsinghua-SIA/DAPO-Math-17k": {
-            "train": [{**verl_row, "data_source": "math_dapo", "extra_info": {"index": i}} for i in "abab"]
-        },
-        "BytedTsinghua-SIA/AIME-2024": {
-            "train": [{**verl_row, "data_source": "math_dapo", "extra_info": {"index": "c"}}]
-        },
-        "PRIME-RL/Eurus-2-RL-Data": {
-            part: [{**verl_row, "data_source": "taco", "ability": a} for a in ("math", "code")]
-            for part in ("train", "validation")
-        },
+        "openai/gsm8k": {"train": solved, "test": solved},
+        "BytedTsinghua-SIA/DAPO-Math-17k": {"train": dapo},
+        "BytedTsinghua-SIA/AIME-2024": {"train": aime},
+        "PRIME-RL/Eurus-2-RL-Data": {"train": eurus, "validation": eurus},
     }
 
     def load_dataset(name, configuration=None, split=None):
@@ -262,24 +250,23 @@ def test_doctor_says_what_a_recipe_lacks_here(doctor, tmp_path, verl):
     assert 30 < float(why.split()[0]) < 35  # 8.2 billion parameters, twice 15.3 GiB, and the cache
 
 
-def test_doctor_names_what_is_wrong_and_asks_for_no_gpu_on_a_cpu(doctor, tmp_path, verl):
+def test_doctor_asks_for_no_gpu_on_a_cpu_nor_for_a_model_to_check_a_critic_and_names_what_is_wrong(
+    doctor, tmp_path, verl
+):
     _, rows = doctor("--recipe", EXAMPLES / "verl_gsm8k", "--platform", "cpu")
     assert rows["configuration of tail"][0] == "works"
     assert not any("GPU" in what for what in rows)
-    wrong = tmp_path / "recipe.yaml"
-    wrong.write_text(f"extends: {EXAMPLES}/verl_gsm8k/recipe.yaml\nplatforms: {{gpu: {{overrides: [data.wrong=1]}}}}\n")
-    code, rows = doctor("--recipe", wrong)
-    verdict, why = rows["configuration of stock"]
-    assert (code, verdict, "data.wrong" in why) == (1, "wrong", True)
-
-
-def test_doctor_needs_no_model_to_check_a_critic(doctor, tmp_path, verl):
     _, rows = doctor("--recipe", EXAMPLES / "verl_ppo_cpu")
     assert rows["configuration of stock"] == ("works", "composed and validated by verl")
     wrong = tmp_path / "recipe.yaml"
-    wrong.write_text(f"extends: {EXAMPLES}/verl_ppo_cpu/recipe.yaml\noverrides: [+critic.model.rope=1]\n")
-    _, rows = doctor("--recipe", wrong)
-    assert (rows["configuration of stock"][0], "rope" in rows["configuration of stock"][1]) == ("wrong", True)
+    for recipe, changes, key in (
+        ("verl_gsm8k", "platforms: {gpu: {overrides: [data.wrong=1]}}", "data.wrong"),
+        ("verl_ppo_cpu", "overrides: [+critic.model.rope=1]", "rope"),
+    ):
+        wrong.write_text(f"extends: {EXAMPLES}/{recipe}/recipe.yaml\n{changes}\n")
+        code, rows = doctor("--recipe", wrong)
+        verdict, why = rows["configuration of stock"]
+        assert (code, verdict, key in why) == (1, "wrong", True)
 
 
 @pytest.mark.skipif(not (SLIME_ROOT and MEGATRON_ROOT), reason="SLIME_ROOT and MEGATRON_ROOT name no checkouts")

@@ -30,12 +30,9 @@ def test_commands_join_common_seed_step_and_arm_overrides_in_this_order(recipe):
     assert plans[1].directory == run_dir
 
 
-def test_all_arms_of_a_seed_come_before_the_next_seed(recipe):
+def test_all_arms_of_a_seed_come_before_the_next_and_an_arm_has_its_own_seeds_only(recipe):
     names = [plan.name for plan in plan_runs(recipe(), HOME, OUT, arms=["accelerated", "stock"], seeds=[1, 0])]
     assert names == ["accelerated-seed1", "stock-seed1", "accelerated-seed0", "stock-seed0"]
-
-
-def test_an_arm_is_run_with_its_own_seeds_only(recipe):
     arms = {"stock": {}, "extra": {"seeds": [1]}}
     names = [plan.name for plan in plan_runs(recipe(arms=arms, seeds=[0, 1]), HOME, OUT)]
     assert names == ["stock-seed0", "stock-seed1", "extra-seed1"]
@@ -46,52 +43,32 @@ def test_environment_values_become_text_and_the_arm_wins(recipe):
     assert plan_runs(spec, HOME, OUT, seeds=[5])[0].env == {"A": None, "B": "3", "C": "5", "D": None}
 
 
-def test_prepare_gets_the_environment_that_does_not_depend_on_a_run(recipe):
+def test_prepare_does_not_depend_on_a_run(recipe):
     spec = recipe(prepare=["python", "p.py", "${out}"], env={"A": "${recipe_dir}", "B": "${seed}"})
     assert prepare_command(spec, HOME, OUT) == ([sys.executable, "p.py", "/out"], {"A": "/home/r"})
     assert prepare_command(recipe(), HOME, OUT)[0] == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"arms": ["stok"]}, r"no arm 'stok' \(did you mean stock\?\); arms are stock, accelerated"),
-        ({"arms": []}, "--arms wants different arms, found nothing"),
-        ({"arms": ["stock", "stock"]}, "--arms wants different arms"),
-        ({"seeds": [1, 1]}, "--seeds wants different numbers"),
-        ({"seeds": []}, "--seeds wants different numbers"),
-        ({"seeds": [-1]}, "--seeds wants"),
-        ({"steps": 0}, "--steps wants at least 1"),
-    ],
-)
-def test_wrong_options_are_refused(recipe, arguments, message):
-    with pytest.raises(RecipeError, match=message):
-        plan_runs(recipe(), HOME, OUT, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"command": ["python", "${recipe_dri}/t.py"]},
-            r"command: unknown placeholder \$\{recipe_dri\} \(did you mean",
-        ),
-        ({"env": {"A": "${sed}"}}, r"env.A: unknown placeholder \$\{sed\}"),
-    ],
-)
-def test_unknown_placeholders_outside_overrides_are_refused(recipe, changes, message):
-    with pytest.raises(RecipeError, match=message):
-        plan_runs(recipe(**changes), HOME, OUT)
-
-
-def test_prepare_may_not_depend_on_a_run(recipe):
     with pytest.raises(RecipeError, match="prepare: unknown placeholder"):
         prepare_command(recipe(prepare=["python", "${seed}"]), HOME, OUT)
 
 
-def test_several_seeds_without_seed_overrides_are_refused(recipe):
-    with pytest.raises(RecipeError, match="--seeds: several want seed_overrides"):
-        plan_runs(recipe(seed_overrides=[]), HOME, OUT, seeds=[0, 1])
+@pytest.mark.parametrize(
+    ("changes", "arguments", "message"),
+    [
+        ({}, {"arms": ["stok"]}, r"no arm 'stok' \(did you mean stock\?\); arms are stock, accelerated"),
+        ({}, {"arms": []}, "--arms wants different arms, found nothing"),
+        ({}, {"arms": ["stock", "stock"]}, "--arms wants different arms"),
+        ({}, {"seeds": [1, 1]}, "--seeds wants different numbers"),
+        ({}, {"seeds": []}, "--seeds wants different numbers"),
+        ({}, {"seeds": [-1]}, "--seeds wants"),
+        ({}, {"steps": 0}, "--steps wants at least 1"),
+        ({"seed_overrides": []}, {"seeds": [0, 1]}, "--seeds: several want seed_overrides"),
+        ({"command": ["${recipe_dri}/t"]}, {}, r"command: unknown placeholder \$\{recipe_dri\} \(did you mean"),
+        ({"env": {"A": "${sed}"}}, {}, r"env.A: unknown placeholder \$\{sed\}"),
+    ],
+)
+def test_wrong_options_and_placeholders_are_refused(recipe, changes, arguments, message):
+    with pytest.raises(RecipeError, match=message):
+        plan_runs(recipe(**changes), HOME, OUT, **arguments)
 
 
 def test_the_fingerprint_follows_command_environment_and_steps(recipe):

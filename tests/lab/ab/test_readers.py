@@ -24,7 +24,7 @@ def write_verl(path, steps):
     return path
 
 
-def test_a_log_of_verl_lies_beside_other_lines_of_json(tmp_path):
+def test_a_log_of_verl_lies_beside_other_lines_of_json_and_two_are_refused_by_name(tmp_path):
     write_verl(tmp_path / "project" / "run.jsonl", range(1, 4))
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "1.jsonl").write_text('{"input": "a", "output": "b", "step": 1}\n')
@@ -32,13 +32,13 @@ def test_a_log_of_verl_lies_beside_other_lines_of_json(tmp_path):
     found = read(str(tmp_path))
     assert (found.source, list(found.steps)) == ("verl's file logger", [1, 2, 3])
     assert found.steps[2] == metrics(2)
-    assert read(str(tmp_path / "project" / "run.jsonl")).steps == found.steps
+    log = tmp_path / "project" / "run.jsonl"
+    log.write_text(log.read_text() + '{"step": 3, "da')
+    assert read(str(log)).steps == found.steps, "half a line of a killed run is left out"
 
-
-def test_two_runs_in_a_folder_are_refused_by_name(tmp_path):
-    for name in ("a", "b"):
-        write_verl(tmp_path / name / "metrics.jsonl", [1])
-    with pytest.raises(RlAccelError, match=r"holds several runs, wanted one of .*a/metrics\.jsonl, .*b/metrics\.jsonl"):
+    write_verl(tmp_path / "other" / "metrics.jsonl", [1])
+    several = r"holds several runs, wanted one of .*other/metrics\.jsonl, .*project/run\.jsonl"
+    with pytest.raises(RlAccelError, match=several):
         read(str(tmp_path))
 
 
@@ -52,21 +52,9 @@ def test_several_starts_of_a_run_are_one_and_the_later_wins(tmp_path):
 
 
 def test_records_of_one_step_are_merged_and_a_late_validation_is_no_restart():
-    records = [
-        (1, {"a": 1.0}),
-        (1, {"val": 2.0}),
-        (2, {"a": 2.0}),
-        (3, {"a": 3.0}),
-        (2, {"val": 5.0}),
-        (3, {"train/x": 1}),
-    ]
+    records = [(1, {"a": 1.0}), (1, {"val": 2.0}), (2, {"a": 2.0}), (3, {"a": 3.0})]
+    records += [(2, {"val": 5.0}), (3, {"train/x": 1})]
     assert merged(records) == ({1: {"a": 1.0, "val": 2.0}, 2: {"a": 2.0, "val": 5.0}, 3: {"a": 3.0}}, [])
-
-
-def test_half_a_line_of_a_killed_run_is_left_out(tmp_path):
-    path = write_verl(tmp_path / "run.jsonl", [1, 2])
-    path.write_text(path.read_text() + '{"step": 3, "da')
-    assert list(read(str(path)).steps) == [1, 2]
 
 
 def test_tensorboard_as_verl_writes_it_and_again_after_a_restart(tmp_path):
@@ -86,19 +74,18 @@ def test_tensorboard_as_verl_writes_it_and_again_after_a_restart(tmp_path):
     assert {name for its in found.steps.values() for name in its} == {REWARD, "rollout/raw_reward"}
 
 
-@pytest.fixture(scope="module")
-def offline_runs(tmp_path_factory):
-    """The folders of two runs that W&B logged in offline mode: as verl calls it, and as slime does."""
+@pytest.mark.slow
+def test_wandb_offline_as_verl_and_slime_call_it_and_as_a_killed_run_leaves_it(tmp_path):
     wandb = pytest.importorskip("wandb")
-    folder = tmp_path_factory.mktemp("wandb")
     settings = wandb.Settings(console="off", x_disable_stats=True, silent=True)
     config = {"data": {"train_batch_size": 16, "seed": 7}}
-    run = wandb.init(project="p", name="n", mode="offline", dir=str(folder / "verl"), config=config, settings=settings)
+    verl, slime = tmp_path / "verl", tmp_path / "slime"
+    run = wandb.init(project="p", name="n", mode="offline", dir=str(verl), config=config, settings=settings)
     for step in range(31):
         run.log(metrics(step) | {"val/generations": "a text", "a/nan": math.nan}, step=step)
     run.finish()
     config = {"rollout_batch_size": 32, "seed": 3}
-    run = wandb.init(project="p", mode="offline", dir=str(folder / "slime"), config=config, settings=settings)
+    run = wandb.init(project="p", mode="offline", dir=str(slime), config=config, settings=settings)
     for rollout in range(5):
         run.log({"rollout/raw_reward": rollout / 2, "rollout/step": rollout})
         run.log({"train/loss": 1.0, "train/step": 4 * rollout})
@@ -106,29 +93,19 @@ def offline_runs(tmp_path_factory):
         run.log({"eval/aime": 0.5, "eval/step": rollout})
     run.finish()
     wandb.teardown()
-    return folder
 
-
-@pytest.mark.slow
-def test_wandb_offline_as_verl_calls_it(offline_runs):
-    found = read(str(offline_runs / "verl"))
+    found = read(str(verl))
     assert (found.source, list(found.steps), found.restarts) == ("W&B", list(range(31)), [])
     assert found.steps[30] == metrics(30)
     assert found.config["data"] == {"train_batch_size": 16, "seed": 7}
 
-
-@pytest.mark.slow
-def test_wandb_offline_as_slime_calls_it(offline_runs):
-    found = read(str(offline_runs / "slime"))
+    found = read(str(slime))
     assert found.steps[3] == {"rollout/raw_reward": 1.5, "perf/step_time": 2.0, "eval/aime": 0.5}
     assert (found.config["seed"], found.config["rollout_batch_size"]) == (3, 32)
 
-
-@pytest.mark.slow
-def test_a_wandb_file_that_a_killed_run_left_unfinished_is_read_so_far(offline_runs, tmp_path):
-    (file,) = offline_runs.glob("verl/**/*.wandb")
+    (file,) = verl.glob("**/*.wandb")
     (tmp_path / "run-x.wandb").write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    steps = read(str(tmp_path)).steps
+    steps = read(str(tmp_path / "run-x.wandb")).steps
     assert 5 < len(steps) < 31
     assert steps[5] == metrics(5)
 

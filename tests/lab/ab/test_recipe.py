@@ -27,13 +27,10 @@ def test_reads_every_section(recipe_file):
     assert (recipe.checks.faster, recipe.checks.rollout_probs_diff) == ({"adv": 2.0}, None)
 
 
-def test_placeholders_and_hydra_interpolations_are_kept_as_they_are(recipe_file):
+def test_placeholders_stay_as_they_are_and_the_first_arm_is_the_baseline_when_none_is_named(recipe_file):
     overrides = ["a=${run_dir}/x", "b=${data.train_batch_size}", "c=${oc.env:HOME}", "d=5"]
-    assert load(recipe_file(overrides=overrides)).overrides == overrides
-
-
-def test_the_first_arm_is_the_baseline_when_none_is_named(recipe_file):
-    assert load(recipe_file(baseline="")).baseline == "stock"
+    recipe = load(recipe_file(overrides=overrides, baseline=""))
+    assert (recipe.overrides, recipe.baseline) == (overrides, "stock")
 
 
 @pytest.mark.parametrize(
@@ -84,23 +81,26 @@ def test_a_wrong_recipe_is_refused_with_the_key(recipe_file, changes, message):
     assert str(caught.value).startswith(f"{path}: ")
 
 
-@pytest.mark.parametrize("text", ["", "just text", "- a\n- list", "a: [unclosed", "a: 1\na: 2"])
-def test_text_that_is_no_mapping_is_refused(text, tmp_path):
-    (tmp_path / "r").write_text(text)
-    with pytest.raises(RecipeError, match=r"/r(:| is not valid YAML)"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *(
+            (text, "/r(:| is not valid YAML)")
+            for text in ("", "just text", "- a\n- list", "a: [unclosed", "a: 1\na: 2")
+        ),
+        (b"\xff\xfe\x00", r"cannot read the recipe .*/r"),
+        (None, r"cannot read the recipe .*/r"),
+    ],
+)
+def test_a_file_that_is_absent_or_no_mapping_is_refused_with_its_path(text, message, tmp_path):
+    if text is not None:
+        (tmp_path / "r").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(RecipeError, match=message):
         load(tmp_path / "r")
 
 
-def test_an_unreadable_file_is_refused_with_its_path(tmp_path: Path):
-    with pytest.raises(RecipeError, match=r"cannot read the recipe .*absent.yaml"):
-        load(tmp_path / "absent.yaml")
-    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RecipeError, match=r"cannot read the recipe .*binary.yaml"):
-        load(tmp_path / "binary.yaml")
-
-
 @pytest.fixture
-def extended(recipe_file, toy_recipe):
+def extended(recipe_file):
     """Write a recipe and another one that extends it with the given keys; return the path of the second."""
 
     def write(base=None, **changes):
@@ -114,43 +114,39 @@ def extended(recipe_file, toy_recipe):
     return write
 
 
-def test_a_recipe_extends_another(extended):
+def test_a_recipe_extends_another(extended, tmp_path):
     base = {"overrides": ["a=1", "b=${seed}"], "env": {"A": 1, "B": 2}, "checks": {"reward_gain": 0.1}, "seeds": [1, 2]}
-    path = extended(
-        base,
-        name="other",
-        overrides=["a=2"],
-        env={"B": 3},
-        checks={"zero_tolerance": 1.0},
-        arms={"only": {}},
-        baseline="only",
-    )
-    found = load(path)
+    changes = {
+        "name": "other",
+        "overrides": ["a=2", "x=${now:%Y}"],
+        "env": {"B": 3},
+        "arms": {"only": {}},
+        "baseline": "only",
+    }
+    found = load(extended(base, checks={"zero_tolerance": 1.0}, **changes))
     assert found.name == "other"
-    assert found.overrides == ["a=1", "b=${seed}", "a=2"], "the later one of equal overrides counts"
+    assert found.overrides == ["a=1", "b=${seed}", "a=2", "x=${now:%Y}"], "the later one of equal overrides counts"
     assert found.env == {"A": 1, "B": 3}
     assert (found.checks.reward_gain, found.checks.zero_tolerance) == (0.1, 1.0)
     assert list(found.arms) == ["only"]
     assert (found.seeds, found.steps) == ([1, 2], 8), "what is not named is the other recipe's"
-
-
-def test_a_kept_recipe_no_longer_needs_what_it_extended(extended, tmp_path):
-    found = load(extended(overrides=["x=${now:%Y}"]))
     save(found, tmp_path / "kept.yaml")
-    assert load(tmp_path / "kept.yaml") == found
+    assert load(tmp_path / "kept.yaml") == found, "a kept recipe no longer needs what it extended"
 
 
-def test_extending_what_is_not_there_or_itself_is_refused(extended):
-    with pytest.raises(RecipeError, match=r"cannot read the recipe .*absent.yaml"):
-        load(extended(extends="absent.yaml"))
-    with pytest.raises(RecipeError, match="extends wants the name of a recipe file, found 3"):
-        load(extended(extends=3))
-    with pytest.raises(RecipeError, match=r"extends recipe\.yaml, which extends this recipe in turn"):
-        load(extended(extends="recipe.yaml"))
-    with pytest.raises(RecipeError, match="which extends this recipe in turn"):
-        load(extended({"extends": "other/recipe.yaml"}))
-    with pytest.raises(RecipeError, match=r"unknown key chekcs \(did you mean checks\?\)"):
-        load(extended(chekcs={}))
+@pytest.mark.parametrize(
+    ("base", "changes", "message"),
+    [
+        ({}, {"extends": "absent.yaml"}, r"cannot read the recipe .*absent.yaml"),
+        ({}, {"extends": 3}, "extends wants the name of a recipe file, found 3"),
+        ({}, {"extends": "recipe.yaml"}, r"extends recipe\.yaml, which extends this recipe in turn"),
+        ({"extends": "other/recipe.yaml"}, {}, "which extends this recipe in turn"),
+        ({}, {"chekcs": {}}, r"unknown key chekcs \(did you mean checks\?\)"),
+    ],
+)
+def test_extending_what_is_not_there_or_itself_is_refused(extended, base, changes, message):
+    with pytest.raises(RecipeError, match=message):
+        load(extended(base, **changes))
 
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"

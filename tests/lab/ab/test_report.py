@@ -37,14 +37,8 @@ def build(recipe_file, tmp_path):
 def records(adv, steps=6, **changed):
     made = {}
     for step in range(1, steps + 1):
-        made[step] = {
-            "timing_s/gen": 1.0,
-            "timing_s/adv": adv,
-            "timing_s/step": 1.5 + adv,
-            "critic/score/mean": step / 10,
-            "response_length/mean": 5,
-        }
-        made[step].update({name.replace("__", "/"): value for name, value in changed.items()})
+        made[step] = {"timing_s/gen": 1.0, "timing_s/adv": adv, "timing_s/step": 1.5 + adv}
+        made[step] |= {"critic/score/mean": step / 10, "response_length/mean": 5, **changed}
     return made
 
 
@@ -67,10 +61,12 @@ class _Page(html.parser.HTMLParser):
 
 
 def test_the_page_is_whole_and_loads_nothing(build, tmp_path):
-    build({"stock-seed0": records(0.5), "accelerated-seed0": records(0.1)})
+    runs = {"stock-seed0": records(0.5), "accelerated-seed0": records(0.1)}
+    build(runs, description="<script>alert(1)</script>")
     text = (tmp_path / "report.html").read_text()
     page = _Page(text)
     assert page.open == []
+    assert "<script>" not in text
     assert len(page.links) == 3
     assert all(link.startswith("data:image/png;base64,") for link in page.links)
     assert "1.25x" in text  # 2.0 s against 1.6 s
@@ -82,7 +78,9 @@ def test_the_page_is_whole_and_loads_nothing(build, tmp_path):
 
 
 def test_the_summary_holds_all_numbers_and_is_strict_json(build, tmp_path):
-    build({"stock-seed0": records(0.5, x=float("nan")), "accelerated-seed0": records(0.1, x=float("nan"))})
+    nan = float("nan")
+    found = build({"stock-seed0": records(0.5, x=nan), "accelerated-seed0": records(0.1, x=nan)}, load=1000.0)
+    assert any("busy when stock-seed0 started (load 1000.0 on" in line for line in found["headline"])
     text = (tmp_path / "summary.json").read_text()
     assert not re.search(r"\b(NaN|Infinity)\b", text)
     summary = json.loads(text)
@@ -103,29 +101,18 @@ def test_a_difference_is_listed_with_its_step_and_size(build, tmp_path):
     (verdict,) = found["reward_verdicts"]
     assert verdict["parts_at"] == 4
     assert "parts at step 4 (0.4 and 0.5)" in verdict["text"]
-    assert (
-        "2 of 3 training metrics differ somewhere, first actor/grad_norm at step 3 by 2.5e-01 (update)"
-        in verdict["text"]
-    )
+    first = "2 of 3 training metrics differ somewhere, first actor/grad_norm at step 3 by 2.5e-01 (update)"
+    assert first in verdict["text"]
     text = (tmp_path / "report.html").read_text()
     assert "first difference of each metric" in text
     assert "1 of 6" in text
 
 
-def test_a_busy_machine_is_named(build):
-    found = build({"stock-seed0": records(0.5)}, load=1000.0)
-    assert any("busy when stock-seed0 started (load 1000.0 on" in line for line in found["headline"])
-
-
 def test_several_seeds_and_arms_each_get_a_verdict(build):
     runs = {f"{arm}-seed{seed}": records(0.1) for seed in (0, 1) for arm in ("stock", "accelerated", "third")}
     found = build(runs, arms={"stock": {}, "accelerated": {}, "third": {}})
-    assert [(v["arm"], v["seed"]) for v in found["reward_verdicts"]] == [
-        ("accelerated", 0),
-        ("third", 0),
-        ("accelerated", 1),
-        ("third", 1),
-    ]
+    verdicts = [(verdict["arm"], verdict["seed"]) for verdict in found["reward_verdicts"]]
+    assert verdicts == [("accelerated", 0), ("third", 0), ("accelerated", 1), ("third", 1)]
 
 
 @pytest.mark.parametrize(
@@ -141,23 +128,14 @@ def test_several_seeds_and_arms_each_get_a_verdict(build):
     ],
 )
 def test_thin_data_still_make_a_report(build, tmp_path, runs):
+    (tmp_path / "reward.png").write_bytes(b"old")
     found = build(runs)
+    assert runs or not (tmp_path / "reward.png").exists(), "a stale plot is removed when there is nothing to draw"
     console = Console(record=True, width=120, file=(tmp_path / "console").open("w"))
     report.show(found, console)
     console.file.close()
     assert _Page((tmp_path / "report.html").read_text()).open == []
     assert json.loads((tmp_path / "summary.json").read_text())["reward_verdicts"] == []
-
-
-def test_stale_plots_are_removed_when_there_is_nothing_to_draw(build, tmp_path):
-    (tmp_path / "reward.png").write_bytes(b"old")
-    build({})
-    assert not (tmp_path / "reward.png").exists()
-
-
-def test_text_of_recipe_and_logs_is_escaped(build, tmp_path):
-    build({"stock-seed0": records(0.1)}, description="<script>alert(1)</script>")
-    assert "<script>" not in (tmp_path / "report.html").read_text()
 
 
 def test_the_console_shows_stages_checks_and_verdicts(build, tmp_path):

@@ -60,17 +60,24 @@ STOCK = [metrics(4.0, 0.5), metrics(5.0, 0.6), metrics(3.0, 0.7), metrics(4.0, 0
 OURS = [metrics(ROUNDS[k], r, k, 100, w) for k, r, w in [("short", 0.5, 40)] * 3 + [("long", 0.8, 0)]]
 
 
-def test_seconds_by_kind_and_the_ratio_of_means(summarise):
-    found, _ = summarise({"stock-seed0": STOCK, "accelerated-seed0": OURS})
+def test_seconds_by_kind_the_ratio_of_means_and_series(summarise):
+    found, _ = summarise({"stock-seed0": STOCK, "accelerated-seed0": OURS}, outputs={"stock-seed0": ["abc", "a", ""]})
     stock, ours = found["arms"]
     assert stock["kinds"] == {"all": {"steps": 4, "seconds": 4.0}}
     assert ours["kinds"] == {"short": {"steps": 3, "seconds": 1.0}, "long": {"steps": 1, "seconds": 4.0}}
     assert ours["ratio"] == pytest.approx(4.0 / 1.75)
     assert ours["low"] < ours["ratio"] < ours["high"]
-    assert stock["ratio"] is None
     assert ours["wasted"] == pytest.approx(120 / 400)
-    assert stock["wasted"] is None
+    assert (stock["ratio"], stock["wasted"]) == (None, None)
     assert (ours["accepted"], ours["cancelled"]) == (10.0, 16.0)
+    lengths = stock["lengths"]
+    assert (lengths["responses"], lengths["mean"]) == (3, 4 / 3)
+    assert (lengths["quantiles"][0], lengths["quantiles"][-1]) == (0, 3)
+    series = found["series"]["accelerated-seed0"]
+    assert series["kind"] == ["short"] * 3 + ["long"]
+    assert series["seconds"] == [1.0, 1.0, 1.0, 4.0]
+    assert series["queue"] == [3.0] * 4
+    assert found["series"]["stock-seed0"]["queue"] == [None] * 4
 
 
 def test_what_an_engine_counts_goes_before_what_tail_batching_reports_and_lost_prompts_are_judged(summarise):
@@ -89,53 +96,26 @@ def test_what_an_engine_counts_goes_before_what_tail_batching_reports_and_lost_p
     assert checks["prompts_lost"].detail.startswith("stock 8, wanted 5")
 
 
-def test_series_hold_kinds_and_queues(summarise):
-    found, _ = summarise({"stock-seed0": STOCK, "accelerated-seed0": OURS})
-    series = found["series"]["accelerated-seed0"]
-    assert series["kind"] == ["short"] * 3 + ["long"]
-    assert series["seconds"] == [1.0, 1.0, 1.0, 4.0]
-    assert series["queue"] == [3.0] * 4
-    assert found["series"]["stock-seed0"]["queue"] == [None] * 4
-
-
-def test_lengths_are_those_of_the_dumps(summarise):
-    found, _ = summarise({"stock-seed0": STOCK}, outputs={"stock-seed0": ["abc", "a", ""]})
-    lengths = found["arms"][0]["lengths"]
-    assert (lengths["responses"], lengths["mean"], lengths["quantiles"][0], lengths["quantiles"][-1]) == (
-        3,
-        4 / 3,
-        0,
-        3,
-    )
-
-
-def test_speed_and_waste_turn_red(summarise):
-    runs = {"stock-seed0": STOCK, "accelerated-seed0": OURS}
-    _, good = summarise(runs, faster={"accelerated": 2.0}, wasted_tokens={"accelerated": 0.3})
-    assert (good["rollout_faster"].status, good["wasted_tokens"].status) == ("green", "green")
-    assert good["rollout_faster"].detail == "accelerated 2.29x, wanted 2.00x"
-
-
-def test_speed_and_waste_that_are_missed_turn_red(summarise):
-    runs = {"stock-seed0": STOCK, "accelerated-seed0": OURS}
-    _, bad = summarise(runs, faster={"accelerated": 2.5}, wasted_tokens={"accelerated": 0.29})
-    assert (bad["rollout_faster"].status, bad["wasted_tokens"].status) == ("red", "red")
-    assert bad["wasted_tokens"].detail == "accelerated 30.0%, wanted 29.0%"
-
-
-def test_an_arm_that_was_not_measured_is_red_and_one_left_out_is_not(summarise):
-    _, found = summarise({"stock-seed0": STOCK, "accelerated-seed0": STOCK}, wasted_tokens={"accelerated": 0.3})
-    assert found["wasted_tokens"].detail == "accelerated: not measured"
-
-
-def test_an_arm_that_was_left_out_is_skipped(summarise):
-    _, found = summarise({"stock-seed0": STOCK}, wasted_tokens={"accelerated": 0.3})
-    assert found["wasted_tokens"].status == "skipped"
-
-
-def test_without_the_baseline_there_is_no_ratio_to_miss(summarise):
-    _, found = summarise({"accelerated-seed0": OURS}, faster={"accelerated": 2.0})
-    assert (found["rollout_faster"].status, found["rollout_faster"].detail) == ("skipped", "stock was not run")
+@pytest.mark.parametrize(
+    ("arms", "wanted", "check", "status", "detail"),
+    [
+        ("both", {"faster": 2.0}, "rollout_faster", "green", "accelerated 2.29x, wanted 2.00x"),
+        ("both", {"faster": 2.5}, "rollout_faster", "red", ""),
+        ("both", {"wasted_tokens": 0.3}, "wasted_tokens", "green", ""),
+        ("both", {"wasted_tokens": 0.29}, "wasted_tokens", "red", "accelerated 30.0%, wanted 29.0%"),
+        ("plain", {"wasted_tokens": 0.3}, "wasted_tokens", "red", "accelerated: not measured"),
+        ("stock", {"wasted_tokens": 0.3}, "wasted_tokens", "skipped", ""),
+        ("accelerated", {"faster": 2.0}, "rollout_faster", "skipped", "stock was not run"),
+    ],
+)
+def test_speed_and_waste_are_judged_where_both_were_measured(summarise, arms, wanted, check, status, detail):
+    both = {"stock-seed0": STOCK, "accelerated-seed0": OURS}
+    runs = {"both": both, "plain": both | {"accelerated-seed0": STOCK}}.get(arms) or {
+        f"{arms}-seed0": both[f"{arms}-seed0"]
+    }
+    _, found = summarise(runs, **{name: {"accelerated": value} for name, value in wanted.items()})
+    assert found[check].status == status
+    assert not detail or found[check].detail == detail
 
 
 def rewards(*finals):
@@ -167,7 +147,8 @@ def test_the_final_reward_must_be_the_same_within_an_interval(summarise, finals,
 def test_an_arm_with_too_few_seeds_does_not_keep_others_from_being_judged(summarise):
     more = {"extra-seed0": [metrics(1.0, reward) for reward in (0.5, 0.6, 0.7, 0.1)]}
     arms = {"stock": {}, "accelerated": {}, "extra": {"seeds": [0]}}
-    _, checks = summarise(rewards(0.9, 0.91, 0.89) | more, recipe={"arms": arms, "seeds": [0, 1, 2]}, same_reward=0.05)
+    recipe = {"arms": arms, "seeds": [0, 1, 2]}
+    _, checks = summarise(rewards(0.9, 0.91, 0.89) | more, recipe=recipe, same_reward=0.05)
     assert checks["same_reward"].status == "red"
     assert "extra" not in checks["same_reward"].detail
 
@@ -176,11 +157,26 @@ def ledger(*steps):
     return [{"step": step, "trained": trained} for step, trained in enumerate(steps, 1)]
 
 
+RUNS = {"accelerated-seed0": OURS, "stock-seed0": STOCK}
+
+
 def test_a_ledger_in_which_every_prompt_is_trained_once(summarise):
     exact = ledger(["1:2", "1:1", "1:3", "1:5"], ["2:1", "1:4", "2:3", "2:2"])
-    found, checks = summarise({"accelerated-seed0": OURS, "stock-seed0": STOCK}, {"accelerated-seed0": exact})
+    found, checks = summarise(RUNS, {"accelerated-seed0": exact})
     assert [(e["epoch"], e["prompts"], e["once"]) for e in found["ledgers"][0]["epochs"]] == [(1, 5, 5), (2, 3, 3)]
     assert checks["ledger"].status == "green"
+
+
+def test_a_rejected_prompt_is_not_missing_and_half_a_line_of_a_killed_run_is_left_out(summarise, tmp_path):
+    lines = [{"step": 1, "trained": {"1:1": 7, "1:3": 8, "1:4": 2, "1:5": 0}, "rejected": {"1:2": 3}}]
+    found, checks = summarise(RUNS, {"accelerated-seed0": lines}, {"stock-seed0": ["abc"]})
+    assert checks["ledger"].status == "green"
+    assert found["ledgers"][0]["epochs"][0]["rejected"] == 1
+    (dump,), (path,) = tmp_path.glob("stock-seed0/rollouts/1.jsonl"), tmp_path.glob("*/checkpoints/*/ledger.jsonl")
+    for file in (dump, path):
+        file.write_text(file.read_text() + '{"output": "a\n3\n')
+    assert ledger_counts(path, 4)["epochs"][0]["once"] == 4
+    assert length_distribution([dump])["responses"] == 1
 
 
 @pytest.mark.parametrize(
@@ -193,44 +189,18 @@ def test_a_ledger_in_which_every_prompt_is_trained_once(summarise):
             "epoch 1: 3 of 4 prompts trained once, 1 missing",
         ),
         ([["1:1", "1:2", "1:3"]], "steps [1] are no whole batches"),
+        (None, "accelerated-seed0: tail batching left no ledger"),
     ],
 )
-def test_a_ledger_with_a_prompt_lost_or_trained_twice_is_red(summarise, steps, fault):
-    _, checks = summarise({"accelerated-seed0": OURS, "stock-seed0": STOCK}, {"accelerated-seed0": ledger(*steps)})
+def test_a_ledger_with_a_prompt_lost_or_trained_twice_or_no_ledger_is_red(summarise, steps, fault):
+    _, checks = summarise(RUNS, steps and {"accelerated-seed0": ledger(*steps)})
     assert checks["ledger"].status == "red"
     assert fault in checks["ledger"].detail
 
 
-def test_a_rejected_prompt_is_not_missing(summarise):
-    lines = [{"step": 1, "trained": {"1:1": 7, "1:3": 8, "1:4": 2, "1:5": 0}, "rejected": {"1:2": 3}}]
-    found, checks = summarise({"accelerated-seed0": OURS, "stock-seed0": STOCK}, {"accelerated-seed0": lines})
-    assert checks["ledger"].status == "green"
-    assert found["ledgers"][0]["epochs"][0]["rejected"] == 1
-
-
-def test_a_run_with_rounds_but_without_a_ledger_is_red(summarise):
-    _, checks = summarise({"accelerated-seed0": OURS, "stock-seed0": STOCK})
-    assert (checks["ledger"].status, checks["ledger"].detail) == (
-        "red",
-        "accelerated-seed0: tail batching left no ledger",
-    )
-
-
-def test_half_a_line_of_a_killed_run_is_left_out(summarise, tmp_path):
-    runs = {"accelerated-seed0": OURS, "stock-seed0": STOCK}
-    summarise(runs, {"accelerated-seed0": ledger(["1:1", "1:2", "1:3", "1:4"])}, {"stock-seed0": ["abc"]})
-    for file in (*tmp_path.glob("*/rollouts/1.jsonl"), *tmp_path.glob("*/checkpoints/*/ledger.jsonl")):
-        file.write_text(file.read_text() + '{"output": "a')
-        file.write_text(file.read_text() + "\n3\n")
-    for path in tmp_path.glob("*/checkpoints/*/ledger.jsonl"):
-        assert ledger_counts(path, 4)["epochs"][0]["once"] == 4
-    assert length_distribution(tmp_path.glob("stock-seed0/rollouts/*.jsonl"))["responses"] == 1
-
-
 def test_a_run_without_any_of_it_has_an_empty_part(summarise):
     found, checks = summarise({"stock-seed0": [{"timing_s/step": 1.0}]})
-    assert found["arms"][0]["seconds"] is None
-    assert found["arms"][0]["lengths"] is None
+    assert (found["arms"][0]["seconds"], found["arms"][0]["lengths"]) == (None, None)
     assert found["ledgers"] == []
     assert "ledger" not in checks
 

@@ -30,10 +30,14 @@ def run(arm, times, seed=0, **more):
     return RunData(arm, seed, steps)
 
 
+def rows_of(*runs):
+    return {row["stage"]: row for row in stage_table(runs, ["stock", "fast"], "stock", NAMES)}
+
+
 def test_stage_times_leave_out_warm_up_and_the_rest_is_other():
     slow = run("stock", [(99, 99, 999)] * 2 + [(1, 4, 6), (2, 4, 7), (3, 4, 10)])
     fast = run("fast", [(88, 88, 888)] * 2 + [(1, 1, 3), (2, 1, 4), (3, 1, 7)])
-    rows = {row["stage"]: row for row in stage_table([slow, fast], ["stock", "fast"], "stock", NAMES)}
+    rows = rows_of(slow, fast)
     assert list(rows) == ["gen", "adv", "other", "step"]
     assert rows["gen"]["arms"]["stock"]["median"] == 2
     assert rows["adv"]["ratios"]["fast"]["ratio"] == 4
@@ -53,8 +57,7 @@ def test_the_interval_holds_the_ratio_and_widens_with_noise():
     def interval(seconds):
         base = run("stock", [(s, 0, 2 * s) for s in seconds])
         other = run("fast", [(s, 0, s) for s in reversed(seconds)])
-        (row,) = (r for r in stage_table([base, other], ["stock", "fast"], "stock", NAMES) if r["stage"] == "step")
-        return row["ratios"]["fast"]
+        return rows_of(base, other)["step"]["ratios"]["fast"]
 
     calm, rough = interval(steady), interval(noisy)
     assert calm["low"] <= calm["ratio"] <= calm["high"]
@@ -65,24 +68,18 @@ def test_the_interval_holds_the_ratio_and_widens_with_noise():
 
 def test_only_steps_measured_in_both_arms_of_a_seed_are_paired():
     base = [run("stock", [(1, 1, 2)] * 5, seed=0), run("stock", [(1, 1, 8)] * 5, seed=1)]
-    other = [run("fast", [(1, 1, 1)] * 4, seed=0)]
-    rows = {row["stage"]: row for row in stage_table(base + other, ["stock", "fast"], "stock", NAMES)}
-    assert rows["step"]["ratios"]["fast"] == {"ratio": 2, "low": None, "high": None, "pairs": 2, "saved_s": 1}
-    assert rows["step"]["arms"]["stock"]["steps"] == 6
+    step = rows_of(*base, run("fast", [(1, 1, 1)] * 4, seed=0))["step"]
+    assert step["ratios"]["fast"] == {"ratio": 2, "low": None, "high": None, "pairs": 2, "saved_s": 1}
+    assert step["arms"]["stock"]["steps"] == 6
 
 
-def test_stages_that_an_arm_does_not_have_get_no_ratio():
+def test_a_stage_that_an_arm_lacks_or_that_takes_no_time_has_no_ratio():
     base = RunData("stock", 0, {s: {"timing_s/step": 2.0, "timing_s/gen": 1.0} for s in range(1, 6)})
-    other = RunData("fast", 0, {s: {"timing_s/step": 1.0} for s in range(1, 6)})
-    rows = {row["stage"]: row for row in stage_table([base, other], ["stock", "fast"], "stock", NAMES)}
+    rows = rows_of(base, RunData("fast", 0, {s: {"timing_s/step": 1.0} for s in range(1, 6)}))
     assert "adv" not in rows
     assert rows["gen"]["ratios"] == {}
     assert rows["step"]["ratios"]["fast"]["ratio"] == 2
-
-
-def test_a_stage_that_takes_no_time_has_no_ratio():
-    base, other = run("stock", [(1, 1, 2)] * 8), run("fast", [(1, 0, 1)] * 8)
-    rows = {row["stage"]: row for row in stage_table([base, other], ["stock", "fast"], "stock", NAMES)}
+    rows = rows_of(run("stock", [(1, 1, 2)] * 8), run("fast", [(1, 0, 1)] * 8))
     assert rows["adv"]["ratios"]["fast"]["ratio"] is None
 
 
@@ -113,38 +110,31 @@ def test_within_a_step_the_earlier_part_is_named_first():
     base = run("stock", [(1, 1, 2)], **{name: [1.0] for name in names})
     other = run("fast", [(1, 1, 2)], **{name: [2.0] for name in names})
     found = [row["metric"] for row in first_differences(base, other, NAMES)]
-    assert found == [
-        "response_length/mean",
-        "critic/values/mean",
-        "critic/returns/mean",
-        "actor/pg_loss",
-        "something/new",
-    ]
+    assert found == [names[3], "critic/values/mean", "critic/returns/mean", "actor/pg_loss", "something/new"]
 
 
 def test_agreement_names_the_parts_of_a_step_that_are_identical():
     base = run("stock", [(1, 1, 2)], **{"critic/score/mean": [1.0], "rollout_corr/kl": [0.0], "actor/loss": [1.0]})
     other = run("fast", [(9, 9, 9)], **{"critic/score/mean": [1.0], "rollout_corr/kl": [1e-9], "actor/loss": [1.0]})
     found = agreement(base, other, NAMES, first_differences(base, other, NAMES))
-    assert found == {
-        "metrics_compared": 3,
-        "metrics_differing": 1,
-        "identical_phases": ["rollout and reward", "update"],
-    }
+    phases = ["rollout and reward", "update"]
+    assert found == {"metrics_compared": 3, "metrics_differing": 1, "identical_phases": phases}
 
 
-def test_nan_equals_nan_and_a_missing_value_differs():
-    base = run("stock", [(1, 1, 2)] * 2, a=[math.nan, math.nan])
-    assert first_differences(base, run("fast", [(1, 1, 2)] * 2, a=[math.nan, math.nan]), NAMES) == []
-    (row,) = first_differences(base, run("fast", [(1, 1, 2)] * 2, a=[math.nan, 1.0]), NAMES)
+def test_nan_equals_nan_a_missing_value_differs_and_steps_of_one_run_alone_are_not_compared():
+    def differences(ours, base=(math.nan, math.nan)):
+        arms = [
+            run(arm, [(1, 1, 2)] * len(values), a=list(values)) for arm, values in (("stock", base), ("fast", ours))
+        ]
+        return first_differences(*arms, NAMES)
+
+    assert differences([math.nan, math.nan]) == []
+    (row,) = differences([math.nan, 1.0])
     assert row["step"] == 2
+    base = run("stock", [(1, 1, 2)] * 2, a=[math.nan, math.nan])
     (row,) = first_differences(base, run("fast", [(1, 1, 2)] * 2), NAMES)
     assert (row["step"], row["arm"], row["abs"]) == (1, None, None)
-
-
-def test_steps_that_only_one_run_reached_are_not_compared():
-    base, other = run("stock", [(1, 1, 2)] * 3, a=[1, 1, 1]), run("fast", [(1, 1, 2)] * 2, a=[1, 1])
-    assert first_differences(base, other, NAMES) == []
+    assert differences([1, 1], base=[1, 1, 1]) == []
 
 
 def test_times_throughput_memory_and_our_own_metrics_are_not_compared():

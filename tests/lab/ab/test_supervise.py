@@ -24,15 +24,8 @@ def supervise(tmp_path):
     def start(*command, grace=0.5):
         words = [sys.executable, "-m", "rl_accel.lab.ab.runner", "--grace", str(grace), "--", *command]
         with (tmp_path / "log").open("wb") as log:
-            process = subprocess.Popen(
-                words,
-                cwd=tmp_path,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            streams = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
+            process = subprocess.Popen(words, cwd=tmp_path, env=environment, start_new_session=True, **streams)
         started.append(process)
         return process
 
@@ -43,22 +36,23 @@ def supervise(tmp_path):
         process.wait()
 
 
+CTRL_C = "import signal; raise SystemExit(signal.getsignal(signal.SIGINT) is not signal.default_int_handler)"
+
+
 @pytest.mark.parametrize(
     ("code", "expected"),
-    [("raise SystemExit(0)", 0), ("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 128 + 9)],
+    [
+        ("raise SystemExit(0)", 0),
+        ("raise SystemExit(7)", 7),
+        ("import os; os.kill(os.getpid(), 9)", 128 + 9),
+        (None, 127),
+        pytest.param(CTRL_C, 0, id="Ctrl-C reaches the command as if started by hand"),
+    ],
 )
-def test_it_ends_with_the_exit_code_of_the_command(supervise, code, expected):
-    assert supervise(sys.executable, "-c", code).wait(30) == expected
-
-
-def test_a_command_that_cannot_start_is_said(supervise, tmp_path):
-    assert supervise(str(tmp_path / "absent")).wait(30) == 127
-    assert "cannot start" in (tmp_path / "log").read_text()
-
-
-def test_the_command_gets_ctrl_c_as_if_started_by_hand(supervise):
-    code = "import signal; raise SystemExit(signal.getsignal(signal.SIGINT) is not signal.default_int_handler)"
-    assert supervise(sys.executable, "-c", code).wait(30) == 0
+def test_it_ends_with_the_exit_code_of_the_command(supervise, tmp_path, code, expected):
+    command = (str(tmp_path / "absent"),) if code is None else (sys.executable, "-c", code)
+    assert supervise(*command).wait(30) == expected
+    assert ("cannot start" in (tmp_path / "log").read_text()) == (code is None)
 
 
 def test_children_that_outlive_the_command_are_ended(supervise, tmp_path, gone):
@@ -67,8 +61,16 @@ def test_children_that_outlive_the_command_are_ended(supervise, tmp_path, gone):
     assert "ended what the run left behind: python" in (tmp_path / "log").read_text()
 
 
-@pytest.mark.parametrize("stubborn", ["yes", "deaf"])
-@pytest.mark.parametrize("end", ["input closes", "SIGTERM"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "stubborn"),
+    [
+        ("input closes", "yes"),
+        ("SIGTERM", "deaf"),
+        pytest.param("input closes", "deaf", marks=pytest.mark.full),
+        pytest.param("SIGTERM", "yes", marks=pytest.mark.full),
+    ],
+)
 def test_it_ends_a_stubborn_command_and_its_detached_child(supervise, tmp_path, wait_for, gone, end, stubborn):
     process = supervise(sys.executable, str(TRAINER), "steps=1", "hang_at=1", f"stubborn={stubborn}")
     wait_for((tmp_path / "m").exists, "the trainer's metrics file")
@@ -81,22 +83,18 @@ def test_it_ends_a_stubborn_command_and_its_detached_child(supervise, tmp_path, 
     assert gone(tmp_path / "stubborn_pid")
 
 
-def test_the_marker_finds_a_run_whose_supervisor_was_killed(supervise, tmp_path, wait_for, gone):
+@pytest.mark.slow
+def test_the_marker_finds_a_run_whose_supervisor_was_killed_and_no_other(supervise, tmp_path, wait_for, gone):
     process = supervise(sys.executable, str(TRAINER), "steps=1", "hang_at=1")
     wait_for((tmp_path / "m").exists, "the trainer's metrics file")
+    assert marked("test-ru") == []
+    assert len(marked("test-run")) == 2
     process.kill()
     process.wait()
     assert not gone(tmp_path / "pid")
     assert end_all(lambda: marked("test-run"), grace_s=5)
     assert gone(tmp_path / "pid")
     assert marked("test-run") == []
-
-
-def test_the_marker_of_another_run_finds_nothing(supervise, tmp_path, wait_for):
-    supervise(sys.executable, str(TRAINER), "steps=1", "hang_at=1")
-    wait_for((tmp_path / "m").exists, "the trainer's metrics file")
-    assert marked("test-ru") == []
-    assert len(marked("test-run")) == 2
 
 
 def test_end_all_waits_no_longer_than_needed():
@@ -124,6 +122,7 @@ print("Ray has", ray.cluster_resources()["CPU"], "core")
 
 
 @pytest.mark.slow
+@pytest.mark.full  # Ray waits for 30 s of its own; what is done then is tested below without Ray
 def test_a_run_whose_ray_is_too_slow_to_start_is_started_again(tmp_path, short_tmp, clean_environment):
     (tmp_path / "sitecustomize.py").write_text(SLOW_AGENT)
     environment = {"PYTHONPATH": str(tmp_path), "FIRST_START": str(tmp_path / "first"), "RAY_TMPDIR": str(short_tmp)}

@@ -49,17 +49,18 @@ def test_every_response_is_played_whole_whatever_the_places(tmp_path):
         assert ours <= stock
 
 
-@pytest.mark.parametrize(("line", "said"), [('{"input": "a", "step": 1}', "KeyError"), ("no", "JSONDecodeError")])
-def test_a_file_of_another_kind_is_named(tmp_path, line, said):
+@pytest.mark.parametrize(
+    ("line", "options", "code", "said"),
+    [
+        ('{"input": "a", "step": 1}', [], 1, ("KeyError", "1.jsonl")),
+        ("no", [], 1, ("JSONDecodeError", "1.jsonl")),
+        ('{"input": "a", "output": "b", "score": 0.0, "step": 1}', ["--step-seconds", "1=2"], 2, ("found '1=2'",)),
+    ],
+)
+def test_a_file_of_another_kind_and_wrong_seconds_are_named(tmp_path, line, options, code, said):
     path = tmp_path / "1.jsonl"
-    path.write_text(line)
-    shown = CliRunner().invoke(bench_drafts, [str(path)])
-    assert shown.exit_code == 1
-    assert str(path) in shown.output
-    assert said in shown.output
-
-
-def test_wrong_seconds_are_refused(tmp_path):
-    shown = CliRunner().invoke(bench_drafts, [*rollouts(tmp_path, [[("a", "b")]]), "--step-seconds", "1=2"])
-    assert shown.exit_code == 2
-    assert "found '1=2'" in shown.output
+    path.write_text(line + "\n")
+    shown = CliRunner().invoke(bench_drafts, [str(path), *options])
+    assert shown.exit_code == code
+    for words in said:
+        assert words in shown.output

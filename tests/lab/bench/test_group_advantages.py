@@ -43,13 +43,10 @@ def test_no_number_stands_beside_a_red_check(verl, monkeypatch):
     assert record["stock_s"] is record["fast_s"] is None
 
 
-def test_unknown_estimator_is_named(verl):
+def test_an_unknown_estimator_is_named_and_a_shape_that_does_not_fit_is_left_out(verl, monkeypatch):
     result = CliRunner().invoke(bench.bench_outcome, ["--estimator", "grop"])
     assert result.exit_code == 2
     assert "grop: wanted one of grpo," in result.output.replace("\n", " ").replace("│", "")
-
-
-def test_shape_that_does_not_fit_is_left_out(verl, monkeypatch):
     monkeypatch.setattr(bench, "available_bytes", lambda: 1000)
     result = CliRunner().invoke(bench.bench_outcome, ["-B", "16", "-T", "8", "--group", "4", "--estimator", "rloo"])
     assert result.exit_code == 0

@@ -1,33 +1,40 @@
 """``bench tail``: the load on verl is exact and leaves nothing behind."""
 
+import contextlib
 import importlib.util
 import json
+import tempfile
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
 from rl_accel.lab.bench import tail as bench
 
+pytestmark = [
+    pytest.mark.slow,
+    *(
+        pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"{module} is not installed")
+        for module in ("verl", "transfer_queue", "ray")
+    ),
+]
 
-def needs_verl():
-    for module in ("verl", "transfer_queue", "ray"):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed")
 
-
-@pytest.mark.slow
+@pytest.mark.full  # rounds of real trainers are in tests/e2e/test_tail_batching.py
 def test_the_load_on_verl_is_exact_and_leaves_no_process_and_no_folder(monkeypatch, tmp_path):
-    needs_verl()
-    import tempfile
-
-    psutil = pytest.importorskip("psutil")
     monkeypatch.setattr(bench, "QUICK_LOADS", ((4, 2, 3),))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("TMPDIR", "/tmp")
-    folders = []
-    real = bench.ray_temp_dir
-    monkeypatch.setattr(bench, "ray_temp_dir", lambda: Remembered(real(), folders))
-    done = CliRunner().invoke(bench.bench_tail, ["--quick", "--out", str(tmp_path)])
+    folders, real = [], bench.ray_temp_dir
+
+    @contextlib.contextmanager
+    def remembered():
+        with real() as folder:
+            folders.append(folder)
+            yield folder
+
+    monkeypatch.setattr(bench, "ray_temp_dir", remembered)
+    done = CliRunner().invoke(bench.bench_tail, ["--quick", "--workers", "1", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "correct: 4 x 2: exact batches, no key left behind, no prompt trained twice or lost" in done.output
     (size,) = json.loads((tmp_path / "tail.json").read_text())["load"]
@@ -41,24 +48,7 @@ def test_the_load_on_verl_is_exact_and_leaves_no_process_and_no_folder(monkeypat
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
 
 
-class Remembered:
-    """A context manager that keeps what another one gives."""
-
-    def __init__(self, inner, given):
-        self.inner, self.given = inner, given
-
-    def __enter__(self):
-        self.given.append(self.inner.__enter__())
-        return self.given[-1]
-
-    def __exit__(self, *error):
-        return self.inner.__exit__(*error)
-
-
-@pytest.mark.slow
 def test_a_load_that_fails_shows_why_and_no_number(monkeypatch):
-    needs_verl()
-    pytest.importorskip("psutil")
     monkeypatch.setattr(bench, "QUICK_LOADS", ((4, 2, 1),))
     monkeypatch.setattr(bench, "LOAD_MODULE", "rl_accel.no_such_module")
     done = CliRunner().invoke(bench.bench_tail, ["--quick"])

@@ -3,8 +3,7 @@
 import random
 import threading
 import time
-from concurrent.futures import CancelledError
-from concurrent.futures import wait as wait_for
+from concurrent.futures import CancelledError, wait
 
 import pytest
 import torch
@@ -29,13 +28,6 @@ def endless(seed: int) -> SamplingParams:
 def plain_logprobs(model, prompt, tokens, temperature=1.0):
     logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
     return torch.log_softmax(logits / temperature, -1)
-
-
-def wait_until(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the engine did not get there"
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("heads", [4, 1], ids=["all-heads", "one-kv-head"])
@@ -67,20 +59,12 @@ def test_a_request_gives_the_same_bits_whatever_shares_its_batch(model, engine_f
     engine = engine_for(model, max_num_seqs=16)
     rng = random.Random(3)
     lengths = [300, 170, *(rng.randint(1, 60) for _ in range(14))]  # across the block sizes of the cache
-    requests = [
-        (
-            prompt,
-            SamplingParams(
-                max_tokens=length,
-                seed=i,
-                logprobs=True,
-                ignore_eos=True,
-                temperature=(1.0, 0.0, 1.3)[i % 3],
-                top_k=(-1, 10)[i % 2],
-            ),
-        )
-        for i, (prompt, length) in enumerate(zip(prompts(16, longest=140), lengths, strict=True))
+    kinds = [{"temperature": (1.0, 0.0, 1.3)[i % 3], "top_k": (-1, 10)[i % 2]} for i in range(16)]
+    params = [
+        SamplingParams(max_tokens=length, seed=i, logprobs=True, ignore_eos=True, **kinds[i])
+        for i, length in enumerate(lengths)
     ]
+    requests = list(zip(prompts(16, longest=140), params, strict=True))
     alone = [engine.submit("r", *request).result(60) for request in requests]
     together = [future.result(60) for future in [engine.submit("r", *request) for request in requests]]
     assert together == alone
@@ -95,14 +79,17 @@ def test_seeds_decide_the_tokens_and_their_absence_leaves_it_to_the_request_id(m
     engine = engine_for(model)
     [prompt] = prompts(1)
 
-    def tokens(request_id, seed):
-        params = SamplingParams(max_tokens=30, ignore_eos=True, seed=seed)
-        return engine.submit(request_id, prompt, params).result(30).token_ids
+    def tokens(request_id, seed, more=(), **changes):
+        params = SamplingParams(**{"max_tokens": 30, "ignore_eos": True, "seed": seed, **changes})
+        return engine.submit(request_id, [*prompt, *more], params).result(30).token_ids
 
     assert tokens("a", 1) == tokens("b", 1)
     assert tokens("a", 1) != tokens("a", 2)
     assert tokens("a", None) == tokens("a", None)
     assert tokens("a", None) != tokens("b", None)
+    whole = tokens("r", 4, max_tokens=120)
+    assert tokens("r", 4, whole[:50], max_tokens=70) == whole[50:], "resumed, it goes on as if never aborted"
+    assert tokens("r", 4, stop_token_ids=(whole[7],)) == whole[: whole.index(whole[7]) + 1]
 
 
 def test_more_requests_than_places_all_complete_and_responses_end_where_they_should(model, engine_for):
@@ -120,19 +107,10 @@ def test_more_requests_than_places_all_complete_and_responses_end_where_they_sho
     assert (stats.completed, stats.running, stats.waiting) == (30, 0, 0)
 
 
-def test_stop_tokens_of_a_request_end_it(model, engine_for):
-    engine = engine_for(model)
-    [prompt] = prompts(1)
-    free = engine.submit("r", prompt, GREEDY).result(30).token_ids
-    stop = free[7]
-    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, stop_token_ids=(stop,))
-    assert engine.submit("r", prompt, params).result(30).token_ids == free[: free.index(stop) + 1]
-
-
 def test_equal_prompts_are_read_once_until_the_weights_change(model, engine_for):
     engine = engine_for(model)
     group = [engine.submit(str(i), [5, 6, 7], SamplingParams(seed=i)) for i in range(6)]
-    wait_for(group)
+    wait(group, timeout=30)
     assert engine.stats().result(10).prefills == 1
     engine.load_weights(dict(model.named_parameters())).result(10)
     engine.submit("r", [5, 6, 7], GREEDY).result(30)
@@ -149,13 +127,13 @@ def test_a_pace_slows_decoding_down_and_changes_nothing_else(model, engine_for):
         Engine(model, [4], seconds_per_step=-1)
 
 
-def test_aborting_one_request_ends_it_alone(model, engine_for):
+def test_aborting_one_request_ends_it_alone(model, engine_for, wait_for):
     engine = engine_for(model, max_num_seqs=4)
     given = prompts(6)
     limit = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=True, seed=9)
     expected = [engine.submit("r", p, limit).result(60) for p in given]
     futures = [engine.submit(f"r{i}", p, endless(9) if i in (1, 5) else limit) for i, p in enumerate(given)]
-    wait_until(lambda: engine.stats().result(10).running == 4)
+    wait_for(lambda: engine.stats().result(10).running == 4, "the engine")
     assert engine.abort("r1").result(10) == 1
     assert engine.abort("r5").result(10) == 1  # this one may still be waiting for a place
     assert engine.abort("nobody").result(10) == 0
@@ -166,10 +144,12 @@ def test_aborting_one_request_ends_it_alone(model, engine_for):
         assert futures[i].result(60) == expected[i]
 
 
-def test_pause_ends_everything_holds_what_comes_and_resume_goes_on(model, engine_for):
+def test_pause_ends_everything_holds_what_comes_and_resume_goes_on(model, engine_for, wait_for):
     engine = engine_for(model, max_num_seqs=3)
     futures = [engine.submit(str(i), p, endless(i)) for i, p in enumerate(prompts(5))]
-    wait_until(lambda: engine.stats().result(10).tokens > 20)
+    wait_for(lambda: engine.stats().result(10).tokens > 20, "the engine")
+    for _ in range(20):
+        engine.abort("nobody").cancel()  # a control call that is cancelled harms nobody
     assert engine.pause().result(10) == 5
     assert {future.result(10).stop_reason for future in futures} == {"aborted"}
     held = engine.submit("late", [5, 6], GREEDY)
@@ -180,43 +160,30 @@ def test_pause_ends_everything_holds_what_comes_and_resume_goes_on(model, engine
     assert held.result(30).stop_reason == "completed"
 
 
-def test_a_response_resumed_from_its_own_tokens_goes_on_as_if_never_aborted(model, engine_for):
-    engine = engine_for(model)
-    [prompt] = prompts(1)
-    whole = engine.submit("r", prompt, SamplingParams(max_tokens=120, ignore_eos=True, seed=4)).result(30).token_ids
-    rest = SamplingParams(max_tokens=70, ignore_eos=True, seed=4)
-    assert engine.submit("r", prompt + whole[:50], rest).result(30).token_ids == whole[50:]
-
-
-def test_cancelling_a_future_frees_its_place(model, engine_for):
+def test_weights_are_refused_while_a_request_decodes_and_cancelling_it_frees_its_place(model, engine_for, wait_for):
     engine = engine_for(model, max_num_seqs=1)
     first = engine.submit("first", [5, 6], endless(0))
     second = engine.submit("second", [7, 8], GREEDY)
-    wait_until(lambda: engine.stats().result(10).running == 1)
+    wait_for(lambda: engine.stats().result(10).running == 1, "the engine")
+    with pytest.raises(EngineError, match="1 requests are decoding"):
+        engine.load_weights(dict(model.named_parameters())).result(10)
     assert first.cancel()
     assert second.result(30).stop_reason == "completed"
     with pytest.raises(CancelledError):
         first.result(1)
 
 
-def test_new_weights_are_used_from_the_next_request_on(make_model, engine_for):
-    old, new = make_model(seed=0), make_model(seed=1)
+@pytest.mark.parametrize("tied", [False, True])
+def test_new_weights_are_used_from_the_next_request_on(make_model, engine_for, tied):
+    old, new = (make_model(seed=seed, tie_word_embeddings=tied) for seed in (0, 1))
     engine = engine_for(old)
     [prompt] = prompts(1)
     engine.submit("r", prompt, GREEDY).result(30)
-    engine.load_weights({name: tensor.clone() for name, tensor in new.named_parameters()}).result(10)
+    weights = {name: tensor.clone() for name, tensor in new.named_parameters()}
+    assert ("lm_head.weight" in weights) != tied, "tied weights may come under one name"
+    engine.load_weights(weights).result(10)
     tokens = engine.submit("r", prompt, GREEDY).result(30).token_ids
     assert tokens == plain_logprobs(new, prompt, tokens).argmax(-1).tolist()
-
-
-def test_tied_weights_may_come_under_one_name(make_model, engine_for):
-    engine = engine_for(make_model(tie_word_embeddings=True))
-    new = make_model(seed=1, tie_word_embeddings=True)
-    weights = dict(new.named_parameters())
-    assert "lm_head.weight" not in weights
-    engine.load_weights(weights).result(10)
-    tokens = engine.submit("r", [5, 6], GREEDY).result(30).token_ids
-    assert tokens == plain_logprobs(new, [5, 6], tokens).argmax(-1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -236,14 +203,6 @@ def test_weights_that_do_not_fit_change_nothing(make_model, engine_for, change, 
     with pytest.raises(ValueError, match=message):
         engine_for(model).load_weights(weights).result(10)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
-
-
-def test_weights_are_refused_while_a_request_decodes(model, engine_for):
-    engine = engine_for(model)
-    engine.submit("r", [5, 6], endless(0))
-    wait_until(lambda: engine.stats().result(10).running == 1)
-    with pytest.raises(EngineError, match="1 requests are decoding"):
-        engine.load_weights(dict(model.named_parameters())).result(10)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +233,7 @@ def test_requests_that_fail_in_the_model_fail_alone_and_leave_nothing_behind(mak
         in_prompt.result(30)
     # Without a stop at token 63 a response sooner or later reads its own NaN, in the middle of a batch.
     others = [engine.submit(f"n{i}", [5, 6], SamplingParams(max_tokens=500, seed=i, ignore_eos=True)) for i in range(6)]
-    wait_for(others)
+    wait(others, timeout=60)
     assert any(other.exception() for other in others)
     after = [engine.submit(f"g{i}", [7, 8, 9], avoiding(i)) for i in range(6)]
     assert {future.result(30).stop_reason for future in after} == {"completed"}
@@ -290,25 +249,16 @@ def test_a_closed_engine_ends_its_requests_and_its_thread(model):
     assert "rl-accel-cpu-engine" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_failure_of_the_engine_itself_reaches_every_caller(make_model, engine_for, monkeypatch):
+def test_a_failure_of_the_engine_itself_reaches_every_caller(make_model, engine_for, monkeypatch, wait_for):
     engine = engine_for(make_model(), max_num_seqs=1)
     futures = [engine.submit(str(i), [5, 6], endless(i)) for i in range(3)]
-    wait_until(lambda: engine.stats().result(10).running == 1)
+    wait_for(lambda: engine.stats().result(10).running == 1, "the engine")
     monkeypatch.setattr(engine, "_drop_cancelled", lambda: 1 / 0)
     for future in futures:
         with pytest.raises(ZeroDivisionError):
             future.result(10)
     with pytest.raises(EngineError, match="closed"):
         engine.pause()
-
-
-def test_a_control_call_that_is_cancelled_harms_nobody(model, engine_for):
-    engine = engine_for(model)
-    [prompt] = prompts(1)
-    futures = [engine.submit(str(i), prompt, GREEDY) for i in range(8)]
-    for _ in range(20):
-        engine.abort("nobody").cancel()
-    assert {future.result(30).stop_reason for future in futures} == {"completed"}
 
 
 def test_a_model_with_sliding_windows_is_refused(make_model):

@@ -103,9 +103,8 @@ def test_the_youngest_are_preempted_and_wait_in_front_in_their_order():
 def test_a_request_for_which_the_whole_memory_is_too_small_is_refused():
     scheduler = Scheduler(8, kv_tokens=50)
     scheduler.check_fits(request("r", 10), 50)
-    with pytest.raises(
-        ValueError, match="a prompt of 10 tokens and a response of up to 41 do not fit into kv_tokens=50"
-    ):
+    refused = "a prompt of 10 tokens and a response of up to 41 do not fit into kv_tokens=50"
+    with pytest.raises(ValueError, match=refused):
         scheduler.check_fits(request("r", 10), 51)
     Scheduler(8).check_fits(request("r", 10), 10**9)
 
@@ -117,18 +116,13 @@ def test_a_budget_that_is_none_is_refused(budget):
 
 
 _BUDGET = 60
-_EVENTS = st.lists(
-    st.one_of(
-        st.tuples(st.just("arrive"), st.integers(1, 40), st.integers(1, 20)),
-        st.tuples(st.just("turns"), st.integers(1, 6)),
-        st.tuples(st.just("abort"), st.integers(0, 30)),
-    ),
-    max_size=40,
-)
+_ARRIVE = st.tuples(st.just("arrive"), st.integers(1, 40), st.integers(1, 20))
+_TURNS = st.tuples(st.just("turns"), st.integers(1, 6))
+_ABORT = st.tuples(st.just("abort"), st.integers(0, 30))
 
 
 @settings(max_examples=400, deadline=None)
-@given(places=st.integers(1, 6), events=_EVENTS)
+@given(places=st.integers(1, 6), events=st.lists(st.one_of(_ARRIVE, _TURNS, _ABORT), max_size=40))
 def test_the_budget_holds_the_oldest_always_advances_and_all_end(places, events):
     host = Host(places, _BUDGET)
     live = []

@@ -4,7 +4,9 @@ import asyncio
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
+from rl_accel.__main__ import cli
 from rl_accel.patches.slime import requests
 
 pytestmark = pytest.mark.slow
@@ -21,9 +23,13 @@ def client(serve):
 
 
 def generate(client, **body):
-    return (
-        client.post("/generate", json={"input_ids": PROMPT, "return_logprob": True, **body}).raise_for_status().json()
-    )
+    body = {"input_ids": PROMPT, "return_logprob": True, **body}
+    return client.post("/generate", json=body).raise_for_status().json()
+
+
+def counters(client):
+    lines = client.get("/metrics").raise_for_status().text.splitlines()
+    return {name: float(value) for name, value in (line.split() for line in lines if not line.startswith("#"))}
 
 
 def running(client):
@@ -43,61 +49,44 @@ def test_a_response_has_text_tokens_and_their_log_probabilities(client):
     assert again["output_ids"] == answer["output_ids"]
     assert again["text"] == answer["text"]
     assert meta["num_retractions"] == 0
+    assert client.get("/health").status_code == 200
+    assert counters(client)["sglang:generation_tokens_total"] >= 14
 
 
 def test_an_end_token_stops_a_response_and_is_named(client):
-    first = generate(client, sampling_params={"max_new_tokens": 5, "ignore_eos": True, "sampling_seed": 1})[
-        "output_ids"
-    ]
-    stopped = generate(
-        client,
-        sampling_params={"max_new_tokens": 5, "ignore_eos": True, "sampling_seed": 1, "stop_token_ids": [first[2]]},
-    )
-    count = first.index(first[2]) + 1
-    assert stopped["output_ids"] == first[:count]
+    params = {"max_new_tokens": 5, "ignore_eos": True, "sampling_seed": 1}
+    first = generate(client, sampling_params=params)["output_ids"]
+    stopped = generate(client, sampling_params={**params, "stop_token_ids": [first[2]]})
+    assert stopped["output_ids"] == first[: first.index(first[2]) + 1]
     assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": first[2]}
 
 
-async def _while_generating(url, act, count=1):
-    """Send ``count`` endless requests named r0, r1, ...; ``act(client)`` once all run; return their answers."""
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-        body = {"input_ids": PROMPT, "sampling_params": ENDLESS, "return_logprob": True}
-        tasks = [asyncio.create_task(client.post("/generate", json={**body, "rid": f"r{i}"})) for i in range(count)]
-        while (await client.get("/v1/loads")).json()["loads"][0]["num_running_reqs"] < count:
-            await asyncio.sleep(0.005)
-        await act(client)
-        return [(await task).json() for task in tasks]
+def test_a_request_is_aborted_by_its_id_or_with_all_others_and_later_ones_are_not(client):
+    async def aborting(*bodies):
+        """Send endless requests named r0 and r1, what aborts once both run, and return their answers."""
+        async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as http:
+            body = {"input_ids": PROMPT, "sampling_params": ENDLESS, "return_logprob": True}
+            tasks = [asyncio.create_task(http.post("/generate", json={**body, "rid": f"r{i}"})) for i in range(2)]
+            while (await http.get("/v1/loads")).json()["loads"][0]["num_running_reqs"] < 2:
+                await asyncio.sleep(0.005)
+            for body in bodies:
+                await http.post("/abort_request", json=body)
+            return [(await task).json() for task in tasks]
 
-
-def test_a_request_is_aborted_by_its_id_and_answers_with_what_it_has(client):
-    async def abort(client):
-        await client.post("/abort_request", json={"rid": "r1"})
-        await client.post("/abort_request", json={"rid": "nobody"})
-
-    answers = asyncio.run(_while_generating(str(client.base_url), abort, count=2))
-    assert [answer["meta_info"]["finish_reason"]["type"] for answer in answers] == ["length", "abort"]
-    assert 0 < len(answers[1]["output_ids"]) < 200
-
-
-def test_all_are_aborted_and_later_ones_are_not(client):
-    async def abort(client):
-        await client.post("/abort_request", json={"abort_all": True})
-
-    answers = asyncio.run(_while_generating(str(client.base_url), abort, count=3))
+    whole, aborted = asyncio.run(aborting({"rid": "r1"}, {"rid": "nobody"}))
+    assert whole["meta_info"]["finish_reason"]["type"] == "length"
+    assert aborted["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 0 < len(aborted["output_ids"]) < 200, "it answers with what it has"
+    answers = asyncio.run(aborting({"abort_all": True}))
     assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"abort"}
-    assert (
-        generate(client, sampling_params={"max_new_tokens": 2, "ignore_eos": True})["meta_info"]["completion_tokens"]
-        == 2
-    )
+    later = generate(client, sampling_params={"max_new_tokens": 2, "ignore_eos": True})
+    assert later["meta_info"]["completion_tokens"] == 2
 
 
-def test_a_closed_connection_ends_its_request(client):
+def test_a_closed_connection_ends_its_request(client, wait_for):
     with httpx.Client(base_url=client.base_url, timeout=0.2) as hasty, pytest.raises(httpx.ReadTimeout):
         hasty.post("/generate", json={"input_ids": PROMPT, "sampling_params": ENDLESS})
-    for _ in range(100):
-        if running(client) == 0:
-            break
-    assert running(client) == 0
+    wait_for(lambda: running(client) == 0, "the end of the request")
 
 
 def test_a_watched_request_carries_an_id_by_which_it_can_be_aborted(client):
@@ -109,9 +98,8 @@ def test_a_watched_request_carries_an_id_by_which_it_can_be_aborted(client):
             return "r0"
 
         def end(self, request_id, answer):
-            seen.append(
-                (request_id, answer["meta_info"]["finish_reason"]["type"], answer["meta_info"]["num_retractions"])
-            )
+            meta = answer["meta_info"]
+            seen.append((request_id, meta["finish_reason"]["type"], meta["num_retractions"]))
 
     async def play(url):
         async with httpx.AsyncClient(timeout=60) as http:
@@ -189,7 +177,7 @@ def test_what_the_engine_does_not_do_is_refused_in_words(client, body, message):
     assert message in answer.json()["error"]["message"]
 
 
-def test_a_server_with_little_memory_retracts_requests_and_counts_them(client, serve):
+def test_a_server_with_little_memory_retracts_and_counts_requests_and_refuses_what_never_fits(client, serve):
     params = [{"max_new_tokens": 100, "ignore_eos": True, "sampling_seed": i} for i in range(8)]
 
     async def answers(url):
@@ -197,48 +185,27 @@ def test_a_server_with_little_memory_retracts_requests_and_counts_them(client, s
             bodies = [{"input_ids": PROMPT, "sampling_params": p, "return_logprob": True} for p in params]
             return [one.json() for one in await asyncio.gather(*[http.post("/generate", json=body) for body in bodies])]
 
-    def counters(http):
-        lines = http.get("/metrics").raise_for_status().text.splitlines()
-        return {name: float(value) for name, value in (line.split() for line in lines if not line.startswith("#"))}
-
     free = asyncio.run(answers(str(client.base_url)))
-    with httpx.Client(base_url=serve(*PACE, "--kv-tokens", "300"), timeout=60) as tight:
+    with httpx.Client(base_url=serve(*PACE, "--kv-tokens", "250"), timeout=60) as tight:
         preempted = asyncio.run(answers(str(tight.base_url)))
         assert [one["output_ids"] for one in preempted] == [one["output_ids"] for one in free]
         retractions = sum(one["meta_info"]["num_retractions"] for one in preempted)
         assert retractions > 0
         metrics = counters(tight)
         assert metrics["sglang:num_retracted_requests_total"] == retractions
-        assert (metrics["sglang:max_total_num_tokens"], metrics["sglang:token_usage"]) == (300, 0)
+        assert (metrics["sglang:max_total_num_tokens"], metrics["sglang:token_usage"]) == (250, 0)
         load = tight.get("/v1/loads").json()["loads"][0]
-        assert (load["max_total_num_tokens"], load["num_used_tokens"], load["token_usage"]) == (300, 0, 0)
+        assert (load["max_total_num_tokens"], load["num_used_tokens"], load["token_usage"]) == (250, 0, 0)
+        refused = tight.post("/generate", json={"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 248}})
+        assert refused.status_code == 400
+        assert "do not fit into kv_tokens=250" in refused.json()["error"]["message"]
     assert {one["meta_info"]["num_retractions"] for one in free} == {0}
     assert counters(client)["sglang:num_retracted_requests_total"] == 0
     assert "sglang:token_usage" not in counters(client)  # unknown is not 0
     assert "token_usage" not in client.get("/v1/loads").json()["loads"][0]
 
 
-def test_a_request_for_which_the_memory_is_too_small_is_refused(serve):
-    with httpx.Client(base_url=serve(*PACE, "--kv-tokens", "150"), timeout=60) as tight:
-        answer = tight.post("/generate", json={"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 148}})
-        assert answer.status_code == 400
-        assert "do not fit into kv_tokens=150" in answer.json()["error"]["message"]
-
-
-def test_it_says_what_it_is(client):
-    assert client.get("/health").status_code == 200
-    generate(client, sampling_params={"max_new_tokens": 7, "ignore_eos": True})
-    counters = dict(line.split() for line in client.get("/metrics").text.splitlines() if not line.startswith("#"))
-    assert float(counters["sglang:generation_tokens_total"]) >= 7
-
-
-def test_a_folder_without_a_model_is_a_clear_error(python, tmp_path):
-    result = python(
-        """
-        import subprocess, sys
-        done = subprocess.run([sys.executable, "-m", "rl_accel", "serve-cpu", "--model", "nowhere"], capture_output=True, text=True)
-        print(done.returncode, done.stderr)
-        """
-    )
-    assert "does not exist" in result.stdout
-    assert result.stdout.startswith("2 ")
+def test_a_folder_without_a_model_is_a_clear_error():
+    result = CliRunner().invoke(cli, ["serve-cpu", "--model", "nowhere"])
+    assert result.exit_code == 2
+    assert "does not exist" in result.output

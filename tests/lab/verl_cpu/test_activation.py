@@ -10,7 +10,8 @@ pytestmark = [
 ]
 
 
-def test_without_the_variable_nothing_of_the_cpu_runtime_is_even_imported(python):
+def test_without_the_variable_nothing_is_imported_and_with_it_any_error_ends_the_process(python):
+    """verl itself swallows what a plug-in raises."""
     result = python(
         """
         import os, sys
@@ -20,15 +21,26 @@ def test_without_the_variable_nothing_of_the_cpu_runtime_is_even_imported(python
         ours = {name for name in sys.modules if name.startswith("rl_accel.lab.verl_cpu")}
         assert ours <= {"rl_accel.lab.verl_cpu", "rl_accel.lab.verl_cpu.plugin"}, ours
         assert "VERL_ENGINE_DEVICE" not in os.environ
+        print("nothing was imported")
+
+        os.environ["VERL_PLATFORM"] = "cpu"
+        from rl_accel.lab.verl_cpu import vllm
+        del vllm.activate
+        for name in ("verl", "rl_accel.lab.verl_cpu.plugin"):
+            sys.modules.pop(name, None)
+        import verl
+        print("verl was imported")
         """
     )
-    assert result.returncode == 0, result.stderr
+    assert result.stdout == "nothing was imported\n", result.stderr
+    assert result.returncode != 0
+    assert result.stderr.splitlines()[-1].startswith("rl-accel: the CPU platform cannot begin: AttributeError: ")
 
 
-def test_with_it_verl_finds_platform_rollout_and_every_patch(python):
+def test_with_it_verl_finds_every_part_and_a_run_that_cannot_work_stops_before_a_cluster_starts(python, model_folder):
     result = python(
         """
-        import os, sys
+        import os, sys, torch
         import verl
         from verl.utils import device
         assert device.get_device_name() == device.get_device_id() == "cpu"
@@ -50,53 +62,24 @@ def test_with_it_verl_finds_platform_rollout_and_every_patch(python):
         for patch in SWITCHES:
             assert patch.state().value == "applied", patch
             assert patch.no_seam
-        """,
-        VERL_PLATFORM="cpu",
-    )
-    assert result.returncode == 0, result.stderr
 
+        from transformers import AutoConfig
+        from verl.utils.model import load_valuehead_model
+        folder = os.environ["MODEL"]
+        config = AutoConfig.from_pretrained(folder, attn_implementation="sdpa", num_labels=1)
+        model = load_valuehead_model(folder, torch.float32, config, False)
+        assert model.config._attn_implementation == "sdpa", "the value model has the attention of its configuration"
+        assert model(input_ids=torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, 1)
+        print("every part was found")
 
-def test_any_error_while_it_begins_ends_the_process_although_verl_swallows_what_plugins_raise(python):
-    result = python(
-        """
-        from rl_accel.lab.verl_cpu import vllm
-        del vllm.activate
-        import verl
-        """,
-        VERL_PLATFORM="cpu",
-    )
-    assert result.returncode != 0
-    assert result.stderr.splitlines()[-1].startswith("rl-accel: the CPU platform cannot begin: AttributeError: ")
-
-
-def test_a_run_that_cannot_work_stops_before_a_cluster_starts_and_says_why(python):
-    result = python(
-        """
-        import sys
-        from verl.trainer.main_ppo import main
         sys.argv = ["main_ppo", "actor_rollout_ref.rollout.name=vllm", "hydra.run.dir=.", "hydra.output_subdir=null"]
-        main()
+        verl.trainer.main_ppo.main()
         """,
         VERL_PLATFORM="cpu",
+        MODEL=str(model_folder),
     )
+    assert "every part was found" in result.stdout, result.stderr
     assert result.returncode != 0
     assert "this run cannot work with VERL_PLATFORM=cpu" in result.stderr
     assert "actor_rollout_ref.rollout.name=hf_cpu" in result.stderr
     assert "ray init" not in result.stdout
-
-
-def test_the_value_model_is_loaded_with_the_attention_of_its_config(python, make_model, tmp_path):
-    make_model().save_pretrained(tmp_path / "model")
-    result = python(
-        """
-        import sys, torch
-        from transformers import AutoConfig
-        from verl.utils.model import load_valuehead_model
-        config = AutoConfig.from_pretrained("model", attn_implementation="sdpa", num_labels=1)
-        model = load_valuehead_model("model", torch.float32, config, False)
-        assert model.config._attn_implementation == "sdpa"
-        assert model(input_ids=torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, 1)
-        """,
-        VERL_PLATFORM="cpu",
-    )
-    assert result.returncode == 0, result.stderr

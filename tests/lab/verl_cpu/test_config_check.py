@@ -38,13 +38,10 @@ def overrides(config):
 
 
 def test_all_that_a_stock_configuration_lacks_is_in_one_message(configured):
+    rollout = "actor_rollout_ref.rollout"
     with pytest.raises(ConfigError) as caught:
         check_config(
-            configured(
-                "actor_rollout_ref.rollout.name=vllm",
-                "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
-                "trainer.n_gpus_per_node=2",
-            )
+            configured(f"{rollout}.name=vllm", f"{rollout}.tensor_model_parallel_size=4", "trainer.n_gpus_per_node=2")
         )
     message = str(caught.value)
     for needed in (
@@ -68,19 +65,15 @@ def test_the_advice_taken_leaves_nothing_to_advise(configured):
     assert overrides(configured(*given, *advice)) == []
 
 
-def test_the_shortcut_alone_is_enough(configured):
-    assert overrides(configured(*SHORTCUT, "trainer.n_gpus_per_node=2")) == []
-
-
-def test_a_run_without_a_critic_is_not_asked_about_one(configured):
-    advice = overrides(configured("actor_rollout_ref.rollout.name=hf_cpu", "algorithm.adv_estimator=grpo"))
-    assert advice
-    assert not [override for override in advice if "critic" in override]
-
-
-def test_a_cluster_that_runs_already_keeps_its_resources(configured):
-    advice = overrides(configured("+ray_kwargs.ray_init.address=auto", "trainer.n_gpus_per_node=64"))
-    assert not [override for override in advice if "ray_init" in override]
+def test_what_a_run_does_not_have_is_not_asked_about(configured):
+    """The critic of a run without one, the resources of a cluster that runs already."""
+    for part, given in (
+        ("critic", ["actor_rollout_ref.rollout.name=hf_cpu", "algorithm.adv_estimator=grpo"]),
+        ("ray_init", ["+ray_kwargs.ray_init.address=auto", "trainer.n_gpus_per_node=64"]),
+    ):
+        advice = overrides(configured(*given))
+        assert advice
+        assert not [override for override in advice if part in override]
 
 
 def test_another_engine_device_in_the_environment_is_named(configured, monkeypatch):
@@ -88,21 +81,24 @@ def test_another_engine_device_in_the_environment_is_named(configured, monkeypat
     assert overrides(configured(*SHORTCUT)) == ["VERL_ENGINE_DEVICE=cuda (environment)"]
 
 
-def test_memory_in_which_one_response_would_not_fit_is_named(configured):
-    given = [*SHORTCUT, "data.max_prompt_length=100", "data.max_response_length=200"]
-    key = "actor_rollout_ref.rollout.engine_kwargs.hf_cpu.kv_tokens"
-    assert overrides(configured(*given, f"+{key}=300")) == []
-    assert overrides(configured(*given, f"+{key}=299")) == [f"{key}=300"]
-
-
-def test_ranks_may_share_a_server_and_its_memory_is_that_of_all_of_them(configured):
+@pytest.mark.parametrize(
+    ("ranks", "memory", "advice"),
+    [
+        (1, "", []),  # the shortcut alone is enough
+        (1, "kv_tokens=300", []),
+        (1, "kv_tokens=299", ["kv_tokens=300"]),
+        (2, "", []),
+        (2, "kv_tokens=150", []),
+        (2, "kv_tokens=149", ["kv_tokens=150"]),
+        (2, "kv_tokens=100 weight_tokens=100", []),
+    ],
+)
+def test_a_response_must_fit_into_the_memory_of_all_ranks_that_share_a_server(configured, ranks, memory, advice):
+    key = "actor_rollout_ref.rollout.engine_kwargs.hf_cpu."
     given = [*SHORTCUT, "data.max_prompt_length=100", "data.max_response_length=200", "trainer.n_gpus_per_node=2"]
-    given.append("actor_rollout_ref.rollout.tensor_model_parallel_size=2")
-    memory = "actor_rollout_ref.rollout.engine_kwargs.hf_cpu"
-    assert overrides(configured(*given)) == []
-    assert overrides(configured(*given, f"+{memory}.kv_tokens=150")) == []
-    assert overrides(configured(*given, f"+{memory}.kv_tokens=149")) == [f"{memory}.kv_tokens=150"]
-    assert overrides(configured(*given, f"+{memory}.kv_tokens=100", f"+{memory}.weight_tokens=100")) == []
+    given += [f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks}"] * (ranks > 1)
+    config = configured(*given, *(f"+{key}{setting}" for setting in memory.split()))
+    assert overrides(config) == [key + setting for setting in advice]
 
 
 @pytest.mark.parametrize(

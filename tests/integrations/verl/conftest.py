@@ -1,0 +1,61 @@
+"""verl's configuration as a run composes it, and a job on a cluster whose driver is the process of the tests."""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+SIZES = {
+    "data.train_batch_size": 8,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+    "critic.ppo_mini_batch_size": 8,
+    "trainer.n_gpus_per_node": 4,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+}
+
+
+@pytest.fixture(scope="session")
+def composed() -> Any:
+    """verl's own defaults but for sizes, an engine and folders."""
+    from hydra import compose, initialize_config_module
+
+    given = {**SIZES, "trainer.default_local_dir": "/somewhere/run", "actor_rollout_ref.rollout.name": "vllm"}
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", [f"{key}={value}" for key, value in given.items()])
+
+
+@pytest.fixture
+def configured(composed: Any) -> Callable[..., Any]:
+    """``configured({"trainer.use_v1": False})``: a copy of verl's configuration with these values."""
+    from omegaconf import OmegaConf
+
+    def change(keys: dict[str, Any]) -> Any:
+        config = composed.copy()
+        for key, value in keys.items():
+            OmegaConf.update(config, key, value, force_add=True)
+        return config
+
+    return change
+
+
+@pytest.fixture
+def flags_are_put_back() -> Iterator[None]:
+    """Flags that the test puts in force end with it."""
+    from rl_accel.runtime import RUNTIME
+
+    layers = RUNTIME.layers()
+    yield
+    RUNTIME.restore(layers)
+
+
+@pytest.fixture(scope="module")
+def job(ray_address: str, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Makes this process the driver of a job for the tests of a module, whose classes actors get by value."""
+    ray = pytest.importorskip("ray")
+    module = sys.modules[request.module.__name__]
+    ray.cloudpickle.register_pickle_by_value(module)
+    ray.init(address=ray_address)
+    yield
+    ray.shutdown()
+    ray.cloudpickle.unregister_pickle_by_value(module)

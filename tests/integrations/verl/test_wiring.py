@@ -1,0 +1,379 @@
+"""What each feature puts into verl's configuration, what it refuses there, and what verl's modules hold while it is on."""
+
+from dataclasses import asdict
+
+import pytest
+from omegaconf import OmegaConf
+
+pytest.importorskip("verl", reason="verl is not installed")
+
+from rl_accel import features
+from rl_accel.config import resolve
+from rl_accel.errors import ConfigError
+from rl_accel.integrations.verl import agent_loop, balance, drafts, engines, reward_timeout, tail_batching, telemetry
+from rl_accel.integrations.verl.tail_batching.wiring import wire as wire_tail_batching
+from rl_accel.patches.verl import config_intake
+
+ROLLOUT = "actor_rollout_ref.rollout"
+VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
+BACKEND = f"{VLLM}.distributed_executor_backend"
+ROUTER = f"{ROLLOUT}.router_config_path"
+MODE = "trainer.v1.trainer_mode"
+MANAGER = "reward.reward_manager"
+TAIL = features.TailBatchingFlags(enable=True, prompt_ratio="auto", queue_threshold=3)
+REWARD = features.RewardTimeoutFlags(enable=True, scale=2.0, workers=3)
+TELEMETRY = features.TelemetryFlags(enable=True)
+BALANCE = features.BalanceFlags(enable=True)
+DRAFTS = features.DraftsFlags(enable=True, max_tokens=5)
+REPLAN = features.TpReplanFlags(enable=True)
+
+
+def loops(part):
+    return {agent_loop.KEY: agent_loop.MANAGER, agent_loop.PARTS: [part]}
+
+
+def managed(source, name, path):
+    """The keys of a reward manager of ours over this one."""
+    section = {"flags": asdict(REWARD), "manager": {"source": source, "name": name, "path": path}}
+    return {
+        f"{MANAGER}.source": "importlib",
+        f"{MANAGER}.name": reward_timeout.MANAGER,
+        f"{MANAGER}.module.path": reward_timeout.MANAGER_MODULE,
+        "reward.reward_timeout": {**section, "anchors": "/somewhere/run/rl_accel_reward_anchors.json"},
+        **loops(reward_timeout.WORKER_PART),
+    }
+
+
+MINE = {f"{MANAGER}.source": "importlib", f"{MANAGER}.name": "Mine", f"{MANAGER}.module.path": "/x/mine.py"}
+STEPS = {MODE: "tail_batching", "trainer.v1.tail_batching": asdict(TAIL), "data.gen_batch_size": 1}
+DRAFTING = {
+    f"{VLLM}.speculative_config.method": "custom_class",
+    f"{VLLM}.speculative_config.model": "rl_accel.drafts.drafter.Drafter",
+    f"{VLLM}.speculative_config.num_speculative_tokens": 5,
+    f"{VLLM}.worker_extension_cls": "rl_accel.integrations.verl.drafts.worker.DraftsWorkerExtension",
+    f"{VLLM}.additional_config.rl_accel_drafts": asdict(DRAFTS),
+    ROUTER: str(drafts.ROUTER),
+}
+ALONE = {**DRAFTING, BACKEND: drafts.ONE_PROCESS}
+COUNTING = r"wants actor_rollout_ref\.rollout\.{} .*validate_config"
+TOLD = r"wants actor_rollout_ref\.rollout\.{} = .*validate_config sets it"
+WIRED = [
+    (TAIL, {}, {**STEPS, **loops(tail_batching.WORKER_PART)}, r"trainer_mode = tail_batching, found sync"),
+    (
+        REWARD,
+        {},
+        managed("register", "naive", None),
+        r"manager\.name = RewardTimeoutManager in the trainer, found naive",
+    ),
+    (REWARD, MINE, managed("importlib", "Mine", "/x/mine.py"), r"in the trainer, found Mine"),
+    (
+        TELEMETRY,
+        {},
+        {"trainer.rl_accel_telemetry": "/somewhere/run/rl_accel_telemetry.jsonl", **loops(telemetry.WORKER_PART)},
+        r"rl_accel_telemetry in the configuration of the trainer, found nothing",
+    ),
+    (BALANCE, {}, {ROUTER: str(balance.ROUTER), **loops(balance.WORKER_PART)}, TOLD.format("router_config_path")),
+    (DRAFTS, {f"{VLLM}.kv_cache_memory_bytes": 100}, ALONE, TOLD.format("engine_kwargs")),
+    (DRAFTS, {BACKEND: "mp"}, DRAFTING, TOLD.format("engine_kwargs")),
+    (DRAFTS, {f"{ROLLOUT}.tensor_model_parallel_size": 2}, DRAFTING, TOLD.format("engine_kwargs")),
+    (DRAFTS, {f"{ROLLOUT}.data_parallel_size": 2}, DRAFTING, TOLD.format("engine_kwargs")),
+    (REPLAN, {}, {f"{ROLLOUT}.disable_log_stats": False}, TOLD.format("disable_log_stats")),
+    (
+        REPLAN,
+        {f"{ROLLOUT}.name": "sglang"},
+        {f"{ROLLOUT}.engine_kwargs.sglang.enable_metrics": True},
+        TOLD.format(r"engine_kwargs\.sglang\.enable_metrics"),
+    ),
+    (REPLAN, {f"{ROLLOUT}.name": "counts anyway"}, {}, None),
+]
+
+
+@pytest.fixture(autouse=True)
+def armed(flags_are_put_back, monkeypatch):
+    """The calls that would change the exit code of the tests' own process. Also: a vLLM that drafts take."""
+    calls = []
+    monkeypatch.setattr("rl_accel.integrations.ray.restart_note.arm", lambda: calls.append(1))
+    monkeypatch.setattr(drafts, "_vllm_version", lambda: "0.29.0")
+    monkeypatch.setitem(engines._ENGINES, "counts anyway", engines.Engine(read_counters=dict.fromkeys))
+    return calls
+
+
+def plain(config):
+    return OmegaConf.to_container(config)
+
+
+@pytest.mark.parametrize(("flags", "given", "changes", "unwired"), WIRED)
+def test_one_flag_sets_the_keys_of_the_official_seams_and_nothing_else(configured, flags, given, changes, unwired):
+    (name,) = (feature.name for feature in features.FEATURES if feature.flags is type(flags))
+    given = {**given, f"rl_accel.{name}": asdict(flags)}
+    config = configured(given)
+    if unwired is None:
+        config_intake.in_trainer(config)
+    else:
+        with pytest.raises(ConfigError, match=rf"rl_accel\.{name} .*{unwired}"):  # nobody has called the driver's part
+            config_intake.in_trainer(config)
+    for _ in range(2):
+        config_intake.in_driver(config)
+        assert plain(config) == plain(configured({**given, **changes}))
+        config_intake.in_trainer(config)
+
+
+@pytest.mark.parametrize("flags", [{}, {"rl_accel.tail_batching.enable": False}, {"rl_accel.auto": True}])
+def test_without_such_a_flag_verls_configuration_stays_as_it_is(configured, flags):
+    config = configured(flags)
+    config_intake.in_driver(config)
+    config_intake.in_trainer(config)
+    assert plain(config) == plain(configured(flags))
+
+
+OF_THE_USERS = ({agent_loop.KEY: "my.Manager"}, r"agent_loop_manager_class = None, found my\.Manager")
+DETERMINISTIC = {f"{ROLLOUT}.full_determinism": True}
+LEGACY = ({"trainer.use_v1": False}, r"trainer\.use_v1 = True, found False")
+ASYNC = {MODE: "colocate_async"}
+DISAGGREGATED = ({f"{ROLLOUT}.disaggregation.enabled": True}, r"disaggregation\.enabled = False, found True")
+OWN_ROUTER = ({ROUTER: "own.yaml"}, r"router_config_path = None, found own\.yaml")
+REWARD_MODEL = {"reward.reward_model.enable": True}
+WHOLE_CHECKPOINTS = [
+    ({"actor_rollout_ref.actor.checkpoint.async_save": True}, r"actor\.checkpoint\.async_save = False"),
+    ({"critic.checkpoint.save_contents": ["model"]}, r"= model, optimizer and extra, found \['model'\]"),
+    ({"trainer.default_local_dir": None}, r"default_local_dir = a folder"),
+]
+REFUSED = {
+    "tail_batching": [
+        (ASYNC, r"trainer\.v1\.trainer_mode = sync, found colocate_async"),
+        ({MODE: "bogus"}, r"trainer\.v1\.trainer_mode = sync, found bogus"),
+        LEGACY,
+        ({"trainer.v1.sync.parameter_sync_step": 2}, r"trainer\.v1\.sync\.parameter_sync_step = 1, found 2"),
+        ({"trainer.v1.sampler.custom_sampler.name": "Mine"}, r"custom_sampler = None, found Mine"),
+        OF_THE_USERS,
+        (DETERMINISTIC, r"full_determinism = False, found True \(what .* depends on which responses finish first\)"),
+        ({"skip.rollout_tq.enable": True}, r"skip\.rollout_tq\.enable = False, found True"),
+        (
+            {"actor_rollout_ref.actor.ppo_mini_batch_size": 3},
+            r"ppo_mini_batch_size = a divisor of data\.train_batch_size = 8, found 3",
+        ),
+    ],
+    "reward_timeout": [
+        (REWARD_MODEL, r"custom_reward_function\.path = a function, found None"),
+        (
+            {**REWARD_MODEL, "reward.custom_reward_function.path": "x.py"},
+            r"reward\.reward_model\.enable_resource_pool = True, found False",
+        ),
+        OF_THE_USERS,
+        ({f"{MANAGER}.name": "prime"}, r"reward_manager\.name = one of .*naive.*, found prime"),
+    ],
+    "telemetry": [OF_THE_USERS],
+    "balance": [
+        OWN_ROUTER,
+        (ASYNC, r"trainer_mode = sync, found colocate_async"),
+        LEGACY,
+        (DETERMINISTIC, r"full_determinism = False, found True"),
+        DISAGGREGATED,
+        ({f"{ROLLOUT}.max_num_seqs": 0}, r"max_num_seqs = at least 1, found 0"),
+        OF_THE_USERS,
+    ],
+    "drafts": [
+        ({f"{ROLLOUT}.name": "sglang"}, r"rollout\.name = vllm, found sglang"),
+        (
+            {f"{ROLLOUT}.mtp": {"enable": True, "enable_rollout": True}},
+            r"rollout\.mtp\.enable_rollout = False, found True",
+        ),
+        OWN_ROUTER,
+        (
+            {f"{VLLM}.speculative_config": {"method": "ngram"}},
+            r"speculative_config = None, found \{'method': 'ngram'\}",
+        ),
+    ],
+    "tp_replan": [
+        LEGACY,
+        (ASYNC, r"trainer_mode = sync or tail_batching, found colocate_async"),
+        ({f"{ROLLOUT}.name": "trtllm"}, r"rollout\.name = one of .*sglang, vllm, found trtllm"),
+        DISAGGREGATED,
+        ({f"{ROLLOUT}.data_parallel_size": 3}, r"a divisor of 4 GPUs, found 3"),
+        (
+            {f"{ROLLOUT}.tensor_model_parallel_size": 3},
+            r"size = one of 1, 2, 4, found 3 \(does not divide 4 GPUs",
+        ),
+        *[({**keys, "rl_accel.tp_replan.action": "restart"}, message) for keys, message in WHOLE_CHECKPOINTS],
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("feature", "keys", "message"), [(feature, *row) for feature, rows in REFUSED.items() for row in rows]
+)
+def test_what_cannot_work_is_refused_with_key_wanted_and_found(configured, feature, keys, message):
+    config = configured({f"rl_accel.{feature}.enable": True, **keys})
+    before = plain(config)
+    with pytest.raises(ConfigError, match=rf"rl_accel\.{feature} wants .*{message}"):
+        config_intake.in_driver(config)
+    assert plain(config) == before
+
+
+def test_only_a_restart_wants_whole_checkpoints_and_arms_the_exit_code(configured, armed):
+    for keys, _ in WHOLE_CHECKPOINTS:
+        config_intake.in_driver(configured({"rl_accel.tp_replan.enable": True, **keys}))
+    assert armed == []
+    config_intake.in_driver(configured({"rl_accel.tp_replan": {"enable": True, "action": "restart"}}))
+    assert armed == [1]
+
+
+def test_places_of_its_own_do_for_any_max_num_seqs_and_with_drafts_there_is_one_router(configured):
+    flags = {"rl_accel.balance": {"enable": True, "places": 3}, "rl_accel.drafts.enable": True}
+    config = configured({**flags, f"{ROLLOUT}.max_num_seqs": 0})
+    for _ in range(2):
+        config_intake.in_driver(config)
+        assert OmegaConf.select(config, ROUTER) == str(balance.ROUTER)
+
+
+@pytest.mark.parametrize("version", [None, "0.30.0"])
+def test_a_vllm_that_was_not_tried_is_refused(configured, monkeypatch, version):
+    monkeypatch.setattr(drafts, "_vllm_version", lambda: version)
+    with pytest.raises(ConfigError, match=rf"vLLM = 0\.29\.0, found {version}"):
+        drafts.wire(configured({}), DRAFTS)
+
+
+@pytest.mark.parametrize(
+    ("wire", "flags", "message"),
+    [
+        (wire_tail_batching, TAIL, r"wants verl = 0\.9\.1 or later with its V1 trainer, found"),
+        (reward_timeout.wire, REWARD, r"wants verl 0\.8\.0 or later with its reward loop"),
+    ],
+)
+def test_an_older_verl_is_refused(wire, flags, message):
+    with pytest.raises(ConfigError, match=message):
+        wire(OmegaConf.create({"trainer": {}}), flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"response_ratio": 0.99}, r"tail_batching.response_ratio wants at least 1.0, found 0.99"),
+        ({"auto_limit": 0.5}, r"tail_batching.auto_limit wants at least 1.0, found 0.5"),
+        ({"prompt_ratio": True}, r"tail_batching.prompt_ratio wants float or str, found True"),
+        ({"prompt_ratio": float("inf")}, r"prompt_ratio must be finite"),
+        ({"max_deferrals": 0}, r"tail_batching.max_deferrals wants at least 1, found 0"),
+        ({"max_retries": -1}, r"tail_batching.max_retries wants at least 0, found -1"),
+        ({"mode": "long"}, r"unknown key rl_accel.tail_batching.mode"),
+        ({"prompt_ration": 1.5}, r"unknown key .*prompt_ration \(did you mean rl_accel.tail_batching.prompt_ratio\?\)"),
+        ({"domain_quotas": [3]}, r"tail_batching.domain_quotas wants .*, found \[3\]"),
+    ],
+)
+def test_flags_of_tail_batching_that_make_no_sense_are_refused(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve([("test", {"tail_batching": flags})])
+
+
+def test_quotas_add_up_to_a_batch_and_reach_the_core_and_the_data(configured):
+    def run(domain_key="kind", code=2):
+        flags = {"enable": True, "domain_quotas": {"math": 6, "code": code}, "domain_key": domain_key}
+        config = configured({"rl_accel.tail_batching": flags})
+        config_intake.in_driver(config)
+        return tail_batching.run_of(config)
+
+    with pytest.raises(ConfigError, match=r"domain_quotas must add up to .* 8 prompts, found 7"):
+        run(code=1)
+    flags = run().flags
+    assert (flags.domain_quotas, flags.domain_key, run().prompts_per_step) == ({"math": 6, "code": 2}, "kind", 8)
+    with pytest.raises(ConfigError, match=r"rows of the data set = at least data.train_batch_size, 8, found 7"):
+        tail_batching.check_data(run(), 7, None)
+
+    import datasets
+
+    def rows(*kinds):
+        return datasets.Dataset.from_dict({"kind": list(kinds), "prompt": ["?"] * len(kinds)})
+
+    tail_batching.check_data(run(), 8, None)
+    tail_batching.check_data(run(), 8, rows("math", "code", "math"))
+    for frame in (rows("math", "math"), rows("math", "code", "poems")):
+        wanted = r"a quota for each kind of the data set, .*, found quotas for math, code"
+        with pytest.raises(ConfigError, match=wanted):
+            tail_batching.check_data(run(), 8, frame)
+    with pytest.raises(ConfigError, match=r"domain_key = a column of the data set \(kind, prompt\), found 'source'"):
+        tail_batching.check_data(run("source"), 8, rows("math", "code"))
+
+
+PARTS = [tail_batching.WORKER_PART, reward_timeout.WORKER_PART, telemetry.WORKER_PART]
+
+
+@pytest.mark.slow
+def test_features_are_registered_from_the_import_of_their_modules_until_they_are_off(python, repo):
+    """A process with three features on, and children of it for what is another interpreter's to show."""
+    done = python(
+        f"""
+        import importlib, os, random, sys, traceback
+        import rl_accel
+        from rl_accel.errors import ConfigError
+        from rl_accel.telemetry import metrics
+
+        names = ("tail_batching", "reward_timeout", "telemetry")
+        rl_accel.enable(**dict.fromkeys(names, True))
+        status = lambda name: rl_accel.status()[name]
+        assert [status(name).patches[0].state for name in names] == ["waiting"] * 3, rl_accel.status()
+
+        import verl
+        children = {{}}  # verl's modules register ours while they are imported, whichever part of ours is the first to ask
+        for part in {[part.rpartition(".")[0] for part in PARTS]!r}:
+            children[part] = os.fork()
+            if not children[part]:
+                try:
+                    importlib.import_module(part)
+                    os._exit(0)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+        for part, child in children.items():
+            assert os.waitpid(child, 0)[1] == 0, f"{{part}} cannot be imported first"
+
+        import verl.utils.tracking
+        assert status("telemetry").applied
+        found = metrics.observed(1, {{"timing_s/step": 4.0, "timing_s/gen": 3.0}})
+        assert found["rl_accel/telemetry/share/gen"] == 0.75 and found["rl_accel/telemetry/share/other"] == 0.25
+        assert metrics.observed(1, {{"val/acc": 1.0}}) == {{}}
+
+        import verl.experimental.reward_loop
+        assert status("reward_timeout").applied
+        assert type(metrics.observer("reward_timeout")).__name__ == "Collector"
+
+        from verl.trainer.ppo.v1 import get_trainer_cls
+        assert get_trainer_cls("tail_batching").__name__ == "TailBatchingTrainer"
+        assert status("tail_batching").applied
+
+        sys.path.insert(0, {str(repo / "examples" / "verl_ppo_cpu")!r})
+        from hydra import compose, initialize_config_module
+        from prepare import dataset, model, tokenizer
+        from rl_accel.patches.verl import config_intake
+        tok = tokenizer("geometric")
+        tok.save_pretrained("model")
+        model(tok, 1024).save_pretrained("model")
+        dataset("val", 7, "geometric", random.Random(0)).to_parquet("seven.parquet")
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            config = compose("ppo_trainer", [
+                "hydra.searchpath=[pkg://rl_accel.lab.verl_cpu]", "+run_on=cpu", "data.train_batch_size=8",
+                "actor_rollout_ref.model.path=model", "data.train_files=seven.parquet", "data.val_files=seven.parquet",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=8", "critic.ppo_mini_batch_size=8",
+                "data.max_prompt_length=16",
+            ])
+        config_intake.in_driver(config)
+        trainer = get_trainer_cls("tail_batching")(config)
+        trainer._init_tokenizer()
+        try:
+            trainer._init_dataloader()
+            raise AssertionError("a data set smaller than a round is taken")
+        except ConfigError as error:
+            print(error)
+
+        rl_accel.disable()
+        assert metrics.observer("reward_timeout") is None
+        assert metrics.observed(1, {{"timing_s/step": 4.0}}) == {{}}
+        try:
+            get_trainer_cls("tail_batching")
+            raise AssertionError("still registered")
+        except ValueError as error:
+            assert "sync" in str(error)
+    """,
+        VERL_PLATFORM="cpu",
+    )
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert "rl_accel.tail_batching wants rows of the data set = at least data.train_batch_size, 8, found 7" in last

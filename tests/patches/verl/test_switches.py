@@ -1,0 +1,92 @@
+"""Every replacement on real verl: in and out of every binding, its fingerprint, and what is refused."""
+
+import dataclasses
+import importlib
+
+import pytest
+import torch
+
+from rl_accel.errors import NotInThisVersion, PatchRefused
+from rl_accel.features import GaeFlags, SamplerFlags
+from rl_accel.patches.upstream import fingerprint
+from rl_accel.patches.verl import advantages, gae, sampler
+from rl_accel.switch import SwitchState
+
+FLAGS = {"verl.gae": GaeFlags(), "verl.sampler": SamplerFlags()}
+PATCHES = (*gae.SWITCHES, *advantages.SWITCHES, *sampler.SWITCHES)
+every_patch = pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
+
+
+def held_by(patch) -> list:
+    """What every binding of ``patch`` holds."""
+    held = []
+    for where in (patch.target, *patch.bindings):
+        module, _, path = where.partition(":")
+        path, _, key = path.rstrip("]").partition("[")
+        owner, _, name = path.rpartition(".")
+        holder = importlib.import_module(module)
+        found = vars(getattr(holder, owner) if owner else holder)[name]
+        held.append(found[key] if key else found)
+    return held
+
+
+@every_patch
+def test_in_and_out_of_every_binding(patch):
+    before = held_by(patch)
+    try:
+        patch.apply(FLAGS.get(patch.name))
+        held = held_by(patch)
+        assert patch.state() is SwitchState.APPLIED
+        assert all(now is held[0] and now is not then for now, then in zip(held, before, strict=True))
+    finally:
+        patch.revert()
+    assert patch.state() is SwitchState.PENDING
+    assert all(now is then for now, then in zip(held_by(patch), before, strict=True))
+
+
+@every_patch
+def test_upstream_body_is_the_one_tested_with(patch):
+    assert fingerprint(held_by(patch)[0]) in patch.fingerprints
+
+
+@pytest.mark.parametrize("patch", [*gae.SWITCHES, *advantages.SWITCHES], ids=lambda patch: patch.name)
+def test_a_twin_that_disagrees_by_one_bit_is_refused(patch):
+    def one_bit_off(original, settings):
+        good = patch.make(original, settings)
+
+        def replacement(*args, **kwargs):
+            found = good(*args, **kwargs)
+            if isinstance(found, tuple):
+                return torch.nextafter(found[0], torch.tensor(torch.inf)), found[1]
+            return torch.nextafter(found, torch.tensor(torch.inf))
+
+        return replacement
+
+    wrong = dataclasses.replace(patch, make=one_bit_off)
+    before = held_by(wrong)
+    with pytest.raises(PatchRefused, match=r"differs by"):
+        wrong.apply(FLAGS.get(patch.name))
+    assert all(now is then for now, then in zip(held_by(wrong), before, strict=True))
+
+
+@every_patch
+def test_an_old_verl_is_refused(monkeypatch, patch):
+    monkeypatch.setattr(importlib.import_module("verl"), "__version__", "0.5.0")
+    with pytest.raises(
+        NotInThisVersion if patch.independent else PatchRefused, match=r"supports verl>=.*, running 0\.5\.0"
+    ):
+        patch.check()
+
+
+@pytest.mark.slow
+def test_patch_files_import_without_verl(python):
+    result = python(
+        """
+        import sys
+        sys.modules["verl"] = None
+        from rl_accel.patches.verl import advantages, gae, sampler
+        assert advantages.SWITCHES and gae.SWITCHES and sampler.SWITCHES
+        assert "numba" not in sys.modules
+        """
+    )
+    assert result.returncode == 0, result.stderr
