@@ -56,7 +56,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if config.getoption("--store-durations"):
         seconds: Counter[str] = Counter()
         for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
-            if isinstance(report, pytest.TestReport):
+            if type(report) is pytest.TestReport:  # not a subtest's, whose seconds are in its test's
                 seconds[report.nodeid.partition("::")[0]] += report.duration
         stored = json.loads(DURATIONS.read_text()) | {file: round(spent, 1) for file, spent in seconds.items()}
         kept = {file: stored[file] for file in sorted(stored) if (REPO / file).exists()}
