@@ -15,13 +15,8 @@ from rl_accel.parallel.model_memory import KNOWN_FAMILIES, TpBounds, read_memory
 QWEN3_8B = json.loads((Path(__file__).parent / "qwen3_8b.json").read_text())
 
 
-SMALL = {
-    "num_hidden_layers": 3,
-    "vocab_size": 8000,
-    "hidden_size": 512,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
+SMALL = {"num_hidden_layers": 3, "vocab_size": 8000, "hidden_size": 512, **HEADS}
 
 
 @pytest.mark.parametrize("family", KNOWN_FAMILIES)
@@ -36,15 +31,12 @@ def test_cache_bytes_are_those_of_the_real_cache(family):
     assert memory.kv_parameters == 2 * 3 * 512 * 2 * memory.head_dim
 
 
-def test_a_published_size():
-    assert read_memory(QWEN3_8B).parameters == pytest.approx(8.19e9, rel=0.01)
-    assert read_memory(QWEN3_8B).kv_bytes_per_token(1) == 147_456
-
-
-def test_weights_are_shared_out_but_for_key_value_heads():
+def test_a_published_size_and_shares_of_weights_and_cache():
     shape = read_memory(QWEN3_8B)
+    assert shape.parameters == pytest.approx(8.19e9, rel=0.01)
+    assert shape.kv_bytes_per_token(1) == 147_456
     assert shape.weight_bytes(8) * 8 == shape.weight_bytes(1) == shape.parameters * 2
-    assert shape.weight_bytes(16) * 16 == shape.weight_bytes(1) + 2 * shape.kv_parameters
+    assert shape.weight_bytes(16) * 16 == shape.weight_bytes(1) + 2 * shape.kv_parameters, "each has a head"
     assert shape.kv_bytes_per_token(4) * 4 == shape.kv_bytes_per_token(1)
     assert shape.kv_bytes_per_token(16) == shape.kv_bytes_per_token(8)
 
@@ -68,19 +60,13 @@ def bounds(world_size=8, gpus_per_node=8, model=QWEN3_8B, max_tokens=32768, memo
         ({"model": None, "world_size": 6}, (1, 2, 3, 6)),
         ({"model": {"model_type": "other", "num_attention_heads": 12}}, (1, 2, 4)),
         ({"model": {"model_type": "other", "num_attention_heads": [12, 8]}}, (1, 2, 4, 8)),
+        # 15.3 GiB of weights and 4 x 4.5 GiB of cache
+        ({"memory_gb": 36.0, "memory_share": 0.95}, (1, 2, 4, 8)),
+        ({"memory_gb": 20.0}, (2, 4, 8)),
     ],
 )
 def test_possible_sizes(arguments, sizes):
     assert bounds(**arguments).sizes == sizes
-
-
-def test_memory_for_weights_and_cache():
-    """15.3 GiB of weights and 4 x 4.5 GiB of cache: one GPU of 36 GiB holds it at a share of 0.95, two of 20 GiB at 0.9."""
-    assert bounds(memory_gb=36.0, memory_share=0.95).sizes == (1, 2, 4, 8)
-    small = bounds(memory_gb=20.0)
-    assert small.sizes == (2, 4, 8)
-    for number in ("15.3 GiB", "18.0 for 131072 tokens", "has 18.0"):
-        assert number in small.why_not(1)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +84,9 @@ def test_it_says_what_it_does_not_know(arguments, words):
     assert bool(words) == bool(note)
 
 
-def test_bounds_that_nothing_satisfies_name_every_reason():
+def test_sizes_that_are_not_possible_have_their_reasons():
+    for number in ("15.3 GiB", "18.0 for 131072 tokens", "has 18.0"):
+        assert number in bounds(memory_gb=20.0).why_not(1)
     with pytest.raises(ValueError, match="no tensor-parallel size is possible on 12 GPUs") as error:
         bounds(world_size=12, gpus_per_node=4, min_tp=4, memory_gb=8.0)
     reasons = dict(part.split(": ", 1) for part in str(error.value).split("12 GPUs: ")[1].split("; "))

@@ -39,6 +39,7 @@ from rl_accel.telemetry.profile import read_run
 from rl_accel.telemetry.stage_clock import FILE_NAME, Response
 
 REAL = Path(__file__).parent
+PUBLISHED, BATCH = "--lengths published:math16k", "--prompts 1 --responses 2 --replicas 2"
 ENGINE = Engine({1: 0.010, 4: 0.011, 16: 0.015, 64: 0.030}, cached_token_seconds=2e-7, request_seconds=0.01)
 SETUP = Setup(16, 4, 2, Engine({1: 0.01, 64: 0.015}), published("math16k").limited(2048), {"update_actor": 5.0}, 2.0)
 EQUAL = Setup(16, 4, 2, Engine({1: 0.01}), Lengths(np.full(100, 500), 0.0), {"update_actor": 5.0})
@@ -56,6 +57,12 @@ def responses_of(lengths, engine=ENGINE):
         Response(f"p{n // 4}", 0.0, ends[n], ends[n] + 0.1, ends[n] + 0.1, lengths[n], "s0")
         for n in range(len(lengths))
     ]
+
+
+def steps_of(count, engine=ENGINE):
+    """Steps of 64 responses whose lengths have a long tail."""
+    rng = np.random.default_rng(0)
+    return [responses_of(np.maximum(rng.lognormal(5, 1, 64), 1).astype(int).tolist(), engine) for _ in range(count)]
 
 
 def write_run(folder, steps=8, seed=0, engine=ENGINE, **more):
@@ -81,10 +88,21 @@ def run_dir(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def priced():
+    """Outcomes of all options for ``SETUP``, by option."""
+    return {found.option: found.outcome for found in answer(SETUP, options_of(SETUP), draws=1, rounds=12)}
+
+
+def planned(words):
+    """The output of the command."""
+    done = CliRunner().invoke(plan, words.split())
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
 def test_an_engine_is_found_again_from_what_it_did():
-    rng = np.random.default_rng(0)
-    steps = [responses_of(np.maximum(rng.lognormal(5, 1, 64), 1).astype(int).tolist()) for _ in range(6)]
-    fit = fit_engine(steps)
+    fit = fit_engine(steps_of(6))
     for running in (1, 4, 16, 50):
         assert float(fit.engine.seconds(running)) == pytest.approx(float(ENGINE.seconds(running)), rel=1e-4), running
     assert fit.engine.request_seconds == pytest.approx(0.01, rel=1e-4)
@@ -95,10 +113,9 @@ def test_an_engine_is_found_again_from_what_it_did():
 
 
 def test_an_engine_whose_requests_wait_and_are_preempted_is_found_again():
-    rng = np.random.default_rng(0)
     known = {"places": 12, "cache_tokens": 2500}
     slow = Engine({1: 0.010, 12: 0.016}, 1e-6, 0.001, 0.010, 0.020, **known)
-    steps = [responses_of(np.maximum(rng.lognormal(5, 1, 64), 1).astype(int).tolist(), slow) for _ in range(12)]
+    steps = steps_of(12, slow)
     fit = fit_engine(steps, **known)
     for running in (1, 4, 12):
         assert float(fit.engine.seconds(running)) == pytest.approx(float(slow.seconds(running)), rel=1e-4), running
@@ -123,16 +140,11 @@ def test_requests_that_begin_later_are_fitted_as_well():
     assert fit_engine([step]).error < 0.01
 
 
-def test_of_many_responses_some_are_fitted(monkeypatch):
+def test_some_of_many_responses_are_fitted_and_too_few_are_refused(monkeypatch):
     monkeypatch.setattr("rl_accel.plan.fit._MOST", 200)
-    rng = np.random.default_rng(0)
-    steps = [responses_of(np.maximum(rng.lognormal(5, 1, 64), 1).astype(int).tolist()) for _ in range(12)]
-    fit = fit_engine(steps)
+    fit = fit_engine(steps_of(12))
     assert fit.responses == 4 * 64
     assert float(fit.engine.seconds(16)) == pytest.approx(float(ENGINE.seconds(16)), rel=1e-4)
-
-
-def test_too_few_responses_fit_nothing():
     with pytest.raises(RlAccelError, match="wants 16 responses with tokens and times, found 4"):
         fit_engine([responses_of([5, 6, 7, 8])])
 
@@ -187,25 +199,21 @@ def test_of_equal_gains_the_simplest_is_best():
     assert best_of([tails, much_more]) is much_more
 
 
-def test_answers_are_the_same_for_the_same_draws():
-    options = options_of(SETUP)
-    first, second = (answer(SETUP, options, draws=2, rounds=4) for _ in range(2))
-    assert [found.outcome for found in first] == [found.outcome for found in second]
+def test_answers_are_the_same_for_the_same_draws(priced):
+    again = answer(SETUP, options_of(SETUP), draws=1, rounds=12)
+    assert [found.outcome for found in again] == list(priced.values())
 
 
-def test_what_costs_staleness_says_how_much():
-    answers = answer(SETUP, options_of(SETUP), draws=1, rounds=8)
-    found = {a.option.name: a.outcome for a in answers}
-    assert 0.5 < found["asynchronous, staleness at most 1"].staleness <= 2
-    assert found["asynchronous, staleness at most 4"].staleness > found["asynchronous, staleness at most 1"].staleness
+def test_staleness_of_options_and_the_least_seconds_of_their_steps(priced):
+    found = {option.name: outcome for option, outcome in priced.items()}
+    once, often = (found[f"asynchronous, staleness at most {eta}"] for eta in (1, 4))
+    assert 0.5 < once.staleness <= 2
+    assert often.staleness > once.staleness
     assert found["partial rollout, 1.5 times the prompts"].staleness > 0
-    assert all(a.outcome.staleness == 0 for a in answers if a.option.ours)
-
-
-def test_asynchronous_training_is_never_faster_than_its_slower_half():
-    found = {a.option.name: a.outcome for a in answer(SETUP, options_of(SETUP), draws=1, rounds=12)}
-    for eta in (1, 4):
-        assert found[f"asynchronous, staleness at most {eta}"].step_seconds >= 10.0 - 1e-6
+    assert all(outcome.staleness == 0 for option, outcome in priced.items() if option.ours)
+    assert min(once.step_seconds, often.step_seconds) >= 10.0 - 1e-6, "not faster than the slower half"
+    hidden = AS_IT_IS.price(SETUP, 12, 0).step_seconds - found["training overlapped with the tail"].step_seconds
+    assert 0 < hidden < 5.0, "overlap hides at most the training"
 
 
 def test_the_planner_of_production_chooses_the_tensor_parallel_size():
@@ -246,13 +254,6 @@ def test_with_a_place_for_each_balanced_rounds_are_those_of_stock():
         assert ours.metrics.tokens_generated == theirs.metrics.tokens_generated
 
 
-def test_overlap_hides_at_most_the_training():
-    found = {a.option.name: a.outcome for a in answer(SETUP, options_of(SETUP), draws=1, rounds=6)}
-    plain = AS_IT_IS.price(SETUP, 6, 0)
-    hidden = plain.step_seconds - found["training overlapped with the tail"].step_seconds
-    assert 0 < hidden < 5.0
-
-
 def test_drafts_speed_up_few_requests_and_leave_many_alone():
     drafting = with_drafts(Engine({1: 0.01, 64: 0.02}), 2.0)
     assert float(drafting.seconds(1)) == pytest.approx(0.005)
@@ -283,9 +284,8 @@ def test_other_places_are_priced_where_requests_wait_or_caches_are_full():
     few = replace(SETUP.engine, places=4)
     found = {name: option.price(replace(SETUP, engine=few), 5, 0) for name, option in places(few).items()}
     fewer, more = found["2 places a replica"], found["8 places a replica"]
-    assert (
-        more.rollout_seconds < AS_IT_IS.price(replace(SETUP, engine=few), 5, 0).rollout_seconds < fewer.rollout_seconds
-    )
+    stock = AS_IT_IS.price(replace(SETUP, engine=few), 5, 0)
+    assert more.rollout_seconds < stock.rollout_seconds < fewer.rollout_seconds
     assert len(places(replace(SETUP.engine, cache_tokens=10**6))) == 1
 
 
@@ -297,20 +297,17 @@ def test_the_pack_s_own_work_grows_with_the_batch():
 
 
 def test_flags_of_a_command_are_read_as_verl_reads_them():
-    flags = flags_of_words(
-        ["python", "+rl_accel.tail_batching.enable=True", "+rl_accel.tail_batching.response_ratio=1.0"]
-    )
+    section = "+rl_accel.tail_batching"
+    flags = flags_of_words(["python", f"{section}.enable=True", f"{section}.response_ratio=1.0"])
     assert flags.sections["tail_batching"].response_ratio == 1.0
     waste = outcome_of(SETUP, rounds_of(SETUP, flags.sections["tail_batching"], 5, 0)).wasted
     assert 0 < waste < 0.6
 
 
 def test_the_command_on_a_run(run_dir, tmp_path):
-    options = ["--draws", "2", "--rounds", "5", "--no-scale", "--out", str(tmp_path)]
-    done = CliRunner().invoke(plan, [str(run_dir), *options])
-    assert done.exit_code == 0, done.output
-    assert "Fitted to 384 responses" in done.output
-    assert "Best of the pack: " in done.output
+    output = planned(f"{run_dir} --draws 2 --rounds 5 --no-scale --out {tmp_path}")
+    assert "Fitted to 384 responses" in output
+    assert "Best of the pack: " in output
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["schema"] == "rl_accel.plan/1"
     assert {"sampler", "tail_batching auto", "twice the replicas"} <= {row["name"] for row in found["answers"]}
@@ -320,47 +317,31 @@ def test_the_command_on_a_run(run_dir, tmp_path):
     assert '<img alt="Seconds of a step"' in page
 
 
-@pytest.mark.parametrize(("error", "trusted"), [(0.1, True), (3.0, False)])
-def test_a_plan_whose_engine_is_far_off_says_so(error, trusted):
-    found = Plan(SETUP, Fit(SETUP.engine, {}, error, 100), answer(SETUP, [], 1, 5), [], "")
-    first = next(found.conclusions())
-    assert first.startswith("Do not trust this plan: the fitted engine is 300% off") != trusted
+@pytest.mark.parametrize(
+    ("error", "preemptions", "cache", "warning"),
+    [(0.1, 0.0, {}, None), (3.0, 0.0, {}, "trust"), (0.1, 7.0, {}, "cache"), (0.1, 7.0, {"cache_tokens": 5000}, None)],
+)
+def test_a_plan_says_if_its_engine_is_far_off_or_the_size_of_its_cache_unknown(error, preemptions, cache, warning):
+    setup = replace(SETUP, engine=replace(SETUP.engine, **cache))
+    found = Plan(setup, Fit(SETUP.engine, {}, error, 100), answer(SETUP, [], 1, 5), [], "", preemptions=preemptions)
+    lines = list(found.conclusions())
+    assert lines[0].startswith("Do not trust this plan: the fitted engine is 300% off") == (warning == "trust")
+    assert any("--cache-tokens" in line for line in lines) == (warning is not None), "either asks for it"
 
 
-def test_a_plan_of_engines_that_preempt_asks_how_much_their_cache_holds():
-    answers, fit = answer(SETUP, [], 1, 5), Fit(SETUP.engine, {}, 0.1, 100)
-    small = replace(SETUP, engine=replace(SETUP.engine, cache_tokens=5000))
-    said = {
-        size: any(
-            "--cache-tokens" in line for line in Plan(setup, fit, answers, [], "", preemptions=count).conclusions()
-        )
-        for size, setup, count in (("asked", SETUP, 7.0), ("known", small, 7.0), ("none", SETUP, 0.0))
-    }
-    assert said == {"asked": True, "known": False, "none": False}
-
-
-def test_the_command_on_published_lengths(tmp_path):
-    words = "--lengths published:math16k --prompts 8 --responses 4 --replicas 2 --step-seconds 1:0.01,64:0.02"
-    done = CliRunner().invoke(plan, [*words.split(), "--draws", "1", "--rounds", "5", "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    assert "1,024" in done.output
-
-
-def test_the_command_with_a_published_engine_prices_tp_replan(tmp_path):
-    words = "--lengths published:math16k --prompts 8 --responses 4 --replicas 2 --step-seconds published:qwen2.5-14b"
-    options = ["--draws", "1", "--rounds", "5", "--no-scale", "--gpus", "2", "--out", str(tmp_path)]
-    done = CliRunner().invoke(plan, [*words.split(), *options])
-    assert done.exit_code == 0, done.output
+def test_the_command_on_published_lengths_with_curves_and_with_a_published_engine(tmp_path):
+    given = f"{PUBLISHED} {BATCH} --draws 1 --rounds 5 --out {tmp_path}"
+    assert "1,024" in planned(f"{given} --step-seconds 1:0.01,64:0.02")
+    output = planned(f"{given} --step-seconds published:qwen2.5-14b --gpus 2 --no-scale")
     assert "tp_replan" in {row["name"] for row in json.loads((tmp_path / "plan.json").read_text())["answers"]}
-    assert "Not priced: tp_replan" not in done.output
+    assert "Not priced: tp_replan" not in output
 
 
-def test_the_check_says_how_far_off_it_was(run_dir, tmp_path):
+def test_the_check_gives_the_error_in_percent(run_dir, tmp_path):
     write_run(tmp_path / "b", seed=1)
-    done = CliRunner().invoke(plan, ["--check", str(run_dir), str(tmp_path / "b"), "--draws", "3"])
-    assert done.exit_code == 0, done.output
-    assert "rollout" in done.output
-    assert "%" in done.output
+    output = planned(f"--check {run_dir} {tmp_path / 'b'} --draws 3")
+    assert "rollout" in output
+    assert "%" in output
 
 
 def test_the_check_of_an_asynchronous_run_says_that_it_cannot(run_dir, tmp_path):
@@ -372,6 +353,7 @@ def test_the_check_of_an_asynchronous_run_says_that_it_cannot(run_dir, tmp_path)
     assert "found trainer.v1.trainer_mode=colocate_async" in str(done.exception)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "most"), [("ab_tail", {}), ("ab_vllm", {("all", "rollout"): 12, ("all", "step"): 25})]
 )
@@ -379,9 +361,7 @@ def test_the_check_on_real_runs(target, most):
     """Arms of `make ab-tail` and of `make ab-vllm`: what the telemetry of stock predicts for each."""
     arms, rows = sorted(path.name for path in (REAL / target).iterdir()), {}
     for arm in arms:
-        done = CliRunner().invoke(plan, ["--check", str(REAL / target / "stock"), str(REAL / target / arm)])
-        assert done.exit_code == 0, done.output
-        for line in done.output.splitlines():
+        for line in planned(f"--check {REAL / target / 'stock'} {REAL / target / arm}").splitlines():
             name, *cells = [cell.strip() for cell in line.strip("│ ").split("│")]
             rows[arm, name] = cells
     off = {row: float(cells[3].split("%")[0]) for row, cells in rows.items() if row[1] in ("rollout", "step")}
@@ -407,26 +387,16 @@ def test_rollouts_that_are_uneven_widen_the_interval_and_not_the_prediction():
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (
-            ["--lengths", "published:math16k"],
-            "--lengths needs --prompts, --responses, --replicas, --step-seconds as well",
-        ),
-        ([], "give RUN_DIR, or --lengths"),
-        (["--lengths", "published:math16k", "--step-seconds", "fast"], "wants seconds of a step by running requests"),
-        (["--lengths", "published:math16k", "--tokens-a-step", "4:9"], "a draft of n tokens gives 1 to n + 1 tokens"),
-        (["--lengths", "published:math16k", "--tokens-a-step", "few"], "wants tokens by the longest draft"),
-        (
-            [
-                "--lengths",
-                "published:x",
-                *["--prompts", "1", "--responses", "1", "--replicas", "1", "--step-seconds", "1:1"],
-            ],
-            "wanted one of math16k",
-        ),
+        (PUBLISHED, "--lengths needs --prompts, --responses, --replicas, --step-seconds as well"),
+        ("", "give RUN_DIR, or --lengths"),
+        (f"{PUBLISHED} --step-seconds fast", "wants seconds of a step by running requests"),
+        (f"{PUBLISHED} --tokens-a-step 4:9", "a draft of n tokens gives 1 to n + 1 tokens"),
+        (f"{PUBLISHED} --tokens-a-step few", "wants tokens by the longest draft"),
+        (f"{PUBLISHED.replace('math16k', 'x')} {BATCH} --step-seconds 1:1", "wanted one of math16k"),
     ],
 )
-def test_wrong_input_is_said_in_a_line(words, error):
-    done = CliRunner().invoke(plan, words)
+def test_wrong_input_is_named_in_one_line(words, error):
+    done = CliRunner().invoke(plan, words.split())
     assert done.exit_code != 0
     assert error in done.output + str(done.exception)
 

@@ -65,16 +65,12 @@ def test_prompts_of_a_run_first_have_the_responses_that_they_had():
     assert from_groups(groups, "").limited(10).lengths([1, 2], 2, RNG)[:, 0].tolist() == [9, 10]
 
 
-def test_a_limit_cuts_responses_short():
+def test_a_limit_cuts_responses_short_and_rewards_take_the_times_that_were_seen():
     workload = published("math16k").limited(8192)
     assert workload.limit == 8192
     assert workload.lengths(range(2000), 4, RNG).max() == 8192
     assert (published("math16k").limited(32768).tokens == 32768).mean() == pytest.approx(0.01, abs=0.003)
-
-
-def test_rewards_take_the_times_that_were_seen():
-    workload = from_groups([[1.0]], "", rewards=np.array([0.5, 2.0]))
-    assert set(workload.reward_seconds(100, RNG)) == {0.5, 2.0}
+    assert set(from_groups([[1.0]], "", rewards=np.array([0.5, 2.0])).reward_seconds(100, RNG)) == {0.5, 2.0}
     assert from_groups([[1.0]], "").reward_seconds(100, RNG) is None
 
 
@@ -88,29 +84,6 @@ def test_a_file_of_lengths(tmp_path):
     assert workload.rewards.tolist() == [0.5] * 8
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "holds no lengths: wanted lines such as"),
-        ('{"prompt": 1}', r"line 1: wanted lines such as .*KeyError\('tokens'\)"),
-        ('{"prompt": 1, "tokens": 3}\nnonsense', "line 2: wanted lines such as"),
-        ('{"prompt": 1, "tokens": 0}', "tokens must be at least 1, found 0"),
-    ],
-)
-def test_a_file_without_lengths_is_refused(tmp_path, text, words):
-    path = tmp_path / "lengths.jsonl"
-    path.write_text(text)
-    with pytest.raises(RlAccelError, match=words):
-        read_lengths(path)
-
-
-def test_what_is_not_there_is_refused(tmp_path):
-    with pytest.raises(RlAccelError, match="cannot read"):
-        read_lengths(tmp_path / "none.jsonl")
-    with pytest.raises(RlAccelError, match="wanted one of math16k, code16k, judge16k, found 'poems'"):
-        published("poems")
-
-
 def test_rollouts_that_slime_saved_are_read(tmp_path):
     for rollout in (10, 9):
         samples = [{"group_index": rollout * 2 + n // 2, "response_length": rollout * 10 + n} for n in range(4)]
@@ -122,18 +95,29 @@ def test_rollouts_that_slime_saved_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("saved", "found"),
+    ("file", "content", "words"),
     [
-        (None, "found none"),
-        (b"no file of torch", "0.pt: wanted a rollout of slime, .* found UnpicklingError"),
-        ({"samples": [{"group_index": 0}]}, "found KeyError: 'response_length'"),
-        ({"samples": []}, "found no responses"),
+        ("lengths.jsonl", "", "holds no lengths: wanted lines such as"),
+        ("lengths.jsonl", '{"prompt": 1}', r"line 1: wanted lines such as .*KeyError\('tokens'\)"),
+        ("lengths.jsonl", '{"prompt": 1, "tokens": 3}\nnonsense', "line 2: wanted lines such as"),
+        ("lengths.jsonl", '{"prompt": 1, "tokens": 0}', "tokens must be at least 1, found 0"),
+        ("lengths.jsonl", None, "cannot read"),
+        (".", None, "found none"),
+        ("0.pt", "no file of torch", "0.pt: wanted a rollout of slime, .* found UnpicklingError"),
+        ("0.pt", {"samples": [{"group_index": 0}]}, "found KeyError: 'response_length'"),
+        ("0.pt", {"samples": []}, "found no responses"),
     ],
 )
-def test_a_folder_of_anything_else_is_refused(tmp_path, saved, found):
-    if isinstance(saved, bytes):
-        (tmp_path / "0.pt").write_bytes(saved)
-    elif saved is not None:
-        torch.save(saved, tmp_path / "0.pt")
-    with pytest.raises(RlAccelError, match=found):
-        read_lengths(tmp_path)
+def test_a_file_or_folder_without_lengths_is_refused(tmp_path, file, content, words):
+    path = tmp_path / file
+    if isinstance(content, str):
+        path.write_text(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(RlAccelError, match=words):
+        read_lengths(path if file == "lengths.jsonl" else tmp_path)
+
+
+def test_lengths_that_were_not_published_are_refused():
+    with pytest.raises(RlAccelError, match="wanted one of math16k, code16k, judge16k, found 'poems'"):
+        published("poems")

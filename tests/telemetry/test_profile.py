@@ -55,6 +55,13 @@ def run(tmp_path):
     return tmp_path
 
 
+def profiled(words):
+    """The output of the command."""
+    done = CliRunner().invoke(profile, str(words).split())
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
 def savings_of(found):
     return {saving.name: saving for saving in found.savings}
 
@@ -100,9 +107,12 @@ def test_features_that_are_on_are_not_advised(tmp_path):
     assert not any(saving.advice.startswith("+") for saving in found.savings)
 
 
-def test_without_telemetry_there_are_stages_and_a_word_about_the_rest(tmp_path):
+def test_without_telemetry_there_are_stages_of_all_but_the_first_steps_and_the_reason_for_no_more(tmp_path):
+    write_log(tmp_path / "project" / "experiment.jsonl", steps=1)
+    assert list(read_run(tmp_path).steps) == [1], "never without the last"
     write_log(tmp_path / "project" / "experiment.jsonl")
     found = read_run(tmp_path)
+    assert list(found.steps) == [3, 4]
     assert found.stages["gen"] == 12.0
     assert not found.numbers
     assert [saving.name for saving in found.savings] == ["advantages"]
@@ -110,47 +120,30 @@ def test_without_telemetry_there_are_stages_and_a_word_about_the_rest(tmp_path):
     assert "the run had no +rl_accel.telemetry.enable=True" in missing
 
 
-def test_without_the_file_of_responses_what_was_logged_is_there(run):
+def test_what_was_logged_is_there_without_the_file_of_responses_and_in_an_asynchronous_trainer(run):
     (run / "checkpoints" / FILE_NAME).unlink()
     found = read_run(run)
     assert found.numbers["waiting_seconds"] == 9.0
     assert found.last == []
     assert savings_of(found)[WAITING].gain is None
     assert f"0 files named {FILE_NAME} are here, not one" in found.missing[0]
-
-
-def test_in_an_asynchronous_trainer_there_are_counts_but_no_parts(tmp_path):
-    write_run(tmp_path, window_known=False)
-    found = read_run(tmp_path)
+    write_run(run, window_known=False)
+    found = read_run(run)
     assert found.numbers["responses"] == 10
     assert found.last == []
     assert "responses are under way when the stage begins" in found.missing[0]
-    assert [saving.name for saving in found.savings] == ["advantages"]
+    assert list(savings_of(found)) == ["advantages"]
 
 
 def test_numbers_of_drafts_are_printed_where_there_are_any(tmp_path):
-    drafts = {
-        "drafted": 40.0,
-        "accepted": 30.0,
-        "acceptance_sibling": 0.75,
-        "tokens_a_step_from_64": 3.5,
-        "applied": 1.0,
-    }
-    for folder, numbers in (("with", drafts), ("without", {"applied": 1.0, "drafted": 0.0})):
-        write_log(
-            tmp_path / folder / "m.jsonl", **{f"rl_accel/drafts/{name}": value for name, value in numbers.items()}
-        )
-    shown = CliRunner().invoke(profile, [str(tmp_path / "with"), "--no-picture"]).output
-    rows = dict(re.findall(r"(\w+) +│ ([\d.]+) ", shown))
-    assert rows["acceptance_sibling"] == "0.75"
-    assert rows["tokens_a_step_from_64"] == "3.50"
+    def shown(**numbers):
+        write_log(tmp_path / "m.jsonl", **{f"rl_accel/drafts/{name}": value for name, value in numbers.items()})
+        return dict(re.findall(r"(\w+) +│ ([\d.]+) ", profiled(f"{tmp_path} --no-picture")))
+
+    rows = shown(drafted=40.0, acceptance_sibling=0.75, tokens_a_step_from_64=3.5, applied=1.0)
+    assert (rows["acceptance_sibling"], rows["tokens_a_step_from_64"]) == ("0.75", "3.50")
     assert "applied" not in rows
-    assert "drafted" not in CliRunner().invoke(profile, [str(tmp_path / "without"), "--no-picture"]).output
-
-
-def test_a_short_run_keeps_its_last_step(tmp_path):
-    write_log(tmp_path / "metrics.jsonl", steps=1)
-    assert list(read_run(tmp_path).steps) == [1]
+    assert "drafted" not in shown(applied=1.0, drafted=0.0)
 
 
 def test_a_folder_without_a_run_or_with_several_is_refused(tmp_path):
@@ -175,8 +168,7 @@ def test_levers_of_the_framework_are_named_where_they_are_worth_it(tmp_path):
 
 
 def test_the_command_prints_tables_and_draws(run):
-    done = CliRunner().invoke(profile, [str(run)])
-    assert done.exit_code == 0, done.output
+    output = profiled(run)
     for line in (
         r"waiting for the longest .* 9 s .* 45\.0%",
         r"gen .* 12 s .* 60\.0%",
@@ -185,15 +177,15 @@ def test_the_command_prints_tables_and_draws(run):
         r"s1 .* 1 .* 90 .* 20\.8% .* 10\.5 s",
         r"Largest saving: waiting for the longest responses, 9 s a step",
     ):
-        assert re.search(line, done.output), (line, done.output)
+        assert re.search(line, output), (line, output)
     assert (run / "profile.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_command_draws_stages_alone_and_many_responses(tmp_path):
     write_log(tmp_path / "stages" / "metrics.jsonl")
-    assert CliRunner().invoke(profile, [str(tmp_path / "stages")]).exit_code == 0
-    write_run(tmp_path / "many", lambda _: [Response(str(n), 0.0, 1.0, 1.0, 1.0, 1) for n in range(5000)])
-    assert CliRunner().invoke(profile, [str(tmp_path / "many"), "--picture", str(tmp_path / "x.png")]).exit_code == 0
+    profiled(tmp_path / "stages")
+    write_run(tmp_path / "many", lambda _: [Response(str(n % 10), 0.0, 1.0, 1.0, 1.0, 1) for n in range(5000)])
+    profiled(f"{tmp_path / 'many'} --picture {tmp_path / 'x.png'}")
     assert (tmp_path / "x.png").exists()
 
 

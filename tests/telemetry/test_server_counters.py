@@ -14,19 +14,15 @@ VLLM, SGLANG = COUNTERS["vllm"], COUNTERS["sglang"]
 
 def taken(*readings):
     """What successive calls return when the servers say this."""
-    counters = Counters()
-    return [counters.take(reading) for reading in readings]
+    return list(map(Counters().take, readings))
 
 
 def servers(*counts, incarnation=""):
     return {f"s{i}": None if c is None else Reading(c, incarnation) for i, c in enumerate(counts)}
 
 
-def test_the_first_reading_is_since_the_start_and_later_ones_are_differences_over_all_servers():
-    assert taken(servers(3, 4), servers(5, 4), servers(5, 4)) == [7, 2, 0]
-
-
-def test_a_server_that_does_not_say_makes_this_step_and_the_next_unknown():
+def test_readings_become_differences_over_all_servers_and_are_unknown_where_one_does_not_say():
+    assert taken(servers(3, 4), servers(5, 4), servers(5, 4)) == [7, 2, 0], "the first since the start"
     assert taken(servers(1, 1), servers(2, None), servers(3, 3), servers(3, 4)) == [2, None, None, 1]
 
 

@@ -49,16 +49,21 @@ def test_a_generation_is_cut_into_four_parts_that_follow_each_other():
     }
 
 
-def test_a_batch_that_is_full_until_the_end_is_not_idle():
-    assert stage_clock.generation([response(0.0, 4.0), response(0.0, 4.0)], 4.0)["idle_share"] == 0.0
-    found = stage_clock.generation([response(0.0, 2.0), response(2.0, 4.0)], 4.0)
-    assert (found["concurrency"], found["idle_share"]) == (1, 0.0), "one after the other"
-
-
-def test_slots_of_the_engines_limit_the_capacity():
-    queued = [response(0.0, 2.0), response(0.0, 4.0)]  # the second waits for the first
-    for slots, idle in ((None, 0.25), (1, 0.0), (64, 0.25)):
-        assert stage_clock.generation(queued, 4.0, slots=slots)["idle_share"] == pytest.approx(idle)
+@pytest.mark.parametrize(
+    ("moments", "more", "concurrency", "idle"),
+    [
+        ([(0.0, 4.0), (0.0, 4.0)], {}, 2, 0.0),
+        ([(0.0, 2.0), (2.0, 4.0)], {}, 1, 0.0),
+        ([(0.0, 2.0), (0.0, 4.0)], {"slots": None}, 2, 0.25),
+        ([(0.0, 2.0), (0.0, 4.0)], {"slots": 1}, 2, 0.0),  # the second waits for the first
+        ([(0.0, 2.0), (0.0, 4.0)], {"slots": 64}, 2, 0.25),
+        ([(2.0, 4.0)], {"began": 0.0}, 1, 0.5),
+    ],
+    ids=["full to the end", "one after the other", "any slots", "one slot", "many slots", "begins before a response"],
+)
+def test_the_idle_share_of_four_seconds(moments, more, concurrency, idle):
+    found = stage_clock.generation([response(*moment) for moment in moments], 4.0, **more)
+    assert (found["concurrency"], found["idle_share"]) == (concurrency, pytest.approx(idle))
 
 
 def test_cancelled_and_failed_responses_take_places_but_do_not_complete():
@@ -81,10 +86,6 @@ def test_what_cannot_be_known_is_left_out():
     assert stage_clock.completion(cancelled) == {"responses": 1, "tokens": 0}
     assert stage_clock.generation(cancelled, 3.0).keys() == {"cancelled", "concurrency", "idle_share"}
     assert "idle_share" not in stage_clock.generation([response(0.0, 0.0)], 3.0), "nothing was ever in generation"
-
-
-def test_a_window_may_begin_before_the_first_response():
-    assert stage_clock.generation([response(2.0, 4.0)], 4.0, began=0.0)["idle_share"] == 0.5
 
 
 moments = st.floats(0, 100, allow_nan=False)
@@ -164,15 +165,10 @@ def test_lines_that_are_not_whole_are_left_out(tmp_path, line):
     assert list(read_kept(path)) == [1]
 
 
-def test_null_is_nan_and_what_is_no_number_is_left_out(tmp_path):
+def test_records_of_one_step_are_merged_in_step_order_and_null_is_nan(tmp_path):
     path = tmp_path / "m.jsonl"
-    path.write_text('{"step": 1, "data": {"nan": null, "text": "x", "flag": true, "list": [1], "n": 3}}\n')
-    metrics = read_log(path)[1]
-    assert sorted(metrics) == ["n", "nan"]
-    assert math.isnan(metrics["nan"])
-
-
-def test_records_of_one_step_are_merged_in_step_order(tmp_path):
-    path = tmp_path / "m.jsonl"
-    path.write_text('{"step": 2, "data": {"a": 1}}\n{"step": 1, "data": {"a": 0}}\n{"step": 2, "data": {"b": 5}}\n')
-    assert list(read_log(path).items()) == [(1, {"a": 0.0}), (2, {"a": 1.0, "b": 5.0})]
+    first = '{"step": 1, "data": {"a": 0, "nan": null, "text": "x", "flag": true, "list": [1]}}'
+    path.write_text(f'{{"step": 2, "data": {{"a": 1}}}}\n{first}\n{{"step": 2, "data": {{"b": 5}}}}\n')
+    found = read_log(path)
+    assert math.isnan(found[1].pop("nan"))
+    assert list(found.items()) == [(1, {"a": 0.0}), (2, {"a": 1.0, "b": 5.0})], "what is no number is left out"

@@ -2,14 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 ACTOR = """
-import json, sys
+import json, os
 import ray, rl_accel
 
 @ray.remote(num_cpus=0)
@@ -26,23 +23,20 @@ class Parent:
 def report(label, child=False):
     print(json.dumps({"label": label, **ray.get(Parent.remote().statuses.remote(child))}), flush=True)
 """
-LOCAL = 'ray.init(address="local", num_cpus=2, include_dashboard=False, _temp_dir=sys.argv[1])\n'
+LOCAL = 'ray.init(address="local", num_cpus=2, include_dashboard=False, _temp_dir=os.environ["FOLDER"])'
 
 
-def run(script: str, folder: Path, environment: dict[str, str], *arguments: str) -> dict[str, dict]:
-    path = folder / "driver.py"
-    path.write_text(ACTOR + script)
-    done = subprocess.run(
-        [sys.executable, str(path), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"label"')]
-    return {line["label"]: line for line in lines}
+@pytest.fixture
+def reports(python):
+    """``reports(script, **environment)`` runs a driver and returns its reports by label."""
+
+    def run(script, **environment):
+        done = python(ACTOR + script, **environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"label"')]
+        return {line["label"]: line for line in lines}
+
+    return run
 
 
 def gae_states(status: dict) -> tuple[str, list[str]]:
@@ -54,7 +48,7 @@ APPLIED = ("by name", ["applied"])
 
 
 @pytest.mark.slow
-def test_enable_and_disable_before_and_after_a_local_cluster_starts(short_tmp, clean_environment):
+def test_enable_and_disable_before_and_after_a_local_cluster_starts(reports, short_tmp):
     script = f"""
 rl_accel.enable(gae=True)
 {LOCAL}
@@ -64,7 +58,7 @@ report("off")
 rl_accel.enable(gae=True)
 report("on", child=True)
 """
-    found = run(script, short_tmp, clean_environment, str(short_tmp / "r"))
+    found = reports(script, FOLDER=str(short_tmp))
     for label in ("before", "on"):
         assert gae_states(found[label]["own"]) == gae_states(found[label]["child"]) == APPLIED
         assert found[label]["own"]["pid"] != found[label]["child"]["pid"]
@@ -72,13 +66,12 @@ report("on", child=True)
 
 
 @pytest.mark.slow
-def test_enable_then_connect_to_a_cluster_started_before(ray_address, short_tmp, clean_environment):
-    connect = 'ray.init(address=sys.argv[1], runtime_env={"env_vars": {"MINE": "1"}})\n'
-    script = f'rl_accel.enable(gae=True)\n{connect}report("far")'
-    found = run(script, short_tmp, clean_environment, ray_address)
+def test_enable_then_connect_to_a_cluster_started_before(reports, ray_address):
+    connect = 'ray.init(address=os.environ["CLUSTER"], runtime_env={"env_vars": {"MINE": "1"}})'
+    found = reports(f'rl_accel.enable(gae=True)\n{connect}\nreport("far")', CLUSTER=ray_address)
     assert gae_states(found["far"]["own"]) == APPLIED
 
-    other_job = run('ray.init(address=sys.argv[1])\nreport("other")', short_tmp, clean_environment, ray_address)
+    other_job = reports('ray.init(address=os.environ["CLUSTER"])\nreport("other")', CLUSTER=ray_address)
     assert gae_states(other_job["other"]["own"]) == ("off", []), "flags must not leak into another job"
 
 

@@ -1,16 +1,14 @@
 """A note left by an actor becomes the exit code of its driver, and the file that was asked for."""
 
-import importlib.util
 import json
 
 import pytest
 
+pytest.importorskip("ray", reason="ray is not installed")
+
 from rl_accel.relaunch import EXIT_CODE, NOTE_VAR
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
-]
+pytestmark = pytest.mark.slow
 
 DRIVER = """
 import os
@@ -20,27 +18,29 @@ from rl_accel.integrations.ray import restart_note
 restart_note.arm()
 restart_note.arm()
 ray.init(address=os.environ["CLUSTER"])
-
+"""
+ASKING = f"""
+{DRIVER}
 @ray.remote(num_cpus=0)
 class Trainer:
     def ask(self):
-        restart_note.publish({"step": 3, "overrides": ["tp=4"]})
-        restart_note.publish({"step": 4, "overrides": ["tp=2"]})
+        restart_note.publish({{"step": 3, "overrides": ["tp=4"]}})
+        restart_note.publish({{"step": 4, "overrides": ["tp=2"]}})
 
-trainer = Trainer.remote()
+ray.get(Trainer.remote().ask.remote())
 """
 
 
 @pytest.mark.parametrize("end", ["", "raise SystemExit(1)"])
 def test_a_note_is_the_exit_code_and_a_file_however_the_driver_ends(python, ray_address, tmp_path, end):
     file = tmp_path / "note.json"
-    done = python(DRIVER + "ray.get(trainer.ask.remote())\n" + end, CLUSTER=ray_address, **{NOTE_VAR: str(file)})
+    done = python(ASKING + end, CLUSTER=ray_address, **{NOTE_VAR: str(file)})
     assert done.returncode == EXIT_CODE, done.stderr
     assert json.loads(file.read_text()) == {"step": 4, "overrides": ["tp=2"]}
 
 
 def test_without_anyone_to_relaunch_it_a_line_says_how(python, ray_address):
-    done = python(DRIVER + "ray.get(trainer.ask.remote())", CLUSTER=ray_address)
+    done = python(ASKING, CLUSTER=ray_address)
     assert done.returncode == EXIT_CODE
     assert "this run goes on when it is launched again with: tp=2" in done.stderr
 

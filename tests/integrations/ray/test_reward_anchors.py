@@ -1,31 +1,39 @@
 """Anchors reach other processes of a real Ray job, and survive the death of what keeps them."""
 
 import asyncio
+import gc
 import json
-import subprocess
+import os
+import signal
 import sys
+import time
 
 import pytest
+import ray
 
+from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.ray import reward_anchors
 from rl_accel.reward.anchor_store import AnchorStore, Replica
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = """
-import json, os, signal, sys, time
-import ray
-from rl_accel.integrations.ray import reward_anchors
-from rl_accel.reward.anchor_store import Replica
 
-ray.init(address=sys.argv[1])
-PATH = sys.argv[2]
+@pytest.fixture
+def job(ray_address, monkeypatch):
+    """Makes this process the driver of a new job, whose actors get code of this module by value."""
+    module = sys.modules[__name__]
+    monkeypatch.setattr(reward_anchors, "_handles", {})
+    ray.cloudpickle.register_pickle_by_value(module)
+    ray.init(address=ray_address)
+    yield
+    ray.shutdown()
+    ray.cloudpickle.unregister_pickle_by_value(module)
 
-@ray.remote(num_cpus=0)
+
 class Worker:
-    def __init__(self):
+    def __init__(self, path):
         self.replica = Replica()
-        self.store_client = reward_anchors.StoreClient(self.replica, PATH)
+        self.store_client = reward_anchors.StoreClient(self.replica, path)
 
     async def learn(self, key, seconds):
         self.replica.record(key, seconds, seconds, correct=True)
@@ -34,102 +42,65 @@ class Worker:
 
     async def known(self):
         self.store_client.use()
-        return {key: list(anchor) for key, anchor in self.replica.timeout.anchors().items()}
+        return dict(self.replica.timeout.anchors())
 
-def until(ready, seconds=60):
-    end = time.time() + seconds
-    while time.time() < end:
-        found = ready()
-        if found:
+
+def until(ready):
+    """Return what ``ready()`` returns once that is something."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if found := ready():
             return found
         time.sleep(0.2)
-    raise SystemExit(f"not within {seconds} s")
+    raise AssertionError("not within 60 seconds")
 
-def both_know(count):
-    found = ray.get([one.known.remote(), other.known.remote()])
-    return found if found[0] == found[1] and len(found[0]) == count else None
+
+def all_know(count, *workers):
+    """What all of ``workers`` know, if that is the same ``count`` anchors."""
+    first, *others = ray.get([worker.known.remote() for worker in workers])
+    return first if len(first) == count and all(known == first for known in others) else None
+
 
 def store_holds(count):
     try:
-        found = ray.get(ray.get_actor(reward_anchors.NAME).exchange.remote(reward_anchors.AnchorDelta()), timeout=5).anchors
+        store = ray.get_actor(reward_anchors.NAME)
+        found = ray.get(store.exchange.remote(reward_anchors.AnchorDelta()), timeout=5).anchors
     except (ray.exceptions.RayError, ValueError):  # dead, or none of that name yet
         return None
-    return {key: list(anchor) for key, anchor in found.items()} if len(found) == count else None
-
-one, other = Worker.remote(), Worker.remote()
-report = {}
-ray.get(one.learn.remote("a", 1.0))
-report["shared"] = until(lambda: both_know(1))[1]
-
-handle = ray.get_actor(reward_anchors.NAME)
-report["counts"] = ray.get(handle.take_counts.remote())[1]
-report["saved"] = json.load(open(PATH))["anchors"]
-
-ray.get(other.learn.remote("b", 2.0))
-until(lambda: both_know(2))
-"""
-
-KILLED = """
-victim = ray.get(ray.get_actor(reward_anchors.NAME).__ray_call__.remote(lambda store: os.getpid()))
-os.kill(victim, signal.SIGKILL)
-until(lambda: not os.path.exists(f"/proc/{victim}"))
-ray.get(one.learn.remote("c", 3.0))
-report["after"] = until(lambda: both_know(3))[0]
-report["store"] = until(lambda: store_holds(3))
-"""
-END = "\nprint(json.dumps(report))\nray.shutdown()\n"
+    return found if len(found) == count else None
 
 
-@pytest.fixture
-def run(ray_address, clean_environment, tmp_path):
-    """``run(script)`` runs a script as a job of the cluster and returns its report."""
+def test_anchors_are_shared_and_saved_and_outlive_the_process_and_the_owner_of_the_store(job, tmp_path):
+    path = tmp_path / "anchors.json"
+    one, other, third = (ray.remote(Worker).options(num_cpus=0).remote(str(path)) for _ in range(3))
+    anchors = {"a": (1.0, 1.0, 1)}
+    ray.get(one.learn.remote("a", 1.0))
+    assert until(lambda: all_know(1, one, other)) == anchors
+    _, counts = ray.get(ray.get_actor(reward_anchors.NAME).take_counts.remote())
+    assert (counts["executions"], counts["anchors"]) == (1.0, 1.0)
+    assert json.loads(path.read_text())["anchors"] == {"a": [1.0, 1.0, 1]}
 
-    def start(script):
-        words = [sys.executable, "-c", script + END, ray_address, str(tmp_path / "anchors.json")]
-        done = subprocess.run(words, env=clean_environment, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(done.stdout.splitlines()[-1])
+    ray.kill(one)  # it asked first, so it owns the store, which goes with it; the next to ask makes another
+    ray.get(other.learn.remote("b", 2.0))
+    anchors["b"] = (2.0, 2.0, 1)
+    assert until(lambda: store_holds(2)) == anchors
 
-    return start
-
-
-def test_anchors_are_shared_saved_and_outlive_the_ledgers_process(run):
-    found = run(SCRIPT + KILLED)
-    assert found["shared"] == {"a": [1.0, 1.0, 1]}
-    assert found["counts"]["executions"] == 1.0
-    assert found["counts"]["anchors"] == 1.0
-    assert found["saved"] == {"a": [1.0, 1.0, 1]}
-    everything = {"a": [1.0, 1.0, 1], "b": [2.0, 2.0, 1], "c": [3.0, 3.0, 1]}
-    assert found["after"] == found["store"] == everything
-
-
-def test_the_store_outlives_a_handle_that_is_let_go(run):
-    script = """
-import gc, json, sys, time
-import ray
-from rl_accel.integrations.ray import reward_anchors
-from rl_accel.features import RewardTimeoutFlags
-
-ray.init(address=sys.argv[1])
-handle = reward_anchors.anchor_store(None, RewardTimeoutFlags())
-incarnation = ray.get(handle.take_counts.remote())[0]
-del handle
-gc.collect()
-time.sleep(2)
-report = {"same": ray.get(reward_anchors.anchor_store(None, RewardTimeoutFlags()).take_counts.remote())[0] == incarnation}
-"""
-    assert run(script)["same"]
+    assert until(lambda: all_know(2, other, third)) == anchors
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(ray.get_actor(reward_anchors.NAME).__ray_call__.remote(lambda _: os.kill(os.getpid(), signal.SIGKILL)))
+    ray.get(other.learn.remote("c", 3.0))
+    anchors["c"] = (3.0, 3.0, 1)
+    assert until(lambda: all_know(3, other, third)) == until(lambda: store_holds(3)) == anchors
 
 
-def test_the_ledgers_owner_may_die(run):
-    """Whoever asked first owns the store; with that worker the store goes, and the next to ask makes another."""
-    script = """
-ray.kill(one)
-ray.get(other.learn.remote("b", 2.0))
-report["store"] = until(lambda: store_holds(2))
-"""
-    found = run(SCRIPT + script)
-    assert found["store"] == {"a": [1.0, 1.0, 1], "b": [2.0, 2.0, 1]}
+def test_the_store_outlives_a_handle_that_is_let_go(job):
+    handle = reward_anchors.anchor_store(None, RewardTimeoutFlags())
+    incarnation, _ = ray.get(handle.take_counts.remote())
+    del handle
+    gc.collect()
+    time.sleep(2)
+    again = reward_anchors.anchor_store(None, RewardTimeoutFlags())
+    assert ray.get(again.take_counts.remote())[0] == incarnation
 
 
 def test_changes_that_a_slow_store_takes_long_over_are_counted_once(monkeypatch):

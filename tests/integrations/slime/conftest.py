@@ -1,5 +1,6 @@
-"""slime itself, where SLIME_ROOT names a checkout, and arguments as its parser would leave them."""
+"""slime itself, where SLIME_ROOT names a checkout, and arguments as its parser leaves them."""
 
+import asyncio
 import functools
 import json
 import os
@@ -11,6 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from rl_accel.runtime import RUNTIME
 
 SLIME_ROOT = os.environ.get("SLIME_ROOT", "")
 
@@ -31,11 +34,7 @@ def prompts_file(tmp_path_factory) -> Path:
     """120 prompts; every third is of domain "code"."""
     file = tmp_path_factory.mktemp("slime-data") / "prompts.jsonl"
     rows = [
-        {
-            "input": f"{i}x{i * 7}",
-            "label": str(i),
-            "metadata": {"row": i, "kind": "code" if i % 3 == 0 else "math"},
-        }
+        {"input": f"{i}x{i * 7}", "label": str(i), "metadata": {"row": i, "kind": "math" if i % 3 else "code"}}
         for i in range(120)
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -52,75 +51,67 @@ def router(slime_root) -> Iterator[Callable[..., str]]:
 
 
 @pytest.fixture
-def slime_args(router, model_folder, prompts_file, tmp_path) -> Callable[..., Any]:
-    """``slime_args(url, ..., **changes)``: everything slime's rollout code reads, as its own argument parser would leave it, with a
-    router before the servers.
+def start(router, model_folder, prompts_file, tmp_path) -> Callable[..., Any]:
+    """``start(url, ..., **changes)`` returns the arguments, the data source and a function that makes rollouts, as in slime's
+    RolloutManager, with a router before the servers. ``args.server`` is the first of them.
     """
-    from rl_accel.features import TAIL_BATCHING
+    pytest.importorskip("sglang", reason="sglang, which slime's parser imports, is absent")
 
     def make(*urls: str, **changes: Any) -> Any:
-        host, port = router(*urls).removeprefix("http://").split(":")
-        defaults: dict[str, Any] = {
-            "server": urls[0],  # for the tests; slime knows the router only
-            "hf_checkpoint": str(model_folder),
-            "sglang_router_ip": host,
-            "sglang_router_port": int(port),
-            "sglang_server_concurrency": 512,
-            "rollout_num_engines": 1,
-            "sglang_dp_size": 1,
-            "use_distributed_post": False,
-            "rollout_temperature": 1.0,
-            "rollout_top_p": 1.0,
-            "rollout_top_k": -1,
-            "rollout_max_response_len": 128,
-            "rollout_stop": None,
-            "rollout_stop_token_ids": None,
-            "rollout_skip_special_tokens": True,
-            "rollout_global_dataset": True,
-            "prompt_data": str(prompts_file),
-            "dump_details": None,
-            "rollout_max_prompt_len": None,
-            "input_key": "input",
-            "label_key": "label",
-            "multimodal_keys": None,
-            "metadata_key": "metadata",
-            "tool_key": None,
-            "apply_chat_template": False,
-            "apply_chat_template_kwargs": {},
-            "rollout_seed": 42,
-            "rollout_shuffle": True,
-            "n_samples_per_prompt": 4,
-            "rollout_batch_size": 8,
-            "over_sampling_batch_size": 8,
-            "buffer_filter_path": None,
-            "dynamic_sampling_filter_path": None,
-            "rollout_sample_filter_path": None,
-            "rollout_all_samples_process_path": None,
-            "rollout_sample_hook_path": [],
-            "partial_rollout": False,
-            "mask_offpolicy_in_partial_rollout": False,
-            "custom_generate_function_path": None,
-            "custom_rm_path": "slime_test_plugins.score",
-            "rm_type": None,
-            "log_reward_category": None,
-            "group_rm": False,
-            "reward_key": None,
-            "eval_reward_key": None,
-            "ci_test": False,
-            "use_rollout_routing_replay": False,
-            "router_policy": None,
-            "load": None,
-            "save": str(tmp_path / "checkpoints"),
-            "num_rollout": 12,
-            "num_epoch": None,
-            **TAIL_BATCHING.slime.arguments,
-            "rl_accel": {"tail_batching": True},
-        }
-        args = SimpleNamespace(**{**defaults, **changes})
+        from slime.rollout.sglang_rollout import GenerateState
         from slime.utils.http_utils import init_http_client
+        from slime.utils.misc import load_function
+        from slime_parser import parsed
 
+        GenerateState.clear_instances()  # it keeps the arguments of the run before
+        args = parsed(router(*urls), model_folder, prompts_file, save=tmp_path / "checkpoints")
+        usual = {"over_sampling_batch_size": 8, "num_rollout": 12, "rollout_num_engines": 1, "server": urls[0]}
+        args.__dict__.update({**usual, **changes})
         init_http_client(args)
-        return args
+        data_source = load_function(args.data_source_path)(args)
+
+        def rollout(rollout_id: int, evaluation: bool = False) -> Any:
+            path = args.eval_function_path if evaluation and args.eval_function_path else args.rollout_function_path
+            return load_function(path)(args, rollout_id, data_source, evaluation=evaluation)
+
+        return args, data_source, rollout
+
+    return make
+
+
+@pytest.fixture
+def flags_end() -> Iterator[None]:
+    """Flags of a test end with it."""
+    yield
+    RUNTIME.clear()
+
+
+@pytest.fixture
+def end_grading(slime_root) -> Iterator[Callable[[], None]]:
+    """``end_grading()`` ends all that grades, which the end of the test does as well."""
+    from rl_accel.integrations.slime.reward_timeout.rm_hook import OPEN
+
+    def end() -> None:
+        for loop, grading in list(OPEN.items()):
+            asyncio.run_coroutine_threadsafe(grading.close(), loop).result(30)
+        OPEN.clear()
+
+    yield end
+    end()
+
+
+@pytest.fixture
+def evaluation_of(slime_root) -> Callable[..., dict[str, Any]]:
+    """``evaluation_of(file, **changes)``: arguments of an evaluation on a data set of prompts."""
+
+    def make(file: object, **changes: Any) -> dict[str, Any]:
+        from slime.utils.eval_config import EvalDatasetConfig
+
+        dataset = EvalDatasetConfig(name="few", path=str(file), n_samples_per_eval_prompt=1, input_key="input")
+        dataset.label_key, dataset.metadata_key = "label", "metadata"
+        dataset.temperature, dataset.top_p, dataset.top_k, dataset.max_response_len = 1.0, 1.0, -1, 16
+        dataset.__dict__.update(changes)
+        return {"eval_datasets": [dataset], "eval_max_prompt_len": None}
 
     return make
 

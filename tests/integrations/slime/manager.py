@@ -1,10 +1,9 @@
 """Run as a process of its own: slime's argument parser, our YAML, and the real RolloutManager actor on a Ray cluster without GPUs.
 
-``python manager.py URL MODEL PROMPTS FOLDER tail`` prints a line of JSON for each rollout of a run that is killed and resumed;
-with ``rewards`` instead of ``tail``, for each rollout what slime has logged of it, while the store of anchors is killed.
+``python manager.py URL MODEL PROMPTS FOLDER`` prints JSON. ``rewards``: what slime has logged of each rollout and of an evaluation,
+while the store of anchors is killed. ``tail``: the samples of each rollout of a run that is killed and resumed.
 """
 
-import argparse
 import ast
 import json
 import os
@@ -12,63 +11,24 @@ import subprocess
 import sys
 from pathlib import Path
 
-URL, MODEL, PROMPTS, FOLDER, WHAT = sys.argv[1:6]
+import ray
+from slime_parser import parsed
+
+URL, MODEL, PROMPTS, FOLDER = sys.argv[1:]
 ROLLOUTS = 6
-FEATURES = {
-    "tail": ["--enable", "gae,tail_batching"],
-    "rewards": [
-        *("--enable", "reward_timeout", "--set", "reward_timeout.grader=slime_test_graders.by_row"),
-        *("--set", "reward_timeout.min_correct=1", "--set", "reward_timeout.maximum=5"),
-    ],
-}
-WORDS = {
-    "tail": {"--custom-rm-path": "slime_test_plugins.score"},
-    "rewards": {
-        "--custom-rm-path": "slime_test_graders.by_row",
-        "--eval-interval": 1,
-        "--n-samples-per-eval-prompt": 1,
-        "--eval-max-response-len": 16,
-    },
-}
 
 
-def parse(load):
-    """slime's own parser and checks; Megatron's flags, whose package is not on the index, are set by hand."""
+def manager(folder, features, load=None, **flags):
+    """Start slime's actor on arguments that slime's own checks have passed, with the YAML of ``rl-accel slime-config``."""
     import slime.utils.arguments as slime_arguments
+    from slime.ray.rollout import RolloutManager
+    from slime.ray.utils import add_default_ray_env_vars
 
     config = Path(FOLDER) / "rl_accel.yaml"
-    command = [sys.executable, "-m", "rl_accel", "slime-config", *FEATURES[WHAT]]
+    command = [sys.executable, "-m", "rl_accel", "slime-config", *features.split()]
     config.write_text(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    host, port = URL.removeprefix("http://").split(":")
-    words = {
-        "--custom-config-path": config,
-        "--hf-checkpoint": MODEL,
-        "--prompt-data": PROMPTS,
-        "--input-key": "input",
-        "--label-key": "label",
-        "--metadata-key": "metadata",
-        "--rollout-batch-size": 8,
-        "--n-samples-per-prompt": 4,
-        "--global-batch-size": 32,
-        "--num-rollout": ROLLOUTS,
-        "--rollout-max-response-len": 128,
-        "--rollout-num-gpus": 0,
-        "--rollout-num-gpus-per-engine": 1,
-        "--sglang-router-ip": host,
-        "--sglang-router-port": port,
-        "--sglang-server-concurrency": 512,
-        **WORDS[WHAT],
-    }
-    sys.argv = ["train.py", *(str(word) for pair in words.items() for word in pair)]
-    if "--eval-interval" in words:
-        sys.argv += ["--eval-prompt-data", "few", PROMPTS]
-    parser = argparse.ArgumentParser(conflict_handler="resolve", allow_abbrev=False)
-    for flag in ("--seed", "--lr", "--clip-grad", "--save", "--load", "--save-interval", "--micro-batch-size"):
-        parser.add_argument(flag, default=None)
-    parser.add_argument("--global-batch-size", type=int)
-    slime_arguments.get_slime_extra_args_provider()(parser)
-    args, _ = parser.parse_known_args()
-    args.__dict__.update(vars(slime_arguments.sglang_parse_args()))
+    cluster = {"rollout_num_gpus": 0, "global_batch_size": 32, "num_rollout": ROLLOUTS}
+    args = parsed(URL, MODEL, PROMPTS, custom_config_path=config, **cluster, **flags)
     args.__dict__.update(
         train_backend="megatron",
         debug_rollout_only=False,
@@ -76,73 +36,59 @@ def parse(load):
         load_debug_rollout_data=None,
         ref_load=None,
         micro_batch_size=1,
-        save=f"{FOLDER}/checkpoints",
+        save=f"{FOLDER}/{folder}",
         load=load,
     )
     slime_arguments.slime_validate_args(args)
     slime_arguments.sglang_validate_args(args)
     args.load = load
     args.rollout_num_engines = 1
-    return args
-
-
-def manager(args):
-    import ray
-    from slime.ray.rollout import RolloutManager
-    from slime.ray.utils import add_default_ray_env_vars
-
-    actor = RolloutManager.options(num_cpus=1, num_gpus=0, runtime_env={"env_vars": add_default_ray_env_vars()}).remote(
-        args, None
-    )
+    env = {"env_vars": add_default_ray_env_vars()}
+    actor = RolloutManager.options(num_cpus=1, num_gpus=0, runtime_env=env).remote(args, None)
     parallel = {"dp_size": 2, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
     ray.get(actor.set_train_parallel_config.remote(parallel))
     return actor
 
 
 def generate(actor, rollout_id):
-    import ray
-
     ranks = [ray.get(ref.inner) for ref in ray.get(actor.generate.remote(rollout_id))]
-    indices = sorted(index for rank in ranks for index in rank["sample_indices"])
-    tokens = sum(len(each) for rank in ranks for each in rank["tokens"])
-    print(
-        json.dumps({"rollout": rollout_id, "samples": len(indices), "unique": len(set(indices)), "tokens": tokens}),
-        flush=True,
-    )
+    indices = [index for rank in ranks for index in rank["sample_indices"]]
+    return {"rollout": rollout_id, "samples": len(indices), "unique": len(set(indices))}
 
 
 def train_and_resume():
-    import ray
-
-    first = manager(parse(None))
+    first = manager("tail", "--enable gae,tail_batching")
     ray.get(first.load.remote(-1))
-    for rollout_id in range(3):
-        generate(first, rollout_id)
+    before = [generate(first, rollout_id) for rollout_id in range(3)]
     ray.get(first.save.remote(1))  # one behind, as train_async does
     ray.kill(first)
-    second = manager(parse(f"{FOLDER}/checkpoints"))
+    second = manager("tail", "--enable gae,tail_batching", load=f"{FOLDER}/tail")
     ray.get(second.load.remote(1))
-    for rollout_id in range(2, ROLLOUTS):
-        generate(second, rollout_id)
+    return before + [generate(second, rollout_id) for rollout_id in range(2, ROLLOUTS)]
 
 
 def grade_and_lose_the_store():
-    import ray
-
-    actor = manager(parse(None))
+    features = "--enable reward_timeout --set reward_timeout.grader=slime_test_graders.by_row"
+    limits = "--set reward_timeout.min_correct=1 --set reward_timeout.maximum=5"
+    evaluation = {"eval_interval": 1, "n_samples_per_eval_prompt": 1, "eval_max_response_len": 16}
+    evaluation["eval_prompt_data"] = ["few", PROMPTS]
+    actor = manager("rewards", f"{features} {limits}", custom_rm_path="slime_test_graders.by_row", **evaluation)
+    seen = []
     for rollout_id in range(3):
         ray.get(actor.generate.remote(rollout_id))
         if rollout_id == 0:
             ray.kill(ray.get_actor("rl_accel_reward_anchors"), no_restart=False)
         if rollout_id == 1:
             ray.get(ray.get_actor("rl_accel_reward_anchors").__ray_ready__.remote())
-        print(json.dumps(logged(f"perf {rollout_id}: ")), flush=True)
+        seen.append(logged(f"perf {rollout_id}: "))
     ray.get(actor.eval.remote(2))
-    print(json.dumps(logged("eval 2: ")), flush=True)
+    seen.append(logged("eval 2: "))
+    ray.kill(actor)
+    return seen
 
 
 def logged(start):
-    """What slime has logged in a line that begins so."""
+    """The numbers in the line of slime's log that begins with ``start``."""
     for file in Path(FOLDER).glob("session_*/logs/worker-*.err"):
         for line in file.read_text().splitlines():
             if start in line:
@@ -150,9 +96,7 @@ def logged(start):
     raise RuntimeError(f"{start!r} was not logged")
 
 
-def main():
-    import ray
-
+if __name__ == "__main__":
     ray.init(
         address="local",
         num_cpus=3,
@@ -162,11 +106,7 @@ def main():
         _temp_dir=FOLDER,
         runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}},
     )
-    try:
-        {"tail": train_and_resume, "rewards": grade_and_lose_the_store}[WHAT]()
+    try:  # the rewards first: only then is a line of the log certain to be theirs
+        print(json.dumps({"rewards": grade_and_lose_the_store(), "tail": train_and_resume()}))
     finally:
         ray.shutdown()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,55 +1,123 @@
-"""Our adapters against the facts of slime that were recorded at a commit; with a checkout, those facts against it."""
+"""Our adapters against facts of slime that were read from its source at a commit; with a checkout, those facts against it.
 
-import importlib.util
+``python tests/integrations/slime/test_facts.py CHECKOUT`` prints ``facts.json`` anew.
+"""
+
+import ast
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from rl_accel.errors import PatchRefused
+from rl_accel.features import TAIL_BATCHING
+from rl_accel.integrations.slime import reward_timeout as reward_seams
+from rl_accel.integrations.slime import tail_batching, tp_replan
+from rl_accel.patches.slime import gae, reinforce_plus_plus, requests
 from rl_accel.switch import SwitchState
 
-_SPEC = importlib.util.spec_from_file_location("slime_facts", Path(__file__).with_name("facts.py"))
-facts = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(facts)
-RECORDED = json.loads(facts.FILE.read_text())
+RECORDED = json.loads(Path(__file__).with_name("facts.json").read_text())
+SEAMS = (tail_batching, reward_seams, tp_replan)
+CHECKS = tuple(check for module in SEAMS for check in module.SWITCHES)
+SWITCHES = (*gae.SWITCHES, *reinforce_plus_plus.SWITCHES, *requests.SWITCHES)
 
 
-@pytest.mark.parametrize("where", sorted(facts.wanted()))
-def test_each_function_has_the_parameters_that_we_pass(where):
-    assert RECORDED["functions"][where] == facts.wanted()[where]
+def _definition(patch):
+    """The place where the function of a patch is defined: its target or one of its bindings imports it by name."""
+    return next(where for where in (patch.target, *patch.bindings) if ".utils." in where)
 
 
-def test_every_place_that_a_patch_writes_to_holds_the_function_by_name():
+WANTED = {
+    **{where: list(params) for check in CHECKS for where, params in check.seams.items()},
+    **{_definition(patch): list(patch.params) for patch in SWITCHES},
+}
+"""Parameters by function, as our patches and adapters expect them."""
+SAMPLE_FIELDS = {name for check in CHECKS for name in check.attributes["slime.utils.types:Sample"]}
+"""Fields of ``Sample`` that features read."""
+
+
+def arguments():
+    """slime's arguments that features read or set, but for those that Megatron's and SGLang's parsers add."""
+    sources = Path(tail_batching.__file__).parent.glob("*.py")
+    read = {name for file in sources for name in re.findall(r"args\.(\w+)", file.read_text())}
+    read -= {"load", "save", "sglang_router_ip", "sglang_router_port"}
+    named = {name for module in (reward_seams, tp_replan) for name in module.ARGUMENTS}
+    return read | named | {*TAIL_BATCHING.slime.arguments, "custom_config_path", "custom_megatron_init_path"}
+
+
+def facts_of(root):
+    """Read a checkout."""
+    trees = {}
+
+    def tree(module):
+        if module not in trees:
+            path = root / (module.replace(".", "/") + ".py")
+            path = path if path.exists() else path.with_suffix("") / "__init__.py"
+            trees[module] = ast.parse(path.read_text())
+        return trees[module]
+
+    functions = {}
+    for where in WANTED:
+        module, _, name = where.partition(":")
+        node = next((n for n in tree(module).body if getattr(n, "name", None) == name), None)
+        functions[where] = None if node is None else [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
+    imported = {}
+    for where in sorted({where for patch in SWITCHES for where in (patch.target, *patch.bindings)} - functions.keys()):
+        module, _, name = where.partition(":")
+        nodes = [n for n in tree(module).body if isinstance(n, ast.ImportFrom)]
+        imported[where] = any(alias.name == name for node in nodes for alias in node.names)
+    utils = {node.name for node in tree("slime.utils.ppo_utils").body if isinstance(node, ast.FunctionDef)}
+    sample = _class(tree("slime.utils.types").body, "Sample")
+    status = _class(sample.body, "Status")
+    flags = re.findall(r'"--([a-z0-9][a-z0-9-]*)"', (root / "slime/utils/arguments.py").read_text())
+    negated = {"rollout_global_dataset"} if "disable-rollout-global-dataset" in flags else set()
+    return {
+        "functions": functions,
+        "imported_by_name": imported,
+        "scans": sorted({"chunked_gae", "chunked_discounted_returns"} & utils),
+        "sample_fields": sorted(SAMPLE_FIELDS & {n.target.id for n in sample.body if isinstance(n, ast.AnnAssign)}),
+        "statuses": sorted(n.targets[0].id for n in status.body if isinstance(n, ast.Assign)),
+        "flags": sorted(arguments() & {flag.replace("-", "_") for flag in flags} | negated),
+    }
+
+
+def _class(body, name):
+    return next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+def test_functions_fields_states_and_flags_that_we_use_are_there():
+    assert RECORDED["functions"] == WANTED
     assert RECORDED["imported_by_name"]
-    assert all(RECORDED["imported_by_name"].values())
+    assert all(RECORDED["imported_by_name"].values()), "a patch writes to places that hold the function by name"
     assert RECORDED["scans"] == ["chunked_discounted_returns", "chunked_gae"]
-
-
-def test_fields_states_and_flags_that_we_use_are_there():
-    assert RECORDED["sample_fields"] == sorted(facts.sample_fields())
-    assert RECORDED["statuses"] == sorted(facts.CHECKS[0].attributes["slime.utils.types:Sample.Status"])
-    assert RECORDED["flags"] == sorted({*facts.arguments(), "rollout_global_dataset"})
+    assert RECORDED["sample_fields"] == sorted(SAMPLE_FIELDS)
+    assert RECORDED["statuses"] == sorted(CHECKS[0].attributes["slime.utils.types:Sample.Status"])
+    assert RECORDED["flags"] == sorted({*arguments(), "rollout_global_dataset"})
 
 
 def test_the_recorded_facts_are_those_of_the_checkout(slime_root):
     recorded = {key: value for key, value in RECORDED.items() if key != "commit"}
-    assert facts.facts_of(slime_root) == recorded, f"slime has changed since {RECORDED['commit']}"
+    assert facts_of(slime_root) == recorded, f"slime has changed since {RECORDED['commit']}"
 
 
-def test_the_slime_that_is_imported_fits(slime_root):
-    for check in facts.CHECKS:
+def test_the_slime_that_is_imported_fits_and_one_that_has_changed_is_refused_by_name(slime_root, monkeypatch):
+    from slime.rollout import sglang_rollout
+
+    for check in CHECKS:
         check.apply(None)
         assert check.state() is SwitchState.APPLIED
         check.revert()
-
-
-def test_a_slime_that_has_changed_is_refused_by_name(slime_root, monkeypatch):
-    from slime.rollout import sglang_rollout
-
-    from rl_accel.errors import PatchRefused
-
     monkeypatch.setattr(sglang_rollout, "generate_and_rm", lambda args, samples: None)
     with pytest.raises(
         PatchRefused, match=r"generate_and_rm\(args, sample, sampling_params, evaluation\), found \(args, samp"
     ):
-        facts.CHECKS[0].apply(None)
+        CHECKS[0].apply(None)
+
+
+if __name__ == "__main__":
+    checkout = sys.argv[1]
+    git = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True)
+    print(json.dumps({"commit": git.stdout.strip() or "unknown", **facts_of(Path(checkout))}, indent=1))

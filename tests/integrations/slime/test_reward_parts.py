@@ -1,17 +1,11 @@
-"""What reward_timeout on slime is made of, as far as it needs no slime."""
+"""Programs and test cases of a code reward, as slime's data has them. Needs no slime."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
-from rl_accel.errors import ConfigError
-from rl_accel.features import RewardTimeoutFlags
-from rl_accel.integrations.slime.reward_timeout import RM_HOOK, SAMPLE_HOOK, check
 from rl_accel.integrations.slime.reward_timeout.programs import cases_of, program_of
 from rl_accel.reward.sandbox import Case
-
-ON = RewardTimeoutFlags(enable=True)
 
 
 @pytest.mark.parametrize(
@@ -58,22 +52,3 @@ def test_test_cases_are_read_in_the_forms_that_data_has_them():
 def test_test_cases_of_another_form_are_refused(tests):
     with pytest.raises(ValueError):
         cases_of(tests)
-
-
-@pytest.mark.parametrize(
-    ("change", "flags", "message"),
-    [
-        ({}, RewardTimeoutFlags(), r"rl_accel\.reward_timeout\.enable is not set"),
-        (
-            {"rollout_sample_hook_path": ["my.hook"]},
-            ON,
-            r"rollout_sample_hook_path to hold rl_accel.*found \['my\.hook'\]",
-        ),
-        ({}, RewardTimeoutFlags(enable=True, grader=RM_HOOK), "grader wants the grader that --custom-rm-path named"),
-    ],
-)
-def test_what_would_grade_wrongly_is_refused(change, flags, message):
-    fine = {"rollout_sample_hook_path": ["my.hook", SAMPLE_HOOK]}
-    check(SimpleNamespace(**fine), ON)
-    with pytest.raises(ConfigError, match=message):
-        check(SimpleNamespace(**{**fine, **change}), flags)

@@ -11,34 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from rl_accel.features import TAIL_BATCHING
+from rl_accel.integrations.slime.custom_config import HOOKS
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("end_grading")]
 
 PACE = ("--seconds-per-step", "0.002", "--max-running-requests", "256", "--context-length", "512")
 GRADERS = "slime_test_graders"
 FAST = {"enable": True, "maximum": 3.0, "minimum": 0.5, "slack": 0.2, "min_correct": 2, "probe_share": 0.0}
-
-
-@pytest.fixture
-def hooks(slime_root):
-    """What ``rl-accel slime-config --enable reward_timeout`` sets."""
-    from rl_accel.integrations.slime import custom_config
-
-    return dict(custom_config.HOOKS["reward_timeout"])
-
-
-def end_all():
-    from rl_accel.integrations.slime.reward_timeout.rm_hook import OPEN
-
-    for loop, grading in list(OPEN.items()):
-        asyncio.run_coroutine_threadsafe(grading.close(), loop).result(30)
-    OPEN.clear()
-
-
-@pytest.fixture(autouse=True)
-def ends(slime_root):
-    """What graded in a test ends with it."""
-    yield
-    end_all()
 
 
 @pytest.fixture
@@ -57,14 +37,14 @@ def sample_of(slime_root):
 
 
 @pytest.fixture
-def judged(hooks):
+def judged(end_grading):
     """``judged(grader="plain", rm_type=None, **flags)`` returns ``judge(sample or list)``, which goes through slime's own functions
     on slime's event loop. The one before it ends."""
     from slime.rollout.rm_hub import async_rm, batched_async_rm
     from slime.utils.async_utils import run
 
     def make(grader=None, rm_type=None, arguments=None, **flags):
-        end_all()
+        end_grading()
         path = f"{GRADERS}.{grader}" if grader else None
         args = SimpleNamespace(
             rl_accel={"reward_timeout": {**FAST, "grader": path, **flags}},
@@ -76,7 +56,7 @@ def judged(hooks):
             save=None,
             unpicklable=threading.Lock(),
         )
-        args.__dict__.update(hooks | (arguments or {}))
+        args.__dict__.update({**HOOKS["reward_timeout"], **(arguments or {})})
 
         def judge(given):
             return run((batched_async_rm if isinstance(given, list) else async_rm)(args, given))
@@ -108,8 +88,8 @@ def alive(folder):
     return [number for number in numbers if runs(number)]
 
 
-def gone(folder, within=2.0):
-    end = time.monotonic() + within
+def gone(folder):
+    end = time.monotonic() + 60
     while alive(folder):
         if time.monotonic() > end:
             return False
@@ -154,69 +134,42 @@ def test_a_grader_that_fails_is_counted_and_reported_once(judged, sample_of, cap
     assert sum("KeyError: 'no such answer'" in warning for warning in warnings) == 1
 
 
-def test_a_grader_that_ends_its_process_costs_its_reward_alone(judged, sample_of):
-    judge = judged("plain")
-    assert judge([sample_of(does="exit"), sample_of(score=0.5)]) == [0.0, 0.5]
-    assert counts()["killed"] == 1
-
-
-def test_a_hanging_grader_is_killed_with_all_that_it_started(judged, sample_of, tmp_path):
-    judge = judged("plain", maximum=1.0)
-    judge(sample_of())
-    began = time.monotonic()
-    assert judge(sample_of(does="hang", pids=str(tmp_path))) == 0.0
-    assert time.monotonic() - began < 3
-    assert gone(tmp_path)
+@pytest.mark.parametrize(
+    ("grader", "does"), [("plain", "hang"), ("without_await", "spin"), ("awaiting", "hang"), ("awaiting", "refuse")]
+)
+def test_a_grader_that_does_not_end_is_killed_at_the_limit_with_all_that_it_started(
+    judged, sample_of, tmp_path, grader, does
+):
+    judge = judged(grader, maximum=1.0)
+    assert judge(sample_of()) == 1.0
+    assert judge(sample_of(does=does, pids=str(tmp_path))) == 0.0
     assert counts()["timeouts"] == 1
-
-
-def test_a_grader_that_neither_awaits_nor_ends_is_killed(judged, sample_of):
-    judge = judged("without_await", maximum=1.0)
-    assert judge(sample_of(does="spin")) == 0.0
-    assert counts()["timeouts"] == 1
-
-
-@pytest.mark.parametrize("does", ["hang", "refuse"])
-def test_an_awaited_grader_ends_at_the_limit_whether_it_wants_to_or_not(judged, sample_of, does):
-    judge = judged("awaiting", maximum=1.0)
-    began = time.monotonic()
-    assert judge(sample_of(does=does)) == 0.0
-    assert time.monotonic() - began < 3
-    assert counts()["timeouts"] == 1
+    assert grader != "plain" or gone(tmp_path)
 
 
 @pytest.mark.parametrize("grader", ["plain", "without_await"])
-def test_a_blocking_grader_leaves_the_event_loop_alone(judged, sample_of, grader):
+def test_a_blocking_grader_leaves_the_event_loop_alone(judged, sample_of, tmp_path, grader):
+    """It waits for a file that a coroutine on slime's event loop writes once it has begun."""
     from slime.utils.async_utils import get_async_loop
 
-    judge = judged(grader)
-    judge(sample_of())
-    gaps, stop = [], threading.Event()
-
-    async def beat():
-        while not stop.is_set():
-            began = time.monotonic()
+    async def answer():
+        while not (tmp_path / "began").exists():
             await asyncio.sleep(0.01)
-            gaps.append(time.monotonic() - began)
+        (tmp_path / "answer").touch()
 
-    beating = asyncio.run_coroutine_threadsafe(beat(), get_async_loop().loop)
-    assert judge(sample_of(does="slow")) == 1.0
-    stop.set()
-    beating.result()
-    assert len(gaps) > 20
-    assert max(gaps) < 0.5, "the grader blocks for 1.5 s"
+    judge = judged(grader, maximum=120.0)
+    answering = asyncio.run_coroutine_threadsafe(answer(), get_async_loop().loop)
+    assert judge(sample_of(does="wait", folder=str(tmp_path))) == 1.0
+    answering.result(60)
 
 
-def test_rewards_that_are_dicts_keep_their_keys(judged, sample_of):
+def test_rewards_that_are_dicts_keep_their_keys_and_can_be_looked_up_as_slime_does(judged, sample_of):
     judge = judged("as_dict", timeout_score=-1.0, maximum=1.0)
     assert judge(sample_of(does="raise")) == -1.0, "nothing is known yet"
     judge(sample_of())
     wanted = {"score": -1.0, "acc": False, "pred": "", "steps": 0, "where": None}
     assert judge(sample_of(does="raise")) == wanted
     assert judge(sample_of(does="hang")) == wanted
-
-
-def test_a_dict_can_be_looked_up_as_slime_does_from_the_first_on(judged, sample_of):
     judge = judged("as_dict", arguments={"reward_key": "score", "eval_reward_key": "score"})
     sample = sample_of(does="raise")
     sample.reward = judge(sample)
@@ -226,14 +179,14 @@ def test_a_dict_can_be_looked_up_as_slime_does_from_the_first_on(judged, sample_
 # Lists
 
 
-def test_of_a_list_each_is_judged_on_its_own(judged, sample_of):
+def test_each_sample_of_a_list_is_judged_on_its_own(judged, sample_of):
     judge = judged("plain", maximum=2.0, workers=2)
     judge([sample_of()] * 2)
-    given = [sample_of(score=score) for score in (0.25, 0.5, 0.75)]
-    given[1].metadata["does"] = "hang"
-    began = time.monotonic()
-    assert judge(given) == [0.25, 0.0, 0.75]
-    assert time.monotonic() - began < 4
+    given = [sample_of(score=score) for score in (0.25, 0.5, 0.75, 1.0)]
+    given[1].metadata["does"], given[3].metadata["does"] = "hang", "exit"
+    assert judge(given) == [0.25, 0.0, 0.75, 0.0]
+    found = counts()
+    assert (found["timeouts"], found["killed"]) == (1, 1)
     assert judge([]) == []
 
 
@@ -255,41 +208,32 @@ def test_a_list_without_a_grader_honours_the_samples_own(judged, sample_of):
 # Limits
 
 
-def test_a_limit_is_learned_for_a_prompt_and_not_for_its_neighbour(judged, sample_of):
-    judge = judged("plain", maximum=4.0)
+def test_a_limit_is_learned_from_right_answers_for_a_prompt_and_not_for_its_neighbour(judged, sample_of):
+    judge = judged("plain", maximum=4.0, correct_above=0.5)
+    for score in (0.0, 0.5, 0.5):
+        judge(sample_of("known", score=score))
+    assert counts()["anchors"] == 0, "those were wrong"
     for _ in range(3):
         assert judge(sample_of("known")) == 1.0
-    began = time.monotonic()
-    assert judge(sample_of("known", does="hang")) == 0.0
-    known = time.monotonic() - began
-    assert judge(sample_of("unknown", does="hang")) == 0.0
-    unknown = time.monotonic() - began - known
-    assert known < 2.0 < 3.5 < unknown
+    assert [judge(sample_of(prompt, does="hang")) for prompt in ("known", "unknown")] == [0.0, 0.0]
     found = counts()
     assert (found["timeouts"], found["timeouts_full"]) == (2, 1)
     assert found["saved_seconds"] > 2
     assert found["anchors"] == 1
 
 
-def test_wrong_answers_teach_nothing(judged, sample_of):
-    judge = judged("plain", correct_above=0.5)
-    for score in (0.0, 0.5, 0.5):
-        judge(sample_of(score=score))
-    assert counts()["anchors"] == 0
-
-
 def test_cancelling_kills(judged, sample_of, tmp_path):
     from slime.rollout.rm_hub import async_rm
     from slime.utils.async_utils import get_async_loop
 
-    judge = judged("plain")
+    judge = judged("plain", maximum=300.0)
     judge(sample_of())
     sample = sample_of(does="hang", pids=str(tmp_path))
     waiting = asyncio.run_coroutine_threadsafe(async_rm(judge.args, sample), get_async_loop().loop)
     while not any(tmp_path.iterdir()):
         time.sleep(0.01)
     waiting.cancel()
-    assert gone(tmp_path, within=1.0)
+    assert gone(tmp_path)
     assert judge(sample_of()) == 1.0
     assert counts()["cancelled"] == 1
 
@@ -304,10 +248,11 @@ ANSWERS = [
     ("the answer is 3", "3"),
     ("The correct option is B.", "B"),
     ("nothing", "1"),
+    ("2 or 3", "2"),
 ]
 
 
-def test_rewards_by_type_are_slimes_own(judged, sample_of):
+def test_rewards_by_type_are_slimes_own_and_the_type_in_a_sample_goes_before_that_of_the_run(judged, sample_of):
     from slime.rollout.rm_hub import async_rm
     from slime.utils.async_utils import run
 
@@ -319,11 +264,6 @@ def test_rewards_by_type_are_slimes_own(judged, sample_of):
                 continue  # it wants numbers, and in slime it would end the run
             sample = sample_of(label=label, response=response, rm_type=rm_type)
             assert judge(sample) == run(async_rm(stock, sample)), (rm_type, response)
-
-
-def test_the_type_in_a_sample_goes_before_that_of_the_run(judged, sample_of):
-    judge = judged(rm_type="math")
-    assert judge(sample_of(label="2", rm_type="f1", response="2 or 3")) not in (0, 1)
 
 
 def test_nothing_to_grade_with_and_unknown_types_are_named(judged, sample_of):
@@ -338,15 +278,17 @@ def test_nothing_to_grade_with_and_unknown_types_are_named(judged, sample_of):
 
 
 class RewardServer(http.server.BaseHTTPRequestHandler):
-    """Answers at once, but not to a response that says so."""
+    """Answers at once, but to "together" when twelve of them have come, and to "hang" not at all."""
 
-    release = threading.Event()
+    release, together = threading.Event(), threading.Barrier(12)
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if body["response"] == "hang":
             self.release.wait(60)
-        answer = json.dumps(float(body["response"] == body["label"])).encode()
+        if body["response"] == "together":
+            self.together.wait(60)
+        answer = json.dumps(float(body["response"] in (body["label"], "together"))).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
@@ -360,13 +302,16 @@ def test_a_reward_server_is_awaited_within_the_limit_and_many_at_once(judged, sa
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), RewardServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        url = f"http://127.0.0.1:{server.server_port}"
-        judge = judged(rm_type="remote_rm", arguments={"rm_url": url}, workers=1, maximum=2.0)
-        began = time.monotonic()
-        responses = ["1", "2", *["hang"] * 12]
-        assert judge([sample_of(response=response) for response in responses]) == [1.0, 0.0, *[0.0] * 12]
-        assert time.monotonic() - began < 6, "one after another they would take 24 s"
-        assert counts()["timeouts"] == 12
+        remote = {
+            "rm_type": "remote_rm",
+            "arguments": {"rm_url": f"http://127.0.0.1:{server.server_port}"},
+            "workers": 1,
+        }
+        judge = judged(**remote, maximum=50.0)
+        responses = ["1", "2", *["together"] * 12]
+        assert judge([sample_of(response=response) for response in responses]) == [1.0, 0.0, *[1.0] * 12]
+        assert judged(**remote, maximum=1.0)(sample_of(response="hang")) == 0.0
+        assert counts()["timeouts"] == 1
     finally:
         RewardServer.release.set()
         server.shutdown()
@@ -400,27 +345,13 @@ def test_programs_are_judged_by_the_share_of_test_cases_they_pass(judged, sample
 
 
 @pytest.fixture
-def start(slime_args, serve, hooks):
-    """``start(**changes)``: arguments and a function that makes rollouts as slime's RolloutManager does, by default slime's own."""
-    url = serve(*PACE)
+def start(start, serve):
+    """``start(flags, **changes)``: slime's own rollouts of short responses, with rewards by rows."""
 
-    def make(grader="by_row", flags=None, **changes):
-        from slime.utils.misc import load_function
-
-        stock = {
-            "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
-            "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
-        }
-        section = {"reward_timeout": {**FAST, "grader": f"{GRADERS}.{grader}", **(flags or {})}}
-        tail = changes.pop("rl_accel", {})
-        args = slime_args(url, **{**stock, **hooks, "rl_accel": {**tail, **section}, **changes})
-        data_source = load_function(args.data_source_path)(args)
-
-        def rollout(rollout_id, evaluation=False):
-            function = load_function(args.eval_function_path if evaluation else args.rollout_function_path)
-            return function(args, rollout_id, data_source, evaluation=evaluation)
-
-        return args, rollout
+    def make(flags=None, **changes):
+        section = {**FAST, "grader": f"{GRADERS}.by_row", **(flags or {})}
+        changes["rl_accel"] = {**changes.get("rl_accel", {}), "reward_timeout": section}
+        return start(serve(*PACE), **{**HOOKS["reward_timeout"], "rollout_max_response_len": 16, **changes})
 
     return make
 
@@ -435,7 +366,7 @@ def rows_file(tmp_path, **metadata):
 def test_hanging_and_raising_graders_do_not_stall_slimes_own_rollout(start, tmp_path):
     (tmp_path / "pids").mkdir()
     data = rows_file(tmp_path, pids=str(tmp_path / "pids"))
-    _, rollout = start(prompt_data=data, rollout_shuffle=False, rollout_max_response_len=16)
+    *_, rollout = start(prompt_data=data)
     output = rollout(0)
     samples = {sample.index: sample for group in output.samples for sample in group}
     assert len(samples) == 32
@@ -449,39 +380,24 @@ def test_hanging_and_raising_graders_do_not_stall_slimes_own_rollout(start, tmp_
 
 
 def test_a_group_is_judged_in_slimes_own_rollout(start, tmp_path):
-    data = rows_file(tmp_path, hanging=[])
-    _, rollout = start(
-        grader="by_row", prompt_data=data, group_rm=True, rollout_shuffle=False, rollout_max_response_len=16
-    )
+    *_, rollout = start(prompt_data=rows_file(tmp_path, hanging=[]), group_rm=True)
     output = rollout(0)
     for group in output.samples:
         wanted = 0.0 if group[0].metadata["row"] == 5 else 1.0
         assert [s.reward for s in group] == [wanted * (s.index % 2) for s in group]
 
 
-def evaluation_of(data, **changes):
-    from slime.utils.eval_config import EvalDatasetConfig
-
-    dataset = EvalDatasetConfig(name="few", path=data, n_samples_per_eval_prompt=2, input_key="input")
-    dataset.label_key, dataset.metadata_key = "label", "metadata"
-    dataset.temperature, dataset.top_p, dataset.top_k, dataset.max_response_len = 1.0, 1.0, -1, 16
-    dataset.__dict__.update(changes)
-    return {"eval_datasets": [dataset], "eval_max_prompt_len": None}
-
-
 @pytest.mark.parametrize("inherited", [False, True])
-def test_an_evaluation_is_held_to_what_training_taught_and_teaches_nothing(start, tmp_path, inherited):
+def test_an_evaluation_is_held_to_what_training_taught_and_teaches_nothing(start, evaluation_of, tmp_path, inherited):
     """``inherited``: --custom-rm-path is on the command line still, from where slime has put it into the evaluation's samples."""
     train, evaluated = tmp_path / "train", tmp_path / "eval"
     for folder in (train, evaluated):
         folder.mkdir()
     own = {"custom_rm_path": f"{GRADERS}.by_row"} if inherited else {}
-    _, rollout = start(
+    *_, rollout = start(
         prompt_data=rows_file(train, hanging=[]),
-        rollout_shuffle=False,
-        rollout_max_response_len=16,
         flags={"min_correct": 1, "maximum": 4.0},
-        **evaluation_of(rows_file(evaluated, hanging=[0]), **own),
+        **evaluation_of(rows_file(evaluated, hanging=[0]), n_samples_per_eval_prompt=2, **own),
     )
     before = rollout(0, evaluation=True)
     assert len(before.data["few"]["rewards"]) == 80
@@ -489,31 +405,24 @@ def test_an_evaluation_is_held_to_what_training_taught_and_teaches_nothing(start
     assert (found["eval_executions"], found["eval_errors"], found["executions"], found["anchors"]) == (80, 2, 0, 0)
     rollout(0)
     assert counts()["anchors"] == 7
-    began = time.monotonic()
     after = rollout(1, evaluation=True)
-    seconds = time.monotonic() - began
     assert after.data["few"]["rewards"] == before.data["few"]["rewards"]
     found = counts()
     assert (found["eval_executions"], found["executions"], found["anchors"]) == (80, 0, 7)
-    print(f"an evaluation in which the grader hangs twice: {seconds:.1f} s")
 
 
 def test_tail_batching_has_the_graders_of_dropped_responses_killed_at_once(start, tmp_path):
-    from rl_accel.features import TAIL_BATCHING
-
+    """The limit is longer than a test may take."""
     (tmp_path / "pids").mkdir()
-    _, rollout = start(
+    *_, rollout = start(
         **TAIL_BATCHING.slime.arguments,
         rl_accel={"tail_batching": True},
         prompt_data=rows_file(tmp_path, hanging=[1, 4], pids=str(tmp_path / "pids")),
-        rollout_shuffle=False,
         rollout_max_response_len=64,
-        flags={"maximum": 300.0, "workers": 12},
+        flags={"maximum": 3000.0, "workers": 12},
     )
-    began = time.monotonic()
     output = rollout(0)
-    assert time.monotonic() - began < 120, "the limit is five minutes"
-    assert gone(tmp_path / "pids", within=1.0)
+    assert gone(tmp_path / "pids")
     assert len(output.samples) == 8
     assert not {s.metadata["row"] for group in output.samples for s in group} & {1, 4}
     assert counts()["cancelled"] >= 1

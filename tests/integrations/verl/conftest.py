@@ -1,5 +1,9 @@
 """verl's configuration as a run composes it, and a job on a cluster whose driver is the process of the tests."""
 
+import asyncio
+import inspect
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +17,16 @@ SIZES = {
     "trainer.n_gpus_per_node": 4,
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
 }
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs an asynchronous test in a loop of its own, for two minutes at most."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), 120))
+    return True
 
 
 @pytest.fixture(scope="session")
@@ -59,3 +73,16 @@ def job(ray_address: str, request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     ray.shutdown()
     ray.cloudpickle.unregister_pickle_by_value(module)
+
+
+@pytest.fixture(scope="session")
+def kill() -> Callable[[Any], None]:
+    """``kill(actor)`` sends SIGKILL to its process, and returns when Ray knows."""
+    ray = pytest.importorskip("ray")
+
+    def end(actor: Any) -> None:
+        last_call = actor.__ray_call__.remote(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(last_call, timeout=60)
+
+    return end

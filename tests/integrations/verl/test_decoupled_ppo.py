@@ -54,23 +54,13 @@ def of_verl(logp, prox, behav, advantages, mask, threshold):
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
     from verl.workers.config import ActorConfig
 
+    logged = {"old_log_prob": prox, "rollout_log_prob": behav, "response_mask": mask}
     weights, kept, _ = compute_rollout_correction_and_rejection_mask(
-        old_log_prob=prox,
-        rollout_log_prob=behav,
-        response_mask=mask,
-        rollout_is="token",
-        rollout_is_threshold=threshold,
+        **logged, rollout_is="token", rollout_is_threshold=threshold
     )
     assert torch.equal(kept, mask)
-    config = ActorConfig(
-        strategy="fsdp",
-        rollout_n=1,
-        ppo_micro_batch_size_per_gpu=1,
-        clip_ratio=EPSILON,
-        clip_ratio_low=EPSILON,
-        clip_ratio_high=EPSILON,
-        clip_ratio_c=DUAL_CLIP,
-    )
+    clip = {"clip_ratio": EPSILON, "clip_ratio_low": EPSILON, "clip_ratio_high": EPSILON, "clip_ratio_c": DUAL_CLIP}
+    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **clip)
     loss, _ = compute_policy_loss_vanilla(
         prox, logp, advantages, mask, config=config, rollout_is_weights=weights.batch["rollout_is_weights"]
     )

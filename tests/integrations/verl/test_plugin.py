@@ -4,14 +4,6 @@ import json
 
 import pytest
 
-
-def test_the_entry_point_is_installed():
-    from importlib.metadata import entry_points
-
-    targets = {entry.value for entry in entry_points(group="verl.plugins") if entry.name == "rl_accel"}
-    assert targets == {"rl_accel.integrations.verl.plugin"}
-
-
 READERS = {
     "verl.utils.config:validate_config",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer.__init__",

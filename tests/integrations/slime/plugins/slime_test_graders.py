@@ -1,4 +1,4 @@
-"""Graders as users write them, for ``grader``. What a response is worth, and what its grading does, stands in its metadata."""
+"""Graders as users write them, for ``grader``. A sample's metadata hold its score and what its grading does."""
 
 import asyncio
 import os
@@ -29,8 +29,13 @@ def _act(sample):
         os._exit(3)
     elif what == "quit":
         sys.exit(3)
-    elif what == "slow":
-        time.sleep(1.5)
+    elif what == "wait":
+        folder, end = Path(sample.metadata["folder"]), time.monotonic() + 60
+        (folder / "began").touch()
+        while not (folder / "answer").exists():
+            if time.monotonic() > end:
+                raise TimeoutError("nobody has answered")
+            time.sleep(0.01)
     return {"nan": float("nan"), "inf": float("inf"), "none": None}.get(what, float(sample.metadata.get("score", 1.0)))
 
 

@@ -6,18 +6,13 @@ from collections.abc import Callable
 
 SEEN: list[tuple] = []
 THEN: dict[int, Callable[[], None]] = {}
-"""What is done once so many entries were seen."""
-SLOW_ROWS: set[int] = set()
-STUBBORN_ROWS: set[int] = set()
-BROKEN_ROWS: set[int] = set()
-CONSTANT_ROWS: set[int] = set()
+"""Functions by the number of entries after which each is called."""
+ROWS = SLOW_ROWS, STUBBORN_ROWS, BROKEN_ROWS, CONSTANT_ROWS = set[int](), set[int](), set[int](), set[int]()
 
 
 def reset():
-    SEEN.clear()
-    THEN.clear()
-    for rows in (SLOW_ROWS, STUBBORN_ROWS, BROKEN_ROWS, CONSTANT_ROWS):
-        rows.clear()
+    for state in (SEEN, THEN, *ROWS):
+        state.clear()
 
 
 def row_of(sample):
@@ -25,7 +20,7 @@ def row_of(sample):
 
 
 async def score(args, sample, **kwargs):
-    """Half the responses of a prompt score 1; those of CONSTANT_ROWS all do. SLOW_ROWS take ten minutes.
+    """Half the responses of a prompt score 1; those of CONSTANT_ROWS all do. SLOW_ROWS are never done.
 
     slime gives a list if a generate function returned one, and wants as many rewards.
     """
@@ -34,20 +29,19 @@ async def score(args, sample, **kwargs):
     SEEN.append(("judge", row_of(sample), sample.index))
     THEN.pop(len(SEEN), lambda: None)()
     if row_of(sample) in SLOW_ROWS:
-        await asyncio.sleep(600)
-    if row_of(sample) in STUBBORN_ROWS:
-        for _ in range(600):
-            try:
-                await asyncio.sleep(1)
-            except asyncio.CancelledError:
-                SEEN.append(("refused to stop", row_of(sample)))
+        await asyncio.sleep(10**6)
+    while row_of(sample) in STUBBORN_ROWS:
+        try:
+            await asyncio.sleep(1)
+        except asyncio.CancelledError:
+            SEEN.append(("refused to stop", row_of(sample)))
     return 1.0 if row_of(sample) in CONSTANT_ROWS else float(sample.index % 2)
 
 
 async def score_group(args, samples, **kwargs):
     SEEN.append(("group judge", row_of(samples[0]), len(samples)))
     if row_of(samples[0]) in SLOW_ROWS:
-        await asyncio.sleep(600)
+        await asyncio.sleep(10**6)
     if row_of(samples[0]) in BROKEN_ROWS:
         BROKEN_ROWS.remove(row_of(samples[0]))
         raise OSError("no judge")

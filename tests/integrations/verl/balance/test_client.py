@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from contextlib import ExitStack, asynccontextmanager, closing
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,8 @@ from omegaconf import OmegaConf
 pytest.importorskip("ray")
 pytest.importorskip("cachetools")
 
+from ray.exceptions import ActorDiedError
+
 from rl_accel.features import BalanceFlags
 from rl_accel.integrations.verl import engines
 from rl_accel.integrations.verl.balance import client, router
@@ -20,8 +23,6 @@ from rl_accel.lab.cpu_engine.engine import Engine
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
 from rl_accel.rollout.balance import Balance, Decision
 
-SCHEDULES = 500
-"""Responses, each of which moves when chance has it; on two and on four replicas."""
 CONFIG = OmegaConf.create(
     {"actor_rollout_ref": {"rollout": {"name": "balance_test", "prompt_length": 20, "response_length": 20}}}
 )
@@ -40,16 +41,15 @@ def registered(monkeypatch):
 
 
 @pytest.fixture
-def engine_for():
-    made = []
+def engine_for(make_model):
+    """``engine_for(**options)`` starts an engine, which ends with the test."""
+    with ExitStack() as engines:
 
-    def start(model, **options):
-        made.append(Engine(model, **{"eos_token_ids": [4], "max_model_len": 128, **options}))
-        return made[-1]
+        def start(**options):
+            engine = Engine(make_model(), **{"eos_token_ids": [4], "max_model_len": 128, **options})
+            return engines.enter_context(closing(engine))
 
-    yield start
-    for engine in made:
-        engine.close()
+        yield start
 
 
 class Handle:
@@ -122,13 +122,26 @@ class RandomMoves(Balance):
         return super().tick(now) or self._move(now)
 
 
-async def start(model, replicas, engine_for, places=16, core=RandomMoves, flags=None, **options):
-    local = router.BalancedRouter.__ray_metadata__.modified_class({})
-    servers = [Server(engine_for(model(), max_num_seqs=places, **options)) for _ in range(replicas)]
-    await local.set_up(ENGINE, {}, places, flags or BalanceFlags(), True, False)
-    local._balance = core(places, flags or BalanceFlags())
-    await local.add_servers({f"r{number}": Handle(server) for number, server in enumerate(servers)})
-    return local, servers, client.Servers(Handle(local), CONFIG)
+@pytest.fixture
+def balanced(engine_for):
+    """``async with balanced() as (router, servers, balancer)``: everything is at rest when it ends."""
+
+    @asynccontextmanager
+    async def start(replicas=2, places=16, core=Balance, seconds_per_step=0.005):
+        local = router.BalancedRouter.__ray_metadata__.modified_class({})
+        engines = [engine_for(max_num_seqs=places, seconds_per_step=seconds_per_step) for _ in range(replicas)]
+        servers = [Server(engine) for engine in engines]
+        await local.set_up(ENGINE, {}, places, BalanceFlags(), True, False)
+        local._balance = core(places, BalanceFlags())
+        await local.add_servers({f"r{number}": Handle(server) for number, server in enumerate(servers)})
+        yield local, servers, client.Servers(Handle(local), CONFIG)
+        async with asyncio.timeout(60):
+            while len(local._balance):
+                await asyncio.sleep(0.01)
+        assert (local._balance.waiting, local._waiting) == (0, {})
+        local._ticking.cancel()
+
+    return start
 
 
 async def generate(balancer, name, prompt, params):
@@ -152,132 +165,92 @@ def params_of(number, **more):
     return {"temperature": 1.0, "logprobs": True, "seed": number, **more}
 
 
-def reference(engine, count):
-    given = [SamplingParams.from_dict(params_of(i), max_tokens=20) for i in range(count)]
-    futures = [engine.submit("x", prompt, params) for prompt, params in zip(prompts(count), given, strict=True)]
-    return [future.result(60) for future in futures]
+def of_one_engine(engine, given):
+    """What an engine alone generates for each prompt with its parameters."""
+    asked = [(prompt, SamplingParams.from_dict(params, max_tokens=20)) for prompt, params in given]
+    return [future.result(60) for future in [engine.submit("x", *one) for one in asked]]
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
-def test_responses_that_move_at_random_are_those_of_one_engine(make_model, engine_for, replicas):
-    expected = reference(engine_for(make_model(), max_num_seqs=64), SCHEDULES)
+MORE = [pytest.param(replicas, 500, marks=[pytest.mark.slow, pytest.mark.full]) for replicas in (2, 4)]
 
-    async def run():
-        local, servers, balancer = await start(make_model, replicas, engine_for)
-        given = enumerate(prompts(SCHEDULES))
-        made = await asyncio.gather(*[generate(balancer, str(i), prompt, params_of(i)) for i, prompt in given])
+
+@pytest.mark.parametrize(("replicas", "count"), [(2, 100), (4, 200), *MORE])
+async def test_responses_that_move_at_random_are_those_of_one_engine(engine_for, balanced, replicas, count):
+    given = [(prompt, params_of(number)) for number, prompt in enumerate(prompts(count))]
+    expected = of_one_engine(engine_for(max_num_seqs=64), given)
+    async with balanced(replicas, core=RandomMoves, seconds_per_step=0.0) as (local, servers, balancer):
+        made = await asyncio.gather(*(generate(balancer, str(i), *one) for i, one in enumerate(given)))
         await asyncio.sleep(0)
         assert len(local._balance) == 0
         numbers = local.take_numbers()
-        local._ticking.cancel()
-        return made, servers, numbers
-
-    made, servers, numbers = asyncio.run(run())
     assert [output.token_ids for output in made] == [one.token_ids for one in expected]
     assert {output.stop_reason for output in made} == {"completed"}
     for output, one in zip(made, expected, strict=True):
         np.testing.assert_allclose(output.log_probs, one.logprobs, atol=2e-5)
-    assert numbers["moves"] > SCHEDULES / 5
-    assert sum(server.served for server in servers) == SCHEDULES + numbers["moves"]
+    assert numbers["moves"] > count / 5
+    assert sum(server.served for server in servers) == count + numbers["moves"]
 
 
-def run_with(make_model, engine_for, work, replicas=2, **options):
-    """Run ``work(local, servers, balancer)`` on engines that take 5 ms a token."""
-
-    async def run():
-        options.setdefault("core", Balance)
-        local, servers, balancer = await start(make_model, replicas, engine_for, seconds_per_step=0.005, **options)
-        result = await work(local, servers, balancer)
-        for _ in range(200):
-            if not len(local._balance):
-                break
-            await asyncio.sleep(0.01)
-        assert (len(local._balance), local._balance.waiting, local._waiting) == (0, 0, {})
-        local._ticking.cancel()
-        return result
-
-    return asyncio.run(run())
+def endless(count):
+    """Prompts, and parameters with which their responses have 30 tokens."""
+    return [(prompt, params_of(number, ignore_eos=True, max_tokens=30)) for number, prompt in enumerate(prompts(count))]
 
 
-def endless(number):
-    return {"temperature": 1.0, "logprobs": True, "seed": number, "ignore_eos": True, "max_tokens": 30}
+async def test_what_a_dead_server_generated_is_generated_again_elsewhere(engine_for, balanced):
+    async def dies(**_):
+        await asyncio.sleep(0.02)
+        raise ActorDiedError()
 
-
-def test_what_a_dead_server_generated_is_generated_again_elsewhere(make_model, engine_for):
-    from ray.exceptions import ActorDiedError
-
-    async def work(local, servers, balancer):
-        async def dies(**_):
-            await asyncio.sleep(0.02)
-            raise ActorDiedError()
-
+    given = endless(8)
+    async with balanced() as (local, servers, balancer):
         servers[0].generate = dies
-        made = await asyncio.gather(
-            *[generate(balancer, str(i), prompt, endless(i)) for i, prompt in enumerate(prompts(8))]
-        )
+        made = await asyncio.gather(*(generate(balancer, str(i), *one) for i, one in enumerate(given)))
         assert local.get_all_servers() == ["r1"]
-        return made
-
-    made = run_with(make_model, engine_for, work)
-    alone = engine_for(make_model(), max_num_seqs=64)
-    for number, (prompt, output) in enumerate(zip(prompts(8), made, strict=True)):
-        assert (
-            output.token_ids
-            == alone.submit("x", prompt, SamplingParams.from_dict(endless(number))).result(30).token_ids
-        )
+    alone = of_one_engine(engine_for(max_num_seqs=64), given)
+    assert [output.token_ids for output in made] == [one.token_ids for one in alone]
 
 
-def test_when_no_server_is_left_requests_fail_as_those_of_verl_do(make_model, engine_for):
-    from ray.exceptions import ActorDiedError
+async def test_when_no_server_is_left_requests_fail_as_those_of_verl_do(balanced):
+    async def dies(**_):
+        raise ActorDiedError()
 
-    async def work(local, servers, balancer):
-        async def dies(**_):
-            raise ActorDiedError()
-
+    async with balanced(places=1) as (_, servers, balancer):
         for server in servers:
             server.generate = dies
-        requests = [generate(balancer, str(i), prompt, endless(i)) for i, prompt in enumerate(prompts(8))]
-        return await asyncio.gather(*requests, return_exceptions=True)
-
-    made = run_with(make_model, engine_for, work, places=1)
+        requests = [generate(balancer, str(i), *one) for i, one in enumerate(endless(8))]
+        made = await asyncio.gather(*requests, return_exceptions=True)
     assert {type(error) for error in made} == {RuntimeError}
     assert {str(error) for error in made} == {"No available servers in load balancer"}
 
 
-def test_who_is_cancelled_leaves_no_place_taken(make_model, engine_for):
-    async def work(local, servers, balancer):
-        tasks = [
-            asyncio.create_task(generate(balancer, str(i), prompt, endless(i))) for i, prompt in enumerate(prompts(12))
-        ]
+async def test_who_is_cancelled_leaves_no_place_taken(balanced):
+    async with balanced(places=2) as (local, servers, balancer):
+        tasks = [asyncio.create_task(generate(balancer, str(i), *one)) for i, one in enumerate(endless(12))]
         while not servers[0].served:
             await asyncio.sleep(0.002)
         assert local._balance.waiting
         for task in tasks[:4] + tasks[6:]:
             task.cancel()
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    made = run_with(make_model, engine_for, work, places=2)
+        made = await asyncio.gather(*tasks, return_exceptions=True)
     assert [isinstance(one, asyncio.CancelledError) for one in made] == [True] * 4 + [False] * 2 + [True] * 6
     assert {len(one.token_ids) for one in made[4:6]} == {30}
 
 
-def test_what_others_abort_is_handed_back_as_it_is(make_model, engine_for):
-    async def work(local, servers, balancer):
-        task = asyncio.create_task(generate(balancer, "a", prompts(1)[0], endless(0)))
+async def test_what_others_abort_is_handed_back_as_it_is(balanced):
+    async with balanced() as (_, servers, balancer):
+        task = asyncio.create_task(generate(balancer, "a", *endless(1)[0]))
         while not sum(server.served for server in servers):
             await asyncio.sleep(0.002)
         await asyncio.sleep(0.05)
         for server in servers:
             await asyncio.wrap_future(server._engine.pause())
-        return await task
-
-    output = run_with(make_model, engine_for, work)
+        output = await task
     assert output.stop_reason == "aborted"
     assert 0 < len(output.token_ids) < 30
     assert len(output.token_ids) == len(output.log_probs)
 
 
-def test_only_what_means_the_same_elsewhere_is_movable(make_model, engine_for):
+async def test_only_what_means_the_same_elsewhere_is_movable(balanced):
     seen = {}
 
     class Watching(Balance):
@@ -285,42 +258,38 @@ def test_only_what_means_the_same_elsewhere_is_movable(make_model, engine_for):
             seen[response["prompt_tokens"]] = response["movable"]
             return super().request(ticket, now, **response)
 
-    async def work(local, servers, balancer):
-        for length, (params, media) in enumerate(
-            [
-                ({"temperature": 1.0, "seed": 3, "logprobs": True}, {}),
-                ({"presence_penalty": 0.5}, {}),
-                ({"stop": ["x"]}, {}),
-                ({}, {"image_data": ["picture"]}),
-            ],
-            1,
-        ):
-            bound, _ = await balancer.acquire_server.remote(
-                request_id="x", prompt_ids=[5] * length, sampling_params=params, **media
-            )
+    requests = [
+        ({"temperature": 1.0, "seed": 3, "logprobs": True}, {}),
+        ({"presence_penalty": 0.5}, {}),
+        ({"stop": ["x"]}, {}),
+        ({}, {"image_data": ["picture"]}),
+    ]
+    async with balanced(core=Watching) as (_, _, balancer):
+        for length, (params, media) in enumerate(requests, 1):
+            given = {"prompt_ids": [5] * length, "sampling_params": params, **media}
+            bound, _ = await balancer.acquire_server.remote(request_id="x", **given)
             balancer.release_server.remote(server_id=bound, request_id="x")
-
-    run_with(make_model, engine_for, work, core=Watching)
     assert seen == {1: True, 2: False, 3: False, 4: False}
 
 
-def test_the_next_turn_goes_to_the_replica_of_the_last(make_model, engine_for):
-    async def work(local, servers, balancer):
-        names = []
-        for request in ("a", "b", "b", "a"):
-            bound, _ = await balancer.acquire_server.remote(request_id=request, prompt_ids=[5], sampling_params={})
-            names.append(str(bound))
-            if request == "a" and len(names) == 1:
-                first = bound
-                continue
-            await balancer.release_server.remote(server_id=bound, request_id=request)
-            if len(names) == 3:
-                await balancer.release_server.remote(server_id=first, request_id="a")
-        return names
+async def test_the_next_turn_goes_to_the_replica_of_the_last(balanced):
+    async with balanced() as (_, _, balancer):
 
-    first, second, again, last = run_with(make_model, engine_for, work)
-    assert first != second
-    assert (again, last) == (second, first)
+        async def acquire(request):
+            return (await balancer.acquire_server.remote(request_id=request, prompt_ids=[5], sampling_params={}))[0]
+
+        async def release(server, request):
+            await balancer.release_server.remote(server_id=server, request_id=request)
+
+        first, second = await acquire("a"), await acquire("b")
+        await release(second, "b")
+        again = await acquire("b")
+        await release(again, "b")
+        await release(first, "a")
+        last = await acquire("a")
+        await release(last, "a")
+        assert str(first) != str(second)
+        assert (str(again), str(last)) == (str(second), str(first))
 
 
 def test_parts_are_joined():
@@ -344,9 +313,10 @@ def test_parts_are_joined():
     assert client.join(part(), part(token_ids=[7], log_probs=[-1.0])).log_probs == [-1.0]
 
 
-def test_what_a_router_has_seen_another_one_begins_with(make_model, engine_for):
-    async def work(local, servers, balancer):
-        await generate(balancer, "a", [5, 6], endless(0))
+async def test_what_a_router_has_seen_another_one_begins_with(balanced):
+    async with balanced() as (local, _, balancer):
+        _, params = endless(1)[0]
+        await generate(balancer, "a", [5, 6], params)
         while len(local._balance):  # it is told in the background
             await asyncio.sleep(0.002)
         lengths = json.loads(json.dumps(local.lengths()))
@@ -357,5 +327,3 @@ def test_what_a_router_has_seen_another_one_begins_with(make_model, engine_for):
         (response,) = local._balance._responses.values()
         assert response.predicted == 30
         balancer.release_server.remote(server_id=bound, request_id="b")
-
-    run_with(make_model, engine_for, work)

@@ -1,24 +1,11 @@
-"""verl's configuration as a run composes it, real tokens, and a reward manager of ours on a function of the test's."""
+"""Real tokens, and a reward manager of ours on a function of the test's."""
 
 import asyncio
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-if importlib.util.find_spec("verl") is None:
-    collect_ignore_glob = ["test_*.py"]
-
-
-@pytest.fixture(scope="session")
-def composed() -> Any:
-    """verl's own defaults."""
-    from hydra import compose, initialize_config_module
-
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer")
 
 
 @pytest.fixture(scope="session")
@@ -29,26 +16,19 @@ def tokenizer(model_folder: Path) -> Any:
 
 
 @pytest.fixture
-def configure(composed: Any, tmp_path: Path) -> Callable[..., Any]:
-    """``configure(source, flags, **keys)``: verl's configuration, wired, with ``source`` as the custom reward function's module.
-
-    ``__`` in the name of a key stands for a dot.
-    """
-    from omegaconf import OmegaConf
-
+def configure(configured: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """``configure(source, flags, keys)``: verl's configuration, wired, with ``source`` as the custom reward function's module."""
     from rl_accel.features import RewardTimeoutFlags
     from rl_accel.integrations.verl.reward_timeout import wire
 
-    def make(source: str | None = None, flags: dict[str, Any] | None = None, **keys: Any) -> Any:
-        config = composed.copy()
-        config.trainer.default_local_dir = str(tmp_path / "checkpoints")
+    def make(source: str | None = None, flags: Any = (), keys: Any = ()) -> Any:
+        given = {"trainer.default_local_dir": str(tmp_path / "checkpoints")}
         if source is not None:
             module = tmp_path / "graded.py"
             module.write_text(source)
-            keys = {"reward__custom_reward_function__path": str(module), **keys}
-        for key, value in keys.items():
-            OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
-        wire(config, RewardTimeoutFlags(enable=True, **(flags or {})))
+            given["reward.custom_reward_function.path"] = str(module)
+        config = configured({**given, **dict(keys)})
+        wire(config, RewardTimeoutFlags(enable=True, **dict(flags)))
         return config
 
     return make

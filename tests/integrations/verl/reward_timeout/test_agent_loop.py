@@ -3,23 +3,15 @@
 import asyncio
 
 import pytest
-from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+
+pytest.importorskip("verl", reason="verl is not installed")
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, AgentLoopWorker
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
 from rl_accel.integrations.verl.reward_worker_proxy import VALIDATION, Marking
 
 WorkerTQ = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
-
-
-class V1(Marking, WorkerTQ):
-    pass
-
-
-class Legacy(Marking, AgentLoopWorker):
-    pass
-
-
-WORKERS = [V1, Legacy]
 
 
 class RewardWorker:
@@ -34,18 +26,12 @@ class RewardWorker:
         return {"reward_score": 0.5, "reward_extra_info": {}}
 
 
-def output():
-    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
-
-    return AgentLoopOutput(
-        prompt_ids=[5], response_ids=[6, 7], response_mask=[1, 1], metrics=AgentLoopMetrics(), num_turns=2
-    )
-
-
-@pytest.mark.parametrize("kind", WORKERS)
-def test_only_validation_is_marked_and_only_for_the_reward_worker(kind, configure, monkeypatch):
+@pytest.mark.parametrize("verls", [WorkerTQ, AgentLoopWorker])
+async def test_only_validation_is_marked_and_only_for_the_reward_worker(verls, configure, monkeypatch):
     reward_worker = RewardWorker()
-    worker = object.__new__(kind)  # its constructor wants a cluster; scoring wants these
+    worker = object.__new__(
+        type("Worker", (Marking, verls), {})
+    )  # its constructor wants a cluster; scoring wants these
     worker.config, worker.background_tasks = configure(), set()
     worker.reward_loop_worker_handles = [reward_worker]
     worker.processor = worker.mm_processor_kwargs = None
@@ -59,14 +45,13 @@ def test_only_validation_is_marked_and_only_for_the_reward_worker(kind, configur
         monkeypatch.setattr(parent, "_agent_loop_postprocess", score)
 
     def scored(kwargs):
-        return worker._agent_loop_postprocess(output(), kwargs["uid"] == "validation", kwargs=kwargs)
+        tokens = {"prompt_ids": [5], "response_ids": [6, 7], "response_mask": [1, 1]}
+        output = AgentLoopOutput(**tokens, metrics=AgentLoopMetrics(), num_turns=2)
+        return worker._agent_loop_postprocess(output, kwargs["uid"] == "validation", kwargs=kwargs)
 
-    async def score_all():
-        for kwargs in columns[:2]:
-            await scored(kwargs)
-        await asyncio.gather(*map(scored, columns[2:]))
-
-    asyncio.run(score_all())
+    for kwargs in columns[:2]:
+        await scored(kwargs)
+    await asyncio.gather(*map(scored, columns[2:]))
     sent = [(data.non_tensor_batch["uid"][0], VALIDATION in data.non_tensor_batch) for data in reward_worker.sent]
     assert sorted(sent) == [("training", False), ("training", False), ("validation", True), ("validation", True)]
     assert not any(VALIDATION in kwargs for kwargs in columns), "what is stored of the response is not marked"

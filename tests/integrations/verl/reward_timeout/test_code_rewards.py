@@ -9,6 +9,9 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+
+pytest.importorskip("verl", reason="verl is not installed")
+
 from verl.utils.reward_score import default_compute_score
 
 from rl_accel.reward.sandbox import bubblewrap_problem
@@ -45,19 +48,15 @@ FUNCTIONS = {
 
 @pytest.fixture
 def prime(configure, manager_of):
-    """``prime(solutions, truth, **flags)``: our scores of these programs, and what was counted."""
+    """``prime(solutions, truth, keys, **flags)``: our scores of these programs, and what was counted."""
 
-    def run(solutions, truth, **flags):
-        manager = manager_of(configure(None, {"workers": 2, **flags}))
+    def run(solutions, truth, keys=(), **flags):
+        manager = manager_of(configure(None, {"workers": 2, **flags}, keys))
+        truth = truth if isinstance(truth, str) else json.dumps(truth)
 
         async def all_of_them():
             try:
-                return [
-                    await manager.score(
-                        data_source="codecontests", solution_str=text, ground_truth=truth, extra_info={}
-                    )
-                    for text in solutions
-                ]
+                return [await manager.score("codecontests", text, truth, {}) for text in solutions]
             finally:
                 await manager.close()
 
@@ -66,22 +65,18 @@ def prime(configure, manager_of):
     return run
 
 
-@pytest.mark.slow
+FEW = {name: PROGRAMS[name] for name in ("right", "first ten", "half")}
+
+
 @pytest.mark.parametrize(
     ("truth", "programs"),
-    [
-        (STDIN, PROGRAMS),
-        (MANY, ["right", "first ten", "half"]),
-        (CALL, FUNCTIONS),
-        ({**STDIN, "outputs": []}, ["right"]),
-    ],
+    [(STDIN, PROGRAMS), (MANY, FEW), (CALL, FUNCTIONS), ({**STDIN, "outputs": []}, {"right": PROGRAMS["right"]})],
     ids=["stdin", "more than ten", "function", "outputs missing"],
 )
 def test_prime_code_scores_are_verls(prime, truth, programs):
-    source = programs if isinstance(programs, dict) else {name: PROGRAMS[name] for name in programs}
-    ours, _ = prime(source.values(), json.dumps(truth))
-    theirs = [default_compute_score("codecontests", text, json.dumps(truth)) for text in source.values()]
-    assert dict(zip(source, ours, strict=True)) == dict(zip(source, theirs, strict=True))
+    ours, _ = prime(programs.values(), truth)
+    theirs = [default_compute_score("codecontests", text, json.dumps(truth)) for text in programs.values()]
+    assert dict(zip(programs, ours, strict=True)) == dict(zip(programs, theirs, strict=True))
 
 
 @pytest.mark.parametrize("truth", ["not json", "[]", "{}", json.dumps({"inputs": None, "outputs": []})])
@@ -137,13 +132,8 @@ class Sandbox(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.seen.append(asked)
         code, given = asked["code"], asked["stdin"]
-        run = {
-            "status": "Finished",
-            "execution_time": 0.25,
-            "return_code": 0,
-            "stdout": f"{int(given) * 2}\n",
-            "stderr": "",
-        }
+        run = {"status": "Finished", "execution_time": 0.25, "return_code": 0, "stderr": ""}
+        run["stdout"] = f"{int(given) * 2}\n"
         answer = {"status": "Success", "compile_result": None, "run_result": run}
         if "wrong" in code and int(given) % 2:
             run["stdout"] = "no"
@@ -173,17 +163,11 @@ def fusion():
     server.server_close()
 
 
-@pytest.mark.slow
-def test_sandbox_fusion_scores_are_verls_with_limits_of_ours(fusion, configure, manager_of):
+def test_sandbox_fusion_scores_are_verls_with_limits_of_ours(fusion, prime):
     from verl.utils.reward_score import sandbox_fusion
 
-    texts = [
-        "```python\nright\n```",
-        "```\nwrong\n```",
-        "```python\nhang\n```",
-        "```python\ncompile\n```",
-        "no code at all",
-    ]
+    texts = [f"```python\n{code}\n```" for code in ("right", "hang", "compile")]
+    texts += ["```\nwrong\n```", "no code at all"]
     truths = [STDIN, MANY, {"inputs": ["1"], "outputs": []}, {"nothing": 1}, {"assert_case": []}]
     for truth in truths:
         theirs = [
@@ -191,19 +175,11 @@ def test_sandbox_fusion_scores_are_verls_with_limits_of_ours(fusion, configure, 
             for text in texts
         ]
         Sandbox.seen.clear()
-        manager = manager_of(
-            configure(None, {"maximum": 4.5, "minimum": 1.5, "min_correct": 1}, reward__sandbox_fusion__url=fusion)
-        )
-
-        async def score(text, manager=manager, truth=truth):
-            return await manager.score("codecontests", text, json.dumps(truth), {})
-
-        async def all_of_them():
-            return [await score(text) for text in texts]
-
-        assert asyncio.run(all_of_them()) == theirs
+        flags = {"maximum": 4.5, "minimum": 1.5, "min_correct": 1}
+        ours, replica = prime(texts, truth, {"reward.sandbox_fusion.url": fusion}, **flags)
+        assert ours == theirs
         if truth is STDIN:
             assert [asked["run_timeout"] for asked in Sandbox.seen][:4] == [5] * 4, "the whole budget, in whole seconds"
             assert Sandbox.seen[-1]["run_timeout"] == 2, "learned from what the sandbox says that correct ones took"
-            anchors = manager.replica.timeout.anchors().values()
+            anchors = replica.timeout.anchors().values()
             assert {wall for wall, _, _ in anchors} == {0.25}

@@ -1,12 +1,11 @@
 """What an agent-loop worker does with its responses at the end of a round, in this process; verl's part of it is replaced."""
 
 import asyncio
-import importlib.util
 
 import pytest
 
-if importlib.util.find_spec("verl") is None or importlib.util.find_spec("transfer_queue") is None:
-    pytest.skip("verl is not installed", allow_module_level=True)
+pytest.importorskip("verl", reason="verl is not installed")
+pytest.importorskip("transfer_queue", reason="TransferQueue is not installed")
 
 import transfer_queue
 from omegaconf import OmegaConf
@@ -16,20 +15,9 @@ from rl_accel.integrations.verl.tail_batching.agent_loop import Stored, TailAgen
 from rl_accel.integrations.verl.tail_batching.servers import SESSION
 from rl_accel.rollout.driver import Event, Job
 
-CONFIG = OmegaConf.create(
-    {
-        "algorithm": {},
-        "actor_rollout_ref": {
-            "rollout": {
-                "temperature": 1.0,
-                "top_p": 1.0,
-                "top_k": -1,
-                "calculate_log_probs": True,
-                "agent": {"default_agent_loop": "any"},
-            }
-        },
-    }
-)
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "calculate_log_probs": True}
+ROLLOUT = {**SAMPLING, "agent": {"default_agent_loop": "any"}}
+CONFIG = OmegaConf.create({"algorithm": {}, "actor_rollout_ref": {"rollout": ROLLOUT}})
 
 
 class VerlWorker:
@@ -77,27 +65,26 @@ def cleared(monkeypatch):
     return calls
 
 
-async def start(worker):
+async def start(write_fails=False):
+    """Return a worker whose responses 0 to 39 generate and 40 to 49 write."""
+    worker = Worker()
+    worker.write_fails = write_fails
     await worker.act([Job("generating", {}, tuple(range(40)), 1), Job("writing", {}, tuple(range(40, 50)), 1)], ())
     while not all(session.generating or session.storing for session in worker._sessions.values()):
         await asyncio.sleep(0)
+    return worker
 
 
-def test_all_that_is_cancelled_at_the_end_of_a_round_is_one_message_and_nothing_is_cleared_one_by_one(cleared):
-    async def run():
-        worker = Worker()
-        await start(worker)
-        await worker.act((), range(50), engines_stop=True)
-        message = asyncio.create_task(worker.next_events())
-        worker.stopped.set()
-        while len(worker._sessions) > 10:
-            await asyncio.sleep(0)
-        assert not message.done(), "what still writes is waited for"
-        worker.written.set()
-        return await asyncio.wait_for(message, 60)
-
-    events = asyncio.run(run())
-    assert sorted(events, key=lambda event: event.response_id) == [
+async def test_all_that_is_cancelled_at_the_end_of_a_round_is_one_message_and_nothing_is_cleared_one_by_one(cleared):
+    worker = await start()
+    await worker.act((), range(50), engines_stop=True)
+    message = asyncio.create_task(worker.next_events())
+    worker.stopped.set()
+    while len(worker._sessions) > 10:
+        await asyncio.sleep(0)
+    assert not message.done(), "what still writes is waited for"
+    worker.written.set()
+    assert sorted(await message, key=lambda event: event.response_id) == [
         *(Event("aborted", response_id, 3) for response_id in range(40)),
         *(Event("aborted", response_id, 0, Stored((f"writing_{response_id}_0",))) for response_id in range(40, 50)),
     ]
@@ -105,33 +92,24 @@ def test_all_that_is_cancelled_at_the_end_of_a_round_is_one_message_and_nothing_
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_a_write_that_fails_leaves_its_keys_to_the_trainer(cleared, cancelled):
-    async def run():
-        worker = Worker()
-        worker.write_fails = True
-        await start(worker)
-        await worker.act((), range(50) if cancelled else range(40), engines_stop=True)
-        worker.stopped.set()
-        worker.written.set()
-        return await asyncio.wait_for(worker.next_events(), 60)
-
-    events = [event for event in asyncio.run(run()) if event.response_id >= 40]
+async def test_a_write_that_fails_leaves_its_keys_to_the_trainer(cleared, cancelled):
+    worker = await start(write_fails=True)
+    await worker.act((), range(50) if cancelled else range(40), engines_stop=True)
+    worker.stopped.set()
+    worker.written.set()
+    events = [event for event in await worker.next_events() if event.response_id >= 40]
     assert {event.kind for event in events} == {"aborted" if cancelled else "failed"}
     assert sorted(event.result.keys for event in events) == [(f"writing_{number}_0",) for number in range(40, 50)]
     assert cleared == []
 
 
-def test_while_responses_run_events_wait_for_more():
-    async def run():
-        worker = Worker()
-        await start(worker)
-        message = asyncio.create_task(worker.next_events())
-        worker.written.set()
-        while len(worker._sessions) > 40:
-            await asyncio.sleep(0)
-        await asyncio.sleep(0.01)
-        assert not message.done()
-        worker.stopped.set()
-        return await asyncio.wait_for(message, 60)
-
-    assert len(asyncio.run(run())) == 50
+async def test_while_responses_run_events_wait_for_more():
+    worker = await start()
+    message = asyncio.create_task(worker.next_events())
+    worker.written.set()
+    while len(worker._sessions) > 40:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
+    assert not message.done()
+    worker.stopped.set()
+    assert len(await message) == 50

@@ -1,0 +1,183 @@
+"""Telemetry, balance and drafts with real Ray actors, whose driver is this process."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+pytest.importorskip("ray")
+
+import ray
+
+from rl_accel.features import DraftsFlags
+from rl_accel.integrations.verl import balance, drafts
+from rl_accel.integrations.verl.balance.router import BalancedRouter
+from rl_accel.integrations.verl.telemetry import Observer
+from rl_accel.patches.verl import config_intake
+from rl_accel.telemetry import metrics
+from rl_accel.telemetry.stage_clock import Response
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("job")]
+
+TIMINGS = {"timing_s/step": 8.0, "timing_s/gen": 4.0}
+
+
+def start(kind, *args):
+    return ray.remote(kind).options(num_cpus=0).remote(*args)
+
+
+class Worker:
+    def __init__(self, server):
+        self.server = server
+
+    def take_responses(self):
+        return [Response("p", 10.0, 12.0, 13.0, 13.0, 20, self.server, "completed")]
+
+
+class Balancer:
+    def get_all_servers(self):
+        return ["gone:1", "gone:2"]
+
+
+def test_notes_of_a_dead_worker_are_missing_and_the_step_goes_on(kill, tmp_path, caplog):
+    workers, balancer = [start(Worker, name) for name in "ab"], start(Balancer)
+    trainer = {"use_v1": True, "v1": {"trainer_mode": "sync"}, "rl_accel_telemetry": str(tmp_path / "kept.jsonl")}
+    rollout = {"name": "vllm", "max_num_seqs": 4}
+    config = OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": rollout}})
+    observer = Observer(config, workers, SimpleNamespace(_load_balancer=balancer))
+    found = [observer(1, TIMINGS)]
+    kill(workers[1])
+    found += [observer(2, TIMINGS), observer(3, TIMINGS)]
+    kill(balancer)
+    kill(workers[0])
+    found += [observer(4, TIMINGS)]
+
+    assert [numbers.get("telemetry/responses") for numbers in found] == [2, 1, 1, None]
+    assert found[0]["telemetry/idle_share"] == 0.5
+    assert all(numbers["telemetry/share/gen"] == 0.5 for numbers in found)
+    assert not any("telemetry/preemptions" in numbers for numbers in found), "unknown is not zero"
+    assert caplog.text.count("preemptions are unknown, http://gone:1/metrics") == 1
+    assert caplog.text.count("notes of an agent-loop worker are missing") == 1
+    kept = [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
+    assert [len(line["responses"]) for line in kept] == [2, 1, 1, 0]
+
+
+class Nothing:
+    pass
+
+
+@pytest.fixture
+def observed():
+    """The observers of the test end with it."""
+    yield metrics.observed
+    metrics.observe("balance", None)
+
+
+def test_a_resumed_run_knows_the_lengths_of_its_checkpoint(tmp_path, monkeypatch, observed):
+    server = start(Nothing)
+
+    def run(step=0, **trainer):
+        """Return what a run that begins after ``step`` knows, and its router."""
+        trainer = {"default_local_dir": str(tmp_path), "resume_mode": "auto", **trainer}
+        rollout = {"name": "vllm", "max_num_seqs": 4}
+        config = OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": rollout}})
+        monkeypatch.setattr(config_intake, "_trainer", lambda: SimpleNamespace(config=config, global_steps=step))
+        router = BalancedRouter.options(num_cpus=0).remote({"r0": server})
+        client = SimpleNamespace(_load_balancer=router)
+        balance.BalancingWorker.attach(SimpleNamespace(config=config, llm_client=client))
+        return ray.get(router.lengths.remote()), router
+
+    def generate(ticket, prompt, tokens):
+        name, _ = ray.get(router.acquire_server.remote(ticket, prompt=prompt, prompt_tokens=3))
+        ray.get(router.release_server.remote(name, ticket, tokens))
+
+    known, router = run()
+    assert known == {}
+    generate("a", "one", 7)
+    observed(1, {"timing_s/gen": 1.0})
+    (tmp_path / "global_step_2").mkdir()
+    generate("b", "one", 9)
+    generate("c", "two", 5)
+    assert 0 < observed(2, {"timing_s/gen": 1.0})["rl_accel/balance/places_in_use"] <= 1
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json")] == ["global_step_2/balance.json"]
+    assert run(step=2)[0] == {"one": [7, 9], "two": [5]}
+    assert run(step=1)[0] == {}, "a checkpoint without lengths is one that was saved without this feature"
+    by_path = {"resume_mode": "resume_path", "resume_from_path": str(tmp_path / "global_step_2")}
+    assert run(step=2, **by_path, default_local_dir="x")[0] == {"one": [7, 9], "two": [5]}
+
+
+class DraftingServer:
+    def begin(self):
+        """Begin as a new process would, without history."""
+        from rl_accel.drafts.drafter import Drafter
+
+        ranks = {"rank": 0, "tensor_parallel_size": 1, "prefill_context_parallel_size": 1}
+        config = SimpleNamespace(
+            additional_config={"rl_accel_drafts": {"memory_mb": 1}},
+            speculative_config=SimpleNamespace(num_speculative_tokens=8),
+            parallel_config=SimpleNamespace(distributed_executor_backend="mp", **ranks),
+        )
+        self.drafter = Drafter(config)
+        self.drafter._worth.allows = self.drafter._worth.pays = lambda *_: True
+
+    async def collective_rpc(self, method, args):
+        assert method == "exchange_drafts"
+        self.drafter.absorb(args[0])
+        return [(self.drafter.take_finished(), self.drafter.take_counts())]
+
+    async def respond(self, prompt, tokens):
+        """Return the number of tokens that were drafted for a response of these."""
+        tokens, matrix, drafted = [*prompt, *tokens], np.zeros((1, 100), np.int32), 0
+        matrix[0, : len(tokens)] = tokens
+        for end in range(len(prompt) + 1, len(tokens) + 1):
+            (draft,) = self.drafter.propose([[tokens[end - 1]]], np.array([end]), matrix)
+            drafted += len(draft)
+        self.drafter.new_weights()
+        return drafted
+
+
+def test_replicas_and_resumed_runs_have_what_others_finished(tmp_path, monkeypatch):
+    servers = [start(DraftingServer) for _ in range(2)]
+
+    def run(**trainer):
+        """Begin a run; return ``log(step)``, which shows the step to the run's exchange and waits until that is over."""
+        ray.get([server.begin.remote() for server in servers])
+        keys = {"default_local_dir": str(tmp_path), "resume_mode": "auto", "resume_from_path": None, **trainer}
+        replicas = [SimpleNamespace(server_handle=server) for server in servers]
+        manager = SimpleNamespace(get_replicas=lambda: replicas)
+        trainer = SimpleNamespace(config=OmegaConf.create({"trainer": keys}), llm_server_manager=manager)
+        monkeypatch.setattr(config_intake, "_trainer", lambda: trainer)
+        exchange = drafts.Exchange(DraftsFlags(enable=True, save=True))
+
+        def log(step):
+            numbers = exchange(step, TIMINGS)
+            ray.wait(list(exchange._calls.values()), num_returns=len(exchange._calls), timeout=60)
+            return numbers
+
+        return log
+
+    def respond(server, tokens):
+        return ray.get(servers[server].respond.remote([1, 2, 3], tokens))
+
+    story = [*range(100, 140)]
+    log = run()
+    respond(0, story)
+    assert set(log(1).values()) == {0.0}
+    assert log(2)["drafts/tokens_an_engine_step"] == 1.0
+    elsewhere = respond(1, story)
+    assert elsewhere > 20
+    (tmp_path / "global_step_3").mkdir()
+    assert 0 < log(3)["drafts/drafted"] <= elsewhere, "with the last answers"
+
+    log = run()
+    assert respond(0, story[:20]) == 0, "it is fresh"
+    log(4)
+    assert min(respond(server, story) for server in (0, 1)) > 20
+    (tmp_path / "global_step_5").mkdir()
+    log(5)
+
+    log = run(resume_mode="resume_path", resume_from_path=str(tmp_path / "global_step_5"))
+    log(1)
+    assert respond(1, story) > 20
