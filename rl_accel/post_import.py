@@ -14,15 +14,33 @@ _lock = threading.RLock()
 _waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
 
 
-def when_imported(module: str, callback: Callable[[ModuleType], None]) -> None:
+def wait_for_import(module: str) -> None:
+    """Import ``module``; if another thread is importing it, wait for that.
+
+    Raises:
+        PatchRefused: this thread itself is in the middle of importing ``module``.
+    """
+    if _is_being_imported(importlib.import_module(module)):
+        raise PatchRefused(f"{module} is being imported by this very thread; ask before or after, not now")
+
+
+def when_imported(
+    module: str, callback: Callable[[ModuleType], None], wait: Callable[[str], None] = wait_for_import
+) -> None:
     """Call ``callback(module)`` once ``module`` (a dotted name) is imported; at once if it already is.
 
     Callbacks run in the order they were given, in the thread that imports. What a callback raises comes out of the
     import statement, which then fails as if the module itself had raised. All callbacks of the module stay armed in
     that case, so that importing it a second time cannot go through unnoticed.
 
+    Args:
+        module: dotted name.
+        callback: called with the module.
+        wait: called with ``module`` if it is being imported at the moment. It returns once that is over, or raises: a
+            caller that holds a lock which callbacks need must not wait here.
+
     Raises:
-        PatchRefused: this thread is in the middle of importing ``module``, so that it can neither be used nor awaited.
+        PatchRefused: as :func:`wait_for_import`.
     """
     with _lock:
         loaded = sys.modules.get(module)
@@ -32,9 +50,7 @@ def when_imported(module: str, callback: Callable[[ModuleType], None]) -> None:
             _waiting.setdefault(module, []).append(callback)
             return
     if _is_being_imported(loaded):
-        importlib.import_module(module)  # waits for the thread that is importing it
-        if _is_being_imported(loaded):
-            raise PatchRefused(f"{module} is being imported by this very thread; ask before or after, not now")
+        wait(module)
     callback(loaded)
 
 

@@ -12,17 +12,17 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from rl_accel import config as cfg
 from rl_accel import log
 from rl_accel.errors import NotInThisVersion, PatchRefused
 from rl_accel.features import FEATURES, FLAG_READERS, LOGGERS
-from rl_accel.post_import import when_imported
+from rl_accel.post_import import wait_for_import, when_imported
 from rl_accel.switch import FeatureStatus, Status, Switch, SwitchStatus
 
 logger = logging.getLogger("rl_accel")
@@ -32,6 +32,8 @@ SOURCES_VAR = "RL_ACCEL_SOURCES"
 
 ENVIRONMENT, FRAMEWORK, KEYWORDS = f"environment {cfg.ENV_VAR}", "framework config", "rl_accel.enable()"
 _PRECEDENCE = (ENVIRONMENT, FRAMEWORK, KEYWORDS)
+Layers = dict[str, dict[str, Any]] | None
+"""Flags by source. None after :func:`disable`: everything is off, whatever the environment and configurations say."""
 _FLAG_READER, _LOGGER = "reading flags", "logging"
 
 
@@ -60,12 +62,42 @@ class _Slot:
         return SwitchStatus(self.switch.name, self.switch.target, state, self.refusal or "")
 
 
+class _ImportFirst(Exception):
+    """A module has to be imported, or its import awaited, while the runtime's lock is free: import hooks need the lock."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+        super().__init__(module)
+
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def _retried(method: Callable[P, R]) -> Callable[P, R]:
+    """Call ``method`` again after each import that it must not wait for itself."""
+
+    @functools.wraps(method)
+    def retrying(*args: P.args, **kwargs: P.kwargs) -> R:
+        while True:
+            try:
+                return method(*args, **kwargs)
+            except _ImportFirst as missing:
+                module = missing.module
+            wait_for_import(module)
+
+    return retrying
+
+
+def _import_first(module: str) -> None:
+    raise _ImportFirst(module)
+
+
 class Runtime:
     """The switched-on features of one process. Methods are thread-safe; an error leaves everything as it was."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._layers: dict[str, dict[str, Any]] = {}
+        self._layers: Layers = {}
         self._flags = cfg.resolve([])
         self._reads_flags = False
         self._slots: dict[str, _Slot] = {}
@@ -75,12 +107,7 @@ class Runtime:
         """Return the flags in force: every layer merged, weakest first."""
         return self._flags
 
-    def read_flags(self) -> None:
-        """Read flags from the configuration of frameworks as well, until :meth:`clear`. Idempotent."""
-        with self._lock:
-            self._reads_flags = True
-            self._bring_in_line()
-
+    @_retried
     def set_layer(self, source: str, flags: Any) -> None:
         """Replace the flags that came from ``source``, bring switches in line and hand the flags to Ray processes.
 
@@ -90,50 +117,64 @@ class Runtime:
         """
         flags = cfg.as_mapping(flags, source)
         with self._lock:
-            if self._layers.get(source) != flags:
-                self._replace_layers({**self._layers, source: flags}, publish=True)
+            layers = self._layers or _environment()
+            if layers.get(source) != flags or self._layers is None:
+                self._replace_layers({**layers, source: flags}, publish=True)
 
+    @_retried
     def adopt(self, payload: str | None) -> None:
-        """Take over what the driver of this process published, else what the environment says."""
-        with self._lock:
-            inherited = json.loads(payload) if payload else {}
-            if not inherited:
-                flags = cfg.read_environment()
-                inherited = {ENVIRONMENT: flags} if flags else {}
-            if inherited:
-                self._replace_layers({**inherited, **self._layers}, publish=payload is None)
+        """Join the run that this process belongs to; does nothing after :meth:`clear`.
 
-    def layers(self) -> dict[str, dict[str, Any]]:
+        Takes over what the driver published, else the flags of the environment. From now on the configurations of
+        frameworks are read as well, unless the driver has turned everything off.
+
+        Args:
+            payload: layers as JSON; ``null`` if the driver called :func:`disable`; None or ``{}`` if it published nothing.
+        """
+        with self._lock:
+            if self._layers is None:
+                return
+            inherited: Layers = json.loads(payload) if payload else {}
+            if inherited == {}:
+                inherited = _environment()
+            self._reads_flags = True
+            layers = None if inherited is None else {**inherited, **self._layers}
+            self._replace_layers(layers, publish=bool(layers) and payload is None)
+
+    def layers(self) -> Layers:
         """Return a copy of the flags by source, to hand back to :meth:`restore`."""
         with self._lock:
-            return dict(self._layers)
+            return None if self._layers is None else dict(self._layers)
 
-    def restore(self, layers: dict[str, dict[str, Any]]) -> None:
+    @_retried
+    def restore(self, layers: Layers) -> None:
         """Return to the flags that :meth:`layers` gave earlier."""
         with self._lock:
             self._replace_layers(layers, publish=True)
 
     def clear(self) -> None:
         """Turn everything off: put every original object back, forget every flag, tell Ray processes started later."""
-        with self._lock:
-            self._reads_flags = False
-            self.restore({})
+        self.restore(None)
 
-    def _replace_layers(self, layers: dict[str, dict[str, Any]], publish: bool) -> None:
+    def _replace_layers(self, layers: Layers, publish: bool) -> None:
         before = self._layers, self._flags
-        flags = cfg.resolve([(source, layers[source]) for source in _PRECEDENCE if source in layers])
+        given = layers or {}
+        flags = cfg.resolve([(source, given[source]) for source in _PRECEDENCE if source in given])
         self._layers, self._flags = layers, flags
         try:
             self._bring_in_line()
-        except BaseException:
+        except BaseException as error:
             self._layers, self._flags = before
-            self._bring_in_line()
+            try:
+                self._bring_in_line()
+            except Exception as second:
+                error.add_note(f"The state before could not be restored either: {second}")
             raise
         if publish:
             self._publish()
 
     def _publish(self) -> None:
-        payload = json.dumps(self._layers) if self._layers else None
+        payload = None if self._layers == {} else json.dumps(self._layers)
         os.environ.pop(SOURCES_VAR, None)
         if payload is not None:
             os.environ[SOURCES_VAR] = payload
@@ -152,7 +193,7 @@ class Runtime:
         self._slots.update(wanted)
         for slot in wanted.values():
             module = slot.switch.target.partition(":")[0]
-            when_imported(module, functools.partial(self._apply, slot))
+            when_imported(module, functools.partial(self._apply, slot), wait=_import_first)
 
     def _wanted(self) -> Iterator[_Slot]:
         on = False
@@ -168,15 +209,15 @@ class Runtime:
                 )
             for framework in installed:
                 for module in feature.switches[framework]:
-                    for switch in switches_of(module):
+                    for switch in _imported_switches(module):
                         yield _Slot(switch, feature.name, named, self._flags[feature])
         for owner, modules, wanted in (
-            (_FLAG_READER, FLAG_READERS, on or self._reads_flags),
+            (_FLAG_READER, FLAG_READERS, on or (self._reads_flags and self._layers is not None)),
             (_LOGGER, LOGGERS, on),
         ):
             for framework, module in modules.items():
                 if wanted and is_installed(framework):
-                    for switch in switches_of(module):
+                    for switch in _imported_switches(module):
                         yield _Slot(switch, owner, False, None)
 
     def _apply(self, slot: _Slot, _module: ModuleType) -> None:
@@ -211,7 +252,7 @@ class Runtime:
             ]
             return Status(
                 pid=os.getpid(),
-                sources=tuple(s for s in _PRECEDENCE if s in self._layers),
+                sources=tuple(source for source in _PRECEDENCE if source in (self._layers or {})),
                 features=tuple(features),
                 flag_readers=self._status_of(_FLAG_READER),
                 loggers=self._status_of(_LOGGER),
@@ -224,6 +265,18 @@ class Runtime:
 def switches_of(module: str) -> tuple[Switch, ...]:
     """Import ``module`` and return its ``SWITCHES``."""
     switches: tuple[Switch, ...] = importlib.import_module(module).SWITCHES
+    return switches
+
+
+def _environment() -> dict[str, dict[str, Any]]:
+    flags = cfg.read_environment()
+    return {ENVIRONMENT: flags} if flags else {}
+
+
+def _imported_switches(module: str) -> tuple[Switch, ...]:
+    switches: tuple[Switch, ...] | None = getattr(sys.modules.get(module), "SWITCHES", None)
+    if switches is None:
+        raise _ImportFirst(module)
     return switches
 
 
@@ -244,9 +297,9 @@ log.set_up()
 def enable(**features: Any) -> Status:
     """Turn features on in this process and in Ray processes that this program starts from now on.
 
-    Without arguments (or with only ``feature=False``): every lossless speed-up, automatically; one that cannot work
-    here logs a warning and stays off. With arguments: exactly the named features, ``gae=True`` or
-    ``gae=dict(backend="numba")``; one that cannot work raises. A second call replaces the arguments of the first.
+    Without arguments, or with ``auto=True``: every lossless feature that is not named; one that cannot work here logs a
+    warning and stays off. With arguments: exactly the named features, ``gae=True`` or ``gae=dict(backend="numba")``; one
+    that cannot work raises. A second call replaces the arguments of the first.
 
     Returns:
         The status after the call.
@@ -255,19 +308,20 @@ def enable(**features: Any) -> Status:
         ConfigError: an argument is unknown, has the wrong type or is out of range.
         PatchRefused: a feature asked for by name cannot be applied. Nothing stays half applied.
     """
-    flags: dict[str, Any] = {}
+    flags: dict[str, Any] = {} if features else {"auto": True}
     for name, value in features.items():
         flags[name] = {"enable": True, **value} if isinstance(value, Mapping) else value
-    if not any(value is True or (isinstance(value, dict) and value["enable"]) for value in flags.values()):
-        flags.setdefault("auto", True)
     RUNTIME.set_layer(KEYWORDS, flags)
     return RUNTIME.status()
 
 
 def disable() -> Status:
-    """Put every original object back in this process and leave flags to no Ray process started later. Returns the status.
+    """Put every original object back in this process, and turn everything off in Ray processes started later.
 
-    Flags in a framework's configuration are no longer read here either.
+    It stays off until :func:`enable`: flags in ``RL_ACCEL_CONFIG`` or in a framework's configuration are not read.
+
+    Returns:
+        The status after the call.
 
     Raises:
         PatchRefused: someone wrapped a patched function after us, so that it cannot be restored exactly.

@@ -137,8 +137,10 @@ def test_a_bare_enable_is_automatic_and_explicit_names_are_exact(fake_verl, chec
         assert set(semantic.values()) == {"off"}, "neither what changes training nor what only observes is automatic"
         assert set(found.values()) == {"automatically"}, found
         others = {**semantic, "final_output": "off"}
-        rl_accel.enable(sampler=False)
+        rl_accel.enable(auto=True, sampler=False)
         assert requested()["sampler"] == "off" and requested()["gae"] == "automatically"
+        rl_accel.enable(gae=False)
+        assert set(requested().values()) == {"off"}, "to turn one off turns no other on"
         rl_accel.enable(gae=dict(backend="numba"))
         assert requested() == {"gae": "by name", "advantages": "off", "sampler": "off", **others}
         with rl_accel.enabled(sampler=True):
@@ -187,7 +189,7 @@ def test_a_changed_verl_is_one_warning_automatically_and_one_clear_error_by_name
         from rl_accel.errors import PatchRefused
         from verl.trainer.ppo import core_algos
         original = core_algos.compute_gae_advantage_return
-        rl_accel.enable(sampler=False, advantages=False)
+        rl_accel.enable(auto=True, sampler=False, advantages=False)
         (patch,) = rl_accel.status()["gae"].patches
         assert patch.state == "refused" and not rl_accel.status()["gae"].applied
         reason = patch.reason
@@ -282,3 +284,103 @@ def test_doctor_shows_the_verl_that_is_imported(fake_verl, check, tmp_path):
     version, verdicts = stdout.splitlines()
     assert version == "7.8.9"
     assert "works" not in verdicts, "this verl has no trainer"
+
+
+def test_off_stays_off_when_verl_and_its_plug_in_come_later(fake_verl, check):
+    check("""
+        import os, rl_accel
+        os.environ["RL_ACCEL_CONFIG"] = "gae: true"
+        rl_accel.disable()
+        import rl_accel.integrations.verl.plugin
+        from verl.trainer.ppo import core_algos
+        assert not hasattr(core_algos.compute_gae_advantage_return, "__wrapped__")
+        assert rl_accel.status().flag_readers == ()
+        with rl_accel.enabled(gae=True):
+            assert rl_accel.status()["gae"].applied
+        assert not hasattr(core_algos.compute_gae_advantage_return, "__wrapped__")
+        assert rl_accel.status().flag_readers == ()
+    """)
+
+
+def test_after_any_sequence_of_calls_the_last_one_holds(fake_verl, check):
+    """In this process, and in a Ray worker that starts then: a runtime that adopts what was published, and writes no patch."""
+    check("""
+        import contextlib, itertools, os
+        os.environ["RL_ACCEL_CONFIG"] = "advantages: true"
+        import rl_accel
+        from rl_accel.integrations.ray.propagate import received
+        from rl_accel.runtime import RUNTIME, Runtime
+        from verl.trainer.ppo import core_algos
+        originals = core_algos.compute_gae_advantage_return, core_algos.verl_F.masked_whiten
+
+        def plug_in():
+            RUNTIME.adopt(received())
+
+        def wrong_flag():
+            with contextlib.suppress(rl_accel.errors.ConfigError):
+                rl_accel.enable(gea=True)
+
+        def changed_framework():
+            registered = core_algos.ADV_ESTIMATOR_REGISTRY["gae"]
+            if registered is originals[0]:  # else there is nothing to refuse
+                core_algos.ADV_ESTIMATOR_REGISTRY["gae"] = print
+                with contextlib.suppress(rl_accel.errors.PatchRefused):
+                    rl_accel.enable(gae=True, advantages=False)
+                core_algos.ADV_ESTIMATOR_REGISTRY["gae"] = registered
+
+        def both():
+            rl_accel.enable(gae=True)
+
+        def one():
+            rl_accel.enable(gae=dict(backend="chunk"), advantages=False)
+
+        CALLS = (both, one, rl_accel.disable, plug_in, wrong_flag, changed_framework)
+        for calls in itertools.product(CALLS, repeat=3):
+            RUNTIME.restore({})
+            RUNTIME._reads_flags = False
+            wanted, published, reads = set(), {"advantages"}, True
+            for call in calls:
+                call()
+                if call in (both, one, rl_accel.disable):
+                    wanted = published = {both: {"gae", "advantages"}, one: {"gae"}}.get(call, set())
+                    reads = call is not rl_accel.disable
+                elif call is plug_in and reads:
+                    wanted = published
+            found = core_algos.compute_gae_advantage_return, core_algos.verl_F.masked_whiten
+            written = {name for name, new, old in zip(("gae", "advantages"), found, originals) if new is not old}
+            assert written == wanted, (calls, written)
+            worker = Runtime()
+            worker._bring_in_line = lambda: None
+            worker.adopt(received())
+            assert {f.name for f in worker.status().features if f.requested != "off"} == published, calls
+            assert bool(list(worker._wanted())) == reads, calls
+    """)
+
+
+def test_another_thread_may_import_the_framework_meanwhile(fake_verl, check):
+    fake_verl("ADV_ESTIMATOR_REGISTRY = {}", "import gate\nADV_ESTIMATOR_REGISTRY = {}")
+    check("""
+        import importlib, pathlib, sys, threading, time, traceback
+        import rl_accel
+
+        def is_importing(thread):
+            frames = traceback.walk_stack(sys._current_frames()[thread.ident])
+            return any(frame.f_code.co_filename.startswith("<frozen importlib") for frame, _ in frames)
+
+        pathlib.Path("gate.py").write_text("import __main__ as main; main.began.set(); main.opened.wait(60)")
+        sys.modules["__main__"].began, sys.modules["__main__"].opened = began, opened = threading.Event(), threading.Event()
+        rl_accel.enable(gae=True)  # its hook waits for the module that is imported now
+        imports = threading.Thread(target=importlib.import_module, args=("verl.trainer.ppo.core_algos",), daemon=True)
+        imports.start()
+        assert began.wait(60)
+        enables = threading.Thread(target=rl_accel.enable, kwargs={"gae": {"backend": "chunk"}}, daemon=True)
+        enables.start()
+        deadline = time.monotonic() + 60
+        while not is_importing(enables) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        opened.set()
+        for thread in (imports, enables):
+            thread.join(30)
+            assert not thread.is_alive(), "each waits for the other"
+        assert rl_accel.status()["gae"].applied
+    """)

@@ -19,7 +19,7 @@ _NAMESPACE = "rl_accel"
 
 
 def publish(payload: str | None) -> None:
-    """Hand ``payload`` to Ray processes started from now on, or, if it is None, take back what was handed out.
+    """Hand ``payload`` to Ray processes started from now on; None: take back what was handed out, so that they decide themselves.
 
     The runtime has put it into this process's environment, as :data:`~rl_accel.runtime.SOURCES_VAR`.
     """

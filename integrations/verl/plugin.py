@@ -10,7 +10,6 @@ from rl_accel.integrations.ray import propagate
 from rl_accel.runtime import RUNTIME
 
 try:
-    RUNTIME.read_flags()
     RUNTIME.adopt(propagate.received())
 except RlAccelError as error:
     raise SystemExit(f"rl-accel: {error}") from error
