@@ -71,7 +71,8 @@ def resolve(layers: Sequence[Layer]) -> Flags:
             try:
                 section.validate()
             except ValueError as error:
-                raise ConfigError(f"{layers[-1][0]}: rl_accel.{name}: {error}") from error
+                named = [source for source, flags in layers if name in as_mapping(flags, source)]
+                raise ConfigError(f"{' and '.join(named)}: rl_accel.{name}: {error}") from error
     return Flags(auto, sections)
 
 

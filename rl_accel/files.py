@@ -1,7 +1,23 @@
-"""Files that are there whole or not at all."""
+"""Atomic file writes, and JSON that every reader accepts."""
 
+import json
+import math
 import os
 from pathlib import Path
+from typing import Any
+
+
+def strict_json(value: Any) -> str:
+    """Return ``value`` as indented JSON, with null for infinities and NaN, which JSON does not have."""
+    return json.dumps(_finite(value), indent=1, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -133,3 +133,11 @@ def test_the_prompt_ratio_is_a_number_or_auto(given, kept):
     found = resolve([("test", {"tail_batching": {"prompt_ratio": given}})])[TAIL_BATCHING].prompt_ratio
     assert found == kept
     assert type(found) is type(kept)
+
+
+def test_flags_that_contradict_each_other_are_told_with_their_sources():
+    layers = [("a", {"reward_timeout": {"minimum": 50}}), ("b", {"gae": True})]
+    with pytest.raises(ConfigError, match=r"^a: rl_accel.reward_timeout: maximum must be at least minimum = 50"):
+        resolve(layers)
+    with pytest.raises(ConfigError, match=r"^a and c: rl_accel.reward_timeout: "):
+        resolve([*layers, ("c", {"reward_timeout": {"maximum": 40.0}})])

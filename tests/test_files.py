@@ -1,8 +1,11 @@
-"""Files that are there whole or not at all."""
+"""Atomic file writes, and JSON that every reader accepts."""
+
+import json
+import math
 
 import pytest
 
-from rl_accel.files import write_atomically
+from rl_accel.files import strict_json, write_atomically
 
 
 def test_a_file_is_replaced_and_its_folder_made(tmp_path):
@@ -20,3 +23,8 @@ def test_what_cannot_be_written_leaves_the_old_file_and_nothing_else(tmp_path):
         write_atomically(path, "\udcff")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_json_does_not_have_is_null():
+    value = {"a": [math.inf, -math.inf, math.nan, 1.5], 2: (None, "-Infinity")}
+    assert json.loads(strict_json(value)) == {"a": [None, None, None, 1.5], "2": [None, "-Infinity"]}

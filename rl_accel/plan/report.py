@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rl_accel.files import write_atomically
+from rl_accel.files import strict_json, write_atomically
 from rl_accel.plan.answers import CANCEL_SECONDS, EVENTS_PER_SECOND, Answer, best_of
 from rl_accel.plan.fit import Fit
 from rl_accel.plan.setup import Setup
@@ -145,7 +144,7 @@ class Plan:
         """Write plan.json, plan.png and plan.html into ``folder`` and return their paths."""
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / f"plan.{kind}" for kind in ("json", "png", "html")]
-        write_atomically(paths[0], json.dumps(self.summary(), indent=1).replace("Infinity", "null"))
+        write_atomically(paths[0], strict_json(self.summary()))
         self.draw(paths[1])
         page = Console(record=True, width=180, file=io.StringIO())
         self.show(page)

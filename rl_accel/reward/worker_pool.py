@@ -265,7 +265,10 @@ class WorkerPool:
                     again = ", trying again" if attempt == 1 and not self._closed else ""
                     logger.warning("rl-accel: a sandbox worker died (%r)%s", error, again)
                 except asyncio.CancelledError:
-                    await asyncio.shield(asyncio.ensure_future(self._stop(worker)))
+                    stopping = asyncio.ensure_future(self._stop(worker))
+                    while not stopping.done():  # a second cancellation must not give the slot away before it is free
+                        with contextlib.suppress(asyncio.CancelledError):
+                            await asyncio.shield(stopping)
                     raise
                 else:
                     self._release(worker)

@@ -97,11 +97,13 @@ def ask_endpoints(urls: Mapping[str, str], names: Sequence[str]) -> dict[str, Re
 
 
 def fetch(url: str) -> str:
-    """Return what ``url`` says. Servers are within the cluster: no proxy is asked.
+    """Return the body of ``url``, http or https. Servers are within the cluster: no proxy is asked.
 
     Raises:
-        OSError, ValueError: it does not answer, or with an error.
+        OSError, ValueError: it does not answer, answers with an error, or has another scheme.
     """
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"the address of a server must begin with http:// or https://, found {url!r}")
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(url, timeout=ANSWER_SECONDS) as answer:
         return str(answer.read().decode(errors="replace"))

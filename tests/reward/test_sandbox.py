@@ -286,6 +286,18 @@ async def test_a_cancelled_call_stops_its_program_at_once(processes, closed_late
     assert processes.workers() == [worker]
 
 
+async def test_a_slot_is_free_only_once_its_program_has_stopped(processes, closed_later):
+    sandbox = closed_later(Sandbox(1, "process"))
+    task = asyncio.create_task(sandbox.run("import time; time.sleep(600)", Case("stdin", ""), Limits(wall=600)))
+    await processes.executing()
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+    await asyncio.wait({task})
+    assert task.cancelled()
+    assert not sandbox._pool._busy
+
+
 async def test_a_killed_worker_is_replaced_and_its_program_runs_again(processes, closed_later):
     sandbox = closed_later(Sandbox(2, "process"))
     task = asyncio.create_task(sandbox.run("import time; time.sleep(0.8); print(1)", PRINT, Limits(wall=5)))

@@ -110,3 +110,8 @@ def test_servers_that_do_not_say_are_named_in_one_line_and_once(caplog, monkeypa
     (record,) = caplog.records
     assert "preemptions are unknown, http://127.0.0.1:1/metrics: " in record.getMessage()
     assert record.getMessage().endswith(", and 2 other servers")
+
+
+def test_only_servers_are_read():
+    with pytest.raises(ValueError, match="must begin with http"):
+        server_counters.fetch("file:///etc/hostname")

@@ -4,6 +4,7 @@
 router is an actor that has :class:`~rl_accel.rollout.balance.Balance` decide; ``client`` is what verl's client sees of it.
 """
 
+import asyncio
 import functools
 import json
 import logging
@@ -86,9 +87,16 @@ class BalancingWorker(agent_loop.WorkerPart):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        import ray
+
         from rl_accel.integrations.verl.balance.client import Servers
 
-        self.llm_client._load_balancer = Servers(self.llm_client._load_balancer, self.config)
+        handle = ray.get_runtime_context().current_actor
+        self.llm_client._load_balancer = Servers(self.llm_client._load_balancer, self.config, handle)
+
+    async def stay_alive(self) -> None:
+        """Return never: whoever awaits this is told when the worker dies."""
+        await asyncio.Event().wait()
 
     @classmethod
     def attach(cls, manager: Any) -> None:

@@ -38,10 +38,16 @@ class ServerId(str):
 
 
 class Servers:
-    """Stands for the router, a :class:`~rl_accel.integrations.verl.balance.router.BalancedRouter`; ``config`` is verl's."""
+    """Stands for the router in verl's client.
 
-    def __init__(self, router: Any, config: Any) -> None:
-        self.router, self.engine = router, engine_of(config)
+    Args:
+        router: handle of a :class:`~rl_accel.integrations.verl.balance.router.BalancedRouter`.
+        config: verl's.
+        worker: handle of the agent-loop worker that asks, a :class:`~rl_accel.integrations.verl.balance.BalancingWorker`.
+    """
+
+    def __init__(self, router: Any, config: Any, worker: Any) -> None:
+        self.router, self.engine, self.worker = router, engine_of(config), worker
         rollout = config.actor_rollout_ref.rollout
         self.longest = rollout.response_length, rollout.prompt_length + rollout.response_length
         self._movable = MOVABLE | ({"seed"} if self.engine.seeds_by_position else set())
@@ -61,7 +67,7 @@ class Servers:
             "movable": self.engine.stop is not None and is_text and sampling_params.keys() <= self._movable,
         }
         try:
-            name, server = await self.router.acquire_server.remote(ticket, **response)
+            name, server = await self.router.acquire_server.remote(ticket, self.worker, **response)
         except asyncio.CancelledError:
             self.router.release_server.remote("", ticket)
             raise

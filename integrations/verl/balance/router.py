@@ -1,15 +1,19 @@
 """verl's load balancer as an actor: who asks it for a server waits until there is a place."""
 
 import asyncio
+import logging
 import math
 import time
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from rl_accel.features import BalanceFlags
 from rl_accel.integrations.verl.engines import Engine
 from rl_accel.rollout.balance import Balance, Decision
+
+logger = logging.getLogger("rl_accel")
 
 TICK_SECONDS = 0.25
 
@@ -24,19 +28,23 @@ class BalancedRouter:
         self._engine = Engine()
         self._waiting: dict[str, asyncio.Future[tuple[str, Any] | None]] = {}
         self._ticking: asyncio.Task[None] | None = None
+        self._tickets: dict[Any, set[str]] = {}  # by agent-loop worker
+        self._watches: list[asyncio.Task[None]] = []
 
     async def set_up(self, engine: Engine, lengths: dict[str, list[int]], *args: Any) -> dict[str, int | None]:
         """Begin, with the ``args`` of :class:`Balance` and what it is to learn. Returns what servers' caches hold, if known."""
         self._engine, self._balance = engine, Balance(*args)
         self._balance.learn(lengths)
         self._ticking = asyncio.create_task(self._tick())
-        self._ticking.add_done_callback(asyncio.Task.result)  # logs what it raised; nobody awaits it
         return await self.add_servers(self._servers)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            self._carry_out(self._balance.tick(time.monotonic()))
+            try:
+                self._carry_out(self._balance.tick(time.monotonic()))
+            except Exception:
+                logger.exception("rl-accel: balance: no response was moved this time")
 
     def _carry_out(self, decisions: list[Decision]) -> None:
         for decision in decisions:
@@ -46,12 +54,36 @@ class BalancedRouter:
             else:
                 self._waiting.pop(decision.ticket).set_result((decision.replica, server))
 
-    async def acquire_server(self, request_id: str, **response: Any) -> tuple[str, Any] | None:
-        """Wait for a place for ``response``, arguments of :meth:`Balance.request`; return a server's name and handle.
+    async def acquire_server(self, request_id: str, worker: Any, **response: Any) -> tuple[str, Any] | None:
+        """Wait for a slot for a response.
 
-        None: it was released before. Raises RuntimeError if there is no server.
+        Args:
+            request_id: of the response, new.
+            worker: handle of the agent-loop worker that asks. If it dies, its responses are released.
+            response: arguments of :meth:`Balance.request`.
+
+        Returns:
+            A server's name and handle; None if the response was released before it had a slot.
+
+        Raises:
+            RuntimeError: there is no server.
         """
+        if worker not in self._tickets:
+            self._tickets[worker] = set()
+            self._watches.append(asyncio.create_task(self._watch(worker)))
+        self._tickets[worker].add(request_id)
         return await self._bound(request_id, self._balance.request(request_id, time.monotonic(), **response))
+
+    async def _watch(self, worker: Any) -> None:
+        try:
+            await worker.stay_alive.remote()
+        except RayError:
+            lost = self._tickets.pop(worker)
+            for ticket in lost:
+                self.release_server("", ticket)
+            logger.warning(
+                "rl-accel: balance: an agent-loop worker died; the slots of its %d responses are free", len(lost)
+            )
 
     async def again(self, ticket: str, tokens: int | None) -> tuple[str, Any] | None:
         """Wait for a place to go on, as above; arguments are those of :meth:`Balance.again`. None: there was no cause to ask."""
@@ -66,6 +98,8 @@ class BalancedRouter:
         return await future
 
     def release_server(self, server_id: str, request_id: str = "", tokens: int | None = None) -> None:
+        for tickets in self._tickets.values():
+            tickets.discard(request_id)
         if future := self._waiting.pop(request_id, None):
             future.set_result(None)
         self._carry_out(self._balance.over(request_id, time.monotonic(), tokens))

@@ -309,7 +309,11 @@ class RolloutServers:
 
         def watch() -> None:
             while not over.wait(WATCH_SECONDS):
-                dead = asyncio.run(find_dead(self._manager.get_replicas()))
+                try:
+                    dead = asyncio.run(find_dead(self._manager.get_replicas()))
+                except Exception:  # the only one who would end the block: it must not stop looking
+                    logger.exception("rl-accel: whether rollout servers live could not be found out; trying again")
+                    continue
                 if dead and not over.wait(WATCH_SECONDS):  # else the block has found out itself
                     logger.error("rl-accel: a rollout server died and left calls without an answer; they are ended")
                     end(dead)

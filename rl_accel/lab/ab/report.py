@@ -10,8 +10,6 @@ reward_verdicts[], differences[], checks[], curves{metric: {run: {steps, values}
 import base64
 import contextlib
 import importlib.metadata
-import json
-import math
 import os
 import platform
 import shlex
@@ -29,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_accel.errors import RlAccelError
+from rl_accel.files import strict_json
 from rl_accel.lab.ab import plots
 from rl_accel.lab.ab.checks import run_checks
 from rl_accel.lab.ab.convergence import converge, sentence
@@ -70,7 +69,7 @@ def build(
     ``runs`` are those whose metrics ``out`` keeps, if not given. ``asked`` is how many were wanted; 0 checks nothing.
     """
     summary = summarise(recipe, recipe_file, out, results, asked, _load_runs(results, out) if runs is None else runs)
-    (out / "summary.json").write_text(json.dumps(_strict(summary), indent=1, allow_nan=False) + "\n")
+    (out / "summary.json").write_text(strict_json(summary))
     pictures = plots.draw(summary, out)
     tails = {r.name: last_lines(out / r.name / "train.log") for r in results if r.status in ("failed", "timeout")}
     (out / "report.html").write_text(render(summary, pictures, tails), encoding="utf-8")
@@ -262,14 +261,6 @@ def _environment() -> dict[str, Any]:
             versions[package] = None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"python": platform.python_version(), "system": platform.platform(), "cores": cores, "versions": versions}
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def render(summary: dict[str, Any], pictures: Sequence[Path], tails: dict[str, str]) -> str:

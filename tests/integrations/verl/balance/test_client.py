@@ -83,6 +83,17 @@ class Call:
         self._task.cancel()
 
 
+class Worker:
+    """An agent-loop worker that dies when it is told to."""
+
+    def __init__(self):
+        self.killed = asyncio.Event()
+
+    async def stay_alive(self):
+        await self.killed.wait()
+        raise ActorDiedError
+
+
 class Server:
     def __init__(self, engine):
         self._engine, self.served = engine, 0
@@ -134,7 +145,7 @@ def balanced(engine_for):
         await local.set_up(ENGINE, {}, places, BalanceFlags(), True, False)
         local._balance = core(places, BalanceFlags())
         await local.add_servers({f"r{number}": Handle(server) for number, server in enumerate(servers)})
-        yield local, servers, client.Servers(Handle(local), CONFIG)
+        yield local, servers, client.Servers(Handle(local), CONFIG, Handle(Worker()))
         async with asyncio.timeout(60):
             while len(local._balance):
                 await asyncio.sleep(0.01)
@@ -327,3 +338,34 @@ async def test_what_a_router_has_seen_another_one_begins_with(balanced):
         (response,) = local._balance._responses.values()
         assert response.predicted == 30
         balancer.release_server.remote(server_id=bound, request_id="b")
+
+
+async def test_a_worker_that_dies_leaves_its_slots_to_others(balanced):
+    async with balanced(replicas=1, places=1) as (local, _, balancer):
+        worker = Worker()
+        dying = client.Servers(Handle(local), CONFIG, Handle(worker))
+        asks = [
+            dying.acquire_server.remote(request_id=name, prompt_ids=[1], sampling_params={}) for name in ("a", "b", "c")
+        ]
+        other = balancer.acquire_server.remote(request_id="d", prompt_ids=[1], sampling_params={})
+        while local._balance.waiting < 2:  # one runs and one is ready in the engine
+            await asyncio.sleep(0.002)
+        worker.killed.set()
+        bound, _ = await other
+        await asyncio.gather(*asks)
+        balancer.release_server.remote(server_id=bound, request_id="d")
+
+
+async def test_the_router_goes_on_after_an_error(balanced, monkeypatch, caplog):
+    async with balanced() as (local, _, _):
+        failed, went_on = asyncio.Event(), asyncio.Event()
+
+        def tick(_now):
+            (went_on if failed.is_set() else failed).set()
+            if not went_on.is_set():
+                raise KeyError("a replica that has gone")
+            return []
+
+        monkeypatch.setattr(local._balance, "tick", tick)
+        await went_on.wait()
+    assert caplog.text.count("no response was moved") == 1

@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import signal
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -430,6 +431,21 @@ class TestRevivingServers:
         kill(replica.server_handle)
         with pytest.raises(ServerLost, match=message):
             servers.revive()
+
+    def test_a_watch_that_fails_looks_again(self, kill, monkeypatch):
+        monkeypatch.setattr(servers_module, "WATCH_SECONDS", 0.1)
+        replica, ended = Replica(), threading.Event()
+        kill(replica.server_handle)
+        answers = iter([OSError("Ray does not answer")])
+
+        def get_replicas():
+            if error := next(answers, None):
+                raise error
+            return [replica]
+
+        servers = RolloutServers(SimpleNamespace(get_replicas=get_replicas), RESTARTS)
+        with servers._watched(lambda dead: ended.set()):
+            assert ended.wait(60)
 
 
 class Worker:
