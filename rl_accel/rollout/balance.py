@@ -459,8 +459,6 @@ class _Numbers:
         if not busy:
             return {}
         used = [min(self.used[name] / (places * busy), 1.0) for name in {*replicas, *self.used}]
-        if not used:  # every replica has died
-            return {}
         waits = [response.waited for response, _ in self.done]
         errors = [abs(r.predicted / r.tokens - 1) for r, _ in self.done if r.predicted and r.tokens]
         arrivals = sorted((response.arrived, response.seconds) for response, _ in self.done)

@@ -335,15 +335,6 @@ def test_numbers_of_a_step():
     assert numbers["places_in_use_lowest"] + numbers["places_in_use_highest"] == 1.0
 
 
-def test_a_step_in_which_every_replica_died_has_no_numbers():
-    core = Balance(1, BalanceFlags())
-    core.add_replica("r0", 0.0)
-    core.request("a", 0.0)
-    core.remove_replica("r0")
-    core.over("a", 1.0, 5)
-    assert core.take_numbers() == {}
-
-
 def test_what_binding_at_arrival_would_have_taken():
     assert end_bound_at_arrival([(0.0, 1.0)] * 4, 2, 1) == 2.0
     assert end_bound_at_arrival([(0.0, 9.0), (0.0, 1.0), (0.0, 9.0), (0.0, 1.0)], 2, 1) == 18.0
