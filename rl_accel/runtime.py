@@ -70,7 +70,8 @@ class _ImportFirst(Exception):
         super().__init__(module)
 
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _retried(method: Callable[P, R]) -> Callable[P, R]:

@@ -1,11 +1,11 @@
 """Balanced rollouts in a real training: every number of training is stock's, wherever responses were generated.
 
-Telemetry is on as well, and changes no number either. tests/e2e/test_vllm.py has the same on real vLLM.
+Telemetry is on as well, and changes no number either. test_drafts.py and test_vllm.py have balance on real vLLM.
 """
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900)]
 
 DRIVER = "from verl.trainer.main_ppo import main\nmain()\n"
 OVERRIDES = (

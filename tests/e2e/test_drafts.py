@@ -1,6 +1,10 @@
-"""Drafts on real vLLM under verl: two replicas, tail batching with its aborts, weight updates, prompts that come again."""
+"""Drafts on real vLLM under verl: two replicas, tail batching with its aborts, weight updates, prompts that come again.
+
+Balance is on as well, with fewer slots than responses, and moves some of them.
+"""
 
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ pytestmark = [
 ]
 
 
+PROBE = Path(__file__).parent / "probe"
 OVERRIDES = (
     "algorithm.adv_estimator=grpo",
     "trainer.n_gpus_per_node=2",
@@ -25,6 +30,10 @@ OVERRIDES = (
     "+rl_accel.drafts.enable=True",
     "+rl_accel.drafts.save=True",
     "+rl_accel.final_output.enable=True",
+    "+rl_accel.balance.enable=True",
+    "+rl_accel.balance.margin=0.0",
+    "+rl_accel.balance.max_moves=9",
+    "actor_rollout_ref.rollout.max_num_seqs=8",
     "trainer.save_freq=3",
 )
 
@@ -41,7 +50,8 @@ def test_drafted_responses_have_the_probabilities_of_the_trainer_and_a_checkpoin
             (checkpoints[0] / "global_step_0").mkdir(parents=True)
             (checkpoints[0] / "global_step_0" / "drafts.pkl").write_bytes(pickle.dumps(earlier))
 
-    ran = tail_run("drafts", 3, [], lambda index: "single_turn_agent", *OVERRIDES, follow=leave_history)
+    env = {"VERL_USE_EXTERNAL_MODULES": "seeds_may_move", "PYTHONPATH": str(PROBE)}
+    ran = tail_run("drafts", 3, [], lambda index: "single_turn_agent", *OVERRIDES, follow=leave_history, env=env)
     ran.assert_sound(3, 8)  # probabilities among it
     numbers = [
         {name.removeprefix("rl_accel/drafts/"): value for name, value in step.items() if "rl_accel/drafts/" in name}
@@ -53,6 +63,7 @@ def test_drafted_responses_have_the_probabilities_of_the_trainer_and_a_checkpoin
         assert step["drafted"] == sum(step.get(f"drafted_{source}", 0) for source in SOURCES)
         assert step["accepted"] <= step["drafted"]  # the model writes random characters: few are right
         assert step["tokens_a_step"] >= 1
+    assert sum(step["rl_accel/balance/moves"] for step in ran.steps.values()) > 0
     assert f"2 earlier responses from {checkpoints[0] / 'global_step_0'}" in ran.log
     history = pickle.loads((checkpoints[0] / "global_step_3" / "drafts.pkl").read_bytes())
     assert history[:2] == earlier

@@ -42,6 +42,7 @@ def assert_sound(run, on_policy: int) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.full
 def test_grpo_on_a_cluster_that_runs_before_the_driver(train, start_ray, probe_environment, read_processes, tmp_path):
     """``colocate_async``, flags given in the script once it is connected: the latest moment at which that can work."""
     far, metrics = tmp_path / "far", tmp_path / "metrics.jsonl"

@@ -19,7 +19,8 @@ pytestmark = [
     pytest.mark.parametrize("engine", ["vllm"], indirect=True, scope="module"),
 ]
 
-DRIVER = "from verl.trainer.main_ppo import main\nmain()\n"
+STOCK = "from verl.trainer.main_ppo import main\nmain()\n"
+AUTO = "import rl_accel\nrl_accel.enable(auto=True, telemetry=True)\n" + STOCK
 BYTES_A_TOKEN = 2 * 2 * 2 * 32 * 4
 """Layers, keys and values, heads, their dimension, bytes of a float."""
 NOT_EQUAL = ("rollout_corr/*", "training/rollout_*")
@@ -28,12 +29,16 @@ NOT_EQUAL = ("rollout_corr/*", "training/rollout_*")
 
 @pytest.fixture(scope="module")
 def arms(train, tmp_path_factory):
-    """Runs by name, and the greedy responses of their first validations by prompt."""
+    """Runs by name, and the greedy responses of their first validations by prompt.
+
+    Flags of ``auto`` come from the script, those of ``balanced`` from the command line.
+    """
     runs, greedy = {}, {}
-    flags = {
-        "stock": (),
-        "auto": ("+rl_accel.auto=True", "+rl_accel.telemetry.enable=True"),
+    arms = {
+        "stock": (STOCK,),
+        "auto": (AUTO,),
         "balanced": (
+            STOCK,
             "trainer.n_gpus_per_node=2",
             "actor_rollout_ref.rollout.max_num_seqs=4",
             "actor_rollout_ref.rollout.agent.num_workers=2",
@@ -43,10 +48,10 @@ def arms(train, tmp_path_factory):
             "+rl_accel.balance.max_moves=9",
         ),
     }
-    for name, added in flags.items():
+    for name, (driver, *added) in arms.items():
         folder = tmp_path_factory.mktemp(name)
         runs[name] = train(
-            DRIVER,
+            driver,
             "trainer.val_before_train=True",
             f"trainer.validation_data_dir={folder / 'validations'}",
             *added,
