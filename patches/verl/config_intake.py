@@ -23,8 +23,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from rl_accel.config import Flags
 from rl_accel.features import FEATURES
 from rl_accel.patches import seams

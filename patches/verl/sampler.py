@@ -2,8 +2,10 @@
 
 It stands aside where more depends on when verl looks than the time: with a group filter, what is launched in place of dropped
 groups; in asynchronous modes, and perhaps in a buffer of the user's, which responses a batch has. Asked for by name, it acts in
-the latter two. verl's buffer and its asynchronous subclass sleep in one method, so that one patch serves ``sync``, ``colocate_async``
-and ``separate_async``. The method itself is kept, its log line included: it runs with another ``poll_interval``, which
+the latter two.
+
+verl's buffer and its asynchronous subclass sleep in one method, so that one patch serves ``sync``, ``colocate_async`` and
+``separate_async``. The method itself is kept, its log line included: it runs with another ``poll_interval``, which
 is put back right after. ``separate_async`` takes a step for idle when it waited longer than ``poll_interval``; it goes on
 reading the configured value, but a wait of less than that, which stock verl rounds up to a full interval, no longer counts.
 """
