@@ -48,8 +48,8 @@ SHELL = {
 }
 GIVEN = (
     "WORLD_SIZE=1 RANK=0 DEVICE=gpu INFER_BACKEND=vllm USE_DUMMY_MODEL=False project_name=p exp_name=e experiment_name=e USER=u "
-    "HOME=/h HDFS_ROOT=/h RAY_DATA_HOME=/h DATA_ROOT=/h MODEL_PATH=/h WORKING_DIR=/h RUNTIME_ENV=/h/e.yaml HF_HOME=/h ckpts_home=/h "
-    "LORA_ADAPTER_PATH=/h SLURM_SUBMIT_DIR=/h VERL_PROFILE_SAVE_PATH=/h"
+    "HOME=/h HDFS_ROOT=/h RAY_DATA_HOME=/h DATA_ROOT=/h MODEL_PATH=/h WORKING_DIR=/h RUNTIME_ENV=/h/e.yaml HF_HOME=/h "
+    "ckpts_home=/h LORA_ADAPTER_PATH=/h SLURM_SUBMIT_DIR=/h VERL_PROFILE_SAVE_PATH=/h"
 )
 """Variables that scripts expect of their user."""
 SECONDS = 20.0

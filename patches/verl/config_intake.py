@@ -110,10 +110,10 @@ def _take_in(run: VerlRun) -> None:
 def take_in_call(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Take in the flags of the ``config`` with which ``function``, a driver's or a trainer's constructor, is about to be called."""
     arguments = inspect.signature(function).bind(*args, **kwargs).arguments
-    if "self" not in arguments:
+    if function.__name__ != "__init__":
         in_driver(arguments["config"])
     elif "config" in arguments:  # else it goes on to a constructor that names it
-        in_trainer(arguments["config"], arguments["self"])
+        in_trainer(arguments["config"], args[0])
 
 
 def _after_flags(original: Any, _settings: Any = None) -> Any:

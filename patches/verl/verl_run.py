@@ -136,11 +136,12 @@ class VerlRun:
         """
         flag, wanted = f"rl_accel.{feature}", TRAINERS.get(feature, (self.trainer,))
         if self.trainer not in wanted and not (self.is_v1 and "V1" in wanted):
+            names = [name for name in wanted if name != "V1 tail_batching"]  # which our own wiring chooses
             if self.is_v1:
-                modes = " or ".join(name[3:] for name in wanted if name != "V1 tail_batching")
-                refuse(flag, "trainer.v1.trainer_mode", modes, self.trainer[3:])
+                refuse(flag, "trainer.v1.trainer_mode", names[0].removeprefix("V1 "), self.trainer[3:])
             found = self.trainer if self.built is None else f"{self.trainer} ({type(self.built).__name__})"
-            refuse(flag, "the trainer", " or ".join(wanted), found)
+            reason = "trainer.use_v1 = False" if self.get("trainer.use_v1") is False else ""
+            refuse(flag, "the trainer", " or ".join(names), found, reason)
         if feature in ENGINES and self.get(f"{_ROLLOUT}.name") != ENGINES[feature]:
             refuse(flag, f"{_ROLLOUT}.name", ENGINES[feature], self.get(f"{_ROLLOUT}.name"))
 

@@ -154,7 +154,7 @@ def test_every_trainer_that_is_built_from_a_configuration_reads_its_flags_and_de
             name, message, _ = said(build, gea=True)
             assert name == "ConfigError" and "unknown key rl_accel.gea (did you mean" in message, (cls, message)
             name, message, _ = said(build, balance=True)
-            found = f"wants the trainer = V1 sync or V1 tail_batching, found {kind} ({cls.__name__})"
+            found = f"wants the trainer = V1 sync, found {kind} ({cls.__name__})"
             assert name == "ConfigError" and message == f"rl_accel.balance {found}", (cls, message)
             assert said(build, gae=True)[0] != "ConfigError", cls
             assert rl_accel.status()["gae"].applied

@@ -1,6 +1,10 @@
 """What each feature puts into verl's configuration, what it refuses there, and what verl's modules hold while it is on."""
 
+import importlib.util
+import os
 import re
+import subprocess
+import sys
 from dataclasses import asdict
 
 import pytest
@@ -220,7 +224,7 @@ def test_a_vllm_that_was_not_tried_is_refused(configured, monkeypatch, version):
 
 def test_an_older_verl_is_refused():
     run = VerlRun(OmegaConf.create({"trainer": {}}), in_driver=True)
-    with pytest.raises(ConfigError, match="wants the trainer = V1 sync or V1 tail_batching, found legacy"):
+    with pytest.raises(ConfigError, match="wants the trainer = V1 sync, found legacy"):
         run.require("tail_batching")
     with pytest.raises(ConfigError, match=r"wants verl 0\.8\.0 or later with its reward loop"):
         reward_timeout.wire(run, REWARD)
@@ -282,6 +286,51 @@ def test_a_launch_line_is_right_or_refused_in_one_line(line, caplog):
     automatic = VerlRun(composed.config.copy(), in_driver=True)
     assert config_intake.wire(automatic, resolve([("a test", {"auto": True})])) == {}
     assert caplog.text == ""
+
+
+@pytest.fixture
+def corpus(repo, monkeypatch):
+    """docs/corpus.py as a module."""
+    spec = importlib.util.spec_from_file_location("corpus", repo / "docs" / "corpus.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "corpus", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_corpus_takes_launch_lines_from_scripts_that_do_nothing_else(corpus, tmp_path):
+    scripts = tmp_path / "checkout" / "examples"
+    scripts.mkdir(parents=True)
+    (scripts / "run.sh").write_text(
+        """
+        set -euxo pipefail
+        rm -rf "$(dirname "$0")"; pip install nothing; cd /no/such/folder; source /no/such/file
+        GPUS=$(nvidia-smi -L | wc -l); NAME=$(basename /a/qwen)
+        ARGS=(algorithm.adv_estimator=grpo +x="['a b']")
+        X=1 python3 -m verl.trainer.main_ppo --config-name=other.yaml "${ARGS[@]}" n=$GPUS name=$NAME "$@" 2>&1 | tee log
+        ray job submit --address=a -- python3 recipe/mine/main_mine.py trainer.nnodes=2 ~key
+        """
+    )
+    found = [corpus.main_and_overrides(words) for words in corpus.launch_lines(tmp_path / "checkout")]
+    grpo = ["algorithm.adv_estimator=grpo", "+x=['a b']", "n=8", "name=qwen"]
+    assert found == [
+        ("verl.trainer.main_ppo", grpo, "", "other"),
+        ("recipe.mine.main_mine", ["trainer.nnodes=2", "~key"], "", ""),
+    ]
+    assert [*(tmp_path / "checkout").rglob("*")] == [scripts, scripts / "run.sh"]
+
+
+@pytest.mark.full
+def test_no_launch_script_of_verl_makes_the_pack_crash(repo):
+    roots = {
+        option: os.environ.get(name)
+        for option, name in (("--verl-root", "VERL_ROOT"), ("--recipe-root", "RECIPE_ROOT"))
+    }
+    if not any(roots.values()):
+        pytest.skip("VERL_ROOT and RECIPE_ROOT name no checkouts")
+    words = [word for option, root in roots.items() if root for word in (option, root)]
+    done = subprocess.run([sys.executable, "docs/corpus.py", *words], cwd=repo, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
