@@ -48,9 +48,9 @@ def check(run: VerlRun) -> None:
     Raises:
         ConfigError: names the key, what is wanted and what was found.
     """
-    step_key = f"{_MODE_KEY.rpartition('.')[0]}.{run.get(_MODE_KEY)}.parameter_sync_step"
-    if run.get(step_key, 1) != 1:
-        _refuse(step_key, 1, run.get(step_key))
+    steps = f"trainer.v1.{run.get(_MODE_KEY)}.parameter_sync_step"
+    if run.get(steps, 1) != 1:
+        _refuse(steps, 1, run.get(steps))
     if run.get("algorithm.adv_estimator") == "remax":
         _refuse("algorithm.adv_estimator", "another", "remax", "verl's V1 trainer generates no baseline for it")
     sampler = run.get("trainer.v1.sampler.custom_sampler.name") or run.get("trainer.v1.sampler.custom_sampler.path")
