@@ -268,9 +268,9 @@ def main() -> None:
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         parts = [(title, verl_corpus([root.resolve()])) for title, root in roots.items() if root]
-        # Lines of slime are tried by a module of its own, with ``corpus(root) -> Corpus`` by the attributes above.
-        if options.slime_root and importlib.util.find_spec("rl_accel.lab.corpus_slime"):
-            slime = importlib.import_module("rl_accel.lab.corpus_slime")
+        # Lines of slime are tried by docs/corpus_slime.py, with ``corpus(root, counts) -> Corpus``.
+        if options.slime_root and importlib.util.find_spec("corpus_slime"):
+            slime = importlib.import_module("corpus_slime")
             parts.append(("slime", slime.corpus(options.slime_root.resolve(), Corpus())))
     text = HEAD.format(version=importlib.metadata.version("verl")) + "\n".join(as_text(*part) for part in parts)
     if options.page:
