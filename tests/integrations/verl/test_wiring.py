@@ -288,6 +288,26 @@ def test_a_launch_line_is_right_or_refused_in_one_line(line, caplog):
     assert caplog.text == ""
 
 
+def test_the_page_says_which_feature_works_with_which_trainer(repo):
+    columns = ("V1 sync", "V1 colocate_async", "legacy", "one_step_off", "fully_async")
+    said = {}
+    for names, *cells in re.findall(
+        r"^\| (`.+?) " + r"\| (yes|no|if named) " * 5 + r"\|$", (repo / "docs/verl.md").read_text(), re.M
+    ):
+        said |= dict.fromkeys(re.findall(r"\w+", names), [cell != "no" for cell in cells])
+    run = VerlRun(OmegaConf.create({ROLLOUT.partition(".")[0]: {"rollout": {"name": "vllm"}}}))
+
+    def works(name, trainer):
+        run.trainer = trainer
+        try:
+            run.require(name)
+        except ConfigError:
+            return False
+        return True
+
+    assert said == {name: [works(name, trainer) for trainer in columns] for name in ALL}
+
+
 @pytest.fixture
 def corpus(repo, monkeypatch):
     """docs/corpus.py as a module."""
