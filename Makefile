@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help setup vllm ab ab-tail ab-vllm ab-drafts suffix test test-fast test-all test-slime check docs bench clean
+.PHONY: help setup vllm ab ab-tail ab-vllm ab-drafts suffix test test-fast test-all test-slime corpus check docs bench clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
@@ -87,6 +87,10 @@ test-slime: $(DEV)  ## with SLIME_ROOT=<checkout of slime>: our patches and adap
 	@test -d "$(SLIME_ROOT)/slime" || { echo "SLIME_ROOT must name a checkout of slime, found '$(SLIME_ROOT)'"; exit 2; }
 	$(PIP) --no-deps -r requirements/slime.txt
 	SLIME_ROOT=$(abspath $(SLIME_ROOT)) $(PYTEST) tests/patches/slime tests/integrations/slime tests/lab/ab/test_gpu_recipes.py
+
+corpus: $(DEV)  ## with VERL_ROOT=, RECIPE_ROOT=, SLIME_ROOT= (checkouts): every launch script of theirs with every feature
+	$(BIN)/python docs/corpus.py --page docs/corpus.md $(if $(VERL_ROOT),--verl-root $(VERL_ROOT)) \
+	  $(if $(RECIPE_ROOT),--recipe-root $(RECIPE_ROOT)) $(if $(SLIME_ROOT),--slime-root $(SLIME_ROOT))
 
 check: $(DEV) docs  ## ruff, mypy --strict on everything that ships, import contracts, the site without a broken link
 	$(BIN)/ruff check .

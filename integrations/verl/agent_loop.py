@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf, open_dict
 
-from rl_accel.errors import ConfigError
+from rl_accel.errors import refuse
+from rl_accel.patches.verl.verl_run import VerlRun
 
 KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
-MANAGER = f"{__name__}.AgentLoops"
-"""verl's key for the manager of agent loops, and our value of it."""
+MANAGER, LEGACY_MANAGER = f"{__name__}.AgentLoops", f"{__name__}.LegacyAgentLoops"
+"""verl's key for the manager of agent loops, and our values of it: for the V1 trainer, for all others."""
 
 PARTS = "trainer.rl_accel_agent_loop_parts"
 """The full names of the parts, in alphabetical order."""
@@ -52,33 +53,33 @@ class WorkerPart:
         """Do what the feature needs in the trainer process once ``manager`` has started its workers."""
 
 
-def check(config: Any, flag: str, reason: str) -> None:
-    """Refuse a manager of the user's.
+def check(run: VerlRun, flag: str, reason: str) -> None:
+    """Refuse a manager of the user's own, whose workers cannot have our parts.
 
     Args:
-        config: verl's.
+        run: the run whose configuration names the manager.
         flag: the feature's, for the message.
         reason: why the feature needs ours, for the message.
 
     Raises:
         ConfigError: names the key, what is wanted and what was found.
     """
-    manager = OmegaConf.select(config, KEY, default=None)
-    if manager not in (None, "", MANAGER):
-        raise ConfigError(f"{flag} wants {KEY} = None, found {manager} ({reason})")
+    manager = run.get(KEY, "")
+    if manager not in ("", MANAGER, LEGACY_MANAGER):
+        refuse(flag, KEY, None, manager, reason)
 
 
-def choose(config: Any, part: str) -> None:
-    """Add ``part`` to the agent-loop workers of ``config`` (verl's, changed in place). Idempotent.
+def choose(run: VerlRun, part: str) -> None:
+    """Add ``part`` to the agent-loop workers of ``run``, in verl's configuration. Idempotent.
 
     Args:
-        config: has been through :func:`check`.
+        run: has been through :func:`check`.
         part: full name of a :class:`WorkerPart`. It is imported in the trainer process, not here.
     """
-    parts = sorted({*OmegaConf.select(config, PARTS, default=()), part})
-    with open_dict(config):
-        OmegaConf.update(config, KEY, MANAGER)
-        OmegaConf.update(config, PARTS, parts, merge=False)
+    parts = sorted({*run.get(PARTS, ()), part})
+    with open_dict(run.config):
+        OmegaConf.update(run.config, KEY, MANAGER if run.is_v1 else LEGACY_MANAGER)
+        OmegaConf.update(run.config, PARTS, parts, merge=False)
 
 
 class AgentLoops:
@@ -90,11 +91,15 @@ class AgentLoops:
         return manager_class(config).create(config, *args, **kwargs)
 
 
+class LegacyAgentLoops(AgentLoops):
+    """The same for trainers that take the responses of a batch as a return value: all but V1."""
+
+
 def manager_class(config: Any) -> Any:
-    """Return a subclass of the manager that verl would choose for ``config``, over workers of :func:`worker_class`."""
+    """Return a subclass of verl's manager for the trainer of ``config``, over workers of :func:`worker_class`."""
     import ray
 
-    if _is_v1(config):
+    if _hands_over_in_transfer_queue(config):
         from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ as VerlManager
     else:
         from verl.experimental.agent_loop.agent_loop import AgentLoopManager as VerlManager
@@ -115,7 +120,7 @@ def manager_class(config: Any) -> Any:
 
 def worker_class(config: Any) -> Any:
     """Return verl's worker for the trainer of ``config`` with the parts that ``config`` names."""
-    if _is_v1(config):
+    if _hands_over_in_transfer_queue(config):
         from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
         # verl exports the class already wrapped by @ray.remote, which cannot be subclassed.
@@ -127,8 +132,8 @@ def worker_class(config: Any) -> Any:
     return type("AgentLoopWorker", (*_parts(config), worker), {})
 
 
-def _is_v1(config: Any) -> bool:
-    return bool(OmegaConf.select(config, "trainer.use_v1", default=False))
+def _hands_over_in_transfer_queue(config: Any) -> bool:
+    return bool(OmegaConf.select(config, KEY, default=None) != LEGACY_MANAGER)
 
 
 def _parts(config: Any) -> list[type[WorkerPart]]:

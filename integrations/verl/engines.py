@@ -8,9 +8,6 @@ from typing import Any
 
 from rl_accel.telemetry.server_counters import COUNTERS, Reading, ask_endpoints
 
-ON_POLICY_MODES = ("sync", "tail_batching")
-"""Values of ``trainer.v1.trainer_mode`` whose rollouts begin and end within their step."""
-
 ReadCounters = Callable[[Sequence[str]], Mapping[str, Reading | None]]
 """Asks servers, named as verl's load balancer does, for their counters; None for one that does not say."""
 

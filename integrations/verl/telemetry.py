@@ -18,11 +18,12 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict
 
-from rl_accel.errors import ConfigError
 from rl_accel.features import TelemetryFlags
 from rl_accel.integrations.verl import agent_loop
-from rl_accel.integrations.verl.engines import ON_POLICY_MODES, engine_of, read_servers
+from rl_accel.integrations.verl.engines import engine_of, read_servers
 from rl_accel.patches.seams import Registration, Seams
+from rl_accel.patches.verl import config_intake
+from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.telemetry import metrics, stage_clock
 from rl_accel.telemetry.server_counters import ANSWER_SECONDS, Counters
 from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NAME, Response
@@ -47,31 +48,18 @@ _FLAG = "rl_accel.telemetry"
 # In the driver
 
 
-def wire(config: Any, flags: TelemetryFlags) -> None:
-    """Add our part to the agent loops of ``config`` (verl's, changed in place). Idempotent.
+def wire(run: VerlRun, _flags: TelemetryFlags) -> None:
+    """Add our part to the agent loops of ``run``, in verl's configuration. Idempotent.
 
     Raises:
         ConfigError: the agent loops are the user's own.
     """
-    agent_loop.check(config, _FLAG, "agent loops must note completion times")
-    folder = OmegaConf.select(config, "trainer.default_local_dir", default=None) or "."
-    with open_dict(config):
+    agent_loop.check(run, _FLAG, "agent loops must note completion times")
+    with open_dict(run.config):
         # Absolute: the trainer process may have another working directory than the driver.
-        OmegaConf.update(config, FILE_KEY, os.path.join(os.path.abspath(folder), FILE_NAME))
-    agent_loop.choose(config, WORKER_PART)
-
-
-def refuse_unwired(config: Any) -> None:
-    """Stop a trainer whose configuration nobody has wired.
-
-    Raises:
-        ConfigError: its driver has not called ``validate_config``.
-    """
-    if OmegaConf.select(config, FILE_KEY) is None:
-        raise ConfigError(
-            f"{_FLAG} wants {FILE_KEY} in the configuration of the trainer, found nothing; "
-            "verl's validate_config sets it, which the driver must call before it starts the trainer"
-        )
+        folder = os.path.abspath(run.get("trainer.default_local_dir", "."))
+        OmegaConf.update(run.config, FILE_KEY, run.get(FILE_KEY, os.path.join(folder, FILE_NAME)))
+    agent_loop.choose(run, WORKER_PART)
 
 
 # In an agent-loop worker
@@ -168,7 +156,7 @@ class Observer:
         self._counters = Counters()
         self._silent_steps = 0
         self._slots_each = OmegaConf.select(config, "actor_rollout_ref.rollout.max_num_seqs", default=None) or 0
-        self._window_known = _begins_with_its_stage(config)
+        self._window_known = VerlRun(config, config_intake.trainer()).generates_within_stage
         self._warned: set[str] = set()
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
@@ -227,15 +215,6 @@ class Observer:
         if what not in self._warned:
             self._warned.add(what)
             logger.warning("rl-accel: telemetry: %s: %s", what, str(error).splitlines()[:1])
-
-
-def _begins_with_its_stage(config: Any) -> bool:
-    """Whether generation begins when the stage does. Asynchronous trainers have responses under way then."""
-    if not OmegaConf.select(config, "trainer.use_v1", default=False):
-        return True
-    mode = OmegaConf.select(config, "trainer.v1.trainer_mode", default="sync")
-    stages_a_step = OmegaConf.select(config, f"trainer.v1.{mode}.parameter_sync_step", default=1)
-    return mode in ON_POLICY_MODES and stages_a_step == 1
 
 
 SWITCHES = (

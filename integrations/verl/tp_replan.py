@@ -16,10 +16,11 @@ from omegaconf import OmegaConf, open_dict
 from rl_accel.errors import refuse
 from rl_accel.features import TpReplanFlags
 from rl_accel.integrations.ray import restart_note
-from rl_accel.integrations.verl.engines import ON_POLICY_MODES, counted_engines, engine_of, read_servers
+from rl_accel.integrations.verl.engines import counted_engines, engine_of, read_servers
 from rl_accel.parallel.model_memory import FLAG, TpBounds, read_configuration
 from rl_accel.parallel.tp_planner import Decision, PlannedRun
 from rl_accel.patches.seams import Registration, Seams
+from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.telemetry import metrics
 from rl_accel.telemetry.server_counters import Counters
 
@@ -36,43 +37,27 @@ _STEP = "training/global_step"
 # In the driver
 
 
-def wire(config: Any, flags: TpReplanFlags) -> None:
-    """Check ``config`` (verl's) and have its servers count preemptions; arm the exit code for action=restart. Idempotent.
+def wire(run: VerlRun, flags: TpReplanFlags) -> None:
+    """Check ``run``, have its servers count preemptions, and arm the exit code for action=restart. Idempotent.
 
     Raises:
-        ConfigError: something in ``config`` cannot go together with this feature, or no size is possible.
+        ConfigError: something in its configuration cannot go together with this feature, or no size is possible.
     """
-    if not _get(config, "trainer.use_v1", True):
-        _refuse("trainer.use_v1", True, False)
-    mode = _get(config, "trainer.v1.trainer_mode")
-    if mode not in ON_POLICY_MODES:
-        reason = "rollout seconds of a step mean nothing else"
-        _refuse("trainer.v1.trainer_mode", " or ".join(ON_POLICY_MODES), mode, reason)
-    engine = engine_of(config)
+    engine = engine_of(run.config)
     if engine.read_counters is None:
-        wanted, name = f"one of {', '.join(counted_engines())}", _get(config, f"{_ROLLOUT}.name")
-        _refuse(f"{_ROLLOUT}.name", wanted, name, "preemptions of others are not known")
-    if _get(config, f"{_ROLLOUT}.disaggregation.enabled", False):
-        _refuse(f"{_ROLLOUT}.disaggregation.enabled", False, True)
+        wanted = f"one of {', '.join(counted_engines())}"
+        _refuse(f"{_ROLLOUT}.name", wanted, run.get(f"{_ROLLOUT}.name"), "preemptions of others are not known")
+    run.require_off(FLAG, f"{_ROLLOUT}.disaggregation.enabled")
     if flags.action == "restart":
-        _check_checkpoints(config)
-    bounds_of(config, flags)
+        _check_checkpoints(run)
+    bounds_of(run.config, flags)
     if engine.counting is not None:
-        with open_dict(config):
-            OmegaConf.update(config, *engine.counting, force_add=True)
-    if flags.action == "restart":
+        if flags.action == "restart":
+            run.require_chosen(FLAG, *engine.counting)
+        with open_dict(run.config):
+            OmegaConf.update(run.config, *engine.counting, force_add=True)
+    if flags.action == "restart" and run.in_driver:
         restart_note.arm()
-
-
-def refuse_unwired(config: Any) -> None:
-    """Stop a trainer whose servers nobody has told to count.
-
-    Raises:
-        ConfigError: its driver has not called ``validate_config``.
-    """
-    counting = engine_of(config).counting
-    if counting is not None and _get(config, counting[0]) != counting[1]:
-        _refuse(*counting, _get(config, counting[0]), "verl's validate_config sets it, which the driver must call")
 
 
 def bounds_of(config: Any, flags: TpReplanFlags) -> TpBounds:
@@ -82,25 +67,22 @@ def bounds_of(config: Any, flags: TpReplanFlags) -> TpBounds:
         ConfigError: there is none, or the configured one is not among them.
     """
 
-    def number(key: str, default: int = 1) -> int:
-        return int(_get(config, key, default) or default)
-
-    gpus = number("trainer.n_gpus_per_node") * number("trainer.nnodes")
-    others = number(f"{_ROLLOUT}.data_parallel_size") * number(f"{_ROLLOUT}.pipeline_model_parallel_size")
+    run = VerlRun(config)
+    gpus, others = run.gpus, run.gpus_besides_tp
     if gpus % others:
         _refuse(f"{_ROLLOUT}.data_parallel_size x pipeline_model_parallel_size", f"a divisor of {gpus} GPUs", others)
-    lengths = (number(f"data.max_{part}_length", 0) for part in ("prompt", "response"))
-    is_quantised = bool(_get(config, f"{_ROLLOUT}.quantization"))
+    lengths = (run.get(f"data.max_{part}_length", 0) for part in ("prompt", "response"))
+    is_quantised = bool(run.get(f"{_ROLLOUT}.quantization"))
     bounds = TpBounds(
         flags,
         gpus // others,
-        number("trainer.n_gpus_per_node"),
-        model=read_configuration(str(_get(config, "actor_rollout_ref.model.path", "")), is_quantised, _copied),
-        max_tokens=number(f"{_ROLLOUT}.max_model_len", 0) or sum(lengths) or None,
-        memory_share=float(_get(config, f"{_ROLLOUT}.gpu_memory_utilization", 0.9)),
-        bytes_per_value=4 if _get(config, f"{_ROLLOUT}.dtype") == "float32" else 2,
+        run.get("trainer.n_gpus_per_node", 1),
+        model=read_configuration(str(run.get("actor_rollout_ref.model.path", "")), is_quantised, _copied),
+        max_tokens=run.get(f"{_ROLLOUT}.max_model_len", 0) or sum(lengths) or None,
+        memory_share=float(run.get(f"{_ROLLOUT}.gpu_memory_utilization", 0.9)),
+        bytes_per_value=4 if run.get(f"{_ROLLOUT}.dtype") == "float32" else 2,
     )
-    tp = number(TP_KEY)
+    tp = run.get(TP_KEY, 1)
     if tp not in bounds.sizes:
         _refuse(TP_KEY, f"one of {', '.join(map(str, bounds.sizes))}", tp, bounds.why_not(tp))
     return bounds
@@ -112,21 +94,16 @@ def _copied(path: str) -> str:
     return str(copy_to_local(path))
 
 
-def _check_checkpoints(config: Any) -> None:
+def _check_checkpoints(run: VerlRun) -> None:
     for model in ("actor_rollout_ref.actor", "critic"):
         section = f"{model}.checkpoint"
-        if _get(config, f"{section}.async_save", False):
-            _refuse(f"{section}.async_save", False, True, "a restart needs a checkpoint that is complete")
+        run.require_off(FLAG, f"{section}.async_save", "a restart needs a checkpoint that is complete")
         for key in (f"{section}.save_contents", f"{section}.load_contents"):
-            contents = _get(config, key)
+            contents = run.get(key)
             if contents is not None and not {"model", "optimizer", "extra"} <= set(contents):
                 _refuse(key, "model, optimizer and extra", list(contents), "a restart would change training")
-    if not _get(config, "trainer.default_local_dir"):
+    if not run.get("trainer.default_local_dir"):
         _refuse("trainer.default_local_dir", "a folder", None)
-
-
-def _get(config: Any, key: str, default: Any = None) -> Any:
-    return OmegaConf.select(config, key, default=default)
 
 
 # In the trainer's process
@@ -157,7 +134,7 @@ class StepObserver:
         if trainer is None:
             return {}
         if trainer is not self._trainer:
-            bounds, folder = bounds_of(trainer.config, self._flags), _get(trainer.config, "trainer.default_local_dir")
+            bounds, folder = bounds_of(trainer.config, self._flags), trainer.config.trainer.get("default_local_dir")
             self._counters = Counters()
             self._run = PlannedRun(bounds, self._flags.max_changes, folder)
             self._trainer = trainer
@@ -165,7 +142,7 @@ class StepObserver:
         preemptions = self._counters.take(read_servers(engine_of(trainer.config), servers))
         if _STEP not in data:
             return {}
-        step, tp = int(data[_STEP]), int(_get(trainer.config, TP_KEY))
+        step, tp = int(data[_STEP]), int(OmegaConf.select(trainer.config, TP_KEY))
         if preemptions and any(key.startswith("val-") for key in data):
             preemptions = None  # some of them are of the validation
         seconds, tokens = float(data.get("timing_s/gen") or 0.0), _tokens_of(data)

@@ -1,35 +1,40 @@
 """Reads ``+rl_accel.*`` from the configuration of a verl run, where verl first holds it.
 
-In the driver that is ``validate_config``, so that a misspelt key stops the run before a cluster starts. In the
-trainer process it is the constructor of the trainer, which also serves drivers that call neither ``main_ppo`` nor
-``validate_config``. These are the only functions of verl that the pack wraps without being asked.
+In the driver that is ``validate_config`` or, under the mains of ``verl.experimental``, ``run_ppo``: a misspelt key stops the
+run before a cluster starts. In the trainer process it is the constructor of the trainer, also of a recipe's that subclasses
+RayPPOTrainer and does not call its constructor: there the trainer that is really built decides what may be on. These are the
+only functions of verl that the pack wraps without being asked.
 
 A feature that stands on verl's extension points has a module (:attr:`~rl_accel.features.Feature.verl`) with
 
 - ``SEAMS``: what it needs of verl, for :func:`rl_accel.patches.seams.require`,
-- ``wire(config, flags)``, which chooses its extension points in ``config`` (verl's, changed in place), idempotent,
-- ``refuse_unwired(config)``, which stops a trainer whose driver has not called ``validate_config``,
+- ``wire(run, flags)``, which chooses its extension points in the configuration of a
+  :class:`~rl_accel.patches.verl.verl_run.VerlRun`, idempotent; it raises ConfigError where the two cannot go together,
 - ``find_problems()``, if ``rl-accel doctor`` is to tell more: pairs of what does not work here and why.
-
-``wire`` and ``refuse_unwired`` raise ConfigError where the configuration and the feature cannot go together.
 """
 
 import functools
 import importlib
 import inspect
+import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
+from rl_accel.config import Flags
 from rl_accel.features import FEATURES
 from rl_accel.patches import seams
 from rl_accel.patches.patch import Patch
+from rl_accel.patches.seams import Registration
+from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.runtime import FRAMEWORK, RUNTIME
 
+logger = logging.getLogger("rl_accel")
+
 _trainer: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference takes its place)
+_told: set[tuple[str, str]] = set()
 _NO_SEAM = "verl hands the whole configuration to no plug-in: the entry point is imported before it is read"
 
 
@@ -46,64 +51,125 @@ def resumed_from(trainer: Any) -> Path | None:
     return Path(config.default_local_dir, f"global_step_{step}") if step else None
 
 
-def _take_in(config: Any) -> None:
-    """Put the ``rl_accel`` section of a verl ``config`` in force, if there is one."""
-    flags = OmegaConf.select(config, "rl_accel", default=None)
-    if flags is not None:
-        RUNTIME.set_layer(FRAMEWORK, flags)
+def wire(run: VerlRun, flags: Flags) -> dict[str, str]:
+    """Choose in the configuration of ``run`` the extension points of features that are on.
 
+    Returns:
+        By name of a feature that was asked for, why it has nothing to do in this run.
 
-def _wired_features() -> Iterator[tuple[str, Any, Any]]:
-    """Name, wiring module and flags of each feature that is on and stands on verl's extension points."""
-    flags = RUNTIME.flags()
+    Raises:
+        ConfigError: the run and a feature that was asked for cannot go together.
+        PatchRefused: a feature that was asked for cannot be applied to this verl.
+    """
+    idle = {}
     for feature in FEATURES:
-        if feature.verl and flags.requested(feature) != "off":
-            yield feature.name, importlib.import_module(feature.verl), flags[feature]
+        if flags.requested(feature) != "by name":
+            continue  # what is automatic has no extension points, and stays silent where it does not serve
+        run.require(feature.name)
+        if reason := run.idle(feature.name):
+            idle[feature.name] = reason
+        if feature.verl:
+            wiring = importlib.import_module(feature.verl)
+            # In the driver the functions in them are checked where verl imports them anyway.
+            (seams.require_modules if run.in_driver else seams.require)(feature.name, wiring.SEAMS)
+            wiring.wire(run, flags[feature])
+    return idle
 
 
 def in_driver(config: Any) -> None:
-    """Take the flags of ``config`` in and choose in it the extension points of features that are on, whoever named them.
+    """Take in the flags of ``config`` (verl's, changed in place) before anything starts, see :func:`wire`.
 
     Raises:
         ConfigError: a key is unknown, a value unusable, or ``config`` and a feature cannot go together.
         PatchRefused: a feature asked for by name cannot be applied to this verl.
     """
-    _take_in(config)
-    for name, wiring, flags in _wired_features():
-        seams.require_modules(name, wiring.SEAMS)  # the functions in them are checked where verl imports them anyway
-        wiring.wire(config, flags)
+    _take_in(VerlRun(config, in_driver=True))
 
 
-def in_trainer(config: Any) -> None:
-    """Take the flags of ``config`` in, and stop a trainer that was chosen before anyone could wire a feature that is on.
+def in_trainer(config: Any, trainer: Any = None) -> None:
+    """Take in the flags of ``config`` in a ``trainer`` that is being built from it; it decides what may be on.
 
     Raises:
-        ConfigError, PatchRefused: as :func:`in_driver`; or the driver has not called ``validate_config``.
+        ConfigError, PatchRefused: as :func:`in_driver`; or it is too late for a feature, see :meth:`VerlRun.require_chosen`.
     """
-    _take_in(config)
-    for name, wiring, _ in _wired_features():
-        seams.require(name, wiring.SEAMS)
-        wiring.refuse_unwired(config)
+    global _trainer
+    if trainer is not None:
+        _trainer = weakref.ref(trainer)
+    _take_in(VerlRun(config, trainer))
 
 
-def _before(step: Callable[[Any], None]) -> Any:
-    """Return the ``make`` of a patch that calls ``step`` with the function's ``config`` before the function runs."""
+def _take_in(run: VerlRun) -> None:
+    if (given := run.get("rl_accel")) is not None:
+        RUNTIME.set_layer(FRAMEWORK, given)
+    for feature, reason in wire(run, RUNTIME.flags()).items():
+        if (feature, reason) not in _told and (run.in_driver or not run.is_v1):  # verl's V1 driver has said it
+            _told.add((feature, reason))
+            logger.warning("rl-accel: %s is on and has nothing to do in this run: %s", feature, reason)
 
-    def make(original: Any, _settings: Any) -> Any:
-        signature = inspect.signature(original)
 
-        @functools.wraps(original)
-        def with_flags(*args: Any, **kwargs: Any) -> Any:
-            arguments = signature.bind(*args, **kwargs).arguments
-            step(arguments["config"])
-            if "self" in arguments:
-                global _trainer
-                _trainer = weakref.ref(arguments["self"])
-            return original(*args, **kwargs)
+def take_in_call(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Take in the flags of the ``config`` with which ``function``, a driver's or a trainer's constructor, is about to be called."""
+    arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+    if function.__name__ != "__init__":
+        in_driver(arguments["config"])
+    elif "config" in arguments:  # else it goes on to a constructor that names it
+        in_trainer(arguments["config"], args[0])
 
-        return with_flags
 
-    return make
+def _after_flags(original: Any, _settings: Any = None) -> Any:
+    """Return ``original``, a function of verl, that has the flags in its ``config`` taken in before it runs."""
+
+    @functools.wraps(original)
+    def with_flags(*args: Any, **kwargs: Any) -> Any:
+        # Ray ships classes of its actors by value, and this function with them: it uses no global of this module.
+        from rl_accel.patches.verl import config_intake
+
+        config_intake.take_in_call(original, args, kwargs)
+        return original(*args, **kwargs)
+
+    return with_flags
+
+
+def _ray_trainer() -> Any:
+    return getattr(sys.modules.get("verl.trainer.ppo.ray_trainer"), "RayPPOTrainer", None)
+
+
+def _hook() -> Any:
+    trainer = _ray_trainer()
+    return trainer and vars(trainer).get("__init_subclass__")
+
+
+def _wrap_constructor(cls: Any) -> None:
+    constructor = vars(cls).get("__init__")
+    if constructor is not None and not hasattr(constructor, "__rl_accel_original__"):
+        cls.__init__ = _after_flags(constructor)
+        cls.__init__.__rl_accel_original__ = constructor
+
+
+def _subclasses(cls: Any) -> Iterator[Any]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _wrap_subclasses(_settings: Any) -> None:
+    trainer = _ray_trainer()
+
+    def __init_subclass__(cls: Any, **kwargs: Any) -> None:
+        super(trainer, cls).__init_subclass__(**kwargs)
+        _wrap_constructor(cls)
+
+    trainer.__init_subclass__ = classmethod(__init_subclass__)
+    for cls in _subclasses(trainer):
+        _wrap_constructor(cls)
+
+
+def _unwrap_subclasses() -> None:
+    del _ray_trainer().__init_subclass__
+    for cls in _subclasses(_ray_trainer()):
+        constructor = vars(cls).get("__init__")
+        if hasattr(constructor, "__rl_accel_original__"):
+            cls.__init__ = constructor.__rl_accel_original__
 
 
 SWITCHES = (
@@ -112,7 +178,15 @@ SWITCHES = (
         target="verl.utils.config:validate_config",
         supports="verl>=0.6",
         params=("config", "use_reference_policy", "use_critic"),
-        make=_before(in_driver),
+        make=_after_flags,
+        no_seam=_NO_SEAM,
+    ),
+    Patch(
+        name="verl.config.other_mains",
+        target="verl.trainer.main_ppo:run_ppo",
+        supports="verl>=0.6",
+        params=("config", "task_runner_class"),
+        make=_after_flags,
         no_seam=_NO_SEAM,
     ),
     Patch(
@@ -120,7 +194,7 @@ SWITCHES = (
         target="verl.trainer.ppo.v1.trainer_base:PPOTrainer.__init__",
         supports="verl>=0.9",
         params=("self", "config"),
-        make=_before(in_trainer),
+        make=_after_flags,
         no_seam=_NO_SEAM,
     ),
     Patch(
@@ -141,7 +215,15 @@ SWITCHES = (
             "train_sampler",
             "device_name",
         ),
-        make=_before(in_trainer),
+        make=_after_flags,
         no_seam=_NO_SEAM,
+    ),
+    Registration(
+        name="verl.config.recipe_trainers",
+        target="verl.trainer.ppo.ray_trainer:RayPPOTrainer.__init_subclass__",
+        register=_wrap_subclasses,
+        unregister=_unwrap_subclasses,
+        owner=__name__,
+        find=_hook,
     ),
 )

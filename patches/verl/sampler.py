@@ -1,7 +1,11 @@
 """Waits for finished rollouts in verl's V1 replay buffer as long as it pays, not 2 seconds each time.
 
-verl's buffer and its asynchronous subclass sleep in one method, so that one patch serves ``sync``, ``colocate_async``
-and ``separate_async``. The method itself is kept, its log line included: it runs with another ``poll_interval``, which
+It stands aside where more depends on when verl looks than the time: with a group filter, what is launched in place of dropped
+groups; in asynchronous modes, and perhaps in a buffer of the user's, which responses a batch has. Asked for by name, it acts in
+the latter two.
+
+verl's buffer and its asynchronous subclass sleep in one method, so that one patch serves ``sync``, ``colocate_async`` and
+``separate_async``. The method itself is kept, its log line included: it runs with another ``poll_interval``, which
 is put back right after. ``separate_async`` takes a step for idle when it waited longer than ``poll_interval``; it goes on
 reading the configured value, but a wait of less than that, which stock verl rounds up to a full interval, no longer counts.
 """
@@ -45,9 +49,16 @@ class _Sampling:
 
 
 def _adaptive(original: Any, settings: Any) -> Any:
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
     buffers: weakref.WeakKeyDictionary[Any, _Sampling] = weakref.WeakKeyDictionary()
 
     def wait_for_next_poll(self: Any, partition_id: str, last_debug_time: float) -> float:
+        if partition_id != "val":
+            if getattr(self, "filter_groups_metric", None) is not None:
+                return original(self, partition_id, last_debug_time)
+            if type(self) is not ReplayBuffer and not settings.enable:
+                return original(self, partition_id, last_debug_time)
         now, interval = time.perf_counter(), self.poll_interval
         state = buffers.get(self)
         if state is None:

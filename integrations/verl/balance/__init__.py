@@ -18,9 +18,10 @@ from rl_accel.errors import refuse
 from rl_accel.features import BALANCE, DRAFTS, TAIL_BATCHING, BalanceFlags
 from rl_accel.files import write_atomically
 from rl_accel.integrations.verl import agent_loop
-from rl_accel.integrations.verl.engines import ON_POLICY_MODES, engine_of
+from rl_accel.integrations.verl.engines import engine_of
 from rl_accel.patches.seams import Registration, Seams
 from rl_accel.patches.verl import config_intake
+from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.runtime import RUNTIME
 from rl_accel.telemetry import metrics
 from rl_accel.telemetry.server_counters import ANSWER_SECONDS
@@ -43,43 +44,22 @@ _KEY = f"{_ROLLOUT}.router_config_path"
 _refuse = functools.partial(refuse, _FLAG)
 
 
-def wire(config: Any, flags: BalanceFlags) -> None:
-    """Choose our router and our part of agent-loop workers in ``config`` (verl's, changed in place). Idempotent.
+def wire(run: VerlRun, flags: BalanceFlags) -> None:
+    """Choose our router and our part of agent-loop workers in the configuration of ``run``. Idempotent.
 
     Raises:
-        ConfigError: something in ``config`` cannot go together with balanced rollouts.
+        ConfigError: something in it cannot go together with balanced rollouts.
     """
-
-    def get(key: str, default: Any = None) -> Any:
-        return OmegaConf.select(config, key, default=default)
-
-    if not get("trainer.use_v1", False):
-        _refuse("trainer.use_v1", True, get("trainer.use_v1"))
-    mode = get("trainer.v1.trainer_mode")
-    if mode not in ON_POLICY_MODES:
-        _refuse("trainer.v1.trainer_mode", "sync", mode, "replicas must have the same weights all the time")
-    if get(_KEY) not in (None, "", str(ROUTER)):
-        _refuse(_KEY, None, get(_KEY), "there is one router")
+    if run.get(_KEY, "") not in ("", str(ROUTER)):
+        _refuse(_KEY, None, run.get(_KEY), "there is one router")
     for key in (f"{_ROLLOUT}.full_determinism", f"{_ROLLOUT}.disaggregation.enabled"):
-        if get(key, False):
-            _refuse(key, False, True, "it has a routing of its own")
-    if not flags.places and get(f"{_ROLLOUT}.max_num_seqs", 0) < 1:
-        _refuse(f"{_ROLLOUT}.max_num_seqs", "at least 1", get(f"{_ROLLOUT}.max_num_seqs"))
-    agent_loop.check(config, _FLAG, "responses must be generated through our client")
-    with open_dict(config):
-        OmegaConf.update(config, _KEY, str(ROUTER))
-    agent_loop.choose(config, WORKER_PART)
-
-
-def refuse_unwired(config: Any) -> None:
-    """Stop a trainer whose rollout nobody has told to use our router.
-
-    Raises:
-        ConfigError: its driver has not called ``validate_config``.
-    """
-    found = OmegaConf.select(config, _KEY, default=None)
-    if found != str(ROUTER):
-        _refuse(_KEY, ROUTER, found, "verl's validate_config sets it, which the driver must call")
+        run.require_off(_FLAG, key, "it has a routing of its own")
+    if not flags.places and run.get(f"{_ROLLOUT}.max_num_seqs", 0) < 1:
+        _refuse(f"{_ROLLOUT}.max_num_seqs", "at least 1", run.get(f"{_ROLLOUT}.max_num_seqs"))
+    agent_loop.check(run, _FLAG, "responses must be generated through our client")
+    with open_dict(run.config):
+        OmegaConf.update(run.config, _KEY, str(ROUTER))
+    agent_loop.choose(run, WORKER_PART)
 
 
 class BalancingWorker(agent_loop.WorkerPart):

@@ -24,6 +24,7 @@ from rl_accel.features import DraftsFlags
 from rl_accel.files import write_atomically
 from rl_accel.patches.seams import Registration, Seams
 from rl_accel.patches.verl import config_intake
+from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.telemetry import metrics
 
 logger = logging.getLogger("rl_accel")
@@ -58,25 +59,18 @@ _refuse = functools.partial(refuse, _FLAG)
 # In the driver
 
 
-def wire(config: Any, flags: DraftsFlags) -> None:
-    """Have the rollout of ``config`` (verl's, changed in place) draft. Idempotent.
+def wire(run: VerlRun, flags: DraftsFlags) -> None:
+    """Have the rollout of ``run`` draft, by verl's configuration. Idempotent.
 
     Raises:
-        ConfigError: something in ``config`` cannot go together with drafts.
+        ConfigError: something in it cannot go together with drafts.
     """
-
-    def get(key: str, default: Any = None) -> Any:
-        return OmegaConf.select(config, key, default=default)
-
-    if not get("trainer.use_v1", False):
-        _refuse("trainer.use_v1", True, get("trainer.use_v1"))
-    if get(f"{_ROLLOUT}.name") != "vllm":
-        _refuse(f"{_ROLLOUT}.name", "vllm", get(f"{_ROLLOUT}.name"), "no other engine takes a drafter of ours")
+    get = run.get
     version = _vllm_version()
     if version not in TRIED:
         _refuse("vLLM", " or ".join(TRIED), version, "others were not tried")
-    if get(f"{_ROLLOUT}.mtp.enable", False) and get(f"{_ROLLOUT}.mtp.enable_rollout", False):
-        _refuse(f"{_ROLLOUT}.mtp.enable_rollout", False, True, "an engine has one drafter")
+    if get(f"{_ROLLOUT}.mtp.enable"):
+        run.require_off(_FLAG, f"{_ROLLOUT}.mtp.enable_rollout", "an engine has one drafter")
     ours: dict[str, Any] = {
         f"{_VLLM}.speculative_config": {
             "method": "custom_class",
@@ -98,18 +92,7 @@ def wire(config: Any, flags: DraftsFlags) -> None:
         found = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
         if found not in (None, value):
             _refuse(key, None, found, "drafts set it")
-        OmegaConf.update(config, key, value, force_add=True)
-
-
-def refuse_unwired(config: Any) -> None:
-    """Stop a trainer whose rollout nobody has told to draft.
-
-    Raises:
-        ConfigError: its driver has not called ``validate_config``.
-    """
-    key, reason = f"{_VLLM}.worker_extension_cls", "verl's validate_config sets it: the driver must call it"
-    if (found := OmegaConf.select(config, key, default=None)) != _WORKER:
-        _refuse(key, _WORKER, found, reason)
+        OmegaConf.update(run.config, key, value, force_add=True)
 
 
 def find_problems() -> list[tuple[str, str]]:

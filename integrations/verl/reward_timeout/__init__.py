@@ -18,6 +18,7 @@ from rl_accel.errors import ConfigError, refuse
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.patches.seams import Registration, Seams
+from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.telemetry import metrics
 
 SEAMS: Seams = {
@@ -42,69 +43,45 @@ _refuse = functools.partial(refuse, _FLAG)
 _REWARD = "reward.reward_manager"
 
 
-def wire(config: Any, flags: RewardTimeoutFlags) -> None:
-    """Choose our reward manager and agent loops in ``config`` (verl's, changed in place). Idempotent.
+def wire(run: VerlRun, flags: RewardTimeoutFlags) -> None:
+    """Choose our reward manager and agent loops in the configuration of ``run``. Idempotent.
 
     Raises:
-        ConfigError: something in ``config`` cannot go together with this feature, or a flag does not fit.
+        ConfigError: something in it cannot go together with this feature, or a flag does not fit.
     """
-    _check(config)
+    _check(run)
+    config = run.config
     manager = config.reward.reward_manager
-    if _is_wired(config):
-        held = config.reward[SECTION].manager
-    else:
-        held = {"source": manager.source, "name": manager.name, "path": manager.module.path}
-    folder = OmegaConf.select(config, "trainer.default_local_dir", default=None)
+    held = {"source": manager.source, "name": manager.name, "path": manager.module.path}
+    held = run.get(f"reward.{SECTION}.manager", held)
+    folder = run.get("trainer.default_local_dir")
     # Ray processes of other jobs' folders would read a relative path differently.
     anchors = str(Path(os.path.abspath(folder), "rl_accel_reward_anchors.json")) if folder else None
-    section = {"flags": asdict(flags), "manager": held, "anchors": anchors}
+    section = {"flags": asdict(flags), "manager": held, "anchors": run.get(f"reward.{SECTION}.anchors", anchors)}
     with open_dict(config):
         manager.source, manager.name, manager.module.path = "importlib", MANAGER, MANAGER_MODULE
         OmegaConf.update(config, f"reward.{SECTION}", section, merge=False)
-    agent_loop.choose(config, WORKER_PART)
+    agent_loop.choose(run, WORKER_PART)
 
 
-def refuse_unwired(config: Any) -> None:
-    """Stop a trainer whose configuration nobody has wired.
-
-    Raises:
-        ConfigError: its driver has not called ``validate_config``.
-    """
-    found = OmegaConf.select(config, f"{_REWARD}.name", default=None)
-    if found != MANAGER or not _is_wired(config):
-        raise ConfigError(
-            f"{_FLAG} wants {_REWARD}.name = {MANAGER} in the trainer, found {found}; "
-            "verl's validate_config sets it, which the driver must call before it starts the trainer"
-        )
-
-
-def _is_wired(config: Any) -> bool:
-    return OmegaConf.select(config, f"reward.{SECTION}", default=None) is not None
-
-
-def _check(config: Any) -> None:
+def _check(run: VerlRun) -> None:
     """Refuse what this feature cannot work with."""
-
-    def get(key: str, default: Any = None) -> Any:
-        return OmegaConf.select(config, key, default=default)
-
-    if get(_REWARD) is None:
+    if run.get(_REWARD) is None:
         import verl
 
         raise ConfigError(
             f"{_FLAG} wants verl 0.8.0 or later with its reward loop ({_REWARD}), found verl {verl.__version__}"
         )
-    custom = get("reward.custom_reward_function.path")
-    if get("reward.reward_model.enable", False):
-        if not custom:
+    if run.get("reward.reward_model.enable"):
+        if not (custom := run.get("reward.custom_reward_function.path")):
             reason = "the reward model alone gives the score"
             _refuse("reward.custom_reward_function.path", "a function", custom, reason)
-        if not get("reward.reward_model.enable_resource_pool", False):
+        if not run.get("reward.reward_model.enable_resource_pool"):
             reason = "on the trainer's own devices scores are taken in one go, and validation is not told from training"
             _refuse("reward.reward_model.enable_resource_pool", True, False, reason)
-    agent_loop.check(config, _FLAG, "agent loops must tell validation from training")
-    name = get(f"{_REWARD}.name")
-    if get(f"{_REWARD}.source") == "register":
+    agent_loop.check(run, _FLAG, "agent loops must tell validation from training")
+    name = run.get(f"{_REWARD}.name")
+    if run.get(f"{_REWARD}.source") == "register":
         from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
 
         if name not in REWARD_MANAGER:

@@ -12,6 +12,7 @@ from rl_accel.features import TailBatchingFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.tail_batching import FLAG, MODE, WORKER_PART, run_of
 from rl_accel.patches.seams import Registration, Seams
+from rl_accel.patches.verl.verl_run import VerlRun
 
 SEAMS: Seams = {
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer.prepare_step": ("self",),
@@ -23,77 +24,50 @@ _refuse = functools.partial(refuse, FLAG)
 _MODE_KEY = "trainer.v1.trainer_mode"
 
 
-def wire(config: Any, flags: TailBatchingFlags) -> None:
-    """Choose our trainer mode and agent-loop manager in ``config`` (verl's, changed in place). Idempotent.
+def wire(run: VerlRun, flags: TailBatchingFlags) -> None:
+    """Choose our trainer mode and agent-loop manager in the configuration of ``run``. Idempotent.
 
     Raises:
-        ConfigError: something in ``config`` cannot go together with tail batching, or quotas do not fit the batch.
+        ConfigError: something in it cannot go together with tail batching, or quotas do not fit the batch.
     """
-    check(config)
+    run.require_chosen(FLAG, _MODE_KEY, MODE)
+    check(run)
+    config = run.config
     with open_dict(config):
         OmegaConf.update(config, _MODE_KEY, MODE)
         config.data.gen_batch_size = 1
         # The trainer process builds its settings from here, whatever source the flags had.
         OmegaConf.update(config, "trainer.v1." + MODE, asdict(flags), merge=False)
-    agent_loop.choose(config, WORKER_PART)
+    agent_loop.choose(run, WORKER_PART)
     run_of(config)
 
 
-def refuse_unwired(config: Any) -> None:
-    """Stop a trainer that was chosen before anyone could wire this feature.
-
-    Raises:
-        ConfigError: its driver has not called ``validate_config``, or it is one without these seams.
-    """
-    mode = OmegaConf.select(config, _MODE_KEY, default=None)
-    if mode != MODE:
-        _refuse(
-            _MODE_KEY,
-            MODE,
-            mode,
-            "verl's validate_config sets it, which the driver must call before the trainer starts",
-        )
-
-
-def check(config: Any) -> None:
+def check(run: VerlRun) -> None:
     """Refuse what tail batching cannot work with.
 
     Raises:
         ConfigError: names the key, what is wanted and what was found.
     """
-
-    def get(key: str, default: Any = None) -> Any:
-        return OmegaConf.select(config, key, default=default)
-
-    if get("trainer.v1") is None:
-        import verl
-
-        _refuse("verl", "0.9.1 or later with its V1 trainer", verl.__version__)
-    if not get("trainer.use_v1", True):
-        _refuse("trainer.use_v1", True, get("trainer.use_v1"))
-    mode = get(_MODE_KEY)
-    if mode not in ("sync", MODE):
-        _refuse(_MODE_KEY, "sync", mode, "it is strictly on-policy; an asynchronous trainer has no tail to cut off")
-    if get(f"trainer.v1.{mode}.parameter_sync_step", 1) != 1:
-        _refuse(f"trainer.v1.{mode}.parameter_sync_step", 1, get(f"trainer.v1.{mode}.parameter_sync_step"))
-    sampler = get("trainer.v1.sampler.custom_sampler.name") or get("trainer.v1.sampler.custom_sampler.path")
+    steps = f"trainer.v1.{run.get(_MODE_KEY)}.parameter_sync_step"
+    if run.get(steps, 1) != 1:
+        _refuse(steps, 1, run.get(steps))
+    if run.get("algorithm.adv_estimator") == "remax":
+        _refuse("algorithm.adv_estimator", "another", "remax", "verl's V1 trainer generates no baseline for it")
+    sampler = run.get("trainer.v1.sampler.custom_sampler.name") or run.get("trainer.v1.sampler.custom_sampler.path")
     if sampler:
         _refuse("trainer.v1.sampler.custom_sampler", None, sampler, "the trainer samples from rounds")
-    agent_loop.check(config, FLAG, "responses must run in workers that can cancel them")
-    if get("actor_rollout_ref.rollout.full_determinism", False):
-        reason = "what is trained on depends on which responses finish first"
-        _refuse("actor_rollout_ref.rollout.full_determinism", False, True, reason)
-    if get("skip.rollout_tq.enable", False):
-        _refuse("skip.rollout_tq.enable", False, True, "there is no batch of prompts to replay")
-    colocated = get("reward.reward_model.enable", False) and not get("reward.reward_model.enable_resource_pool", False)
-    if colocated and get("algorithm.filter_groups.enable", False):
+    agent_loop.check(run, FLAG, "responses must run in workers that can cancel them")
+    reason = "what is trained on depends on which responses finish first"
+    run.require_off(FLAG, "actor_rollout_ref.rollout.full_determinism", reason)
+    run.require_off(FLAG, "skip.rollout_tq.enable", "there is no batch of prompts to replay")
+    colocated = run.get("reward.reward_model.enable") and not run.get("reward.reward_model.enable_resource_pool")
+    if colocated and run.filters_groups:
         _refuse("reward.reward_model.enable_resource_pool", True, False, "groups are filtered as they complete")
-    batch = get("data.train_batch_size")
-    users = [("actor_rollout_ref.actor.ppo_mini_batch_size", True)]
-    users.append(("critic.ppo_mini_batch_size", get("critic.enable") or get("algorithm.adv_estimator") == "gae"))
-    for key, used in users:
-        if used and batch % get(key):
-            _refuse(key, f"a divisor of data.train_batch_size = {batch}", get(key), "a batch is never padded")
+    batch = run.get("data.train_batch_size")
+    for model in ("actor_rollout_ref.actor", *(["critic"] if run.has_critic else [])):
+        if batch % (size := run.get(f"{model}.ppo_mini_batch_size")):
+            wanted = f"a divisor of data.train_batch_size = {batch}"
+            _refuse(f"{model}.ppo_mini_batch_size", wanted, size, "a batch is never padded")
 
 
 def _modes() -> dict[str, type]:

@@ -1,6 +1,6 @@
 """``rl-accel doctor --recipe``: what a recipe asks for and this machine lacks, before a GPU hour is spent on finding out.
 
-A recipe of verl is composed by hydra as ``verl.trainer.main_ppo`` would, and its sections are converted to verl's own dataclasses;
+A recipe of verl is composed by hydra as its main would, and its sections are converted to verl's own dataclasses;
 arguments of slime go through slime's own parser, where Megatron-LM is importable. Nothing is downloaded and nothing is started.
 """
 
@@ -18,14 +18,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_accel.config import resolve
 from rl_accel.doctor import quiet
-from rl_accel.features import FEATURES
 from rl_accel.lab.ab.recipe import Recipe, RunPlan, load, plan_runs
 from rl_accel.parallel.model_memory import MIN_SEQUENCES, read_configuration, read_memory
+from rl_accel.patches.verl.verl_run import MAINS, VerlRun
 from rl_accel.switch import aligned
 
 TRIED_VERL = "0.9.1"
 Row = tuple[str, str, str]
-"""What is asked for; works, missing, wrong or unknown; why."""
+"""What is asked for; works, idle (has nothing to do), missing, wrong or unknown; why."""
 
 _GIB = 2**30
 _FSDP_BYTES = 16
@@ -85,7 +85,7 @@ def _rows(recipe: Recipe, plans: Sequence[RunPlan], prepared: bool) -> Iterator[
     if not cpu:
         yield _gpus(recipe.gpus)
     for plan in plans:
-        if "verl.trainer.main_ppo" in plan.command:
+        if MAINS.keys() & set(plan.command):
             yield from _verl(plan, cpu, prepared)
         elif any(word.endswith("train.py") for word in plan.command):
             yield from _slime(plan, recipe)
@@ -109,17 +109,16 @@ def compose_verl(plan: RunPlan) -> DictConfig:
     Raises:
         Exception: hydra's, naming the override that does not fit.
     """
-    from hydra import compose, initialize_config_module
-    from hydra.core.global_hydra import GlobalHydra
-
-    overrides = plan.command[plan.command.index("verl.trainer.main_ppo") + 1 :]
-    GlobalHydra.instance().clear()
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=list(overrides))
+    main = next(word for word in plan.command if word in MAINS)
+    config: DictConfig = VerlRun.compose(main, plan.command[plan.command.index(main) + 1 :]).config
+    return config
 
 
-def validate_verl(config: DictConfig) -> None:
+def validate_verl(config: DictConfig) -> dict[str, str]:
     """Have verl and rl-accel check a composed configuration as they do at the start of a run, on a copy.
+
+    Returns:
+        By feature that was asked for and has nothing to do in this run, why.
 
     Raises:
         Exception: verl's or ours, for a key or value that does not fit.
@@ -128,12 +127,12 @@ def validate_verl(config: DictConfig) -> None:
     from verl.utils.config import omega_conf_to_dataclass, validate_config
     from verl.workers.config import HFModelConfig
 
+    from rl_accel.patches.verl import config_intake
+
     config = config.copy()
     OmegaConf.resolve(config)
     flags = resolve([("the recipe", OmegaConf.select(config, "rl_accel", default={}))])
-    for feature in FEATURES:
-        if feature.verl and flags.requested(feature) == "by name":
-            importlib.import_module(feature.verl).wire(config, flags[feature])
+    idle = config_intake.wire(VerlRun(config, in_driver=True), flags)
     actor_rollout = config.actor_rollout_ref
     for section in (actor_rollout, config.critic):  # made for real, a model would be read
         OmegaConf.merge(OmegaConf.structured(HFModelConfig), section.model)
@@ -141,6 +140,7 @@ def validate_verl(config: DictConfig) -> None:
     inspect.unwrap(validate_config)(config, need_reference_policy(config), need_critic(config))
     for section in (actor_rollout.actor, actor_rollout.rollout, config.algorithm):
         omega_conf_to_dataclass(section)
+    return idle
 
 
 def _verl(plan: RunPlan, cpu: bool, prepared: bool) -> Iterator[Row]:
@@ -153,8 +153,10 @@ def _verl(plan: RunPlan, cpu: bool, prepared: bool) -> Iterator[Row]:
     yield "verl", "works", version + tried
     try:
         config = compose_verl(plan)
-        validate_verl(config)
+        idle = validate_verl(config)
         yield f"configuration of {plan.arm}", "works", "composed and validated by verl"
+        for feature, reason in idle.items():
+            yield f"{feature} in {plan.arm}", "idle", reason
     except Exception as error:  # hydra's, verl's, ours: each says what is wrong
         yield f"configuration of {plan.arm}", "wrong", " ".join(str(error).split())[:400]
         return

@@ -35,6 +35,7 @@ from rl_accel.integrations.verl.tail_batching.agent_loop import TailAgentLoopWor
 from rl_accel.integrations.verl.tail_batching.servers import RolloutServers, TailLLMServerClient
 from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, clear
 from rl_accel.integrations.verl.tail_batching.wiring import wire
+from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.rollout.driver import PromptSupply, RolloutDriver
 from rl_accel.rollout.saved import SettlementLog
 from rl_accel.rollout.tail_batching import TailBatching
@@ -239,7 +240,7 @@ def _config(plan: dict[str, Any], model: Path) -> Any:
     for key, value in changes.items():
         OmegaConf.update(config, key, value, force_add=True)
     ratios = {name: plan[name] for name in ("prompt_ratio", "response_ratio", "queue_threshold")}
-    wire(config, TailBatchingFlags(enable=True, **ratios))
+    wire(VerlRun(config, in_driver=True), TailBatchingFlags(enable=True, **ratios))
     OmegaConf.update(config, agent_loop.PARTS, ["rl_accel.lab.bench.tail_load.NotingWorker"])
     OmegaConf.resolve(config)
     return config

@@ -39,11 +39,17 @@ def names(cls):
 
 @pytest.mark.parametrize(
     ("features", "use_v1"),
-    [(chosen, v1) for chosen in COMBINATIONS for v1 in (True, False) if v1 or "tail_batching" not in chosen],
+    [
+        (chosen, v1)
+        for chosen in COMBINATIONS
+        for v1 in (True, False)
+        if v1 or (chosen and "tail_batching" not in chosen)
+    ],
 )
 def test_a_worker_has_the_parts_of_the_features_that_are_on_and_no_other(wired, features, use_v1):
     config = wired(features, {"trainer.use_v1": use_v1})
-    assert OmegaConf.select(config, agent_loop.KEY) == (agent_loop.MANAGER if features else None)
+    ours = agent_loop.MANAGER if use_v1 else agent_loop.LEGACY_MANAGER
+    assert OmegaConf.select(config, agent_loop.KEY) == (ours if features else None)
     order = names(agent_loop.worker_class(config))
     parts = [name for name in order[1:] if name.startswith("rl_accel.") and not name.endswith(".WorkerPart")]
     assert sorted(parts) == sorted(PARTS[feature] for feature in features)

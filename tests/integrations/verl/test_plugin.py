@@ -6,6 +6,8 @@ import pytest
 
 READERS = {
     "verl.utils.config:validate_config",
+    "verl.trainer.main_ppo:run_ppo",
+    "verl.trainer.ppo.ray_trainer:RayPPOTrainer.__init_subclass__",
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer.__init__",
     "verl.trainer.ppo.ray_trainer:RayPPOTrainer.__init__",
 }
@@ -42,7 +44,7 @@ def test_without_a_flag_only_what_reads_flags_is_touched_and_disable_puts_it_bac
     before = objects()
     import rl_accel.integrations.verl.plugin
     after = objects()
-    changed = {name for name in before if after[name] is not before[name]}
+    changed = {name for name in after if after[name] is not before.get(name)}
     status = rl_accel.status()
     assert {reader.state for reader in status.flag_readers} == {"applied"}, status
     assert {reader.target for reader in status.flag_readers} == changed, status
@@ -97,6 +99,77 @@ def test_from_import_to_disable_nothing_is_touched_beyond_what_is_asked_for(pyth
     import rl_accel.integrations.verl.plugin
     assert time.process_time() - start < 0.050
     """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_every_trainer_that_is_built_from_a_configuration_reads_its_flags_and_decides(python):
+    done = python(
+        """
+        import sys, types
+        import ray, rl_accel
+        from omegaconf import OmegaConf
+        from verl.experimental.fully_async_policy.fully_async_trainer import FullyAsyncTrainer
+        from verl.experimental.one_step_off_policy.ray_trainer import OneStepOffRayTrainer
+        from verl.trainer.main_ppo import run_ppo
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+        from rl_accel.integrations.verl import agent_loop
+        from rl_accel.patches.verl import config_intake
+        from rl_accel.patches.verl.verl_run import VerlRun
+
+        class Plain(RayPPOTrainer):
+            pass
+
+        class OwnConstructor(RayPPOTrainer):
+            def __init__(self, config, *args):
+                self.config = config
+
+        class OwnWorkers(OwnConstructor):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+
+            def init_workers(self):
+                pass
+
+        class Separate(OneStepOffRayTrainer):
+            def __init__(self, other, config):
+                self.config = config
+
+        Fully = FullyAsyncTrainer.__ray_metadata__.modified_class
+        shipped = ray.cloudpickle.loads(ray.cloudpickle.dumps(Fully))  # as Ray ships the class of an actor
+        kinds = {Plain: "legacy", OwnConstructor: "legacy", OwnWorkers: "recipe", Separate: "one_step_off", shipped: "fully_async"}
+
+        def said(build, **flags):
+            config = OmegaConf.create({"trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}}, "rl_accel": flags})
+            config.actor_rollout_ref = {"rollout": {"name": "vllm", "agent": {}}}
+            try:
+                build(config)
+            except Exception as error:  # also verl's own, of a configuration with nothing in it
+                return type(error).__name__, str(error), config
+            return "", "", config
+
+        for cls, kind in kinds.items():
+            build = (lambda config: Separate(1, config)) if cls is Separate else lambda config: cls(config, None, {}, None)
+            name, message, _ = said(build, gea=True)
+            assert name == "ConfigError" and "unknown key rl_accel.gea (did you mean" in message, (cls, message)
+            name, message, _ = said(build, balance=True)
+            found = f"wants the trainer = V1 sync, found {kind} ({cls.__name__})"
+            assert name == "ConfigError" and message == f"rl_accel.balance {found}", (cls, message)
+            assert said(build, gae=True)[0] != "ConfigError", cls
+            assert rl_accel.status()["gae"].applied
+            name, message, config = said(build, telemetry=True)
+            assert (name == "ConfigError") == (kind in ("recipe", "fully_async")), (cls, message)
+            if name != "ConfigError":
+                assert OmegaConf.select(config, agent_loop.KEY) == agent_loop.LEGACY_MANAGER, cls
+        assert said(lambda config: run_ppo(config, None), gea=True)[0] == "ConfigError"
+        assert not ray.is_initialized()
+
+        rl_accel.disable()
+        for cls in (RayPPOTrainer, Plain, OwnConstructor, OwnWorkers, Separate, Fully):
+            assert not {"__rl_accel_original__", "__rl_accel_patch__"} & vars(cls.__init__).keys(), cls
+        assert "__init_subclass__" not in vars(RayPPOTrainer)
+        """
     )
     assert done.returncode == 0, done.stderr
 

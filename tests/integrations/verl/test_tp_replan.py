@@ -13,6 +13,7 @@ from rl_accel.integrations.ray import restart_note
 from rl_accel.integrations.verl import tp_replan
 from rl_accel.integrations.verl.tp_replan import StepObserver, bounds_of, wire
 from rl_accel.parallel.tp_planner import STATE_FILE
+from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.telemetry.server_counters import Reading
 
 TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
@@ -50,7 +51,7 @@ def test_bounds_come_from_the_cluster_the_model_and_the_flags(configure):
     two_heads = configure(model={"num_attention_heads": 2})
     assert bounds_of(two_heads, ON).sizes == (1, 2)
     with pytest.raises(ConfigError, match=r"possible on 4 GPUs: TP 1: is below min_tp = 4; .*TP 4"):
-        wire(two_heads, TpReplanFlags(enable=True, min_tp=4))
+        wire(VerlRun(two_heads, in_driver=True), TpReplanFlags(enable=True, min_tp=4))
 
 
 def test_a_model_that_cannot_be_read_bounds_nothing(configure):

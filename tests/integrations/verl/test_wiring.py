@@ -1,6 +1,10 @@
 """What each feature puts into verl's configuration, what it refuses there, and what verl's modules hold while it is on."""
 
-from contextlib import nullcontext
+import importlib.util
+import os
+import re
+import subprocess
+import sys
 from dataclasses import asdict
 
 import pytest
@@ -12,8 +16,8 @@ from rl_accel import features
 from rl_accel.config import resolve
 from rl_accel.errors import ConfigError
 from rl_accel.integrations.verl import agent_loop, balance, drafts, engines, reward_timeout, tail_batching, telemetry
-from rl_accel.integrations.verl.tail_batching.wiring import wire as wire_tail_batching
 from rl_accel.patches.verl import config_intake
+from rl_accel.patches.verl.verl_run import MAINS, VerlRun
 
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
@@ -56,36 +60,23 @@ DRAFTING = {
     ROUTER: str(drafts.ROUTER),
 }
 ALONE = {**DRAFTING, BACKEND: drafts.ONE_PROCESS}
-TOLD = r"wants actor_rollout_ref\.rollout\.{} = .*validate_config sets it"
-UNDRAFTED = TOLD.format(r"engine_kwargs\.vllm\.worker_extension_cls")
 WIRED = [
-    (TAIL, {}, {**STEPS, **loops(tail_batching.WORKER_PART)}, r"trainer_mode = tail_batching, found sync"),
-    (
-        REWARD,
-        {},
-        managed("register", "naive", None),
-        r"manager\.name = RewardTimeoutManager in the trainer, found naive",
-    ),
-    (REWARD, MINE, managed("importlib", "Mine", "/x/mine.py"), r"in the trainer, found Mine"),
+    (TAIL, {}, {**STEPS, **loops(tail_batching.WORKER_PART)}),
+    (REWARD, {}, managed("register", "naive", None)),
+    (REWARD, MINE, managed("importlib", "Mine", "/x/mine.py")),
     (
         TELEMETRY,
         {},
         {"trainer.rl_accel_telemetry": "/somewhere/run/rl_accel_telemetry.jsonl", **loops(telemetry.WORKER_PART)},
-        r"rl_accel_telemetry in the configuration of the trainer, found nothing",
     ),
-    (BALANCE, {}, {ROUTER: str(balance.ROUTER), **loops(balance.WORKER_PART)}, TOLD.format("router_config_path")),
-    (DRAFTS, {f"{VLLM}.kv_cache_memory_bytes": 100}, ALONE, UNDRAFTED),
-    (DRAFTS, {BACKEND: "mp"}, DRAFTING, UNDRAFTED),
-    (DRAFTS, {f"{ROLLOUT}.tensor_model_parallel_size": 2}, DRAFTING, UNDRAFTED),
-    (DRAFTS, {f"{ROLLOUT}.data_parallel_size": 2}, DRAFTING, UNDRAFTED),
-    (REPLAN, {}, {f"{ROLLOUT}.disable_log_stats": False}, TOLD.format("disable_log_stats")),
-    (
-        REPLAN,
-        {f"{ROLLOUT}.name": "sglang"},
-        {f"{ROLLOUT}.engine_kwargs.sglang.enable_metrics": True},
-        TOLD.format(r"engine_kwargs\.sglang\.enable_metrics"),
-    ),
-    (REPLAN, {f"{ROLLOUT}.name": "counts anyway"}, {}, None),
+    (BALANCE, {}, {ROUTER: str(balance.ROUTER), **loops(balance.WORKER_PART)}),
+    (DRAFTS, {f"{VLLM}.kv_cache_memory_bytes": 100}, ALONE),
+    (DRAFTS, {BACKEND: "mp"}, DRAFTING),
+    (DRAFTS, {f"{ROLLOUT}.tensor_model_parallel_size": 2}, DRAFTING),
+    (DRAFTS, {f"{ROLLOUT}.data_parallel_size": 2}, DRAFTING),
+    (REPLAN, {}, {f"{ROLLOUT}.disable_log_stats": False}),
+    (REPLAN, {f"{ROLLOUT}.name": "sglang"}, {f"{ROLLOUT}.engine_kwargs.sglang.enable_metrics": True}),
+    (REPLAN, {f"{ROLLOUT}.name": "counts anyway"}, {}),
 ]
 
 
@@ -103,17 +94,33 @@ def plain(config):
     return OmegaConf.to_container(config)
 
 
-@pytest.mark.parametrize(("flags", "given", "changes", "unwired"), WIRED)
-def test_one_flag_sets_the_keys_of_the_official_seams_and_nothing_else(configured, flags, given, changes, unwired):
+@pytest.mark.parametrize(("flags", "given", "changes"), WIRED)
+def test_one_flag_sets_the_keys_of_the_official_seams_and_nothing_else(configured, flags, given, changes):
     (name,) = (feature.name for feature in features.FEATURES if feature.flags is type(flags))
     given = {**given, f"rl_accel.{name}": asdict(flags)}
     config = configured(given)
-    with pytest.raises(ConfigError, match=rf"rl_accel\.{name} .*{unwired}") if unwired else nullcontext():
-        config_intake.in_trainer(config)  # nobody has called the driver's part
-    for _ in range(2):
-        config_intake.in_driver(config)
+    for take_in in (config_intake.in_driver, config_intake.in_driver, config_intake.in_trainer):
+        take_in(config)
         assert plain(config) == plain(configured({**given, **changes}))
-        config_intake.in_trainer(config)
+
+
+TOO_LATE = [
+    ("tail_batching", {}, r"trainer_mode = tail_batching, found sync \(verl's validate_config sets it"),
+    ("tp_replan", {"rl_accel.tp_replan.action": "restart"}, r"disable_log_stats = False, found True"),
+]
+
+
+@pytest.mark.parametrize("name", [feature.name for feature in features.FEATURES if feature.verl])
+def test_a_driver_that_calls_no_function_of_verls_is_in_time_for_most(configured, name):
+    late, in_time = (configured({f"rl_accel.{name}.enable": True}) for _ in range(2))
+    for too_late, keys, message in TOO_LATE:
+        if name == too_late:
+            with pytest.raises(ConfigError, match=message):
+                config_intake.in_trainer(configured({f"rl_accel.{name}.enable": True, **keys}))
+    if name != "tail_batching":
+        config_intake.in_trainer(late)
+        config_intake.in_driver(in_time)
+        assert plain(late) == plain(in_time)
 
 
 @pytest.mark.parametrize("flags", [{}, {"rl_accel.tail_batching.enable": False}, {"rl_accel.auto": True}])
@@ -126,7 +133,6 @@ def test_without_such_a_flag_verls_configuration_stays_as_it_is(configured, flag
 
 OF_THE_USERS = ({agent_loop.KEY: "my.Manager"}, r"agent_loop_manager_class = None, found my\.Manager")
 DETERMINISTIC = {f"{ROLLOUT}.full_determinism": True}
-LEGACY = ({"trainer.use_v1": False}, r"trainer\.use_v1 = True, found False")
 ASYNC = {MODE: "colocate_async"}
 DISAGGREGATED = ({f"{ROLLOUT}.disaggregation.enabled": True}, r"disaggregation\.enabled = False, found True")
 OWN_ROUTER = ({ROUTER: "own.yaml"}, r"router_config_path = None, found own\.yaml")
@@ -141,12 +147,12 @@ REFUSED = {
     "tail_batching": [
         (ASYNC, r"trainer\.v1\.trainer_mode = sync, found colocate_async"),
         ({MODE: "bogus"}, r"trainer\.v1\.trainer_mode = sync, found bogus"),
-        LEGACY,
         ({"trainer.v1.sync.parameter_sync_step": 2}, r"trainer\.v1\.sync\.parameter_sync_step = 1, found 2"),
         ({"trainer.v1.sampler.custom_sampler.name": "Mine"}, r"custom_sampler = None, found Mine"),
         OF_THE_USERS,
         (DETERMINISTIC, r"full_determinism = False, found True \(what .* depends on which responses finish first\)"),
         ({"skip.rollout_tq.enable": True}, r"skip\.rollout_tq\.enable = False, found True"),
+        ({"algorithm.adv_estimator": "remax"}, r"adv_estimator = another, found remax"),
         ({MINI: 3}, r"ppo_mini_batch_size = a divisor of data\.train_batch_size = 8, found 3"),
     ],
     "reward_timeout": [
@@ -159,7 +165,6 @@ REFUSED = {
     "balance": [
         OWN_ROUTER,
         (ASYNC, r"trainer_mode = sync, found colocate_async"),
-        LEGACY,
         (DETERMINISTIC, r"full_determinism = False, found True"),
         DISAGGREGATED,
         ({f"{ROLLOUT}.max_num_seqs": 0}, r"max_num_seqs = at least 1, found 0"),
@@ -172,8 +177,7 @@ REFUSED = {
         ({f"{VLLM}.speculative_config": {"method": "ngram"}}, r"_config = None, found \{'method': 'ngram'\}"),
     ],
     "tp_replan": [
-        LEGACY,
-        (ASYNC, r"trainer_mode = sync or tail_batching, found colocate_async"),
+        (ASYNC, r"trainer_mode = sync, found colocate_async"),
         ({f"{ROLLOUT}.name": "trtllm"}, r"rollout\.name = one of .*sglang, vllm, found trtllm"),
         DISAGGREGATED,
         ({f"{ROLLOUT}.data_parallel_size": 3}, r"a divisor of 4 GPUs, found 3"),
@@ -215,19 +219,138 @@ def test_places_of_its_own_do_for_any_max_num_seqs_and_with_drafts_there_is_one_
 def test_a_vllm_that_was_not_tried_is_refused(configured, monkeypatch, version):
     monkeypatch.setattr(drafts, "_vllm_version", lambda: version)
     with pytest.raises(ConfigError, match=rf"vLLM = 0\.29\.0, found {version}"):
-        drafts.wire(configured({}), DRAFTS)
+        drafts.wire(VerlRun(configured({}), in_driver=True), DRAFTS)
 
 
-@pytest.mark.parametrize(
-    ("wire", "flags", "message"),
-    [
-        (wire_tail_batching, TAIL, r"wants verl = 0\.9\.1 or later with its V1 trainer, found"),
-        (reward_timeout.wire, REWARD, r"wants verl 0\.8\.0 or later with its reward loop"),
-    ],
+def test_an_older_verl_is_refused():
+    run = VerlRun(OmegaConf.create({"trainer": {}}), in_driver=True)
+    with pytest.raises(ConfigError, match="wants the trainer = V1 sync, found legacy"):
+        run.require("tail_batching")
+    with pytest.raises(ConfigError, match=r"wants verl 0\.8\.0 or later with its reward loop"):
+        reward_timeout.wire(run, REWARD)
+
+
+# -- launch lines, in shapes that users have, and what each feature says to them ---------------------------------------------
+
+SEPARATE = ["actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=4", "rollout.n_gpus_per_node=4"]
+DAPO = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc", "data.gen_batch_size=24"]
+GRPO, SGLANG = ["algorithm.adv_estimator=grpo"], [f"{ROLLOUT}.name=sglang"]
+PPO, FULLY, ONE_STEP = MAINS
+ALL, V1_ONLY = (
+    {feature.name for feature in features.FEATURES},
+    {"sampler", "tail_batching", "tp_replan", "balance", "drafts"},
 )
-def test_an_older_verl_is_refused(wire, flags, message):
-    with pytest.raises(ConfigError, match=message):
-        wire(OmegaConf.create({"trainer": {}}), flags)
+ON_POLICY_ONLY = {"tail_batching", "tp_replan", "balance"}
+LINES = {  # by line: the features that are refused, and those without effect
+    "ppo": (PPO, [], set(), set()),
+    "grpo": (PPO, GRPO, set(), {"gae"}),
+    "grpo, vectorised": (PPO, ["algorithm.adv_estimator=grpo_vectorized"], set(), {"gae", "advantages"}),
+    "remax": (PPO, ["algorithm.adv_estimator=remax"], {"tail_batching"}, {"gae", "advantages"}),
+    "dapo": (PPO, [*GRPO, *DAPO], set(), {"gae", "sampler"}),
+    "sglang": (PPO, SGLANG, {"final_output", "drafts"}, set()),
+    "one replica": (PPO, ["trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2"], set(), {"balance"}),
+    "legacy": (PPO, ["trainer.use_v1=False"], V1_ONLY, set()),
+    "colocate_async": (PPO, [f"{MODE}=colocate_async"], ON_POLICY_ONLY, set()),
+    "separate_async": (PPO, [f"{MODE}=separate_async", *SEPARATE[:2]], ON_POLICY_ONLY, set()),
+    "one_step_off": (ONE_STEP, SEPARATE, {*V1_ONLY, "reward_timeout"}, set()),
+    "one_step_off, grpo on sglang": (
+        ONE_STEP,
+        [*SEPARATE, *GRPO, *SGLANG],
+        {*V1_ONLY, "reward_timeout", "final_output"},
+        {"gae"},
+    ),
+    "fully_async": (FULLY, SEPARATE, {*V1_ONLY, "reward_timeout", "telemetry"}, set()),
+    "fully_async, grpo": (FULLY, [*SEPARATE, *GRPO], {*V1_ONLY, "reward_timeout", "telemetry"}, {"gae"}),
+}
+REST = [f"{ROLLOUT}.name=vllm", "data.train_batch_size=256", f"{MINI}=256", "critic.ppo_mini_batch_size=256"]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_launch_line_is_right_or_refused_in_one_line(line, caplog):
+    main, overrides, refused, idle = LINES[line]
+    composed = VerlRun.compose(
+        main, [*REST, "trainer.n_gpus_per_node=8", f"{ROLLOUT}.tensor_model_parallel_size=2", *overrides]
+    )
+    found, told = {"refused": set(), "idle": set()}, {}
+    for name in ALL:
+        run = VerlRun(composed.config.copy(), in_driver=True)
+        try:
+            found["idle"] |= config_intake.wire(run, resolve([("a test", {name: True})])).keys()
+        except ConfigError as error:
+            found["refused"].add(name)
+            told[name] = str(error)
+    assert found == {"refused": refused, "idle": idle}
+    assert all(
+        re.fullmatch(rf"rl_accel\.{name} wants .+ found .+", told[name]) for name in refused
+    )  # . is no end of line
+    automatic = VerlRun(composed.config.copy(), in_driver=True)
+    assert config_intake.wire(automatic, resolve([("a test", {"auto": True})])) == {}
+    assert caplog.text == ""
+
+
+def test_the_page_says_which_feature_works_with_which_trainer(repo):
+    columns = ("V1 sync", "V1 colocate_async", "legacy", "one_step_off", "fully_async")
+    said = {}
+    for names, *cells in re.findall(
+        r"^\| (`.+?) " + r"\| (yes|no|if named) " * 5 + r"\|$", (repo / "docs/verl.md").read_text(), re.M
+    ):
+        said |= dict.fromkeys(re.findall(r"\w+", names), [cell != "no" for cell in cells])
+    run = VerlRun(OmegaConf.create({ROLLOUT.partition(".")[0]: {"rollout": {"name": "vllm"}}}))
+
+    def works(name, trainer):
+        run.trainer = trainer
+        try:
+            run.require(name)
+        except ConfigError:
+            return False
+        return True
+
+    assert said == {name: [works(name, trainer) for trainer in columns] for name in ALL}
+
+
+@pytest.fixture
+def corpus(repo, monkeypatch):
+    """docs/corpus.py as a module."""
+    spec = importlib.util.spec_from_file_location("corpus", repo / "docs" / "corpus.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "corpus", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_corpus_takes_launch_lines_from_scripts_that_do_nothing_else(corpus, tmp_path):
+    scripts = tmp_path / "checkout" / "examples"
+    scripts.mkdir(parents=True)
+    (scripts / "run.sh").write_text(
+        """
+        set -euxo pipefail
+        rm -rf "$(dirname "$0")"; pip install nothing; cd /no/such/folder; source /no/such/file
+        GPUS=$(nvidia-smi -L | wc -l); NAME=$(basename /a/qwen)
+        ARGS=(algorithm.adv_estimator=grpo +x="['a b']")
+        X=1 python3 -m verl.trainer.main_ppo --config-name=other.yaml "${ARGS[@]}" n=$GPUS name=$NAME "$@" 2>&1 | tee log
+        ray job submit --address=a -- python3 recipe/mine/main_mine.py trainer.nnodes=2 ~key
+        """
+    )
+    found = [corpus.main_and_overrides(words) for words in corpus.launch_lines(tmp_path / "checkout")]
+    grpo = ["algorithm.adv_estimator=grpo", "+x=['a b']", "n=8", "name=qwen"]
+    assert found == [
+        ("verl.trainer.main_ppo", grpo, "", "other"),
+        ("recipe.mine.main_mine", ["trainer.nnodes=2", "~key"], "", ""),
+    ]
+    assert [*(tmp_path / "checkout").rglob("*")] == [scripts, scripts / "run.sh"]
+
+
+@pytest.mark.full
+def test_no_launch_script_of_verl_makes_the_pack_crash(repo):
+    roots = {
+        option: os.environ.get(name)
+        for option, name in (("--verl-root", "VERL_ROOT"), ("--recipe-root", "RECIPE_ROOT"))
+    }
+    if not any(roots.values()):
+        pytest.skip("VERL_ROOT and RECIPE_ROOT name no checkouts")
+    words = [word for option, root in roots.items() if root for word in (option, root)]
+    done = subprocess.run([sys.executable, "docs/corpus.py", *words], cwd=repo, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ def test_the_same_arm_composes_on_the_cpu_platform(plan, verl):
         ("actor_rollout_ref.actor.loss_agg_mode=token", "loss_agg_mode"),
         ("+rl_accel.tail_baching.enable=True", r"did you mean rl_accel\.tail_batching"),
         ("+rl_accel.tail_batching.enable=True trainer.v1.trainer_mode=colocate_async", "trainer_mode"),
+        ("+rl_accel.final_output.enable=True actor_rollout_ref.rollout.name=sglang", "name = vllm, found sglang"),
     ],
 )
 def test_a_key_or_value_that_does_not_fit_is_found(override, message, verl):
@@ -76,6 +77,13 @@ def test_a_key_or_value_that_does_not_fit_is_found(override, message, verl):
     wrong = replace(plan, command=(*plan.command, *override.split()))
     with pytest.raises(Exception, match=message):
         preflight.validate_verl(preflight.compose_verl(wrong))
+
+
+def test_a_feature_that_has_nothing_to_do_in_a_run_is_idle(verl):
+    plan = plans_of("verl_gsm8k")[0]
+    with_gae = replace(plan, command=(*plan.command, "+rl_accel.gae.enable=True", "algorithm.adv_estimator=grpo"))
+    rows = [row for row in preflight._verl(with_gae, cpu=False, prepared=True) if row[1] == "idle"]
+    assert rows == [(f"gae in {plan.arm}", "idle", "algorithm.adv_estimator = grpo")]
 
 
 # -- slime ------------------------------------------------------------------------------------------------------------------

@@ -1,15 +1,19 @@
 """The sampler patch on verl's real replay buffers: same method, other interval, one attribute for every V1 mode."""
 
+import itertools
 import json
 import logging
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from rl_accel.errors import PatchRefused
@@ -40,8 +44,8 @@ def buffer(kind=replay_buffer.ReplayBuffer, poll_interval=2.0):
 
 @pytest.mark.parametrize("kind", [replay_buffer.ReplayBuffer, replay_buffer.ReplayBufferAsync])
 def test_waits_milliseconds_and_leaves_the_interval_alone(kind):
-    """ReplayBuffer serves sync, ReplayBufferAsync colocate_async and separate_async."""
-    PATCH.apply(SamplerFlags())
+    """ReplayBuffer serves sync, ReplayBufferAsync colocate_async and separate_async, where the feature must be named."""
+    PATCH.apply(SamplerFlags(enable=True))
     made = buffer(kind, poll_interval=600.0)
     start = debug = time.time()
     for _ in range(5):
@@ -115,6 +119,101 @@ def test_a_method_that_ignores_the_interval_is_refused(framework):
     with pytest.raises(PatchRefused, match="no longer reads"):
         patch.apply(SamplerFlags())
     assert core.ReplayBuffer._wait_for_next_poll is original
+
+
+class Clock:
+    """Time that passes while somebody sleeps, and a little at each look."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def time(self):
+        self.now += 0.001
+        return self.now
+
+    perf_counter = time
+
+
+def play(kind, seconds, fates, batch_size, filtered, refills_failed):
+    """Two steps on verl's own buffer. The n-th prompt that is launched takes ``seconds[n]``; its group then is as ``fates[n]``.
+
+    Returns:
+        For each step how many prompts have been launched and cleared, and which were sampled; and the seconds of all.
+    """
+    clock, begun, cleared, story, is_sync = Clock(), {}, set(), [], kind is replay_buffer.ReplayBuffer
+
+    def launch(count):
+        for _ in range(count):
+            begun[f"p{len(begun):03d}"] = clock.now
+
+    def fate(uid):
+        return fates[int(uid[1:]) % len(fates)]
+
+    def look():
+        states = (made.running_keys, made.finished_keys, made.failure_keys)
+        for state in (*states, made.partitions, made.prompt_global_steps):
+            state.clear()
+        for n, (uid, start) in enumerate(begun.items()):
+            if uid not in cleared:
+                over = clock.now >= start + seconds[n % len(seconds)]
+                failed = refills_failed and fate(uid) == "fails"
+                (states[0] if not over else states[2] if failed else states[1])["train"].add(uid)
+                made.prompt_global_steps["train"][uid] = 1
+                made.partitions["train"] |= {} if failed else {f"{uid}_0_0": {}}
+
+    def clear(_partition, uids):
+        cleared.update(uids)
+        look()
+
+    rules = {"train_batch_size": batch_size, "gen_batch_size": 1, "max_inflight_gen_batches": 2} if is_sync else {}
+    made = kind("sync", OmegaConf.create({}), None, "drop", OmegaConf.create({}), refill_fn=launch, **rules)
+    made.filter_groups_metric = "acc" if filtered else None
+    made.sync_refill_failed_groups = refills_failed
+    made._sync_metadata_from_transfer_queue, made._clear_groups = look, clear
+    made._dapo_filtered_keys = lambda _: (
+        {uid for uid in made.finished_keys["train"] if filtered and fate(uid) == "is constant"},
+        Counter(),
+    )
+    made._materialize_batch = lambda _partition, uids, _snapshot: sorted(uids)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(replay_buffer, "time", clock)
+        patched.setattr(sampler, "time", clock)
+        for step in (1, 2):
+            launch(batch_size if is_sync else batch_size + 2)
+            batch, _ = made.sample(step, "train", batch_size)
+            cleared.update(batch)
+            story.append((len(begun), len(cleared), batch))
+    return story, clock.now
+
+
+FATES = st.lists(st.sampled_from(["teaches", "is constant", "fails"]), max_size=20).map(
+    lambda fates: ["teaches", *fates]
+)
+
+
+@given(
+    seconds=st.lists(st.floats(0.01, 9.0), min_size=1, max_size=20),
+    fates=FATES,
+    batch_size=st.integers(1, 9),
+    rules=st.sampled_from(
+        [(replay_buffer.ReplayBuffer, *flags) for flags in itertools.product((False, True), repeat=2)]
+        + [(replay_buffer.ReplayBufferAsync, filtered, False) for filtered in (False, True)]
+    ),
+)
+def test_without_being_named_it_changes_nothing_but_the_time(seconds, fates, batch_size, rules):
+    kind, filtered, refills_failed = rules
+    stock = play(kind, seconds, fates, batch_size, filtered, refills_failed)
+    for flags in (SamplerFlags(), SamplerFlags(enable=kind is replay_buffer.ReplayBuffer)):
+        PATCH.apply(flags)
+        try:
+            ours = play(kind, seconds, fates, batch_size, filtered, refills_failed)
+        finally:
+            PATCH.revert()
+        assert ours[0] == stock[0]
+        assert ours[1] <= stock[1] + 0.1
 
 
 @pytest.mark.slow

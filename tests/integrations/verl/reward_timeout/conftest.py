@@ -20,6 +20,7 @@ def configure(configured: Callable[..., Any], tmp_path: Path) -> Callable[..., A
     """``configure(source, flags, keys)``: verl's configuration, wired, with ``source`` as the custom reward function's module."""
     from rl_accel.features import RewardTimeoutFlags
     from rl_accel.integrations.verl.reward_timeout import wire
+    from rl_accel.patches.verl.verl_run import VerlRun
 
     def make(source: str | None = None, flags: Any = (), keys: Any = ()) -> Any:
         given = {"trainer.default_local_dir": str(tmp_path / "checkpoints")}
@@ -28,7 +29,7 @@ def configure(configured: Callable[..., Any], tmp_path: Path) -> Callable[..., A
             module.write_text(source)
             given["reward.custom_reward_function.path"] = str(module)
         config = configured({**given, **dict(keys)})
-        wire(config, RewardTimeoutFlags(enable=True, **dict(flags)))
+        wire(VerlRun(config, in_driver=True), RewardTimeoutFlags(enable=True, **dict(flags)))
         return config
 
     return make

@@ -1,0 +1,285 @@
+"""Writes docs/corpus.md: what the pack says to every launch script of verl, verl-recipe and slime, feature by feature.
+
+    .venv/bin/python docs/corpus.py --verl-root DIR --recipe-root DIR --slime-root DIR [--page FILE]
+
+Scripts run in a shell in which programs that start a trainer only note their arguments, and every other program but a few
+that read text does nothing. A line of verl is composed by hydra for the installed verl, and each feature is asked for by name, as
+in the driver and, where a recipe has a trainer of its own, as when that is built. Nothing is started or downloaded.
+"""
+
+import argparse
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import io
+import logging
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+READERS = "bash sh cat dirname basename date sed awk grep head tail wc realpath readlink env seq sort expr cut tr uname id uniq"
+STARTERS = "python python3 ray torchrun accelerate uv nohup srun sbatch"
+NOTE = """#!/bin/sh
+case "$1" in
+  -c) case "$*" in *npu*) exit 1;; esac; echo 8; exit 0;;
+  -) exit 0;;
+esac
+{{ printf '%s\\0' "$0" "$@"; printf '\\0'; }} >> {record}
+"""
+SHELL = {
+    "BASH_FUNC_command_not_found_handle%%": "() { :; }",
+    "BASH_FUNC_ulimit%%": "() { :; }",
+    "BASH_FUNC_kill%%": "() { :; }",
+    "BASH_FUNC_cd%%": '() { builtin cd "$@" 2>/dev/null || :; }',
+    "BASH_FUNC_source%%": '() { [ ! -f "$1" ] || builtin source "$@"; }',
+}
+GIVEN = (
+    "WORLD_SIZE=1 RANK=0 DEVICE=gpu INFER_BACKEND=vllm USE_DUMMY_MODEL=False project_name=p exp_name=e experiment_name=e USER=u "
+    "HOME=/h HDFS_ROOT=/h RAY_DATA_HOME=/h DATA_ROOT=/h MODEL_PATH=/h WORKING_DIR=/h RUNTIME_ENV=/h/e.yaml HF_HOME=/h "
+    "ckpts_home=/h LORA_ADAPTER_PATH=/h SLURM_SUBMIT_DIR=/h VERL_PROFILE_SAVE_PATH=/h"
+)
+"""Variables that scripts expect of their user."""
+SECONDS = 20.0
+"""Seconds after which a script that has not ended is stopped; what it has launched until then counts."""
+HEAD = """# Launch scripts of verl and slime
+
+Written by `make corpus`, which tries every launch script of these projects with every feature, asked for by name, on the installed
+verl {version}. Here are counts. A refusal is one line that names key, wanted and found; "without effect" is a line that the
+feature is on and has nothing to do; a crash would be an error that is neither.
+
+"""
+
+
+@dataclass
+class Corpus:
+    """The outcome of a project's scripts.
+
+    Attributes:
+        lines: number of launch lines by what became of them.
+        outcomes: by feature, the number of lines that were accepted, refused, without effect, crash.
+        reasons: by feature and outcome, the number of lines by reason.
+    """
+
+    lines: Counter[str] = field(default_factory=Counter)
+    outcomes: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    reasons: dict[tuple[str, str], Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+
+    def add(self, feature: str, outcome: str, reason: str = "") -> None:
+        """Count the ``outcome`` of ``feature`` on one launch line."""
+        self.outcomes[feature][outcome] += 1
+        if reason:
+            self.reasons[feature, outcome][reason] += 1
+
+
+def launch_lines(root: Path) -> Iterator[list[str]]:
+    """Run every shell script below ``root`` and yield the command lines of trainers that it would start, without repetitions."""
+    with tempfile.TemporaryDirectory() as folder:
+        programs, record, work = Path(folder, "bin"), Path(folder, "record"), Path(folder, "work")
+        programs.mkdir()
+        work.mkdir()
+        for name in READERS.split():
+            (programs / name).symlink_to(shutil.which(name) or "/bin/true")
+        stubs = dict.fromkeys(STARTERS.split(), NOTE.format(record=shlex.quote(str(record))))
+        stubs |= {
+            "nvidia-smi": "#!/bin/sh\nfor i in 0 1 2 3 4 5 6 7; do echo GPU $i; done\n",
+            "tee": "#!/bin/sh\nexec cat\n",
+        }
+        for name, text in stubs.items():
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
+        for entry in root.iterdir():  # what a script writes beside it stays here
+            (work / entry.name).symlink_to(entry)
+        env = dict(word.split("=", 1) for word in GIVEN.split()) | SHELL | {"PATH": str(programs)}
+        for script in sorted(root.rglob("*.sh")):
+            record.write_text("")
+            words = ["/bin/bash", str(script)]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run(words, cwd=work, env=env, capture_output=True, stdin=subprocess.DEVNULL, timeout=SECONDS)
+            seen = set()
+            for call in record.read_text(errors="replace").split("\0\0"):
+                words = [word for word in call.split("\0") if word]
+                if words and tuple(words) not in seen:
+                    seen.add(tuple(words))
+                    yield words
+
+
+def main_and_overrides(words: Sequence[str]) -> tuple[str, list[str], str, str]:
+    """Return the main that a command line starts ("" if none), hydra's overrides, ``--config-path`` and ``--config-name``."""
+    words = list(words[1:])
+    if "--" in words:  # ray job submit ... -- python ...
+        words = words[words.index("--") + 1 :]
+    if len(words) == 1:
+        words = shlex.split(words[0])
+    starts = [n for n, word in enumerate(words) if word == "-m" or word.endswith(".py")]
+    if not starts:
+        return "", [], "", ""
+    first = starts[0] + (words[starts[0]] == "-m")
+    main = words[first].removesuffix(".py").replace("/", ".") if first < len(words) else ""
+    options = {"--config-path": "", "--config-name": ""}
+    overrides, rest = [], iter(words[first + 1 :])
+    for word in rest:
+        name, _, value = word.partition("=")
+        if name in options:
+            options[name] = value or next(rest, "")
+        elif word.startswith("~") or ("=" in word and not word.startswith("-")):
+            overrides.append(word)
+    return main, overrides, options["--config-path"], options["--config-name"].removesuffix(".yaml")
+
+
+def verl_corpus(roots: Sequence[Path]) -> Corpus:
+    """Try every launch line of the scripts below ``roots`` with every feature."""
+    from rl_accel.integrations.verl import drafts
+
+    drafts._vllm_version = lambda: drafts.TRIED[0]  # the installed one is not what is tried
+    corpus = Corpus()
+    for root in roots:
+        for words in launch_lines(root):
+            main, overrides, path, name = main_and_overrides(words)
+            run, built, why = _run(root, main, overrides, path, name)
+            corpus.lines[why] += 1
+            if run is not None:
+                _try_features(corpus, run, built)
+    return corpus
+
+
+def _run(root: Path, main: str, overrides: list[str], path: str, name: str) -> tuple[Any, Any, str]:
+    """The composed run, the trainer that a recipe would build, and what became of the line."""
+    from rl_accel.patches.verl.verl_run import MAINS, VerlRun
+
+    folder, built = None, None
+    if main not in MAINS:
+        file = _recipe_file(root, main)
+        text = file.read_text() if file else ""
+        found = re.search(r'hydra\.main\(config_path="([^"]+)", config_name="(\w+)"', text)
+        if file is None or not found or "ppo" not in text:
+            return None, None, "start no PPO trainer that hydra configures"
+        folder, name, built = file.parent / found[1], name or found[2], _recipe_trainer(file.parent)
+        main = "verl.trainer.main_ppo"
+    if path:
+        places = [Path(path), root / path, root / "recipe" / path, *((folder.parent / path,) if folder else ())]
+        folder = next((place for place in places if place.is_dir()), folder)
+    try:
+        run = VerlRun.compose(main, overrides, folder, name)
+    except Exception:  # hydra's many, for a key that this verl has no more, or not yet
+        return None, None, "do not compose"
+    return run, built, f"compose ({run.trainer if built is None else VerlRun(run.config, built).trainer})"
+
+
+def _recipe_file(root: Path, main: str) -> Path | None:
+    parts = [part for part in main.split(".") if part]
+    for start in range(len(parts)):
+        for base in (root, root / "recipe"):
+            if (file := base.joinpath(*parts[start:]).with_suffix(".py")).is_file():
+                return file
+    return None
+
+
+def _recipe_trainer(folder: Path) -> Any:
+    """An unbuilt trainer like the recipe's: whether it subclasses RayPPOTrainer, and sets up its workers itself."""
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    text = "".join(file.read_text(errors="replace") for file in folder.rglob("*.py"))
+    if not re.search(r"class \w+\(\w*RayPPOTrainer\)", text):
+        return None
+    own = {"init_workers": RayPPOTrainer.__init__} if "def init_workers" in text or "SeparateRay" in text else {}
+    return object.__new__(type("RecipeTrainer", (RayPPOTrainer,), own))
+
+
+def _try_features(corpus: Corpus, run: Any, built: Any) -> None:
+    from rl_accel.config import resolve
+    from rl_accel.errors import RlAccelError
+    from rl_accel.features import FEATURES
+    from rl_accel.patches.verl import config_intake
+    from rl_accel.patches.verl.verl_run import VerlRun
+
+    stock = _stock_problem(run.config)
+    for name in ("auto", *(feature.name for feature in FEATURES)):
+        config = run.config.copy()
+        flags = resolve([("the corpus", {name: True})])
+        try:
+            idle = config_intake.wire(VerlRun(config, in_driver=True), flags)
+            if built is not None:
+                idle |= config_intake.wire(VerlRun(config, built), flags)
+        except RlAccelError as error:
+            corpus.add(name, "refused", str(error).partition(", found")[0].removeprefix(f"rl_accel.{name} "))
+        except Exception as error:
+            corpus.add(name, "crash", repr(error))
+        else:
+            if stock is None and (problem := _stock_problem(config)):
+                corpus.add(name, "crash", f"verl refuses what we chose: {problem}")
+            elif idle:
+                corpus.add(name, "without effect", idle[name])
+            else:
+                corpus.add(name, "accepted")
+
+
+def _stock_problem(config: Any) -> str | None:
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+
+    try:
+        inspect.unwrap(validate_config)(config.copy(), need_reference_policy(config), need_critic(config))
+    except Exception as error:
+        return repr(error)
+    return None
+
+
+def as_text(title: str, corpus: Corpus) -> str:
+    """Return the tables of a project."""
+    columns = ("accepted", "refused", "without effect", "crash")
+    lines = [f"## {title}", "", "| launch lines | number |", "|---|---|"]
+    lines += [f"| all | {corpus.lines.total()} |", *(f"| {why} | {n} |" for why, n in corpus.lines.most_common())]
+    lines += ["", f"| feature | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    for feature, counts in corpus.outcomes.items():
+        lines.append(f"| `{feature}` | {' | '.join(str(counts[column]) for column in columns)} |")
+    lines += ["", "| feature | outcome | why | lines |", "|---|---|---|---|"]
+    for (feature, outcome), reasons in corpus.reasons.items():
+        lines += [f"| `{feature}` | {outcome} | {why.replace('|', '/')} | {n} |" for why, n in reasons.most_common()]
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Read the options, try what is given, and write the page. Exit status 1 after a crash."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for option in ("--verl-root", "--recipe-root", "--slime-root"):
+        parser.add_argument(option, type=Path, help="a checkout; left out where absent")
+    parser.add_argument("--page", type=Path, help="file that the tables are written to, docs/corpus.md for that page")
+    options = parser.parse_args()
+    parts = []
+    roots = {"verl": options.verl_root, "verl-recipe": options.recipe_root}
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        parts = [(title, verl_corpus([root.resolve()])) for title, root in roots.items() if root]
+        # Lines of slime are tried by docs/corpus_slime.py, with ``corpus(root, counts) -> Corpus``.
+        if options.slime_root and importlib.util.find_spec("corpus_slime"):
+            slime = importlib.import_module("corpus_slime")
+            parts.append(("slime", slime.corpus(options.slime_root.resolve(), Corpus())))
+    text = HEAD.format(version=importlib.metadata.version("verl")) + "\n".join(as_text(*part) for part in parts)
+    if options.page:
+        options.page.write_text(text)
+    print(text)
+    crashes = sum(counts["crash"] for _, corpus in parts for counts in corpus.outcomes.values())
+    sys.exit(bool(crashes))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()

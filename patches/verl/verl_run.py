@@ -1,0 +1,205 @@
+"""The facts of one run of verl that decide which features serve it: trainer, engine, advantage estimator, group filter, replicas.
+
+Every check of a feature reads them here. ``trainer.use_v1`` is True by default, also under mains that never look at it: the
+class of the trainer that was built decides where there is one, and the sections of the configuration before that.
+"""
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rl_accel.errors import refuse
+
+ON_POLICY = ("V1 sync", "V1 tail_batching")
+"""Trainers whose rollouts begin and end within their step."""
+TRAINERS = {
+    "sampler": ("V1",),
+    "tail_batching": ON_POLICY,
+    "reward_timeout": ("V1", "legacy"),
+    "telemetry": ("V1", "legacy", "one_step_off"),
+    "tp_replan": ON_POLICY,
+    "balance": ON_POLICY,
+    "drafts": ("V1",),
+}
+"""Values of :attr:`VerlRun.trainer` that a feature works with; "V1" is any mode. A feature that is not listed works with all."""
+ENGINES = {"final_output": "vllm", "drafts": "vllm"}
+"""The only engine that a feature works with."""
+
+MAINS = {
+    "verl.trainer.main_ppo": ("trainer/config", "ppo_trainer"),
+    "verl.experimental.fully_async_policy.fully_async_main": (
+        "experimental/fully_async_policy/config",
+        "fully_async_ppo_trainer",
+    ),
+    "verl.experimental.one_step_off_policy.main_ppo": (
+        "experimental/one_step_off_policy/config",
+        "one_step_off_ppo_trainer",
+    ),
+}
+"""By main of verl, the folder in verl and the name of its configuration."""
+
+_RAY_TRAINER = ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer")
+_HOMES = {
+    "verl.experimental.fully_async_policy": "fully_async",
+    "verl.experimental.one_step_off_policy": "one_step_off",
+}
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+class VerlRun:
+    """What a configuration of verl, and the trainer that was built from it, say about the run.
+
+    Args:
+        config: verl's whole configuration.
+        built: the trainer; None before there is one.
+        in_driver: nothing has started yet, so that everything in ``config`` can still be chosen.
+
+    Attributes:
+        trainer: ``V1 <mode>``; ``legacy``, which is RayPPOTrainer or a subclass that sets up its workers as that does;
+            ``one_step_off``; ``fully_async``; or ``recipe``, any other subclass of RayPPOTrainer.
+    """
+
+    @classmethod
+    def compose(cls, main: str, overrides: Sequence[str], folder: Path | None = None, name: str = "") -> "VerlRun":
+        """Compose the run that ``python -m main overrides`` would begin, in its driver, as hydra does.
+
+        Args:
+            main: a key of :data:`MAINS`.
+            overrides: hydra's, as on the command line.
+            folder: folder of configurations in place of the main's (``--config-path``).
+            name: of the configuration in place of the main's (``--config-name``).
+
+        Raises:
+            Exception: hydra's, naming the override that does not fit.
+        """
+        import verl
+        from hydra import compose, initialize_config_dir
+        from hydra.core.global_hydra import GlobalHydra
+
+        root = Path(verl.__file__).resolve().parent
+        own_folder, own_name = MAINS[main]
+        # The mains of verl.experimental look for verl's configuration in the working directory.
+        search = [f"hydra.searchpath=[file://{root / 'trainer/config'}]"] if own_name != "ppo_trainer" or folder else []
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(str((folder or root / own_folder).resolve()), version_base=None):
+            return cls(compose(name or own_name, [*search, *overrides]), in_driver=True)
+
+    def __init__(self, config: Any, built: Any = None, in_driver: bool = False) -> None:
+        self.config, self.built, self.in_driver = config, built, in_driver
+        self.trainer = self._trainer_by_sections() if built is None else self._trainer_by_class(type(built))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a dotted ``key``, or ``default`` if it is absent or null."""
+        value = OmegaConf.select(self.config, key, default=None)
+        return default if value is None else value
+
+    @property
+    def is_v1(self) -> bool:
+        """Whether agent loops hand their responses over in TransferQueue, as the V1 trainer has them do."""
+        return self.trainer.startswith("V1 ")
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether verl trains a critic (its ``need_critic``)."""
+        return bool(self.get("critic.enable", self.get("algorithm.adv_estimator") == "gae"))
+
+    @property
+    def filters_groups(self) -> bool:
+        """Whether groups without a difference in rewards are replaced by others (DAPO)."""
+        return bool(self.get("algorithm.filter_groups.enable", False))
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs of the trainer."""
+        return self._number("trainer.n_gpus_per_node") * self._number("trainer.nnodes")
+
+    @property
+    def gpus_besides_tp(self) -> int:
+        """Data-parallel times pipeline-parallel size of the rollout: with tensor parallelism, the GPUs of a replica."""
+        return self._number(f"{_ROLLOUT}.data_parallel_size") * self._number(f"{_ROLLOUT}.pipeline_model_parallel_size")
+
+    @property
+    def generates_within_stage(self) -> bool:
+        """Whether generation begins with the stage that is timed as such; other trainers have responses under way then."""
+        if not self.is_v1:
+            return self.trainer == "legacy"
+        return self.trainer in ON_POLICY and self.get(f"trainer.v1.{self.trainer[3:]}.parameter_sync_step", 1) == 1
+
+    def require(self, feature: str) -> None:
+        """Refuse a ``feature`` that cannot act in this run.
+
+        Raises:
+            ConfigError: its name, the trainer or engine that is wanted, and the one that was found.
+        """
+        flag, wanted = f"rl_accel.{feature}", TRAINERS.get(feature, (self.trainer,))
+        if self.trainer not in wanted and not (self.is_v1 and "V1" in wanted):
+            names = [name for name in wanted if name != "V1 tail_batching"]  # which our own wiring chooses
+            if self.is_v1:
+                refuse(flag, "trainer.v1.trainer_mode", names[0].removeprefix("V1 "), self.trainer[3:])
+            found = self.trainer if self.built is None else f"{self.trainer} ({type(self.built).__name__})"
+            reason = "trainer.use_v1 = False" if self.get("trainer.use_v1") is False else ""
+            refuse(flag, "the trainer", " or ".join(names), found, reason)
+        if feature in ENGINES and self.get(f"{_ROLLOUT}.name") != ENGINES[feature]:
+            refuse(flag, f"{_ROLLOUT}.name", ENGINES[feature], self.get(f"{_ROLLOUT}.name"))
+
+    def require_chosen(self, flag: str, key: str, value: Any) -> None:
+        """Refuse a trainer that was built before ``value`` was chosen, where choosing it now is too late.
+
+        Raises:
+            ConfigError: the driver has not called ``validate_config``.
+        """
+        if not self.in_driver and self.get(key) != value:
+            reason = "verl's validate_config sets it, which the driver must call before the trainer starts"
+            refuse(flag, key, value, self.get(key), reason)
+
+    def require_off(self, flag: str, key: str, reason: str = "") -> None:
+        """Refuse a configuration in which ``key`` is on.
+
+        Raises:
+            ConfigError: it is.
+        """
+        if self.get(key, False):
+            refuse(flag, key, False, True, reason)
+
+    def idle(self, feature: str) -> str:
+        """Return why a ``feature`` that works here has nothing to do in this run, or ""."""
+        estimator = self.get("algorithm.adv_estimator")
+        by_estimator = f"algorithm.adv_estimator = {estimator}"
+        if feature == "gae" and estimator != "gae":
+            return by_estimator
+        if feature == "advantages":
+            switches = importlib.import_module("rl_accel.patches.verl.advantages").SWITCHES
+            served = {"gae", "gdpo", *(switch.name.removeprefix("verl.") for switch in switches)}
+            return "" if estimator in served else by_estimator
+        if feature == "sampler" and self.filters_groups:
+            return "algorithm.filter_groups.enable = True: which prompts are launched depends on when verl looks"
+        if feature == "balance" and self.gpus == self.gpus_besides_tp * self._number(
+            f"{_ROLLOUT}.tensor_model_parallel_size"
+        ):
+            return "the rollout has one replica"
+        return ""
+
+    def _number(self, key: str) -> int:
+        return int(self.get(key, 1) or 1)
+
+    def _trainer_by_sections(self) -> str:
+        if self.get("async_training") is not None:
+            return "fully_async"
+        if self.get("rollout.nnodes") is not None:
+            return "one_step_off"
+        mode = self.get("trainer.v1.trainer_mode") if self.get("trainer.use_v1", False) else None
+        return f"V1 {mode}" if mode else "legacy"
+
+    def _trainer_by_class(self, cls: type) -> str:
+        bases = {(base.__module__, base.__qualname__): base for base in cls.__mro__}
+        if ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer") in bases:
+            return f"V1 {self.get('trainer.v1.trainer_mode')}"
+        for module, _ in bases:
+            for home, trainer in _HOMES.items():
+                if module.startswith(home):
+                    return trainer
+        verls: Any = bases.get(_RAY_TRAINER)
+        return "legacy" if verls and cls.init_workers is verls.init_workers else "recipe"  # type: ignore[attr-defined]
