@@ -1,0 +1,144 @@
+"""Tries slime's own launch lines against every feature that has a part for slime: :func:`table` prints counts, :func:`verdicts` each.
+
+``python docs/corpus_slime.py CHECKOUT``, where slime's requirements are installed (``make test-slime`` installs them). Scripts run
+with stubs for every program; what they would launch is recorded, and goes through slime's own parser and through
+``rl-accel slime-config``'s comparison. Model folders are replaced by one that exists.
+"""
+
+import contextlib
+import copy
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from rl_accel import config
+from rl_accel.errors import ConfigError
+from rl_accel.integrations.slime.custom_config import HOOKS, make, parsed
+from rl_accel.integrations.slime.launch_line import one_file, put_in_place, put_init_in_place
+
+RECORDED = ("python", "python3", "ray", "nohup", "torchrun")
+SILENT = "rm pkill kill killall sudo pip git wget curl hf docker ssh scp mkdir mv cp chmod sleep rsync touch ln nvidia-smi".split()
+REAL = "bash sh cat dirname basename date sed awk grep head tail wc env seq sort cut tr printf hostname".split()
+FOLDERS = ("--hf-checkpoint", "--ref-load", "--opd-teacher-load")
+MODEL = {
+    "model_type": "qwen2",
+    "hidden_size": 4096,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+}
+MODEL |= {"num_attention_heads": 64, "num_key_value_heads": 64}
+RUN_PYTHON = """
+import runpy, subprocess, sys
+import slime.utils.misc as misc
+
+def run(command, capture_output=False):
+    done = subprocess.run(["/bin/bash", "-c", command], capture_output=True, text=True)
+    return "8" if capture_output else done.stdout
+
+misc.exec_command = run
+for script in sys.argv[1:]:
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except BaseException as error:
+        print(script, repr(error), file=sys.stderr)
+"""
+
+
+def launch_lines(root: Path) -> list[tuple[str, list[str]]]:
+    """Return the name of each launch script of a checkout and the words after ``train.py`` of what it launches."""
+    scripts = [path for folder in ("scripts", "examples", "tests") for path in (root / folder).rglob("*.sh")]
+    python = [path for folder in ("examples", "tests") for path in (root / folder).rglob("*.py")]
+    python = sorted(path for path in python if "execute_train(" in path.read_text())
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder, "record")
+        for name in RECORDED:
+            _stub(folder, name, f"import json\nopen({str(record)!r}, 'a').write(json.dumps(sys.argv) + '\\n')")
+        for name in SILENT:
+            _stub(folder, name, "")
+        for name in REAL:
+            Path(folder, name).symlink_to(shutil.which(name, path="/usr/bin:/bin") or "/bin/true")
+        environment = {"PATH": folder, "HOME": folder, "PYTHONPATH": str(root), "BASH_FUNC_ulimit%%": "() { :; }"}
+        environment["BASH_FUNC_cd%%"] = '() { builtin cd "$@" 2>/dev/null || :; }'
+        for script in sorted(scripts):
+            run = {"cwd": root, "env": environment, "capture_output": True, "timeout": 60}
+            subprocess.run(["/bin/bash", str(script)], **run)
+            found += [(str(script.relative_to(root)), line) for line in _recorded(record)]
+        for script in python:
+            run["timeout"] = 120
+            subprocess.run([sys.executable, "-c", RUN_PYTHON, str(script)], **run)
+            found += [(str(script.relative_to(root)), line) for line in _recorded(record)]
+    return found
+
+
+def _stub(folder: str, name: str, body: str) -> None:
+    Path(folder, name).write_text(f"#!{sys.executable} -S\nimport sys\n{body}\n")
+    Path(folder, name).chmod(0o755)
+
+
+def _recorded(record: Path) -> Iterator[list[str]]:
+    """Yield what has been recorded since the last call, without repetitions: scripts of several nodes launch once for each."""
+    for words in dict.fromkeys(record.read_text().splitlines() if record.exists() else ()):
+        words = " ".join(json.loads(words)).split() if "-c" in words else json.loads(words)
+        at = [n for n, word in enumerate(words, 1) if re.search(r"(^|/)train(_async)?\.py$", word)]
+        if at:
+            yield words[at[-1] :]
+    record.unlink(missing_ok=True)
+
+
+def verdicts(root: Path) -> Iterator[tuple[str, str, str, str]]:
+    """Yield script, feature, verdict (accepted, moved, without effect or refused) and what a user is told."""
+    sys.path.insert(0, str(root))
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    with tempfile.TemporaryDirectory() as model:
+        Path(model, "config.json").write_text(json.dumps(MODEL))
+        for script, line in launch_lines(root):
+            line = [model if before in FOLDERS else word for before, word in zip(["", *line], line, strict=False)]
+            try:
+                with contextlib.redirect_stderr(io.StringIO()) as said:
+                    args, _ = parsed(line, {})
+            except SystemExit:
+                yield script, "slime's own parser", "refused", said.getvalue().strip().splitlines()[-1]
+                continue
+            for feature in HOOKS:
+                yield script, feature, *_verdict(copy.deepcopy(args), feature, line)
+
+
+def _verdict(args: object, feature: str, line: list[str]) -> tuple[str, str]:
+    content = make([feature], {})
+    vars(args).update(content)
+    try:
+        flags = config.resolve([("file", content["rl_accel"])])
+        line = one_file([*line, "--custom-config-path=ours"])
+        told = [*put_init_in_place(args, flags, line), *put_in_place(args, flags, line)]
+    except ConfigError as error:
+        return "refused", str(error)
+    if not told:
+        return "accepted", ""
+    return "without effect" if "has nothing to do" in told[0] else "moved", "; ".join(told)
+
+
+def table(root: Path) -> str:
+    """Return the counts as a table in Markdown: a row for each feature and verdict, or reason."""
+    counts = Counter((feature, verdict, _reason(told)) for _, feature, verdict, told in verdicts(root))
+    rows = [f"| {feature} | {verdict} | {n} | {why} |" for (feature, verdict, why), n in sorted(counts.items())]
+    return "\n".join(["| feature | verdict | launch lines | what is said |", "|---|---|---|---|", *rows])
+
+
+def _reason(told: str) -> str:
+    """Leave out what is of one script: values."""
+    flags = dict.fromkeys(re.findall(r"--[a-z][a-z-]+", told))
+    return ", ".join(f"`{flag}`" for flag in flags) or told
+
+
+if __name__ == "__main__":
+    print(table(Path(sys.argv[1]).resolve()))
