@@ -1,4 +1,4 @@
-"""Tries slime's own launch lines against every feature that has a part for slime: :func:`table` prints counts, :func:`verdicts` each.
+"""Tries slime's own launch lines against every feature that has a part for slime; :func:`table` counts what :func:`verdicts` says.
 
 ``python docs/corpus_slime.py CHECKOUT``, where slime's requirements are installed (``make test-slime`` installs them). Scripts run
 with stubs for every program; what they would launch is recorded, and goes through slime's own parser and through
@@ -22,20 +22,16 @@ from pathlib import Path
 from rl_accel import config
 from rl_accel.errors import ConfigError
 from rl_accel.integrations.slime.custom_config import HOOKS, make, parsed
-from rl_accel.integrations.slime.launch_line import one_file, put_in_place, put_init_in_place
+from rl_accel.integrations.slime.launch_line import put_in_place, put_init_in_place, read
 
 RECORDED = ("python", "python3", "ray", "nohup", "torchrun")
-SILENT = "rm pkill kill killall sudo pip git wget curl hf docker ssh scp mkdir mv cp chmod sleep rsync touch ln nvidia-smi".split()
-REAL = "bash sh cat dirname basename date sed awk grep head tail wc env seq sort cut tr printf hostname".split()
+SILENT = (
+    "rm pkill kill killall sudo pip git wget curl hf docker ssh scp mkdir mv cp chmod sleep rsync touch ln nvidia-smi"
+)
+REAL = "bash sh cat dirname basename date sed awk grep head tail wc env seq sort cut tr printf hostname"
 FOLDERS = ("--hf-checkpoint", "--ref-load", "--opd-teacher-load")
-MODEL = {
-    "model_type": "qwen2",
-    "hidden_size": 4096,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 2,
-    "vocab_size": 64,
-}
-MODEL |= {"num_attention_heads": 64, "num_key_value_heads": 64}
+SIZES = {"hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 2, "vocab_size": 64}
+MODEL = {"model_type": "qwen2", **SIZES, "num_attention_heads": 64, "num_key_value_heads": 64}
 RUN_PYTHON = """
 import runpy, subprocess, sys
 import slime.utils.misc as misc
@@ -45,11 +41,7 @@ def run(command, capture_output=False):
     return "8" if capture_output else done.stdout
 
 misc.exec_command = run
-for script in sys.argv[1:]:
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except BaseException as error:
-        print(script, repr(error), file=sys.stderr)
+runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
@@ -63,19 +55,15 @@ def launch_lines(root: Path) -> list[tuple[str, list[str]]]:
         record = Path(folder, "record")
         for name in RECORDED:
             _stub(folder, name, f"import json\nopen({str(record)!r}, 'a').write(json.dumps(sys.argv) + '\\n')")
-        for name in SILENT:
+        for name in SILENT.split():
             _stub(folder, name, "")
-        for name in REAL:
+        for name in REAL.split():
             Path(folder, name).symlink_to(shutil.which(name, path="/usr/bin:/bin") or "/bin/true")
         environment = {"PATH": folder, "HOME": folder, "PYTHONPATH": str(root), "BASH_FUNC_ulimit%%": "() { :; }"}
         environment["BASH_FUNC_cd%%"] = '() { builtin cd "$@" 2>/dev/null || :; }'
-        for script in sorted(scripts):
-            run = {"cwd": root, "env": environment, "capture_output": True, "timeout": 60}
-            subprocess.run(["/bin/bash", str(script)], **run)
-            found += [(str(script.relative_to(root)), line) for line in _recorded(record)]
-        for script in python:
-            run["timeout"] = 120
-            subprocess.run([sys.executable, "-c", RUN_PYTHON, str(script)], **run)
+        for script in [*sorted(scripts), *python]:
+            command = ["/bin/bash"] if script.suffix == ".sh" else [sys.executable, "-c", RUN_PYTHON]
+            subprocess.run([*command, str(script)], cwd=root, env=environment, capture_output=True, timeout=120)
             found += [(str(script.relative_to(root)), line) for line in _recorded(record)]
     return found
 
@@ -95,8 +83,8 @@ def _recorded(record: Path) -> Iterator[list[str]]:
     record.unlink(missing_ok=True)
 
 
-def verdicts(root: Path) -> Iterator[tuple[str, str, str, str]]:
-    """Yield script, feature, verdict (accepted, moved, without effect or refused) and what a user is told."""
+def verdicts(root: Path) -> Iterator[tuple[str, list[str], str, str, str]]:
+    """Yield script, launch line, feature, verdict (accepted, moved, without effect or refused) and what a user is told."""
     sys.path.insert(0, str(root))
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     with tempfile.TemporaryDirectory() as model:
@@ -107,10 +95,10 @@ def verdicts(root: Path) -> Iterator[tuple[str, str, str, str]]:
                 with contextlib.redirect_stderr(io.StringIO()) as said:
                     args, _ = parsed(line, {})
             except SystemExit:
-                yield script, "slime's own parser", "refused", said.getvalue().strip().splitlines()[-1]
+                yield script, line, "slime's own parser", "refused", said.getvalue().strip().splitlines()[-1]
                 continue
             for feature in HOOKS:
-                yield script, feature, *_verdict(copy.deepcopy(args), feature, line)
+                yield script, line, feature, *_verdict(copy.deepcopy(args), feature, line)
 
 
 def _verdict(args: object, feature: str, line: list[str]) -> tuple[str, str]:
@@ -118,7 +106,7 @@ def _verdict(args: object, feature: str, line: list[str]) -> tuple[str, str]:
     vars(args).update(content)
     try:
         flags = config.resolve([("file", content["rl_accel"])])
-        line = one_file([*line, "--custom-config-path=ours"])
+        line = read([*line, "--custom-config-path=ours"])
         told = [*put_init_in_place(args, flags, line), *put_in_place(args, flags, line)]
     except ConfigError as error:
         return "refused", str(error)
@@ -129,7 +117,7 @@ def _verdict(args: object, feature: str, line: list[str]) -> tuple[str, str]:
 
 def table(root: Path) -> str:
     """Return the counts as a table in Markdown: a row for each feature and verdict, or reason."""
-    counts = Counter((feature, verdict, _reason(told)) for _, feature, verdict, told in verdicts(root))
+    counts = Counter((feature, verdict, _reason(told)) for *_, feature, verdict, told in verdicts(root))
     rows = [f"| {feature} | {verdict} | {n} | {why} |" for (feature, verdict, why), n in sorted(counts.items())]
     return "\n".join(["| feature | verdict | launch lines | what is said |", "|---|---|---|---|", *rows])
 

@@ -26,9 +26,9 @@ from rl_accel.integrations.slime.hooks import require_values
 from rl_accel.integrations.slime.launch_line import (
     STOCK,
     hooks_of_features_that_are_on,
-    one_file,
     put_in_place,
     put_init_in_place,
+    read,
 )
 from rl_accel.runtime import is_installed
 
@@ -114,11 +114,12 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
             if content.get(key) != wanted:
                 raise ConfigError(f"{path}: {SECTION}.{name} wants {key}: {wanted}, found {content.get(key)}")
     if line is None:
-        warnings = put_in_place(SimpleNamespace(**{**_DEFAULTS, **content}), flags, [])
+        warnings = put_in_place(SimpleNamespace(**{**_DEFAULTS, **content}), flags, {})
     else:
-        line = one_file([*line, f"--custom-config-path={path}"])
+        line = [*line, f"--custom-config-path={path}"]
+        named = read(line)
         args, warnings = parsed(line, content)
-        warnings += [*put_init_in_place(args, flags, line), *put_in_place(args, flags, line)]
+        warnings += [*put_init_in_place(args, flags, named), *put_in_place(args, flags, named)]
     known = arguments_of(slime_root) if slime_root else {*keys}
     return warnings + [
         f"{key} is no flag of slime's own{_hint(key, known)}; slime sets it all the same"

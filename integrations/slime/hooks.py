@@ -16,14 +16,8 @@ from typing import Any
 
 from rl_accel.config import Flags
 from rl_accel.errors import ConfigError
-from rl_accel.features import FEATURES
-from rl_accel.integrations.slime.launch_line import (
-    function_at,
-    one_file,
-    put_in_place,
-    put_init_in_place,
-    words,
-)
+from rl_accel.integrations.slime import launch_line
+from rl_accel.integrations.slime.launch_line import function_at, put_in_place, put_init_in_place
 from rl_accel.runtime import FRAMEWORK, RUNTIME
 
 logger = logging.getLogger("rl_accel")
@@ -52,14 +46,11 @@ def require_values(flags: Flags) -> None:
     Raises:
         ConfigError: names the flag, the values that slime has, and the one found.
     """
-    for feature in FEATURES:
-        if feature.slime is None or flags.requested(feature) == "off":
-            continue
-        for name, values in feature.slime.values.items():
-            value = getattr(flags[feature], name)
-            if value not in values:
+    for feature, section, hooks in launch_line.hooks_of_features_that_are_on(flags):
+        for name, values in hooks.values.items():
+            if (value := getattr(section, name)) not in values:
                 wanted = " or ".join(map(str, values))
-                raise ConfigError(f"rl_accel.{feature.name}.{name} wants {wanted} on slime, found {value}")
+                raise ConfigError(f"rl_accel.{feature}.{name} wants {wanted} on slime, found {value}")
 
 
 def data_source(args: Any) -> Any:
@@ -69,7 +60,7 @@ def data_source(args: Any) -> Any:
         ConfigError: a flag is wrong, or the launch line and a feature cannot go together.
         PatchRefused: a feature asked for by name cannot be applied to this slime.
     """
-    for note in put_in_place(args, flags_of(args), one_file(words())):
+    for note in put_in_place(args, flags_of(args), launch_line.of_this_job()):
         logger.info("rl-accel: %s", note)
     return function_at(args.data_source_path)(args)
 
@@ -83,7 +74,7 @@ def megatron_init(args: Any) -> None:
     """
     flags = RUNTIME.flags() if getattr(args, "rl_accel", None) is None else flags_of(args)
     before = getattr(args, "custom_megatron_init_path", None)
-    notes = put_init_in_place(args, flags, one_file(words()))
+    notes = put_init_in_place(args, flags, launch_line.of_this_job())
     for note in notes if getattr(args, "rank", 0) == 0 else ():
         logger.info("rl-accel: %s", note)
     if (theirs := getattr(args, "custom_megatron_init_path", None)) != before:

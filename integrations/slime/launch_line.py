@@ -27,47 +27,41 @@ STOCK = {
 LOG_FUNCTIONS = ("custom_rollout_log_function_path", "custom_eval_rollout_log_function_path")
 
 
-def words() -> list[str]:
-    """Return the words of the command that began this job, which may run on another node."""
+def of_this_job() -> dict[str, str]:
+    """Return the flags of the command that began this job, which may run on another node; see :func:`read`."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
-        return sys.argv
+        return read(sys.argv)
     try:
         from ray._private.state import jobs
 
         job_id = ray.get_runtime_context().get_job_id()
         lexer = shlex.shlex(next(job["Entrypoint"] for job in jobs() if job["JobID"] == job_id), posix=True)
         lexer.whitespace_split, lexer.quotes, lexer.commenters = True, '"', ""  # Ray quotes as Windows does
-        return list(lexer)
+        words = list(lexer)
     except Exception as error:  # Ray promises nothing here
         logger.warning("rl-accel: the launch line is unknown, and not compared with the file of keys: %r", error)
-        return []
+        return {}
+    return read(words)
 
 
-def one_file(line: Sequence[str]) -> Sequence[str]:
-    """Return ``line`` if it names at most one file of keys; slime reads the last without a word about others.
+def read(words: Sequence[str]) -> dict[str, str]:
+    """Return the value of each flag of a launch line, by the name of slime's argument.
 
     Raises:
-        ConfigError: names the files.
+        ConfigError: there are two files of keys, of which slime reads the last.
     """
-    if len(files := dict.fromkeys(values_of("custom_config_path", line))) > 1:
-        raise ConfigError(
-            f"slime reads one --custom-config-path, found {', '.join(files)}: put their keys into one file"
-        )
+    line: dict[str, str] = {}
+    for word, after in itertools.pairwise([*words, ""]):
+        flag, equals, value = word.partition("=")
+        key, value = flag.removeprefix("--").replace("-", "_"), value if equals else after
+        if key == "custom_config_path" and line.get(key, value) != value:
+            raise ConfigError(
+                f"slime reads one --custom-config-path, found {line[key]} and {value}: put their keys into one"
+            )
+        if flag.startswith("--"):
+            line[key] = value
     return line
-
-
-def values_of(key: str, line: Sequence[str]) -> list[str]:
-    """Return each value that ``line`` has for an argument of slime."""
-    flag = flag_of(key)
-    pairs = itertools.pairwise([*line, ""])
-    return [after if word == flag else word[len(flag) + 1 :] for word, after in pairs if word.partition("=")[0] == flag]
-
-
-def overwritten(key: str, ours: object, line: Sequence[str]) -> str | None:
-    """Return the value of ``line`` that the file has replaced by ``ours``, None without one."""
-    theirs = next(reversed(values_of(key, line)), None)
-    return None if theirs == str(ours) else theirs
 
 
 def hooks_of_features_that_are_on(flags: Flags) -> Iterator[tuple[str, Any, SlimeHooks]]:
@@ -77,7 +71,7 @@ def hooks_of_features_that_are_on(flags: Flags) -> Iterator[tuple[str, Any, Slim
             yield feature.name, flags[feature], feature.slime
 
 
-def put_init_in_place(args: Any, flags: Flags, line: Sequence[str]) -> list[str]:
+def put_init_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
     """Set slime's Megatron hook back to that of ``line``, if the file has overwritten it.
 
     Returns:
@@ -91,33 +85,31 @@ def put_init_in_place(args: Any, flags: Flags, line: Sequence[str]) -> list[str]
             wanted = f"--advantage-estimator {' or '.join(hooks.estimators)}"
             notes.append(f"{name} has nothing to do: it serves {wanted}, found {estimator}")
     for key, ours in SLIME_MEGATRON.items():
-        if getattr(args, key, None) == ours and (theirs := overwritten(key, ours, line)):
+        if getattr(args, key, None) == ours != (theirs := line.get(key, ours)):
             setattr(args, key, theirs)
             notes.append(f"{flag_of(key)} {theirs} is called after ours")
     return notes
 
 
-def put_in_place(args: Any, flags: Flags, line: Sequence[str]) -> list[str]:
+def put_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
     """Set slime's arguments as the features want them, and return a line for each part of the launch line that was moved.
 
     Args:
         args: slime's, changed in place.
         flags: ours.
-        line: words of the launch line.
+        line: of :func:`read`.
 
     Raises:
         ConfigError: the launch line and a feature cannot go together. Names slime's argument, what is wanted and what was found.
     """
     notes = []
-    args.data_source_path = overwritten("data_source_path", SLIME_DATA["data_source_path"], line)
-    if args.data_source_path is None:
-        args.data_source_path = STOCK["data_source_path"]
+    source = line.get("data_source_path")
+    args.data_source_path = STOCK["data_source_path"] if source in (None, *SLIME_DATA.values()) else source
     for name, section, hooks in hooks_of_features_that_are_on(flags):
-        engine = hooks.engine(section)
-        taken = {key: overwritten(key, ours, line) for key, ours in engine.items()}
-        for key, theirs in {**taken, **{key: getattr(args, key, None) for key in hooks.unset}}.items():
-            if theirs is not None:
-                refuse(f"rl_accel.{name}", flag_of(key), engine.get(key, "unset"), theirs)
+        for key, wanted in {**hooks.engine(section), **dict.fromkeys(hooks.unset)}.items():
+            found = getattr(args, key, None) if wanted is None else line.get(key, wanted)
+            if str(found) != str(wanted):
+                refuse(f"rl_accel.{name}", flag_of(key), "unset" if wanted is None else wanted, found)
         for key, ours in hooks.arguments.items():
             theirs = getattr(args, key, None)
             if isinstance(ours, list):

@@ -194,7 +194,7 @@ def test_what_a_launch_line_names_is_kept_and_a_line_says_what_was_moved(launche
             "tail_batching",
             {},
             "--custom-config-path my.yaml --custom-config-path=ours.yaml",
-            r"one --custom-config-path, found my\.yaml, ours\.yaml: put their keys into one file",
+            r"one --custom-config-path, found my\.yaml and ours\.yaml: put their keys into one",
         ),
     ],
 )
@@ -254,16 +254,17 @@ def test_the_hook_of_megatron_says_what_has_nothing_to_do_and_calls_that_of_the_
 @pytest.mark.slow
 def test_a_ray_process_knows_the_words_of_its_jobs_launch_line(python, ray_address):
     pytest.importorskip("ray", reason="ray is not installed")
-    words = ["--a", 'a "b" c', "it's", '--c={"d": 1}', "", "--data-source-path=my.Source"]
+    words = ["--a", 'a "b" c', "--b", "it's", '--c={"d": 1}', "--e", "", "--data-source-path=my.Source"]
     done = python(
         f"""
 import json, os, sys
 if len(sys.argv) == 1:
     os.execv(sys.executable, [sys.executable, __file__, *{words!r}])
 import ray
-from rl_accel.integrations.slime.launch_line import words
+from rl_accel.integrations.slime.launch_line import of_this_job
 ray.init(address={ray_address!r})
-print(json.dumps(ray.get(ray.remote(num_cpus=0)(words).remote())))
+print(json.dumps(ray.get(ray.remote(num_cpus=0)(of_this_job).remote())))
 """
     )
-    assert json.loads(done.stdout.splitlines()[-1])[-len(words) :] == words, done.stderr
+    found = {"a": 'a "b" c', "b": "it's", "c": '{"d": 1}', "e": "", "data_source_path": "my.Source"}
+    assert json.loads(done.stdout.splitlines()[-1]) == found, done.stderr

@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from rl_accel.errors import ConfigError
 from rl_accel.integrations.slime import custom_config, hooks
+from rl_accel.integrations.slime.launch_line import read
 
 pytestmark = pytest.mark.usefixtures("flags_end")
 
@@ -168,7 +169,7 @@ LINE = "python3 train.py --rollout-batch-size 8 --num-rollout 3 --hf-checkpoint 
             "reward_timeout",
             "--custom-config-path my.yaml",
             1,
-            ["found my.yaml, rl_accel.yaml: put their keys into one file"],
+            ["found my.yaml and rl_accel.yaml: put their keys into one"],
         ),
         ("drafts", "--sglang-speculative-algorithm EAGLE", 1, ["--sglang-speculative-algorithm = NGRAM, found EAGLE"]),
         ("tail_batching", "--over-sampling-batch-size 16", 1, ["--over-sampling-batch-size = unset, found 16"]),
@@ -204,3 +205,33 @@ def test_a_launch_line_wants_slime_and_a_file(check, monkeypatch):
         check(custom_config.make(["gae"], {}), line=["--rm-type", "math"])
     done = CliRunner().invoke(custom_config.slime_config, ["--enable", "gae", "--", "train.py"])
     assert "a launch line goes with --check FILE" in str(done.exception)
+
+
+@pytest.mark.slow
+def test_no_launch_line_of_slimes_own_loses_anything(slime_root, monkeypatch):
+    """Each of them with each feature, as ``python docs/corpus.py --slime-root`` counts them."""
+    pytest.importorskip("sglang", reason="sglang, which slime's parser imports, is absent")
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "docs")
+    from corpus_slime import verdicts
+
+    found = [(feature, verdict, told, read(line)) for _, line, feature, verdict, told in verdicts(slime_root)]
+    assert len(found) > 6 * 80
+    for feature, verdict, told, line in found:
+        estimator = line.get("advantage_estimator", "grpo")
+        wanted = {
+            "gae": estimator != "ppo" and "without effect",
+            "advantages": estimator != "reinforce_plus_plus" and "without effect",
+            "reward_timeout": "custom_rm_path" in line and "moved",
+            "tail_batching": {"rollout_function_path", "partial_rollout", "buffer_filter_path"} & {*line} and "refused",
+            "drafts": "sglang_speculative_algorithm" in line and "refused",
+        }.get(feature)
+        wanted = "refused" if "custom_config_path" in line else wanted
+        if wanted:
+            assert verdict == wanted, (feature, told, line)
+        else:
+            assert (
+                verdict == "accepted"
+                or feature == "tail_batching"
+                and "--over-sampling" in told
+                or feature == "tp_replan"
+            ), told
