@@ -217,21 +217,16 @@ def test_no_launch_line_of_slimes_own_loses_anything(slime_root, monkeypatch):
     found = [(feature, verdict, told, read(line)) for _, line, feature, verdict, told in verdicts(slime_root)]
     assert len(found) > 6 * 80
     for feature, verdict, told, line in found:
-        estimator = line.get("advantage_estimator", "grpo")
-        wanted = {
+        estimator, size = line.get("advantage_estimator", "grpo"), line["rollout_batch_size"]
+        refused = {"rollout_function_path", "partial_rollout", "buffer_filter_path"} & {*line}
+        refused |= {size} - {line.get("over_sampling_batch_size", size)}
+        said = {
             "gae": estimator != "ppo" and "without effect",
             "advantages": estimator != "reinforce_plus_plus" and "without effect",
             "reward_timeout": "custom_rm_path" in line and "moved",
-            "tail_batching": {"rollout_function_path", "partial_rollout", "buffer_filter_path"} & {*line} and "refused",
+            "tail_batching": refused and "refused",
             "drafts": "sglang_speculative_algorithm" in line and "refused",
-        }.get(feature)
-        wanted = "refused" if "custom_config_path" in line else wanted
-        if wanted:
+        }
+        if feature in said:  # what tp_replan refuses is in sizes
+            wanted = "refused" if "custom_config_path" in line else said[feature] or "accepted"
             assert verdict == wanted, (feature, told, line)
-        else:
-            assert (
-                verdict == "accepted"
-                or feature == "tail_batching"
-                and "--over-sampling" in told
-                or feature == "tp_replan"
-            ), told

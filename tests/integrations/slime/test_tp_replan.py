@@ -128,7 +128,7 @@ def test_without_engines_there_is_nothing_to_say(play):
 
 @pytest.fixture
 def train(start, serve, monkeypatch):
-    """``train(seed, features, **arguments)`` returns ``rollout(number, prompts)``, which makes a rollout and returns what slime logs of it."""
+    """``train(seed, features, **arguments)``: ``rollout(number, prompts)`` makes a rollout and returns what slime logs of it."""
 
     def make(seed, features=("tp_replan",), **changes):
         from slime.observability import logging_utils, rollout_metrics
