@@ -1,23 +1,22 @@
-"""Tries slime's own launch lines against every feature that has a part for slime; :func:`table` counts what :func:`verdicts` says.
+"""Tries slime's own launch lines with every feature that has a part for slime, for ``docs/corpus.py --slime-root``.
 
-``python docs/corpus_slime.py CHECKOUT``, where slime's requirements are installed (``make test-slime`` installs them). Scripts run
-with stubs for every program; what they would launch is recorded, and goes through slime's own parser and through
-``rl-accel slime-config``'s comparison. Model folders are replaced by one that exists.
+Scripts run with stubs for every program; what they would launch is recorded. It goes through slime's own parser, so slime's
+requirements must be installed (``make test-slime`` installs them), and then through what a run does before its first rollout.
+Folders of models are replaced by one that exists.
 """
 
 import contextlib
 import copy
 import io
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rl_accel import config
 from rl_accel.errors import ConfigError
@@ -83,22 +82,25 @@ def _recorded(record: Path) -> Iterator[list[str]]:
     record.unlink(missing_ok=True)
 
 
-def verdicts(root: Path) -> Iterator[tuple[str, list[str], str, str, str]]:
-    """Yield script, launch line, feature, verdict (accepted, moved, without effect or refused) and what a user is told."""
+def verdicts(root: Path) -> Iterator[tuple[list[str], str, str, str]]:
+    """Yield launch line, feature ("" for slime's own parser), outcome and what a user is told.
+
+    Outcomes are accepted, refused, without effect, and crash.
+    """
     sys.path.insert(0, str(root))
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     with tempfile.TemporaryDirectory() as model:
         Path(model, "config.json").write_text(json.dumps(MODEL))
-        for script, line in launch_lines(root):
+        for _, line in launch_lines(root):
             line = [model if before in FOLDERS else word for before, word in zip(["", *line], line, strict=False)]
             try:
                 with contextlib.redirect_stderr(io.StringIO()) as said:
-                    args, _ = parsed(line, {})
+                    args, told = parsed(line, {})
             except SystemExit:
-                yield script, line, "slime's own parser", "refused", said.getvalue().strip().splitlines()[-1]
+                yield line, "", "refused", said.getvalue().strip().splitlines()[-1]
                 continue
+            yield line, "", "accepted", "; ".join(told)
             for feature in HOOKS:
-                yield script, line, feature, *_verdict(copy.deepcopy(args), feature, line)
+                yield line, feature, *_verdict(copy.deepcopy(args), feature, line)
 
 
 def _verdict(args: object, feature: str, line: list[str]) -> tuple[str, str]:
@@ -106,27 +108,23 @@ def _verdict(args: object, feature: str, line: list[str]) -> tuple[str, str]:
     vars(args).update(content)
     try:
         flags = config.resolve([("file", content["rl_accel"])])
-        line = read([*line, "--custom-config-path=ours"])
-        told = [*put_init_in_place(args, flags, line), *put_in_place(args, flags, line)]
+        named = read([*line, "--custom-config-path=ours"])
+        told = [*put_init_in_place(args, flags, named), *put_in_place(args, flags, named)]
     except ConfigError as error:
         return "refused", str(error)
-    if not told:
-        return "accepted", ""
-    return "without effect" if "has nothing to do" in told[0] else "moved", "; ".join(told)
+    except Exception as error:
+        return "crash", repr(error)
+    return "without effect" if told and "nothing to do" in told[0] else "accepted", "; ".join(told)
 
 
-def table(root: Path) -> str:
-    """Return the counts as a table in Markdown: a row for each feature and verdict, or reason."""
-    counts = Counter((feature, verdict, _reason(told)) for *_, feature, verdict, told in verdicts(root))
-    rows = [f"| {feature} | {verdict} | {n} | {why} |" for (feature, verdict, why), n in sorted(counts.items())]
-    return "\n".join(["| feature | verdict | launch lines | what is said |", "|---|---|---|---|", *rows])
-
-
-def _reason(told: str) -> str:
-    """Leave out what is of one script: values."""
-    flags = dict.fromkeys(re.findall(r"--[a-z][a-z-]+", told))
-    return ", ".join(f"`{flag}`" for flag in flags) or told
-
-
-if __name__ == "__main__":
-    print(table(Path(sys.argv[1]).resolve()))
+def corpus(root: Path, counts: Any) -> Any:
+    """Count the outcomes of every launch line below ``root`` in ``counts``, a ``Corpus`` of docs/corpus.py, and return it."""
+    for _, feature, outcome, told in verdicts(root):
+        if not feature:
+            counts.lines[
+                f"{outcome} by slime's parser" + (", not by its checks" if told and outcome == "accepted" else "")
+            ] += 1
+            continue
+        flags = ", ".join(f"`{flag}`" for flag in dict.fromkeys(re.findall(r"--[a-z][a-z-]+", told)))
+        counts.add(feature, outcome, flags or told)  # without the values of a script
+    return counts
