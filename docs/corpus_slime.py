@@ -28,11 +28,14 @@ SILENT = (
     "rm pkill kill killall sudo pip git wget curl hf docker ssh scp mkdir mv cp chmod sleep rsync touch ln nvidia-smi"
 )
 REAL = "bash sh cat dirname basename date sed awk grep head tail wc env seq sort cut tr printf hostname"
-FOLDERS = ("--hf-checkpoint", "--ref-load", "--opd-teacher-load")
+FOLDERS = ("scripts", "examples", "tests")
+MODELS = ("--hf-checkpoint", "--ref-load", "--opd-teacher-load")
+OF_THIS_SGLANG = {f"--sglang-cuda-graph-{name}": f"--sglang-cuda-graph-{name}-decode" for name in ("bs", "max-bs")}
+"""Flags that an older SGLang had, and those that the installed one has for them."""
 SIZES = {"hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 2, "vocab_size": 64}
 MODEL = {"model_type": "qwen2", **SIZES, "num_attention_heads": 64, "num_key_value_heads": 64}
 RUN_PYTHON = """
-import runpy, subprocess, sys
+import contextlib, runpy, subprocess, sys
 import slime.utils.misc as misc
 
 def run(command, capture_output=False):
@@ -40,31 +43,38 @@ def run(command, capture_output=False):
     return "8" if capture_output else done.stdout
 
 misc.exec_command = run
-runpy.run_path(sys.argv[1], run_name="__main__")
+for script in sys.argv[1:]:
+    sys.argv = [script]
+    with contextlib.suppress(BaseException):  # what it wants to read may be absent
+        runpy.run_path(script, run_name="__main__")
 """
 
 
-def launch_lines(root: Path) -> list[tuple[str, list[str]]]:
-    """Return the name of each launch script of a checkout and the words after ``train.py`` of what it launches."""
-    scripts = [path for folder in ("scripts", "examples", "tests") for path in (root / folder).rglob("*.sh")]
-    python = [path for folder in ("examples", "tests") for path in (root / folder).rglob("*.py")]
-    python = sorted(path for path in python if "execute_train(" in path.read_text())
-    found = []
+def launch_lines(root: Path) -> Iterator[list[str]]:
+    """Run each launch script of a checkout and yield the words after ``train.py`` of what it would launch, without repetitions."""
+    scripts = sorted(path for name in FOLDERS for path in (root / name).rglob("*.sh"))
+    python = sorted(
+        path for name in FOLDERS for path in (root / name).rglob("*.py") if "execute_train(" in path.read_text()
+    )
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "record")
         for name in RECORDED:
             _stub(folder, name, f"import json\nopen({str(record)!r}, 'a').write(json.dumps(sys.argv) + '\\n')")
         for name in SILENT.split():
-            _stub(folder, name, "")
+            _stub(folder, name, "print('megatron-core 0 /h')" if name == "pip" else "")
         for name in REAL.split():
             Path(folder, name).symlink_to(shutil.which(name, path="/usr/bin:/bin") or "/bin/true")
         environment = {"PATH": folder, "HOME": folder, "PYTHONPATH": str(root), "BASH_FUNC_ulimit%%": "() { :; }"}
+        environment |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "BASE_DIR": "/h",
+            "BASE_FOLDER": "/h",
+        }  # which some want of their user
+        environment["BASH_FUNC_source%%"] = f'() {{ builtin source "${{1/#\\/root\\/slime/{root}}}"; }}'
         environment["BASH_FUNC_cd%%"] = '() { builtin cd "$@" 2>/dev/null || :; }'
-        for script in [*sorted(scripts), *python]:
-            command = ["/bin/bash"] if script.suffix == ".sh" else [sys.executable, "-c", RUN_PYTHON]
-            subprocess.run([*command, str(script)], cwd=root, env=environment, capture_output=True, timeout=120)
-            found += [(str(script.relative_to(root)), line) for line in _recorded(record)]
-    return found
+        for command in (*(["/bin/bash", script] for script in scripts), [sys.executable, "-c", RUN_PYTHON, *python]):
+            subprocess.run(command, cwd=root, env=environment, capture_output=True, timeout=300)
+            yield from _recorded(record)
 
 
 def _stub(folder: str, name: str, body: str) -> None:
@@ -74,8 +84,8 @@ def _stub(folder: str, name: str, body: str) -> None:
 
 def _recorded(record: Path) -> Iterator[list[str]]:
     """Yield what has been recorded since the last call, without repetitions: scripts of several nodes launch once for each."""
-    for words in dict.fromkeys(record.read_text().splitlines() if record.exists() else ()):
-        words = " ".join(json.loads(words)).split() if "-c" in words else json.loads(words)
+    for call in dict.fromkeys(record.read_text().splitlines() if record.exists() else ()):
+        words = [OF_THIS_SGLANG.get(word, word) for word in json.loads(call)]
         at = [n for n, word in enumerate(words, 1) if re.search(r"(^|/)train(_async)?\.py$", word)]
         if at:
             yield words[at[-1] :]
@@ -90,8 +100,8 @@ def verdicts(root: Path) -> Iterator[tuple[list[str], str, str, str]]:
     sys.path.insert(0, str(root))
     with tempfile.TemporaryDirectory() as model:
         Path(model, "config.json").write_text(json.dumps(MODEL))
-        for _, line in launch_lines(root):
-            line = [model if before in FOLDERS else word for before, word in zip(["", *line], line, strict=False)]
+        for line in launch_lines(root):
+            line = [model if before in MODELS else word for before, word in zip(["", *line], line, strict=False)]
             try:
                 with contextlib.redirect_stderr(io.StringIO()) as said:
                     args, told = parsed(line, {})
