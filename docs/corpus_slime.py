@@ -1,8 +1,8 @@
 """Tries slime's own launch lines with every feature that has a part for slime, for ``docs/corpus.py --slime-root``.
 
-Scripts run with stubs for every program; what they would launch is recorded. It goes through slime's own parser, so slime's
-requirements must be installed (``make test-slime`` installs them), and then through what a run does before its first rollout.
-Folders of models are replaced by one that exists.
+Scripts run with stubs for every program; those in Python run as they are, but for their commands. What they would launch goes
+through slime's own parser, so slime's requirements must be installed (``make test-slime`` installs them), and then through what a
+run does before its first rollout. Folders of models are replaced by one that exists.
 """
 
 import contextlib
@@ -64,12 +64,13 @@ def launch_lines(root: Path) -> Iterator[list[str]]:
             _stub(folder, name, "print('megatron-core 0 /h')" if name == "pip" else "")
         for name in REAL.split():
             Path(folder, name).symlink_to(shutil.which(name, path="/usr/bin:/bin") or "/bin/true")
-        environment = {"PATH": folder, "HOME": folder, "PYTHONPATH": str(root), "BASH_FUNC_ulimit%%": "() { :; }"}
+        environment = {"PATH": folder, "HOME": folder, "TMPDIR": folder, "PYTHONPATH": str(root)}
         environment |= {
             "MASTER_ADDR": "127.0.0.1",
             "BASE_DIR": "/h",
             "BASE_FOLDER": "/h",
         }  # which some want of their user
+        environment["BASH_FUNC_ulimit%%"] = "() { :; }"
         environment["BASH_FUNC_source%%"] = f'() {{ builtin source "${{1/#\\/root\\/slime/{root}}}"; }}'
         environment["BASH_FUNC_cd%%"] = '() { builtin cd "$@" 2>/dev/null || :; }'
         for command in (*(["/bin/bash", script] for script in scripts), [sys.executable, "-c", RUN_PYTHON, *python]):
