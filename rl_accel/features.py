@@ -32,20 +32,30 @@ class SlimeHooks:
     """What a feature needs of slime, all by dotted name.
 
     Attributes:
-        arguments: slime's arguments and the path that each must hold; a list: the paths it must hold among others.
-        check: ``check(args, flags)``, called before slime's actors begin; raises ConfigError.
+        file: keys that the YAML file must hold, and their values: slime's arguments that lead to our functions.
+        arguments: slime's arguments that :func:`~rl_accel.integrations.slime.hooks.data_source` sets; a list: adds to.
+        unset: slime's arguments that must be None.
+        check: ``check(args, flags)``, called before the first rollout, when ``arguments`` are set; raises ConfigError.
+        estimators: values of slime's ``--advantage-estimator`` that the feature serves; empty: all.
         metrics: ``numbers_of(rollout)``, called when slime logs a rollout; returns metrics by name.
         after_evaluation: ``after_evaluation(args)``, called when slime logs an evaluation.
         values: by flag, the values that work on slime, where not all do.
         engine: ``engine(flags)`` returns arguments of SGLang by slime's names for them.
     """
 
-    arguments: Mapping[str, str | list[str]]
+    file: Mapping[str, str]
+    arguments: Mapping[str, str | list[str]] = field(default_factory=dict)
+    unset: tuple[str, ...] = ()
     check: str = ""
+    estimators: tuple[str, ...] = ()
     metrics: str = ""
     after_evaluation: str = ""
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     engine: Callable[[Any], Mapping[str, Any]] = lambda _flags: {}
+
+
+SLIME_MEGATRON = {"custom_megatron_init_path": "rl_accel.integrations.slime.hooks.megatron_init"}
+SLIME_DATA = {"data_source_path": "rl_accel.integrations.slime.hooks.data_source"}
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,7 @@ GAE = Feature(
     flags=GaeFlags,
     automatic=True,
     switches={"verl": ("rl_accel.patches.verl.gae",), "slime": ("rl_accel.patches.slime.gae",)},
-    slime=SlimeHooks({"custom_megatron_init_path": "rl_accel.integrations.slime.hooks.megatron_init"}),
+    slime=SlimeHooks(SLIME_MEGATRON, estimators=("ppo",)),
 )
 
 
@@ -110,7 +120,7 @@ ADVANTAGES = Feature(
         "verl": ("rl_accel.patches.verl.advantages",),
         "slime": ("rl_accel.patches.slime.reinforce_plus_plus",),
     },
-    slime=SlimeHooks({"custom_megatron_init_path": "rl_accel.integrations.slime.hooks.megatron_init"}),
+    slime=SlimeHooks(SLIME_MEGATRON, estimators=("reinforce_plus_plus",)),
 )
 
 
@@ -190,12 +200,9 @@ TAIL_BATCHING = Feature(
     },
     verl="rl_accel.integrations.verl.tail_batching.wiring",
     slime=SlimeHooks(
-        {
-            "rollout_function_path": SLIME_ROLLOUT,
-            "data_source_path": SLIME_DATA_SOURCE,
-            # slime has derived it from --rollout-function-path before it reads this file.
-            "eval_function_path": "slime.rollout.sglang_rollout.generate_rollout",
-        }
+        SLIME_DATA,
+        {"rollout_function_path": SLIME_ROLLOUT, "data_source_path": SLIME_DATA_SOURCE},
+        check="rl_accel.integrations.slime.tail_batching.check",
     ),
 )
 
@@ -219,7 +226,7 @@ class RewardTimeoutFlags:
     workers: int | None = flag(
         None, "executions at once in each reward process; null: its share of the cores", minimum=1
     )
-    grader: str | None = flag(None, "slime: dotted path of the grader that --custom-rm-path named; null: by --rm-type")
+    grader: str | None = flag(None, "slime: dotted path of the grader; null: the one of --custom-rm-path, else of --rm-type")
     isolation: str = flag(
         "auto",
         "of programs under test; auto takes the best that works",
@@ -242,11 +249,13 @@ REWARD_TIMEOUT = Feature(
     },
     verl="rl_accel.integrations.verl.reward_timeout",
     slime=SlimeHooks(
+        SLIME_DATA,
         {
             "custom_rm_path": "rl_accel.integrations.slime.reward_timeout.rm_hook.grade",
             "rollout_sample_hook_path": ["rl_accel.integrations.slime.reward_timeout.rm_hook.mark_evaluation"],
             "custom_rollout_log_function_path": "rl_accel.integrations.slime.rollout_log.log",
         },
+        check="rl_accel.integrations.slime.reward_timeout.check",
         metrics="rl_accel.integrations.slime.reward_timeout.rm_hook.numbers_of",
     ),
 )
@@ -297,8 +306,8 @@ TP_REPLAN = Feature(
     },
     verl="rl_accel.integrations.verl.tp_replan",
     slime=SlimeHooks(
+        SLIME_DATA,
         {
-            "custom_megatron_init_path": "rl_accel.integrations.slime.hooks.megatron_init",
             "custom_rollout_log_function_path": "rl_accel.integrations.slime.rollout_log.log",
             "custom_eval_rollout_log_function_path": "rl_accel.integrations.slime.rollout_log.log_evaluation",
         },
@@ -328,7 +337,9 @@ DRAFTS = Feature(
     switches={"verl": ("rl_accel.integrations.verl.drafts", "rl_accel.patches.verl.collective_rpc"), "slime": ()},
     verl="rl_accel.integrations.verl.drafts",
     slime=SlimeHooks(
-        {},
+        SLIME_DATA,
+        # what names a drafting of another kind
+        unset=tuple(f"sglang_speculative_{name}" for name in ("num_steps", "eagle_topk", "draft_model_path")),
         # SGLang has none of these: their defaults alone
         values={name: (getattr(DraftsFlags, name),) for name in ("batch_limit", "memory_mb", "epochs", "save")},
         engine=lambda flags: {

@@ -1,14 +1,18 @@
-"""``rl-accel slime-config``: writes the YAML file for slime's ``--custom-config-path``, and checks one.
+"""``rl-accel slime-config``: writes the YAML file for slime's ``--custom-config-path``, and checks one, also with a launch line.
 
 slime itself takes any key of that file as it is.
 """
 
+import argparse
+import copy
 import difflib
 import importlib.util
 import os
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -19,10 +23,27 @@ from rl_accel import config as cfg
 from rl_accel.errors import ConfigError
 from rl_accel.features import FEATURES
 from rl_accel.integrations.slime.hooks import require_values
+from rl_accel.integrations.slime.launch_line import (
+    STOCK,
+    hooks_of_features_that_are_on,
+    put_in_place,
+    put_init_in_place,
+    read,
+)
+from rl_accel.runtime import is_installed
 
 SECTION = "rl_accel"
 HOOKS = {feature.name: feature.slime.arguments for feature in FEATURES if feature.slime is not None}
-"""By feature: slime's flags, as keys of the file, and the path each must have, or the paths that it must hold among others."""
+"""By feature: slime's arguments that it sets when a run begins, and the path of each, or paths that are added."""
+_DEFAULTS = {
+    **STOCK,
+    "advantage_estimator": "grpo",
+    "partial_rollout": False,
+    "rollout_global_dataset": True,
+    **dict.fromkeys(("over_sampling_batch_size", "rollout_batch_size", "buffer_filter_path")),
+    "debug_train_only": True,  # without a launch line nothing is known of engines
+}
+"""slime's, of arguments that checks of features read."""
 
 
 def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -39,7 +60,6 @@ def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> 
     flags: dict[str, Any] = {}
     for name in features:
         _require_known(name)
-        content.update(HOOKS[name])
         flags[name] = {"enable": True}
     for name, values in settings.items():
         _require_known(name)
@@ -48,7 +68,7 @@ def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> 
     require_values(resolved)
     for feature in FEATURES:
         if feature.slime is not None and resolved[feature].enable:
-            content.update(feature.slime.engine(resolved[feature]))
+            content.update({**feature.slime.file, **feature.slime.engine(resolved[feature])})
     return {**content, SECTION: flags}
 
 
@@ -65,11 +85,17 @@ def _hint(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def check(path: Path, slime_root: Path | None = None) -> list[str]:
-    """Check a file and return warnings: keys that ``slime_root``, if given, has no flag for.
+def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None = None) -> list[str]:
+    """Check a file and return warnings: what a run would say, and keys that ``slime_root``, if given, has no flag for.
+
+    Args:
+        path: the file.
+        slime_root: a checkout of slime.
+        line: words of a launch line, which slime's own parser reads; slime must be importable.
 
     Raises:
-        ConfigError: the file cannot be read, a flag of ours is wrong, or a path that a feature needs is missing.
+        ConfigError: the file cannot be read, a flag of ours is wrong, a path that a feature needs is missing, or the launch line
+            and a feature cannot go together.
     """
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
@@ -83,16 +109,19 @@ def check(path: Path, slime_root: Path | None = None) -> list[str]:
         raise ConfigError(f"{path} has no {SECTION} section" + (f"; is {close[0]} meant for it?" if close else ""))
     flags = cfg.resolve([(str(path), content[SECTION])])
     require_values(flags)
-    for feature in FEATURES:
-        if feature.slime is None or not flags[feature].enable:
-            continue
-        for key, wanted in {**feature.slime.arguments, **feature.slime.engine(flags[feature])}.items():
-            if not _has(content.get(key), wanted):
-                raise ConfigError(f"{path}: {SECTION}.{feature.name} wants {key}: {wanted}, found {content.get(key)}")
-    if slime_root is None:
-        return []
-    known = arguments_of(slime_root)
-    return [
+    for name, section, hooks in hooks_of_features_that_are_on(flags):
+        for key, wanted in {**hooks.file, **hooks.engine(section)}.items():
+            if content.get(key) != wanted:
+                raise ConfigError(f"{path}: {SECTION}.{name} wants {key}: {wanted}, found {content.get(key)}")
+    if line is None:
+        warnings = put_in_place(SimpleNamespace(**{**_DEFAULTS, **content}), flags, {})
+    else:
+        line = [*line, f"--custom-config-path={path}"]
+        named = read(line)
+        args, warnings = parsed(line, content)
+        warnings += [*put_init_in_place(args, flags, named), *put_in_place(args, flags, named)]
+    known = arguments_of(slime_root) if slime_root else {*keys}
+    return warnings + [
         f"{key} is no flag of slime's own{_hint(key, known)}; slime sets it all the same"
         if not key.startswith("sglang_") or "sglang_tp_size" in known
         else f"{key} was not looked up: SGLang is not installed here"
@@ -101,10 +130,35 @@ def check(path: Path, slime_root: Path | None = None) -> list[str]:
     ]
 
 
-def _has(found: Any, wanted: Any) -> bool:
-    if isinstance(wanted, list):
-        return isinstance(found, list) and set(wanted) <= set(found)
-    return bool(found == wanted)
+def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Return slime's arguments for a launch line, with the file's ``content``, and what slime's own checks say.
+
+    Megatron's flags are passed over where Megatron-LM is absent. A wrong flag ends the process, as in slime.
+    """
+    try:
+        from slime.utils import arguments as slimes
+    except ImportError as error:
+        raise ConfigError(
+            f"a launch line wants slime (SLIME_ROOT) and SGLang importable here, found {error!r}"
+        ) from error
+    before, sys.argv = sys.argv, ["train.py", *line]
+    try:
+        parser = argparse.ArgumentParser(conflict_handler="resolve", allow_abbrev=False)
+        args, _ = slimes.get_slime_extra_args_provider()(parser).parse_known_args()
+        vars(args).update(vars(slimes._pre_parse_mode()))
+        if not (args.debug_train_only or args.load_debug_rollout_data):
+            vars(args).update(vars(slimes.sglang_parse_args()))
+        checked = copy.deepcopy(args)
+        try:
+            if is_installed("megatron.training"):
+                return slimes.parse_args(), []
+            slimes.slime_validate_args(checked)
+        except Exception as error:
+            vars(args).update(content, debug_train_only=True)  # slime has not worked its engines out
+            return args, [f"train.py itself stops: {type(error).__name__}: {error}"]
+        return checked, []
+    finally:
+        sys.argv = before
 
 
 def arguments_of(slime_root: Path) -> set[str]:
@@ -135,19 +189,25 @@ def arguments_of(slime_root: Path) -> set[str]:
     "--set", "settings", multiple=True, help="A further flag, such as tail_batching.prompt_ratio=1.5. May repeat."
 )
 @click.option("--check", "file", type=click.Path(path_type=Path), help="Check this file instead of writing one.")
-def slime_config(enable: str, settings: tuple[str, ...], file: Path | None) -> None:
+@click.argument("line", nargs=-1)
+def slime_config(enable: str, settings: tuple[str, ...], file: Path | None, line: tuple[str, ...]) -> None:
     """Print the YAML that turns features on in slime: ``rl-accel slime-config --enable gae,tail_batching > rl_accel.yaml``,
     then ``--custom-config-path rl_accel.yaml``.
 
     slime itself takes any key of that file without a word, so ``--check FILE`` reads it as we do, and with SLIME_ROOT set looks
-    its other keys up in that checkout.
+    its other keys up in that checkout. ``--check FILE -- python train.py ...`` says what a run with this launch line would say.
     """
     if file is not None:
         root = os.environ.get("SLIME_ROOT")
-        for warning in check(file, Path(root) if root else None):
+        if root and root not in sys.path:
+            sys.path.insert(0, root)
+        start = max((n for n, word in enumerate(line, 1) if word.endswith(".py")), default=0) if line else 0
+        for warning in check(file, Path(root) if root else None, line[start:] if line else None):
             click.echo(f"{file}: {warning}", err=True)
         click.echo(f"{file} is right")
         return
+    if line:
+        raise ConfigError("a launch line goes with --check FILE")
     features = [name.strip() for name in enable.split(",") if name.strip()]
     if not features:
         raise ConfigError(f"--enable wants features to turn on: {', '.join(HOOKS)}")

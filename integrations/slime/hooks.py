@@ -3,20 +3,24 @@
 A YAML file given to slime's ``--custom-config-path`` switches the pack on::
 
     custom_megatron_init_path: rl_accel.integrations.slime.hooks.megatron_init
+    data_source_path: rl_accel.integrations.slime.hooks.data_source
     rl_accel:
       gae: true
+      tail_batching: true
 """
 
 import functools
-import importlib
 import json
-from collections.abc import Callable
+import logging
 from typing import Any
 
 from rl_accel.config import Flags
 from rl_accel.errors import ConfigError
-from rl_accel.features import FEATURES
+from rl_accel.integrations.slime import launch_line
+from rl_accel.integrations.slime.launch_line import function_at, put_in_place, put_init_in_place
 from rl_accel.runtime import FRAMEWORK, RUNTIME
+
+logger = logging.getLogger("rl_accel")
 
 
 def flags_of(args: Any) -> Flags:
@@ -42,32 +46,36 @@ def require_values(flags: Flags) -> None:
     Raises:
         ConfigError: names the flag, the values that slime has, and the one found.
     """
-    for feature in FEATURES:
-        if feature.slime is None or flags.requested(feature) == "off":
-            continue
-        for name, values in feature.slime.values.items():
-            value = getattr(flags[feature], name)
-            if value not in values:
+    for feature, section, hooks in launch_line.hooks_of_features_that_are_on(flags):
+        for name, values in hooks.values.items():
+            if (value := getattr(section, name)) not in values:
                 wanted = " or ".join(map(str, values))
-                raise ConfigError(f"rl_accel.{feature.name}.{name} wants {wanted} on slime, found {value}")
+                raise ConfigError(f"rl_accel.{feature}.{name} wants {wanted} on slime, found {value}")
+
+
+def data_source(args: Any) -> Any:
+    """slime's ``--data-source-path``: puts the features in place where rollouts are made, then returns the data source.
+
+    Raises:
+        ConfigError: a flag is wrong, or the launch line and a feature cannot go together.
+        PatchRefused: a feature asked for by name cannot be applied to this slime.
+    """
+    for note in put_in_place(args, flags_of(args), launch_line.of_this_job()):
+        logger.info("rl-accel: %s", note)
+    return function_at(args.data_source_path)(args)
 
 
 def megatron_init(args: Any) -> None:
     """Put ``args.rl_accel`` in force; slime's ``--custom-megatron-init-path``, called in each actor and critic process.
 
     Raises:
-        ConfigError: a key is unknown or a value unusable (slime itself takes any key of the file), or a feature cannot work
-            with slime's arguments.
+        ConfigError: a key is unknown or a value unusable; slime itself takes any key of the file.
         PatchRefused: a feature asked for by name cannot be applied to this slime.
     """
     flags = RUNTIME.flags() if getattr(args, "rl_accel", None) is None else flags_of(args)
-    for feature in FEATURES:
-        if feature.slime and feature.slime.check and flags.requested(feature) != "off":
-            function_at(feature.slime.check)(args, flags[feature])
-
-
-def function_at(path: str) -> Callable[..., Any]:
-    """Return the function of a dotted path."""
-    module, _, name = path.rpartition(".")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function
+    before = getattr(args, "custom_megatron_init_path", None)
+    notes = put_init_in_place(args, flags, launch_line.of_this_job())
+    for note in notes if getattr(args, "rank", 0) == 0 else ():
+        logger.info("rl-accel: %s", note)
+    if (theirs := getattr(args, "custom_megatron_init_path", None)) != before:
+        function_at(str(theirs))(args)

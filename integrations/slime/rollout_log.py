@@ -1,11 +1,11 @@
 """slime has room for one function that logs a rollout, so there is one: every feature that is on adds its numbers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_accel.features import FEATURES, SlimeHooks
-from rl_accel.integrations.slime.hooks import flags_of, function_at
+from rl_accel.integrations.slime.hooks import flags_of
+from rl_accel.integrations.slime.launch_line import LOG_FUNCTIONS, function_at, hooks_of_features_that_are_on
 from rl_accel.patches.seams import Seams
 
 LOG_SEAMS: Seams = {
@@ -42,7 +42,7 @@ class Rollout:
 
 
 def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, rollout_time: float) -> bool:
-    """slime's ``--custom-rollout-log-function-path``: adds our numbers to those that slime is about to log, and has it go on.
+    """slime's ``--custom-rollout-log-function-path``: adds our numbers to those that slime is about to log.
 
     Raises:
         ConfigError: a flag is wrong.
@@ -50,14 +50,14 @@ def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, ro
     extra = rollout_extra_metrics if isinstance(rollout_extra_metrics, dict) else None
     rollout = Rollout(rollout_id, args, samples, extra or {}, rollout_time)
     numbers: dict[str, float] = {}
-    for hooks in _hooks_of_features_that_are_on(args):
+    for *_, hooks in hooks_of_features_that_are_on(flags_of(args)):
         if hooks.metrics:
             numbers |= function_at(hooks.metrics)(rollout)
     if extra is not None:
         extra.update(numbers)
     elif numbers:  # a rollout function that returns no metrics
         _log_alone(args, rollout_id, numbers)
-    return False
+    return _theirs(args, LOG_FUNCTIONS[0], rollout_id, args, samples, rollout_extra_metrics, rollout_time)
 
 
 def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) -> bool:
@@ -66,17 +66,16 @@ def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) ->
     Raises:
         ConfigError: a flag is wrong.
     """
-    for hooks in _hooks_of_features_that_are_on(args):
+    for *_, hooks in hooks_of_features_that_are_on(flags_of(args)):
         if hooks.after_evaluation:
             function_at(hooks.after_evaluation)(args)
-    return False
+    return _theirs(args, LOG_FUNCTIONS[1], rollout_id, args, data, extra_metrics)
 
 
-def _hooks_of_features_that_are_on(args: Any) -> Iterator[SlimeHooks]:
-    flags = flags_of(args)
-    for feature in FEATURES:
-        if feature.slime and flags.requested(feature) != "off":
-            yield feature.slime
+def _theirs(args: Any, key: str, *given: Any) -> bool:
+    """Call the function that the launch line names, if it does. Returns whether slime is to leave out its own log."""
+    path = getattr(args, "rl_accel_kept", {}).get(key)
+    return bool(path and function_at(path)(*given))
 
 
 def _log_alone(args: Any, rollout_id: int, numbers: dict[str, float]) -> None:

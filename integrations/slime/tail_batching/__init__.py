@@ -51,6 +51,7 @@ SWITCHES = (
                 "status",
                 "session_id",
                 "generate_function_path",
+                "remove_sample",
             ),
             "slime.utils.types:Sample.Status": ("PENDING", "COMPLETED", "TRUNCATED", "ABORTED", "FAILED"),
         },

@@ -97,8 +97,9 @@ class Session:
         if retractions is not None:
             self.retractions = (self.retractions or 0) + int(retractions)
 
-    def finish(self, result: Any) -> None:
-        """Generation is over. Raises CancelledError if it was cut off, ResponseLost or RuntimeError if it is not whole."""
+    def finish(self, result: Any, graded_later: bool) -> None:
+        """Generation is over; ``graded_later`` with its group. Raises CancelledError if it was cut off, ResponseLost or
+        RuntimeError if it is not whole."""
         self.result = result
         leaves = list(samples_of(result))
         self.tokens = sum(sample.response_length for sample in leaves)
@@ -109,7 +110,9 @@ class Session:
         statuses = {sample.status for sample in leaves}
         if self.lost and not statuses <= {Sample.Status.COMPLETED, Sample.Status.TRUNCATED}:
             raise ResponseLost(self.lost)
-        if Sample.Status.ABORTED in statuses:
+        # As in slime, a generate function may hand over what it gave up, with a reward or to be left out of the loss.
+        handed_over = graded_later or all(sample.reward is not None or sample.remove_sample for sample in leaves)
+        if Sample.Status.ABORTED in statuses and not handed_over:
             raise RuntimeError(f"the generate function aborted the response after {self.tokens} tokens")
         self.report(Event("generated", self.response_id, self.tokens))
 
@@ -126,7 +129,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     session.began = time.monotonic()
     result = await function(args, sample, sampling_params, **extra)
-    session.finish(result)
+    session.finish(result, args.group_rm)
     return result
 
 

@@ -1,10 +1,29 @@
-"""Arguments of slime and flags of ours that cannot go together, each named. Needs no slime."""
+"""Arguments of slime and flags of ours: what cannot go together is named, and nothing of a launch line is lost. Needs no slime."""
+
+import json
+import sys
+from types import ModuleType
 
 import pytest
 
 from rl_accel.errors import ConfigError
-from rl_accel.features import TAIL_BATCHING, RewardTimeoutFlags, TailBatchingFlags, TpReplanFlags
-from rl_accel.integrations.slime import reward_timeout, tail_batching, tp_replan
+from rl_accel.features import (
+    REWARD_TIMEOUT,
+    SLIME_ROLLOUT,
+    TAIL_BATCHING,
+    RewardTimeoutFlags,
+    TailBatchingFlags,
+    TpReplanFlags,
+)
+from rl_accel.integrations.slime import (
+    custom_config,
+    hooks,
+    launch_line,
+    reward_timeout,
+    rollout_log,
+    tail_batching,
+    tp_replan,
+)
 
 FINE = {
     "tail_batching": {
@@ -89,3 +108,163 @@ def test_a_run_of_tail_batching_follows_slimes_and_has_prompts_enough(arguments_
         tail_batching.run_of(args, TAIL_ON, 7)
     with pytest.raises(ConfigError, match=r"domain_quotas must add up to .* 8 prompts, found 3"):
         tail_batching.run_of(args, TailBatchingFlags(enable=True, domain_quotas={"math": 3}), 100)
+
+
+# Launch lines
+
+
+@pytest.fixture
+def launched(arguments_of, monkeypatch, flags_end):
+    """``launched(features, line, settings={}, **given)``: slime's arguments under the file of ``slime-config``. The functions of a
+    module ``own`` note their calls in ``args.calls``.
+    """
+
+    def make(features, line="", settings=None, **given):
+        own = ModuleType("own")
+        own.calls = []
+        own.init = lambda args: (own.calls.append("init"), hooks.megatron_init(args))
+        own.Source = lambda args: own.calls.append("source") or "the source"
+        own.log = lambda *given: own.calls.append(len(given)) or True
+        monkeypatch.setitem(sys.modules, "own", own)
+        monkeypatch.setitem(launch_line.STOCK, "data_source_path", "own.Source")
+        monkeypatch.setattr(sys, "argv", ["train.py", *line.split()])
+        args = arguments_of(**{**FINE["tail_batching"], **launch_line.STOCK, "advantage_estimator": "grpo", **given})
+        args.rollout_sample_hook_path = given.get("rollout_sample_hook_path")
+        vars(args).update(custom_config.make(features, settings or {}), calls=own.calls)
+        return args
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("feature", "given", "line", "says"),
+    [
+        ("reward_timeout", {}, "--rm-type math", None),
+        (
+            "reward_timeout",
+            {"custom_rm_path": "my.rm"},
+            "",
+            "--custom-rm-path my.rm is now rl_accel.reward_timeout.grader",
+        ),
+        ("reward_timeout", {"rollout_sample_hook_path": ["my.hook"]}, "", None),
+        (
+            "tp_replan",
+            {"custom_rollout_log_function_path": "own.log"},
+            "",
+            "--custom-rollout-log-function-path own.log is called after ours",
+        ),
+        (
+            "tp_replan",
+            {"custom_eval_rollout_log_function_path": "own.log"},
+            "",
+            "--custom-eval-rollout-log-function-path own.log is called after ours",
+        ),
+        ("reward_timeout", {}, "--data-source-path own.Source", None),
+        ("reward_timeout", {"rollout_function_path": "my.rollout", "eval_function_path": "my.eval"}, "", None),
+    ],
+)
+def test_what_a_launch_line_names_is_kept_and_a_line_says_what_was_moved(launched, caplog, feature, given, line, says):
+    args = launched([feature], line, **given)
+    assert hooks.data_source(args) == "the source"
+    assert [record.getMessage() for record in caplog.records if record.name == "rl_accel"] == (
+        [f"rl-accel: {says}"] if says else []
+    )
+    for key, ours in custom_config.HOOKS[feature].items():
+        assert getattr(args, key) == ([*given.get(key, []), *ours] if isinstance(ours, list) else ours)
+    assert hooks.flags_of(args)[REWARD_TIMEOUT].grader == given.get("custom_rm_path")
+    for key in {"rollout_function_path", "eval_function_path"} & {*given}:
+        assert getattr(args, key) == given[key]
+    if "own.log" in given.values():
+        args.debug_train_only = True  # no servers to ask
+        logs = (rollout_log.log, 0, args, [], {}, 1.0), (rollout_log.log_evaluation, 0, args, {}, {})
+        assert [log(*rest) for log, *rest in logs].count(True) == 1, "slime is told what theirs returned"
+        assert args.calls[1:] in ([5], [4])
+
+
+@pytest.mark.parametrize(
+    ("feature", "given", "line", "message"),
+    [
+        ("tail_batching", {"rollout_function_path": "my.own"}, "", r"--rollout-function-path = unset, found my\.own"),
+        ("tail_batching", {}, "--data-source-path=my.Source", r"--data-source-path = unset, found my\.Source"),
+        ("tail_batching", {"partial_rollout": True}, "", "--partial-rollout = unset"),
+        ("reward_timeout", {"custom_rm_path": "my.rm"}, "grader", r"--custom-rm-path = other\.rm, found my\.rm"),
+        ("drafts", {}, "--sglang-speculative-algorithm EAGLE", "--sglang-speculative-algorithm = NGRAM, found EAGLE"),
+        ("drafts", {"sglang_speculative_num_steps": 3}, "", "--sglang-speculative-num-steps = unset, found 3"),
+        (
+            "tail_batching",
+            {},
+            "--custom-config-path my.yaml --custom-config-path=ours.yaml",
+            r"one --custom-config-path, found my\.yaml and ours\.yaml: put their keys into one",
+        ),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_before_a_rollout(launched, feature, given, line, message):
+    settings = {feature: {"grader": "other.rm"}} if line == "grader" else {}
+    with pytest.raises(ConfigError, match=message):
+        hooks.data_source(launched([feature], line, settings, **given))
+
+
+def test_tail_batching_is_put_in_place(launched, monkeypatch):
+    args = launched(["tail_batching"], eval_function_path="my.eval")
+    monkeypatch.setattr(hooks, "function_at", lambda path: lambda args: path)
+    assert hooks.data_source(args) == TAIL_BATCHING.slime.arguments["data_source_path"]
+    assert (args.rollout_function_path, args.eval_function_path) == (SLIME_ROLLOUT, "my.eval")
+
+
+GAE_IDLE = "rl-accel: gae has nothing to do: it serves --advantage-estimator ppo, found "
+ADVANTAGES_IDLE = "rl-accel: advantages has nothing to do: it serves --advantage-estimator reinforce_plus_plus, found "
+OWN = {"advantage_estimator": "ppo", "custom_advantage_function_path": "my.adv"}
+
+
+@pytest.mark.parametrize(
+    ("given", "line", "said", "calls"),
+    [
+        ({}, "", [f"{GAE_IDLE}grpo", f"{ADVANTAGES_IDLE}grpo"], []),
+        ({"advantage_estimator": "ppo"}, "", [f"{ADVANTAGES_IDLE}ppo"], []),
+        ({"advantage_estimator": "reinforce_plus_plus", "rank": 0}, "", [f"{GAE_IDLE}reinforce_plus_plus"], []),
+        (
+            OWN,
+            "",
+            [f"{idle}--custom-advantage-function-path my.adv in its place" for idle in (GAE_IDLE, ADVANTAGES_IDLE)],
+            [],
+        ),
+        ({"rank": 1}, "", [], []),
+        (
+            {"advantage_estimator": "ppo"},
+            "--custom-megatron-init-path own.init",
+            [f"{ADVANTAGES_IDLE}ppo", "rl-accel: --custom-megatron-init-path own.init is called after ours"],
+            ["init"],
+        ),
+    ],
+)
+def test_the_hook_of_megatron_says_what_has_nothing_to_do_and_calls_that_of_the_launch_line(
+    launched, caplog, given, line, said, calls
+):
+    args = launched(["gae", "advantages"], line, **given)
+    hooks.megatron_init(args)
+    found = [record.getMessage() for record in caplog.records if record.name == "rl_accel"]
+    assert list(dict.fromkeys(found)) == said
+    assert args.calls == calls
+    caplog.clear()
+    args.rl_accel = {"auto": True}
+    hooks.megatron_init(args)
+    assert "nothing to do" not in caplog.text
+
+
+@pytest.mark.slow
+def test_a_ray_process_knows_the_words_of_its_jobs_launch_line(python, ray_address):
+    pytest.importorskip("ray", reason="ray is not installed")
+    words = ["--a", 'a "b" c', "--b", "it's", '--c={"d": 1}', "--e", "", "--data-source-path=my.Source"]
+    done = python(
+        f"""
+import json, os, sys
+if len(sys.argv) == 1:
+    os.execv(sys.executable, [sys.executable, __file__, *{words!r}])
+import ray
+from rl_accel.integrations.slime.launch_line import of_this_job
+ray.init(address={ray_address!r})
+print(json.dumps(ray.get(ray.remote(num_cpus=0)(of_this_job).remote())))
+"""
+    )
+    found = {"a": 'a "b" c', "b": "it's", "c": '{"d": 1}', "e": "", "data_source_path": "my.Source"}
+    assert json.loads(done.stdout.splitlines()[-1]) == found, done.stderr

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from omegaconf import OmegaConf
 
 from rl_accel.errors import ConfigError
 from rl_accel.integrations.slime import custom_config, hooks
+from rl_accel.integrations.slime.launch_line import read
 
 pytestmark = pytest.mark.usefixtures("flags_end")
 
@@ -15,9 +17,9 @@ pytestmark = pytest.mark.usefixtures("flags_end")
 def check(tmp_path):
     """``check(content, slime_root=None)`` returns the warnings about a file of this content."""
 
-    def checked(content, slime_root=None):
+    def checked(content, slime_root=None, line=None):
         (tmp_path / "x.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(content)))
-        return custom_config.check(tmp_path / "x.yaml", slime_root)
+        return custom_config.check(tmp_path / "x.yaml", slime_root, line)
 
     return checked
 
@@ -25,11 +27,13 @@ def check(tmp_path):
 def test_the_file_holds_the_paths_that_its_features_need(check):
     content = custom_config.make(["gae", "tail_batching"], {"tail_batching": {"prompt_ratio": 1.5}})
     assert content["custom_megatron_init_path"] == "rl_accel.integrations.slime.hooks.megatron_init"
-    assert content["data_source_path"].endswith(".TailDataSource")
-    assert content["eval_function_path"] == "slime.rollout.sglang_rollout.generate_rollout"
+    assert content["data_source_path"] == "rl_accel.integrations.slime.hooks.data_source"
+    assert content.keys() == {"custom_megatron_init_path", "data_source_path", "rl_accel"}, (
+        "the launch line keeps the rest"
+    )
     assert content["rl_accel"] == {"gae": {"enable": True}, "tail_batching": {"enable": True, "prompt_ratio": 1.5}}
     assert check(content) == []
-    assert "rollout_function_path" not in custom_config.make(["advantages"], {})
+    assert "data_source_path" not in custom_config.make(["advantages"], {})
     quotas = {"domain_quotas": {"math": 6, "code": 2}}
     assert check(custom_config.make(["tail_batching"], {"tail_batching": quotas})) == [], "right for some batch"
 
@@ -37,8 +41,8 @@ def test_the_file_holds_the_paths_that_its_features_need(check):
 def test_every_path_can_be_imported_as_slime_does(slime_root):
     from slime.utils.misc import load_function
 
-    for paths in custom_config.HOOKS.values():
-        for path in paths.values():
+    for paths in (custom_config.make(custom_config.HOOKS, {}), *custom_config.HOOKS.values()):
+        for path in [path for key, path in paths.items() if key.endswith("_path")]:
             assert all(callable(load_function(each)) for each in (path if isinstance(path, list) else [path]))
 
 
@@ -111,10 +115,14 @@ def test_wrong_settings_are_refused_when_the_file_is_made_checked_and_used(
         ),
         (["tail_batching"], {"rl_accel": None, "rl_acel": {}}, "has no rl_accel section; is rl_acel meant for it"),
         (
-            ["tp_replan", "reward_timeout", "gae"],
-            {"custom_rollout_log_function_path": "my.log"},
-            r"wants custom_rollout_log_function_path: rl_accel\..*found my\.log",
+            ["gae"],
+            {"custom_megatron_init_path": "my.init"},
+            r"gae wants custom_megatron_init_path: rl_accel\..*found my\.init",
         ),
+        (["tail_batching"], {"partial_rollout": True}, "--partial-rollout = unset"),
+        (["tail_batching"], {"over_sampling_batch_size": 9}, "--over-sampling-batch-size = unset, found 9"),
+        (["tail_batching"], {"buffer_filter_path": "my.filter"}, "--buffer-filter-path = unset"),
+        (["tail_batching"], {"rollout_function_path": "my.own"}, "--rollout-function-path = unset"),
     ],
 )
 def test_errors_that_slime_would_take_without_a_word_are_found(check, features, change, message):
@@ -136,20 +144,91 @@ def test_other_keys_are_looked_up_in_the_checkout(check, tmp_path):
         check(content, Path("/nowhere"))
 
 
-def test_a_list_of_hooks_may_hold_others_beside_ours(check):
-    content = custom_config.make(["reward_timeout"], {"reward_timeout": {"grader": "my.grader"}})
-    (ours,) = content["rollout_sample_hook_path"]
-    for paths in ([ours], ["my.hook", ours]):
-        assert check({**content, "rollout_sample_hook_path": paths}) == []
-    for paths in (["my.hook"], ours, None):
-        with pytest.raises(
-            ConfigError, match=r"reward_timeout wants rollout_sample_hook_path: \['rl_accel\..*, found "
-        ):
-            check({**content, "rollout_sample_hook_path": paths})
-
-
 def test_a_file_that_is_no_mapping_or_not_there_is_named(check, tmp_path):
     with pytest.raises(ConfigError, match="wants a mapping of slime's arguments, found list"):
         check([1])
     with pytest.raises(ConfigError, match="is not a readable YAML file"):
         custom_config.check(tmp_path / "none.yaml")
+
+
+LINE = "python3 train.py --rollout-batch-size 8 --num-rollout 3 --hf-checkpoint m --actor-num-gpus-per-node 1 --num-layers 2"
+
+
+@pytest.mark.parametrize(
+    ("features", "words", "code", "says"),
+    [
+        (
+            "reward_timeout",
+            "--custom-rm-path my.rm",
+            0,
+            ["--custom-rm-path my.rm is now rl_accel.reward_timeout.grader"],
+        ),
+        ("gae", "", 0, ["gae has nothing to do"]),
+        ("gae", "--advantage-estimator ppo --custom-megatron-init-path my.init", 0, ["my.init is called after ours"]),
+        (
+            "reward_timeout",
+            "--custom-config-path my.yaml",
+            1,
+            ["found my.yaml and rl_accel.yaml: put their keys into one"],
+        ),
+        ("drafts", "--sglang-speculative-algorithm EAGLE", 1, ["--sglang-speculative-algorithm = NGRAM, found EAGLE"]),
+        ("tail_batching", "--over-sampling-batch-size 16", 1, ["--over-sampling-batch-size = unset, found 16"]),
+        ("tail_batching", "--over-sampling-batch-size 4", 1, ["found 4"]),
+        (
+            "gae",
+            "--over-sampling-batch-size 4",
+            0,
+            ["train.py itself stops: AssertionError", "greater than or equal to"],
+        ),
+        ("gae", "--rollout-batch-size eight", 2, ["invalid int value: 'eight'"]),
+        ("gae", "--advantage-estimator ppo", 0, []),
+    ],
+)
+@pytest.mark.slow
+def test_a_launch_line_is_read_by_slimes_own_parser(slime_root, tmp_path, monkeypatch, features, words, code, says):
+    pytest.importorskip("sglang", reason="sglang, which slime's parser imports, is absent")
+    monkeypatch.chdir(tmp_path)
+    Path("rl_accel.yaml").write_text(OmegaConf.to_yaml(custom_config.make([features], {})))
+    monkeypatch.setattr("sys.argv", ["pytest"])
+    done = CliRunner().invoke(
+        custom_config.slime_config, ["--check", "rl_accel.yaml", "--", *LINE.split(), *words.split()]
+    )
+    assert (done.exit_code, [part for part in says if part not in f"{done.output}{done.exception}"]) == (code, [])
+    if not says:
+        assert done.output == "rl_accel.yaml is right\n"
+
+
+def test_a_launch_line_wants_slime_and_a_file(check, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "slime.utils.arguments", None)
+    monkeypatch.setitem(__import__("sys").modules, "slime.utils", None)
+    with pytest.raises(ConfigError, match="a launch line wants slime"):
+        check(custom_config.make(["gae"], {}), line=["--rm-type", "math"])
+    done = CliRunner().invoke(custom_config.slime_config, ["--enable", "gae", "--", "train.py"])
+    assert "a launch line goes with --check FILE" in str(done.exception)
+
+
+@pytest.mark.slow
+def test_no_launch_line_of_slimes_own_loses_anything(slime_root, monkeypatch):
+    """Each of them with each feature, as ``python docs/corpus.py --slime-root`` counts them."""
+    pytest.importorskip("sglang", reason="sglang, which slime's parser imports, is absent")
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "docs")
+    from corpus_slime import verdicts
+
+    found = [(feature, outcome, told, read(line)) for line, feature, outcome, told in verdicts(slime_root)]
+    assert len(found) > 7 * 80
+    for feature, outcome, told, line in found:
+        estimator, size = line.get("advantage_estimator", "grpo"), line["rollout_batch_size"]
+        refused = {"rollout_function_path", "partial_rollout", "buffer_filter_path"} & {*line}
+        refused |= {size} - {line.get("over_sampling_batch_size", size)}
+        said = {
+            "gae": estimator != "ppo" and "without effect",
+            "advantages": estimator != "reinforce_plus_plus" and "without effect",
+            "reward_timeout": None,
+            "tail_batching": refused and "refused",
+            "drafts": "sglang_speculative_algorithm" in line and "refused",
+        }
+        if feature in said:  # what tp_replan refuses is in sizes
+            wanted = "refused" if "custom_config_path" in line else said[feature] or "accepted"
+            assert outcome == wanted, (feature, told, line)
+        if feature == "reward_timeout" and outcome == "accepted":
+            assert ("grader" in told) == ("custom_rm_path" in line)

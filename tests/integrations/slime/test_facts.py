@@ -14,8 +14,8 @@ import pytest
 
 from rl_accel.errors import PatchRefused
 from rl_accel.features import TAIL_BATCHING
+from rl_accel.integrations.slime import launch_line, tail_batching, tp_replan
 from rl_accel.integrations.slime import reward_timeout as reward_seams
-from rl_accel.integrations.slime import tail_batching, tp_replan
 from rl_accel.patches.slime import gae, reinforce_plus_plus, requests
 from rl_accel.switch import SwitchState
 
@@ -45,7 +45,13 @@ def arguments():
     read = {name for file in sources for name in re.findall(r"args\.(\w+)", file.read_text())}
     read -= {"load", "save", "sglang_router_ip", "sglang_router_port"}
     named = {name for module in (reward_seams, tp_replan) for name in module.ARGUMENTS}
-    return read | named | {*TAIL_BATCHING.slime.arguments, "custom_config_path", "custom_megatron_init_path"}
+    named |= {
+        "advantage_estimator",
+        "custom_advantage_function_path",
+        "custom_config_path",
+        "custom_megatron_init_path",
+    }
+    return read | named | {*TAIL_BATCHING.slime.arguments}
 
 
 def facts_of(root):
@@ -72,7 +78,10 @@ def facts_of(root):
     utils = {node.name for node in tree("slime.utils.ppo_utils").body if isinstance(node, ast.FunctionDef)}
     sample = _class(tree("slime.utils.types").body, "Sample")
     status = _class(sample.body, "Status")
-    flags = re.findall(r'"--([a-z0-9][a-z0-9-]*)"', (root / "slime/utils/arguments.py").read_text())
+    source = (root / "slime/utils/arguments.py").read_text()
+    flags = re.findall(r'"--([a-z0-9][a-z0-9-]*)"', source)
+    default = r'"--{}",\s+type=str,\s+default="(.*?)"'
+    defaults = {key: re.findall(default.format(key.replace("_", "-")), source) for key in launch_line.STOCK}
     negated = {"rollout_global_dataset"} if "disable-rollout-global-dataset" in flags else set()
     return {
         "functions": functions,
@@ -80,6 +89,7 @@ def facts_of(root):
         "scans": sorted({"chunked_gae", "chunked_discounted_returns"} & utils),
         "sample_fields": sorted(SAMPLE_FIELDS & {n.target.id for n in sample.body if isinstance(n, ast.AnnAssign)}),
         "statuses": sorted(n.targets[0].id for n in status.body if isinstance(n, ast.Assign)),
+        "defaults": {key: found[0] if found else None for key, found in defaults.items()},
         "flags": sorted(arguments() & {flag.replace("-", "_") for flag in flags} | negated),
     }
 
@@ -95,6 +105,7 @@ def test_functions_fields_states_and_flags_that_we_use_are_there():
     assert RECORDED["scans"] == ["chunked_discounted_returns", "chunked_gae"]
     assert RECORDED["sample_fields"] == sorted(SAMPLE_FIELDS)
     assert RECORDED["statuses"] == sorted(CHECKS[0].attributes["slime.utils.types:Sample.Status"])
+    assert RECORDED["defaults"] == launch_line.STOCK
     assert RECORDED["flags"] == sorted({*arguments(), "rollout_global_dataset"})
 
 

@@ -212,6 +212,17 @@ def test_a_response_that_fails_is_retried_then_reported_and_the_rollout_goes_on(
     assert servers_of(args) == {args.server}, "the server is still there"
 
 
+def test_what_a_generate_function_gives_up_is_handed_over_as_slime_would(start, plugins):
+    args, _, rollout = start(custom_generate_function_path=f"{plugins.__name__}.gives_up", rollout_shuffle=False)
+    plugins.BROKEN_ROWS.update({5, 6, 7})
+    output = rollout(0)
+    aborted = [s for s in leaves(output.samples) if s.status.value == "aborted"]
+    assert Counter(map(plugins.row_of, aborted)) == {6: 4, 7: 4}
+    assert {(plugins.row_of(s), s.reward, s.remove_sample) for s in aborted} == {(6, 0.0, False), (7, None, True)}
+    assert list(ledger(args)[0]["failed"]) == ["1:6"], "row 5 has no reward, and would be trained on"
+    assert ledger(args)[0]["errors"]["1:6"].endswith("the generate function aborted the response after 4 tokens")
+
+
 def test_a_dead_server_costs_only_what_it_was_generating(start, start_server, plugins):
     servers = dict(start_server(*PACE, "--random-seed", str(number)) for number in range(2))
     args, source, rollout = start(*servers, num_rollout=15, rl_accel=NO_RETRY)

@@ -128,16 +128,16 @@ def test_without_engines_there_is_nothing_to_say(play):
 
 @pytest.fixture
 def train(start, serve, monkeypatch):
-    """``train(seed)`` returns ``rollout(number, prompts)``, which makes a rollout and returns what slime logs of it."""
+    """``train(seed, features, **arguments)``: ``rollout(number, prompts)`` makes a rollout and returns what slime logs of it."""
 
-    def make(seed, features=("tp_replan",), flags=None):
+    def make(seed, features=("tp_replan",), **changes):
         from slime.observability import logging_utils, rollout_metrics
 
         logged = []
         monkeypatch.setattr(logging_utils, "log", lambda args, metrics, step_key: logged.append(metrics))
         options = ("--max-running-requests", "256", "--context-length", "512", "--kv-tokens", "600")
         gpus = {"rollout_num_gpus": 4, "num_gpus_per_node": 4, "load_debug_rollout_data": None}
-        content = custom_config.make(features, flags or {})
+        content = custom_config.make(features, {}) | changes
         args, _, make_rollout = start(serve(*options, "--random-seed", seed), rollout_shuffle=True, **gpus, **content)
 
         def rollout(number, prompts=8):
@@ -154,11 +154,12 @@ def train(start, serve, monkeypatch):
 
 @pytest.mark.slow
 def test_retractions_that_rise_are_advised_about_once(train, caplog):
-    rollout = train("1")
+    # Four whole responses fit into the memory. A fifth retracts one, at whatever pace requests arrive.
+    rollout = train("1", custom_generate_function_path="slime_test_plugins.whole")
     numbers = [rollout(number, 1 if number < 6 else 8) for number in range(9)]
     retractions = [logged["rl_accel/tp_replan/preemptions"] for logged in numbers]
     assert retractions[:6] == [0] * 6
-    assert min(retractions[6:]) > 0, "the number depends on how busy the machine is"
+    assert min(retractions[6:]) > 0
     assert [logged["rl_accel/tp_replan/wanted_tp"] for logged in numbers] == [1] * 7 + [2, 1]
     assert all("rollout/response_len/mean" in logged for logged in numbers), "slime's own numbers are there"
     (line,) = [line for line in lines(caplog) if "advice" in line]
@@ -170,8 +171,8 @@ def test_numbers_of_another_feature_arrive_with_ours(train, end_grading, monkeyp
     from rl_accel.integrations.slime.reward_timeout import rm_hook
 
     monkeypatch.setattr(rm_hook, "_collect", lambda *_: {"reward_timeout/executions": 32.0})  # no Ray here, no store
-    flags = {"reward_timeout": {"grader": "slime_test_graders.awaiting"}}
-    numbers = train("3", ("tp_replan", "reward_timeout", "tail_batching"), flags)(0)
+    features = ("tp_replan", "reward_timeout", "tail_batching")
+    numbers = train("3", features, custom_rm_path="slime_test_graders.awaiting")(0)
     assert numbers["rl_accel/reward_timeout/executions"] == 32
     assert numbers["rl_accel/tail_batching/prompts_trained"] == 8
     assert numbers["rl_accel/tp_replan/tp"] == 1

@@ -77,6 +77,27 @@ async def endless(args, sample, sampling_params):
     return await generate(args, sample, sampling_params)
 
 
+async def whole(args, sample, sampling_params):
+    """slime's own function, but no response ends before its longest length."""
+    from slime.rollout.sglang_rollout import generate
+
+    return await generate(args, sample, {**sampling_params, "ignore_eos": True})
+
+
+async def gives_up(args, sample, sampling_params):
+    """Responses of BROKEN_ROWS are aborted after four tokens, those of row 6 with a reward, of row 7 to be left out of the loss."""
+    from slime.rollout.sglang_rollout import generate
+    from slime.utils.types import Sample
+
+    if row_of(sample) not in BROKEN_ROWS:
+        return await generate(args, sample, sampling_params)
+    sample = await generate(args, sample, {**sampling_params, "max_new_tokens": 4})
+    sample.status = Sample.Status.ABORTED
+    sample.reward = 0.0 if row_of(sample) == 6 else None
+    sample.remove_sample = row_of(sample) == 7
+    return sample
+
+
 async def two_turns(args, sample, sampling_params):
     """Fan out: the answer, and a second sample that goes on from it."""
     from slime.rollout.sglang_rollout import generate
