@@ -66,7 +66,7 @@ def savings_of(found):
     return {saving.name: saving for saving in found.savings}
 
 
-def test_stages_parts_and_what_would_save_how_much(run):
+def test_stages_parts_and_what_would_save_how_much_are_found_printed_and_drawn(run):
     found = read_run(run)
     assert list(found.steps) == [3, 4], "the first two are warm-up"
     assert found.stages == {"gen": 12.0, "adv": 1.0, "update_actor": 6.0, "other": 1.0}
@@ -84,6 +84,17 @@ def test_stages_parts_and_what_would_save_how_much(run):
     assert "rounds of 13 prompts for 10 trained" in savings[WAITING].arithmetic
     assert savings[NOTICING].gain == pytest.approx(0.5)
     assert savings[REWARDS].gain == 0.0, "a second is within the least limit"
+    output = profiled(run)
+    for line in (
+        r"waiting for the longest .* 9 s .* 45\.0%",
+        r"gen .* 12 s .* 60\.0%",
+        r"preemptions a step: +unknown",
+        r"a response and its reward, p50: +1\.25 s",
+        r"s1 .* 1 .* 90 .* 20\.8% .* 10\.5 s",
+        r"Largest saving: waiting for the longest responses, 9 s a step",
+    ):
+        assert re.search(line, output), (line, output)
+    assert (run / "profile.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_reward_that_takes_long_is_replayed_with_a_limit(tmp_path):
@@ -167,20 +178,6 @@ def test_levers_of_the_framework_are_named_where_they_are_worth_it(tmp_path):
     assert levers(read_run(tmp_path / "b")) == []
 
 
-def test_the_command_prints_tables_and_draws(run):
-    output = profiled(run)
-    for line in (
-        r"waiting for the longest .* 9 s .* 45\.0%",
-        r"gen .* 12 s .* 60\.0%",
-        r"preemptions a step: +unknown",
-        r"a response and its reward, p50: +1\.25 s",
-        r"s1 .* 1 .* 90 .* 20\.8% .* 10\.5 s",
-        r"Largest saving: waiting for the longest responses, 9 s a step",
-    ):
-        assert re.search(line, output), (line, output)
-    assert (run / "profile.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_command_draws_stages_alone_and_many_responses(tmp_path):
     write_log(tmp_path / "stages" / "metrics.jsonl")
     profiled(tmp_path / "stages")
@@ -204,13 +201,12 @@ def test_a_prompt_takes_until_the_last_of_its_rewards():
     ("times", "launched", "seconds"),
     [
         ([3.0] * 10, 13, 3.0),
-        # Short rounds of 10 launch 13 and nearly always put off the long ones; three in thirteen are put off, which makes three
-        # long rounds of ten for every ten short ones. With a chance of 0.034 four are long, and a short round waits for one.
+        # Of one long prompt a step, three in thirteen are put off: three long rounds for every ten short ones. With a chance
+        # of 0.034 four are long, and a short round waits for one.
         ([1.0] * 9 + [20.0], 13, (10 * (1 + 0.034 * 19) + 3 * 20) / 13),
         # Without a surplus a round lasts as long as the longest of ten.
         (list(range(1, 11)), 10, sum(1 - (k / 10) ** 10 for k in range(10))),
     ],
-    ids=["equal times", "one long prompt a step", "no surplus"],
 )
 def test_rounds_of_ten_prompts(times, launched, seconds):
     assert rounds_seconds(times, 10, launched) == pytest.approx(seconds, rel=0.1)

@@ -28,7 +28,9 @@ def assert_same(found, expected):
     torch.testing.assert_close(torch.tensor(found.logprobs), torch.tensor(expected.logprobs), atol=2e-5, rtol=0)
 
 
-def test_preempted_requests_give_what_they_would_have_given(model, engine_for):
+def test_preempted_requests_give_what_they_would_have_given_and_a_budget_that_suffices_changes_no_bit(
+    model, engine_for
+):
     rng = random.Random(1)
     requests = [
         (
@@ -37,11 +39,12 @@ def test_preempted_requests_give_what_they_would_have_given(model, engine_for):
         )
         for i in range(32)
     ]
-    free, tight = engine_for(model), engine_for(model, kv_tokens=130)
-    expected, found = (
+    free, enough, tight = (engine_for(model, kv_tokens=budget) for budget in (None, 10_000, 130))
+    expected, same, found = (
         [future.result(60) for future in [engine.submit("r", *request) for request in requests]]
-        for engine in (free, tight)
+        for engine in (free, enough, tight)
     )
+    assert same == expected
     for one, other in zip(found, expected, strict=True):
         assert_same(one, other)
     assert {i % 4 for i, generation in enumerate(found) if generation.preemptions} == {0, 1, 2, 3}, "of every kind"
@@ -96,16 +99,6 @@ def test_whatever_arrives_and_is_aborted_the_rest_is_as_without_a_budget(model, 
     assert stats.preemptions > 0
     assert stats.kv_peak <= budget
     assert (stats.running, stats.waiting, stats.failed, stats.kv_used) == (0, 0, 0, 0)
-
-
-def test_a_budget_that_suffices_changes_no_bit(model, engine_for):
-    rng = random.Random(2)
-    requests = [(prompt_of(rng), SamplingParams(max_tokens=40, seed=i, logprobs=True)) for i in range(12)]
-    answers = [
-        [future.result(60) for future in [engine.submit("r", *request) for request in requests]]
-        for engine in (engine_for(model), engine_for(model, kv_tokens=10_000))
-    ]
-    assert answers[0] == answers[1]
 
 
 def test_the_oldest_request_is_never_preempted_however_many_come_after_it(model, engine_for):
@@ -171,14 +164,7 @@ def test_a_request_that_is_away_can_be_aborted_or_cancelled_or_fail_alone(
     assert engine.submit("later", [6] * 40, SamplingParams(max_tokens=5)).result(30).stop_reason == "completed"
 
 
-def test_pause_ends_a_request_that_is_away(model, away):
-    engine, futures = away(model, 60, 60)
-    assert engine.pause().result(10) == 2
-    assert {future.result(10).stop_reason for future in futures} == {"aborted"}
-    assert engine.stats().result(10).waiting == 0
-
-
-def test_weights_are_refused_as_long_as_a_request_is_away(make_model, away):
+def test_weights_are_refused_as_long_as_a_request_is_away_which_pause_ends(make_model, away):
     old_model, new_model = make_model(seed=0), make_model(seed=1)
     engine, (old, young) = away(old_model, 60, 60)
     weights = {name: tensor.clone() for name, tensor in new_model.named_parameters()}
@@ -190,7 +176,7 @@ def test_weights_are_refused_as_long_as_a_request_is_away(make_model, away):
     assert old.result(10).stop_reason == "aborted"
     with pytest.raises(EngineError, match="1 requests are decoding"):
         refused.result(10)
-    engine.abort_all().result(10)
+    assert engine.pause().result(10) == 1
     engine.load_weights(weights).result(10)
     assert young.result(10).stop_reason == "aborted"
 
