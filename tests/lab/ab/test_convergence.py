@@ -87,11 +87,8 @@ def test_the_seeds_it_asks_for_are_enough_in_four_of_five(paired, true, supposed
         base, ours, margin = draws(rng, pilot, spread, true, paired)
         undecided = decide(base, ours, margin, paired) == NOT_ENOUGH
         base, ours = base[undecided], ours[undecided]
-        deviations = (
-            (ours - base).std(axis=1, ddof=1)
-            if paired
-            else np.hypot(base.std(axis=1, ddof=1), ours.std(axis=1, ddof=1))
-        )
+        of_each = np.hypot(base.std(axis=1, ddof=1), ours.std(axis=1, ddof=1))
+        deviations = (ours - base).std(axis=1, ddof=1) if paired else of_each
         # it grows with the deviation: the number for the next smaller one of a grid is no larger
         grid = np.quantile(deviations, np.linspace(0, 1, 25))
         example = np.array([-1.0, 0.0, 1.0] if pilot == 3 else [-1.5, -0.5, 0.0, 0.5, 1.5])
@@ -168,18 +165,13 @@ def test_the_seeds_asked_for_grow_with_the_deviation_and_end_at_a_thousand():
     assert seeds_enough(np.zeros(3), unit, 1.0, True, 0.5) > 2 * seeds_enough(np.zeros(3), unit, 1.0, True)
 
 
-@pytest.mark.parametrize(
-    ("text", "margin"),
-    [("2%", (0.02, True)), ("0.01", (0.01, False)), (" 10% ", (0.1, True)), ("1e-3", (0.001, False))],
-)
-def test_a_margin_is_a_share_of_the_gain_or_a_difference(text, margin):
-    assert parse_margin(text) == pytest.approx(margin)
-
-
-@pytest.mark.parametrize("text", ["", "%", "0", "0%", "-1", "nan", "two", "1 %%"])
-def test_a_margin_that_is_none_is_refused(text):
-    with pytest.raises(RecipeError, match=r"metrics\.margin wants .* found"):
-        parse_margin(text)
+def test_a_margin_is_a_share_of_the_gain_or_a_difference_and_else_refused():
+    margins = {"2%": (0.02, True), "0.01": (0.01, False), " 10% ": (0.1, True), "1e-3": (0.001, False)}
+    for text, margin in margins.items():
+        assert parse_margin(text) == pytest.approx(margin)
+    for text in ("", "%", "0", "0%", "-1", "nan", "two", "1 %%"):
+        with pytest.raises(RecipeError, match=r"metrics\.margin wants .* found"):
+            parse_margin(text)
 
 
 def run(arm, seed, values, seconds=3600.0, batch=None, first=1, **more):
@@ -252,21 +244,20 @@ def test_a_level_that_a_run_does_not_reach_gives_no_ratio():
     assert math.isnan(reach["value"])
 
 
+NOISY = [np.linspace(0, 1, 50) + noise for noise in np.random.default_rng(0).normal(0, 0.2, 6)]
+
+
 @pytest.mark.parametrize(
-    ("seeds", "values", "why"),
+    ("values", "why"),
     [
-        (1, [0, 1], "nothing is decided below 3 seeds of each"),
-        (3, [1, 0], "stock gained nothing"),
-        (3, None, "seeds of each show that they are equal"),
+        ([[0, 1]] * 2, "nothing is decided below 3 seeds of each"),
+        ([[1, 0]] * 6, "stock gained nothing"),
+        (NOISY, "seeds of each show that they are equal"),
     ],
 )
-def test_not_enough_says_why(seeds, values, why):
-    rng = np.random.default_rng(0)
-    noisy = [
-        run(arm, seed, values or np.linspace(0, 1, 50) + rng.normal(0, 0.2))
-        for arm in ("stock", "fast")
-        for seed in range(seeds)
-    ]
-    row = converge(noisy, ["stock", "fast"], "stock", Metrics())["rows"][0]
+def test_not_enough_says_why(values, why):
+    half = len(values) // 2
+    runs = [run("stock" if i < half else "fast", i % half, its) for i, its in enumerate(values)]
+    row = converge(runs, ["stock", "fast"], "stock", Metrics())["rows"][0]
     assert row["answer"] == NOT_ENOUGH
     assert why in sentence(row, "stock", "2%")

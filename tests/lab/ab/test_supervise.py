@@ -62,23 +62,11 @@ def test_children_that_outlive_the_command_are_ended(supervise, tmp_path, gone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "stubborn"),
-    [
-        ("input closes", "yes"),
-        ("SIGTERM", "deaf"),
-        pytest.param("input closes", "deaf", marks=pytest.mark.full),
-        pytest.param("SIGTERM", "yes", marks=pytest.mark.full),
-    ],
-)
-def test_it_ends_a_stubborn_command_and_its_detached_child(supervise, tmp_path, wait_for, gone, end, stubborn):
-    process = supervise(sys.executable, str(TRAINER), "steps=1", "hang_at=1", f"stubborn={stubborn}")
+def test_sigterm_ends_a_deaf_command_and_its_detached_child(supervise, tmp_path, wait_for, gone):
+    process = supervise(sys.executable, str(TRAINER), "steps=1", "hang_at=1", "stubborn=deaf")
     wait_for((tmp_path / "m").exists, "the trainer's metrics file")
-    if end == "SIGTERM":
-        process.terminate()
-    else:
-        process.stdin.close()
-    assert process.wait(30) == 128 + (signal.SIGKILL if stubborn == "deaf" else signal.SIGTERM)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGKILL
     assert gone(tmp_path / "pid")
     assert gone(tmp_path / "stubborn_pid")
 

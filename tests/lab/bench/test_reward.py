@@ -33,7 +33,7 @@ def drawn(**changes):
     return workload(**{**size, **changes})
 
 
-def test_the_workload_is_as_published():
+def test_the_workload_is_as_published_the_same_for_the_same_seed_and_all_its_times_are_scaled():
     shares = (0.126, 0.609, 0.89, 0.9405)
     assert [quantile(share / 0.9495) for share in shares] == pytest.approx([0.185, 0.361, 0.833, 2.264])
     assert 2.79 < quantile(0.995) < 29.0
@@ -49,8 +49,6 @@ def test_the_workload_is_as_published():
     assert sum(2 < seconds <= 30 for seconds in ending) / len(everything) == pytest.approx(0.009, abs=0.006)
     assert sum(response.correct for response in everything) / len(everything) == pytest.approx(0.6, abs=0.02)
 
-
-def test_a_workload_is_the_same_for_the_same_seed_and_all_times_are_scaled():
     assert drawn(seed=1) == drawn(seed=1) != drawn(seed=2)
     full, scaled = ([r.seconds for batch in drawn(scale=scale) for r in batch] for scale in (1.0, 0.1))
     assert scaled == pytest.approx([seconds and seconds * 0.1 for seconds in full])
@@ -101,21 +99,10 @@ def test_the_goal_is_called_met_only_where_the_sample_can_decide(killed, correct
     assert kill_verdict(killed, correct) == verdict
 
 
-@pytest.mark.parametrize(
-    ("response", "verdict"),
-    [
-        (Response("p", "", True, 1.0), "wrong"),
-        (Response("p", "", False, 1.0), "passed"),
-        (Response("p", "", False, None), "error"),
-        (Response("p", "", True, 1.0), "killed"),
-    ],
-)
-def test_a_verdict_that_was_not_earned_is_named(response, verdict):
-    with pytest.raises(WrongResult, match=f"found {verdict}"):
-        check([response], [ExecutionResult(verdict)])
-
-
-def test_what_is_left_behind_is_found():
+def test_a_verdict_that_was_not_earned_is_named_and_what_is_left_behind_is_found():
+    for correct, seconds, found in ((True, 1.0, "wrong"), (False, 1.0, "passed"), (False, None, "error")):
+        with pytest.raises(WrongResult, match=f"found {found}"):
+            check([Response("p", "", correct, seconds)], [ExecutionResult(found)])
     left = []
     with pytest.raises(WrongResult, match="1 processes are left"), nothing_left():
         left.append(subprocess.Popen(["sleep", "60"]))
@@ -124,10 +111,10 @@ def test_what_is_left_behind_is_found():
 
 
 def test_a_tiny_run_prints_a_table_and_writes_files(tmp_path):
-    done = CliRunner().invoke(bench.bench_reward, [*TINY, "--out", str(tmp_path / "deep")])
-    assert "correct: 8 known programs, all verdicts right" in done.output
-    assert "correct: all verdicts of 72 executions, no process left" in done.output, done.output
-    assert "waits for a processor; goal 3" in done.output
+    output = CliRunner().invoke(bench.bench_reward, [*TINY, "--out", str(tmp_path / "deep")]).output
+    assert "correct: 8 known programs, all verdicts right" in output
+    assert "correct: all verdicts of 72 executions, no process left" in output, output
+    assert "waits for a processor; goal 3" in output
     found = json.loads((tmp_path / "deep" / "reward.json").read_text())
     fixed, ours = (found["found"]["quiet"]["arms"][name] for name in ("fixed", "adaptive"))
     assert fixed["executions"] == ours["executions"] == 36
@@ -137,7 +124,7 @@ def test_a_tiny_run_prints_a_table_and_writes_files(tmp_path):
     assert (tmp_path / "deep" / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_policy_that_kills_correct_answers_is_red(monkeypatch):
+def test_a_policy_that_kills_correct_answers_is_red(monkeypatch, invoke):
     real = bench.policies
 
     def hasty(scale):
@@ -145,15 +132,12 @@ def test_a_policy_that_kills_correct_answers_is_red(monkeypatch):
         return {**real(scale), "adaptive": ours}
 
     monkeypatch.setattr(bench, "policies", hasty)
-    done = CliRunner().invoke(bench.bench_reward, TINY)
-    assert done.exit_code == 1
-    assert "goal at most 0.2%: NOT met" in done.output
+    assert "goal at most 0.2%: NOT met" in invoke(bench.bench_reward, *TINY, code=1)
 
 
-def test_no_number_stands_beside_a_wrong_verdict(monkeypatch):
+def test_no_number_stands_beside_a_wrong_verdict(monkeypatch, invoke):
     monkeypatch.setattr(bench, "CASE", Case("stdin", "", "43"))
-    done = CliRunner().invoke(bench.bench_reward, TINY)
-    assert done.exit_code == 1
-    assert "WRONG: wanted passed" in done.output
-    assert "no numbers" in done.output
-    assert "times less" not in done.output
+    output = invoke(bench.bench_reward, *TINY, code=1)
+    assert "WRONG: wanted passed" in output
+    assert "no numbers" in output
+    assert "times less" not in output
