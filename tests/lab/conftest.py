@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 
 @pytest.fixture
@@ -37,18 +36,6 @@ def engine_for() -> Iterator[Callable[..., Any]]:
     yield start
     for engine in engines:
         engine.close()
-
-
-@pytest.fixture
-def invoke() -> Callable[..., str]:
-    """``invoke(command, *words, code=0)`` calls a command in this process, for an exit code; returns its output."""
-
-    def call(command: Any, *words: object, code: int = 0) -> str:
-        done = CliRunner().invoke(command, [str(word) for word in words])
-        assert done.exit_code == code, (done.output, done.exception)
-        return done.output
-
-    return call
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl_accel.errors import RlAccelError
 from rl_accel.features import TailBatchingFlags
 from rl_accel.plan import published as engines
 from rl_accel.plan import workload as workloads
@@ -211,11 +210,6 @@ def test_options_are_ranked_as_published(found):
 def test_fewer_rows_were_fitted_than_are_predicted(found):
     assert found.keys() >= HOW.keys()
     assert len(HOW) < len(found) / 2
-
-
-def test_an_unknown_model_is_refused():
-    with pytest.raises(RlAccelError, match=r"wanted one of qwen2\.5-7b, .*, found 'gpt'"):
-        engines.engine("gpt")
 
 
 if __name__ == "__main__":

@@ -116,8 +116,3 @@ def test_a_file_or_folder_without_lengths_is_refused(tmp_path, file, content, wo
         torch.save(content, path)
     with pytest.raises(RlAccelError, match=words):
         read_lengths(path if file == "lengths.jsonl" else tmp_path)
-
-
-def test_lengths_that_were_not_published_are_refused():
-    with pytest.raises(RlAccelError, match="wanted one of math16k, code16k, judge16k, found 'poems'"):
-        published("poems")

@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from click.testing import CliRunner
 
 from rl_accel.errors import RlAccelError
 from rl_accel.telemetry import stage_clock
@@ -55,18 +54,11 @@ def run(tmp_path):
     return tmp_path
 
 
-def profiled(words):
-    """The output of the command."""
-    done = CliRunner().invoke(profile, str(words).split())
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
 def savings_of(found):
     return {saving.name: saving for saving in found.savings}
 
 
-def test_stages_parts_and_what_would_save_how_much_are_found_printed_and_drawn(run):
+def test_stages_parts_and_what_would_save_how_much_are_found_printed_and_drawn(run, invoke):
     found = read_run(run)
     assert list(found.steps) == [3, 4], "the first two are warm-up"
     assert found.stages == {"gen": 12.0, "adv": 1.0, "update_actor": 6.0, "other": 1.0}
@@ -84,7 +76,7 @@ def test_stages_parts_and_what_would_save_how_much_are_found_printed_and_drawn(r
     assert "rounds of 13 prompts for 10 trained" in savings[WAITING].arithmetic
     assert savings[NOTICING].gain == pytest.approx(0.5)
     assert savings[REWARDS].gain == 0.0, "a second is within the least limit"
-    output = profiled(run)
+    output = invoke(profile, run)
     for line in (
         r"waiting for the longest .* 9 s .* 45\.0%",
         r"gen .* 12 s .* 60\.0%",
@@ -146,10 +138,10 @@ def test_what_was_logged_is_there_without_the_file_of_responses_and_in_an_asynch
     assert list(savings_of(found)) == ["advantages"]
 
 
-def test_numbers_of_drafts_are_printed_where_there_are_any(tmp_path):
+def test_numbers_of_drafts_are_printed_where_there_are_any(tmp_path, invoke):
     def shown(**numbers):
         write_log(tmp_path / "m.jsonl", **{f"rl_accel/drafts/{name}": value for name, value in numbers.items()})
-        return dict(re.findall(r"(\w+) +│ ([\d.]+) ", profiled(f"{tmp_path} --no-picture")))
+        return dict(re.findall(r"(\w+) +│ ([\d.]+) ", invoke(profile, tmp_path, "--no-picture")))
 
     rows = shown(drafted=40.0, acceptance_sibling=0.75, tokens_a_step_from_64=3.5, applied=1.0)
     assert (rows["acceptance_sibling"], rows["tokens_a_step_from_64"]) == ("0.75", "3.50")
@@ -178,11 +170,11 @@ def test_levers_of_the_framework_are_named_where_they_are_worth_it(tmp_path):
     assert levers(read_run(tmp_path / "b")) == []
 
 
-def test_the_command_draws_stages_alone_and_many_responses(tmp_path):
+def test_the_command_draws_stages_alone_and_many_responses(tmp_path, invoke):
     write_log(tmp_path / "stages" / "metrics.jsonl")
-    profiled(tmp_path / "stages")
+    invoke(profile, tmp_path / "stages")
     write_run(tmp_path / "many", lambda _: [Response(str(n % 10), 0.0, 1.0, 1.0, 1.0, 1) for n in range(5000)])
-    profiled(f"{tmp_path / 'many'} --picture {tmp_path / 'x.png'}")
+    invoke(profile, tmp_path / "many", "--picture", tmp_path / "x.png")
     assert (tmp_path / "x.png").exists()
 
 

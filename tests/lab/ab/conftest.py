@@ -35,13 +35,12 @@ TOY = {
 
 @pytest.fixture
 def recipe_file(tmp_path: Path) -> Callable[..., Path]:
-    """Write a toy recipe with top-level keys changed and return its path."""
+    """Write a toy recipe with top-level keys changed, or a file of these keys alone beside it, and return its path."""
 
-    def write(**changes: Any) -> Path:
-        folder = tmp_path / "recipe"
-        folder.mkdir(exist_ok=True)
-        path = folder / "recipe.yaml"
-        path.write_text(yaml.safe_dump(TOY | changes, sort_keys=False))
+    def write(file: str | None = None, **changes: Any) -> Path:
+        path = tmp_path / "recipe" / (file or "recipe.yaml")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(yaml.safe_dump(changes if file else TOY | changes, sort_keys=False))
         return path
 
     return write

@@ -77,9 +77,6 @@ def test_a_key_or_value_that_does_not_fit_is_found(override, message, verl):
         preflight.validate_verl(preflight.compose_verl(wrong))
 
 
-# -- slime ------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def slime_places(monkeypatch, tmp_path):
     for name in ("SLIME_ROOT", "MODEL_DIR", "DATA", "PYTHONPATH"):
@@ -110,25 +107,27 @@ print(json.dumps({"others": others, "tp": ours.rollout_num_gpus_per_engine, "sha
 """
 
 
-@pytest.mark.skipif(not SLIME_ROOT, reason="slime itself is absent: SLIME_ROOT names no checkout of it")
+needs_slime = pytest.mark.skipif(not SLIME_ROOT, reason="SLIME_ROOT names no checkout of slime")
+
+
+@needs_slime
 @pytest.mark.parametrize("arm", [0, 1], ids=["plain", "tail"])
 def test_slimes_own_parser_takes_every_argument(arm, slime_places):
     """Its parsers of slime's and SGLang's arguments; what they leave is Megatron's, which slime's script for the model has too."""
-    plan = plans_of("slime_math")[arm]
-    words = list(plan.command[2:])
+    words = json.dumps(plans_of("slime_math")[arm].command[2:])
     env = {**os.environ, "PYTHONPATH": SLIME_ROOT}
-    done = subprocess.run([sys.executable, "-c", PARSE, json.dumps(words)], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", PARSE, words], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["tp"], found["share"]) == (2, 0.7)
     scripts = [Path(SLIME_ROOT, "scripts", name).read_text() for name in ("run-qwen3-4B.sh", "models/qwen3-4B.sh")]
     known = set("\n".join(scripts).replace("=", " ").split())
-    left = flags_in(found["others"]) - {word for word in flags_in(found["others"]) if word.startswith("--sglang-")}
+    left = {flag for flag in flags_in(found["others"]) if not flag.startswith("--sglang-")}
     assert left <= known | {"--seed", "--no-save-optim"}  # Megatron's own
     assert len(left) > 20
 
 
-@pytest.mark.skipif(not SLIME_ROOT, reason="slime itself is absent: SLIME_ROOT names no checkout of it")
+@needs_slime
 def test_what_slimes_script_sets_and_the_recipe_does_not_is_known(slime_places):
     """Places, checkpoints and evaluation; all else is as in slime's own script for the model."""
     lines = Path(SLIME_ROOT, "scripts", "run-qwen3-4B.sh").read_text().splitlines()
@@ -152,29 +151,26 @@ def test_slime_writes_what_the_report_reads(tmp_path, monkeypatch):
     assert rows[1]["data"]["response_length/max"] == 4
 
 
-# -- data -------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def prepare(monkeypatch):
     """The script that fetches, with a hub that has a few rows."""
     datasets = pytest.importorskip("datasets")
-    verl_row = {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "1"}}
+    row = {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "1"}}
     solved = [{"question": "How many?", "answer": "many\n#### 1,234"}, {"question": "Less?", "answer": "#### -5"}]
     dapo, aime = (
-        [{**verl_row, "data_source": "math_dapo", "extra_info": {"index": i}} for i in indices]
-        for indices in ("abab", "c")
+        [{**row, "data_source": "math_dapo", "extra_info": {"index": i}} for i in its] for its in ("abab", "c")
     )
-    eurus = [{**verl_row, "data_source": "taco", "ability": ability} for ability in ("math", "code")]
+    eurus = [{**row, "data_source": "taco", "ability": ability} for ability in ("math", "code")]
     hub = {
-        "openai/gsm8k": {"train": solved, "test": solved},
-        "BytedTsinghua-SIA/DAPO-Math-17k": {"train": dapo},
-        "BytedTsinghua-SIA/AIME-2024": {"train": aime},
-        "PRIME-RL/Eurus-2-RL-Data": {"train": eurus, "validation": eurus},
+        "openai/gsm8k": ("train test", solved),
+        "BytedTsinghua-SIA/DAPO-Math-17k": ("train", dapo),
+        "BytedTsinghua-SIA/AIME-2024": ("train", aime),
+        "PRIME-RL/Eurus-2-RL-Data": ("train validation", eurus),
     }
 
     def load_dataset(name, configuration=None, split=None):
-        parts = {part: datasets.Dataset.from_list(rows) for part, rows in hub[name].items()}
+        splits, rows = hub[name]
+        parts = dict.fromkeys(splits.split(), datasets.Dataset.from_list(rows))
         return parts if split is None else parts[split]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -198,9 +194,6 @@ def test_data_from_the_hub_get_the_columns_that_verl_reads(name, prepare, tmp_pa
         assert default_compute_score(train["data_source"][0], "so it is\n#### 1234", truths[0]) == 1.0
     else:
         assert len(train) == {"dapo_math": 2, "code": 1}[name]
-
-
-# -- doctor -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -267,14 +260,13 @@ def test_slime_and_megatron_parse_every_argument(flag, verdict, why, doctor, sli
     """Whole, up to where Megatron-LM looks at the GPU."""
     monkeypatch.setenv("PYTHONPATH", MEGATRON_ROOT)
     model = tmp_path / "MODEL_DIR" / "Qwen3-4B"
-    for folder in (model, model.with_name("Qwen3-4B_torch_dist")):
-        folder.mkdir(parents=True)
+    model.mkdir(parents=True)
+    model.with_name("Qwen3-4B_torch_dist").mkdir()
     sizes = {"hidden_size": 2560, "num_hidden_layers": 36, "intermediate_size": 9728, "num_attention_heads": 32}
     sizes |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "rope_theta": 1000000, **sizes}))
     file = tmp_path / "recipe.yaml"
-    changes = f"platforms: {{gpu: {{overrides: [{flag}]}}}}\n"
-    file.write_text(f"extends: {EXAMPLES}/slime_math/recipe.yaml\n{changes}")
+    file.write_text(f"extends: {EXAMPLES}/slime_math/recipe.yaml\nplatforms: {{gpu: {{overrides: [{flag}]}}}}\n")
     monkeypatch.syspath_prepend(MEGATRON_ROOT)
     _, rows = doctor("--recipe", file)
     found, text = rows["arguments of plain"]

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from rl_accel.errors import RecipeError
 from rl_accel.lab.ab.recipe import load, plan_runs, prepare_command, save
@@ -96,26 +95,12 @@ def test_a_file_that_is_absent_or_no_mapping_is_refused_with_its_path(tmp_path):
             load(path)
 
 
-@pytest.fixture
-def extended(recipe_file):
-    """Write a recipe and another one that extends it with the given keys; return the path of the second."""
-
-    def write(base=None, **changes):
-        first = recipe_file(**(base or {}))
-        folder = first.parent / "other"
-        folder.mkdir(exist_ok=True)
-        second = folder / "recipe.yaml"
-        second.write_text(yaml.safe_dump({"extends": "../recipe.yaml", **changes}))
-        return second
-
-    return write
-
-
-def test_a_recipe_extends_another(extended, tmp_path):
+def test_a_recipe_extends_another(recipe_file, tmp_path):
     base = {"overrides": ["a=1", "b=${seed}"], "env": {"A": 1, "B": 2}, "checks": {"reward_gain": 0.1}, "seeds": [1, 2]}
     changes = {"name": "other", "overrides": ["a=2", "x=${now:%Y}"], "env": {"B": 3}}
     changes |= {"arms": {"only": {}}, "baseline": "only"}
-    found = load(extended(base, checks={"zero_tolerance": 1.0}, **changes))
+    recipe_file(**base)
+    found = load(recipe_file("other.yaml", extends="recipe.yaml", checks={"zero_tolerance": 1.0}, **changes))
     assert found.name == "other"
     assert found.overrides == ["a=1", "b=${seed}", "a=2", "x=${now:%Y}"], "the later one of equal overrides counts"
     assert found.env == {"A": 1, "B": 3}
@@ -131,14 +116,15 @@ def test_a_recipe_extends_another(extended, tmp_path):
     [
         ({}, {"extends": "absent.yaml"}, r"cannot read the recipe .*absent.yaml"),
         ({}, {"extends": 3}, "extends wants the name of a recipe file, found 3"),
-        ({}, {"extends": "recipe.yaml"}, r"extends recipe\.yaml, which extends this recipe in turn"),
-        ({"extends": "other/recipe.yaml"}, {}, "which extends this recipe in turn"),
+        ({}, {"extends": "other.yaml"}, r"extends other\.yaml, which extends this recipe in turn"),
+        ({"extends": "other.yaml"}, {}, "which extends this recipe in turn"),
         ({}, {"chekcs": {}}, r"unknown key chekcs \(did you mean checks\?\)"),
     ],
 )
-def test_extending_what_is_not_there_or_itself_is_refused(extended, base, changes, message):
+def test_extending_what_is_not_there_or_itself_is_refused(recipe_file, base, changes, message):
+    recipe_file(**base)
     with pytest.raises(RecipeError, match=message):
-        load(extended(base, **changes))
+        load(recipe_file("other.yaml", **{"extends": "recipe.yaml", **changes}))
 
 
 def test_commands_join_common_seed_step_and_arm_overrides_in_this_order(recipe):
@@ -221,16 +207,14 @@ def test_the_first_platform_is_the_default_and_another_is_chosen_by_name(recipe_
 
 def test_a_platform_may_stand_in_a_file_of_its_own(recipe_file):
     path = recipe_file(platforms={"gpu": {}, "cpu": {"extends": "cpu.yaml", "overrides": ["later=1"]}})
-    (path.parent / "cpu.yaml").write_text(yaml.safe_dump({"overrides": ["model=tiny"], "steps": 3}))
+    recipe_file("cpu.yaml", overrides=["model=tiny"], steps=3)
     assert load(path, "cpu").overrides[-2:] == ["model=tiny", "later=1"]
     assert load(path, "cpu").steps == 3
 
 
 def test_a_recipe_that_extends_another_adds_to_its_platforms(recipe_file):
     base = recipe_file(platforms=PLATFORMS)
-    (base.parent / "base.yaml").write_text(base.read_text())
-    path = base.parent / "larger.yaml"
-    path.write_text(yaml.safe_dump({"extends": "base.yaml", "platforms": {"gpu": {"gpus": 4, "overrides": ["n=2"]}}}))
+    path = recipe_file("larger.yaml", extends="recipe.yaml", platforms={"gpu": {"gpus": 4, "overrides": ["n=2"]}})
     assert load(path).gpus == 4
     assert load(path).overrides[-3:] == ["model=big", "n=${gpus}x${nodes}", "n=2"]
     assert load(path, "cpu") == load(base, "cpu")

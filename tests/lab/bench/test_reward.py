@@ -100,7 +100,8 @@ def test_the_goal_is_called_met_only_where_the_sample_can_decide(killed, correct
 
 
 def test_a_verdict_that_was_not_earned_is_named_and_what_is_left_behind_is_found():
-    for correct, seconds, found in ((True, 1.0, "wrong"), (False, 1.0, "passed"), (False, None, "error")):
+    unearned = ((True, 1.0, "wrong"), (True, 1.0, "killed"), (False, 1.0, "passed"), (False, None, "error"))
+    for correct, seconds, found in unearned:
         with pytest.raises(WrongResult, match=f"found {found}"):
             check([Response("p", "", correct, seconds)], [ExecutionResult(found)])
     left = []

@@ -14,8 +14,13 @@ pytestmark = pytest.mark.slow
 _KINDS = [{"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.3, "top_k": 10}, {"top_p": 0.8}]
 
 
-def prompt_of(rng, longest=30):
-    return [rng.randrange(5, 64) for _ in range(rng.randint(1, longest))]
+def prompt_of(rng):
+    return [rng.randrange(5, 64) for _ in range(rng.randint(1, 30))]
+
+
+def request_of(rng, **params):
+    """A prompt, and parameters of a response of up to 100 tokens."""
+    return prompt_of(rng), SamplingParams(max_tokens=rng.randint(1, 100), logprobs=True, **params)
 
 
 def endless(seed):
@@ -32,13 +37,7 @@ def test_preempted_requests_give_what_they_would_have_given_and_a_budget_that_su
     model, engine_for
 ):
     rng = random.Random(1)
-    requests = [
-        (
-            prompt_of(rng),
-            SamplingParams(max_tokens=rng.randint(1, 90), seed=i, logprobs=True, ignore_eos=True, **_KINDS[i % 4]),
-        )
-        for i in range(32)
-    ]
+    requests = [request_of(rng, seed=i, ignore_eos=True, **_KINDS[i % 4]) for i in range(32)]
     free, enough, tight = (engine_for(model, kv_tokens=budget) for budget in (None, 10_000, 130))
     expected, same, found = (
         [future.result(60) for future in [engine.submit("r", *request) for request in requests]]
@@ -61,20 +60,12 @@ def test_whatever_arrives_and_is_aborted_the_rest_is_as_without_a_budget(model, 
     rng = random.Random(seed)
     budget = rng.randint(140, 260)
     engines = engine_for(model), engine_for(model, kv_tokens=budget)
-    requests = [
-        (
-            f"r{i}",
-            prompt_of(rng, 40),
-            SamplingParams(
-                max_tokens=rng.randint(1, 100), logprobs=True, ignore_eos=rng.random() < 0.7, **rng.choice(_KINDS)
-            ),
-        )
-        for i in range(40)
-    ]
-    expected = [future.result(60) for future in [engines[0].submit(*request) for request in requests]]
+    requests = [request_of(rng, ignore_eos=rng.random() < 0.7, **rng.choice(_KINDS)) for _ in range(40)]
+    submitted = [engines[0].submit(f"r{i}", *request) for i, request in enumerate(requests)]
+    expected = [future.result(60) for future in submitted]
     futures, ways_out = [], set()
     for i, request in enumerate(requests):
-        futures.append(engines[1].submit(*request))
+        futures.append(engines[1].submit(f"r{i}", *request))
         if rng.random() < 0.3:
             time.sleep(rng.random() * 0.02)
         if rng.random() < 0.25:

@@ -14,11 +14,13 @@ def draw(logits, params, seeds, positions):
     return BatchSampler(params, seeds)(logits, positions)
 
 
-def test_uniforms_are_the_published_splitmix64_stream():
+def test_uniforms_are_the_published_splitmix64_stream_and_seeds_do_not_depend_on_hash_randomisation():
     # First outputs of SplitMix64 with seed 1234567, from the reference implementation.
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     found = uniforms(np.full(3, 1234567, dtype=np.uint64), np.arange(3))
     assert found.tolist() == [(value >> 11) * 2.0**-53 for value in expected]
+    assert derive_seed(0, "a", None) == 10994160445515956199
+    assert len({derive_seed(a, b) for a in range(50) for b in range(50)}) == 2500
 
 
 def test_uniforms_are_uniform_along_seeds_and_along_positions():
@@ -68,11 +70,6 @@ def test_a_token_of_zero_probability_is_never_drawn_and_a_row_that_is_not_finite
     assert tokens.pop(1) == -1
     assert set(tokens) == {3}
     assert {*logprobs[:1], *logprobs[2:]} == {0.0}
-
-
-def test_seeds_do_not_depend_on_hash_randomisation():
-    assert derive_seed(0, "a", None) == 10994160445515956199
-    assert len({derive_seed(a, b) for a in range(50) for b in range(50)}) == 2500
 
 
 def test_parameters_of_an_agent_loop_are_understood():

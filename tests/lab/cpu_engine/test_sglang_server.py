@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from click.testing import CliRunner
 
 from rl_accel.__main__ import cli
 from rl_accel.patches.slime import requests
@@ -194,7 +193,5 @@ def test_a_server_with_little_memory_retracts_and_counts_requests_and_refuses_wh
     assert "token_usage" not in load(client)
 
 
-def test_a_folder_without_a_model_is_a_clear_error():
-    result = CliRunner().invoke(cli, ["serve-cpu", "--model", "nowhere"])
-    assert result.exit_code == 2
-    assert "does not exist" in result.output
+def test_a_folder_without_a_model_is_a_clear_error(invoke):
+    assert "does not exist" in invoke(cli, "serve-cpu", "--model", "nowhere", code=2)
