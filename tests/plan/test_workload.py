@@ -35,15 +35,6 @@ def test_how_alike_responses_are_is_found_again(alike, seed):
     assert from_groups(drawn, "").alike == pytest.approx(alike, abs=0.1)
 
 
-def test_a_prompt_that_was_long_is_long_again():
-    groups = [[10.0 + n % 7, 12.0 + n % 5, 15.0, 11.0] for n in range(95)] + [
-        [900.0, 950.0, 990.0 + n, 980.0] for n in range(5)
-    ]
-    workload = from_groups(groups, "")
-    again = workload.drawn().lengths(range(100), 4, RNG).mean(axis=1)
-    assert again[95:].min() > 5 * np.median(again[:95])
-
-
 def test_a_prompt_keeps_its_score_until_the_workload_is_drawn_anew():
     workload = published("code16k", 0.999).drawn()
     first, second = (workload.lengths([3] * 200, 1, RNG) for _ in range(2))

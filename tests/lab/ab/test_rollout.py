@@ -127,9 +127,6 @@ def test_the_final_reward_must_be_the_same_within_an_interval(summarise, finals,
     assert checks["same_reward"]["status"] == status
     (reward,) = found["reward"]
     assert reward["difference"] == pytest.approx(sum(finals) / len(finals) - 0.8)
-    if len(finals) > 2:
-        # t(0.975, 2) = 4.303; the finals are 0.01 apart, so the standard error is 0.01 / sqrt(3)
-        assert reward["high"] - reward["low"] == pytest.approx(2 * 4.3027 * 0.01 / 3**0.5, rel=1e-3)
 
 
 def test_an_arm_with_too_few_seeds_does_not_keep_others_from_being_judged(summarise):

@@ -1,4 +1,4 @@
-"""The engine with a budget of key-value memory, against the same engine without one."""
+"""The engine with a budget of key-value memory, against the same engine without one; and which requests run."""
 
 import random
 import time
@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
-from rl_accel.lab.cpu_engine.scheduler import EngineError
-
-pytestmark = pytest.mark.slow
+from rl_accel.lab.cpu_engine.scheduler import HEADROOM, EngineError, Request, Scheduler
 
 _KINDS = [{"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.3, "top_k": 10}, {"top_p": 0.8}]
 
@@ -27,12 +25,44 @@ def endless(seed):
     return SamplingParams(max_tokens=10_000, ignore_eos=True, logprobs=True, seed=seed)
 
 
+def watch(engine):
+    """Make the engine fail unless the oldest run at any step, within the budget, and a request that is preempted, of which there
+    are no more than must be, comes back only after another has ended, and gets longer before it is preempted again."""
+    scheduler, left = engine._scheduler, {}
+    admit, make_room = scheduler.next, scheduler.preempt
+
+    def ended():
+        return sum(engine._counts[reason] for reason in ("completed", "aborted", "failed"))
+
+    def watched_next(running):
+        request = admit(running)
+        if request is not None and request.preemptions:
+            assert ended() > left[request.request_id][0]
+        return request
+
+    def watched_preempt(running):
+        rows = make_room(running)
+        out = [request for row, request in enumerate(running) if row not in rows]
+        used = sum(running[row].length for row in rows)
+        assert used <= scheduler.kv_tokens
+        assert not out or used + min(out, key=lambda request: request.arrival).length > scheduler.kv_tokens
+        for request in out:
+            assert len(request.tokens) > left.get(request.request_id, (0, 0))[1]
+            left[request.request_id] = ended(), len(request.tokens)
+        arrivals = sorted(running[row].arrival for row in rows) + [request.arrival for request in scheduler.waiting]
+        assert arrivals == sorted(arrivals)
+        return rows
+
+    scheduler.next, scheduler.preempt = watched_next, watched_preempt
+
+
 def assert_same(found, expected):
     """Equal tokens; and log-probabilities as close as two orders of summation are."""
     assert (found.stop_reason, found.token_ids) == (expected.stop_reason, expected.token_ids)
     torch.testing.assert_close(torch.tensor(found.logprobs), torch.tensor(expected.logprobs), atol=2e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_preempted_requests_give_what_they_would_have_given_and_a_budget_that_suffices_changes_no_bit(
     model, engine_for
 ):
@@ -55,11 +85,13 @@ def test_preempted_requests_give_what_they_would_have_given_and_a_budget_that_su
     assert free.stats().result(10).preemptions == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 12))])
 def test_whatever_arrives_and_is_aborted_the_rest_is_as_without_a_budget(model, engine_for, seed):
     rng = random.Random(seed)
     budget = rng.randint(140, 260)
     engines = engine_for(model), engine_for(model, kv_tokens=budget)
+    watch(engines[1])
     requests = [request_of(rng, ignore_eos=rng.random() < 0.7, **rng.choice(_KINDS)) for _ in range(40)]
     submitted = [engines[0].submit(f"r{i}", *request) for i, request in enumerate(requests)]
     expected = [future.result(60) for future in submitted]
@@ -92,6 +124,25 @@ def test_whatever_arrives_and_is_aborted_the_rest_is_as_without_a_budget(model, 
     assert (stats.running, stats.waiting, stats.failed, stats.kv_used) == (0, 0, 0, 0)
 
 
+def test_a_request_joins_others_only_with_some_room_to_grow_and_none_overtakes():
+    def request(name, prompt, tokens=()):
+        return Request(name, [5] * prompt, SamplingParams(max_tokens=100), seed=0, tokens=list(tokens))
+
+    scheduler = Scheduler(8, kv_tokens=100)
+    old, most = request("old", 20, [7] * 5), 100 - 25 - 2 * HEADROOM
+    scheduler.add(request("wide", most + 1))
+    scheduler.add(request("narrow", 1))
+    assert scheduler.next([old]) is None
+    assert scheduler.next([]).request_id == "wide"
+    scheduler.drop(lambda _: True)
+    scheduler.add(request("fits", most))
+    assert scheduler.next([old]).request_id == "fits"
+    for budget in (0, 1, -5, 10.0, True, "100"):
+        with pytest.raises(ValueError, match="kv_tokens wants an integer of at least 2, or None"):
+            Scheduler(8, kv_tokens=budget)
+
+
+@pytest.mark.slow
 def test_the_oldest_request_is_never_preempted_however_many_come_after_it(model, engine_for):
     engine = engine_for(model, kv_tokens=220)
     first = engine.submit("first", [5, 6], SamplingParams(max_tokens=200, ignore_eos=True, seed=0))
@@ -106,6 +157,7 @@ def test_the_oldest_request_is_never_preempted_however_many_come_after_it(model,
     assert {other.result().stop_reason for other in others} == {"completed"}
 
 
+@pytest.mark.slow
 def test_a_request_that_alone_exceeds_the_budget_is_refused_when_it_is_made(model, engine_for):
     engine = engine_for(model, kv_tokens=100)
     with pytest.raises(ValueError, match=r"request r: a prompt of 60 tokens .* up to 41 do not fit into kv_tokens=100"):
@@ -133,6 +185,7 @@ def away(engine_for, wait_for):
     return start
 
 
+@pytest.mark.slow
 def test_a_request_that_is_away_can_be_aborted_or_cancelled_or_fail_alone(
     model, engine_for, away, wait_for, monkeypatch
 ):
@@ -155,6 +208,7 @@ def test_a_request_that_is_away_can_be_aborted_or_cancelled_or_fail_alone(
     assert engine.submit("later", [6] * 40, SamplingParams(max_tokens=5)).result(30).stop_reason == "completed"
 
 
+@pytest.mark.slow
 def test_weights_are_refused_as_long_as_a_request_is_away_which_pause_ends(make_model, away):
     old_model, new_model = make_model(seed=0), make_model(seed=1)
     engine, (old, young) = away(old_model, 60, 60)
@@ -172,6 +226,7 @@ def test_weights_are_refused_as_long_as_a_request_is_away_which_pause_ends(make_
     assert young.result(10).stop_reason == "aborted"
 
 
+@pytest.mark.slow
 def test_the_peak_is_the_most_that_a_step_took(model, engine_for):
     engine = engine_for(model, kv_tokens=400)
     for count, peak in ((1, 49), (4, 4 * 49), (1, 4 * 49)):  # the last token is never read

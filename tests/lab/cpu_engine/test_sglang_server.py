@@ -88,68 +88,67 @@ def test_a_request_is_aborted_by_its_id_or_with_all_others_or_by_its_connection_
     wait_for(lambda: load(client)["num_total_reqs"] == 0, "the end of the request")
 
 
+class Watcher:
+    """Sees what becomes of a request, and ends it after so many tries that failed."""
+
+    def __init__(self, patience=99):
+        self.patience, self.seen = patience, []
+
+    def begin(self):
+        return "r0"
+
+    async def failed(self):
+        self.seen.append("failed")
+        if len(self.seen) == self.patience:
+            raise ConnectionError("the server is dead")
+
+    def end(self, request_id, answer):
+        assert request_id == "r0"
+        self.seen.append(answer)
+
+
 def test_a_watched_request_carries_an_id_by_which_it_can_be_aborted(client, wait_for):
     """The patch of slime's ``post``, over a plain HTTP client: what a rollout function does to stop one response."""
-    seen = []
-
-    class Watcher:
-        def begin(self):
-            return "r0"
-
-        def end(self, request_id, answer):
-            meta = answer["meta_info"]
-            seen.append((request_id, meta["finish_reason"]["type"], meta["num_retractions"]))
+    watcher = Watcher()
 
     async def plain(target, payload, max_retries=60, headers=None):
         return await asyncio.to_thread(lambda: client.post(target, json=payload).json())
 
     async def play():
-        requests.WATCHER.set(Watcher())
+        requests.WATCHER.set(watcher)
         body = {"input_ids": PROMPT, "sampling_params": ENDLESS}
         task = asyncio.create_task(requests._make(plain, None)("/generate", body))
         await asyncio.to_thread(wait_for, lambda: load(client)["num_running_reqs"] == 1, "the request")
         client.post("/abort_request", json={"rid": "r0"})
-        assert (await task)["meta_info"]["finish_reason"]["type"] == "abort"
+        assert watcher.seen == [await task]
         assert "rid" not in body
 
     asyncio.run(play())
-    assert seen == [("r0", "abort", 0)]
+    meta = watcher.seen[0]["meta_info"]
+    assert (meta["finish_reason"]["type"], meta["num_retractions"]) == ("abort", 0)
 
 
 def test_a_try_that_failed_is_shown_to_the_watcher_which_may_end_it(monkeypatch):
-    seen = []
+    pauses = []
 
-    class Watcher:
-        def begin(self):
-            return "r0"
-
-        async def failed(self):
-            seen.append("failed")
-            if len(seen) == 3:
-                raise ConnectionError("the server is dead")
-
-        def end(self, request_id, answer):
-            seen.append(answer)
+    async def pause(seconds):
+        pauses.append(seconds)
 
     async def broken(url, payload, max_retries=60, headers=None):
         assert max_retries == 1
         raise OSError("refused")
 
-    async def send(tries):
-        requests.WATCHER.set(Watcher())
+    async def send(watcher, tries):
+        requests.WATCHER.set(watcher)
         await requests._make(broken, None)("http://x/generate", {}, tries)
 
-    async def pause(seconds):
-        assert seconds == 1
-
     monkeypatch.setattr(requests.asyncio, "sleep", pause)
-    with pytest.raises(OSError, match="refused"):
-        asyncio.run(send(2))
-    assert seen == ["failed", "failed", None]
-    seen.clear()
-    with pytest.raises(ConnectionError, match="is dead"):
-        asyncio.run(send(60))
-    assert seen == ["failed"] * 3 + [None]
+    for patience, tries, error, failures in ((99, 2, "refused", 2), (3, 60, "is dead", 3)):
+        watcher = Watcher(patience)
+        with pytest.raises(OSError, match=error):
+            asyncio.run(send(watcher, tries))
+        assert watcher.seen == ["failed"] * failures + [None]
+    assert set(pauses) == {1}
 
 
 @pytest.mark.parametrize(
