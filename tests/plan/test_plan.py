@@ -12,20 +12,8 @@ from hypothesis import strategies as st
 
 from rl_accel.errors import RlAccelError
 from rl_accel.features import TailBatchingFlags
-from rl_accel.plan.answers import (
-    AS_IT_IS,
-    PLAIN,
-    answer,
-    best_of,
-    options_of,
-    outcome_of,
-    replanned,
-    rounds_of,
-    scale,
-    simulated,
-    steady,
-    with_drafts,
-)
+from rl_accel.plan import answers
+from rl_accel.plan.answers import AS_IT_IS, PLAIN, answer, options_of, rounds_of
 from rl_accel.plan.balanced import BalancedCluster
 from rl_accel.plan.command import plan
 from rl_accel.plan.fit import Fit, fit_engine
@@ -158,29 +146,29 @@ def test_prompts_that_still_wait_are_owed_a_long_round():
     rounds = rounds_of(SETUP, TailBatchingFlags(), 4, 0)
     assert [played.metrics.kind for played in rounds] == ["short"] * 4
     assert rounds[-1].metrics.queue_length == 16
-    assert steady(rounds, 16, lambda played: 1.0 + (played.metrics.kind == "long")) == pytest.approx(1.0)
+    assert answers.steady(rounds, 16, lambda played: 1.0 + (played.metrics.kind == "long")) == pytest.approx(1.0)
     rounds = rounds_of(SETUP, TailBatchingFlags(), 9, 0)
     longs = [played.metrics.kind for played in rounds].count("long")
     owed = rounds[-1].metrics.queue_length / 16
-    share = steady(rounds, 16, lambda played: float(played.metrics.kind == "long"))
+    share = answers.steady(rounds, 16, lambda played: float(played.metrics.kind == "long"))
     assert share == pytest.approx((longs + owed) / (9 + owed))
 
 
 def test_with_a_tail_tail_batching_is_best_and_without_one_nothing_is():
-    _, *answers = answer(SETUP, options_of(SETUP), draws=3, rounds=5)
-    assert best_of(answers).option.name.startswith("tail_batching")
-    _, *answers = answer(EQUAL, options_of(EQUAL), draws=3, rounds=5)
-    assert best_of(answers) is None
-    assert all(found.is_nothing for found in answers if found.option.ours)
+    _, *found = answer(SETUP, options_of(SETUP), draws=3, rounds=5)
+    assert answers.best_of(found).option.name.startswith("tail_batching")
+    _, *found = answer(EQUAL, options_of(EQUAL), draws=3, rounds=5)
+    assert answers.best_of(found) is None
+    assert all(its.is_nothing for its in found if its.option.ours)
 
 
 def test_of_equal_gains_the_simplest_is_best():
-    _, *answers = answer(SETUP, options_of(SETUP)[1:2], draws=1, rounds=5)
-    (tails,) = answers
+    _, *found = answer(SETUP, options_of(SETUP)[1:2], draws=1, rounds=5)
+    (tails,) = found
     more = replace(tails, option=replace(tails.option, name="with more"), ratio=tails.ratio * 1.01)
     much_more = replace(more, ratio=tails.ratio * 1.1)
-    assert best_of([tails, more]) is tails
-    assert best_of([tails, much_more]) is much_more
+    assert answers.best_of([tails, more]) is tails
+    assert answers.best_of([tails, much_more]) is much_more
 
 
 def test_answers_are_the_same_for_the_same_draws(priced):
@@ -203,9 +191,9 @@ def test_staleness_of_options_and_the_least_seconds_of_their_steps(priced):
 def test_the_planner_of_production_chooses_the_tensor_parallel_size():
     quick, slow = Engine({1: 0.01}), Engine({1: 0.02})
     lowered = replace(EQUAL, tp=2, engine=slow, engines={1: quick, 2: slow})
-    assert replanned(lowered, 8, 0).rollout_seconds == pytest.approx(5.0), "four steps without a preemption"
+    assert answers.replanned(lowered, 8, 0).rollout_seconds == pytest.approx(5.0), "four steps without a preemption"
     rolled_back = replace(EQUAL, tp=2, engine=quick, engines={1: slow, 2: quick})
-    assert replanned(rolled_back, 15, 0).rollout_seconds == pytest.approx(5.0), "slower by more than noise"
+    assert answers.replanned(rolled_back, 15, 0).rollout_seconds == pytest.approx(5.0), "slower by more than noise"
     assert "tp_replan" in {option.name for option in options_of(lowered)}
     assert "tp_replan" not in {option.name for option in options_of(EQUAL)}
 
@@ -217,7 +205,7 @@ def test_balance_is_priced_by_its_state_machine_where_requests_wait():
     assert balance.how.endswith("+rl_accel.balance.places=4")
     stock, balanced = (price(few, 20, 0).rollout_seconds for price in (AS_IT_IS.price, balance.price))
     assert 0.7 * stock < balanced < stock
-    found = [price(few, 4, 0) for price in (balance.price, simulated(cluster=lambda _: BalancedCluster))]
+    found = [price(few, 4, 0) for price in (balance.price, answers.simulated(cluster=lambda _: BalancedCluster))]
     assert found[0].rollout_seconds == pytest.approx(found[1].rollout_seconds)
 
 
@@ -240,7 +228,7 @@ def test_with_a_place_for_each_balanced_rounds_are_those_of_stock():
 
 def test_drafts_speed_up_few_requests_and_are_priced_as_they_are_accepted():
     engine = Engine({1: 0.01, 64: 0.02})
-    drafting = with_drafts(engine, 2.0)
+    drafting = answers.with_drafts(engine, 2.0)
     for running, ratio in ((1, 2), (32, 2), (64, 1)):
         assert float(drafting.seconds(running)) == pytest.approx(float(engine.seconds(running)) / ratio)
     names = {option.name: option for option in options_of(SETUP, {4: 1.5, 8: 2.0})}
@@ -271,7 +259,7 @@ def test_other_places_are_priced_where_requests_wait_or_caches_are_full():
 
 
 def test_the_pack_s_own_work_grows_with_the_batch():
-    rows = [scale(replace(SETUP, tp=4), gpus, rounds=1) for gpus in (8, 32)]
+    rows = [answers.scale(replace(SETUP, tp=4), gpus, rounds=1) for gpus in (8, 32)]
     assert [row["prompts"] for row in rows] == [16, 64]
     assert rows[1]["trainer"] == pytest.approx(4 * rows[0]["trainer"])
     assert rows[1]["rollout"] >= rows[0]["rollout"] * 0.9
@@ -281,7 +269,7 @@ def test_flags_of_a_command_are_read_as_verl_reads_them():
     section = "+rl_accel.tail_batching"
     flags = flags_of_words(["python", f"{section}.enable=True", f"{section}.response_ratio=1.0"])
     assert flags.sections["tail_batching"].response_ratio == 1.0
-    waste = outcome_of(SETUP, rounds_of(SETUP, flags.sections["tail_batching"], 5, 0)).wasted
+    waste = answers.outcome_of(SETUP, rounds_of(SETUP, flags.sections["tail_batching"], 5, 0)).wasted
     assert 0 < waste < 0.6
 
 

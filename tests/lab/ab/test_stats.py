@@ -5,18 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from rl_accel.lab.ab import stats
 from rl_accel.lab.ab.recipe import Metrics
-from rl_accel.lab.ab.stats import (
-    RunData,
-    agreement,
-    compared,
-    curve,
-    first_differences,
-    gain,
-    measured_steps,
-    phase,
-    stage_table,
-)
+from rl_accel.lab.ab.stats import RunData, first_differences, measured_steps
 
 NAMES = Metrics(stages=["gen", "adv"], warmup_steps=2)
 
@@ -31,7 +22,7 @@ def run(arm, times, seed=0, **more):
 
 
 def rows_of(*runs):
-    return {row["stage"]: row for row in stage_table(runs, ["stock", "fast"], "stock", NAMES)}
+    return {row["stage"]: row for row in stats.stage_table(runs, ["stock", "fast"], "stock", NAMES)}
 
 
 def test_stage_times_leave_out_warm_up_and_the_rest_is_other():
@@ -47,7 +38,7 @@ def test_stage_times_leave_out_warm_up_and_the_rest_is_other():
     assert rows["step"]["ratios"]["fast"]["ratio"] == 7 / 4
     assert rows["step"]["ratios"]["fast"]["low"] is None  # three pairs say nothing about noise
     assert "stock" not in rows["step"]["ratios"]
-    of_means = stage_table([slow, fast], ["stock", "fast"], "stock", replace(NAMES, average="mean"))
+    of_means = stats.stage_table([slow, fast], ["stock", "fast"], "stock", replace(NAMES, average="mean"))
     assert next(row for row in of_means if row["stage"] == "step")["ratios"]["fast"]["ratio"] == pytest.approx(23 / 14)
 
 
@@ -113,17 +104,17 @@ def test_metrics_belong_to_parts_of_a_step_the_earlier_is_named_first_and_those_
         "val-core/x/acc": "validation",
         "something/new": "other",
     }
-    assert {metric: phase(metric) for metric in parts} == parts
+    assert {metric: stats.phase(metric) for metric in parts} == parts
     base, other = (run("a", [(1, 1, 2)], **{metric: [value] for metric in parts}) for value in (1.0, 2.0))
     assert [row["metric"] for row in first_differences(base, other, NAMES)] == list(parts)
     base = run("stock", [(1, 1, 2)], **{"critic/score/mean": [1.0], "rollout_corr/kl": [0.0], "actor/loss": [1.0]})
     other = run("fast", [(9, 9, 9)], **{"critic/score/mean": [1.0], "rollout_corr/kl": [1e-9], "actor/loss": [1.0]})
-    found = agreement(base, other, NAMES, first_differences(base, other, NAMES))
+    found = stats.agreement(base, other, NAMES, first_differences(base, other, NAMES))
     phases = ["rollout and reward", "update"]
     assert found == {"metrics_compared": 3, "metrics_differing": 1, "identical_phases": phases}
     free = ["timing_s/gen", "timing_per_token_ms/gen", "perf/throughput", "actor/perf/max_memory_allocated_gb"]
     free += ["rl_accel/gae/seconds", "perf/mfu/actor"]
-    assert compared([*free, "actor/pg_loss"], NAMES) == ["actor/pg_loss"]
+    assert stats.compared([*free, "actor/pg_loss"], NAMES) == ["actor/pg_loss"]
 
 
 def test_nan_equals_nan_a_missing_value_differs_and_steps_of_one_run_alone_are_not_compared():
@@ -141,7 +132,7 @@ def test_nan_equals_nan_a_missing_value_differs_and_steps_of_one_run_alone_are_n
 
 def test_curve_and_gain():
     data = run("a", [(1, 1, 2)] * 10, r=[0, 0, 1, 1, 1, 1, 1, 1, 5, 7])
-    assert curve(data, "r") == {"steps": list(range(1, 11)), "values": [0, 0, 1, 1, 1, 1, 1, 1, 5, 7]}
-    assert gain(data, "r") == {"before": 0, "after": 6, "gain": 6}
-    assert gain(data, "absent") is None
-    assert gain(run("a", [(1, 1, 2)], r=[1]), "r") is None
+    assert stats.curve(data, "r") == {"steps": list(range(1, 11)), "values": [0, 0, 1, 1, 1, 1, 1, 1, 5, 7]}
+    assert stats.gain(data, "r") == {"before": 0, "after": 6, "gain": 6}
+    assert stats.gain(data, "absent") is None
+    assert stats.gain(run("a", [(1, 1, 2)], r=[1]), "r") is None

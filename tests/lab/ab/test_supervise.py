@@ -81,15 +81,11 @@ def test_the_marker_finds_a_run_whose_supervisor_was_killed_and_no_other(supervi
     process.kill()
     process.wait()
     assert not gone(tmp_path / "pid")
-    assert end_all(lambda: marked("test-run"), grace_s=5)
+    before = time.monotonic()
+    assert end_all(lambda: marked("test-run"), grace_s=60)
+    assert time.monotonic() - before < 30, "it waits no longer than it must"
     assert gone(tmp_path / "pid")
     assert marked("test-run") == []
-
-
-def test_end_all_waits_no_longer_than_needed():
-    before = time.monotonic()
-    assert end_all(list, grace_s=60) == []
-    assert time.monotonic() - before < 30
 
 
 def test_what_ray_says_is_what_is_looked_for():

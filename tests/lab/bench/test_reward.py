@@ -8,18 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from rl_accel.lab.bench import reward as bench
-from rl_accel.lab.bench.reward import (
-    HANGING,
-    Arm,
-    Response,
-    WrongResult,
-    check,
-    kill_verdict,
-    nothing_left,
-    quantile,
-    summarise,
-    workload,
-)
+from rl_accel.lab.bench.reward import Arm, Response, WrongResult
 from rl_accel.reward.execution import ExecutionResult
 from rl_accel.reward.sandbox import Case
 
@@ -30,19 +19,19 @@ TINY = ["--prompts", "3", "--responses", "6", "--epochs", "2", "--scale", "0.03"
 
 def drawn(**changes):
     size = {"prompts": 100, "responses": 16, "epochs": 4, "batch": 20, "scale": 1.0, "spread": 0.3}
-    return workload(**{**size, **changes})
+    return bench.workload(**{**size, **changes})
 
 
 def test_the_workload_is_as_published_the_same_for_the_same_seed_and_all_its_times_are_scaled():
     shares = (0.126, 0.609, 0.89, 0.9405)
-    assert [quantile(share / 0.9495) for share in shares] == pytest.approx([0.185, 0.361, 0.833, 2.264])
-    assert 2.79 < quantile(0.995) < 29.0
+    assert [bench.quantile(share / 0.9495) for share in shares] == pytest.approx([0.185, 0.361, 0.833, 2.264])
+    assert 2.79 < bench.quantile(0.995) < 29.0
     batches = drawn(responses=64)
     everything = [response for batch in batches for response in batch]
     assert len(batches) == 20
     assert {len(batch) for batch in batches} == {20 * 64}
     hanging = sum(response.seconds is None for response in everything) / len(everything)
-    assert hanging == pytest.approx(HANGING, abs=1e-4)
+    assert hanging == pytest.approx(bench.HANGING, abs=1e-4)
     assert not any(response.correct and response.seconds is None for response in everything)
     ending = sorted(response.seconds for response in everything if response.seconds is not None)
     assert ending[len(ending) // 2] == pytest.approx(0.31, abs=0.03)
@@ -69,7 +58,7 @@ def test_the_sums():
     _, early = made_up(4.0, 4.0)
     arms = {"fixed": Arm([fixed, fixed], [40.0, 42.0]), "adaptive": Arm([fixed, early], [40.0, 1.0])}
     arms["adaptive"].counts.update({"saved_seconds": 26.0})
-    rows = summarise([batch, batch], arms, epochs=2)
+    rows = bench.summarise([batch, batch], arms, epochs=2)
     fixed, ours = rows["fixed"], rows["adaptive"]
     assert (fixed["seconds"], ours["seconds"]) == (74.0, 37.0 + 10.0)
     assert ours["times_less"] == 74.0 / 47.0
@@ -96,16 +85,16 @@ def test_the_sums():
     ],
 )
 def test_the_goal_is_called_met_only_where_the_sample_can_decide(killed, correct, verdict):
-    assert kill_verdict(killed, correct) == verdict
+    assert bench.kill_verdict(killed, correct) == verdict
 
 
 def test_a_verdict_that_was_not_earned_is_named_and_what_is_left_behind_is_found():
     unearned = ((True, 1.0, "wrong"), (True, 1.0, "killed"), (False, 1.0, "passed"), (False, None, "error"))
     for correct, seconds, found in unearned:
         with pytest.raises(WrongResult, match=f"found {found}"):
-            check([Response("p", "", correct, seconds)], [ExecutionResult(found)])
+            bench.check([Response("p", "", correct, seconds)], [ExecutionResult(found)])
     left = []
-    with pytest.raises(WrongResult, match="1 processes are left"), nothing_left():
+    with pytest.raises(WrongResult, match="1 processes are left"), bench.nothing_left():
         left.append(subprocess.Popen(["sleep", "60"]))
     left[0].kill()
     left[0].wait()

@@ -32,6 +32,7 @@ def plain_logprobs(model, prompt, tokens, temperature=1.0):
 
 @pytest.mark.parametrize("heads", [4, 1], ids=["all-heads", "one-kv-head"])
 def test_greedy_and_sampled_tokens_and_their_logprobs_are_those_of_a_plain_forward(make_model, engine_for, heads):
+    """More requests than places."""
     model = make_model(num_key_value_heads=heads)
     engine = engine_for(model)
     temperatures = [0.0] * 16 + [0.5 + i / 8 for i in range(16)]
@@ -44,7 +45,11 @@ def test_greedy_and_sampled_tokens_and_their_logprobs_are_those_of_a_plain_forwa
         assert p.temperature or torch.equal(tokens, expected.argmax(-1))
         chosen = expected.gather(1, tokens[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(generation.logprobs), chosen, atol=2e-5, rtol=0)
+        assert generation.stop_reason == "completed"
+        assert 4 not in tokens[:-1]
         assert len(tokens) == 60 or tokens[-1] == 4
+    stats = engine.stats().result(10)
+    assert (stats.completed, stats.running, stats.waiting) == (32, 0, 0)
 
 
 @pytest.mark.slow
@@ -86,21 +91,6 @@ def test_seeds_decide_the_tokens_and_their_absence_leaves_it_to_the_request_id(m
     assert tokens("r", 4, stop_token_ids=(whole[7],)) == whole[: whole.index(whole[7]) + 1]
 
 
-def test_more_requests_than_places_all_complete_and_responses_end_where_they_should(model, engine_for):
-    engine = engine_for(model, max_num_seqs=3, max_model_len=64)
-    given = prompts(30)
-    futures = [engine.submit(str(i), p, SamplingParams(max_tokens=50, seed=i)) for i, p in enumerate(given)]
-    for prompt, future in zip(given, futures, strict=True):
-        generation = future.result(60)
-        assert generation.stop_reason == "completed"
-        assert generation.logprobs is None
-        tokens = generation.token_ids
-        assert 4 not in tokens[:-1]
-        assert tokens[-1] == 4 or len(tokens) == min(50, 64 - len(prompt))
-    stats = engine.stats().result(10)
-    assert (stats.completed, stats.running, stats.waiting) == (30, 0, 0)
-
-
 def test_a_pace_slows_decoding_down_and_changes_nothing_else(model, engine_for):
     params = SamplingParams(max_tokens=30, ignore_eos=True, logprobs=True, seed=1)
     began = time.monotonic()
@@ -134,7 +124,8 @@ def test_equal_prompts_are_read_once_until_new_weights_which_are_used_from_the_n
     old, new = (make_model(seed=seed, tie_word_embeddings=tied) for seed in (0, 1))
     engine = engine_for(old)
     [prompt] = prompts(1)
-    wait([engine.submit(str(i), prompt, SamplingParams(seed=i)) for i in range(6)], timeout=30)
+    group = [engine.submit(str(i), prompt, SamplingParams(seed=i)) for i in range(6)]
+    assert {future.result(30).logprobs for future in group} == {None}, "not asked for"
     assert engine.stats().result(10).prefills == 1
     weights = {name: tensor.clone() for name, tensor in new.named_parameters()}
     assert ("lm_head.weight" in weights) != tied, "tied weights may come under one name"
