@@ -154,21 +154,17 @@ def test_prompts_that_still_wait_are_owed_a_long_round():
     assert share == pytest.approx((longs + owed) / (9 + owed))
 
 
-def test_with_a_tail_tail_batching_is_best_and_without_one_nothing_is():
+def test_with_a_tail_tail_batching_is_best_of_equal_gains_the_simplest_and_without_a_tail_nothing():
     _, *found = answer(SETUP, options_of(SETUP), draws=3, rounds=5)
-    assert answers.best_of(found).option.name.startswith("tail_batching")
-    _, *found = answer(EQUAL, options_of(EQUAL), draws=3, rounds=5)
-    assert answers.best_of(found) is None
-    assert all(its.is_nothing for its in found if its.option.ours)
-
-
-def test_of_equal_gains_the_simplest_is_best():
-    _, *found = answer(SETUP, options_of(SETUP)[1:2], draws=1, rounds=5)
-    (tails,) = found
+    tails = answers.best_of(found)
+    assert tails.option.name.startswith("tail_batching")
     more = replace(tails, option=replace(tails.option, name="with more"), ratio=tails.ratio * 1.01)
     much_more = replace(more, ratio=tails.ratio * 1.1)
     assert answers.best_of([tails, more]) is tails
     assert answers.best_of([tails, much_more]) is much_more
+    _, *found = answer(EQUAL, options_of(EQUAL), draws=3, rounds=5)
+    assert answers.best_of(found) is None
+    assert all(its.is_nothing for its in found if its.option.ours)
 
 
 def test_answers_are_the_same_for_the_same_draws(priced):

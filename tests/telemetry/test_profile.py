@@ -10,11 +10,8 @@ from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.profile import find_log, levers, profile, prompt_seconds, read_run, rounds_seconds
 from rl_accel.telemetry.stage_clock import CANCELLED, FILE_NAME, Response
 
-WAITING, REWARDS, NOTICING = (
-    "waiting for the longest responses",
-    "rewards after the last generation",
-    "noticing that the rollout is done",
-)
+WAITING, REWARDS = "waiting for the longest responses", "rewards after the last generation"
+NOTICING = "noticing that the rollout is done"
 TIMINGS = {"timing_s/step": 20.0, "timing_s/gen": 12.0, "timing_s/adv": 1.0, "timing_s/update_actor": 6.0}
 
 

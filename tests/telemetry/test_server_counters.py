@@ -32,9 +32,7 @@ def test_a_server_that_was_started_anew_or_is_new_is_unknown():
         assert taken(servers(4, incarnation="one"), after)[1] is None, after
 
 
-@pytest.mark.parametrize(
-    ("engine", "differences"), [("vllm", [0, 28, 26, None]), ("sglang", [0, 5])], ids=["vllm", "sglang"]
-)
+@pytest.mark.parametrize(("engine", "differences"), [("vllm", [0, 28, 26, None]), ("sglang", [0, 5])])
 def test_pages_that_the_engines_made_themselves_give_the_counts_that_are_known(engine, differences):
     """The first lines of a file say how its pages were made, a line before each page what is known of it."""
     _, *parts = re.split(r"^# page: (\w+)\n", (DATA / f"{engine}_metrics.txt").read_text(), flags=re.MULTILINE)

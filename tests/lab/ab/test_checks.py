@@ -21,7 +21,7 @@ def judge(make_runs, tmp_path):
     return check
 
 
-REWARD = "critic/score/mean"
+REWARD, KL, PROBS = "critic/score/mean", "actor/kl_loss", "training/rollout_probs_diff_max"
 STEP = {"timing_s/step": 2.0, "timing_s/adv": 1.0}
 FAST = {"timing_s/step": 1.0, "timing_s/adv": 0.1}
 
@@ -30,21 +30,18 @@ def both(stock, accelerated):
     return {"stock": stock, "accelerated": accelerated}
 
 
+def logged(metric, *values):
+    """One arm that logged these."""
+    return {"stock": [{metric: value} for value in values]}
+
+
 NAN = math.nan
 SAME = both([{REWARD: 0.1}, {REWARD: NAN}], [{REWARD: 0.1}, {REWARD: NAN}])
 PARTED = both([{REWARD: 0.1}, {REWARD: NAN}], [{REWARD: 0.1}, {REWARD: 0.25}])
-LEARNS = {"stock": [{REWARD: 0.0}, {REWARD: 1.0}]}
+LEARNS = logged(REWARD, 0.0, 1.0)
 ARMS = both([STEP] * 4, [FAST] * 4)
 ONE = {"stock": [STEP]}
 LOG = "fine\na dtype mismatch: bf16\n"
-
-
-def differing(value):
-    return {"stock": [{"training/rollout_probs_diff_max": 1e-9}, {"training/rollout_probs_diff_max": value}]}
-
-
-def kl(*values):
-    return {"stock": [{"actor/kl_loss": value} for value in values]}
 
 
 @pytest.mark.parametrize(
@@ -58,14 +55,14 @@ def kl(*values):
         ("identical", {"stock": [{REWARD: 0.1}]}, {"identical": [REWARD]}, "skipped", ""),
         ("identical", SAME, {"identical": ["absent"]}, "red", ""),
         ("identical", SAME, {}, None, ""),
-        ("rollout_probs_diff", differing(1e-8), {"rollout_probs_diff": 1e-3}, "green", "step 2"),
-        ("rollout_probs_diff", differing(2e-3), {"rollout_probs_diff": 1e-3}, "red", "step 2"),
-        ("rollout_probs_diff", differing(NAN), {"rollout_probs_diff": 1e-3}, "red", "step 2"),
+        ("rollout_probs_diff", logged(PROBS, 1e-9, 1e-8), {"rollout_probs_diff": 1e-3}, "green", "step 2"),
+        ("rollout_probs_diff", logged(PROBS, 1e-9, 2e-3), {"rollout_probs_diff": 1e-3}, "red", "step 2"),
+        ("rollout_probs_diff", logged(PROBS, 1e-9, NAN), {"rollout_probs_diff": 1e-3}, "red", "step 2"),
         ("rollout_probs_diff", ONE, {}, "skipped", "calculate_log_probs"),
         ("rollout_probs_diff", ONE, {"rollout_probs_diff": None}, None, ""),
-        ("first_step_zero", kl(0.0, 1.0), {}, "green", ""),
-        ("first_step_zero", kl(0.1), {}, "red", ""),
-        ("first_step_zero", kl(NAN), {}, "red", ""),
+        ("first_step_zero", logged(KL, 0.0, 1.0), {}, "green", ""),
+        ("first_step_zero", logged(KL, 0.1), {}, "red", ""),
+        ("first_step_zero", logged(KL, NAN), {}, "red", ""),
         ("first_step_zero", ONE, {}, "skipped", ""),
         ("forbidden_log", ONE, {"log": LOG}, "red", "stock-seed0/train.log line 2: a dtype mismatch: bf16"),
         ("forbidden_log", ONE, {"log": "fine\n"}, "green", ""),

@@ -54,16 +54,13 @@ def test_a_log_that_grows_gives_each_complete_line_once_and_counts_lines_that_ar
     assert (log.read(), log.bad_lines) == ([(3, {"a": 1.0})], 4)
 
 
-def test_several_starts_of_a_run_are_one_and_the_later_wins(tmp_path):
+def test_several_starts_of_a_run_are_one_of_which_the_later_wins_and_a_late_validation_is_none(tmp_path):
     first, second = write_verl(tmp_path / "1.jsonl", range(1, 8)), tmp_path / "2.jsonl"
     second.write_text("".join(json.dumps({"step": step, "data": {REWARD: 9.0}}) + "\n" for step in (5, 6)))
     found = read(str(first), str(second))
     assert found.restarts == [5]
     assert [its[REWARD] for its in found.steps.values()] == [0.1, 0.2, 0.3, 0.4, 9.0, 9.0]
     assert "timing_s/step" not in found.steps[5], "what the first start logged of it is of other weights"
-
-
-def test_records_of_one_step_are_merged_and_a_late_validation_is_no_restart():
     records = [(1, {"a": 1.0}), (1, {"val": 2.0}), (2, {"a": 2.0}), (3, {"a": 3.0})]
     records += [(2, {"val": 5.0}), (3, {"train/x": 1})]
     assert merged(records) == ({1: {"a": 1.0, "val": 2.0}, 2: {"a": 2.0, "val": 5.0}, 3: {"a": 3.0}}, [])
@@ -157,23 +154,18 @@ def test_the_console_of_slime(tmp_path):
     assert read(str(tmp_path / "slurm-1.txt")).steps == found.steps, "any name will do for a file"
 
 
-def test_nothing_to_read_says_what_is_wanted(tmp_path):
+def test_nothing_to_read_says_what_is_wanted_and_a_missing_package_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(RlAccelError, match="does not exist"):
         read(str(tmp_path / "absent"))
     wanted = "holds no metrics of verl's file logger, TensorBoard, W&B, a CSV of W&B, slime's"
     with pytest.raises(RlAccelError, match=wanted):
         read(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("name", "module", "package"),
-    [
+    for name, module, package in (
         ("events.out.tfevents.1", "tensorboard.backend.event_processing.event_accumulator", "tensorboard"),
         ("run-1.wandb", "wandb.proto.wandb_internal_pb2", "wandb"),
-    ],
-)
-def test_a_missing_package_is_one_line(tmp_path, monkeypatch, name, module, package):
-    (tmp_path / name).write_bytes(b"")
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(RlAccelError, match=f"to read it, pip install {package}$"):
-        read(str(tmp_path))
+    ):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / name).write_bytes(b"")
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(RlAccelError, match=f"to read it, pip install {package}$"):
+            read(str(tmp_path / package))

@@ -145,12 +145,9 @@ def test_all_arms_of_a_seed_come_before_the_next_and_an_arm_has_its_own_seeds_on
     assert names == ["stock-seed0", "stock-seed1", "extra-seed1"]
 
 
-def test_environment_values_become_text_and_the_arm_wins(recipe):
+def test_environment_values_become_text_the_arm_wins_and_prepare_does_not_depend_on_a_run(recipe):
     spec = recipe(env={"A": False, "B": 2, "C": "${seed}", "D": None}, arms={"stock": {"env": {"B": 3, "A": None}}})
     assert plan_runs(spec, HOME, OUT, seeds=[5])[0].env == {"A": None, "B": "3", "C": "5", "D": None}
-
-
-def test_prepare_does_not_depend_on_a_run(recipe):
     spec = recipe(prepare=["python", "p.py", "${out}"], env={"A": "${recipe_dir}", "B": "${seed}"})
     assert prepare_command(spec, HOME, OUT) == ([sys.executable, "p.py", "/out"], {"A": "/home/r"})
     assert prepare_command(recipe(), HOME, OUT)[0] == []

@@ -70,22 +70,14 @@ def test_the_sums():
     assert (ours["saved_s"], ours["saved_estimate_s"]) == (27.0, 26.0)
 
 
-@pytest.mark.parametrize(
-    ("killed", "correct", "verdict"),
-    [
-        (0, 33, "too few to tell"),
-        (1, 33, "too few to tell"),
-        (2, 100, "NOT met"),
-        (0, 1400, "too few to tell"),
-        (0, 1600, "met"),
-        (2, 1000, "too few to tell"),
-        (3, 1000, "NOT met"),
-        (1, 10_000, "met"),
-        (21, 10_000, "NOT met"),
-    ],
-)
-def test_the_goal_is_called_met_only_where_the_sample_can_decide(killed, correct, verdict):
-    assert bench.kill_verdict(killed, correct) == verdict
+def test_the_goal_is_called_met_only_where_the_sample_can_decide():
+    for verdict, samples in {
+        "too few to tell": [(0, 33), (1, 33), (0, 1400), (2, 1000)],
+        "met": [(0, 1600), (1, 10_000)],
+        "NOT met": [(2, 100), (3, 1000), (21, 10_000)],
+    }.items():
+        for killed, correct in samples:
+            assert bench.kill_verdict(killed, correct) == verdict, (killed, correct)
 
 
 def test_a_verdict_that_was_not_earned_is_named_and_what_is_left_behind_is_found():

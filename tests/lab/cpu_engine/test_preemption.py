@@ -143,21 +143,6 @@ def test_a_request_joins_others_only_with_some_room_to_grow_and_none_overtakes()
 
 
 @pytest.mark.slow
-def test_the_oldest_request_is_never_preempted_however_many_come_after_it(model, engine_for):
-    engine = engine_for(model, kv_tokens=220)
-    first = engine.submit("first", [5, 6], SamplingParams(max_tokens=200, ignore_eos=True, seed=0))
-    rng = random.Random(0)
-    others = []
-    while not first.done():
-        params = SamplingParams(max_tokens=rng.randint(20, 60), ignore_eos=True)
-        others.append(engine.submit(str(len(others)), prompt_of(rng), params))
-        time.sleep(0.005)
-    assert first.result().preemptions == 0
-    assert sum(other.result(120).preemptions for other in others) > 0
-    assert {other.result().stop_reason for other in others} == {"completed"}
-
-
-@pytest.mark.slow
 def test_a_request_that_alone_exceeds_the_budget_is_refused_when_it_is_made(model, engine_for):
     engine = engine_for(model, kv_tokens=100)
     with pytest.raises(ValueError, match=r"request r: a prompt of 60 tokens .* up to 41 do not fit into kv_tokens=100"):
