@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import settings
 
 from rl_accel.lab.ab.runner import RAY_DID_NOT_START
@@ -61,6 +62,22 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         stored = json.loads(DURATIONS.read_text()) | {file: round(spent, 1) for file, spent in seconds.items()}
         kept = {file: stored[file] for file in sorted(stored) if (REPO / file).exists()}
         DURATIONS.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+@pytest.fixture
+def invoke() -> Callable[..., str]:
+    """``invoke(command, *words, code=0)`` calls a command in this process; returns its output and the error that ends it.
+
+    ``code`` is the exit code that it must have, None for any but 0.
+    """
+
+    def call(command: Any, *words: object, code: int | None = 0) -> str:
+        done = CliRunner().invoke(command, [str(word) for word in words])
+        error = "" if isinstance(done.exception, SystemExit | None) else str(done.exception)
+        assert done.exit_code == code or (code is None and done.exit_code), done.output + error
+        return done.output + error
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -35,15 +35,6 @@ def test_how_alike_responses_are_is_found_again(alike, seed):
     assert from_groups(drawn, "").alike == pytest.approx(alike, abs=0.1)
 
 
-def test_a_prompt_that_was_long_is_long_again():
-    groups = [[10.0 + n % 7, 12.0 + n % 5, 15.0, 11.0] for n in range(95)] + [
-        [900.0, 950.0, 990.0 + n, 980.0] for n in range(5)
-    ]
-    workload = from_groups(groups, "")
-    again = workload.drawn().lengths(range(100), 4, RNG).mean(axis=1)
-    assert again[95:].min() > 5 * np.median(again[:95])
-
-
 def test_a_prompt_keeps_its_score_until_the_workload_is_drawn_anew():
     workload = published("code16k", 0.999).drawn()
     first, second = (workload.lengths([3] * 200, 1, RNG) for _ in range(2))
@@ -116,8 +107,3 @@ def test_a_file_or_folder_without_lengths_is_refused(tmp_path, file, content, wo
         torch.save(content, path)
     with pytest.raises(RlAccelError, match=words):
         read_lengths(path if file == "lengths.jsonl" else tmp_path)
-
-
-def test_lengths_that_were_not_published_are_refused():
-    with pytest.raises(RlAccelError, match="wanted one of math16k, code16k, judge16k, found 'poems'"):
-        published("poems")

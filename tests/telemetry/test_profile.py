@@ -4,18 +4,14 @@ import json
 import re
 
 import pytest
-from click.testing import CliRunner
 
 from rl_accel.errors import RlAccelError
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.profile import find_log, levers, profile, prompt_seconds, read_run, rounds_seconds
 from rl_accel.telemetry.stage_clock import CANCELLED, FILE_NAME, Response
 
-WAITING, REWARDS, NOTICING = (
-    "waiting for the longest responses",
-    "rewards after the last generation",
-    "noticing that the rollout is done",
-)
+WAITING, REWARDS = "waiting for the longest responses", "rewards after the last generation"
+NOTICING = "noticing that the rollout is done"
 TIMINGS = {"timing_s/step": 20.0, "timing_s/gen": 12.0, "timing_s/adv": 1.0, "timing_s/update_actor": 6.0}
 
 
@@ -55,18 +51,11 @@ def run(tmp_path):
     return tmp_path
 
 
-def profiled(words):
-    """The output of the command."""
-    done = CliRunner().invoke(profile, str(words).split())
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
 def savings_of(found):
     return {saving.name: saving for saving in found.savings}
 
 
-def test_stages_parts_and_what_would_save_how_much(run):
+def test_stages_parts_and_what_would_save_how_much_are_found_printed_and_drawn(run, invoke):
     found = read_run(run)
     assert list(found.steps) == [3, 4], "the first two are warm-up"
     assert found.stages == {"gen": 12.0, "adv": 1.0, "update_actor": 6.0, "other": 1.0}
@@ -84,6 +73,17 @@ def test_stages_parts_and_what_would_save_how_much(run):
     assert "rounds of 13 prompts for 10 trained" in savings[WAITING].arithmetic
     assert savings[NOTICING].gain == pytest.approx(0.5)
     assert savings[REWARDS].gain == 0.0, "a second is within the least limit"
+    output = invoke(profile, run)
+    for line in (
+        r"waiting for the longest .* 9 s .* 45\.0%",
+        r"gen .* 12 s .* 60\.0%",
+        r"preemptions a step: +unknown",
+        r"a response and its reward, p50: +1\.25 s",
+        r"s1 .* 1 .* 90 .* 20\.8% .* 10\.5 s",
+        r"Largest saving: waiting for the longest responses, 9 s a step",
+    ):
+        assert re.search(line, output), (line, output)
+    assert (run / "profile.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_reward_that_takes_long_is_replayed_with_a_limit(tmp_path):
@@ -135,10 +135,10 @@ def test_what_was_logged_is_there_without_the_file_of_responses_and_in_an_asynch
     assert list(savings_of(found)) == ["advantages"]
 
 
-def test_numbers_of_drafts_are_printed_where_there_are_any(tmp_path):
+def test_numbers_of_drafts_are_printed_where_there_are_any(tmp_path, invoke):
     def shown(**numbers):
         write_log(tmp_path / "m.jsonl", **{f"rl_accel/drafts/{name}": value for name, value in numbers.items()})
-        return dict(re.findall(r"(\w+) +│ ([\d.]+) ", profiled(f"{tmp_path} --no-picture")))
+        return dict(re.findall(r"(\w+) +│ ([\d.]+) ", invoke(profile, tmp_path, "--no-picture")))
 
     rows = shown(drafted=40.0, acceptance_sibling=0.75, tokens_a_step_from_64=3.5, applied=1.0)
     assert (rows["acceptance_sibling"], rows["tokens_a_step_from_64"]) == ("0.75", "3.50")
@@ -167,25 +167,11 @@ def test_levers_of_the_framework_are_named_where_they_are_worth_it(tmp_path):
     assert levers(read_run(tmp_path / "b")) == []
 
 
-def test_the_command_prints_tables_and_draws(run):
-    output = profiled(run)
-    for line in (
-        r"waiting for the longest .* 9 s .* 45\.0%",
-        r"gen .* 12 s .* 60\.0%",
-        r"preemptions a step: +unknown",
-        r"a response and its reward, p50: +1\.25 s",
-        r"s1 .* 1 .* 90 .* 20\.8% .* 10\.5 s",
-        r"Largest saving: waiting for the longest responses, 9 s a step",
-    ):
-        assert re.search(line, output), (line, output)
-    assert (run / "profile.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_command_draws_stages_alone_and_many_responses(tmp_path):
+def test_the_command_draws_stages_alone_and_many_responses(tmp_path, invoke):
     write_log(tmp_path / "stages" / "metrics.jsonl")
-    profiled(tmp_path / "stages")
+    invoke(profile, tmp_path / "stages")
     write_run(tmp_path / "many", lambda _: [Response(str(n % 10), 0.0, 1.0, 1.0, 1.0, 1) for n in range(5000)])
-    profiled(f"{tmp_path / 'many'} --picture {tmp_path / 'x.png'}")
+    invoke(profile, tmp_path / "many", "--picture", tmp_path / "x.png")
     assert (tmp_path / "x.png").exists()
 
 
@@ -204,13 +190,12 @@ def test_a_prompt_takes_until_the_last_of_its_rewards():
     ("times", "launched", "seconds"),
     [
         ([3.0] * 10, 13, 3.0),
-        # Short rounds of 10 launch 13 and nearly always put off the long ones; three in thirteen are put off, which makes three
-        # long rounds of ten for every ten short ones. With a chance of 0.034 four are long, and a short round waits for one.
+        # Of one long prompt a step, three in thirteen are put off: three long rounds for every ten short ones. With a chance
+        # of 0.034 four are long, and a short round waits for one.
         ([1.0] * 9 + [20.0], 13, (10 * (1 + 0.034 * 19) + 3 * 20) / 13),
         # Without a surplus a round lasts as long as the longest of ten.
         (list(range(1, 11)), 10, sum(1 - (k / 10) ** 10 for k in range(10))),
     ],
-    ids=["equal times", "one long prompt a step", "no surplus"],
 )
 def test_rounds_of_ten_prompts(times, launched, seconds):
     assert rounds_seconds(times, 10, launched) == pytest.approx(seconds, rel=0.1)

@@ -26,23 +26,13 @@ def test_readings_become_differences_over_all_servers_and_are_unknown_where_one_
     assert taken(servers(1, 1), servers(2, None), servers(3, 3), servers(3, 4)) == [2, None, None, 1]
 
 
-@pytest.mark.parametrize(
-    "after",
-    [
-        servers(9, incarnation="two"),
-        servers(1, incarnation="one"),
-        {"other": Reading(9, "one")},
-        servers(5, 5, incarnation="one"),
-        {},
-    ],
-)
-def test_a_server_that_was_started_anew_or_is_new_is_unknown(after):
-    assert taken(servers(4, incarnation="one"), after)[1] is None
+def test_a_server_that_was_started_anew_or_is_new_is_unknown():
+    anew = servers(9, incarnation="two"), servers(1, incarnation="one")
+    for after in (*anew, {"other": Reading(9, "one")}, servers(5, 5, incarnation="one"), {}):
+        assert taken(servers(4, incarnation="one"), after)[1] is None, after
 
 
-@pytest.mark.parametrize(
-    ("engine", "differences"), [("vllm", [0, 28, 26, None]), ("sglang", [0, 5])], ids=["vllm", "sglang"]
-)
+@pytest.mark.parametrize(("engine", "differences"), [("vllm", [0, 28, 26, None]), ("sglang", [0, 5])])
 def test_pages_that_the_engines_made_themselves_give_the_counts_that_are_known(engine, differences):
     """The first lines of a file say how its pages were made, a line before each page what is known of it."""
     _, *parts = re.split(r"^# page: (\w+)\n", (DATA / f"{engine}_metrics.txt").read_text(), flags=re.MULTILINE)
@@ -53,29 +43,13 @@ def test_pages_that_the_engines_made_themselves_give_the_counts_that_are_known(e
     assert taken(*({"server": reading} for reading in readings)) == differences
 
 
-def test_counters_in_prometheus_text_are_added_up_over_labels():
-    text = """# HELP vllm:num_preemptions_total Cumulative number of preemptions
+PROMETHEUS = """# HELP vllm:num_preemptions_total Cumulative number of preemptions
 # TYPE vllm:num_preemptions_total counter
 process_start_time_seconds 1.7e+09
 vllm:num_preemptions_total{engine="0",model_name="a b}"} 3.0
 vllm:num_preemptions_total{engine="1",model_name="m"} 4.0
 vllm:num_preemptions_created{engine="0"} 1.7e+09
 """
-    assert parse(text, VLLM) == Reading(7, "1700000000.0")
-    assert parse("vllm:num_preemptions 2\n", VLLM) == Reading(2)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "sglang:num_retracted_reqs 4\n",
-        "sglang:realtime_tokens_total 9.0\nvllm:generation_tokens_total 9.0\n",
-        *(f"vllm:num_preemptions_total{value}\n" for value in (" NaN", " x", " -1", "{")),
-    ],
-)
-def test_text_without_the_counter_is_unknown(text):
-    assert parse(text, VLLM) is None
 
 
 def line(rank, value, **labels):
@@ -86,20 +60,21 @@ def line(rank, value, **labels):
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("counter", "text", "found"),
     [
-        (line(0, 3.0) + line(1, 3.0), 3),
-        (line(0, 3.0) + line(1, 2.0), 3),
-        (line(0, 3.0, dp_rank=0) + line(1, 3.0, dp_rank=0) + line(2, 4.0, dp_rank=1) + line(3, 4.0, dp_rank=1), 7),
-        ('sglang:realtime_tokens_total{mode="decode"} 9.0\n', 0),
-        ('sglang:realtime_tokens_total{mode="decode"} 9.0\n' + line(0, "NaN"), None),
-        ("sglang:num_retracted_reqs 0.0\nsglang:num_paused_reqs 0.0\n", None),
+        (VLLM, PROMETHEUS, Reading(7, "1700000000.0")),
+        (VLLM, "vllm:num_preemptions 2\n", Reading(2)),
+        (VLLM, "", None),
+        (VLLM, "sglang:realtime_tokens_total 9.0\nvllm:generation_tokens_total 9.0\n", None),
+        *((VLLM, f"vllm:num_preemptions_total{value}\n", None) for value in (" NaN", " x", " -1", "{")),
+        (SGLANG, line(0, 3.0) + line(1, 2.0), Reading(3)),  # a rank is late
+        (SGLANG, "".join(line(rank, 3.0 + rank // 2, dp_rank=rank // 2) for rank in range(4)), Reading(7)),
+        (SGLANG, 'sglang:realtime_tokens_total{mode="decode"} 9.0\n' + line(0, "NaN"), None),
+        (SGLANG, "sglang:num_retracted_reqs 0.0\nsglang:num_paused_reqs 0.0\n", None),  # older than the counter
     ],
-    ids=["ranks", "a rank is late", "engines of a server", "nothing yet", "not a number", "older than the counter"],
 )
-def test_ranks_of_one_engine_count_once_and_a_counter_that_has_not_counted_is_zero(text, found):
-    reading = parse(text, SGLANG)
-    assert (reading and reading.preemptions) == found
+def test_a_page_tells_its_count_or_is_unknown(counter, text, found):
+    assert parse(text, counter) == found
 
 
 def test_servers_that_do_not_say_are_named_in_one_line_and_once(caplog, monkeypatch):

@@ -17,17 +17,14 @@ def response(began, generated, rewarded=None, ended=None, tokens=None, server=No
     return Response(prompt, began, generated, rewarded, last, tokens, server, outcome)
 
 
-def test_stages_add_up_to_the_step_and_what_no_timer_covers_is_other():
+def test_stages_add_up_to_the_step_and_what_no_timer_covers_is_other_and_what_is_no_step_has_none():
     logged = {"timing_s/step": 10.0, "timing_s/gen": 6.0, "timing_s/adv": 1.0, "timing_s/update_actor": 2.0}
     logged |= {"timing_s/testing": 99.0, "timing_s/gen/part": 3.0, "loss": 5.0}
     found = stage_clock.stages(logged)
     assert found == {"gen": 6.0, "adv": 1.0, "update_actor": 2.0, "other": 1.0}
     assert stage_clock.shares(found) == {"gen": 0.6, "adv": 0.1, "update_actor": 0.2, "other": 0.1}
-
-
-@pytest.mark.parametrize("logged", [{}, {"val/acc": 1.0}, {"timing_s/gen": 1.0}, {"timing_s/step": math.nan}])
-def test_what_is_no_training_step_has_no_stages(logged):
-    assert stage_clock.stages(logged) == {}
+    for logged in ({}, {"val/acc": 1.0}, {"timing_s/gen": 1.0}, {"timing_s/step": math.nan}):
+        assert stage_clock.stages(logged) == {}
 
 
 def test_a_generation_is_cut_into_four_parts_that_follow_each_other():
@@ -39,27 +36,21 @@ def test_a_generation_is_cut_into_four_parts_that_follow_each_other():
     assert found["concurrency"] == 10
     assert found["idle_share"] == pytest.approx(1 - (45 + 15) / (10 * 20))
     assert found["seconds_per_token"] == pytest.approx(0.1)
-    assert stage_clock.completion(ten) == {
-        "responses": 10,
-        "tokens": 600,
-        "completion_p50_seconds": 5.0,
-        "completion_p90_seconds": 9.0,
-        "completion_p99_seconds": 17.0,
-        "completion_longest_seconds": 17.0,
-    }
+    seconds = {"p50": 5.0, "p90": 9.0, "p99": 17.0, "longest": 17.0}
+    completion = {f"completion_{name}_seconds": value for name, value in seconds.items()}
+    assert stage_clock.completion(ten) == {"responses": 10, "tokens": 600, **completion}
 
 
 @pytest.mark.parametrize(
     ("moments", "more", "concurrency", "idle"),
     [
         ([(0.0, 4.0), (0.0, 4.0)], {}, 2, 0.0),
-        ([(0.0, 2.0), (2.0, 4.0)], {}, 1, 0.0),
+        ([(0.0, 2.0), (2.0, 4.0)], {}, 1, 0.0),  # one after the other
         ([(0.0, 2.0), (0.0, 4.0)], {"slots": None}, 2, 0.25),
         ([(0.0, 2.0), (0.0, 4.0)], {"slots": 1}, 2, 0.0),  # the second waits for the first
         ([(0.0, 2.0), (0.0, 4.0)], {"slots": 64}, 2, 0.25),
-        ([(2.0, 4.0)], {"began": 0.0}, 1, 0.5),
+        ([(2.0, 4.0)], {"began": 0.0}, 1, 0.5),  # it begins before a response
     ],
-    ids=["full to the end", "one after the other", "any slots", "one slot", "many slots", "begins before a response"],
 )
 def test_the_idle_share_of_four_seconds(moments, more, concurrency, idle):
     found = stage_clock.generation([response(*moment) for moment in moments], 4.0, **more)
@@ -132,6 +123,8 @@ def test_responses_that_are_kept_are_read_back_with_times_since_the_first_of_the
     ]
     keep(path, 3, responses)
     keep(path, 4, [])
+    with path.open("a") as file:  # lines that are not whole are left out
+        file.write('\n\n{\n[]\nnull\n{"step": 2}\n{"step": "x"}\n{"step": 2, "responses": [[]]}\n')
     assert read_kept(path) == {
         3: [
             Response("0", 0.0, 2.5, 3.0, 3.25, 25, "b"),
@@ -152,17 +145,6 @@ def test_a_run_that_begins_again_replaces_the_steps_it_does_again(tmp_path):
     assert {step: len(responses) for step, responses in read_kept(path).items()} == {1: 1, 2: 1, 3: 0}
     keep(path, 1, [])
     assert read_kept(path) == {1: []}
-
-
-@pytest.mark.parametrize(
-    "line", ["", "{", "[]", '{"step": 2}', '{"step": "x"}', '{"step": 2, "responses": [[]]}', "null"]
-)
-def test_lines_that_are_not_whole_are_left_out(tmp_path, line):
-    path = tmp_path / "kept.jsonl"
-    keep(path, 1, [])
-    with path.open("a") as file:
-        file.write(f"\n{line}\n")
-    assert list(read_kept(path)) == [1]
 
 
 def test_records_of_one_step_are_merged_in_step_order_and_null_is_nan(tmp_path):

@@ -16,10 +16,11 @@ from click.testing import CliRunner
 
 from rl_accel.errors import RecipeError
 from rl_accel.lab.ab.cli import ab
+from rl_accel.lab.ab.recipe import Recipe, load
+from rl_accel.lab.ab.runner import RunResult
+from rl_accel.lab.ab.stats import RunData
 
 TRAINER = Path(__file__).with_name("toy_trainer.py")
-
-
 TOY = {
     "name": "toy",
     "description": "A toy that counts. The reward rises by 0.04 a step.",
@@ -34,16 +35,40 @@ TOY = {
 
 @pytest.fixture
 def recipe_file(tmp_path: Path) -> Callable[..., Path]:
-    """Write a toy recipe with top-level keys changed and return its path."""
+    """Write a toy recipe with top-level keys changed, or a file of these keys alone beside it, and return its path."""
 
-    def write(**changes: Any) -> Path:
-        folder = tmp_path / "recipe"
-        folder.mkdir(exist_ok=True)
-        path = folder / "recipe.yaml"
-        path.write_text(yaml.safe_dump(TOY | changes, sort_keys=False))
+    def write(file: str | None = None, **changes: Any) -> Path:
+        path = tmp_path / "recipe" / (file or "recipe.yaml")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(yaml.safe_dump(changes if file else TOY | changes, sort_keys=False))
         return path
 
     return write
+
+
+@pytest.fixture
+def make_runs(recipe_file, tmp_path) -> Callable[..., tuple[Recipe, list[RunResult], list[RunData]]]:
+    """A toy recipe with top-level keys changed, and results and metrics of runs given as ``"arm-seed0" -> steps``.
+
+    Steps are a list of metrics, or metrics by step. ``files`` are texts by the name of a run and the path in its folder.
+    """
+    command = ["p", "a=[1, 2]", "data.train_batch_size=32", "data.train_batch_size=4"]
+
+    def make(runs, files=None, **changes):
+        results, data = [], []
+        for name, steps in runs.items():
+            arm, seed = name.split("-seed")
+            steps = steps if isinstance(steps, dict) else dict(enumerate(steps, 1))
+            results.append(RunResult(arm, int(seed), 6, "f", command, {"E": "1", "F": None}, "done", 0, message="why"))
+            if steps:
+                data.append(RunData(arm, int(seed), steps, command, tmp_path / name))
+            for path, text in (files or {}).get(name, {}).items():
+                file = tmp_path / name / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text)
+        return load(recipe_file(**changes)), results, data
+
+    return make
 
 
 @pytest.fixture
@@ -75,13 +100,15 @@ def start_ab(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]
 
 
 @pytest.fixture
-def call_ab() -> Callable[..., tuple[int, str]]:
-    """Call the command in this process, where no signal is sent; returns its exit code and output."""
+def call_ab() -> Callable[..., str]:
+    """Call the command in this process, where no signal is sent, for an exit code; returns its output."""
 
-    def call(*arguments: object) -> tuple[int, str]:
+    def call(*arguments: object, code: int = 0) -> str:
         result = CliRunner().invoke(ab, [str(word) for word in arguments], env={"COLUMNS": "200"})
         wrong = isinstance(result.exception, RecipeError)
-        return (2, str(result.exception)) if wrong else (result.exit_code, result.output)
+        found, output = (2, str(result.exception)) if wrong else (result.exit_code, result.output)
+        assert found == code, output
+        return output
 
     return call
 

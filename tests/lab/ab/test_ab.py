@@ -65,27 +65,23 @@ def test_parting_arms_are_red_and_runs_are_kept_reported_again_or_overwritten_as
     out, arms = tmp_path / "out", {"stock": {}, "accelerated": {"overrides": ["part_at=5"]}}
     checks = {"identical": ["critic/score/mean"]}
     recipe = recipe_file(arms=arms, checks=checks)
-    code, output = call_ab(recipe, "--out", out)
-    assert code == 1
+    output = call_ab(recipe, "--out", out, code=1)
     assert "critic/score/mean parts at step 5" in output
     assert "Red checks: identical." in output
 
     (out / "report.html").unlink()
-    assert call_ab("--report-only", out)[0] == 1
+    call_ab("--report-only", out, code=1)
     assert "parts at step 5" in (out / "report.html").read_text()
     lenient = recipe_file(arms=arms, checks=checks | {"warn_only": ["identical"]})
-    code, output = call_ab(lenient, "--report-only", out)
-    assert code == 0
+    output = call_ab(lenient, "--report-only", out)
     assert "red (warning only)" in output
 
     run = out / "stock-seed0" / "run.json"
     kept = run.read_text()
-    code, output = call_ab(recipe, "--out", out, "--arms", "stock")
-    assert code == 2
+    output = call_ab(recipe, "--out", out, "--arms", "stock", code=2)
     assert "already holds stock-seed0" in output
     assert run.read_text() == kept
-    code, output = call_ab(recipe, "--out", out, "--arms", "stock", "--seeds", "0,4", "--steps", 2, "--overwrite")
-    assert code == 0, output
+    output = call_ab(recipe, "--out", out, "--arms", "stock", "--seeds", "0,4", "--steps", 2, "--overwrite")
     assert run.read_text() != kept
     runs = summary_of(out)["runs"]
     assert [(run["name"], run["steps_done"]) for run in runs] == [("stock-seed0", 2), ("stock-seed4", 2)]
@@ -102,8 +98,7 @@ def test_each_failed_arm_says_why_and_resume_repeats_it_alone(recipe_file, call_
         "silent": {"overrides": ["silent=yes"]},
         "short": {"overrides": ["steps=2"]},
     }
-    code, output = call_ab(recipe_file(arms=arms), "--out", out)
-    assert code == 1
+    output = call_ab(recipe_file(arms=arms), "--out", out, code=1)
     for message in (
         "stock-seed0 failed: exit code 1 at step 3",
         "the trainer gave up at step 4",
@@ -122,13 +117,12 @@ def test_each_failed_arm_says_why_and_resume_repeats_it_alone(recipe_file, call_
 
     pid = out / "accelerated-seed0" / "pid"
     first = pid.read_text()
-    code, output = call_ab(recipe_file(arms={"stock": {}, "accelerated": {}}), "--out", out, "--resume")
-    assert code == 0, output
+    output = call_ab(recipe_file(arms={"stock": {}, "accelerated": {}}), "--out", out, "--resume")
     assert "accelerated-seed0: kept from an earlier call" in output
     assert pid.read_text() == first
     assert (out / "stock-seed0" / "metrics.jsonl").read_text().count("\n") == 8
     other = recipe_file(arms={"accelerated": {"overrides": ["adv=2"]}}, baseline="")
-    code, output = call_ab(other, "--out", out, "--resume")
+    output = call_ab(other, "--out", out, "--resume")
     assert "kept" not in output, "another command is another run"
     assert pid.read_text() != first
 
@@ -136,8 +130,7 @@ def test_each_failed_arm_says_why_and_resume_repeats_it_alone(recipe_file, call_
 @pytest.mark.slow
 def test_an_arm_that_takes_too_long_is_stopped(recipe_file, call_ab, tmp_path, gone):
     arms = {"stock": {"overrides": ["hang_at=3"]}}
-    code, output = call_ab(recipe_file(arms=arms, timeout_s=3), "--out", tmp_path / "out")
-    assert code == 1
+    output = call_ab(recipe_file(arms=arms, timeout_s=3), "--out", tmp_path / "out", code=1)
     assert "at step 2" in output
     assert json.loads((tmp_path / "out" / "stock-seed0" / "run.json").read_text())["status"] == "timeout"
     assert all(gone(pid) for pid in pids(tmp_path / "out"))
@@ -158,7 +151,7 @@ def test_a_stop_signal_ends_the_run_and_keeps_what_was_measured(hanging, tmp_pat
     assert all(gone(pid) for pid in pids(out))
     assert leftovers(tmp_path) == []
     (run,) = summary_of(out)["runs"]
-    assert (run["status"], run["steps_done"]) == ("interrupted", 3)
+    assert (run["status"], run["steps_done"], run["exit_code"]) == ("interrupted", 3, 128 + signal.SIGTERM)
     assert "1 of 2 runs were not started" in output
     assert (out / "report.html").exists()
 
@@ -184,32 +177,22 @@ def test_a_killed_runner_takes_its_run_along_and_its_report_can_be_rebuilt(hangi
     assert len(pids(out)) == 2
     wait_for(lambda: all(gone(pid) for pid in pids(out)), "the run to end with its runner")
     wait_for(lambda: leftovers(tmp_path) == [], "the removal of Ray's folder")
-    code, output = call_ab("--report-only", out)
-    assert code == 1
+    output = call_ab("--report-only", out, code=1)
     assert "stock-seed0: interrupted" in output
     assert summary_of(out)["curves"]["critic/score/mean"]["stock-seed0"]["steps"] == [1, 2]
 
 
 def test_a_failed_prepare_starts_no_run_and_shows_its_log(recipe_file, call_ab, tmp_path):
     path = recipe_file(prepare=["python", "-c", "raise SystemExit('no data here')"])
-    code, output = call_ab(path, "--out", tmp_path / "out")
-    assert code == 1
+    output = call_ab(path, "--out", tmp_path / "out", code=1)
     assert "prepare failed with exit code 1" in output
     assert "no data here" in output
     assert not (tmp_path / "out" / "stock-seed0").exists()
 
 
-def test_an_out_folder_that_cannot_be_made_is_said_in_words(recipe_file, call_ab, tmp_path):
-    (tmp_path / "file").write_text("")
-    code, output = call_ab(recipe_file(), "--out", tmp_path / "file" / "out")
-    assert code == 1
-    assert "Not a directory" in output
-
-
 def test_dry_run_prints_the_commands_and_writes_nothing(recipe_file, call_ab, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, output = call_ab(recipe_file(env={"A": "b c"}, overrides=["at=${run_dir}"]), "--dry-run")
-    assert code == 0
+    output = call_ab(recipe_file(env={"A": "b c"}, overrides=["at=${run_dir}"]), "--dry-run")
     assert "go to out/toy" in output, "without --out results go to a folder named after the recipe"
     run = tmp_path / "out" / "toy" / "stock-seed0"
     assert "# stock-seed0\nA='b c' " in output
@@ -220,28 +203,27 @@ def test_dry_run_prints_the_commands_and_writes_nothing(recipe_file, call_ab, tm
 @pytest.mark.parametrize(("options", "run"), [(["--dry-run"], "# {}"), (["--launch", "print"], "--only {}")])
 def test_an_arm_whose_module_is_absent_is_left_out_with_a_line(recipe_file, call_ab, tmp_path, options, run):
     arms = {"stock": {}, "here": {"needs": "json"}, "absent": {"needs": "no_such_module"}}
-    code, output = call_ab(recipe_file(arms=arms), "--out", tmp_path / "out", *options)
-    assert code == 0
+    output = call_ab(recipe_file(arms=arms), "--out", tmp_path / "out", *options)
     assert "arm absent is left out: there is no module no_such_module" in output
     assert run.format("here-seed0") in output
     assert run.format("absent-seed0") not in output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("code", "arguments", "message"),
     [
-        ([], "give RECIPE, or --report-only DIR"),
-        (["absent.yaml", "--out", "{out}"], "cannot read the recipe absent.yaml"),
-        (["{recipe}", "--out", "{out}", "--arms", "stok"], "did you mean stock?"),
-        (["{recipe}", "--out", "{out}", "--seeds", "a"], "wants whole numbers separated by commas, found 'a'"),
-        (["{recipe}", "--out", "{out}", "--steps", "0"], "0 is not in the range"),
-        (["{recipe}", "--out", "{out}", "--resume", "--overwrite"], "exclude each other"),
-        (["--report-only", "{folder}"], "holds no A/B"),
+        (1, ["{recipe}", "--out", "{recipe}/out"], "Not a directory"),
+        (2, [], "give RECIPE, or --report-only DIR"),
+        (2, ["absent.yaml", "--out", "{out}"], "cannot read the recipe absent.yaml"),
+        (2, ["{recipe}", "--out", "{out}", "--arms", "stok"], "did you mean stock?"),
+        (2, ["{recipe}", "--out", "{out}", "--seeds", "a"], "wants whole numbers separated by commas, found 'a'"),
+        (2, ["{recipe}", "--out", "{out}", "--steps", "0"], "0 is not in the range"),
+        (2, ["{recipe}", "--out", "{out}", "--resume", "--overwrite"], "exclude each other"),
+        (2, ["--report-only", "{folder}"], "holds no A/B"),
     ],
 )
-def test_wrong_use_is_exit_code_2_in_words(recipe_file, call_ab, tmp_path, arguments, message):
+def test_wrong_use_is_said_in_words(recipe_file, call_ab, tmp_path, code, arguments, message):
     known = {"recipe": recipe_file(), "out": tmp_path / "out", "folder": tmp_path}
-    code, output = call_ab(*(word.format(**known) for word in arguments))
-    assert code == 2
+    output = call_ab(*(word.format(**known) for word in arguments), code=code)
     assert message in " ".join(output.split())
     assert "Traceback" not in output

@@ -4,31 +4,24 @@ import math
 
 import pytest
 
-from rl_accel.lab.ab.checks import run_checks
-from rl_accel.lab.ab.recipe import load
-from rl_accel.lab.ab.runner import RunResult
-from rl_accel.lab.ab.stats import RunData, stage_table
+from rl_accel.lab.ab import report
 
 
 @pytest.fixture
-def judge(recipe_file, tmp_path):
+def judge(make_runs, tmp_path):
     """Run the checks on runs given as arm -> list of metrics, a step each."""
 
-    def check(name, arms, asked=None, status="done", logs=None, **checks):
-        recipe = load(recipe_file(checks=checks))
-        runs = [RunData(arm, 0, dict(enumerate(steps, 1))) for arm, steps in arms.items()]
-        results = [RunResult(arm, 0, 2, "f", [], {}, status=status, message="why") for arm in arms]
-        for arm, text in (logs or {}).items():
-            (tmp_path / f"{arm}-seed0").mkdir()
-            (tmp_path / f"{arm}-seed0" / "train.log").write_text(text)
-        stages = stage_table(runs, list(arms), recipe.baseline, recipe.metrics)
-        found = run_checks(recipe, results, runs, stages, None, {"rows": []}, tmp_path, asked or len(arms))
-        return next((check for check in found if check.name == name), None)
+    def check(name, arms, asked=None, status="done", log=None, **checks):
+        files = {"stock-seed0": {"train.log": log}} if log else {}
+        recipe, results, runs = make_runs({f"{arm}-seed0": steps for arm, steps in arms.items()}, files, checks=checks)
+        results[0].status = status
+        summary = report.summarise(recipe, tmp_path, tmp_path, results, asked or len(arms), runs)
+        return next((check for check in summary["checks"] if check["name"] == name), None)
 
     return check
 
 
-REWARD = "critic/score/mean"
+REWARD, KL, PROBS = "critic/score/mean", "actor/kl_loss", "training/rollout_probs_diff_max"
 STEP = {"timing_s/step": 2.0, "timing_s/adv": 1.0}
 FAST = {"timing_s/step": 1.0, "timing_s/adv": 0.1}
 
@@ -37,21 +30,18 @@ def both(stock, accelerated):
     return {"stock": stock, "accelerated": accelerated}
 
 
+def logged(metric, *values):
+    """One arm that logged these."""
+    return {"stock": [{metric: value} for value in values]}
+
+
 NAN = math.nan
 SAME = both([{REWARD: 0.1}, {REWARD: NAN}], [{REWARD: 0.1}, {REWARD: NAN}])
 PARTED = both([{REWARD: 0.1}, {REWARD: NAN}], [{REWARD: 0.1}, {REWARD: 0.25}])
-LEARNS = {"stock": [{REWARD: 0.0}, {REWARD: 1.0}]}
+LEARNS = logged(REWARD, 0.0, 1.0)
 ARMS = both([STEP] * 4, [FAST] * 4)
 ONE = {"stock": [STEP]}
 LOG = "fine\na dtype mismatch: bf16\n"
-
-
-def differing(value):
-    return {"stock": [{"training/rollout_probs_diff_max": 1e-9}, {"training/rollout_probs_diff_max": value}]}
-
-
-def kl(*values):
-    return {"stock": [{"actor/kl_loss": value} for value in values]}
 
 
 @pytest.mark.parametrize(
@@ -65,17 +55,17 @@ def kl(*values):
         ("identical", {"stock": [{REWARD: 0.1}]}, {"identical": [REWARD]}, "skipped", ""),
         ("identical", SAME, {"identical": ["absent"]}, "red", ""),
         ("identical", SAME, {}, None, ""),
-        ("rollout_probs_diff", differing(1e-8), {"rollout_probs_diff": 1e-3}, "green", "step 2"),
-        ("rollout_probs_diff", differing(2e-3), {"rollout_probs_diff": 1e-3}, "red", "step 2"),
-        ("rollout_probs_diff", differing(NAN), {"rollout_probs_diff": 1e-3}, "red", "step 2"),
+        ("rollout_probs_diff", logged(PROBS, 1e-9, 1e-8), {"rollout_probs_diff": 1e-3}, "green", "step 2"),
+        ("rollout_probs_diff", logged(PROBS, 1e-9, 2e-3), {"rollout_probs_diff": 1e-3}, "red", "step 2"),
+        ("rollout_probs_diff", logged(PROBS, 1e-9, NAN), {"rollout_probs_diff": 1e-3}, "red", "step 2"),
         ("rollout_probs_diff", ONE, {}, "skipped", "calculate_log_probs"),
         ("rollout_probs_diff", ONE, {"rollout_probs_diff": None}, None, ""),
-        ("first_step_zero", kl(0.0, 1.0), {}, "green", ""),
-        ("first_step_zero", kl(0.1), {}, "red", ""),
-        ("first_step_zero", kl(NAN), {}, "red", ""),
+        ("first_step_zero", logged(KL, 0.0, 1.0), {}, "green", ""),
+        ("first_step_zero", logged(KL, 0.1), {}, "red", ""),
+        ("first_step_zero", logged(KL, NAN), {}, "red", ""),
         ("first_step_zero", ONE, {}, "skipped", ""),
-        ("forbidden_log", ONE, {"logs": {"stock": LOG}}, "red", "stock-seed0/train.log line 2: a dtype mismatch: bf16"),
-        ("forbidden_log", ONE, {"logs": {"stock": "fine\n"}}, "green", ""),
+        ("forbidden_log", ONE, {"log": LOG}, "red", "stock-seed0/train.log line 2: a dtype mismatch: bf16"),
+        ("forbidden_log", ONE, {"log": "fine\n"}, "green", ""),
         ("reward_gain", LEARNS, {"reward_gain": 0.5}, "green", ""),
         ("reward_gain", LEARNS, {"reward_gain": 1.5}, "red", ""),
         ("reward_gain", ONE, {"reward_gain": 0.1}, "red", ""),
@@ -88,12 +78,12 @@ def kl(*values):
 )
 def test_a_check_turns_green_red_or_skipped_or_is_left_out(judge, name, arms, keys, status, detail):
     found = judge(name, arms, **keys)
-    assert status == (found and found.status)
+    assert status == (found and found["status"])
     if found is not None:
-        assert detail in found.detail
-        assert found.failed == (status == "red")
+        assert detail in found["detail"]
+        assert found["failed"] == (status == "red")
 
 
 def test_a_check_that_only_warns_is_red_without_failing(judge):
     found = judge("faster", both([FAST] * 4, [STEP] * 4), faster={"step": 1.0}, warn_only=["faster"])
-    assert (found.status, found.failed) == ("red", False)
+    assert (found["status"], found["failed"]) == ("red", False)

@@ -9,19 +9,8 @@ from scipy.signal import lfilter
 from scipy.stats import binomtest
 
 from rl_accel.errors import RecipeError
-from rl_accel.lab.ab.convergence import (
-    DIFFERENT,
-    EQUAL,
-    NOT_ENOUGH,
-    converge,
-    decide,
-    interval,
-    levels,
-    matched,
-    points,
-    seeds_enough,
-    sentence,
-)
+from rl_accel.lab.ab import convergence
+from rl_accel.lab.ab.convergence import DIFFERENT, EQUAL, NOT_ENOUGH, converge, decide, seeds_enough
 from rl_accel.lab.ab.recipe import Metrics, parse_margin
 from rl_accel.lab.ab.stats import RunData
 
@@ -87,11 +76,8 @@ def test_the_seeds_it_asks_for_are_enough_in_four_of_five(paired, true, supposed
         base, ours, margin = draws(rng, pilot, spread, true, paired)
         undecided = decide(base, ours, margin, paired) == NOT_ENOUGH
         base, ours = base[undecided], ours[undecided]
-        deviations = (
-            (ours - base).std(axis=1, ddof=1)
-            if paired
-            else np.hypot(base.std(axis=1, ddof=1), ours.std(axis=1, ddof=1))
-        )
+        of_each = np.hypot(base.std(axis=1, ddof=1), ours.std(axis=1, ddof=1))
+        deviations = (ours - base).std(axis=1, ddof=1) if paired else of_each
         # it grows with the deviation: the number for the next smaller one of a grid is no larger
         grid = np.quantile(deviations, np.linspace(0, 1, 25))
         example = np.array([-1.0, 0.0, 1.0] if pilot == 3 else [-1.5, -0.5, 0.0, 0.5, 1.5])
@@ -129,7 +115,7 @@ def test_autocorrelated_curves_of_different_lengths_do_not_mislead(true):
         sides = curves(rng, (0.0, true))
         end = min(x[-1] for side in sides for x, _ in side)
         assert end == 80
-        finals.append([levels(side, end) for side in sides])
+        finals.append([convergence.levels(side, end) for side in sides])
     (before, base), (_, ours) = np.array(finals).transpose(1, 2, 0, 3)
     answers = decide(base, ours, MARGIN / GAIN * (base - before), False)
     assert_seldom_wrong(answers, true)
@@ -141,21 +127,21 @@ def test_runs_that_are_alike_to_the_bit_are_equal_from_three_seeds_on_and_a_cons
     base = np.array([0.5, 0.6, 0.7])
     margin = np.full(3, 0.01)
     assert decide(base, base.copy(), margin, True) == EQUAL
-    assert interval(base, base.copy(), True) == (0.0, 0.0)
+    assert convergence.interval(base, base.copy(), True) == (0.0, 0.0)
     assert decide(base, base + 0.02, margin, True) == DIFFERENT
     for seeds in (1, 2):
         same = np.full((1, seeds), 0.7)
         assert decide(same, same, np.full((1, seeds), 1.0), True) == NOT_ENOUGH
-        assert math.isnan(interval(same[0], same[0], True)[0])
+        assert math.isnan(convergence.interval(same[0], same[0], True)[0])
 
 
 def test_the_interval_is_students_for_pairs_and_welchs_otherwise():
     base, ours = np.array([0.1, 0.2, 0.3]), np.array([0.2, 0.31, 0.39])
-    low, high = interval(base, ours, True)
+    low, high = convergence.interval(base, ours, True)
     # t(0.975, 2) = 4.303; the differences 0.10, 0.11, 0.09 deviate by 0.01
     assert high - low == pytest.approx(2 * 4.3027 * 0.01 / 3**0.5, rel=1e-4)
     assert (low + high) / 2 == pytest.approx(0.1)
-    wide = interval(base, ours, False)
+    wide = convergence.interval(base, ours, False)
     assert wide[1] - wide[0] > 5 * (high - low)
 
 
@@ -168,18 +154,13 @@ def test_the_seeds_asked_for_grow_with_the_deviation_and_end_at_a_thousand():
     assert seeds_enough(np.zeros(3), unit, 1.0, True, 0.5) > 2 * seeds_enough(np.zeros(3), unit, 1.0, True)
 
 
-@pytest.mark.parametrize(
-    ("text", "margin"),
-    [("2%", (0.02, True)), ("0.01", (0.01, False)), (" 10% ", (0.1, True)), ("1e-3", (0.001, False))],
-)
-def test_a_margin_is_a_share_of_the_gain_or_a_difference(text, margin):
-    assert parse_margin(text) == pytest.approx(margin)
-
-
-@pytest.mark.parametrize("text", ["", "%", "0", "0%", "-1", "nan", "two", "1 %%"])
-def test_a_margin_that_is_none_is_refused(text):
-    with pytest.raises(RecipeError, match=r"metrics\.margin wants .* found"):
-        parse_margin(text)
+def test_a_margin_is_a_share_of_the_gain_or_a_difference_and_else_refused():
+    margins = {"2%": (0.02, True), "0.01": (0.01, False), " 10% ": (0.1, True), "1e-3": (0.001, False)}
+    for text, margin in margins.items():
+        assert parse_margin(text) == pytest.approx(margin)
+    for text in ("", "%", "0", "0%", "-1", "nan", "two", "1 %%"):
+        with pytest.raises(RecipeError, match=r"metrics\.margin wants .* found"):
+            parse_margin(text)
 
 
 def run(arm, seed, values, seconds=3600.0, batch=None, first=1, **more):
@@ -192,7 +173,7 @@ def run(arm, seed, values, seconds=3600.0, batch=None, first=1, **more):
 def test_runs_pair_by_seed_where_all_are_known():
     def names(base, ours):
         runs = [[run(arm, seed, [0]) for seed in seeds] for arm, seeds in (("a", base), ("b", ours))]
-        first, second, paired = matched(*runs)
+        first, second, paired = convergence.matched(*runs)
         return [its.seed for its in first], [its.seed for its in second], paired
 
     assert names([0, 1, 2], [2, 1, 0]) == ([0, 1, 2], [0, 1, 2], True)
@@ -204,11 +185,11 @@ def test_runs_pair_by_seed_where_all_are_known():
 
 def test_values_lie_at_steps_and_at_the_prompts_and_hours_that_are_known():
     def places(of, metric=REWARD):
-        return {axis: x.tolist() for axis, (x, _) in points(of, Metrics(), metric).items()}
+        return {axis: x.tolist() for axis, (x, _) in convergence.points(of, Metrics(), metric).items()}
 
     gap = run("a", 0, [0.1, 0.2, math.nan, 0.4], 1800.0, batch=8)
     assert places(gap) == {"steps": [1, 2, 4], "prompts": [8, 16, 32], "hours": [0.5, 1.0, 2.0]}
-    assert points(gap, Metrics(), REWARD)["hours"][1].tolist() == [0.1, 0.2, 0.4]
+    assert convergence.points(gap, Metrics(), REWARD)["hours"][1].tolist() == [0.1, 0.2, 0.4]
     assert places(run("a", 0, [1, 2], batch=8, first=0))["prompts"] == [8, 16], "slime counts from zero"
     assert set(places(run("a", 0, [1, 2], first=5))) == {"steps"}, "hours before step 5 are unknown"
     gap = run("a", 0, [1, 2, 3])
@@ -238,7 +219,7 @@ def test_the_whole_says_levels_answers_axes_and_what_is_missing():
     assert "val-core/x/acc/mean@1 is not in stock-seed1, stock-seed2, all runs of fast" in found["notes"]
     assert list(found["curves"]) == [REWARD, "val-core/x/acc/mean@1"]
     assert found["curves"]["val-core/x/acc/mean@1"]["prompts"] == {"stock-seed0": [[200.0], [1.0]]}
-    text = sentence(by_axis["steps"], "stock", "2%")
+    text = convergence.sentence(by_axis["steps"], "stock", "2%")
     start = "fast and stock, critic/score/mean against training steps: equal within the margin (difference +0"
     assert text.startswith(start)
     assert "2% of stock's gain; 3 seeds, paired" in text
@@ -252,21 +233,20 @@ def test_a_level_that_a_run_does_not_reach_gives_no_ratio():
     assert math.isnan(reach["value"])
 
 
+NOISY = [np.linspace(0, 1, 50) + noise for noise in np.random.default_rng(0).normal(0, 0.2, 6)]
+
+
 @pytest.mark.parametrize(
-    ("seeds", "values", "why"),
+    ("values", "why"),
     [
-        (1, [0, 1], "nothing is decided below 3 seeds of each"),
-        (3, [1, 0], "stock gained nothing"),
-        (3, None, "seeds of each show that they are equal"),
+        ([[0, 1]] * 2, "nothing is decided below 3 seeds of each"),
+        ([[1, 0]] * 6, "stock gained nothing"),
+        (NOISY, "seeds of each show that they are equal"),
     ],
 )
-def test_not_enough_says_why(seeds, values, why):
-    rng = np.random.default_rng(0)
-    noisy = [
-        run(arm, seed, values or np.linspace(0, 1, 50) + rng.normal(0, 0.2))
-        for arm in ("stock", "fast")
-        for seed in range(seeds)
-    ]
-    row = converge(noisy, ["stock", "fast"], "stock", Metrics())["rows"][0]
+def test_not_enough_says_why(values, why):
+    half = len(values) // 2
+    runs = [run("stock" if i < half else "fast", i % half, its) for i, its in enumerate(values)]
+    row = converge(runs, ["stock", "fast"], "stock", Metrics())["rows"][0]
     assert row["answer"] == NOT_ENOUGH
-    assert why in sentence(row, "stock", "2%")
+    assert why in convergence.sentence(row, "stock", "2%")

@@ -2,13 +2,13 @@
 
 import json
 import math
-import struct
 import sys
 
 import pytest
 
 from rl_accel.errors import RlAccelError
 from rl_accel.lab.ab.readers import merged, read
+from rl_accel.lab.ab.runner import GrowingLog
 
 REWARD = "critic/score/mean"
 
@@ -42,16 +42,25 @@ def test_a_log_of_verl_lies_beside_other_lines_of_json_and_two_are_refused_by_na
         read(str(tmp_path))
 
 
-def test_several_starts_of_a_run_are_one_and_the_later_wins(tmp_path):
+def test_a_log_that_grows_gives_each_complete_line_once_and_counts_lines_that_are_no_records(tmp_path):
+    log = GrowingLog(tmp_path / "m.jsonl")
+    assert log.read() == []
+    with log.path.open("wb", buffering=0) as file:
+        file.write(b'{"step": 1, "data": {"a": 1.5}}\n{"step": 2, "da')
+        assert [log.read(), log.read()] == [[(1, {"a": 1.5})], []]
+        file.write(b'ta": {"a": 2}}\n')
+        assert (log.read(), log.bad_lines) == ([(2, {"a": 2.0})], 0)
+        file.write(b'nonsense\n[1]\n{"step": 1}\n{"step": "x", "data": {}}\n{"step": 3, "data": {"a": 1}}\n')
+    assert (log.read(), log.bad_lines) == ([(3, {"a": 1.0})], 4)
+
+
+def test_several_starts_of_a_run_are_one_of_which_the_later_wins_and_a_late_validation_is_none(tmp_path):
     first, second = write_verl(tmp_path / "1.jsonl", range(1, 8)), tmp_path / "2.jsonl"
     second.write_text("".join(json.dumps({"step": step, "data": {REWARD: 9.0}}) + "\n" for step in (5, 6)))
     found = read(str(first), str(second))
     assert found.restarts == [5]
     assert [its[REWARD] for its in found.steps.values()] == [0.1, 0.2, 0.3, 0.4, 9.0, 9.0]
     assert "timing_s/step" not in found.steps[5], "what the first start logged of it is of other weights"
-
-
-def test_records_of_one_step_are_merged_and_a_late_validation_is_no_restart():
     records = [(1, {"a": 1.0}), (1, {"val": 2.0}), (2, {"a": 2.0}), (3, {"a": 3.0})]
     records += [(2, {"val": 5.0}), (3, {"train/x": 1})]
     assert merged(records) == ({1: {"a": 1.0, "val": 2.0}, 2: {"a": 2.0, "val": 5.0}, 3: {"a": 3.0}}, [])
@@ -110,19 +119,11 @@ def test_wandb_offline_as_verl_and_slime_call_it_and_as_a_killed_run_leaves_it(t
     assert steps[5] == metrics(5)
 
 
-def test_wandb_says_what_gpus_a_run_had(tmp_path):
-    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    record = messages.Record()
-    record.environment.gpu_type, record.environment.gpu_count = "NVIDIA H100", 8
-    rows = [messages.Record(history={"item": [{"key": "a", "value_json": "1"}], "step": {"num": 4}}), record]
-    entries = [row.SerializeToString() for row in rows]
-    data = b":W&B\xbe\xe1\x00" + b"".join(struct.pack("<IHB", 0, len(its), 1) + its for its in entries)
-    (tmp_path / "run-1.wandb").write_bytes(data)
-    found = read(str(tmp_path))
-    assert (found.steps, found.config) == ({4: {"a": 1.0}}, {"gpus": "8 x NVIDIA H100"})
+def test_a_csv_of_a_history_is_one_run_and_a_csv_of_a_chart_wants_the_name_of_a_run(tmp_path):
+    history = tmp_path / "history.csv"
+    history.write_text(f",_step,_timestamp,{REWARD},val/x\n0,1,17.5,0.5,\n1,2,18.5,0.25,0.75\n")
+    assert read(str(history)).steps == {1: {REWARD: 0.5}, 2: {REWARD: 0.25, "val/x": 0.75}}
 
-
-def test_a_csv_of_a_chart_wants_the_name_of_a_run(tmp_path):
     chart = tmp_path / "chart.csv"
     columns = [f'"{run} - {REWARD}{part}"' for run in ("stock-0", "tail-0") for part in ("", "__MIN", "__MAX")]
     rows = ['1,"0.5","0.5","0.5","0.7","0.7","0.7"', '2,"0.6","0.6","0.6","","",""']
@@ -131,17 +132,8 @@ def test_a_csv_of_a_chart_wants_the_name_of_a_run(tmp_path):
     assert {step: its[REWARD] for step, its in found.steps.items()} == {1: 0.5, 2: 0.6}
     assert {step: its[REWARD] for step, its in read(f"{chart}:tail-0").steps.items()} == {1: 0.7}
     for name in (str(chart), f"{chart}:tail-9"):
-        with pytest.raises(
-            RlAccelError, match=r"wants a column .* metrics of one run, or .*csv:RUN .*found Step, stock-0 -"
-        ):
+        with pytest.raises(RlAccelError, match=r"wants a column .* one run, or .*csv:RUN .*found Step, stock-0 -"):
             read(name)
-
-
-def test_a_csv_of_a_history(tmp_path):
-    history = tmp_path / "history.csv"
-    history.write_text(f",_step,_timestamp,{REWARD},val/x\n0,1,17.5,0.5,\n1,2,18.5,0.25,0.75\n")
-    steps = read(str(history)).steps
-    assert steps == {1: {REWARD: 0.5}, 2: {REWARD: 0.25, "val/x": 0.75}}
 
 
 def test_the_console_of_slime(tmp_path):
@@ -162,24 +154,18 @@ def test_the_console_of_slime(tmp_path):
     assert read(str(tmp_path / "slurm-1.txt")).steps == found.steps, "any name will do for a file"
 
 
-def test_nothing_to_read_says_what_is_wanted(tmp_path):
+def test_nothing_to_read_says_what_is_wanted_and_a_missing_package_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(RlAccelError, match="does not exist"):
         read(str(tmp_path / "absent"))
-    with pytest.raises(
-        RlAccelError, match="holds no metrics of verl's file logger, TensorBoard, W&B, a CSV of W&B, slime's"
-    ):
+    wanted = "holds no metrics of verl's file logger, TensorBoard, W&B, a CSV of W&B, slime's"
+    with pytest.raises(RlAccelError, match=wanted):
         read(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("name", "module", "package"),
-    [
+    for name, module, package in (
         ("events.out.tfevents.1", "tensorboard.backend.event_processing.event_accumulator", "tensorboard"),
         ("run-1.wandb", "wandb.proto.wandb_internal_pb2", "wandb"),
-    ],
-)
-def test_a_missing_package_is_one_line(tmp_path, monkeypatch, name, module, package):
-    (tmp_path / name).write_bytes(b"")
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(RlAccelError, match=f"to read it, pip install {package}$"):
-        read(str(tmp_path))
+    ):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / name).write_bytes(b"")
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(RlAccelError, match=f"to read it, pip install {package}$"):
+            read(str(tmp_path / package))

@@ -1,35 +1,25 @@
 """The report holds the numbers, stands alone, and survives thin data."""
 
 import html.parser
+import io
 import json
 import re
 
 import pytest
 from rich.console import Console
 
-from rl_accel.lab.ab import recipe as recipes
 from rl_accel.lab.ab import report
-from rl_accel.lab.ab.runner import RunResult
 
 
 @pytest.fixture
-def build(recipe_file, tmp_path):
+def build(make_runs, tmp_path):
     """Build a report from metrics given as run name -> records; returns the summary."""
 
     def make(runs, load=0.1, files=None, **changes):
-        recipe = recipes.load(recipe_file(**changes))
-        results = []
-        for name, logged in runs.items():
-            arm, seed = name.split("-seed")
-            (tmp_path / name).mkdir()
-            lines = [json.dumps({"step": step, "data": data}) for step, data in logged.items()]
-            (tmp_path / name / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
-            for kept, text in (files or {}).get(name, {}).items():
-                (tmp_path / name / kept).write_text(text)
-            result = RunResult(arm, int(seed), 6, "f", ["p", "a=[1, 2]"], {"E": "1", "F": None}, "done", 0)
+        recipe, results, data = make_runs(runs, files, **changes)
+        for result in results:
             result.first_step_at, result.load_average = 3.0, load
-            results.append(result)
-        return report.build(recipe, tmp_path / "recipe.yaml", tmp_path, results, len(runs))
+        return report.build(recipe, tmp_path / "recipe.yaml", tmp_path, results, len(runs), data)
 
     return make
 
@@ -40,6 +30,13 @@ def records(adv, steps=6, **changed):
         made[step] = {"timing_s/gen": 1.0, "timing_s/adv": adv, "timing_s/step": 1.5 + adv}
         made[step] |= {"critic/score/mean": step / 10, "response_length/mean": 5, **changed}
     return made
+
+
+def shown(summary):
+    """What the console says."""
+    console = Console(width=120, file=io.StringIO())
+    report.show(summary, console)
+    return console.file.getvalue()
 
 
 class _Page(html.parser.HTMLParser):
@@ -60,9 +57,9 @@ class _Page(html.parser.HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_is_whole_and_loads_nothing(build, tmp_path):
+def test_the_page_is_whole_and_loads_nothing_and_the_console_shows_stages_checks_and_verdicts(build, tmp_path):
     runs = {"stock-seed0": records(0.5), "accelerated-seed0": records(0.1)}
-    build(runs, description="<script>alert(1)</script>")
+    found = build(runs, description="<script>alert(1)</script>", checks={"faster": {"adv": 50}})
     text = (tmp_path / "report.html").read_text()
     page = _Page(text)
     assert page.open == []
@@ -75,6 +72,11 @@ def test_the_page_is_whole_and_loads_nothing(build, tmp_path):
     assert "E=1 p &#39;a=[1, 2]&#39;" in text
     for name in ("reward", "stages", "step_time"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    text = shown(found)
+    assert "Median time of each stage, steps 3-6; the first 2 of each run are warm-up" in text
+    assert re.search(r"adv +\S +0\.5 s +\S +0\.1 s +\S +5\.00x", text)
+    assert re.search(r"faster +\S +red", text)
+    assert "Red checks: faster." in text
 
 
 def test_the_summary_holds_all_numbers_and_is_strict_json(build, tmp_path):
@@ -131,25 +133,12 @@ def test_thin_data_still_make_a_report(build, tmp_path, runs):
     (tmp_path / "reward.png").write_bytes(b"old")
     found = build(runs)
     assert runs or not (tmp_path / "reward.png").exists(), "a stale plot is removed when there is nothing to draw"
-    console = Console(record=True, width=120, file=(tmp_path / "console").open("w"))
-    report.show(found, console)
-    console.file.close()
+    shown(found)
     assert _Page((tmp_path / "report.html").read_text()).open == []
     assert json.loads((tmp_path / "summary.json").read_text())["reward_verdicts"] == []
 
 
-def test_the_console_shows_stages_checks_and_verdicts(build, tmp_path):
-    found = build({"stock-seed0": records(0.5), "accelerated-seed0": records(0.1)}, checks={"faster": {"adv": 50}})
-    with (tmp_path / "console").open("w") as file:
-        report.show(found, Console(width=120, file=file))
-    text = (tmp_path / "console").read_text()
-    assert "Median time of each stage, steps 3-6; the first 2 of each run are warm-up" in text
-    assert re.search(r"adv +\S +0\.5 s +\S +0\.1 s +\S +5\.00x", text)
-    assert re.search(r"faster +\S +red", text)
-    assert "Red checks: faster." in text
-
-
-def test_a_report_about_rollouts_has_its_table_its_ledger_and_its_pictures(build, tmp_path, capsys):
+def test_a_report_about_rollouts_has_its_table_its_ledger_and_its_pictures(build, tmp_path):
     prefix = "rl_accel/tail_batching/"
     ours = records(0.5, **{"timing_s/gen": 0.4, prefix + "short_round": 1.0, prefix + "queue_length": 2.0})
     for metrics in ours.values():
@@ -168,5 +157,4 @@ def test_a_report_about_rollouts_has_its_table_its_ledger_and_its_pictures(build
     for name in ("rollout_seconds", "queue", "reward"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "lengths.png").exists(), "nothing was dumped"
-    report.show(found, Console(width=200))
-    assert "Mean rollout seconds a step" in capsys.readouterr().out
+    assert "Mean rollout seconds a step" in shown(found)

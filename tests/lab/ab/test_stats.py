@@ -5,18 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from rl_accel.lab.ab import stats
 from rl_accel.lab.ab.recipe import Metrics
-from rl_accel.lab.ab.stats import (
-    RunData,
-    agreement,
-    compared,
-    curve,
-    first_differences,
-    gain,
-    measured_steps,
-    phase,
-    stage_table,
-)
+from rl_accel.lab.ab.stats import RunData, first_differences, measured_steps
 
 NAMES = Metrics(stages=["gen", "adv"], warmup_steps=2)
 
@@ -31,7 +22,7 @@ def run(arm, times, seed=0, **more):
 
 
 def rows_of(*runs):
-    return {row["stage"]: row for row in stage_table(runs, ["stock", "fast"], "stock", NAMES)}
+    return {row["stage"]: row for row in stats.stage_table(runs, ["stock", "fast"], "stock", NAMES)}
 
 
 def test_stage_times_leave_out_warm_up_and_the_rest_is_other():
@@ -47,7 +38,7 @@ def test_stage_times_leave_out_warm_up_and_the_rest_is_other():
     assert rows["step"]["ratios"]["fast"]["ratio"] == 7 / 4
     assert rows["step"]["ratios"]["fast"]["low"] is None  # three pairs say nothing about noise
     assert "stock" not in rows["step"]["ratios"]
-    of_means = stage_table([slow, fast], ["stock", "fast"], "stock", replace(NAMES, average="mean"))
+    of_means = stats.stage_table([slow, fast], ["stock", "fast"], "stock", replace(NAMES, average="mean"))
     assert next(row for row in of_means if row["stage"] == "step")["ratios"]["fast"]["ratio"] == pytest.approx(23 / 14)
 
 
@@ -83,12 +74,9 @@ def test_a_stage_that_an_arm_lacks_or_that_takes_no_time_has_no_ratio():
     assert rows["adv"]["ratios"]["fast"]["ratio"] is None
 
 
-@pytest.mark.parametrize(("steps", "measured"), [(5, [3, 4, 5]), (3, [3]), (2, [2]), (1, [1]), (0, [])])
-def test_a_run_shorter_than_its_warm_up_still_counts_its_last_step(steps, measured):
-    assert measured_steps(run("a", [(1, 1, 2)] * steps), NAMES) == measured
-
-
-def test_a_validation_before_training_is_no_step():
+def test_measured_are_steps_after_the_warm_up_never_without_the_last_and_no_validation_before_training():
+    for steps, measured in ((5, [3, 4, 5]), (3, [3]), (2, [2]), (1, [1]), (0, [])):
+        assert measured_steps(run("a", [(1, 1, 2)] * steps), NAMES) == measured
     data = RunData("a", 0, {0: {"val/score": 1.0}, 1: {"timing_s/step": 1.0}, 2: {"timing_s/step": 1.0}})
     assert measured_steps(data, Metrics(warmup_steps=0)) == [1, 2]
 
@@ -105,28 +93,33 @@ def test_first_differences_come_in_the_order_of_the_training_step():
     assert (score["metric"], score["step"], score["baseline"], score["arm"]) == ("critic/score/mean", 4, 4, 5)
 
 
-def test_within_a_step_the_earlier_part_is_named_first():
-    names = ["actor/pg_loss", "critic/returns/mean", "critic/values/mean", "response_length/mean", "something/new"]
-    base = run("stock", [(1, 1, 2)], **{name: [1.0] for name in names})
-    other = run("fast", [(1, 1, 2)], **{name: [2.0] for name in names})
-    found = [row["metric"] for row in first_differences(base, other, NAMES)]
-    assert found == [names[3], "critic/values/mean", "critic/returns/mean", "actor/pg_loss", "something/new"]
-
-
-def test_agreement_names_the_parts_of_a_step_that_are_identical():
+def test_metrics_belong_to_parts_of_a_step_the_earlier_is_named_first_and_those_that_are_identical_are_named():
+    parts = {
+        "response_length/mean": "rollout and reward",
+        "training/rollout_probs_diff_max": "rollout against trainer probabilities",
+        "critic/values/mean": "log-probabilities and values",
+        "critic/returns/mean": "advantages and returns",
+        "actor/pg_loss": "update",
+        "critic/vf_loss": "update",
+        "val-core/x/acc": "validation",
+        "something/new": "other",
+    }
+    assert {metric: stats.phase(metric) for metric in parts} == parts
+    base, other = (run("a", [(1, 1, 2)], **{metric: [value] for metric in parts}) for value in (1.0, 2.0))
+    assert [row["metric"] for row in first_differences(base, other, NAMES)] == list(parts)
     base = run("stock", [(1, 1, 2)], **{"critic/score/mean": [1.0], "rollout_corr/kl": [0.0], "actor/loss": [1.0]})
     other = run("fast", [(9, 9, 9)], **{"critic/score/mean": [1.0], "rollout_corr/kl": [1e-9], "actor/loss": [1.0]})
-    found = agreement(base, other, NAMES, first_differences(base, other, NAMES))
+    found = stats.agreement(base, other, NAMES, first_differences(base, other, NAMES))
     phases = ["rollout and reward", "update"]
     assert found == {"metrics_compared": 3, "metrics_differing": 1, "identical_phases": phases}
+    free = ["timing_s/gen", "timing_per_token_ms/gen", "perf/throughput", "actor/perf/max_memory_allocated_gb"]
+    free += ["rl_accel/gae/seconds", "perf/mfu/actor"]
+    assert stats.compared([*free, "actor/pg_loss"], NAMES) == ["actor/pg_loss"]
 
 
 def test_nan_equals_nan_a_missing_value_differs_and_steps_of_one_run_alone_are_not_compared():
     def differences(ours, base=(math.nan, math.nan)):
-        arms = [
-            run(arm, [(1, 1, 2)] * len(values), a=list(values)) for arm, values in (("stock", base), ("fast", ours))
-        ]
-        return first_differences(*arms, NAMES)
+        return first_differences(*(run("a", [(1, 1, 2)] * len(its), a=its) for its in (base, ours)), NAMES)
 
     assert differences([math.nan, math.nan]) == []
     (row,) = differences([math.nan, 1.0])
@@ -137,30 +130,9 @@ def test_nan_equals_nan_a_missing_value_differs_and_steps_of_one_run_alone_are_n
     assert differences([1, 1], base=[1, 1, 1]) == []
 
 
-def test_times_throughput_memory_and_our_own_metrics_are_not_compared():
-    free = ["timing_s/gen", "timing_per_token_ms/gen", "perf/throughput", "actor/perf/max_memory_allocated_gb"]
-    free += ["rl_accel/gae/seconds", "perf/mfu/actor"]
-    assert compared([*free, "actor/pg_loss"], NAMES) == ["actor/pg_loss"]
-
-
-@pytest.mark.parametrize(
-    ("metric", "where"),
-    [
-        ("critic/score/mean", "rollout and reward"),
-        ("training/rollout_probs_diff_max", "rollout against trainer probabilities"),
-        ("critic/values/mean", "log-probabilities and values"),
-        ("critic/advantages/mean", "advantages and returns"),
-        ("critic/vf_loss", "update"),
-        ("val-core/x/acc", "validation"),
-    ],
-)
-def test_metrics_belong_to_a_part_of_the_step(metric, where):
-    assert phase(metric) == where
-
-
 def test_curve_and_gain():
     data = run("a", [(1, 1, 2)] * 10, r=[0, 0, 1, 1, 1, 1, 1, 1, 5, 7])
-    assert curve(data, "r") == {"steps": list(range(1, 11)), "values": [0, 0, 1, 1, 1, 1, 1, 1, 5, 7]}
-    assert gain(data, "r") == {"before": 0, "after": 6, "gain": 6}
-    assert gain(data, "absent") is None
-    assert gain(run("a", [(1, 1, 2)], r=[1]), "r") is None
+    assert stats.curve(data, "r") == {"steps": list(range(1, 11)), "values": [0, 0, 1, 1, 1, 1, 1, 1, 5, 7]}
+    assert stats.gain(data, "r") == {"before": 0, "after": 6, "gain": 6}
+    assert stats.gain(data, "absent") is None
+    assert stats.gain(run("a", [(1, 1, 2)], r=[1]), "r") is None

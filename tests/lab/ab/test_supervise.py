@@ -62,23 +62,11 @@ def test_children_that_outlive_the_command_are_ended(supervise, tmp_path, gone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "stubborn"),
-    [
-        ("input closes", "yes"),
-        ("SIGTERM", "deaf"),
-        pytest.param("input closes", "deaf", marks=pytest.mark.full),
-        pytest.param("SIGTERM", "yes", marks=pytest.mark.full),
-    ],
-)
-def test_it_ends_a_stubborn_command_and_its_detached_child(supervise, tmp_path, wait_for, gone, end, stubborn):
-    process = supervise(sys.executable, str(TRAINER), "steps=1", "hang_at=1", f"stubborn={stubborn}")
+def test_sigterm_ends_a_deaf_command_and_its_detached_child(supervise, tmp_path, wait_for, gone):
+    process = supervise(sys.executable, str(TRAINER), "steps=1", "hang_at=1", "stubborn=deaf")
     wait_for((tmp_path / "m").exists, "the trainer's metrics file")
-    if end == "SIGTERM":
-        process.terminate()
-    else:
-        process.stdin.close()
-    assert process.wait(30) == 128 + (signal.SIGKILL if stubborn == "deaf" else signal.SIGTERM)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGKILL
     assert gone(tmp_path / "pid")
     assert gone(tmp_path / "stubborn_pid")
 
@@ -92,50 +80,23 @@ def test_the_marker_finds_a_run_whose_supervisor_was_killed_and_no_other(supervi
     process.kill()
     process.wait()
     assert not gone(tmp_path / "pid")
-    assert end_all(lambda: marked("test-run"), grace_s=5)
+    before = time.monotonic()
+    assert end_all(lambda: marked("test-run"), grace_s=60)
+    assert time.monotonic() - before < 30, "it waits no longer than it must"
     assert gone(tmp_path / "pid")
     assert marked("test-run") == []
 
 
-def test_end_all_waits_no_longer_than_needed():
-    before = time.monotonic()
-    assert end_all(list, grace_s=60) == []
-    assert time.monotonic() - before < 30
+def test_what_ray_says_is_what_is_looked_for():
+    assert RAY_DID_NOT_START in Path(pytest.importorskip("ray._private.node").__file__).read_text()
 
 
-SLOW_AGENT = """
-import os, sys, time
-if any(word.endswith("dashboard/agent.py") for word in sys.orig_argv):
-    try:
-        os.mkdir(os.environ["FIRST_START"])
-    except FileExistsError:
-        pass
-    else:
-        time.sleep(100)
-"""
-
-USES_RAY = """
-import ray
-ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100_000_000)
-print("Ray has", ray.cluster_resources()["CPU"], "core")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.full  # Ray waits for 30 s of its own; what is done then is tested below without Ray
-def test_a_run_whose_ray_is_too_slow_to_start_is_started_again(tmp_path, short_tmp, clean_environment):
-    (tmp_path / "sitecustomize.py").write_text(SLOW_AGENT)
-    environment = {"PYTHONPATH": str(tmp_path), "FIRST_START": str(tmp_path / "first"), "RAY_TMPDIR": str(short_tmp)}
-    log, command = tmp_path / "log", [sys.executable, "-c", USES_RAY]
-    outcome = supervised(command, clean_environment | environment, tmp_path, log, Stop(), lambda: False, short_tmp)
-    assert outcome.exit_code == 0, log.read_text()
-    assert log.read_text().count("the run is started again") == 1
-    assert log.read_text().count("Ray has 1.0 core") == 1
-
-
-@pytest.mark.parametrize(("says", "starts"), [(RAY_DID_NOT_START, 3), ("out of memory", 1)])
-def test_a_run_that_never_starts_fails(tmp_path, says, starts):
-    log, code = tmp_path / "log", f"print('started'); raise SystemExit({says!r})"
-    outcome = supervised([sys.executable, "-c", code], {}, tmp_path, log, Stop(), lambda: False)
-    assert outcome.exit_code == 1
-    assert log.read_text().count("started\n") == starts
+@pytest.mark.parametrize(
+    ("says", "good", "starts"), [(RAY_DID_NOT_START, 9, 3), (RAY_DID_NOT_START, 2, 2), ("out of memory", 9, 1)]
+)
+def test_a_run_whose_ray_was_too_slow_to_start_is_started_again_twice_at_most(tmp_path, says, good, starts):
+    code = f"file = open('starts', 'ab'); file.write(b'x'); raise SystemExit(file.tell() != {good} and {says!r})"
+    outcome = supervised([sys.executable, "-c", code], {}, tmp_path, tmp_path / "log", Stop(), lambda: False)
+    assert outcome.exit_code == (good != starts)
+    assert (tmp_path / "starts").read_text() == "x" * starts
+    assert (tmp_path / "log").read_text().count("the run is started again") == starts - 1

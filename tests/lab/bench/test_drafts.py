@@ -2,7 +2,6 @@ import json
 import random
 
 import pytest
-from click.testing import CliRunner
 
 from rl_accel.lab.bench.drafts import bench_drafts, replay
 
@@ -21,19 +20,18 @@ def text(rng, length):
     return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=length))
 
 
-def test_a_second_epoch_of_like_responses_takes_fewer_steps_by_the_seconds_given(tmp_path):
+def test_a_second_epoch_of_like_responses_takes_fewer_steps_by_the_seconds_given(tmp_path, invoke):
     rng = random.Random(0)
     alike = {name: text(rng, 400) for name in ("question a", "question b")}
     rows = list(alike.items())
     files = rollouts(tmp_path, [rows, rows, [("another", "x" + text(rng, 50))]])
-    shown = CliRunner().invoke(bench_drafts, [*files, "--step-seconds", "1:1,3:2"], catch_exceptions=False)
-    assert shown.exit_code == 0
-    lines = [line.split() for line in shown.output.splitlines()]
+    output = invoke(bench_drafts, *files, "--step-seconds", "1:1,3:2")
+    lines = [line.split() for line in output.splitlines()]
     epochs = {line[0]: float(line[2]) for line in lines if len(line) == 3 and line[0] in ("1", "2")}
     assert epochs["1"] < 0.2
     assert epochs["2"] > 3
     # two requests take 1.5 s a step: 400 steps each epoch, and 51 of one request
-    assert "without drafts 1,251.0 s" in shown.output
+    assert "without drafts 1,251.0 s" in output
 
 
 def test_every_response_is_played_whole_whatever_the_places(tmp_path):
@@ -57,10 +55,8 @@ def test_every_response_is_played_whole_whatever_the_places(tmp_path):
         ('{"input": "a", "output": "b", "score": 0.0, "step": 1}', ["--step-seconds", "1=2"], 2, ("found '1=2'",)),
     ],
 )
-def test_a_file_of_another_kind_and_wrong_seconds_are_named(tmp_path, line, options, code, said):
-    path = tmp_path / "1.jsonl"
-    path.write_text(line + "\n")
-    shown = CliRunner().invoke(bench_drafts, [str(path), *options])
-    assert shown.exit_code == code
+def test_a_file_of_another_kind_and_wrong_seconds_are_named(tmp_path, invoke, line, options, code, said):
+    (tmp_path / "1.jsonl").write_text(line + "\n")
+    output = invoke(bench_drafts, tmp_path / "1.jsonl", *options, code=code)
     for words in said:
-        assert words in shown.output
+        assert words in output

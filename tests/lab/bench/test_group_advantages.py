@@ -5,9 +5,10 @@ import json
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from rl_accel.lab.bench import group_advantages as bench
+
+SMALL = ("-B", "16", "-T", "8", "--group", "4")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -16,45 +17,36 @@ def verl():
 
 
 @pytest.mark.slow
-def test_every_estimator_is_compared_and_left_as_it_was(verl, tmp_path):
+def test_every_estimator_is_compared_on_a_ragged_batch_and_left_as_it_was(verl, tmp_path, invoke):
+    one, two = bench.batch(16, 8, 4), bench.batch(16, 8, 4)
+    assert all(torch.equal(one[name], two[name]) for name in one if name != "index")
+    assert len(set(one["response_mask"].sum(-1).tolist())) > 1
+    assert len(set(one["index"])) == 4
     before = dict(verl.ADV_ESTIMATOR_REGISTRY)
     path = tmp_path / "deep" / "outcome.json"
     shape = ["-B", "32", "-T", "16", "--group", "8", "--repeats", "1"]
-    result = CliRunner().invoke(bench.bench_outcome, [*shape, "--json", str(path)])
-    assert result.exit_code == 0, result.output
+    invoke(bench.bench_outcome, *shape, "--json", path)
     records = json.loads(path.read_text())["records"]
     assert {record["estimator"] for record in records} >= {"grpo", "rloo", "optimal_token_baseline", "masked_whiten"}
     assert all(record["same_bits"] and record["stock_s"] > 0 and record["fast_s"] > 0 for record in records)
     assert before == verl.ADV_ESTIMATOR_REGISTRY
 
 
-def test_no_number_stands_beside_a_red_check(verl, monkeypatch):
+def test_no_number_stands_beside_a_red_check(verl, monkeypatch, invoke):
     (rloo,) = (patch for patch in bench.patches() if patch.name == "verl.rloo")
 
     def one_too_much(original, settings):
         return lambda *args, **kwargs: tuple(tensor + 1 for tensor in original(*args, **kwargs))
 
     monkeypatch.setattr(bench, "patches", lambda: [dataclasses.replace(rloo, make=one_too_much, probe=None)])
-    result = CliRunner().invoke(bench.bench_outcome, ["-B", "16", "-T", "8", "--group", "4"])
-    assert result.exit_code == 1
-    assert "DIFFER" in result.output
+    assert "DIFFER" in invoke(bench.bench_outcome, *SMALL, code=1)
     (record,) = bench.measure(16, 8, 4, 1)
     assert record["same_bits"] is False
     assert record["stock_s"] is record["fast_s"] is None
 
 
-def test_an_unknown_estimator_is_named_and_a_shape_that_does_not_fit_is_left_out(verl, monkeypatch):
-    result = CliRunner().invoke(bench.bench_outcome, ["--estimator", "grop"])
-    assert result.exit_code == 2
-    assert "grop: wanted one of grpo," in result.output.replace("\n", " ").replace("│", "")
+def test_an_unknown_estimator_is_named_and_a_shape_that_does_not_fit_is_left_out(verl, monkeypatch, invoke):
+    output = invoke(bench.bench_outcome, "--estimator", "grop", code=2)
+    assert "grop: wanted one of grpo," in output.replace("\n", " ").replace("│", "")
     monkeypatch.setattr(bench, "available_bytes", lambda: 1000)
-    result = CliRunner().invoke(bench.bench_outcome, ["-B", "16", "-T", "8", "--group", "4", "--estimator", "rloo"])
-    assert result.exit_code == 0
-    assert "left out 16 x 8" in result.output
-
-
-def test_batch_is_ragged_and_reproducible():
-    one, two = bench.batch(16, 8, 4), bench.batch(16, 8, 4)
-    assert all(torch.equal(one[name], two[name]) for name in one if name != "index")
-    assert len(set(one["response_mask"].sum(-1).tolist())) > 1
-    assert len(set(one["index"])) == 4
+    assert "left out 16 x 8" in invoke(bench.bench_outcome, *SMALL, "--estimator", "rloo")

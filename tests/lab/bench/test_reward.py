@@ -8,18 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from rl_accel.lab.bench import reward as bench
-from rl_accel.lab.bench.reward import (
-    HANGING,
-    Arm,
-    Response,
-    WrongResult,
-    check,
-    kill_verdict,
-    nothing_left,
-    quantile,
-    summarise,
-    workload,
-)
+from rl_accel.lab.bench.reward import Arm, Response, WrongResult
 from rl_accel.reward.execution import ExecutionResult
 from rl_accel.reward.sandbox import Case
 
@@ -30,27 +19,25 @@ TINY = ["--prompts", "3", "--responses", "6", "--epochs", "2", "--scale", "0.03"
 
 def drawn(**changes):
     size = {"prompts": 100, "responses": 16, "epochs": 4, "batch": 20, "scale": 1.0, "spread": 0.3}
-    return workload(**{**size, **changes})
+    return bench.workload(**{**size, **changes})
 
 
-def test_the_workload_is_as_published():
+def test_the_workload_is_as_published_the_same_for_the_same_seed_and_all_its_times_are_scaled():
     shares = (0.126, 0.609, 0.89, 0.9405)
-    assert [quantile(share / 0.9495) for share in shares] == pytest.approx([0.185, 0.361, 0.833, 2.264])
-    assert 2.79 < quantile(0.995) < 29.0
+    assert [bench.quantile(share / 0.9495) for share in shares] == pytest.approx([0.185, 0.361, 0.833, 2.264])
+    assert 2.79 < bench.quantile(0.995) < 29.0
     batches = drawn(responses=64)
     everything = [response for batch in batches for response in batch]
     assert len(batches) == 20
     assert {len(batch) for batch in batches} == {20 * 64}
     hanging = sum(response.seconds is None for response in everything) / len(everything)
-    assert hanging == pytest.approx(HANGING, abs=1e-4)
+    assert hanging == pytest.approx(bench.HANGING, abs=1e-4)
     assert not any(response.correct and response.seconds is None for response in everything)
     ending = sorted(response.seconds for response in everything if response.seconds is not None)
     assert ending[len(ending) // 2] == pytest.approx(0.31, abs=0.03)
     assert sum(2 < seconds <= 30 for seconds in ending) / len(everything) == pytest.approx(0.009, abs=0.006)
     assert sum(response.correct for response in everything) / len(everything) == pytest.approx(0.6, abs=0.02)
 
-
-def test_a_workload_is_the_same_for_the_same_seed_and_all_times_are_scaled():
     assert drawn(seed=1) == drawn(seed=1) != drawn(seed=2)
     full, scaled = ([r.seconds for batch in drawn(scale=scale) for r in batch] for scale in (1.0, 0.1))
     assert scaled == pytest.approx([seconds and seconds * 0.1 for seconds in full])
@@ -71,7 +58,7 @@ def test_the_sums():
     _, early = made_up(4.0, 4.0)
     arms = {"fixed": Arm([fixed, fixed], [40.0, 42.0]), "adaptive": Arm([fixed, early], [40.0, 1.0])}
     arms["adaptive"].counts.update({"saved_seconds": 26.0})
-    rows = summarise([batch, batch], arms, epochs=2)
+    rows = bench.summarise([batch, batch], arms, epochs=2)
     fixed, ours = rows["fixed"], rows["adaptive"]
     assert (fixed["seconds"], ours["seconds"]) == (74.0, 37.0 + 10.0)
     assert ours["times_less"] == 74.0 / 47.0
@@ -83,51 +70,33 @@ def test_the_sums():
     assert (ours["saved_s"], ours["saved_estimate_s"]) == (27.0, 26.0)
 
 
-@pytest.mark.parametrize(
-    ("killed", "correct", "verdict"),
-    [
-        (0, 33, "too few to tell"),
-        (1, 33, "too few to tell"),
-        (2, 100, "NOT met"),
-        (0, 1400, "too few to tell"),
-        (0, 1600, "met"),
-        (2, 1000, "too few to tell"),
-        (3, 1000, "NOT met"),
-        (1, 10_000, "met"),
-        (21, 10_000, "NOT met"),
-    ],
-)
-def test_the_goal_is_called_met_only_where_the_sample_can_decide(killed, correct, verdict):
-    assert kill_verdict(killed, correct) == verdict
+def test_the_goal_is_called_met_only_where_the_sample_can_decide():
+    for verdict, samples in {
+        "too few to tell": [(0, 33), (1, 33), (0, 1400), (2, 1000)],
+        "met": [(0, 1600), (1, 10_000)],
+        "NOT met": [(2, 100), (3, 1000), (21, 10_000)],
+    }.items():
+        for killed, correct in samples:
+            assert bench.kill_verdict(killed, correct) == verdict, (killed, correct)
 
 
-@pytest.mark.parametrize(
-    ("response", "verdict"),
-    [
-        (Response("p", "", True, 1.0), "wrong"),
-        (Response("p", "", False, 1.0), "passed"),
-        (Response("p", "", False, None), "error"),
-        (Response("p", "", True, 1.0), "killed"),
-    ],
-)
-def test_a_verdict_that_was_not_earned_is_named(response, verdict):
-    with pytest.raises(WrongResult, match=f"found {verdict}"):
-        check([response], [ExecutionResult(verdict)])
-
-
-def test_what_is_left_behind_is_found():
+def test_a_verdict_that_was_not_earned_is_named_and_what_is_left_behind_is_found():
+    unearned = ((True, 1.0, "wrong"), (True, 1.0, "killed"), (False, 1.0, "passed"), (False, None, "error"))
+    for correct, seconds, found in unearned:
+        with pytest.raises(WrongResult, match=f"found {found}"):
+            bench.check([Response("p", "", correct, seconds)], [ExecutionResult(found)])
     left = []
-    with pytest.raises(WrongResult, match="1 processes are left"), nothing_left():
+    with pytest.raises(WrongResult, match="1 processes are left"), bench.nothing_left():
         left.append(subprocess.Popen(["sleep", "60"]))
     left[0].kill()
     left[0].wait()
 
 
 def test_a_tiny_run_prints_a_table_and_writes_files(tmp_path):
-    done = CliRunner().invoke(bench.bench_reward, [*TINY, "--out", str(tmp_path / "deep")])
-    assert "correct: 8 known programs, all verdicts right" in done.output
-    assert "correct: all verdicts of 72 executions, no process left" in done.output, done.output
-    assert "waits for a processor; goal 3" in done.output
+    output = CliRunner().invoke(bench.bench_reward, [*TINY, "--out", str(tmp_path / "deep")]).output
+    assert "correct: 8 known programs, all verdicts right" in output
+    assert "correct: all verdicts of 72 executions, no process left" in output, output
+    assert "waits for a processor; goal 3" in output
     found = json.loads((tmp_path / "deep" / "reward.json").read_text())
     fixed, ours = (found["found"]["quiet"]["arms"][name] for name in ("fixed", "adaptive"))
     assert fixed["executions"] == ours["executions"] == 36
@@ -137,7 +106,7 @@ def test_a_tiny_run_prints_a_table_and_writes_files(tmp_path):
     assert (tmp_path / "deep" / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_policy_that_kills_correct_answers_is_red(monkeypatch):
+def test_a_policy_that_kills_correct_answers_is_red(monkeypatch, invoke):
     real = bench.policies
 
     def hasty(scale):
@@ -145,15 +114,12 @@ def test_a_policy_that_kills_correct_answers_is_red(monkeypatch):
         return {**real(scale), "adaptive": ours}
 
     monkeypatch.setattr(bench, "policies", hasty)
-    done = CliRunner().invoke(bench.bench_reward, TINY)
-    assert done.exit_code == 1
-    assert "goal at most 0.2%: NOT met" in done.output
+    assert "goal at most 0.2%: NOT met" in invoke(bench.bench_reward, *TINY, code=1)
 
 
-def test_no_number_stands_beside_a_wrong_verdict(monkeypatch):
+def test_no_number_stands_beside_a_wrong_verdict(monkeypatch, invoke):
     monkeypatch.setattr(bench, "CASE", Case("stdin", "", "43"))
-    done = CliRunner().invoke(bench.bench_reward, TINY)
-    assert done.exit_code == 1
-    assert "WRONG: wanted passed" in done.output
-    assert "no numbers" in done.output
-    assert "times less" not in done.output
+    output = invoke(bench.bench_reward, *TINY, code=1)
+    assert "WRONG: wanted passed" in output
+    assert "no numbers" in output
+    assert "times less" not in output

@@ -1,7 +1,6 @@
 """The benchmark of simulated rounds: what it checks, and that it prints."""
 
 import pytest
-from click.testing import CliRunner
 
 from rl_accel.lab.bench import rounds
 from rl_accel.rollout.simulation import Given, play_rounds
@@ -9,11 +8,10 @@ from rl_accel.rollout.simulation import Given, play_rounds
 SMALL = ["--rounds", "10", "--prompts", "4", "--responses", "3", "--replicas", "2"]
 
 
-def test_it_prints_both_kinds_of_runs():
-    done = CliRunner().invoke(rounds.bench_rounds, SMALL)
-    assert done.exit_code == 0, done.output
-    assert "every response" in done.output
-    assert "tail batching" in done.output
+def test_it_prints_both_kinds_of_runs(invoke):
+    output = invoke(rounds.bench_rounds, *SMALL)
+    assert "every response" in output
+    assert "tail batching" in output
 
 
 @pytest.mark.parametrize(
@@ -23,12 +21,11 @@ def test_it_prints_both_kinds_of_runs():
         (lambda *args: play_rounds(*args, seed=0 if isinstance(args[3], Given) else next(SEEDS)), "other rounds"),
     ],
 )
-def test_a_wrong_simulation_gets_no_number(monkeypatch, wrong, words):
+def test_a_wrong_simulation_gets_no_number(monkeypatch, invoke, wrong, words):
     monkeypatch.setattr(rounds, "play_rounds", wrong)
-    done = CliRunner().invoke(rounds.bench_rounds, SMALL)
-    assert done.exit_code == 1
-    assert words in done.output
-    assert "ms a round" not in done.output
+    output = invoke(rounds.bench_rounds, *SMALL, code=1)
+    assert words in output
+    assert "ms a round" not in output
 
 
 SEEDS = iter(range(1, 100))

@@ -7,21 +7,17 @@ import tempfile
 
 import psutil
 import pytest
-from click.testing import CliRunner
 
 from rl_accel.lab.bench import tail as bench
 
-pytestmark = [
-    pytest.mark.slow,
-    *(
-        pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"{module} is not installed")
-        for module in ("verl", "transfer_queue", "ray")
-    ),
-]
+for module in ("verl", "transfer_queue", "ray"):
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed", allow_module_level=True)
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.full  # rounds of real trainers are in tests/e2e/test_tail_batching.py
-def test_the_load_on_verl_is_exact_and_leaves_no_process_and_no_folder(monkeypatch, tmp_path):
+def test_the_load_on_verl_is_exact_and_leaves_no_process_and_no_folder(monkeypatch, tmp_path, invoke):
     monkeypatch.setattr(bench, "QUICK_LOADS", ((4, 2, 3),))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("TMPDIR", "/tmp")
@@ -34,9 +30,8 @@ def test_the_load_on_verl_is_exact_and_leaves_no_process_and_no_folder(monkeypat
             yield folder
 
     monkeypatch.setattr(bench, "ray_temp_dir", remembered)
-    done = CliRunner().invoke(bench.bench_tail, ["--quick", "--workers", "1", "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    assert "correct: 4 x 2: exact batches, no key left behind, no prompt trained twice or lost" in done.output
+    output = invoke(bench.bench_tail, "--quick", "--workers", 1, "--out", tmp_path)
+    assert "correct: 4 x 2: exact batches, no key left behind, no prompt trained twice or lost" in output
     (size,) = json.loads((tmp_path / "tail.json").read_text())["load"]
     assert len(size["rounds"]) == 3
     for row in size["rounds"]:
@@ -48,11 +43,10 @@ def test_the_load_on_verl_is_exact_and_leaves_no_process_and_no_folder(monkeypat
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
 
 
-def test_a_load_that_fails_shows_why_and_no_number(monkeypatch):
+def test_a_load_that_fails_shows_why_and_no_number(monkeypatch, invoke):
     monkeypatch.setattr(bench, "QUICK_LOADS", ((4, 2, 1),))
     monkeypatch.setattr(bench, "LOAD_MODULE", "rl_accel.no_such_module")
-    done = CliRunner().invoke(bench.bench_tail, ["--quick"])
-    assert done.exit_code == 1
-    assert "WRONG: 4 x 2: exit status 1; the end of its log" in done.output
-    assert "No module named rl_accel.no_such_module" in done.output
-    assert "trainer CPU s" not in done.output
+    output = invoke(bench.bench_tail, "--quick", code=1)
+    assert "WRONG: 4 x 2: exit status 1; the end of its log" in output
+    assert "No module named rl_accel.no_such_module" in output
+    assert "trainer CPU s" not in output

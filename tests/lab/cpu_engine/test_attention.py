@@ -27,20 +27,6 @@ def test_every_row_attends_to_its_own_past_only(kv_heads, width, scaling):
     torch.testing.assert_close(output.transpose(1, 2), expected, atol=1e-6, rtol=1e-5)
 
 
-def test_neither_the_size_of_the_memory_nor_the_other_rows_change_a_bit():
-    query, memory = torch.randn(12, 4, 1, 32), torch.randn(16, 2, 256, 32)
-    lengths = torch.randint(1, 120, (12,))
-
-    def on_memory_of(rows, capacity):
-        mask = (torch.arange(capacity) < lengths[:rows, None])[:, None, None]
-        window = memory[:, :, :capacity].contiguous()
-        return attend(torch.nn.Module(), query[:rows], window, window, mask)[0]
-
-    whole = on_memory_of(12, 256)
-    for rows, capacity in ((12, 128), (12, 120), (5, 256), (1, 130)):
-        assert torch.equal(on_memory_of(rows, capacity), whole[:rows])
-
-
 def test_prompts_take_the_ordinary_way_and_other_precisions_are_computed_in_float32():
     module = torch.nn.Module()
     module.is_causal = True

@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from concurrent.futures import CancelledError, wait
+from concurrent.futures import wait
 
 import pytest
 import torch
@@ -31,27 +31,25 @@ def plain_logprobs(model, prompt, tokens, temperature=1.0):
 
 
 @pytest.mark.parametrize("heads", [4, 1], ids=["all-heads", "one-kv-head"])
-def test_greedy_tokens_and_logprobs_are_those_of_a_plain_forward(make_model, engine_for, heads):
+def test_greedy_and_sampled_tokens_and_their_logprobs_are_those_of_a_plain_forward(make_model, engine_for, heads):
+    """More requests than places."""
     model = make_model(num_key_value_heads=heads)
     engine = engine_for(model)
-    given = prompts(20)
-    for prompt, future in [(p, engine.submit("r", p, GREEDY)) for p in given]:
+    temperatures = [0.0] * 16 + [0.5 + i / 8 for i in range(16)]
+    params = [SamplingParams(max_tokens=60, temperature=t, logprobs=True, seed=i) for i, t in enumerate(temperatures)]
+    requests = list(zip(prompts(32), params, strict=True))
+    for (prompt, p), future in [(request, engine.submit("r", *request)) for request in requests]:
         generation = future.result(30)
-        expected = plain_logprobs(model, prompt, generation.token_ids)
-        assert generation.token_ids == expected.argmax(-1).tolist()
-        torch.testing.assert_close(torch.tensor(generation.logprobs), expected.max(-1).values, atol=2e-5, rtol=0)
-
-
-def test_sampled_logprobs_are_those_of_the_distribution_at_the_temperature(model, engine_for):
-    engine = engine_for(model)
-    params = [SamplingParams(max_tokens=60, temperature=0.5 + i / 8, logprobs=True, seed=i) for i in range(16)]
-    given = prompts(16)
-    for prompt, p, future in [(q, p, engine.submit("r", q, p)) for q, p in zip(given, params, strict=True)]:
-        generation = future.result(30)
-        expected = plain_logprobs(model, prompt, generation.token_ids, p.temperature)
-        chosen = expected.gather(1, torch.tensor(generation.token_ids)[:, None])[:, 0]
+        tokens = torch.tensor(generation.token_ids)
+        expected = plain_logprobs(model, prompt, generation.token_ids, p.temperature or 1.0)
+        assert p.temperature or torch.equal(tokens, expected.argmax(-1))
+        chosen = expected.gather(1, tokens[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(generation.logprobs), chosen, atol=2e-5, rtol=0)
-        assert len(generation.token_ids) == 60 or generation.token_ids[-1] == 4
+        assert generation.stop_reason == "completed"
+        assert 4 not in tokens[:-1]
+        assert len(tokens) == 60 or tokens[-1] == 4
+    stats = engine.stats().result(10)
+    assert (stats.completed, stats.running, stats.waiting) == (32, 0, 0)
 
 
 @pytest.mark.slow
@@ -59,10 +57,11 @@ def test_a_request_gives_the_same_bits_whatever_shares_its_batch(model, engine_f
     engine = engine_for(model, max_num_seqs=16)
     rng = random.Random(3)
     lengths = [300, 170, *(rng.randint(1, 60) for _ in range(14))]  # across the block sizes of the cache
-    kinds = [{"temperature": (1.0, 0.0, 1.3)[i % 3], "top_k": (-1, 10)[i % 2]} for i in range(16)]
+    kinds = [{"temperature": (1.0, 0.0, 1.3)[i % 3], "top_k": (-1, 10)[i % 2], "seed": i} for i in range(15)]
+    kinds.append({"top_p": 0.8, "seed": 15})
     params = [
-        SamplingParams(max_tokens=length, seed=i, logprobs=True, ignore_eos=True, **kinds[i])
-        for i, length in enumerate(lengths)
+        SamplingParams(max_tokens=length, logprobs=True, ignore_eos=True, **kind)
+        for length, kind in zip(lengths, kinds, strict=True)
     ]
     requests = list(zip(prompts(16, longest=140), params, strict=True))
     alone = [engine.submit("r", *request).result(60) for request in requests]
@@ -92,66 +91,24 @@ def test_seeds_decide_the_tokens_and_their_absence_leaves_it_to_the_request_id(m
     assert tokens("r", 4, stop_token_ids=(whole[7],)) == whole[: whole.index(whole[7]) + 1]
 
 
-def test_more_requests_than_places_all_complete_and_responses_end_where_they_should(model, engine_for):
-    engine = engine_for(model, max_num_seqs=3, max_model_len=64)
-    given = prompts(30)
-    futures = [engine.submit(str(i), p, SamplingParams(max_tokens=50, seed=i)) for i, p in enumerate(given)]
-    for prompt, future in zip(given, futures, strict=True):
-        generation = future.result(60)
-        assert generation.stop_reason == "completed"
-        assert generation.logprobs is None
-        tokens = generation.token_ids
-        assert 4 not in tokens[:-1]
-        assert tokens[-1] == 4 or len(tokens) == min(50, 64 - len(prompt))
-    stats = engine.stats().result(10)
-    assert (stats.completed, stats.running, stats.waiting) == (30, 0, 0)
-
-
-def test_equal_prompts_are_read_once_until_the_weights_change(model, engine_for):
-    engine = engine_for(model)
-    group = [engine.submit(str(i), [5, 6, 7], SamplingParams(seed=i)) for i in range(6)]
-    wait(group, timeout=30)
-    assert engine.stats().result(10).prefills == 1
-    engine.load_weights(dict(model.named_parameters())).result(10)
-    engine.submit("r", [5, 6, 7], GREEDY).result(30)
-    assert engine.stats().result(10).prefills == 2
-
-
 def test_a_pace_slows_decoding_down_and_changes_nothing_else(model, engine_for):
     params = SamplingParams(max_tokens=30, ignore_eos=True, logprobs=True, seed=1)
     began = time.monotonic()
     paced = engine_for(model, seconds_per_step=0.02).submit("r", [5, 6, 7], params).result(30)
     assert time.monotonic() - began >= 28 * 0.02  # a first token from the prompt, and no wait after the last one
     assert paced == engine_for(model).submit("r", [5, 6, 7], params).result(30)
-    with pytest.raises(ValueError, match="seconds_per_step wants a number from 0 to 10, found -1"):
-        Engine(model, [4], seconds_per_step=-1)
 
 
-def test_aborting_one_request_ends_it_alone(model, engine_for, wait_for):
-    engine = engine_for(model, max_num_seqs=4)
-    given = prompts(6)
-    limit = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=True, seed=9)
-    expected = [engine.submit("r", p, limit).result(60) for p in given]
-    futures = [engine.submit(f"r{i}", p, endless(9) if i in (1, 5) else limit) for i, p in enumerate(given)]
-    wait_for(lambda: engine.stats().result(10).running == 4, "the engine")
-    assert engine.abort("r1").result(10) == 1
-    assert engine.abort("r5").result(10) == 1  # this one may still be waiting for a place
-    assert engine.abort("nobody").result(10) == 0
-    aborted = futures[1].result(10)
-    assert aborted.stop_reason == "aborted"
-    assert len(aborted.logprobs) == len(aborted.token_ids)
-    for i in (0, 2, 3, 4):
-        assert futures[i].result(60) == expected[i]
-
-
-def test_pause_ends_everything_holds_what_comes_and_resume_goes_on(model, engine_for, wait_for):
+def test_cancelling_ends_one_pause_ends_all_and_holds_what_comes_and_resume_goes_on(model, engine_for, wait_for):
     engine = engine_for(model, max_num_seqs=3)
     futures = [engine.submit(str(i), p, endless(i)) for i, p in enumerate(prompts(5))]
     wait_for(lambda: engine.stats().result(10).tokens > 20, "the engine")
     for _ in range(20):
         engine.abort("nobody").cancel()  # a control call that is cancelled harms nobody
-    assert engine.pause().result(10) == 5
-    assert {future.result(10).stop_reason for future in futures} == {"aborted"}
+    assert futures[0].cancel()
+    wait_for(lambda: engine.stats().result(10).aborted == 1, "the end of the cancelled request")
+    assert engine.pause().result(10) == 4
+    assert {future.result(10).stop_reason for future in futures[1:]} == {"aborted"}
     held = engine.submit("late", [5, 6], GREEDY)
     stats = engine.stats().result(10)
     assert (stats.paused, stats.waiting, stats.running) == (True, 1, 0)
@@ -160,63 +117,48 @@ def test_pause_ends_everything_holds_what_comes_and_resume_goes_on(model, engine
     assert held.result(30).stop_reason == "completed"
 
 
-def test_weights_are_refused_while_a_request_decodes_and_cancelling_it_frees_its_place(model, engine_for, wait_for):
-    engine = engine_for(model, max_num_seqs=1)
-    first = engine.submit("first", [5, 6], endless(0))
-    second = engine.submit("second", [7, 8], GREEDY)
-    wait_for(lambda: engine.stats().result(10).running == 1, "the engine")
-    with pytest.raises(EngineError, match="1 requests are decoding"):
-        engine.load_weights(dict(model.named_parameters())).result(10)
-    assert first.cancel()
-    assert second.result(30).stop_reason == "completed"
-    with pytest.raises(CancelledError):
-        first.result(1)
-
-
 @pytest.mark.parametrize("tied", [False, True])
-def test_new_weights_are_used_from_the_next_request_on(make_model, engine_for, tied):
+def test_equal_prompts_are_read_once_until_new_weights_which_are_used_from_the_next_request_on(
+    make_model, engine_for, tied
+):
     old, new = (make_model(seed=seed, tie_word_embeddings=tied) for seed in (0, 1))
     engine = engine_for(old)
     [prompt] = prompts(1)
-    engine.submit("r", prompt, GREEDY).result(30)
+    group = [engine.submit(str(i), prompt, SamplingParams(seed=i)) for i in range(6)]
+    assert {future.result(30).logprobs for future in group} == {None}, "not asked for"
+    assert engine.stats().result(10).prefills == 1
     weights = {name: tensor.clone() for name, tensor in new.named_parameters()}
     assert ("lm_head.weight" in weights) != tied, "tied weights may come under one name"
     engine.load_weights(weights).result(10)
     tokens = engine.submit("r", prompt, GREEDY).result(30).token_ids
     assert tokens == plain_logprobs(new, prompt, tokens).argmax(-1).tolist()
+    assert engine.stats().result(10).prefills == 2
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda weights: weights.pop("lm_head.weight"), "missing.*lm_head"),
-        (lambda weights: weights.update(extra=torch.zeros(1)), "unknown.*extra"),
-        (lambda weights: weights.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight \(3,\)"),
-    ],
-    ids=["missing", "unknown", "shape"],
-)
-def test_weights_that_do_not_fit_change_nothing(make_model, engine_for, change, message):
-    model = make_model()
+def test_weights_that_do_not_fit_change_nothing(model, engine_for):
+    engine = engine_for(model)
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
-    weights = {name: tensor + 1 for name, tensor in before.items()}
-    change(weights)
-    with pytest.raises(ValueError, match=message):
-        engine_for(model).load_weights(weights).result(10)
+    new = {name: tensor + 1 for name, tensor in before.items()}
+    for weights, message in (
+        ({name: tensor for name, tensor in new.items() if name != "lm_head.weight"}, "missing.*lm_head"),
+        (new | {"extra": torch.zeros(1)}, "unknown.*extra"),
+        (new | {"model.norm.weight": torch.zeros(3)}, r"model.norm.weight \(3,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.load_weights(weights).result(10)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ([], "the prompt is empty"),
+def test_a_prompt_that_cannot_be_read_is_refused_at_once(model, engine_for):
+    engine = engine_for(model)
+    for prompt, message in (
+        ([], "is empty"),
         ([5] * 512, "512 tokens leaves no room"),
-        ([5, 64], "vocabulary"),
-        ([-1], "vocabulary"),
-    ],
-)
-def test_a_prompt_that_cannot_be_read_is_refused_at_once(model, engine_for, prompt, message):
-    with pytest.raises(ValueError, match=message):
-        engine_for(model).submit("r", prompt, GREEDY)
+        ([5, 64], "vocab"),
+        ([-1], "vocab"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.submit("r", prompt, GREEDY)
 
 
 def test_requests_that_fail_in_the_model_fail_alone_and_leave_nothing_behind(make_model, engine_for):
@@ -261,7 +203,8 @@ def test_a_failure_of_the_engine_itself_reaches_every_caller(make_model, engine_
         engine.pause()
 
 
-def test_a_model_with_sliding_windows_is_refused(make_model):
-    model = make_model(use_sliding_window=True, sliding_window=16, max_window_layers=1)
+def test_a_model_with_sliding_windows_and_a_negative_pace_are_refused(make_model):
     with pytest.raises(ValueError, match="full attention only"):
-        Engine(model, [4])
+        Engine(make_model(use_sliding_window=True, sliding_window=16, max_window_layers=1), [4])
+    with pytest.raises(ValueError, match="seconds_per_step wants a number from 0 to 10, found -1"):
+        Engine(make_model(), [4], seconds_per_step=-1)

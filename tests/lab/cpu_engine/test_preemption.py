@@ -1,4 +1,4 @@
-"""The engine with a budget of key-value memory, against the same engine without one."""
+"""The engine with a budget of key-value memory, against the same engine without one; and which requests run."""
 
 import random
 import time
@@ -7,19 +7,53 @@ import pytest
 import torch
 
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
-from rl_accel.lab.cpu_engine.scheduler import EngineError
-
-pytestmark = pytest.mark.slow
+from rl_accel.lab.cpu_engine.scheduler import HEADROOM, EngineError, Request, Scheduler
 
 _KINDS = [{"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.3, "top_k": 10}, {"top_p": 0.8}]
 
 
-def prompt_of(rng, longest=30):
-    return [rng.randrange(5, 64) for _ in range(rng.randint(1, longest))]
+def prompt_of(rng):
+    return [rng.randrange(5, 64) for _ in range(rng.randint(1, 30))]
+
+
+def request_of(rng, **params):
+    """A prompt, and parameters of a response of up to 100 tokens."""
+    return prompt_of(rng), SamplingParams(max_tokens=rng.randint(1, 100), logprobs=True, **params)
 
 
 def endless(seed):
     return SamplingParams(max_tokens=10_000, ignore_eos=True, logprobs=True, seed=seed)
+
+
+def watch(engine):
+    """Make the engine fail unless the oldest run at any step, within the budget, and a request that is preempted, of which there
+    are no more than must be, comes back only after another has ended, and gets longer before it is preempted again."""
+    scheduler, left = engine._scheduler, {}
+    admit, make_room = scheduler.next, scheduler.preempt
+
+    def ended():
+        return sum(engine._counts[reason] for reason in ("completed", "aborted", "failed"))
+
+    def watched_next(running):
+        request = admit(running)
+        if request is not None and request.preemptions:
+            assert ended() > left[request.request_id][0]
+        return request
+
+    def watched_preempt(running):
+        rows = make_room(running)
+        out = [request for row, request in enumerate(running) if row not in rows]
+        used = sum(running[row].length for row in rows)
+        assert used <= scheduler.kv_tokens
+        assert not out or used + min(out, key=lambda request: request.arrival).length > scheduler.kv_tokens
+        for request in out:
+            assert len(request.tokens) > left.get(request.request_id, (0, 0))[1]
+            left[request.request_id] = ended(), len(request.tokens)
+        arrivals = sorted(running[row].arrival for row in rows) + [request.arrival for request in scheduler.waiting]
+        assert arrivals == sorted(arrivals)
+        return rows
+
+    scheduler.next, scheduler.preempt = watched_next, watched_preempt
 
 
 def assert_same(found, expected):
@@ -28,20 +62,18 @@ def assert_same(found, expected):
     torch.testing.assert_close(torch.tensor(found.logprobs), torch.tensor(expected.logprobs), atol=2e-5, rtol=0)
 
 
-def test_preempted_requests_give_what_they_would_have_given(model, engine_for):
+@pytest.mark.slow
+def test_preempted_requests_give_what_they_would_have_given_and_a_budget_that_suffices_changes_no_bit(
+    model, engine_for
+):
     rng = random.Random(1)
-    requests = [
-        (
-            prompt_of(rng),
-            SamplingParams(max_tokens=rng.randint(1, 90), seed=i, logprobs=True, ignore_eos=True, **_KINDS[i % 4]),
-        )
-        for i in range(32)
-    ]
-    free, tight = engine_for(model), engine_for(model, kv_tokens=130)
-    expected, found = (
+    requests = [request_of(rng, seed=i, ignore_eos=True, **_KINDS[i % 4]) for i in range(32)]
+    free, enough, tight = (engine_for(model, kv_tokens=budget) for budget in (None, 10_000, 130))
+    expected, same, found = (
         [future.result(60) for future in [engine.submit("r", *request) for request in requests]]
-        for engine in (free, tight)
+        for engine in (free, enough, tight)
     )
+    assert same == expected
     for one, other in zip(found, expected, strict=True):
         assert_same(one, other)
     assert {i % 4 for i, generation in enumerate(found) if generation.preemptions} == {0, 1, 2, 3}, "of every kind"
@@ -53,25 +85,19 @@ def test_preempted_requests_give_what_they_would_have_given(model, engine_for):
     assert free.stats().result(10).preemptions == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 12))])
 def test_whatever_arrives_and_is_aborted_the_rest_is_as_without_a_budget(model, engine_for, seed):
     rng = random.Random(seed)
     budget = rng.randint(140, 260)
     engines = engine_for(model), engine_for(model, kv_tokens=budget)
-    requests = [
-        (
-            f"r{i}",
-            prompt_of(rng, 40),
-            SamplingParams(
-                max_tokens=rng.randint(1, 100), logprobs=True, ignore_eos=rng.random() < 0.7, **rng.choice(_KINDS)
-            ),
-        )
-        for i in range(40)
-    ]
-    expected = [future.result(60) for future in [engines[0].submit(*request) for request in requests]]
+    watch(engines[1])
+    requests = [request_of(rng, ignore_eos=rng.random() < 0.7, **rng.choice(_KINDS)) for _ in range(40)]
+    submitted = [engines[0].submit(f"r{i}", *request) for i, request in enumerate(requests)]
+    expected = [future.result(60) for future in submitted]
     futures, ways_out = [], set()
     for i, request in enumerate(requests):
-        futures.append(engines[1].submit(*request))
+        futures.append(engines[1].submit(f"r{i}", *request))
         if rng.random() < 0.3:
             time.sleep(rng.random() * 0.02)
         if rng.random() < 0.25:
@@ -98,30 +124,25 @@ def test_whatever_arrives_and_is_aborted_the_rest_is_as_without_a_budget(model, 
     assert (stats.running, stats.waiting, stats.failed, stats.kv_used) == (0, 0, 0, 0)
 
 
-def test_a_budget_that_suffices_changes_no_bit(model, engine_for):
-    rng = random.Random(2)
-    requests = [(prompt_of(rng), SamplingParams(max_tokens=40, seed=i, logprobs=True)) for i in range(12)]
-    answers = [
-        [future.result(60) for future in [engine.submit("r", *request) for request in requests]]
-        for engine in (engine_for(model), engine_for(model, kv_tokens=10_000))
-    ]
-    assert answers[0] == answers[1]
+def test_a_request_joins_others_only_with_some_room_to_grow_and_none_overtakes():
+    def request(name, prompt, tokens=()):
+        return Request(name, [5] * prompt, SamplingParams(max_tokens=100), seed=0, tokens=list(tokens))
+
+    scheduler = Scheduler(8, kv_tokens=100)
+    old, most = request("old", 20, [7] * 5), 100 - 25 - 2 * HEADROOM
+    scheduler.add(request("wide", most + 1))
+    scheduler.add(request("narrow", 1))
+    assert scheduler.next([old]) is None
+    assert scheduler.next([]).request_id == "wide"
+    scheduler.drop(lambda _: True)
+    scheduler.add(request("fits", most))
+    assert scheduler.next([old]).request_id == "fits"
+    for budget in (0, 1, -5, 10.0, True, "100"):
+        with pytest.raises(ValueError, match="kv_tokens wants an integer of at least 2, or None"):
+            Scheduler(8, kv_tokens=budget)
 
 
-def test_the_oldest_request_is_never_preempted_however_many_come_after_it(model, engine_for):
-    engine = engine_for(model, kv_tokens=220)
-    first = engine.submit("first", [5, 6], SamplingParams(max_tokens=200, ignore_eos=True, seed=0))
-    rng = random.Random(0)
-    others = []
-    while not first.done():
-        params = SamplingParams(max_tokens=rng.randint(20, 60), ignore_eos=True)
-        others.append(engine.submit(str(len(others)), prompt_of(rng), params))
-        time.sleep(0.005)
-    assert first.result().preemptions == 0
-    assert sum(other.result(120).preemptions for other in others) > 0
-    assert {other.result().stop_reason for other in others} == {"completed"}
-
-
+@pytest.mark.slow
 def test_a_request_that_alone_exceeds_the_budget_is_refused_when_it_is_made(model, engine_for):
     engine = engine_for(model, kv_tokens=100)
     with pytest.raises(ValueError, match=r"request r: a prompt of 60 tokens .* up to 41 do not fit into kv_tokens=100"):
@@ -149,6 +170,7 @@ def away(engine_for, wait_for):
     return start
 
 
+@pytest.mark.slow
 def test_a_request_that_is_away_can_be_aborted_or_cancelled_or_fail_alone(
     model, engine_for, away, wait_for, monkeypatch
 ):
@@ -171,14 +193,8 @@ def test_a_request_that_is_away_can_be_aborted_or_cancelled_or_fail_alone(
     assert engine.submit("later", [6] * 40, SamplingParams(max_tokens=5)).result(30).stop_reason == "completed"
 
 
-def test_pause_ends_a_request_that_is_away(model, away):
-    engine, futures = away(model, 60, 60)
-    assert engine.pause().result(10) == 2
-    assert {future.result(10).stop_reason for future in futures} == {"aborted"}
-    assert engine.stats().result(10).waiting == 0
-
-
-def test_weights_are_refused_as_long_as_a_request_is_away(make_model, away):
+@pytest.mark.slow
+def test_weights_are_refused_as_long_as_a_request_is_away_which_pause_ends(make_model, away):
     old_model, new_model = make_model(seed=0), make_model(seed=1)
     engine, (old, young) = away(old_model, 60, 60)
     weights = {name: tensor.clone() for name, tensor in new_model.named_parameters()}
@@ -190,11 +206,12 @@ def test_weights_are_refused_as_long_as_a_request_is_away(make_model, away):
     assert old.result(10).stop_reason == "aborted"
     with pytest.raises(EngineError, match="1 requests are decoding"):
         refused.result(10)
-    engine.abort_all().result(10)
+    assert engine.pause().result(10) == 1
     engine.load_weights(weights).result(10)
     assert young.result(10).stop_reason == "aborted"
 
 
+@pytest.mark.slow
 def test_the_peak_is_the_most_that_a_step_took(model, engine_for):
     engine = engine_for(model, kv_tokens=400)
     for count, peak in ((1, 49), (4, 4 * 49), (1, 4 * 49)):  # the last token is never read

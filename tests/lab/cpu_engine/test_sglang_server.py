@@ -1,10 +1,10 @@
 """The CPU server speaks SGLang's HTTP: answers, aborts, closed connections and refusals; a process of its own."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from click.testing import CliRunner
 
 from rl_accel.__main__ import cli
 from rl_accel.patches.slime import requests
@@ -22,6 +22,12 @@ def client(serve):
         yield client
 
 
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
 def generate(client, **body):
     body = {"input_ids": PROMPT, "return_logprob": True, **body}
     return client.post("/generate", json=body).raise_for_status().json()
@@ -32,129 +38,117 @@ def counters(client):
     return {name: float(value) for name, value in (line.split() for line in lines if not line.startswith("#"))}
 
 
-def running(client):
+def load(client):
     load = client.get("/v1/loads").json()["loads"][0]
     assert load["num_total_reqs"] == load["num_running_reqs"] + load["num_waiting_reqs"]
-    return load["num_total_reqs"]
+    return load
 
 
-def test_a_response_has_text_tokens_and_their_log_probabilities(client):
-    answer = generate(client, sampling_params={"max_new_tokens": 7, "ignore_eos": True, "sampling_seed": 3}, rid="mine")
+def test_a_response_has_text_tokens_and_their_log_probabilities_and_an_end_token_stops_it(client):
+    params = {"max_new_tokens": 7, "ignore_eos": True, "sampling_seed": 3}
+    answer = generate(client, sampling_params=params, rid="mine")
     meta = answer["meta_info"]
     assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"]) == ("mine", 3, 7)
     assert meta["finish_reason"] == {"type": "length", "length": 7}
     assert [token for _, token, _ in meta["output_token_logprobs"]] == answer["output_ids"]
     assert all(logprob < 0 for logprob, _, _ in meta["output_token_logprobs"])
-    again = generate(client, sampling_params={"max_new_tokens": 7, "ignore_eos": True, "sampling_seed": 3})
-    assert again["output_ids"] == answer["output_ids"]
-    assert again["text"] == answer["text"]
+    again = generate(client, sampling_params=params)
+    assert (again["output_ids"], again["text"]) == (answer["output_ids"], answer["text"])
     assert meta["num_retractions"] == 0
     assert client.get("/health").status_code == 200
     assert counters(client)["sglang:generation_tokens_total"] >= 14
+    tokens = answer["output_ids"]
+    stopped = generate(client, sampling_params={**params, "stop_token_ids": [tokens[2]]})
+    assert stopped["output_ids"] == tokens[: tokens.index(tokens[2]) + 1]
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": tokens[2]}
 
 
-def test_an_end_token_stops_a_response_and_is_named(client):
-    params = {"max_new_tokens": 5, "ignore_eos": True, "sampling_seed": 1}
-    first = generate(client, sampling_params=params)["output_ids"]
-    stopped = generate(client, sampling_params={**params, "stop_token_ids": [first[2]]})
-    assert stopped["output_ids"] == first[: first.index(first[2]) + 1]
-    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": first[2]}
+def test_a_request_is_aborted_by_its_id_or_with_all_others_or_by_its_connection_and_later_ones_are_not(
+    client, pool, wait_for
+):
+    def two_running():
+        futures = [pool.submit(generate, client, sampling_params=ENDLESS, rid=f"r{i}") for i in range(2)]
+        wait_for(lambda: load(client)["num_running_reqs"] == 2, "both requests")
+        return futures
 
-
-def test_a_request_is_aborted_by_its_id_or_with_all_others_and_later_ones_are_not(client):
-    async def aborting(*bodies):
-        """Send endless requests named r0 and r1, what aborts once both run, and return their answers."""
-        async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as http:
-            body = {"input_ids": PROMPT, "sampling_params": ENDLESS, "return_logprob": True}
-            tasks = [asyncio.create_task(http.post("/generate", json={**body, "rid": f"r{i}"})) for i in range(2)]
-            while (await http.get("/v1/loads")).json()["loads"][0]["num_running_reqs"] < 2:
-                await asyncio.sleep(0.005)
-            for body in bodies:
-                await http.post("/abort_request", json=body)
-            return [(await task).json() for task in tasks]
-
-    whole, aborted = asyncio.run(aborting({"rid": "r1"}, {"rid": "nobody"}))
+    both = two_running()
+    for rid in ("r1", "nobody"):
+        client.post("/abort_request", json={"rid": rid})
+    whole, aborted = (future.result() for future in both)
     assert whole["meta_info"]["finish_reason"]["type"] == "length"
     assert aborted["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < len(aborted["output_ids"]) < 200, "it answers with what it has"
-    answers = asyncio.run(aborting({"abort_all": True}))
-    assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"abort"}
+    both = two_running()
+    client.post("/abort_request", json={"abort_all": True})
+    assert {future.result()["meta_info"]["finish_reason"]["type"] for future in both} == {"abort"}
     later = generate(client, sampling_params={"max_new_tokens": 2, "ignore_eos": True})
     assert later["meta_info"]["completion_tokens"] == 2
-
-
-def test_a_closed_connection_ends_its_request(client, wait_for):
     with httpx.Client(base_url=client.base_url, timeout=0.2) as hasty, pytest.raises(httpx.ReadTimeout):
         hasty.post("/generate", json={"input_ids": PROMPT, "sampling_params": ENDLESS})
-    wait_for(lambda: running(client) == 0, "the end of the request")
+    wait_for(lambda: load(client)["num_total_reqs"] == 0, "the end of the request")
 
 
-def test_a_watched_request_carries_an_id_by_which_it_can_be_aborted(client):
+class Watcher:
+    """Sees what becomes of a request, and ends it after so many tries that failed."""
+
+    def __init__(self, patience=99):
+        self.patience, self.seen = patience, []
+
+    def begin(self):
+        return "r0"
+
+    async def failed(self):
+        self.seen.append("failed")
+        if len(self.seen) == self.patience:
+            raise ConnectionError("the server is dead")
+
+    def end(self, request_id, answer):
+        assert request_id == "r0"
+        self.seen.append(answer)
+
+
+def test_a_watched_request_carries_an_id_by_which_it_can_be_aborted(client, wait_for):
     """The patch of slime's ``post``, over a plain HTTP client: what a rollout function does to stop one response."""
-    seen = []
+    watcher = Watcher()
 
-    class Watcher:
-        def begin(self):
-            return "r0"
+    async def plain(target, payload, max_retries=60, headers=None):
+        return await asyncio.to_thread(lambda: client.post(target, json=payload).json())
 
-        def end(self, request_id, answer):
-            meta = answer["meta_info"]
-            seen.append((request_id, meta["finish_reason"]["type"], meta["num_retractions"]))
+    async def play():
+        requests.WATCHER.set(watcher)
+        body = {"input_ids": PROMPT, "sampling_params": ENDLESS}
+        task = asyncio.create_task(requests._make(plain, None)("/generate", body))
+        await asyncio.to_thread(wait_for, lambda: load(client)["num_running_reqs"] == 1, "the request")
+        client.post("/abort_request", json={"rid": "r0"})
+        assert watcher.seen == [await task]
+        assert "rid" not in body
 
-    async def play(url):
-        async with httpx.AsyncClient(timeout=60) as http:
-
-            async def plain(target, payload, max_retries=60, headers=None):
-                return (await http.post(target, json=payload)).json()
-
-            post = requests._make(plain, None)
-            requests.WATCHER.set(Watcher())
-            body = {"input_ids": PROMPT, "sampling_params": ENDLESS}
-            task = asyncio.create_task(post(f"{url}/generate", body))
-            while (await http.get(f"{url}/v1/loads")).json()["loads"][0]["num_running_reqs"] < 1:
-                await asyncio.sleep(0.005)
-            await http.post(f"{url}/abort_request", json={"rid": "r0"})
-            assert (await task)["meta_info"]["finish_reason"]["type"] == "abort"
-            assert "rid" not in body
-
-    asyncio.run(play(str(client.base_url).rstrip("/")))
-    assert seen == [("r0", "abort", 0)]
+    asyncio.run(play())
+    meta = watcher.seen[0]["meta_info"]
+    assert (meta["finish_reason"]["type"], meta["num_retractions"]) == ("abort", 0)
 
 
 def test_a_try_that_failed_is_shown_to_the_watcher_which_may_end_it(monkeypatch):
-    seen = []
+    pauses = []
 
-    class Watcher:
-        def begin(self):
-            return "r0"
-
-        async def failed(self):
-            seen.append("failed")
-            if len(seen) == 3:
-                raise ConnectionError("the server is dead")
-
-        def end(self, request_id, answer):
-            seen.append(answer)
+    async def pause(seconds):
+        pauses.append(seconds)
 
     async def broken(url, payload, max_retries=60, headers=None):
         assert max_retries == 1
         raise OSError("refused")
 
-    async def send(tries):
-        requests.WATCHER.set(Watcher())
+    async def send(watcher, tries):
+        requests.WATCHER.set(watcher)
         await requests._make(broken, None)("http://x/generate", {}, tries)
 
-    async def pause(seconds):
-        assert seconds == 1
-
     monkeypatch.setattr(requests.asyncio, "sleep", pause)
-    with pytest.raises(OSError, match="refused"):
-        asyncio.run(send(2))
-    assert seen == ["failed", "failed", None]
-    seen.clear()
-    with pytest.raises(ConnectionError, match="is dead"):
-        asyncio.run(send(60))
-    assert seen == ["failed"] * 3 + [None]
+    for patience, tries, error, failures in ((99, 2, "refused", 2), (3, 60, "is dead", 3)):
+        watcher = Watcher(patience)
+        with pytest.raises(OSError, match=error):
+            asyncio.run(send(watcher, tries))
+        assert watcher.seen == ["failed"] * failures + [None]
+    assert set(pauses) == {1}
 
 
 @pytest.mark.parametrize(
@@ -177,35 +171,26 @@ def test_what_the_engine_does_not_do_is_refused_in_words(client, body, message):
     assert message in answer.json()["error"]["message"]
 
 
-def test_a_server_with_little_memory_retracts_and_counts_requests_and_refuses_what_never_fits(client, serve):
+def test_a_server_with_little_memory_retracts_and_counts_requests_and_refuses_what_never_fits(client, pool, serve):
     params = [{"max_new_tokens": 100, "ignore_eos": True, "sampling_seed": i} for i in range(8)]
-
-    async def answers(url):
-        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-            bodies = [{"input_ids": PROMPT, "sampling_params": p, "return_logprob": True} for p in params]
-            return [one.json() for one in await asyncio.gather(*[http.post("/generate", json=body) for body in bodies])]
-
-    free = asyncio.run(answers(str(client.base_url)))
+    free = list(pool.map(lambda its: generate(client, sampling_params=its), params))
     with httpx.Client(base_url=serve(*PACE, "--kv-tokens", "250"), timeout=60) as tight:
-        preempted = asyncio.run(answers(str(tight.base_url)))
+        preempted = list(pool.map(lambda its: generate(tight, sampling_params=its), params))
         assert [one["output_ids"] for one in preempted] == [one["output_ids"] for one in free]
         retractions = sum(one["meta_info"]["num_retractions"] for one in preempted)
         assert retractions > 0
         metrics = counters(tight)
         assert metrics["sglang:num_retracted_requests_total"] == retractions
         assert (metrics["sglang:max_total_num_tokens"], metrics["sglang:token_usage"]) == (250, 0)
-        load = tight.get("/v1/loads").json()["loads"][0]
-        assert (load["max_total_num_tokens"], load["num_used_tokens"], load["token_usage"]) == (250, 0, 0)
+        assert [load(tight)[key] for key in ("max_total_num_tokens", "num_used_tokens", "token_usage")] == [250, 0, 0]
         refused = tight.post("/generate", json={"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 248}})
         assert refused.status_code == 400
         assert "do not fit into kv_tokens=250" in refused.json()["error"]["message"]
     assert {one["meta_info"]["num_retractions"] for one in free} == {0}
     assert counters(client)["sglang:num_retracted_requests_total"] == 0
     assert "sglang:token_usage" not in counters(client)  # unknown is not 0
-    assert "token_usage" not in client.get("/v1/loads").json()["loads"][0]
+    assert "token_usage" not in load(client)
 
 
-def test_a_folder_without_a_model_is_a_clear_error():
-    result = CliRunner().invoke(cli, ["serve-cpu", "--model", "nowhere"])
-    assert result.exit_code == 2
-    assert "does not exist" in result.output
+def test_a_folder_without_a_model_is_a_clear_error(invoke):
+    assert "does not exist" in invoke(cli, "serve-cpu", "--model", "nowhere", code=2)

@@ -1,0 +1,203 @@
+"""What was published of RollPacker (NSDI'26) on an H800 cluster, against the simulation with one set of constants.
+
+``python -m rl_accel.lab.bench.published`` prints the table of docs/plan.md; with ``--fit`` it first fits the constants of
+``rl_accel/plan/data/h800.json`` to the rows in FITTED, by scipy, and prints them. ``--scatter 10`` prints how far
+means of ten rounds lie apart.
+"""
+
+import argparse
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from rl_accel.features import TailBatchingFlags
+from rl_accel.plan import published as engines
+from rl_accel.plan import workload as workloads
+from rl_accel.plan.answers import hidden_seconds, rounds_of, steady
+from rl_accel.plan.setup import Setup
+from rl_accel.rollout.simulation import Round
+
+PROMPTS, RESPONSES = 128, 8
+RATIOS = {
+    "none": (1.0, 1.0),
+    "responses_x1.125": (1.0, 1.125),
+    "responses_x1.25": (1.0, 1.25),
+    "responses_x1.5": (1.0, 1.5),
+    "prompts_x1.125": (1.125, 1.0),
+    "prompts_x1.25": (1.25, 1.0),
+    "prompts_x1.5": (1.5, 1.0),
+    "both_x1.25": (1.25, 1.25),
+}
+"""Of prompts and responses, by row of the ablation."""
+CONSTANTS = {
+    "qwen2.5": {
+        "bandwidth_share": (0.3, 1.0),
+        "decoding_flops": (1e13, 9e14),
+        "overhead_seconds": (1e-5, 0.02),
+        "layer_seconds": (1e-6, 1e-3),
+        "alike": (0.02, 0.9),
+        "reward_gpu_seconds": (0.05, 5.0),
+        "training_flops": (1e13, 1e16),
+    },
+    "qwen3": {
+        "flops": (5e13, 9e14),
+        "memory_share": (0.3, 0.9),
+        "median_tokens": (500, 20_000),
+        "exponent": (0.1, 1.5),
+    },
+}
+"""What is fitted, and between which bounds: constants of the cluster to rows of Qwen2.5, then those on which only Qwen3-8B's rows
+depend: reading, when preempted, its memory, and its lengths."""
+FITTED = {
+    "qwen2.5": {
+        *("ablation 8k none", "ablation 8k both_x1.25", "step 7B_8k verl", "step 7B_8k long", "step 14B_16k short"),
+        *(f"ablation 16k {name}" for name in ("none", "responses_x1.25", "prompts_x1.25", "both_x1.25")),
+    },
+    "qwen3": {f"TP 1 {kind} {number}" for kind in ("short", "long") for number in ("preemptions", "seconds")},
+}
+"""Rows that the constants are fitted to; all others are predicted."""
+HOW = {row: "fitted" for rows_ in FITTED.values() for row in rows_}
+KEPT_BACK = "ablation 32k"
+"""Rows of a model whose lengths are not published: shown, and not held to a tenth."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published number and the simulated one."""
+
+    name: str
+    published: float
+    simulated: float
+
+    @property
+    def off(self) -> float:
+        """Relative error."""
+        return self.simulated / self.published - 1
+
+
+def setup(model: str, tp: int | None = None) -> Setup:
+    """Return the published batch on ``model``, with mathematics of the published lengths; its reward stage is not hidden."""
+    cluster = workloads.load("h800.json")
+    its = cluster["models"][model]
+    workload = workloads.published("math16k").limited(its["limit"])
+    if "exponent" in its:  # another model: as published for a 14B model, but for median and spread
+        tokens = its["median_tokens"] * (workload.tokens / np.median(workload.tokens)) ** its["exponent"]
+        workload = replace(workload, tokens=np.minimum(tokens, its["limit"]).astype(np.int64), prompt_tokens=200)
+    count = PROMPTS * RESPONSES
+    training = 6 * its["parameters"] * workload.tokens.mean() * count / cluster["training_flops"] / its["gpus"]
+    stages = {"update_actor": training, "reward": cluster["reward_gpu_seconds"] * count / its["gpus"]}
+    replicas = its["gpus"] // (tp or its["tp"])
+    return Setup(PROMPTS, RESPONSES, replicas, engines.engine(model, tp), workload, stages)
+
+
+def rows(rounds: int = 40, seed: int = 0, only: set[str] | None = None) -> Iterator[Row]:
+    """Simulate each published row, in the order of the file, or ``only`` some."""
+    data = workloads.load("rollpacker_published.json")
+    for column, (model, limit) in enumerate((("7b", "8k"), ("14b", "16k"), ("32b", "32k"))):
+        at, found = setup(f"qwen2.5-{model}"), dict[str, list[Round]]()
+
+        def play(name: str, at: Setup = at, found: dict[str, list[Round]] = found) -> list[Round]:
+            if name not in found:
+                prompts, responses = RATIOS[name]
+                flags = TailBatchingFlags(prompt_ratio=prompts, response_ratio=responses)
+                found[name] = rounds_of(at, flags, rounds, seed)
+            return found[name]
+
+        for name in RATIOS:
+            row = f"ablation {limit} {name}"
+            if only is None or row in only:
+                seconds = steady(play(name), PROMPTS, lambda played: played.metrics.rollout_seconds)
+                yield Row(row, data["rollout_seconds_ablation"][name][column], seconds)
+        whole = f"{model.upper()}_{limit}"
+        means = data["step_seconds_mean_of_40"].get(whole)
+        if means is None or not (only is None or any(whole in name for name in only)):
+            continue
+        verl = fmean(played.metrics.rollout_seconds for played in play("none")) + sum(at.stages.values())
+        yield Row(f"step {whole} verl", means["verl"], verl)
+        yield Row(f"step {whole} rlhfuse", means["rlhfuse"], _overlapped(at, play("none")))
+        both = play("both_x1.25")
+        kinds = {kind: _overlapped(at, [p for p in both if p.metrics.kind == kind]) for kind in ("short", "long")}
+        kinds["mean"] = 0.8 * kinds["short"] + 0.2 * kinds["long"]
+        for kind, seconds in kinds.items():
+            yield Row(f"step {whole} {kind}", means[f"rollpacker_{kind}"], seconds)
+    for tp in (1, 2):
+        if only is not None and not any(name.startswith(f"TP {tp}") for name in only):
+            continue
+        played = rounds_of(setup("qwen3-8b", tp), TailBatchingFlags(), rounds, seed)
+        for kind in ("short", "long"):
+            preemptions, seconds = data["tp_preemptions_qwen3_8b_32k_8xH800"][f"{kind}_round"][f"tp{tp}"]
+            its = [p for p in played if p.metrics.kind == kind]
+            yield Row(f"TP {tp} {kind} preemptions", preemptions, fmean(p.preemptions for p in its))
+            yield Row(f"TP {tp} {kind} seconds", seconds, fmean(p.metrics.rollout_seconds for p in its))
+
+
+def _overlapped(at: Setup, played: list[Round]) -> float:
+    """Mean seconds of a step whose rewards and training begin during the rollout."""
+    return fmean(p.metrics.rollout_seconds - hidden_seconds(at, p) for p in played) + at.training_seconds
+
+
+def fit(rounds: int) -> dict[str, float]:
+    """Return the constants with which the errors of the rows in FITTED are least: in logarithms, in the sixth power."""
+    from scipy.optimize import least_squares
+
+    known = workloads.load("h800.json")
+    known = {**known, **known["models"]["qwen3-8b"]}
+    values: dict[str, float] = {}
+    for part, constants in CONSTANTS.items():
+
+        def error(logarithms: Any, part: str = part) -> list[float]:
+            values.update(zip(CONSTANTS[part], np.exp(logarithms).tolist(), strict=True))
+            with using(values):
+                found = [row for row in rows(rounds, only=FITTED[part]) if row.name in FITTED[part]]
+            return [(10 * np.log(row.simulated / row.published)) ** 3 for row in found]
+
+        low, high = np.log(np.array(list(constants.values()), float)).T
+        start = np.clip(np.log([known[name] for name in constants]), low, high)
+        best = least_squares(error, start, bounds=(low, high), diff_step=0.02, ftol=0.02, xtol=1e-3, verbose=2)
+        values.update(zip(constants, np.exp(best.x).tolist(), strict=True))
+    return values
+
+
+@contextlib.contextmanager
+def using(values: Mapping[str, float]) -> Iterator[None]:
+    """Let the files of published numbers have other constants inside the block."""
+    load = workloads.load
+
+    def changed(name: str) -> dict[str, Any]:
+        data = load(name)
+        model = data.get("models", {}).get("qwen3-8b", {})
+        data |= {key: value for key, value in values.items() if key in data and key not in model}
+        model |= {key: value for key, value in values.items() if key in model}
+        return data
+
+    with mock.patch.object(workloads, "load", changed), mock.patch.object(engines, "load", changed):
+        yield
+
+
+def main() -> None:
+    """Print the table, or what the options ask for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fit", type=int, metavar="ROUNDS", default=0)
+    parser.add_argument("--scatter", type=int, metavar="ROUNDS", default=0, help="95% of 20 means of so many rounds")
+    given = parser.parse_args()
+    if given.scatter:
+        for its in zip(*(rows(given.scatter, seed) for seed in range(20)), strict=True):
+            low, high = np.quantile([row.simulated for row in its], [0.025, 0.975])
+            print(f"| {its[0].name} | {its[0].published:g} | {low:.4g} to {high:.4g} |")
+        return
+    values = fit(given.fit) if given.fit else {}
+    if values:
+        print({name: float(f"{value:.4g}") for name, value in values.items()})
+    with using(values):
+        for row in rows():
+            how = "kept back" if row.name.startswith(KEPT_BACK) else HOW.get(row.name, "predicted")
+            print(f"| {row.name} | {row.published:g} | {row.simulated:.4g} | {row.off:+.1%} | {how} |")
+
+
+if __name__ == "__main__":
+    main()
