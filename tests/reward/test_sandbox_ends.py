@@ -48,9 +48,13 @@ async def test_a_worker_that_is_killed_leaves_nothing(victim, processes, tempora
     await processes.eventually(lambda: started(temporary) not in ([first], []))  # it runs again, in another worker
     await processes.eventually(lambda: not any(map(processes.is_alive, everyone)))
     await processes.eventually(lambda: len(list(temporary.iterdir())) == 1)
+    (again,) = processes.workers()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    assert len(processes.below(again.pid)) == 1, "the reaper has its idle worker, and that has nothing"
+    assert (await sandbox.run("print(1)", Case("stdin", "", "1"), LONG)).verdict == "passed"
+    assert processes.workers() == [again]
     await sandbox.close()
     assert not list(temporary.iterdir())
 
@@ -93,7 +97,7 @@ async def test_all_ends_with_a_trainer_that_is_killed(isolation, processes, temp
 
 
 BESIDE = textwrap.dedent("""
-    import asyncio, sys
+    import asyncio
     from rl_accel.reward.sandbox import Case, Limits, Sandbox
 
     code = '''

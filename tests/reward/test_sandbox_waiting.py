@@ -91,3 +91,4 @@ for _ in range(20):
 """
     found = await run(code, Limits(wall=60, cpu=1.0), spinners=0)
     assert (found.verdict, found.reason) == ("timeout", "cpu limit")
+    assert found.cpu > 0.95
