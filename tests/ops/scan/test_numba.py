@@ -37,12 +37,7 @@ def test_results_have_the_bits_of_verls_functions(stock, case, same_bits, monkey
 
 
 MASKS = (None, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16)
-COMPILED = (
-    (torch.float64, None),
-    (torch.float64, torch.bool),
-    (torch.float32, torch.uint8),
-    (torch.float32, torch.float16),
-)
+COMPILED = [(torch.float64, mask) for mask in MASKS[:2]] + [(torch.float32, mask) for mask in (MASKS[2], MASKS[-1])]
 
 
 @pytest.mark.slow  # compiles a kernel for each pair
@@ -57,12 +52,8 @@ def test_every_mask_type_gives_the_bits_of_the_loop(dtype, mask_type, case, same
     for seed in (1, 2, 5):
         c = case(seed)
         arguments = (c.rewards.to(dtype), c.values.to(dtype), None if mask_type is None else c.mask.to(mask_type))
-        for a, b in zip(
-            gae(*arguments, c.gamma, c.lam, backend="numba"),
-            gae(*arguments, c.gamma, c.lam, backend="naive"),
-            strict=True,
-        ):
-            assert same_bits(a, b)
+        ours, loop = (gae(*arguments, c.gamma, c.lam, backend=backend) for backend in ("numba", "naive"))
+        assert all(same_bits(a, b) for a, b in zip(ours, loop, strict=True))
 
 
 def test_the_number_of_threads_does_not_change_a_bit(stock, same_bits):
@@ -121,16 +112,6 @@ def test_works_where_compiled_code_cannot_be_kept_and_in_a_forked_child_after_th
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_arguments_are_left_alone_and_memory_is_not_shared(case):
-    c = case(4)
-    before = [x.clone() for x in (c.rewards, c.values, c.mask)]
-    advantages, returns = gae(c.rewards, c.values, c.mask, backend="numba")
-    advantages.zero_()
-    returns.zero_()
-    for now, then in zip((c.rewards, c.values, c.mask), before, strict=True):
-        assert torch.equal(now, then)
 
 
 @given(lengths=st.lists(st.integers(0, 1000), min_size=1, max_size=80), threads=st.integers(1, 20))

@@ -39,7 +39,7 @@ def buffer(kind=replay_buffer.ReplayBuffer, poll_interval=2.0):
 
 
 @pytest.mark.parametrize("kind", [replay_buffer.ReplayBuffer, replay_buffer.ReplayBufferAsync])
-def test_waits_milliseconds_and_leaves_the_interval_alone(kind):
+def test_waits_milliseconds_and_leaves_the_interval_alone_even_if_interrupted(kind, monkeypatch):
     """ReplayBuffer serves sync, ReplayBufferAsync colocate_async and separate_async."""
     PATCH.apply(SamplerFlags())
     made = buffer(kind, poll_interval=600.0)
@@ -51,6 +51,14 @@ def test_waits_milliseconds_and_leaves_the_interval_alone(kind):
     found = metrics.drain()
     assert found["rl_accel/sampler/polls"] == 5
     assert found["rl_accel/sampler/wait_s"] < 600
+
+    def interrupt(_seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(replay_buffer.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        made._wait_for_next_poll("train", debug)
+    assert made.poll_interval == 600.0
 
 
 def test_what_is_saved_is_the_time_to_the_wake_up_of_stock():
@@ -85,18 +93,6 @@ def test_log_line_and_its_pace_are_verls(monkeypatch, caplog):
     assert first > begun
     assert second == first
     assert [r.message for r in caplog.records] == ["pending: 0, running: 50, finished: 14, failure: 0"]
-
-
-def test_interval_survives_an_interrupt(monkeypatch):
-    def interrupt(_seconds):
-        raise KeyboardInterrupt
-
-    PATCH.apply(SamplerFlags())
-    made = buffer()
-    monkeypatch.setattr(replay_buffer.time, "sleep", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        made._wait_for_next_poll("train", time.time())
-    assert made.poll_interval == 2.0
 
 
 def test_a_method_that_ignores_the_interval_is_refused(framework):
