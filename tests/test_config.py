@@ -41,7 +41,7 @@ def test_the_prompt_ratio_is_a_number_or_auto(given, kept):
         ({"gae": {"enabel": True}}, r"unknown key rl_accel\.gae\.enabel \(did you mean rl_accel\.gae\.enable\?\)"),
         ({"gae": {"backend": "nunba"}}, r"rl_accel\.gae\.backend wants one of .*'nunba' \(did you mean numba\?\)"),
         ({"sampler": {"cpu_share": 0.1}}, r"did you mean rl_accel\.sampler\.max_cpu_share\?"),
-        ({"tp_replan": {"interval": 5}}, r"key rl_accel\.tp_replan\.interval; rl_accel\.tp_replan takes enable, action,"),
+        ({"tp_replan": {"interval": 5}}, r"rl_accel\.tp_replan\.interval; rl_accel\.tp_replan takes enable, action,"),
         ({"tail_batching": {"domain_quotas": {"math": "all"}}}, r"domain_quotas wants dict.*found \{'math': 'all'\}"),
         ({"gae": {"backend": 3}}, r"rl_accel\.gae\.backend wants str, found 3 \(int\)"),
         ({"gae": {"threads": 0}}, r"rl_accel\.gae\.threads wants at least 1, found 0"),

@@ -37,28 +37,20 @@ def case(seed: int, rows: int, tokens: int, mask_types: tuple[torch.dtype, ...] 
     }
 
 
+MASKS = (torch.int64, torch.int64, torch.bool, torch.int32, torch.float32)
+
+
 @pytest.mark.parametrize("multi_turn", [False, True])
 def test_bits_of_verl(stock, multi_turn, same_bits):
     for seed in range(200):
         random = np.random.RandomState(seed)
-        arguments = case(seed, random.randint(1, 90), random.randint(1, 70))
+        arguments = case(seed, random.randint(1, 90), random.randint(1, 70), MASKS)
+        for name in ("token_level_rewards", "old_log_probs") if seed % 8 > 5 else ():
+            arguments[name] = arguments[name].t().contiguous().t()
         expected = stock[multi_turn](**arguments)
         found = optimal_token_baseline(**arguments, multi_turn=multi_turn)
         assert same_bits(found[0], expected[0]), f"advantages of case {seed}"
         assert same_bits(found[1], expected[1]), f"returns of case {seed}"
-
-
-@pytest.mark.parametrize("multi_turn", [False, True])
-@pytest.mark.parametrize("mask_type", [torch.bool, torch.int32, torch.float32])
-def test_bits_of_verl_for_other_masks_and_strides(stock, multi_turn, mask_type, same_bits):
-    for seed in range(20):
-        arguments = case(seed, 23, 17, (mask_type,))
-        for name in ("token_level_rewards", "old_log_probs"):
-            arguments[name] = arguments[name].t().contiguous().t()
-        expected = stock[multi_turn](**arguments)
-        found = optimal_token_baseline(**arguments, multi_turn=multi_turn)
-        assert same_bits(found[0], expected[0]), f"case {seed}"
-        assert same_bits(found[1], expected[1]), f"case {seed}"
 
 
 @pytest.mark.parametrize("multi_turn", [False, True])

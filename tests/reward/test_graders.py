@@ -127,6 +127,14 @@ async def test_a_target_that_is_none_is_named(name, arguments, reason, graders):
         await graders(name, arguments=arguments).call({})
 
 
+async def test_wrong_targets_and_arguments_are_named(graders):
+    for wrong, said in (("os.path.join",), "target must be 'module:function'"), (("os.path:join", 0), "1, found 0"):
+        with pytest.raises(ValueError, match=said):
+            Graders(*wrong)
+    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
+        await graders("echo").call({"value": lambda: 1})
+
+
 async def test_an_import_that_fails_says_where(tmp_path, closed_later):
     path = tmp_path / "broken.py"
     path.write_text("x = 1\nimport nothing_here\n\ndef score(): return 1\n")
@@ -134,15 +142,6 @@ async def test_an_import_that_fails_says_where(tmp_path, closed_later):
     where = "ModuleNotFoundError: No module named 'nothing_here' .*broken.py, line 2: import nothing_here"
     with pytest.raises(SandboxError, match=where):
         await asyncio.gather(*(graders.call({}) for _ in range(4)))
-
-
-async def test_wrong_targets_and_arguments_are_named(graders):
-    with pytest.raises(ValueError, match="target must be 'module:function'"):
-        Graders("os.path.join")
-    with pytest.raises(ValueError, match="workers must be at least 1, found 0"):
-        Graders("os.path:join", 0)
-    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
-        await graders("echo").call({"value": lambda: 1})
 
 
 async def test_a_worker_that_is_killed_is_replaced_once(processes, graders):

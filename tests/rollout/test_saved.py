@@ -47,11 +47,21 @@ def test_a_run_comes_back_with_its_prompts_and_its_place_in_the_data(tmp_path):
     assert (supply.fetched, len(supply.payloads)) == (3, 3)
 
 
+def core_with(**fields):
+    return lambda state: state["core"].update(fields)
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
         (lambda state: state.update(step=5), "must be of step 4, found 5"),
-        (lambda state: state["core"].update(data_id="x"), "does not fit this run: state must have data_id = 'train.pa"),
+        (core_with(version=1), "state must have version = 2, found 1"),
+        (core_with(format="x"), "state must have format = 'rl_accel.tail_batching', found 'x'"),
+        (core_with(prompts_per_step=3), "state must have prompts_per_step = 2, found 3"),
+        (core_with(responses_per_prompt=8), "state must have responses_per_prompt = 2, found 8"),
+        (core_with(rounds=None), "state is damaged or does not fit: TypeError"),
+        (core_with(times=[]), "state is damaged or does not fit: TypeError"),
+        (core_with(data_id="x"), "does not fit this run: state must have data_id = 'train.pa"),
         (lambda state: state["core"]["prompts"].append(["1:4"]), "does not fit this run: state is damaged"),
         (lambda state: state.pop("rows_fetched"), "is damaged: KeyError: 'rows_fetched'"),
         (lambda state: state.update(rows_fetched=2), "3 prompts are open and 0 settled, but 2 rows were fetched"),

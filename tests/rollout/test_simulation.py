@@ -98,14 +98,11 @@ def test_ends_of_three_responses(engine, lengths, ends):
     assert played.metrics.rollout_seconds == pytest.approx(max(ends))
 
 
-def test_cached_tokens_slow_a_step_down():
+def test_cached_tokens_slow_a_step_down_and_a_full_cache_preempts_the_request_that_began_last():
     workload = Given(np.array([[100]]), prompt_tokens=50)
     (played,) = play_rounds(TailRun(1, 1, PLAIN), Engine({1: 0.01}, 1e-4), 1, workload, 1)
     assert played.metrics.rollout_seconds == pytest.approx(100 * 0.01 + 1e-4 * (100 * 50 + 100 * 100 / 2))
     assert played.peak_tokens == pytest.approx(150)
-
-
-def test_a_full_cache_preempts_the_request_that_began_last():
     engine = Engine({1: 0.01}, prompt_token_seconds=0.001, cache_tokens=100)
     (played,) = play_rounds(TailRun(1, 2, PLAIN), engine, 1, Given(np.array([[80, 80]]), prompt_tokens=10), 1)
     # Both read 10 tokens of a prompt and go on for 40; the second one waits 40 steps, is read again and does its last 40.
@@ -138,24 +135,13 @@ def test_rewards_end_a_rollout_and_the_adaptive_timeout_cuts_them():
     assert sum(limited) < sum(waiting)
 
 
-def test_a_cluster_gives_a_request_to_the_replica_with_the_fewest():
+def test_the_replica_with_the_fewest_gets_a_request_and_what_is_stopped_says_how_far_it_was_and_can_go_on():
     cluster = Cluster(Engine({1: 1.0, 2: 2.0}), 2)
-    cluster.launch([1, 2, 3], [10, 10, 10])
-    ends = {}
-    while len(cluster):
-        ended = cluster.happen()
-        ends[ended.id] = cluster.now
-    assert ends == pytest.approx({2: 10.0, 1: 20.0, 3: 20.0})
-
-
-def test_what_is_stopped_says_how_far_it_was_and_can_go_on():
-    cluster = Cluster(Engine({1: 1.0}), 1)
-    cluster.launch([1, 2], [10, 20])
-    assert cluster.happen().id == 1
-    assert cluster.cancel([2]) == [10]
-    cluster.launch([2], [20], [10])
-    assert cluster.happen().id == 2
-    assert cluster.now == pytest.approx(20.0)
+    cluster.launch([1, 2, 3], [10, 10, 40])  # 1 and 3 share a replica
+    assert [(cluster.happen().id, cluster.now) for _ in range(2)] == [(2, 10.0), (1, 20.0)]
+    assert cluster.cancel([3]) == [10]
+    cluster.launch([3], [40], [10])
+    assert (cluster.happen().id, cluster.now) == (3, pytest.approx(50.0))
 
 
 @pytest.mark.parametrize(

@@ -229,27 +229,6 @@ def test_a_saved_state_is_json_and_brings_back_every_prompt():
     assert min(min(ids) for ids in resumed.responses.values()) > max(max(ids) for ids in host.responses.values())
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"version": 1}, "state must have version = 2, found 1"),
-        ({"format": "something"}, "state must have format = 'rl_accel.tail_batching', found 'something'"),
-        ({"prompts_per_step": 3}, "state must have prompts_per_step = 2, found 3"),
-        ({"responses_per_prompt": 8}, "state must have responses_per_prompt = 2, found 8"),
-        ({"data_id": "other"}, "state must have data_id = '', found 'other'"),
-        ({"prompts": [["1:5"]]}, "state is damaged or does not fit: TypeError"),
-        ({"rounds": None}, "state is damaged or does not fit: TypeError"),
-        ({"times": []}, "state is damaged or does not fit: TypeError"),
-    ],
-)
-def test_a_state_of_another_run_is_refused_and_changes_nothing(change, message):
-    host = Host().play("1:0", "1:1")
-    before = host.core.state_dict()
-    with pytest.raises(ValueError, match=message):
-        host.core.load_state_dict({**before, **change})
-    assert host.core.state_dict() == before
-
-
 # Bad input
 
 

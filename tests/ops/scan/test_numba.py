@@ -4,11 +4,8 @@ import itertools
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rl_accel.ops import discounted_returns, gae
 from rl_accel.ops.scan import numba as scan_numba
@@ -112,15 +109,3 @@ def test_works_where_compiled_code_cannot_be_kept_and_in_a_forked_child_after_th
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-
-
-@given(lengths=st.lists(st.integers(0, 1000), min_size=1, max_size=80), threads=st.integers(1, 20))
-def test_every_sequence_with_tokens_is_dealt_once_and_evenly(lengths, threads):
-    lengths = np.array(lengths)
-    shares = scan_numba.deal(lengths, threads)
-    groups = np.concatenate(shares) if shares else np.zeros((0, 8), int)
-    assert sorted(groups[groups >= 0]) == np.flatnonzero(lengths).tolist()
-    # the kernel walks as far as the first lane of a group says
-    tokens = np.where(groups >= 0, lengths[groups], 0)
-    assert (tokens[:, 0] == tokens.max(1)).all()
-    assert len(groups) >= min(threads, np.count_nonzero(lengths))

@@ -255,11 +255,11 @@ def test_a_missing_backend_asked_for_by_name_is_an_error_that_says_why():
 
 
 @pytest.mark.slow
-def test_importing_the_face_loads_no_compiler_and_without_numba_the_cpu_falls_back_to_the_chunk_scan(python):
+def test_importing_us_loads_no_compiler_and_no_framework_and_without_numba_the_cpu_has_the_chunk_scan(python):
     done = python(
         """
         import sys
-        import rl_accel.ops
+        import rl_accel.ops, rl_accel.patches.verl.advantages, rl_accel.patches.verl.gae, rl_accel.patches.verl.sampler
         assert not {"numba", "triton", "verl", "ray"} & set(sys.modules)
         sys.modules["numba"] = None
         import torch
@@ -292,3 +292,25 @@ def test_importing_the_face_loads_no_compiler_and_without_numba_the_cpu_falls_ba
 def test_lists_that_do_not_belong_together_are_refused(rewards, values, message):
     with pytest.raises(ValueError, match=message):
         gae_of_lists([torch.ones(n) for n in rewards], [torch.ones(n) for n in values])
+
+
+def test_the_chunk_scan_in_float32_stays_within_rounding_of_float64(case):
+    for seed in range(80):
+        c = case(seed)
+        exact = gae(c.rewards.double(), c.values.double(), c.mask, c.gamma, c.lam, backend="naive")
+        for a, b in zip(gae(c.rewards, c.values, c.mask, c.gamma, c.lam, backend="chunk"), exact, strict=True):
+            scale = float(b.abs().max()) + 1e-30
+            assert float((a.double() - b).abs().max()) <= 1e-5 * scale, seed
+
+
+def test_memory_of_the_chunk_scan_stays_linear_in_the_tokens():
+    """A chunk matrix per token, or one of T x T, would be over 100 times the input here."""
+    rewards = torch.randn(1, 1 << 16)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        gae(rewards, rewards, (rewards > 0).long(), 0.99, 0.95, backend="chunk")
+    level = highest = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            level += event.nbytes()
+            highest = max(highest, level)
+    assert 0 < highest < 30 * rewards.nbytes

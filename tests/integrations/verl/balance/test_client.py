@@ -261,22 +261,16 @@ async def test_only_what_means_the_same_elsewhere_is_movable(balanced):
 
 async def test_the_next_turn_goes_to_the_replica_of_the_last(balanced):
     async with balanced() as (_, _, balancer):
-
-        async def acquire(request):
-            return (await balancer.acquire_server.remote(request_id=request, prompt_ids=[5], sampling_params={}))[0]
-
-        async def release(server, request):
-            await balancer.release_server.remote(server_id=server, request_id=request)
-
-        first, second = await acquire("a"), await acquire("b")
-        await release(second, "b")
-        again = await acquire("b")
-        await release(again, "b")
-        await release(first, "a")
-        last = await acquire("a")
-        await release(last, "a")
-        assert str(first) != str(second)
-        assert (str(again), str(last)) == (str(second), str(first))
+        bound = []
+        for turn in ("ab", "ba"):
+            for request in turn:
+                acquired = balancer.acquire_server.remote(request_id=request, prompt_ids=[5], sampling_params={})
+                bound.append((await acquired)[0])
+            for request, server in zip(turn, bound[-2:], strict=True):
+                await balancer.release_server.remote(server_id=server, request_id=request)
+        first, second, *again = map(str, bound)
+        assert first != second
+        assert again == [second, first]
 
 
 def test_parts_are_joined():
@@ -300,8 +294,9 @@ async def test_what_a_router_has_seen_another_one_begins_with(balanced):
     async with balanced() as (local, _, balancer):
         _, params = endless(1)[0]
         await generate(balancer, "a", [5, 6], params)
-        while len(local._balance):  # it is told in the background
-            await asyncio.sleep(0.002)
+        async with asyncio.timeout(60):
+            while len(local._balance):  # it is told in the background
+                await asyncio.sleep(0.002)
         lengths = json.loads(json.dumps(local.lengths()))
         assert list(lengths.values()) == [[30]]
         await local.set_up(ENGINE, lengths, 16, BalanceFlags(), True, False)
