@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rl_accel.drafts import index
 from rl_accel.drafts.drafter import FIRST_RATES, FLOOR, PRIOR, Drafter
 from rl_accel.drafts.index import BLOCK, CANDIDATES, CONTEXT, GRAM, OTHER, PROMPT, SOURCES, key_of, make_pool, slot_of
 
@@ -226,8 +227,8 @@ class Prompt:
 class ObviousDrafter:
     """The slow, obvious one: it is told which request is in which row, and looks things up in linked Python objects."""
 
-    def __init__(self, settings, index):
-        self.index, self.settings = index, settings
+    def __init__(self, settings, obvious_index):
+        self.index, self.settings = obvious_index, settings
         self.requests, self.prompts, self.version, self.counts = {}, {}, 0, Counter()
         self.rates = [[[most, 8 * rate, 8] for most, rate in FIRST_RATES] for _ in range(2)]
 
@@ -515,3 +516,21 @@ def test_wrong_settings_and_a_wrong_matrix_are_refused(settings, error, said):
     for wrong, found in ((np.zeros(10, np.int32), "int32[10]"), (np.zeros((2, 10), np.float32), "float32[2, 10]")):
         with pytest.raises(ValueError, match=re.escape(f"must be int32[rows, max_model_len], found {found}")):
             Drafter(config(), Clock()).propose([[1]], np.array([5]), wrong)
+
+
+@pytest.mark.parametrize("memory_mb", [1, 1.5, 7, 64, 200])
+def test_memory_of_the_index_is_what_was_asked_for_and_does_not_grow(memory_mb):
+    pool = make_pool(memory_mb)
+    before = sum(array.nbytes for array in pool)
+    assert 0.8 * memory_mb < before / 2**20 <= memory_mb
+    tokens = np.arange(100_000, dtype=np.int32)
+    sequences = [index.sequence(key, 0) for key in range(3)]
+    for one in sequences:
+        index.extend(pool, one[None], tokens[None], np.array([100_000]))
+    assert sum(array.nbytes for array in pool) == before
+    assert (index.read(pool, sequences[0]) is None) == (memory_mb < 7)
+    assert memory_mb < 7 or index.read(pool, sequences[1]).tolist() == tokens.tolist()
+
+
+def test_the_key_of_a_prompt_is_the_same_in_every_process():
+    assert key_of(np.array([5, 6, 7], np.int32)) == 4842055968956316786

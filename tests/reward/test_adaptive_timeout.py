@@ -56,14 +56,6 @@ def test_the_limit_is_wider_while_few_answers_were_correct(correct, limit):
     assert taught(*[0.3] * correct, min_correct=1, caution=2.0).limit("a").wall == 2.0
 
 
-def test_wrong_answers_teach_nothing():
-    policy = taught(0.3, 0.3, 0.3)
-    policy.record("a", 29.0, 29.0, correct=False)
-    assert policy.limit("a").wall == 2.0
-    policy.record("b", 1.0, 1.0, correct=False)
-    assert len(policy) == 1
-
-
 @pytest.mark.parametrize(
     ("cpu", "limit"),
     [(16.0, (12.5, 24.5)), (0.1, (12.5, 12.5))],

@@ -54,5 +54,5 @@ def test_caution_keeps_correct_answers_alive_and_costs_little():
 def test_bounds_of_the_policy():
     larger_groups, _ = replay(responses=16)  # were every hanging program stopped after ``minimum``, it would be 3.3
     assert larger_groups == pytest.approx(3.15, abs=0.25)
-    _, killed = replay(spread=1.0)  # times of a prompt spread over a factor of five, up or down: one in fifty is too slow
+    _, killed = replay(spread=1.0)  # over a factor of five, up or down: the limit is wrong for one in fifty
     assert 0.01 < killed < 0.05

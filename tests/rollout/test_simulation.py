@@ -44,17 +44,6 @@ def test_without_a_feature_rollouts_take_exactly_the_longest_of_each(table, repl
     assert sum(p.metrics.tokens_generated for p in played) == sum(sum(row) for row in table[: 4 * steps])
 
 
-@given(table=LENGTHS, seed=st.integers(0, 100))
-def test_with_a_place_for_each_the_order_is_irrelevant(table, seed):
-    engine = Engine({1: PACE, 8: 2 * PACE, 64: 5 * PACE}, cached_token_seconds=1e-6)
-    order = np.random.default_rng(seed).permutation(len(table))
-    times = [
-        seconds_of(play_rounds(TailRun(len(table), 3, PLAIN), engine, 1, Given(np.array(table)[rows]), 1))[0]
-        for rows in (np.arange(len(table)), order)
-    ]
-    assert times[0] == pytest.approx(times[1])
-
-
 @given(seed=st.integers(0, 2**31), ratio=st.sampled_from([1.0, 1.25, 2.0, "auto"]), replicas=st.integers(1, 4))
 def test_the_same_seed_gives_the_same_rounds(seed, ratio, replicas):
     run = TailRun(4, 3, TailBatchingFlags(prompt_ratio=ratio))

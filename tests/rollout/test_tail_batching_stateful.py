@@ -64,28 +64,24 @@ class Host(RuleBasedStateMachine):
     @initialize(
         prompts=st.integers(1, 4),
         responses=st.integers(1, 3),
-        ratio=st.sampled_from([1.0, 1.25, 1.5, 2.0, "auto"]),
-        surplus=st.sampled_from([1.0, 1.5, 2.0]),
-        threshold=st.none() | st.integers(1, 6),
-        deferrals=st.integers(1, 3),
-        retries=st.integers(0, 2),
+        flags=st.fixed_dictionaries(
+            {
+                "prompt_ratio": st.sampled_from([1.0, 1.25, 1.5, 2.0, "auto"]),
+                "response_ratio": st.sampled_from([1.0, 1.5, 2.0]),
+                "queue_threshold": st.none() | st.integers(1, 6),
+                "max_deferrals": st.integers(1, 3),
+                "max_retries": st.integers(0, 2),
+            }
+        ),
         filtered=st.booleans(),
         split=st.integers(0, 3),
     )
-    def start(self, prompts, responses, ratio, surplus, threshold, deferrals, retries, filtered, split):
-        self.P0, self.R0, self.filtered, self.retries = prompts, responses, filtered, retries
-        self.surplus = -(-responses * surplus // 1)
+    def start(self, prompts, responses, flags, filtered, split):
+        self.P0, self.R0, self.filtered, self.retries = prompts, responses, filtered, flags["max_retries"]
+        self.surplus = -(-responses * flags["response_ratio"] // 1)
         self.quotas = {"code": split, "math": prompts - split} if 0 < split < prompts else {}
         self.places = self.quotas or {"": prompts}
-        flags = TailBatchingFlags(
-            prompt_ratio=ratio,
-            response_ratio=surplus,
-            queue_threshold=threshold,
-            max_deferrals=deferrals,
-            max_retries=retries,
-            domain_quotas=self.quotas,
-        )
-        self.run = TailRun(prompts, responses, flags, filtered)
+        self.run = TailRun(prompts, responses, TailBatchingFlags(**flags, domain_quotas=self.quotas), filtered)
         self.books = Books()
         self.now = 0.0
         self.saved = None

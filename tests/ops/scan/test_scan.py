@@ -216,18 +216,11 @@ def test_bad_boundaries_are_refused(tensor, bounds, error, message):
 
 @every_cpu_backend
 @pytest.mark.parametrize(
-    "mask",
-    [
-        torch.tensor([1, 0, 2]),
-        torch.tensor([1, -1, 0]),
-        torch.tensor([1, 1 << 40, 0]),
-        torch.tensor([1, 255, 0], dtype=torch.uint8),
-        torch.tensor([1.0, 1.5, 0.0]),
-        torch.tensor([1.0, -0.1, 0.0]),
-        torch.tensor([1.0, float("nan"), 0.0]),
-    ],
+    ("value", "dtype"),
+    [*((n, torch.int64) for n in (2, -1, 1 << 40)), (255, torch.uint8), *((x, None) for x in (1.5, -0.1, torch.nan))],
 )
-def test_mask_values_outside_zero_to_one_are_refused(backend, mask):
+def test_mask_values_outside_zero_to_one_are_refused(backend, value, dtype):
+    mask = torch.tensor([1, value, 0], dtype=dtype)
     with pytest.raises(ValueError, match="mask wants values between 0 and 1"):
         gae(PAIR, PAIR, mask.expand(2, 3), backend=backend)
     with pytest.raises(ValueError, match="mask wants values between 0 and 1"):

@@ -3,7 +3,6 @@
 import json
 import logging
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -115,21 +114,14 @@ def test_a_method_that_ignores_the_interval_is_refused(framework):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("keys", "seconds"), [(2000, 6), pytest.param(20_000, 30, marks=pytest.mark.full)])
-def test_a_real_queue_costs_little_delay_and_at_most_5_percent_of_a_core(short_tmp, clean_environment, keys, seconds):
+def test_a_real_queue_costs_little_delay_and_at_most_5_percent_of_a_core(short_tmp, python, keys, seconds):
     """What ``sample_from_queue.py`` measures, with ``keys`` keys for ``seconds``, then with a small store.
 
     The CPU time is that of the sampling process and of the queue's controller, less what both take when nobody polls. Two polls
     more are allowed: the first one, which no pause precedes, and one for the measurement.
     """
-    script = Path(__file__).with_name("sample_from_queue.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(short_tmp), str(keys), str(seconds)],
-        env=clean_environment,
-        cwd=short_tmp,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    script = Path(__file__).with_name("sample_from_queue.py").read_text()
+    done = python(script, str(short_tmp), str(keys), str(seconds), timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
     measured = json.loads(done.stdout.splitlines()[-1])
     small, large = measured["small"], measured["large"]

@@ -142,15 +142,15 @@ async def until_running(actor, *requests):
             await asyncio.sleep(0.01)
 
 
+async def respond(session, call):
+    SESSION.set(session)
+    await call()
+
+
 async def start_and_cancel(call, running):
     """Start ``call`` for a session, wait for ``running``, cancel it; return the session when the task is over."""
     session = Session(1)
-
-    async def respond():
-        SESSION.set(session)
-        await call()
-
-    task = asyncio.create_task(respond())
+    task = asyncio.create_task(respond(session, call))
     await running()
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -180,13 +180,8 @@ class TestCancelling:
 
     async def test_what_the_engine_aborts_at_the_end_of_a_round_counts_as_cancelled_and_starts_nothing_new(self):
         actor, server = start_server(Engine())
-        session = Session(1)
-
-        async def respond():
-            SESSION.set(session)
-            await server.generate.remote(request_id="a", **REQUEST)
-
-        task = asyncio.create_task(respond())
+        session, call = Session(1), functools.partial(server.generate.remote, request_id="a", **REQUEST)
+        task = asyncio.create_task(respond(session, call))
         await until_running(actor, "a")
         assert session.generating
         session.cancelled = True
@@ -194,7 +189,7 @@ class TestCancelling:
         await asyncio.wait({task})
         assert task.cancelled()
         assert (session.tokens, session.generating) == (3, False)
-        again = asyncio.create_task(respond())
+        again = asyncio.create_task(respond(session, call))
         await asyncio.wait({again})
         assert again.cancelled()
         assert await actor.look.remote() == {"a": "aborted"}, "no second request"
