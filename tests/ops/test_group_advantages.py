@@ -5,7 +5,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from rl_accel.ops.group_advantages import gpg, group_rows, group_std, grpo, opo, passk, rloo
+from rl_accel.ops.group_advantages import gpg, group_std, grpo, opo, passk, rloo
 
 CASES = 210
 OURS = {"grpo": grpo, "rloo": rloo, "opo": opo, "gpg": gpg}
@@ -101,11 +101,6 @@ def test_group_std_has_the_bits_of_one_call_a_group(size, dtype, same_bits):
     for groups in (1, 2, 300):
         scores = torch.randn(groups, size, dtype=dtype, generator=generator) * 50
         assert same_bits(group_std(scores), torch.stack([torch.std(line.clone()) for line in scores]))
-
-
-def test_group_rows_keeps_batch_order_and_first_appearance():
-    index = np.array(["b", "a", "b", "c", "c", "b", "d"], dtype=object)
-    assert [rows.tolist() for rows in group_rows(index)] == [[[1], [6]], [[3, 4]], [[0, 2, 5]]]
 
 
 GOOD = (torch.zeros(4, 3), torch.ones(4, 3, dtype=torch.int64), np.array([0, 0, 1, 1]))

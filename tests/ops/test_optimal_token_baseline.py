@@ -12,10 +12,8 @@ from rl_accel.ops.optimal_token_baseline import optimal_token_baseline
 def stock():
     from verl.trainer.ppo import core_algos
 
-    return {
-        False: core_algos.ADV_ESTIMATOR_REGISTRY["optimal_token_baseline"],
-        True: core_algos.ADV_ESTIMATOR_REGISTRY["tir_optimal_token_baseline"],
-    }
+    names = {False: "optimal_token_baseline", True: "tir_optimal_token_baseline"}
+    return {multi_turn: core_algos.ADV_ESTIMATOR_REGISTRY[name] for multi_turn, name in names.items()}
 
 
 def case(seed: int, rows: int, tokens: int, mask_types: tuple[torch.dtype, ...] = (torch.int64,)) -> dict:
@@ -101,9 +99,8 @@ def test_definition_in_float64():
         if len(rows) > 1:
             weight = path[rows] * mask[rows]
             baseline = (reward_to_go[rows] * weight).sum(0) / (weight.sum(0) + 1e-8)
-        torch.testing.assert_close(
-            advantages[rows].double(), (reward_to_go[rows] - baseline) * mask[rows], rtol=1e-4, atol=1e-4
-        )
+        wanted = (reward_to_go[rows] - baseline) * mask[rows]
+        torch.testing.assert_close(advantages[rows].double(), wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(returns.double(), reward_to_go, rtol=1e-5, atol=1e-5)
 
 

@@ -37,14 +37,8 @@ def patch_of(framework):
     def make(version="1.4.0", **fields):
         name = framework(version=version)
         core = f"{name}.core"
-        standard = {
-            "name": f"{name}.double",
-            "target": f"{core}:double",
-            "bindings": (f"{core}:REGISTRY[double]",),
-            "supports": f"{name}>=1.4",
-            "params": ("x", "times"),
-            "make": tripled,
-        }
+        standard = {"name": f"{name}.double", "supports": f"{name}>=1.4", "params": ("x", "times"), "make": tripled}
+        standard |= {"target": f"{core}:double", "bindings": (f"{core}:REGISTRY[double]",)}
         given = {k: v.format(core=core) if isinstance(v, str) else v for k, v in fields.items()}
         patch = Patch(**{**standard, **given})
         made.append(patch)

@@ -142,12 +142,8 @@ def test_memory_layout_does_not_matter(backend):
     mask = (torch.rand(6, 80) < 0.8).long()
     dense = gae(wide[:, 20:60].contiguous(), wide[:, 40:].contiguous(), mask[:, :40].contiguous(), backend=backend)
     views = gae(wide[:, 20:60], wide[:, 40:], mask[:, :40], backend=backend)
-    steps = gae(
-        wide[:, 20:60].t().contiguous().t(),
-        wide.repeat_interleave(2, 1)[:, 80::2],
-        mask[:, :40].t().contiguous().t(),
-        backend=backend,
-    )
+    turned, turned_mask = wide[:, 20:60].t().contiguous().t(), mask[:, :40].t().contiguous().t()
+    steps = gae(turned, wide.repeat_interleave(2, 1)[:, 80::2], turned_mask, backend=backend)
     for results in (views, steps):
         assert all(torch.equal(a, b) and b.is_contiguous() for a, b in zip(dense, results, strict=True))
     shared = gae(wide[:, :40], wide[:1, :40].expand(6, 40), mask[0, :40].expand(6, 40), backend=backend)
