@@ -86,15 +86,9 @@ def python(clean_environment, tmp_path) -> Callable[..., subprocess.CompletedPro
     def run(source: str, *words: str, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(source))
+        command, env = [sys.executable, str(script), *words], {**clean_environment, **environment}
         for _ in range(STARTS):
-            done = subprocess.run(
-                [sys.executable, str(script), *words],
-                env={**clean_environment, **environment},
-                cwd=tmp_path,
-                capture_output=True,
-                text=True,
-                timeout=timeout,
-            )
+            done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=timeout)
             if RAY_DID_NOT_START not in done.stderr:
                 break
         return done

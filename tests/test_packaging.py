@@ -52,14 +52,8 @@ def run(wheel_python, wheel_environment, tmp_path):
     """``run(*words, **environment)``: the output of the Python of the wheel's environment, outside the checkout."""
 
     def run(*words, **environment):
-        done = subprocess.run(
-            [str(wheel_python), *words],
-            cwd=tmp_path,
-            env={**wheel_environment, **environment},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
+        command, env = [str(wheel_python), *words], {**wheel_environment, **environment}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

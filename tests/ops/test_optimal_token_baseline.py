@@ -9,9 +9,7 @@ from rl_accel.ops.optimal_token_baseline import optimal_token_baseline
 
 
 @pytest.fixture(scope="module")
-def stock():
-    from verl.trainer.ppo import core_algos
-
+def stock(core_algos):
     names = {False: "optimal_token_baseline", True: "tir_optimal_token_baseline"}
     return {multi_turn: core_algos.ADV_ESTIMATOR_REGISTRY[name] for multi_turn, name in names.items()}
 

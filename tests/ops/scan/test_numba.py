@@ -11,25 +11,18 @@ from rl_accel.ops import discounted_returns, gae
 from rl_accel.ops.scan import numba as scan_numba
 
 
-@pytest.fixture(scope="module")
-def stock():
-    from verl.trainer.ppo import core_algos
-
-    return core_algos
-
-
-def test_results_have_the_bits_of_verls_functions(stock, case, same_bits, monkeypatch):
+def test_results_have_the_bits_of_verls_functions(core_algos, case, same_bits, monkeypatch):
     from verl.utils.torch_functional import masked_whiten
 
     for seed in range(240):
         c = case(seed)
         monkeypatch.setattr(scan_numba, "STREAM_BYTES", 0 if seed % 2 else 1 << 40)
-        whitened, returns = stock.compute_gae_advantage_return(c.rewards, c.values, c.mask, c.gamma, c.lam)
+        whitened, returns = core_algos.compute_gae_advantage_return(c.rewards, c.values, c.mask, c.gamma, c.lam)
         ours, our_returns = gae(c.rewards, c.values, c.mask, c.gamma, c.lam, backend="numba", num_threads=1 + seed % 3)
         assert same_bits(our_returns, returns), seed
         assert same_bits(masked_whiten(ours, c.mask), whitened), seed
         config = SimpleNamespace(gamma=c.gamma)
-        _, sums = stock.compute_reinforce_plus_plus_outcome_advantage(c.rewards, c.mask, config=config)
+        _, sums = core_algos.compute_reinforce_plus_plus_outcome_advantage(c.rewards, c.mask, config=config)
         assert same_bits(discounted_returns(c.rewards, c.mask, c.gamma, backend="numba"), sums), seed
 
 
@@ -53,15 +46,15 @@ def test_every_mask_type_gives_the_bits_of_the_loop(dtype, mask_type, case, same
         assert all(same_bits(a, b) for a, b in zip(ours, loop, strict=True))
 
 
-def test_the_number_of_threads_does_not_change_a_bit(stock, same_bits):
+def test_the_number_of_threads_does_not_change_a_bit(core_algos, same_bits):
     from verl.utils.torch_functional import masked_whiten
 
     torch.manual_seed(7)
     rewards, values = torch.randn(40, 16_400), torch.randn(40, 16_400)
     mask = (torch.rand(40, 16_400) < 0.8).long()
-    whitened, returns = stock.compute_gae_advantage_return(rewards, values, mask, 0.99, 0.95)
+    whitened, returns = core_algos.compute_gae_advantage_return(rewards, values, mask, 0.99, 0.95)
     config = SimpleNamespace(gamma=0.99)
-    _, sums = stock.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=config)
+    _, sums = core_algos.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=config)
     for rows, threads in itertools.product((1, 2, 5, 40), (None, 1, 2, 3, 16, 64)):
         options = {"backend": "numba", "num_threads": threads}
         ours, our_returns = gae(rewards[:rows], values[:rows], mask[:rows], 0.99, 0.95, **options)

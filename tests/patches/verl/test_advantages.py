@@ -1,7 +1,5 @@
 """The advantage patches on real verl: in and out of every binding, same bits through verl's own entry points."""
 
-import importlib
-
 import numpy as np
 import pytest
 import torch
@@ -10,18 +8,14 @@ from omegaconf import OmegaConf
 from rl_accel.patches.verl import advantages
 from rl_accel.telemetry import metrics
 
+core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
 SWITCHES = {patch.name.removeprefix("verl."): patch for patch in advantages.SWITCHES}
 ESTIMATORS = [name for name in SWITCHES if name != "masked_whiten"]
 CONFIG = OmegaConf.create({"gamma": 0.98, "norm_adv_by_std_in_grpo": True})
 
 
-@pytest.fixture(scope="module")
-def core_algos():
-    return importlib.import_module("verl.trainer.ppo.core_algos")
-
-
 @pytest.fixture
-def apply(core_algos):
+def apply():
     """Apply patches by name; they are reverted at the end whatever happens."""
     applied = []
 
@@ -63,7 +57,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", [*ESTIMATORS, "gdpo"])
-def test_bits_of_the_function_it_replaces(core_algos, apply, name):
+def test_bits_of_the_function_it_replaces(apply, name):
     """GDPO calls GRPO for each reward, and verl gives neither of them its configuration."""
     stock = core_algos.get_adv_estimator_fn(name)
     cases = [batch(seed, name) for seed in range(200)]
@@ -81,7 +75,7 @@ def test_bits_of_the_function_it_replaces(core_algos, apply, name):
 
 @pytest.mark.slow  # imports verl's Ray trainer
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_bits_through_verls_compute_advantage(core_algos, apply, name):
+def test_bits_through_verls_compute_advantage(apply, name):
     from verl import DataProto
     from verl.trainer.ppo.ray_trainer import compute_advantage
 
@@ -123,7 +117,7 @@ def small(change: dict) -> dict:
         ("reinforce_plus_plus", {"response_mask": torch.full((4, 2), 0.5)}),
     ],
 )
-def test_outside_the_domain_verls_own_function_does_the_work(core_algos, apply, name, change):
+def test_outside_the_domain_verls_own_function_does_the_work(apply, name, change):
     arguments = small(change)
     if name == "optimal_token_baseline":
         arguments |= {"old_log_probs": -torch.rand(4, 2), "sum_pi_squared": torch.rand(4, 2)}
@@ -148,7 +142,7 @@ def test_outside_the_domain_verls_own_function_does_the_work(core_algos, apply, 
         ("rloo", {"token_level_rewards": torch.ones(4, 2, dtype=torch.int64)}),
     ],
 )
-def test_errors_are_verls_own(core_algos, apply, name, change):
+def test_errors_are_verls_own(apply, name, change):
     arguments = small(change)
     if arguments["index"] is None:
         del arguments["index"]
