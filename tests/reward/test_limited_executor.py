@@ -172,7 +172,9 @@ class Executions:
 
     async def together(self, *executions):
         """Execute ``(name, seconds)`` or ``(name, seconds, verdict)``, all for one prompt."""
-        return await asyncio.gather(*(self.executor.execute("p", "0", self._taking(*one), passed) for one in executions))
+        return await asyncio.gather(
+            *(self.executor.execute("p", "0", self._taking(*one), passed) for one in executions)
+        )
 
     def _taking(self, name, seconds, verdict="passed"):
         async def run(limits):
