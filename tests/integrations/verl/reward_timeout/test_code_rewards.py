@@ -166,8 +166,8 @@ def test_sandbox_fusion_scores_are_verls_with_limits_of_ours(fusion, prime):
     texts += ["```\nwrong\n```", "no code at all"]
     truths = [STDIN, MANY, {"inputs": ["1"], "outputs": []}, {"nothing": 1}, {"assert_case": []}]
     for truth in truths:
-        asked = (fusion, None, 1024)
-        theirs = [sandbox_fusion.compute_score(*asked, text, json.dumps(truth), continuous=True)[0] for text in texts]
+        where = (fusion, None, 1024)
+        theirs = [sandbox_fusion.compute_score(*where, text, json.dumps(truth), continuous=True)[0] for text in texts]
         Sandbox.seen.clear()
         flags = {"maximum": 4.5, "minimum": 1.5, "min_correct": 1}
         ours, replica = prime(texts, truth, {"reward.sandbox_fusion.url": fusion}, **flags)
