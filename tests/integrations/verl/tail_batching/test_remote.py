@@ -136,9 +136,9 @@ async def nobody_dies(line):
     raise AssertionError(line)
 
 
-async def until_running(actor, *requests):
+async def until_running(actor, request):
     async with asyncio.timeout(60):
-        while not all((await actor.look.remote()).get(request) == "running" for request in requests):
+        while (await actor.look.remote()).get(request) != "running":
             await asyncio.sleep(0.01)
 
 
