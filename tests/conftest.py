@@ -95,23 +95,17 @@ def clean_environment() -> dict[str, str]:
 
 @pytest.fixture
 def python(clean_environment, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a Python script in a fresh process outside the checkout: ``python(source, RL_ACCEL_CONFIG=...)``.
+    """Run a Python script in a fresh process outside the checkout: ``python(source, "word", RL_ACCEL_CONFIG=...)``.
 
     It runs again, twice at most, where Ray does not start in the time that it allows itself.
     """
 
-    def run(source: str, *, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(source: str, *words: str, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(source))
+        command, env = [sys.executable, str(script), *words], {**clean_environment, **environment}
         for _ in range(STARTS):
-            done = subprocess.run(
-                [sys.executable, str(script)],
-                env={**clean_environment, **environment},
-                cwd=tmp_path,
-                capture_output=True,
-                text=True,
-                timeout=timeout,
-            )
+            done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=timeout)
             if RAY_DID_NOT_START not in done.stderr:
                 break
         return done
@@ -127,15 +121,8 @@ def wheel(repo, tmp_path_factory) -> Path:
     source.mkdir()
     for name in ("rl_accel", "patches", "integrations", "pyproject.toml", "README.md", "LICENSE"):
         subprocess.run(["cp", "-r", str(repo / name), str(source)], check=True)
-    subprocess.run(
-        [
-            sys.executable,
-            *("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"),
-            *("-w", str(out), str(source)),
-        ],
-        check=True,
-        timeout=300,
-    )
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(out)]
+    subprocess.run([*command, str(source)], check=True, timeout=300)
     (built,) = out.glob("*.whl")
     return built
 
@@ -146,9 +133,8 @@ def wheel_python(wheel, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("installed")
     venv.create(root / "env", with_pip=True)
     python = root / "env" / "bin" / "python"
-    subprocess.run(
-        [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True, timeout=300
-    )
+    command = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(command, check=True, timeout=300)
     site = next((root / "env" / "lib").glob("python*/site-packages"))
     ours = next(path for path in sys.path if path.endswith("site-packages"))
     (site / "third_party.pth").write_text(ours + "\n")  # added last, and its own .pth files (editable!) are not read
@@ -227,23 +213,10 @@ def make_model() -> Callable[..., Any]:
     transformers = pytest.importorskip("transformers")
 
     def make(seed: int = 0, **changes: Any) -> Any:
-        config = transformers.Qwen2Config(
-            **{
-                "vocab_size": 64,
-                "hidden_size": 64,
-                "intermediate_size": 128,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "max_position_embeddings": 1024,
-                "initializer_range": 0.2,
-                "eos_token_id": 4,
-                "pad_token_id": 0,
-                "bos_token_id": 1,
-                "attn_implementation": "sdpa",
-                **changes,
-            }
-        )
+        sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+        attention = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "sdpa"}
+        tokens = {"eos_token_id": 4, "pad_token_id": 0, "bos_token_id": 1, "max_position_embeddings": 1024}
+        config = transformers.Qwen2Config(**{**sizes, **attention, **tokens, "initializer_range": 0.2, **changes})
         torch.manual_seed(seed)
         return transformers.Qwen2ForCausalLM(config).eval()
 

@@ -84,10 +84,17 @@ def test_the_page_of_a_feature_has_all_its_flags_with_their_defaults(feature):
 
 
 @every_page
-def test_flags_named_anywhere_exist(page):
-    known = {key for key, _, _ in describe_flags()} | {feature.name for feature in FEATURES}
-    named = set(re.findall(r"\+rl_accel\.([\w.]*\w)", page.read_text()))
-    assert named <= known
+def test_flags_files_and_names_in_a_page_exist(page):
+    """``+rl_accel.…``, ``folder/file.py`` from the root, diagrams included, and in prose `rl_accel.…`, of a module or a flag."""
+    text, known = page.read_text(), {key for key, _, _ in describe_flags()} | {feature.name for feature in FEATURES}
+    assert set(re.findall(r"\+rl_accel\.([\w.]*\w)", text)) <= known
+    if page.name == "CHANGELOG.md":  # names what is gone
+        return
+    folders = "rl_accel|patches|integrations|tests|docs|examples|requirements"
+    named = re.findall(rf"(?<![\w./-])((?:{folders})/[\w/-]+\.(?:py|md|txt|json|yaml|png|sh))\b", text)
+    assert [path for path in named if not (REPO / path).exists()] == []
+    for name in {*re.findall(r"`rl_accel\.([\w.]+)(?:\(.*?\))?`", prose_of(page))} - known:
+        assert pkgutil.resolve_name(f"rl_accel.{name}") is not None
 
 
 def metrics_of(page: Path) -> set[str]:
@@ -142,26 +149,6 @@ def test_the_metrics_that_a_page_describes_are_those_that_are_logged(feature):
     logged = {name.rpartition("/")[2] for name in strings}
     described = {name for name in metrics_of(page_of(feature)) if "<" not in name}
     assert described | {"applied"} == {name for name in logged if "{" not in name} | {"applied"}
-
-
-@every_page
-def test_files_named_in_a_page_exist(page):
-    """``folder/file.py`` anywhere, diagrams included, from the root of the repository."""
-    if page.name == "CHANGELOG.md":  # names files that are gone
-        return
-    folders = "rl_accel|patches|integrations|tests|docs|examples|requirements"
-    named = re.findall(rf"(?<![\w./-])((?:{folders})/[\w/-]+\.(?:py|md|txt|json|yaml|png|sh))\b", page.read_text())
-    assert [path for path in named if not (REPO / path).exists()] == []
-
-
-@every_page
-def test_names_in_prose_exist(page):
-    """`rl_accel.…` in backticks is a flag, a module, or something in a module."""
-    if page.name == "CHANGELOG.md":
-        return
-    flags = {f"rl_accel.{key}" for key, _, _ in describe_flags()} | {f"rl_accel.{f.name}" for f in FEATURES}
-    for name in {*re.findall(r"`(rl_accel(?:\.\w+)+)(?:\(.*?\))?`", prose_of(page))} - flags:
-        assert pkgutil.resolve_name(name) is not None
 
 
 # -- commands -----------------------------------------------------------------------------------------------------------

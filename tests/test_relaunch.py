@@ -36,14 +36,9 @@ def start(tmp_path, clean_environment):
         toy = tmp_path / "toy.py"
         toy.write_text(TOY + body)
         command = [sys.executable, "-m", "rl_accel", "run", "--pause", "0", *options, "--"]
-        process = subprocess.Popen(
-            [*command, sys.executable, str(toy), str(tmp_path), *words],
-            cwd=tmp_path,
-            env=clean_environment,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        command += [sys.executable, str(toy), str(tmp_path), *words]
+        output = {"stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, cwd=tmp_path, env=clean_environment, start_new_session=True, **output)
         started.append(process)
         return process
 

@@ -149,9 +149,10 @@ def test_a_bare_enable_is_automatic_and_explicit_names_are_exact(fake_verl, chec
     """)
 
 
-def test_new_settings_reach_an_applied_patch(fake_verl, check):
+def test_new_settings_reach_an_applied_patch_and_wrong_ones_change_nothing(fake_verl, check):
     check("""
         import rl_accel
+        from rl_accel.errors import ConfigError
         from verl.trainer.ppo import core_algos
         original = core_algos.compute_gae_advantage_return
         rl_accel.enable(gae=True)
@@ -161,6 +162,14 @@ def test_new_settings_reach_an_applied_patch(fake_verl, check):
         assert len({id(original), id(first), id(second)}) == 3
         assert second.__wrapped__ is original, "a second enable() must not stack"
         rl_accel.enable(gae=dict(backend="chunk"))
+        for wrong in (dict(gea=True), dict(gae=dict(backend="nunba")), dict(gae=dict(threads=-1)), dict(gae=3)):
+            try:
+                rl_accel.enable(**wrong)
+            except ConfigError as error:
+                assert str(error).startswith("rl_accel.enable(): "), error
+            else:
+                raise SystemExit(f"{wrong} was accepted")
+        assert rl_accel.status()["gae"].requested == "by name"
         assert core_algos.compute_gae_advantage_return is second
     """)
 
@@ -233,22 +242,6 @@ def test_without_any_framework_a_name_is_refused_and_automatic_is_quiet(check):
     """)
     assert stdout.strip() == "gae was asked for, but none of verl, slime is installed here"
     assert stderr == ""
-
-
-def test_wrong_arguments_change_nothing(fake_verl, check):
-    check("""
-        import rl_accel
-        from rl_accel.errors import ConfigError
-        rl_accel.enable(gae=True)
-        for wrong in (dict(gea=True), dict(gae=dict(backend="nunba")), dict(gae=dict(threads=-1)), dict(gae=3)):
-            try:
-                rl_accel.enable(**wrong)
-            except ConfigError as error:
-                assert str(error).startswith("rl_accel.enable(): "), error
-            else:
-                raise SystemExit(f"{wrong} was accepted")
-        assert rl_accel.status()["gae"].requested == "by name"
-    """)
 
 
 def test_a_patch_that_is_not_for_this_version_leaves_the_rest_of_its_feature_on(fake_verl, check):

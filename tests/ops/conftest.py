@@ -1,7 +1,9 @@
 """Random inputs for the advantage kernels, and how to compare results."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +51,12 @@ def make_case(seed: int, *, most_rows: int = 40, most_tokens: int = 60) -> Case:
 @pytest.fixture(scope="session")
 def case() -> Callable[..., Case]:
     return make_case
+
+
+@pytest.fixture(scope="session")
+def core_algos() -> Any:
+    """verl's advantage functions, whose bits ours must have."""
+    return importlib.import_module("verl.trainer.ppo.core_algos")
 
 
 @pytest.fixture(scope="session")

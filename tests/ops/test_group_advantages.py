@@ -5,17 +5,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from rl_accel.ops.group_advantages import gpg, group_rows, group_std, grpo, opo, passk, rloo
+from rl_accel.ops.group_advantages import gpg, group_std, grpo, opo, passk, rloo
 
 CASES = 210
 OURS = {"grpo": grpo, "rloo": rloo, "opo": opo, "gpg": gpg}
-
-
-@pytest.fixture(scope="module")
-def stock():
-    from verl.trainer.ppo import core_algos
-
-    return core_algos.ADV_ESTIMATOR_REGISTRY
 
 
 def labels(random: np.random.RandomState, rows: int, smallest: int = 1) -> np.ndarray:
@@ -63,48 +56,32 @@ def case(seed: int, smallest: int = 1) -> tuple[torch.Tensor, torch.Tensor, np.n
         ("opo", opo, {}),
         ("gpg", gpg, {}),
         ("gpg", lambda *a: gpg(*a, f_norm=3.0), {"f_norm": 3.0}),
+        ("grpo_passk", passk, {"norm_adv_by_std_in_grpo": True}),
+        ("grpo_passk", lambda *a: passk(*a, normalise=False), {"norm_adv_by_std_in_grpo": False}),
     ],
 )
-def test_bits_of_verl(stock, name, ours, theirs, same_bits):
+def test_bits_of_verl_and_arguments_are_left_alone(core_algos, name, ours, theirs, same_bits):
+    if name == "grpo_passk":
+        theirs = {"config": OmegaConf.create(theirs)}
     for seed in range(CASES):
-        rewards, mask, index = case(seed)
-        expected, returns = stock[name](rewards, mask, index, **theirs)
+        rewards, mask, index = case(seed, smallest=2 if name == "grpo_passk" else 1)
+        before = rewards.clone(), mask.clone(), index.copy()
         found = ours(rewards, mask, index)
+        assert same_bits(rewards, before[0])
+        assert torch.equal(mask, before[1])
+        assert (index == before[2]).all()
+        expected, returns = core_algos.ADV_ESTIMATOR_REGISTRY[name](rewards, mask, index, **theirs)
         assert expected is returns
         assert same_bits(found, expected), f"case {seed}: off by {(found - expected).abs().max()}"
 
 
-@pytest.mark.parametrize("normalise", [True, False])
-def test_bits_of_verl_passk(stock, normalise, same_bits):
-    config = OmegaConf.create({"norm_adv_by_std_in_grpo": normalise})
-    for seed in range(CASES):
-        rewards, mask, index = case(seed, smallest=2)
-        expected, _ = stock["grpo_passk"](rewards, mask, index, config=config)
-        assert same_bits(passk(rewards, mask, index, normalise=normalise), expected), f"case {seed}"
-
-
-def test_bits_of_verl_reinforce_plus_plus_baseline(stock, same_bits):
-    from verl.utils.torch_functional import masked_whiten
-
-    compared = 0
-    for seed in range(2 * CASES):
-        rewards, mask, index = case(seed)
-        if mask.sum() < 2 or compared == CASES:
-            continue
-        expected, _ = stock["reinforce_plus_plus_baseline"](rewards, mask, index)
-        found = masked_whiten(grpo(rewards, mask, index, normalise=False), mask) * mask
-        assert same_bits(found, expected), f"case {seed}"
-        compared += 1
-    assert compared == CASES
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg"])
-def test_values_that_are_not_finite_stay_in_their_group(stock, name, value):
+def test_values_that_are_not_finite_stay_in_their_group(core_algos, name, value):
     rewards, mask = torch.randn(12, 3), torch.ones(12, 3, dtype=torch.int64)
     rewards[5, 1] = value
     index = np.arange(12) // 4
-    found, expected = OURS[name](rewards, mask, index), stock[name](rewards, mask, index)[0]
+    found, expected = OURS[name](rewards, mask, index), core_algos.ADV_ESTIMATOR_REGISTRY[name](rewards, mask, index)[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert not found[4:8].isfinite().all()
     assert found[:4].isfinite().all()
@@ -117,21 +94,6 @@ def test_group_std_has_the_bits_of_one_call_a_group(size, dtype, same_bits):
     for groups in (1, 2, 300):
         scores = torch.randn(groups, size, dtype=dtype, generator=generator) * 50
         assert same_bits(group_std(scores), torch.stack([torch.std(line.clone()) for line in scores]))
-
-
-def test_group_rows_keeps_batch_order_and_first_appearance():
-    index = np.array(["b", "a", "b", "c", "c", "b", "d"], dtype=object)
-    assert [rows.tolist() for rows in group_rows(index)] == [[[1], [6]], [[3, 4]], [[0, 2, 5]]]
-
-
-def test_inputs_are_left_alone():
-    rewards, mask, index = case(17)
-    before = rewards.clone(), mask.clone(), index.copy()
-    for function in (grpo, rloo, opo, gpg):
-        function(rewards, mask, index)
-    assert torch.equal(rewards, before[0])
-    assert torch.equal(mask, before[1])
-    assert (index == before[2]).all()
 
 
 GOOD = (torch.zeros(4, 3), torch.ones(4, 3, dtype=torch.int64), np.array([0, 0, 1, 1]))
@@ -153,10 +115,7 @@ GOOD = (torch.zeros(4, 3), torch.ones(4, 3, dtype=torch.int64), np.array([0, 0, 
         (2, np.array([0, 0, 1]), ValueError, "index"),
     ],
 )
-@pytest.mark.parametrize(
-    "function",
-    [grpo, rloo, opo, gpg, passk],
-)
+@pytest.mark.parametrize("function", [grpo, rloo, opo, gpg, passk])
 def test_bad_input_is_named(function, position, value, error, names):
     arguments = list(GOOD)
     arguments[position] = value
@@ -164,19 +123,14 @@ def test_bad_input_is_named(function, position, value, error, names):
         function(*arguments)
 
 
-def test_passk_refuses_a_lone_response():
+def test_a_lone_response_unhashable_labels_and_another_default_dtype_are_refused():
+    rewards, mask, _ = GOOD
     with pytest.raises(ValueError, match="at least 2 responses"):
-        passk(GOOD[0], GOOD[1], np.array([0, 0, 0, 1]))
-
-
-def test_unhashable_labels_are_a_type_error():
+        passk(rewards, mask, np.array([0, 0, 0, 1]))
     index = np.empty(4, dtype=object)
     index[:] = [[0], [0], [1], [1]]
     with pytest.raises(TypeError, match="unhashable"):
-        grpo(GOOD[0], GOOD[1], index)
-
-
-def test_another_default_dtype_is_refused():
+        grpo(rewards, mask, index)
     torch.set_default_dtype(torch.float64)
     try:
         with pytest.raises(ValueError, match="default dtype"):

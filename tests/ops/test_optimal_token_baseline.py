@@ -9,13 +9,9 @@ from rl_accel.ops.optimal_token_baseline import optimal_token_baseline
 
 
 @pytest.fixture(scope="module")
-def stock():
-    from verl.trainer.ppo import core_algos
-
-    return {
-        False: core_algos.ADV_ESTIMATOR_REGISTRY["optimal_token_baseline"],
-        True: core_algos.ADV_ESTIMATOR_REGISTRY["tir_optimal_token_baseline"],
-    }
+def stock(core_algos):
+    names = {False: "optimal_token_baseline", True: "tir_optimal_token_baseline"}
+    return {multi_turn: core_algos.ADV_ESTIMATOR_REGISTRY[name] for multi_turn, name in names.items()}
 
 
 def case(seed: int, rows: int, tokens: int, mask_types: tuple[torch.dtype, ...] = (torch.int64,)) -> dict:
@@ -37,28 +33,20 @@ def case(seed: int, rows: int, tokens: int, mask_types: tuple[torch.dtype, ...] 
     }
 
 
+MASKS = (torch.int64, torch.int64, torch.bool, torch.int32, torch.float32)
+
+
 @pytest.mark.parametrize("multi_turn", [False, True])
 def test_bits_of_verl(stock, multi_turn, same_bits):
     for seed in range(200):
         random = np.random.RandomState(seed)
-        arguments = case(seed, random.randint(1, 90), random.randint(1, 70))
+        arguments = case(seed, random.randint(1, 90), random.randint(1, 70), MASKS)
+        for name in ("token_level_rewards", "old_log_probs") if seed % 8 > 5 else ():
+            arguments[name] = arguments[name].t().contiguous().t()
         expected = stock[multi_turn](**arguments)
         found = optimal_token_baseline(**arguments, multi_turn=multi_turn)
         assert same_bits(found[0], expected[0]), f"advantages of case {seed}"
         assert same_bits(found[1], expected[1]), f"returns of case {seed}"
-
-
-@pytest.mark.parametrize("multi_turn", [False, True])
-@pytest.mark.parametrize("mask_type", [torch.bool, torch.int32, torch.float32])
-def test_bits_of_verl_for_other_masks_and_strides(stock, multi_turn, mask_type, same_bits):
-    for seed in range(20):
-        arguments = case(seed, 23, 17, (mask_type,))
-        for name in ("token_level_rewards", "old_log_probs"):
-            arguments[name] = arguments[name].t().contiguous().t()
-        expected = stock[multi_turn](**arguments)
-        found = optimal_token_baseline(**arguments, multi_turn=multi_turn)
-        assert same_bits(found[0], expected[0]), f"case {seed}"
-        assert same_bits(found[1], expected[1]), f"case {seed}"
 
 
 @pytest.mark.parametrize("multi_turn", [False, True])
@@ -109,9 +97,8 @@ def test_definition_in_float64():
         if len(rows) > 1:
             weight = path[rows] * mask[rows]
             baseline = (reward_to_go[rows] * weight).sum(0) / (weight.sum(0) + 1e-8)
-        torch.testing.assert_close(
-            advantages[rows].double(), (reward_to_go[rows] - baseline) * mask[rows], rtol=1e-4, atol=1e-4
-        )
+        wanted = (reward_to_go[rows] - baseline) * mask[rows]
+        torch.testing.assert_close(advantages[rows].double(), wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(returns.double(), reward_to_go, rtol=1e-5, atol=1e-5)
 
 

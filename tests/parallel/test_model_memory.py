@@ -13,8 +13,6 @@ from rl_accel.features import TpReplanFlags
 from rl_accel.parallel.model_memory import KNOWN_FAMILIES, TpBounds, read_memory
 
 QWEN3_8B = json.loads((Path(__file__).parent / "qwen3_8b.json").read_text())
-
-
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
 SMALL = {"num_hidden_layers": 3, "vocab_size": 8000, "hidden_size": 512, **HEADS}
 

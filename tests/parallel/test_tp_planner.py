@@ -60,10 +60,7 @@ class Run:
 
 def pressure(before=1000, after=1500, seconds=None):
     """Preemptions rise once and stay; rollout takes ``seconds[tp]``."""
-    return lambda i, tp: {
-        "preemptions": before if i < RISES_AT else after,
-        "seconds": (seconds or {}).get(tp, 100),
-    }
+    return lambda i, tp: {"preemptions": before if i < RISES_AT else after, "seconds": (seconds or {}).get(tp, 100)}
 
 
 # The rule
@@ -127,13 +124,10 @@ def test_changes_are_made_with_a_reason_and_where_they_are_possible(world, argum
     assert Run(world, **arguments).go(steps).changes == changes
 
 
-def test_steps_without_a_preemption_halve_tp_down_to_the_least():
+def test_steps_without_a_preemption_halve_tp_down_to_the_least_and_one_at_an_impossible_size_is_an_error():
     run = Run(lambda i, tp: {"preemptions": 0 if i > 2 else 50}, tp=8, min_tp=2).go(40)
     assert run.changes[0] == (2 + CALM_STEPS, "lower", 4)
     assert [tp for _, _, tp in run.changes] == [4, 2]
-
-
-def test_a_step_at_an_impossible_size_is_an_error():
     with pytest.raises(ValueError, match="found 3: does not divide 8 GPUs"):
         planner().step(step(tp=3))
 
@@ -184,13 +178,9 @@ def test_noise_alone_changes_nothing_and_a_real_rise_is_found_in_it():
     for noise in (0.05, 0.2):
         raised = 0
         for counts in scattered(30, noise, 500):
-            run = Run(
-                lambda i, tp, counts=counts: {
-                    "kind": "short" if i % 5 else "long",
-                    "preemptions": round(5000 * counts[i]),
-                }
-            )
-            raised += sum(change == "raise" for _, change, _ in run.go(500).changes)
+            steps = [{"kind": "short" if i % 5 else "long", "preemptions": round(5000 * counts[i])} for i in range(500)]
+            run = Run(lambda i, tp, steps=steps: steps[i]).go(500)
+            raised += sum(change == "raise" for _, change, _ in run.changes)
         assert raised <= 30 * 500 / 1500, noise
     detected = 0
     for counts in scattered(40, 0.1, 40):
@@ -280,11 +270,8 @@ def test_tail_batching_tells_the_kind_of_a_round_and_its_tokens(tmp_path):
     for number, metrics in enumerate([{}, short, {tail + "short_round": 0.0, tail + "long_round": 1.0}]):
         run.take_in(number, metrics, tp=1, preemptions=number, seconds=10.0, tokens=800)
     kept = json.loads((tmp_path / STATE_FILE).read_text())["steps"]
-    assert [(step["kind"], step["tokens"], step["preemptions"]) for step in kept] == [
-        ("all", 800, 0),
-        ("short", 912, 1),
-        ("long", 800, 2),
-    ]
+    kinds = [(step["kind"], step["tokens"], step["preemptions"]) for step in kept]
+    assert kinds == [("all", 800, 0), ("short", 912, 1), ("long", 800, 2)]
 
 
 # Whatever it sees

@@ -7,8 +7,9 @@ import pytest
 from rl_accel.patches.upstream import fingerprint
 
 PLAIN = "def f(a, b=1):\n    c = a + b\n    return c\n"
-
+WRAPPER = "import functools\ndef g(fn):\n    @functools.wraps(fn)\n    def w(*a):\n        return fn(*a)\n    return w\n\n@g\n"
 SAME = {
+    "wrapper": WRAPPER + PLAIN,
     "formatting": "def f( a,b = 1 ):\n\n    # adds\n    c = (a\n         + b)\n    return c\n",
     "docstring": 'def f(a, b=1):\n    """Adds."""\n    c = a + b\n    return c\n',
     "annotations": "def f(a: int, b: int = 1) -> int:\n    c: int = a + b\n    return c\n",
@@ -29,23 +30,11 @@ def hash_of(framework, source):
     return fingerprint(sys.modules[f"{framework(source)}.core"].f)
 
 
-@pytest.mark.parametrize("how", SAME)
-def test_same_work_same_hash(framework, how):
-    assert hash_of(framework, SAME[how]) == hash_of(framework, PLAIN)
-
-
-@pytest.mark.parametrize("how", OTHER)
-def test_other_work_other_hash(framework, how):
-    assert hash_of(framework, OTHER[how]) != hash_of(framework, PLAIN)
-
-
-def test_hash_is_fixed_across_python_versions(framework):
-    assert hash_of(framework, PLAIN) == "bf41ac316586cbcc960eedfc67209944cf468cb66d361d615d01bad77daf6e72"
-
-
-def test_sees_through_wrappers_to_the_body(framework):
-    wrapped = "import functools\ndef g(fn):\n    @functools.wraps(fn)\n    def w(*a):\n        return fn(*a)\n    return w\n\n@g\n"
-    assert hash_of(framework, wrapped + PLAIN) == hash_of(framework, PLAIN)
+@pytest.mark.parametrize(("sources", "same"), [(SAME, True), (OTHER, False)], ids=["same work", "other work"])
+def test_the_same_work_has_the_same_hash_in_any_python_and_other_work_another(framework, sources, same):
+    plain = "bf41ac316586cbcc960eedfc67209944cf468cb66d361d615d01bad77daf6e72"
+    assert hash_of(framework, PLAIN) == plain
+    assert {how: hash_of(framework, source) == plain for how, source in sources.items()} == dict.fromkeys(sources, same)
 
 
 @pytest.mark.parametrize("function", [len, eval("lambda x: x")])

@@ -37,14 +37,8 @@ def patch_of(framework):
     def make(version="1.4.0", **fields):
         name = framework(version=version)
         core = f"{name}.core"
-        standard = {
-            "name": f"{name}.double",
-            "target": f"{core}:double",
-            "bindings": (f"{core}:REGISTRY[double]",),
-            "supports": f"{name}>=1.4",
-            "params": ("x", "times"),
-            "make": tripled,
-        }
+        standard = {"name": f"{name}.double", "supports": f"{name}>=1.4", "params": ("x", "times"), "make": tripled}
+        standard |= {"target": f"{core}:double", "bindings": (f"{core}:REGISTRY[double]",)}
         given = {k: v.format(core=core) if isinstance(v, str) else v for k, v in fields.items()}
         patch = Patch(**{**standard, **given})
         made.append(patch)
@@ -73,15 +67,16 @@ def test_apply_and_revert_at_every_binding(patch_of):
         assert patch.state() is SwitchState.PENDING
 
 
-def test_replacement_looks_like_the_original(patch_of):
+def test_replacement_looks_like_the_original_and_no_other_patch_of_ours_may_replace_it(patch_of):
     core, patch = patch_of()
     original = core.double
     patch.apply()
-    assert core.double.__name__ == "double"
-    assert core.double.__doc__ == "Twice x."
+    assert (core.double.__name__, core.double.__doc__) == ("double", "Twice x.")
     assert core.double.__wrapped__ is original
     assert core.double.__rl_accel_patch__ == patch.name
     assert inspect.signature(core.double) == inspect.signature(original)
+    with pytest.raises(PatchRefused, match=f"already wrapped by rl-accel's patch {patch.name}"):
+        replace(patch, name="second").apply()
 
 
 @pytest.mark.parametrize(
@@ -128,17 +123,14 @@ def test_refuses_what_it_was_not_written_for(patch_of, fields, message):
     assert patch.state() is SwitchState.PENDING
 
 
-def test_malformed_target_is_a_mistake_of_the_author(patch_of):
-    with pytest.raises(ValueError, match=r"pkg\.mod:attr"):
-        patch_of(target="no colon here")[1].check()
-
-
-def test_prereleases_and_later_versions_count_and_unknown_ones_are_refused(patch_of):
+def test_prereleases_and_later_versions_count_and_unknown_ones_are_refused_as_is_a_malformed_target(patch_of):
     for version in ("1.5.0.dev3", "1.5rc1", "2.0"):
         patch_of(version=version)[1].check()
     for version in ("not-a-version", None):
         with pytest.raises(PatchRefused, match=r"version of .* is unknown"):
             patch_of(version=version)[1].check()
+    with pytest.raises(ValueError, match=r"pkg\.mod:attr"):
+        patch_of(target="no colon here")[1].check()
 
 
 def test_bindings_must_hold_the_same_object(patch_of):
@@ -188,28 +180,24 @@ def test_upstreams_own_decorators_are_no_foreign_wrappers(framework):
     patch.revert()
 
 
-def test_another_patch_of_ours_is_named(patch_of):
-    _, patch = patch_of()
-    patch.apply()
-    with pytest.raises(PatchRefused, match=f"already wrapped by rl-accel's patch {patch.name}"):
-        replace(patch, name="second").apply()
+def theirs(x, times=2):
+    return x * times
 
 
-@pytest.mark.parametrize("where", ["attribute", "dict", "gone"])
-def test_overlaid_later_is_foreign_and_cannot_be_reverted(patch_of, where):
+@pytest.mark.parametrize(
+    "overlay",
+    [
+        lambda core: setattr(core, "double", theirs),
+        lambda core: core.REGISTRY.update(double=theirs),
+        lambda core: core.REGISTRY.clear(),
+    ],
+    ids=["attribute", "dict", "gone"],
+)
+def test_overlaid_later_is_foreign_and_cannot_be_reverted(patch_of, overlay):
     core, patch = patch_of()
     patch.apply()
     ours = core.double
-
-    def theirs(x, times=2):
-        return ours(x, times)
-
-    if where == "attribute":
-        core.double = theirs
-    elif where == "dict":
-        core.REGISTRY["double"] = theirs
-    else:
-        del core.REGISTRY["double"]
+    overlay(core)
     assert patch.state() is SwitchState.FOREIGN
     with pytest.raises(PatchRefused, match=r"now holds (.*test_patch.*theirs|nothing); undo that first"):
         patch.revert()
@@ -246,31 +234,28 @@ def test_failed_write_rolls_back(framework):
     assert patch.state() is SwitchState.PENDING
 
 
-def test_probe_that_disagrees_refuses(patch_of):
+def test_probe_that_disagrees_and_factory_that_cannot_deliver_refuse(patch_of):
     def probe(original, replacement, settings):
         if original(5) != replacement(5):
             raise ValueError("10 is not 30")
 
-    core, patch = patch_of(probe=probe)
-    original = core.double
-    with pytest.raises(PatchRefused, match=r"parity probe against .*:double failed: 10 is not 30"):
-        patch.apply(3)
-    assert core.double is original
-    assert patch.state() is SwitchState.PENDING
-    patch.apply(1)
-    assert patch.state() is SwitchState.APPLIED
-
-
-def test_factory_that_cannot_deliver_refuses(patch_of):
     def no_kernel(original, settings):
         raise BackendMissing("no such kernel here")
 
-    _, patch = patch_of(make=no_kernel)
-    with pytest.raises(PatchRefused, match="no such kernel here"):
-        patch.apply()
-    _, patch = patch_of(make=lambda original, settings: original)
-    with pytest.raises(PatchRefused, match="returned the original"):
-        patch.apply()
+    for fields, message in (
+        ({"probe": probe}, r"parity probe against .*:double failed: 10 is not 30"),
+        ({"make": no_kernel}, "no such kernel here"),
+        ({"make": lambda original, settings: original}, "returned the original"),
+    ):
+        core, patch = patch_of(**fields)
+        original = core.double
+        with pytest.raises(PatchRefused, match=message):
+            patch.apply(3)
+        assert core.double is original
+        assert patch.state() is SwitchState.PENDING
+    _, patch = patch_of(probe=probe)
+    patch.apply(1)
+    assert patch.state() is SwitchState.APPLIED
 
 
 def test_unknown_body_warns_once_and_known_body_never(patch_of, caplog):

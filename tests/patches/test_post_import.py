@@ -10,45 +10,28 @@ from rl_accel.errors import PatchRefused
 from rl_accel.post_import import when_imported
 
 
-def test_waits_for_the_import_without_importing(framework):
-    name = f"{framework(load=False)}.core"
-    seen = []
-    when_imported(name, seen.append)
+def test_callbacks_wait_for_the_import_without_importing_and_run_in_order_or_else_at_once(framework):
+    name, seen = f"{framework(load=False)}.core", []
+    for n in range(4):
+        when_imported(name, lambda module, n=n: seen.append((n, module)))
     assert name not in sys.modules
     module = importlib.import_module(name)
-    assert seen == [module]
+    assert seen == [(n, module) for n in range(4)]
     assert module.double(2) == 4
-
-
-def test_runs_at_once_when_already_imported(framework):
-    name = f"{framework()}.core"
-    seen = []
     when_imported(name, seen.append)
-    assert seen == [sys.modules[name]]
+    assert seen[4:] == [module]
 
 
-def test_several_callbacks_run_in_order(framework):
+def test_error_comes_out_of_the_import_each_time_and_once_imported_leaves_the_module_alone(framework):
     name = f"{framework(load=False)}.core"
-    seen = []
-    for n in range(4):
-        when_imported(name, lambda _m, n=n: seen.append(n))
-    importlib.import_module(name)
-    assert seen == [0, 1, 2, 3]
-
-
-def test_error_comes_out_of_the_import_each_time(framework):
-    name = f"{framework(load=False)}.core"
-    before, after = [], []
-    when_imported(name, before.append)
-
-    problems = [PatchRefused("not this one"), PatchRefused("not this one")]
+    before, after, problems = [], [], [PatchRefused("not this one")] * 2
 
     def refuse(_module):
         if problems:
             raise problems.pop()
 
-    when_imported(name, refuse)
-    when_imported(name, after.append)
+    for callback in (before.append, refuse, after.append):
+        when_imported(name, callback)
     for attempt in (1, 2):
         with pytest.raises(PatchRefused, match="not this one"):
             importlib.import_module(name)
@@ -56,16 +39,8 @@ def test_error_comes_out_of_the_import_each_time(framework):
         assert (len(before), len(after)) == (attempt, 0)
     module = importlib.import_module(name)
     assert (before[-1], after) == (module, [module])
-
-
-def test_error_of_an_immediate_callback_leaves_the_module_alone(framework):
-    name = f"{framework()}.core"
-    module = sys.modules[name]
-
-    def refuse(_module):
-        raise PatchRefused("no")
-
-    with pytest.raises(PatchRefused):
+    problems.append(PatchRefused("too late"))
+    with pytest.raises(PatchRefused, match="too late"):
         when_imported(name, refuse)
     assert sys.modules[name] is module
 

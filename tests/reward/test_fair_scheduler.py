@@ -106,14 +106,6 @@ async def test_waiting_makes_up_for_a_long_expectation(monkeypatch):
     assert stage.running == ["long"]
 
 
-async def test_a_cancelled_wait_leaves_its_place_and_a_cancelled_execution_its_slot():
-    stage = Stage(1)
-    await stage.enter("a", "b", "c")
-    await stage.cancel("b")
-    await stage.cancel("a")
-    assert stage.running == ["c"]
-
-
 async def test_a_turn_that_was_given_to_a_task_being_cancelled_goes_on_to_the_next():
     stage = Stage(1)
     await stage.enter("a", "b", "c")

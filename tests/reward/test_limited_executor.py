@@ -1,17 +1,19 @@
-"""Whose turn it is, what limit an execution gets, and what it teaches; with executions that only say what they took."""
+"""What limit an execution gets, also while it runs, and what it teaches; most executions here only say what they took."""
 
 import asyncio
+import contextlib
+from dataclasses import replace
 
 import pytest
 
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import Replica
-from rl_accel.reward.execution import ExecutionResult
+from rl_accel.reward.execution import ExecutionResult, Limits, LimitUpdates
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
-from rl_accel.reward.sandbox import Case
+from rl_accel.reward.sandbox import Case, Sandbox
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
 FLAGS = RewardTimeoutFlags(scale=1.5, slack=0.5, minimum=2.0, maximum=30.0, min_correct=2, probe_share=0.0)
 
@@ -36,11 +38,14 @@ async def execute(executor, verdict, prompt="p", case="0", teach=True, **took):
     return given[0]
 
 
-async def test_limits_adapt_once_enough_correct_results_of_the_prompt_and_test_case_are_known():
+async def test_limits_adapt_once_enough_correct_results_of_the_prompt_and_test_case_are_known_and_not_by_evaluations():
     executor = made()
     seen = [await execute(executor, "passed", wall=wall, cpu=wall / 10) for wall in (4.0, 6.0, 1.0)]
     assert seen == [(30.0, 30.0), (30.0, 30.0), (9.5, 9.5)]
     assert executor.replica.take_delta().counts["correct"] == 3.0
+    assert await execute(executor, "passed", wall=9.0, teach=False) == (9.5, 9.5)
+    assert executor.replica.timeout.get("p/0") == (6.0, 0.6, 3)
+    assert executor.replica.take_delta().counts == {"eval_executions": 1.0}
     assert await execute(executor, "wrong", "p", "1") == (30.0, 30.0)
     assert await execute(executor, "wrong", "q", "0") == (30.0, 30.0)
 
@@ -58,26 +63,12 @@ async def test_only_correct_results_teach_and_only_time_with_a_processor(verdict
     assert executor.replica.timeout.get("p/0") == anchor
 
 
-async def test_an_evaluation_uses_anchors_and_leaves_them():
-    executor = made()
-    for _ in range(2):
-        await execute(executor, "passed", wall=4.0)
-    executor.replica.take_delta()
-    assert await execute(executor, "passed", wall=6.0, teach=False) == (6.5, 6.5)
-    assert executor.replica.timeout.get("p/0") == (4.0, 0.0, 2)
-    assert executor.replica.take_delta().counts == {"eval_executions": 1.0}
-
-
 async def test_what_is_counted():
     executor = made()
-    for verdict, prompt, wall in (
-        ("passed", "p", 1.0),
-        ("passed", "p", 1.0),
-        ("timeout", "p", 2.0),
-        ("timeout", "q", 30.0),
-        ("memory", "q", 1.0),
-    ):
-        await execute(executor, verdict, prompt, wall=wall)
+    for verdict, wall in (("passed", 1.0), ("passed", 1.0), ("timeout", 2.0)):
+        await execute(executor, verdict, "p", wall=wall)
+    for verdict, wall in (("timeout", 30.0), ("memory", 1.0)):
+        await execute(executor, verdict, "q", wall=wall)
     counts = dict(executor.replica.take_delta().counts)
     del counts["waited_seconds"]
     assert counts == {
@@ -128,16 +119,9 @@ class Programs:
         return ExecutionResult(case.given)
 
 
-@pytest.mark.parametrize(
-    ("verdicts", "early_stop", "judged"),
-    [
-        (["passed", "wrong", "passed"], False, 3),
-        (["passed", "timeout", "passed", "wrong"], True, 2),
-    ],
-)
-async def test_test_cases_of_a_program_are_judged_in_order_with_early_stop_until_one_fails(
-    verdicts, early_stop, judged
-):
+@pytest.mark.parametrize(("early_stop", "judged"), [(False, 4), (True, 2)])
+async def test_test_cases_of_a_program_are_judged_in_order_with_early_stop_until_one_fails(early_stop, judged):
+    verdicts = ["passed", "timeout", "passed", "wrong"]
     programs, cases = Programs(), [Case("stdin", verdict) for verdict in verdicts]
     results = await execute_program(made(), programs, "p", "", cases, early_stop=early_stop)
     assert [result.verdict for result in results] == programs.ran == verdicts[:judged]
@@ -149,3 +133,127 @@ async def test_a_sandbox_that_fails_fails_the_program_and_stops_its_other_cases(
         await execute_program(executor, Programs(), "p", "", cases)
     await execute(executor, "passed", "q")  # its slot is free
     assert executor.replica.take_delta().counts["executions"] < 50
+
+
+# Limits of executions that run
+
+
+SHORT = RewardTimeoutFlags(scale=1.5, slack=0.05, minimum=0.2, maximum=20.0, min_correct=2, probe_share=0.0)
+HANGS = ("while True: pass", "import time\nwhile True: time.sleep(9)")
+RIGHT = "print(42)"
+CASE = Case("stdin", "", "42")
+
+
+@pytest.mark.parametrize("published", [(0.6, 0.9), (0.01,)], ids=["it may rise again", "it has passed already"])
+@pytest.mark.parametrize("code", HANGS)
+async def test_the_sandbox_stops_at_the_limit_given_last_and_its_worker_goes_on(
+    code, published, processes, closed_later
+):
+    sandbox, updates = closed_later(Sandbox(1, "process")), LimitUpdates()
+    running = asyncio.create_task(sandbox.run(code, CASE, Limits(wall=30.0, cpu=30.0, updates=updates)))
+    (worker,) = await processes.executing()
+    for wall in published:
+        updates.publish(wall, 20.0)
+    stopped = await running
+    assert (stopped.verdict, stopped.reason) == ("timeout", "wall limit")
+    assert published[-1] <= stopped.wall - stopped.waited < 5.0
+    updates.publish(0.9, 20.0)
+    for _ in range(3):
+        assert (await sandbox.run(RIGHT, CASE, Limits(updates=updates))).verdict == "passed"
+    assert [worker] == processes.workers()
+
+
+class Executions:
+    """Stands for the sandbox: an execution ends when its limit, as it is by then, has passed, or when it is ready."""
+
+    def __init__(self, flags=SHORT):
+        self.executor = LimitedExecutor(Replica(AdaptiveTimeout(flags, caution=0.0)), 8)
+        self.given = {}
+        self.began = asyncio.Event()
+
+    async def together(self, *executions):
+        """Execute ``(name, seconds)`` or ``(name, seconds, verdict)``, all for one prompt."""
+        return await asyncio.gather(
+            *(self.executor.execute("p", "0", self._taking(*one), passed) for one in executions)
+        )
+
+    def _taking(self, name, seconds, verdict="passed"):
+        async def run(limits):
+            loop, changed = asyncio.get_running_loop(), asyncio.Event()
+            began, given = loop.time(), self.given.setdefault(name, [limits.wall])
+
+            def tell(wall, cpu):
+                given.append(wall)
+                changed.set()
+
+            with limits.updates.subscribed(tell):
+                self.began.set()
+                while (left := began + min(seconds, given[-1]) - loop.time()) > 0:
+                    changed.clear()
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(changed.wait(), left)
+            return ExecutionResult(verdict if seconds <= given[-1] else "timeout", wall=min(seconds, given[-1]))
+
+        return run
+
+
+async def test_a_hang_that_began_with_the_full_budget_ends_soon_after_enough_others_were_correct():
+    executions = Executions()
+    hung, *others = await executions.together(("hangs", 60.0), ("first", 0.02), ("second", 0.03))
+    assert (hung.verdict, hung.wall) == ("timeout", 0.2)
+    assert [result.verdict for result in others] == ["passed", "passed"]
+    assert (executions.given["hangs"], executions.given["first"]) == ([20.0, 0.2], [20.0])
+    counts = executions.executor.replica.take_delta().counts
+    assert (counts["timeouts"], counts["timeouts_full"]) == (1.0, 0.0)
+    assert counts["saved_seconds"] == pytest.approx(19.8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "seconds", "others", "counted"),
+    [
+        ({}, 60.0, [("right", 0.02), ("wrong", 0.02, "wrong")], {"timeouts_full": 1.0, "probes": 0.0}),
+        ({"min_correct": 1, "probe_share": 1.0}, 0.5, [("right", 0.02)], {"timeouts": 0.0, "probes": 1.0}),
+    ],
+    ids=["while too few were correct", "as a probe"],
+)
+async def test_it_keeps_the_full_budget(flags, seconds, others, counted):
+    executions = Executions(replace(SHORT, minimum=0.1, maximum=0.8, **flags))
+    slow, *_ = await executions.together(("slow", seconds), *others)
+    assert (slow.wall, executions.given["slow"]) == (min(seconds, 0.8), [0.8])
+    counts = executions.executor.replica.take_delta().counts
+    assert {name: counts[name] for name in counted} == counted
+
+
+async def test_its_limit_rises_with_the_anchor():
+    executions = Executions(replace(SHORT, scale=6.0, slack=0.2, minimum=1.5))
+    results = await executions.together(
+        ("slow", 60.0), ("first", 0.02), ("second", 0.03), ("slower", 0.3), ("slower still", 0.5)
+    )
+    assert [result.verdict for result in results] == ["timeout", *["passed"] * 4]
+    given = executions.given["slow"]
+    assert given[0] == 20.0
+    assert given[1:] == sorted(given[1:])
+    assert results[0].wall == given[-1] == pytest.approx(6.0 * 0.5 + 0.2)
+
+
+async def test_what_others_have_learned_counts_too():
+    executions = Executions()
+    running = asyncio.create_task(executions.together(("hangs", 60.0)))
+    await executions.began.wait()
+    executions.executor.replica.timeout.merge({"p/0": (0.4, 0.1, 7)})
+    (hung,) = await running
+    assert hung.wall == pytest.approx(0.65)
+    assert executions.given["hangs"] == [20.0, pytest.approx(0.65)]
+
+
+@pytest.mark.parametrize("isolation", ["process", "auto"])
+async def test_a_group_with_a_hang_takes_no_longer_than_its_limit_with_real_processes(isolation, closed_later):
+    sandbox = closed_later(Sandbox(2, isolation))
+    executor = LimitedExecutor(Replica(AdaptiveTimeout(replace(SHORT, maximum=60.0), caution=0.0)), 2)
+    found = await asyncio.gather(
+        *(execute_program(executor, sandbox, "p", code, [CASE]) for code in (HANGS[0], *[RIGHT] * 6))
+    )
+    (hung,), *others = found
+    assert [result.verdict for (result,) in others] == ["passed"] * 6
+    assert (hung.verdict, hung.reason) == ("timeout", "wall limit")
+    assert hung.wall - hung.waited < 30

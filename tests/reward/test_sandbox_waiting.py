@@ -1,6 +1,5 @@
 """Seconds that a program was ready and had no processor do not count against its wall limit; seconds that it slept do."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -18,31 +17,25 @@ BUSY = "import time\nwhile time.process_time() < 1.0: pass\nprint(1)"
 ENDLESS = BUSY.replace("1.0", "600")
 
 
-@contextlib.contextmanager
-def one_processor(spinners):
-    """Keep this process, and all it starts, on one processor, beside others that never rest."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(before)})
-    command = [sys.executable, "-c", "while True: pass"]
-    beside = [subprocess.Popen(command, start_new_session=True) for _ in range(spinners)]
-    try:
-        yield
-    finally:
-        for process in beside:
-            process.kill()
-            process.wait()
-        os.sched_setaffinity(0, before)
-
-
 @pytest.fixture
 def run(closed_later):
+    """``await run(code, limits, spinners)`` on one processor, beside so many processes that never rest."""
+
     async def run(code, limits, spinners):
-        with one_processor(spinners):
+        before, command = os.sched_getaffinity(0), [sys.executable, "-c", "while True: pass"]
+        os.sched_setaffinity(0, {max(before)})  # of this process and all it starts
+        beside = [subprocess.Popen(command, start_new_session=True) for _ in range(spinners)]
+        try:
             sandbox = closed_later(Sandbox(1, "process"))
             await sandbox.run("pass", Case("stdin", ""))
             found = await sandbox.run(code, Case("stdin", "", "1"), limits)
             await sandbox.close()
             return found
+        finally:
+            for process in beside:
+                process.kill()
+                process.wait()
+            os.sched_setaffinity(0, before)
 
     return run
 
@@ -91,3 +84,4 @@ for _ in range(20):
 """
     found = await run(code, Limits(wall=60, cpu=1.0), spinners=0)
     assert (found.verdict, found.reason) == ("timeout", "cpu limit")
+    assert found.cpu > 0.95

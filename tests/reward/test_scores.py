@@ -101,10 +101,5 @@ def test_errors_are_counted_apart_from_what_was_stopped_and_each_kind_logged_onc
     scores.reward_of(ExecutionResult(verdict="killed", value=None, reason="memory limit"), "a", True)
     scores.reward_of(ExecutionResult(verdict="timeout", value=None, reason="wall limit"), "a", True)
     assert replica.take_delta().counts == {"errors": 3.0, "eval_errors": 1.0}
-    logged = [record.getMessage() for record in caplog.records]
-    assert [sum(kind in line for line in logged) for kind in ("KeyError: 'x'", "returned None", "memory limit")] == [
-        1,
-        1,
-        1,
-    ]
-    assert len(logged) == 3
+    kinds = ("KeyError: 'x'", "returned None", "memory limit")
+    assert [[kind for kind in kinds if kind in line] for line in caplog.messages] == [[kind] for kind in kinds]

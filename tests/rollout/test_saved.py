@@ -23,11 +23,6 @@ def saved_run(folder):
     save(folder, 4, core.state_dict(), supply.fetched, supply.payloads)
 
 
-def test_a_checkpoint_of_a_stock_run_is_refused(tmp_path):
-    with pytest.raises(ResumeError, match=r"saved without tail batching: .*state\.json is missing"):
-        restore(tmp_path, 4, *new_run())
-
-
 def test_the_log_forgets_what_a_checkpoint_does_not_hold(tmp_path):
     log = SettlementLog(tmp_path)
     log.rewind(0)
@@ -52,14 +47,21 @@ def test_a_run_comes_back_with_its_prompts_and_its_place_in_the_data(tmp_path):
     assert (supply.fetched, len(supply.payloads)) == (3, 3)
 
 
+def core_with(**fields):
+    return lambda state: state["core"].update(fields)
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
         (lambda state: state.update(step=5), "must be of step 4, found 5"),
-        (
-            lambda state: state["core"].update(data_id="other"),
-            "does not fit this run: state must have data_id = 'train.pa",
-        ),
+        (core_with(version=1), "state must have version = 2, found 1"),
+        (core_with(format="x"), "state must have format = 'rl_accel.tail_batching', found 'x'"),
+        (core_with(prompts_per_step=3), "state must have prompts_per_step = 2, found 3"),
+        (core_with(responses_per_prompt=8), "state must have responses_per_prompt = 2, found 8"),
+        (core_with(rounds=None), "state is damaged or does not fit: TypeError"),
+        (core_with(times=[]), "state is damaged or does not fit: TypeError"),
+        (core_with(data_id="x"), "does not fit this run: state must have data_id = 'train.pa"),
         (lambda state: state["core"]["prompts"].append(["1:4"]), "does not fit this run: state is damaged"),
         (lambda state: state.pop("rows_fetched"), "is damaged: KeyError: 'rows_fetched'"),
         (lambda state: state.update(rows_fetched=2), "3 prompts are open and 0 settled, but 2 rows were fetched"),
@@ -79,13 +81,16 @@ def test_a_state_that_is_damaged_or_of_another_run_is_refused_and_nothing_change
 
 
 @pytest.mark.parametrize("name", ["state.json", "prompts.pt"])
-def test_a_file_that_was_written_in_part_is_refused(tmp_path, name):
+def test_a_file_that_was_written_in_part_and_a_checkpoint_of_a_stock_run_are_refused(tmp_path, name):
     saved_run(tmp_path)
     content = (tmp_path / name).read_bytes()
     for size in (0, 10, len(content) // 2):
         (tmp_path / name).write_bytes(content[:size])
         with pytest.raises(ResumeError, match="is damaged: "):
             restore(tmp_path, 4, *new_run())
+    (tmp_path / "state.json").unlink()
+    with pytest.raises(ResumeError, match=r"saved without tail batching: .*state\.json is missing"):
+        restore(tmp_path, 4, *new_run())
 
 
 def test_a_run_that_is_killed_while_it_resumes_keeps_its_log(tmp_path, monkeypatch):

@@ -44,17 +44,6 @@ def test_without_a_feature_rollouts_take_exactly_the_longest_of_each(table, repl
     assert sum(p.metrics.tokens_generated for p in played) == sum(sum(row) for row in table[: 4 * steps])
 
 
-@given(table=LENGTHS, seed=st.integers(0, 100))
-def test_with_a_place_for_each_the_order_is_irrelevant(table, seed):
-    engine = Engine({1: PACE, 8: 2 * PACE, 64: 5 * PACE}, cached_token_seconds=1e-6)
-    order = np.random.default_rng(seed).permutation(len(table))
-    times = [
-        seconds_of(play_rounds(TailRun(len(table), 3, PLAIN), engine, 1, Given(np.array(table)[rows]), 1))[0]
-        for rows in (np.arange(len(table)), order)
-    ]
-    assert times[0] == pytest.approx(times[1])
-
-
 @given(seed=st.integers(0, 2**31), ratio=st.sampled_from([1.0, 1.25, 2.0, "auto"]), replicas=st.integers(1, 4))
 def test_the_same_seed_gives_the_same_rounds(seed, ratio, replicas):
     run = TailRun(4, 3, TailBatchingFlags(prompt_ratio=ratio))
@@ -98,14 +87,11 @@ def test_ends_of_three_responses(engine, lengths, ends):
     assert played.metrics.rollout_seconds == pytest.approx(max(ends))
 
 
-def test_cached_tokens_slow_a_step_down():
+def test_cached_tokens_slow_a_step_down_and_a_full_cache_preempts_the_request_that_began_last():
     workload = Given(np.array([[100]]), prompt_tokens=50)
     (played,) = play_rounds(TailRun(1, 1, PLAIN), Engine({1: 0.01}, 1e-4), 1, workload, 1)
     assert played.metrics.rollout_seconds == pytest.approx(100 * 0.01 + 1e-4 * (100 * 50 + 100 * 100 / 2))
     assert played.peak_tokens == pytest.approx(150)
-
-
-def test_a_full_cache_preempts_the_request_that_began_last():
     engine = Engine({1: 0.01}, prompt_token_seconds=0.001, cache_tokens=100)
     (played,) = play_rounds(TailRun(1, 2, PLAIN), engine, 1, Given(np.array([[80, 80]]), prompt_tokens=10), 1)
     # Both read 10 tokens of a prompt and go on for 40; the second one waits 40 steps, is read again and does its last 40.
@@ -138,24 +124,13 @@ def test_rewards_end_a_rollout_and_the_adaptive_timeout_cuts_them():
     assert sum(limited) < sum(waiting)
 
 
-def test_a_cluster_gives_a_request_to_the_replica_with_the_fewest():
+def test_the_replica_with_the_fewest_gets_a_request_and_what_is_stopped_says_how_far_it_was_and_can_go_on():
     cluster = Cluster(Engine({1: 1.0, 2: 2.0}), 2)
-    cluster.launch([1, 2, 3], [10, 10, 10])
-    ends = {}
-    while len(cluster):
-        ended = cluster.happen()
-        ends[ended.id] = cluster.now
-    assert ends == pytest.approx({2: 10.0, 1: 20.0, 3: 20.0})
-
-
-def test_what_is_stopped_says_how_far_it_was_and_can_go_on():
-    cluster = Cluster(Engine({1: 1.0}), 1)
-    cluster.launch([1, 2], [10, 20])
-    assert cluster.happen().id == 1
-    assert cluster.cancel([2]) == [10]
-    cluster.launch([2], [20], [10])
-    assert cluster.happen().id == 2
-    assert cluster.now == pytest.approx(20.0)
+    cluster.launch([1, 2, 3], [10, 10, 40])  # 1 and 3 share a replica
+    assert [(cluster.happen().id, cluster.now) for _ in range(2)] == [(2, 10.0), (1, 20.0)]
+    assert cluster.cancel([3]) == [10]
+    cluster.launch([3], [40], [10])
+    assert (cluster.happen().id, cluster.now) == (3, pytest.approx(50.0))
 
 
 @pytest.mark.parametrize(

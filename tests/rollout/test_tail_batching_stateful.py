@@ -64,28 +64,24 @@ class Host(RuleBasedStateMachine):
     @initialize(
         prompts=st.integers(1, 4),
         responses=st.integers(1, 3),
-        ratio=st.sampled_from([1.0, 1.25, 1.5, 2.0, "auto"]),
-        surplus=st.sampled_from([1.0, 1.5, 2.0]),
-        threshold=st.none() | st.integers(1, 6),
-        deferrals=st.integers(1, 3),
-        retries=st.integers(0, 2),
+        flags=st.fixed_dictionaries(
+            {
+                "prompt_ratio": st.sampled_from([1.0, 1.25, 1.5, 2.0, "auto"]),
+                "response_ratio": st.sampled_from([1.0, 1.5, 2.0]),
+                "queue_threshold": st.none() | st.integers(1, 6),
+                "max_deferrals": st.integers(1, 3),
+                "max_retries": st.integers(0, 2),
+            }
+        ),
         filtered=st.booleans(),
         split=st.integers(0, 3),
     )
-    def start(self, prompts, responses, ratio, surplus, threshold, deferrals, retries, filtered, split):
-        self.P0, self.R0, self.filtered, self.retries = prompts, responses, filtered, retries
-        self.surplus = -(-responses * surplus // 1)
+    def start(self, prompts, responses, flags, filtered, split):
+        self.P0, self.R0, self.filtered, self.retries = prompts, responses, filtered, flags["max_retries"]
+        self.surplus = -(-responses * flags["response_ratio"] // 1)
         self.quotas = {"code": split, "math": prompts - split} if 0 < split < prompts else {}
         self.places = self.quotas or {"": prompts}
-        flags = TailBatchingFlags(
-            prompt_ratio=ratio,
-            response_ratio=surplus,
-            queue_threshold=threshold,
-            max_deferrals=deferrals,
-            max_retries=retries,
-            domain_quotas=self.quotas,
-        )
-        self.run = TailRun(prompts, responses, flags, filtered)
+        self.run = TailRun(prompts, responses, TailBatchingFlags(**flags, domain_quotas=self.quotas), filtered)
         self.books = Books()
         self.now = 0.0
         self.saved = None
@@ -138,7 +134,7 @@ class Host(RuleBasedStateMachine):
             assert len(ids) == self.responses
             self.attempts[prompt] = Attempt()
             self.to_launch -= 1
-            self.tally["admitted"] += 1
+            self.tally["prompts_admitted"] += 1
             retries = 0
         for response_id in ids:
             self.live[response_id] = Response(prompt, retries)
@@ -150,7 +146,7 @@ class Host(RuleBasedStateMachine):
             assert response.prompt == decision.prompt_id
             assert not response.cancelled
             response.cancelled = True
-            self.tally["cancelled"] += 1
+            self.tally["responses_cancelled"] += 1
             if response.state == "scored":
                 self.settle_response(response_id, response.tokens)
         if not self.counting(decision.prompt_id):
@@ -176,7 +172,7 @@ class Host(RuleBasedStateMachine):
             self.attempts[prompt].kept = True
         else:
             self.books.settle(prompt, "rejected")
-            self.tally["rejected"] += 1
+            self.tally["prompts_rejected"] += 1
             for response_id in decision.group.response_ids:
                 self.tally["rejected_tokens"] += self.live.pop(response_id).tokens
                 self.gone.append(response_id)
@@ -187,7 +183,7 @@ class Host(RuleBasedStateMachine):
         assert self.fatal == decision.prompt_id
         self.fatal = None
         self.attempts.pop(decision.prompt_id, None)
-        self.tally["failed"] += 1
+        self.tally["prompts_failed"] += 1
         self.books.settle(decision.prompt_id, "failed")
 
     def on_trainbatch(self, decision: TrainBatch):
@@ -205,7 +201,7 @@ class Host(RuleBasedStateMachine):
         if self.quotas:
             assert Counter(self.books.offered[group.prompt_id] for group in decision.groups) == self.quotas
         self.batches[decision.kind] += 1
-        self.tally["trained"] += len(decision.groups)
+        self.tally["prompts_trained"] += len(decision.groups)
         self.open, self.settling, self.request = False, True, None
 
     def on_roundended(self, decision: RoundEnded):
@@ -213,11 +209,10 @@ class Host(RuleBasedStateMachine):
         assert self.settling, "a round ended without a batch"
         metrics = decision.metrics
         assert metrics.kind == self.kind
-        assert metrics.prompts_trained == self.tally["trained"]
-        assert metrics.prompts_admitted == self.tally["admitted"]
-        assert metrics.prompts_rejected == self.tally["rejected"]
-        assert metrics.prompts_failed == self.tally["failed"]
-        assert metrics.responses_cancelled == self.tally["cancelled"]
+        for name in ("prompts_trained", "prompts_admitted", "prompts_rejected", "prompts_failed"):
+            assert getattr(metrics, name) == self.tally[name], name
+        for name in ("responses_cancelled", "responses_failed"):
+            assert getattr(metrics, name) == self.tally[name], name
         every = self.tally["used"] + self.tally["wasted"] + self.tally["rejected_tokens"]
         assert metrics.wasted_token_share == pytest.approx(self.tally["wasted"] / every if every else 0)
         assert metrics.oldest_deferral_rounds >= 0
@@ -272,6 +267,7 @@ class Host(RuleBasedStateMachine):
                 attempt.retries_due.append(response.retries + (not lost))
             elif len(self.counting(response.prompt)) < self.R0:
                 self.fatal = response.prompt
+            self.tally["responses_failed"] += 1
             self.carry_out(self.core.response_failed(what, tokens, self.now, lost))
             assert self.fatal is None, "a prompt that failed for good was not reported"
             assert not attempt.retries_due, "a failed response was not retried"

@@ -79,10 +79,17 @@ def test_waiting_for_all_is_estimated_from_rounds_that_never_did():
     assert times.full_wait() == pytest.approx(stock, rel=0.1)
 
 
-def test_the_automatic_ratio_waits_for_the_first_long_round():
-    times = CompletionTimes(4)
-    for seconds in range(4):
+def observed(P0, short, long):
+    times = CompletionTimes(P0)
+    for seconds in short:
         times.add_short(seconds, completed=True)
+    for seconds in long:
+        times.add_long(seconds, seconds)
+    return times
+
+
+def test_the_automatic_ratio_waits_for_the_first_long_round_needs_a_tail_and_is_limited():
+    times = observed(4, range(4), [])
     times.add_short(3.0, completed=False)
     assert times.best_ratio(1.25) == 1.25
     assert times.full_wait() is None
@@ -90,20 +97,7 @@ def test_the_automatic_ratio_waits_for_the_first_long_round():
         times.add_long(50.0, 50.0)
     assert times.best_ratio(1.25) > 1.0
     assert times.full_wait() > 3.0
-
-
-def test_without_a_tail_there_is_no_surplus():
-    times = CompletionTimes(8)
-    for _ in range(64):
-        times.add_short(5.0, completed=True)
-        times.add_long(5.0, 5.0)
-    assert times.best_ratio(1.25) == 1.0
-    assert times.full_wait() == pytest.approx(5.0)
-
-
-def test_the_ratio_is_limited():
-    times = CompletionTimes(8)
-    for i in range(640):
-        times.add_short(1.0 if i % 2 else 1000.0, completed=True)
-        times.add_long(1000.0, 1000.0)
-    assert times.best_ratio(1.25, limit=1.5) <= 1.5
+    no_tail = observed(8, [5.0] * 64, [5.0] * 64)
+    assert no_tail.best_ratio(1.25) == 1.0
+    assert no_tail.full_wait() == pytest.approx(5.0)
+    assert observed(8, [1000.0, 1.0] * 320, [1000.0] * 640).best_ratio(1.25, limit=1.5) <= 1.5

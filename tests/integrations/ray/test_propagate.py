@@ -83,10 +83,8 @@ def test_the_hook_keeps_what_it_finds(monkeypatch):
     propagate.publish("{}")
     assert os.environ["RAY_RUNTIME_ENV_HOOK"] == propagate.HOOK
     given = {"working_dir": "x", "env_vars": {"MINE": "1"}}
-    assert propagate.add_to_runtime_env(given) == {
-        "working_dir": "x",
-        "env_vars": {"MINE": "1", "RL_ACCEL_SOURCES": "{}"},
-    }
+    both = {"MINE": "1", "RL_ACCEL_SOURCES": "{}"}
+    assert propagate.add_to_runtime_env(given) == {"working_dir": "x", "env_vars": both}
     assert given == {"working_dir": "x", "env_vars": {"MINE": "1"}}, "the caller's mapping is not ours to change"
     propagate.publish(None)
     assert os.environ["RAY_RUNTIME_ENV_HOOK"] == "builtins.dict"

@@ -4,45 +4,30 @@ import itertools
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rl_accel.ops import discounted_returns, gae
 from rl_accel.ops.scan import numba as scan_numba
 
 
-@pytest.fixture(scope="module")
-def stock():
-    from verl.trainer.ppo import core_algos
-
-    return core_algos
-
-
-def test_results_have_the_bits_of_verls_functions(stock, case, same_bits, monkeypatch):
+def test_results_have_the_bits_of_verls_functions(core_algos, case, same_bits, monkeypatch):
     from verl.utils.torch_functional import masked_whiten
 
     for seed in range(240):
         c = case(seed)
         monkeypatch.setattr(scan_numba, "STREAM_BYTES", 0 if seed % 2 else 1 << 40)
-        whitened, returns = stock.compute_gae_advantage_return(c.rewards, c.values, c.mask, c.gamma, c.lam)
+        whitened, returns = core_algos.compute_gae_advantage_return(c.rewards, c.values, c.mask, c.gamma, c.lam)
         ours, our_returns = gae(c.rewards, c.values, c.mask, c.gamma, c.lam, backend="numba", num_threads=1 + seed % 3)
         assert same_bits(our_returns, returns), seed
         assert same_bits(masked_whiten(ours, c.mask), whitened), seed
         config = SimpleNamespace(gamma=c.gamma)
-        _, sums = stock.compute_reinforce_plus_plus_outcome_advantage(c.rewards, c.mask, config=config)
+        _, sums = core_algos.compute_reinforce_plus_plus_outcome_advantage(c.rewards, c.mask, config=config)
         assert same_bits(discounted_returns(c.rewards, c.mask, c.gamma, backend="numba"), sums), seed
 
 
 MASKS = (None, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16)
-COMPILED = (
-    (torch.float64, None),
-    (torch.float64, torch.bool),
-    (torch.float32, torch.uint8),
-    (torch.float32, torch.float16),
-)
+COMPILED = [(torch.float64, mask) for mask in MASKS[:2]] + [(torch.float32, mask) for mask in (MASKS[2], MASKS[-1])]
 
 
 @pytest.mark.slow  # compiles a kernel for each pair
@@ -57,23 +42,19 @@ def test_every_mask_type_gives_the_bits_of_the_loop(dtype, mask_type, case, same
     for seed in (1, 2, 5):
         c = case(seed)
         arguments = (c.rewards.to(dtype), c.values.to(dtype), None if mask_type is None else c.mask.to(mask_type))
-        for a, b in zip(
-            gae(*arguments, c.gamma, c.lam, backend="numba"),
-            gae(*arguments, c.gamma, c.lam, backend="naive"),
-            strict=True,
-        ):
-            assert same_bits(a, b)
+        ours, loop = (gae(*arguments, c.gamma, c.lam, backend=backend) for backend in ("numba", "naive"))
+        assert all(same_bits(a, b) for a, b in zip(ours, loop, strict=True))
 
 
-def test_the_number_of_threads_does_not_change_a_bit(stock, same_bits):
+def test_the_number_of_threads_does_not_change_a_bit(core_algos, same_bits):
     from verl.utils.torch_functional import masked_whiten
 
     torch.manual_seed(7)
     rewards, values = torch.randn(40, 16_400), torch.randn(40, 16_400)
     mask = (torch.rand(40, 16_400) < 0.8).long()
-    whitened, returns = stock.compute_gae_advantage_return(rewards, values, mask, 0.99, 0.95)
+    whitened, returns = core_algos.compute_gae_advantage_return(rewards, values, mask, 0.99, 0.95)
     config = SimpleNamespace(gamma=0.99)
-    _, sums = stock.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=config)
+    _, sums = core_algos.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=config)
     for rows, threads in itertools.product((1, 2, 5, 40), (None, 1, 2, 3, 16, 64)):
         options = {"backend": "numba", "num_threads": threads}
         ours, our_returns = gae(rewards[:rows], values[:rows], mask[:rows], 0.99, 0.95, **options)
@@ -121,25 +102,3 @@ def test_works_where_compiled_code_cannot_be_kept_and_in_a_forked_child_after_th
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_arguments_are_left_alone_and_memory_is_not_shared(case):
-    c = case(4)
-    before = [x.clone() for x in (c.rewards, c.values, c.mask)]
-    advantages, returns = gae(c.rewards, c.values, c.mask, backend="numba")
-    advantages.zero_()
-    returns.zero_()
-    for now, then in zip((c.rewards, c.values, c.mask), before, strict=True):
-        assert torch.equal(now, then)
-
-
-@given(lengths=st.lists(st.integers(0, 1000), min_size=1, max_size=80), threads=st.integers(1, 20))
-def test_every_sequence_with_tokens_is_dealt_once_and_evenly(lengths, threads):
-    lengths = np.array(lengths)
-    shares = scan_numba.deal(lengths, threads)
-    groups = np.concatenate(shares) if shares else np.zeros((0, 8), int)
-    assert sorted(groups[groups >= 0]) == np.flatnonzero(lengths).tolist()
-    # the kernel walks as far as the first lane of a group says
-    tokens = np.where(groups >= 0, lengths[groups], 0)
-    assert (tokens[:, 0] == tokens.max(1)).all()
-    assert len(groups) >= min(threads, np.count_nonzero(lengths))

@@ -1,8 +1,6 @@
 """The GPU scan, run by triton's interpreter on the CPU: the same programs, block by block, without a device."""
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,13 +9,8 @@ import pytest
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", ["not full", pytest.param("full", marks=pytest.mark.full)])
-def test_the_interpreted_programs_agree_with_the_loop(clean_environment, chosen):
+def test_the_interpreted_programs_agree_with_the_loop(python, chosen):
     """The interpreter is chosen when triton is imported, so the tests of interpreted_triton.py have a process of their own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", chosen, str(Path(__file__).with_name("interpreted_triton.py"))],
-        env={**clean_environment, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    words = ("-q", "-m", chosen, str(Path(__file__).with_name("interpreted_triton.py")))
+    done = python("import pytest\nraise SystemExit(pytest.main())", *words, timeout=500, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout

@@ -34,9 +34,8 @@ def main():
 
     import rl_accel.errors
 
-    stock = {
-        name: getattr(loss, name) for name in ("get_advantages_and_returns_batch", "get_reinforce_plus_plus_returns")
-    }
+    names = ("get_advantages_and_returns_batch", "get_reinforce_plus_plus_returns")
+    stock = {name: getattr(loss, name) for name in names}
     from slime.utils.misc import load_function
 
     hook = load_function("rl_accel.integrations.slime.hooks.megatron_init")
@@ -68,11 +67,8 @@ def main():
 
         for gamma, lam in ((1.0, 1.0), (0.99, 0.95), (1.0, 0.0)):
             arguments = (totals, lengths, mine("values"), mine("rewards"), gamma, lam)
-            for wanted, found in zip(
-                stock["get_advantages_and_returns_batch"](*arguments),
-                loss.get_advantages_and_returns_batch(*arguments),
-                strict=True,
-            ):
+            both = (stock["get_advantages_and_returns_batch"], loss.get_advantages_and_returns_batch)
+            for wanted, found in zip(*(function(*arguments) for function in both), strict=True):
                 close(found, wanted)
                 compared += 1
             keywords = {
@@ -84,9 +80,8 @@ def main():
                 "kl_coef": 0.05,
                 "gamma": gamma,
             }
-            close(
-                loss.get_reinforce_plus_plus_returns(**keywords), stock["get_reinforce_plus_plus_returns"](**keywords)
-            )
+            wanted = stock["get_reinforce_plus_plus_returns"](**keywords)
+            close(loss.get_reinforce_plus_plus_returns(**keywords), wanted)
             compared += 1
 
     hook(SimpleNamespace(rl_accel={}))

@@ -59,16 +59,11 @@ def test_returns_put_the_reward_on_the_last_token_that_counts(gamma):
         torch.testing.assert_close(found[i].double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_sequence_that_is_masked_throughout_is_named_as_slime_does():
-    masks = [torch.ones(2, dtype=torch.int), torch.zeros(3, dtype=torch.int)]
-    with pytest.raises(AssertionError, match="Sequence at index 1 is fully masked"):
-        reinforce_plus_plus.packed_returns(torch.zeros(2), [torch.zeros(2), torch.zeros(3)], masks, 0.1, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("scores", "masks"), [(2, (3, 2)), (1, (2, 3))], ids=["masks of other lengths", "too few rewards"]
-)
-def test_lists_that_do_not_belong_together_are_refused(scores, masks):
+def test_lists_that_do_not_belong_together_are_refused_and_a_masked_sequence_is_named_as_slime_does():
     kl = [torch.zeros(2), torch.zeros(3)]
-    with pytest.raises(ValueError, match=rf"{scores} rewards and masks of .* do not go with sequences of \[2, 3\]"):
-        reinforce_plus_plus.packed_returns(torch.zeros(scores), kl, [torch.ones(n) for n in masks], 0.1, 1.0)
+    for scores, lengths in ((2, (3, 2)), (1, (2, 3))):
+        masks = [torch.ones(n) for n in lengths]
+        with pytest.raises(ValueError, match=rf"{scores} rewards and masks of .* do not go with sequences of \[2, 3\]"):
+            reinforce_plus_plus.packed_returns(torch.zeros(scores), kl, masks, 0.1, 1.0)
+    with pytest.raises(AssertionError, match="Sequence at index 1 is fully masked"):
+        reinforce_plus_plus.packed_returns(torch.zeros(2), kl, [torch.ones(2), torch.zeros(3)], 0.1, 1.0)

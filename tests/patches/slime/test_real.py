@@ -22,22 +22,13 @@ def test_advantages_are_slimes_in_slimes_own_module(ranks):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    script = Path(__file__).with_name("real.py")
+    command = [sys.executable, str(Path(__file__).with_name("real.py"))]
+    env = {**os.environ, "PYTHONPATH": ROOT, "WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = []
     try:
         for rank in range(ranks):
-            env = {
-                **os.environ,
-                "PYTHONPATH": ROOT,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "MASTER_PORT": str(port),
-            }
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(script)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-                )
-            )
+            processes.append(subprocess.Popen(command, env={**env, "RANK": str(rank)}, **output))
         for rank, process in enumerate(processes):
             output, _ = process.communicate(timeout=240)
             assert process.returncode == 0, output[-4000:]

@@ -91,14 +91,8 @@ def main(keys, seconds):
 
 
 if __name__ == "__main__":
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        _temp_dir=sys.argv[1],
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    ray.init(address="local", num_cpus=4, _temp_dir=sys.argv[1], **quiet)
     try:
         tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
         main(int(sys.argv[2]), float(sys.argv[3]))

@@ -1,7 +1,5 @@
 """The advantage patches on real verl: in and out of every binding, same bits through verl's own entry points."""
 
-import importlib
-
 import numpy as np
 import pytest
 import torch
@@ -10,18 +8,14 @@ from omegaconf import OmegaConf
 from rl_accel.patches.verl import advantages
 from rl_accel.telemetry import metrics
 
+core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
 SWITCHES = {patch.name.removeprefix("verl."): patch for patch in advantages.SWITCHES}
 ESTIMATORS = [name for name in SWITCHES if name != "masked_whiten"]
 CONFIG = OmegaConf.create({"gamma": 0.98, "norm_adv_by_std_in_grpo": True})
 
 
-@pytest.fixture(scope="module")
-def core_algos():
-    return importlib.import_module("verl.trainer.ppo.core_algos")
-
-
 @pytest.fixture
-def apply(core_algos):
+def apply():
     """Apply patches by name; they are reverted at the end whatever happens."""
     applied = []
 
@@ -62,15 +56,15 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype == torch.float32 and torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_bits_of_the_function_it_replaces(core_algos, apply, name):
+@pytest.mark.parametrize("name", [*ESTIMATORS, "gdpo"])
+def test_bits_of_the_function_it_replaces(apply, name):
+    """GDPO calls GRPO for each reward, and verl gives neither of them its configuration."""
     stock = core_algos.get_adv_estimator_fn(name)
-    if name == "grpo":
-        cases = [{k: v for k, v in batch(seed, name).items() if k != "config"} for seed in range(200)]
-    else:
-        cases = [batch(seed, name) for seed in range(200)]
+    cases = [batch(seed, name) for seed in range(200)]
+    if name in ("grpo", "gdpo"):
+        cases = [{key: value for key, value in arguments.items() if key != "config"} for arguments in cases]
     expected = [stock(**arguments) for arguments in cases]
-    apply(name, "masked_whiten")
+    apply("grpo" if name == "gdpo" else name, "masked_whiten")
     metrics.drain()
     for seed, (arguments, wanted) in enumerate(zip(cases, expected, strict=True)):
         found = core_algos.get_adv_estimator_fn(name)(**arguments)
@@ -79,17 +73,9 @@ def test_bits_of_the_function_it_replaces(core_algos, apply, name):
     assert metrics.drain() == {}, "a case went to verl's own function"
 
 
-def test_gdpo_is_served_by_the_grpo_patch(core_algos, apply):
-    arguments = batch(1, "gdpo")
-    del arguments["config"]
-    expected = core_algos.compute_gdpo_outcome_advantage(**arguments)
-    apply("grpo", "masked_whiten")
-    assert same_bits(core_algos.compute_gdpo_outcome_advantage(**arguments)[0], expected[0])
-
-
 @pytest.mark.slow  # imports verl's Ray trainer
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_bits_through_verls_compute_advantage(core_algos, apply, name):
+def test_bits_through_verls_compute_advantage(apply, name):
     from verl import DataProto
     from verl.trainer.ppo.ray_trainer import compute_advantage
 
@@ -109,6 +95,16 @@ def test_bits_through_verls_compute_advantage(core_algos, apply, name):
         assert same_bits(found["returns"], wanted["returns"])
 
 
+def small(change: dict) -> dict:
+    return {
+        "token_level_rewards": torch.randn(4, 2),
+        "response_mask": torch.ones(4, 2, dtype=torch.int64),
+        "index": np.array([0, 0, 1, 1]),
+        "config": CONFIG,
+        **change,
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -121,16 +117,10 @@ def test_bits_through_verls_compute_advantage(core_algos, apply, name):
         ("reinforce_plus_plus", {"response_mask": torch.full((4, 2), 0.5)}),
     ],
 )
-def test_outside_the_domain_verls_own_function_does_the_work(core_algos, apply, name, change):
-    arguments = {
-        "token_level_rewards": torch.randn(4, 2),
-        "response_mask": torch.ones(4, 2, dtype=torch.int64),
-        "index": np.array([0, 0, 1, 1]),
-        "config": CONFIG,
-    }
+def test_outside_the_domain_verls_own_function_does_the_work(apply, name, change):
+    arguments = small(change)
     if name == "optimal_token_baseline":
         arguments |= {"old_log_probs": -torch.rand(4, 2), "sum_pi_squared": torch.rand(4, 2)}
-    arguments |= change
     expected = core_algos.get_adv_estimator_fn(name)(**arguments)
     apply(name)
     metrics.drain()
@@ -147,27 +137,18 @@ def test_outside_the_domain_verls_own_function_does_the_work(core_algos, apply, 
         ("grpo_passk", {"config": None}),
         ("reinforce_plus_plus", {"config": None}),
         ("reinforce_plus_plus_baseline", {"response_mask": torch.zeros(4, 2, dtype=torch.int64)}),
+        ("grpo", {"index": None}),
         ("rloo", {"index": np.array([0, 0, 1])}),
         ("rloo", {"token_level_rewards": torch.ones(4, 2, dtype=torch.int64)}),
     ],
 )
-def test_errors_are_verls_own(core_algos, apply, name, change):
-    arguments = {
-        "token_level_rewards": torch.randn(4, 2),
-        "response_mask": torch.ones(4, 2, dtype=torch.int64),
-        "index": np.array([0, 0, 1, 1]),
-        "config": CONFIG,
-        **change,
-    }
+def test_errors_are_verls_own(apply, name, change):
+    arguments = small(change)
+    if arguments["index"] is None:
+        del arguments["index"]
     with pytest.raises(Exception) as stock:
         core_algos.get_adv_estimator_fn(name)(**arguments)
     apply(name, "masked_whiten")
     with pytest.raises(stock.type) as ours:
         core_algos.get_adv_estimator_fn(name)(**arguments)
     assert str(ours.value) == str(stock.value)
-
-
-def test_missing_uid_is_verls_error(core_algos, apply):
-    apply("grpo")
-    with pytest.raises(TypeError, match="index"):
-        core_algos.compute_grpo_outcome_advantage(torch.zeros(2, 2), torch.ones(2, 2))

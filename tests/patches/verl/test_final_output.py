@@ -38,16 +38,10 @@ def seen(parts, in_parts):
     return asyncio.run(collect())
 
 
-def test_each_output_has_all_tokens_so_far():
+def test_each_output_has_all_tokens_so_far_but_requests_of_others_pass_as_they_are():
     whole = [5, 6, 7], [{5: -0.1}, {6: -0.2}, {7: -0.3}]
     assert seen(PARTS, in_parts=True) == [([5], [{5: -0.1}]), whole, whole]
-
-
-def test_a_request_without_log_probabilities_has_none():
-    assert seen([([5], None), ([6], None)], in_parts=True) == [([5], None), ([5, 6], None)]
-
-
-def test_requests_of_others_pass_as_they_are():
+    assert seen([([5], None), ([6], None)], in_parts=True) == [([5], None), ([5, 6], None)], "none were asked for"
     assert seen(PARTS, in_parts=False) == PARTS
 
 

@@ -4,7 +4,6 @@ import itertools
 import json
 import logging
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -43,7 +42,7 @@ def buffer(kind=replay_buffer.ReplayBuffer, poll_interval=2.0):
 
 
 @pytest.mark.parametrize("kind", [replay_buffer.ReplayBuffer, replay_buffer.ReplayBufferAsync])
-def test_waits_milliseconds_and_leaves_the_interval_alone(kind):
+def test_waits_milliseconds_and_leaves_the_interval_alone_even_if_interrupted(kind, monkeypatch):
     """ReplayBuffer serves sync, ReplayBufferAsync colocate_async and separate_async, where the feature must be named."""
     PATCH.apply(SamplerFlags(enable=True))
     made = buffer(kind, poll_interval=600.0)
@@ -55,6 +54,14 @@ def test_waits_milliseconds_and_leaves_the_interval_alone(kind):
     found = metrics.drain()
     assert found["rl_accel/sampler/polls"] == 5
     assert found["rl_accel/sampler/wait_s"] < 600
+
+    def interrupt(_seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(replay_buffer.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        made._wait_for_next_poll("train", debug)
+    assert made.poll_interval == 600.0
 
 
 def test_what_is_saved_is_the_time_to_the_wake_up_of_stock():
@@ -89,18 +96,6 @@ def test_log_line_and_its_pace_are_verls(monkeypatch, caplog):
     assert first > begun
     assert second == first
     assert [r.message for r in caplog.records] == ["pending: 0, running: 50, finished: 14, failure: 0"]
-
-
-def test_interval_survives_an_interrupt(monkeypatch):
-    def interrupt(_seconds):
-        raise KeyboardInterrupt
-
-    PATCH.apply(SamplerFlags())
-    made = buffer()
-    monkeypatch.setattr(replay_buffer.time, "sleep", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        made._wait_for_next_poll("train", time.time())
-    assert made.poll_interval == 2.0
 
 
 def test_a_method_that_ignores_the_interval_is_refused(framework):
@@ -218,21 +213,14 @@ def test_without_being_named_it_changes_nothing_but_the_time(seconds, fates, bat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("keys", "seconds"), [(2000, 6), pytest.param(20_000, 30, marks=pytest.mark.full)])
-def test_a_real_queue_costs_little_delay_and_at_most_5_percent_of_a_core(short_tmp, clean_environment, keys, seconds):
+def test_a_real_queue_costs_little_delay_and_at_most_5_percent_of_a_core(short_tmp, python, keys, seconds):
     """What ``sample_from_queue.py`` measures, with ``keys`` keys for ``seconds``, then with a small store.
 
     The CPU time is that of the sampling process and of the queue's controller, less what both take when nobody polls. Two polls
     more are allowed: the first one, which no pause precedes, and one for the measurement.
     """
-    script = Path(__file__).with_name("sample_from_queue.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(short_tmp), str(keys), str(seconds)],
-        env=clean_environment,
-        cwd=short_tmp,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    script = Path(__file__).with_name("sample_from_queue.py").read_text()
+    done = python(script, str(short_tmp), str(keys), str(seconds), timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
     measured = json.loads(done.stdout.splitlines()[-1])
     small, large = measured["small"], measured["large"]

@@ -76,17 +76,3 @@ def test_an_old_verl_is_refused(monkeypatch, patch):
         NotInThisVersion if patch.independent else PatchRefused, match=r"supports verl>=.*, running 0\.5\.0"
     ):
         patch.check()
-
-
-@pytest.mark.slow
-def test_patch_files_import_without_verl(python):
-    result = python(
-        """
-        import sys
-        sys.modules["verl"] = None
-        from rl_accel.patches.verl import advantages, gae, sampler
-        assert advantages.SWITCHES and gae.SWITCHES and sampler.SWITCHES
-        assert "numba" not in sys.modules
-        """
-    )
-    assert result.returncode == 0, result.stderr

@@ -102,14 +102,8 @@ class Server:
         self.served += 1
         params = SamplingParams.from_dict(sampling_params, max_tokens=20)
         made = await asyncio.wrap_future(self._engine.submit(request_id, prompt_ids, params))
-        return SimpleNamespace(
-            token_ids=made.token_ids,
-            log_probs=made.logprobs,
-            routed_experts=None,
-            num_preempted=0,
-            stop_reason=made.stop_reason,
-            extra_fields={},
-        )
+        fields = {"token_ids": made.token_ids, "log_probs": made.logprobs, "stop_reason": made.stop_reason}
+        return SimpleNamespace(**fields, routed_experts=None, num_preempted=0, extra_fields={})
 
     async def abort_request(self, request_id):
         return {"aborted": await asyncio.wrap_future(self._engine.abort(request_id)) > 0}
@@ -207,31 +201,24 @@ def endless(count):
     return [(prompt, params_of(number, ignore_eos=True, max_tokens=30)) for number, prompt in enumerate(prompts(count))]
 
 
-async def test_what_a_dead_server_generated_is_generated_again_elsewhere(engine_for, balanced):
+async def test_what_a_dead_server_generated_is_generated_again_elsewhere_and_without_any_fails_as_with_verl(
+    engine_for, balanced
+):
     async def dies(**_):
         await asyncio.sleep(0.02)
         raise ActorDiedError()
 
     given = endless(8)
-    async with balanced() as (local, servers, balancer):
+    async with balanced(places=1) as (local, servers, balancer):
         servers[0].generate = dies
         made = await asyncio.gather(*(generate(balancer, str(i), *one) for i, one in enumerate(given)))
         assert local.get_all_servers() == ["r1"]
+        servers[1].generate = dies
+        requests = [generate(balancer, f"later {i}", *one) for i, one in enumerate(given)]
+        failed = await asyncio.gather(*requests, return_exceptions=True)
     alone = of_one_engine(engine_for(max_num_seqs=64), given)
     assert [output.token_ids for output in made] == [one.token_ids for one in alone]
-
-
-async def test_when_no_server_is_left_requests_fail_as_those_of_verl_do(balanced):
-    async def dies(**_):
-        raise ActorDiedError()
-
-    async with balanced(places=1) as (_, servers, balancer):
-        for server in servers:
-            server.generate = dies
-        requests = [generate(balancer, str(i), *one) for i, one in enumerate(endless(8))]
-        made = await asyncio.gather(*requests, return_exceptions=True)
-    assert {type(error) for error in made} == {RuntimeError}
-    assert {str(error) for error in made} == {"No available servers in load balancer"}
+    assert {repr(error) for error in failed} == {"RuntimeError('No available servers in load balancer')"}
 
 
 async def test_who_is_cancelled_leaves_no_place_taken(balanced):
@@ -285,22 +272,16 @@ async def test_only_what_means_the_same_elsewhere_is_movable(balanced):
 
 async def test_the_next_turn_goes_to_the_replica_of_the_last(balanced):
     async with balanced() as (_, _, balancer):
-
-        async def acquire(request):
-            return (await balancer.acquire_server.remote(request_id=request, prompt_ids=[5], sampling_params={}))[0]
-
-        async def release(server, request):
-            await balancer.release_server.remote(server_id=server, request_id=request)
-
-        first, second = await acquire("a"), await acquire("b")
-        await release(second, "b")
-        again = await acquire("b")
-        await release(again, "b")
-        await release(first, "a")
-        last = await acquire("a")
-        await release(last, "a")
-        assert str(first) != str(second)
-        assert (str(again), str(last)) == (str(second), str(first))
+        bound = []
+        for turn in ("ab", "ba"):
+            for request in turn:
+                acquired = balancer.acquire_server.remote(request_id=request, prompt_ids=[5], sampling_params={})
+                bound.append((await acquired)[0])
+            for request, server in zip(turn, bound[-2:], strict=True):
+                await balancer.release_server.remote(server_id=server, request_id=request)
+        first, second, *again = map(str, bound)
+        assert first != second
+        assert again == [second, first]
 
 
 def test_parts_are_joined():
@@ -309,14 +290,10 @@ def test_parts_are_joined():
         empty = {"token_ids": [], "extra_fields": {}, **dict.fromkeys(names)}
         return SimpleNamespace(**{**empty, **fields})
 
-    first = part(
-        token_ids=[1, 2], log_probs=[-1.0, -2.0], num_preempted=1, stop_reason="aborted", extra_fields={"a": 1}
-    )
-    first.routed_experts = np.arange(5)  # a prompt of 4, and what comes before the second token
-    second = part(
-        token_ids=[3], log_probs=[-3.0], num_preempted=2, stop_reason="completed", extra_fields={"a": 2, "b": 3}
-    )
-    second.routed_experts = np.arange(10, 16)
+    first = part(token_ids=[1, 2], log_probs=[-1.0, -2.0], num_preempted=1, stop_reason="aborted")
+    first.extra_fields, first.routed_experts = {"a": 1}, np.arange(5)  # of a prompt of 4 and the first token
+    second = part(token_ids=[3], log_probs=[-3.0], num_preempted=2, stop_reason="completed")
+    second.extra_fields, second.routed_experts = {"a": 2, "b": 3}, np.arange(10, 16)
     whole = client.join(first, second)
     assert (whole.token_ids, whole.log_probs, whole.num_preempted) == ([1, 2, 3], [-1.0, -2.0, -3.0], 3)
     assert whole.routed_experts.tolist() == [0, 1, 2, 3, 4, 15]
@@ -328,8 +305,9 @@ async def test_what_a_router_has_seen_another_one_begins_with(balanced):
     async with balanced() as (local, _, balancer):
         _, params = endless(1)[0]
         await generate(balancer, "a", [5, 6], params)
-        while len(local._balance):  # it is told in the background
-            await asyncio.sleep(0.002)
+        async with asyncio.timeout(60):
+            while len(local._balance):  # it is told in the background
+                await asyncio.sleep(0.002)
         lengths = json.loads(json.dumps(local.lengths()))
         assert list(lengths.values()) == [[30]]
         await local.set_up(ENGINE, lengths, 16, BalanceFlags(), True, False)

@@ -51,11 +51,9 @@ def responses(tokenizer: Any) -> Callable[..., list[Any]]:
     from tensordict import TensorDict
     from verl.protocol import DataProto
 
-    def make(
-        *texts: str, ground_truth: Any = "7", data_source: str = "test", validation: bool = False, **columns: Any
-    ) -> list[Any]:
-        from rl_accel.integrations.verl.reward_worker_proxy import VALIDATION
+    from rl_accel.integrations.verl.reward_worker_proxy import VALIDATION
 
+    def make(*texts: str, ground_truth: Any = "7", validation: bool = False, **columns: Any) -> list[Any]:
         found = []
         for text in texts:
             prompt = torch.tensor([tokenizer.encode("q1", add_special_tokens=False)])
@@ -66,7 +64,7 @@ def responses(tokenizer: Any) -> Callable[..., list[Any]]:
                 batch_size=1,
             )
             row = {
-                "data_source": data_source,
+                "data_source": "test",
                 "reward_model": {"style": "rule", "ground_truth": ground_truth},
                 "raw_prompt": [{"role": "user", "content": "q1"}],
                 "extra_info": {"index": 0},
@@ -74,12 +72,10 @@ def responses(tokenizer: Any) -> Callable[..., list[Any]]:
                 "__num_turns__": 2,
                 "tool_extra_fields": {},
                 **columns,
+                **({VALIDATION: True} if validation else {}),
             }
-            if validation:
-                row[VALIDATION] = True
-            arrays = {}
+            arrays = {name: np.empty(1, dtype=object) for name in row}
             for name, value in row.items():
-                arrays[name] = np.empty(1, dtype=object)
                 arrays[name][0] = value
             found.append(DataProto(batch=batch, non_tensor_batch=arrays))
         return found

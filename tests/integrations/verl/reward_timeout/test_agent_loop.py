@@ -29,9 +29,8 @@ class RewardWorker:
 @pytest.mark.parametrize("verls", [WorkerTQ, AgentLoopWorker])
 async def test_only_validation_is_marked_and_only_for_the_reward_worker(verls, configure, monkeypatch):
     reward_worker = RewardWorker()
-    worker = object.__new__(
-        type("Worker", (Marking, verls), {})
-    )  # its constructor wants a cluster; scoring wants these
+    # the constructor wants a cluster; scoring wants these
+    worker = object.__new__(type("Worker", (Marking, verls), {}))
     worker.config, worker.background_tasks = configure(), set()
     worker.reward_loop_worker_handles = [reward_worker]
     worker.processor = worker.mm_processor_kwargs = None

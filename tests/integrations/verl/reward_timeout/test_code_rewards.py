@@ -79,9 +79,11 @@ def test_prime_code_scores_are_verls(prime, truth, programs):
     assert dict(zip(programs, ours, strict=True)) == dict(zip(programs, theirs, strict=True))
 
 
-@pytest.mark.parametrize("truth", ["not json", "[]", "{}", json.dumps({"inputs": None, "outputs": []})])
-def test_a_ground_truth_that_holds_no_cases_is_zero_as_with_verl(prime, truth):
-    assert prime(["print(1)"], truth)[0] == [0.0]
+def test_early_stop_scores_all_or_nothing_and_a_ground_truth_that_holds_no_cases_is_zero_as_with_verl(prime):
+    for truth in ("not json", "[]", "{}", json.dumps({"inputs": None, "outputs": []})):
+        assert prime(["print(1)"], truth)[0] == [0.0]
+    wrong = "n = int(input())\nprint(n * 2 if n else 'x')"
+    assert prime([PROGRAMS["right"], wrong], STDIN, early_stop=True)[0] == [1.0, 0.0]
 
 
 def test_a_case_that_hangs_fails_alone_and_is_killed(prime):
@@ -115,12 +117,6 @@ def test_a_solution_reaches_no_file_of_the_users_and_no_network(prime, tmp_path,
     assert (read, control) == (0.0, 1.0)
     if not any("share this machine's network" in record.getMessage() for record in caplog.records):
         assert connected == 0.0
-
-
-def test_early_stop_leaves_out_the_rest_and_scores_all_or_nothing(prime):
-    wrong = "n = int(input())\nprint(n * 2 if n else 'x')"
-    scores, _ = prime([PROGRAMS["right"], wrong], STDIN, early_stop=True)
-    assert scores == [1.0, 0.0]
 
 
 class Sandbox(BaseHTTPRequestHandler):
@@ -170,10 +166,8 @@ def test_sandbox_fusion_scores_are_verls_with_limits_of_ours(fusion, prime):
     texts += ["```\nwrong\n```", "no code at all"]
     truths = [STDIN, MANY, {"inputs": ["1"], "outputs": []}, {"nothing": 1}, {"assert_case": []}]
     for truth in truths:
-        theirs = [
-            sandbox_fusion.compute_score(fusion, None, 1024, text, json.dumps(truth), continuous=True)[0]
-            for text in texts
-        ]
+        where = (fusion, None, 1024)
+        theirs = [sandbox_fusion.compute_score(*where, text, json.dumps(truth), continuous=True)[0] for text in texts]
         Sandbox.seen.clear()
         flags = {"maximum": 4.5, "minimum": 1.5, "min_correct": 1}
         ours, replica = prime(texts, truth, {"reward.sandbox_fusion.url": fusion}, **flags)

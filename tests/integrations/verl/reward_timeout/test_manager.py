@@ -1,10 +1,7 @@
 """Rewards of real responses through verl's own loading of managers and functions: the same as without us, but for time."""
 
-import asyncio
-import contextlib
 import time
 
-import psutil
 import pytest
 
 pytest.importorskip("verl", reason="verl is not installed")
@@ -51,14 +48,6 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info=None
 QUICK = {"maximum": 1.0, "minimum": 0.5, "timeout_score": -1.0, "workers": 4, "min_correct": 3}
 
 
-def counts(manager):
-    return manager.replica.take_delta().counts
-
-
-def anchors(manager):
-    return manager.replica.timeout.anchors()
-
-
 @pytest.fixture
 def stock(configured, manager_of, tmp_path):
     """``stock(keys)``: the manager that verl loads without us, for the same function."""
@@ -77,26 +66,13 @@ def test_a_function_that_hangs_raises_or_returns_nothing_costs_its_own_reward_on
     assert bad["reward_score"] == 0.25
     for found in rest:
         assert found["reward_score"] == -1.0
-    found = counts(manager)
+    found = manager.replica.take_delta().counts
     assert (found["executions"], found["correct"], found["timeouts"], found["timeouts_full"]) == (8, 1, 2, 2)
     assert (found["killed"], found["errors"]) == (1, 3)
     warnings = [record.message for record in caplog.records if "no reward for" in record.message]
     assert len(warnings) == 4, "the first of each kind"
     assert any("ValueError: no such thing" in line for line in warnings)
     assert sum("returned nan" in line for line in warnings) == 1
-
-
-async def test_all_samples_have_the_same_keys_of_the_same_types(configure, manager_of, responses):
-    manager = manager_of(configure(SYNC, QUICK))
-    manager.loop = manager.held.loop = asyncio.get_running_loop()
-    good, *rest = [await manager.run_single(item) for item in responses("7", "raise", "sleep")]
-    await manager.close()
-    for found in rest:
-        extra = found["reward_extra_info"]
-        assert extra == {"score": -1.0, "acc": False, "pred": "", "length": 0}
-        assert {key: type(value) for key, value in extra.items()} == {
-            key: type(value) for key, value in good["reward_extra_info"].items()
-        }
 
 
 @pytest.mark.parametrize("name", ["naive", "dapo", "gdpo", "rate_limited", "remote"])
@@ -132,69 +108,17 @@ def test_an_async_function_is_cancelled_at_its_limit(configure, manager_of, resp
     found = [item["reward_score"] for item in score(manager, responses("7", "8", "hang", "stubborn", "raise"))]
     assert time.monotonic() - began < 10
     assert found == [1.0, 0.0, -1.0, -1.0, -1.0]
-    told = counts(manager)
+    told = manager.replica.take_delta().counts
     assert (told["timeouts"], told["errors"], told["correct"]) == (2, 1, 1), "a TimeoutError of its own is an error"
-
-
-def test_limits_come_down_once_correct_answers_are_known(configure, manager_of, responses, score):
-    manager = manager_of(
-        configure(SYNC, {"maximum": 30.0, "minimum": 0.3, "slack": 0.1, "min_correct": 2, "workers": 1})
-    )
-    began = time.monotonic()
-    found = score(manager, responses("7", "7", "7", "sleep"))
-    assert time.monotonic() - began < 15
-    assert [item["reward_score"] for item in found] == [1.0, 1.0, 1.0, 0.0]
-    told = counts(manager)
-    assert told["timeouts"] == 1
-    assert told["saved_seconds"] > 20
-
-
-def test_a_validation_uses_anchors_and_teaches_nothing(configure, manager_of, responses, score):
-    manager = manager_of(configure(SYNC, QUICK))
-    found = score(manager, responses("7", "8", "raise", validation=True))
-    assert [item["reward_score"] for item in found] == [1.0, 0.25, -1.0]
-    assert anchors(manager) == {}
-    assert {name: value for name, value in counts(manager).items() if value} == {"eval_executions": 3, "eval_errors": 1}
 
 
 def test_prompts_are_told_apart_by_their_text_and_not_by_uid(configure, manager_of, responses, score):
     manager = manager_of(configure(SYNC))
-    ask = lambda text: [{"role": "user", "content": text}]  # noqa: E731
-    data = [
-        *responses("7", uid="one", raw_prompt=ask("q1")),
-        *responses("7", uid="two", raw_prompt=ask("q1")),
-        *responses("7", uid="one", raw_prompt=ask("q2")),
-        *responses("7", uid="one", raw_prompt=ask("q1"), data_source="other"),
-    ]
+    data = []
+    for uid, text, source in (("one", "q1", "a"), ("two", "q1", "a"), ("one", "q2", "a"), ("one", "q1", "b")):
+        data += responses("7", uid=uid, raw_prompt=[{"role": "user", "content": text}], data_source=source)
     score(manager, data)
-    assert sorted(anchor[2] for anchor in anchors(manager).values()) == [1, 1, 2]
-
-
-async def test_a_cancelled_response_kills_what_judges_it(configure, manager_of, responses, tmp_path):
-    marker = tmp_path / "pid"
-    source = f"""
-import os, subprocess, time
-def compute_score(**_):
-    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    open({str(marker)!r} + ".part", "w").write(f"{{os.getpid()}} {{child.pid}}")
-    os.rename({str(marker)!r} + ".part", {str(marker)!r})
-    time.sleep(600)
-"""
-
-    manager = manager_of(configure(source, {"maximum": 300.0}))
-    manager.held.loop = asyncio.get_running_loop()
-    task = asyncio.create_task(manager.run_single(responses("7")[0]))
-    while not marker.exists():
-        await asyncio.sleep(0.02)
-    pids = [int(pid) for pid in marker.read_text().split()]
-    assert all(psutil.pid_exists(pid) for pid in pids)
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-    while any(psutil.pid_exists(pid) for pid in pids):  # its limit is longer than the test may take
-        await asyncio.sleep(0.02)
-    assert counts(manager)["cancelled"] == 1
-    await manager.close()
+    assert sorted(anchor[2] for anchor in manager.replica.timeout.anchors().values()) == [1, 1, 2]
 
 
 CUSTOM = """

@@ -32,10 +32,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def kill_graders(worker):
     """SIGKILL to the processes that run reward functions for a reward worker; return their number."""
-    process = psutil.Process(ray.get(worker.__ray_call__.remote(lambda _: os.getpid())))
-    graders = [
-        child for child in process.children(recursive=True) if "rl_accel/reward/worker" in " ".join(child.cmdline())
-    ]
+    below = psutil.Process(ray.get(worker.__ray_call__.remote(lambda _: os.getpid()))).children(recursive=True)
+    graders = [process for process in below if "rl_accel/reward/worker" in " ".join(process.cmdline())]
     for grader in graders:
         grader.kill()
     psutil.wait_procs(graders, 20)
@@ -60,11 +58,10 @@ def test_scoring_goes_on_whatever_is_killed(configure, responses, kill, model_fo
         async with asyncio.timeout(60):
             while not wanted(total):
                 await asyncio.sleep(0.5)
-                found = {
-                    k.removeprefix("reward_timeout/"): v for k, v in (await asyncio.to_thread(collect, 1, {})).items()
-                }
-                total.update(found)
-                total["anchors"] = found.get("anchors", total["anchors"])
+                found = await asyncio.to_thread(collect, 1, {})
+                known = total["anchors"]
+                total.update({name.removeprefix("reward_timeout/"): value for name, value in found.items()})
+                total["anchors"] = found.get("reward_timeout/anchors", known)
         return total
 
     async def main():
