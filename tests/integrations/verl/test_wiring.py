@@ -294,7 +294,7 @@ def test_the_page_says_which_feature_works_with_which_trainer(repo):
     for names, *cells in re.findall(
         r"^\| (`.+?) " + r"\| (yes|no|if named) " * 5 + r"\|$", (repo / "docs/verl.md").read_text(), re.M
     ):
-        said |= dict.fromkeys(re.findall(r"\w+", names), [cell != "no" for cell in cells])
+        said |= {name: [cell != "no" for cell in cells] for name in re.findall(r"\w+", names)}
     run = VerlRun(OmegaConf.create({ROLLOUT.partition(".")[0]: {"rollout": {"name": "vllm"}}}))
 
     def works(name, trainer):
