@@ -93,7 +93,7 @@ def test_flags_files_and_names_in_a_page_exist(page):
     folders = "rl_accel|patches|integrations|tests|docs|examples|requirements"
     named = re.findall(rf"(?<![\w./-])((?:{folders})/[\w/-]+\.(?:py|md|txt|json|yaml|png|sh))\b", text)
     assert [path for path in named if not (REPO / path).exists()] == []
-    for name in {*re.findall(r"`rl_accel\.([\w.]+)(?:\(.*?\))?`", prose_of(page))} - known:
+    for name in {*re.findall(r"`rl_accel\.(\w+(?:\.\w+)*)(?:\(.*?\))?`", prose_of(page))} - known:
         assert pkgutil.resolve_name(f"rl_accel.{name}") is not None
 
 
