@@ -226,7 +226,9 @@ class RewardTimeoutFlags:
     workers: int | None = flag(
         None, "executions at once in each reward process; null: its share of the cores", minimum=1
     )
-    grader: str | None = flag(None, "slime: dotted path of the grader; null: the one of --custom-rm-path, else of --rm-type")
+    grader: str | None = flag(
+        None, "slime: dotted path of the grader; null: the one of --custom-rm-path, else of --rm-type"
+    )
     isolation: str = flag(
         "auto",
         "of programs under test; auto takes the best that works",
