@@ -98,7 +98,7 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
             and a feature cannot go together.
     """
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except Exception as error:  # yaml and OmegaConf raise unrelated classes
         raise ConfigError(f"{path} is not a readable YAML file: {error}") from error
     if not isinstance(content, dict):

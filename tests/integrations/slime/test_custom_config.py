@@ -214,8 +214,8 @@ def test_no_launch_line_of_slimes_own_loses_anything(slime_root, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "docs")
     from corpus_slime import verdicts
 
-    found = [(feature, outcome, told, read(line)) for line, feature, outcome, told in verdicts(slime_root)]
-    assert len(found) > 7 * 80
+    found = [(feature, outcome, told, read(line)) for line, feature, outcome, told in verdicts(slime_root) if feature]
+    assert len(found) > 6 * 70
     for feature, outcome, told, line in found:
         estimator, size = line.get("advantage_estimator", "grpo"), line["rollout_batch_size"]
         refused = {"rollout_function_path", "partial_rollout", "buffer_filter_path"} & {*line}
