@@ -118,7 +118,7 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
     else:
         line = [*line, f"--custom-config-path={path}"]
         named = read(line)
-        args, warnings = parsed(line, content)
+        args, warnings = parsed(line, {str(key): value for key, value in content.items()})
         warnings += [*put_init_in_place(args, flags, named), *put_in_place(args, flags, named)]
     known = arguments_of(slime_root) if slime_root else {*keys}
     return warnings + [

@@ -56,9 +56,9 @@ def _adaptive(original: Any, settings: Any) -> Any:
     def wait_for_next_poll(self: Any, partition_id: str, last_debug_time: float) -> float:
         if partition_id != "val":
             if getattr(self, "filter_groups_metric", None) is not None:
-                return original(self, partition_id, last_debug_time)
+                return float(original(self, partition_id, last_debug_time))
             if type(self) is not ReplayBuffer and not settings.enable:
-                return original(self, partition_id, last_debug_time)
+                return float(original(self, partition_id, last_debug_time))
         now, interval = time.perf_counter(), self.poll_interval
         state = buffers.get(self)
         if state is None:
