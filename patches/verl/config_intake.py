@@ -155,7 +155,7 @@ def _subclasses(cls: Any) -> Iterator[Any]:
 def _wrap_subclasses(_settings: Any) -> None:
     trainer = _ray_trainer()
 
-    def __init_subclass__(cls: Any, **kwargs: Any) -> None:
+    def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:
         super(trainer, cls).__init_subclass__(**kwargs)
         _wrap_constructor(cls)
 
