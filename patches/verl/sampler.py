@@ -54,11 +54,10 @@ def _adaptive(original: Any, settings: Any) -> Any:
     buffers: weakref.WeakKeyDictionary[Any, _Sampling] = weakref.WeakKeyDictionary()
 
     def wait_for_next_poll(self: Any, partition_id: str, last_debug_time: float) -> float:
-        if partition_id != "val":
-            if getattr(self, "filter_groups_metric", None) is not None:
-                return float(original(self, partition_id, last_debug_time))
-            if type(self) is not ReplayBuffer and not settings.enable:
-                return float(original(self, partition_id, last_debug_time))
+        is_filtered = getattr(self, "filter_groups_metric", None) is not None
+        if partition_id != "val" and (is_filtered or (type(self) is not ReplayBuffer and not settings.enable)):
+            stock: float = original(self, partition_id, last_debug_time)
+            return stock
         now, interval = time.perf_counter(), self.poll_interval
         state = buffers.get(self)
         if state is None:
