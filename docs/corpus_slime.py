@@ -137,5 +137,5 @@ def corpus(root: Path, counts: Any) -> Any:
             ] += 1
             continue
         flags = ", ".join(f"`{flag}`" for flag in dict.fromkeys(re.findall(r"--[a-z][a-z-]+", told)))
-        counts.add(feature, outcome, flags or told)  # without the values of a script
+        counts.add(feature, outcome, flags or re.split(", found|: TP", told)[0])  # without the values of a script
     return counts
