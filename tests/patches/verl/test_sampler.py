@@ -190,7 +190,9 @@ FATES = st.lists(st.sampled_from(["teaches", "is constant", "fails"]), max_size=
 
 
 @given(
-    seconds=st.lists(st.floats(0.01, 9.0), min_size=1, max_size=20),
+    seconds=st.lists(st.integers(1, 900), min_size=12, max_size=20, unique=True).map(
+        lambda times: [t / 100 for t in times]
+    ),
     fates=FATES,
     batch_size=st.integers(1, 9),
     rules=st.sampled_from(
