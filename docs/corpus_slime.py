@@ -69,6 +69,7 @@ def launch_lines(root: Path) -> Iterator[list[str]]:
             "MASTER_ADDR": "127.0.0.1",
             "BASE_DIR": "/h",
             "BASE_FOLDER": "/h",
+            "WANDB_KEY": "k",
         }  # which some want of their user
         environment["BASH_FUNC_ulimit%%"] = "() { :; }"
         environment["BASH_FUNC_source%%"] = f'() {{ builtin source "${{1/#\\/root\\/slime/{root}}}"; }}'
