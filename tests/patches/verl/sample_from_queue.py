@@ -73,7 +73,7 @@ def sample(keys, rollout_s):
 
 def main(keys, seconds):
     (patch,) = SWITCHES
-    patch.apply(SamplerFlags())
+    patch.apply(SamplerFlags(enable=True))  # in a buffer of the user's it must be named
     put(0, keys, "running")
     results = {"idle": cpu_share(seconds / 2)}
     results["large"] = sample(keys, seconds)
