@@ -73,11 +73,7 @@ def sample(keys, rollout_s):
 
 def main(keys, seconds):
     (patch,) = SWITCHES
-<<<<<<< HEAD
-    patch.apply(SamplerFlags(enable=True))  # a subclass, like any buffer but the one of sync, must be named
-=======
     patch.apply(SamplerFlags(enable=True))  # in a buffer of the user's it must be named
->>>>>>> w28v
     put(0, keys, "running")
     results = {"idle": cpu_share(seconds / 2)}
     results["large"] = sample(keys, seconds)
