@@ -227,7 +227,9 @@ def is_run(words: list[str]) -> bool:
     """Whether this command of ``rl-accel`` is quick enough to be run, or acts on nothing."""
     if words[0] != "rl-accel":
         return False
-    return (words[1] in QUICK and "--recipe" not in words) or bool({"--help", "--dry-run", "--version"} & set(words))
+    return (words[1] in QUICK and not {"--recipe", "--"} & set(words)) or bool(
+        {"--help", "--dry-run", "--version"} & set(words)
+    )
 
 
 def commands_of(text: str) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Telemetry, balance and drafts with real Ray actors, whose driver is this process."""
 
+import asyncio
 import json
 from types import SimpleNamespace
 
@@ -68,6 +69,11 @@ class Nothing:
     pass
 
 
+class AgentLoops:
+    async def stay_alive(self):
+        await asyncio.Event().wait()
+
+
 @pytest.fixture
 def observed():
     """The observers of the test end with it."""
@@ -76,7 +82,7 @@ def observed():
 
 
 def test_a_resumed_run_knows_the_lengths_of_its_checkpoint(tmp_path, monkeypatch, observed):
-    server = start(Nothing)
+    server, worker = start(Nothing), start(AgentLoops)
 
     def run(step=0, **trainer):
         """Return what a run that begins after ``step`` knows, and its router."""
@@ -90,7 +96,7 @@ def test_a_resumed_run_knows_the_lengths_of_its_checkpoint(tmp_path, monkeypatch
         return ray.get(router.lengths.remote()), router
 
     def generate(ticket, prompt, tokens):
-        name, _ = ray.get(router.acquire_server.remote(ticket, prompt=prompt, prompt_tokens=3))
+        name, _ = ray.get(router.acquire_server.remote(ticket, worker, prompt=prompt, prompt_tokens=3))
         ray.get(router.release_server.remote(name, ticket, tokens))
 
     known, router = run()
