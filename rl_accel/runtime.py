@@ -283,7 +283,7 @@ def _imported_switches(module: str) -> tuple[Switch, ...]:
 
 def is_installed(framework: str) -> bool:
     """Whether the package ``framework`` can be imported here; does not import it."""
-    if framework in sys.modules:
+    if sys.modules.get(framework) is not None:  # None: its import is blocked
         return True
     try:
         return importlib.util.find_spec(framework) is not None
