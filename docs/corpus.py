@@ -4,7 +4,7 @@
 
 Scripts run in a shell in which programs that start a trainer only note their arguments, and every other program but a few
 that read text does nothing. A line of verl is composed by hydra for the installed verl, and each feature is asked for by name, as
-in the driver and, where a recipe has a trainer of its own, as when that is built. Nothing is started or downloaded.
+in the driver and, for a recipe with its own trainer, as in that trainer's constructor. Nothing is started or downloaded.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def launch_lines(root: Path) -> Iterator[list[str]]:
         for name, text in stubs.items():
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
-        for entry in root.iterdir():  # what a script writes beside it stays here
+        for entry in root.iterdir():  # files that scripts write do not reach the checkout
             (work / entry.name).symlink_to(entry)
         env = dict(word.split("=", 1) for word in GIVEN.split()) | SHELL | {"PATH": str(programs)}
         for script in sorted(root.rglob("*.sh")):

@@ -1,8 +1,8 @@
 """Tries slime's own launch lines with every feature that has a part for slime, for ``docs/corpus.py --slime-root``.
 
-Scripts run with stubs for every program; those in Python run as they are, but for their commands. What they would launch goes
-through slime's own parser, so slime's requirements must be installed (``make test-slime`` installs them), and then through what a
-run does before its first rollout. Folders of models are replaced by one that exists.
+Scripts run with stubs for every program; Python scripts run unchanged except that their commands are only recorded. Each recorded
+launch line goes through slime's own parser (``make test-slime`` installs its requirements), then through the steps of a run before
+its first rollout. Model folders are replaced by one that exists.
 """
 
 import contextlib

@@ -20,7 +20,7 @@ def wait_for_import(module: str) -> None:
     Raises:
         PatchRefused: this thread itself is in the middle of importing ``module``.
     """
-    if _is_being_imported(importlib.import_module(module)):
+    if is_being_imported(importlib.import_module(module)):
         raise PatchRefused(f"{module} is being imported by this very thread; ask before or after, not now")
 
 
@@ -49,7 +49,7 @@ def when_imported(
                 wrapt.register_post_import_hook(_fire, module)
             _waiting.setdefault(module, []).append(callback)
             return
-    if _is_being_imported(loaded):
+    if is_being_imported(loaded):
         wait(module)
     callback(loaded)
 
@@ -68,5 +68,6 @@ def _fire(module: ModuleType) -> None:
     del _waiting[name]
 
 
-def _is_being_imported(module: ModuleType) -> bool:
+def is_being_imported(module: ModuleType) -> bool:
+    """Return whether ``module`` is in ``sys.modules`` and its code has not run to the end."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))

@@ -22,7 +22,7 @@ from rl_accel import config as cfg
 from rl_accel import log
 from rl_accel.errors import NotInThisVersion, PatchRefused
 from rl_accel.features import FEATURES, FLAG_READERS, LOGGERS
-from rl_accel.post_import import wait_for_import, when_imported
+from rl_accel.post_import import is_being_imported, wait_for_import, when_imported
 from rl_accel.switch import FeatureStatus, Status, Switch, SwitchStatus
 
 logger = logging.getLogger("rl_accel")
@@ -63,7 +63,7 @@ class _Slot:
 
 
 class _ImportFirst(Exception):
-    """A module has to be imported, or its import awaited, while the runtime's lock is free: import hooks need the lock."""
+    """Raised under the runtime's lock to import ``module`` after releasing it: import hooks of other threads need the lock."""
 
     def __init__(self, module: str) -> None:
         self.module = module
@@ -75,7 +75,7 @@ R = TypeVar("R")
 
 
 def _retried(method: Callable[P, R]) -> Callable[P, R]:
-    """Call ``method`` again after each import that it must not wait for itself."""
+    """Run ``method``; on :class:`_ImportFirst`, import that module without the lock and run it again."""
 
     @functools.wraps(method)
     def retrying(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -270,14 +270,17 @@ def switches_of(module: str) -> tuple[Switch, ...]:
 
 
 def _environment() -> dict[str, dict[str, Any]]:
+    """Return the layer of ``RL_ACCEL_CONFIG``; {} if it is unset or empty."""
     flags = cfg.read_environment()
     return {ENVIRONMENT: flags} if flags else {}
 
 
 def _imported_switches(module: str) -> tuple[Switch, ...]:
-    switches: tuple[Switch, ...] | None = getattr(sys.modules.get(module), "SWITCHES", None)
-    if switches is None:
+    """Return ``SWITCHES`` of a module of ours, or raise :class:`_ImportFirst`."""
+    loaded = sys.modules.get(module)
+    if loaded is None or (is_being_imported(loaded) and not hasattr(loaded, "SWITCHES")):
         raise _ImportFirst(module)
+    switches: tuple[Switch, ...] = loaded.SWITCHES
     return switches
 
 

@@ -33,6 +33,7 @@ from rl_accel.integrations.slime.launch_line import (
 from rl_accel.runtime import is_installed
 
 SECTION = "rl_accel"
+STOPS = "train.py itself stops"
 HOOKS = {feature.name: feature.slime.arguments for feature in FEATURES if feature.slime is not None}
 """By feature: slime's arguments that it sets when a run begins, and the path of each, or paths that are added."""
 _DEFAULTS = {
@@ -155,7 +156,7 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
             slimes.slime_validate_args(checked)
         except Exception as error:
             vars(args).update(content, debug_train_only=True)  # slime has not worked its engines out
-            return args, [f"train.py itself stops: {type(error).__name__}: {error}"]
+            return args, [f"{STOPS}: {type(error).__name__}: {error}"]
         return checked, []
     finally:
         sys.argv = before
@@ -195,15 +196,19 @@ def slime_config(enable: str, settings: tuple[str, ...], file: Path | None, line
     then ``--custom-config-path rl_accel.yaml``.
 
     slime itself takes any key of that file without a word, so ``--check FILE`` reads it as we do, and with SLIME_ROOT set looks
-    its other keys up in that checkout. ``--check FILE -- python train.py ...`` says what a run with this launch line would say.
+    its other keys up in that checkout. ``--check FILE -- python train.py ...`` says what a run with this launch line would say, and
+    exits with 1 if slime stops it.
     """
     if file is not None:
         root = os.environ.get("SLIME_ROOT")
         if root and root not in sys.path:
             sys.path.insert(0, root)
         start = max((n for n, word in enumerate(line, 1) if word.endswith(".py")), default=0) if line else 0
-        for warning in check(file, Path(root) if root else None, line[start:] if line else None):
+        warnings = check(file, Path(root) if root else None, line[start:] if line else None)
+        for warning in warnings:
             click.echo(f"{file}: {warning}", err=True)
+        if any(warning.startswith(STOPS) for warning in warnings):
+            raise SystemExit(1)
         click.echo(f"{file} is right")
         return
     if line:

@@ -1,4 +1,4 @@
-"""Puts features in place without losing what the launch line names: it is moved, with a line that says so, or refused.
+"""Sets slime's arguments for our features; functions that the launch line names are kept, moved with one line, or refused.
 
 The file of ``rl-accel slime-config`` names :func:`~rl_accel.integrations.slime.hooks.data_source`, the first function of a rollout
 that slime calls. All else that the launch line says is then still in slime's arguments. What the few keys of the file have
@@ -100,7 +100,7 @@ def put_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
         line: of :func:`read`.
 
     Raises:
-        ConfigError: the launch line and a feature cannot go together. Names slime's argument, what is wanted and what was found.
+        ConfigError: the launch line and a feature cannot go together; names slime's argument, its wanted and its found value.
     """
     notes = []
     source = line.get("data_source_path")

@@ -55,7 +55,7 @@ def wire(run: VerlRun, flags: Flags) -> dict[str, str]:
     """Choose in the configuration of ``run`` the extension points of features that are on.
 
     Returns:
-        By name of a feature that was asked for, why it has nothing to do in this run.
+        The reason why a feature has nothing to do in this run, by the feature's name; only features that were asked for.
 
     Raises:
         ConfigError: the run and a feature that was asked for cannot go together.

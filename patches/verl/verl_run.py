@@ -39,7 +39,7 @@ MAINS = {
         "one_step_off_ppo_trainer",
     ),
 }
-"""By main of verl, the folder in verl and the name of its configuration."""
+"""Folder within the verl package and name of hydra's configuration, by module of verl's entry point."""
 
 _RAY_TRAINER = ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer")
 _HOMES = {
@@ -50,7 +50,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 
 class VerlRun:
-    """What a configuration of verl, and the trainer that was built from it, say about the run.
+    """Facts of one run, read from verl's configuration and, once it is built, from the trainer.
 
     Args:
         config: verl's whole configuration.

@@ -75,7 +75,7 @@ class BalancingWorker(agent_loop.WorkerPart):
         self.llm_client._load_balancer = Servers(self.llm_client._load_balancer, self.config, handle)
 
     async def stay_alive(self) -> None:
-        """Return never: whoever awaits this is told when the worker dies."""
+        """Never return, so that a pending call fails when the worker dies."""
         await asyncio.Event().wait()
 
     @classmethod

@@ -28,8 +28,8 @@ class BalancedRouter:
         self._engine = Engine()
         self._waiting: dict[str, asyncio.Future[tuple[str, Any] | None]] = {}
         self._ticking: asyncio.Task[None] | None = None
-        self._tickets: dict[Any, set[str]] = {}  # by agent-loop worker
-        self._watches: list[asyncio.Task[None]] = []
+        self._workers: dict[str, Any] = {}  # agent-loop workers by ticket
+        self._watches: dict[Any, asyncio.Task[None]] = {}  # by worker
 
     async def set_up(self, engine: Engine, lengths: dict[str, list[int]], *args: Any) -> dict[str, int | None]:
         """Begin, with the ``args`` of :class:`Balance` and what it is to learn. Returns what servers' caches hold, if known."""
@@ -68,17 +68,17 @@ class BalancedRouter:
         Raises:
             RuntimeError: there is no server.
         """
-        if worker not in self._tickets:
-            self._tickets[worker] = set()
-            self._watches.append(asyncio.create_task(self._watch(worker)))
-        self._tickets[worker].add(request_id)
+        if worker not in self._watches:
+            self._watches[worker] = asyncio.create_task(self._watch(worker))
+        self._workers[request_id] = worker
         return await self._bound(request_id, self._balance.request(request_id, time.monotonic(), **response))
 
     async def _watch(self, worker: Any) -> None:
+        """Release the responses of ``worker`` once it has died."""
         try:
             await worker.stay_alive.remote()
         except RayError:
-            lost = self._tickets.pop(worker)
+            lost = [ticket for ticket, owner in self._workers.items() if owner == worker]
             for ticket in lost:
                 self.release_server("", ticket)
             logger.warning(
@@ -98,8 +98,7 @@ class BalancedRouter:
         return await future
 
     def release_server(self, server_id: str, request_id: str = "", tokens: int | None = None) -> None:
-        for tickets in self._tickets.values():
-            tickets.discard(request_id)
+        self._workers.pop(request_id, None)
         if future := self._waiting.pop(request_id, None):
             future.set_result(None)
         self._carry_out(self._balance.over(request_id, time.monotonic(), tokens))

@@ -118,7 +118,7 @@ def validate_verl(config: DictConfig) -> dict[str, str]:
     """Have verl and rl-accel check a composed configuration as they do at the start of a run, on a copy.
 
     Returns:
-        By feature that was asked for and has nothing to do in this run, why.
+        The reason why a feature has nothing to do in this run, by the feature's name; only features that were asked for.
 
     Raises:
         Exception: verl's or ours, for a key or value that does not fit.

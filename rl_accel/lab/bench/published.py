@@ -1,4 +1,4 @@
-"""What was published of RollPacker (NSDI'26) on an H800 cluster, against the simulation with one set of constants.
+"""Compares the simulation, with one set of constants, with the published results of RollPacker (NSDI'26) on H800 GPUs.
 
 ``python -m rl_accel.lab.bench.published`` prints the table of docs/plan.md; with ``--fit`` it first fits the constants of
 ``rl_accel/plan/data/h800.json`` to the rows in FITTED, by scipy, and prints them. ``--scatter 10`` prints how far
@@ -33,7 +33,7 @@ RATIOS = {
     "prompts_x1.5": (1.5, 1.0),
     "both_x1.25": (1.25, 1.25),
 }
-"""Of prompts and responses, by row of the ablation."""
+"""Ratios of launched to trained prompts and of launched to trained responses, by row of the ablation."""
 CONSTANTS = {
     "qwen2.5": {
         "bandwidth_share": (0.3, 1.0),
@@ -51,8 +51,8 @@ CONSTANTS = {
         "exponent": (0.1, 1.5),
     },
 }
-"""What is fitted, and between which bounds: constants of the cluster to rows of Qwen2.5, then those on which only Qwen3-8B's rows
-depend: reading, when preempted, its memory, and its lengths."""
+"""Fitted constants and their bounds. First those of the cluster, fitted to rows of Qwen2.5; then those that only rows of Qwen3-8B
+depend on: prompt processing after a preemption, memory, and response lengths."""
 FITTED = {
     "qwen2.5": {
         *("ablation 8k none", "ablation 8k both_x1.25", "step 7B_8k verl", "step 7B_8k long", "step 14B_16k short"),

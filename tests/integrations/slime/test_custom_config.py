@@ -177,7 +177,7 @@ LINE = "python3 train.py --rollout-batch-size 8 --num-rollout 3 --hf-checkpoint 
         (
             "gae",
             "--over-sampling-batch-size 4",
-            0,
+            1,
             ["train.py itself stops: AssertionError", "greater than or equal to"],
         ),
         ("gae", "--rollout-batch-size eight", 2, ["invalid int value: 'eight'"]),

@@ -12,9 +12,10 @@ pytest.importorskip("ray")
 
 import ray
 
-from rl_accel.features import DraftsFlags
+from rl_accel.features import BalanceFlags, DraftsFlags
 from rl_accel.integrations.verl import balance, drafts
 from rl_accel.integrations.verl.balance.router import BalancedRouter
+from rl_accel.integrations.verl.engines import engine_of
 from rl_accel.integrations.verl.telemetry import Observer
 from rl_accel.patches.verl import config_intake
 from rl_accel.telemetry import metrics
@@ -112,6 +113,17 @@ def test_a_resumed_run_knows_the_lengths_of_its_checkpoint(tmp_path, monkeypatch
     assert run(step=1)[0] == {}, "a checkpoint without lengths is one that was saved without this feature"
     by_path = {"resume_mode": "resume_path", "resume_from_path": str(tmp_path / "global_step_2")}
     assert run(step=2, **by_path, default_local_dir="x")[0] == {"one": [7, 9], "two": [5]}
+
+
+def test_slots_of_a_worker_that_dies_are_free(kill):
+    dying, living = start(AgentLoops), start(AgentLoops)
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm", "max_num_seqs": 1}}})
+    router = BalancedRouter.options(num_cpus=0).remote({"r0": start(Nothing)})
+    ray.get(router.set_up.remote(engine_of(config), {}, 1, BalanceFlags(), True, False))
+    ray.get([router.acquire_server.remote(ticket, dying) for ticket in ("a", "b")])  # one is ready in the engine
+    waiting = router.acquire_server.remote("c", living)
+    kill(dying)
+    assert ray.get(waiting, timeout=60)[0] == "r0"
 
 
 class DraftingServer:
