@@ -74,10 +74,10 @@ suffix: $(VLLM)/.ready  ## build vLLM's suffix decoding (with cmake), which ab-d
 ab-drafts: $(VLLM)/.ready  ## drafts on real vLLM, beside vLLM's own, in the second epoch
 	$(VLLM)/bin/rl-accel ab examples/verl_drafts --out $(AB_OUT)-drafts --overwrite
 
-test: $(DEV)  ## every promise, on real verl and Ray; 30 to 50 minutes on 2 cores
+test: $(DEV)  ## every promise, on real verl and Ray; 50 minutes on 2 slow cores
 	$(PYTEST) -m "not full"
 
-test-fast: $(DEV)  ## the quick subset; under 2 minutes
+test-fast: $(DEV)  ## the quick subset; 2 to 3 minutes
 	$(PYTEST) -m "not slow and not e2e and not full"
 
 test-all: $(DEV)  ## also exhaustive repetitions, random kills, wheels, recipes for GPUs; 50 minutes and more
