@@ -142,12 +142,11 @@ def _differences(interface: Any, ours: Iterable[Any]) -> Iterator[str]:
             elif wanted:
                 overrides = {f" as {cls.__qualname__} has it": vars(cls)[name] for cls in ours if name in vars(cls)}
                 is_method = bool(path) and isinstance(inspect.getattr_static(theirs, name), FunctionType)
-                theirs_takes = _signature(found, is_method)
+                expected = _signature(found, is_method)
                 for note, function in {"": wanted, **overrides}.items():
                     takes = _signature(function, True)
-                    fits = _accepts(theirs_takes, takes) if not note else _accepts(takes, theirs_takes)
-                    if not fits and not (note and name == "__init__"):
-                        yield f"{where}{takes}{note}, found {theirs_takes}"
+                    if not (_accepts(takes, expected) or name == "__init__" if note else _accepts(expected, takes)):
+                        yield f"{where}{takes}{note}, found {expected}"
                     is_async = inspect.iscoroutinefunction(function)
                     if wanted not in _remote and inspect.iscoroutinefunction(found) is not is_async:
                         yield f"{where} to be {'async' if is_async else 'a plain function'}, which it is not"

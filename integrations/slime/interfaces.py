@@ -37,9 +37,7 @@ class SglangRollout(Protocol):
     GenerateState: Any
 
     async def generate(self, args: Any, sample: Any, sampling_params: Any) -> Any: ...
-
     async def generate_and_rm(self, args: Any, sample: Any, sampling_params: Any, evaluation: bool = False) -> Any: ...
-
     def generate_rollout(self, args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any: ...
 
 
@@ -50,29 +48,22 @@ class RolloutDataSource(Protocol):
     sample_index: int
 
     def __init__(self, args: Any) -> None: ...
-
     def __len__(self) -> int: ...
-
     def get_samples(self, num_samples: int) -> list[list[Sample]]: ...
-
     def add_samples(self, samples: list[list[Any]]) -> None: ...
-
     def save(self, rollout_id: int) -> None: ...
-
     def load(self, rollout_id: int | None = None) -> None: ...
 
 
 @interface_of("slime.rollout.rm_hub")
 class RmHub(Protocol):
     async def async_rm(self, args: Any, sample: Any) -> Any: ...
-
     async def batched_async_rm(self, args: Any, samples: list[Any]) -> list[Any]: ...
 
 
 @interface_of("slime.rollout.filter_hub.base_types")
 class FilterHub(Protocol):
     def call_dynamic_filter(self, fn: Any, *args: Any) -> Any: ...
-
     def should_drop_dynamic_filter_output(
         self, output: Any, *, remaining_batch_size: int, target_data_size: int
     ) -> bool: ...
@@ -91,7 +82,6 @@ class ServerControl(Protocol):
 @interface_of("slime.utils.http_utils")
 class HttpUtils(Protocol):
     async def post(self, url: str, payload: Any, max_retries: int = 60, headers: Any = None) -> Any: ...
-
     async def get(self, url: str) -> Any: ...
 
 
@@ -103,7 +93,6 @@ class Misc(Protocol):
 @interface_of("slime.utils.async_utils")
 class AsyncUtils(Protocol):
     def run(self, coro: Any) -> Any: ...
-
     def get_async_loop(self) -> Any: ...
 
 
@@ -112,7 +101,6 @@ class RolloutMetrics(Protocol):
     def log_rollout_data(
         self, rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, rollout_time: float
     ) -> Any: ...
-
     def log_eval_rollout_data(self, rollout_id: int, args: Any, data: Any, extra_metrics: Any = None) -> Any: ...
 
 

@@ -25,10 +25,8 @@ class Server(Protocol):
 
     @remote
     def generate(self, /, **request: Any) -> TokenOutput: ...
-
     @remote
     def abort_request(self, request_id: str) -> dict[str, Any]: ...
-
     @remote
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]: ...
 
@@ -42,9 +40,7 @@ class RolloutReplica(Protocol):
     server_handle: Server
 
     async def launch_servers(self) -> None: ...
-
     async def abort_all_requests(self) -> None: ...
-
     async def resume_generation(self) -> None: ...
 
 
@@ -54,10 +50,8 @@ class LoadBalancer(Protocol):
 
     @remote
     def get_all_servers(self) -> list[str]: ...
-
     @remote
     def add_servers(self, servers: dict[str, Any]) -> None: ...
-
     @remote
     def remove_servers(self, server_ids: list[str]) -> None: ...
 
@@ -68,33 +62,20 @@ class StickyRouter(Protocol):
     _request_id_to_server: MutableMapping[str, str]
 
     def __init__(self, servers: dict[str, Any]) -> None: ...
-
     def acquire_server(self, request_id: str) -> tuple[str, Any]: ...
-
     def require_acquire_fields(self) -> list[str]: ...
 
 
 @interface_of("verl.workers.rollout.router:RequestLoadBalancer")
-class Router(Protocol):
+class Router(LoadBalancer, Protocol):
     """What verl calls of a router, but for ``acquire_server``, which a client of ours calls in its place."""
 
     @remote
     def release_server(self, server_id: str, request_id: str | None = None) -> None: ...
-
     @remote
     def require_acquire_fields(self) -> list[str]: ...
-
     @remote
     def require_release_fields(self) -> list[str]: ...
-
-    @remote
-    def add_servers(self, servers: dict[str, Any]) -> None: ...
-
-    @remote
-    def remove_servers(self, server_ids: list[str]) -> None: ...
-
-    @remote
-    def get_all_servers(self) -> list[str]: ...
 
 
 @interface_of("verl.workers.rollout.llm_server:LLMServerClient")
@@ -111,7 +92,6 @@ class LLMServerClient(ObservedClient, Protocol):
     config: Any
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]: ...
-
     def _release_server(self, server_id: str, request_id: str | None = None) -> None: ...
 
 
@@ -122,7 +102,6 @@ class LLMServerManager(Protocol):
     global_load_balancer: LoadBalancer
 
     def get_replicas(self) -> list[RolloutReplica]: ...
-
     def get_client(self, client_cls: Any) -> Any: ...
 
 
@@ -144,7 +123,6 @@ class AgentLoopOutput(Protocol):
 @interface_of("verl.experimental.reward_loop.reward_loop:RewardLoopWorker")
 class RewardLoopWorker(Protocol):
     def __init__(self, config: Any, reward_router_address: str | None) -> None: ...
-
     @remote
     def compute_score(self, data: Any) -> dict[str, Any]: ...
 
@@ -161,9 +139,7 @@ class AgentLoopWorker(Protocol):
     reward_loop_worker_handles: Sequence[RewardLoopWorker] | None
 
     async def _run_agent_loop(self, sampling_params: Any, trajectory: Any, **kwargs: Any) -> Any: ...
-
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any: ...
-
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None: ...
 
 
@@ -195,7 +171,6 @@ class RewardManagerBase(Protocol):
     compute_score: Any
 
     def __init__(self, config: Any, tokenizer: Any, compute_score: Any) -> None: ...
-
     async def run_single(self, data: Any) -> Any: ...
 
 
@@ -212,7 +187,6 @@ class TransferQueue(Protocol):
     KVBatchMeta: Any
 
     def kv_list(self, partition_id: str) -> dict[str, dict[str, Any]] | None: ...
-
     def kv_clear(self, keys: list[str], partition_id: str) -> None: ...
 
 
@@ -224,7 +198,6 @@ class ReplayBuffer(Protocol):
 @interface_of("verl.checkpoint_engine.base:CheckpointEngineManager")
 class CheckpointManager(Protocol):
     def sleep_replicas(self) -> None: ...
-
     def update_weights(self, global_steps: int) -> None: ...
 
 
@@ -249,21 +222,12 @@ class SyncTrainer(Trainer, Protocol):
     train_dataset: Any
 
     def _build_replay_buffer(self) -> ReplayBuffer: ...
-
     def _init_dataloader(self) -> None: ...
-
     def _fetch_one_gen_batch(self) -> Any: ...
-
     def get_llm_client(self) -> Any: ...
-
     def fit(self, agent_loop_manager: AgentLoopManager) -> None: ...
-
     def prepare_step(self) -> dict[str, Any]: ...
-
     def on_init_end(self) -> None: ...
-
     def on_sample_end(self) -> None: ...
-
     def on_step_end(self) -> None: ...
-
     def _load_checkpoint(self) -> None: ...

@@ -66,8 +66,8 @@ def test_only_features_that_need_it_put_proxies_before_reward_workers(composed, 
         self.config, self.llm_client, self.reward_loop_worker_handles = config, llm_client, reward_loop_worker_handles
 
     (verls,) = agent_loop.worker_class(composed).__bases__
-    monkeypatch.setattr(verls, "__init__", start)  # verl's wants models and a cluster
     config = wired(features, {})
+    monkeypatch.setattr(verls, "__init__", start)  # verl's wants models and a cluster
     handles = [object(), object()]
     worker = agent_loop.worker_class(config)(config, reward_loop_worker_handles=handles)
     with_rewards = worker.reward_loop_worker_handles
