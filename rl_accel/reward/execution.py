@@ -94,8 +94,8 @@ class ExecutionResult:
         verdict: see :data:`Verdict`.
         value: what a grader returned; None unless the verdict is "done".
         wall, cpu: seconds it took, of all its processes.
-        waited: seconds of ``wall`` in which it was ready and had no processor; of several threads, of the one that waited most, and
-            no more than ``wall - cpu``. 0 where the kernel does not tell.
+        waited: seconds of ``wall`` in which it was ready and had no processor, the sum over its threads, and no more than
+            ``wall - cpu``. 0 where the kernel does not tell.
         reason: in a few words: the exception, the limit that it exceeded.
         output: the beginning of what a program, or an isolated grader, printed.
     """

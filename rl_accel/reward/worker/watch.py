@@ -15,6 +15,8 @@ from . import Channel
 LOOK_SECONDS = 0.02
 WAITED_FACTOR = 10.0
 """Waiting for a processor does not count against the wall limit, but no execution lasts longer than the limit times this."""
+LATE_SECONDS = 0.1
+"""A look that comes later than this is not the execution's fault."""
 ALIVE_SECONDS = 1.0
 """So often an execution that is beyond its wall limit, because it waited, tells the trainer that it is still watched."""
 
@@ -73,7 +75,10 @@ class Watch:
     spared: Collection[int]
     report: Sink
     output: Sink
-    _waited: float = field(default=0.0, init=False)
+    _waited: dict[str, float] = field(default_factory=dict, init=False)
+    """Seconds by thread."""
+    _paused: float = field(default=0.0, init=False)
+    """Seconds by which looks came late: this process had no processor either, or the machine stood still."""
     _cpu_before: float = field(default_factory=cpu_of_ended, init=False)
     _began: float = field(default_factory=time.monotonic, init=False)
     _alive_at: float = field(default=0.0, init=False)
@@ -121,9 +126,11 @@ class Watch:
                 if self.output.full or self.report.full:
                     return "output", -1
                 if ended in ready:
-                    self._waited = max(self._waited, _seconds_waited(f"/proc/{child}"))
+                    self._look_at_waits([f"/proc/{child}/task/{child}"])
                     return "", os.waitpid(child, 0)[1]
-                if time.monotonic() >= look_at:
+                late = time.monotonic() - look_at
+                if late >= 0:
+                    self._paused += late if late > LATE_SECONDS else 0.0
                     if exceeded := self._exceeded(child):
                         return exceeded, -1
                     look_at = time.monotonic() + LOOK_SECONDS
@@ -144,7 +151,7 @@ class Watch:
                 used["memory"] += max(0, pages) * _PAGE  # a page that two share counts twice
             threads = _threads(pid)
             used["processes"] += len(threads)
-            self._waited = max([self._waited, *map(_seconds_waited, threads)])
+            self._look_at_waits(threads)
         now = time.monotonic()
         wall = now - self._began
         counted = wall - self._waited_of(wall, used["cpu"])
@@ -155,13 +162,18 @@ class Watch:
             self._alive_at = now + ALIVE_SECONDS
         return next((name for name, amount in used.items() if amount > self.limits.get(name, amount)), "")
 
-    def _waited_of(self, wall: float, cpu: float) -> float:
-        """Seconds it was ready and had no processor, of ``wall`` in which it used ``cpu``.
+    def _look_at_waits(self, threads: Collection[str]) -> None:
+        for thread in threads:
+            self._waited[thread] = max(_seconds_waited(thread), self._waited.get(thread, 0.0))
 
-        Of several threads it is that of the one that waited most, but no more than is left of ``wall`` beside ``cpu``: threads that
-        wait for each other's processors use, together, one at least.
+    def _waited_of(self, wall: float, cpu: float) -> float:
+        """Returns the seconds that it was ready and had no processor, of ``wall`` in which it used ``cpu``.
+
+        Processes that wait for each other, such as a grader and the program that it runs, wait for a processor one after the other:
+        the waits of all threads add up. Those of threads that wait at the same time do too, so that the sum is at most what is left
+        of ``wall`` beside ``cpu``.
         """
-        return max(0.0, min(self._waited, wall - cpu))
+        return max(0.0, min(sum(self._waited.values()) + self._paused, wall - cpu))
 
 
 def _stat(pid: int) -> list[str]:
