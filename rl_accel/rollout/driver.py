@@ -264,6 +264,8 @@ class RolloutDriver:
         self._failed_in_a_row = 0
         self._last_error = ""
         self._step = 0
+        for rounded in core.run.rounded_ratios:
+            logger.warning("rl-accel: tail_batching.%s", rounded)
 
     def play(self, step: int, steps_left: int) -> StepResult:
         """Return the batch of training step ``step``, with everything else of its round settled and cleared.

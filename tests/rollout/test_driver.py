@@ -208,6 +208,13 @@ def test_a_domain_without_quota_is_named_and_so_is_a_quota_without_rows():
         driver.play(1, 3)
 
 
+def test_ratios_that_rounding_changes_are_said_at_the_start(caplog):
+    flags = TailBatchingFlags()
+    for prompts, responses in ((8, 4), (7, 1)):
+        RolloutDriver(TailBatching(TailRun(prompts, responses, flags)), None, None, None)
+    assert caplog.messages == ["rl-accel: tail_batching.response_ratio=1.25 launches 2 for 1, which is 2.00 times"]
+
+
 def test_quotas_may_change_when_a_run_is_resumed():
     driver, _ = make(domain=lambda row: "code" if row % 2 else "math")
     for step in (1, 2, 3):
