@@ -267,16 +267,26 @@ def test_a_patch_that_is_not_for_this_version_leaves_the_rest_of_its_feature_on(
 
 
 def test_doctor_shows_the_verl_that_is_imported(fake_verl, check, tmp_path):
+    """And which of its features cannot work there, observers included. Its exit code says so, too."""
     (tmp_path / "verl" / "__init__.py").write_text('__version__ = "7.8.9"\n')
-    stdout, _ = check("""
-        from rl_accel.doctor import diagnose
-        diagnosis = diagnose()
-        print(diagnosis["versions"]["verl"])
-        print({check["verdict"] for check in diagnosis["checks"] if check["patch"].startswith("verl.tail_batching")})
-    """)
-    version, verdicts = stdout.splitlines()
-    assert version == "7.8.9"
-    assert "works" not in verdicts, "this verl has no trainer"
+    (tmp_path / "verl" / "utils" / "tracking.py").write_text(
+        "class Tracking:\n    def log(self, data, step, backend): pass\n"
+    )
+    stdout, _ = check(
+        """
+        import sys
+        from rl_accel.__main__ import main
+        sys.argv = ["rl-accel", "doctor", "--json"]
+        main()
+        """,
+        code=1,
+    )
+    found = json.loads(stdout)
+    checks = {check["patch"]: check for check in found["checks"]}
+    assert found["versions"]["verl"] == "7.8.9"
+    assert checks["verl.gae"] == {**checks["verl.gae"], "verdict": "works", "upstream": "none"}
+    for observer in ("telemetry.observer", "trainer_log.tp_replan", "trainer_mode.tail_batching"):
+        assert checks[f"verl.{observer}"]["verdict"] == "cannot", "this verl has no trainer"
 
 
 def test_off_stays_off_when_verl_and_its_plug_in_come_later(fake_verl, check):

@@ -10,8 +10,9 @@ from typing import Any
 
 from rl_accel.errors import ConfigError
 from rl_accel.features import TP_REPLAN, TpReplanFlags
+from rl_accel.integrations.slime import interfaces
 from rl_accel.integrations.slime.hooks import flags_of
-from rl_accel.integrations.slime.rollout_log import LOG_SEAMS, Rollout
+from rl_accel.integrations.slime.rollout_log import LOG_INTERFACES, Rollout
 from rl_accel.parallel.model_memory import FLAG, TpBounds, read_configuration
 from rl_accel.parallel.tp_planner import PlannedRun
 from rl_accel.patches.seams import SeamCheck
@@ -171,15 +172,6 @@ SWITCHES = (
     SeamCheck(
         name="slime.tp_replan",
         target="slime.observability.rollout_metrics:log_rollout_data",
-        seams={
-            **LOG_SEAMS,
-            "slime.observability.rollout_metrics:log_eval_rollout_data": (
-                "rollout_id",
-                "args",
-                "data",
-                "extra_metrics",
-            ),
-        },
-        attributes={"slime.utils.types:Sample": ("response_length",)},
+        interfaces=(interfaces.Sample, *LOG_INTERFACES),
     ),
 )

@@ -98,5 +98,6 @@ SWITCHES = (
         fingerprints=("35068cca988bd96e871621af32e92aecff5f6913fba26d8c37a3aedc046826a0",),
         probe=_require_attributes,
         no_seam="the kind of output has no key in verl's configuration, and vLLM's default is every token",
+        remove_when="verl asks vLLM for final outputs only",
     ),
 )

@@ -4,27 +4,33 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.data_source import RolloutDataSource
-from slime.rollout.filter_hub.base_types import (
-    MetricGatherer,
-    call_dynamic_filter,
-    should_drop_dynamic_filter_output,
-)
-from slime.utils.async_utils import run
-from slime.utils.misc import load_function
+from slime.rollout.filter_hub.base_types import MetricGatherer
 
 from rl_accel.errors import ConfigError
 from rl_accel.features import SLIME_DATA_SOURCE, TAIL_BATCHING
+from rl_accel.integrations.slime import interfaces
 from rl_accel.integrations.slime.hooks import flags_of
 from rl_accel.integrations.slime.tail_batching import check, last_rollout, run_of
 from rl_accel.integrations.slime.tail_batching.responses import Engines, Responses, samples_of
+from rl_accel.patches.seams import extends
 from rl_accel.rollout import saved
 from rl_accel.rollout.driver import PromptSupply, RolloutDriver
 from rl_accel.rollout.tail_batching import TailBatching
+
+if TYPE_CHECKING:
+    RolloutDataSource = interfaces.RolloutDataSource
+    sglang_rollout: interfaces.SglangRollout
+    base_types: interfaces.FilterHub
+    async_utils: interfaces.AsyncUtils
+    misc: interfaces.Misc
+else:
+    from slime.rollout import sglang_rollout
+    from slime.rollout.data_source import RolloutDataSource
+    from slime.rollout.filter_hub import base_types
+    from slime.utils import async_utils, misc
 
 Group = list[Any]
 
@@ -49,6 +55,7 @@ def generate_rollout(
     return data_source.play(rollout_id)
 
 
+@extends(interfaces.RolloutDataSource)
 class TailDataSource(RolloutDataSource):
     """slime's ``--data-source-path``: slime's own data source with the queue of deferred prompts, and the rounds of a run.
 
@@ -79,7 +86,7 @@ class TailDataSource(RolloutDataSource):
             self._core, self.supply, self._responses, discard=lambda results: None, passes=self._passes
         )
         filter_path = args.dynamic_sampling_filter_path
-        self._filter = load_function(filter_path) if filter_path is not None else None
+        self._filter = misc.load_function(filter_path) if filter_path is not None else None
         self._drops = MetricGatherer()
         self._rejected: list[Group] = []
 
@@ -105,7 +112,7 @@ class TailDataSource(RolloutDataSource):
         """Return the batch of a rollout. Nothing else of it is left on any server."""
         self._drops, self._rejected, self._responses.retractions = MetricGatherer(), [], None
         result = self._driver.play(rollout_id, max(last_rollout(self.args, len(self)) - rollout_id, 1))
-        run(self._engines.drain())
+        async_utils.run(self._engines.drain())
         size = self.args.n_samples_per_prompt
         groups = [_in_order(result.results[i : i + size]) for i in range(0, len(result.results), size)]
         groups.sort(key=_index)
@@ -113,10 +120,10 @@ class TailDataSource(RolloutDataSource):
             self._log.add(rollout_id, result)
         self._remember(rollout_id)
         if self.args.rollout_sample_filter_path is not None:
-            load_function(self.args.rollout_sample_filter_path)(self.args, groups)
+            misc.load_function(self.args.rollout_sample_filter_path)(self.args, groups)
         if self.args.rollout_all_samples_process_path is not None:
             every = sorted([*groups, *self._rejected], key=_index)
-            load_function(self.args.rollout_all_samples_process_path)(self.args, every, self)
+            misc.load_function(self.args.rollout_all_samples_process_path)(self.args, every, self)
         metrics = result.metrics() | self._drops.collect()
         if self._responses.retractions is not None:
             metrics["rl_accel/preemptions"] = float(self._responses.retractions)
@@ -124,9 +131,9 @@ class TailDataSource(RolloutDataSource):
 
     def _passes(self, _prompt_id: str, results: Sequence[Any]) -> bool:
         group = _in_order(results)
-        verdict = call_dynamic_filter(self._filter, self.args, group)
+        verdict = base_types.call_dynamic_filter(self._filter, self.args, group)
         # In slime a group that may be kept for want of others is not replaced; here every rejected one has been.
-        if not should_drop_dynamic_filter_output(
+        if not base_types.should_drop_dynamic_filter_output(
             verdict,
             remaining_batch_size=self._responses.prompts_launched - 2 * len(self._rejected),
             target_data_size=self.args.rollout_batch_size,

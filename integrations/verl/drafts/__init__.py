@@ -22,19 +22,14 @@ from rl_accel.drafts.index import SOURCES
 from rl_accel.errors import refuse
 from rl_accel.features import DraftsFlags
 from rl_accel.files import write_atomically
-from rl_accel.patches.seams import Registration, Seams
+from rl_accel.patches.seams import Registration
 from rl_accel.patches.verl import config_intake
+from rl_accel.patches.verl.interfaces import Trainer
 from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.telemetry import metrics
 
 logger = logging.getLogger("rl_accel")
 
-SEAMS: Seams = {
-    "verl.workers.rollout.router:GlobalRequestLoadBalancer.acquire_server": ("self", "request_id"),
-    "verl.workers.rollout.router:GlobalRequestLoadBalancer.require_acquire_fields": ("self",),
-    "verl.workers.rollout.llm_server:LLMServerManager.get_replicas": ("self",),
-}
-"""verl 0.9.1 has them."""
 TRIED = ("0.29.0",)
 """Versions of vLLM. Its interface for drafters has no promise, and 0.30.0 fails with any speculative decoding on a CPU."""
 ROUTER = Path(__file__).with_name("router.yaml")
@@ -140,7 +135,7 @@ class Exchange:
         Raises:
             StopTraining: drafted responses of the first steps have other probabilities than the trainer finds.
         """
-        trainer = config_intake.trainer()
+        trainer: Trainer | None = config_intake.trainer()
         if trainer is None or "timing_s/gen" not in logged:
             return {}
         self._steps += 1

@@ -10,14 +10,12 @@ import os
 from collections.abc import Awaitable, Iterable
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 from omegaconf import OmegaConf
-from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
-from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
-from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
+from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls, limited
 from verl.protocol import DataProto
 from verl.utils.import_utils import load_extern_object
 
@@ -25,19 +23,27 @@ from rl_accel.errors import ConfigError
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.ray.reward_anchors import StoreClient
 from rl_accel.integrations.verl.reward_timeout import MANAGER, SECTION
+from rl_accel.integrations.verl.reward_timeout.agent_loop import VALIDATION
 from rl_accel.integrations.verl.reward_timeout.code_rewards import (
     DATA_SOURCES,
     prime_graders,
     score_fusion,
     score_prime_code,
 )
-from rl_accel.integrations.verl.reward_worker_proxy import SUCCESSOR, VALIDATION
+from rl_accel.integrations.verl.reward_worker_proxy import SUCCESSOR
+from rl_accel.patches.seams import extends
+from rl_accel.patches.verl import interfaces
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.execution import ExecutionResult, Limits, run_within
 from rl_accel.reward.limited_executor import LimitedExecutor, prompt_key
 from rl_accel.reward.sandbox import Graders
 from rl_accel.reward.scores import Scores
+
+if TYPE_CHECKING:
+    RewardManagerBase = interfaces.RewardManagerBase
+else:
+    from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
 _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VERLS_OWN = "verl.utils.reward_score:default_compute_score"
@@ -48,6 +54,7 @@ _RESPONSE: ContextVar[tuple[str, bool] | None] = ContextVar("rl_accel_response",
 """Of the response that the running task scores: the key of its prompt, and whether it teaches (it is of no validation)."""
 
 
+@extends(interfaces.RewardManagerBase)
 class RewardTimeoutManager(RewardManagerBase):
     """Scores as the configured manager does, with a time limit for each execution.
 
@@ -92,8 +99,9 @@ class RewardTimeoutManager(RewardManagerBase):
             reward_router_address=reward_router_address,
             reward_model_tokenizer=reward_model_tokenizer,
         )
-        if isinstance(self.held, RateLimitedRewardManager):
-            self.held.timeout = None  # asyncio.wait_for without a limit
+        if isinstance(self.held, limited.RateLimitedRewardManager):
+            held: interfaces.RateLimitedRewardManager = self.held
+            held.timeout = None  # asyncio.wait_for without a limit
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         """Score the last response of ``data``; the contract is the base class's. Cancelling this kills what runs.
