@@ -23,6 +23,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from rl_accel.integrations.verl.engines import Engine, engine_of, is_death
 from rl_accel.integrations.verl.reward_worker_proxy import cancel, outcome
 from rl_accel.rollout.driver import ResponseLost, TokenRate
+from rl_accel.switch import forget_when_off
 
 logger = logging.getLogger("rl_accel")
 
@@ -35,6 +36,7 @@ WATCH_SECONDS = 10.0
 """How often servers are looked at during a call to all, and how long one that died may keep it from ending."""
 
 TOKEN_RATE = TokenRate()
+forget_when_off.append(TOKEN_RATE.clear)
 
 
 @dataclass(eq=False)
