@@ -360,6 +360,22 @@ def test_after_any_sequence_of_calls_the_last_one_holds(fake_verl, check):
     """)
 
 
+def test_what_features_remember_ends_with_the_last_of_them(fake_verl, check):
+    """And not before: the numbers of a step are of all features."""
+    check("""
+        import rl_accel
+        from rl_accel.telemetry import metrics, server_counters
+        for off in (rl_accel.disable, lambda: rl_accel.enable(gae=False)):
+            rl_accel.enable(gae=True, advantages=True)
+            metrics.put("example", 1.0)
+            server_counters.ask_endpoints({"a": "ftp://a"}, ["count"])
+            rl_accel.enable(gae=True)
+            assert (metrics._values, server_counters._warned) == ({"example": 1.0}, {"ftp://a"})
+            off()
+            assert (metrics._values, server_counters._warned) == ({}, set())
+    """)
+
+
 def test_another_thread_may_import_the_framework_meanwhile(fake_verl, check):
     fake_verl("ADV_ESTIMATOR_REGISTRY = {}", "import gate\nADV_ESTIMATOR_REGISTRY = {}")
     check("""

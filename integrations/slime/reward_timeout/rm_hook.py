@@ -36,6 +36,7 @@ from rl_accel.reward.execution import ExecutionResult, Limits, gather_until, run
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program, prompt_key
 from rl_accel.reward.sandbox import Graders, Sandbox
 from rl_accel.reward.scores import Scores
+from rl_accel.switch import forget_when_off
 
 _MOST_WORKERS = 16
 """Each has imported slime, some 250 MiB."""
@@ -66,11 +67,11 @@ async def grade(args: Any, sample: Any, **kwargs: Any) -> Any:
         SandboxError: no process to grade in can be started.
     """
     loop = asyncio.get_running_loop()
-    if loop not in OPEN:
+    if (grading := OPEN.get(loop)) is None:
         for ended in [known for known in OPEN if known.is_closed()]:
             del OPEN[ended]
-        OPEN[loop] = Grading(args)
-    return await OPEN[loop].grade(args, sample, kwargs)
+        grading = OPEN[loop] = Grading(args)
+    return await grading.grade(args, sample, kwargs)
 
 
 @dataclass(frozen=True)
@@ -242,6 +243,19 @@ def _awaits(function: Any) -> bool:
 
 
 _collect = Collector()
+
+
+def _close_all() -> None:
+    """Forget what grades and what was counted; the processes of graders end in the background."""
+    global _collect
+    _collect = Collector()
+    while OPEN:
+        loop, grading = OPEN.popitem()
+        if loop.is_running():
+            asyncio.run_coroutine_threadsafe(grading.close(), loop)
+
+
+forget_when_off.append(_close_all)
 
 
 def numbers_of(rollout: Rollout) -> dict[str, float]:

@@ -63,6 +63,8 @@ class TailBatchingTrainer(PPOTrainerSync):
     def _fetch_row(self) -> dict[str, Any]:
         """Return the next row as the plain dict an agent loop is called with. Wiring has made the data loader's batches one row."""
         row: dict[str, Any] = self._fetch_one_gen_batch()[0].clone().to_dict()
+        if not self._supply.fetched:
+            saved.packed(row)  # refused now, not at the first checkpoint
         return row
 
     def _data_id(self) -> str:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import rl_accel
 from rl_accel.features import TAIL_BATCHING
 from rl_accel.integrations.slime.custom_config import HOOKS
 
@@ -98,6 +99,16 @@ def gone(folder):
 
 
 # Graders
+
+
+def test_off_ends_what_grades_and_later_flags_begin_anew(judged, sample_of):
+    judge = judged("plain")
+    for _ in range(2):
+        judge(sample_of(score=0.5))
+        assert counts()["executions"] == 1
+        rl_accel.disable()
+        with pytest.raises(ValueError, match="not enough values"):
+            counts()
 
 
 @pytest.mark.parametrize(
