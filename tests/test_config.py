@@ -58,7 +58,6 @@ def test_the_prompt_ratio_is_a_number_or_auto(given, kept):
         ({"tail_batching": {"response_ratio": 0}}, r"response_ratio wants at least 1\.0, found 0\.0"),
         ({"tail_batching": {"queue_threshold": 0}}, r"queue_threshold wants at least 1, found 0"),
         ({"auto": 1}, r"rl_accel\.auto wants bool, found 1 \(int\)"),
-        ({"reward_timeout": {"minimum": 40}}, r"rl_accel\.reward_timeout: maximum must be at least minimum = 40"),
         ({"tail_batching": {"domain_quotas": {"math": 0}}}, r"domain_quotas\['math'\] must be at least 1, found 0"),
         (["gae"], r"rl_accel wants a mapping of flags, found \['gae'\] \(list\)"),
     ],
