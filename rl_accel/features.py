@@ -69,7 +69,7 @@ class Feature(Generic[F]):
         automatic: a bare ``rl_accel.enable()`` turns it on; only what cannot change training results.
         switches: modules with a tuple ``SWITCHES`` of :class:`~rl_accel.switch.Switch`, by framework. They are
             imported only when the feature is on.
-        verl: module with ``wire(run, flags)`` and ``SEAMS``, if the feature stands on verl's official extension points;
+        verl: module with ``wire(run, flags)``, if the feature stands on verl's official extension points;
             see :mod:`rl_accel.patches.verl.config_intake`.
         slime: the hooks of slime that it needs.
     """

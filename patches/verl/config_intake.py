@@ -12,9 +12,11 @@ A feature that stands on verl's extension points has a module (:attr:`~rl_accel.
 - ``find_problems()``, if ``rl-accel doctor`` is to tell more: pairs of what does not work here and why.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import logging
 import sys
 import weakref
@@ -23,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from rl_accel.config import Flags
-from rl_accel.features import FEATURES
+from rl_accel.features import FEATURES, Feature
 from rl_accel.patches import seams
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.seams import Registration
 from rl_accel.patches.verl.interfaces import Trainer
 from rl_accel.patches.verl.verl_run import VerlRun
-from rl_accel.runtime import FRAMEWORK, RUNTIME
+from rl_accel.runtime import FRAMEWORK, RUNTIME, switches_of
 
 logger = logging.getLogger("rl_accel")
 
@@ -71,19 +73,25 @@ def wire(run: VerlRun, flags: Flags) -> dict[str, str]:
             idle[feature.name] = reason
         if feature.verl:
             if not run.in_driver:  # which does not import verl's trainers
-                require(feature.name)
+                require(feature)
             importlib.import_module(feature.verl).wire(run, flags[feature])
     return idle
 
 
-def require(feature: str) -> None:
+def require(feature: Feature[Any]) -> None:
     """Compare what the adapters of a ``feature`` use and override of verl with the verl that is installed.
 
     Raises:
         PatchRefused: names every member that is absent or different.
     """
-    modules = seams.modules_of(f"rl_accel.integrations.verl.{feature}")
-    seams.require(feature, seams.interfaces_of(modules))
+    for switch in itertools.chain.from_iterable(map(switches_of, feature.switches["verl"])):
+        if isinstance(
+            switch, Registration
+        ):  # it may import adapters when verl is imported, which must not be half-way then
+            with contextlib.suppress(ImportError):
+                importlib.import_module(switch.target.partition(":")[0])
+    modules = seams.modules_of(f"rl_accel.integrations.verl.{feature.name}")
+    seams.require(feature.name, seams.interfaces_of(modules))
 
 
 def in_driver(config: Any) -> None:

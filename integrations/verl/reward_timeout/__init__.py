@@ -28,7 +28,7 @@ MANAGER_MODULE = "pkg://rl_accel.integrations.verl.reward_timeout.manager"
 SECTION = "reward_timeout"
 """What every process finds under ``reward`` in verl's configuration: the flags, the manager that is held, where anchors go."""
 
-WORKER_PART = f"{__name__}.agent_loop.Marking"
+WORKER_PART = f"{__name__}.validation.Marking"
 """What this feature adds to agent-loop workers."""
 
 _FLAG = "rl_accel.reward_timeout"

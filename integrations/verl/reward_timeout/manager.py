@@ -23,13 +23,13 @@ from rl_accel.errors import ConfigError
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.ray.reward_anchors import StoreClient
 from rl_accel.integrations.verl.reward_timeout import MANAGER, SECTION
-from rl_accel.integrations.verl.reward_timeout.agent_loop import VALIDATION
 from rl_accel.integrations.verl.reward_timeout.code_rewards import (
     DATA_SOURCES,
     prime_graders,
     score_fusion,
     score_prime_code,
 )
+from rl_accel.integrations.verl.reward_timeout.validation import VALIDATION
 from rl_accel.integrations.verl.reward_worker_proxy import SUCCESSOR
 from rl_accel.patches.seams import extends
 from rl_accel.patches.verl import interfaces

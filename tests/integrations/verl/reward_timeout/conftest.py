@@ -51,7 +51,7 @@ def responses(tokenizer: Any) -> Callable[..., list[Any]]:
     from tensordict import TensorDict
     from verl.protocol import DataProto
 
-    from rl_accel.integrations.verl.reward_timeout.agent_loop import VALIDATION
+    from rl_accel.integrations.verl.reward_timeout.validation import VALIDATION
 
     def make(*texts: str, ground_truth: Any = "7", validation: bool = False, **columns: Any) -> list[Any]:
         found = []
