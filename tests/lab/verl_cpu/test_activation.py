@@ -20,6 +20,7 @@ def test_without_the_variable_nothing_is_imported_and_with_it_any_error_ends_the
         assert PlatformRegistry.get("cpu") is None
         ours = {name for name in sys.modules if name.startswith("rl_accel.lab.verl_cpu")}
         assert ours <= {"rl_accel.lab.verl_cpu", "rl_accel.lab.verl_cpu.plugin"}, ours
+        assert "prometheus_client" not in sys.modules, "every process of everybody would pay for it"
         assert "VERL_ENGINE_DEVICE" not in os.environ
         print("nothing was imported")
 
