@@ -37,15 +37,6 @@ def read(response):
     return version, tokens[:length], tokens[length:]
 
 
-class Clock:
-    """Seconds that a test sets."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 class Engine:
     """What vLLM's runner does around the drafter, with responses that are known beforehand: greedy decoding of a fixed model.
 
@@ -54,8 +45,8 @@ class Engine:
 
     def __init__(self, length=LENGTH, compares=False, **settings):
         """``compares``: with steps without drafts, now and then, so that drafting stops where it costs more than it gives."""
-        self.clock = Clock()
-        self.drafter = Drafter(config(**settings), self.clock)
+        self.now = 0.0
+        self.drafter = Drafter(config(**settings), lambda: self.now)
         if not compares:
             self.drafter._worth.allows = self.drafter._worth.pays = lambda *_: True
         self.matrix = np.zeros((64, length), np.int32)
@@ -88,7 +79,7 @@ class Engine:
             self.matrix[row, : len(self.tokens[number])] = self.tokens[number]
             self.ends[row] = len(self.tokens[number])
             self.sampled.append(new)
-        self.clock.now += seconds
+        self.now += seconds
         if unseen:
             return []
         drafts = self.drafter.propose(self.sampled, self.ends, self.matrix, slot_mappings=None)
@@ -450,7 +441,7 @@ def test_wrong_settings_and_a_wrong_matrix_are_refused(settings, error, said):
         Drafter(config(**settings))
     for wrong, found in ((np.zeros(10, np.int32), "int32[10]"), (np.zeros((2, 10), np.float32), "float32[2, 10]")):
         with pytest.raises(ValueError, match=re.escape(f"must be int32[rows, max_model_len], found {found}")):
-            Drafter(config(), Clock()).propose([[1]], np.array([5]), wrong)
+            Drafter(config()).propose([[1]], np.array([5]), wrong)
 
 
 @pytest.mark.parametrize("memory_mb", [1, 1.5, 7, 64, 200])

@@ -5,6 +5,7 @@ import inspect
 import logging
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -294,6 +295,7 @@ def test_threads_see_one_replacement(patch_of):
 
     def slow(original, settings):
         made.append(original)
+        time.sleep(0.01)  # long enough for the others to come in, if they may
         return tripled(original, settings)
 
     core, patch = patch_of(make=slow)
