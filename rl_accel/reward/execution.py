@@ -98,6 +98,7 @@ class ExecutionResult:
             no more than ``wall - cpu``. 0 where the kernel does not tell.
         reason: in a few words: the exception, the limit that it exceeded.
         output: the beginning of what a program, or an isolated grader, printed.
+        error: what a trusted grader raised.
     """
 
     verdict: Verdict
@@ -107,6 +108,7 @@ class ExecutionResult:
     waited: float = 0.0
     reason: str = ""
     output: str = ""
+    error: Exception | None = None
 
 
 async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: str) -> ExecutionResult:
