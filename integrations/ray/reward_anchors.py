@@ -35,6 +35,7 @@ _COUNTS = (
     "killed",
     "cancelled",
     "probes",
+    "suspended",
     "errors",
     "seconds",
     "waited_seconds",

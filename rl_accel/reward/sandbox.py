@@ -111,6 +111,8 @@ class Graders:
             no files that every user may read, and without root none of this user's.
         readable: files and folders that the grader reads, when it is imported or called.
         in_thread: a trusted grader is called in a thread, as by an executor of threads, and not in the main one.
+        computing: calls of a trusted grader that may compute at once, see
+            :class:`~rl_accel.reward.worker_pool.WorkerPool`; None: as many as ``workers``.
         environment, setup: of a trusted grader, see :class:`~rl_accel.reward.worker.Start`.
 
     Raises:
@@ -126,6 +128,7 @@ class Graders:
         isolation: str | None = None,
         readable: Sequence[str | Path] = (),
         in_thread: bool = False,
+        computing: int | None = None,
         environment: Mapping[str, str] | None = None,
         setup: str = "",
     ) -> None:
@@ -139,8 +142,12 @@ class Graders:
         path = installed_path() if isolation else sys.path
         start = Start(isolation, "", f"{where}:{name}", path, in_thread, False, dict(environment or {}), setup)
         payload = b"" if arguments is None else dumps(dict(arguments))
-        self._pool = WorkerPool(workers, start, payload, [str(Path(item).resolve()) for item in readable])
+        self._pool = WorkerPool(workers, start, payload, [str(Path(item).resolve()) for item in readable], computing)
         self._trusted = not isolation
+
+    def warm_up(self) -> None:
+        """Import the grader now, in its first worker, and wait until that is done. Needs no event loop."""
+        self._pool.warm_up()
 
     @property
     def deaths(self) -> int:

@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import select
 import shutil
 import socket
 import subprocess
@@ -109,6 +110,7 @@ class Worker:
         process: its reaper, or bubblewrap; None for a fork of a template, whose reaper looks after it.
         forks: it is the template of a grader, and takes no orders but to fork workers.
         renews: it is replacing its process, and takes no order before :meth:`wait_ready`.
+        waits: what it executes has used no processor for most of its time.
     """
 
     process: "subprocess.Popen[bytes] | None"
@@ -117,11 +119,14 @@ class Worker:
     writer: asyncio.StreamWriter
     forks: bool = False
     renews: bool = True
+    waits: bool = False
     answer: "asyncio.Future[tuple[ExecutionResult, bytes]]" = field(init=False)
 
-    @classmethod
-    async def spawn(cls, start: Start, payload: bytes, readable: Sequence[str]) -> "Worker":
-        """Start one; :meth:`wait_ready` must follow. Arguments as of :class:`WorkerPool`.
+    @staticmethod
+    def launch(
+        start: Start, payload: bytes, readable: Sequence[str]
+    ) -> "tuple[subprocess.Popen[bytes], socket.socket]":
+        """Start the process of one and return our end of its socket, for :meth:`of`. Arguments as of :class:`WorkerPool`.
 
         Raises:
             SandboxError: it cannot be started.
@@ -150,9 +155,13 @@ class Worker:
             except OSError as error:
                 ours.close()
                 raise SandboxError(f"a worker cannot be started: {error}") from error
-        worker = cls(process, ours, *await asyncio.open_connection(sock=ours))
-        worker._send(asdict(start), payload)
-        return worker
+        ours.sendall(encode(asdict(start), payload))
+        return process, ours
+
+    @classmethod
+    async def of(cls, process: "subprocess.Popen[bytes] | None", channel: socket.socket) -> "Worker":
+        """Return the worker at the other end of ``channel``; :meth:`wait_ready` must follow."""
+        return cls(process, channel, *await asyncio.open_connection(sock=channel))
 
     async def fork(self) -> "Worker":
         """Return a fork of this template; :meth:`wait_ready` must follow.
@@ -168,7 +177,7 @@ class Worker:
             except OSError as error:
                 ours.close()
                 raise SandboxError(f"a worker cannot be forked: {error}") from error
-        return Worker(None, ours, *await asyncio.open_connection(sock=ours))
+        return await Worker.of(None, ours)
 
     async def wait_ready(self) -> list[str]:
         """Wait until it is ready for orders, and return what untrusted code shares with this process.
@@ -197,6 +206,7 @@ class Worker:
         Raises:
             ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError: the worker has died, or is stuck.
         """
+        self.waits = False
         self._send(asdict(order), payload)
         self.answer = asyncio.ensure_future(self._wait(limits.wall))
         self.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # nobody else may ask
@@ -237,10 +247,13 @@ class Worker:
         seconds = wall + _GRACE_SECONDS
         while True:
             message, payload = await asyncio.wait_for(self._read(), seconds)
-            if "alive" not in message:
+            if "waits" in message:
+                self.waits = message["waits"]
+            elif "alive" not in message:
                 self.renews = message.pop("renews", False)
                 return ExecutionResult(**message), payload
-            seconds = _GRACE_SECONDS
+            else:
+                seconds = _GRACE_SECONDS
 
     async def _read(self) -> tuple[Message, bytes]:
         head_size, size = SIZES.unpack(await self.reader.readexactly(SIZES.size))
@@ -255,6 +268,7 @@ class WorkerPool:
 
     Args:
         size: None: the cores this process may use.
+        computing: workers of a trusted grader that may compute at once; more are started only if what all execute waits.
         start, payload: their first message.
         readable: files and folders that bubblewrap shows, read-only, beside the interpreter and the system's programs.
 
@@ -265,14 +279,23 @@ class WorkerPool:
         ValueError: fewer than one worker.
     """
 
-    def __init__(self, size: int | None, start: Start, payload: bytes = b"", readable: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        size: int | None,
+        start: Start,
+        payload: bytes = b"",
+        readable: Sequence[str] = (),
+        computing: int | None = None,
+    ) -> None:
         self.size = len(os.sched_getaffinity(0)) if size is None else size
         if self.size < 1:
             raise ValueError(f"workers must be at least 1, found {size!r}")
         self.deaths = 0
+        self._computing = self.size if computing is None or start.isolation else computing
         self._start = replace(start, folder=_temporary_folder(start.isolation))
         self._payload = payload
         self._readable = readable
+        self._launched: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self._template: Worker | None = None
         self._workers: set[Worker] = set()
         self._unready: set[Worker] = set()
@@ -283,6 +306,13 @@ class WorkerPool:
         self._growth: asyncio.TimerHandle | None = None
         self._closed = False
         self._warned = False
+
+    def warm_up(self) -> None:
+        """Start the first worker, and wait until it is ready for orders or has failed. Needs no event loop."""
+        self._launched = Worker.launch(self._start, self._payload, self._readable)
+        poll = select.poll()
+        poll.register(self._launched[1], select.POLLIN)
+        poll.poll(_START_SECONDS * 1000)
 
     async def run(self, limits: Limits, order: Order, payload: bytes = b"") -> tuple[ExecutionResult, bytes]:
         """Run an order on the next free worker; once more if that dies over it. Cancelling this stops it at once.
@@ -323,6 +353,8 @@ class WorkerPool:
         while self._workers or self._unready or self._tasks:
             ends = map(self._end, self._workers | self._unready)
             await asyncio.gather(*ends, *self._tasks, return_exceptions=True)
+        if self._launched:
+            self._template, self._launched = await Worker.of(*self._launched), None
         if self._template:
             await self._template.kill()
         self._template = None
@@ -387,12 +419,18 @@ class WorkerPool:
     def _grow(self) -> None:
         self._growth = None
         waiting = sum(not place.done() for place in self._waiting) - self._starting
-        room = self.size - len(self._workers) - self._starting
-        if not self._start.isolation and not self._template:
-            room = min(room, 1 - self._starting)  # each imports the grader; the first may become the template
+        count = len(self._workers) + self._starting
+        room = most = self.size - count
+        if not self._start.isolation:
+            if not (self._template and self._workers):
+                room = 1 - self._starting  # the first may become the template; most graders need no second
+            elif not all(worker.waits for worker in self._workers):
+                room = min(most, self._computing - count)
         for _ in range(min(waiting, room)):
             self._starting += 1
             self._do(self._add())
+        if room < min(waiting, most) and self._workers:
+            self._grow_soon()
 
     async def _add(self) -> None:
         """Start a worker."""
@@ -404,7 +442,8 @@ class WorkerPool:
             if self._template:
                 worker = await self._template.fork()
             else:
-                worker = await Worker.spawn(self._start, self._payload, self._readable)
+                launched, self._launched = self._launched, None
+                worker = await Worker.of(*launched or Worker.launch(self._start, self._payload, self._readable))
             self._start = replace(self._start, reseed=True)
             self._unready.add(worker)
             await self._welcome(worker)

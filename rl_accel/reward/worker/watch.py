@@ -17,6 +17,8 @@ WAITED_FACTOR = 10.0
 """Waiting for a processor does not count against the wall limit, but no execution lasts longer than the limit times this."""
 ALIVE_SECONDS = 1.0
 """So often an execution that is beyond its wall limit, because it waited, tells the trainer that it is still watched."""
+TELL_SECONDS = 0.1
+"""After so long, and twice as long, and so on, an execution that lives on tells the trainer whether it waits."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -86,6 +88,7 @@ class Watch:
     _cpu_before: float = field(default=0.0, init=False)
     _began: float = field(default_factory=time.monotonic, init=False)
     _looked: bool = field(default=False, init=False)
+    _tell_at: float = field(default_factory=lambda: time.monotonic() + TELL_SECONDS, init=False)
     _alive_at: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
@@ -98,6 +101,13 @@ class Watch:
         living = descendants(self.spared)
         self._cpu_before = cpu_of_ended() + _cpu_of(living)
         _waits_before.update({thread: _seconds_waited(thread) for pid in living for thread in _threads(pid)})
+
+    def _tell_whether_it_waits(self) -> None:
+        """Tell the trainer whether the execution has waited, for others than a processor, for most of its time."""
+        wall = time.monotonic() - self._began
+        cpu = cpu_of_ended() + _cpu_of(descendants(self.spared)) - self._cpu_before
+        self.channel.send({"alive": True, "waits": cpu + self._waited < wall / 2})
+        self._tell_at = self._began + 2 * wall
 
     def until_over(self, child: int) -> tuple[str, int | None, dict[str, float]]:
         """Wait until ``child``, its first process, answers, ends or a limit stops it. Unless it has answered, end all that is left.
@@ -162,6 +172,8 @@ class Watch:
                 if time.monotonic() >= look_at:
                     if self.lives_on and not self._looked:
                         self._look_for_the_first_time()
+                    elif self.lives_on and time.monotonic() > self._tell_at:
+                        self._tell_whether_it_waits()
                     elif exceeded := self._exceeded(child):
                         return exceeded, -1
                     look_at = time.monotonic() + LOOK_SECONDS
