@@ -1,5 +1,6 @@
 """What a process of a worker executes, a program on a test case or a grader, and what the worker makes of its report."""
 
+import copyreg
 import importlib
 import importlib.util
 import io
@@ -136,11 +137,26 @@ def _pickled(error: BaseException) -> bytes:
         if not isinstance(error, Exception):
             error = RuntimeError(_describe(error))
         error.add_note(f"In the process of the grader:\n{trace}")
-        data = dumps(error)
-        pickle.loads(data)
-        return data
+        if not _is_picklable(error):  # its constructor wants other arguments than it keeps, or it holds a lock, say
+            copyreg.pickle(type(error), _without_constructor)
+        if _is_picklable(error):
+            return dumps(error)
     except BaseException:
-        return dumps(RuntimeError(_describe(error)))
+        pass  # it cannot even be described
+    return dumps(RuntimeError(_describe(error)))
+
+
+def _without_constructor(error: Exception) -> Any:
+    state = {name: value for name, value in vars(error).items() if _is_picklable(value)}
+    return copyreg.__newobj__, (type(error), *filter(_is_picklable, error.args)), state  # type: ignore[attr-defined]
+
+
+def _is_picklable(value: Any) -> bool:
+    try:
+        pickle.loads(dumps(value))
+    except Exception:
+        return False
+    return True
 
 
 def _plain(value: Any) -> Any:
