@@ -36,6 +36,7 @@ _COUNTS = (
     "killed",
     "cancelled",
     "probes",
+    "suspended",
     "errors",
     "seconds",
     "waited_seconds",

@@ -98,6 +98,7 @@ class ExecutionResult:
             ``wall - cpu``. 0 where the kernel does not tell.
         reason: in a few words: the exception, the limit that it exceeded.
         output: the beginning of what a program, or an isolated grader, printed.
+        error: what a trusted grader raised.
     """
 
     verdict: Verdict
@@ -107,6 +108,7 @@ class ExecutionResult:
     waited: float = 0.0
     reason: str = ""
     output: str = ""
+    error: Exception | None = None
 
 
 async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: str) -> ExecutionResult:
@@ -140,16 +142,17 @@ async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: 
         if not task.done():
             task.cancel()
     verdict: Verdict = "error"
-    value, reason = None, ""
+    value, reason, raised = None, "", None
     if not task.done():
         verdict, reason = "timeout", "wall limit"
     elif task.cancelled():
         reason = "it was cancelled, and not by us"
     elif error := task.exception():
         reason = f"{type(error).__name__}: {error}"[:500]
+        raised = error if isinstance(error, Exception) else None
     else:
         verdict, value = "done", task.result()
-    return ExecutionResult(verdict, value, wall=loop.time() - began, reason=reason)
+    return ExecutionResult(verdict, value, wall=loop.time() - began, reason=reason, error=raised)
 
 
 async def gather_until(awaitables: Iterable[Awaitable[T]], ends: Callable[[T], bool] = lambda _: False) -> list[T]:
