@@ -73,6 +73,7 @@ async def a_budget_is_that_of_all_ranks_and_holds_a_request():
         return _engine_options(replica_of(7, **of_ranks(ranks, **memory)).config, 216)
 
     assert options(1, kv_tokens=300) == {"kv_tokens": 300}
+    assert options(2, kv_tokens=150, weight_tokens=40) == {"kv_tokens": 340}, "two ranks share one copy of the weights"
     with pytest.raises(ValueError, match="kv_tokens=215 is less than one request may need: 216 tokens"):
         options(1, kv_tokens=215)
     with pytest.raises(ValueError, match="weight_tokens wants a whole number of at least 0, found -1"):
