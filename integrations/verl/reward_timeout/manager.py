@@ -108,8 +108,8 @@ class RewardTimeoutManager(RewardManagerBase):
         if isinstance(self.held, limited.RateLimitedRewardManager):
             held: interfaces.RateLimitedRewardManager = self.held
             held.timeout = None  # asyncio.wait_for without a limit
-        if not inspect.iscoroutinefunction(self.compute_score):
-            self._function.warm_up()
+        if not (self._is_verls_own or inspect.iscoroutinefunction(self.compute_score)):
+            self._function.warm_up()  # verl's own may be needed for code only, which runs elsewhere
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         """Score the last response of ``data``; the contract is the base class's. Cancelling this kills what runs.

@@ -73,6 +73,11 @@ TAIL_ON = TailBatchingFlags(enable=True)
             r"hook_path to hold rl_accel.*found \['my\.hook'\]",
         ),
         ("reward_timeout", {"flags": {"grader": reward_timeout.RM_HOOK}}, "grader wants the .* --custom-rm-path named"),
+        (
+            "reward_timeout",
+            {"flags": {"grader": "slime.rollout.on_policy_distillation.reward_func"}},
+            "found slime's on-policy distillation",
+        ),
         ("reward_timeout", {"flags": {"enable": False}}, r"rl_accel\.reward_timeout\.enable is not set"),
         ("tp_replan", {"rollout_external": True}, "rollout_external to be unset"),
         ("tp_replan", {"prefill_num_servers": 1}, "prefill_num_servers to be unset, found 1"),

@@ -169,7 +169,7 @@ def test_the_console_of_slime(tmp_path):
 def test_nothing_to_read_says_what_is_wanted_and_a_missing_package_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(RlAccelError, match="does not exist"):
         read(str(tmp_path / "absent"))
-    wanted = "holds no metrics of verl's file logger, TensorBoard, W&B, a CSV of W&B, slime's"
+    wanted = "holds no metrics of verl's file logger, TensorBoard, W&B, a CSV of W&B, verl's"
     with pytest.raises(RlAccelError, match=wanted):
         read(str(tmp_path))
     for name, module, package in (
