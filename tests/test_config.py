@@ -112,7 +112,7 @@ def test_any_mapping_either_resolves_or_is_a_config_error(flags):
 
 def test_flags_that_contradict_each_other_are_told_with_their_sources():
     layers = [("a", {"reward_timeout": {"minimum": 50}}), ("b", {"gae": True})]
-    with pytest.raises(ConfigError, match=r"^a: rl_accel.reward_timeout: maximum must be at least minimum = 50"):
-        resolve(layers)
+    with pytest.raises(ConfigError, match=r"^d: rl_accel.reward_timeout: maximum must be at least minimum = 50"):
+        resolve([("d", {"reward_timeout": {"minimum": 50, "maximum": 40}}), ("b", {"gae": True})])
     with pytest.raises(ConfigError, match=r"^a and c: rl_accel.reward_timeout: "):
         resolve([*layers, ("c", {"reward_timeout": {"maximum": 40.0}})])
