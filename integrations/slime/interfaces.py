@@ -31,6 +31,8 @@ class Sample(Protocol):
     custom_rm_path: str | None
     remove_sample: bool
 
+    def to_dict(self) -> dict[str, Any]: ...
+
 
 @interface_of("slime.rollout.sglang_rollout")
 class SglangRollout(Protocol):

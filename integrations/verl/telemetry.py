@@ -21,6 +21,7 @@ from omegaconf import OmegaConf, open_dict
 from rl_accel.features import TelemetryFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.engines import engine_of, read_servers
+from rl_accel.patches.patch import Patch
 from rl_accel.patches.seams import Registration, extends
 from rl_accel.patches.verl import config_intake
 from rl_accel.patches.verl.interfaces import AgentLoopManager, AgentLoopWorkerTQ, ObservedClient
@@ -71,9 +72,6 @@ class RecordingWorker(agent_loop.WorkerPart):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._responses: deque[Response] = deque(maxlen=_MOST_NOTES)
-        self._acquire_of_verl: Any = getattr(self.llm_client, "_acquire_server", None)
-        if self._acquire_of_verl is not None:
-            self.llm_client._acquire_server = self._acquire_and_note  # type: ignore[method-assign]
 
     async def take_responses(self) -> list[Response]:
         """Return the responses that have ended since the last call."""
@@ -122,12 +120,16 @@ class RecordingWorker(agent_loop.WorkerPart):
         if response is not None:
             response.rewarded = time.time()
 
-    async def _acquire_and_note(self, request_id: str, **extra: Any) -> Any:
-        server_id, server = await self._acquire_of_verl(request_id, **extra)
+
+def _note_server(original: Any, _flags: Any) -> Any:
+    async def acquire(self: Any, request_id: str, **extra: Any) -> Any:
+        server_id, server = await original(self, request_id, **extra)
         response = CURRENT.get()
         if response is not None:
             response.server = str(server_id)
         return server_id, server
+
+    return acquire
 
 
 # In the trainer process
@@ -222,5 +224,15 @@ SWITCHES = (
         unregister=lambda: metrics.observe("telemetry", None),
         owner=__name__,
         find=lambda: metrics.observer("telemetry"),
+    ),
+    Patch(
+        name="verl.telemetry.server",
+        target="verl.workers.rollout.llm_server:LLMServerClient._acquire_server",
+        supports="verl>=0.9",
+        params=("self", "request_id", "extra"),
+        make=_note_server,
+        no_seam="the agent loop's output does not say which server generated it",
+        remove_when="the agent loop's output names the server",
+        independent=True,
     ),
 )

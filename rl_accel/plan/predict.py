@@ -16,7 +16,7 @@ from rl_accel.plan.answers import PLAIN, Outcome, mean_of, outcome_of, rounds_of
 from rl_accel.plan.setup import POLL_SECONDS, Setup, setup_of
 from rl_accel.rollout.driver import METRICS_PREFIX
 from rl_accel.rollout.simulation import Floats
-from rl_accel.telemetry import stage_clock
+from rl_accel.telemetry.logs import read_log
 from rl_accel.telemetry.profile import Profile, format_seconds, read_run
 
 _OURS, _MODE = "+rl_accel.", "trainer.v1.trainer_mode="
@@ -91,7 +91,7 @@ def check(first: Path, second: Path, draws: int, warmup: int, console: Console) 
         span = f"{format_seconds(low)} to {format_seconds(high)}"
         seconds = format_seconds(ours), span, format_seconds(theirs)
         table.add_row(name, *seconds, f"{ours / theirs - 1:+.1%}", "yes" if low <= theirs <= high else "no")
-    log = stage_clock.read_log(target.log).values()  # of all steps: what is wasted in one may be launched in another
+    log = read_log(target.log).values()  # of all steps: what is wasted in one may be launched in another
     generated, wasted = (
         sum(metrics.get(f"{METRICS_PREFIX}tokens_{what}", 0.0) for metrics in log) for what in ("generated", "wasted")
     )

@@ -12,8 +12,9 @@ from rl_accel.errors import RlAccelError
 from rl_accel.plan.fit import Fit, fit_engine
 from rl_accel.plan.workload import Lengths, from_groups
 from rl_accel.rollout.simulation import Cluster, Engine
+from rl_accel.telemetry.logs import read_log
 from rl_accel.telemetry.profile import Profile
-from rl_accel.telemetry.stage_clock import COMPLETED, Response, read_log
+from rl_accel.telemetry.stage_clock import COMPLETED, Response
 
 TRAINING = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 """Stages that take as long as there are tokens to train on."""

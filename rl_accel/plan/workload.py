@@ -150,7 +150,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def read_lengths(path: Path) -> Lengths:
-    """Read lengths from lines ``{"prompt": id, "tokens": n}``, in the order of the data; ``reward_seconds`` may be there too. Or
+    """Reads lengths from lines ``{"prompt": id, "tokens": n}``, in the order of the data; ``reward_seconds`` may be there too. Or
     from a folder of rollouts that slime has saved (``--save-debug-rollout-data FOLDER/{rollout_id}.pt``).
 
     Raises:
@@ -169,6 +169,8 @@ def read_lengths(path: Path) -> Lengths:
         try:
             entry = json.loads(line) if line.strip() else None
             if entry is not None:
+                if "output" in entry and "tokens" not in entry:
+                    raise ValueError("a response of trainer.rollout_data_dir: count its tokens with your tokenizer")
                 if not float(entry["tokens"]) >= 1:
                     raise ValueError(f"tokens must be at least 1, found {entry['tokens']}")
                 groups.setdefault(str(entry["prompt"]), []).append(float(entry["tokens"]))

@@ -100,6 +100,10 @@ class TokenRate:
         self.tokens += tokens
         self.seconds += seconds
 
+    def clear(self) -> None:
+        """Forget all responses."""
+        self.tokens, self.seconds = 0, 0.0
+
     def estimate(self, seconds: float) -> int:
         """Return how many tokens a response had after ``seconds``, if it ran like those; 0 if none did yet."""
         return int(seconds * self.tokens / self.seconds) if self.seconds else 0
@@ -264,6 +268,8 @@ class RolloutDriver:
         self._failed_in_a_row = 0
         self._last_error = ""
         self._step = 0
+        for rounded in core.run.rounded_ratios:
+            logger.warning("rl-accel: tail_batching.%s", rounded)
 
     def play(self, step: int, steps_left: int) -> StepResult:
         """Return the batch of training step ``step``, with everything else of its round settled and cleared.

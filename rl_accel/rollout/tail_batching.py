@@ -76,6 +76,18 @@ class TailRun:
         """Responses of each prompt that a short round launches."""
         return _scaled(self.responses_per_prompt, self.flags.response_ratio)
 
+    @property
+    def rounded_ratios(self) -> list[str]:
+        """A sentence for each ratio that whole prompts or responses make larger by more than a tenth."""
+        counts = {"prompt_ratio": self.prompts_per_step, "response_ratio": self.responses_per_prompt}
+        ratios = {name: ratio for name in counts if not isinstance(ratio := getattr(self.flags, name), str)}
+        launched = {name: _scaled(counts[name], ratio) for name, ratio in ratios.items()}
+        return [
+            f"{name}={ratios[name]} launches {number} for {counts[name]}, which is {number / counts[name]:.2f} times"
+            for name, number in launched.items()
+            if number > 1.1 * ratios[name] * counts[name]
+        ]
+
 
 @dataclass(slots=True, eq=False)
 class _Prompt:

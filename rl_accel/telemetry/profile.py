@@ -19,6 +19,7 @@ from rl_accel.features import TailBatchingFlags
 from rl_accel.rollout.simulation import Engine, Given, play_rounds
 from rl_accel.rollout.tail_batching import TailRun
 from rl_accel.telemetry import stage_clock
+from rl_accel.telemetry.logs import read_log
 from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NAME, OTHER, Response
 
 WARMUP = 2
@@ -118,27 +119,34 @@ class Profile:
 
 
 def find_log(folder: Path) -> Path:
-    """Return the one file of verl's file logger in ``folder`` or below it; ``folder`` may be that file.
+    """Returns the one file with the metrics of a run of verl in ``folder`` or below it; ``folder`` may be that file.
+
+    That is the file of verl's file logger, or where there is none its console output.
 
     Raises:
-        RlAccelError: there is none, or there are several; names them.
+        RlAccelError: there is none, or there are several; names some.
     """
-    files = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*.jsonl") if path.is_file())
-    logs = [path for path in files if path.name != FILE_NAME and _has_steps(path)]
-    logs = [path for path in logs if path.parent == folder] or logs
-    if len(logs) == 1:
-        return logs[0]
-    if logs:
-        names = ", ".join(str(path.relative_to(folder)) for path in logs)
-        raise RlAccelError(f"{folder} holds the metrics of several runs: give one of {names}")
+    for pattern in ("*.jsonl", "*.log", "*.out", "*.txt"):
+        files = [folder] if folder.is_file() else sorted(path for path in folder.rglob(pattern) if path.is_file())
+        logs = [path for path in files if path.name != FILE_NAME and _has_steps(path)]
+        logs = [path for path in logs if path.parent == folder] or logs
+        if len(logs) == 1:
+            return logs[0]
+        if logs:
+            names = [str(path.relative_to(folder)) for path in logs]
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            raise RlAccelError(f"{folder} holds the metrics of several runs: give one of {', '.join(names[:4])}{more}")
     raise RlAccelError(
-        f"{folder} holds no metrics of a training step of verl: they are written with trainer.logger=[console,file]"
+        f"{folder} holds no metrics of a training step of verl: wanted its console output, or what it writes with"
+        " trainer.logger=[console,file]"
     )
 
 
 def _has_steps(path: Path) -> bool:
+    """Whether there is a step with timers; files of other things are not read as a whole."""
     with path.open(errors="replace") as file:
-        return any(stage_clock.PREFIX + "step" in line for line in file)
+        might = any("timing_s/" in line or "timing/" in line for line in file)
+    return might and any(map(stage_clock.stages, read_log(path).values()))
 
 
 def read_run(folder: Path, warmup: int = WARMUP) -> Profile:
@@ -148,7 +156,7 @@ def read_run(folder: Path, warmup: int = WARMUP) -> Profile:
         RlAccelError: there is no run, or more than one.
     """
     log = find_log(folder)
-    metrics = stage_clock.read_log(log)
+    metrics = read_log(log)
     staged = {step: seconds for step, logged in metrics.items() if (seconds := stage_clock.stages(logged))}
     steps = list(staged)[min(warmup, len(staged) - 1) :]
     names = [name for name in (*stage_clock.STAGES, OTHER) if any(name in staged[step] for step in steps)]
@@ -224,9 +232,18 @@ def _savings(
             saving("noticing that the rollout is done", rest, _gain_of_sampler(rests), "sampler", "tail_batching"),
             Saving("generating nine in ten responses", most, advice, None, unknown),
         ]
+    elif stages.get("gen", 0.0) > 0 and not numbers:
+        wanted = "+rl_accel.telemetry.enable=True tells how much of it is waiting and which feature would save it"
+        advice = ", ".join(name for name in ("sampler", "tail_batching") if name not in on)
+        savings = [Saving("generation, waiting included", stages["gen"], advice or "on already", None, wanted)]
+    if "reward" in stages:
+        needed = "unknown without the time of each reward, which +rl_accel.telemetry.enable=True logs"
+        savings.append(saving("rewards", stages["reward"], (None, needed), "reward_timeout"))
     if stages.get("adv", 0.0) > 0:
-        at_most = "at most all of it (estimators other than GAE: advantages); `rl-accel bench gae` measures your shape"
-        savings.append(saving("advantages", stages["adv"], (None, at_most), "gae", "advantages"))
+        has_critic = stages.keys() & {"values", "update_critic"}
+        at_most = "at most all of it" + ("; `rl-accel bench gae` measures your shape" if has_critic else "")
+        features = ("gae", "advantages") if has_critic else ("advantages", "gae")
+        savings.append(saving("advantages", stages["adv"], (None, at_most), *features))
     return sorted(savings, key=lambda saving: -saving.seconds)
 
 

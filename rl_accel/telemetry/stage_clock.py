@@ -19,7 +19,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -43,9 +42,6 @@ FILE_NAME = "rl_accel_telemetry.jsonl"
 """Of the file with responses, in verl's ``trainer.default_local_dir``."""
 
 COMPLETED, CANCELLED, FAILED = "completed", "cancelled", "failed"
-
-LogRecord = tuple[int, dict[str, float]]
-"""A step and its metrics, as verl logs them."""
 
 
 @dataclass(slots=True)
@@ -205,28 +201,3 @@ def read_kept(path: Path) -> dict[int, list[Response]]:
             steps.popitem()
         steps[step] = responses
     return steps
-
-
-def read_log(path: Path) -> dict[int, dict[str, float]]:
-    """Return the metrics of each step from the file of verl's logger; records of one step (training, validation) are merged."""
-    steps: dict[int, dict[str, float]] = {}
-    with path.open("rb") as file:
-        for line in file:
-            record = parse_log_line(line)
-            if record is not None:
-                steps.setdefault(record[0], {}).update(record[1])
-    return dict(sorted(steps.items()))
-
-
-def parse_log_line(line: bytes) -> LogRecord | None:
-    """Return the numbers of a line ``{"step": int, "data": {name: value}}``, null as NaN; None if it is no such line."""
-    try:
-        entry: Any = json.loads(line)
-        numbers = {
-            str(name): math.nan if value is None else float(value)  # the writer turns NaN into null
-            for name, value in entry["data"].items()
-            if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-        }
-        return int(entry["step"]), numbers
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None

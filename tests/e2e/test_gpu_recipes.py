@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from rl_accel.telemetry.stage_clock import read_log
+from rl_accel.telemetry.logs import read_log
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1500)]
 
@@ -31,7 +31,6 @@ def ab(repo, tmp_path, clean_environment):
 @pytest.mark.parametrize(
     ("example", "arm", "feature"),
     [
-        ("verl_gsm8k", "tail", "tail_batching/prompts_trained"),
         ("verl_dapo_math", "tail_drafts", "drafts/tokens_an_engine_step"),
         ("verl_code", "timeout", "reward_timeout/executions"),
     ],

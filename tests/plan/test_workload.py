@@ -89,6 +89,7 @@ def test_rollouts_that_slime_saved_are_read(tmp_path):
     ("file", "content", "words"),
     [
         ("lengths.jsonl", "", "holds no lengths: wanted lines such as"),
+        ("lengths.jsonl", '{"input": "1+1", "output": "2", "step": 1}', "count its tokens with your tokenizer"),
         ("lengths.jsonl", '{"prompt": 1}', r"line 1: wanted lines such as .*KeyError\('tokens'\)"),
         ("lengths.jsonl", '{"prompt": 1, "tokens": 3}\nnonsense', "line 2: wanted lines such as"),
         ("lengths.jsonl", '{"prompt": 1, "tokens": 0}', "tokens must be at least 1, found 0"),

@@ -14,6 +14,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 SCHEDSTAT = Path("/proc/self/schedstat").exists()
 BUSY = "import time\nwhile time.process_time() < 1.0: pass\nprint(1)"
+IN_TURN = f"""
+import subprocess, sys
+for _ in range(3):
+    subprocess.run([sys.executable, "-ISc", {BUSY.replace("1.0", "0.35")!r}], stdout=subprocess.DEVNULL)
+print(1)
+"""
 ENDLESS = BUSY.replace("1.0", "600")
 
 
@@ -41,8 +47,9 @@ def run(closed_later):
 
 
 @pytest.mark.skipif(not SCHEDSTAT, reason="this kernel does not say how long a thread waited")
-async def test_a_program_that_had_to_wait_for_a_processor_is_not_stopped_for_that(run):
-    found = await run(BUSY, Limits(wall=1.6, cpu=10), spinners=2)
+@pytest.mark.parametrize("code", [BUSY, IN_TURN], ids=["one process", "one after the other"])
+async def test_a_program_that_had_to_wait_for_a_processor_is_not_stopped_for_that(run, code):
+    found = await run(code, Limits(wall=1.6, cpu=10), spinners=2)
     assert found.verdict == "passed", found
     assert found.wall > 1.6, "it took longer than its limit"
     assert 0.3 < found.waited < found.wall

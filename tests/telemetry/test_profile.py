@@ -115,7 +115,8 @@ def test_without_telemetry_there_are_stages_of_all_but_the_first_steps_and_the_r
     assert list(found.steps) == [3, 4]
     assert found.stages["gen"] == 12.0
     assert not found.numbers
-    assert [saving.name for saving in found.savings] == ["advantages"]
+    assert [saving.name for saving in found.savings] == ["generation, waiting included", "advantages"]
+    assert found.savings[1].advice == "+rl_accel.advantages.enable=True", "no values are timed: it is not GAE"
     (missing,) = found.missing
     assert "the run had no +rl_accel.telemetry.enable=True" in missing
 
@@ -135,6 +136,26 @@ def test_what_was_logged_is_there_without_the_file_of_responses_and_in_an_asynch
     assert list(savings_of(found)) == ["advantages"]
 
 
+def test_rewards_that_are_a_stage_of_their_own_come_first_where_they_take_most(tmp_path):
+    write_log(tmp_path / "metrics.jsonl", **{"timing_s/step": 120.0, "timing_s/reward": 100.0, "timing_s/values": 1.0})
+    rewards, *_, advantages = read_run(tmp_path).savings
+    assert (rewards.seconds, rewards.advice) == (100.0, "+rl_accel.reward_timeout.enable=True")
+    assert "telemetry.enable=True" in rewards.arithmetic
+    assert advantages.advice == "+rl_accel.gae.enable=True"
+
+
+def test_the_console_is_read_where_there_is_no_other_log(tmp_path, invoke):
+    step = " - ".join(f"{name}:np.float64({value})" for name, value in TIMINGS.items())
+    console = tmp_path / "files" / "output.log"
+    console.parent.mkdir()
+    console.write_text("".join(f"(TaskRunner pid=7) step:{n} - {step}\n" for n in range(1, 4)))
+    for path in (tmp_path, console):
+        assert read_run(path).stages["gen"] == 12.0
+        assert "means of step 3" in invoke(profile, path, "--no-picture")
+    write_log(tmp_path / "metrics.jsonl", steps=2)
+    assert find_log(tmp_path) == tmp_path / "metrics.jsonl"
+
+
 def test_numbers_of_drafts_are_printed_where_there_are_any(tmp_path, invoke):
     def shown(**numbers):
         write_log(tmp_path / "m.jsonl", **{f"rl_accel/drafts/{name}": value for name, value in numbers.items()})
@@ -148,7 +169,8 @@ def test_numbers_of_drafts_are_printed_where_there_are_any(tmp_path, invoke):
 
 def test_a_folder_without_a_run_or_with_several_is_refused(tmp_path):
     (tmp_path / "other.jsonl").write_text('{"input": "x"}\n')
-    for path in (tmp_path, tmp_path / "other.jsonl"):
+    (tmp_path / "half.log").write_text("step:1 - timing_s/gen:4.2\n'timing_s/step' is not known yet\n")
+    for path in (tmp_path, tmp_path / "other.jsonl", tmp_path / "half.log"):
         with pytest.raises(RlAccelError, match=r"no metrics of a training step .*trainer\.logger=\[console,file\]"):
             read_run(path)
     for name in ("a", "b"):

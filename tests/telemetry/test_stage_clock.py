@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_accel.telemetry import stage_clock
-from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, Response, keep, read_kept, read_log
+from rl_accel.telemetry.logs import read_log
+from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, Response, keep, read_kept
 
 PARTS = ("most_seconds", "waiting_seconds", "reward_seconds", "rest_seconds")
 

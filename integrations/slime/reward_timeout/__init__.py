@@ -11,6 +11,8 @@ from rl_accel.patches.seams import SeamCheck
 RM_HOOK = "rl_accel.integrations.slime.reward_timeout.rm_hook.grade"
 SAMPLE_HOOK = "rl_accel.integrations.slime.reward_timeout.rm_hook.mark_evaluation"
 
+_DISTILLATION = "slime.rollout.on_policy_distillation."
+
 ARGUMENTS = (
     "custom_rm_path",
     "rm_type",
@@ -52,6 +54,11 @@ def check(args: Any, flags: RewardTimeoutFlags) -> None:
     if SAMPLE_HOOK not in hooks:
         raise ConfigError(
             f"rl_accel.reward_timeout wants rollout_sample_hook_path to hold {SAMPLE_HOOK}, found {hooks}"
+        )
+    if str(flags.grader).startswith(_DISTILLATION):
+        raise ConfigError(
+            "rl_accel.reward_timeout.grader wants a grader that returns scores, found slime's on-policy distillation, whose answers"
+            " are those of a teacher: a stopped one has no stand-in. Leave reward_timeout off"
         )
     if flags.grader == RM_HOOK:
         raise ConfigError(

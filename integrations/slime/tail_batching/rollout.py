@@ -1,16 +1,18 @@
 """The rollout function that slime calls, and the data source that plays its rounds; evaluation is slime's own."""
 
 import copy
-import functools
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import MetricGatherer
+from slime.utils.types import Sample
 
 from rl_accel.errors import ConfigError
 from rl_accel.features import SLIME_DATA_SOURCE, TAIL_BATCHING
+from rl_accel.files import write_atomically
 from rl_accel.integrations.slime import interfaces
 from rl_accel.integrations.slime.hooks import flags_of
 from rl_accel.integrations.slime.tail_batching import check, last_rollout, run_of
@@ -79,7 +81,7 @@ class TailDataSource(RolloutDataSource):
         self._core = TailBatching(run_of(args, flags, len(self)))
         self.supply = PromptSupply(self._core.run, self._fetch, len(self), flags.domain_key)
         self._log = saved.SettlementLog(Path(args.save) / "rollout") if args.save else None
-        self._moments: dict[int, tuple[RolloutDataSource, Callable[[Path], None]]] = {}
+        self._moments: dict[int, tuple[RolloutDataSource, dict[str, Any], int, dict[str, dict[str, Any]]]] = {}
         self._engines = Engines(args)
         self._responses = Responses(args, self._engines, self._new_index)
         self._driver = RolloutDriver(
@@ -93,6 +95,8 @@ class TailDataSource(RolloutDataSource):
     def _fetch(self) -> dict[str, Any]:
         sample = self.get_samples(1)[0][0]
         domain = (sample.metadata or {}).get(self._domain_key, "")
+        if not self.supply.fetched:
+            saved.packed(sample.to_dict())  # refused now, not at the first checkpoint
         return {"sample": sample, "index": sample.group_index, self._domain_key: domain}
 
     def _new_index(self) -> int:
@@ -147,9 +151,8 @@ class TailDataSource(RolloutDataSource):
 
     def _remember(self, rollout_id: int) -> None:
         core, fetched, payloads = self._core.state_dict(), self.supply.fetched, dict(self.supply.payloads)
-        write = functools.partial(saved.save, step=rollout_id, core=core, fetched=fetched, payloads=payloads)
         self._moments.pop(rollout_id, None)
-        self._moments[rollout_id] = copy.copy(self), write  # the copy has slime's place in the data
+        self._moments[rollout_id] = copy.copy(self), core, fetched, payloads  # the copy has slime's place in the data
         while len(self._moments) > _KEPT:
             del self._moments[next(iter(self._moments))]
 
@@ -162,23 +165,41 @@ class TailDataSource(RolloutDataSource):
         if rollout_id not in self._moments:
             known = ", ".join(map(str, self._moments)) or "none"
             raise RuntimeError(f"the state after rollout {rollout_id} is not known any more; known are {known}")
-        source, write = self._moments[rollout_id]
-        RolloutDataSource.save(source, rollout_id)
-        write(_folder(self.args.save, rollout_id))
+        source, core, fetched, payloads = self._moments[rollout_id]
+        rows = {prompt: {**row, "sample": row["sample"].to_dict()} for prompt, row in payloads.items()}
+        saved.save(_folder(self.args.save, rollout_id), rollout_id, core, fetched, rows)
+        # slime's file comes last, and at once: without it a checkpoint is refused.
+        with tempfile.TemporaryDirectory() as folder:
+            source.args = copy.copy(self.args)
+            source.args.save = folder
+            RolloutDataSource.save(source, rollout_id)
+            write_atomically(_position(self.args.save, rollout_id), _position(folder, rollout_id).read_bytes())
 
     def load(self, rollout_id: int | None = None) -> None:
         """Go on after ``rollout_id`` if there is a checkpoint of it; else begin anew.
 
         Raises:
-            ResumeError: the checkpoint was saved without tail batching, or is of another run.
+            ResumeError: the checkpoint is incomplete, was saved without tail batching, or is of another run.
         """
+        last = -1 if rollout_id is None else rollout_id
+        resumes = self.args.load is not None and last >= 0
+        if resumes and not (position := _position(self.args.load, last)).exists():
+            raise saved.ResumeError(
+                f"{self.args.load} has no {position.name}: its run was ended while it saved. Resume an earlier one with "
+                "--ckpt-step, or begin the data anew with --start-rollout-id 0"
+            )
         super().load(rollout_id)
-        if self.args.load is not None and rollout_id is not None:
-            position = Path(self.args.load) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
-            if position.exists():
-                saved.restore(_folder(self.args.load, rollout_id), rollout_id, self._core, self.supply)
+        if resumes:
+            saved.restore(_folder(self.args.load, last), last, self._core, self.supply)
+            for row in self.supply.payloads.values():
+                row["sample"] = Sample.from_dict(row["sample"])
         if self._log is not None:
-            self._log.rewind(-1 if rollout_id is None else rollout_id)
+            self._log.rewind(last)
+
+
+def _position(root: str, rollout_id: int) -> Path:
+    """Return the file of slime's own data source."""
+    return Path(root) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
 
 
 def _folder(root: str, rollout_id: int) -> Path:

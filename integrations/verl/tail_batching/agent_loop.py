@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 import contextvars
 import logging
+import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,9 @@ else:
     _Worker = object
 
 logger = logging.getLogger("rl_accel")
+
+RUN = f"{secrets.token_hex(4)}/"
+"""Start of all TransferQueue keys of this process's run. Jobs of one Ray cluster share the queue and its partition ``train``."""
 
 GATHER_SHARE, GATHER_SECONDS = 0.005, 1.0
 """Events wait for more while responses run, so long as a share of the round's age so far and at most so many seconds: a call for
@@ -262,7 +266,7 @@ class Workers:
         index = min(self._actors, key=lambda i: self._load[i])
         self._load[index] += len(job.response_ids)
         self._home.update(dict.fromkeys(job.response_ids, index))
-        self._jobs[index].append(job)
+        self._jobs[index].append(replace(job, prompt_id=f"{RUN}{job.prompt_id}"))
 
     def cancel(self, response_ids: Iterable[int]) -> None:
         """Stop these responses. Those that are over already have an event on its way."""

@@ -25,6 +25,7 @@ from rl_accel.patches.seams import extends
 from rl_accel.patches.verl import interfaces
 from rl_accel.patches.verl.interfaces import LLMServerManager, RolloutReplica, Server, TokenOutput
 from rl_accel.rollout.driver import ResponseLost, TokenRate
+from rl_accel.switch import forget_when_off
 
 if TYPE_CHECKING:
     LLMServerClient = interfaces.LLMServerClient
@@ -42,6 +43,7 @@ WATCH_SECONDS = 10.0
 """How often servers are looked at during a call to all, and how long one that died may keep it from ending."""
 
 TOKEN_RATE = TokenRate()
+forget_when_off.append(TOKEN_RATE.clear)
 
 
 @dataclass(eq=False)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl_accel.errors import RlAccelError
 from rl_accel.integrations.verl.engines import engine_of
 from rl_accel.integrations.verl.tail_batching import check_data, run_of
-from rl_accel.integrations.verl.tail_batching.agent_loop import Stored, Workers
+from rl_accel.integrations.verl.tail_batching.agent_loop import RUN, Stored, Workers
 from rl_accel.integrations.verl.tail_batching.servers import RolloutServers, TailLLMServerClient
 from rl_accel.patches.seams import extends
 from rl_accel.patches.verl import config_intake
@@ -62,6 +63,8 @@ class TailBatchingTrainer(PPOTrainerSync):
     def _fetch_row(self) -> dict[str, Any]:
         """Return the next row as the plain dict an agent loop is called with. Wiring has made the data loader's batches one row."""
         row: dict[str, Any] = self._fetch_one_gen_batch()[0].clone().to_dict()
+        if not self._supply.fetched:
+            saved.packed(row)  # refused now, not at the first checkpoint
         return row
 
     def _data_id(self) -> str:
@@ -77,6 +80,11 @@ class TailBatchingTrainer(PPOTrainerSync):
 
     def fit(self, agent_loop_manager: AgentLoopManager) -> None:
         """Train; see the base class. The workers of ``agent_loop_manager`` must be able to cancel."""
+        if foreign := len(_stored()):
+            raise RlAccelError(
+                f"rl_accel.tail_batching: another job of this Ray cluster has {foreign} entries in TransferQueue's partition"
+                " 'train', which all jobs of a cluster share. Give each job a cluster of its own"
+            )
         workers = Workers(agent_loop_manager.agent_loop_workers, self._servers)
         self._driver = RolloutDriver(self._core, self._supply, workers, clear, varies)
         super().fit(agent_loop_manager)
@@ -92,9 +100,9 @@ class TailBatchingTrainer(PPOTrainerSync):
 
     def _play(self, step: int) -> tuple[Any, dict[str, float]]:
         result = self._driver.play(step, max(self._last_step - step + 1, 1))
-        stored = (tq.kv_list("train") or {}).get("train", {})
+        stored = _stored()
         keys = [key for response in result.results for key in response.keys]
-        ghosts = sorted(set(stored) - set(keys))
+        ghosts = sorted(key for key in stored.keys() - set(keys) if key.startswith(RUN))
         if ghosts:
             logger.error(
                 "rl-accel: %d keys of cancelled responses were left behind, the first is %s", len(ghosts), ghosts[0]
@@ -128,6 +136,12 @@ class TailBatchingTrainer(PPOTrainerSync):
         if folder := config_intake.resumed_from(self):
             saved.restore(folder / saved.FOLDER, self.global_steps, self._core, self._supply)
         self._log.rewind(self.global_steps)
+
+
+def _stored() -> dict[str, Any]:
+    """Returns the tags of all that TransferQueue holds for training, by key; other jobs' entries too."""
+    stored: dict[str, Any] = (tq.kv_list("train") or {}).get("train", {})
+    return stored
 
 
 def clear(results: Sequence[Stored]) -> None:

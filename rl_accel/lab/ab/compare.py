@@ -1,5 +1,6 @@
 """The command ``rl-accel compare``: the report of an A/B over runs that were launched elsewhere."""
 
+import glob
 import itertools
 import os
 import re
@@ -41,7 +42,8 @@ def load_arms(path: Path) -> dict[str, list[str]]:
         raise RecipeError(f"{path} wants two or more arms, the baseline first, each a list of runs, found {arms!r}")
     folder, found = path.resolve().parent, {}
     for arm, runs in arms.items():
-        matches = [sorted(map(str, folder.glob(str(run)))) or [str(folder / str(run))] for run in runs]
+        starts = [",".join(str(folder / part) for part in str(run).split(",")) for run in runs]
+        matches = [sorted(glob.glob(run)) or [run] for run in starts]
         found[str(arm)] = list(itertools.chain.from_iterable(matches))
     return found
 
@@ -107,15 +109,17 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
     """Compare runs that were launched elsewhere: those of a baseline and, after --against, of another arm; or the arms in a YAML
     file.
 
-    A RUN is a folder or file of verl's file logger, TensorBoard, W&B (or FILE.csv exported from it) or slime's console; several
-    with commas between them are one run that was started several times. Exit code 0: compared, whatever the answer; 2: something
-    cannot be read.
+    A RUN is a folder or file of verl's file logger, TensorBoard, W&B (or FILE.csv exported from it), or of a console of verl or
+    slime; several with commas between them are one run that was started several times. Exit code 0: compared, whatever the answer;
+    2: something cannot be read.
     """
     if len(words) == 1 and words[0].endswith((".yaml", ".yml")):
         arms = load_arms(Path(words[0]))
     else:
         sides = [list(side) for is_word, side in itertools.groupby(words, "--against".__eq__) if not is_word]
         arms = {_arm(side[0]): side for side in sides}
+        if len(arms) < len(sides):  # such as folders of one W&B project
+            arms = {Path(side[0].partition(",")[0]).name: side for side in sides}
         if len(sides) < 2:
             raise click.UsageError("wanted RUN... --against RUN..., or a YAML file of arms, found no second arm")
         if len(arms) < len(sides):

@@ -1,4 +1,4 @@
-"""Metrics of runs that were launched elsewhere, from what verl's file logger, TensorBoard, W&B and slime's console leave behind."""
+"""Metrics of runs that were launched elsewhere: of verl's file logger, TensorBoard, W&B, and the consoles of verl and slime."""
 
 import ast
 import json
@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rl_accel.errors import RlAccelError
-from rl_accel.telemetry.stage_clock import LogRecord, parse_log_line
+from rl_accel.telemetry.logs import LogRecord, parse_log_line, read_console
 
 _STEP_KEYS = ("rollout/step", "eval/step", "_step", "Step", "step")
 """What the step of a row is, the most trusted first: slime logs one of its own, W&B counts calls."""
+_STEP_METRIC = "training/global_step"
+"""The step of a row that has none of these: verl logs it as a metric."""
 _SLIME_LINE = re.compile(r"\b(?:rollout|perf|eval|passrate|multi_turn) (\d+): (\{.*\})\s*$")
 _BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
 
@@ -48,7 +50,7 @@ def _read(path: str, config: dict[str, Any]) -> tuple[str, list[LogRecord]]:
     if not place.exists():
         raise RlAccelError(f"{name} does not exist")
     for kind, (pattern, reader) in _KINDS.items():
-        is_one = place.is_file() and (place.match(pattern) or reader is _slime)
+        is_one = place.is_file() and (place.match(pattern) or reader in (_verl_console, _slime))
         files = [place] if is_one else sorted(place.rglob(pattern)) if reader is not _csv else []
         try:
             logs = {file: list(reader(file, config, run)) for file in files if file.is_file()}
@@ -95,6 +97,11 @@ def _verl(file: Path, *_: Any) -> Iterator[LogRecord]:
                 return
 
 
+def _verl_console(file: Path, *_: Any) -> Iterator[LogRecord]:
+    with file.open(errors="replace") as lines:
+        yield from read_console(lines)
+
+
 def _tensorboard(file: Path, *_: Any) -> Iterator[LogRecord]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -136,9 +143,10 @@ def _csv(file: Path, _: Any, run: str) -> Iterator[LogRecord]:
     import pandas
 
     table = pandas.read_csv(file)
-    own = table[[name for name in table if name in _STEP_KEYS or name.startswith(f"{run} - " if run else "")]]
+    keys = {*_STEP_KEYS, _STEP_METRIC}
+    own = table[[name for name in table if name in keys or name.startswith(f"{run} - " if run else "")]]
     own = own.rename(columns=lambda name: name.rpartition(" - ")[2])
-    if own.columns.duplicated().any() or len(own.columns) < 2 or not set(own) & set(_STEP_KEYS):
+    if own.columns.duplicated().any() or len(own.columns) < 2 or not set(own) & keys:
         wanted = f"a column {' or '.join(_STEP_KEYS)} and metrics of one run, or {file}:RUN with the name of one"
         raise RlAccelError(f"{file} wants {wanted}, found {', '.join(table)}")
     for row in own.to_dict("records"):
@@ -162,6 +170,8 @@ def _record(row: Mapping[str, Any]) -> Iterator[LogRecord]:
         name: float(value) for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)
     }
     steps = [numbers.pop(key) for key in _STEP_KEYS if key in numbers]
+    if not steps and _STEP_METRIC in numbers:
+        steps = [numbers[_STEP_METRIC]]
     metrics = {name: value for name, value in numbers.items() if not name.startswith(("_", "Unnamed"))}
     if steps and metrics and "train/step" not in row:
         yield int(steps[0]), metrics
@@ -172,5 +182,6 @@ _KINDS = {  # of logs, the most detailed first: names of files, and a reader of 
     "TensorBoard": ("*tfevents*", _tensorboard),
     "W&B": ("*.wandb", _wandb),
     "a CSV of W&B": ("*.csv", _csv),
+    "verl's console": ("*.[lo][ou][gt]", _verl_console),
     "slime's console": ("*.[lo][ou][gt]", _slime),  # .log or .out
 }

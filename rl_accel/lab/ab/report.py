@@ -49,8 +49,9 @@ from rl_accel.lab.ab.tables import tables
 from rl_accel.plan.answers import mean_of
 from rl_accel.plan.predict import asynchronous_mode, flags_of_words, interval, predict
 from rl_accel.plan.setup import setup_of
+from rl_accel.telemetry.logs import read_log
 from rl_accel.telemetry.profile import format_seconds, read_run
-from rl_accel.telemetry.stage_clock import FILE_NAME, read_log
+from rl_accel.telemetry.stage_clock import FILE_NAME
 
 SCHEMA = "rl_accel.ab/1"
 _DRAWS = 20

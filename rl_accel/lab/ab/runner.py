@@ -29,7 +29,7 @@ import psutil
 from rl_accel.errors import RlAccelError
 from rl_accel.files import write_atomically
 from rl_accel.processes import become_subreaper, descendants, end_all, end_descendants, has_ended, shell_exit_code
-from rl_accel.telemetry.stage_clock import LogRecord, parse_log_line
+from rl_accel.telemetry.logs import LogRecord, parse_log_line
 
 if TYPE_CHECKING:  # read for each run by its supervisor too, which plans nothing
     from rl_accel.lab.ab.recipe import RunPlan

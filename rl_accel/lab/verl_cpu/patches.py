@@ -95,7 +95,7 @@ def _seed_responses(original: Callable[..., Any], _settings: Any) -> Callable[..
         **kwargs: Any,
     ) -> Any:
         if "seed" not in sampling_params:
-            prompt = int(kwargs["priority"]) if "priority" in kwargs else kwargs.get("uid")
+            prompt = int(kwargs["priority"]) if "priority" in kwargs else str(kwargs.get("uid")).rpartition("/")[2]
             seed = derive_seed(
                 self.config.actor_rollout_ref.rollout.seed,
                 int(trajectory["step"]),

@@ -46,7 +46,7 @@ WANTED = {
 }
 """Parameters by function, as our patches and adapters expect them."""
 SAMPLE_FIELDS = {*seams._members(interfaces.Sample)}
-"""Fields of ``Sample`` that features read."""
+"""Fields and methods of ``Sample`` that features use."""
 
 
 def arguments():
@@ -93,11 +93,13 @@ def facts_of(root):
     default = r'"--{}",\s+type=str,\s+default="(.*?)"'
     defaults = {key: re.findall(default.format(key.replace("_", "-")), source) for key in launch_line.STOCK}
     negated = {"rollout_global_dataset"} if "disable-rollout-global-dataset" in flags else set()
+    members = {n.target.id for n in sample.body if isinstance(n, ast.AnnAssign)}
+    members |= {n.name for n in sample.body if isinstance(n, ast.FunctionDef)}
     return {
         "functions": functions,
         "imported_by_name": imported,
         "scans": sorted({"chunked_gae", "chunked_discounted_returns"} & utils),
-        "sample_fields": sorted(SAMPLE_FIELDS & {n.target.id for n in sample.body if isinstance(n, ast.AnnAssign)}),
+        "sample_fields": sorted(SAMPLE_FIELDS & members),
         "statuses": sorted(n.targets[0].id for n in status.body if isinstance(n, ast.Assign)),
         "defaults": {key: found[0] if found else None for key, found in defaults.items()},
         "flags": sorted(arguments() & {flag.replace("-", "_") for flag in flags} | negated),

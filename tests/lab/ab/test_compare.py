@@ -6,24 +6,20 @@ import struct
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from rl_accel.lab.ab.compare import compare
+from rl_accel.lab.ab.compare import compare, load_arms
 
 REWARD = "critic/score/mean"
 
 
 @pytest.fixture
-def call(tmp_path):
-    """``call(words...)`` runs the command; returns its output and its summary, which is None where it fails."""
+def call(invoke, tmp_path, monkeypatch):
+    """``call(words...)`` runs the command; returns its output and its summary."""
+    monkeypatch.setenv("COLUMNS", "250")
 
     def run(*words):
-        out = tmp_path / "out"
-        result = CliRunner().invoke(compare, [*map(str, words), "--out", str(out)], env={"COLUMNS": "250"})
-        if result.exit_code:
-            assert not (out / "summary.json").exists()
-            return result.output + str(result.exception), None
-        return result.output, json.loads((out / "summary.json").read_text())
+        output = invoke(compare, *words, "--out", tmp_path / "out")
+        return output, json.loads((tmp_path / "out" / "summary.json").read_text())
 
     return run
 
@@ -176,23 +172,36 @@ def test_slime_has_its_own_names(call, tmp_path):
     assert stages == {"train_wait_time": 1.5, "train_time": 0.5, "other": 0, "step_time": 2.0}
 
 
+def test_paths_of_a_yaml_may_be_absolute_and_several_are_relative_to_it(write, tmp_path):
+    runs = [write(f"{arm}-seed0") for arm in ("stock", "tail")]
+    joined = ",".join(run.name for run in runs)
+    file = tmp_path / "arms.yaml"
+    file.write_text(json.dumps({"one": [f"{runs[0]}*"], "other": [str(runs[1])], "both": [joined]}))
+    assert load_arms(file) == {"one": [str(runs[0])], "other": [str(runs[1])], "both": [",".join(map(str, runs))]}
+
+
+def test_folders_of_one_wandb_project_are_two_arms(call, write):
+    runs = [write(f"math/wandb/run-2026_{name}") for name in ("aaa", "bbb")]
+    _, summary = call(runs[0], "--against", runs[1])
+    assert [*summary["recipe"]["arms"]] == ["run-2026_aaa", "run-2026_bbb"]
+
+
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
         (["{a}"], "wanted RUN... --against RUN"),
-        (["{a}", "--against", "{a}"], "these have one name, stock: name them in a YAML file"),
+        (["{a}", "--against", "{a}"], "these have one name, stock-seed0: name them in a YAML file"),
         (["{a}", "--against", "nowhere"], "nowhere does not exist"),
         (["{a}", "--against", "{b}", "--reward", "critic/scores/mean"], "did you mean critic/score/mean?"),
         (["{a}", "--against", "{b}", "--margin", "wide"], "metrics.margin wants"),
         (["{yaml}"], "wants two or more arms, the baseline first, each a list of runs, found {'a': 1}"),
     ],
 )
-def test_wrong_input_is_one_line_that_names_it(call, write, tmp_path, words, wanted):
+def test_wrong_input_is_one_line_that_names_it(invoke, write, tmp_path, words, wanted):
     (tmp_path / "arms.yaml").write_text("a: 1")
     places = {"a": write("stock-seed0"), "b": write("tail-seed0"), "yaml": tmp_path / "arms.yaml"}
-    output, summary = call(*(word.format(**places) for word in words))
-    assert summary is None
-    assert wanted in output
+    assert wanted in invoke(compare, *(word.format(**places) for word in words), "--out", tmp_path / "out", code=None)
+    assert not (tmp_path / "out" / "summary.json").exists()
 
 
 @pytest.mark.slow

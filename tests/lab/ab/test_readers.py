@@ -136,6 +136,18 @@ def test_a_csv_of_a_history_is_one_run_and_a_csv_of_a_chart_wants_the_name_of_a_
             read(name)
 
 
+def test_a_csv_of_verl_whose_steps_are_a_metric(tmp_path):
+    (tmp_path / "h.csv").write_text(f"training/global_step,{REWARD}\n3,0.5\n4,0.75\n")
+    assert {step: its[REWARD] for step, its in read(str(tmp_path / "h.csv")).steps.items()} == {3: 0.5, 4: 0.75}
+
+
+def test_the_console_of_verl(tmp_path):
+    (tmp_path / "output.log").write_text(f"(TaskRunner pid=1) step:3 - {REWARD}:np.float64(0.5)\n")
+    for path in (tmp_path, tmp_path / "output.log"):
+        found = read(str(path))
+        assert (found.source, found.steps) == ("verl's console", {3: {REWARD: 0.5}})
+
+
 def test_the_console_of_slime(tmp_path):
     head = "[2026-01-01 10:00:00] train_metric_utils.py:136 -"
     lines = [
@@ -157,7 +169,7 @@ def test_the_console_of_slime(tmp_path):
 def test_nothing_to_read_says_what_is_wanted_and_a_missing_package_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(RlAccelError, match="does not exist"):
         read(str(tmp_path / "absent"))
-    wanted = "holds no metrics of verl's file logger, TensorBoard, W&B, a CSV of W&B, slime's"
+    wanted = "holds no metrics of verl's file logger, TensorBoard, W&B, a CSV of W&B, verl's"
     with pytest.raises(RlAccelError, match=wanted):
         read(str(tmp_path))
     for name, module, package in (

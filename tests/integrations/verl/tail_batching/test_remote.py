@@ -15,13 +15,15 @@ pytest.importorskip("verl", reason="verl is not installed")
 pytest.importorskip("transfer_queue", reason="TransferQueue is not installed")
 
 import ray
+import transfer_queue as tq
 from omegaconf import OmegaConf
 from verl.workers.rollout import router
 
+from rl_accel.errors import RlAccelError
 from rl_accel.integrations.verl.engines import Engine
 from rl_accel.integrations.verl.reward_worker_proxy import RewardWorkerProxy
 from rl_accel.integrations.verl.tail_batching import servers as servers_module
-from rl_accel.integrations.verl.tail_batching.agent_loop import Stored, Workers
+from rl_accel.integrations.verl.tail_batching.agent_loop import RUN, Stored, Workers
 from rl_accel.integrations.verl.tail_batching.servers import (
     SESSION,
     CancellableServer,
@@ -33,8 +35,8 @@ from rl_accel.integrations.verl.tail_batching.servers import (
     TailLLMServerClient,
     find_dead,
 )
-from rl_accel.integrations.verl.tail_batching.trainer import varies
-from rl_accel.rollout.driver import Event, Job
+from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, varies
+from rl_accel.rollout.driver import Event, Job, StepResult
 
 pytestmark = pytest.mark.slow
 
@@ -447,7 +449,7 @@ class Worker:
         self.orders += [*jobs, *cancel, *(["stop"] if engines_stop else [])]
         for job in jobs:
             for response_id in job.response_ids:
-                if job.prompt_id == "quick":
+                if job.prompt_id.endswith("/quick"):
                     await self._events.put(Event("generated", response_id, 5))
                     await self._events.put(Event("scored", response_id, 5, f"r{response_id}"))
         for response_id in cancel:
@@ -519,11 +521,10 @@ class TestWorkers:
         workers.begin_round()
         workers.end_round()
         assert engines.told == [("resume", [])], "nothing runs, so nothing is stopped"
-        job = Job("a", {}, (0, 1), 1)
-        workers.launch(job)
+        workers.launch(Job("a", {}, (0, 1), 1))
         workers.cancel([0, 1])
         workers.end_round()
-        assert engines.told[1:] == [("abort", [[job, 0, 1, "stop"]])]
+        assert engines.told[1:] == [("abort", [[Job(f"{RUN}a", {}, (0, 1), 1), 0, 1, "stop"]])]
         assert set(gather(workers, 2)[0]) == {("aborted", 0), ("aborted", 1)}
 
     def test_a_round_without_a_rollout_server_ends_the_run(self):
@@ -541,3 +542,23 @@ def test_a_group_whose_metric_is_the_same_throughout_is_rejected_and_a_missing_m
         assert varies("1:1", [Stored((f"k{i}",), metric) for i, metric in enumerate(metrics)]) is passes
     with pytest.raises(RuntimeError, match=r"algorithm\.filter_groups\.metric must name a metric .* prompt 1:7"):
         varies("1:7", [Stored(("a",), 1.0), Stored(("b",))])
+
+
+def test_entries_of_another_job_of_the_cluster_are_left_alone():
+    """The queue's controller has one name in a cluster, so that jobs share its partitions."""
+    tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
+    try:
+        foreign, left_behind = ["1:7_3_0", "aaaa/1:7_3_0"], f"{RUN}1:7_3_0"
+        tq.kv_batch_put(keys=[*foreign, left_behind], partition_id="train", tags=[{"status": "success"}] * 3)
+        driver = SimpleNamespace(play=lambda *_: StepResult())
+        trainer = SimpleNamespace(_driver=driver, _last_step=5, _log=SimpleNamespace(add=lambda *_: None))
+        _, metrics = TailBatchingTrainer._play(trainer, 1)
+        assert metrics["rl_accel/tail_batching/ghost_keys"] == 1
+        assert sorted(tq.kv_list("train")["train"]) == foreign
+        trainer._servers = None
+        with pytest.raises(
+            RlAccelError, match=r"another job of this Ray cluster has 2 entries .* a cluster of its own"
+        ):
+            TailBatchingTrainer.fit(trainer, SimpleNamespace(agent_loop_workers=[]))
+    finally:
+        tq.close()

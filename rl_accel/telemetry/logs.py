@@ -1,0 +1,102 @@
+"""Metrics of a run of verl, from the file of its file logger or from its console output."""
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_accel.telemetry.stage_clock import PREFIX
+
+LogRecord = tuple[int, dict[str, float]]
+"""A step and its metrics, as verl logs them."""
+
+_ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_PROCESS = re.compile(r"^\([\w:]+[^()]*pid=[^()]*\)\s?")
+"""Before each line of a Ray worker, ``(TaskRunner pid=3165)``."""
+_STEP = re.compile(r"\bstep:(\d+) - (.*)")
+_SEPARATOR = re.compile(r"\s+-(?:\s+|(?=[A-Za-z]))")
+_METRIC = re.compile(r"([^\s:]+):\s*(?:np\.\w+\()?([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf))\)?")
+_BEGUN = re.compile(r"[^\s:]*(?::\s*(?:np(?:\.\w*)?\(?)?[-+\d.ena]*\)?(?:\s+-?\s*)?)?")
+"""A metric of which the end may be missing."""
+_OLD_PREFIX = "timing/"
+"""Of timers in logs of 2024."""
+
+
+def read_log(path: Path) -> dict[int, dict[str, float]]:
+    """Returns the metrics of each step. Records of one step, such as training and validation, are merged.
+
+    Args:
+        path: the file of verl's file logger, or its console output, such as ``output.log`` of a W&B run.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    steps: dict[int, dict[str, float]] = {}
+    with path.open("rb") as file:
+        for record in filter(None, map(parse_log_line, file)):
+            steps.setdefault(record[0], {}).update(record[1])
+    if not steps:
+        with path.open(errors="replace") as lines:
+            for step, metrics in read_console(lines):
+                steps.setdefault(step, {}).update(metrics)
+    return dict(sorted(steps.items()))
+
+
+def parse_log_line(line: bytes) -> LogRecord | None:
+    """Return the numbers of a line ``{"step": int, "data": {name: value}}``, null as NaN; None if it is no such line."""
+    try:
+        entry: Any = json.loads(line)
+        numbers = {
+            str(name): math.nan if value is None else float(value)  # the writer turns NaN into null
+            for name, value in entry["data"].items()
+            if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+        }
+        return int(entry["step"]), numbers
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def read_console(lines: Iterable[str]) -> Iterator[LogRecord]:
+    """Yields each step's metrics in the order of the lines.
+
+    A step is a line such as ``(TaskRunner pid=7) step:3 - timing_s/gen:4.2 - critic/vf_loss:np.float64(0.1)``. Colours and Ray's
+    prefixes are removed, lines that a terminal has wrapped are joined, everything else is skipped.
+    """
+    step = ""
+    for line in lines:
+        text = _PROCESS.sub("", _ESCAPE.sub("", line.rstrip("\n")))
+        if _STEP.search(text):
+            yield from _record(step)
+            step = text
+            continue
+        joined = step + (f" {text}" if text.startswith("- ") else text)  # spaces at the end of a row may be gone
+        if step and _is_whole(joined):
+            step = joined
+        else:
+            yield from _record(step)
+            step = ""
+    yield from _record(step)
+
+
+def _is_whole(line: str) -> bool:
+    """Whether rows that were joined are one wrapped line: metrics and nothing else, of which the last may be cut."""
+    _, *parts = _SEPARATOR.split(line[line.index("step:") :])
+    return all(map(_METRIC.fullmatch, parts[:-1])) and bool(_BEGUN.fullmatch(parts[-1]))
+
+
+def _record(text: str) -> Iterator[LogRecord]:
+    found = _STEP.search(text)
+    if found is None:
+        return
+    metrics = {}
+    for match in filter(None, map(_METRIC.fullmatch, _SEPARATOR.split(found[2].rstrip()))):
+        name = re.sub(f"^{_OLD_PREFIX}", PREFIX, match[1])
+        with contextlib.suppress(ValueError):  # a version or a date, such as 1.2.3
+            metrics[name] = float(match[2])
+    if _OLD_PREFIX in text and f"{PREFIX}step" not in metrics:  # logs of 2024 do not time the step itself
+        metrics[f"{PREFIX}step"] = sum(value for name, value in metrics.items() if name.startswith(PREFIX))
+    if metrics:
+        yield int(found[1]), metrics
