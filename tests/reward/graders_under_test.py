@@ -17,9 +17,7 @@ def execute(code):
     return space["score"]
 
 
-def sleep(seconds=600.0, path=None):
-    if path:
-        Path(path, str(os.getpid())).touch()
+def sleep(seconds=600.0):
     time.sleep(seconds)
     return seconds
 
@@ -45,10 +43,10 @@ def where():
 
 
 def make(factor):
-    made = []
+    began = os.getpid()
 
     def times(value):
-        return {"value": factor * value, "made_before": not made}
+        return {"value": factor * value, "made_in_worker": began == os.getppid()}
 
     return times
 

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+pytest.importorskip("transformers")
+
 from rl_accel.lab.cpu_engine.batch import attend
 
 
