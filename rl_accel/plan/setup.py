@@ -92,9 +92,9 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit]:
     steps = list(run.responses.values())
     whole = [_groups(step) for step in steps if all(r.outcome == COMPLETED for r in step)]
     if not steps:
-        why = "; ".join(run.missing) or "it has no responses"
-        wants = "rl-accel plan wants the times of responses"
-        raise RlAccelError(f"{run.log}: {wants}; {why}. Or give --lengths and --step-seconds")
+        why = f"not known: {'; '.join(run.missing)}" if run.missing else "it has no responses"
+        needs = "rl-accel plan needs the time of each response"
+        raise RlAccelError(f"{run.log}: {needs} ({why}), or --lengths and --step-seconds")
     if not whole and not (given.get("prompts") and given.get("responses")):
         why = "in every step responses were cut off: give --prompts and --responses of the batch"
         raise RlAccelError(f"{run.log}: {why}")

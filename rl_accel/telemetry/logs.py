@@ -18,11 +18,11 @@ _PROCESS = re.compile(r"^\([\w:]+[^()]*pid=[^()]*\)\s?")
 """Before each line of a Ray worker, ``(TaskRunner pid=3165)``."""
 _STEP = re.compile(r"\bstep:(\d+) - (.*)")
 _SEPARATOR = re.compile(r"\s+-(?:\s+|(?=[A-Za-z]))")
-_METRIC = re.compile(r"([^\s:]+):\s*(?:np\.\w+\()?([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf))\)?")
-_BEGUN = re.compile(r"[^\s:]*(?::\s*(?:np(?:\.\w*)?\(?)?[-+\d.ena]*\)?(?:\s+-?\s*)?)?")
+_VALUE = re.compile(r"\s*(?:np\.\w+\()?([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf))\)?\s*")
+_BEGUN = re.compile(r"[^:]*(?::\s*(?:np(?:\.\w*)?\(?)?[-+\d.ena]*\)?(?:\s+-?\s*)?)?")
 """A metric of which the end may be missing."""
 _OLD_PREFIX = "timing/"
-"""Of timers in logs of 2024."""
+"""Prefix of the timers in logs of 2024."""
 
 
 def read_log(path: Path) -> dict[int, dict[str, float]]:
@@ -82,9 +82,12 @@ def read_console(lines: Iterable[str]) -> Iterator[LogRecord]:
 
 
 def _is_whole(line: str) -> bool:
-    """Whether rows that were joined are one wrapped line: metrics and nothing else, of which the last may be cut."""
+    """True if joined rows are one wrapped line: it holds metrics and nothing else, and only the last one may be cut."""
     _, *parts = _SEPARATOR.split(line[line.index("step:") :])
-    return all(map(_METRIC.fullmatch, parts[:-1])) and bool(_BEGUN.fullmatch(parts[-1]))
+    pairs = [part.rpartition(":") for part in parts[:-1]]
+    return all(":" not in name and _VALUE.fullmatch(value) for name, _, value in pairs) and bool(
+        _BEGUN.fullmatch(parts[-1])
+    )
 
 
 def _record(text: str) -> Iterator[LogRecord]:
@@ -92,10 +95,11 @@ def _record(text: str) -> Iterator[LogRecord]:
     if found is None:
         return
     metrics = {}
-    for match in filter(None, map(_METRIC.fullmatch, _SEPARATOR.split(found[2].rstrip()))):
-        name = re.sub(f"^{_OLD_PREFIX}", PREFIX, match[1])
+    for part in _SEPARATOR.split(found[2].rstrip()):
+        name, _, value = part.rpartition(":")
         with contextlib.suppress(ValueError):  # a version or a date, such as 1.2.3
-            metrics[name] = float(match[2])
+            if match := _VALUE.fullmatch(value):
+                metrics[re.sub(f"^{_OLD_PREFIX}", PREFIX, name)] = float(match[1])
     if _OLD_PREFIX in text and f"{PREFIX}step" not in metrics:  # logs of 2024 do not time the step itself
         metrics[f"{PREFIX}step"] = sum(value for name, value in metrics.items() if name.startswith(PREFIX))
     if metrics:

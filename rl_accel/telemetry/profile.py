@@ -143,7 +143,7 @@ def find_log(folder: Path) -> Path:
 
 
 def _has_steps(path: Path) -> bool:
-    """Whether there is a step with timers; files of other things are not read as a whole."""
+    """True if the file has a step with timers. A file of something else is only searched for the word."""
     with path.open(errors="replace") as file:
         might = any("timing_s/" in line or "timing/" in line for line in file)
     return might and any(map(stage_clock.stages, read_log(path).values()))

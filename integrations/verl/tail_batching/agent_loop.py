@@ -23,7 +23,7 @@ from rl_accel.rollout.driver import Event, FailureLog, Job
 logger = logging.getLogger("rl_accel")
 
 RUN = f"{secrets.token_hex(4)}/"
-"""Start of all TransferQueue keys of this process's run. Jobs of one Ray cluster share the queue and its partition ``train``."""
+"""Prefix of all TransferQueue keys of this run: jobs of one Ray cluster share the queue and its partition ``train``."""
 
 GATHER_SHARE, GATHER_SECONDS = 0.005, 1.0
 """Events wait for more while responses run, so long as a share of the round's age so far and at most so many seconds: a call for
@@ -257,7 +257,7 @@ class Workers:
         index = min(self._actors, key=lambda i: self._load[i])
         self._load[index] += len(job.response_ids)
         self._home.update(dict.fromkeys(job.response_ids, index))
-        self._jobs[index].append(replace(job, prompt_id=f"{RUN}{job.prompt_id}"))
+        self._jobs[index].append(replace(job, prompt_id=f"{RUN}{job.prompt_id}"))  # verl makes its keys of it
 
     def cancel(self, response_ids: Iterable[int]) -> None:
         """Stop these responses. Those that are over already have an event on its way."""

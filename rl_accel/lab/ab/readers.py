@@ -147,7 +147,7 @@ def _csv(file: Path, _: Any, run: str) -> Iterator[LogRecord]:
     own = table[[name for name in table if name in keys or name.startswith(f"{run} - " if run else "")]]
     own = own.rename(columns=lambda name: name.rpartition(" - ")[2])
     if own.columns.duplicated().any() or len(own.columns) < 2 or not set(own) & keys:
-        wanted = f"a column {' or '.join(_STEP_KEYS)} and metrics of one run, or {file}:RUN with the name of one"
+        wanted = f"a column {' or '.join((*_STEP_KEYS, _STEP_METRIC))} and metrics of one run, or {file}:RUN with the name of one"
         raise RlAccelError(f"{file} wants {wanted}, found {', '.join(table)}")
     for row in own.to_dict("records"):
         yield from _record(row)

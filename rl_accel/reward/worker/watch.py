@@ -16,7 +16,7 @@ LOOK_SECONDS = 0.02
 WAITED_FACTOR = 10.0
 """Waiting for a processor does not count against the wall limit, but no execution lasts longer than the limit times this."""
 LATE_SECONDS = 0.1
-"""A look that comes later than this is not the execution's fault."""
+"""If a look comes later than this, the machine was busy or stood still: the delay does not count against the wall limit."""
 ALIVE_SECONDS = 1.0
 """So often an execution that is beyond its wall limit, because it waited, tells the trainer that it is still watched."""
 
@@ -167,11 +167,10 @@ class Watch:
             self._waited[thread] = max(_seconds_waited(thread), self._waited.get(thread, 0.0))
 
     def _waited_of(self, wall: float, cpu: float) -> float:
-        """Returns the seconds that it was ready and had no processor, of ``wall`` in which it used ``cpu``.
+        """Returns the seconds of ``wall`` in which the execution was ready to run and had no processor.
 
-        Processes that wait for each other, such as a grader and the program that it runs, wait for a processor one after the other:
-        the waits of all threads add up. Those of threads that wait at the same time do too, so that the sum is at most what is left
-        of ``wall`` beside ``cpu``.
+        The waits of all threads are added, because a grader and the program that it starts wait for a processor one after the
+        other. Threads that wait at the same time would be counted twice, so the result is at most ``wall - cpu``.
         """
         return max(0.0, min(sum(self._waited.values()) + self._paused, wall - cpu))
 
