@@ -132,8 +132,11 @@ def column(report: dict[str, Any], framework: str) -> tuple[dict[str, str], dict
         separate = feature == "advantages"  # its patches do without each other
         cells[feature] = "yes" if works == len(found) else f"{works} of {len(found)}" if works and separate else "no"
         for check in found:
-            if check["verdict"] != "works" and feature != "reads flags":
-                reasons[feature].append(f"`{check['patch']}`: {check['reason'].removeprefix(check['patch'] + ': ')}")
+            if check["verdict"] != "works" and feature != "reads flags" and not check["reason"].startswith("needs "):
+                first, *others = check["reason"].removeprefix(check["patch"] + ": ").split("; ")
+                reasons[feature].append(
+                    f"`{check['patch']}`: {first}" + (f"; and {len(others)} more" if others else "")
+                )
     return cells, reasons
 
 

@@ -47,6 +47,8 @@ class Patch:
             unknown body costs one warning; whether the patch goes on is up to ``probe``.
         probe: ``probe(original, replacement, settings)`` compares both before the first write; whatever it raises refuses.
         no_seam: why no official extension point serves.
+        upstream: address of an issue or pull request on the same matter, or "none".
+        remove_when: what must have happened upstream for the patch to go.
         independent: the other patches of the feature are of use without this one, so that a version of the framework
             without its function, or outside ``supports``, does not stop the feature.
     """
@@ -60,6 +62,8 @@ class Patch:
     fingerprints: tuple[str, ...] = ()
     probe: Callable[[Any, Any, Any], None] | None = None
     no_seam: str = ""
+    upstream: str = "none"
+    remove_when: str = ""
     independent: bool = False
 
     def check(self) -> None:

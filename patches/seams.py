@@ -1,54 +1,211 @@
-"""What stands on a framework's own extension points: checks that they are there, and entries in its registries of plug-ins.
+"""Interfaces: Protocols of what the pack uses of a framework, compared with the one installed; and entries in its registries.
 
-Nothing of the framework is replaced. One that has changed is refused by name.
+An interface types objects of the framework, so that mypy refuses a member that is not in it. :func:`require` compares interfaces
+with the framework, and our classes with those of the framework that they extend. It refuses one that has changed, and names
+each member. Nothing of the framework is replaced.
 """
 
-import functools
+import dis
 import importlib
-import importlib.util
 import inspect
+import pkgutil
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+import typing
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from inspect import Parameter, Signature
+from types import FunctionType, ModuleType
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from rl_accel.errors import PatchRefused
 from rl_accel.switch import SwitchState
 
-Seams = Mapping[str, tuple[str, ...] | None]
-"""By ``"pkg.mod:function"`` or ``"pkg.mod:Class.attribute"``: parameter names in order, without ``*args`` and ``**kwargs``;
-None: whatever they are."""
+C = TypeVar("C")
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+_targets: dict[Any, tuple[str, ...]] = {}  # by interface
+_extended: dict[Any, Any] = {}  # interface by class of ours
+_remote: set[Any] = set()
 
 
-def require(name: str, seams: Seams) -> None:
-    """Import the modules of ``seams`` and check what is in them.
+def interface_of(*targets: str) -> Callable[[C], C]:
+    """Make the decorated Protocol the interface of classes, ``"pkg.mod:Class"``, or of a module, ``"pkg.mod"``.
+
+    The first of ``targets`` must be there. The others must fit as well where their modules exist. Methods name the parameters that
+    we pass; ``(*args, **kwargs)`` stands for any.
+    """
+
+    def mark(interface: C) -> C:
+        _targets[interface] = targets
+        return interface
+
+    return mark
+
+
+def extends(interface: Any) -> Callable[[C], C]:
+    """Say that the decorated class is a subclass of what ``interface`` describes, or a mixin of such subclasses."""
+
+    def mark(ours: C) -> C:
+        _extended[ours] = interface
+        return ours
+
+    return mark
+
+
+class RemoteMethod(Protocol[P, R_co]):
+    """A method of an actor, as its handle has it."""
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R_co]:
+        """Call it in the actor's process."""
+
+
+def remote(method: Callable[Concatenate[Any, P], R]) -> RemoteMethod[P, R]:
+    """Mark a method of an interface that is called through a handle, where it does not matter whether it is async."""
+    _remote.add(method)
+    return method  # type: ignore[return-value]
+
+
+def modules_of(home: str) -> list[ModuleType]:
+    """Import ``home``, a module or package of ours, with all that is in it; return these and the adapters that they import.
 
     Raises:
-        PatchRefused: names the first thing that is absent or different, what is wanted and what was found.
+        PatchRefused: one of them needs what is not there.
     """
-    for where, wanted in seams.items():
+    try:
+        modules = [importlib.import_module(home)]
+        inner = pkgutil.iter_modules(getattr(modules[0], "__path__", ()), f"{home}.")
+        modules += [importlib.import_module(module.name) for module in inner]
+    except Exception as error:  # verl's modules for vLLM raise ValueError where there is no vLLM
+        raise PatchRefused(f"{home.rpartition('.')[2]} cannot be imported: {error}") from error
+    adapters = home.rpartition(".")[0] + "."
+    for module in modules:  # which grows
+        values = [value for value in vars(module).values() if isinstance(value, ModuleType)]
+        modules += [value for value in values if value.__name__.startswith(adapters) and value not in modules]
+    return modules
+
+
+def interfaces_of(modules: Iterable[ModuleType]) -> dict[Any, list[Any]]:
+    """Return the interfaces that ``modules`` name, also as the type of a member of another, with our classes that extend each."""
+    found: dict[Any, list[Any]] = {}
+
+    def add(interface: Any, *ours: Any) -> None:
+        for base in filter(_targets.__contains__, interface.__mro__):
+            if base not in found:
+                found[base] = []
+                for item in (base, *filter(None, _members(base).values())):
+                    for hint in typing.get_type_hints(item).values():
+                        for part in _interfaces_in(hint):
+                            add(part)
+            found[base] += ours
+
+    for module in modules:
+        for cls in map(_plain, vars(module).values()):
+            for base in getattr(cls, "__mro__", ()):
+                if base in _targets:
+                    add(base)
+                elif base in _extended:
+                    add(_extended[base], cls)
+    return found
+
+
+def require(name: str, interfaces: Mapping[Any, Iterable[Any]]) -> None:
+    """Compare interfaces, and our classes that extend what they describe, with the framework.
+
+    Raises:
+        PatchRefused: names every member that is absent or different, what is wanted and what was found.
+    """
+    problems = [problem for interface, ours in interfaces.items() for problem in _differences(interface, ours)]
+    if problems:
+        raise PatchRefused(f"{name} wants {'; '.join(dict.fromkeys(problems))}")
+
+
+def _differences(interface: Any, ours: Iterable[Any]) -> Iterator[str]:
+    for number, target in enumerate(_targets[interface]):
+        module, _, path = target.partition(":")
         try:
-            item = _resolve(where)
-        except (ImportError, AttributeError) as error:
-            raise PatchRefused(f"{name} wants {where}, which is not there ({error})") from error
-        if wanted is not None and (present := _parameters(item)) != wanted:
-            raise PatchRefused(f"{name} wants {where}({', '.join(wanted)}), found ({', '.join(present)})")
+            theirs = _plain(reduce(getattr, filter(None, path.split(".")), importlib.import_module(module)))
+        except Exception as error:
+            if not (number and isinstance(error, ModuleNotFoundError)):
+                yield f"{target}, which is not there ({error})"
+            continue
+        present = _attributes(theirs)
+        for name, wanted in _members(interface).items():
+            where = f"{target}{'.' if path else ':'}{name}"
+            found = getattr(theirs, name, None)
+            if name not in present:
+                yield f"{where}, which is not there"
+            elif inspect.isroutine(found) if wanted is None else not callable(found):
+                yield f"{where} to be {'a function' if wanted else 'an attribute'}, which it is not"
+            elif wanted:
+                overrides = {f" as {cls.__qualname__} has it": vars(cls)[name] for cls in ours if name in vars(cls)}
+                is_method = bool(path) and isinstance(inspect.getattr_static(theirs, name), FunctionType)
+                expected = _signature(found, is_method)
+                for note, function in {"": wanted, **overrides}.items():
+                    takes = _signature(function, True)
+                    if not (_accepts(takes, expected) or name == "__init__" if note else _accepts(expected, takes)):
+                        yield f"{where}{takes}{note}, found {expected}"
+                    is_async = inspect.iscoroutinefunction(function)
+                    if wanted not in _remote and inspect.iscoroutinefunction(found) is not is_async:
+                        yield f"{where} to be {'async' if is_async else 'a plain function'}, which it is not"
 
 
-def require_modules(name: str, seams: Seams) -> None:
-    """Check that the modules of ``seams`` exist, without importing them; their top-level package must be imported.
+def _members(interface: Any) -> dict[str, Any]:
+    """The methods of an interface by name, and None for each attribute; those of its bases are left out."""
+    own = {n: v for n, v in vars(interface).items() if getattr(v, "__module__", "") == interface.__module__}
+    return {**dict.fromkeys(inspect.get_annotations(interface)), **{n: v for n, v in own.items() if callable(v)}}
 
-    Raises:
-        PatchRefused: names the first one that is absent.
-    """
-    for where in seams:
-        package, *rest = where.partition(":")[0].split(".")
-        home = importlib.util.find_spec(package)
-        folders = home.submodule_search_locations if home is not None else None
-        files = [Path(folder, *rest) for folder in folders or ()]
-        if not any(file.with_suffix(".py").is_file() or (file / "__init__.py").is_file() for file in files):
-            raise PatchRefused(f"{name} wants {where}, which is not in the {package} installed here")
+
+def _attributes(owner: Any) -> set[str]:
+    """What a module holds, or a class and its instances: names that its methods assign are among them."""
+    names = {*dir(owner)}
+    for base in getattr(owner, "__mro__", ()):
+        names.update(inspect.get_annotations(base))
+        for member in vars(base).values():
+            code = getattr(inspect.unwrap(getattr(member, "__func__", member)), "__code__", None)
+            steps = dis.get_instructions(code) if code else ()
+            names.update(step.argval for step in steps if step.opname == "STORE_ATTR")
+    return names
+
+
+def _interfaces_in(hint: Any) -> Iterator[Any]:
+    if isinstance(hint, type) and hint in _targets:
+        yield hint
+    for part in typing.get_args(hint):
+        yield from _interfaces_in(part)
+
+
+def _plain(item: Any) -> Any:
+    """Return ``item``, or the class inside if it is one that ``@ray.remote`` has wrapped."""
+    metadata = None if isinstance(item, type | ModuleType) else getattr(item, "__ray_metadata__", None)
+    return item if metadata is None else metadata.modified_class.__ray_actor_class__
+
+
+def _signature(function: Any, is_method: bool) -> Signature:
+    """Names and defaults, without ``self`` and the parameter that Ray adds to methods of its actors."""
+    found = [p for p in inspect.signature(function).parameters.values() if p.name != "_ray_trace_ctx"]
+    return Signature([p.replace(annotation=Parameter.empty) for p in found[is_method:]])
+
+
+def _accepts(function: Signature, caller: Signature) -> bool:
+    """Whether ``function`` takes every call that one with the signature of ``caller`` takes."""
+    kinds = {parameter.kind for parameter in function.parameters.values()}
+    passed = [p for p in caller.parameters.values() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
+    more = {p.kind for p in caller.parameters.values()} - {p.kind for p in passed}
+    if len(more) == 2:
+        return True
+    bind = function.bind_partial if more else function.bind  # what is required may be among the caller's **kwargs
+    named = {p.name: p for p in passed}
+    positions = [p for p in passed if p.kind is not Parameter.KEYWORD_ONLY]
+    try:
+        bind(**{p.name: p for p in passed if p.default is Parameter.empty})
+        by_name = bind(**named).arguments
+        by_position = bind(*positions, **{p.name: p for p in passed if p not in positions}).arguments
+    except TypeError:
+        return False
+    return more <= kinds and (Parameter.VAR_POSITIONAL in kinds or by_name == by_position)
 
 
 _passed: set[str] = set()
@@ -61,14 +218,12 @@ class SeamCheck:
     Attributes:
         name: unique, ``"slime.reward_timeout"``.
         target: ``"pkg.mod:what"``; the check is made once ``pkg.mod`` is imported.
-        seams: what is needed.
-        attributes: by ``"pkg.mod:Class"``, the names that the class or its dataclass fields must have.
+        interfaces: of what is needed.
     """
 
     name: str
     target: str
-    seams: Seams
-    attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    interfaces: tuple[Any, ...]
 
     def state(self) -> SwitchState:
         """Return APPLIED if the last check found everything."""
@@ -80,12 +235,7 @@ class SeamCheck:
         Raises:
             PatchRefused: names what is wanted and what was found.
         """
-        require(self.name, self.seams)
-        for where, wanted in self.attributes.items():
-            owner = _resolve(where)
-            present = {*dir(owner), *getattr(owner, "__dataclass_fields__", ())}
-            if missing := [name for name in wanted if name not in present]:
-                raise PatchRefused(f"{self.name} wants {where} to have {', '.join(missing)}")
+        require(self.name, dict.fromkeys(self.interfaces, ()))
         _passed.add(self.name)
 
     def revert(self) -> None:
@@ -142,19 +292,3 @@ class Registration:
         """Remove the entry, if it is ours."""
         if self.state() is SwitchState.APPLIED:
             self.unregister()
-
-
-def _resolve(where: str) -> Any:
-    module, _, path = where.partition(":")
-    return functools.reduce(getattr, path.split("."), importlib.import_module(module))
-
-
-def _parameters(function: Any) -> tuple[str, ...]:
-    """Names of the parameters, without ``*args``, ``**kwargs`` and the one that Ray adds to methods of its actors."""
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(inspect.unwrap(function)).parameters.values()
-    return tuple(
-        parameter.name
-        for parameter in parameters
-        if parameter.kind not in variable and parameter.name != "_ray_trace_ctx"
-    )

@@ -97,7 +97,8 @@ def status(as_json: bool) -> None:
 def doctor(as_json: bool, recipe: Path | None, platform: str | None) -> None:
     """Which frameworks, versions and backends are here, and which features work with them; tries each for real.
 
-    With --recipe: packages, configuration, model, data and memory that it asks for. Exit code 1 if something is missing.
+    With --recipe: packages, configuration, model, data and memory that it asks for. Exit code 1 if something is missing, or a
+    feature cannot work with the framework that is here.
     """
     from rl_accel.doctor import as_text, diagnose
 
@@ -109,6 +110,7 @@ def doctor(as_json: bool, recipe: Path | None, platform: str | None) -> None:
 
     diagnosis = diagnose()
     click.echo(json.dumps(diagnosis, indent=2) if as_json else as_text(diagnosis))
+    raise SystemExit(any(check["verdict"] == "cannot" for check in diagnosis["checks"]))
 
 
 @cli.command()

@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import io
+import itertools
 import logging
 import os
 import platform
@@ -18,7 +19,7 @@ from typing import Any
 from rl_accel import __version__
 from rl_accel.errors import ConfigError, PatchRefused
 from rl_accel.features import FEATURES, FLAG_READERS, Feature
-from rl_accel.patches import seams
+from rl_accel.patches.verl.verl_run import ENGINES
 from rl_accel.runtime import is_installed, switches_of
 from rl_accel.switch import Switch, SwitchState, aligned
 
@@ -31,8 +32,8 @@ def diagnose() -> dict[str, Any]:
     Returns:
         Plain data, ready for JSON. ``versions``: by distribution, None if absent. ``backends``: by kernel backend, None if it works
         or the reason why not. ``checks``: of each switch of each feature, and of what reads flags, each with a ``verdict``: works,
-        cannot (tried and failed) or absent (no framework). ``sandbox``: how programs of a code reward would be isolated, and why
-        not better.
+        cannot (tried and failed) or absent (no framework, or no engine); of a patch also ``upstream`` and ``remove_when``.
+        ``sandbox``: how programs of a code reward would be isolated, and why not better.
     """
     with quiet():
         from rl_accel.ops import available_backends
@@ -57,11 +58,17 @@ def diagnose() -> dict[str, Any]:
 def as_text(diagnosis: dict[str, Any]) -> str:
     """Return a :func:`diagnose` as a table."""
     rows = [("feature", "switch or backend", "verdict", "reason")]
-    rows += [tuple(check.values()) for check in diagnosis["checks"]]
+    rows += [tuple(check.values())[:4] for check in diagnosis["checks"]]
     rows += [("kernel", name, "cannot" if why else "works", why or "") for name, why in diagnosis["backends"].items()]
     versions = "  ".join(f"{name} {version or '-'}" for name, version in diagnosis["versions"].items())
     head = [f"rl-accel {diagnosis['version']}, Python {diagnosis['python']}", versions, ""]
-    return "\n".join([*head, *aligned(rows), "", f"sandbox: {diagnosis['sandbox']}"])
+    patches = [("patch", "upstream", "remove when")]
+    patches += [
+        (check["patch"], check["upstream"], check["remove_when"])
+        for check in diagnosis["checks"]
+        if "upstream" in check
+    ]
+    return "\n".join([*head, *aligned(rows), "", *aligned(patches), "", f"sandbox: {diagnosis['sandbox']}"])
 
 
 @contextlib.contextmanager
@@ -101,14 +108,21 @@ def _check_feature(feature: Feature[Any]) -> Iterator[dict[str, str]]:
         if not is_installed(framework):
             yield _check(feature.name, framework, "absent", f"{framework} is not installed")
             continue
+        engine = ENGINES.get(feature.name, framework) if framework == "verl" else framework
+        if not is_installed(engine):
+            yield _check(feature.name, engine, "absent", f"{engine} is not installed")
+            continue
+        adapters = None
         if framework == "verl" and feature.verl:
-            wiring = importlib.import_module(feature.verl)
-            check = functools.partial(seams.require, feature.name, wiring.SEAMS)
-            yield _verdict(feature.name, f"verl.{feature.name}", check)
-            for what, problem in getattr(wiring, "find_problems", tuple)():
+            require = functools.partial(importlib.import_module(FLAG_READERS["verl"]).require, feature)
+            adapters = _verdict(feature.name, f"verl.{feature.name}", require)
+            yield adapters
+            for what, problem in getattr(importlib.import_module(feature.verl), "find_problems", tuple)():
                 yield _check(feature.name, what, "cannot", problem)
-        for module in modules:
-            for switch in switches_of(module):
+        for switch in itertools.chain.from_iterable(map(switches_of, modules)):
+            if adapters and adapters["verdict"] == "cannot":
+                yield _check(feature.name, switch.name, "cannot", f"needs {adapters['patch']}")
+            else:
                 yield _try(feature.name, switch, feature.flags())
 
 
@@ -122,7 +136,8 @@ def _try(feature: str, switch: Switch, settings: Any) -> dict[str, str]:
             switch.apply(settings)
             switch.revert()
 
-    return _verdict(feature, switch.name, attempt)
+    check = _verdict(feature, switch.name, attempt)
+    return check | {name: getattr(switch, name) for name in ("upstream", "remove_when") if hasattr(switch, name)}
 
 
 def _verdict(feature: str, name: str, attempt: Callable[[], None]) -> dict[str, str]:

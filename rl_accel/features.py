@@ -69,7 +69,7 @@ class Feature(Generic[F]):
         automatic: a bare ``rl_accel.enable()`` turns it on; only what cannot change training results.
         switches: modules with a tuple ``SWITCHES`` of :class:`~rl_accel.switch.Switch`, by framework. They are
             imported only when the feature is on.
-        verl: module with ``wire(run, flags)`` and ``SEAMS``, if the feature stands on verl's official extension points;
+        verl: module with ``wire(run, flags)``, if the feature stands on verl's official extension points;
             see :mod:`rl_accel.patches.verl.config_intake`.
         slime: the hooks of slime that it needs.
     """
@@ -215,13 +215,23 @@ class RewardTimeoutFlags:
     scale: float = flag(1.5, "the limit over the longest correct execution of the test case", minimum=1.0)
     slack: float = flag(0.5, "seconds added to the limit", minimum=0.0)
     minimum: float = flag(2.0, "the least limit, in seconds", minimum=0.0)
-    maximum: float = flag(30.0, "the greatest limit, in seconds, and the limit while little is known", minimum=0.001)
+    maximum: float | None = flag(
+        None,
+        "the full budget, in seconds; null: the framework's own limit, else 300, and 30 for programs under test",
+        minimum=0.001,
+    )
+    limit_waiting: bool = flag(
+        False, "adaptive limits also for coroutines and reward servers, whose time is that of others"
+    )
     min_correct: int = flag(1, "correct executions of a test case before its limit adapts", minimum=1)
     probe_share: float = flag(
         0.02, "share of executions that get the greatest limit all the same", minimum=0.0, maximum=1.0
     )
     correct_above: float = flag(0.0, "a score above this is of a correct answer (its `acc`, if it has one)")
     timeout_score: float = flag(0.0, "the score of an answer whose execution was stopped")
+    score_errors: bool = flag(
+        False, "give timeout_score to an answer whose grader raises or returns no score; false: as without rl-accel"
+    )
     early_stop: bool = flag(False, "leave out the test cases after the first that fails")
     workers: int | None = flag(
         None, "executions at once in each reward process; null: its share of the cores", minimum=1
@@ -238,7 +248,7 @@ class RewardTimeoutFlags:
 
     def validate(self) -> None:
         """Raise ValueError if the least limit is above the greatest."""
-        if self.maximum < self.minimum:
+        if self.maximum is not None and self.maximum < self.minimum:
             raise ValueError(f"maximum must be at least minimum = {self.minimum:g}, found {self.maximum:g}")
 
 

@@ -21,7 +21,7 @@ def _finite(value: Any) -> Any:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write ``content`` to ``path``, text in UTF-8: a reader finds the old file or the new one, whatever ends this process.
+    """Write ``content`` to ``path``, text in UTF-8. Readers find the old file or the new one, also after a crash.
 
     Folders that are missing are made.
 
@@ -31,7 +31,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        draft.write_bytes(content.encode() if isinstance(content, str) else content)
+        with draft.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
         draft.replace(path)
     except BaseException:
         draft.unlink(missing_ok=True)

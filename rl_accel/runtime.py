@@ -23,7 +23,7 @@ from rl_accel import log
 from rl_accel.errors import NotInThisVersion, PatchRefused
 from rl_accel.features import FEATURES, FLAG_READERS, LOGGERS
 from rl_accel.post_import import is_being_imported, wait_for_import, when_imported
-from rl_accel.switch import FeatureStatus, Status, Switch, SwitchStatus
+from rl_accel.switch import FeatureStatus, Status, Switch, SwitchStatus, forget_when_off
 
 logger = logging.getLogger("rl_accel")
 
@@ -171,6 +171,9 @@ class Runtime:
             except Exception as second:
                 error.add_note(f"The state before could not be restored either: {second}")
             raise
+        if all(flags.requested(feature) == "off" for feature in FEATURES):
+            for forget in forget_when_off:
+                forget()
         if publish:
             self._publish()
 

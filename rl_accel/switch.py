@@ -1,11 +1,14 @@
 """What goes on and off with a feature (a patch, an entry in a registry, a check of a framework), and what is said about it."""
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from rl_accel import __version__
+
+forget_when_off: list[Callable[[], object]] = []
+"""Calls that clear what a feature remembers in a module's globals. They are made when the last feature has been turned off."""
 
 
 class SwitchState(enum.Enum):

@@ -80,6 +80,41 @@ def invoke() -> Callable[..., str]:
     return call
 
 
+WRITES = {
+    "open",
+    "write",
+    "flush",
+    "fsync",
+    "replace",
+    "mkdir",
+    "PyTorchFileWriter",
+    "write_record",
+    "write_end_of_file",
+}
+
+
+@pytest.fixture
+def killed_at() -> Callable[[int, Callable[[], object]], bool]:
+    """``killed_at(n, save)`` calls ``save`` in a child process that is killed before its n-th write; returns whether it was."""
+
+    def call(number: int, save: Callable[[], object]) -> bool:
+        if child := os.fork():
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        writes = itertools.count()
+
+        def watch(_frame: Any, event: str, function: Any) -> None:
+            if event == "c_call" and function.__name__ in WRITES and next(writes) == number:
+                os._exit(9)
+
+        try:
+            sys.setprofile(watch)
+            save()
+        finally:
+            os._exit(0)
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def repo() -> Path:
     """The root of the checkout."""

@@ -267,16 +267,26 @@ def test_a_patch_that_is_not_for_this_version_leaves_the_rest_of_its_feature_on(
 
 
 def test_doctor_shows_the_verl_that_is_imported(fake_verl, check, tmp_path):
+    """And which of its features cannot work there, observers included. Its exit code says so, too."""
     (tmp_path / "verl" / "__init__.py").write_text('__version__ = "7.8.9"\n')
-    stdout, _ = check("""
-        from rl_accel.doctor import diagnose
-        diagnosis = diagnose()
-        print(diagnosis["versions"]["verl"])
-        print({check["verdict"] for check in diagnosis["checks"] if check["patch"].startswith("verl.tail_batching")})
-    """)
-    version, verdicts = stdout.splitlines()
-    assert version == "7.8.9"
-    assert "works" not in verdicts, "this verl has no trainer"
+    (tmp_path / "verl" / "utils" / "tracking.py").write_text(
+        "class Tracking:\n    def log(self, data, step, backend): pass\n"
+    )
+    stdout, _ = check(
+        """
+        import sys
+        from rl_accel.__main__ import main
+        sys.argv = ["rl-accel", "doctor", "--json"]
+        main()
+        """,
+        code=1,
+    )
+    found = json.loads(stdout)
+    checks = {check["patch"]: check for check in found["checks"]}
+    assert found["versions"]["verl"] == "7.8.9"
+    assert checks["verl.gae"] == {**checks["verl.gae"], "verdict": "works", "upstream": "none"}
+    for observer in ("telemetry.observer", "trainer_log.tp_replan", "trainer_mode.tail_batching"):
+        assert checks[f"verl.{observer}"]["verdict"] == "cannot", "this verl has no trainer"
 
 
 def test_off_stays_off_when_verl_and_its_plug_in_come_later(fake_verl, check):
@@ -295,16 +305,31 @@ def test_off_stays_off_when_verl_and_its_plug_in_come_later(fake_verl, check):
     """)
 
 
+@pytest.mark.slow
 def test_after_any_sequence_of_calls_the_last_one_holds(fake_verl, check):
-    """In this process, and in a Ray worker that starts then: a runtime that adopts what was published, and writes no patch."""
+    """In this process, wherever in the sequence it imports verl, and in a Ray worker that starts then: a runtime that adopts what
+    was published, and writes no patch."""
     check("""
-        import contextlib, itertools, os
+        import contextlib, importlib, itertools, os, sys
         os.environ["RL_ACCEL_CONFIG"] = "advantages: true"
         import rl_accel
         from rl_accel.integrations.ray.propagate import received
         from rl_accel.runtime import RUNTIME, Runtime
-        from verl.trainer.ppo import core_algos
-        originals = core_algos.compute_gae_advantage_return, core_algos.verl_F.masked_whiten
+
+        def functions():
+            return core_algos.compute_gae_advantage_return, core_algos.verl_F.masked_whiten
+
+        def drop():  # the modules of before are garbage, and so is what was written to them
+            global core_algos
+            core_algos = None
+            for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+                del sys.modules[name]
+
+        def load():  # as it is on disk: what is patched at import has its original in ``__wrapped__``
+            global core_algos, originals
+            if core_algos is None:
+                core_algos = importlib.import_module("verl.trainer.ppo.core_algos")
+                originals = tuple(getattr(function, "__wrapped__", function) for function in functions())
 
         def plug_in():
             RUNTIME.adopt(received())
@@ -314,6 +339,7 @@ def test_after_any_sequence_of_calls_the_last_one_holds(fake_verl, check):
                 rl_accel.enable(gea=True)
 
         def changed_framework():
+            load()
             registered = core_algos.ADV_ESTIMATOR_REGISTRY["gae"]
             if registered is originals[0]:  # else there is nothing to refuse
                 core_algos.ADV_ESTIMATOR_REGISTRY["gae"] = print
@@ -327,10 +353,12 @@ def test_after_any_sequence_of_calls_the_last_one_holds(fake_verl, check):
         def one():
             rl_accel.enable(gae=dict(backend="chunk"), advantages=False)
 
-        CALLS = (both, one, rl_accel.disable, plug_in, wrong_flag, changed_framework)
-        for calls in itertools.product(CALLS, repeat=3):
+        CALLS = (both, one, rl_accel.disable, plug_in, wrong_flag, changed_framework, load)
+        for number, calls in enumerate(itertools.product(CALLS, repeat=3)):
             RUNTIME.restore({})
             RUNTIME._reads_flags = False
+            if load in calls or not number:
+                drop()
             wanted, published, reads = set(), {"advantages"}, True
             for call in calls:
                 call()
@@ -339,14 +367,31 @@ def test_after_any_sequence_of_calls_the_last_one_holds(fake_verl, check):
                     reads = call is not rl_accel.disable
                 elif call is plug_in and reads:
                     wanted = published
-            found = core_algos.compute_gae_advantage_return, core_algos.verl_F.masked_whiten
-            written = {name for name, new, old in zip(("gae", "advantages"), found, originals) if new is not old}
+            load()
+            written = {name for name, new, old in zip(("gae", "advantages"), functions(), originals) if new is not old}
+            assert core_algos.ADV_ESTIMATOR_REGISTRY["gae"] is functions()[0], calls
             assert written == wanted, (calls, written)
             worker = Runtime()
             worker._bring_in_line = lambda: None
             worker.adopt(received())
             assert {f.name for f in worker.status().features if f.requested != "off"} == published, calls
             assert bool(list(worker._wanted())) == reads, calls
+    """)
+
+
+def test_what_features_remember_ends_with_the_last_of_them(fake_verl, check):
+    """And not before: the numbers of a step are of all features."""
+    check("""
+        import rl_accel
+        from rl_accel.telemetry import metrics, server_counters
+        for off in (rl_accel.disable, lambda: rl_accel.enable(gae=False)):
+            rl_accel.enable(gae=True, advantages=True)
+            metrics.put("example", 1.0)
+            server_counters.ask_endpoints({"a": "ftp://a"}, ["count"])
+            rl_accel.enable(gae=True)
+            assert (metrics._values, server_counters._warned) == ({"example": 1.0}, {"ftp://a"})
+            off()
+            assert (metrics._values, server_counters._warned) == ({}, set())
     """)
 
 

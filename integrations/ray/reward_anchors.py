@@ -19,6 +19,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 from rl_accel.reward.anchor_store import AnchorDelta, AnchorStore, Replica, Update
+from rl_accel.switch import forget_when_off
 
 logger = logging.getLogger("rl_accel")
 
@@ -35,6 +36,7 @@ _COUNTS = (
     "killed",
     "cancelled",
     "probes",
+    "suspended",
     "errors",
     "seconds",
     "waited_seconds",
@@ -86,6 +88,7 @@ class AnchorStoreActor:
 
 _handles: dict[Any, Any] = {}
 """Of every store that this process has made or met. Ray ends an actor with the handle that it was made with."""
+forget_when_off.append(_handles.clear)
 
 
 def anchor_store(path: str | None, flags: RewardTimeoutFlags) -> Any:

@@ -9,8 +9,6 @@ A YAML file given to slime's ``--custom-config-path`` switches the pack on::
       tail_batching: true
 """
 
-import functools
-import json
 import logging
 from typing import Any
 
@@ -24,18 +22,15 @@ logger = logging.getLogger("rl_accel")
 
 
 def flags_of(args: Any) -> Flags:
-    """Return the flags under ``args.rl_accel``, in force from then on.
+    """Return the flags under ``args.rl_accel``, in force from then on, also after :func:`rl_accel.disable`.
 
     Raises:
         ConfigError: a flag is wrong.
         PatchRefused: this slime is not one that a feature fits.
     """
-    return _resolve(json.dumps(getattr(args, "rl_accel", None) or {}, sort_keys=True))
-
-
-@functools.lru_cache(maxsize=16)
-def _resolve(flags: str) -> Flags:
-    RUNTIME.set_layer(FRAMEWORK, json.loads(flags))
+    given = getattr(args, "rl_accel", None) or {}
+    if given or RUNTIME.layers() is not None:
+        RUNTIME.set_layer(FRAMEWORK, given)
     require_values(RUNTIME.flags())
     return RUNTIME.flags()
 

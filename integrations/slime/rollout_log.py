@@ -5,20 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_accel.integrations.slime.hooks import flags_of
+from rl_accel.integrations.slime.interfaces import LoggingUtils, MetricUtils, RolloutMetrics, Sample
 from rl_accel.integrations.slime.launch_line import LOG_FUNCTIONS, function_at, hooks_of_features_that_are_on
-from rl_accel.patches.seams import Seams
 
-LOG_SEAMS: Seams = {
-    "slime.observability.rollout_metrics:log_rollout_data": (
-        "rollout_id",
-        "args",
-        "samples",
-        "rollout_extra_metrics",
-        "rollout_time",
-    ),
-    "slime.observability.logging_utils:log": ("args", "metrics", "step_key"),
-    "slime.observability.metric_utils:compute_rollout_step": ("args", "rollout_id"),
-}
+LOG_INTERFACES = (RolloutMetrics, LoggingUtils, MetricUtils)
 """What :func:`log` needs of slime."""
 
 
@@ -36,7 +26,7 @@ class Rollout:
 
     number: int
     args: Any
-    samples: Sequence[Any]
+    samples: Sequence[Sample]
     metrics: Mapping[str, Any]
     seconds: float
 
@@ -79,8 +69,9 @@ def _theirs(args: Any, key: str, *given: Any) -> bool:
 
 
 def _log_alone(args: Any, rollout_id: int, numbers: dict[str, float]) -> None:
-    from slime.observability import logging_utils
-    from slime.observability.metric_utils import compute_rollout_step
+    from slime.observability import logging_utils, metric_utils
 
-    step = compute_rollout_step(args, rollout_id)
-    logging_utils.log(args, {**numbers, "rollout/step": step}, step_key="rollout/step")
+    logs: LoggingUtils = logging_utils
+    steps: MetricUtils = metric_utils
+    step = steps.compute_rollout_step(args, rollout_id)
+    logs.log(args, {**numbers, "rollout/step": step}, step_key="rollout/step")

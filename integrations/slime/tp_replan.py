@@ -10,11 +10,13 @@ from typing import Any
 
 from rl_accel.errors import ConfigError
 from rl_accel.features import TP_REPLAN, TpReplanFlags
+from rl_accel.integrations.slime import interfaces
 from rl_accel.integrations.slime.hooks import flags_of
-from rl_accel.integrations.slime.rollout_log import LOG_SEAMS, Rollout
+from rl_accel.integrations.slime.rollout_log import LOG_INTERFACES, Rollout
 from rl_accel.parallel.model_memory import FLAG, TpBounds, read_configuration
 from rl_accel.parallel.tp_planner import PlannedRun
 from rl_accel.patches.seams import SeamCheck
+from rl_accel.switch import forget_when_off
 from rl_accel.telemetry.server_counters import COUNTERS, Counters, Reading, ask_endpoints, fetch
 
 logger = logging.getLogger("rl_accel")
@@ -81,17 +83,17 @@ def bounds_of(args: Any, flags: TpReplanFlags) -> TpBounds:
     return bounds
 
 
-_watched: tuple[Any, _Read, Counters, PlannedRun] | None = None
-"""slime's arguments, what reads its servers, their counters, and the run whose rollouts this process makes."""
+_watched: list[tuple[Any, _Read, Counters, PlannedRun]] = []
+"""slime's arguments, what reads its servers, their counters, and the run whose rollouts this process makes; empty before them."""
+forget_when_off.append(_watched.clear)
 
 
 def _watch(args: Any) -> tuple[_Read, Counters, PlannedRun]:
-    global _watched
-    if _watched is None or _watched[0] is not args:
+    if not _watched or _watched[0][0] is not args:
         flags = flags_of(args)[TP_REPLAN]
         run = PlannedRun(bounds_of(args, flags), flags.max_changes, args.save)
-        _watched = args, _reader(args), Counters(), run
-    return _watched[1:]
+        _watched[:] = [(args, _reader(args), Counters(), run)]
+    return _watched[0][1:]
 
 
 def numbers_of(rollout: Rollout) -> dict[str, float]:
@@ -171,15 +173,6 @@ SWITCHES = (
     SeamCheck(
         name="slime.tp_replan",
         target="slime.observability.rollout_metrics:log_rollout_data",
-        seams={
-            **LOG_SEAMS,
-            "slime.observability.rollout_metrics:log_eval_rollout_data": (
-                "rollout_id",
-                "args",
-                "data",
-                "extra_metrics",
-            ),
-        },
-        attributes={"slime.utils.types:Sample": ("response_length",)},
+        interfaces=(interfaces.Sample, *LOG_INTERFACES),
     ),
 )

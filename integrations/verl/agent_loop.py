@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf, open_dict
 
 from rl_accel.errors import refuse
+from rl_accel.patches.seams import extends
+from rl_accel.patches.verl.interfaces import AgentLoopManager, AgentLoopWorker
 from rl_accel.patches.verl.verl_run import VerlRun
+
+if TYPE_CHECKING:
+    _Worker = AgentLoopWorker
+else:
+    _Worker = object  # verl's class comes after the parts
 
 KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 MANAGER, LEGACY_MANAGER = f"{__name__}.AgentLoops", f"{__name__}.LegacyAgentLoops"
@@ -20,7 +27,8 @@ PARTS = "trainer.rl_accel_agent_loop_parts"
 """The full names of the parts, in alphabetical order."""
 
 
-class WorkerPart:
+@extends(AgentLoopWorker)
+class WorkerPart(_Worker):
     """What one feature adds to verl's agent-loop worker: a mixin that comes before verl's class.
 
     Attributes:
@@ -29,27 +37,12 @@ class WorkerPart:
 
     outermost = False
 
-    config: Any
-    llm_client: Any
-    reward_loop_worker_handles: Any
-    background_tasks: Any
-
-    if TYPE_CHECKING:  # verl's own methods, which a part may extend
-
-        async def _run_agent_loop(self, sampling_params: Any, trajectory: Any, **kwargs: Any) -> Any: ...
-
-        async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any: ...
-
-        async def _compute_score(self, outputs: Any, kwargs: dict[str, Any]) -> None: ...
-
-        async def _compute_teacher_logprobs(self, *args: Any, **kwargs: Any) -> None: ...
-
     def tokens_so_far(self) -> int | None:
         """Return how many tokens the response of the running task has, which is not complete; None if unknown."""
         return None
 
     @classmethod
-    def attach(cls, manager: Any) -> None:
+    def attach(cls, manager: AgentLoopManager) -> None:
         """Do what the feature needs in the trainer process once ``manager`` has started its workers."""
 
 

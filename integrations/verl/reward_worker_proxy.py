@@ -6,19 +6,19 @@ A reward worker of verl's that dies stays dead and is still asked; every prompt 
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from omegaconf import OmegaConf
 from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_accel.integrations.verl.agent_loop import WorkerPart
+from rl_accel.patches.verl.interfaces import RewardLoopWorker
 
 logger = logging.getLogger("rl_accel")
+T = TypeVar("T")
 
 ATTEMPTS = 4
 """How often a response is given to a reward worker before it fails: a response that kills whoever scores it must end."""
@@ -29,12 +29,8 @@ _STOP_SECONDS = 30.0
 SUCCESSOR = "_successor_"
 """In the names of reward workers that came in place of dead ones, between the number of the worker and that of deaths."""
 
-VALIDATION = "__rl_accel_validation__"
-"""The column that marks a response of a validation on its way to a reward worker. Nobody else sees it."""
-_validating: ContextVar[bool] = ContextVar("rl_accel_validating", default=False)
 
-
-async def cancel(call: Any) -> Any:
+async def cancel(call: Awaitable[T]) -> T | None:
     """Cancel the remote call of an async actor and wait until it is over; return its result, or None if it has none.
 
     Cancelling an asyncio task that awaits the call would leave it running.
@@ -43,7 +39,7 @@ async def cancel(call: Any) -> Any:
     return await outcome(call)
 
 
-async def outcome(call: Any) -> Any:
+async def outcome(call: Awaitable[T]) -> T | None:
     """Wait until the call is over; return its result, or None if it has none."""
     task = asyncio.ensure_future(call)
     await asyncio.wait({task}, timeout=_STOP_SECONDS)
@@ -63,7 +59,7 @@ class RewardWorkerProxy:
         successor: returns the handle of the worker that comes in place of a dead one, given how many have died.
     """
 
-    def __init__(self, worker: Any, successor: Callable[[int], Any]) -> None:
+    def __init__(self, worker: RewardLoopWorker, successor: Callable[[int], RewardLoopWorker]) -> None:
         self._worker = worker
         self._successor = successor
         self._deaths = 0
@@ -122,32 +118,12 @@ def proxies(workers: Sequence[Any] | None, config: Any) -> list[RewardWorkerProx
 def _successor(number: int, workers: Sequence[Any], config: Any, deaths: int) -> Any:
     if OmegaConf.select(config, "reward.reward_model.enable", default=False):
         return random.choice([worker for n, worker in enumerate(workers) if n != number] or workers)
-    from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
+    from verl.experimental.reward_loop import reward_loop
 
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=True)
     # A name of its own: Ray goes on giving out the handle of a dead actor under the name that it had.
     return (
-        ray.remote(RewardLoopWorker)
+        ray.remote(reward_loop.RewardLoopWorker)
         .options(name=f"reward_loop_worker_{number}{SUCCESSOR}{deaths}", get_if_exists=True, scheduling_strategy=here)
         .remote(config, None)
     )
-
-
-class Marking(WorkerPart):
-    """What reward_timeout adds to an agent-loop worker: it marks responses of a validation, and outlives reward workers."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.reward_loop_worker_handles = proxies(self.reward_loop_worker_handles, self.config)
-
-    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
-        before = _validating.set(bool(validate))
-        try:
-            return await super()._agent_loop_postprocess(output, validate, **kwargs)
-        finally:
-            _validating.reset(before)
-
-    async def _compute_score(self, outputs: Any, kwargs: dict[str, Any]) -> None:
-        if _validating.get():
-            kwargs = {**kwargs, VALIDATION: True}  # a copy: what verl stores of the response is not marked
-        await super()._compute_score(outputs, kwargs=kwargs)

@@ -21,8 +21,10 @@ from omegaconf import OmegaConf, open_dict
 from rl_accel.features import TelemetryFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.engines import engine_of, read_servers
-from rl_accel.patches.seams import Registration, Seams
+from rl_accel.patches.patch import Patch
+from rl_accel.patches.seams import Registration, extends
 from rl_accel.patches.verl import config_intake
+from rl_accel.patches.verl.interfaces import AgentLoopManager, AgentLoopWorkerTQ, ObservedClient
 from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.telemetry import metrics, stage_clock
 from rl_accel.telemetry.server_counters import ANSWER_SECONDS, Counters
@@ -30,11 +32,6 @@ from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NA
 
 logger = logging.getLogger("rl_accel")
 
-SEAMS: Seams = {
-    "verl.experimental.agent_loop.agent_loop:AgentLoopWorker._compute_score": ("self", "outputs", "kwargs"),
-    "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ": None,
-}
-"""verl 0.9.1 has them."""
 FILE_KEY = "trainer.rl_accel_telemetry"
 """Where every process finds the path of the file in verl's configuration."""
 WORKER_PART = f"{__name__}.RecordingWorker"
@@ -68,15 +65,13 @@ CURRENT: ContextVar[Response | None] = ContextVar("rl_accel_response", default=N
 """The response that the running task works on; None in a validation."""
 
 
+@extends(AgentLoopWorkerTQ)  # not tried on a verl without it
 class RecordingWorker(agent_loop.WorkerPart):
     """Notes responses of training; those of a validation are not noted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._responses: deque[Response] = deque(maxlen=_MOST_NOTES)
-        self._acquire_of_verl: Any = getattr(self.llm_client, "_acquire_server", None)
-        if self._acquire_of_verl is not None:
-            self.llm_client._acquire_server = self._acquire_and_note
 
     async def take_responses(self) -> list[Response]:
         """Return the responses that have ended since the last call."""
@@ -85,7 +80,7 @@ class RecordingWorker(agent_loop.WorkerPart):
         return taken
 
     @classmethod
-    def attach(cls, manager: Any) -> None:
+    def attach(cls, manager: AgentLoopManager) -> None:
         """Have the trainer process ask these workers, if the feature is still on."""
         if metrics.observer("telemetry") is not None:
             metrics.observe("telemetry", Observer(manager.config, manager.agent_loop_workers, manager.llm_client))
@@ -125,12 +120,16 @@ class RecordingWorker(agent_loop.WorkerPart):
         if response is not None:
             response.rewarded = time.time()
 
-    async def _acquire_and_note(self, request_id: str, **extra: Any) -> Any:
-        server_id, server = await self._acquire_of_verl(request_id, **extra)
+
+def _note_server(original: Any, _flags: Any) -> Any:
+    async def acquire(self: Any, request_id: str, **extra: Any) -> Any:
+        server_id, server = await original(self, request_id, **extra)
         response = CURRENT.get()
         if response is not None:
             response.server = str(server_id)
         return server_id, server
+
+    return acquire
 
 
 # In the trainer process
@@ -148,7 +147,7 @@ class Observer:
     ``workers`` are handles of agent-loop workers with :class:`RecordingWorker`; the load balancer of ``client`` knows the servers.
     """
 
-    def __init__(self, config: Any, workers: Sequence[Any], client: Any) -> None:
+    def __init__(self, config: Any, workers: Sequence[Any], client: ObservedClient) -> None:
         self._workers = workers
         self._balancer: Any = getattr(client, "_load_balancer", None)
         self._file = Path(OmegaConf.select(config, FILE_KEY))
@@ -225,5 +224,15 @@ SWITCHES = (
         unregister=lambda: metrics.observe("telemetry", None),
         owner=__name__,
         find=lambda: metrics.observer("telemetry"),
+    ),
+    Patch(
+        name="verl.telemetry.server",
+        target="verl.workers.rollout.llm_server:LLMServerClient._acquire_server",
+        supports="verl>=0.9",
+        params=("self", "request_id", "extra"),
+        make=_note_server,
+        no_seam="the agent loop's output does not say which server generated it",
+        remove_when="the agent loop's output names the server",
+        independent=True,
     ),
 )

@@ -19,15 +19,14 @@ from rl_accel.integrations.ray import restart_note
 from rl_accel.integrations.verl.engines import counted_engines, engine_of, read_servers
 from rl_accel.parallel.model_memory import FLAG, TpBounds, read_configuration
 from rl_accel.parallel.tp_planner import Decision, PlannedRun
-from rl_accel.patches.seams import Registration, Seams
+from rl_accel.patches.seams import Registration
+from rl_accel.patches.verl.interfaces import Trainer
 from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.telemetry import metrics
 from rl_accel.telemetry.server_counters import Counters
 
 logger = logging.getLogger("rl_accel")
 
-SEAMS: Seams = {"verl.trainer.ppo.v1.trainer_base:PPOTrainer.prepare_step": ("self",)}
-"""verl 0.9.1 has it."""
 _refuse = functools.partial(refuse, FLAG)
 TP_KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -117,9 +116,9 @@ class StepObserver:
         find_trainer: returns verl's trainer, or None.
     """
 
-    def __init__(self, flags: TpReplanFlags, find_trainer: Callable[[], Any]) -> None:
+    def __init__(self, flags: TpReplanFlags, find_trainer: Callable[[], Trainer | None]) -> None:
         self._flags, self._find_trainer = flags, find_trainer
-        self._trainer: Any = None
+        self._trainer: Trainer | None = None
         self._counters: Counters
         self._run: PlannedRun
         self._has_warned = False
@@ -170,7 +169,7 @@ def _tokens_of(data: Mapping[str, Any]) -> float:
     return float(both) * float(response) / (float(response) + float(prompt))
 
 
-def restart(trainer: Any, step: int, decision: Decision) -> None:
+def restart(trainer: Trainer, step: int, decision: Decision) -> None:
     """Save ``step`` by verl's own saving, leave word for the driver, and make it the last step of this launch.
 
     Called between steps, when a checkpoint is the same as the trainer's own at the end of the step. If it is the last step anyway,
@@ -192,7 +191,7 @@ def restart(trainer: Any, step: int, decision: Decision) -> None:
     logger.warning("rl-accel: tp_replan: step %d is saved; %s", step, words)
 
 
-def _overrides(trainer: Any, tp: int) -> list[str]:
+def _overrides(trainer: Trainer, tp: int) -> list[str]:
     """What the next launch needs on verl's command line. The folder of checkpoints may be one named by the time of day."""
     folder = os.path.abspath(trainer.config.trainer.default_local_dir).replace("\\", "\\\\").replace("'", "\\'")
     return [
@@ -203,7 +202,7 @@ def _overrides(trainer: Any, tp: int) -> list[str]:
     ]
 
 
-def _save(trainer: Any, step: int) -> None:
+def _save(trainer: Trainer, step: int) -> None:
     every = trainer.config.trainer.save_freq
     if every > 0 and step % every == 0:
         return  # the trainer has saved it

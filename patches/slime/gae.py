@@ -90,5 +90,6 @@ SWITCHES = (
         fingerprints=("c95e193c270dbe3b7c1636026fa207eaab5247a71f8efb1df787ccbc924c7179",),
         probe=_probe,
         no_seam="--custom-advantage-function-path replaces the whole branch; critics with their own configuration ignore it",
+        remove_when="slime computes GAE of packed samples without padding",
     ),
 )

@@ -100,5 +100,6 @@ SWITCHES = (
         fingerprints=("3440ff4207a8f05cded7ccc2f33382a5167e0e7281f8d0ffa489c2c64813712a",),
         probe=_probe,
         no_seam="--custom-advantage-function-path replaces the whole branch, the computation of token rewards included",
+        remove_when="slime computes returns of packed samples without padding",
     ),
 )

@@ -59,5 +59,6 @@ SWITCHES = (
         params=("url", "payload", "max_retries", "headers"),
         make=_make,
         no_seam="a custom generate function would have to repeat the whole of slime's own to add one key to its payload",
+        remove_when="a hook may change the payload of a request",
     ),
 )

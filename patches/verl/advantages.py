@@ -145,6 +145,8 @@ def _estimator(
         fingerprints=(fingerprint,),
         probe=probe,
         no_seam="register_adv_est refuses a second function under the name of a stock estimator",
+        upstream="https://github.com/verl-project/verl/pull/4677",
+        remove_when="verl's own estimators have no loop over responses",
         independent=True,
     )
 
@@ -227,6 +229,8 @@ SWITCHES = (
         fingerprints=("ed90007825688c5bed7cbf25d02293eeedd7bc7785da816e2f4fa3b75c6ed6e0",),
         probe=_probe_whiten,
         no_seam="a utility function: verl has no switch or registry for it",
+        upstream="https://github.com/verl-project/verl/pull/4677",
+        remove_when="verl computes the mean once",
         independent=True,
     ),
 )

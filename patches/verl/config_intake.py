@@ -7,15 +7,16 @@ only functions of verl that the pack wraps without being asked.
 
 A feature that stands on verl's extension points has a module (:attr:`~rl_accel.features.Feature.verl`) with
 
-- ``SEAMS``: what it needs of verl, for :func:`rl_accel.patches.seams.require`,
 - ``wire(run, flags)``, which chooses its extension points in the configuration of a
   :class:`~rl_accel.patches.verl.verl_run.VerlRun`, idempotent; it raises ConfigError where the two cannot go together,
 - ``find_problems()``, if ``rl-accel doctor`` is to tell more: pairs of what does not work here and why.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import logging
 import sys
 import weakref
@@ -24,17 +25,19 @@ from pathlib import Path
 from typing import Any
 
 from rl_accel.config import Flags
-from rl_accel.features import FEATURES
+from rl_accel.features import FEATURES, Feature
 from rl_accel.patches import seams
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.seams import Registration
+from rl_accel.patches.verl.interfaces import Trainer
 from rl_accel.patches.verl.verl_run import VerlRun
-from rl_accel.runtime import FRAMEWORK, RUNTIME
+from rl_accel.runtime import FRAMEWORK, RUNTIME, switches_of
 
 logger = logging.getLogger("rl_accel")
 
 _trainer: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference takes its place)
 _told: set[tuple[str, str]] = set()
+_REMOVE_WHEN = "verl hands its configuration to plug-ins"
 _NO_SEAM = "verl hands the whole configuration to no plug-in: the entry point is imported before it is read"
 
 
@@ -43,7 +46,7 @@ def trainer() -> Any:
     return _trainer()
 
 
-def resumed_from(trainer: Any) -> Path | None:
+def resumed_from(trainer: Trainer) -> Path | None:
     """Return the folder of the checkpoint that ``trainer``, which is before its first step, goes on from; None: of none."""
     config, step = trainer.config.trainer, trainer.global_steps
     if config.resume_mode == "resume_path":
@@ -69,11 +72,26 @@ def wire(run: VerlRun, flags: Flags) -> dict[str, str]:
         if reason := run.idle(feature.name):
             idle[feature.name] = reason
         if feature.verl:
-            wiring = importlib.import_module(feature.verl)
-            # In the driver the functions in them are checked where verl imports them anyway.
-            (seams.require_modules if run.in_driver else seams.require)(feature.name, wiring.SEAMS)
-            wiring.wire(run, flags[feature])
+            if not run.in_driver:  # which does not import verl's trainers
+                require(feature)
+            importlib.import_module(feature.verl).wire(run, flags[feature])
     return idle
+
+
+def require(feature: Feature[Any]) -> None:
+    """Compare what the adapters of a ``feature`` use and override of verl with the verl that is installed.
+
+    Raises:
+        PatchRefused: names every member that is absent or different.
+    """
+    for switch in itertools.chain.from_iterable(map(switches_of, feature.switches["verl"])):
+        if isinstance(
+            switch, Registration
+        ):  # it may import adapters when verl is imported, which must not be half-way then
+            with contextlib.suppress(ImportError):
+                importlib.import_module(switch.target.partition(":")[0])
+    modules = seams.modules_of(f"rl_accel.integrations.verl.{feature.name}")
+    seams.require(feature.name, seams.interfaces_of(modules))
 
 
 def in_driver(config: Any) -> None:
@@ -180,6 +198,7 @@ SWITCHES = (
         params=("config", "use_reference_policy", "use_critic"),
         make=_after_flags,
         no_seam=_NO_SEAM,
+        remove_when=_REMOVE_WHEN,
     ),
     Patch(
         name="verl.config.other_mains",
@@ -188,6 +207,7 @@ SWITCHES = (
         params=("config", "task_runner_class"),
         make=_after_flags,
         no_seam=_NO_SEAM,
+        remove_when=_REMOVE_WHEN,
     ),
     Patch(
         name="verl.config.trainer",
@@ -196,6 +216,7 @@ SWITCHES = (
         params=("self", "config"),
         make=_after_flags,
         no_seam=_NO_SEAM,
+        remove_when=_REMOVE_WHEN,
     ),
     Patch(
         name="verl.config.legacy_trainer",
@@ -217,6 +238,7 @@ SWITCHES = (
         ),
         make=_after_flags,
         no_seam=_NO_SEAM,
+        remove_when=_REMOVE_WHEN,
     ),
     Registration(
         name="verl.config.recipe_trainers",

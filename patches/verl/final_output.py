@@ -7,7 +7,7 @@ the first token, which verl counts as admission, and then the rest; what is put 
 """
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -36,18 +36,39 @@ def _at_the_end(original: Any, _settings: Any) -> Any:
             params.setdefault("detokenize", False)
         if has_interval:
             params["stream_interval"] = NEVER
-        else:  # before 0.27 all requests of a server have the same
-            self.engine.output_processor.stream_interval = NEVER
-        if not hasattr(self.engine, "_rl_accel_joins"):
-            self.engine._rl_accel_joins = True
-            self.engine.generate = _joined(self.engine.generate)
-        token = _in_parts.set(True)
-        try:
+        with _joining(self.engine, None if has_interval else self.engine.output_processor):
             return await original(self, prompt_ids, params, request_id, *args, **kwargs)
-        finally:
-            _in_parts.reset(token)
 
     return generate
+
+
+@contextlib.contextmanager
+def _joining(engine: Any, processor: Any) -> Iterator[None]:
+    """Join the parts of a request within the block. When no such block runs any more, ``engine`` is as it was before the first.
+
+    Args:
+        engine: vLLM's ``AsyncLLM``.
+        processor: the engine's output processor if all requests have its ``stream_interval``, as before vLLM 0.27; else None.
+    """
+    if (joined := getattr(engine, "_rl_accel_joined", None)) is None:
+        joined = engine._rl_accel_joined = _joined(engine.generate)
+        joined.running, joined.replaced = 0, vars(engine).get("generate")
+        engine.generate = joined
+        if processor is not None:
+            joined.interval, processor.stream_interval = processor.stream_interval, NEVER
+    joined.running += 1
+    token = _in_parts.set(True)
+    try:
+        yield
+    finally:
+        _in_parts.reset(token)
+        joined.running -= 1
+        if not joined.running and engine.generate is joined:  # else someone has wrapped ours, which stays
+            del engine.generate, engine._rl_accel_joined
+            if joined.replaced is not None:
+                engine.generate = joined.replaced
+            if processor is not None:
+                processor.stream_interval = joined.interval
 
 
 def _joined(generate: Any) -> Any:
@@ -98,5 +119,6 @@ SWITCHES = (
         fingerprints=("35068cca988bd96e871621af32e92aecff5f6913fba26d8c37a3aedc046826a0",),
         probe=_require_attributes,
         no_seam="the kind of output has no key in verl's configuration, and vLLM's default is every token",
+        remove_when="verl asks vLLM for final outputs only",
     ),
 )

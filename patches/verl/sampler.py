@@ -97,5 +97,6 @@ SWITCHES = (
         fingerprints=("a97c732c9241ce181966ac9ebddac049e606ca99d3472ce629c248e51908d1af",),
         probe=_require_interval,
         no_seam="poll_interval has no configuration key, and a custom sampler would replace all of the user's own",
+        remove_when="the sampler is told of finished responses, or poll_interval is a key",
     ),
 )

@@ -33,5 +33,6 @@ SWITCHES = (
         params=("self", "data", "step", "backend"),
         make=_with_ours,
         no_seam="the V1 trainer takes metrics only from a subclass of it or a custom sampler, the legacy one from nobody",
+        remove_when="a trainer takes metrics from plug-ins",
     ),
 )

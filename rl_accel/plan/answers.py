@@ -15,7 +15,7 @@ from rl_accel.parallel.model_memory import TpBounds
 from rl_accel.parallel.tp_planner import Observation, TpPlanner
 from rl_accel.plan.balanced import BalancedCluster
 from rl_accel.plan.setup import Setup
-from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
+from rl_accel.reward.adaptive_timeout import PROGRAM_BUDGET, AdaptiveTimeout
 from rl_accel.rollout.simulation import MANY, Engine, Player, Round, collecting_seldom, play_rounds
 from rl_accel.rollout.tail_batching import TailRun
 
@@ -84,7 +84,7 @@ def rounds_of(
     """Play rounds of ``setup`` with these flags of tail batching. ``ends``: they are a whole run, over the data in its order."""
     run, limits = (
         TailRun(setup.prompts, setup.responses, flags),
-        AdaptiveTimeout(RewardTimeoutFlags()) if timeout else None,
+        AdaptiveTimeout(RewardTimeoutFlags(maximum=PROGRAM_BUDGET)) if timeout else None,
     )
     workload = setup.workload.drawn(None if ends else seed)
     return play_rounds(run, setup.engine, setup.replicas, workload, rounds, seed, limits, ends, setup.cluster)

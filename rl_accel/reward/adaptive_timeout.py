@@ -4,7 +4,7 @@ Pure: no clock, no processes. Ask :meth:`AdaptiveTimeout.limit` before an execut
 """
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,8 +17,20 @@ _VERSION = 1
 AnchorTuple = tuple[float, float, int]
 """Longest correct execution in wall and in processor seconds, and how many were correct."""
 Reason = Literal["learning", "adaptive", "probe"]
-"""Why a limit is what it is. learning: too few correct results are known, the full budget. adaptive: from the anchor. probe: the
-full budget, to find out whether a correct answer takes longer than any has so far."""
+"""Why a limit is what it is. learning: too few correct results are known, or limits are in doubt: the full budget. adaptive: from
+the anchor. probe: the full budget, to find out whether a correct answer takes longer than any has so far."""
+
+FULL_BUDGET, PROGRAM_BUDGET = 300.0, 30.0
+"""Seconds that a grader, and a program under test, may take without a limit, where neither user nor framework says otherwise."""
+_MOST_IN_DOUBT = 4
+"""Adaptive limits that may be in force, or have stopped an execution, before some execution ends within its limit."""
+_MOST_SURPRISING = 64
+_ENOUGH = 12.0
+"""Log likelihood ratio at which limits are suspended: by chance, once in 160,000 correct executions at most."""
+_BEYOND_LIMIT = 4.0
+"""What a correct execution adds to it that took longer than its limit."""
+_NEAR = 0.7
+"""Share of correct executions that are longer than all before them, if limits do not fit any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +61,12 @@ class AdaptiveTimeout:
     results were correct it is ``maximum``, the full budget. ``probe_share`` of the adaptive limits are the full budget instead:
     without any, a correct but slow answer could never raise the anchor.
 
+    Limits are suspended when correct executions show that they do not fit any more, such as on a slow day of a machine or a judge.
+    The n-th correct execution of a key is longer than all before it with probability 1/n, whatever their distribution. A
+    cumulative sum of log likelihood ratios tells when more of them are, and also take more than half of their limit; all keys have
+    to be learned anew then. Lest many are stopped before that, four limits at most are in force at first: an execution that ends
+    well within its limit makes room for two more, one that is stopped makes none.
+
     Args:
         flags: the parameters above; None: their defaults.
         capacity: keys that are remembered; the ones not used for longest are forgotten first.
@@ -62,38 +80,55 @@ class AdaptiveTimeout:
         self._caution = caution
         self._anchors: OrderedDict[str, AnchorTuple] = OrderedDict()
         self._until_probe = self._period()
+        self._in_doubt = 0
+        self._evidence = 0.0
+        self._surprising: deque[str] = deque(maxlen=_MOST_SURPRISING)
+        self.era = 0
 
     def __len__(self) -> int:
         return len(self._anchors)
 
-    def limit(self, key: str) -> Limit:
-        """Return what the next execution of ``key`` may use."""
-        limit = self.learned(key)
-        if limit.reason == "adaptive" and self._until_probe is not None:
-            self._until_probe -= 1
-            if self._until_probe <= 0:
-                self._until_probe = self._period()
-                return Limit(self.flags.maximum, self.flags.maximum, "probe")
+    @property
+    def maximum(self) -> float:
+        """The full budget, where the caller has none of its own."""
+        return self.flags.maximum or FULL_BUDGET
+
+    def limit(self, key: str, maximum: float | None = None) -> Limit:
+        """Return what the next execution of ``key`` may use; ``maximum`` is its full budget."""
+        limit, full = self.learned(key, maximum), maximum or self.maximum
+        if limit.reason == "adaptive":
+            if self._until_probe is not None:
+                self._until_probe -= 1
+                if self._until_probe <= 0:
+                    self._until_probe = self._period()
+                    return Limit(full, full, "probe")
+            if self._in_doubt >= _MOST_IN_DOUBT:
+                return Limit(full, full, "learning")
+            self._in_doubt += 1
         return limit
 
-    def learned(self, key: str) -> Limit:
-        """Return what :meth:`limit` does, and never a probe: for an execution that has had its limit, and goes on."""
+    def learned(self, key: str, maximum: float | None = None) -> Limit:
+        """Return what :meth:`limit` does, without probes and doubts: for an execution that has had its limit, and goes on."""
+        full = maximum or self.maximum
         if key in self._anchors:
             self._anchors.move_to_end(key)
         *anchor, correct = self.get(key)
         if correct < self.flags.min_correct:
-            return Limit(self.flags.maximum, self.flags.maximum, "learning")
-        wall, cpu = (self._from(seconds, correct) for seconds in anchor)
+            return Limit(full, full, "learning")
+        wall, cpu = (self._from(seconds, correct, full) for seconds in anchor)
         # Not below the wall limit: one answer may compute what another has waited for.
         return Limit(wall, max(wall, cpu), "adaptive")
 
     def expected(self, key: str) -> float:
         """Return the anchor in wall seconds, or the full budget if it is not known: what a scheduler sorts by."""
         wall, _, correct = self.get(key)
-        return wall if correct else self.flags.maximum
+        return wall if correct else self.maximum
 
-    def record(self, key: str, wall: float, cpu: float, correct: bool) -> None:
-        """Report an execution. Only correct ones teach. Evaluations are not to be reported.
+    def record(self, key: str, wall: float, cpu: float, correct: bool, stopped: bool = False) -> bool:
+        """Report an execution, and whether its limit has stopped it. Only correct ones teach. Evaluations are not to be reported.
+
+        Returns:
+            Whether limits are suspended from now on, because those that are known do not fit any more.
 
         Raises:
             ValueError: a time is negative or not finite.
@@ -101,9 +136,38 @@ class AdaptiveTimeout:
         for name, value in (("wall", wall), ("cpu", cpu)):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be a finite number of at least 0, found {value!r}")
+        if not stopped:
+            self._weigh(key, wall, correct)
+        suspends = self._evidence >= _ENOUGH
+        if suspends:
+            self.suspend(self.era + 1)
         if correct:
-            most = self.flags.maximum
-            self.merge({key: (min(wall, most), min(cpu, most), self.get(key)[2] + 1)})
+            self.merge({key: (wall, cpu, self.get(key)[2] + 1)})
+        return suspends
+
+    def forget_limit(self) -> None:
+        """Report that nothing will be known of an execution with a limit: it was cancelled, or is of an evaluation."""
+        self._in_doubt = max(0, self._in_doubt - 1)
+
+    def suspend(self, era: int) -> None:
+        """Begin the era ``era``: all keys have the full budget until they are learned anew. Their anchors may only grow."""
+        self.era, self._evidence, self._in_doubt = era, 0.0, 0
+        self._surprising.clear()
+        self._anchors = OrderedDict((key, (wall, cpu, 0)) for key, (wall, cpu, _) in self._anchors.items())
+
+    def _weigh(self, key: str, wall: float, correct: bool) -> None:
+        """Take an execution that ended by itself as evidence for or against the limits."""
+        limit, (longest_before, _, known) = self.learned(key), self.get(key)
+        if limit.reason == "learning" or key in self._surprising:
+            return
+        by_chance = 1 / (known + 1)
+        if correct and wall > longest_before and wall > limit.wall / 2:
+            self._evidence += _BEYOND_LIMIT if wall > limit.wall else max(0.0, math.log(_NEAR / by_chance))
+            self._surprising.append(key)  # what comes next is compared with this one, and tells nothing
+        else:
+            self._in_doubt = max(0, self._in_doubt - 2)
+            if correct:
+                self._evidence = max(0.0, self._evidence + math.log((1 - _NEAR) / (1 - by_chance)))
 
     def get(self, key: str) -> AnchorTuple:
         """Return the anchor of ``key`` in wall and in processor seconds, and how many results were correct; zeros if unknown."""
@@ -146,9 +210,9 @@ class AdaptiveTimeout:
         self._anchors.clear()
         self.merge(anchors)
 
-    def _from(self, anchor: float, correct: int) -> float:
+    def _from(self, anchor: float, correct: int, full: float) -> float:
         wanted = self.flags.scale * (1 + self._caution / correct) * anchor + self.flags.slack
-        return min(max(wanted, self.flags.minimum), self.flags.maximum)
+        return min(max(wanted, self.flags.minimum), full)
 
     def _period(self) -> int | None:
         return round(1 / self.flags.probe_share) if self.flags.probe_share else None

@@ -5,6 +5,7 @@ is told everything by each replica.
 """
 
 import json
+import logging
 import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from pathlib import Path
 
 from rl_accel.files import write_atomically
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout, AnchorTuple, longest
+
+logger = logging.getLogger("rl_accel")
 
 
 @dataclass
@@ -25,6 +28,7 @@ class AnchorDelta:
         learned: by key, anchor and number of correct results since the last exchange.
         everything: all anchors of the replica, if the store is another than before.
         counts: what was counted since the last exchange, by name.
+        era: the replica's, see :meth:`AdaptiveTimeout.suspend`; what was learned in an earlier one is no use to the store.
     """
 
     incarnation: str = ""
@@ -32,15 +36,17 @@ class AnchorDelta:
     learned: dict[str, AnchorTuple] = field(default_factory=dict)
     everything: dict[str, AnchorTuple] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)
+    era: int = 0
 
 
 @dataclass
 class Update:
-    """What the store answers: its incarnation and version, and the anchors that changed since."""
+    """What the store answers: its incarnation, version and era, and the anchors that changed since."""
 
     incarnation: str
     version: int
     anchors: dict[str, AnchorTuple]
+    era: int = 0
 
 
 class Replica:
@@ -52,9 +58,15 @@ class Replica:
         self._counts: dict[str, float] = {}
         self._incarnation, self._version, self._tell_everything = "", 0, False
 
-    def record(self, key: str, wall: float, cpu: float, correct: bool) -> None:
+    def record(self, key: str, wall: float, cpu: float, correct: bool, stopped: bool = False) -> None:
         """Report an execution; see :meth:`AdaptiveTimeout.record`."""
-        self.timeout.record(key, wall, cpu, correct)
+        if self.timeout.record(key, wall, cpu, correct, stopped):
+            self._learned = {}
+            self.count("suspended")
+            logger.warning(
+                "rl-accel: correct answers take longer than those from which the limits of rewards were learned; every answer"
+                " has the full budget again until limits are learned anew"
+            )
         if correct:
             self._learn(key, (wall, cpu, 1))
 
@@ -65,20 +77,23 @@ class Replica:
     def take_delta(self) -> AnchorDelta:
         """Return what happened since the last call. If the exchange then fails, give it to :meth:`put_back`."""
         everything = self.timeout.anchors() if self._tell_everything else {}
-        delta = AnchorDelta(self._incarnation, self._version, self._learned, everything, self._counts)
+        delta = AnchorDelta(self._incarnation, self._version, self._learned, everything, self._counts, self.timeout.era)
         self._learned, self._counts, self._tell_everything = {}, {}, False
         return delta
 
     def put_back(self, delta: AnchorDelta) -> None:
         """Keep ``delta`` for the next exchange."""
-        for key, anchor in delta.learned.items():
+        for key, anchor in delta.learned.items() if delta.era == self.timeout.era else ():
             self._learn(key, anchor)
         _add(self._counts, delta.counts)
         self._tell_everything |= bool(delta.everything)
 
     def apply(self, update: Update) -> None:
         """Take over what others have learned."""
-        self.timeout.merge(update.anchors)
+        if update.era > self.timeout.era:
+            self.timeout.suspend(update.era)
+        if update.era == self.timeout.era:
+            self.timeout.merge(update.anchors)
         self._tell_everything = self._incarnation not in ("", update.incarnation)
         self._incarnation, self._version = update.incarnation, update.version
 
@@ -116,19 +131,22 @@ class AnchorStore:
 
     def exchange(self, delta: AnchorDelta) -> Update:
         """Take in a replica's delta and return what it does not know."""
-        for key, (wall, cpu, correct) in delta.learned.items():
-            self._timeout.merge({key: (wall, cpu, self._timeout.get(key)[2] + correct)})
-        self._timeout.merge(delta.everything)
+        if delta.era > self._timeout.era:
+            self._timeout.suspend(delta.era)
+        if delta.era == self._timeout.era:
+            for key, (wall, cpu, correct) in delta.learned.items():
+                self._timeout.merge({key: (wall, cpu, self._timeout.get(key)[2] + correct)})
+            self._timeout.merge(delta.everything)
+            if delta.learned or delta.everything:
+                self._touch({**delta.learned, **delta.everything})
         _add(self._counts, delta.counts)
-        if delta.learned or delta.everything:
-            self._touch({**delta.learned, **delta.everything})
         since = delta.version if delta.incarnation == self.incarnation else 0
         anchors = {}
         for key in reversed(self._changed):
             if self._changed[key] <= since:
                 break
             anchors[key] = self._timeout.get(key)
-        return Update(self.incarnation, self._version, anchors)
+        return Update(self.incarnation, self._version, anchors, self._timeout.era)
 
     def take_counts(self) -> dict[str, float]:
         """Return the sums since the last call."""

@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
+
+import psutil
 
 logger = logging.getLogger("rl_accel")
 T = TypeVar("T")
@@ -98,6 +101,7 @@ class ExecutionResult:
             ``wall - cpu``. 0 where the kernel does not tell.
         reason: in a few words: the exception, the limit that it exceeded.
         output: the beginning of what a program, or an isolated grader, printed.
+        error: what a trusted grader raised.
     """
 
     verdict: Verdict
@@ -107,12 +111,14 @@ class ExecutionResult:
     waited: float = 0.0
     reason: str = ""
     output: str = ""
+    error: Exception | None = None
 
 
 async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: str) -> ExecutionResult:
     """Await ``coroutine`` for at most ``limits.wall`` seconds, or what ``limits.updates`` says meanwhile.
 
     At the limit it is cancelled, and so it is if this call is cancelled. One that ignores its cancellation is no longer waited for.
+    Processes that it has started, and those below them, are killed then; not those that other tasks or threads started for it.
 
     Args:
         coroutine: a coroutine, not yet awaited.
@@ -121,7 +127,8 @@ async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: 
     """
     loop = asyncio.get_running_loop()
     began = loop.time()
-    task = asyncio.ensure_future(_steps(coroutine, name))
+    started: set[int] = set()
+    task = asyncio.ensure_future(_steps(coroutine, name, started))
     _running.add(task)
     task.add_done_callback(_forget)
     deadline = asyncio.timeout(limits.wall)
@@ -139,17 +146,19 @@ async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: 
     finally:
         if not task.done():
             task.cancel()
+            _kill(started)
     verdict: Verdict = "error"
-    value, reason = None, ""
+    value, reason, raised = None, "", None
     if not task.done():
         verdict, reason = "timeout", "wall limit"
     elif task.cancelled():
         reason = "it was cancelled, and not by us"
     elif error := task.exception():
         reason = f"{type(error).__name__}: {error}"[:500]
+        raised = error if isinstance(error, Exception) else None
     else:
         verdict, value = "done", task.result()
-    return ExecutionResult(verdict, value, wall=loop.time() - began, reason=reason)
+    return ExecutionResult(verdict, value, wall=loop.time() - began, reason=reason, error=raised)
 
 
 async def gather_until(awaitables: Iterable[Awaitable[T]], ends: Callable[[T], bool] = lambda _: False) -> list[T]:
@@ -169,11 +178,11 @@ async def gather_until(awaitables: Iterable[Awaitable[T]], ends: Callable[[T], b
 
 
 @types.coroutine
-def _steps(coroutine: Coroutine[Any, Any, Any], name: str) -> Generator[Any, Any, Any]:
-    """Run a coroutine; report the first step from one await to the next that takes long."""
+def _steps(coroutine: Coroutine[Any, Any, Any], name: str, started: set[int]) -> Generator[Any, Any, Any]:
+    """Run a coroutine; report the first step from one await to the next that takes long, and add to ``started`` its processes."""
     value, error = None, None
     while True:
-        began = time.monotonic()
+        began, before = time.monotonic(), _children()
         try:
             awaited = coroutine.send(value) if error is None else coroutine.throw(error)
         except StopIteration as end:
@@ -182,6 +191,7 @@ def _steps(coroutine: Coroutine[Any, Any, Any], name: str) -> Generator[Any, Any
             raise RuntimeError(f"SystemExit: {exit_.code}") from exit_
         finally:
             seconds = time.monotonic() - began
+            started |= _children() - before
             if seconds > HELD_SECONDS and name not in _reported:
                 _reported.add(name)
                 logger.warning(
@@ -195,6 +205,23 @@ def _steps(coroutine: Coroutine[Any, Any, Any], name: str) -> Generator[Any, Any
             value = yield awaited
         except BaseException as thrown:
             error = thrown
+
+
+def _children() -> set[int]:
+    """Processes that this thread has started and that nobody has waited for; none where the kernel does not tell."""
+    try:
+        with open(f"/proc/self/task/{threading.get_native_id()}/children") as file:
+            return set(map(int, file.read().split()))
+    except OSError:
+        return set()
+
+
+def _kill(started: set[int]) -> None:
+    for pid in started & _children():  # those of the others may be numbers of other processes by now
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in (*psutil.Process(pid).children(recursive=True), psutil.Process(pid)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 def _forget(task: "asyncio.Task[Any]") -> None:

@@ -6,26 +6,36 @@ import hashlib
 import heapq
 import itertools
 import json
+import logging
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import Any
 
+from rl_accel.reward.adaptive_timeout import Limit
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.execution import ExecutionResult, Limits, LimitUpdates, gather_until
 from rl_accel.reward.sandbox import Case, Sandbox
+
+logger = logging.getLogger("rl_accel")
 
 _Waiting = tuple[float, int, "asyncio.Future[None]"]
 """When it would end had it begun when it came, its number, and the future that is done when it has a slot."""
 _LOOKS = 4
 """So often a limit is looked for in the time of the least one."""
 _LEAST_PAUSE_SECONDS = 0.02
+_IN_VAIN = (8, 64, 512, 4096)
+"""A warning is logged when so many executions have run into the full budget and none has ended yet."""
 
 
 def prompt_key(*parts: Any) -> str:
     """Return what names a prompt in every epoch, run and process: a digest of ``parts``, such as its text and its ground truth."""
-    text = json.dumps(parts, default=repr, sort_keys=True)
+    try:
+        text = json.dumps(parts, default=repr, sort_keys=True)
+    except (TypeError, ValueError):  # keys of a dict that JSON does not have, or that cannot be sorted
+        text = re.sub(r" at 0x[0-9a-f]+", "", repr(parts))
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
@@ -129,23 +139,37 @@ class LimitedExecutor:
     that takes much longer than they did is stopped, which would have ended by itself, and raised the anchor, if limits were for
     later executions only. A probe keeps the full budget, whether it began with a limit or is given one now.
 
+    If the policy suspends limits, those that run have the full budget again.
+
     An execution that has no limit of its own and runs for longer than ``minimum`` is late: one more of its prompt goes first then.
 
     Counts, in ``replica``: ``executions``, ``correct``, ``timeouts`` (of these ``timeouts_full``: at the full budget), ``killed``
     (memory, output, or it died), ``cancelled``, ``probes``, ``seconds`` (wall), ``waited_seconds`` (for a turn) and
     ``saved_seconds``: what executions that were stopped early would have taken longer, had they all run into the full budget.
-    Those that do not teach are counted as ``eval_executions`` alone.
+    ``suspended`` counts how often limits were suspended. Those that do not teach are counted as ``eval_executions`` alone.
 
     Args:
         replica: anchors and counts.
         slots: executions at once.
         limits: what an execution may use; wall and processor seconds are those of the policy instead.
+        maximum: the full budget, in seconds; None: that of the policy.
+        adapts: False gives each execution the full budget, for those whose time is that of others.
     """
 
-    def __init__(self, replica: Replica, slots: int, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        slots: int,
+        limits: Limits | None = None,
+        maximum: float | None = None,
+        adapts: bool = True,
+    ) -> None:
         self.replica = replica
         self.limits = limits or Limits()
         self.scheduler = FairScheduler(slots)
+        self._maximum = maximum or replica.timeout.maximum
+        self._adapts = adapts
+        self._in_vain: int | None = 0
 
     async def execute(
         self,
@@ -169,7 +193,8 @@ class LimitedExecutor:
         came = loop.time()
         async with self.scheduler.slot(prompt, timeout.expected(key)) as is_late:
             began = loop.time()
-            limit, updates = timeout.limit(key), LimitUpdates()
+            full = Limit(self._maximum, self._maximum, "learning")
+            limit, updates = timeout.limit(key, self._maximum) if self._adapts else full, LimitUpdates()
             limits = replace(self.limits, wall=limit.wall, cpu=limit.cpu, updates=updates)
 
             async def follow() -> None:
@@ -177,30 +202,35 @@ class LimitedExecutor:
                 nonlocal limit
                 for look in itertools.count(1):
                     await asyncio.sleep(max(timeout.flags.minimum / _LOOKS, _LEAST_PAUSE_SECONDS))
-                    limit = timeout.limit(key) if limit.reason == "learning" else timeout.learned(key)
+                    is_new = self._adapts and limit.reason == "learning"
+                    before, limit = limit, (timeout.limit if is_new else timeout.learned)(key, self._maximum)
                     if limit.reason == "probe":
                         return
-                    if limit.reason == "adaptive":
+                    if limit != before:
                         updates.publish(limit.wall, limit.cpu)
-                    elif look == _LOOKS:
+                    elif limit.reason == "learning" and look == _LOOKS:
                         is_late()
 
-            following = asyncio.create_task(follow()) if limit.reason == "learning" else None
+            following = asyncio.create_task(follow()) if self._adapts and limit.reason != "probe" else None
             try:
                 result = await run(limits)
             except asyncio.CancelledError:
                 self.replica.count("cancelled")
+                timeout.forget_limit()
                 raise
             finally:
                 if following:
                     following.cancel()
+        timed_out = result.verdict == "timeout"
+        self._notice(timed_out)
         if not teach:
             self.replica.count("eval_executions")
+            timeout.forget_limit()
             return result
-        timed_out = result.verdict == "timeout"
         was_early = timed_out and limit.reason == "adaptive"
         is_correct = correct(result)
-        self.replica.record(key, max(result.wall - result.waited, 0.0), result.cpu, is_correct)
+        if self._adapts:
+            self.replica.record(key, max(result.wall - result.waited, 0.0), result.cpu, is_correct, timed_out)
         for name, amount in (
             ("executions", 1),
             ("correct", is_correct),
@@ -210,10 +240,23 @@ class LimitedExecutor:
             ("probes", limit.reason == "probe"),
             ("seconds", result.wall),
             ("waited_seconds", began - came),
-            ("saved_seconds", max(timeout.flags.maximum - result.wall, 0.0) if was_early else 0.0),
+            ("saved_seconds", max(self._maximum - result.wall, 0.0) if was_early else 0.0),
         ):
             self.replica.count(name, float(amount))
         return result
+
+    def _notice(self, timed_out: bool) -> None:
+        """Warn if no execution at all has ended so far."""
+        if self._in_vain is None:
+            return
+        self._in_vain = self._in_vain + 1 if timed_out else None
+        if self._in_vain in _IN_VAIN:
+            logger.warning(
+                "rl-accel: none of the first %d answers could be graded within %g s, and all get timeout_score; if they only"
+                " take long, raise rl_accel.reward_timeout.maximum",
+                self._in_vain,
+                self._maximum,
+            )
 
 
 async def execute_program(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 from rl_accel.reward.execution import ExecutionResult, Limits
-from rl_accel.reward.worker import Order, Start
+from rl_accel.reward.worker import Order, Start, dumps
 from rl_accel.reward.worker_pool import SandboxError, WorkerPool, bubblewrap_problem, choose_isolation, installed_path
 
 __all__ = ["Case", "ExecutionResult", "Graders", "Limits", "Sandbox", "SandboxError", "bubblewrap_problem"]
@@ -84,18 +84,24 @@ class Sandbox:
 
 
 class Graders:
-    """A pool of warm workers that have imported a grader, each of which calls it in a process that it forks for the call.
+    """A pool of workers that call a grader.
 
-    Without isolation the grader is trusted: a worker has this process's environment, ``sys.path``, folder and output, and of the
-    limits only ``wall`` and ``cpu`` hold. With isolation all limits hold, and a worker is started as one of a
-    :class:`~rl_accel.reward.sandbox.Sandbox` is: for a grader that executes what it grades. It is imported with an empty
+    Without isolation the grader is trusted and lives on: a process imports it once and serves call after call, so that its caches,
+    pools and connections last. A call that is stopped at its limit ends the process and all that it started, and another process
+    takes its place. Calls at the same time run in several processes, which share no state; see
+    :class:`~rl_accel.reward.worker_pool.WorkerPool`. A process has this one's environment, ``sys.path``, folder and output, and of
+    the limits only ``wall`` and ``cpu`` hold. Arguments and values are pickled, with cloudpickle where pickle cannot.
+
+    With isolation, for a grader that executes what it grades, each call runs in a process forked for it, all limits hold, and a
+    worker is started as one of a :class:`~rl_accel.reward.sandbox.Sandbox` is. The grader is imported with an empty
     environment and sees installed packages and ``readable``, but nothing else on this process's ``sys.path``. What it prints
     in a call is the result's ``output``, what it prints when it is imported is dropped; a call may return numbers, text, lists and
-    dicts only. verl's judge of programs, say, is called so::
+    dicts only. Threads that its module starts when it is imported are not there in the calls. verl's judge of programs, say, is
+    called so::
 
         Graders("/path/of/prime_code/testing_util.py:run_test", isolation="auto")
 
-    Threads that the grader's module starts when it is imported are not there in the calls. Use this from one event loop.
+    Use this from one event loop.
 
     Args:
         target: "module:function" or "/path/file.py:function"; such a file is readable.
@@ -104,6 +110,10 @@ class Graders:
         isolation: None, or as for a :class:`~rl_accel.reward.sandbox.Sandbox`: "auto", "process" or "bubblewrap". "process" hides
             no files that every user may read, and without root none of this user's.
         readable: files and folders that the grader reads, when it is imported or called.
+        in_thread: a trusted grader is called in a thread, as by an executor of threads, and not in the main one.
+        computing: calls of a trusted grader that may compute at once, see
+            :class:`~rl_accel.reward.worker_pool.WorkerPool`; None: as many as ``workers``.
+        environment, setup: of a trusted grader, see :class:`~rl_accel.reward.worker.Start`.
 
     Raises:
         SandboxError: bubblewrap was asked for and does not work here.
@@ -117,6 +127,10 @@ class Graders:
         arguments: Mapping[str, Any] | None = None,
         isolation: str | None = None,
         readable: Sequence[str | Path] = (),
+        in_thread: bool = False,
+        computing: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        setup: str = "",
     ) -> None:
         where, _, name = target.rpartition(":")
         if not where or not name:
@@ -126,10 +140,14 @@ class Graders:
             readable = [*readable, where]
         isolation = choose_isolation(isolation) if isolation is not None else ""
         path = installed_path() if isolation else sys.path
-        start = Start(isolation, target=f"{where}:{name}", path=path)
-        payload = b"" if arguments is None else pickle.dumps(dict(arguments))
-        self._pool = WorkerPool(workers, start, payload, [str(Path(item).resolve()) for item in readable])
+        start = Start(isolation, "", f"{where}:{name}", path, in_thread, False, dict(environment or {}), setup)
+        payload = b"" if arguments is None else dumps(dict(arguments))
+        self._pool = WorkerPool(workers, start, payload, [str(Path(item).resolve()) for item in readable], computing)
         self._trusted = not isolation
+
+    def warm_up(self) -> None:
+        """Import the grader now, in its first worker, and wait until that is done. Needs no event loop."""
+        self._pool.warm_up()
 
     @property
     def deaths(self) -> int:
@@ -145,17 +163,19 @@ class Graders:
             SandboxError: the target cannot be imported, no worker can be started, or this is closed.
             Exception: ``kwargs`` cannot be pickled.
         """
-        payload = pickle.dumps(dict(kwargs), pickle.HIGHEST_PROTOCOL)
+        payload = dumps(dict(kwargs))
         limits = limits or Limits()
         result, pickled = await self._pool.run(limits, Order(limits.numbers()), payload)
-        if result.verdict != "done":
+        if not pickled:
             return result
         try:
             value = pickle.loads(pickled) if self._trusted else _Plain(BytesIO(pickled)).load()
         except Exception as error:
+            if result.verdict == "error":  # of a class that this process cannot import
+                return result
             reason = f"its value cannot be read: {type(error).__name__}: {error}"
             return replace(result, verdict="error", reason=reason)
-        return replace(result, value=value)
+        return replace(result, error=value) if result.verdict == "error" else replace(result, value=value)
 
     async def close(self) -> None:
         """End all workers. Calls that are running are stopped and get a SandboxError."""

@@ -6,15 +6,17 @@ import functools
 import json
 import logging
 import os
+import select
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rl_accel.errors import RlAccelError
 from rl_accel.reward import worker as worker_files
@@ -31,6 +33,8 @@ _END_SECONDS = 8.0
 """A worker ends its program and itself in this time, or its reaper does it; then the reaper is killed."""
 _START_SECONDS = 300.0
 """A worker must be ready in this time, with all imports of its grader."""
+_WAIT_SECONDS = 0.1
+"""Seconds that a call of a trusted grader waits for a busy worker before another is started."""
 _SCRIPT = Path(worker_files.__file__)
 
 
@@ -100,17 +104,29 @@ def _temporary_folder(isolation: str) -> str:
 
 @dataclass(eq=False)
 class Worker:
-    """A worker that takes orders, one at a time. ``process`` is its reaper, or bubblewrap."""
+    """A worker that takes orders, one at a time.
 
-    process: "subprocess.Popen[bytes]"
+    Attributes:
+        process: its reaper, or bubblewrap; None for a fork of a template, whose reaper looks after it.
+        forks: it is the template of a grader, and takes no orders but to fork workers.
+        renews: it is replacing its process, and takes no order before :meth:`wait_ready`.
+        waits: what it executes has used no processor for most of its time.
+    """
+
+    process: "subprocess.Popen[bytes] | None"
     channel: socket.socket
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    forks: bool = False
+    renews: bool = True
+    waits: bool = False
     answer: "asyncio.Future[tuple[ExecutionResult, bytes]]" = field(init=False)
 
-    @classmethod
-    async def spawn(cls, start: Start, payload: bytes, readable: Sequence[str]) -> "Worker":
-        """Start one; :meth:`wait_ready` must follow. Arguments as of :class:`WorkerPool`.
+    @staticmethod
+    def launch(
+        start: Start, payload: bytes, readable: Sequence[str]
+    ) -> "tuple[subprocess.Popen[bytes], socket.socket]":
+        """Start the process of one and return our end of its socket, for :meth:`of`. Arguments as of :class:`WorkerPool`.
 
         Raises:
             SandboxError: it cannot be started.
@@ -139,9 +155,29 @@ class Worker:
             except OSError as error:
                 ours.close()
                 raise SandboxError(f"a worker cannot be started: {error}") from error
-        worker = cls(process, ours, *await asyncio.open_connection(sock=ours))
-        worker._send(asdict(start), payload)
-        return worker
+        ours.sendall(encode(asdict(start), payload))
+        return process, ours
+
+    @classmethod
+    async def of(cls, process: "subprocess.Popen[bytes] | None", channel: socket.socket) -> "Worker":
+        """Return the worker at the other end of ``channel``; :meth:`wait_ready` must follow."""
+        return cls(process, channel, *await asyncio.open_connection(sock=channel))
+
+    async def fork(self) -> "Worker":
+        """Return a fork of this template; :meth:`wait_ready` must follow.
+
+        Raises:
+            SandboxError: the template has died.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._send({"fork": True})  # at once: nothing else is sent to a template, so that its buffer is empty
+            try:
+                socket.send_fds(self.channel, [b"f"], [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise SandboxError(f"a worker cannot be forked: {error}") from error
+        return await Worker.of(None, ours)
 
     async def wait_ready(self) -> list[str]:
         """Wait until it is ready for orders, and return what untrusted code shares with this process.
@@ -155,13 +191,14 @@ class Worker:
             raise SandboxError(f"a worker was not ready within {_START_SECONDS:g} s, or died") from error
         if message["problem"]:
             raise SandboxError(message["problem"])
+        self.forks, self.renews = "forks" in message, False
         shared: list[str] = message["shared"]
         return shared
 
     @property
     def gone(self) -> bool:
         """Whether it, or its reaper, has died."""
-        return self.reader.at_eof() or self.process.poll() is not None
+        return self.reader.at_eof() or (self.process is not None and self.process.poll() is not None)
 
     async def run(self, limits: Limits, order: Order, payload: bytes) -> tuple[ExecutionResult, bytes]:
         """Send an order and wait for its answer; if this is cancelled, :meth:`stop` must follow, or :meth:`kill`.
@@ -169,6 +206,7 @@ class Worker:
         Raises:
             ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError: the worker has died, or is stuck.
         """
+        self.waits = False
         self._send(asdict(order), payload)
         self.answer = asyncio.ensure_future(self._wait(limits.wall))
         self.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # nobody else may ask
@@ -186,13 +224,19 @@ class Worker:
     async def kill(self) -> None:
         """Have the worker stop what it runs and end; if it does not, the processes themselves are killed."""
         with contextlib.suppress(OSError):
-            self.channel.shutdown(socket.SHUT_RDWR)  # a fork of ours may hold it open
-        self.writer.close()
-        try:
-            await asyncio.wait_for(asyncio.to_thread(self.process.wait), _END_SECONDS)
-        except TimeoutError:
-            self.process.kill()
-            await asyncio.to_thread(self.process.wait)
+            # A fork of ours may hold it open. Of a fork of a template the end of its side says that all below it has ended.
+            self.channel.shutdown(socket.SHUT_RDWR if self.process else socket.SHUT_WR)
+        if self.process:
+            self.writer.close()
+            try:
+                await asyncio.wait_for(asyncio.to_thread(self.process.wait), _END_SECONDS)
+            except TimeoutError:
+                self.process.kill()
+                await asyncio.to_thread(self.process.wait)
+        else:
+            with contextlib.suppress(*_LOST):
+                await asyncio.wait_for(self.reader.read(), _END_SECONDS)
+            self.writer.close()
         with contextlib.suppress(ConnectionError):
             await self.writer.wait_closed()
 
@@ -203,9 +247,13 @@ class Worker:
         seconds = wall + _GRACE_SECONDS
         while True:
             message, payload = await asyncio.wait_for(self._read(), seconds)
-            if "alive" not in message:
+            if "waits" in message:
+                self.waits = message["waits"]
+            elif "alive" not in message:
+                self.renews = message.pop("renews", False)
                 return ExecutionResult(**message), payload
-            seconds = _GRACE_SECONDS
+            else:
+                seconds = _GRACE_SECONDS
 
     async def _read(self) -> tuple[Message, bytes]:
         head_size, size = SIZES.unpack(await self.reader.readexactly(SIZES.size))
@@ -213,10 +261,14 @@ class Worker:
 
 
 class WorkerPool:
-    """At most ``size`` workers of one kind, each started when it is first needed. Use it from one event loop.
+    """At most ``size`` workers of one kind, each started when it is needed. Use it from one event loop.
+
+    A worker of a trusted grader, which keeps what the grader has learned, is started only when a call has waited for another for
+    a tenth of a second: graders that answer at once keep to one. The worker that was used last is used next.
 
     Args:
         size: None: the cores this process may use.
+        computing: workers of a trusted grader that may compute at once; more are started only if what all execute waits.
         start, payload: their first message.
         readable: files and folders that bubblewrap shows, read-only, beside the interpreter and the system's programs.
 
@@ -227,19 +279,40 @@ class WorkerPool:
         ValueError: fewer than one worker.
     """
 
-    def __init__(self, size: int | None, start: Start, payload: bytes = b"", readable: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        size: int | None,
+        start: Start,
+        payload: bytes = b"",
+        readable: Sequence[str] = (),
+        computing: int | None = None,
+    ) -> None:
         self.size = len(os.sched_getaffinity(0)) if size is None else size
         if self.size < 1:
             raise ValueError(f"workers must be at least 1, found {size!r}")
         self.deaths = 0
+        self._computing = self.size if computing is None or start.isolation else computing
         self._start = replace(start, folder=_temporary_folder(start.isolation))
         self._payload = payload
         self._readable = readable
-        self._idle: deque[Worker] = deque()
-        self._busy: set[Worker] = set()
-        self._free = asyncio.Semaphore(self.size)
+        self._launched: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self._template: Worker | None = None
+        self._workers: set[Worker] = set()
+        self._unready: set[Worker] = set()
+        self._idle: list[Worker] = []
+        self._waiting: deque[asyncio.Future[Worker]] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._starting = 0
+        self._growth: asyncio.TimerHandle | None = None
         self._closed = False
         self._warned = False
+
+    def warm_up(self) -> None:
+        """Start the first worker, and wait until it is ready for orders or has failed. Needs no event loop."""
+        self._launched = Worker.launch(self._start, self._payload, self._readable)
+        poll = select.poll()
+        poll.register(self._launched[1], select.POLLIN)
+        poll.poll(_START_SECONDS * 1000)
 
     async def run(self, limits: Limits, order: Order, payload: bytes = b"") -> tuple[ExecutionResult, bytes]:
         """Run an order on the next free worker; once more if that dies over it. Cancelling this stops it at once.
@@ -249,42 +322,45 @@ class WorkerPool:
             order, payload: the message to the worker.
 
         Returns:
-            The result, and the pickled value of a grader.
+            The result, and the pickled value of a grader, or its exception.
 
         Raises:
             SandboxError: no worker can be started, or the pool is closed.
         """
-        async with self._free:
-            for attempt in (1, 2):
-                worker = await self._take()
-                try:
-                    answer = await worker.run(limits, order, payload)
-                except _LOST as error:
-                    self.deaths += 1
-                    await self._end(worker)
-                    again = ", trying again" if attempt == 1 and not self._closed else ""
-                    logger.warning("rl-accel: a sandbox worker died (%r)%s", error, again)
-                except asyncio.CancelledError:
-                    stopping = asyncio.ensure_future(self._stop(worker))
-                    while not stopping.done():  # a second cancellation must not give the slot away before it is free
-                        with contextlib.suppress(asyncio.CancelledError):
-                            await asyncio.shield(stopping)
-                    raise
-                else:
-                    self._release(worker)
-                    return answer
+        for attempt in (1, 2):
+            worker = await self._take()
+            try:
+                answer = await worker.run(limits, order, payload)
+            except _LOST as error:
+                self.deaths += 1
+                await self._end(worker)
+                again = ", trying again" if attempt == 1 and not self._closed else ""
+                logger.warning("rl-accel: a sandbox worker died (%r)%s", error, again)
+            except asyncio.CancelledError:
+                stopping = self._do(self._stop(worker))
+                while not stopping.done():  # a second cancellation must not end this before what it started
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.shield(stopping)
+                raise
+            else:
+                self._free(worker)
+                return answer
         return ExecutionResult("killed", reason="two workers died over it"), b""
 
     async def close(self) -> None:
         """End all workers. What runs is stopped, and its callers get a SandboxError."""
         self._closed = True
-        await asyncio.gather(*(self._end(worker) for worker in self._busy))
-        for _ in range(self.size):  # until all callers have left
-            await self._free.acquire()
-        for _ in range(self.size):
-            self._free.release()
-        await asyncio.gather(*(self._end(worker) for worker in self._idle))
+        while self._workers or self._unready or self._tasks:
+            ends = map(self._end, self._workers | self._unready)
+            await asyncio.gather(*ends, *self._tasks, return_exceptions=True)
+        if self._launched:
+            self._template, self._launched = await Worker.of(*self._launched), None
+        if self._template:
+            await self._template.kill()
+        self._template = None
         self._idle.clear()
+        while self._waiting:
+            self._refuse(SandboxError("the sandbox is closed"))
 
     async def _stop(self, worker: Worker) -> None:
         """Have a worker whose caller has gone stop, and keep it if it does: to start it again may take long."""
@@ -293,37 +369,119 @@ class WorkerPool:
         except _LOST:
             await self._end(worker)
         else:
-            self._release(worker)
-
-    def _release(self, worker: Worker) -> None:
-        self._busy.discard(worker)
-        self._idle.append(worker)
+            self._free(worker)
 
     async def _take(self) -> Worker:
-        """An idle worker, or a new one."""
+        """Return an idle worker, or wait for one."""
         if self._closed:
             raise SandboxError("the sandbox is closed")
         while self._idle:
-            worker = self._idle.popleft()
-            self._busy.add(worker)
+            worker = self._idle.pop()
             if not worker.gone:
                 return worker
             self.deaths += 1  # it died while it had nothing to do: no order is to blame
             await self._end(worker)
-        worker = await Worker.spawn(self._start, self._payload, self._readable)
-        self._busy.add(worker)
+        place: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        self._grow_soon()
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled() and not place.exception():
+                self._free(place.result())
+            raise
+
+    def _free(self, worker: Worker) -> None:
+        """Give a worker that has done its order to the next caller, once it is ready."""
+        if worker.renews:
+            self._do(self._welcome(worker))
+            return
+        while self._waiting:
+            place = self._waiting.popleft()
+            if not place.done():
+                return place.set_result(worker)
+        self._idle.append(worker)
+
+    def _refuse(self, error: SandboxError) -> None:
+        """Have the caller that has waited longest get ``error``."""
+        while self._waiting:
+            place = self._waiting.popleft()
+            if not place.done():
+                return place.set_exception(error)
+
+    def _grow_soon(self) -> None:
+        """Start another worker if callers go on waiting."""
+        if self._starting + len(self._workers) == 0 or self._start.isolation:
+            self._grow()
+        elif self._growth is None:
+            self._growth = asyncio.get_running_loop().call_later(_WAIT_SECONDS, self._grow)
+
+    def _grow(self) -> None:
+        self._growth = None
+        waiting = sum(not place.done() for place in self._waiting) - self._starting
+        count = len(self._workers) + self._starting
+        room = most = self.size - count
+        if not self._start.isolation:
+            if not (self._template and self._workers):
+                room = 1 - self._starting  # the first may become the template; most graders need no second
+            elif not all(worker.waits for worker in self._workers):
+                room = min(most, self._computing - count)
+        for _ in range(min(waiting, room)):
+            self._starting += 1
+            self._do(self._add())
+        if room < min(waiting, most) and self._workers:
+            self._grow_soon()
+
+    async def _add(self) -> None:
+        """Start a worker."""
+        worker = None
+        try:
+            if self._template and self._template.gone:
+                await self._end(self._template)
+                self._template = None
+            if self._template:
+                worker = await self._template.fork()
+            else:
+                launched, self._launched = self._launched, None
+                worker = await Worker.of(*launched or Worker.launch(self._start, self._payload, self._readable))
+            self._start = replace(self._start, reseed=True)
+            self._unready.add(worker)
+            await self._welcome(worker)
+        except SandboxError as error:
+            self._refuse(error)
+        finally:
+            self._starting -= 1
+            if self._waiting and not self._closed:
+                self._grow_soon()
+
+    async def _welcome(self, worker: Worker) -> None:
+        """Give a worker to the first caller when it is ready."""
         try:
             shared = await worker.wait_ready()
-        except BaseException:
+        except BaseException as error:
             await self._end(worker)
-            raise
-        if shared and self._start.isolation and not self._warned:
+            if not isinstance(error, SandboxError):
+                raise
+            return self._refuse(error)
+        if shared and not self._warned:
             self._warned = True
             logger.warning("rl-accel: untrusted programs share this user's %s", " and ".join(shared))
-        return worker
+        self._unready.discard(worker)
+        if worker.forks:
+            self._template = worker
+        else:
+            self._workers.add(worker)
+            self._free(worker)
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _end(self, worker: Worker) -> None:
         try:
             await worker.kill()
         finally:
-            self._busy.discard(worker)
+            self._workers.discard(worker)
+            self._unready.discard(worker)

@@ -100,6 +100,10 @@ class TokenRate:
         self.tokens += tokens
         self.seconds += seconds
 
+    def clear(self) -> None:
+        """Forget all responses."""
+        self.tokens, self.seconds = 0, 0.0
+
     def estimate(self, seconds: float) -> int:
         """Return how many tokens a response had after ``seconds``, if it ran like those; 0 if none did yet."""
         return int(seconds * self.tokens / self.seconds) if self.seconds else 0

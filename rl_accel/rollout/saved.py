@@ -1,18 +1,25 @@
 """What tail batching leaves on disk: a sidecar of each checkpoint, and a log of settled prompts."""
 
+import datetime
+import decimal
+import importlib.util
+import io
 import json
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import numpy as np
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from rl_accel.errors import RlAccelError
+from rl_accel.errors import ConfigError, RlAccelError
 from rl_accel.files import write_atomically
 from rl_accel.rollout.driver import PromptSupply, StepResult
 from rl_accel.rollout.tail_batching import TailBatching
 
 FOLDER = "tail_batching"
+_STATE = "state.pt"
 
 
 class ResumeError(RlAccelError, ValueError):
@@ -20,10 +27,41 @@ class ResumeError(RlAccelError, ValueError):
 
 
 def save(folder: Path, step: int, core: dict[str, Any], fetched: int, payloads: dict[str, dict[str, Any]]) -> None:
-    """Write ``folder``, the sidecar of a checkpoint."""
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.save(payloads, folder / "prompts.pt")
-    (folder / "state.json").write_text(json.dumps({"step": step, "rows_fetched": fetched, "core": core}))
+    """Write ``folder``, the sidecar of a checkpoint. Whatever ends this process, the sidecar is complete or as it was.
+
+    Raises:
+        ConfigError: see :func:`packed`.
+    """
+    state = {"step": step, "rows_fetched": fetched, "core": core, "payloads": payloads}
+    write_atomically(folder / _STATE, packed(state))
+
+
+def packed(content: Any) -> bytes:
+    """Return ``content``, such as a row of the data, as it lies in a checkpoint. Reading it back runs no code.
+
+    Raises:
+        ConfigError: it holds something other than Python's own types, tensors, NumPy's arrays and Pillow's images.
+    """
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    with safe_globals(_row_types()):
+        if unknown := get_unsafe_globals_in_checkpoint(file):
+            raise ConfigError(f"rl_accel.tail_batching cannot save rows of the data that hold {', '.join(unknown)}")
+    return file.getvalue()
+
+
+def _row_types() -> list[Any]:
+    """Return the types that a row may hold besides those that torch trusts anyway."""
+    types: list[Any] = [datetime.datetime, datetime.date, datetime.timedelta, decimal.Decimal, np.ndarray, np.dtype]
+    types += [value.__reduce__()[0] for value in (np.empty(0), np.float64(0))]
+    types += {type(np.dtype(code)) for code in np.typecodes["All"]}
+    if importlib.util.find_spec("PIL"):
+        from PIL import Image, ImageFile
+
+        Image.init()
+        types += [Image.Image, *ImageFile.ImageFile.__subclasses__()]
+    return types
 
 
 def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -> None:
@@ -33,14 +71,17 @@ def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -
         ResumeError: the sidecar is missing, damaged, of another version or step, or of another run (P0, R0, data or its order).
             Nothing has changed then.
     """
-    if not (folder / "state.json").exists():
+    file = folder / _STATE
+    if (folder / "state.json").exists():
+        raise ResumeError(f"{folder} has the format of an earlier version of rl-accel, which is not read any more")
+    if not file.exists():
         raise ResumeError(
-            f"{folder.parent} was saved without tail batching: {folder / 'state.json'} is missing. Resume it "
-            "without rl_accel.tail_batching"
+            f"{folder.parent} was saved without tail batching: {file} is missing. Resume it without rl_accel.tail_batching"
         )
     try:
-        state = json.loads((folder / "state.json").read_text())
-        payloads = torch.load(folder / "prompts.pt", weights_only=False)
+        with safe_globals(_row_types()):
+            state = torch.load(file, weights_only=True)
+        payloads = state["payloads"]
         saved_step, fetched, saved_core = state["step"], int(state["rows_fetched"]), state["core"]
     except (OSError, EOFError, RuntimeError, UnpicklingError, ValueError, KeyError, TypeError) as error:
         raise ResumeError(f"{folder} is damaged: {type(error).__name__}: {error}") from error

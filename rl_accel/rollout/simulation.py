@@ -506,7 +506,7 @@ class Player:
         if self._timeout is None:
             return seconds
         limit = self._timeout.limit(key).wall
-        self._timeout.record(key, min(seconds, limit), min(seconds, limit), seconds <= limit)
+        self._timeout.record(key, min(seconds, limit), min(seconds, limit), seconds <= limit, seconds > limit)
         return min(seconds, limit)
 
 

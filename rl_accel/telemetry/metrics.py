@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rl_accel.switch import forget_when_off
+
 logger = logging.getLogger("rl_accel")
 
 Observer = Callable[[int, Mapping[str, Any]], Mapping[str, float]]
@@ -23,6 +25,7 @@ _lock = threading.Lock()
 _values: dict[str, float] = {}
 _observers: dict[str, Observer] = {}
 _failed: set[str] = set()
+forget_when_off.append(_values.clear)
 
 
 def add(name: str, value: float) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from rl_accel.switch import forget_when_off
+
 logger = logging.getLogger("rl_accel")
 
 ANSWER_SECONDS = 30.0
@@ -66,6 +68,7 @@ class Counters:
 
 
 _warned: set[str] = set()
+forget_when_off.append(_warned.clear)
 
 
 def ask_endpoints(urls: Mapping[str, str], names: Sequence[str]) -> dict[str, Reading | None]:

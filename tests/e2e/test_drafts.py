@@ -3,11 +3,11 @@
 Balance is on as well, with fewer slots than responses, and moves some of them.
 """
 
-import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from rl_accel.drafts.index import SOURCES
 
@@ -48,7 +48,7 @@ def test_drafted_responses_have_the_probabilities_of_the_trainer_and_a_checkpoin
         if not checkpoints:
             checkpoints.append(metrics.parent / "checkpoints")
             (checkpoints[0] / "global_step_0").mkdir(parents=True)
-            (checkpoints[0] / "global_step_0" / "drafts.pkl").write_bytes(pickle.dumps(earlier))
+            torch.save(earlier, checkpoints[0] / "global_step_0" / "drafts.pt")
 
     env = {"VERL_USE_EXTERNAL_MODULES": "seeds_may_move", "PYTHONPATH": str(PROBE)}
     ran = tail_run("drafts", 3, [], lambda index: "single_turn_agent", *OVERRIDES, follow=leave_history, env=env)
@@ -65,7 +65,7 @@ def test_drafted_responses_have_the_probabilities_of_the_trainer_and_a_checkpoin
         assert step["tokens_a_step"] >= 1
     assert sum(step["rl_accel/balance/moves"] for step in ran.steps.values()) > 0
     assert f"2 earlier responses from {checkpoints[0] / 'global_step_0'}" in ran.log
-    history = pickle.loads((checkpoints[0] / "global_step_3" / "drafts.pkl").read_bytes())
+    history = torch.load(checkpoints[0] / "global_step_3" / "drafts.pt", weights_only=True)
     assert history[:2] == earlier
     assert len(history) >= 2 + 3 * 8 * 4
     lengths = [(np.frombuffer(response, np.int32)[1], len(response) // 4 - 2) for response in history]

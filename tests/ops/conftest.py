@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,19 +10,8 @@ import pytest
 import torch
 
 
-@dataclass(frozen=True)
-class Case:
-    """Arguments of ``gae``: ragged, masked and padded rows."""
-
-    rewards: torch.Tensor
-    values: torch.Tensor
-    mask: torch.Tensor
-    gamma: float
-    lam: float
-
-
-def make_case(seed: int, *, most_rows: int = 40, most_tokens: int = 60) -> Case:
-    """A case whose mask has at least two tokens: responses of uneven length, observation spans, padding on both sides."""
+def make_case(seed: int, *, most_rows: int = 40, most_tokens: int = 60) -> SimpleNamespace:
+    """Arguments of ``gae``, with at least two tokens: responses of uneven length, observation spans, padding on both sides."""
     random = np.random.RandomState(seed)
     rows, tokens = random.randint(1, most_rows), random.randint(2, most_tokens)
     if seed % 80 == 0:  # more than the kernels hold at a time
@@ -45,11 +34,11 @@ def make_case(seed: int, *, most_rows: int = 40, most_tokens: int = 60) -> Case:
         mask = torch.nn.functional.pad(mask, (5, 0), value=1)[:, 5:]
     if seed % 11 == 0:
         rewards = rewards.t().contiguous().t()
-    return Case(rewards, values, mask, float(gamma), float(lam))
+    return SimpleNamespace(rewards=rewards, values=values, mask=mask, gamma=float(gamma), lam=float(lam))
 
 
 @pytest.fixture(scope="session")
-def case() -> Callable[..., Case]:
+def case() -> Callable[..., SimpleNamespace]:
     return make_case
 
 

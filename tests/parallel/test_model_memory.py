@@ -50,17 +50,13 @@ def bounds(world_size=8, gpus_per_node=8, model=QWEN3_8B, max_tokens=32768, memo
 @pytest.mark.parametrize(
     ("arguments", "sizes"),
     [
-        ({"world_size": 32}, (1, 2, 4, 8)),
-        ({"world_size": 24, "gpus_per_node": 6}, (1, 2)),
         ({"min_tp": 2, "max_tp": 4}, (2, 4)),
         ({"multiple_of": 4}, (4, 8)),
         ({"model": {**QWEN3_8B, "intermediate_size": 12290}}, (1, 2)),
         ({"model": None, "world_size": 6}, (1, 2, 3, 6)),
         ({"model": {"model_type": "other", "num_attention_heads": 12}}, (1, 2, 4)),
         ({"model": {"model_type": "other", "num_attention_heads": [12, 8]}}, (1, 2, 4, 8)),
-        # 15.3 GiB of weights and 4 x 4.5 GiB of cache
-        ({"memory_gb": 36.0, "memory_share": 0.95}, (1, 2, 4, 8)),
-        ({"memory_gb": 20.0}, (2, 4, 8)),
+        ({"memory_gb": 36.0, "memory_share": 0.95}, (1, 2, 4, 8)),  # 15.3 GiB of weights and 4 x 4.5 GiB of cache
     ],
 )
 def test_possible_sizes(arguments, sizes):

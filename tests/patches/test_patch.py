@@ -5,6 +5,8 @@ import inspect
 import logging
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -293,28 +295,21 @@ def test_threads_see_one_replacement(patch_of):
 
     def slow(original, settings):
         made.append(original)
+        time.sleep(0.01)  # long enough for the others to come in, if they may
         return tripled(original, settings)
 
     core, patch = patch_of(make=slow)
     original = core.double
-    start, failures = threading.Barrier(8), []
+    start = threading.Barrier(8)
 
-    def work():
+    def work(_):
         start.wait()
-        try:
-            for _ in range(50):
-                patch.apply()
-                if core.double.__rl_accel_patch__ != patch.name:
-                    failures.append("not applied")
-        except Exception as error:
-            failures.append(error)
+        for _ in range(50):
+            patch.apply()
+            assert core.double.__rl_accel_patch__ == patch.name
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
     assert made == [original]
     patch.revert()
     assert core.double is original

@@ -2,7 +2,8 @@
 
 import importlib
 import sys
-import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 
@@ -72,15 +73,12 @@ def test_half_imported_module_is_awaited_from_another_thread(framework):
         load=False,
     )
     core, seen = f"{name}.core", []
-    importing = threading.Thread(target=importlib.import_module, args=(core,))
-    importing.start()
-    while core not in sys.modules or not hasattr(sys.modules[core], "go_on"):
-        importing.join(0.01)
-    waiting = threading.Thread(target=when_imported, args=(core, lambda m: seen.append(m.finished)))
-    waiting.start()
-    waiting.join(0.1)
-    assert seen == []
-    sys.modules[core].go_on.set()
-    importing.join(30)
-    waiting.join(30)
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(importlib.import_module, core)
+        while core not in sys.modules or not hasattr(sys.modules[core], "go_on"):
+            time.sleep(0.01)
+        waiting = pool.submit(when_imported, core, lambda m: seen.append(m.finished))
+        wait([waiting], 0.1)
+        assert seen == []
+        sys.modules[core].go_on.set()
     assert seen == [True]

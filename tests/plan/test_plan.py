@@ -34,16 +34,17 @@ TIGHT = {"places": 12, "cache_tokens": 2500}
 EQUAL = Setup(16, 4, 2, Engine({1: 0.01}), Lengths(np.full(100, 500), 0.0), {"update_actor": 5.0})
 
 
-def responses_of(lengths, engine=ENGINE):
-    """What telemetry would note of a step of one server: prompts of four responses each."""
-    cluster = Cluster(engine, 1)
-    cluster.launch(range(len(lengths)), lengths)
-    ends = {}
-    while len(cluster):
+def responses_of(lengths, engine=ENGINE, at_once=64):
+    """What telemetry would note of a step of one server, to which so many are sent at once: prompts of four responses each."""
+    cluster, began, ends = Cluster(engine, 1), {}, {}
+    while len(ends) < len(lengths):
+        for n in range(len(began), min(len(ends) + at_once, len(lengths))):
+            began[n] = cluster.now
+            cluster.launch([n], [lengths[n]])
         if ended := cluster.happen():
             ends[ended.id] = cluster.now
     return [
-        Response(f"p{n // 4}", 0.0, ends[n], ends[n] + 0.1, ends[n] + 0.1, lengths[n], "s0")
+        Response(f"p{n // 4}", began[n], ends[n], ends[n] + 0.1, ends[n] + 0.1, lengths[n], "s0")
         for n in range(len(lengths))
     ]
 
@@ -99,18 +100,8 @@ def test_an_engine_is_found_again_from_what_it_did(engine, known, most):
 
 
 def test_requests_that_begin_later_are_fitted_as_well():
-    cluster = Cluster(ENGINE, 1)
     lengths = [100, 200, 300, 400, 150, 250, 350, 450, 120, 220, 320, 420, 80, 180, 280, 380]
-    cluster.launch(range(8), lengths[:8])
-    began, ended = [0.0] * 8, {}
-    while len(cluster):
-        if request := cluster.happen():
-            ended[request.id] = cluster.now
-            if len(began) < 16:
-                cluster.launch([len(began)], [lengths[len(began)]])
-                began.append(cluster.now)
-    step = [Response(f"p{n}", began[n], ended[n], ended[n], ended[n], lengths[n], "s0") for n in range(16)]
-    assert fit_engine([step]).error < 0.01
+    assert fit_engine([responses_of(lengths, at_once=8)]).error < 0.01
 
 
 def test_some_of_many_responses_are_fitted_and_too_few_are_refused(monkeypatch):

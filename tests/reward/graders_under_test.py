@@ -17,7 +17,9 @@ def execute(code):
     return space["score"]
 
 
-def sleep(seconds=600.0):
+def sleep(seconds=600.0, path=None):
+    if path:
+        Path(path, str(os.getpid())).touch()
     time.sleep(seconds)
     return seconds
 
@@ -43,10 +45,10 @@ def where():
 
 
 def make(factor):
-    began = os.getpid()
+    made = []
 
     def times(value):
-        return {"value": factor * value, "made_in_worker": began == os.getppid()}
+        return {"value": factor * value, "made_before": not made}
 
     return times
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 
-NO_PROBES = {"probe_share": 0.0, "min_correct": 3}
+NO_PROBES = {"probe_share": 0.0, "min_correct": 3, "maximum": 30.0}
 
 
 def made(caution=0.0, capacity=200_000, **flags):
@@ -69,10 +70,46 @@ def test_wall_and_processor_time(cpu, limit):
 
 def test_a_share_of_limits_is_the_full_budget_so_that_a_slow_correct_answer_can_be_seen():
     policy = taught(0.3, 0.3, 0.3, probe_share=0.05)
-    reasons = [policy.limit("a").reason for _ in range(200)]
+    reasons = []
+    for _ in range(200):
+        reasons.append(policy.limit("a").reason)
+        policy.record("a", 0.2, 0.2, correct=False)
     assert reasons.count("probe") == 10
     policy.record("a", 10.0, 10.0, correct=True)
     assert policy.limit("a").wall == 15.5
+
+
+@pytest.mark.parametrize(("base", "slower"), [(0.3, 8), (1.0, 2), (1.0, 4), (1.0, 8), (3.0, 4)])
+@pytest.mark.parametrize("stops_are_reported", [True, False])
+def test_limits_are_suspended_before_a_slow_day_costs_right_answers(base, slower, stops_are_reported):
+    """All answers are right; from the second epoch on a machine, or a judge, takes some times longer."""
+    draw, policy = random.Random(0), AdaptiveTimeout()
+    for epoch in range(3):
+        killed = 0
+        for key in map(str, range(500)):
+            for limit in [policy.limit(key) for _ in range(8)]:
+                seconds = base * (slower if epoch else 1) * draw.lognormvariate(0, 0.3)
+                if seconds <= limit.wall:
+                    policy.record(key, seconds, seconds, correct=True)
+                else:
+                    killed += 1
+                    if stops_are_reported:
+                        policy.record(key, limit.wall, limit.wall, correct=False, stopped=True)
+        assert killed < 0.002 * 4000, epoch
+    assert policy.era == 1, "once, and limits are learned again"
+    assert policy.limit("0").reason == "adaptive"
+
+
+def test_limits_are_not_suspended_by_hangs_or_by_answers_that_differ_as_before():
+    draw, policy = random.Random(0), AdaptiveTimeout(RewardTimeoutFlags(probe_share=0.0))
+    adaptive = 0
+    for number in range(40_000):
+        key, hangs, seconds = str(number // 8 % 500), draw.random() < 0.05, 3 * draw.lognormvariate(0, 0.3)
+        limit = policy.limit(key)
+        adaptive += limit.reason == "adaptive"
+        policy.record(key, limit.wall if hangs else seconds, 0.0, not hangs, stopped=hangs or seconds > limit.wall)
+    assert policy.era == 0
+    assert adaptive > 0.98 * (40_000 - 4_000)
 
 
 def test_the_keys_not_used_for_longest_are_forgotten():

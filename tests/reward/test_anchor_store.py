@@ -24,6 +24,24 @@ def test_what_one_learns_the_others_know_after_an_exchange():
     assert other.timeout.get("p/1") == (0.0, 0.0, 0)
 
 
+def test_limits_that_one_suspends_are_suspended_for_all_and_learned_again(caplog):
+    store, one, other = AnchorStore(), Replica(), Replica()
+    for key in "abcd":
+        one.record(key, 2.0, 2.0, correct=True)
+    for replica in (one, other):
+        exchange(replica, store)
+    assert other.timeout.limit("d").reason == "adaptive"
+    for key in "abc":
+        one.record(key, 40.0, 40.0, correct=True)  # a slow day
+    other.record("d", 2.0, 2.0, correct=True)  # what it learned before it knew is no use
+    for replica in (one, other, one, other):
+        exchange(replica, store)
+    assert [replica.timeout.limit("d").reason for replica in (one, other)] == ["learning"] * 2
+    assert [replica.timeout.get("c") for replica in (one, other)] == [(40.0, 40.0, 1)] * 2
+    assert store.take_counts() == {"suspended": 1.0}
+    assert len(caplog.messages) == 1
+
+
 def test_an_update_holds_only_what_has_changed():
     store, one, other = AnchorStore(), Replica(), Replica()
     one.record("a", 1.0, 1.0, correct=True)

@@ -1,8 +1,11 @@
 """Limits that may move, coroutines within them, and several of which the first failure ends the others."""
 
 import asyncio
+import contextlib
+import sys
 import time
 
+import psutil
 import pytest
 
 from rl_accel.reward.execution import Limits, LimitUpdates, gather_until, run_within
@@ -69,6 +72,31 @@ async def test_cancelling_reaches_an_awaited_grader():
         await task
     await asyncio.sleep(0)
     assert ended == [60]
+
+
+async def test_processes_that_a_coroutine_has_started_end_at_its_limit_and_those_of_others_do_not():
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+
+    async def grade(seconds):
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+        with contextlib.suppress(TimeoutError):  # its own limit, as many graders have; a cancellation is none
+            await asyncio.wait_for(process.wait(), seconds)
+        process.kill()
+        return process
+
+    other = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    grading = asyncio.create_task(run_within(grade(600), Limits(wall=60.0), "a"))
+    while len(psutil.Process().children(recursive=True)) < 4:  # two programs and what they started
+        await asyncio.sleep(0.01)
+    grading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await grading
+    while len(alive := psutil.Process().children(recursive=True)) > 2:
+        await asyncio.sleep(0.01)
+    assert other.pid in {process.pid for process in alive}
+    for process in alive:
+        process.kill()
+    await other.wait()
 
 
 async def test_a_grader_that_holds_the_event_loop_is_reported_once(caplog):

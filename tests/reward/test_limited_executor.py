@@ -83,6 +83,23 @@ async def test_what_is_counted():
     }
 
 
+async def test_where_time_is_that_of_others_the_budget_is_full_and_nothing_is_learned():
+    executor = LimitedExecutor(Replica(AdaptiveTimeout(FLAGS)), 4, maximum=300.0, adapts=False)
+    assert [await execute(executor, "passed", wall=1.0) for _ in range(4)] == [(300.0, 300.0)] * 4
+    assert len(executor.replica.timeout) == 0
+    assert executor.replica.take_delta().counts["correct"] == 4.0
+
+
+async def test_a_run_in_which_nothing_can_be_graded_is_warned_and_told_the_flag(caplog):
+    executor, other = made(), made()
+    for _ in range(64):
+        await execute(executor, "timeout", wall=30.0)
+    for number in range(64):
+        await execute(other, "timeout" if number else "wrong", wall=30.0)
+    assert [line.partition(" answers")[0].split()[-1] for line in caplog.messages] == ["8", "64"]
+    assert all("30 s" in line and "raise rl_accel.reward_timeout.maximum" in line for line in caplog.messages)
+
+
 async def test_cancelling_the_caller_cancels_the_execution_and_frees_its_slot():
     executor, stopped, began = made(slots=1), [], asyncio.Event()
 
@@ -234,6 +251,16 @@ async def test_its_limit_rises_with_the_anchor():
     assert given[0] == 20.0
     assert given[1:] == sorted(given[1:])
     assert results[0].wall == given[-1] == pytest.approx(6.0 * 0.5 + 0.2)
+
+
+async def test_one_that_runs_has_the_full_budget_again_when_limits_are_suspended():
+    executions = Executions()
+    executions.executor.replica.timeout.merge({"p/0": (0.01, 0.01, 7)})
+    running = asyncio.create_task(executions.together(("slow", 1.0)))
+    await executions.began.wait()
+    executions.executor.replica.timeout.suspend(1)
+    (slow,) = await running
+    assert (slow.verdict, executions.given["slow"]) == ("passed", [0.2, 20.0])
 
 
 async def test_what_others_have_learned_counts_too():

@@ -5,7 +5,7 @@ import pytest
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.execution import ExecutionResult
-from rl_accel.reward.scores import Scores
+from rl_accel.reward.scores import GraderError, Scores
 
 
 def done(value):
@@ -72,7 +72,7 @@ FAILED = ExecutionResult(verdict="error", value=None, reason="KeyError: 'x'")
 def test_a_stand_in_looks_like_rewards_of_its_source_or_else_of_another():
     import numpy as np
 
-    scores = of_slime(timeout_score=-1.0)
+    scores = of_slime(timeout_score=-1.0, score_errors=True)
     assert scores.reward_of(FAILED, "a", True) == -1.0, "nothing is known"
     good = {"score": 1.0, "acc": True, "pred": "x", "n": 3, "other": object(), "mean": np.float32(2)}
     assert scores.reward_of(done(good), "a", True) is good
@@ -86,7 +86,7 @@ def test_a_stand_in_looks_like_rewards_of_its_source_or_else_of_another():
 
 
 def test_a_stand_in_has_the_keys_that_the_framework_looks_up():
-    scores = of_slime("acc", "eval_acc", timeout_score=-1.0)
+    scores = of_slime("acc", "eval_acc", timeout_score=-1.0, score_errors=True)
     assert scores.reward_of(FAILED, "a", True) == {"acc": -1.0, "eval_acc": -1.0}
     scores.reward_of(done({"acc": 1.0, "pred": "x"}), "a", True)
     assert scores.reward_of(FAILED, "a", True) == {"acc": -1.0, "eval_acc": -1.0, "pred": ""}
@@ -94,7 +94,8 @@ def test_a_stand_in_has_the_keys_that_the_framework_looks_up():
 
 def test_errors_are_counted_apart_from_what_was_stopped_and_each_kind_logged_once(caplog):
     replica = Replica()
-    scores = Scores(RewardTimeoutFlags(), replica, (), ("score",), ("score",), numbers_only=True)
+    flags = RewardTimeoutFlags(score_errors=True)
+    scores = Scores(flags, replica, (), ("score",), ("score",), numbers_only=True)
     for result in (FAILED, ExecutionResult(verdict="error", value=None, reason="KeyError: 'y'"), done(None)):
         assert scores.reward_of(result, "a", True) == 0.0
     scores.reward_of(FAILED, "a", False)
@@ -103,3 +104,28 @@ def test_errors_are_counted_apart_from_what_was_stopped_and_each_kind_logged_onc
     assert replica.take_delta().counts == {"errors": 3.0, "eval_errors": 1.0}
     kinds = ("KeyError: 'x'", "returned None", "memory limit")
     assert [[kind for kind in kinds if kind in line] for line in caplog.messages] == [[kind] for kind in kinds]
+
+
+def test_what_a_grader_raises_or_returns_is_for_the_framework_and_counted():
+    raised = KeyError("x")
+    for scores in (of_verl(), of_slime()):
+        with pytest.raises(KeyError) as found:
+            scores.reward_of(ExecutionResult(verdict="error", reason="KeyError: 'x'", error=raised), "a", True)
+        assert found.value is raised
+        with pytest.raises(GraderError, match="from a: its process ended with 3"):
+            scores.reward_of(ExecutionResult(verdict="killed", reason="its process ended with 3"), "a", True)
+        assert scores.reward_of(done(None), "a", True) is None
+        assert scores.reward_of(ExecutionResult(verdict="timeout"), "a", True) == 0.0
+        assert scores.replica.take_delta().counts == {"errors": 2.0}
+
+
+def test_a_stopped_answer_that_scores_more_than_a_wrong_one_is_said_once(caplog):
+    scores, stopped = of_verl(), ExecutionResult(verdict="timeout")
+    scores.reward_of(done({"score": 0.5}), "a", True)
+    assert scores.reward_of(stopped, "a", True) == {"score": 0.0}
+    assert not caplog.messages
+    scores.reward_of(done(-1.0), "a", True)
+    for _ in range(2):
+        scores.reward_of(stopped, "a", True)
+    (line,) = caplog.messages
+    assert "from a gets 0, more than the -1 of a wrong one: set rl_accel.reward_timeout.timeout_score" in line

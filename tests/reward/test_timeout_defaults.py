@@ -17,7 +17,7 @@ def replay(responses=8, epochs=1, spread=0.3, probes=0.0, seeds=3, prompts=120, 
     """Return how many times less than with a fixed limit executions take in all, and the share of correct answers stopped."""
     fixed = ours = killed = correct = 0.0
     for seed in range(seeds):
-        policy = AdaptiveTimeout(RewardTimeoutFlags(probe_share=probes, **flags), caution=caution)
+        policy = AdaptiveTimeout(RewardTimeoutFlags(probe_share=probes, maximum=30.0, **flags), caution=caution)
         for batch in workload(prompts, responses, epochs, prompts, 1.0, spread, seed=seed):
             groups = defaultdict(list)
             for response in batch:

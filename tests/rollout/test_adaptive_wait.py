@@ -26,13 +26,6 @@ class Clock:
         return wait
 
 
-def test_cheap_polls_keep_both_bounds():
-    clock = Clock(AdaptiveWait(), cost=0.001)
-    waits = [clock.poll() for _ in range(5000)]
-    assert max(waits) + clock.cost <= 0.02 + 1e-9
-    assert clock.polled / clock.now <= 0.05 + 1e-9
-
-
 def test_dearer_polls_keep_the_delay_while_savings_last_then_the_cost():
     clock = Clock(AdaptiveWait(), cost=0.003)
     waits = [clock.poll() for _ in range(1000)]

@@ -122,18 +122,11 @@ def trained(results):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_short_and_long_rounds_train_every_prompt_that_was_begun_exactly_once(seed):
-    driver, workers = make(workers=Schedule(seed))
-    results = train(driver, workers, 20)
-    assert {result.batch.kind for result in results} >= {"short", "long"}
-    ids = trained(results)
-    assert len(ids) == len(set(ids)) == 80 == driver.supply.fetched
-    assert driver.supply.payloads == {}
-
-
-def test_epochs_follow_each_other_and_rows_keep_their_ids_apart():
-    driver, workers = make(rows=10)
+def test_short_and_long_rounds_train_every_row_once_an_epoch_under_its_own_id(seed):
+    driver, workers = make(rows=10, workers=Schedule(seed))
     results = train(driver, workers, 10)
+    assert {result.batch.kind for result in results} >= {"short", "long"}
+    assert (driver.supply.fetched, driver.supply.payloads) == (40, {})
     assert sorted(trained(results)) == sorted(f"{epoch}:{row}" for epoch in (1, 2, 3, 4) for row in range(1, 11))
     for result in results:  # with the data set's own index
         assert result.trained == {group.prompt_id: row_of_id(group.prompt_id) - 1 for group in result.batch.groups}

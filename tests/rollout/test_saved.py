@@ -1,15 +1,24 @@
 """The sidecar of a checkpoint comes back as it was written, or is refused with the reason; the log rewinds to a step."""
 
+import datetime
+import fractions
+import itertools
 import json
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
+from rl_accel.errors import ConfigError
 from rl_accel.rollout.driver import PromptSupply, StepResult
 from rl_accel.rollout.saved import ResumeError, SettlementLog, restore, save
 from rl_accel.rollout.tail_batching import TailBatching, TailRun
 from rl_accel.rollout.tail_decisions import TrainBatch
 
 ROW = {"raw_prompt": [{"role": "user", "content": "hi"}], "index": 5}
+RICH = {"count": np.int64(3), "names": np.array(["x", None], object), "tensor": torch.ones(2), "bytes": b"\xff\x00"}
+RICH |= {"image": Image.new("RGB", (2, 1), (1, 2, 3)), "time": datetime.datetime(2026, 1, 1), "pair": (1, {2.5})}
 
 
 def new_run():
@@ -17,9 +26,9 @@ def new_run():
     return core, PromptSupply(core.run, lambda: ROW, 10)
 
 
-def saved_run(folder):
+def saved_run(folder, prompts=3):
     core, supply = new_run()
-    core.offer(supply.take({"": 3}), 0.0)
+    core.offer(supply.take({"": prompts}), 0.0)
     save(folder, 4, core.state_dict(), supply.fetched, supply.payloads)
 
 
@@ -70,27 +79,59 @@ def core_with(**fields):
 )
 def test_a_state_that_is_damaged_or_of_another_run_is_refused_and_nothing_changes(tmp_path, edit, message):
     saved_run(tmp_path)
-    file = tmp_path / "state.json"
-    state = json.loads(file.read_text())
+    file = tmp_path / "state.pt"
+    state = torch.load(file, weights_only=True)
     edit(state)
-    file.write_text(json.dumps(state))
+    torch.save(state, file)
     core, supply = new_run()
     with pytest.raises(ResumeError, match=message):
         restore(tmp_path, 4, core, supply)
     assert (core.unsettled_prompts(), supply.fetched, supply.payloads) == ([], 0, {})
 
 
-@pytest.mark.parametrize("name", ["state.json", "prompts.pt"])
-def test_a_file_that_was_written_in_part_and_a_checkpoint_of_a_stock_run_are_refused(tmp_path, name):
+def test_a_damaged_file_and_checkpoints_of_a_stock_run_and_of_an_earlier_format_are_refused(tmp_path):
     saved_run(tmp_path)
-    content = (tmp_path / name).read_bytes()
+    file = tmp_path / "state.pt"
+    content = file.read_bytes()
     for size in (0, 10, len(content) // 2):
-        (tmp_path / name).write_bytes(content[:size])
+        file.write_bytes(content[:size])
         with pytest.raises(ResumeError, match="is damaged: "):
             restore(tmp_path, 4, *new_run())
-    (tmp_path / "state.json").unlink()
-    with pytest.raises(ResumeError, match=r"saved without tail batching: .*state\.json is missing"):
+    file.unlink()
+    with pytest.raises(ResumeError, match=r"saved without tail batching: .*state\.pt is missing"):
         restore(tmp_path, 4, *new_run())
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(ResumeError, match=r"format of an earlier version of rl-accel, which is not read any more$"):
+        restore(tmp_path, 4, *new_run())
+
+
+def test_a_run_that_is_killed_at_any_write_leaves_the_old_state_or_the_new_one(tmp_path, killed_at):
+    for write in itertools.count():
+        saved_run(tmp_path)
+        was_killed = killed_at(write, lambda: saved_run(tmp_path, prompts=5))
+        core, supply = new_run()
+        restore(tmp_path, 4, core, supply)
+        assert supply.fetched in (3, 5)
+        if not was_killed:
+            break
+    assert supply.fetched == 5
+    assert write > 3
+
+
+def test_rows_come_back_as_they_were_and_what_would_run_code_is_refused_when_it_is_saved_and_when_it_is_read(tmp_path):
+    core, supply = new_run()
+    core.offer(supply.take({"": 1}), 0.0)
+    supply.payloads["1:1"] = RICH
+    save(tmp_path, 4, core.state_dict(), supply.fetched, supply.payloads)
+    restore(tmp_path, 4, core, supply)
+    row, wanted = supply.payloads["1:1"], dict(RICH)
+    assert row.pop("image").tobytes() == wanted.pop("image").tobytes()
+    assert repr(row) == repr(wanted)
+    with pytest.raises(ConfigError, match=r"cannot save rows of the data that hold fractions\.Fraction$"):
+        save(tmp_path, 4, core.state_dict(), 1, {"1:1": {"share": fractions.Fraction(1)}})
+    torch.save({"payloads": fractions.Fraction(1)}, tmp_path / "state.pt")
+    with pytest.raises(ResumeError, match="is damaged: UnpicklingError"):
+        restore(tmp_path, 4, core, supply)
 
 
 def test_a_run_that_is_killed_while_it_resumes_keeps_its_log(tmp_path, monkeypatch):

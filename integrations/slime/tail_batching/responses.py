@@ -15,19 +15,26 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-from slime.backends.sglang_utils.server_control import num_requests_from_load
-from slime.rollout import sglang_rollout
-from slime.rollout.rm_hub import batched_async_rm
-from slime.utils.async_utils import get_async_loop
-from slime.utils.http_utils import get, post
-from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
+from rl_accel.integrations.slime import interfaces
 from rl_accel.patches.slime.requests import WATCHER
 from rl_accel.rollout.driver import Event, FailureLog, Job, ResponseLost, TokenRate
+
+if TYPE_CHECKING:
+    server_control: interfaces.ServerControl
+    sglang_rollout: interfaces.SglangRollout
+    rm_hub: interfaces.RmHub
+    async_utils: interfaces.AsyncUtils
+    http_utils: interfaces.HttpUtils
+    misc: interfaces.Misc
+else:
+    from slime.backends.sglang_utils import server_control
+    from slime.rollout import rm_hub, sglang_rollout
+    from slime.utils import async_utils, http_utils, misc
 
 logger = logging.getLogger("rl_accel")
 
@@ -125,7 +132,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     session = SESSION.get()
     sample.generate_function_path = None
     path = args.custom_generate_function_path
-    function = sglang_rollout.generate if path is None else load_function(path)
+    function = sglang_rollout.generate if path is None else misc.load_function(path)
     extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     session.began = time.monotonic()
     result = await function(args, sample, sampling_params, **extra)
@@ -133,7 +140,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     return result
 
 
-def samples_of(result: Any) -> Iterator[Any]:
+def samples_of(result: Any) -> Iterator[interfaces.Sample]:
     """Return the samples of a response: one, or what a generate function has fanned it out to."""
     return itertools.chain.from_iterable(map(samples_of, result)) if isinstance(result, list) else iter([result])
 
@@ -198,19 +205,19 @@ class Engines:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _urls(self) -> list[str]:
-        return [worker["url"] for worker in (await get(f"{self._router}/workers"))["workers"]]
+        return [worker["url"] for worker in (await http_utils.get(f"{self._router}/workers"))["workers"]]
 
 
 async def _tell(url: str, payload: dict[str, Any]) -> None:
     try:
-        await post(f"{url}/abort_request", payload, max_retries=1)
+        await http_utils.post(f"{url}/abort_request", payload, max_retries=1)
     except Exception as error:  # a dead server holds no request any more
         logger.warning("rl-accel: %s could not be told to abort: %s", url, error)
 
 
 async def _requests(url: str) -> int:
     try:
-        return int(num_requests_from_load(await get(f"{url}/v1/loads?include=core")))
+        return int(server_control.num_requests_from_load(await http_utils.get(f"{url}/v1/loads?include=core")))
     except Exception as error:
         logger.warning("rl-accel: %s does not tell its load: %s", url, error)
         return 0
@@ -230,7 +237,7 @@ class Responses:
         self._args = args
         self._engines = engines
         self._new_index = new_index
-        self._loop = get_async_loop().loop
+        self._loop = async_utils.get_async_loop().loop
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._sessions: dict[int, Session] = {}
         self._launched: Counter[str] = Counter()
@@ -318,7 +325,7 @@ class Responses:
         del self._groups[session.prompt_id]
         members = sorted(group, key=lambda member: member.sample.index)
         try:
-            rewards = await batched_async_rm(self._args, [member.result for member in members])
+            rewards = await rm_hub.batched_async_rm(self._args, [member.result for member in members])
             for member, reward in zip(members, rewards, strict=True):
                 member.result.reward = reward
         except BaseException as error:

@@ -1,30 +1,38 @@
 """The rollout function that slime calls, and the data source that plays its rounds; evaluation is slime's own."""
 
 import copy
-import functools
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.data_source import RolloutDataSource
-from slime.rollout.filter_hub.base_types import (
-    MetricGatherer,
-    call_dynamic_filter,
-    should_drop_dynamic_filter_output,
-)
-from slime.utils.async_utils import run
-from slime.utils.misc import load_function
+from slime.rollout.filter_hub.base_types import MetricGatherer
+from slime.utils.types import Sample
 
 from rl_accel.errors import ConfigError
 from rl_accel.features import SLIME_DATA_SOURCE, TAIL_BATCHING
+from rl_accel.files import write_atomically
+from rl_accel.integrations.slime import interfaces
 from rl_accel.integrations.slime.hooks import flags_of
 from rl_accel.integrations.slime.tail_batching import check, last_rollout, run_of
 from rl_accel.integrations.slime.tail_batching.responses import Engines, Responses, samples_of
+from rl_accel.patches.seams import extends
 from rl_accel.rollout import saved
 from rl_accel.rollout.driver import PromptSupply, RolloutDriver
 from rl_accel.rollout.tail_batching import TailBatching
+
+if TYPE_CHECKING:
+    RolloutDataSource = interfaces.RolloutDataSource
+    sglang_rollout: interfaces.SglangRollout
+    base_types: interfaces.FilterHub
+    async_utils: interfaces.AsyncUtils
+    misc: interfaces.Misc
+else:
+    from slime.rollout import sglang_rollout
+    from slime.rollout.data_source import RolloutDataSource
+    from slime.rollout.filter_hub import base_types
+    from slime.utils import async_utils, misc
 
 Group = list[Any]
 
@@ -49,6 +57,7 @@ def generate_rollout(
     return data_source.play(rollout_id)
 
 
+@extends(interfaces.RolloutDataSource)
 class TailDataSource(RolloutDataSource):
     """slime's ``--data-source-path``: slime's own data source with the queue of deferred prompts, and the rounds of a run.
 
@@ -72,20 +81,22 @@ class TailDataSource(RolloutDataSource):
         self._core = TailBatching(run_of(args, flags, len(self)))
         self.supply = PromptSupply(self._core.run, self._fetch, len(self), flags.domain_key)
         self._log = saved.SettlementLog(Path(args.save) / "rollout") if args.save else None
-        self._moments: dict[int, tuple[RolloutDataSource, Callable[[Path], None]]] = {}
+        self._moments: dict[int, tuple[RolloutDataSource, dict[str, Any], int, dict[str, dict[str, Any]]]] = {}
         self._engines = Engines(args)
         self._responses = Responses(args, self._engines, self._new_index)
         self._driver = RolloutDriver(
             self._core, self.supply, self._responses, discard=lambda results: None, passes=self._passes
         )
         filter_path = args.dynamic_sampling_filter_path
-        self._filter = load_function(filter_path) if filter_path is not None else None
+        self._filter = misc.load_function(filter_path) if filter_path is not None else None
         self._drops = MetricGatherer()
         self._rejected: list[Group] = []
 
     def _fetch(self) -> dict[str, Any]:
         sample = self.get_samples(1)[0][0]
         domain = (sample.metadata or {}).get(self._domain_key, "")
+        if not self.supply.fetched:
+            saved.packed(sample.to_dict())  # refused now, not at the first checkpoint
         return {"sample": sample, "index": sample.group_index, self._domain_key: domain}
 
     def _new_index(self) -> int:
@@ -105,7 +116,7 @@ class TailDataSource(RolloutDataSource):
         """Return the batch of a rollout. Nothing else of it is left on any server."""
         self._drops, self._rejected, self._responses.retractions = MetricGatherer(), [], None
         result = self._driver.play(rollout_id, max(last_rollout(self.args, len(self)) - rollout_id, 1))
-        run(self._engines.drain())
+        async_utils.run(self._engines.drain())
         size = self.args.n_samples_per_prompt
         groups = [_in_order(result.results[i : i + size]) for i in range(0, len(result.results), size)]
         groups.sort(key=_index)
@@ -113,10 +124,10 @@ class TailDataSource(RolloutDataSource):
             self._log.add(rollout_id, result)
         self._remember(rollout_id)
         if self.args.rollout_sample_filter_path is not None:
-            load_function(self.args.rollout_sample_filter_path)(self.args, groups)
+            misc.load_function(self.args.rollout_sample_filter_path)(self.args, groups)
         if self.args.rollout_all_samples_process_path is not None:
             every = sorted([*groups, *self._rejected], key=_index)
-            load_function(self.args.rollout_all_samples_process_path)(self.args, every, self)
+            misc.load_function(self.args.rollout_all_samples_process_path)(self.args, every, self)
         metrics = result.metrics() | self._drops.collect()
         if self._responses.retractions is not None:
             metrics["rl_accel/preemptions"] = float(self._responses.retractions)
@@ -124,9 +135,9 @@ class TailDataSource(RolloutDataSource):
 
     def _passes(self, _prompt_id: str, results: Sequence[Any]) -> bool:
         group = _in_order(results)
-        verdict = call_dynamic_filter(self._filter, self.args, group)
+        verdict = base_types.call_dynamic_filter(self._filter, self.args, group)
         # In slime a group that may be kept for want of others is not replaced; here every rejected one has been.
-        if not should_drop_dynamic_filter_output(
+        if not base_types.should_drop_dynamic_filter_output(
             verdict,
             remaining_batch_size=self._responses.prompts_launched - 2 * len(self._rejected),
             target_data_size=self.args.rollout_batch_size,
@@ -140,9 +151,8 @@ class TailDataSource(RolloutDataSource):
 
     def _remember(self, rollout_id: int) -> None:
         core, fetched, payloads = self._core.state_dict(), self.supply.fetched, dict(self.supply.payloads)
-        write = functools.partial(saved.save, step=rollout_id, core=core, fetched=fetched, payloads=payloads)
         self._moments.pop(rollout_id, None)
-        self._moments[rollout_id] = copy.copy(self), write  # the copy has slime's place in the data
+        self._moments[rollout_id] = copy.copy(self), core, fetched, payloads  # the copy has slime's place in the data
         while len(self._moments) > _KEPT:
             del self._moments[next(iter(self._moments))]
 
@@ -155,23 +165,41 @@ class TailDataSource(RolloutDataSource):
         if rollout_id not in self._moments:
             known = ", ".join(map(str, self._moments)) or "none"
             raise RuntimeError(f"the state after rollout {rollout_id} is not known any more; known are {known}")
-        source, write = self._moments[rollout_id]
-        RolloutDataSource.save(source, rollout_id)
-        write(_folder(self.args.save, rollout_id))
+        source, core, fetched, payloads = self._moments[rollout_id]
+        rows = {prompt: {**row, "sample": row["sample"].to_dict()} for prompt, row in payloads.items()}
+        saved.save(_folder(self.args.save, rollout_id), rollout_id, core, fetched, rows)
+        # slime's file comes last, and at once: without it a checkpoint is refused.
+        with tempfile.TemporaryDirectory() as folder:
+            source.args = copy.copy(self.args)
+            source.args.save = folder
+            RolloutDataSource.save(source, rollout_id)
+            write_atomically(_position(self.args.save, rollout_id), _position(folder, rollout_id).read_bytes())
 
     def load(self, rollout_id: int | None = None) -> None:
         """Go on after ``rollout_id`` if there is a checkpoint of it; else begin anew.
 
         Raises:
-            ResumeError: the checkpoint was saved without tail batching, or is of another run.
+            ResumeError: the checkpoint is incomplete, was saved without tail batching, or is of another run.
         """
+        last = -1 if rollout_id is None else rollout_id
+        resumes = self.args.load is not None and last >= 0
+        if resumes and not (position := _position(self.args.load, last)).exists():
+            raise saved.ResumeError(
+                f"{self.args.load} has no {position.name}: its run was ended while it saved. Resume an earlier one with "
+                "--ckpt-step, or begin the data anew with --start-rollout-id 0"
+            )
         super().load(rollout_id)
-        if self.args.load is not None and rollout_id is not None:
-            position = Path(self.args.load) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
-            if position.exists():
-                saved.restore(_folder(self.args.load, rollout_id), rollout_id, self._core, self.supply)
+        if resumes:
+            saved.restore(_folder(self.args.load, last), last, self._core, self.supply)
+            for row in self.supply.payloads.values():
+                row["sample"] = Sample.from_dict(row["sample"])
         if self._log is not None:
-            self._log.rewind(-1 if rollout_id is None else rollout_id)
+            self._log.rewind(last)
+
+
+def _position(root: str, rollout_id: int) -> Path:
+    """Return the file of slime's own data source."""
+    return Path(root) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
 
 
 def _folder(root: str, rollout_id: int) -> Path:

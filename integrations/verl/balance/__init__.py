@@ -19,8 +19,9 @@ from rl_accel.features import BALANCE, DRAFTS, TAIL_BATCHING, BalanceFlags
 from rl_accel.files import write_atomically
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.engines import engine_of
-from rl_accel.patches.seams import Registration, Seams
+from rl_accel.patches.seams import Registration
 from rl_accel.patches.verl import config_intake
+from rl_accel.patches.verl.interfaces import AgentLoopManager
 from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.runtime import RUNTIME
 from rl_accel.telemetry import metrics
@@ -28,12 +29,6 @@ from rl_accel.telemetry.server_counters import ANSWER_SECONDS
 
 logger = logging.getLogger("rl_accel")
 
-SEAMS: Seams = {
-    "verl.workers.rollout.router:GlobalRequestLoadBalancer.acquire_server": ("self", "request_id"),
-    "verl.workers.rollout.llm_server:LLMServerClient._acquire_server": ("self", "request_id"),
-    "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ": None,
-}
-"""verl 0.9.1 has them."""
 ROUTER = Path(__file__).with_name("router.yaml")
 LENGTHS = "balance.json"
 """In the folder of a checkpoint: what :meth:`~rl_accel.rollout.balance.Balance.learn` takes."""
@@ -72,14 +67,15 @@ class BalancingWorker(agent_loop.WorkerPart):
         from rl_accel.integrations.verl.balance.client import Servers
 
         handle = ray.get_runtime_context().current_actor
-        self.llm_client._load_balancer = Servers(self.llm_client._load_balancer, self.config, handle)
+        client: Any = self.llm_client
+        client._load_balancer = Servers(client._load_balancer, self.config, handle)
 
     async def stay_alive(self) -> None:
         """Never return, so that a pending call fails when the worker dies."""
         await asyncio.Event().wait()
 
     @classmethod
-    def attach(cls, manager: Any) -> None:
+    def attach(cls, manager: AgentLoopManager) -> None:
         """Tell the router what it is to decide by; from then on its numbers are logged."""
         import ray
 
@@ -87,7 +83,8 @@ class BalancingWorker(agent_loop.WorkerPart):
         ordered, together = flags.requested(TAIL_BATCHING) == "off", flags.requested(DRAFTS) != "off"
         rollout = config.actor_rollout_ref.rollout
         places = flags[BALANCE].places or rollout.max_num_seqs * rollout.get("data_parallel_size", 1)
-        router, engine = manager.llm_client._load_balancer, engine_of(config)
+        router: Any = manager.llm_client._load_balancer
+        engine = engine_of(config)
         resumed = config_intake.resumed_from(config_intake.trainer())
         file = resumed / LENGTHS if resumed else None
         lengths = json.loads(file.read_text()) if file and file.is_file() else {}

@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 
 from rl_accel.integrations.verl.engines import engine_of, is_death
 from rl_accel.integrations.verl.reward_worker_proxy import cancel
+from rl_accel.patches.verl.interfaces import Server, TokenOutput
 
 MOVABLE = {
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "max_tokens", "max_new_tokens"),
@@ -84,7 +85,7 @@ class Servers:
 class BalancedServer:
     """Stands for the server of one request. ``name`` is of the last one and ``tokens`` are its own, None if it did not complete."""
 
-    def __init__(self, servers: Servers, ticket: str, name: str, server: Any) -> None:
+    def __init__(self, servers: Servers, ticket: str, name: str, server: Server) -> None:
         self.ticket, self.name, self._servers, self._server = ticket, name, servers, server
         self.tokens: int | None = None
         self.generate, self.abort_request = Method(self._generate), Method(self._abort)
@@ -92,7 +93,7 @@ class BalancedServer:
     async def _abort(self, _request_id: str) -> Any:
         return await self._server.abort_request.remote(self.ticket)
 
-    async def _generate(self, **request: Any) -> Any:
+    async def _generate(self, **request: Any) -> TokenOutput:
         """Return the server's ``TokenOutput``, or those of several as one."""
         whole, router = None, self._servers.router
         prompt, sampling = list(request["prompt_ids"]), request["sampling_params"]
@@ -127,7 +128,7 @@ class BalancedServer:
             self.name, self._server = bound
 
 
-def join(first: Any, second: Any) -> Any:
+def join(first: TokenOutput, second: TokenOutput) -> TokenOutput:
     """Return as one the ``TokenOutput`` of both parts of a response. What only the first one can know stays."""
     new = len(second.token_ids)
     if new and second.routed_experts is not None:

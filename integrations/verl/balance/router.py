@@ -11,6 +11,8 @@ from ray.exceptions import RayError
 
 from rl_accel.features import BalanceFlags
 from rl_accel.integrations.verl.engines import Engine
+from rl_accel.patches.seams import extends
+from rl_accel.patches.verl.interfaces import Router
 from rl_accel.rollout.balance import Balance, Decision
 
 logger = logging.getLogger("rl_accel")
@@ -19,6 +21,7 @@ TICK_SECONDS = 0.25
 
 
 @ray.remote(max_concurrency=1_000_000)  # whoever waits does so in a call
+@extends(Router)
 class BalancedRouter:
     """Carries out what :class:`Balance` decides. ``servers`` are handles by name, as for any router of verl."""
 

@@ -6,8 +6,8 @@ the others have finished, and makes numbers of what the drafters count.
 """
 
 import functools
+import io
 import logging
-import pickle
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 
 from rl_accel.drafts.drafter import SETTINGS
@@ -22,19 +23,14 @@ from rl_accel.drafts.index import SOURCES
 from rl_accel.errors import refuse
 from rl_accel.features import DraftsFlags
 from rl_accel.files import write_atomically
-from rl_accel.patches.seams import Registration, Seams
+from rl_accel.patches.seams import Registration
 from rl_accel.patches.verl import config_intake
+from rl_accel.patches.verl.interfaces import Trainer
 from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.telemetry import metrics
 
 logger = logging.getLogger("rl_accel")
 
-SEAMS: Seams = {
-    "verl.workers.rollout.router:GlobalRequestLoadBalancer.acquire_server": ("self", "request_id"),
-    "verl.workers.rollout.router:GlobalRequestLoadBalancer.require_acquire_fields": ("self",),
-    "verl.workers.rollout.llm_server:LLMServerManager.get_replicas": ("self",),
-}
-"""verl 0.9.1 has them."""
 TRIED = ("0.29.0",)
 """Versions of vLLM. Its interface for drafters has no promise, and 0.30.0 fails with any speculative decoding on a CPU."""
 ROUTER = Path(__file__).with_name("router.yaml")
@@ -42,7 +38,7 @@ ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """vLLM's executor for one device, which verl replaces by one with a process for each. After each step vLLM asks the executor for
 drafts: here this is a call of a function, there a message to the process and its answer."""
 SIZES = ("tensor_model_parallel", "pipeline_model_parallel", "data_parallel")
-HISTORY = "drafts.pkl"
+HISTORY = "drafts.pt"
 """In the folder of a checkpoint."""
 SAVING_S = 60.0
 """Seconds that a checkpoint waits for what servers have finished."""
@@ -97,8 +93,6 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
 
 def find_problems() -> list[tuple[str, str]]:
     """Return what a ``speculative_config`` of a user's own would meet here, for ``rl-accel doctor``."""
-    import torch
-
     try:
         from vllm import _custom_ops  # noqa: F401 (registers what the kernel calls)
         from vllm.utils.cpu_triton_utils import _expand_kernel_impl as expand
@@ -140,7 +134,7 @@ class Exchange:
         Raises:
             StopTraining: drafted responses of the first steps have other probabilities than the trainer finds.
         """
-        trainer = config_intake.trainer()
+        trainer: Trainer | None = config_intake.trainer()
         if trainer is None or "timing_s/gen" not in logged:
             return {}
         self._steps += 1
@@ -151,8 +145,10 @@ class Exchange:
         if saving and self._steps == 1:
             before = saved.with_name(f"global_step_{step - 1}")
             file = Path(config.resume_from_path if config.resume_mode == "resume_path" else before, HISTORY)
+            if (earlier := file.with_suffix(".pkl")).is_file():
+                logger.warning("rl-accel: drafts: %s has the format of an earlier version and is not read", earlier)
             if file.is_file():
-                self._history.extend(pickle.loads(file.read_bytes()))
+                self._history.extend(torch.load(file, weights_only=True))
                 self._finished[file] = list(self._history)  # no server's, so for all
                 logger.info("rl-accel: drafts: %d earlier responses from %s", len(self._history), file)
         counted = self._take_answers(0.0)
@@ -163,7 +159,8 @@ class Exchange:
         self._finished.clear()
         if saving and saved.is_dir():
             counted += self._take_answers(SAVING_S)
-            write_atomically(saved / HISTORY, pickle.dumps(list(self._history)))
+            torch.save(list(self._history), content := io.BytesIO())
+            write_atomically(saved / HISTORY, content.getvalue())
         return numbers(counted)
 
     def _take_answers(self, wait_s: float) -> Counter[str]:

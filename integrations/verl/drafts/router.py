@@ -1,12 +1,18 @@
 """Sends the responses of a prompt to the same replica, where each can be drafted from the others."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from cachetools import LRUCache
-from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from rl_accel.drafts.index import key_of
+from rl_accel.patches.seams import extends
+from rl_accel.patches.verl.interfaces import StickyRouter
+
+if TYPE_CHECKING:
+    GlobalRequestLoadBalancer = StickyRouter
+else:
+    from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 MARGIN = 4
 """Requests that a prompt's replica may have more than the emptiest one and still get the next."""
@@ -14,6 +20,7 @@ REMEMBERED = 100_000
 """Prompts whose replica is known."""
 
 
+@extends(StickyRouter)
 class SiblingRouter(GlobalRequestLoadBalancer):
     """verl's load balancer, which gives a prompt to the replica that had it before, as long as that keeps them balanced."""
 

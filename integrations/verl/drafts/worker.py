@@ -2,13 +2,22 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from rl_accel.patches.seams import extends
+from rl_accel.patches.verl.interfaces import WorkerExtension
+
+if TYPE_CHECKING:
+    vLLMColocateWorkerExtension = WorkerExtension
+else:
+    from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 
+@extends(WorkerExtension)
 class DraftsWorkerExtension(vLLMColocateWorkerExtension):
     """verl's extension of vLLM's workers, with what the trainer asks of their drafter."""
+
+    model_runner: Any  # vLLM's
 
     def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> Any:
         """verl's. Tells the drafter as well: the policy has moved on, and newer responses are better guides."""

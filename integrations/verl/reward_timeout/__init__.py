@@ -17,16 +17,9 @@ from omegaconf import OmegaConf, open_dict
 from rl_accel.errors import ConfigError, refuse
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.verl import agent_loop
-from rl_accel.patches.seams import Registration, Seams
+from rl_accel.patches.seams import Registration
 from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.telemetry import metrics
-
-SEAMS: Seams = {
-    "verl.experimental.agent_loop.agent_loop:AgentLoopWorker._compute_score": ("self", "outputs", "kwargs"),
-    "verl.experimental.agent_loop.agent_loop:AgentLoopWorker._agent_loop_postprocess": ("self", "output", "validate"),
-    "verl.experimental.reward_loop.reward_manager.registry:REWARD_MANAGER": None,
-}
-"""Agent loops must tell validation from training; verl 0.9.1 has them."""
 
 MANAGER = "RewardTimeoutManager"
 MANAGER_MODULE = "pkg://rl_accel.integrations.verl.reward_timeout.manager"
@@ -35,7 +28,7 @@ MANAGER_MODULE = "pkg://rl_accel.integrations.verl.reward_timeout.manager"
 SECTION = "reward_timeout"
 """What every process finds under ``reward`` in verl's configuration: the flags, the manager that is held, where anchors go."""
 
-WORKER_PART = "rl_accel.integrations.verl.reward_worker_proxy.Marking"
+WORKER_PART = f"{__name__}.validation.Marking"
 """What this feature adds to agent-loop workers."""
 
 _FLAG = "rl_accel.reward_timeout"

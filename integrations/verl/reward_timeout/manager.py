@@ -10,19 +10,18 @@ import os
 from collections.abc import Awaitable, Iterable
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 from omegaconf import OmegaConf
-from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
-from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
-from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
+from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls, limited
 from verl.protocol import DataProto
 from verl.utils.import_utils import load_extern_object
 
 from rl_accel.errors import ConfigError
 from rl_accel.features import RewardTimeoutFlags
+from rl_accel.integrations.ray import grader_cluster
 from rl_accel.integrations.ray.reward_anchors import StoreClient
 from rl_accel.integrations.verl.reward_timeout import MANAGER, SECTION
 from rl_accel.integrations.verl.reward_timeout.code_rewards import (
@@ -31,13 +30,21 @@ from rl_accel.integrations.verl.reward_timeout.code_rewards import (
     score_fusion,
     score_prime_code,
 )
-from rl_accel.integrations.verl.reward_worker_proxy import SUCCESSOR, VALIDATION
-from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
+from rl_accel.integrations.verl.reward_timeout.validation import VALIDATION
+from rl_accel.integrations.verl.reward_worker_proxy import SUCCESSOR
+from rl_accel.patches.seams import extends
+from rl_accel.patches.verl import interfaces
+from rl_accel.reward.adaptive_timeout import FULL_BUDGET, PROGRAM_BUDGET, AdaptiveTimeout
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.execution import ExecutionResult, Limits, run_within
 from rl_accel.reward.limited_executor import LimitedExecutor, prompt_key
 from rl_accel.reward.sandbox import Graders
 from rl_accel.reward.scores import Scores
+
+if TYPE_CHECKING:
+    RewardManagerBase = interfaces.RewardManagerBase
+else:
+    from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
 _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VERLS_OWN = "verl.utils.reward_score:default_compute_score"
@@ -48,6 +55,7 @@ _RESPONSE: ContextVar[tuple[str, bool] | None] = ContextVar("rl_accel_response",
 """Of the response that the running task scores: the key of its prompt, and whether it teaches (it is of no validation)."""
 
 
+@extends(interfaces.RewardManagerBase)
 class RewardTimeoutManager(RewardManagerBase):
     """Scores as the configured manager does, with a time limit for each execution.
 
@@ -55,8 +63,7 @@ class RewardTimeoutManager(RewardManagerBase):
     other processes, is replaced by ``naive``: ours does so too. ``rate_limited`` keeps its rates and loses its own fixed
     ``reward.timeout``.
 
-    A response whose execution was stopped gets ``timeout_score``. So does one whose function raises or returns None, NaN or
-    anything else that is no score: verl's own managers let the exception fail the response, and with it the whole prompt.
+    A response whose execution was stopped gets ``timeout_score``. What the function raises or returns is treated as without us.
     """
 
     def __init__(
@@ -74,10 +81,16 @@ class RewardTimeoutManager(RewardManagerBase):
         self._store_client = StoreClient(self.replica, section.anchors)
         if ray.is_initialized() and SUCCESSOR in (ray.get_runtime_context().get_actor_name() or ""):
             self.replica.count("reward_workers_lost")
-        self._slots = flags.workers or _share_of_cores(config.reward.num_workers)
+        self._program_slots = flags.workers or _share_of_cores(config.reward.num_workers)
+        self._slots = flags.workers or min(32, (os.cpu_count() or 1) + 4)
         limits = Limits(memory=flags.memory_mb << 20)
-        self._executor = LimitedExecutor(self.replica, self._slots, limits)
-        self._awaited_executor = LimitedExecutor(self.replica, _AWAITED_SLOTS, limits)
+        is_limited = section.manager["name"] == "rate_limited"
+        full = flags.maximum or (config.reward.get("timeout", FULL_BUDGET) if is_limited else FULL_BUDGET)
+        for_programs = flags.maximum or PROGRAM_BUDGET
+        self._program_executor = LimitedExecutor(self.replica, self._program_slots, limits, for_programs)
+        self._fusion_executor = LimitedExecutor(self.replica, _AWAITED_SLOTS, limits, for_programs)
+        self._executor = LimitedExecutor(self.replica, self._slots, limits, full)
+        self._awaited_executor = LimitedExecutor(self.replica, _AWAITED_SLOTS, limits, full, flags.limit_waiting)
         self._scores = Scores(flags, self.replica, (), ("score",), ("acc", "score"), numbers_only=True)
         self._graders: dict[str, Graders] = {}
         self._deaths = 0
@@ -92,8 +105,11 @@ class RewardTimeoutManager(RewardManagerBase):
             reward_router_address=reward_router_address,
             reward_model_tokenizer=reward_model_tokenizer,
         )
-        if isinstance(self.held, RateLimitedRewardManager):
-            self.held.timeout = None  # asyncio.wait_for without a limit
+        if isinstance(self.held, limited.RateLimitedRewardManager):
+            held: interfaces.RateLimitedRewardManager = self.held
+            held.timeout = None  # asyncio.wait_for without a limit
+        if not (self._is_verls_own or inspect.iscoroutinefunction(self.compute_score)):
+            self._function.warm_up()  # verl's own may be needed for code only, which runs elsewhere
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         """Score the last response of ``data``; the contract is the base class's. Cancelling this kills what runs.
@@ -130,6 +146,7 @@ class RewardTimeoutManager(RewardManagerBase):
 
         Raises:
             SandboxError: the function cannot be imported in a process of its own.
+            Exception: what the function raised.
         """
         arguments = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
         source = str(arguments.get("data_source"))
@@ -160,11 +177,11 @@ class RewardTimeoutManager(RewardManagerBase):
         """Score by verl's own rewards of code, case by case."""
         options = self.compute_score.keywords if isinstance(self.compute_score, functools.partial) else {}
         if options.get("sandbox_fusion_url"):
-            execute = functools.partial(self._awaited_executor.execute, prompt, teach=teach)
+            execute = functools.partial(self._fusion_executor.execute, prompt, teach=teach)
             return await score_fusion(execute, options, self._flags.early_stop, arguments)
         if "prime_code" not in self._graders:
-            self._graders["prime_code"] = prime_graders(self._slots, self._flags.isolation)
-        execute = functools.partial(self._executor.execute, prompt, teach=teach)
+            self._graders["prime_code"] = prime_graders(self._program_slots, self._flags.isolation)
+        execute = functools.partial(self._program_executor.execute, prompt, teach=teach)
         return await score_prime_code(execute, self._graders["prime_code"], self._flags.early_stop, arguments)
 
     @property
@@ -177,10 +194,22 @@ class RewardTimeoutManager(RewardManagerBase):
         return await run_within(self.compute_score(**arguments), limits, self._target[0])
 
     def _run_in_process(self, arguments: dict[str, Any], limits: Limits) -> Awaitable[ExecutionResult]:
-        target, fixed = self._target
-        if target not in self._graders:
-            self._graders[target] = Graders(target, self._slots)
-        return self._graders[target].call({**arguments, **fixed}, limits)
+        return self._function.call({**arguments, **self._target[1]}, limits)
+
+    @functools.cached_property
+    def _function(self) -> Graders:
+        """The processes of a plain function, which is called in a thread, as verl's executor does."""
+        environment = grader_cluster.environment()
+        function = Graders(
+            self._target[0],
+            self._slots,
+            in_thread=True,
+            computing=self._program_slots,
+            environment=environment,
+            setup=grader_cluster.SETUP,
+        )
+        self._graders[self._target[0]] = function
+        return function
 
     @functools.cached_property
     def _target(self) -> tuple[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -18,7 +18,14 @@ from ray.exceptions import RayActorError
 from rl_accel.integrations.verl.agent_loop import WorkerPart
 from rl_accel.integrations.verl.reward_worker_proxy import proxies
 from rl_accel.integrations.verl.tail_batching.servers import RESUME, SESSION, RolloutServers, ServerLost, Session
+from rl_accel.patches.seams import extends
+from rl_accel.patches.verl.interfaces import AgentLoopOutput, AgentLoopTQ, AgentLoopWorkerTQ
 from rl_accel.rollout.driver import Event, FailureLog, Job
+
+if TYPE_CHECKING:
+    _Worker = AgentLoopWorkerTQ
+else:
+    _Worker = object
 
 logger = logging.getLogger("rl_accel")
 
@@ -50,7 +57,8 @@ class Stored:
     metric: float | None = None
 
 
-class TailAgentLoopWorker(WorkerPart):
+@extends(AgentLoopWorkerTQ)
+class TailAgentLoopWorker(WorkerPart, _Worker):
     """Makes each training response a task of its own. Validation goes on as in verl.
 
     A cancelled response is reported as aborted, with what it had put into TransferQueue, after its engine request, its reward and
@@ -61,7 +69,7 @@ class TailAgentLoopWorker(WorkerPart):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.reward_loop_worker_handles = proxies(self.reward_loop_worker_handles, self.config)
+        self.reward_loop_worker_handles: Any = proxies(self.reward_loop_worker_handles, self.config)
         filter_groups = self.config.algorithm.get("filter_groups") or {}
         self._filter_metric = str(filter_groups.get("metric")) if filter_groups.get("enable", False) else None
         self._sessions: dict[int, Session] = {}
@@ -136,9 +144,10 @@ class TailAgentLoopWorker(WorkerPart):
         }
         if not prompt.pop("__do_sample__", True):
             # Not at the top: verl's trainers are imported with it, ours is then registered, and that one imports this module.
-            from verl.trainer.ppo.v1.agent_loop_tq import apply_greedy_sampling_params
+            from verl.trainer.ppo.v1 import agent_loop_tq
 
-            apply_greedy_sampling_params(sampling_params)
+            verls: AgentLoopTQ = agent_loop_tq
+            verls.apply_greedy_sampling_params(sampling_params)
         trajectory = {"step": job.step, "sample_index": prompt.get("index", 0), "rollout_n": 0, "validate": False}
         for number, response_id in enumerate(job.response_ids):
             session = self._sessions[response_id] = Session(response_id)
@@ -185,7 +194,7 @@ class TailAgentLoopWorker(WorkerPart):
         if session is not None:
             session.storing = True  # verl's next step is to write the trajectories
 
-    def _metric_of(self, output: Any) -> float | None:
+    def _metric_of(self, output: AgentLoopOutput) -> float | None:
         if self._filter_metric is None:
             return None
         others = output.extra_fields.get("reward_extra_info", {})

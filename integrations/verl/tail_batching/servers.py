@@ -14,15 +14,23 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
-from verl.workers.rollout.llm_server import LLMServerClient
 
 from rl_accel.integrations.verl.engines import Engine, engine_of, is_death
 from rl_accel.integrations.verl.reward_worker_proxy import cancel, outcome
+from rl_accel.patches.seams import extends
+from rl_accel.patches.verl import interfaces
+from rl_accel.patches.verl.interfaces import LLMServerManager, RolloutReplica, Server, TokenOutput
 from rl_accel.rollout.driver import ResponseLost, TokenRate
+from rl_accel.switch import forget_when_off
+
+if TYPE_CHECKING:
+    LLMServerClient = interfaces.LLMServerClient
+else:
+    from verl.workers.rollout.llm_server import LLMServerClient
 
 logger = logging.getLogger("rl_accel")
 
@@ -35,6 +43,7 @@ WATCH_SECONDS = 10.0
 """How often servers are looked at during a call to all, and how long one that died may keep it from ending."""
 
 TOKEN_RATE = TokenRate()
+forget_when_off.append(TOKEN_RATE.clear)
 
 
 @dataclass(eq=False)
@@ -80,17 +89,17 @@ def _in_one_line(error: BaseException) -> str:
     return str(getattr(error, "cause", None) or error).strip().splitlines()[0]
 
 
-async def find_dead(replicas: Sequence[Any]) -> list[Any]:
+async def find_dead(replicas: Sequence[RolloutReplica]) -> list[RolloutReplica]:
     """Return those of verl's replicas of which a server actor, or the engine that it holds, is dead."""
 
-    async def is_lost(replica: Any) -> bool:
+    async def is_lost(replica: RolloutReplica) -> bool:
         return any(await asyncio.gather(*map(_is_dead, replica.servers)))
 
     verdicts = await asyncio.gather(*map(is_lost, replicas))
     return [replica for replica, lost in zip(replicas, verdicts, strict=True) if lost]
 
 
-async def _is_dead(server: Any) -> bool:
+async def _is_dead(server: Server) -> bool:
     try:
         async with asyncio.timeout(PING_SECONDS):
             while True:
@@ -124,7 +133,7 @@ class CancellableServer:
         on_death: awaited, with what Ray says, before a call to a dead server raises.
     """
 
-    def __init__(self, server: Any, engine: Engine, on_death: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, server: Server, engine: Engine, on_death: Callable[[str], Awaitable[None]]) -> None:
         self._server = server
         self._engine = engine
         self._on_death = on_death
@@ -133,7 +142,7 @@ class CancellableServer:
     def generate(self) -> "CancellableServer":
         return self
 
-    async def remote(self, **request: Any) -> Any:
+    async def remote(self, **request: Any) -> TokenOutput:
         """Return the server's ``TokenOutput``.
 
         Raises:
@@ -151,9 +160,9 @@ class CancellableServer:
         try:
             output = await self._output(call)
         except asyncio.CancelledError:
-            output = await self._stop(call, request["request_id"])
+            partial = await self._stop(call, request["request_id"])
             seconds = time.perf_counter() - began
-            session.tokens += TOKEN_RATE.estimate(seconds) if output is None else len(output.token_ids)
+            session.tokens += TOKEN_RATE.estimate(seconds) if partial is None else len(partial.token_ids)
             raise
         finally:
             session.generating = False
@@ -165,7 +174,7 @@ class CancellableServer:
         TOKEN_RATE.add(len(output.token_ids), time.perf_counter() - began)
         return output
 
-    async def _output(self, call: Any) -> Any:
+    async def _output(self, call: Awaitable[TokenOutput]) -> TokenOutput:
         try:
             return await call
         except RayError as error:
@@ -175,7 +184,7 @@ class CancellableServer:
             await self._on_death(line)
             raise ServerDied(line) from error
 
-    async def _stop(self, call: Any, request_id: str) -> Any:
+    async def _stop(self, call: Awaitable[TokenOutput], request_id: str) -> TokenOutput | None:
         """End the call; return what it had generated, or None where that cannot be known."""
         if self._engine.aborts_by_id:
             try:
@@ -186,6 +195,7 @@ class CancellableServer:
         return await cancel(call)
 
 
+@extends(interfaces.LLMServerClient)
 class TailLLMServerClient(LLMServerClient):
     """verl's client for a sync trainer. A server that turns out to be dead is taken from the load balancer.
 
@@ -234,7 +244,7 @@ class RolloutServers:
         engine: what they generate with.
     """
 
-    def __init__(self, manager: Any, engine: Engine) -> None:
+    def __init__(self, manager: LLMServerManager, engine: Engine) -> None:
         self._manager = manager
         self._engine = engine
         self._aborted = False
@@ -303,7 +313,7 @@ class RolloutServers:
             ) from error
 
     @contextlib.contextmanager
-    def _watched(self, end: Callable[[list[Any]], None]) -> Iterator[None]:
+    def _watched(self, end: Callable[[list[RolloutReplica]], None]) -> Iterator[None]:
         """Call ``end`` with the dead replicas if the block does not end: vLLM never answers calls that its engine died under."""
         over = threading.Event()
 
@@ -325,7 +335,7 @@ class RolloutServers:
         finally:
             over.set()
 
-    def _end_training_workers(self, _dead: list[Any]) -> None:
+    def _end_training_workers(self, _dead: list[RolloutReplica]) -> None:
         for worker in (worker for replica in self._manager.get_replicas() for worker in replica.workers):
             ray.kill(worker)
 
@@ -353,7 +363,7 @@ class RolloutServers:
             ray.get(balancer.add_servers.remote(returned))
         return [replica.server_address for replica in dead]
 
-    def _start_again(self, replica: Any) -> None:
+    def _start_again(self, replica: RolloutReplica) -> None:
         name = f"rollout server {replica.server_address} (replica {replica.replica_rank})"
         if not self._engine.restarts_in_run:
             raise ServerLost(
@@ -372,7 +382,7 @@ class RolloutServers:
         logger.warning("rl-accel: %s had died and was started again; it joins with the next weights", name)
 
 
-def _end_servers(dead: list[Any]) -> None:
+def _end_servers(dead: list[RolloutReplica]) -> None:
     for server in (server for replica in dead for server in replica.servers):
         ray.kill(server)
 

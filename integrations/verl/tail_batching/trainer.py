@@ -4,30 +4,37 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import transfer_queue as tq
-from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from rl_accel.errors import RlAccelError
 from rl_accel.integrations.verl.engines import engine_of
 from rl_accel.integrations.verl.tail_batching import check_data, run_of
 from rl_accel.integrations.verl.tail_batching.agent_loop import RUN, Stored, Workers
 from rl_accel.integrations.verl.tail_batching.servers import RolloutServers, TailLLMServerClient
+from rl_accel.patches.seams import extends
 from rl_accel.patches.verl import config_intake
+from rl_accel.patches.verl.interfaces import AgentLoopManager, ReplayBuffer, SyncTrainer, TransferQueue
 from rl_accel.rollout import saved
 from rl_accel.rollout.driver import METRICS_PREFIX, PromptSupply, RolloutDriver
 from rl_accel.rollout.tail_batching import TailBatching
 
+if TYPE_CHECKING:
+    tq: TransferQueue
+    PPOTrainerSync = SyncTrainer
+else:
+    import transfer_queue as tq
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
 logger = logging.getLogger("rl_accel")
 
 
+@extends(SyncTrainer)
 class TailBatchingTrainer(PPOTrainerSync):
     """Strictly on-policy like its base; it differs in where a batch comes from and in what a checkpoint holds."""
 
-    def _build_replay_buffer(self) -> Any:
+    def _build_replay_buffer(self) -> ReplayBuffer:
         # verl's constructor calls this first. By any other name than "sync" the base class would buffer for asynchronous
         # training, keep prompts in TransferQueue, and save and restore what is in it, which after a resume would be ghosts.
         # What tail batching needs of the other modes, single prompts from the data loader, wiring sets itself.
@@ -40,7 +47,7 @@ class TailBatchingTrainer(PPOTrainerSync):
                 return self._play(global_steps)
             return sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
 
-        buffer.sample = sample_rounds
+        buffer.sample = sample_rounds  # type: ignore[method-assign]
         return buffer
 
     def _init_dataloader(self) -> None:
@@ -56,6 +63,8 @@ class TailBatchingTrainer(PPOTrainerSync):
     def _fetch_row(self) -> dict[str, Any]:
         """Return the next row as the plain dict an agent loop is called with. Wiring has made the data loader's batches one row."""
         row: dict[str, Any] = self._fetch_one_gen_batch()[0].clone().to_dict()
+        if not self._supply.fetched:
+            saved.packed(row)  # refused now, not at the first checkpoint
         return row
 
     def _data_id(self) -> str:
@@ -69,7 +78,7 @@ class TailBatchingTrainer(PPOTrainerSync):
         client: TailLLMServerClient = self.llm_server_manager.get_client(client_cls=TailLLMServerClient)
         return client
 
-    def fit(self, agent_loop_manager: Any) -> None:
+    def fit(self, agent_loop_manager: AgentLoopManager) -> None:
         """Train; see the base class. The workers of ``agent_loop_manager`` must be able to cancel."""
         if foreign := len(_stored()):
             raise RlAccelError(
@@ -89,7 +98,7 @@ class TailBatchingTrainer(PPOTrainerSync):
         """Submit nothing: a round takes its prompts as it needs them."""
         return {}
 
-    def _play(self, step: int) -> tuple[KVBatchMeta, dict[str, float]]:
+    def _play(self, step: int) -> tuple[Any, dict[str, float]]:
         result = self._driver.play(step, max(self._last_step - step + 1, 1))
         stored = _stored()
         keys = [key for response in result.results for key in response.keys]
@@ -100,7 +109,7 @@ class TailBatchingTrainer(PPOTrainerSync):
             )
             tq.kv_clear(keys=ghosts, partition_id="train")
         self._log.add(step, result)
-        meta = KVBatchMeta(partition_id="train", keys=keys, tags=[stored[key] for key in keys])
+        meta = tq.KVBatchMeta(partition_id="train", keys=keys, tags=[stored[key] for key in keys])
         return meta, result.metrics() | {f"{METRICS_PREFIX}ghost_keys": float(len(ghosts))}
 
     def on_init_end(self) -> None:

@@ -11,15 +11,9 @@ from rl_accel.errors import refuse
 from rl_accel.features import TailBatchingFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.tail_batching import FLAG, MODE, WORKER_PART, run_of
-from rl_accel.patches.seams import Registration, Seams
+from rl_accel.patches.seams import Registration
 from rl_accel.patches.verl.verl_run import VerlRun
 
-SEAMS: Seams = {
-    "verl.trainer.ppo.v1.trainer_base:PPOTrainer.prepare_step": ("self",),
-    "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ": None,
-    "verl.trainer.ppo.v1:PPOTrainerSync": None,
-}
-"""verl 0.9.1 has them."""
 _refuse = functools.partial(refuse, FLAG)
 _MODE_KEY = "trainer.v1.trainer_mode"
 

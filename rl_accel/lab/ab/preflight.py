@@ -4,13 +4,14 @@ A recipe of verl is composed by hydra as its main would, and its sections are co
 arguments of slime go through slime's own parser, where Megatron-LM is importable. Nothing is downloaded and nothing is started.
 """
 
+import functools
 import importlib.metadata
 import importlib.util
 import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -219,8 +220,24 @@ def _files(what: str, paths: Sequence[Any], prepared: bool = False) -> Iterator[
         yield f"{what} {path}", *(("works", "") if Path(path).expanduser().exists() else absent)
 
 
+@functools.cache
+def _configuration(path: str) -> Mapping[str, Any] | None:
+    """Return a model's configuration if it is on this machine. The hub is not asked: without a network each try takes seconds."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if not Path(path, "config.json").is_file():
+        try:
+            file = try_to_load_from_cache(path, "config.json")
+        except ValueError:  # not the name of a model
+            return None
+        if not isinstance(file, str):
+            return None
+        path = os.path.dirname(file)
+    return read_configuration(path, False)
+
+
 def _model(path: str, prepared: bool = False) -> Iterator[Row]:
-    if read_configuration(path, False) is not None:
+    if _configuration(path) is not None:
         yield f"model {path}", "works", ""
     elif prepared or not Path(path).is_absolute():
         yield f"model {path}", "unknown", "not in the cache here; the recipe's prepare command fetches or makes it"
@@ -232,7 +249,7 @@ def _memory(path: str, tp: int, gpus: int, share: float, tokens: int, training: 
     """Bytes of a GPU: the rollout engine's at ``tp``, and what training holds a parameter, (on each GPU, over all GPUs)."""
     import torch
 
-    configuration = read_configuration(path, False)
+    configuration = _configuration(path)
     memory = None if configuration is None else read_memory(configuration)
     if memory is None:
         yield "GPU memory", "unknown", "the model's configuration is not here, or its family is not known"

@@ -29,7 +29,7 @@ from rich.table import Table
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.lab.bench.measure import console_of_benchmark, met, output_folder, results_files
 from rl_accel.processes import become_subreaper, descendants
-from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
+from rl_accel.reward.adaptive_timeout import PROGRAM_BUDGET, AdaptiveTimeout
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.execution import ExecutionResult
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
@@ -345,7 +345,7 @@ def kill_verdict(killed: int, correct: int) -> str:
 def policies(scale: float) -> dict[str, RewardTimeoutFlags]:
     """Return the flags of both arms, our defaults with every time multiplied by ``scale``; ``fixed`` never adapts."""
     ours = RewardTimeoutFlags()
-    ours = replace(ours, slack=ours.slack * scale, minimum=ours.minimum * scale, maximum=ours.maximum * scale)
+    ours = replace(ours, slack=ours.slack * scale, minimum=ours.minimum * scale, maximum=PROGRAM_BUDGET * scale)
     return {"fixed": replace(ours, min_correct=NEVER), "adaptive": ours}
 
 

@@ -6,9 +6,10 @@ Nothing here runs unless that variable is set. :func:`activate` is then called i
 import os
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rl_accel.telemetry.server_counters import Reading
+if TYPE_CHECKING:  # every process that imports verl, on whatever platform, imports this package
+    from rl_accel.telemetry.server_counters import Reading
 
 PLATFORM = "cpu"
 ROLLOUT = "hf_cpu"
@@ -86,7 +87,7 @@ def _stop(server: Any, request_id: str) -> None:
     server._engine.abort(request_id)
 
 
-def _read_counters(servers: Sequence[str]) -> Mapping[str, Reading | None]:
+def _read_counters(servers: Sequence[str]) -> Mapping[str, "Reading | None"]:
     from rl_accel.lab.verl_cpu.rollout import read_counters
 
     return read_counters(servers)

@@ -233,6 +233,7 @@ SWITCHES: tuple[Patch, ...] = (
         params=("timeout_second", "backend"),
         make=_one_backend,
         no_seam="the backend string is built from the platform's device and backend names; on a CPU it names cpu:gloo twice",
+        remove_when="verl names each backend of a process group once",
     ),
     Patch(
         name="verl.cpu.value_model",
@@ -241,6 +242,7 @@ SWITCHES: tuple[Patch, ...] = (
         params=("local_path", "torch_dtype", "model_config", "trust_remote_code"),
         make=_value_model_with_configured_attention,
         no_seam="the critic is always loaded with flash_attention_2, whatever attn_implementation the config names",
+        remove_when="the critic follows attn_implementation",
     ),
     Patch(
         name="verl.cpu.offload_policy",
@@ -249,6 +251,7 @@ SWITCHES: tuple[Patch, ...] = (
         params=("model", "fsdp_kwargs", "config"),
         make=_parameters_stay,
         no_seam="a forward-only FSDP2 engine always offloads to pinned memory, which needs an accelerator",
+        remove_when="pinned memory is used only where there is an accelerator",
     ),
     Patch(
         name="verl.cpu.preflight",
@@ -257,6 +260,7 @@ SWITCHES: tuple[Patch, ...] = (
         params=("config",),
         make=_check_first,
         no_seam="the function sets trainer.device for two platforms by name and asks no other",
+        remove_when="verl asks its platforms for trainer.device",
     ),
     Patch(
         name="verl.cpu.prompt_numbers",
@@ -265,6 +269,7 @@ SWITCHES: tuple[Patch, ...] = (
         params=("self", "prompts"),
         make=_number_prompts,
         no_seam="agent_loop_manager_class takes one class, and a run may need it for its own",
+        remove_when="prompts have numbers of their own",
     ),
     Patch(
         name="verl.cpu.response_seeds",
@@ -273,6 +278,7 @@ SWITCHES: tuple[Patch, ...] = (
         params=("self", "sampling_params", "trajectory", "agent_name", "trace", "kwargs"),
         make=_seed_responses,
         no_seam="a server is told neither which prompt of the batch nor which session a request is",
+        remove_when="servers are told a seed for each response",
     ),
     Patch(
         name="verl.cpu.row_order",
@@ -281,5 +287,6 @@ SWITCHES: tuple[Patch, ...] = (
         params=("self", "partition_id", "selected_prompt_uids", "partition_snapshot"),
         make=_order_rows,
         no_seam="custom_sampler takes one class, and a run may need it for its own",
+        remove_when="rows are in the order of the prompts",
     ),
 )

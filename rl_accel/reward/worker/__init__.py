@@ -1,14 +1,16 @@
-"""A worker: the warm process that forks for each execution, watches the fork, and leaves nothing of it behind.
+"""A worker: the process that watches an execution, and ends it and all it started at a limit.
 
-This file holds the messages between a worker and the trainer, each of them JSON and raw bytes after it. It is also the script that
-starts a worker, ``python <this file> <number of a socket>``. A worker imports the standard library only, so that a fork has what
-programs usually import and nothing of the trainer.
+For untrusted code it forks one process for each execution (``server``); a trusted grader lives on, in a process that serves call
+after call and is replaced after a limit has stopped it (``keeper``). This file holds the messages between a worker and the trainer,
+each of them JSON and raw bytes after it. It is also the script that starts a worker, ``python <this file> <number of a socket>``.
+A worker imports the standard library only, so that a fork has what programs usually import and nothing of the trainer.
 """
 
 import importlib
 import importlib.util
 import json
 import os
+import pickle
 import select
 import socket
 import struct
@@ -33,12 +35,20 @@ class Start:
         folder: where a worker makes the folder that untrusted code runs in.
         target: the grader, "module:function" or "/path/file.py:function"; "" if programs are run.
         path: ``sys.path``; None leaves it as it is.
+        in_thread: call a trusted grader in a thread that is not the main one, as frameworks do that call graders in an executor.
+        environment: variables that a trusted grader has beside those of the trainer.
+        reseed: draw other random numbers than a process that has imported the same grader before.
+        setup: "module:function", called with ``environment`` in each process of a trusted grader before the first call.
     """
 
     isolation: str
     folder: str = ""
     target: str = ""
     path: list[str] | None = None
+    in_thread: bool = False
+    reseed: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+    setup: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,8 @@ class Order:
     """What to execute: a program on a case, or else the grader, whose pickled keyword arguments are the message's bytes.
 
     A later message ``{"stop": True}`` stops it; ``{"wall": ..., "cpu": ...}`` are new limits. The answer has the fields of an
-    :class:`rl_accel.reward.execution.ExecutionResult`; its bytes are the value, pickled.
+    :class:`rl_accel.reward.execution.ExecutionResult`; its bytes are the value, or the exception, pickled. With ``renews`` the
+    worker replaces its process: it takes no order before it has said that it is ready, in a message like its first.
 
     Attributes:
         limits: by name, see :class:`rl_accel.reward.execution.Limits`.
@@ -73,7 +84,7 @@ class Channel:
     def __init__(self, control: socket.socket, reaper: int | None = None) -> None:
         self.control = control
         self.descriptors = {control.fileno()} if reaper is None else {control.fileno(), reaper}
-        self._reaper = reaper
+        self.reaper = reaper
         self._poll = select.poll()
         for descriptor in self.descriptors:
             self._poll.register(descriptor, select.POLLIN)
@@ -84,7 +95,7 @@ class Channel:
         Raises:
             Gone: there will be none.
         """
-        if self._reaper in {descriptor for descriptor, _ in self._poll.poll()}:
+        if self.reaper in {descriptor for descriptor, _ in self._poll.poll()}:
             raise Gone
         head_size, size = SIZES.unpack(self._receive(SIZES.size))
         return json.loads(self._receive(head_size)), self._receive(size)
@@ -113,10 +124,40 @@ class Channel:
         return bytes(data)
 
 
+def dumps(value: Any) -> bytes:
+    """Return ``value`` pickled: by cloudpickle what pickle cannot, and what another process would not find in its ``__main__``.
+
+    Raises:
+        Exception: neither can.
+    """
+    try:
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        if b"__main__" not in data:
+            return data
+    except Exception as error:
+        cause: Exception | None = error
+    else:
+        cause = None
+    try:
+        import cloudpickle
+    except ImportError:
+        if cause is None:
+            return data
+        raise cause from None
+    plain: bytes = cloudpickle.dumps(value)
+    return plain
+
+
 def encode(message: Message, payload: bytes) -> bytes:
     """Return a message as it is sent."""
     head = json.dumps(message).encode()
     return SIZES.pack(len(head), len(payload)) + head + payload
+
+
+def decode(data: bytearray) -> tuple[Message, bytes]:
+    """Return the message that is ``data``, whole, as :func:`encode` makes it."""
+    end = SIZES.size + SIZES.unpack_from(data)[0]
+    return json.loads(data[SIZES.size : end]), bytes(memoryview(data)[end:])
 
 
 def _main() -> None:

@@ -1,5 +1,6 @@
-"""What a fork of the worker executes, a program on a test case or a grader, and what the worker makes of its report."""
+"""What a process of a worker executes, a program on a test case or a grader, and what the worker makes of its report."""
 
+import copyreg
 import importlib
 import importlib.util
 import io
@@ -7,8 +8,11 @@ import json
 import os
 import pickle
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
+
+from . import dumps
 
 Grader = Callable[..., Any]
 REPORT_BYTES = 1 << 16
@@ -99,20 +103,17 @@ def find_grader(target: str, arguments: dict[str, Any] | None) -> Grader:
 
 
 def _load(path: str) -> Any:
-    name = os.path.splitext(os.path.basename(path))[0]
-    if name in sys.modules:
-        name = f"{name}_of_rl_accel"
-    spec = importlib.util.spec_from_file_location(name, path)
+    """Execute a file as a module that has no place in ``sys.modules``: a file may be called like a package that it imports."""
+    spec = importlib.util.spec_from_file_location(f"grader_{abs(hash(path))}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
-def grade(grader: Grader, payload: bytes, plain: bool) -> bytes:
-    """Return the report of one call: a line of JSON with ``verdict`` and ``reason``, and the pickled value.
+def grade(grader: Grader, payload: bytes, plain: bool) -> tuple[dict[str, str], bytes]:
+    """Return the report of one call: ``verdict`` and ``reason``, and the pickled value, or the exception unless ``plain``.
 
     Args:
         grader: the function.
@@ -121,12 +122,41 @@ def grade(grader: Grader, payload: bytes, plain: bool) -> bytes:
     """
     try:
         value = grader(**pickle.loads(payload))
-        body = pickle.dumps(_plain(value) if plain else value, pickle.HIGHEST_PROTOCOL)
+        body = pickle.dumps(_plain(value), pickle.HIGHEST_PROTOCOL) if plain else dumps(value)
         head = {"verdict": "done", "reason": ""}
     except BaseException as error:
-        body = b""
+        body = b"" if plain else _pickled(error)
         head = {"verdict": "error", "reason": _describe(error)}
-    return json.dumps(head).encode() + b"\n" + body
+    return head, body
+
+
+def _pickled(error: BaseException) -> bytes:
+    """The exception, with its traceback as a note; an Exception of the same text for one that would end the trainer's thread."""
+    try:
+        trace = "".join(traceback.format_exception(error))
+        if not isinstance(error, Exception):
+            error = RuntimeError(_describe(error))
+        error.add_note(f"In the process of the grader:\n{trace}")
+        if not _is_picklable(error):  # its constructor wants other arguments than it keeps, or it holds a lock, say
+            copyreg.pickle(type(error), _without_constructor)
+        if _is_picklable(error):
+            return dumps(error)
+    except BaseException:
+        pass  # it cannot even be described
+    return dumps(RuntimeError(_describe(error)))
+
+
+def _without_constructor(error: Exception) -> Any:
+    state = {name: value for name, value in vars(error).items() if _is_picklable(value)}
+    return copyreg.__newobj__, (type(error), *filter(_is_picklable, error.args)), state  # type: ignore[attr-defined]
+
+
+def _is_picklable(value: Any) -> bool:
+    try:
+        pickle.loads(dumps(value))
+    except Exception:
+        return False
+    return True
 
 
 def _plain(value: Any) -> Any:
@@ -148,6 +178,13 @@ def _plain(value: Any) -> Any:
         if isinstance(value, base):  # an enum's member, say
             return base(value)
     raise TypeError(f"an isolated grader returns numbers, text, lists and dicts, found {type(value).__name__}")
+
+
+def problem_of(error: BaseException) -> str:
+    """Return what an import raised, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    return f"{_describe(error)}{place}"
 
 
 def _describe(error: BaseException) -> str:

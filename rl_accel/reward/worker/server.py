@@ -1,4 +1,7 @@
-"""The life of a worker: its start, its loop of one order, one fork, one answer, and the reaper that outlives it."""
+"""The life of a worker: its start, its loop of one order, one fork, one answer, and the reaper that outlives it.
+
+A trusted grader has no fork for each order: ``keeper`` takes the place of the loop.
+"""
 
 import contextlib
 import fcntl
@@ -14,13 +17,12 @@ import signal
 import socket
 import sys
 import tempfile
-import traceback
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NoReturn
 
 from . import Channel, Gone, Order, Start
-from .child import REPORT_BYTES, Grader, find_grader, grade, run_program, verdict_of
+from .child import REPORT_BYTES, Grader, find_grader, grade, problem_of, run_program, verdict_of
 from .isolation import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
@@ -36,6 +38,7 @@ from .isolation import (
     prctl,
     remove,
 )
+from .keeper import Keeper
 from .watch import Sink, Watch, descendants, kill_all, threads_of_user
 
 END_SECONDS = 3.0
@@ -86,7 +89,11 @@ def main(descriptor: int) -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getpid() == 1:
         mount_own_proc()
-    Server(Channel(control, reaper), start, folder, identity, unseen_threads).serve(payload)
+    channel = Channel(control, reaper)
+    if start.isolation:
+        Server(channel, start, folder, identity, unseen_threads).serve(payload)
+    else:
+        Keeper(channel, start, payload).serve()
     os._exit(0)
 
 
@@ -117,12 +124,12 @@ def _reap(worker: int, control: socket.socket, folder: str, identity: Identity |
 
 @dataclass(frozen=True)
 class Server:
-    """Executes orders.
+    """Executes orders of untrusted code.
 
     Attributes:
         channel: where they come from.
         start: the first message.
-        folder: the worker's own; "" for a trusted grader.
+        folder: the worker's own.
         identity: the user that untrusted code runs as; None: this one.
         unseen_threads: threads that this user has outside of this PID namespace.
     """
@@ -139,19 +146,16 @@ class Server:
         try:
             grader = _import(self.start, payload)
         except BaseException as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            place = f" ({frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
-            problem = f"{type(error).__name__}: {error}{place}"
-        isolation = self.start.isolation
-        wrapped = isolation == "bubblewrap"
+            problem = problem_of(error)
+        wrapped = self.start.isolation == "bubblewrap"
         apart = {
-            "network": wrapped or (bool(isolation) and leave_network()),
+            "network": wrapped or leave_network(),
             "processes": os.getpid() == 1,
             "files": wrapped or self.identity is not None,
         }
         if self.identity and not problem:
             problem = let_interpreter_be_read()
-        if isolation and not self.identity:
+        if not self.identity:
             prctl(PR_SET_DUMPABLE, 0)  # a program of the same user cannot attach to this process
         gc.collect()
         gc.freeze()  # a collection in a fork would copy every page
@@ -167,12 +171,11 @@ class Server:
 
     def _execute(self, order: Order, payload: bytes, grader: Grader | None, spared: Collection[int]) -> None:
         """Execute an order and answer it when its last process has gone. Its folder goes after that: it may hold much."""
-        untrusted, limits = bool(self.start.isolation), order.limits
+        limits = order.limits
         with contextlib.ExitStack() as stack:
             folder = os.path.join(self.folder, "run")
-            if untrusted:
-                stack.callback(remove, folder)
-                os.mkdir(folder, 0o700)
+            stack.callback(remove, folder)
+            os.mkdir(folder, 0o700)
             if self.identity:
                 stack.callback(self.identity.remove_files)
                 os.chown(folder, self.identity.uid, self.identity.uid)
@@ -182,18 +185,17 @@ class Server:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()  # or the fork would print it a second time
-            most = REPORT_BYTES if grader is None else limits["memory"] if untrusted else math.inf
-            watched = limits if untrusted else {"wall": limits["wall"], "cpu": limits["cpu"]}
-            said, printed = Sink(report, most), Sink(output, limits["output_bytes"])
-            watch = Watch(watched, self.channel, spared, said, printed)
+            said = Sink(report, REPORT_BYTES if grader is None else limits["memory"])
+            printed = Sink(output, limits["output_bytes"])
+            watch = Watch(limits, self.channel, spared, said, printed)
             child = os.fork()
             if child == 0:
                 self._run_child(order, payload, grader, folder, to_output, to_report)
             os.close(to_report)
             os.close(to_output)
-            stopped, status, seconds = watch.until_gone(child)
+            stopped, status, seconds = watch.until_over(child)
             text = printed.data.decode(errors="replace")
-            verdict, reason, value = verdict_of(stopped, status, bytes(said.data), text, order.case, grader)
+            verdict, reason, value = verdict_of(stopped, status or 0, bytes(said.data), text, order.case, grader)
             result = {"verdict": verdict, "reason": reason, "output": text[:OUTPUT_KEPT], **seconds}
             self.channel.send(result, value)
 
@@ -207,8 +209,7 @@ class Server:
                 self.channel.control.close()
                 with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
                     file.write("1000")  # where memory ends, this goes before the trainer does
-                if self.start.isolation:
-                    report = self._confine(order, folder, output, report)
+                report = self._confine(order, folder, output, report)
                 prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which would reset it
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             except BaseException as error:
@@ -218,7 +219,8 @@ class Server:
             if grader is None:
                 text = run_program(order.code, order.case)
             else:
-                text = grade(grader, payload, plain=bool(self.start.isolation))
+                head, body = grade(grader, payload, plain=True)
+                text = json.dumps(head).encode() + b"\n" + body
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(BaseException):
                     stream.flush()

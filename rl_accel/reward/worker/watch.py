@@ -1,4 +1,4 @@
-"""Watches an execution until it ends or a limit stops it, and ends all processes below this one."""
+"""Watches an execution until it ends, answers or a limit stops it, and ends all processes below this one."""
 
 import contextlib
 import math
@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from . import Channel
+from . import SIZES, Channel
 
 LOOK_SECONDS = 0.02
 WAITED_FACTOR = 10.0
@@ -19,10 +19,14 @@ LATE_SECONDS = 0.1
 """If a look comes later than this, the machine was busy or stood still: the delay does not count against the wall limit."""
 ALIVE_SECONDS = 1.0
 """So often an execution that is beyond its wall limit, because it waited, tells the trainer that it is still watched."""
+TELL_SECONDS = 0.1
+"""After so long, and twice as long, and so on, an execution that lives on tells the trainer whether it waits."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MOST_PROCESSES = 100_000
+_waits_before: dict[str, float] = {}
+"""Seconds that threads had waited for a processor before the execution that is watched now, by the thread's folder in /proc."""
 _TIMES, _RESIDENT, _STACK = slice(11, 15), 21, 25
 """Where the kernel's line says processor ticks (its own, and those of children waited for), pages, and the address of the stack."""
 
@@ -39,6 +43,11 @@ class Sink:
     @property
     def full(self) -> bool:
         return len(self.data) > self._most
+
+    @property
+    def whole(self) -> bool:
+        """Whether a message of two parts has come, as :func:`rl_accel.reward.worker.encode` makes them."""
+        return len(self.data) >= SIZES.size and len(self.data) == SIZES.size + sum(SIZES.unpack_from(self.data))
 
     def read(self) -> bool:
         """Take what is there now; False at the end."""
@@ -67,45 +76,80 @@ class Watch:
         limits: "wall" and "cpu" seconds, and, where they hold, resident bytes ("memory") and threads ("processes"). Changed here.
         channel: any message stops the execution, save new limits.
         spared: children of this process that are not of the execution.
-        report, output: what it says and prints.
+        report, output: what it says and prints; None: what it prints is not looked at.
+        lives_on: the first process does not end with the execution, but reports in a message.
     """
 
     limits: dict[str, float]
     channel: Channel
     spared: Collection[int]
     report: Sink
-    output: Sink
+    output: Sink | None = None
+    lives_on: bool = False
     _waited: dict[str, float] = field(default_factory=dict, init=False)
     """Seconds by thread."""
     _paused: float = field(default=0.0, init=False)
     """Seconds by which looks came late: this process had no processor either, or the machine stood still."""
-    _cpu_before: float = field(default_factory=cpu_of_ended, init=False)
+    _cpu_before: float = field(default=0.0, init=False)
     _began: float = field(default_factory=time.monotonic, init=False)
+    _looked: bool = field(default=False, init=False)
+    _tell_at: float = field(default_factory=lambda: time.monotonic() + TELL_SECONDS, init=False)
     _alive_at: float = field(default=0.0, init=False)
 
-    def until_gone(self, child: int) -> tuple[str, int, dict[str, float]]:
-        """Wait until ``child``, its first process, ends or a limit stops it, and end all that is left of it.
+    def __post_init__(self) -> None:
+        _waits_before.clear()
+        self._cpu_before = cpu_of_ended()
+
+    def _look_for_the_first_time(self) -> None:
+        """Take what processes that live on have used before this execution, at its first look: most have ended by then."""
+        self._looked = True
+        living = descendants(self.spared)
+        self._cpu_before = cpu_of_ended() + _cpu_of(living)
+        _waits_before.update({thread: _seconds_waited(thread) for pid in living for thread in _threads(pid)})
+
+    def _tell_whether_it_waits(self) -> None:
+        """Tell the trainer whether the execution has waited, for others than a processor, for most of its time."""
+        wall = time.monotonic() - self._began
+        cpu = cpu_of_ended() + _cpu_of(descendants(self.spared)) - self._cpu_before
+        self.channel.send({"alive": True, "waits": cpu + self._waited_of(wall, cpu) < wall / 2})
+        self._tell_at = self._began + 2 * wall
+
+    def until_over(self, child: int) -> tuple[str, int | None, dict[str, float]]:
+        """Wait until ``child``, its first process, answers, ends or a limit stops it. Unless it has answered, end all that is left.
 
         Returns:
-            The limit that stopped it, or "" if it ended by itself; its status then, as ``os.waitpid`` gives it; and the seconds
-            ``wall`` and ``cpu`` of all its processes, and ``waited`` of ``wall`` in which it was ready and had no processor.
+            The limit that stopped it, or ""; the status of ``child`` if it ended by itself, as ``os.waitpid`` gives it, None if it
+            has answered; and the seconds ``wall`` and ``cpu`` of all its processes, and ``waited`` of ``wall`` in which it was
+            ready and had no processor.
 
         Raises:
             Gone: nobody waits for it any more; nothing is ended then.
         """
         stopped, status = self._until_end(child)
         wall = time.monotonic() - self._began
+        if status is None and not self._looked:
+            return "", None, {"wall": wall, "cpu": 0.0, "waited": 0.0}
+        if status is None:
+            self._exceeded(child)  # looks at what it waited
+            cpu = max(0.0, cpu_of_ended() + _cpu_of(descendants(self.spared)) - self._cpu_before)
+            return "", None, {"wall": wall, "cpu": cpu, "waited": self._waited_of(wall, cpu)}
         kill_all(self.spared)
-        cpu = cpu_of_ended() - self._cpu_before
+        cpu = max(0.0, cpu_of_ended() - self._cpu_before)
         if not stopped and os.WIFSIGNALED(status) and cpu > self.limits["cpu"]:
             stopped = "cpu"  # the kernel's own limit struck before this watch, which had no processor, could look
-        for sink in (self.report, self.output):
+        for sink in self._sinks():
             sink.read()  # what is still in the pipe
         return stopped, status, {"wall": wall, "cpu": cpu, "waited": self._waited_of(wall, cpu)}
 
-    def _until_end(self, child: int) -> tuple[str, int]:
-        """Wait; return the limit that it exceeded ("cancelled" on a message), or "" if it ended by itself, and then its status."""
-        sinks = {sink.descriptor: sink for sink in (self.report, self.output)}
+    def _sinks(self) -> list[Sink]:
+        return [self.report] if self.output is None else [self.report, self.output]
+
+    def _until_end(self, child: int) -> tuple[str, int | None]:
+        """Wait; return the limit that it exceeded ("cancelled" on a message), or "" if it ended by itself, and then its status.
+
+        None stands for the status of one that has answered and lives on.
+        """
+        sinks = {sink.descriptor: sink for sink in self._sinks()}
         ended = os.pidfd_open(child)
         poll = select.poll()
         for descriptor in (*self.channel.descriptors, *sinks, ended):
@@ -123,7 +167,9 @@ class Watch:
                 for descriptor in ready & sinks.keys():
                     if not sinks[descriptor].read():
                         poll.unregister(descriptor)
-                if self.output.full or self.report.full:
+                if self.lives_on and self.report.whole:
+                    return "", None
+                if any(sink.full for sink in sinks.values()):
                     return "output", -1
                 if ended in ready:
                     self._look_at_waits([f"/proc/{child}/task/{child}"])
@@ -131,7 +177,11 @@ class Watch:
                 late = time.monotonic() - look_at
                 if late >= 0:
                     self._paused += late if late > LATE_SECONDS else 0.0
-                    if exceeded := self._exceeded(child):
+                    if self.lives_on and not self._looked:
+                        self._look_for_the_first_time()
+                    elif self.lives_on and time.monotonic() > self._tell_at:
+                        self._tell_whether_it_waits()
+                    elif exceeded := self._exceeded(child):
                         return exceeded, -1
                     look_at = time.monotonic() + LOOK_SECONDS
         finally:
@@ -192,8 +242,17 @@ def _threads(pid: int) -> list[str]:
 def _seconds_waited(folder: str) -> float:
     """Seconds that a thread, or a process's main one, was ready and had no processor; also of one that nobody has waited for."""
     with contextlib.suppress(OSError, IndexError, ValueError), open(f"{folder}/schedstat") as file:
-        return int(file.read().split()[1]) / 1e9
+        return int(file.read().split()[1]) / 1e9 - _waits_before.get(folder, 0.0)
     return 0.0
+
+
+def _cpu_of(processes: Collection[int]) -> float:
+    """Processor seconds of living processes, with those of children that they have waited for."""
+    ticks = 0
+    for pid in processes:
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            ticks += sum(map(int, _stat(pid)[_TIMES]))
+    return ticks / _TICKS
 
 
 def descendants(spared: Collection[int] = ()) -> list[int]:

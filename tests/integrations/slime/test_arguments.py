@@ -2,13 +2,15 @@
 
 import json
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+import rl_accel
 from rl_accel.errors import ConfigError
 from rl_accel.features import (
     REWARD_TIMEOUT,
+    SAMPLER,
     SLIME_ROLLOUT,
     TAIL_BATCHING,
     RewardTimeoutFlags,
@@ -71,6 +73,11 @@ TAIL_ON = TailBatchingFlags(enable=True)
             r"hook_path to hold rl_accel.*found \['my\.hook'\]",
         ),
         ("reward_timeout", {"flags": {"grader": reward_timeout.RM_HOOK}}, "grader wants the .* --custom-rm-path named"),
+        (
+            "reward_timeout",
+            {"flags": {"grader": "slime.rollout.on_policy_distillation.reward_func"}},
+            "found slime's on-policy distillation",
+        ),
         ("reward_timeout", {"flags": {"enable": False}}, r"rl_accel\.reward_timeout\.enable is not set"),
         ("tp_replan", {"rollout_external": True}, "rollout_external to be unset"),
         ("tp_replan", {"prefill_num_servers": 1}, "prefill_num_servers to be unset, found 1"),
@@ -268,3 +275,13 @@ print(json.dumps(ray.get(ray.remote(num_cpus=0)(of_this_job).remote())))
     )
     found = {"a": 'a "b" c', "b": "it's", "c": '{"d": 1}', "e": "", "data_source_path": "my.Source"}
     assert json.loads(done.stdout.splitlines()[-1]) == found, done.stderr
+
+
+@pytest.mark.parametrize(("given", "requested"), [({"sampler": True}, "by name"), ({}, "off"), (None, "off")])
+def test_after_disable_the_flags_of_the_next_run_count_again(flags_end, monkeypatch, given, requested):
+    monkeypatch.setenv("RL_ACCEL_CONFIG", "sampler: true")
+    args = SimpleNamespace(rl_accel=given)
+    for _ in range(2):
+        rl_accel.disable()
+        assert hooks.flags_of(args).requested(SAMPLER) == requested
+        assert rl_accel.status()["sampler"].requested == requested

@@ -81,7 +81,7 @@ def test_an_unknown_feature_is_named():
         ("tail_batching", {"prompt_ration": 1.5}, r"unknown key rl_accel\.tail_batching\.prompt_ration"),
         (
             "reward_timeout",
-            {"minimum": 40},
+            {"minimum": 40, "maximum": 30},
             r"rl_accel\.reward_timeout: maximum must be at least minimum = 40, found 30",
         ),
         ("tp_replan", {"min_tp": 4, "max_tp": 2}, r"rl_accel\.tp_replan: max_tp must be at least min_tp = 4, found 2"),

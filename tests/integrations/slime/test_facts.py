@@ -4,6 +4,7 @@
 """
 
 import ast
+import inspect
 import json
 import re
 import subprocess
@@ -14,14 +15,13 @@ import pytest
 
 from rl_accel.errors import PatchRefused
 from rl_accel.features import TAIL_BATCHING
-from rl_accel.integrations.slime import launch_line, tail_batching, tp_replan
-from rl_accel.integrations.slime import reward_timeout as reward_seams
+from rl_accel.integrations.slime import interfaces, launch_line, reward_timeout, tail_batching, tp_replan
+from rl_accel.patches import seams
 from rl_accel.patches.slime import gae, reinforce_plus_plus, requests
 from rl_accel.switch import SwitchState
 
 RECORDED = json.loads(Path(__file__).with_name("facts.json").read_text())
-SEAMS = (tail_batching, reward_seams, tp_replan)
-CHECKS = tuple(check for module in SEAMS for check in module.SWITCHES)
+CHECKS = tuple(check for module in (tail_batching, reward_timeout, tp_replan) for check in module.SWITCHES)
 SWITCHES = (*gae.SWITCHES, *reinforce_plus_plus.SWITCHES, *requests.SWITCHES)
 
 
@@ -30,13 +30,23 @@ def _definition(patch):
     return next(where for where in (patch.target, *patch.bindings) if ".utils." in where)
 
 
+def _functions(interface):
+    """Parameters, of modules' functions only, as facts name them."""
+    (target,) = seams._targets[interface]
+    for name, function in seams._members(interface).items() if ":" not in target else ():
+        if function is not None:
+            _, *params = inspect.signature(function).parameters.values()
+            yield f"{target}:{name}", [p.name for p in params if p.kind is not p.VAR_POSITIONAL]
+
+
+INTERFACES = {interface for check in CHECKS for interface in check.interfaces}
 WANTED = {
-    **{where: list(params) for check in CHECKS for where, params in check.seams.items()},
+    **dict(each for interface in INTERFACES for each in _functions(interface)),
     **{_definition(patch): list(patch.params) for patch in SWITCHES},
 }
 """Parameters by function, as our patches and adapters expect them."""
-SAMPLE_FIELDS = {name for check in CHECKS for name in check.attributes["slime.utils.types:Sample"]}
-"""Fields of ``Sample`` that features read."""
+SAMPLE_FIELDS = {*seams._members(interfaces.Sample)}
+"""Fields and methods of ``Sample`` that features use."""
 
 
 def arguments():
@@ -44,7 +54,7 @@ def arguments():
     sources = Path(tail_batching.__file__).parent.glob("*.py")
     read = {name for file in sources for name in re.findall(r"args\.(\w+)", file.read_text())}
     read -= {"load", "save", "sglang_router_ip", "sglang_router_port"}
-    named = {name for module in (reward_seams, tp_replan) for name in module.ARGUMENTS}
+    named = {name for module in (reward_timeout, tp_replan) for name in module.ARGUMENTS}
     named |= {
         "advantage_estimator",
         "custom_advantage_function_path",
@@ -83,11 +93,13 @@ def facts_of(root):
     default = r'"--{}",\s+type=str,\s+default="(.*?)"'
     defaults = {key: re.findall(default.format(key.replace("_", "-")), source) for key in launch_line.STOCK}
     negated = {"rollout_global_dataset"} if "disable-rollout-global-dataset" in flags else set()
+    members = {n.target.id for n in sample.body if isinstance(n, ast.AnnAssign)}
+    members |= {n.name for n in sample.body if isinstance(n, ast.FunctionDef)}
     return {
         "functions": functions,
         "imported_by_name": imported,
         "scans": sorted({"chunked_gae", "chunked_discounted_returns"} & utils),
-        "sample_fields": sorted(SAMPLE_FIELDS & {n.target.id for n in sample.body if isinstance(n, ast.AnnAssign)}),
+        "sample_fields": sorted(SAMPLE_FIELDS & members),
         "statuses": sorted(n.targets[0].id for n in status.body if isinstance(n, ast.Assign)),
         "defaults": {key: found[0] if found else None for key, found in defaults.items()},
         "flags": sorted(arguments() & {flag.replace("-", "_") for flag in flags} | negated),
@@ -104,7 +116,7 @@ def test_functions_fields_states_and_flags_that_we_use_are_there():
     assert all(RECORDED["imported_by_name"].values()), "a patch writes to places that hold the function by name"
     assert RECORDED["scans"] == ["chunked_discounted_returns", "chunked_gae"]
     assert RECORDED["sample_fields"] == sorted(SAMPLE_FIELDS)
-    assert RECORDED["statuses"] == sorted(CHECKS[0].attributes["slime.utils.types:Sample.Status"])
+    assert RECORDED["statuses"] == sorted(seams._members(interfaces.Status))
     assert RECORDED["defaults"] == launch_line.STOCK
     assert RECORDED["flags"] == sorted({*arguments(), "rollout_global_dataset"})
 
@@ -123,7 +135,7 @@ def test_the_slime_that_is_imported_fits_and_one_that_has_changed_is_refused_by_
         check.revert()
     monkeypatch.setattr(sglang_rollout, "generate_and_rm", lambda args, samples: None)
     with pytest.raises(
-        PatchRefused, match=r"generate_and_rm\(args, sample, sampling_params, evaluation\), found \(args, samp"
+        PatchRefused, match=r"generate_and_rm\(args, sample, sampling_params, evaluation=False\), found \(args, samp"
     ):
         CHECKS[0].apply(None)
 

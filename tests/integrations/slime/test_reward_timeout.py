@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import rl_accel
 from rl_accel.features import TAIL_BATCHING
 from rl_accel.integrations.slime.custom_config import HOOKS
 
@@ -100,6 +101,16 @@ def gone(folder):
 # Graders
 
 
+def test_off_ends_what_grades_and_later_flags_begin_anew(judged, sample_of):
+    judge = judged("plain")
+    for _ in range(2):
+        judge(sample_of(score=0.5))
+        assert counts()["executions"] == 1
+        rl_accel.disable()
+        with pytest.raises(ValueError, match="not enough values"):
+            counts()
+
+
 @pytest.mark.parametrize(
     "grader", ["plain", "without_await", "awaiting", "instance", "returning", "comprehending", "as_dict"]
 )
@@ -122,8 +133,12 @@ def test_what_a_grader_changes_in_a_sample_is_changed(judged, sample_of):
 
 
 @pytest.mark.parametrize("grader", ["plain", "without_await", "awaiting"])
-def test_a_grader_that_fails_is_counted_and_reported_once(judged, sample_of, caplog, grader):
-    judge = judged(grader, timeout_score=-0.5)
+def test_a_grader_that_fails_fails_as_in_slime_or_is_counted_and_reported_once(judged, sample_of, caplog, grader):
+    judge = judged(grader)
+    with pytest.raises(KeyError, match="no such answer"):
+        judge(sample_of(does="raise"))
+    assert judge(sample_of(does="none")) is None
+    judge = judged(grader, timeout_score=-0.5, score_errors=True)
     failing = ("raise", "nan", "inf", "none", "quit")
     assert [judge(sample_of(does=does)) for does in failing] == [-0.5] * 5
     assert judge(sample_of(does="raise")) == -0.5
@@ -164,13 +179,14 @@ def test_a_blocking_grader_leaves_the_event_loop_alone(judged, sample_of, tmp_pa
 
 
 def test_rewards_that_are_dicts_keep_their_keys_and_can_be_looked_up_as_slime_does(judged, sample_of):
-    judge = judged("as_dict", timeout_score=-1.0, maximum=1.0)
+    judge = judged("as_dict", timeout_score=-1.0, maximum=1.0, score_errors=True)
     assert judge(sample_of(does="raise")) == -1.0, "nothing is known yet"
     judge(sample_of())
     wanted = {"score": -1.0, "acc": False, "pred": "", "steps": 0, "where": None}
     assert judge(sample_of(does="raise")) == wanted
     assert judge(sample_of(does="hang")) == wanted
-    judge = judged("as_dict", arguments={"reward_key": "score", "eval_reward_key": "score"})
+    keys = {"reward_key": "score", "eval_reward_key": "score"}
+    judge = judged("as_dict", arguments=keys, score_errors=True)
     sample = sample_of(does="raise")
     sample.reward = judge(sample)
     assert sample.get_reward_value(judge.args) == 0.0
@@ -180,7 +196,7 @@ def test_rewards_that_are_dicts_keep_their_keys_and_can_be_looked_up_as_slime_do
 
 
 def test_each_sample_of_a_list_is_judged_on_its_own(judged, sample_of):
-    judge = judged("plain", maximum=2.0, workers=2)
+    judge = judged("plain", maximum=2.0, workers=2, score_errors=True)
     judge([sample_of()] * 2)
     given = [sample_of(score=score) for score in (0.25, 0.5, 0.75, 1.0)]
     given[1].metadata["does"], given[3].metadata["does"] = "hang", "exit"
@@ -193,7 +209,7 @@ def test_each_sample_of_a_list_is_judged_on_its_own(judged, sample_of):
 def test_a_judge_of_groups_sees_its_group_as_in_slime(judged, sample_of):
     judge = judged("together")
     assert judge([sample_of(score=score) for score in (1, 3, 2)]) == [0.0, 1.0, 0.0]
-    blocking = judged("without_await")
+    blocking = judged("without_await", score_errors=True)
     assert blocking([sample_of(score=score) for score in (0.5, 0.25)]) == [0.5, 0.25]
     assert blocking([sample_of(does="nan"), sample_of()]) == [0.0, 0.0], "graded in one go, lost in one go"
 
@@ -319,7 +335,7 @@ def test_a_reward_server_is_awaited_within_the_limit_and_many_at_once(judged, sa
 
 
 def test_programs_are_judged_by_the_share_of_test_cases_they_pass(judged, sample_of):
-    judge = judged(rm_type="code", maximum=2.0)
+    judge = judged(rm_type="code", maximum=2.0, score_errors=True)
     tests = {"inputs": ["1 2", "3 4", "0 0", "5 5"], "outputs": ["3", "7", "0", "10"]}
 
     def program(text):
@@ -349,7 +365,7 @@ def start(start, serve):
     """``start(flags, **changes)``: slime's own rollouts of short responses, with rewards by rows."""
 
     def make(flags=None, **changes):
-        section = {**FAST, "grader": f"{GRADERS}.by_row", **(flags or {})}
+        section = {**FAST, "grader": f"{GRADERS}.by_row", "score_errors": True, **(flags or {})}
         changes["rl_accel"] = {**changes.get("rl_accel", {}), "reward_timeout": section}
         return start(serve(*PACE), **{**HOOKS["reward_timeout"], "rollout_max_response_len": 16, **changes})
 

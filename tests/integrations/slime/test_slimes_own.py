@@ -28,8 +28,8 @@ def test_doctor_tries_every_patch_in_the_checkout(slime_root, clean_environment)
     command = [sys.executable, "-m", "rl_accel", "doctor", "--json"]
     environment = {**clean_environment, "SLIME_ROOT": str(slime_root)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout[done.stdout.index("{") :])
+    assert done.returncode == any(check["verdict"] == "cannot" for check in found["checks"]), done.stderr
     assert found["sandbox"].startswith(("bubblewrap", "process ("))
     assert found["versions"]["slime"] == str(slime_root / "slime")
     verdicts = {check["patch"]: (check["verdict"], check["reason"]) for check in found["checks"]}

@@ -1,5 +1,7 @@
 """Tail batching in slime's own rollout code, where SLIME_ROOT names a checkout, over a real model on the CPU server."""
 
+import copy
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -303,6 +305,32 @@ def test_a_checkpoint_of_another_run_is_refused(start):
     _, other, _ = start(load=args.save)
     with pytest.raises(ResumeError, match="was saved without tail batching"):
         other.load(0)
+
+
+def test_a_run_that_is_killed_while_it_saves_leaves_a_checkpoint_to_resume_or_one_line(start, killed_at, tmp_path):
+    args, source, rollout = start()
+    rollout(0)
+    queue = dict(source.supply.payloads)
+    assert queue
+    other = type(source)(copy.copy(args))
+    refusals = set()
+    for write in itertools.count():
+        folder = source.args.save = other.args.load = str(tmp_path / str(write))
+        was_killed = killed_at(write, lambda: source.save(0))
+        try:
+            other.load(0)
+        except ResumeError as error:
+            refusals.add(str(error).replace(folder, "FOLDER"))
+        else:
+            assert other.supply.payloads == queue
+            assert other.sample_offset == source.sample_offset
+        if not was_killed:
+            break
+    (refusal,) = refusals
+    assert refusal.startswith(
+        "FOLDER has no global_dataset_state_dict_0.pt: its run was ended while it saved. Resume an"
+    )
+    assert other.supply.payloads == queue, "of the last one"
 
 
 def test_quotas_hold_in_every_batch(start, plugins):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import rl_accel
 from rl_accel.errors import ConfigError
 from rl_accel.features import TpReplanFlags
 from rl_accel.integrations.slime import custom_config, rollout_log, tp_replan
@@ -86,6 +87,13 @@ def test_advice_is_one_line_and_asked_for_once(play, caplog):
     (line,) = [line for line in lines(caplog) if "advice" in line]
     assert "advice after rollout 7: raise TP 1 to 2" in line
     assert line.endswith("for the next launch: --rollout-num-gpus-per-engine 4"), "two stages of two"
+
+
+def test_after_disable_a_run_counts_from_the_start_of_its_servers(play):
+    run = play()
+    assert [run.rollout(number, 5)["preemptions"] for number in range(2)] == [5.0, 5.0]
+    rl_accel.disable()
+    assert run.rollout(2, 5)["preemptions"] == 15.0
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,9 @@ def test_only_features_that_need_it_put_proxies_before_reward_workers(composed, 
     def start(self, config, llm_client=None, teacher_client=None, reward_loop_worker_handles=None):
         self.config, self.llm_client, self.reward_loop_worker_handles = config, llm_client, reward_loop_worker_handles
 
+    config = wired(features, {})
     (verls,) = agent_loop.worker_class(composed).__bases__
     monkeypatch.setattr(verls, "__init__", start)  # verl's wants models and a cluster
-    config = wired(features, {})
     handles = [object(), object()]
     worker = agent_loop.worker_class(config)(config, reward_loop_worker_handles=handles)
     with_rewards = worker.reward_loop_worker_handles

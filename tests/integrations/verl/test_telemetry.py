@@ -5,23 +5,32 @@ from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
+from verl.workers.rollout.llm_server import LLMServerClient
 
+import rl_accel
 from rl_accel.integrations.verl import telemetry
 from rl_accel.integrations.verl.telemetry import Observer, RecordingWorker
 from rl_accel.telemetry.server_counters import Reading
 from rl_accel.telemetry.stage_clock import Response
 
 
-class Client:
-    async def _acquire_server(self, request_id, **extra):
-        return "server-7", object()
+class Router:
+    """A load balancer that has one server and asks for no fields of a request."""
+
+    def __getattr__(self, name):
+        answers = {"acquire_server": ("server-7", object())}
+
+        async def remote(**_):
+            return answers.get(name, ())
+
+        return SimpleNamespace(remote=remote)
 
 
 class Worker:
     """What verl's worker does to a response, as far as it matters here."""
 
     def __init__(self):
-        self.llm_client = Client()
+        self.llm_client = LLMServerClient(None, Router())
 
     async def _run_agent_loop(self, sampling_params, trajectory, *, agent_name, **kwargs):
         await self.llm_client._acquire_server("request")
@@ -55,7 +64,16 @@ async def respond(worker, agent_name="plain", validate=False, cancel_after=None)
 
 @pytest.fixture
 def worker():
-    return TestedWorker()
+    rl_accel.enable(telemetry=True)
+    yield TestedWorker()
+    rl_accel.disable()
+
+
+async def test_off_means_that_no_server_is_noted_any_more(worker):
+    assert [note.server for note in await respond(worker)] == ["server-7"]
+    rl_accel.disable()
+    assert [note.server for note in await respond(worker)] == [None]
+    assert not hasattr(LLMServerClient._acquire_server, "__wrapped__")
 
 
 async def test_a_response_that_completes(worker):

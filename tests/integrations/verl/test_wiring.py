@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -86,6 +87,10 @@ def armed(flags_are_put_back, monkeypatch):
     calls = []
     monkeypatch.setattr("rl_accel.integrations.ray.restart_note.arm", lambda: calls.append(1))
     monkeypatch.setattr(drafts, "_vllm_version", lambda: "0.29.0")
+    if importlib.util.find_spec("vllm") is None:
+        extension = type("vLLMColocateWorkerExtension", (), {"update_weights_from_ipc": lambda self: None})
+        utils = SimpleNamespace(vLLMColocateWorkerExtension=extension)
+        monkeypatch.setitem(sys.modules, "verl.workers.rollout.vllm_rollout.utils", utils)
     monkeypatch.setitem(engines._ENGINES, "counts anyway", engines.Engine(read_counters=dict.fromkeys))
     return calls
 

@@ -6,15 +6,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import yaml
-from click.testing import CliRunner
 
-from rl_accel.errors import RecipeError
 from rl_accel.lab.ab.cli import ab
 from rl_accel.lab.ab.recipe import Recipe, load
 from rl_accel.lab.ab.runner import RunResult
@@ -100,17 +99,10 @@ def start_ab(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]
 
 
 @pytest.fixture
-def call_ab() -> Callable[..., str]:
-    """Call the command in this process, where no signal is sent, for an exit code; returns its output."""
-
-    def call(*arguments: object, code: int = 0) -> str:
-        result = CliRunner().invoke(ab, [str(word) for word in arguments], env={"COLUMNS": "200"})
-        wrong = isinstance(result.exception, RecipeError)
-        found, output = (2, str(result.exception)) if wrong else (result.exit_code, result.output)
-        assert found == code, output
-        return output
-
-    return call
+def call_ab(invoke, monkeypatch) -> Callable[..., str]:
+    """Call the command in this process, where no signal is sent, as ``invoke`` does."""
+    monkeypatch.setenv("COLUMNS", "200")
+    return partial(invoke, ab)
 
 
 @pytest.fixture

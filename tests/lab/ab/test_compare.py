@@ -6,7 +6,6 @@ import struct
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from rl_accel.lab.ab.compare import compare, load_arms
 
@@ -14,16 +13,13 @@ REWARD = "critic/score/mean"
 
 
 @pytest.fixture
-def call(tmp_path):
-    """``call(words...)`` runs the command; returns its output and its summary, which is None where it fails."""
+def call(invoke, tmp_path, monkeypatch):
+    """``call(words...)`` runs the command; returns its output and its summary."""
+    monkeypatch.setenv("COLUMNS", "250")
 
     def run(*words):
-        out = tmp_path / "out"
-        result = CliRunner().invoke(compare, [*map(str, words), "--out", str(out)], env={"COLUMNS": "250"})
-        if result.exit_code:
-            assert not (out / "summary.json").exists()
-            return result.output + str(result.exception), None
-        return result.output, json.loads((out / "summary.json").read_text())
+        output = invoke(compare, *words, "--out", tmp_path / "out")
+        return output, json.loads((tmp_path / "out" / "summary.json").read_text())
 
     return run
 
@@ -201,12 +197,11 @@ def test_folders_of_one_wandb_project_are_two_arms(call, write):
         (["{yaml}"], "wants two or more arms, the baseline first, each a list of runs, found {'a': 1}"),
     ],
 )
-def test_wrong_input_is_one_line_that_names_it(call, write, tmp_path, words, wanted):
+def test_wrong_input_is_one_line_that_names_it(invoke, write, tmp_path, words, wanted):
     (tmp_path / "arms.yaml").write_text("a: 1")
     places = {"a": write("stock-seed0"), "b": write("tail-seed0"), "yaml": tmp_path / "arms.yaml"}
-    output, summary = call(*(word.format(**places) for word in words))
-    assert summary is None
-    assert wanted in output
+    assert wanted in invoke(compare, *(word.format(**places) for word in words), "--out", tmp_path / "out", code=None)
+    assert not (tmp_path / "out" / "summary.json").exists()
 
 
 @pytest.mark.slow

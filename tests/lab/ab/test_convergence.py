@@ -225,28 +225,13 @@ def test_the_whole_says_levels_answers_axes_and_what_is_missing():
     assert "2% of stock's gain; 3 seeds, paired" in text
 
 
-def test_a_level_that_a_run_does_not_reach_gives_no_ratio():
+def test_a_level_that_a_run_does_not_reach_gives_no_ratio_and_a_loss_no_answer():
     runs = [run(arm, seed, np.linspace(0, top, 50)) for arm, top in (("a", 1), ("b", 0.5)) for seed in range(3)]
     reach = converge(runs, ["a", "b"], "a", Metrics())["rows"][0]["reach"]
     assert reach["reached"] == [3, 0]
     assert math.isnan(reach["ratio"])
     assert math.isnan(reach["value"])
-
-
-NOISY = [np.linspace(0, 1, 50) + noise for noise in np.random.default_rng(0).normal(0, 0.2, 6)]
-
-
-@pytest.mark.parametrize(
-    ("values", "why"),
-    [
-        ([[0, 1]] * 2, "nothing is decided below 3 seeds of each"),
-        ([[1, 0]] * 6, "stock gained nothing"),
-        (NOISY, "seeds of each show that they are equal"),
-    ],
-)
-def test_not_enough_says_why(values, why):
-    half = len(values) // 2
-    runs = [run("stock" if i < half else "fast", i % half, its) for i, its in enumerate(values)]
+    runs = [run(arm, seed, [1, 0]) for arm in ("stock", "fast") for seed in range(3)]
     row = converge(runs, ["stock", "fast"], "stock", Metrics())["rows"][0]
     assert row["answer"] == NOT_ENOUGH
-    assert why in convergence.sentence(row, "stock", "2%")
+    assert "stock gained nothing" in convergence.sentence(row, "stock", "2%")

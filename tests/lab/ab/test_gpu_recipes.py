@@ -39,8 +39,7 @@ def arms_of(*names, platform=None):
 
 @pytest.fixture
 def verl(monkeypatch):
-    """verl, and a vLLM that drafts were tried with, which they ask for."""
-    pytest.importorskip("verl", reason="verl is not installed")
+    """A vLLM that drafts were tried with, which they ask for."""
     from rl_accel.integrations.verl import drafts
 
     monkeypatch.setattr(drafts, "_vllm_version", lambda: drafts.TRIED[0])
@@ -255,6 +254,23 @@ def test_doctor_asks_for_no_gpu_on_a_cpu_nor_for_a_model_to_check_a_critic_and_n
         code, rows = doctor("--recipe", wrong)
         verdict, why = rows["configuration of stock"]
         assert (code, verdict, key in why) == (1, "wrong", True)
+
+
+def test_doctor_finds_a_model_in_the_cache_and_asks_no_hub_for_another(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("socket.getaddrinfo", lambda *address, **_: calls.append(address))
+    here = tmp_path / "models--made--here"
+    (here / "snapshots/1").mkdir(parents=True)
+    (here / "refs").mkdir()
+    (here / "refs/main").write_text("1")
+    (here / "snapshots/1/config.json").write_text('{"model_type": "qwen2"}')
+    assert [verdict for name in ("made/here", "not/here") for _, verdict, _ in preflight._model(name)] == [
+        "works",
+        "unknown",
+    ]
+    assert calls == []
 
 
 def test_doctor_of_slime(doctor, slime_places):

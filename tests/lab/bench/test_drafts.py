@@ -8,14 +8,6 @@ from rl_accel.lab.bench.drafts import bench_drafts, replay
 SETTINGS = {"max_tokens": 8, "batch_limit": 32, "memory_mb": 1, "epochs": 2}
 
 
-def rollouts(folder, steps):
-    """Files as verl writes them: one a step, one line a response."""
-    for step, rows in enumerate(steps, 1):
-        lines = [json.dumps({"input": p, "output": text, "score": 0.0, "step": step}) for p, text in rows]
-        (folder / f"{step}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return [str(path) for path in sorted(folder.glob("*.jsonl"))]
-
-
 def text(rng, length):
     return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=length))
 
@@ -24,8 +16,10 @@ def test_a_second_epoch_of_like_responses_takes_fewer_steps_by_the_seconds_given
     rng = random.Random(0)
     alike = {name: text(rng, 400) for name in ("question a", "question b")}
     rows = list(alike.items())
-    files = rollouts(tmp_path, [rows, rows, [("another", "x" + text(rng, 50))]])
-    output = invoke(bench_drafts, *files, "--step-seconds", "1:1,3:2")
+    for step, its in enumerate([rows, rows, [("another", "x" + text(rng, 50))]], 1):  # as verl writes them
+        lines = [json.dumps({"input": p, "output": answer, "score": 0.0, "step": step}) + "\n" for p, answer in its]
+        (tmp_path / f"{step}.jsonl").write_text("".join(lines))
+    output = invoke(bench_drafts, *sorted(tmp_path.glob("*.jsonl")), "--step-seconds", "1:1,3:2")
     lines = [line.split() for line in output.splitlines()]
     epochs = {line[0]: float(line[2]) for line in lines if len(line) == 3 and line[0] in ("1", "2")}
     assert epochs["1"] < 0.2

@@ -5,34 +5,30 @@ import json
 
 import pytest
 import torch
+from verl.trainer.ppo import core_algos
 
 from rl_accel.lab.bench import group_advantages as bench
 
 SMALL = ("-B", "16", "-T", "8", "--group", "4")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def verl():
-    return pytest.importorskip("verl.trainer.ppo.core_algos")
-
-
 @pytest.mark.slow
-def test_every_estimator_is_compared_on_a_ragged_batch_and_left_as_it_was(verl, tmp_path, invoke):
+def test_every_estimator_is_compared_on_a_ragged_batch_and_left_as_it_was(tmp_path, invoke):
     one, two = bench.batch(16, 8, 4), bench.batch(16, 8, 4)
     assert all(torch.equal(one[name], two[name]) for name in one if name != "index")
     assert len(set(one["response_mask"].sum(-1).tolist())) > 1
     assert len(set(one["index"])) == 4
-    before = dict(verl.ADV_ESTIMATOR_REGISTRY)
+    before = dict(core_algos.ADV_ESTIMATOR_REGISTRY)
     path = tmp_path / "deep" / "outcome.json"
     shape = ["-B", "32", "-T", "16", "--group", "8", "--repeats", "1"]
     invoke(bench.bench_outcome, *shape, "--json", path)
     records = json.loads(path.read_text())["records"]
     assert {record["estimator"] for record in records} >= {"grpo", "rloo", "optimal_token_baseline", "masked_whiten"}
     assert all(record["same_bits"] and record["stock_s"] > 0 and record["fast_s"] > 0 for record in records)
-    assert before == verl.ADV_ESTIMATOR_REGISTRY
+    assert before == core_algos.ADV_ESTIMATOR_REGISTRY
 
 
-def test_no_number_stands_beside_a_red_check(verl, monkeypatch, invoke):
+def test_no_number_stands_beside_a_red_check(monkeypatch, invoke):
     (rloo,) = (patch for patch in bench.patches() if patch.name == "verl.rloo")
 
     def one_too_much(original, settings):
@@ -45,7 +41,7 @@ def test_no_number_stands_beside_a_red_check(verl, monkeypatch, invoke):
     assert record["stock_s"] is record["fast_s"] is None
 
 
-def test_an_unknown_estimator_is_named_and_a_shape_that_does_not_fit_is_left_out(verl, monkeypatch, invoke):
+def test_an_unknown_estimator_is_named_and_a_shape_that_does_not_fit_is_left_out(monkeypatch, invoke):
     output = invoke(bench.bench_outcome, "--estimator", "grop", code=2)
     assert "grop: wanted one of grpo," in output.replace("\n", " ").replace("│", "")
     monkeypatch.setattr(bench, "available_bytes", lambda: 1000)

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from rl_accel.lab.cpu_engine.batch import attend
 
 

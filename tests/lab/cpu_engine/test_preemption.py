@@ -12,13 +12,10 @@ from rl_accel.lab.cpu_engine.scheduler import HEADROOM, EngineError, Request, Sc
 _KINDS = [{"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.3, "top_k": 10}, {"top_p": 0.8}]
 
 
-def prompt_of(rng):
-    return [rng.randrange(5, 64) for _ in range(rng.randint(1, 30))]
-
-
 def request_of(rng, **params):
     """A prompt, and parameters of a response of up to 100 tokens."""
-    return prompt_of(rng), SamplingParams(max_tokens=rng.randint(1, 100), logprobs=True, **params)
+    prompt = [rng.randrange(5, 64) for _ in range(rng.randint(1, 30))]
+    return prompt, SamplingParams(max_tokens=rng.randint(1, 100), logprobs=True, **params)
 
 
 def endless(seed):

@@ -73,29 +73,13 @@ async def a_budget_is_that_of_all_ranks_and_holds_a_request():
         return _engine_options(replica_of(7, **of_ranks(ranks, **memory)).config, 216)
 
     assert options(1, kv_tokens=300) == {"kv_tokens": 300}
+    assert options(2, kv_tokens=150, weight_tokens=40) == {"kv_tokens": 340}, "two ranks share one copy of the weights"
     with pytest.raises(ValueError, match="kv_tokens=215 is less than one request may need: 216 tokens"):
         options(1, kv_tokens=215)
     with pytest.raises(ValueError, match="weight_tokens wants a whole number of at least 0, found -1"):
         options(2, kv_tokens=150, weight_tokens=-1)
     with pytest.raises(ValueError, match="data_parallel_size"):
         await replica_of(8, data_parallel_size=2).launch_servers()
-
-
-async def little_memory_preempts_answers_the_same_and_tells(free, tight):
-    answers = [
-        await asyncio.gather(*[s.generate.remote([5, 6, 7], {**SEEDED, "seed": i}, f"r{i}") for i in range(8)])
-        for s in (free, tight)
-    ]
-    for whole, found in zip(*answers, strict=True):
-        assert (found.token_ids, found.stop_reason, len(found.token_ids)) == (whole.token_ids, "completed", 200)
-        torch.testing.assert_close(torch.tensor(found.log_probs), torch.tensor(whole.log_probs), atol=2e-5, rtol=0)
-        assert whole.num_preempted == 0
-    free, found = await asyncio.gather(*[server.get_stats.remote() for server in (free, tight)])
-    assert found.preemptions == sum(answer.num_preempted for answer in answers[1]) > 0
-    assert found.kv_tokens == 2 * 150 + 40, "two ranks share one copy of the weights"
-    assert 310 < found.kv_peak <= found.kv_tokens, found
-    assert (free.preemptions, free.kv_tokens) == (0, None)
-    assert free.kv_peak > found.kv_tokens, free
 
 
 async def weights_of_a_shared_server_come_from_its_first_rank_and_reach_no_other(single, shared):
@@ -187,7 +171,6 @@ async def main():
     await a_budget_is_that_of_all_ranks_and_holds_a_request()
     replicas = await launch()
     single, shared = [replica.server_handle for replica in replicas]
-    await little_memory_preempts_answers_the_same_and_tells(single, shared)
     await weights_of_a_shared_server_come_from_its_first_rank_and_reach_no_other(single, shared)
     await weights_of_a_server_of_one_rank_come_under_a_version(single)
     await a_request_that_cannot_be_served_fails_alone(single)

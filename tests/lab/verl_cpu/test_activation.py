@@ -1,13 +1,8 @@
 """What VERL_PLATFORM=cpu does to a process that imports verl, and that nothing happens without it."""
 
-import importlib.util
-
 import pytest
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed"),
-]
+pytestmark = pytest.mark.slow
 
 
 def test_without_the_variable_nothing_is_imported_and_with_it_any_error_ends_the_process(python):
@@ -20,6 +15,7 @@ def test_without_the_variable_nothing_is_imported_and_with_it_any_error_ends_the
         assert PlatformRegistry.get("cpu") is None
         ours = {name for name in sys.modules if name.startswith("rl_accel.lab.verl_cpu")}
         assert ours <= {"rl_accel.lab.verl_cpu", "rl_accel.lab.verl_cpu.plugin"}, ours
+        assert "prometheus_client" not in sys.modules, "every process of everybody would pay for it"
         assert "VERL_ENGINE_DEVICE" not in os.environ
         print("nothing was imported")
 
@@ -48,12 +44,6 @@ def test_with_it_verl_finds_every_part_and_a_run_that_cannot_work_stops_before_a
         assert device.get_torch_device().is_available() is False
         assert os.environ["VERL_ENGINE_DEVICE"] == "cuda"
         assert "verl.workers.rollout.base" not in sys.modules, "importing verl must stay cheap"
-
-        from verl.workers.rollout.base import get_rollout_class
-        from verl.workers.rollout.replica import get_rollout_replica_class
-        from rl_accel.lab.verl_cpu.rollout import CPURolloutReplica, CPUServerAdapter
-        assert get_rollout_class("hf_cpu") is CPUServerAdapter
-        assert get_rollout_replica_class("hf_cpu") is CPURolloutReplica
 
         import verl.trainer.main_ppo, verl.trainer.ppo.v1, verl.workers.engine.fsdp
         from rl_accel.lab.verl_cpu import activate

@@ -1,15 +1,11 @@
 """The check of a run's configuration names everything a CPU run lacks, and its own advice, taken, silences it."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 
 from rl_accel.errors import ConfigError
 from rl_accel.lab.verl_cpu import vllm
 from rl_accel.lab.verl_cpu.patches import check_config, find_problems
+from rl_accel.patches.verl.verl_run import VerlRun
 
 SHORTCUT = ["hydra.searchpath=[pkg://rl_accel.lab.verl_cpu]", "+run_on=cpu"]
 
@@ -17,20 +13,9 @@ SHORTCUT = ["hydra.searchpath=[pkg://rl_accel.lab.verl_cpu]", "+run_on=cpu"]
 @pytest.fixture
 def configured(monkeypatch):
     """``configured(*overrides)`` composes the configuration that ``python -m verl.trainer.main_ppo`` would get."""
-    spec = importlib.util.find_spec("verl")
-    if spec is None or spec.origin is None:
-        pytest.skip("verl is not installed")
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    folder = Path(spec.origin).parent / "trainer" / "config"
-
-    def make(*overrides):
-        GlobalHydra.instance().clear()
-        with initialize_config_dir(config_dir=str(folder), version_base=None):
-            return compose(config_name="ppo_trainer", overrides=list(overrides))
-
-    yield make
-    GlobalHydra.instance().clear()
+    return lambda *overrides: VerlRun.compose("verl.trainer.main_ppo", overrides).config
 
 
 def overrides(config):

@@ -1,13 +1,11 @@
 """Replica, server actor and weight updates in a real Ray cluster, driven as verl drives them."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
 def test_every_check_of_replicas_py_passes(python, model_folder, short_tmp):
     """One cluster for all: the traceback names the check that failed."""
     source = Path(__file__).with_name("replicas.py").read_text()

@@ -1,12 +1,10 @@
 """The GPU scan, run by triton's interpreter on the CPU: the same programs, block by block, without a device."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", ["not full", pytest.param("full", marks=pytest.mark.full)])
 def test_the_interpreted_programs_agree_with_the_loop(python, chosen):

@@ -2,8 +2,8 @@
 
 import json
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import ray
@@ -27,54 +27,50 @@ class Seen(ReplayBuffer):
         super().__setattr__(name, value)
 
 
-def put(first, count, status):
-    for at in range(first, first + count, 2000):
-        keys = [f"u{n}" for n in range(at, min(at + 2000, first + count))]
+def put(numbers, status):
+    keys = [f"u{n}" for n in numbers]
+    for at in range(0, len(keys), 2000):
         tag = {"is_prompt": True, "status": status, "global_steps": 1}
-        tq.kv_batch_put(keys=keys, partition_id="train", tags=[tag] * len(keys))
-
-
-def cpu_seconds():
-    """CPU time of this process and of the processes that keep the queue's keys."""
-    family = psutil.Process().children(recursive=True)
-    keepers = [p for p in family if "TransferQueueController" in " ".join(p.cmdline())]
-    assert keepers, [p.name() for p in family]
-    return sum(sum(p.cpu_times()[:2]) for p in (psutil.Process(), *keepers))
+        some = keys[at : at + 2000]
+        tq.kv_batch_put(keys=some, partition_id="train", tags=[tag] * len(some))
 
 
 def cpu_share(seconds):
-    """Share of one core that the queue takes while this thread sleeps for ``seconds``."""
-    before, began = cpu_seconds(), time.perf_counter()
+    """Share of one core that this process and those that keep the queue's keys take while this thread sleeps for ``seconds``."""
+    family = psutil.Process().children(recursive=True)
+    keepers = [p for p in family if "TransferQueueController" in " ".join(p.cmdline())]
+    assert keepers, [p.name() for p in family]
+    before, began = [p.cpu_times()[:2] for p in (psutil.Process(), *keepers)], time.perf_counter()
     time.sleep(seconds)
-    return (cpu_seconds() - before) / (time.perf_counter() - began)
+    after = [p.cpu_times()[:2] for p in (psutil.Process(), *keepers)]
+    return (sum(map(sum, after)) - sum(map(sum, before))) / (time.perf_counter() - began)
 
 
 def sample(keys, rollout_s):
     """Sample one prompt that finishes after ``rollout_s`` seconds while ``keys`` - 1 others go on running."""
     buffer = Seen("sync", OmegaConf.create({}), None, "drop", OmegaConf.create({}))
-    put(0, keys, "running")
+    put(range(keys), "running")
     tq.kv_batch_put(keys=["u0_0_0"], partition_id="train", tags=[{"seq_len": 1}])
-    found = {}
 
     def finish():
-        found["cpu_share"] = cpu_share(rollout_s)
-        put(0, 1, "finished")
+        share = cpu_share(rollout_s)
+        put([0], "finished")
+        return share
 
     begun = time.perf_counter()
     buffer._sync_metadata_from_transfer_queue()
-    found["poll_s"] = time.perf_counter() - begun
-    rollout = threading.Thread(target=finish)
-    rollout.start()
-    buffer.sample(1, "train", 1)
-    rollout.join()
+    poll_s = time.perf_counter() - begun
+    with ThreadPoolExecutor() as pool:
+        rollout = pool.submit(finish)
+        buffer.sample(1, "train", 1)
     tq.kv_clear(partition_id="train", keys=["u0_0_0"])
-    return found
+    return {"poll_s": poll_s, "cpu_share": rollout.result()}
 
 
 def main(keys, seconds):
     (patch,) = SWITCHES
     patch.apply(SamplerFlags(enable=True))  # in a buffer of the user's it must be named
-    put(0, keys, "running")
+    put(range(keys), "running")
     results = {"idle": cpu_share(seconds / 2)}
     results["large"] = sample(keys, seconds)
     results["large"]["polls"] = metrics.drain()["rl_accel/sampler/polls"]

@@ -1,6 +1,7 @@
 """Parts of a response are put together to what vLLM would have handed over; requests of others pass untouched."""
 
 import asyncio
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -56,6 +57,43 @@ def test_a_request_that_is_dropped_ends_at_once(in_parts):
         return engine.closed
 
     assert asyncio.run(drop())
+
+
+@pytest.mark.parametrize("has_interval", [True, False])
+def test_when_the_last_request_has_ended_the_engine_is_as_it_was(monkeypatch, has_interval):
+    fields = {"stream_interval": ()} if has_interval else {}
+    parameters = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta"))
+    vllm = SimpleNamespace(SamplingParams=SimpleNamespace(__struct_fields__=fields))
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", parameters)
+    (patch,) = final_output.SWITCHES
+    engine, processor = Engine(PARTS), SimpleNamespace(stream_interval=1)
+    engine.output_processor = processor
+    before = dict(vars(engine))
+    seen_intervals = []
+
+    async def of_verl(server, prompt_ids, sampling_params, request_id):
+        outputs = []
+        async for output in server.engine.generate(prompt=prompt_ids):
+            await asyncio.sleep(0)
+            seen_intervals.append(processor.stream_interval)
+            outputs = [part.token_ids for part in output.outputs]
+        if request_id == "fails":
+            raise RuntimeError(request_id)
+        return outputs
+
+    ours = patch.make(of_verl, None)
+    server = SimpleNamespace(engine=engine, _disaggregation_role="null")
+
+    async def run():
+        requests = [ours(server, "p", {}, name) for name in ("first", "fails", "last")]
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    first, _, last = asyncio.run(run())
+    assert first == last == [[5, 6, 7]]
+    assert set(seen_intervals) == {1 if has_interval else final_output.NEVER}
+    assert vars(engine) | {"closed": False} == before
+    assert processor.stream_interval == 1
 
 
 def test_a_server_of_another_shape_is_refused():

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -116,33 +117,25 @@ def test_a_method_that_ignores_the_interval_is_refused(framework):
     assert core.ReplayBuffer._wait_for_next_poll is original
 
 
-class Clock:
-    """Time that passes while somebody sleeps, and a little at each look."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-    def time(self):
-        self.now += 0.001
-        return self.now
-
-    perf_counter = time
-
-
 def play(kind, seconds, fates, batch_size, filtered, refills_failed):
     """Two steps on verl's own buffer. The n-th prompt that is launched takes ``seconds[n]``; its group then is as ``fates[n]``.
 
     Returns:
         For each step how many prompts have been launched and cleared, and which were sampled; and the seconds of all.
     """
-    clock, begun, cleared, story, is_sync = Clock(), {}, set(), [], kind is replay_buffer.ReplayBuffer
+    now, begun, cleared, story, is_sync = 0.0, {}, set(), [], kind is replay_buffer.ReplayBuffer
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds
+        return now
+
+    def look_at_the_clock():
+        return sleep(0.001)
 
     def launch(count):
         for _ in range(count):
-            begun[f"p{len(begun):03d}"] = clock.now
+            begun[f"p{len(begun):03d}"] = now
 
     def fate(uid):
         return fates[int(uid[1:]) % len(fates)]
@@ -153,7 +146,7 @@ def play(kind, seconds, fates, batch_size, filtered, refills_failed):
             state.clear()
         for n, (uid, start) in enumerate(begun.items()):
             if uid not in cleared:
-                over = clock.now >= start + seconds[n % len(seconds)]
+                over = now >= start + seconds[n % len(seconds)]
                 failed = refills_failed and fate(uid) == "fails"
                 (states[0] if not over else states[2] if failed else states[1])["train"].add(uid)
                 made.prompt_global_steps["train"][uid] = 1
@@ -173,6 +166,7 @@ def play(kind, seconds, fates, batch_size, filtered, refills_failed):
         Counter(),
     )
     made._materialize_batch = lambda _partition, uids, _snapshot: sorted(uids)
+    clock = SimpleNamespace(sleep=sleep, time=look_at_the_clock, perf_counter=look_at_the_clock)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(replay_buffer, "time", clock)
         patched.setattr(sampler, "time", clock)
@@ -181,7 +175,7 @@ def play(kind, seconds, fates, batch_size, filtered, refills_failed):
             batch, _ = made.sample(step, "train", batch_size)
             cleared.update(batch)
             story.append((len(begun), len(cleared), batch))
-    return story, clock.now
+    return story, now
 
 
 FATES = st.lists(st.sampled_from(["teaches", "is constant", "fails"]), max_size=20).map(

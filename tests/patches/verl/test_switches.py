@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rl_accel.errors import NotInThisVersion, PatchRefused
-from rl_accel.features import GaeFlags, SamplerFlags
+from rl_accel.features import FEATURES, FLAG_READERS, LOGGERS, GaeFlags, SamplerFlags
+from rl_accel.patches.patch import Patch
 from rl_accel.patches.upstream import fingerprint
 from rl_accel.patches.verl import advantages, gae, sampler
 from rl_accel.switch import SwitchState
@@ -31,8 +32,9 @@ def held_by(patch) -> list:
 
 
 @every_patch
-def test_in_and_out_of_every_binding(patch):
+def test_in_and_out_of_every_binding_of_a_body_that_was_tested_with(patch):
     before = held_by(patch)
+    assert fingerprint(before[0]) in patch.fingerprints
     try:
         patch.apply(FLAGS.get(patch.name))
         held = held_by(patch)
@@ -42,11 +44,6 @@ def test_in_and_out_of_every_binding(patch):
         patch.revert()
     assert patch.state() is SwitchState.PENDING
     assert all(now is then for now, then in zip(held_by(patch), before, strict=True))
-
-
-@every_patch
-def test_upstream_body_is_the_one_tested_with(patch):
-    assert fingerprint(held_by(patch)[0]) in patch.fingerprints
 
 
 @pytest.mark.parametrize("patch", [*gae.SWITCHES, *advantages.SWITCHES], ids=lambda patch: patch.name)
@@ -67,6 +64,16 @@ def test_a_twin_that_disagrees_by_one_bit_is_refused(patch):
     with pytest.raises(PatchRefused, match=r"differs by"):
         wrong.apply(FLAGS.get(patch.name))
     assert all(now is then for now, then in zip(held_by(wrong), before, strict=True))
+
+
+def test_every_patch_that_ships_says_when_it_can_go():
+    modules = {m for feature in FEATURES for listed in feature.switches.values() for m in listed}
+    modules |= {*FLAG_READERS.values(), *LOGGERS.values()}
+    patches = [s for m in sorted(modules) for s in importlib.import_module(m).SWITCHES if isinstance(s, Patch)]
+    assert len(patches) > len(PATCHES)
+    for patch in patches:
+        assert patch.remove_when, patch.name
+        assert patch.upstream == "none" or patch.upstream.startswith("https://github.com/"), patch.name
 
 
 @every_patch

@@ -51,7 +51,7 @@ def responses(tokenizer: Any) -> Callable[..., list[Any]]:
     from tensordict import TensorDict
     from verl.protocol import DataProto
 
-    from rl_accel.integrations.verl.reward_worker_proxy import VALIDATION
+    from rl_accel.integrations.verl.reward_timeout.validation import VALIDATION
 
     def make(*texts: str, ground_truth: Any = "7", validation: bool = False, **columns: Any) -> list[Any]:
         found = []
@@ -84,10 +84,10 @@ def responses(tokenizer: Any) -> Callable[..., list[Any]]:
 
 
 @pytest.fixture
-def score(manager_of: Callable[[Any], Any]) -> Callable[..., list[dict[str, Any]]]:
-    """``score(manager or config, data)``: what the manager says of each of ``data``, asked all at once."""
+def score(manager_of: Callable[[Any], Any]) -> Callable[..., list[Any]]:
+    """``score(manager or config, data)``: what the manager says of each of ``data``, or raises, asked all at once."""
 
-    def run(manager: Any, data: list[Any]) -> list[dict[str, Any]]:
+    def run(manager: Any, data: list[Any]) -> list[Any]:
         if not hasattr(manager, "run_single"):
             manager = manager_of(manager)
 
@@ -99,7 +99,8 @@ def score(manager_of: Callable[[Any], Any]) -> Callable[..., list[dict[str, Any]
             if hasattr(manager, "held"):
                 manager.held.loop = manager.loop
             try:
-                return list(await asyncio.gather(*(manager.run_single(item) for item in data)))
+                asked = (manager.run_single(item) for item in data)
+                return list(await asyncio.gather(*asked, return_exceptions=True))
             finally:
                 if hasattr(manager, "held"):
                     await manager.close()

@@ -1,5 +1,6 @@
 """Rewards of real responses through verl's own loading of managers and functions: the same as without us, but for time."""
 
+import re
 import time
 
 import pytest
@@ -55,24 +56,35 @@ def stock(configured, manager_of, tmp_path):
     return lambda keys=(): manager_of(configured({**path, **dict(keys)}))
 
 
-def test_a_function_that_hangs_raises_or_returns_nothing_costs_its_own_reward_only(
-    configure, manager_of, responses, score, caplog
+def test_a_function_that_hangs_costs_its_own_reward_only_and_one_that_raises_raises_as_in_verl(
+    configure, manager_of, responses, score, stock
 ):
     manager = manager_of(configure(SYNC, QUICK))
-    began = time.monotonic()
-    good, bad, *rest = score(manager, responses("7", "8", "hang", "sleep", "die", "raise", "nan", "none"))
-    assert time.monotonic() - began < 30
-    assert good == {"reward_score": 1.0, "reward_extra_info": {"score": 1.0, "acc": True, "pred": "7", "length": 1}}
-    assert bad["reward_score"] == 0.25
-    for found in rest:
-        assert found["reward_score"] == -1.0
-    found = manager.replica.take_delta().counts
-    assert (found["executions"], found["correct"], found["timeouts"], found["timeouts_full"]) == (8, 1, 2, 2)
-    assert (found["killed"], found["errors"]) == (1, 3)
+    texts = ("7", "8", "raise", "nan", "none")
+    *found, dies, hangs, sleeps = score(manager, responses(*texts, "die", "hang", "sleep"))
+    assert list(map(repr, found)) == list(map(repr, score(stock(), responses(*texts))))
+    assert repr(found[2]) == "ValueError('no such thing')"
+    assert (type(dies).__name__, str(dies)[-24:]) == ("GraderError", "its process ended with 3")
+    assert hangs["reward_score"] == sleeps["reward_score"] == -1.0
+    counted = manager.replica.take_delta().counts
+    assert (counted["executions"], counted["correct"], counted["timeouts"], counted["timeouts_full"]) == (8, 1, 2, 2)
+    assert (counted["killed"], counted["errors"]) == (1, 3)
+
+
+def test_errors_may_be_scores(configure, manager_of, responses, score, caplog):
+    manager = manager_of(configure(SYNC, {**QUICK, "score_errors": True}))
+    found = score(manager, responses("7", "die", "raise", "nan", "none"))
+    assert [item["reward_score"] for item in found] == [1.0, -1.0, -1.0, -1.0, -1.0]
     warnings = [record.message for record in caplog.records if "no reward for" in record.message]
     assert len(warnings) == 4, "the first of each kind"
     assert any("ValueError: no such thing" in line for line in warnings)
-    assert sum("returned nan" in line for line in warnings) == 1
+
+
+def test_the_full_budget_is_the_frameworks_or_the_users(configure, manager_of):
+    limited = {"reward.reward_manager.name": "rate_limited"}
+    budgets = [({}, {}), ({}, limited), ({}, {**limited, "reward.timeout": 77.0}), ({"maximum": 12.0}, limited)]
+    found = [manager_of(configure(ASYNC, *given))._executor._maximum for given in budgets]
+    assert found == [300.0, 300.0, 77.0, 12.0]
 
 
 @pytest.mark.parametrize("name", ["naive", "dapo", "gdpo", "rate_limited", "remote"])
@@ -105,9 +117,10 @@ def test_a_plain_number_stays_what_it_is(configure, responses, score, stock, val
 def test_an_async_function_is_cancelled_at_its_limit(configure, manager_of, responses, score):
     manager = manager_of(configure(ASYNC, {**QUICK, "maximum": 0.5}))
     began = time.monotonic()
-    found = [item["reward_score"] for item in score(manager, responses("7", "8", "hang", "stubborn", "raise"))]
+    *found, raised = score(manager, responses("7", "8", "hang", "stubborn", "raise"))
     assert time.monotonic() - began < 10
-    assert found == [1.0, 0.0, -1.0, -1.0, -1.0]
+    assert [item["reward_score"] for item in found] == [1.0, 0.0, -1.0, -1.0]
+    assert repr(raised) == "TimeoutError('of an http client')"
     told = manager.replica.take_delta().counts
     assert (told["timeouts"], told["errors"], told["correct"]) == (2, 1, 1), "a TimeoutError of its own is an error"
 
@@ -147,8 +160,9 @@ def test_a_manager_of_the_users_that_awaits_is_held_and_another_refused(configur
     path.write_text("AWAITS = True\n" + CUSTOM)
     assert score(configure(SYNC, keys=keys), responses("8"))[0]["reward_score"] == 2.0
     path.write_text("AWAITS = False\n" + CUSTOM)
-    with pytest.raises(ConfigError, match=r"awaits its compute_score.*found Mine of"):
-        score(configure(SYNC, keys=keys), responses("8"))
+    (refused,) = score(configure(SYNC, keys=keys), responses("8"))
+    assert isinstance(refused, ConfigError)
+    assert re.search(r"awaits its compute_score.*found Mine of", str(refused))
 
 
 def test_verls_own_rewards_are_the_same(configure, configured, responses, score):

@@ -1,0 +1,36 @@
+"""The job's own Ray cluster and namespace for graders, whose processes are none of Ray's."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from rl_accel.post_import import when_imported
+
+SETUP = f"{__name__}:connect_when_needed"
+_ADDRESS, _NAMESPACE = "RAY_ADDRESS", "RL_ACCEL_RAY_NAMESPACE"
+
+
+def environment() -> dict[str, str]:
+    """Return what a grader's process needs to know of the job that this process belongs to; nothing outside of a job."""
+    import ray
+
+    if not ray.is_initialized():
+        return {}
+    context = ray.get_runtime_context()
+    return {_ADDRESS: context.gcs_address, _NAMESPACE: context.namespace}
+
+
+def connect_when_needed(environment: Mapping[str, str]) -> None:
+    """Have Ray, which connects by itself when it is first used, do so to the job's namespace. Nothing is imported for it."""
+    if namespace := environment.get(_NAMESPACE):
+        when_imported("ray", functools.partial(_set_namespace, namespace))
+
+
+def _set_namespace(namespace: str, module: Any) -> None:
+    init = module.init
+
+    @functools.wraps(init)
+    def init_in_namespace(*args: Any, **kwargs: Any) -> Any:
+        return init(*args, **{"namespace": namespace, "log_to_driver": False, **kwargs})
+
+    module.init = init_in_namespace

@@ -1,0 +1,31 @@
+"""The part of agent-loop workers that tells reward workers which responses are of a validation."""
+
+from contextvars import ContextVar
+from typing import Any
+
+from rl_accel.integrations.verl.agent_loop import WorkerPart
+from rl_accel.integrations.verl.reward_worker_proxy import proxies
+
+VALIDATION = "__rl_accel_validation__"
+"""The column that marks a response of a validation on its way to a reward worker. Nobody else sees it."""
+_validating: ContextVar[bool] = ContextVar("rl_accel_validating", default=False)
+
+
+class Marking(WorkerPart):
+    """Marks responses of a validation, and goes on without a reward worker that dies."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reward_loop_worker_handles: Any = proxies(self.reward_loop_worker_handles, self.config)
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
+        before = _validating.set(bool(validate))
+        try:
+            return await super()._agent_loop_postprocess(output, validate, **kwargs)
+        finally:
+            _validating.reset(before)
+
+    async def _compute_score(self, outputs: Any, kwargs: dict[str, Any]) -> None:
+        if _validating.get():
+            kwargs = {**kwargs, VALIDATION: True}  # a copy: what verl stores of the response is not marked
+        await super()._compute_score(outputs, kwargs=kwargs)

@@ -1,0 +1,230 @@
+"""A trusted grader that lives on: one process serves call after call, and its keeper replaces it when a limit has stopped it.
+
+The first process that imports a grader becomes its template if a fork of it is safe: keepers are then forks of the template, and
+the processes that they keep are forks of them, so that the import is paid for and held in memory once. If the import leaves
+threads, connections or processes behind, every process of the grader imports it by itself.
+"""
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import os
+import pickle
+import random
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NoReturn
+
+from . import Channel, Gone, Message, Order, Start, decode, encode
+from .child import Grader, find_grader, grade, problem_of
+from .isolation import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
+from .watch import Sink, Watch, descendants, kill_all
+
+
+class Keeper:
+    """Has one process that calls the grader, watches each call, and replaces the process when it was stopped or died.
+
+    Args:
+        channel: to the trainer.
+        start: the first message to the worker.
+        arguments: the bytes of that message.
+        grader: the function if this process has imported it: the keeper is a fork of the template then.
+    """
+
+    def __init__(self, channel: Channel, start: Start, arguments: bytes, grader: Grader | None = None) -> None:
+        self._channel = channel
+        self._start = start
+        self._arguments = arguments
+        self._grader = grader
+        self._may_be_template = grader is None
+
+    def serve(self) -> NoReturn:
+        """Answer orders, one at a time, until the trainer or the reaper is gone."""
+        try:
+            while True:
+                self._serve_with_one_process()
+                self._start, self._may_be_template = replace(self._start, reseed=True), False
+        except Gone:
+            with contextlib.suppress(BaseException):
+                kill_all()
+        finally:
+            os._exit(0)
+
+    def _serve_with_one_process(self) -> None:
+        """Start a process and answer orders until it was stopped or has died.
+
+        Raises:
+            Gone: there is nobody to serve, or nothing to serve with.
+        """
+        ours, theirs = socket.socketpair()
+        child = os.fork()
+        if child == 0:
+            ours.close()
+            self._live(Channel(theirs))
+        theirs.close()
+        with ours:
+            ready = self._wait_until_ready(ours, child)
+            self._channel.send(ready)
+            if ready.get("forks"):  # it reads the trainer's orders from now on
+                _wait_for([os.pidfd_open(child), *self._channel.descriptors - {self._channel.control.fileno()}])
+            elif not ready["problem"]:
+                while True:
+                    order, payload = self._channel.next()
+                    if "limits" in order and not self._call(Order(**order), payload, ours, child):
+                        return
+        raise Gone
+
+    def _wait_until_ready(self, process: socket.socket, child: int) -> Message:
+        """Return the first message of the process that ``child`` is."""
+        report, ended = Sink(process.fileno()), os.pidfd_open(child)
+        while not report.whole:
+            found = _wait_for([report.descriptor, ended, *self._channel.descriptors])
+            if found & self._channel.descriptors:
+                self._channel.next()  # raises Gone, or is for what has ended
+            elif not report.read() and not report.whole:
+                os.close(ended)
+                return {"problem": "the process of the grader ended while it was imported", "shared": []}
+        os.close(ended)
+        return decode(report.data)[0]
+
+    def _call(self, order: Order, payload: bytes, process: socket.socket, child: int) -> bool:
+        """Have the process execute an order, answer it, and return whether the process lives on."""
+        limits = {"wall": order.limits["wall"], "cpu": order.limits["cpu"]}
+        report = Sink(process.fileno())
+        watch = Watch(limits, self._channel, (), report, lives_on=True)
+        process.setblocking(True)
+        with contextlib.suppress(OSError):  # it has died: the watch sees that
+            process.sendall(encode({}, payload))
+        process.setblocking(False)
+        stopped, status, seconds = watch.until_over(child)
+        if status is None:
+            head, body = decode(report.data)
+            self._channel.send({**head, **seconds}, body)
+            return True
+        reason = f"{stopped} limit" if stopped else f"its process ended with {os.waitstatus_to_exitcode(status)}"
+        verdict = "timeout" if stopped in ("wall", "cpu") else "killed"
+        self._channel.send({"verdict": verdict, "reason": reason, **seconds, "renews": True})
+        return False
+
+    def _live(self, calls: Channel) -> NoReturn:
+        """The process: import the grader if need be, say so, and serve calls, or forks as the template."""
+        try:
+            os.setsid()
+            with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+                file.write("1000")  # where memory ends, this goes before the trainer does
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if not self._may_be_template:
+                self._channel.control.close()
+            if self._grader is None:
+                connections = _connections()
+                try:
+                    self._grader = self._import()
+                except BaseException as error:
+                    calls.send({"problem": problem_of(error), "shared": []})
+                    os._exit(0)
+                if self._may_be_template and _fork_is_safe(connections):
+                    calls.send({"problem": "", "shared": [], "forks": True})
+                    self._serve_forks(self._grader)
+            if self._start.reseed:
+                _reseed()
+            calls.send({"problem": "", "shared": []})
+            serving = threading.Thread(target=_serve_calls, args=(calls, self._grader))
+            if self._start.in_thread:
+                serving.start()
+                serving.join()
+            else:
+                serving.run()
+        finally:
+            os._exit(0)
+
+    def _import(self) -> Grader:
+        if self._start.path is not None:
+            sys.path[:] = self._start.path
+        os.environ.update(self._start.environment)
+        if self._start.setup:
+            module, _, name = self._start.setup.partition(":")
+            getattr(importlib.import_module(module), name)(self._start.environment)
+        return find_grader(self._start.target, pickle.loads(self._arguments) if self._arguments else None)
+
+    def _serve_forks(self, grader: Grader) -> None:
+        """As the template, fork a keeper for each socket that the trainer sends."""
+        gc.collect()
+        gc.freeze()  # a collection in a fork would copy every page
+        start, control = self._start, self._channel.control
+        while True:
+            message, _ = self._channel.next()
+            if "fork" not in message:
+                continue
+            _, (descriptor,), _, _ = socket.recv_fds(control, 1, 1)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            if os.fork() == 0:
+                control.close()
+                prctl(PR_SET_CHILD_SUBREAPER, 1)
+                Keeper(Channel(socket.socket(fileno=descriptor), self._channel.reaper), start, b"", grader).serve()
+            os.close(descriptor)
+            start = replace(start, reseed=True)
+
+
+def _serve_calls(calls: Channel, grader: Grader) -> None:
+    process = os.getpid()
+    while True:
+        try:
+            _, payload = calls.next()
+            head, body = grade(grader, payload, plain=False)
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            if os.getpid() != process:  # a fork of the grader's own has come back here
+                os._exit(0)
+            calls.send(head, body)
+        except Gone:
+            os._exit(0)
+
+
+def _wait_for(descriptors: Iterable[int]) -> set[int]:
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll()}
+
+
+def _fork_is_safe(connections_before: set[str]) -> bool:
+    """Whether the import has left one thread, no process and no connection.
+
+    The trial fork comes first: OpenBLAS, which numpy loads, ends its threads when a process forks, and starts them again later.
+    """
+    if trial := os.fork():
+        os.waitpid(trial, 0)
+    else:
+        os._exit(0)
+    return len(os.listdir("/proc/self/task")) == 1 and not descendants() and _connections() <= connections_before
+
+
+def _connections() -> set[str]:
+    """What is open beside files to read: two processes must not share it."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            reads_only = fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if not (reads_only and target.startswith("/")):
+                found.add(f"{name} {target}")
+    return found
+
+
+def _reseed() -> None:
+    """Have this process draw other random numbers than those with which it shares its import."""
+    random.seed()
+    if numbers := sys.modules.get("numpy.random"):
+        numbers.seed()
+    if torch := sys.modules.get("torch"):
+        torch.seed()

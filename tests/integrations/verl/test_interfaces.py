@@ -1,0 +1,120 @@
+"""Interfaces of verl hold all that we override; a copy of verl in which a member has changed is refused by its name."""
+
+import importlib
+import importlib.util
+import json
+import pkgutil
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+pytest.importorskip("verl", reason="verl is not installed")
+pytest.importorskip("transfer_queue", reason="TransferQueue is not installed")
+
+from rl_accel.integrations import verl as adapters
+from rl_accel.integrations.verl import agent_loop
+from rl_accel.patches import seams
+
+VERL = Path(importlib.util.find_spec("verl").origin).parent
+AGENT_LOOP, SERVERS = "experimental/agent_loop/agent_loop.py", "workers/rollout/llm_server.py"
+TQ, SYNC, TRAINER = (f"trainer/ppo/v1/{name}.py" for name in ("agent_loop_tq", "trainer_sync", "trainer_base"))
+RELEASE = "_release_server(self, server_id: str, request_id: str | None = None)"
+
+
+def test_what_our_classes_override_is_in_the_interface_that_they_extend():
+    names = [name for _, name, _ in pkgutil.walk_packages(adapters.__path__, f"{adapters.__name__}.")]
+    modules = [
+        importlib.import_module(name) for name in names if not name.endswith("drafts.worker")
+    ]  # which needs vLLM
+    classes = {seams._plain(value) for module in modules for value in vars(module).values() if callable(value)}
+    worker, checked = agent_loop.worker_class(OmegaConf.create()), set()
+    for cls in (cls for cls in classes if isinstance(cls, type) and cls.__module__ in names):
+        bases = worker.__mro__ if issubclass(cls, agent_loop.WorkerPart) else cls.__mro__
+        theirs = {name for base in bases if base.__module__.startswith("verl.") for name in vars(base)}
+        own = {name for name, value in vars(cls).items() if callable(value)} - {"__init__"}
+        if own & theirs:
+            interfaces = [
+                base for ours in cls.__mro__ if ours in seams._extended for base in seams._extended[ours].__mro__
+            ]
+            assert own & theirs <= {name for each in interfaces for name in seams._members(each)}, cls
+            checked.add(cls.__name__)
+    assert {"TailBatchingTrainer", "TailLLMServerClient", "Marking", "SiblingRouter", "RewardTimeoutManager"} <= checked
+
+
+CHANGES = [
+    pytest.param(
+        {
+            AGENT_LOOP: ("_compute_teacher_logprobs", "_score_by_teacher"),
+            TQ: ("_compute_teacher_logprobs", "_score_by_teacher"),
+        },
+        {"tail_batching": "AgentLoopWorkerTQ._compute_teacher_logprobs, which is not there"},
+        id="renamed",
+    ),
+    pytest.param(
+        {SERVERS: (RELEASE, "_release_server(self, lease, request_id=None)")},
+        {
+            "tail_batching": "LLMServerClient._release_server(server_id, request_id=None), found (lease, request_id=None)"
+        },
+        id="signature",
+    ),
+    pytest.param(
+        {
+            SYNC: ("def on_sample_end", "async def on_sample_end"),
+            TRAINER: ("def _save_checkpoint", "async def _save_checkpoint"),
+        },
+        {
+            "tail_batching": "PPOTrainerSync.on_sample_end to be a plain function",
+            "tp_replan": "PPOTrainer._save_checkpoint to be a plain function",
+        },
+        id="async",
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("edits", "named"), CHANGES)
+def test_a_changed_verl_is_named_by_doctor_and_no_feature_starts(python, tmp_path, monkeypatch, edits, named):
+    for file, (old, new) in edits.items():
+        folder, parts = tmp_path, ["verl", *file.split("/")]
+        for depth, part in enumerate(parts):  # a folder that leads to the file is real, all else is a link
+            if not folder.joinpath(part).is_dir() or folder.joinpath(part).is_symlink():
+                folder.joinpath(part).unlink(missing_ok=True)
+                if depth < len(parts) - 1:
+                    folder.joinpath(part).mkdir()
+                    for entry in VERL.joinpath(*parts[1 : depth + 1]).iterdir():
+                        folder.joinpath(part, entry.name).symlink_to(entry)
+            folder /= part
+        source = VERL.joinpath(file).read_text()
+        assert old in source
+        folder.write_text(source.replace(old, new))
+    done = python(
+        """
+        import json, sys
+        from omegaconf import OmegaConf
+        from rl_accel.doctor import diagnose
+        from rl_accel.errors import PatchRefused
+        checks = {check["patch"]: (check["verdict"], check["reason"]) for check in diagnose()["checks"]}
+        from rl_accel.patches.verl import config_intake
+        refused = {}
+        for feature in sys.argv[1:]:
+            trainer = {"use_v1": True, "v1": {"trainer_mode": "sync"}}
+            try:
+                config_intake.in_trainer(OmegaConf.create({"trainer": trainer, "rl_accel": {feature: True}}))
+            except PatchRefused as error:
+                refused[feature] = str(error)
+        print(json.dumps([checks, refused]))
+        """,
+        *named,
+        PYTHONPATH=f"{tmp_path}:{Path(seams.__file__).parents[2]}",
+    )
+    assert done.returncode == 0, done.stderr
+    checks, refused = json.loads(done.stdout.splitlines()[-1])
+    assert checks["verl.gae"] == ["works", ""]
+    for feature, problem in named.items():
+        verdict, reason = checks[f"verl.{feature}"]
+        assert verdict == "cannot"
+        assert problem in reason
+        assert problem in refused[feature]
+    unharmed = {"balance", "tp_replan"} - named.keys()
+    assert {checks[f"verl.{feature}"][0] for feature in unharmed} == {"works"}

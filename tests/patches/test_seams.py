@@ -1,0 +1,112 @@
+"""Interfaces against frameworks that were changed: every difference is named, and what makes none is let through."""
+
+import re
+import sys
+from typing import Any, Protocol
+
+import pytest
+
+from rl_accel.errors import PatchRefused
+from rl_accel.patches.seams import extends, interface_of, interfaces_of, remote, require
+
+SOURCE = """
+def helper(path):
+    pass
+
+class Base:
+    field: int
+    def __init__(self, config):
+        self.config = config
+
+class Worker(Base):
+    def step(self, batch, seed=0):
+        pass
+    async def run(self, params, *, name, **more):
+        pass
+    def ask(self, key):
+        pass
+    @property
+    def address(self):
+        pass
+"""
+
+
+@pytest.fixture
+def check(framework):
+    """``check(old, new)`` compares interfaces and a subclass with SOURCE in which ``old`` has become ``new``."""
+
+    def run(old: str = "", new: str = "") -> None:
+        assert old in SOURCE
+        name = framework(SOURCE.replace(old, new))
+        core = sys.modules[f"{name}.core"]
+
+        @interface_of(f"{name}.core")
+        class Core(Protocol):
+            def helper(self, path: str) -> Any: ...
+
+        @interface_of(f"{name}.core:Worker", f"{name}.not_here:Worker")
+        class Worker(Protocol):
+            config: Any
+            field: int
+            address: str
+
+            def __init__(self, config: Any) -> None: ...
+
+            def step(self, batch: Any) -> None: ...
+
+            async def run(self, params: Any, **more: Any) -> None: ...
+
+            @remote
+            def ask(self, key: str) -> str: ...
+
+        @extends(Worker)
+        class Ours(core.Worker):
+            def __init__(self):
+                super().__init__({})
+
+            def step(self, batch, seed=0):
+                pass
+
+            async def run(self, *args, **kwargs):
+                pass
+
+        module = type(sys)("ours")
+        module.core, module.ours = Core, Ours
+        require("pack", interfaces_of([module]))
+
+    return run
+
+
+SAME = [
+    ("", ""),
+    ("def step(self, batch, seed=0)", "def step(self, batch)"),
+    ("*, name, **more", "*, name, other=1, **more"),
+    ("def ask", "async def ask"),
+    ("def helper(path)", "def helper(path, **options)"),
+]
+CHANGED = [
+    ("self.config", "self.settings", r"pack wants \w+\.core:Worker\.config, which is not there"),
+    ("field: int", "pass", r"Worker\.field, which is not there"),
+    ("@property", "", r"Worker\.address to be an attribute, which it is not"),
+    ("def ask", "def answer", r"Worker\.ask, which is not there"),
+    ("def ask(self, key)", "def ask(self, name)", r"Worker\.ask\(key\), found \(name\)"),
+    ("batch, seed=0", "seed, batch", r"Worker\.step\(batch\), found \(seed, batch\)"),
+    ("seed=0", "seed", r"Worker\.step\(batch\), found \(batch, seed\)"),
+    ("seed=0", "seed=0, extra=1", r"Worker\.step\(batch, seed=0\) as check.* has it, found \(batch, seed=0, extra=1\)"),
+    ("async def run", "def run", r"Worker\.run to be async, which it is not"),
+    ("def step", "async def step", r"Worker\.step to be a plain function, which it is not"),
+    (", **more", "", r"Worker\.run\(params, \*\*more\), found \(params, \*, name\)"),
+    ("def helper(path)", "def helper(file)", r"core:helper\(path\), found \(file\)"),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), SAME)
+def test_what_makes_no_difference_is_let_through(check, old, new):
+    check(old, new)
+
+
+@pytest.mark.parametrize(("old", "new", "message"), CHANGED)
+def test_each_difference_is_named(check, old, new, message):
+    with pytest.raises(PatchRefused) as refused:
+        check(old, new)
+    assert re.search(message, str(refused.value)), refused.value
