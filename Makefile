@@ -80,8 +80,8 @@ test: $(DEV)  ## every promise, on real verl and Ray; 50 minutes on 2 slow cores
 test-fast: $(DEV)  ## the quick subset; 2 to 3 minutes
 	$(PYTEST) -m "not slow and not e2e and not full"
 
-test-all: $(DEV)  ## also exhaustive repetitions, random kills, wheels, recipes for GPUs; 50 minutes and more
-	$(PYTEST)
+test-all: $(DEV)  ## also exhaustive repetitions, random kills, wheels, recipes for GPUs; with MINUTES=n they begin in the first n
+	$(PYTEST) $(if $(MINUTES),--full-within $(MINUTES))
 
 test-slime: $(DEV)  ## with SLIME_ROOT=<checkout of slime>: our patches and adapters in the real slime, and slime's own tests
 	@test -d "$(SLIME_ROOT)/slime" || { echo "SLIME_ROOT must name a checkout of slime, found '$(SLIME_ROOT)'"; exit 2; }

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 import venv
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ settings.register_profile("shared machine", deadline=None)  # how long an exampl
 settings.load_profile("shared machine")
 
 REPO = Path(__file__).resolve().parent.parent
+STARTED = time.monotonic()
 
 STARTS = 3
 """Attempts to start Ray, which gives itself a fixed time that a busy machine may exceed."""
@@ -43,13 +45,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--store-durations", action="store_true", help=f"write the seconds of each file to {DURATIONS.name}"
     )
+    parser.addoption(
+        "--full-within", type=float, metavar="MINUTES", help="begin no test marked full later than that after the start"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test marked `full` that would begin too late; it has no fixtures yet."""
+    minutes = item.config.getoption("--full-within")
+    if minutes is not None and item.get_closest_marker("full") and time.monotonic() - STARTED > 60 * minutes:
+        pytest.skip(f"marked full, and the {minutes:g} minutes in which those may begin are over")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts files by their stored durations, longest first, so that no worker is left with a long file at the end."""
+    """Sorts files: longest first, so that no worker is left with a long one at the end; those with only `full` tests last."""
     stored: dict[str, float] = json.loads(DURATIONS.read_text())
-    items.sort(key=lambda item: -stored.get(item.nodeid.partition("::")[0], math.inf))
+    promised = {item.path for item in items if not item.get_closest_marker("full")}
+    items.sort(key=lambda item: (item.path not in promised, -stored.get(item.nodeid.partition("::")[0], math.inf)))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -14,6 +14,7 @@ from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.full,
     pytest.mark.timeout(1500),
     pytest.mark.vllm,
     pytest.mark.parametrize("engine", ["any"], indirect=True, scope="module"),

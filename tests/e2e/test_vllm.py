@@ -1,6 +1,6 @@
 """Real vLLM: lossless features and balance change nothing, and settings that cannot work are refused in one line each.
 
-Stock and ``auto`` with telemetry run on one replica, balance on two with too few slots for all responses.
+Stock and ``auto`` with telemetry run on one replica, balance (``full``) on two with too few slots for all responses.
 """
 
 import json
@@ -28,46 +28,49 @@ NOT_EQUAL = ("rollout_corr/*", "training/rollout_*")
 
 
 @pytest.fixture(scope="module")
-def arms(train, tmp_path_factory):
-    """Runs by name, and the greedy responses of their first validations by prompt.
+def arm(train, tmp_path_factory):
+    """``arm(driver, *overrides, **environment)``: the run, and the greedy responses of its first validation by prompt."""
 
-    Flags of ``auto`` come from the script, those of ``balanced`` from the command line.
-    """
-    runs, greedy = {}, {}
-    arms = {
-        "stock": (STOCK,),
-        "auto": (AUTO,),
-        "balanced": (
-            STOCK,
-            "trainer.n_gpus_per_node=2",
-            "actor_rollout_ref.rollout.max_num_seqs=4",
-            "actor_rollout_ref.rollout.agent.num_workers=2",
-            "+rl_accel.final_output.enable=True",
-            "+rl_accel.balance.enable=True",
-            "+rl_accel.balance.margin=0.0",
-            "+rl_accel.balance.max_moves=9",
-        ),
-    }
-    for name, (driver, *added) in arms.items():
-        folder = tmp_path_factory.mktemp(name)
-        runs[name] = train(
-            driver,
-            "trainer.val_before_train=True",
-            f"trainer.validation_data_dir={folder / 'validations'}",
-            *added,
-            folder=folder,
-            # Sampled responses migrate as well; vLLM continues them with other tokens than without a migration.
-            **({"VERL_USE_EXTERNAL_MODULES": "rl_accel_status_probe,seeds_may_move"} if name == "balanced" else {}),
-        )
+    def run(driver, *overrides, **environment):
+        folder = tmp_path_factory.mktemp("arm")
+        validated = ("trainer.val_before_train=True", f"trainer.validation_data_dir={folder / 'validations'}")
+        done = train(driver, *validated, *overrides, folder=folder, **environment)
         rows = map(json.loads, (folder / "validations" / "0.jsonl").read_text().splitlines())
-        greedy[name] = {row["input"]: row["output"] for row in rows}
-    return runs, greedy
+        return done, {row["input"]: row["output"] for row in rows}
+
+    return run
 
 
-def test_lossless_features_change_no_number_of_training(arms):
-    runs, _ = arms
-    assert len(runs["stock"].steps) == len(runs["auto"].steps) == 2
-    for before, after in zip(runs["stock"].steps, runs["auto"].steps, strict=True):
+@pytest.fixture(scope="module")
+def stock(arm):
+    return arm(STOCK)
+
+
+@pytest.fixture(scope="module")
+def auto(arm):
+    """Its flags come from the script."""
+    return arm(AUTO)
+
+
+@pytest.fixture(scope="module")
+def balanced(arm):
+    """Its flags come from the command line. Sampled responses migrate as well, after which vLLM draws other tokens."""
+    return arm(
+        STOCK,
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.max_num_seqs=4",
+        "actor_rollout_ref.rollout.agent.num_workers=2",
+        "+rl_accel.final_output.enable=True",
+        "+rl_accel.balance.enable=True",
+        "+rl_accel.balance.margin=0.0",
+        "+rl_accel.balance.max_moves=9",
+        VERL_USE_EXTERNAL_MODULES="rl_accel_status_probe,seeds_may_move",
+    )
+
+
+def test_lossless_features_change_no_number_of_training(stock, auto):
+    assert len(stock[0].steps) == len(auto[0].steps) == 2
+    for before, after in zip(stock[0].steps, auto[0].steps, strict=True):
         compared = [n for n in before if not any(fnmatch(n, pattern) for pattern in (*NOT_COMPARED, *NOT_EQUAL))]
         assert len(compared) > 60
         assert {name: after.get(name) for name in compared} == {name: before[name] for name in compared}
@@ -76,16 +79,17 @@ def test_lossless_features_change_no_number_of_training(arms):
         assert after["training/rollout_probs_diff_max"] < 1e-5
 
 
-def test_greedy_responses_are_those_of_stock(arms):
-    _, greedy = arms
-    assert greedy["auto"] == greedy["balanced"] == greedy["stock"]
-    assert len(greedy["stock"]) > 8
-    assert max(map(len, greedy["stock"].values())) > 200
+def test_greedy_responses_are_those_of_stock(stock, auto):
+    assert auto[1] == stock[1]
+    assert len(stock[1]) > 8
+    assert max(map(len, stock[1].values())) > 200
 
 
-def test_responses_that_migrated_have_the_probabilities_of_the_trainer(arms):
+@pytest.mark.full  # test_drafts.py has balance as well
+def test_responses_that_migrated_have_the_probabilities_of_the_trainer(stock, balanced):
     """A token that is missing, twice, or drawn after another prefix would have another probability there."""
-    run = arms[0]["balanced"]
+    run, greedy = balanced
+    assert greedy == stock[1]
     assert re.search("stopped [0-9a-f]{32}", run.log)
     assert len(run.steps) == 2
     assert sum(step["rl_accel/balance/moves"] for step in run.steps) > 0
