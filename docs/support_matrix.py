@@ -84,7 +84,7 @@ def diagnosis(folder: Path | None = None) -> dict[str, Any]:
         return report
 
     # verl finds the CPU build of vLLM on the CPU platform only, which asks for verl 0.9.1
-    report, on_platform = ask(), ask(VERL_PLATFORM="cpu")
+    report, on_platform = ask(), ask(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="rl_accel.lab.verl_cpu.plugin")
     report["checks"] = [check for check in report["checks"] if check["feature"] not in OF_VLLM]
     report["checks"] += [check for check in on_platform["checks"] if check["feature"] in OF_VLLM]
     return report

@@ -50,7 +50,7 @@ def test_drafted_responses_have_the_probabilities_of_the_trainer_and_a_checkpoin
             (checkpoints[0] / "global_step_0").mkdir(parents=True)
             torch.save(earlier, checkpoints[0] / "global_step_0" / "drafts.pt")
 
-    env = {"VERL_USE_EXTERNAL_MODULES": "seeds_may_move", "PYTHONPATH": str(PROBE)}
+    env = {"VERL_USE_EXTERNAL_MODULES": "rl_accel.lab.verl_cpu.plugin,seeds_may_move", "PYTHONPATH": str(PROBE)}
     ran = tail_run("drafts", 3, [], lambda index: "single_turn_agent", *OVERRIDES, follow=leave_history, env=env)
     ran.assert_sound(3, 8)  # probabilities among it
     numbers = [

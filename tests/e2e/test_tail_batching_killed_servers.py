@@ -50,7 +50,10 @@ def left(tail_run, engine):
         "trainer.test_freq=2",
         "+rl_accel.tail_batching.queue_threshold=3",
         "+rl_accel.tail_batching.domain_quotas={digits:5,letters:3}",
-        env={"VERL_USE_EXTERNAL_MODULES": "kills_while_training", "KILLED_WHILE_TRAINING": VICTIMS[engine.name]},
+        env={
+            "VERL_USE_EXTERNAL_MODULES": "rl_accel.lab.verl_cpu.plugin,kills_while_training",
+            "KILLED_WHILE_TRAINING": VICTIMS[engine.name],
+        },
     )
 
 

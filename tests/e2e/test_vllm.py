@@ -64,7 +64,7 @@ def balanced(arm):
         "+rl_accel.balance.enable=True",
         "+rl_accel.balance.margin=0.0",
         "+rl_accel.balance.max_moves=9",
-        VERL_USE_EXTERNAL_MODULES="rl_accel_status_probe,seeds_may_move",
+        VERL_USE_EXTERNAL_MODULES="rl_accel.lab.verl_cpu.plugin,rl_accel_status_probe,seeds_may_move",
     )
 
 

@@ -1,6 +1,7 @@
 """Real verl on a machine without an accelerator: ``VERL_PLATFORM=cpu`` and ``rollout.name=hf_cpu``.
 
-Nothing here runs unless that variable is set. :func:`activate` is then called in every process that imports verl.
+Nothing here runs unless ``VERL_USE_EXTERNAL_MODULES`` names :mod:`rl_accel.lab.verl_cpu.plugin`. Every process that imports
+verl then calls :func:`activate`.
 """
 
 import os
@@ -8,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # every process that imports verl, on whatever platform, imports this package
+if TYPE_CHECKING:
     from rl_accel.telemetry.server_counters import Reading
 
 PLATFORM = "cpu"

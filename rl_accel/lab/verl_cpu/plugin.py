@@ -1,14 +1,5 @@
-"""An entry point of group ``verl.plugins``: registers the CPU platform while verl is imported, if ``VERL_PLATFORM=cpu``.
+"""What ``VERL_USE_EXTERNAL_MODULES=rl_accel.lab.verl_cpu.plugin`` has verl import: it registers the CPU platform."""
 
-verl swallows exceptions raised here at DEBUG level, so an error becomes ``SystemExit`` with one line, which it does not catch.
-"""
+from rl_accel.lab import verl_cpu
 
-import os
-
-if os.environ.get("VERL_PLATFORM") == "cpu":
-    try:
-        from rl_accel.lab import verl_cpu
-
-        verl_cpu.activate()
-    except Exception as error:
-        raise SystemExit(f"rl-accel: the CPU platform cannot begin: {type(error).__name__}: {error}") from error
+verl_cpu.activate()

@@ -482,6 +482,7 @@ def test_features_are_registered_from_the_import_of_their_modules_until_they_are
             assert "sync" in str(error)
     """,
         VERL_PLATFORM="cpu",
+        VERL_USE_EXTERNAL_MODULES="rl_accel.lab.verl_cpu.plugin",
     )
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
