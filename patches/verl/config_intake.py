@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_accel.config import Flags
-from rl_accel.features import FEATURES, Feature
+from rl_accel.features import FEATURES, TAIL_BATCHING, Feature
 from rl_accel.patches import seams
 from rl_accel.patches.patch import Patch
 from rl_accel.patches.seams import Registration
@@ -119,10 +119,14 @@ def in_trainer(config: Any, trainer: Any = None) -> None:
 def _take_in(run: VerlRun) -> None:
     if (given := run.get("rl_accel")) is not None:
         RUNTIME.set_layer(FRAMEWORK, given)
-    for feature, reason in wire(run, RUNTIME.flags()).items():
+    flags = RUNTIME.flags()
+    for feature, reason in wire(run, flags).items():
         if (feature, reason) not in _told and (run.in_driver or not run.is_v1):  # verl's V1 driver has said it
             _told.add((feature, reason))
             logger.warning("rl-accel: %s is on and has nothing to do in this run: %s", feature, reason)
+    left = run.resumes_from if run.in_driver and not flags[TAIL_BATCHING].enable else None
+    if left is not None and (left / "tail_batching").is_dir():
+        logger.warning("rl-accel: tail_batching is off, and prompts that it had deferred in %s are not trained", left)
 
 
 def take_in_call(function: Callable[..., Any], args: Any, kwargs: Any) -> None:

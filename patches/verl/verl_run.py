@@ -112,6 +112,17 @@ class VerlRun:
         return bool(self.get("algorithm.filter_groups.enable", False))
 
     @property
+    def resumes_from(self) -> Path | None:
+        """The checkpoint that the run will go on from, as far as this machine's disk tells; None if it tells of none."""
+        if (mode := self.get("trainer.resume_mode")) == "resume_path":
+            folder = Path(self.get("trainer.resume_from_path", ""))
+        else:
+            root = Path(self.get("trainer.default_local_dir", ""))
+            latest = root / "latest_checkpointed_iteration.txt"
+            folder = root / f"global_step_{latest.read_text().strip() if mode == 'auto' and latest.exists() else ''}"
+        return folder if "global_step_" in folder.name and folder.is_dir() else None
+
+    @property
     def gpus(self) -> int:
         """Number of GPUs of the trainer."""
         return self._number("trainer.n_gpus_per_node") * self._number("trainer.nnodes")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from rl_accel.errors import ConfigError, RlAccelError
+from rl_accel.errors import ConfigError
 from rl_accel.files import write_atomically
 from rl_accel.rollout.driver import PromptSupply, StepResult
 from rl_accel.rollout.tail_batching import TailBatching
@@ -22,7 +22,7 @@ FOLDER = "tail_batching"
 _STATE = "state.pt"
 
 
-class ResumeError(RlAccelError, ValueError):
+class ResumeError(ConfigError):
     """A checkpoint holds no state of tail batching, or one that does not fit."""
 
 
@@ -64,12 +64,11 @@ def _row_types() -> list[Any]:
     return types
 
 
-def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -> None:
-    """Give ``core`` and ``supply`` the state that :func:`save` wrote.
+def find(folder: Path) -> Path:
+    """Return the file of the sidecar in ``folder``.
 
     Raises:
-        ResumeError: the sidecar is missing, damaged, of another version or step, or of another run (P0, R0, data or its order).
-            Nothing has changed then.
+        ResumeError: there is none, or one of an earlier version.
     """
     file = folder / _STATE
     if (folder / "state.json").exists():
@@ -78,6 +77,17 @@ def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -
         raise ResumeError(
             f"{folder.parent} was saved without tail batching: {file} is missing. Resume it without rl_accel.tail_batching"
         )
+    return file
+
+
+def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -> None:
+    """Give ``core`` and ``supply`` the state that :func:`save` wrote.
+
+    Raises:
+        ResumeError: the sidecar is missing, damaged, of another version or step, or of another run (P0, R0, data or its order).
+            Nothing has changed then.
+    """
+    file = find(folder)
     try:
         with safe_globals(_row_types()):
             state = torch.load(file, weights_only=True)

@@ -13,6 +13,7 @@ from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.tail_batching import FLAG, MODE, WORKER_PART, run_of
 from rl_accel.patches.seams import Registration
 from rl_accel.patches.verl.verl_run import VerlRun
+from rl_accel.rollout import saved
 
 _refuse = functools.partial(refuse, FLAG)
 _MODE_KEY = "trainer.v1.trainer_mode"
@@ -23,9 +24,12 @@ def wire(run: VerlRun, flags: TailBatchingFlags) -> None:
 
     Raises:
         ConfigError: something in it cannot go together with tail batching, or quotas do not fit the batch.
+        ResumeError: the checkpoint that it would go on from was saved without tail batching.
     """
     run.require_chosen(FLAG, _MODE_KEY, MODE)
     check(run)
+    if run.in_driver and run.resumes_from:
+        saved.find(run.resumes_from / saved.FOLDER)
     config = run.config
     with open_dict(config):
         OmegaConf.update(config, _MODE_KEY, MODE)

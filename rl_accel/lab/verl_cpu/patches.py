@@ -167,6 +167,7 @@ def find_problems(config: Any) -> Iterator[tuple[str, str]]:
         attention = get(f"{model}.override_config.attn_implementation")
         if attention not in ("sdpa", "eager"):
             yield f"+{model}.override_config.attn_implementation=sdpa", "flash attention needs a GPU"
+    yield from _lora_problems(get)
     yield from _ray_problems(get)
     if os.environ.get("VERL_ENGINE_DEVICE") != "cuda":
         yield "VERL_ENGINE_DEVICE=cuda (environment)", "the FSDP engine is registered with verl under this name only"
@@ -208,9 +209,28 @@ def _engine_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
             yield f"{prefix}.model_dtype=fp32", f"weights in another precision than the other engines ({who})"
 
 
+def _lora_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
+    model = "actor_rollout_ref.model"
+    for key in (f"{model}.lora_rank", f"{model}.lora.rank"):
+        if get(key, 0) <= 0:
+            continue
+        if get("actor_rollout_ref.rollout.name") != "vllm":
+            yield f"{key}=0", "hf_cpu takes whole models only; vLLM takes adapters that are merged"
+        elif not get(f"{model}.lora.merge", False):
+            yield f"{model}.lora.merge=True", "vLLM's CPU build waits for ever for an adapter that is not merged"
+
+
 def _ray_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
+    import ray
+
+    if ray.is_initialized():
+        return
     if get("ray_kwargs.ray_init.address") is not None or os.environ.get("RAY_ADDRESS"):
-        return  # the resources of a cluster that already runs are not this run's to choose
+        # The resources of a cluster that runs already are not this run's to choose.
+        for key in ("num_cpus", "num_gpus", "object_store_memory"):
+            if get(f"ray_kwargs.ray_init.{key}") is not None:
+                yield f"ray_kwargs.ray_init.{key}=null", "Ray takes none for a cluster that runs already"
+        return
     ranks = _ranks(get)
     standalone = get("actor_rollout_ref.rollout.nnodes", 0) * get("actor_rollout_ref.rollout.n_gpus_per_node", 0)
     if get("ray_kwargs.ray_init.num_gpus", 0) < ranks + standalone:

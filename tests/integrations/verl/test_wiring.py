@@ -204,6 +204,30 @@ def test_what_cannot_work_is_refused_with_key_wanted_and_found(configured, featu
         assert plain(config) == before
 
 
+@pytest.mark.parametrize("by", ["auto", "resume_path"])
+def test_a_run_goes_on_from_the_checkpoint_of_another_trainer_only_where_it_can(configured, caplog, tmp_path, by):
+    checkpoint = tmp_path / "global_step_7"
+    checkpoint.mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    keys = {"resume_mode": by, "default_local_dir": str(tmp_path), "resume_from_path": str(checkpoint)}
+    resumed = {f"trainer.{key}": value for key, value in keys.items()}
+
+    def begin(feature, **changed):
+        config_intake.in_driver(configured({f"rl_accel.{feature}.enable": True, **resumed, **changed}))
+
+    with pytest.raises(ConfigError, match=r"global_step_7 was saved without tail batching: .*Resume it without"):
+        begin("tail_batching")
+    begin("tail_batching", **{"trainer.resume_mode": "disable"})
+    begin("telemetry", **{"rl_accel.tail_batching.enable": False})
+    assert caplog.text == ""
+    (checkpoint / "tail_batching").mkdir()
+    (checkpoint / "tail_batching" / "state.pt").touch()
+    begin("tail_batching", **{"rl_accel.telemetry.enable": False})
+    assert caplog.text == ""
+    begin("telemetry", **{"rl_accel.tail_batching.enable": False})
+    assert caplog.text.count("prompts that it had deferred in") == 1
+
+
 def test_only_a_restart_wants_whole_checkpoints_and_arms_the_exit_code(configured, armed):
     for keys, _ in WHOLE_CHECKPOINTS:
         config_intake.in_driver(configured({"rl_accel.tp_replan.enable": True, **keys}))

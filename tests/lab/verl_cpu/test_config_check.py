@@ -55,6 +55,30 @@ def test_what_a_run_does_not_have_is_not_asked_about(configured):
         assert not [override for override in advice if part in override]
 
 
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        (["actor_rollout_ref.model.lora_rank=8"], ["actor_rollout_ref.model.lora_rank=0"]),
+        (
+            ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.name=vllm"],
+            ["actor_rollout_ref.model.lora.merge=True"],
+        ),
+    ],
+)
+def test_lora_is_refused_where_weights_are_sent_and_cannot_arrive(configured, monkeypatch, given, advice):
+    monkeypatch.setattr(vllm, "find_problems", lambda get: [])
+    config = configured(*SHORTCUT, *given)
+    assert overrides(config) == advice
+    assert overrides(configured(*SHORTCUT, *given, *advice)) == []
+
+
+def test_a_cluster_of_the_environment_takes_no_resources(configured, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    advice = ["ray_kwargs.ray_init.num_cpus=null", "ray_kwargs.ray_init.num_gpus=null"]
+    assert overrides(configured(*SHORTCUT)) == advice
+    assert overrides(configured(*SHORTCUT, *advice)) == []
+
+
 def test_another_engine_device_in_the_environment_is_named(configured, monkeypatch):
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "npu")
     assert overrides(configured(*SHORTCUT)) == ["VERL_ENGINE_DEVICE=cuda (environment)"]
