@@ -172,6 +172,9 @@ class TailBatchingFlags:
     queue_threshold: int | None = flag(None, "deferred prompts that make a long round; null: a whole batch", minimum=1)
     max_deferrals: int = flag(1, "a prompt cut off this often waits for a long round", minimum=1)
     max_retries: int = flag(2, "how often a failed response is generated again", minimum=0)
+    agent_loop_limit: float | None = flag(
+        None, "seconds for an agent loop, tools included, after which its response fails; null: none", minimum=0.1
+    )
     auto_limit: float = flag(2.0, "the largest ratio that prompt_ratio=auto may take", minimum=1.0)
     domain_quotas: dict[str, int] | None = flag(  # noqa: RUF009 (a field, and null is no dict)
         None, "prompts of each domain in a batch; null: as the data comes"

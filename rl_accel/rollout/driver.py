@@ -1,9 +1,11 @@
 """Drives the rounds of tail batching for any framework whose workers can run, cancel and report single responses."""
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
@@ -28,6 +30,9 @@ logger = logging.getLogger("rl_accel")
 
 REPORT_SECONDS = 60.0
 """After so long without an event one line says what the round waits for."""
+
+REPORT_PROMPTS = 8
+"""That line names so many prompts of a kind at most, the oldest."""
 
 METRICS_PREFIX = "rl_accel/tail_batching/"
 
@@ -69,6 +74,23 @@ class ResponseLost(RuntimeError):
     """What a response was made with has died. It is made again, however often that happens."""
 
 
+@contextlib.asynccontextmanager
+async def agent_loop_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
+    """Cancels what is awaited within after ``seconds``; None: never. What is yielded can be rescheduled.
+
+    Raises:
+        TimeoutError: the time is over, in one line that names the flag.
+    """
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            yield limit
+    except TimeoutError as error:
+        if limit.expired():
+            raise TimeoutError(f"its agent loop was not over after {seconds} s (agent_loop_limit)") from error
+        raise
+
+
 class ResponseWorkers(Protocol):
     """What runs responses."""
 
@@ -86,6 +108,17 @@ class ResponseWorkers(Protocol):
 
     def wait(self, seconds: float) -> list[Event]:
         """Return what has happened since the last call; nothing after ``seconds`` without an event."""
+
+    # Workers may also have ``outside_engines()``: the ids of responses that are neither generated nor scored right now.
+
+
+@dataclass
+class _Open:
+    """A response that is not over: of which prompt, and since when, on the driver's clock, it has been ``doing`` what."""
+
+    prompt_id: str
+    since: float
+    doing: str = "generated"
 
 
 @dataclass
@@ -264,6 +297,7 @@ class RolloutDriver:
         self._passes = passes
         self._now = now
         self._results: dict[int, Any] = {}
+        self._open: dict[int, _Open] = {}
         self._result = StepResult()
         self._failed_in_a_row = 0
         self._last_error = ""
@@ -290,7 +324,7 @@ class RolloutDriver:
                 self._workers.end_round()
             events = self._workers.wait(REPORT_SECONDS)
             if not events:
-                logger.info("rl-accel: tail batching waits for responses of %d prompts", len(self.supply.payloads))
+                logger.info("rl-accel: tail batching waits for %s", self._waits_for())
             for event in events:
                 self._carry_out(self._pass_on(event))
         groups = self._result.batch.groups
@@ -300,10 +334,31 @@ class RolloutDriver:
             self._results.clear()
         return self._result
 
+    def _waits_for(self) -> str:
+        """Return in words what is not over: what it does, of which prompts, and for how long."""
+        outside: Callable[[], Collection[int]] = getattr(self._workers, "outside_engines", tuple)
+        no_request, kinds = set(outside()), defaultdict(list)
+        for response_id, response in sorted(self._open.items(), key=lambda item: item[1].since):
+            tool = response.doing == "generated" and response_id in no_request
+            kinds["in a tool or another part of the agent loop" if tool else f"being {response.doing}"].append(response)
+        told = []
+        for doing, responses in kinds.items():
+            prompts = list(dict.fromkeys(response.prompt_id for response in responses))
+            more = f" and {len(prompts) - REPORT_PROMPTS} more" if len(prompts) > REPORT_PROMPTS else ""
+            told.append(
+                f"{len(responses)} responses {doing}, of prompts {', '.join(prompts[:REPORT_PROMPTS])}{more}, "
+                f"the oldest for {self._now() - responses[0].since:.0f} s"
+            )
+        return "; ".join(told) or "its workers"
+
     def _pass_on(self, event: Event) -> list[Decision]:
         response_id, now = event.response_id, self._now()
         if event.result is not None:
             self._results[response_id] = event.result
+        if event.kind != "generated":
+            self._open.pop(response_id, None)
+        elif response_id in self._open:
+            self._open[response_id] = _Open(self._open[response_id].prompt_id, now, "scored")
         match event.kind:
             case "generated":
                 return self.core.response_generated(response_id, event.tokens)
@@ -320,8 +375,12 @@ class RolloutDriver:
         for decision in decisions:
             match decision:
                 case Launch(prompt_id, response_ids):
+                    now = self._now()
+                    self._open |= {response_id: _Open(prompt_id, now) for response_id in response_ids}
                     self._workers.launch(Job(prompt_id, self.supply.payloads[prompt_id], response_ids, self._step))
                 case Cancel(_, response_ids):
+                    for response_id in self._open.keys() & set(response_ids):
+                        self._open[response_id].doing = "stopped"
                     self._workers.cancel(response_ids)
                 case RequestPrompts(counts):
                     self._carry_out(self.core.offer(self.supply.take(counts), self._now()))

@@ -3,6 +3,7 @@
 import asyncio
 import heapq
 import random
+import re
 
 import pytest
 
@@ -268,3 +269,39 @@ def test_a_failed_response_is_one_line_and_its_traceback_comes_once_for_each_kin
     assert {(event.kind, event.tokens) for event in events} == {("failed", 7)}
     assert [bool(record.exc_info) for record in caplog.records] == [True, False, True]
     assert "response 1 failed: OSError: gone again" in caplog.messages[1]
+
+
+class Hanging(Schedule):
+    """Rewards of the first prompt and the second prompt's responses do not come before the driver has waited in vain."""
+
+    def launch(self, job):
+        super().launch(job)
+        row = row_of_id(job.prompt_id)
+        self.late = [due for due in self._due if self.launched[due[2].response_id][0] in ("1:1", "1:2")]
+        if row == 5:
+            self.late = [due for due in self.late if (due[2].kind, due[2].response_id // 3) != ("generated", 0)]
+            self._due = sorted(set(self._due) - set(self.late))
+
+    def wait(self, seconds):
+        while self._due:
+            if events := super().wait(seconds):
+                return events
+        self.time, self._due = self.time + 100, self.late
+        return []
+
+    def outside_engines(self):
+        return {3, 4}
+
+
+def test_a_line_says_which_prompts_are_waited_for_since_when_and_for_what(caplog):
+    caplog.set_level("INFO", "rl_accel")
+    driver, _ = make(workers=Hanging())
+    driver.play(1, 100)
+    (line,) = [line for line in caplog.messages if "waits for" in line]
+    assert re.fullmatch(
+        r"rl-accel: tail batching waits for "
+        r"2 responses in a tool or another part of the agent loop, of prompts 1:2, the oldest for 10\d s; "
+        r"1 responses being generated, of prompts 1:2, the oldest for 10\d s; "
+        r"2 responses being scored, of prompts 1:1, the oldest for 10\d s",
+        line,
+    )

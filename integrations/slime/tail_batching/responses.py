@@ -22,7 +22,7 @@ from slime.utils.types import Sample
 
 from rl_accel.integrations.slime import interfaces
 from rl_accel.patches.slime.requests import WATCHER
-from rl_accel.rollout.driver import Event, FailureLog, Job, ResponseLost, TokenRate
+from rl_accel.rollout.driver import Event, FailureLog, Job, ResponseLost, TokenRate, agent_loop_limit
 
 if TYPE_CHECKING:
     server_control: interfaces.ServerControl
@@ -64,6 +64,7 @@ class Session:
     sample: Any
     report: Callable[[Event], None]
     engines: "Engines"
+    limit: float | None
     task: "asyncio.Task[None]" = field(init=False)
     requests: set[str] = field(default_factory=set)
     result: Any = None
@@ -135,7 +136,8 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     function = sglang_rollout.generate if path is None else misc.load_function(path)
     extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     session.began = time.monotonic()
-    result = await function(args, sample, sampling_params, **extra)
+    async with agent_loop_limit(session.limit):
+        result = await function(args, sample, sampling_params, **extra)
     session.finish(result, args.group_rm)
     return result
 
@@ -231,10 +233,12 @@ class Responses:
         args: slime's.
         engines: where cancelled requests are aborted.
         new_index: gives every sample an index of its own.
+        limit: seconds for a generate function; None for no limit.
     """
 
-    def __init__(self, args: Any, engines: Engines, new_index: Callable[[], int]) -> None:
+    def __init__(self, args: Any, engines: Engines, new_index: Callable[[], int], limit: float | None = None) -> None:
         self._args = args
+        self._limit = limit
         self._engines = engines
         self._new_index = new_index
         self._loop = async_utils.get_async_loop().loop
@@ -284,6 +288,11 @@ class Responses:
             raise RuntimeError(f"rl_accel.tail_batching: {self._engines.gone}. {RESUME}")
         return events
 
+    def outside_engines(self) -> list[int]:
+        """Return the ids of responses that wait for a tool, or for whatever else their generate function does but generate."""
+        sessions = list(self._sessions.items())
+        return [i for i, session in sessions if session.began and not session.requests and session.result is None]
+
     # The event loop's side
 
     def _launch(self, job: Job, already: int) -> None:
@@ -298,7 +307,7 @@ class Responses:
             if getattr(self._args, "sglang_enable_deterministic_inference", False):
                 sampling_params["sampling_seed"] = self._args.rollout_seed + number
             session = self._sessions[response_id] = Session(
-                response_id, job.prompt_id, sample, self._events.put, self._engines
+                response_id, job.prompt_id, sample, self._events.put, self._engines, self._limit
             )
             session.task = self._loop.create_task(self._respond(session, sampling_params))
             session.task.add_done_callback(partial(self._over, session))

@@ -83,7 +83,7 @@ class TailDataSource(RolloutDataSource):
         self._log = saved.SettlementLog(Path(args.save) / "rollout") if args.save else None
         self._moments: dict[int, tuple[RolloutDataSource, dict[str, Any], int, dict[str, dict[str, Any]]]] = {}
         self._engines = Engines(args)
-        self._responses = Responses(args, self._engines, self._new_index)
+        self._responses = Responses(args, self._engines, self._new_index, flags.agent_loop_limit)
         self._driver = RolloutDriver(
             self._core, self.supply, self._responses, discard=lambda results: None, passes=self._passes
         )

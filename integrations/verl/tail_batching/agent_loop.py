@@ -17,10 +17,11 @@ from ray.exceptions import RayActorError
 
 from rl_accel.integrations.verl.agent_loop import WorkerPart
 from rl_accel.integrations.verl.reward_worker_proxy import proxies
+from rl_accel.integrations.verl.tail_batching import MODE
 from rl_accel.integrations.verl.tail_batching.servers import RESUME, SESSION, RolloutServers, ServerLost, Session
 from rl_accel.patches.seams import extends
 from rl_accel.patches.verl.interfaces import AgentLoopOutput, AgentLoopTQ, AgentLoopWorkerTQ
-from rl_accel.rollout.driver import Event, FailureLog, Job
+from rl_accel.rollout.driver import Event, FailureLog, Job, agent_loop_limit
 
 if TYPE_CHECKING:
     _Worker = AgentLoopWorkerTQ
@@ -79,6 +80,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         self._all_over = asyncio.Event()
         self._failures = FailureLog()
         self._busy_since = 0.0
+        self._limit: float | None = self.config.trainer.v1[MODE].agent_loop_limit
 
     async def act(self, jobs: Sequence[Job], cancel: Sequence[int], engines_stop: bool = False) -> None:
         """Start the responses of ``jobs``, then cancel those of ``cancel``. Ids that are over already are ignored.
@@ -160,8 +162,16 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
                 session_id=response_id,
                 **prompt,
             )
-            session.task = asyncio.create_task(response, context=context)
+            session.task = asyncio.create_task(self._within_limit(session, response), context=context)
             self._in_background(self._watch(session))
+
+    async def _within_limit(self, session: Session, response: Coroutine[Any, Any, Any]) -> None:
+        async with agent_loop_limit(self._limit) as session.limit:
+            await response
+
+    def outside_engines(self) -> list[int]:
+        """Return the ids of responses that wait for a tool, or for whatever else their agent loop does but generate."""
+        return [i for i, session in self._sessions.items() if not (session.generating or session.keys)]
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -177,8 +187,9 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         if session is None:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
             return
-        if session.cancelled:  # an agent loop may have swallowed the cancellation
+        if session.cancelled or session.limit.expired():  # an agent loop may have swallowed the cancellation
             raise asyncio.CancelledError
+        session.limit.reschedule(None)  # what follows is no part of the agent loop
         outputs = output if isinstance(output, list) else [output]
         if not outputs:
             raise RuntimeError("the agent loop returned no output")
@@ -287,6 +298,15 @@ class Workers:
             if poll in ready:
                 events += self._collect(index)
         return events
+
+    def outside_engines(self) -> list[int]:
+        """Return the ids of responses that are neither generated nor scored, as far as workers answer soon."""
+        asked = [actor.outside_engines.remote() for actor in self._actors.values()]
+        found: list[int] = []
+        for answer in ray.wait(asked, num_returns=len(asked), timeout=DELIVERY_SECONDS)[0]:
+            with contextlib.suppress(RayActorError):
+                found += ray.get(answer)
+        return found
 
     def _send(self, engines_stop: bool = False) -> None:
         for index in {**self._jobs, **self._cancels}:

@@ -57,10 +57,12 @@ class Session:
         generating: a server has its request.
         storing: it writes, or has written, to TransferQueue.
         cancelled: nobody wants it any more.
+        limit: ends its agent loop.
     """
 
     response_id: int
     task: "asyncio.Task[None]" = field(init=False)
+    limit: asyncio.Timeout = field(init=False)
     tokens: int = 0
     keys: tuple[str, ...] = ()
     metric: float | None = None

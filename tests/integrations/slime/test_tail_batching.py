@@ -198,14 +198,23 @@ def test_a_generate_function_may_fan_out(start, plugins):
 
 
 @pytest.mark.parametrize(
-    ("generate", "error"),
-    [("broken", "OSError: no such tool"), ("refused", "HTTPStatusError: Client error '400 Bad Request'")],
+    ("generate", "limit", "error"),
+    [
+        ("broken", None, "OSError: no such tool"),
+        ("refused", None, "HTTPStatusError: Client error '400 Bad Request'"),
+        ("stuck", 6.0, "TimeoutError: its agent loop was not over after 6.0 s (agent_loop_limit)"),
+    ],
 )
-def test_a_response_that_fails_is_retried_then_reported_and_the_rollout_goes_on(start, plugins, generate, error):
-    args, _, rollout = start(custom_generate_function_path=f"{plugins.__name__}.{generate}", rollout_shuffle=False)
+def test_a_response_that_fails_is_retried_then_reported_and_the_rollout_goes_on(start, plugins, generate, limit, error):
+    args, _, rollout = start(
+        custom_generate_function_path=f"{plugins.__name__}.{generate}",
+        rollout_shuffle=False,
+        rl_accel={"tail_batching": {"enable": True, "agent_loop_limit": limit}},
+    )
     plugins.BROKEN_ROWS.add(6)
     check_batch(args, rollout(0))
-    plugins.BROKEN_ROWS.clear()
+    if limit is None:  # else a long round has to wait for it
+        plugins.BROKEN_ROWS.clear()
     for rollout_id in range(1, 6):
         check_batch(args, rollout(rollout_id))
     failed = {prompt_id: line["errors"] for line in ledger(args) for prompt_id in line["failed"]}

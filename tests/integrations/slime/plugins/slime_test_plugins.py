@@ -57,6 +57,15 @@ async def broken(args, sample, sampling_params):
     return await generate(args, sample, sampling_params)
 
 
+async def stuck(args, sample, sampling_params):
+    """slime's own function, but BROKEN_ROWS wait for a tool that never answers."""
+    from slime.rollout.sglang_rollout import generate
+
+    if row_of(sample) in BROKEN_ROWS:
+        await asyncio.Event().wait()
+    return await generate(args, sample, sampling_params)
+
+
 async def refused(args, sample, sampling_params):
     """slime's own function, but the server refuses what BROKEN_ROWS ask for."""
     from slime.rollout.sglang_rollout import generate

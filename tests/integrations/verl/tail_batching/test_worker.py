@@ -17,7 +17,8 @@ from rl_accel.rollout.driver import Event, Job
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "calculate_log_probs": True}
 ROLLOUT = {**SAMPLING, "agent": {"default_agent_loop": "any"}}
-CONFIG = OmegaConf.create({"algorithm": {}, "actor_rollout_ref": {"rollout": ROLLOUT}})
+TRAINER = {"v1": {"tail_batching": {"agent_loop_limit": None}}}
+CONFIG = OmegaConf.create({"algorithm": {}, "actor_rollout_ref": {"rollout": ROLLOUT}, "trainer": TRAINER})
 
 
 class VerlWorker:
@@ -31,11 +32,12 @@ class VerlWorker:
         session = SESSION.get()
         if uid == "writing":
             session.keys, session.storing = (f"{uid}_{session.response_id}_0",), True
+            session.limit.reschedule(None)
             await self.written.wait()
             if self.write_fails:
                 raise OSError("storage is full")
             return
-        session.generating = True
+        session.generating = uid != "tool"
         await self.stopped.wait()
         session.generating, session.tokens = False, 3
         if session.cancelled:
@@ -113,3 +115,20 @@ async def test_while_responses_run_events_wait_for_more():
     assert not message.done()
     worker.stopped.set()
     assert len(await message) == 50
+
+
+async def test_an_agent_loop_that_is_over_its_limit_fails_and_one_that_already_writes_does_not():
+    worker = Worker()
+    worker._limit = 0.01
+    await worker.act([Job("writing", {}, (0,), 1), Job("tool", {}, (1,), 1), Job("generating", {}, (2,), 1)], ())
+    while not worker._sessions[2].generating:
+        await asyncio.sleep(0)
+    assert worker.outside_engines() == [1]
+    while len(worker._sessions) > 1:
+        await asyncio.sleep(0)
+    worker.written.set()
+    events = {event.response_id: event for event in await worker.next_events()}
+    assert events[0].kind == "scored"
+    for number in (1, 2):
+        assert events[number].kind == "failed"
+        assert events[number].error == "TimeoutError: its agent loop was not over after 0.01 s (agent_loop_limit)"
