@@ -112,6 +112,9 @@ class RecordingWorker(agent_loop.WorkerPart):
             response.generated = time.time()
             outputs = output if isinstance(output, list) else [output]
             response.tokens = sum(sum(item.response_mask) for item in outputs)
+            response.tools = max(
+                (item.metrics.tool_calls for item in outputs), default=0.0
+            )  # outputs share their metrics
         return await super()._agent_loop_postprocess(output, validate, **kwargs)
 
     async def _compute_score(self, outputs: Any, kwargs: dict[str, Any]) -> None:

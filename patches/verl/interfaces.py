@@ -116,6 +116,7 @@ class WorkerExtension(Protocol):
 @interface_of("verl.experimental.agent_loop.agent_loop:AgentLoopOutput")
 class AgentLoopOutput(Protocol):
     response_mask: list[int]
+    metrics: Any
     reward_score: float | None
     extra_fields: dict[str, Any]
 

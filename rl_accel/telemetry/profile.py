@@ -226,12 +226,17 @@ def _savings(
         most, waiting, reward, rest = (numbers.get(name, 0.0) for name in _PARTS)
         unknown = "how an engine's speed changes with its requests is not in these numbers"
         advice = "more replicas, or a smaller max_response_length"
+        tools = most * numbers.get("tool_share", 0.0)
         savings = [
             saving("waiting for the longest responses", waiting, _gain_of_tail_batching(steps), "tail_batching"),
             saving("rewards after the last generation", reward, _gain_of_reward_timeout(steps), "reward_timeout"),
             saving("noticing that the rollout is done", rest, _gain_of_sampler(rests), "sampler", "tail_batching"),
-            Saving("generating nine in ten responses", most, advice, None, unknown),
+            Saving("generating nine in ten responses", most - tools, advice, None, unknown),
         ]
+        if tools:
+            share = f"{numbers['tool_share']:.0%} of a response's time, by verl's own timer of its tool calls"
+            hanging = "quicker tools; for those that hang: rl_accel.tail_batching.agent_loop_limit"
+            savings.append(Saving("tools of nine in ten responses", tools, hanging, None, share))
     elif stages.get("gen", 0.0) > 0 and not numbers:
         wanted = "+rl_accel.telemetry.enable=True tells how much of it is waiting and which feature would save it"
         advice = ", ".join(name for name in ("sampler", "tail_batching") if name not in on)

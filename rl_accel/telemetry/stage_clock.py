@@ -57,6 +57,7 @@ class Response:
         tokens: how many were generated; None if unknown.
         server: the rollout server that generated it (the last one, in several turns); None if unknown.
         outcome: ``completed``, ``cancelled`` or ``failed``.
+        tools: seconds of its generation in which it waited for tools, one after the other.
     """
 
     prompt: str
@@ -67,6 +68,7 @@ class Response:
     tokens: int | None = None
     server: str | None = None
     outcome: str = COMPLETED
+    tools: float = 0.0
 
     @property
     def completed_at(self) -> float:
@@ -113,7 +115,8 @@ def generation(
     """Return what a generation was spent on, by name; what cannot be known is left out. The order of ``responses`` does not matter.
 
     The four parts above and ``after_half_seconds``, t(0.5) to t(1); ``idle_share``; ``concurrency``, the most responses in
-    generation at once; ``seconds_per_token``, the median over completed responses; ``cancelled``, how many were.
+    generation at once; ``seconds_per_token``, the median over completed responses; ``cancelled``, how many were; ``tool_share``,
+    the share of tools in the time of completed responses, if there are any.
 
     Args:
         responses: those of one step, at least one.
@@ -137,6 +140,8 @@ def generation(
         numbers["reward_seconds"] = rewarded - last
         numbers["rest_seconds"] = seconds - rewarded
         numbers["after_half_seconds"] = last - quantile(generated, 0.5)
+        if tools := sum(r.tools for r, _ in completed):
+            numbers["tool_share"] = min(tools / sum(moment - r.began for r, moment in completed), 1.0)
     if per_token := [(moment - r.began) / r.tokens for r, moment in completed if r.tokens]:
         numbers["seconds_per_token"] = statistics.median(per_token)
 
@@ -172,7 +177,11 @@ def keep(path: Path, step: int, responses: Sequence[Response]) -> None:
         return None if moment is None else round(moment - start, 4)
 
     rows = [
-        [prompts[r.prompt], *map(since, (r.began, r.generated, r.rewarded, r.ended)), r.tokens, r.server, r.outcome]
+        [
+            prompts[r.prompt],
+            *map(since, (r.began, r.generated, r.rewarded, r.ended)),
+            *(r.tokens, r.server, r.outcome, round(r.tools, 4)),
+        ]
         for r in responses
     ]
     line = json.dumps({"step": step, "responses": rows}, separators=(",", ":"))

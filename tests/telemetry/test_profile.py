@@ -86,6 +86,14 @@ def test_stages_parts_and_what_would_save_how_much_are_found_printed_and_drawn(r
     assert (run / "profile.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_time_of_tools_is_not_that_of_generation(tmp_path):
+    write_run(tmp_path, lambda _: [Response(f"p{n}", 0.0, 8.0, 8.0, 8.0, 10, tools=6.0) for n in range(10)])
+    savings = savings_of(read_run(tmp_path))
+    assert savings["tools of nine in ten responses"].seconds == pytest.approx(6.0)
+    assert savings["generating nine in ten responses"].seconds == pytest.approx(2.0)
+    assert read_run(tmp_path).last[0].tools == 6.0
+
+
 def test_a_reward_that_takes_long_is_replayed_with_a_limit(tmp_path):
     def responses(_step):
         quick = [Response(f"p{n}", 0.0, 1.0, 1.2, 1.2, 10) for n in range(19)]

@@ -37,7 +37,7 @@ class Worker:
         await asyncio.sleep(0.02)
         if agent_name == "broken":
             raise RuntimeError("no")
-        output = SimpleNamespace(response_mask=[1, 1, 0, 1])
+        output = SimpleNamespace(response_mask=[1, 1, 0, 1], metrics=SimpleNamespace(tool_calls=0.5))
         return await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
 
     async def _agent_loop_postprocess(self, output, validate, **kwargs):
@@ -78,7 +78,7 @@ async def test_off_means_that_no_server_is_noted_any_more(worker):
 
 async def test_a_response_that_completes(worker):
     (note,) = await respond(worker)
-    assert (note.prompt, note.server, note.tokens, note.outcome) == ("u", "server-7", 3, "completed")
+    assert (note.prompt, note.server, note.tokens, note.outcome, note.tools) == ("u", "server-7", 3, "completed", 0.5)
     assert note.generated - note.began > 0.01
     assert note.rewarded - note.generated > 0.01
     assert note.ended - note.rewarded > 0.01
