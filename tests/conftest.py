@@ -149,7 +149,7 @@ def python(clean_environment, tmp_path) -> Callable[..., subprocess.CompletedPro
     It runs again, twice at most, where Ray does not start in the time that it allows itself.
     """
 
-    def run(source: str, *words: str, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(source: str, *words: str, timeout: float = 540, **environment: str) -> subprocess.CompletedProcess[str]:
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(source))
         command, env = [sys.executable, str(script), *words], {**clean_environment, **environment}

@@ -84,14 +84,18 @@ async def test_processes_that_a_coroutine_has_started_end_at_its_limit_and_those
         process.kill()
         return process
 
+    def started():
+        return [process for process in psutil.Process().children(recursive=True) if process not in before]
+
+    before = psutil.Process().children(recursive=True)  # of other tests
     other = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
     grading = asyncio.create_task(run_within(grade(600), Limits(wall=60.0), "a"))
-    while len(psutil.Process().children(recursive=True)) < 4:  # two programs and what they started
+    while len(started()) < 4:  # two programs and what they started
         await asyncio.sleep(0.01)
     grading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await grading
-    while len(alive := psutil.Process().children(recursive=True)) > 2:
+    while len(alive := started()) > 2:
         await asyncio.sleep(0.01)
     assert other.pid in {process.pid for process in alive}
     for process in alive:
