@@ -23,7 +23,6 @@ from rl_accel.switch import forget_when_off
 
 logger = logging.getLogger("rl_accel")
 
-NAME = "rl_accel_reward_anchors"
 EXCHANGE_SECONDS = 1.0
 SAVE_SECONDS = 30.0
 _PATIENCE_SECONDS = 10.0
@@ -91,11 +90,16 @@ _handles: dict[Any, Any] = {}
 forget_when_off.append(_handles.clear)
 
 
+def store_name() -> str:
+    """Returns the name of this job's store. Jobs that share a Ray namespace have a store each."""
+    return f"rl_accel_reward_anchors_{ray.get_runtime_context().get_job_id()}"
+
+
 def anchor_store(path: str | None, flags: RewardTimeoutFlags) -> Any:
     """Return the handle of this job's store, which is made if there is none."""
     handle = (
         ray.remote(AnchorStoreActor)
-        .options(name=NAME, get_if_exists=True, num_cpus=0, max_restarts=-1)
+        .options(name=store_name(), get_if_exists=True, num_cpus=0, max_restarts=-1)
         .remote(path, asdict(flags))
     )
     return _handles.setdefault(handle._actor_id, handle)
@@ -196,7 +200,7 @@ class Collector:
             return {}
         try:
             if self._reply is None:
-                self._reply = ray.get_actor(NAME).take_counts.remote()
+                self._reply = ray.get_actor(store_name()).take_counts.remote()
             incarnation, counts = ray.get(self._reply, timeout=_REPLY_SECONDS)
         except (RayError, ValueError) as error:  # ValueError: there is no actor of that name
             if not isinstance(error, GetTimeoutError):

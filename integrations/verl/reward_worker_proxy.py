@@ -120,10 +120,11 @@ def _successor(number: int, workers: Sequence[Any], config: Any, deaths: int) ->
         return random.choice([worker for n, worker in enumerate(workers) if n != number] or workers)
     from verl.experimental.reward_loop import reward_loop
 
+    name = f"reward_loop_worker_{number}{SUCCESSOR}{deaths}_{ray.get_runtime_context().get_job_id()}"
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=True)
     # A name of its own: Ray goes on giving out the handle of a dead actor under the name that it had.
     return (
         ray.remote(reward_loop.RewardLoopWorker)
-        .options(name=f"reward_loop_worker_{number}{SUCCESSOR}{deaths}", get_if_exists=True, scheduling_strategy=here)
+        .options(name=name, get_if_exists=True, scheduling_strategy=here)
         .remote(config, None)
     )

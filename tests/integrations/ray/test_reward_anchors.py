@@ -61,7 +61,7 @@ def all_know(count, *workers):
 
 def store_holds(count):
     try:
-        store = ray.get_actor(reward_anchors.NAME)
+        store = ray.get_actor(reward_anchors.store_name())
         found = ray.get(store.exchange.remote(reward_anchors.AnchorDelta()), timeout=5).anchors
     except (ray.exceptions.RayError, ValueError):  # dead, or none of that name yet
         return None
@@ -74,7 +74,7 @@ def test_anchors_are_shared_and_saved_and_outlive_the_owner_of_the_store(job, tm
     anchors = {"a": (1.0, 1.0, 1)}
     ray.get(one.learn.remote("a", 1.0))
     assert until(lambda: all_know(1, one, other)) == anchors
-    _, counts = ray.get(ray.get_actor(reward_anchors.NAME).take_counts.remote())
+    _, counts = ray.get(ray.get_actor(reward_anchors.store_name()).take_counts.remote())
     assert (counts["executions"], counts["anchors"]) == (1.0, 1.0)
     assert json.loads(path.read_text())["anchors"] == {"a": [1.0, 1.0, 1]}
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import ray
 from slime_parser import parsed
 
+from rl_accel.integrations.ray.reward_anchors import store_name
+
 URL, MODEL, PROMPTS, FOLDER = sys.argv[1:]
 ROLLOUTS = 6
 
@@ -77,9 +79,9 @@ def grade_and_lose_the_store():
     for rollout_id in range(3):
         ray.get(actor.generate.remote(rollout_id))
         if rollout_id == 0:
-            ray.kill(ray.get_actor("rl_accel_reward_anchors"), no_restart=False)
+            ray.kill(ray.get_actor(store_name()), no_restart=False)
         if rollout_id == 1:
-            ray.get(ray.get_actor("rl_accel_reward_anchors").__ray_ready__.remote())
+            ray.get(ray.get_actor(store_name()).__ray_ready__.remote())
         seen.append(logged(f"perf {rollout_id}: "))
     ray.get(actor.eval.remote(2))
     seen.append(logged("eval 2: "))
