@@ -12,6 +12,8 @@ from typing import Any, Literal, TypeVar
 
 import psutil
 
+from rl_accel.reward.grader_threads import threads_of_execution
+
 logger = logging.getLogger("rl_accel")
 T = TypeVar("T")
 
@@ -128,7 +130,8 @@ async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: 
     loop = asyncio.get_running_loop()
     began = loop.time()
     started: set[int] = set()
-    task = asyncio.ensure_future(_steps(coroutine, name, started))
+    with threads_of_execution(loop) as give_up_threads:
+        task = asyncio.ensure_future(_steps(coroutine, name, started))
     _running.add(task)
     task.add_done_callback(_forget)
     deadline = asyncio.timeout(limits.wall)
@@ -147,6 +150,7 @@ async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: 
         if not task.done():
             task.cancel()
             _kill(started)
+            give_up_threads()
     verdict: Verdict = "error"
     value, reason, raised = None, "", None
     if not task.done():

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import sys
+import threading
 import time
 
 import psutil
 import pytest
 
 from rl_accel.reward.execution import Limits, LimitUpdates, gather_until, run_within
+from rl_accel.reward.grader_threads import GraderThreads
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 
@@ -101,6 +103,26 @@ async def test_processes_that_a_coroutine_has_started_end_at_its_limit_and_those
     for process in alive:
         process.kill()
     await other.wait()
+
+
+async def test_hung_threads_leave_threads_for_later_calls():
+    hung, calls = threading.Event(), 40
+
+    async def grade(seconds):
+        return await asyncio.to_thread(hung.wait, seconds)
+
+    try:
+        results = await asyncio.gather(*(run_within(grade(600), Limits(wall=0.2), "a") for _ in range(calls)))
+        assert {result.verdict for result in results} == {"timeout"}
+        result = await run_within(grade(0), Limits(wall=60.0), "a")
+        assert (result.verdict, result.value) == ("done", False)
+        executor = asyncio.get_running_loop()._default_executor
+        assert executor._max_workers > GraderThreads()._max_workers
+    finally:
+        hung.set()
+    await asyncio.to_thread(hung.wait, 0)
+    while executor._max_workers > GraderThreads()._max_workers:
+        await asyncio.sleep(0.01)
 
 
 async def test_a_grader_that_holds_the_event_loop_is_reported_once(caplog):
