@@ -33,12 +33,14 @@ from rl_accel.reward.adaptive_timeout import PROGRAM_BUDGET, AdaptiveTimeout
 from rl_accel.reward.anchor_store import Replica
 from rl_accel.reward.execution import ExecutionResult
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
-from rl_accel.reward.sandbox import Case, Sandbox
+from rl_accel.reward.sandbox import Case, Graders, Sandbox
 
 SIZE = {"prompts": 112, "responses": 16, "epochs": 1, "batch": 14}
 QUICK = {"prompts": 6, "responses": 6, "epochs": 2, "batch": 6}
 FASTER_GOAL = 3.0
 KILLED_GOAL = 0.002
+CALL_GOAL = 0.001
+"""Seconds that a call of a grader which never hangs may take longer than in stock verl."""
 NEVER = 10**9
 _PR_SET_CHILD_SUBREAPER = 36
 _END_SECONDS = 2.0
@@ -242,6 +244,34 @@ async def measure_overhead(slots: int, isolation: str) -> float:
         return statistics.median([(await sandbox.run(f"print({ANSWER})", CASE)).wall for _ in range(30)])
 
 
+def grade_at_once(answer: str) -> float:
+    """A grader that never hangs and takes no time."""
+    return float(answer == ANSWER)
+
+
+async def measure_call_cost(calls: int) -> dict[str, float]:
+    """Returns the median seconds of a call of :func:`grade_at_once`: in a thread, as verl runs it, and in a persistent worker."""
+    executor = LimitedExecutor(Replica(AdaptiveTimeout(RewardTimeoutFlags())), 1)
+    graders = Graders(f"{__file__}:{grade_at_once.__name__}", 1)
+    loop = asyncio.get_running_loop()
+    seconds: dict[str, list[float]] = {"stock": [], "pack": []}
+    try:
+        for number in range(calls):
+            began = time.perf_counter()
+            score = await loop.run_in_executor(None, grade_at_once, ANSWER)
+            between = time.perf_counter()
+            result = await executor.execute(
+                str(number), "case", lambda limits: graders.call({"answer": ANSWER}, limits), lambda _: True
+            )
+            seconds["stock"].append(between - began)
+            seconds["pack"].append(time.perf_counter() - between)
+            if (result.verdict, result.value) != ("done", score):
+                raise WrongResult(f"wanted {score}, found {result.verdict} ({result.reason})")
+    finally:
+        await graders.close()
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
 @contextlib.asynccontextmanager
 async def _open(slots: int, isolation: str) -> AsyncIterator[Sandbox]:
     sandbox = Sandbox(slots, isolation)
@@ -406,6 +436,12 @@ def bench_reward(
             console.print(
                 f"correct: {known} known programs, all verdicts right; the sandbox takes {overhead * 1000:.1f} ms of an execution"
             )
+            call = asyncio.run(measure_call_cost(calls=50 if quick else 500))
+            added = call["pack"] - call["stock"]
+            console.print(
+                f"a grader that never hangs: {call['stock'] * 1000:.2f} ms a call in a thread, as in verl, "
+                f"{call['pack'] * 1000:.2f} ms here; goal at most {CALL_GOAL * 1000:g} ms more: {met(added <= CALL_GOAL)}"
+            )
             batches = workload(**size, scale=scale, spread=spread, overhead=overhead, seed=seed)
             for condition in conditions:
                 with load(cores() if condition == "loaded" else 0), console.status(condition):
@@ -422,8 +458,15 @@ def bench_reward(
     )
     red = _show(rows, console)
     if out is not None:
-        given = {**size, "workers": slots, "cores": cores(), "scale": scale, "spread": spread, "seed": seed}
-        given["overhead_s"] = overhead
+        given: dict[str, Any] = {
+            **size,
+            "workers": slots,
+            "cores": cores(),
+            "scale": scale,
+            "spread": spread,
+            "seed": seed,
+        }
+        given |= {"overhead_s": overhead, "call_s": call}
         policy = {name: asdict(value) for name, value in settings.items()}
         results = {"given": given, "policies": policy, "found": rows}
         with results_files(out, "reward", results, console, (10, 4), columns=2) as (figure, axes):
