@@ -5,6 +5,7 @@ configuration and registers the trainer; ``trainer`` drives the core in the trai
 start, cancel and settle responses; ``servers`` is what they generate with.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -16,6 +17,8 @@ from rl_accel.rollout.tail_batching import TailRun
 FLAG = "rl_accel.tail_batching"
 MODE = "tail_batching"
 """The value of ``trainer.v1.trainer_mode``."""
+ROLLOUT_N = "__rollout_n__"
+"""The column of the data by which verl generates another number of responses for a row."""
 WORKER_PART = "rl_accel.integrations.verl.tail_batching.agent_loop.TailAgentLoopWorker"
 """What this feature adds to agent-loop workers."""
 
@@ -35,6 +38,16 @@ def run_of(config: Any, data_id: str = "") -> TailRun:
     )
 
 
+def check_row(run: TailRun, row: Mapping[str, Any]) -> None:
+    """Refuses a row of the data that asks for another number of responses than all others.
+
+    Raises:
+        ConfigError: names both numbers.
+    """
+    if (wanted := row.get(ROLLOUT_N, run.responses_per_prompt)) != run.responses_per_prompt:
+        refuse(FLAG, f"{ROLLOUT_N} of a row of the data", f"rollout.n, {run.responses_per_prompt}", wanted)
+
+
 def check_data(run: TailRun, rows: int, frame: Any) -> None:
     """Refuse data that cannot fill a batch.
 
@@ -45,10 +58,13 @@ def check_data(run: TailRun, rows: int, frame: Any) -> None:
             its domains are checked as they come.
 
     Raises:
-        ConfigError: there are fewer rows than P0, or quotas and the domains of the rows differ.
+        ConfigError: there are fewer rows than P0, quotas and the domains of the rows differ, or see :func:`check_row`.
     """
     if rows < run.prompts_per_step:
         refuse(FLAG, "rows of the data set", f"at least data.train_batch_size, {run.prompts_per_step}", rows)
+    if ROLLOUT_N in getattr(frame, "column_names", ()):
+        for value in frame.unique(ROLLOUT_N):
+            check_row(run, {ROLLOUT_N: value})
     quotas, domain_key = run.domain_quotas, run.flags.domain_key
     if not quotas or not hasattr(frame, "unique"):
         return

@@ -10,7 +10,7 @@ import numpy as np
 
 from rl_accel.errors import RlAccelError
 from rl_accel.integrations.verl.engines import engine_of
-from rl_accel.integrations.verl.tail_batching import check_data, run_of
+from rl_accel.integrations.verl.tail_batching import check_data, check_row, run_of
 from rl_accel.integrations.verl.tail_batching.agent_loop import RUN, Stored, Workers
 from rl_accel.integrations.verl.tail_batching.servers import RolloutServers, TailLLMServerClient
 from rl_accel.patches.seams import extends
@@ -63,6 +63,7 @@ class TailBatchingTrainer(PPOTrainerSync):
     def _fetch_row(self) -> dict[str, Any]:
         """Return the next row as the plain dict an agent loop is called with. Wiring has made the data loader's batches one row."""
         row: dict[str, Any] = self._fetch_one_gen_batch()[0].clone().to_dict()
+        check_row(self._core.run, row)
         if not self._supply.fetched:
             saved.packed(row)  # refused now, not at the first checkpoint
         return row

@@ -426,6 +426,18 @@ def test_quotas_add_up_to_a_batch_and_reach_the_core_and_the_data(configured):
         tail_batching.check_data(run("source"), 8, rows("math", "code"))
 
 
+def test_a_row_that_asks_for_another_number_of_responses_is_refused(configured):
+    import datasets
+
+    config = configured({"rl_accel.tail_batching.enable": True, f"{ROLLOUT}.n": 4})
+    config_intake.in_driver(config)
+    run = tail_batching.run_of(config)
+    tail_batching.check_data(run, 8, datasets.Dataset.from_dict({"__rollout_n__": [4, 4]}))
+    for frame in ([4, 2], [4, None]):
+        with pytest.raises(ConfigError, match=r"__rollout_n__ of a row of the data = rollout\.n, 4, found (2|None)"):
+            tail_batching.check_data(run, 8, datasets.Dataset.from_dict({"__rollout_n__": frame}))
+
+
 PARTS = [tail_batching.WORKER_PART, reward_timeout.WORKER_PART, telemetry.WORKER_PART]
 
 
