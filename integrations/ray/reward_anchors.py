@@ -5,10 +5,12 @@ its owner died with it, the next to ask makes a new one. Nobody waits for it.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,21 @@ def anchor_store(path: str | None, flags: RewardTimeoutFlags) -> Any:
     return _handles.setdefault(handle._actor_id, handle)
 
 
+_clients: weakref.WeakSet["StoreClient"] = weakref.WeakSet()
+
+
+def _flush_here(_actor: Any) -> None:
+    """Sends the counts of this process's clients to the store. Ray calls this in a thread that runs no event loop."""
+    flushes = [asyncio.run_coroutine_threadsafe(client.flush(), client.loop) for client in _clients if client.loop]
+    concurrent.futures.wait(flushes, _REPLY_SECONDS)
+
+
+def flush(actors: Sequence[Any]) -> None:
+    """Waits until the store has all counts of the processes of ``actors``, but no longer than a few seconds."""
+    calls = [actor.__ray_call__.remote(_flush_here) for actor in actors]
+    ray.wait(calls, num_returns=len(calls), timeout=_REPLY_SECONDS)
+
+
 class StoreClient:
     """Keeps ``replica`` and the job's store informed of each other, in the background of the running event loop.
 
@@ -123,12 +140,15 @@ class StoreClient:
         self._silent = False
         self._handle: Any = None
         self._call: tuple[AnchorDelta, asyncio.Future[Update]] | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        _clients.add(self)
 
     def use(self) -> None:
         """Say that anchors are in use: changes are exchanged for as long as this is said once an interval."""
         self._wanted = True
         if ray.is_initialized() and (self._task is None or self._task.done()):
-            self._task = asyncio.get_running_loop().create_task(self._keep_up())
+            self.loop = asyncio.get_running_loop()
+            self._task = self.loop.create_task(self._keep_up())
 
     async def close(self) -> None:
         """Exchange a last time and end."""
@@ -137,6 +157,11 @@ class StoreClient:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         if ray.is_initialized():
+            await self._exchange()
+
+    async def flush(self) -> None:
+        """Send all counts: an exchange that is under way does not have the latest."""
+        for _ in range(2):
             await self._exchange()
 
     async def _keep_up(self) -> None:
@@ -151,16 +176,20 @@ class StoreClient:
         if self._call is None:
             delta = self._replica.take_delta()
             self._call = delta, asyncio.ensure_future(self._ask(delta))
-        delta, call = self._call
+        delta, call = mine = self._call
         try:
             update = await asyncio.wait_for(asyncio.shield(call), _PATIENCE_SECONDS)
         except TimeoutError:
             self._complain("it takes long")
         except (RayError, ValueError) as error:  # ValueError: it went while it was looked up
+            if self._call is not mine:  # another waiter has seen to it
+                return
             self._call, self._handle = None, None
             self._replica.put_back(delta)
             self._complain(str(error).splitlines()[0])
         else:
+            if self._call is not mine:
+                return
             self._call, self._silent = None, False
             self._replica.apply(update)
 

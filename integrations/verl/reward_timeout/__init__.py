@@ -8,6 +8,7 @@ from training, and goes on without a reward worker that dies. What is counted re
 
 import functools
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rl_accel.errors import ConfigError, refuse
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.patches.seams import Registration
+from rl_accel.patches.verl import config_intake
 from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.telemetry import metrics
 
@@ -82,9 +84,17 @@ def _check(run: VerlRun) -> None:
 
 
 def _register(_settings: Any) -> None:
-    from rl_accel.integrations.ray.reward_anchors import Collector
+    from rl_accel.integrations.ray import reward_anchors
 
-    metrics.observe("reward_timeout", Collector())
+    collect = reward_anchors.Collector()
+
+    def observe(step: int, logged: Mapping[str, Any]) -> dict[str, float]:
+        manager = getattr(config_intake.trainer(), "reward_loop_manager", None)
+        if workers := getattr(manager, "reward_loop_worker_handles", None):
+            reward_anchors.flush(workers)
+        return collect(step, logged)
+
+    metrics.observe("reward_timeout", observe)
 
 
 SWITCHES = (
@@ -93,7 +103,7 @@ SWITCHES = (
         target=f"verl.experimental.reward_loop:{MANAGER}",
         register=_register,
         unregister=lambda: metrics.observe("reward_timeout", None),
-        owner="rl_accel.integrations.ray.reward_anchors",
+        owner=__name__,
         find=lambda: metrics.observer("reward_timeout"),
     ),
 )

@@ -86,6 +86,19 @@ def test_anchors_are_shared_and_saved_and_outlive_the_owner_of_the_store(job, tm
     assert until(lambda: all_know(2, other, third)) == anchors
 
 
+def test_a_step_that_is_logged_has_all_that_was_counted_before(job):
+    ray.get(reward_anchors.anchor_store(None, RewardTimeoutFlags()).take_counts.remote())  # it is there
+    workers = [ray.remote(Worker).options(num_cpus=0).remote(None) for _ in range(3)]
+    collect, seen = reward_anchors.Collector(), []
+    for step in range(1, 6):
+        ray.get([worker.learn.remote(f"{step} {number}", 1.0) for number, worker in enumerate(workers * 4)])
+        reward_anchors.flush(workers)
+        seen.append(collect(step, {})["reward_timeout/executions"])
+    assert seen == [12.0] * 5
+    ray.kill(workers[0])
+    reward_anchors.flush(workers)
+
+
 def test_the_store_outlives_a_handle_that_is_let_go(job):
     handle = reward_anchors.anchor_store(None, RewardTimeoutFlags())
     incarnation, _ = ray.get(handle.take_counts.remote())
