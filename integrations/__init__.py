@@ -1,1 +1,1 @@
-"""Adapters on the official extension points of the frameworks. A subpackage is imported only when its framework is."""
+"""Adapters for the frameworks' official extension points. A subpackage is imported only together with the framework."""

@@ -1,1 +1,1 @@
-"""Reversible replacements of framework functions: the engine here, one patch a file under the framework's folder."""
+"""Reversible replacements of framework functions: the patch engine here, the patches in one folder per framework."""

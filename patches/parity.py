@@ -1,4 +1,4 @@
-"""A function of a framework and its replacement: both agree before the swap, and afterwards each serves what it is right for."""
+"""Compares a replacement with the original before the swap; falls back to the original for unsupported arguments."""
 
 import functools
 import logging
@@ -14,7 +14,7 @@ from rl_accel.telemetry import metrics
 logger = logging.getLogger("rl_accel")
 
 PROBING: ContextVar[bool] = ContextVar("probing", default=False)
-"""Whether a replacement is called to be compared: it then leaves no numbers and calls no original."""
+"""True while a replacement is called for comparison: the replacement then records no metrics and never calls the original."""
 
 
 def require_agreement(
@@ -25,14 +25,14 @@ def require_agreement(
     rtol: float = 0.0,
     atol: float = 0.0,
 ) -> None:
-    """Call both functions with copies of ``arguments`` and refuse unless their outputs are the same.
+    """Calls both functions with copies of ``arguments``, and refuses the replacement unless the outputs are the same.
 
     Outputs are a tensor or a tuple of tensors. With ``rtol`` and ``atol`` both 0 every element must be equal (NaN equals
     NaN); dtypes, shapes and devices must always match.
 
     Raises:
-        PatchRefused: an output differs; says which, where and by how much.
-        TypeError, ValueError, BackendMissing: the replacement does not take these arguments.
+        PatchRefused: outputs differ; the message names the output, the position and the difference.
+        TypeError, ValueError, BackendMissing: the replacement does not support these arguments.
     """
     wanted = _call(original, arguments)
     token = PROBING.set(True)
@@ -56,10 +56,10 @@ def require_agreement(
 
 
 def with_fallback(ours: Callable[..., Any], original: Callable[..., Any], feature: str) -> Callable[..., Any]:
-    """Return a function that calls ``ours``, and ``original`` where ours refuses its arguments.
+    """Returns a function that calls ``ours``, and calls ``original`` if ``ours`` refuses the arguments.
 
-    Ours refuses what it is not proven for with TypeError, ValueError or BackendMissing. That costs one warning for each
-    reason and counts in the metric ``<feature>/stock_calls``; results and errors are then those of the original.
+    ``ours`` refuses unproven arguments with TypeError, ValueError or BackendMissing. Each reason is logged once as a warning.
+    The metric ``<feature>/stock_calls`` counts these calls; their results and errors are those of the original.
     """
 
     @functools.wraps(original)
@@ -79,7 +79,7 @@ def with_fallback(ours: Callable[..., Any], original: Callable[..., Any], featur
 
 @functools.lru_cache(maxsize=32)
 def warn_once(function: str, reason: str) -> None:
-    """Say that a call is left to the framework's own ``function``, once for each reason."""
+    """Logs once per reason that a call is left to the framework's own ``function``."""
     logger.warning("rl-accel: a call is left to the framework's own %s: %s", function, reason)
 
 

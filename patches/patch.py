@@ -1,4 +1,4 @@
-"""A reversible replacement of one function of another package, described as data and checked before it is made."""
+"""A reversible replacement of one function of another package, described as data and checked before it is applied."""
 
 import functools
 import logging
@@ -23,34 +23,34 @@ class _Written:
 
 
 _lock = threading.RLock()
-# What a frozen Patch must remember. Keyed by the patch itself: equal data is the same patch.
+# State of patches, which are frozen. Keyed by the patch itself: equal data is the same patch.
 _written: dict["Patch", tuple[_Written, ...]] = {}
 _warned: set["Patch"] = set()
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One function of a framework and what to put in its place.
+    """One function of a framework and its replacement.
 
     Attributes:
-        name: unique, ``"verl.gae"``.
-        target: where the function lives: ``"pkg.mod:attr"``, ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``.
-            A staticmethod or classmethod stays one; ``make`` sees the function inside.
-        supports: versions it is meant for, PEP 508 (``"verl>=0.6.1"``); prereleases count. Compared with
-            ``__version__`` of the imported package, not with an installed dist-info that may lie beside a checkout.
+        name: unique name, such as ``"verl.gae"``.
+        target: location of the function: ``"pkg.mod:attr"``, ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``.
+            A staticmethod or classmethod keeps its kind; ``make`` gets the function inside.
+        supports: supported versions as PEP 508 requirement (``"verl>=0.6.1"``); prereleases count. Compared with
+            ``__version__`` of the imported package, if any; the dist-info of another installed copy may differ.
             Empty for a framework that is run from a checkout and has no version: parameters and probe decide.
-        params: parameter names the function must have, in order.
+        params: required parameter names of the function, in order.
         make: ``make(original, settings) -> replacement``.
-        bindings: further places that hold the same function. Their modules must be imported when the patch is
-            applied, or it is refused; nothing is patched later behind the user's back.
-        fingerprints: :func:`~rl_accel.patches.upstream.fingerprint` of the bodies this patch was tested with. An
-            unknown body costs one warning; whether the patch goes on is up to ``probe``.
-        probe: ``probe(original, replacement, settings)`` compares both before the first write; whatever it raises refuses.
-        no_seam: why no official extension point serves.
-        upstream: address of an issue or pull request on the same matter, or "none".
-        remove_when: what must have happened upstream for the patch to go.
-        independent: the other patches of the feature are of use without this one, so that a version of the framework
-            without its function, or outside ``supports``, does not stop the feature.
+        bindings: other places that hold the same function. Their modules must be imported before the patch is applied;
+            otherwise the patch is refused. Nothing is patched later without notice.
+        fingerprints: :func:`~rl_accel.patches.upstream.fingerprint` of the function bodies this patch was tested with. An
+            unknown body only causes one warning; ``probe`` decides whether the patch is applied.
+        probe: ``probe(original, replacement, settings)`` compares both before the first write; any exception refuses the patch.
+        no_seam: reason why no official extension point can be used.
+        upstream: URL of an issue or pull request on the same problem, or "none".
+        remove_when: upstream change after which the patch can be removed.
+        independent: whether the feature's other patches are useful without this patch. If so, a framework version that
+            lacks the function, or is outside ``supports``, does not stop the feature.
     """
 
     name: str
@@ -67,23 +67,23 @@ class Patch:
     independent: bool = False
 
     def check(self) -> None:
-        """Say whether the patch could be applied now. Writes nothing; imports nothing.
+        """Checks whether the patch can be applied now. Writes nothing; imports nothing.
 
         Raises:
-            PatchRefused: the target or a binding is absent or not imported, not upstream's own function (already
-                wrapped or replaced by someone), has other parameters, or its package has an unsupported version.
-                Absence and version are a NotInThisVersion where the patch is ``independent``.
+            PatchRefused: the target or a binding is absent, is not imported, is already wrapped or replaced by someone
+                else or has other parameters; or the package has an unsupported version. If the patch is
+                ``independent``, absence and an unsupported version raise NotInThisVersion.
         """
         with _lock:
             if not self._is_applied():
                 self._inspect()
 
     def apply(self, settings: Any = None) -> None:
-        """Put the replacement in every place, or in none. A second call, whatever its settings, does nothing.
+        """Writes the replacement to all places, or to none. A second call does nothing, whatever its settings.
 
         Raises:
-            PatchRefused: as :meth:`check`; or ``make`` or ``probe`` refused, or a write failed (all undone), or ours
-                was overlaid by someone else since it was applied.
+            PatchRefused: as :meth:`check`; ``make`` or ``probe`` refused; a write failed (all writes are undone); or someone
+                else has wrapped the replacement since the patch was applied.
         """
         with _lock:
             if self._is_applied():
@@ -93,7 +93,7 @@ class Patch:
             _written[self] = self._write(places, original, replacement)
 
     def state(self) -> SwitchState:
-        """Return the state as the places show it now, not as we remember it."""
+        """Returns the state, read from the places that hold the function."""
         with _lock:
             written = self._record()
             if not written:
@@ -102,12 +102,12 @@ class Patch:
             return SwitchState.APPLIED if ours else SwitchState.FOREIGN
 
     def revert(self) -> None:
-        """Put back the very objects that were there, also where a module of the framework has imported ours by name since.
+        """Restores the identical original objects, also in framework modules that have since imported the replacement by name.
 
         Does nothing if the patch is not applied.
 
         Raises:
-            PatchRefused: someone wrapped or replaced ours; undoing would silently remove theirs.
+            PatchRefused: someone else wrapped or overwrote the replacement; reverting would silently remove that change.
         """
         with _lock:
             if self._is_applied():
@@ -117,7 +117,7 @@ class Patch:
 
     def _record(self) -> tuple[_Written, ...]:
         written = _written.get(self, ())
-        # A module that was dropped and imported anew has fresh, unpatched places: what we wrote is gone with the old.
+        # A module that was dropped and imported again has new, unpatched places; our writes are gone with the old module.
         if any(not w.place.is_live() for w in written):
             del _written[self]
             return ()
@@ -161,7 +161,7 @@ class Patch:
             setattr(replacement, upstream.MARK, self.name)
         except RlAccelError as error:
             raise PatchRefused(f"{self.name}: {error}") from error
-        except Exception as error:  # what make() needs of an unknown upstream may be missing in any way
+        except Exception as error:  # make() may fail in any way on an unknown version
             raise PatchRefused(f"{self.name}: cannot be made for this version ({error!r})") from error
         if self.probe is not None:
             try:

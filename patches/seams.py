@@ -1,8 +1,8 @@
-"""Interfaces: Protocols of what the pack uses of a framework, compared with the one installed; and entries in its registries.
+"""Interfaces (Protocols of the framework members that the pack uses), their check against the framework, and registry entries.
 
-An interface types objects of the framework, so that mypy refuses a member that is not in it. :func:`require` compares interfaces
-with the framework, and our classes with those of the framework that they extend. It refuses one that has changed, and names
-each member. Nothing of the framework is replaced.
+An interface types objects of the framework, so that mypy refuses members that the interface lacks. :func:`require` compares
+interfaces with the framework, and our classes with the framework classes that they extend. The function refuses a changed
+framework and names each changed member. Nothing of the framework is replaced.
 """
 
 import dis
@@ -26,16 +26,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
-_targets: dict[Any, tuple[str, ...]] = {}  # by interface
-_extended: dict[Any, Any] = {}  # interface by class of ours
+_targets: dict[Any, tuple[str, ...]] = {}  # targets by interface
+_extended: dict[Any, Any] = {}  # interface by extending class
 _remote: set[Any] = set()
 
 
 def interface_of(*targets: str) -> Callable[[C], C]:
-    """Make the decorated Protocol the interface of classes, ``"pkg.mod:Class"``, or of a module, ``"pkg.mod"``.
+    """Declares the decorated Protocol as interface of classes, ``"pkg.mod:Class"``, or of a module, ``"pkg.mod"``.
 
-    The first of ``targets`` must be there. The others must fit as well where their modules exist. Methods name the parameters that
-    we pass; ``(*args, **kwargs)`` stands for any.
+    The first target must exist. The other targets must match too if their modules exist. Methods name the parameters that
+    we pass; ``(*args, **kwargs)`` stands for any parameters.
     """
 
     def mark(interface: C) -> C:
@@ -46,7 +46,7 @@ def interface_of(*targets: str) -> Callable[[C], C]:
 
 
 def extends(interface: Any) -> Callable[[C], C]:
-    """Say that the decorated class is a subclass of what ``interface`` describes, or a mixin of such subclasses."""
+    """Declares the decorated class as a subclass of the class that ``interface`` describes, or as a mixin for such subclasses."""
 
     def mark(ours: C) -> C:
         _extended[ours] = interface
@@ -56,23 +56,23 @@ def extends(interface: Any) -> Callable[[C], C]:
 
 
 class RemoteMethod(Protocol[P, R_co]):
-    """A method of an actor, as its handle has it."""
+    """A method of a Ray actor, called through the actor's handle."""
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R_co]:
-        """Call it in the actor's process."""
+        """Calls the method in the actor's process."""
 
 
 def remote(method: Callable[Concatenate[Any, P], R]) -> RemoteMethod[P, R]:
-    """Mark a method of an interface that is called through a handle, where it does not matter whether it is async."""
+    """Marks an interface method that is called through an actor handle, so that async and plain methods both match."""
     _remote.add(method)
     return method  # type: ignore[return-value]
 
 
 def modules_of(home: str) -> list[ModuleType]:
-    """Import ``home``, a module or package of ours, with all that is in it; return these and the adapters that they import.
+    """Imports ``home`` and its direct submodules. Returns these modules and the adapters that they import.
 
     Raises:
-        PatchRefused: one of them needs what is not there.
+        PatchRefused: a module cannot be imported.
     """
     try:
         modules = [importlib.import_module(home)]
@@ -81,14 +81,14 @@ def modules_of(home: str) -> list[ModuleType]:
     except Exception as error:  # verl's modules for vLLM raise ValueError where there is no vLLM
         raise PatchRefused(f"{home.rpartition('.')[2]} cannot be imported: {error}") from error
     adapters = home.rpartition(".")[0] + "."
-    for module in modules:  # which grows
+    for module in modules:  # the list grows meanwhile
         values = [value for value in vars(module).values() if isinstance(value, ModuleType)]
         modules += [value for value in values if value.__name__.startswith(adapters) and value not in modules]
     return modules
 
 
 def interfaces_of(modules: Iterable[ModuleType]) -> dict[Any, list[Any]]:
-    """Return the interfaces that ``modules`` name, also as the type of a member of another, with our classes that extend each."""
+    """Returns the interfaces named by ``modules`` or by types of interface members, each with our classes that extend it."""
     found: dict[Any, list[Any]] = {}
 
     def add(interface: Any, *ours: Any) -> None:
@@ -112,10 +112,10 @@ def interfaces_of(modules: Iterable[ModuleType]) -> dict[Any, list[Any]]:
 
 
 def require(name: str, interfaces: Mapping[Any, Iterable[Any]]) -> None:
-    """Compare interfaces, and our classes that extend what they describe, with the framework.
+    """Compares interfaces, and our classes that extend the described classes, with the framework.
 
     Raises:
-        PatchRefused: names every member that is absent or different, what is wanted and what was found.
+        PatchRefused: members are absent or different. The message names each, with the wanted and the found form.
     """
     problems = [problem for interface, ours in interfaces.items() for problem in _differences(interface, ours)]
     if problems:
@@ -153,13 +153,13 @@ def _differences(interface: Any, ours: Iterable[Any]) -> Iterator[str]:
 
 
 def _members(interface: Any) -> dict[str, Any]:
-    """The methods of an interface by name, and None for each attribute; those of its bases are left out."""
+    """Returns the methods of an interface by name, and None for each attribute, without members of base interfaces."""
     own = {n: v for n, v in vars(interface).items() if getattr(v, "__module__", "") == interface.__module__}
     return {**dict.fromkeys(inspect.get_annotations(interface)), **{n: v for n, v in own.items() if callable(v)}}
 
 
 def _attributes(owner: Any) -> set[str]:
-    """What a module holds, or a class and its instances: names that its methods assign are among them."""
+    """Returns the member names of a module, or of a class and its instances, including attributes that methods assign."""
     names = {*dir(owner)}
     for base in getattr(owner, "__mro__", ()):
         names.update(inspect.get_annotations(base))
@@ -178,25 +178,25 @@ def _interfaces_in(hint: Any) -> Iterator[Any]:
 
 
 def _plain(item: Any) -> Any:
-    """Return ``item``, or the class inside if it is one that ``@ray.remote`` has wrapped."""
+    """Returns ``item``, or the original class if ``item`` is a class wrapped by ``@ray.remote``."""
     metadata = None if isinstance(item, type | ModuleType) else getattr(item, "__ray_metadata__", None)
     return item if metadata is None else metadata.modified_class.__ray_actor_class__
 
 
 def _signature(function: Any, is_method: bool) -> Signature:
-    """Names and defaults, without ``self`` and the parameter that Ray adds to methods of its actors."""
+    """Returns parameter names and defaults, without ``self`` and the parameter that Ray adds to actor methods."""
     found = [p for p in inspect.signature(function).parameters.values() if p.name != "_ray_trace_ctx"]
     return Signature([p.replace(annotation=Parameter.empty) for p in found[is_method:]])
 
 
 def _accepts(function: Signature, caller: Signature) -> bool:
-    """Whether ``function`` takes every call that one with the signature of ``caller`` takes."""
+    """Returns whether ``function`` accepts every call that the signature ``caller`` accepts."""
     kinds = {parameter.kind for parameter in function.parameters.values()}
     passed = [p for p in caller.parameters.values() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
     more = {p.kind for p in caller.parameters.values()} - {p.kind for p in passed}
     if len(more) == 2:
         return True
-    bind = function.bind_partial if more else function.bind  # what is required may be among the caller's **kwargs
+    bind = function.bind_partial if more else function.bind  # required parameters may be among the caller's **kwargs
     named = {p.name: p for p in passed}
     positions = [p for p in passed if p.kind is not Parameter.KEYWORD_ONLY]
     try:
@@ -213,12 +213,12 @@ _passed: set[str] = set()
 
 @dataclass(frozen=True)
 class SeamCheck:
-    """A switch that changes nothing: "applied" means that the framework has what a feature needs of it.
+    """A switch that changes nothing: "applied" means that the framework has all members that a feature needs.
 
     Attributes:
-        name: unique, ``"slime.reward_timeout"``.
-        target: ``"pkg.mod:what"``; the check is made once ``pkg.mod`` is imported.
-        interfaces: of what is needed.
+        name: unique name, such as ``"slime.reward_timeout"``.
+        target: ``"pkg.mod:what"``; the check runs once ``pkg.mod`` is imported.
+        interfaces: interfaces that the framework must match.
     """
 
     name: str
@@ -226,35 +226,35 @@ class SeamCheck:
     interfaces: tuple[Any, ...]
 
     def state(self) -> SwitchState:
-        """Return APPLIED if the last check found everything."""
+        """Returns APPLIED if the last check passed."""
         return SwitchState.APPLIED if self.name in _passed else SwitchState.PENDING
 
     def apply(self, _settings: Any) -> None:
-        """Look whether everything is there.
+        """Compares the interfaces with the framework.
 
         Raises:
-            PatchRefused: names what is wanted and what was found.
+            PatchRefused: as :func:`require`.
         """
         require(self.name, dict.fromkeys(self.interfaces, ()))
         _passed.add(self.name)
 
     def revert(self) -> None:
-        """Forget the check; there is nothing to undo."""
+        """Forgets the check; there is nothing to undo."""
         _passed.discard(self.name)
 
 
 @dataclass(frozen=True)
 class Registration:
-    """A switch that enters something of ours into a registry that a framework keeps for plug-ins.
+    """A switch that adds an entry to a framework's plug-in registry.
 
     Attributes:
-        name: unique, ``"verl.trainer_mode.tail_batching"``.
-        target: ``"pkg.mod:entry"``, the module whose import makes the registry available and, in words, the entry.
-        register: ``register(settings)`` makes the entry. It may raise PatchRefused if this framework lacks something.
-        unregister: removes it.
-        find: returns what the registry holds under our name, or None. Called by any thread, with the lock of the runtime held,
-            from the moment at which the import of the module has begun; so it must not import.
-        owner: the module that defines what we register.
+        name: unique name, such as ``"verl.trainer_mode.tail_batching"``.
+        target: ``"pkg.mod:entry"``: the module whose import makes the registry available, and a description of the entry.
+        register: ``register(settings)`` adds the entry; may raise PatchRefused if this framework lacks something.
+        unregister: removes the entry.
+        find: returns the registry's object under our name, or None. Must not import anything: any thread may call ``find``,
+            with the runtime's lock held, as soon as the module's import has begun.
+        owner: module that defines the registered object.
     """
 
     name: str
@@ -265,7 +265,7 @@ class Registration:
     owner: str
 
     def state(self) -> SwitchState:
-        """Return what the registry itself says."""
+        """Returns the state, read from the registry."""
         if self.target.partition(":")[0] not in sys.modules:
             return SwitchState.PENDING
         found = self.find()
@@ -274,7 +274,7 @@ class Registration:
         return SwitchState.APPLIED if getattr(found, "__module__", None) == self.owner else SwitchState.FOREIGN
 
     def apply(self, settings: Any) -> None:
-        """Make the entry. Idempotent.
+        """Adds the entry. Idempotent.
 
         Raises:
             PatchRefused: the name is taken, or the framework lacks something.
@@ -289,6 +289,6 @@ class Registration:
                 raise PatchRefused(f"{self.name}: {type(error).__name__}: {error}") from error
 
     def revert(self) -> None:
-        """Remove the entry, if it is ours."""
+        """Removes the entry if it is ours."""
         if self.state() is SwitchState.APPLIED:
             self.unregister()

@@ -1,4 +1,4 @@
-"""Functions of a framework: the places that hold them, and whether they are the ones it shipped."""
+"""Places that hold a framework's functions, and checks that these are the framework's own functions."""
 
 import ast
 import functools
@@ -18,7 +18,7 @@ from packaging.version import InvalidVersion
 from rl_accel.errors import NotInThisVersion, PatchRefused
 
 MARK = "__rl_accel_patch__"
-"""Attribute of every replacement: the name of the patch that put it there."""
+"""Attribute of every replacement; holds the patch's name."""
 
 _DECORATOR_HOMES = frozenset({"torch", *sys.stdlib_module_names}) - {"unittest", "__main__"}
 """Packages whose decorators (``torch.no_grad``, ``functools.lru_cache``) frameworks put on their own functions."""
@@ -28,7 +28,7 @@ _FORM = re.compile(r"(?P<module>[\w.]+):(?P<path>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)(
 
 @dataclass(frozen=True)
 class Place:
-    """One binding, found: ``owner`` holds the object under ``name`` (an attribute, or a key if ``keyed``)."""
+    """One binding of an object: ``owner`` holds the object as attribute ``name``, or as dict key ``name`` if ``keyed``."""
 
     where: str
     owner: Any
@@ -39,18 +39,18 @@ class Place:
         return self.where
 
     def read(self) -> Any:
-        """Return what is there now, raw (a staticmethod stays a staticmethod), or None."""
+        """Returns the current object, raw (a staticmethod stays a staticmethod), or None if absent."""
         return self.owner.get(self.name) if self.keyed else vars(self.owner).get(self.name)
 
     def write(self, value: Any) -> None:
-        """Bind ``value``, raw."""
+        """Binds ``value``, raw."""
         if self.keyed:
             self.owner[self.name] = value
         else:
             setattr(self.owner, self.name, value)
 
     def is_live(self) -> bool:
-        """Whether ``where`` still leads to this owner: false after its module was dropped or imported anew."""
+        """Returns whether ``where`` still leads to this owner; false after the module was dropped or imported again."""
         try:
             return _owner(self.where)[0] is self.owner
         except PatchRefused:
@@ -58,12 +58,12 @@ class Place:
 
 
 def find(where: str) -> Place:
-    """Return the place that ``where`` (``"pkg.mod:Class.attr"``, ``"pkg.mod:DICT[key]"``) names.
+    """Returns the place named by ``where`` (``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``).
 
     Raises:
         ValueError: ``where`` has another form.
-        NotInThisVersion: the object is not there (a class must hold it itself).
-        PatchRefused: its module is not imported.
+        NotInThisVersion: the object does not exist; inherited attributes do not count.
+        PatchRefused: the module is not imported, or the owner is no dict, class or module.
     """
     owner, name, keyed = _owner(where)
     place = Place(where, owner, name, keyed)
@@ -74,7 +74,7 @@ def find(where: str) -> Place:
 
 
 def restore_copies(target: str, new: Any, old: Any) -> None:
-    """Put ``old`` wherever a module of the target's package holds ``new``: ``from x import f`` copies what is there then."""
+    """Replaces ``new`` by ``old`` in modules of the target's package: ``from x import f`` may have copied ``new`` there."""
     package = target.partition(":")[0].partition(".")[0]
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == package and isinstance(module, ModuleType):
@@ -83,23 +83,23 @@ def restore_copies(target: str, new: Any, old: Any) -> None:
 
 
 def unpack(raw: Any) -> Any:
-    """Return the function inside ``raw``: bare, or inside a staticmethod or classmethod."""
+    """Returns the function inside ``raw``, which is a staticmethod, a classmethod or the function itself."""
     return raw.__func__ if type(raw) in (staticmethod, classmethod) else raw
 
 
 def repack(raw: Any, function: Any) -> Any:
-    """Return ``function`` as the kind of object ``raw`` is: staticmethod, classmethod or bare."""
+    """Returns ``function`` as the same kind of object as ``raw``: staticmethod, classmethod or bare function."""
     return type(raw)(function) if type(raw) in (staticmethod, classmethod) else function
 
 
 def require_own(function: Any, target: str) -> None:
-    """Refuse a function that someone else put in place or wrapped.
+    """Refuses a function that someone else has replaced or wrapped.
 
-    ``functools.wraps`` makes a wrapper claim the module and name of what it wraps, so every layer is judged by the
-    module whose globals its code really uses.
+    ``functools.wraps`` gives a wrapper the module and name of the wrapped function. Every layer is therefore judged by
+    the module whose globals the layer's code uses.
 
     Raises:
-        PatchRefused: a layer belongs to another package than ``target``; the message says to whom.
+        PatchRefused: a layer belongs to another package than ``target``, which the message names.
     """
     root = target.partition(":")[0].partition(".")[0]
     layers = list(_layers(function))
@@ -116,18 +116,18 @@ def require_own(function: Any, target: str) -> None:
 
 
 def require_params(function: Callable[..., Any], params: tuple[str, ...], target: str) -> None:
-    """Refuse a function whose parameter names are not ``params``, in order."""
+    """Refuses a function whose parameter names are not ``params``, in order."""
     found = tuple(inspect.signature(function).parameters)
     if found != params:
         raise PatchRefused(f"{target} takes ({', '.join(found)}), wanted ({', '.join(params)})")
 
 
 def require_version(supports: str, target: str) -> None:
-    """Refuse if the imported package is outside ``supports`` (PEP 508; prereleases are let in; empty: any version).
+    """Refuses an imported package whose version is outside ``supports`` (PEP 508; prereleases allowed; empty: any version).
 
     Raises:
-        NotInThisVersion: it is.
-        PatchRefused: its version is unknown.
+        NotInThisVersion: the version is outside ``supports``.
+        PatchRefused: the version is unknown.
     """
     if not supports:
         return
@@ -144,12 +144,12 @@ def require_version(supports: str, target: str) -> None:
 
 
 def fingerprint(function: Callable[..., Any]) -> str | None:
-    """Return a hash of what ``function`` does (sha256 of its syntax tree), or None where its source cannot be read.
+    """Returns the SHA-256 of the syntax tree of ``function``, or None if the source cannot be read.
 
     Formatting, comments, docstring, decorators and annotations do not count.
 
-    Two bodies with one hash do the same; the same body has the same hash on every Python version, because only
-    node types, names and constants go in, not the text of :func:`ast.dump`, which changes between versions.
+    Two bodies with the same hash do the same. A body has the same hash on every Python version, because the hash covers
+    only node types, names and constants, not the text of :func:`ast.dump`, which changes between versions.
     """
     try:
         source = inspect.getsource(inspect.unwrap(function))
@@ -164,7 +164,7 @@ def fingerprint(function: Callable[..., Any]) -> str | None:
 
 
 def describe(item: Any) -> str:
-    """Return who made ``item``, for messages: its real module, its name, and our mark if it is ours."""
+    """Returns the origin of ``item`` for messages: real module and name, or the patch's name for our replacement."""
     if item is None:
         return "nothing"
     inner = unpack(item)

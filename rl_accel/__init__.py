@@ -1,7 +1,7 @@
 """rl-accel: faster synchronous RL post-training on verl and slime, without a fork.
 
-``enable()`` turns features on, ``disable()`` off, ``status()`` says what is applied, ``with enabled(...)`` does it
-for a block.
+``enable()`` turns features on, ``disable()`` turns all off, ``with enabled(...)`` turns features on for a block.
+``status()`` returns the state of all features.
 """
 
 from typing import TYPE_CHECKING, Any

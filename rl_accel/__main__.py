@@ -32,18 +32,18 @@ _LAZY_BENCH = {
     "rounds": ("lab.bench.rounds", "How long simulated rounds of `rl-accel plan` take."),
     "tail": ("lab.bench.tail", "Tail batching: what its rounds cost on verl, without a model."),
 }
-"""By command, the module of rl_accel that it is in, and a line of help."""
+"""Mapping from command name to the command's module below ``rl_accel`` and a one-line help text."""
 
 _EXTRAS = {
     "report": ("matplotlib", "jinja2", "scipy", "pandas"),
     "serve": ("transformers", "starlette", "uvicorn"),
     "verl": ("verl",),
 }
-"""By extra of the package, what its commands import."""
+"""Mapping from an extra of this package to the third-party packages that its commands import."""
 
 
 class _LazyGroup(click.Group):
-    """A group whose commands live in modules that are imported on first use. Command ``x-y`` is ``prefix + "x_y"`` there."""
+    """A click group that imports a command's module on first use. Command ``x-y`` is the module's function ``prefix + "x_y"``."""
 
     def __init__(self, *args: Any, lazy: dict[str, tuple[str, str]], prefix: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -76,13 +76,13 @@ def cli() -> None:
 
 @cli.group(cls=_LazyGroup, lazy=_LAZY_BENCH, prefix="bench_")
 def bench() -> None:
-    """Measure kernels side by side; each benchmark checks correctness first."""
+    """Measures kernels side by side; each benchmark checks correctness first."""
 
 
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def status(as_json: bool) -> None:
-    """What the flags in this shell's environment turn on, without importing a framework."""
+    """Features that the flags in this shell's environment turn on. Imports no framework."""
     from rl_accel.runtime import RUNTIME
 
     RUNTIME.adopt(os.environ.get("RL_ACCEL_SOURCES"))
@@ -95,10 +95,10 @@ def status(as_json: bool) -> None:
 @click.option("--recipe", type=click.Path(path_type=Path), help="Of this recipe: what it asks for and is not here.")
 @click.option("--platform", help="With --recipe: one of its platforms (default: the first).")
 def doctor(as_json: bool, recipe: Path | None, platform: str | None) -> None:
-    """Which frameworks, versions and backends are here, and which features work with them; tries each for real.
+    """Reports installed frameworks, versions and backends, and applies every feature for real.
 
-    With --recipe: packages, configuration, model, data and memory that it asks for. Exit code 1 if something is missing, or a
-    feature cannot work with the framework that is here.
+    With --recipe: checks the packages, configuration, model, data and memory that the recipe needs. Exit code 1 if something is
+    missing, or if a feature cannot work with the installed framework.
     """
     from rl_accel.doctor import as_text, diagnose
 
@@ -124,7 +124,7 @@ def flags() -> None:
 
 
 def main() -> None:
-    """Run the command; an error made by a user is one line on standard error and exit status 2."""
+    """Runs the command. A user's error prints one line on standard error and exits with status 2."""
     try:
         cli(prog_name="rl-accel")
     except RlAccelError as error:

@@ -25,12 +25,12 @@ _AUTO_HELP = "turn on the lossless features that work here (what a bare rl_accel
 
 Requested = Literal["by name", "automatically", "off"]
 Layer = tuple[str, Mapping[str, Any]]
-"""Where flags come from, in words for messages, and the flags themselves as nested plain mappings."""
+"""A source of flags, as worded in messages, and the flags themselves as nested plain mappings."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """All flags in force. ``flags[GAE].backend`` is one of them; ``auto`` turns on every automatic feature not named."""
+    """All flags in force. ``flags[GAE].backend`` reads one flag; ``auto`` turns on every automatic feature not named."""
 
     auto: bool
     sections: Mapping[str, Any]
@@ -40,7 +40,7 @@ class Flags:
         return section
 
     def requested(self, feature: Feature[Any]) -> Requested:
-        """Say whether ``feature`` is on, and whether it was named."""
+        """Returns whether ``feature`` is off, on by name or on automatically."""
         enable = self.sections[feature.name].enable
         if enable:
             return "by name"
@@ -48,7 +48,7 @@ class Flags:
 
 
 def resolve(layers: Sequence[Layer]) -> Flags:
-    """Merge ``layers``, weakest first, over the defaults.
+    """Merges ``layers``, weakest first, over the defaults.
 
     Raises:
         ConfigError: a key is unknown, a value has the wrong type or is out of range, or flags contradict each other.
@@ -77,10 +77,10 @@ def resolve(layers: Sequence[Layer]) -> Flags:
 
 
 def as_mapping(flags: Any, source: str) -> dict[str, Any]:
-    """Return ``flags`` as nested plain dicts with strings as keys.
+    """Returns ``flags`` as nested plain dicts with strings as keys.
 
     Raises:
-        ConfigError: they are no mapping.
+        ConfigError: ``flags`` is not a mapping.
     """
     if isinstance(flags, DictConfig):
         flags = OmegaConf.to_container(flags, resolve=True)
@@ -92,7 +92,7 @@ def as_mapping(flags: Any, source: str) -> dict[str, Any]:
 
 
 def read_environment(value: str | None = None) -> dict[str, Any]:
-    """Parse ``RL_ACCEL_CONFIG``: inline YAML or JSON, or the path of a file with it. Empty or unset gives ``{}``.
+    """Parses ``RL_ACCEL_CONFIG``: inline YAML or JSON, or the path of such a file. Empty or unset gives ``{}``.
 
     Raises:
         ConfigError: the file cannot be read, or the text is not a mapping.
@@ -114,7 +114,7 @@ def read_environment(value: str | None = None) -> dict[str, Any]:
 
 
 def describe_flags() -> list[tuple[str, str, str]]:
-    """Return every flag as ``(dotted key, default as JSON, help)``, in the order of the features."""
+    """Returns every flag as ``(dotted key, default as JSON, help)``, in the order of ``FEATURES``."""
     every = [(f"{feature.name}.{f.name}", f) for feature in FEATURES for f in fields(feature.flags)]
     return [(AUTO, "false", _AUTO_HELP), *((key, json.dumps(f.default), f.metadata["help"]) for key, f in every)]
 
@@ -154,7 +154,7 @@ def _checked(value: Any, flag: Field[Any], where: str) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether ``value`` is of a flag's type. True is no int, and no int is a float."""
+    """Returns whether ``value`` has the flag type ``kind``. A bool is not accepted as int, nor an int as float."""
     if isinstance(kind, UnionType):
         return any(_fits(value, one) for one in get_args(kind))
     if get_origin(kind) is dict:

@@ -1,4 +1,4 @@
-"""What ``rl-accel doctor`` finds: frameworks, kernel backends, and whether each feature works here."""
+"""Diagnosis by ``rl-accel doctor``: frameworks, kernel backends, and whether each feature works here."""
 
 import contextlib
 import functools
@@ -27,13 +27,13 @@ DISTRIBUTIONS = ("torch", "numba", "triton", "ray", "verl", "TransferQueue", "sl
 
 
 def diagnose() -> dict[str, Any]:
-    """Look at this environment. Imports the frameworks found, applies each switch for real and reverts it again.
+    """Diagnoses this environment: imports the frameworks found, applies each switch for real and reverts the switch.
 
     Returns:
-        Plain data, ready for JSON. ``versions``: by distribution, None if absent. ``backends``: by kernel backend, None if it works
-        or the reason why not. ``checks``: of each switch of each feature, and of what reads flags, each with a ``verdict``: works,
-        cannot (tried and failed) or absent (no framework, or no engine); of a patch also ``upstream`` and ``remove_when``.
-        ``sandbox``: how programs of a code reward would be isolated, and why not better.
+        Plain data, ready for JSON. ``versions``: version by distribution, None if absent. ``backends``: None for a kernel backend
+        that works, else the reason why not. ``checks``: results for the switches of all features and of the flag readers, each with
+        a ``verdict``: works, cannot (tried and failed) or absent (no framework, or no engine). A patch also has ``upstream`` and
+        ``remove_when``. ``sandbox``: isolation of the programs of a code reward, and the reason if only processes isolate them.
     """
     with quiet():
         from rl_accel.ops import available_backends
@@ -56,7 +56,7 @@ def diagnose() -> dict[str, Any]:
 
 
 def as_text(diagnosis: dict[str, Any]) -> str:
-    """Return a :func:`diagnose` as a table."""
+    """Returns the result of :func:`diagnose` as text with tables."""
     rows = [("feature", "switch or backend", "verdict", "reason")]
     rows += [tuple(check.values())[:4] for check in diagnosis["checks"]]
     rows += [("kernel", name, "cannot" if why else "works", why or "") for name, why in diagnosis["backends"].items()]
@@ -73,7 +73,7 @@ def as_text(diagnosis: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what frameworks print and log while they are imported away from the report."""
+    """Suppresses output, logs and warnings inside the block, so that frameworks do not clutter the report on import."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -89,10 +89,10 @@ def quiet() -> Iterator[None]:
 
 
 def _use_slime_checkout() -> str | None:
-    """slime is run from a checkout: make the one that SLIME_ROOT names importable, and return where slime lies.
+    """Makes the slime checkout that SLIME_ROOT names importable. Returns the folder of the package ``slime``, or None.
 
     Raises:
-        ConfigError: SLIME_ROOT names no checkout.
+        ConfigError: SLIME_ROOT names no slime checkout.
     """
     root = os.environ.get("SLIME_ROOT")
     if root and not (Path(root) / "slime" / "utils" / "arguments.py").is_file():
@@ -153,7 +153,7 @@ def _check(feature: str, patch: str, verdict: str, reason: str = "") -> dict[str
 
 
 def _version(distribution: str) -> str | None:
-    """The version that has been imported, which may be a checkout beside an installed one; else the installed one."""
+    """Returns the version of the imported package (perhaps a checkout), else the installed version; None if absent."""
     imported = getattr(sys.modules.get(distribution), "__version__", None)
     if isinstance(imported, str):
         return imported

@@ -1,4 +1,4 @@
-"""Every error rl-accel raises on purpose, so that a caller can catch them in one place."""
+"""All errors that rl-accel raises on purpose; their common base class lets callers catch all of them."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ class ConfigError(RlAccelError, ValueError):
 
 
 def refuse(flag: str, key: str, wanted: Any, found: Any, reason: str = "") -> None:
-    """Raise the ConfigError that says that a feature and a framework's configuration cannot go together.
+    """Raises ConfigError: a feature does not work with the framework's configuration.
 
     Args:
         flag: the feature's section, ``"rl_accel.tail_batching"``.
-        key: the framework's.
-        wanted, found: its values.
-        reason: why, where that is not plain.
+        key: framework's configuration key.
+        wanted, found: value that the feature needs, and configured value.
+        reason: reason, if not obvious.
     """
     raise ConfigError(f"{flag} wants {key} = {wanted}, found {found}" + (f" ({reason})" if reason else ""))
 
@@ -32,7 +32,7 @@ class PatchRefused(RlAccelError, RuntimeError):
 
 
 class NotInThisVersion(PatchRefused):
-    """One of several independent patches of a feature does not exist for this version; the feature goes on without it."""
+    """A patch does not fit this framework version. An independent patch is skipped."""
 
 
 class BackendMissing(RlAccelError, ImportError):

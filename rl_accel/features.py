@@ -1,6 +1,6 @@
-"""The features of the pack: every flag that there is, and by name (never by import) the modules that carry them out.
+"""The features of the pack: all flags, and the modules that implement each feature, by name (never imported here).
 
-Adding a feature is a dataclass of its flags, one :class:`Feature`, and its place in :data:`FEATURES`.
+A new feature needs a dataclass of its flags, a :class:`Feature` and a position in :data:`FEATURES`.
 """
 
 import math
@@ -17,30 +17,30 @@ ENABLE_AUTOMATIC = (
 
 
 def flag(default: Any, help: str, **limits: Any) -> Any:
-    """Return the dataclass field of one flag.
+    """Returns the dataclass field of one flag.
 
     Args:
-        default: its value when no source names it.
-        help: one line for ``rl-accel flags`` and the pages of the documentation.
-        limits: ``minimum``, ``maximum`` (inclusive), ``choices`` (of words), or ``words`` that stand beside numbers.
+        default: value of the flag if no source sets the flag.
+        help: one line for ``rl-accel flags`` and the documentation pages.
+        limits: ``minimum`` and ``maximum`` (inclusive), ``choices`` (allowed words), or ``words`` allowed in addition to numbers.
     """
     return field(default=default, metadata={"help": help, **limits})
 
 
 @dataclass(frozen=True)
 class SlimeHooks:
-    """What a feature needs of slime, all by dotted name.
+    """slime hooks of a feature; functions are given by dotted name.
 
     Attributes:
-        file: keys that the YAML file must hold, and their values: slime's arguments that lead to our functions.
-        arguments: slime's arguments that :func:`~rl_accel.integrations.slime.hooks.data_source` sets; a list: adds to.
-        unset: slime's arguments that must be None.
-        check: ``check(args, flags)``, called before the first rollout, when ``arguments`` are set; raises ConfigError.
-        estimators: values of slime's ``--advantage-estimator`` that the feature serves; empty: all.
-        metrics: ``numbers_of(rollout)``, called when slime logs a rollout; returns metrics by name.
+        file: required keys and values of the YAML file: slime arguments that name our functions.
+        arguments: slime arguments that :func:`~rl_accel.integrations.slime.hooks.data_source` sets; a list is appended.
+        unset: slime arguments that must be None.
+        check: ``check(args, flags)``, called before the first rollout, after ``arguments`` are set; raises ConfigError.
+        estimators: values of slime's ``--advantage-estimator`` that the feature supports; empty: all.
+        metrics: ``numbers_of(rollout)``, called when slime logs a rollout; returns values by metric name.
         after_evaluation: ``after_evaluation(args)``, called when slime logs an evaluation.
-        values: by flag, the values that work on slime, where not all do.
-        engine: ``engine(flags)`` returns arguments of SGLang by slime's names for them.
+        values: allowed values on slime, for each flag that slime supports only in part.
+        engine: ``engine(flags)``, returns SGLang arguments under slime's names for these arguments.
     """
 
     file: Mapping[str, str]
@@ -63,15 +63,15 @@ class Feature(Generic[F]):
     """A feature of the pack.
 
     Attributes:
-        name: of the feature and of its section of the flags.
-        flags: dataclass of its flags, the only schema they have. It begins with ``enable``; a method ``validate()``, if
-            there is one, raises ValueError for flags that are right one by one and wrong together.
-        automatic: a bare ``rl_accel.enable()`` turns it on; only what cannot change training results.
-        switches: modules with a tuple ``SWITCHES`` of :class:`~rl_accel.switch.Switch`, by framework. They are
-            imported only when the feature is on.
-        verl: module with ``wire(run, flags)``, if the feature stands on verl's official extension points;
+        name: name of the feature and of its flag section.
+        flags: dataclass of the feature's flags, the only schema of these flags. The first field is ``enable``. An optional
+            method ``validate()`` raises ValueError for flags that are valid one by one but not together.
+        automatic: whether a bare ``rl_accel.enable()`` turns the feature on; only if it cannot change training results.
+        switches: modules by framework, each with a tuple ``SWITCHES`` of :class:`~rl_accel.switch.Switch`. The modules
+            are imported only when the feature is on.
+        verl: module with ``wire(run, flags)``, if the feature uses verl's official extension points;
             see :mod:`rl_accel.patches.verl.config_intake`.
-        slime: the hooks of slime that it needs.
+        slime: slime hooks that the feature needs.
     """
 
     name: str
@@ -182,7 +182,7 @@ class TailBatchingFlags:
     domain_key: str = flag("data_source", "the column of the data set that names a row's domain")
 
     def validate(self) -> None:
-        """Raise ValueError for a ratio without end or a quota of nothing."""
+        """Raises ValueError for an infinite ratio or a quota below 1."""
         for name in ("prompt_ratio", "response_ratio", "auto_limit"):
             if getattr(self, name) == math.inf:
                 raise ValueError(f"{name} must be finite, found inf")
@@ -212,7 +212,7 @@ TAIL_BATCHING = Feature(
 
 @dataclass
 class RewardTimeoutFlags:
-    """Flags of ``rl_accel.reward_timeout``: executions of rewards that end soon after correct ones have. Times in seconds."""
+    """Flags of ``rl_accel.reward_timeout``: time limits for reward executions, learned from correct answers. Times in seconds."""
 
     enable: bool | None = flag(None, ENABLE)
     scale: float = flag(1.5, "the limit over the longest correct execution of the test case", minimum=1.0)
@@ -250,7 +250,7 @@ class RewardTimeoutFlags:
     memory_mb: int = flag(1024, "memory of a program under test, in MiB", minimum=16)
 
     def validate(self) -> None:
-        """Raise ValueError if the least limit is above the greatest."""
+        """Raises ValueError if ``minimum`` is above ``maximum``."""
         if self.maximum is not None and self.maximum < self.minimum:
             raise ValueError(f"maximum must be at least minimum = {self.minimum:g}, found {self.maximum:g}")
 
@@ -278,7 +278,7 @@ REWARD_TIMEOUT = Feature(
 
 @dataclass
 class TelemetryFlags:
-    """Flags of ``rl_accel.telemetry``: where a step's time goes. It speeds nothing up and leaves a file: not automatic."""
+    """Flags of ``rl_accel.telemetry``: measured times of a step's parts. Not automatic: speeds nothing up and writes a file."""
 
     enable: bool | None = flag(None, ENABLE)
 
@@ -293,7 +293,7 @@ TELEMETRY = Feature(
 
 @dataclass
 class TpReplanFlags:
-    """Flags of ``rl_accel.tp_replan``: a tensor-parallel size of the rollout that follows its preemptions."""
+    """Flags of ``rl_accel.tp_replan``: a tensor-parallel size for the rollout that follows the number of preemptions."""
 
     enable: bool | None = flag(None, ENABLE)
     action: str = flag(
@@ -307,7 +307,7 @@ class TpReplanFlags:
     max_changes: int = flag(6, "changes in a run, one of which is kept for rolling back", minimum=0)
 
     def validate(self) -> None:
-        """Raise ValueError if no size lies between the bounds."""
+        """Raises ValueError if ``max_tp`` is below ``min_tp``."""
         if self.max_tp is not None and self.max_tp < self.min_tp:
             raise ValueError(f"max_tp must be at least min_tp = {self.min_tp}, found {self.max_tp}")
 
@@ -336,7 +336,7 @@ TP_REPLAN = Feature(
 
 @dataclass
 class DraftsFlags:
-    """Flags of ``rl_accel.drafts``: vLLM verifies what other responses went on with. Samples stay the model's."""
+    """Flags of ``rl_accel.drafts``: speculative decoding with drafts from other responses. The distribution of samples is kept."""
 
     enable: bool | None = flag(None, ENABLE)
     max_tokens: int = flag(8, "tokens of the longest draft", minimum=1)
@@ -353,9 +353,9 @@ DRAFTS = Feature(
     verl="rl_accel.integrations.verl.drafts",
     slime=SlimeHooks(
         SLIME_DATA,
-        # what names a drafting of another kind
+        # arguments of other speculative algorithms
         unset=tuple(f"sglang_speculative_{name}" for name in ("num_steps", "eagle_topk", "draft_model_path")),
-        # SGLang has none of these: their defaults alone
+        # SGLang lacks these flags: only their defaults are allowed
         values={name: (getattr(DraftsFlags, name),) for name in ("batch_limit", "memory_mb", "epochs", "save")},
         engine=lambda flags: {
             "sglang_speculative_algorithm": "NGRAM",
@@ -368,7 +368,7 @@ DRAFTS = Feature(
 
 @dataclass
 class BalanceFlags:
-    """Flags of ``rl_accel.balance``: responses wait for a free replica, long ones first, and may be put off or move."""
+    """Flags of ``rl_accel.balance``: requests wait for a free slot of a replica, long ones first; some are preempted or migrate."""
 
     enable: bool | None = flag(None, ENABLE)
     places: int | None = flag(None, "requests that a replica runs at once; null: its max_num_seqs", minimum=1)
@@ -396,10 +396,10 @@ FEATURES: tuple[Feature[Any], ...] = (
     BALANCE,
     DRAFTS,
 )
-"""In the order of tables and messages, and in the one in which features choose verl's extension points."""
+"""All features. The order is that of tables and messages, and that in which features choose verl's extension points."""
 
 FLAG_READERS = {"verl": "rl_accel.patches.verl.config_intake"}
-"""By framework, the module with the switches that read flags from its configuration: all that is armed without a flag."""
+"""Mapping from framework to the module that reads flags from the framework's configuration; its switches need no flag."""
 
 LOGGERS = {"verl": "rl_accel.patches.verl.trainer_metrics"}
-"""By framework, the module with the switch that adds our numbers to its log: armed while any feature is on."""
+"""Mapping from framework to the module that adds our metrics to the framework's log while any feature is on."""

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def strict_json(value: Any) -> str:
-    """Return ``value`` as indented JSON, with null for infinities and NaN, which JSON does not have."""
+    """Returns ``value`` as indented JSON, with null for infinities and NaN, which JSON cannot represent."""
     return json.dumps(_finite(value), indent=1, allow_nan=False) + "\n"
 
 
@@ -21,12 +21,12 @@ def _finite(value: Any) -> Any:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write ``content`` to ``path``, text in UTF-8. Readers find the old file or the new one, also after a crash.
+    """Writes ``content`` to ``path``, text in UTF-8. Readers see the old file or the new file, also after a crash.
 
-    Folders that are missing are made.
+    Missing folders are created.
 
     Raises:
-        OSError: it cannot be written; the old file is as it was.
+        OSError: ``path`` cannot be written; the old file is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")

@@ -1,13 +1,13 @@
-"""The pack's log. What it says is seen whatever other packages do to the root logger."""
+"""Logging setup that shows the pack's messages even if others silence the root logger."""
 
 import logging
 
 
 class _WhereNobodyElseWrites(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes a record to standard error if no handler of the root logger will.
+    """Writes a record to standard error if no handler of the root logger accepts the level.
 
-    ``model_hosting_container_standards``, which vLLM imports, sets the root logger and its handlers to ERROR in every process:
-    warnings and advice of everyone else are lost.
+    ``model_hosting_container_standards``, which vLLM imports, sets the root logger and its handlers to ERROR in every process,
+    so that warnings and advice of other packages are lost.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -16,7 +16,7 @@ class _WhereNobodyElseWrites(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def set_up() -> None:
-    """Let the logger ``rl_accel`` say what is of level INFO and above. Idempotent; what a user has set up stays."""
+    """Makes the logger ``rl_accel`` emit level INFO and above. Idempotent; no effect if the user has set a level or handler."""
     logger = logging.getLogger("rl_accel")
     if logger.level == logging.NOTSET and not logger.handlers:
         logger.setLevel(logging.INFO)

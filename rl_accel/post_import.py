@@ -1,4 +1,4 @@
-"""Runs a callback when a module has been imported, without ever importing it (PEP 369, on wrapt's import hooks)."""
+"""Runs callbacks once a module has been imported, without importing that module (PEP 369, on wrapt's import hooks)."""
 
 import importlib
 import sys
@@ -15,7 +15,7 @@ _waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
 
 
 def wait_for_import(module: str) -> None:
-    """Import ``module``; if another thread is importing it, wait for that.
+    """Imports ``module``. If another thread is importing the module, waits for that import.
 
     Raises:
         PatchRefused: this thread itself is in the middle of importing ``module``.
@@ -27,17 +27,17 @@ def wait_for_import(module: str) -> None:
 def when_imported(
     module: str, callback: Callable[[ModuleType], None], wait: Callable[[str], None] = wait_for_import
 ) -> None:
-    """Call ``callback(module)`` once ``module`` (a dotted name) is imported; at once if it already is.
+    """Calls ``callback(module)`` once ``module`` (a dotted name) is imported; immediately if it already is.
 
-    Callbacks run in the order they were given, in the thread that imports. What a callback raises comes out of the
-    import statement, which then fails as if the module itself had raised. All callbacks of the module stay armed in
-    that case, so that importing it a second time cannot go through unnoticed.
+    Callbacks run in the order of registration, in the importing thread. An exception of a callback propagates from the
+    import statement, as if the module itself had raised. All callbacks of the module then stay registered, so that a
+    second import runs them again.
 
     Args:
         module: dotted name.
         callback: called with the module.
-        wait: called with ``module`` if it is being imported at the moment. It returns once that is over, or raises: a
-            caller that holds a lock which callbacks need must not wait here.
+        wait: called with ``module`` while that module is being imported. Must return after the import, or raise. A caller
+            that holds a lock needed by callbacks must raise, because waiting would deadlock.
 
     Raises:
         PatchRefused: as :func:`wait_for_import`.
@@ -61,7 +61,7 @@ def _fire(module: ModuleType) -> None:
             callback(module)
     except BaseException:
         with _lock:
-            # wrapt has forgotten us and takes a module in sys.modules for imported. importlib drops this one anyway.
+            # wrapt has dropped our hook and treats modules in sys.modules as imported. importlib drops failed ones anyway.
             sys.modules.pop(name, None)
             wrapt.register_post_import_hook(_fire, name)
         raise
@@ -69,5 +69,5 @@ def _fire(module: ModuleType) -> None:
 
 
 def is_being_imported(module: ModuleType) -> bool:
-    """Return whether ``module`` is in ``sys.modules`` and its code has not run to the end."""
+    """Returns whether the import of ``module`` is still in progress (its code has not run to the end)."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))

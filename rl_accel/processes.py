@@ -1,7 +1,7 @@
-"""Ending every process that a command started, however far it detached itself.
+"""Ends every process that a command started, including processes that have detached themselves.
 
-A Ray node starts its daemons in sessions of their own, so a process group is not enough. A process that supervises a command makes
-itself a *child subreaper*: on Linux, orphans below it become its children, so all that the command started are its descendants.
+Killing the process group is not enough, because a Ray node starts its daemons in separate sessions. The supervising process becomes
+a *child subreaper*: on Linux, its orphaned descendants become its children, so all processes of the command stay its descendants.
 """
 
 import contextlib
@@ -18,18 +18,18 @@ _UNKILLABLE_S = 10.0
 
 
 def become_subreaper() -> None:
-    """Make this process the new parent of its orphaned descendants, where the system can (Linux)."""
+    """Makes this process the new parent of its orphaned descendants (Linux; elsewhere does nothing)."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants() -> list[psutil.Process]:
-    """Return all living descendants of this process and reap those of its own children that have ended."""
+    """Returns all living descendants of this process, and reaps its direct children that have ended."""
     return [process for process in psutil.Process().children(recursive=True) if not has_ended(process)]
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether ``process`` is gone or a zombie; a zombie that is our own child is reaped."""
+    """Returns whether ``process`` is gone or a zombie. Reaps a zombie that is a direct child of this process."""
     try:
         if process.status() != psutil.STATUS_ZOMBIE:
             return False
@@ -42,11 +42,11 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def end_all(find: Callable[[], Iterable[psutil.Process]], grace_s: float) -> list[str]:
-    """End the processes that ``find`` returns: terminate, wait up to ``grace_s`` seconds, then kill until ``find`` returns none.
+    """Terminates the processes that ``find`` returns, waits up to ``grace_s`` seconds, then kills until ``find`` returns none.
 
     Returns:
-        The names of the processes that had to be ended. Processes that survive SIGKILL (stuck in the kernel) are given up after 10
-        seconds and named with a trailing ``(still alive)``.
+        Names of the processes that had to be ended. Processes that survive SIGKILL for 10 seconds (stuck in the kernel) are given
+        up and named with a trailing ``(still alive)``.
     """
     alive = list(find())
     ended = [_name(process) for process in alive]
@@ -55,7 +55,7 @@ def end_all(find: Callable[[], Iterable[psutil.Process]], grace_s: float) -> lis
             process.terminate()
     psutil.wait_procs(alive, timeout=grace_s)
     deadline = time.monotonic() + _UNKILLABLE_S
-    while alive := list(find()):  # again: a dying process may have started another
+    while alive := list(find()):  # call find again: a dying process may have started another
         if time.monotonic() > deadline:
             return [*ended, *(f"{_name(process)} (still alive)" for process in alive)]
         for process in alive:
@@ -66,10 +66,10 @@ def end_all(find: Callable[[], Iterable[psutil.Process]], grace_s: float) -> lis
 
 
 def end_descendants(leave_s: float, grace_s: float = 2.0) -> list[str]:
-    """End what is left below this process after its command has ended; return the names of what had to be ended.
+    """Ends the remaining descendants of this process after its command has ended. Returns the names of these processes.
 
     Args:
-        leave_s: seconds for daemons that shut down by themselves to do so before any is told to.
+        leave_s: seconds that daemons have to shut down by themselves before they are terminated.
         grace_s: seconds between terminating and killing.
     """
     deadline = time.monotonic() + leave_s
@@ -79,12 +79,12 @@ def end_descendants(leave_s: float, grace_s: float = 2.0) -> list[str]:
 
 
 def shell_exit_code(returncode: int) -> int:
-    """Return the exit code a shell would report for ``Popen.returncode``: 128 + n if signal n ended the process."""
+    """Returns the exit code that a shell would report for ``Popen.returncode``: 128 + n if signal n ended the process."""
     return 128 - returncode if returncode < 0 else returncode
 
 
 def _name(process: psutil.Process) -> str:
     try:
         return f"{process.name()}[{process.pid}]"
-    except Exception:  # psutil raises several classes when a process goes away meanwhile
+    except Exception:  # psutil raises several classes when a process ends meanwhile
         return f"[{process.pid}]"

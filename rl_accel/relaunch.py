@@ -1,7 +1,7 @@
-"""``rl-accel run -- COMMAND…``: run a trainer, and run it again with other overrides when it asks for that.
+"""``rl-accel run -- COMMAND…``: runs a trainer, and restarts the trainer with other overrides when it asks for that.
 
-A launch asks by a file: its path is in the environment variable :data:`NOTE_VAR`, and it holds ``{"step": …, "overrides": […]}``
-when the launch has saved a checkpoint and ended. The exit code of such a launch is :data:`EXIT_CODE`, but the file decides.
+A launch requests a restart through the file whose path is in the environment variable :data:`NOTE_VAR`. The launch saves a
+checkpoint, writes ``{"step": …, "overrides": […]}`` to the file and ends with exit code :data:`EXIT_CODE`. Only the file counts.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ import click
 from rl_accel.processes import become_subreaper, end_descendants, shell_exit_code
 
 EXIT_CODE = 75
-"""Of a run that wants to be launched again (``EX_TEMPFAIL`` of sysexits.h)."""
+"""Exit code of a run that requests a restart (``EX_TEMPFAIL`` of sysexits.h)."""
 NOTE_VAR = "RL_ACCEL_RESTART_FILE"
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Launches:
-    """Launches of one command, one after the other, in a process that passes on the signals it gets."""
+    """Consecutive launches of one command. This process forwards the signals that it receives to the running launch."""
 
     def __init__(self, command: Sequence[str], max_restarts: int, pause_s: float) -> None:
         self._command, self._max_restarts, self._pause_s = list(command), max_restarts, pause_s
@@ -39,7 +39,7 @@ class Launches:
         self._is_stopped = False
 
     def run(self) -> int:
-        """Return the exit code of the last launch, 128 + n if signal n ended it. For the main thread of a process of its own."""
+        """Returns the exit code of the last launch; 128 + n after signal n. Needs the main thread of a dedicated process."""
         become_subreaper()
         for number in _PASSED_ON:
             signal.signal(number, self._pass_on)
@@ -75,7 +75,7 @@ class Launches:
         except OSError as error:
             _say(f"cannot start {command[0]}: {error}")
             return 127
-        if self._is_stopped:  # the signal came while there was no one to pass it on to
+        if self._is_stopped:  # the signal came before this child had started
             self._child.terminate()
         code = self._child.wait()
         if ended := end_descendants(_ORPHANS_S):
@@ -85,7 +85,7 @@ class Launches:
     def _pass_on(self, number: int, _frame: Any) -> None:
         self._is_stopped = self._is_stopped or number in _ENDS
         if self._child is not None:
-            self._child.send_signal(number)  # does nothing to one that has ended
+            self._child.send_signal(number)  # no effect on a child that has ended
 
 
 @click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -93,12 +93,12 @@ class Launches:
 @click.option("--pause", type=click.FloatRange(0), default=5.0, show_default=True, help="Seconds between launches.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(max_restarts: int, pause: float, command: tuple[str, ...]) -> None:
-    """Run a trainer, and again with other overrides when it asks for that (rl_accel.tp_replan.action=restart)."""
+    """Runs a trainer, and restarts the trainer with other overrides when it asks for that (rl_accel.tp_replan.action=restart)."""
     raise SystemExit(Launches(command, max_restarts, pause).run())
 
 
 def _end_with(parent: int) -> Callable[[], None] | None:
-    """Return what has a child end when this process is killed; Linux alone can do that."""
+    """Returns a ``preexec_fn`` that makes a child end when this process is killed; None outside Linux."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl

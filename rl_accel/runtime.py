@@ -1,7 +1,7 @@
-"""What is switched on in this process: flags come in, patches go on and off, and the flags travel to Ray processes.
+"""Applies and reverts switches in this process according to the flags, and passes the flags on to Ray processes.
 
-There is one :class:`Runtime` a process, behind :func:`rl_accel.enable`, :func:`rl_accel.disable` and
-:func:`rl_accel.status`. It imports no framework: a patch waits until the framework imports the module it changes.
+Each process has one :class:`Runtime`, behind :func:`rl_accel.enable`, :func:`rl_accel.disable` and
+:func:`rl_accel.status`. The runtime imports no framework: a patch waits until the framework imports the patched module.
 """
 
 import functools
@@ -28,7 +28,7 @@ from rl_accel.switch import FeatureStatus, Status, Switch, SwitchStatus, forget_
 logger = logging.getLogger("rl_accel")
 
 SOURCES_VAR = "RL_ACCEL_SOURCES"
-"""Carries the resolved layers of a driver to its child processes; written by us, not meant to be set by hand."""
+"""Environment variable with the driver's flag layers as JSON, for its child processes. Not meant to be set by hand."""
 
 ENVIRONMENT, FRAMEWORK, KEYWORDS = f"environment {cfg.ENV_VAR}", "framework config", "rl_accel.enable()"
 _PRECEDENCE = (ENVIRONMENT, FRAMEWORK, KEYWORDS)
@@ -42,10 +42,10 @@ class _Slot:
     """One switch in this process.
 
     Attributes:
-        owner: the feature it belongs to, ``_FLAG_READER`` or ``_LOGGER``.
-        named: an error if it cannot be applied; else a warning.
-        settings: flags of its feature.
-        refusal: why it could not be applied.
+        owner: name of the switch's feature, ``_FLAG_READER`` or ``_LOGGER``.
+        named: True if the feature was enabled by name: a refusal is an error; otherwise a warning.
+        settings: flags of the feature.
+        refusal: reason why the switch could not be applied.
     """
 
     switch: Switch
@@ -63,7 +63,7 @@ class _Slot:
 
 
 class _ImportFirst(Exception):
-    """Raised under the runtime's lock to import ``module`` after releasing it: import hooks of other threads need the lock."""
+    """Requests an import of ``module`` after the runtime's lock is released, because other threads' import hooks need the lock."""
 
     def __init__(self, module: str) -> None:
         self.module = module
@@ -75,7 +75,7 @@ R = TypeVar("R")
 
 
 def _retried(method: Callable[P, R]) -> Callable[P, R]:
-    """Run ``method``; on :class:`_ImportFirst`, import that module without the lock and run it again."""
+    """Wraps ``method``: after :class:`_ImportFirst`, imports the module without the lock and calls ``method`` again."""
 
     @functools.wraps(method)
     def retrying(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -94,7 +94,7 @@ def _import_first(module: str) -> None:
 
 
 class Runtime:
-    """The switched-on features of one process. Methods are thread-safe; an error leaves everything as it was."""
+    """Flags and switches of one process. Methods are thread-safe; an error leaves everything as it was."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -105,12 +105,12 @@ class Runtime:
         self._warned: set[str] = set()
 
     def flags(self) -> cfg.Flags:
-        """Return the flags in force: every layer merged, weakest first."""
+        """Returns the flags in force: every layer merged, weakest first."""
         return self._flags
 
     @_retried
     def set_layer(self, source: str, flags: Any) -> None:
-        """Replace the flags that came from ``source``, bring switches in line and hand the flags to Ray processes.
+        """Replaces the flags of ``source``, updates the switches accordingly and passes the flags on to Ray processes.
 
         Raises:
             ConfigError: a flag is wrong.
@@ -124,13 +124,13 @@ class Runtime:
 
     @_retried
     def adopt(self, payload: str | None) -> None:
-        """Join the run that this process belongs to; does nothing after :meth:`clear`.
+        """Adopts the flags of the run that this process belongs to; does nothing after :meth:`clear`.
 
-        Takes over what the driver published, else the flags of the environment. From now on the configurations of
-        frameworks are read as well, unless the driver has turned everything off.
+        Uses the flags that the driver published, else the flags of the environment. Afterwards, flags in framework
+        configurations are read as well, unless the driver has turned everything off.
 
         Args:
-            payload: layers as JSON; ``null`` if the driver called :func:`disable`; None or ``{}`` if it published nothing.
+            payload: layers as JSON; ``null`` if the driver called :func:`disable`; None or ``{}`` if the driver published nothing.
         """
         with self._lock:
             if self._layers is None:
@@ -143,18 +143,18 @@ class Runtime:
             self._replace_layers(layers, publish=bool(layers) and payload is None)
 
     def layers(self) -> Layers:
-        """Return a copy of the flags by source, to hand back to :meth:`restore`."""
+        """Returns a copy of the flags by source, for a later :meth:`restore`."""
         with self._lock:
             return None if self._layers is None else dict(self._layers)
 
     @_retried
     def restore(self, layers: Layers) -> None:
-        """Return to the flags that :meth:`layers` gave earlier."""
+        """Restores flags that :meth:`layers` returned earlier."""
         with self._lock:
             self._replace_layers(layers, publish=True)
 
     def clear(self) -> None:
-        """Turn everything off: put every original object back, forget every flag, tell Ray processes started later."""
+        """Turns everything off: restores all original objects, forgets all flags and tells Ray processes started later."""
         self.restore(None)
 
     def _replace_layers(self, layers: Layers, publish: bool) -> None:
@@ -227,7 +227,7 @@ class Runtime:
     def _apply(self, slot: _Slot, _module: ModuleType) -> None:
         with self._lock:
             if self._slots.get(slot.switch.name) is not slot:
-                return  # turned off while it waited
+                return  # turned off while waiting for the import
             try:
                 slot.switch.apply(slot.settings)
             except PatchRefused as error:
@@ -237,7 +237,7 @@ class Runtime:
                 if slot.named and not (slot.unsupported and any(others)):
                     self._revert_others(slot)
                     raise
-                if slot.refusal not in self._warned:  # one warning, also when a later call brings the switch up again
+                if slot.refusal not in self._warned:  # warn once, even if a later call tries the switch again
                     self._warned.add(slot.refusal)
                     logger.warning("rl-accel: %s stays off: %s", slot.switch.name, error)
 
@@ -248,7 +248,7 @@ class Runtime:
                 slot.refusal = f"reverted, because {refused.switch.name} was refused"
 
     def status(self) -> Status:
-        """Return what is on in this process, read from the live modules."""
+        """Returns the status of this process, read from the live modules."""
         with self._lock:
             features = [
                 FeatureStatus(feature.name, self._flags.requested(feature), self._status_of(feature.name))
@@ -267,19 +267,19 @@ class Runtime:
 
 
 def switches_of(module: str) -> tuple[Switch, ...]:
-    """Import ``module`` and return its ``SWITCHES``."""
+    """Imports ``module`` and returns its ``SWITCHES``."""
     switches: tuple[Switch, ...] = importlib.import_module(module).SWITCHES
     return switches
 
 
 def _environment() -> dict[str, dict[str, Any]]:
-    """Return the layer of ``RL_ACCEL_CONFIG``; {} if it is unset or empty."""
+    """Returns the layer of ``RL_ACCEL_CONFIG``; {} if the variable is unset or empty."""
     flags = cfg.read_environment()
     return {ENVIRONMENT: flags} if flags else {}
 
 
 def _imported_switches(module: str) -> tuple[Switch, ...]:
-    """Return ``SWITCHES`` of a module of ours, or raise :class:`_ImportFirst`."""
+    """Returns ``SWITCHES`` of the pack's ``module``; raises :class:`_ImportFirst` if it is not imported yet."""
     loaded = sys.modules.get(module)
     if loaded is None or (is_being_imported(loaded) and not hasattr(loaded, "SWITCHES")):
         raise _ImportFirst(module)
@@ -288,8 +288,8 @@ def _imported_switches(module: str) -> tuple[Switch, ...]:
 
 
 def is_installed(framework: str) -> bool:
-    """Whether the package ``framework`` can be imported here; does not import it."""
-    if sys.modules.get(framework) is not None:  # None: its import is blocked
+    """Returns whether the package ``framework`` can be imported here, without importing the package."""
+    if sys.modules.get(framework) is not None:  # None: the import is blocked
         return True
     try:
         return importlib.util.find_spec(framework) is not None
@@ -302,11 +302,11 @@ log.set_up()
 
 
 def enable(**features: Any) -> Status:
-    """Turn features on in this process and in Ray processes that this program starts from now on.
+    """Turns features on in this process and in Ray processes that this program starts from now on.
 
-    Without arguments, or with ``auto=True``: every lossless feature that is not named; one that cannot work here logs a
-    warning and stays off. With arguments: exactly the named features, ``gae=True`` or ``gae=dict(backend="numba")``; one
-    that cannot work raises. A second call replaces the arguments of the first.
+    Without arguments, or with ``auto=True``, turns on every lossless feature that is not named; a feature that cannot work
+    here logs a warning and stays off. With arguments such as ``gae=True`` or ``gae=dict(backend="numba")``, turns on exactly
+    the named features; a named feature that cannot work raises. A second call replaces the arguments of the first.
 
     Returns:
         The status after the call.
@@ -323,28 +323,28 @@ def enable(**features: Any) -> Status:
 
 
 def disable() -> Status:
-    """Put every original object back in this process, and turn everything off in Ray processes started later.
+    """Restores every original object in this process, and turns everything off in Ray processes started later.
 
-    It stays off until :func:`enable`: flags in ``RL_ACCEL_CONFIG`` or in a framework's configuration are not read.
+    Features stay off until :func:`enable`: flags in ``RL_ACCEL_CONFIG`` or in a framework's configuration are not read.
 
     Returns:
         The status after the call.
 
     Raises:
-        PatchRefused: someone wrapped a patched function after us, so that it cannot be restored exactly.
+        PatchRefused: someone has wrapped a patched function after us, so that the original cannot be restored exactly.
     """
     RUNTIME.clear()
     return RUNTIME.status()
 
 
 def status() -> Status:
-    """Return what is switched on and applied in this process. ``print(rl_accel.status())`` shows a table."""
+    """Returns the features and switches of this process and their states. ``print(rl_accel.status())`` shows a table."""
     return RUNTIME.status()
 
 
 @contextmanager
 def enabled(**features: Any) -> Iterator[Status]:
-    """``with rl_accel.enabled(gae=True):`` turns features on inside the block and back after it."""
+    """Turns features on inside a block, ``with rl_accel.enabled(gae=True):``, and restores the previous flags after it."""
     before = RUNTIME.layers()
     try:
         yield enable(**features)

@@ -1,4 +1,4 @@
-"""What goes on and off with a feature (a patch, an entry in a registry, a check of a framework), and what is said about it."""
+"""Switches and their status. A switch is one reversible change of a feature: a patch, a registry entry or a check."""
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
@@ -8,11 +8,11 @@ from typing import Any, Protocol
 from rl_accel import __version__
 
 forget_when_off: list[Callable[[], object]] = []
-"""Calls that clear what a feature remembers in a module's globals. They are made when the last feature has been turned off."""
+"""Functions that clear the state of features in module globals. Called after the last feature has been turned off."""
 
 
 class SwitchState(enum.Enum):
-    """What the live objects say. FOREIGN: it was on, then someone wrapped or replaced ours."""
+    """State of a switch, read from the live objects. FOREIGN: someone else has wrapped our object or holds its place."""
 
     PENDING = "waiting"
     APPLIED = "applied"
@@ -20,30 +20,30 @@ class SwitchState(enum.Enum):
 
 
 class Switch(Protocol):
-    """One thing that a feature changes in a framework, listed in a module's ``SWITCHES``."""
+    """One change that a feature makes to a framework, listed in a module's ``SWITCHES``."""
 
     @property
     def name(self) -> str:
-        """Unique: ``"verl.gae"``."""
+        """Unique name, such as ``"verl.gae"``."""
 
     @property
     def target(self) -> str:
-        """``"pkg.mod:what"``; it can be applied once ``pkg.mod`` has been imported."""
+        """Target, ``"pkg.mod:what"``. The switch can be applied once ``pkg.mod`` has been imported."""
 
     def state(self) -> SwitchState:
-        """Return the state as the live objects show it. Imports nothing."""
+        """Returns the state, read from the live objects. Imports nothing."""
 
     def apply(self, settings: Any) -> None:
-        """Switch on, or raise PatchRefused and leave everything as it was. Idempotent. ``settings``: the feature's flags."""
+        """Applies the switch, or raises PatchRefused and changes nothing. Idempotent. ``settings``: the feature's flags."""
 
     def revert(self) -> None:
-        """Put back the very objects that were there. Raises PatchRefused if someone has wrapped ours since."""
+        """Restores the identical original objects. Raises PatchRefused if someone has wrapped our object since."""
 
 
 @dataclass(frozen=True)
 class SwitchStatus:
-    """One switch. ``state``: applied, waiting (its module is not imported yet), refused, foreign (wrapped by others),
-    unsupported (not for this version of the framework; the others of its feature go on)."""
+    """Status of one switch. ``state``: applied, waiting (the module is not imported yet), refused, foreign (wrapped by others)
+    or unsupported (does not fit this framework version; the feature's other switches stay on)."""
 
     name: str
     target: str
@@ -53,7 +53,7 @@ class SwitchStatus:
 
 @dataclass(frozen=True)
 class FeatureStatus:
-    """One feature. ``requested``: ``by name``, ``automatically`` or ``off``."""
+    """Status of one feature. ``requested``: ``by name``, ``automatically`` or ``off``."""
 
     name: str
     requested: str
@@ -61,21 +61,21 @@ class FeatureStatus:
 
     @property
     def applied(self) -> bool:
-        """Whether at least one switch of the feature is in force and none is refused or overlaid by someone else."""
+        """True if at least one switch of the feature is applied and no switch is refused or foreign."""
         states = {patch.state for patch in self.patches}
         return "applied" in states and not states & {"refused", "foreign"}
 
 
 @dataclass(frozen=True)
 class Status:
-    """What is on in one process.
+    """Status of one process.
 
     Attributes:
-        pid: of the process.
-        sources: where its flags come from, weakest first.
-        features: every feature of the pack.
-        flag_readers: what reads flags from a framework's configuration; armed by the plug-in, without any flag.
-        loggers: what adds our numbers to a framework's log; armed while a feature is on.
+        pid: process ID.
+        sources: sources of the flags, weakest first.
+        features: status of every feature of the pack.
+        flag_readers: switches that read flags from a framework's configuration; enabled by the plug-in without any flag.
+        loggers: switches that add our metrics to a framework's log; enabled while any feature is on.
     """
 
     pid: int
@@ -91,7 +91,7 @@ class Status:
         raise KeyError(feature)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return nested plain dicts and lists, ready for JSON."""
+        """Returns nested plain dicts and lists, ready for JSON."""
         return {"version": __version__, **asdict(self)}
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ class Status:
 
 
 def aligned(rows: Iterable[Sequence[str]], indent: int = 0) -> list[str]:
-    """Return a line for each of ``rows``, with columns as wide as their widest cell; the last one is never cut."""
+    """Returns one text line per row; each column is as wide as its widest cell."""
     table = [tuple(row) for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)

@@ -1,1 +1,1 @@
-"""Ray: how flags reach the processes of a job."""
+"""Adapters for Ray, such as the propagation of flags to the processes of a job."""

@@ -1,4 +1,4 @@
-"""The job's own Ray cluster and namespace for graders, whose processes are none of Ray's."""
+"""Connects grader processes, which Ray did not start, to the job's Ray cluster and namespace."""
 
 import functools
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ _ADDRESS, _NAMESPACE = "RAY_ADDRESS", "RL_ACCEL_RAY_NAMESPACE"
 
 
 def environment() -> dict[str, str]:
-    """Return what a grader's process needs to know of the job that this process belongs to; nothing outside of a job."""
+    """Returns environment variables with the address and namespace of this process's Ray job; empty outside a job."""
     import ray
 
     if not ray.is_initialized():
@@ -21,7 +21,7 @@ def environment() -> dict[str, str]:
 
 
 def connect_when_needed(environment: Mapping[str, str]) -> None:
-    """Have Ray, which connects by itself when it is first used, do so to the job's namespace. Nothing is imported for it."""
+    """Makes Ray use the job's namespace when Ray connects on first use. Does not import Ray."""
     if namespace := environment.get(_NAMESPACE):
         when_imported("ray", functools.partial(_set_namespace, namespace))
 

@@ -1,9 +1,9 @@
-"""Hands a driver's flags to every Ray process of its job, through two of Ray's own doors.
+"""Passes the driver's flags to all Ray processes of the job, in one of two ways.
 
-Ray not started yet: ``RAY_RUNTIME_ENV_HOOK``, which ``ray.init`` calls with the job's runtime environment, adds one
-environment variable; that also reaches a cluster that was started long before. Ray already connected: the runtime
-environment of the job can no longer change, so the payload goes into the cluster's key-value store under the job's
-id, where :func:`received` finds it when a worker of the job imports the framework.
+Ray not connected yet: ``ray.init`` calls ``RAY_RUNTIME_ENV_HOOK`` with the job's runtime environment, and our hook adds
+one environment variable. This also reaches clusters that were started earlier. Ray already connected: the job's runtime
+environment is fixed, so the payload goes into the cluster's key-value store under the job's id. :func:`received` reads
+the payload when a worker of the job imports the framework.
 """
 
 import os
@@ -19,9 +19,9 @@ _NAMESPACE = "rl_accel"
 
 
 def publish(payload: str | None) -> None:
-    """Hand ``payload`` to Ray processes started from now on; None: take back what was handed out, so that they decide themselves.
+    """Passes ``payload`` to Ray processes started from now on. None withdraws the payload; processes then decide by themselves.
 
-    The runtime has put it into this process's environment, as :data:`~rl_accel.runtime.SOURCES_VAR`.
+    The runtime has put the payload into this process's environment, as :data:`~rl_accel.runtime.SOURCES_VAR`.
     """
     current = os.environ.get(HOOK_VAR)
     if payload is not None:
@@ -37,12 +37,12 @@ def publish(payload: str | None) -> None:
     if _connected():
         from ray.experimental.internal_kv import _internal_kv_put
 
-        # An empty payload, not a missing one: the job's environment variable may still hold an older one.
+        # Empty payload instead of none: the job's environment variable may still hold an older payload.
         _internal_kv_put(_job_key(), payload or "{}", overwrite=True, namespace=_NAMESPACE)
 
 
 def received() -> str | None:
-    """Return the payload meant for this process, newest first: key-value store, then environment; None without any."""
+    """Returns the payload for this process: from the key-value store (newest), else from the environment, else None."""
     if _connected():
         from ray.experimental.internal_kv import _internal_kv_get
 
@@ -53,7 +53,7 @@ def received() -> str | None:
 
 
 def add_to_runtime_env(runtime_env: Any) -> Any:
-    """``RAY_RUNTIME_ENV_HOOK``: the job's runtime environment plus our variable; the user's own value wins."""
+    """Adds our variable to the job's runtime environment (``RAY_RUNTIME_ENV_HOOK``). The user's own value takes precedence."""
     previous = os.environ.get(PREVIOUS_HOOK_VAR)
     if previous:
         from ray._common.utils import load_class

@@ -1,8 +1,8 @@
-"""Word from a job's trainer to its driver that the job wants to be launched again, and the exit code that says so.
+"""Restart notes from the trainer process to the driver of a job, and the exit code that requests a new launch.
 
-The trainer may be on another node and has no say in what its driver's process returns. So it leaves a note in the cluster's
-key-value store under the job's id. The driver looks for one when its main thread has ended, writes it to the file that
-``rl-accel run`` asked for, and exits with :data:`rl_accel.relaunch.EXIT_CODE`.
+The trainer process may be on another node and cannot set the driver's exit code. The trainer process puts a note into the
+cluster's key-value store under the job's id. When the driver's main thread has ended, the driver reads the note, writes the note
+to the file that ``rl-accel run`` asked for, and exits with :data:`rl_accel.relaunch.EXIT_CODE`.
 """
 
 import atexit
@@ -23,19 +23,19 @@ _has_note = threading.Event()
 
 
 def publish(note: dict[str, Any]) -> None:
-    """Leave ``note`` (JSON, with ``step`` and ``overrides``) for the driver of this process's job. A later one replaces it."""
+    """Stores ``note`` (JSON, with ``step`` and ``overrides``) for the driver of this process's job. Replaces an earlier note."""
     from ray.experimental.internal_kv import _internal_kv_put
 
     _internal_kv_put(_key(), json.dumps(note), overwrite=True, namespace=_NAMESPACE)
 
 
 def arm() -> None:
-    """Have this process, a driver, look for a note when its main thread ends. Idempotent."""
+    """Makes this process (a driver) look for a note when the main thread ends. Idempotent."""
     global _is_armed
     if _is_armed or threading.current_thread() is not threading.main_thread():
         return
     _is_armed = True
-    # A thread, because Ray's own exit function, registered after ours, takes the store away.
+    # A thread, because Ray's exit function is registered after ours, runs before ours and disconnects from the store.
     threading.Thread(target=_look, name="rl-accel-restart-note", daemon=False).start()
     atexit.register(_exit_with_code)
 
@@ -49,7 +49,7 @@ def _look() -> None:
         from ray.experimental.internal_kv import _internal_kv_get
 
         stored = _internal_kv_get(_key(), namespace=_NAMESPACE)
-    except Exception as error:  # a cluster that is gone left no note either
+    except Exception as error:  # without the cluster, there is no note
         print(f"rl-accel: no word of a restart could be had from Ray: {error}", file=sys.stderr)
         return
     if not stored:
@@ -64,7 +64,7 @@ def _look() -> None:
 
 
 def _exit_with_code() -> None:
-    """An exit function can change the exit code in no other way."""
+    """Ends the process with ``os._exit`` if there is a note; an exit function cannot change the exit code otherwise."""
     if not _has_note.is_set():
         return
     import ray

@@ -1,7 +1,8 @@
-"""The store of reward anchors as a named Ray actor, each process's client of it, and who reads what was counted.
+"""Store of reward anchors as a named Ray actor, the client of each process, and the collector of counts.
 
-The actor belongs to the job and is made by whoever asks first. Ray starts it again when its process dies, from its last save; if
-its owner died with it, the next to ask makes a new one. Nobody waits for it.
+The actor belongs to the job and is created by the first process that needs the store. If the actor's process dies, Ray restarts
+the actor from the last save. If the actor's owner died too, the next process that needs the store creates a new actor. Grading
+never waits for the actor.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ _COUNTS = (
 
 
 class AnchorStoreActor:
-    """A :class:`AnchorStore` in a process of its own."""
+    """Ray actor that holds an :class:`AnchorStore`."""
 
     def __init__(self, path: str | None, flags: dict[str, Any]) -> None:
         timeout = AdaptiveTimeout(RewardTimeoutFlags(**flags))
@@ -59,19 +60,19 @@ class AnchorStoreActor:
         try:
             self._store = AnchorStore(Path(path) if path else None, timeout)
         except (OSError, ValueError) as error:
-            # An actor that raises here would be started for ever; anchors are learned again within a few steps.
+            # Ray would restart an actor that raises here endlessly. Anchors are learned again within a few steps.
             logger.warning("rl-accel: reward anchors of %s cannot be read and are learned anew: %s", path, error)
             self._store = AnchorStore(None, timeout)
 
     def exchange(self, delta: AnchorDelta) -> Update:
-        """See :meth:`AnchorStore.exchange`. Saves now and then."""
+        """See :meth:`AnchorStore.exchange`. Saves the store if the last save is ``SAVE_SECONDS`` old."""
         update = self._store.exchange(delta)
         if time.monotonic() - self._saved > SAVE_SECONDS:
             self._save()
         return update
 
     def take_counts(self) -> tuple[str, dict[str, float]]:
-        """Return what tells this store from another, and its counts, among them how many ``anchors`` there are. Saves.
+        """Returns the store's incarnation (unique id) and counts, including the number of ``anchors``. Saves the store.
 
         See :meth:`AnchorStore.take_counts`.
         """
@@ -79,7 +80,7 @@ class AnchorStoreActor:
         return self._store.incarnation, {**self._store.take_counts(), "anchors": float(len(self._store))}
 
     def _save(self) -> None:
-        """A full disk costs a warning, not the training."""
+        """Saves the store. A write error, such as a full disk, is only logged."""
         self._saved = time.monotonic()
         try:
             self._store.save()
@@ -88,7 +89,7 @@ class AnchorStoreActor:
 
 
 _handles: dict[Any, Any] = {}
-"""Of every store that this process has made or met. Ray ends an actor with the handle that it was made with."""
+"""Handles of all stores that this process has used, by actor id. Ray ends an actor when the creating handle is gone."""
 forget_when_off.append(_handles.clear)
 
 
@@ -98,7 +99,7 @@ def store_name() -> str:
 
 
 def anchor_store(path: str | None, flags: RewardTimeoutFlags) -> Any:
-    """Return the handle of this job's store, which is made if there is none."""
+    """Returns the handle of this job's store. Creates the store if there is none."""
     handle = (
         ray.remote(AnchorStoreActor)
         .options(name=store_name(), get_if_exists=True, num_cpus=0, max_restarts=-1)
@@ -123,13 +124,13 @@ def flush(actors: Sequence[Any]) -> None:
 
 
 class StoreClient:
-    """Keeps ``replica`` and the job's store informed of each other, in the background of the running event loop.
+    """Synchronises ``replica`` with the job's store, in the background of the running event loop.
 
-    Outside of a Ray job there is nobody to share with.
+    Outside a Ray job, there is no store and nothing is exchanged.
 
     Args:
-        replica: this process's.
-        path: where the store is kept; None: in memory only.
+        replica: anchors of this process.
+        path: file of the store; None keeps the store in memory only.
     """
 
     def __init__(self, replica: Replica, path: str | None) -> None:
@@ -144,14 +145,14 @@ class StoreClient:
         _clients.add(self)
 
     def use(self) -> None:
-        """Say that anchors are in use: changes are exchanged for as long as this is said once an interval."""
+        """Starts or continues the exchange with the store. The exchange ends after a few intervals without a call."""
         self._wanted = True
         if ray.is_initialized() and (self._task is None or self._task.done()):
             self.loop = asyncio.get_running_loop()
             self._task = self.loop.create_task(self._keep_up())
 
     async def close(self) -> None:
-        """Exchange a last time and end."""
+        """Ends the background exchange after a last exchange."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -160,19 +161,19 @@ class StoreClient:
             await self._exchange()
 
     async def flush(self) -> None:
-        """Send all counts: an exchange that is under way does not have the latest."""
+        """Sends all counts. Two exchanges, because one that is under way lacks the latest counts."""
         for _ in range(2):
             await self._exchange()
 
     async def _keep_up(self) -> None:
         idle = 0
-        while idle < 3:  # the last results of a step are counted with it or with the next
+        while idle < 3:  # also sends the last results of a step
             self._wanted, idle = False, 0 if self._wanted else idle + 1
             await self._exchange()
             await asyncio.sleep(EXCHANGE_SECONDS)
 
     async def _exchange(self) -> None:
-        """Send what was learned and take over the answer. A slow call is waited for again: sent twice it would count twice."""
+        """Sends local changes and applies the answer. Awaits a slow call again, as a second call would count changes twice."""
         if self._call is None:
             delta = self._replica.take_delta()
             self._call = delta, asyncio.ensure_future(self._ask(delta))
@@ -181,8 +182,8 @@ class StoreClient:
             update = await asyncio.wait_for(asyncio.shield(call), _PATIENCE_SECONDS)
         except TimeoutError:
             self._complain("it takes long")
-        except (RayError, ValueError) as error:  # ValueError: it went while it was looked up
-            if self._call is not mine:  # another waiter has seen to it
+        except (RayError, ValueError) as error:  # ValueError: the actor ended during the look-up
+            if self._call is not mine:  # another waiter has handled it
                 return
             self._call, self._handle = None, None
             self._replica.put_back(delta)
@@ -200,7 +201,7 @@ class StoreClient:
         return update
 
     def _complain(self, why: str) -> None:
-        self._wanted = True  # there is more to tell
+        self._wanted = True  # continue until the changes are sent
         self._replica.count("store_unreachable")
         if not self._silent:
             logger.warning("rl-accel: the store of reward anchors does not answer: %s", why)
@@ -208,9 +209,9 @@ class StoreClient:
 
 
 class Collector:
-    """Asks the job's store what was counted, in the process that logs steps.
+    """Collects the counts of the job's store, in the process that logs training steps.
 
-    If the store is gone, the numbers of a step are lost with it; an answer that takes long is part of the next step's.
+    If the store is gone, the counts of the step are lost. A late answer counts for the next step.
     """
 
     def __init__(self) -> None:
@@ -218,12 +219,13 @@ class Collector:
         self._reply: Any = None
 
     def __call__(self, _step: int, _logged: Mapping[str, Any]) -> dict[str, float]:
-        """Return the numbers since the last call by name, ``reward_timeout/executions``; {} before there are any.
+        """Returns the counts since the last call by name, such as ``reward_timeout/executions``; {} before the first counts.
 
-        Besides the counts of :class:`~rl_accel.reward.limited_executor.LimitedExecutor`: ``errors``, functions that gave no score;
-        ``anchors``, how many are known; on verl ``workers_replaced``, processes of graders that died, and ``reward_workers_lost``,
-        reward workers that died and were replaced; ``store_restarts``, 1 if the store is another than at the last call;
-        ``store_unreachable``, how often it did not answer.
+        Counts besides those of :class:`~rl_accel.reward.limited_executor.LimitedExecutor`:
+        ``errors``: graders that returned no score. ``anchors``: number of known anchors.
+        ``workers_replaced`` (verl): grader processes that died.
+        ``reward_workers_lost`` (verl): reward workers that died and were replaced.
+        ``store_restarts``: 1 if the store is not the store of the last call. ``store_unreachable``: calls without an answer.
         """
         if not ray.is_initialized():
             return {}

@@ -1,1 +1,1 @@
-"""slime: functions for its flags, each loadable by its dotted path. Which, :mod:`.custom_config` says."""
+"""Functions that slime's flags name by dotted path. :mod:`.custom_config` lists the flags."""

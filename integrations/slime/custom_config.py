@@ -1,6 +1,6 @@
-"""``rl-accel slime-config``: writes the YAML file for slime's ``--custom-config-path``, and checks one, also with a launch line.
+"""Command ``rl-accel slime-config``: writes or checks the YAML file for slime's ``--custom-config-path``.
 
-slime itself takes any key of that file as it is.
+A check may include the launch line, the command that starts the job. slime itself accepts any key of the file unchecked.
 """
 
 import argparse
@@ -35,27 +35,27 @@ from rl_accel.runtime import is_installed
 SECTION = "rl_accel"
 STOPS = "train.py itself stops"
 HOOKS = {feature.name: feature.slime.arguments for feature in FEATURES if feature.slime is not None}
-"""By feature: slime's arguments that it sets when a run begins, and the path of each, or paths that are added."""
+"""Mapping from feature to slime's arguments that the feature sets: argument name to function path, or to a list of paths to add."""
 _DEFAULTS = {
     **STOCK,
     "advantage_estimator": "grpo",
     "partial_rollout": False,
     "rollout_global_dataset": True,
     **dict.fromkeys(("over_sampling_batch_size", "rollout_batch_size", "buffer_filter_path")),
-    "debug_train_only": True,  # without a launch line nothing is known of engines
+    "debug_train_only": True,  # without a launch line, engine settings are unknown
 }
-"""slime's, of arguments that checks of features read."""
+"""Values of slime's arguments that the features' checks read, for a check without a launch line."""
 
 
 def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the content of the file.
+    """Returns the content of the YAML file.
 
     Args:
-        features: what to turn on.
+        features: features to turn on.
         settings: further flags by feature.
 
     Raises:
-        ConfigError: a feature or flag is unknown, flags contradict each other, or a feature has no part for slime.
+        ConfigError: a feature or flag is unknown, flags contradict each other, or a feature does not support slime.
     """
     content: dict[str, Any] = {}
     flags: dict[str, Any] = {}
@@ -87,16 +87,16 @@ def _hint(name: str, known: Iterable[str]) -> str:
 
 
 def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None = None) -> list[str]:
-    """Check a file and return warnings: what a run would say, and keys that ``slime_root``, if given, has no flag for.
+    """Checks a YAML file. Returns the messages that a run would log, and a warning for each key that is not a flag of slime.
 
     Args:
         path: the file.
-        slime_root: a checkout of slime.
-        line: words of a launch line, which slime's own parser reads; slime must be importable.
+        slime_root: checkout of slime with the known flags; None skips the look-up.
+        line: words of a launch line. slime's own parser reads the words; slime must be importable.
 
     Raises:
-        ConfigError: the file cannot be read, a flag of ours is wrong, a path that a feature needs is missing, or the launch line
-            and a feature cannot go together.
+        ConfigError: the file cannot be read, a flag of rl-accel is wrong, a path that a feature needs is missing, or the launch
+            line conflicts with a feature.
     """
     try:
         content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
@@ -132,9 +132,9 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
 
 
 def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Return slime's arguments for a launch line, with the file's ``content``, and what slime's own checks say.
+    """Returns slime's arguments for a launch line and the file's ``content``, and the error messages of slime's own checks.
 
-    Megatron's flags are passed over where Megatron-LM is absent. A wrong flag ends the process, as in slime.
+    Megatron's flags are ignored if Megatron-LM is not installed. A wrong flag ends the process, as in slime.
     """
     try:
         from slime.utils import arguments as slimes
@@ -155,7 +155,7 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
                 return slimes.parse_args(), []
             slimes.slime_validate_args(checked)
         except Exception as error:
-            vars(args).update(content, debug_train_only=True)  # slime has not worked its engines out
+            vars(args).update(content, debug_train_only=True)  # slime has computed no engine settings
             return args, [f"{STOPS}: {type(error).__name__}: {error}"]
         return checked, []
     finally:
@@ -163,12 +163,12 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
 
 
 def arguments_of(slime_root: Path) -> set[str]:
-    """Return slime's own flags, as keys of the file (``rollout_batch_size``), read from a checkout without importing it.
+    """Returns slime's flags as keys of the file (``rollout_batch_size``). Reads a checkout without importing slime.
 
-    With those that it hands on to SGLang (``sglang_tp_size``), if SGLang is installed here.
+    Includes the flags that slime passes on to SGLang (``sglang_tp_size``), if SGLang is installed.
 
     Raises:
-        ConfigError: there is no checkout.
+        ConfigError: ``slime_root`` is not a checkout of slime.
     """
     arguments = slime_root / "slime" / "utils" / "arguments.py"
     if not arguments.is_file():
@@ -195,9 +195,9 @@ def slime_config(enable: str, settings: tuple[str, ...], file: Path | None, line
     """Print the YAML that turns features on in slime: ``rl-accel slime-config --enable gae,tail_batching > rl_accel.yaml``,
     then ``--custom-config-path rl_accel.yaml``.
 
-    slime itself takes any key of that file without a word, so ``--check FILE`` reads it as we do, and with SLIME_ROOT set looks
-    its other keys up in that checkout. ``--check FILE -- python train.py ...`` says what a run with this launch line would say, and
-    exits with 1 if slime stops it.
+    slime itself accepts any key of the file, so ``--check FILE`` checks the ``rl_accel`` section as a run would. If SLIME_ROOT is
+    set, the other keys are looked up in that checkout of slime. ``--check FILE -- python train.py ...`` reports the messages that a
+    run with this launch line would log, and exits with 1 if slime would stop the run.
     """
     if file is not None:
         root = os.environ.get("SLIME_ROOT")

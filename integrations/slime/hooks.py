@@ -1,6 +1,6 @@
-"""Functions that slime calls by path, and our flags among its arguments.
+"""Functions that slime calls by dotted path, and the flags of rl-accel in slime's arguments.
 
-A YAML file given to slime's ``--custom-config-path`` switches the pack on::
+A YAML file given to slime's ``--custom-config-path`` turns features on::
 
     custom_megatron_init_path: rl_accel.integrations.slime.hooks.megatron_init
     data_source_path: rl_accel.integrations.slime.hooks.data_source
@@ -22,11 +22,11 @@ logger = logging.getLogger("rl_accel")
 
 
 def flags_of(args: Any) -> Flags:
-    """Return the flags under ``args.rl_accel``, in force from then on, also after :func:`rl_accel.disable`.
+    """Applies the flags in ``args.rl_accel``, also after :func:`rl_accel.disable`, and returns all flags in force.
 
     Raises:
         ConfigError: a flag is wrong.
-        PatchRefused: this slime is not one that a feature fits.
+        PatchRefused: a feature does not support this version of slime.
     """
     given = getattr(args, "rl_accel", None) or {}
     if given or RUNTIME.layers() is not None:
@@ -36,10 +36,10 @@ def flags_of(args: Any) -> Flags:
 
 
 def require_values(flags: Flags) -> None:
-    """Refuse values of flags that only other frameworks have a seam for.
+    """Refuses flag values that only other frameworks support.
 
     Raises:
-        ConfigError: names the flag, the values that slime has, and the one found.
+        ConfigError: a value is not supported. The message names the flag, the supported values and the found value.
     """
     for feature, section, hooks in launch_line.hooks_of_features_that_are_on(flags):
         for name, values in hooks.values.items():
@@ -49,11 +49,11 @@ def require_values(flags: Flags) -> None:
 
 
 def data_source(args: Any) -> Any:
-    """slime's ``--data-source-path``: puts the features in place where rollouts are made, then returns the data source.
+    """Applies the features in the rollout process and returns the data source (slime's ``--data-source-path``).
 
     Raises:
-        ConfigError: a flag is wrong, or the launch line and a feature cannot go together.
-        PatchRefused: a feature asked for by name cannot be applied to this slime.
+        ConfigError: a flag is wrong, or the launch line conflicts with a feature.
+        PatchRefused: a feature enabled by name cannot be applied to this version of slime.
     """
     for note in put_in_place(args, flags_of(args), launch_line.of_this_job()):
         logger.info("rl-accel: %s", note)
@@ -61,11 +61,11 @@ def data_source(args: Any) -> Any:
 
 
 def megatron_init(args: Any) -> None:
-    """Put ``args.rl_accel`` in force; slime's ``--custom-megatron-init-path``, called in each actor and critic process.
+    """Applies ``args.rl_accel`` in each actor and critic process (slime's ``--custom-megatron-init-path``).
 
     Raises:
-        ConfigError: a key is unknown or a value unusable; slime itself takes any key of the file.
-        PatchRefused: a feature asked for by name cannot be applied to this slime.
+        ConfigError: a key is unknown or a value is invalid; slime itself accepts any key of the file.
+        PatchRefused: a feature enabled by name cannot be applied to this version of slime.
     """
     flags = RUNTIME.flags() if getattr(args, "rl_accel", None) is None else flags_of(args)
     before = getattr(args, "custom_megatron_init_path", None)

@@ -1,4 +1,4 @@
-"""Interfaces of slime, see :mod:`rl_accel.patches.seams`: what adapters call and read, and what calls them."""
+"""Protocols of slime: members that adapters use, and functions that call adapters; see :mod:`rl_accel.patches.seams`."""
 
 from typing import Any, Protocol
 

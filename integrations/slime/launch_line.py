@@ -1,8 +1,8 @@
-"""Sets slime's arguments for our features; functions that the launch line names are kept, moved with one line, or refused.
+"""Sets slime's arguments for our features. Functions named on the launch line are kept, moved (with a log line) or refused.
 
-The file of ``rl-accel slime-config`` names :func:`~rl_accel.integrations.slime.hooks.data_source`, the first function of a rollout
-that slime calls. All else that the launch line says is then still in slime's arguments. What the few keys of the file have
-overwritten is read from the words of the launch line.
+The launch line is the command that started the job. The YAML file from ``rl-accel slime-config`` names
+:func:`~rl_accel.integrations.slime.hooks.data_source`, the first rollout function that slime calls. At that time, slime's arguments
+still hold the launch line's values. Only the few values that the file has overwritten are read from the launch line's words.
 """
 
 import importlib
@@ -23,12 +23,12 @@ STOCK = {
     "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
     "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
 }
-"""slime's defaults, where they are not None."""
+"""slime's defaults for arguments that features set, where the default is not None."""
 LOG_FUNCTIONS = ("custom_rollout_log_function_path", "custom_eval_rollout_log_function_path")
 
 
 def of_this_job() -> dict[str, str]:
-    """Return the flags of the command that began this job, which may run on another node; see :func:`read`."""
+    """Returns the flags of the command that started this job, possibly on another node; see :func:`read`."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return read(sys.argv)
@@ -39,17 +39,17 @@ def of_this_job() -> dict[str, str]:
         lexer = shlex.shlex(next(job["Entrypoint"] for job in jobs() if job["JobID"] == job_id), posix=True)
         lexer.whitespace_split, lexer.quotes, lexer.commenters = True, '"', ""  # Ray quotes as Windows does
         words = list(lexer)
-    except Exception as error:  # Ray promises nothing here
+    except Exception as error:  # a private Ray API without guarantees
         logger.warning("rl-accel: the launch line is unknown, and not compared with the file of keys: %r", error)
         return {}
     return read(words)
 
 
 def read(words: Sequence[str]) -> dict[str, str]:
-    """Return the value of each flag of a launch line, by the name of slime's argument.
+    """Returns the flags of a launch line: mapping from the name of slime's argument to the flag's value.
 
     Raises:
-        ConfigError: there are two files of keys, of which slime reads the last.
+        ConfigError: the launch line names two custom config files; slime would read only the last.
     """
     line: dict[str, str] = {}
     for word, after in itertools.pairwise([*words, ""]):
@@ -65,17 +65,17 @@ def read(words: Sequence[str]) -> dict[str, str]:
 
 
 def hooks_of_features_that_are_on(flags: Flags) -> Iterator[tuple[str, Any, SlimeHooks]]:
-    """Yield the name, the flags and the hooks of each feature that is on and has a part for slime."""
+    """Yields the name, the flags and the hooks of each feature that is on and supports slime."""
     for feature in FEATURES:
         if feature.slime and flags.requested(feature) != "off":
             yield feature.name, flags[feature], feature.slime
 
 
 def put_init_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
-    """Set slime's Megatron hook back to that of ``line``, if the file has overwritten it.
+    """Restores slime's Megatron hook from ``line`` if the YAML file has overwritten the hook.
 
     Returns:
-        A line if that was so, and one for each feature that was named and has nothing to do under slime's advantage estimator.
+        Log lines: one if the hook was restored, and one per explicitly enabled feature that does not serve the advantage estimator.
     """
     notes, estimator = [], getattr(args, "advantage_estimator", None)
     if path := getattr(args, "custom_advantage_function_path", None):
@@ -92,15 +92,15 @@ def put_init_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[
 
 
 def put_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
-    """Set slime's arguments as the features want them, and return a line for each part of the launch line that was moved.
+    """Sets slime's arguments for the features. Returns a log line for each function of the launch line that was moved.
 
     Args:
-        args: slime's, changed in place.
-        flags: ours.
-        line: of :func:`read`.
+        args: slime's arguments, changed in place.
+        flags: rl-accel's flags.
+        line: launch line, as returned by :func:`read`.
 
     Raises:
-        ConfigError: the launch line and a feature cannot go together; names slime's argument, its wanted and its found value.
+        ConfigError: the launch line conflicts with a feature. The message names slime's argument, the wanted and the found value.
     """
     notes = []
     source = line.get("data_source_path")
@@ -133,12 +133,12 @@ def put_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
 
 
 def function_at(path: str) -> Callable[..., Any]:
-    """Return the function of a dotted path."""
+    """Returns the function at a dotted path."""
     module, _, name = path.rpartition(".")
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function
 
 
 def flag_of(key: str) -> str:
-    """Return the flag of an argument of slime."""
+    """Returns the command-line flag of one of slime's arguments."""
     return "--" + key.replace("_", "-")

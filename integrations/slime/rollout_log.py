@@ -1,4 +1,4 @@
-"""slime has room for one function that logs a rollout, so there is one: every feature that is on adds its numbers."""
+"""Adds the metrics of all enabled features to slime's rollout log. slime accepts only one log function."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from rl_accel.integrations.slime.interfaces import LoggingUtils, MetricUtils, Ro
 from rl_accel.integrations.slime.launch_line import LOG_FUNCTIONS, function_at, hooks_of_features_that_are_on
 
 LOG_INTERFACES = (RolloutMetrics, LoggingUtils, MetricUtils)
-"""What :func:`log` needs of slime."""
+"""Interfaces of slime that :func:`log` uses."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """What slime says of a rollout when it is about to log it.
+    """Data about a rollout that slime passes to the log function.
 
     Attributes:
         number: slime's ``rollout_id``.
-        args: slime's.
-        samples: of the batch.
-        metrics: of the rollout function; empty if it returns none.
-        seconds: from its first request until the batch was complete, rewards included.
+        args: slime's arguments.
+        samples: samples of the batch.
+        metrics: metrics from the rollout function; empty if there are none.
+        seconds: seconds from the first request until the batch was complete, rewards included.
     """
 
     number: int
@@ -32,7 +32,7 @@ class Rollout:
 
 
 def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, rollout_time: float) -> bool:
-    """slime's ``--custom-rollout-log-function-path``: adds our numbers to those that slime is about to log.
+    """Adds the features' metrics to the metrics that slime is about to log (slime's ``--custom-rollout-log-function-path``).
 
     Raises:
         ConfigError: a flag is wrong.
@@ -45,13 +45,13 @@ def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, ro
             numbers |= function_at(hooks.metrics)(rollout)
     if extra is not None:
         extra.update(numbers)
-    elif numbers:  # a rollout function that returns no metrics
+    elif numbers:  # the rollout function returned no metrics
         _log_alone(args, rollout_id, numbers)
     return _theirs(args, LOG_FUNCTIONS[0], rollout_id, args, samples, rollout_extra_metrics, rollout_time)
 
 
 def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) -> bool:
-    """slime's ``--custom-eval-rollout-log-function-path``: tells features that what was generated last was an evaluation.
+    """Tells features that an evaluation has just run (slime's ``--custom-eval-rollout-log-function-path``).
 
     Raises:
         ConfigError: a flag is wrong.
@@ -63,7 +63,7 @@ def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) ->
 
 
 def _theirs(args: Any, key: str, *given: Any) -> bool:
-    """Call the function that the launch line names, if it does. Returns whether slime is to leave out its own log."""
+    """Calls the log function on the launch line, if any. Returns whether slime should skip the default log."""
     path = getattr(args, "rl_accel_kept", {}).get(key)
     return bool(path and function_at(path)(*given))
 

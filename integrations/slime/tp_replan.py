@@ -1,6 +1,6 @@
-"""A tensor-parallel size that follows preemptions, as advice, on slime, which starts its engines once in a run.
+"""Advice on the tensor-parallel (TP) size for slime, based on preemptions. slime starts its engines only once in a run.
 
-:func:`check` says what this feature cannot work with; :func:`numbers_of` is shown each rollout and asks the planner.
+:func:`check` refuses unsupported configurations; :func:`numbers_of` passes each rollout to the planner.
 """
 
 import json
@@ -31,7 +31,7 @@ ARGUMENTS = (
     "rollout_num_gpus_per_engine",
     "num_gpus_per_node",
 )
-"""slime's, which this feature sets or reads."""
+"""slime's arguments that this feature sets or reads."""
 _MUST_BE_UNSET = {
     "rollout_external": "slime starts no engine with --rollout-external-engine-addrs",
     "prefill_num_servers": "prefill and decode have sizes of their own",
@@ -40,7 +40,7 @@ _MUST_BE_UNSET = {
 
 
 def check(args: Any, flags: TpReplanFlags) -> None:
-    """Refuse, before anything is generated, what this feature cannot work with.
+    """Refuses unsupported configurations before anything is generated.
 
     Raises:
         ConfigError: see :func:`bounds_of`.
@@ -50,10 +50,10 @@ def check(args: Any, flags: TpReplanFlags) -> None:
 
 
 def bounds_of(args: Any, flags: TpReplanFlags) -> TpBounds:
-    """Return the possible sizes.
+    """Returns the possible TP sizes.
 
     Raises:
-        ConfigError: there is none, the present one is not among them, or slime's engines do not have one size.
+        ConfigError: no size is possible, the current size is not a possible size, or slime's engines differ in size.
     """
     for name, reason in _MUST_BE_UNSET.items():
         if getattr(args, name, None) not in (None, False):
@@ -84,7 +84,7 @@ def bounds_of(args: Any, flags: TpReplanFlags) -> TpBounds:
 
 
 _watched: list[tuple[Any, _Read, Counters, PlannedRun]] = []
-"""slime's arguments, what reads its servers, their counters, and the run whose rollouts this process makes; empty before them."""
+"""At most one entry: slime's arguments, reader of the servers' counters, counter differences, and planner of the current run."""
 forget_when_off.append(_watched.clear)
 
 
@@ -97,7 +97,7 @@ def _watch(args: Any) -> tuple[_Read, Counters, PlannedRun]:
 
 
 def numbers_of(rollout: Rollout) -> dict[str, float]:
-    """Show a rollout to the planner; return ``rl_accel/tp_replan/tp``, ``wanted_tp``, ``changes``, and ``preemptions`` if known.
+    """Passes a rollout to the planner. Returns ``rl_accel/tp_replan/tp``, ``wanted_tp``, ``changes``, and ``preemptions`` if known.
 
     Raises:
         ConfigError: see :func:`bounds_of`.
@@ -122,7 +122,7 @@ def numbers_of(rollout: Rollout) -> dict[str, float]:
 
 
 def set_aside(args: Any) -> None:
-    """Leave out of the next rollout what servers have counted so far: it was an evaluation.
+    """Discards the preemptions that servers have counted during an evaluation.
 
     Raises:
         ConfigError: see :func:`bounds_of`.
@@ -133,7 +133,7 @@ def set_aside(args: Any) -> None:
 
 
 def _generates(args: Any) -> bool:
-    """Whether this run has engines at all: two of slime's modes for finding mistakes have none."""
+    """Returns whether this run has engines; two of slime's debug modes have none."""
     return not (getattr(args, "debug_train_only", False) or getattr(args, "load_debug_rollout_data", None))
 
 
@@ -147,9 +147,9 @@ def _refuse(wanted: str, found: Any, reason: str) -> None:
 
 
 def _reader(args: Any) -> _Read:
-    """Return what asks every worker of slime's router for its counter. slime has all its engines show their metrics.
+    """Returns a function that reads the preemption counter of each worker of slime's router. slime enables metrics on all engines.
 
-    Workers go by id and address: a server that was started anew is registered with the router anew.
+    The keys hold the worker's id and address, because a restarted server registers with the router again.
     """
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers"
     has_warned = False

@@ -1,1 +1,1 @@
-"""verl: the plug-in module, and a CPU platform for running real verl without an accelerator."""
+"""Integration with verl: the plug-in module and the features' adapters."""

@@ -1,7 +1,7 @@
-"""verl's agent-loop workers with what features add to them: each feature that is on adds its own part, and nothing else is there.
+"""Extensions of verl's agent-loop workers: each feature that is on adds one part (a mixin), and nothing else changes.
 
-A feature's wiring names its part in verl's configuration with :func:`choose`. In the trainer process verl asks
-:class:`AgentLoops` for a manager, whose workers are of verl's class with those parts in front.
+A feature's wiring adds its part to verl's configuration with :func:`choose`. In the trainer process, verl asks
+:class:`AgentLoops` for a manager. The manager's workers have a class that inherits from the parts and then from verl's class.
 """
 
 import importlib
@@ -21,41 +21,41 @@ else:
 
 KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 MANAGER, LEGACY_MANAGER = f"{__name__}.AgentLoops", f"{__name__}.LegacyAgentLoops"
-"""verl's key for the manager of agent loops, and our values of it: for the V1 trainer, for all others."""
+"""verl's key for the agent-loop manager, and our two values: for the V1 trainer and for all other trainers."""
 
 PARTS = "trainer.rl_accel_agent_loop_parts"
-"""The full names of the parts, in alphabetical order."""
+"""Key for the full names of the parts, in alphabetical order."""
 
 
 @extends(AgentLoopWorker)
 class WorkerPart(_Worker):
-    """What one feature adds to verl's agent-loop worker: a mixin that comes before verl's class.
+    """Mixin with one feature's additions to verl's agent-loop worker; comes before verl's class.
 
     Attributes:
-        outermost: comes before all parts that are not; else the order is alphabetical.
+        outermost: the part comes before all others; the order is alphabetical otherwise.
     """
 
     outermost = False
 
     def tokens_so_far(self) -> int | None:
-        """Return how many tokens the response of the running task has, which is not complete; None if unknown."""
+        """Returns the number of tokens so far in the running task's incomplete response; None if unknown."""
         return None
 
     @classmethod
     def attach(cls, manager: AgentLoopManager) -> None:
-        """Do what the feature needs in the trainer process once ``manager`` has started its workers."""
+        """Sets up the feature in the trainer process once ``manager`` has started its workers."""
 
 
 def check(run: VerlRun, flag: str, reason: str) -> None:
-    """Refuse a manager of the user's own, whose workers cannot have our parts.
+    """Refuses a user's agent-loop manager, whose workers cannot have our parts.
 
     Args:
         run: the run whose configuration names the manager.
-        flag: the feature's, for the message.
-        reason: why the feature needs ours, for the message.
+        flag: the feature's flag, for the message.
+        reason: why the feature needs our manager, for the message.
 
     Raises:
-        ConfigError: names the key, what is wanted and what was found.
+        ConfigError: names the key, the wanted value and the value found.
     """
     manager = run.get(KEY, "")
     if manager not in ("", MANAGER, LEGACY_MANAGER):
@@ -63,11 +63,11 @@ def check(run: VerlRun, flag: str, reason: str) -> None:
 
 
 def choose(run: VerlRun, part: str) -> None:
-    """Add ``part`` to the agent-loop workers of ``run``, in verl's configuration. Idempotent.
+    """Adds ``part`` to the agent-loop workers of ``run``, in verl's configuration. Idempotent.
 
     Args:
-        run: has been through :func:`check`.
-        part: full name of a :class:`WorkerPart`. It is imported in the trainer process, not here.
+        run: a run that has passed :func:`check`.
+        part: full name of a :class:`WorkerPart`, which is imported in the trainer process, not here.
     """
     parts = sorted({*run.get(PARTS, ()), part})
     with open_dict(run.config):
@@ -76,20 +76,20 @@ def choose(run: VerlRun, part: str) -> None:
 
 
 class AgentLoops:
-    """What verl finds under :data:`KEY`: all it does with a manager's class is to call ``create``."""
+    """Manager class named by :data:`KEY`; verl calls only its ``create``."""
 
     @staticmethod
     def create(config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return verl's manager over workers with the parts that ``config`` names; the arguments are verl's."""
+        """Returns verl's manager with workers that have the parts named in ``config``. The arguments are verl's."""
         return manager_class(config).create(config, *args, **kwargs)
 
 
 class LegacyAgentLoops(AgentLoops):
-    """The same for trainers that take the responses of a batch as a return value: all but V1."""
+    """Variant of :class:`AgentLoops` for trainers that get a batch's responses as a return value: all but V1."""
 
 
 def manager_class(config: Any) -> Any:
-    """Return a subclass of verl's manager for the trainer of ``config``, over workers of :func:`worker_class`."""
+    """Returns a subclass of verl's manager for the trainer of ``config``, with workers of :func:`worker_class`."""
     import ray
 
     if _hands_over_in_transfer_queue(config):
@@ -112,7 +112,7 @@ def manager_class(config: Any) -> Any:
 
 
 def worker_class(config: Any) -> Any:
-    """Return verl's worker for the trainer of ``config`` with the parts that ``config`` names."""
+    """Returns verl's worker class for the trainer of ``config``, extended by the parts named in ``config``."""
     if _hands_over_in_transfer_queue(config):
         from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 

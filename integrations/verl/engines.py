@@ -1,4 +1,4 @@
-"""What features need to know of the engines that verl generates with. Whoever adds an engine to verl registers its facts here."""
+"""Capabilities of verl's inference engines, as far as features need them. :func:`register` adds another engine."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -9,23 +9,24 @@ from typing import Any
 from rl_accel.telemetry.server_counters import COUNTERS, Reading, ask_endpoints
 
 ReadCounters = Callable[[Sequence[str]], Mapping[str, Reading | None]]
-"""Asks servers, named as verl's load balancer does, for their counters; None for one that does not say."""
+"""Reads the preemption counters of servers, named as in verl's load balancer; None for a server that reports none."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine, by what its servers can do. The defaults are safe for any.
+    """Capabilities of an engine's servers. The defaults are safe for any engine.
 
     Attributes:
-        aborts_by_id: ``abort_request`` of its servers works, and ``generate`` then returns the tokens so far.
-        restarts_in_run: a server that is started anew gets the next weights, once the training side has forgotten the first one.
-        death_errors: names of exceptions with which a living server says that the engine behind it is dead.
-        read_counters: asks servers how often they have preempted; None: nobody knows how.
-        stop: ``stop(server, request_id)``, called in a server's process, ends one request, whose ``generate`` then returns the
-            tokens so far; None: nobody knows how.
-        cache_tokens: ``cache_tokens(server)``, called there, returns the tokens that its key-value cache holds, None if unknown.
-        seeds_by_position: a request with a seed draws the same tokens after it has gone on elsewhere.
-        counting: a key of verl's configuration and the value with which servers count preemptions; None: they always do.
+        aborts_by_id: the servers' ``abort_request`` works, and ``generate`` then returns the tokens so far.
+        restarts_in_run: a restarted server gets the next weights, once the training workers have dropped the old server's handle.
+        death_errors: names of exceptions by which a living server reports that its engine is dead.
+        read_counters: reads the servers' preemption counters; None if unsupported.
+        stop: ``stop(server, request_id)``, called in the server's process, ends one request, whose ``generate`` then returns the
+            tokens so far; None if unsupported.
+        cache_tokens: ``cache_tokens(server)``, called in the server's process, returns the capacity of the server's key-value
+            cache in tokens, or None if unknown.
+        seeds_by_position: a request with a seed draws the same tokens after a migration.
+        counting: key of verl's configuration and its value that make servers count preemptions; None if they always do.
     """
 
     aborts_by_id: bool = False
@@ -49,15 +50,15 @@ def _cache_of_vllm(server: Any) -> int | None:
 
 
 def _stop_in_vllm(server: Any, request_id: str) -> None:
-    """From the thread that Ray calls it in, which is not that of vLLM's event loop."""
+    """Aborts a request of vLLM. Ray calls this outside the thread of vLLM's event loop."""
     engine = server.engine
     stopped = asyncio.run_coroutine_threadsafe(engine.abort(request_id), engine.output_handler.get_loop())
-    stopped.add_done_callback(Future.result)  # logs what it raised; nobody awaits it
+    stopped.add_done_callback(Future.result)  # logs an exception of the abort, which nobody awaits
 
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINES = {
-    # vLLM's abort_request, as verl 0.9 calls it, looks up ids that vLLM 0.24 no longer uses.
+    # No aborts_by_id: verl 0.9's abort_request looks up request ids that vLLM 0.24 no longer uses.
     "vllm": Engine(
         restarts_in_run=True,
         death_errors=("EngineDeadError",),
@@ -74,28 +75,28 @@ _ENGINES = {
 
 
 def register(name: str, engine: Engine) -> None:
-    """Add an engine, or change what is known of one. ``name`` is the value of ``rollout.name``."""
+    """Adds an engine or replaces its capabilities. ``name`` is the value of ``rollout.name``."""
     _ENGINES[name] = engine
 
 
 def engine_of(config: Any) -> Engine:
-    """Return the engine that ``config``, verl's, generates with."""
+    """Returns the engine that verl's ``config`` names; defaults if unknown."""
     return _ENGINES.get(config.actor_rollout_ref.rollout.name, Engine())
 
 
 def is_death(error: BaseException, engine: Engine) -> bool:
-    """Whether ``error`` of a remote call says that a server, or the engine behind it, is gone for good."""
+    """Returns whether ``error`` of a remote call means that a server or its engine is dead."""
     from ray.exceptions import RayActorError
 
-    cause = getattr(error, "cause", None) or error  # what a method raised comes wrapped in a RayTaskError
+    cause = getattr(error, "cause", None) or error  # Ray wraps a method's exception in a RayTaskError
     return isinstance(error, RayActorError) or type(cause).__name__ in engine.death_errors
 
 
 def counted_engines() -> list[str]:
-    """Return the engines whose preemptions can be read."""
+    """Returns the names of engines whose preemptions can be read."""
     return sorted(name for name, engine in _ENGINES.items() if engine.read_counters is not None)
 
 
 def read_servers(engine: Engine, servers: Sequence[str]) -> Mapping[str, Reading | None]:
-    """Ask all ``servers`` at once for their counters; None for one that does not say, or if nobody knows how to ask."""
+    """Reads the counters of all ``servers`` at once; None for a server that reports none, or if unsupported."""
     return dict.fromkeys(servers) if engine.read_counters is None else engine.read_counters(servers)

@@ -1,8 +1,8 @@
 """The entry point of group ``verl.plugins``: ``import verl`` imports this module in every process, Ray actors included.
 
-verl swallows exceptions raised here at DEBUG level. A feature that was asked for must never fail silently, so an
-error becomes ``SystemExit`` with one line, which verl does not catch. With no flag anywhere this only has flags read
-from the configuration of a trainer (see :mod:`rl_accel.patches.verl.config_intake`).
+verl logs exceptions raised here at DEBUG level only. A requested feature must never fail silently, so an error becomes
+a ``SystemExit`` with one line, which verl does not catch. Without flags, this module only arranges that flags are read
+from a trainer's configuration (see :mod:`rl_accel.patches.verl.config_intake`).
 """
 
 from rl_accel.errors import RlAccelError

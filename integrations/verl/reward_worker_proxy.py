@@ -1,6 +1,6 @@
-"""verl's reward workers as an agent loop sees them: a call ends with the task that awaits it, and a dead worker is replaced.
+"""Proxies of verl's reward workers: a call is cancelled together with the awaiting task, and a dead worker is replaced.
 
-A reward worker of verl's that dies stays dead and is still asked; every prompt that it is asked about fails then.
+verl itself keeps sending prompts to a dead reward worker, and all these prompts fail.
 """
 
 import asyncio
@@ -21,26 +21,26 @@ logger = logging.getLogger("rl_accel")
 T = TypeVar("T")
 
 ATTEMPTS = 4
-"""How often a response is given to a reward worker before it fails: a response that kills whoever scores it must end."""
+"""Maximum number of attempts to score a response. A response that kills each worker must fail in the end."""
 _PAUSE_SECONDS = 1.0
 _STOP_SECONDS = 30.0
-"""How long to wait for a cancelled call to end before going on without it."""
+"""Maximum seconds to wait for a cancelled call to end."""
 
 SUCCESSOR = "_successor_"
-"""In the names of reward workers that came in place of dead ones, between the number of the worker and that of deaths."""
+"""Separator between worker number and number of deaths in the names of replacement reward workers."""
 
 
 async def cancel(call: Awaitable[T]) -> T | None:
-    """Cancel the remote call of an async actor and wait until it is over; return its result, or None if it has none.
+    """Cancels the remote call of an async actor and waits for its end. Returns the result, or None if there is none.
 
-    Cancelling an asyncio task that awaits the call would leave it running.
+    Cancelling an asyncio task that awaits the call would leave the call running.
     """
-    call.cancel() if hasattr(call, "cancel") else ray.cancel(call)  # balance's calls are no references
+    call.cancel() if hasattr(call, "cancel") else ray.cancel(call)  # balance's calls are asyncio tasks
     return await outcome(call)
 
 
 async def outcome(call: Awaitable[T]) -> T | None:
-    """Wait until the call is over; return its result, or None if it has none."""
+    """Waits for the end of the call, up to ``_STOP_SECONDS``. Returns the result, or None if there is none."""
     task = asyncio.ensure_future(call)
     await asyncio.wait({task}, timeout=_STOP_SECONDS)
     if not task.done():
@@ -52,11 +52,11 @@ async def outcome(call: Awaitable[T]) -> T | None:
 
 
 class RewardWorkerProxy:
-    """A reward worker whose ``compute_score`` is cancelled together with the task that awaits it.
+    """A reward worker whose ``compute_score`` call is cancelled together with the awaiting task.
 
     Args:
         worker: handle of the actor.
-        successor: returns the handle of the worker that comes in place of a dead one, given how many have died.
+        successor: returns the handle of a dead worker's replacement, given the number of deaths so far.
     """
 
     def __init__(self, worker: RewardLoopWorker, successor: Callable[[int], RewardLoopWorker]) -> None:
@@ -69,10 +69,10 @@ class RewardWorkerProxy:
         return self
 
     async def remote(self, data: Any) -> Any:
-        """Return what the worker does. If it dies, its successor is asked.
+        """Returns the worker's result. If the worker dies, its replacement is asked.
 
         Raises:
-            RayActorError: several workers have died over this response.
+            RayActorError: all :data:`ATTEMPTS` attempts have failed.
         """
         attempts = 0
         while True:
@@ -87,23 +87,23 @@ class RewardWorkerProxy:
             except RayActorError as error:
                 if attempts == ATTEMPTS:
                     raise
-                if isinstance(error, ActorUnavailableError):  # it may come back
+                if isinstance(error, ActorUnavailableError):  # the worker may come back
                     await asyncio.sleep(_PAUSE_SECONDS)
-                elif worker is self._worker:  # else another response has found out before
+                elif worker is self._worker:  # otherwise already replaced for another response
                     logger.warning("rl-accel: a reward worker has died and is replaced: %s", str(error).splitlines()[0])
                     self._deaths += 1
                     self._worker = self._successor(self._deaths)
 
 
 def proxies(workers: Sequence[Any] | None, config: Any) -> list[RewardWorkerProxy] | None:
-    """Return a proxy of each reward worker of a job, in order; those that are proxies stay as they are.
+    """Returns a proxy for each reward worker of a job, in order; existing proxies are kept.
 
-    A dead one is made anew, under a name that all agent loops know. With a reward model, whose address a new one would not know,
-    its work goes to another.
+    A dead worker is replaced by a new actor, under the same name in all agent-loop workers. With a reward model, whose address a
+    new actor would not know, another worker takes over.
 
     Args:
         workers: handles of verl's ``RewardLoopWorker`` actors, or proxies; None if agent loops compute no rewards.
-        config: verl's.
+        config: verl's configuration.
     """
     if workers is None:
         return None
@@ -122,7 +122,7 @@ def _successor(number: int, workers: Sequence[Any], config: Any, deaths: int) ->
 
     name = f"reward_loop_worker_{number}{SUCCESSOR}{deaths}_{ray.get_runtime_context().get_job_id()}"
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=True)
-    # A name of its own: Ray goes on giving out the handle of a dead actor under the name that it had.
+    # A new name: under the old name, Ray would still return the dead actor's handle.
     return (
         ray.remote(reward_loop.RewardLoopWorker)
         .options(name=name, get_if_exists=True, scheduling_strategy=here)

@@ -1,8 +1,8 @@
-"""The stage clock on verl: ``+rl_accel.telemetry.enable=True``. It observes and changes nothing.
+"""Timing of a step's stages on verl: ``+rl_accel.telemetry.enable=True``. Observes only; changes nothing.
 
-:func:`wire` adds :class:`RecordingWorker` to verl's agent-loop workers, which note when each response began, was generated and got
-its reward. In the trainer process :class:`Observer` fetches these notes once a step, has :mod:`rl_accel.telemetry.stage_clock` make
-numbers of them, asks the rollout servers for preemptions, and keeps the notes in a file, which ``rl-accel profile`` reads.
+:func:`wire` adds :class:`RecordingWorker` to verl's agent-loop workers, which record when each response began, was generated and
+was rewarded. In the trainer process, :class:`Observer` fetches these records once a step, computes metrics from them with
+:mod:`rl_accel.telemetry.stage_clock`, reads the servers' preemption counters, and saves the records for ``rl-accel profile``.
 """
 
 import asyncio
@@ -33,12 +33,12 @@ from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NA
 logger = logging.getLogger("rl_accel")
 
 FILE_KEY = "trainer.rl_accel_telemetry"
-"""Where every process finds the path of the file in verl's configuration."""
+"""Key in verl's configuration for the path of the telemetry file."""
 WORKER_PART = f"{__name__}.RecordingWorker"
 ATTEMPTS = 3
-"""So many steps in a row without an answer, and servers are not asked for preemptions any more: silence costs seconds each time."""
+"""Consecutive steps without an answer after which preemptions are no longer read: each unanswered read costs seconds."""
 _MOST_NOTES = 200_000
-"""Responses that a worker remembers if nobody fetches them."""
+"""Maximum number of responses that a worker keeps if none are fetched."""
 _FLAG = "rl_accel.telemetry"
 
 
@@ -46,10 +46,10 @@ _FLAG = "rl_accel.telemetry"
 
 
 def wire(run: VerlRun, _flags: TelemetryFlags) -> None:
-    """Add our part to the agent loops of ``run``, in verl's configuration. Idempotent.
+    """Adds :class:`RecordingWorker` to the agent-loop workers of ``run``, in verl's configuration. Idempotent.
 
     Raises:
-        ConfigError: the agent loops are the user's own.
+        ConfigError: the user has set another agent-loop manager.
     """
     agent_loop.check(run, _FLAG, "agent loops must note completion times")
     with open_dict(run.config):
@@ -62,26 +62,26 @@ def wire(run: VerlRun, _flags: TelemetryFlags) -> None:
 # In an agent-loop worker
 
 CURRENT: ContextVar[Response | None] = ContextVar("rl_accel_response", default=None)
-"""The response that the running task works on; None in a validation."""
+"""Training response that the running task works on; None in validation."""
 
 
-@extends(AgentLoopWorkerTQ)  # not tried on a verl without it
+@extends(AgentLoopWorkerTQ)  # untested on a verl without this class
 class RecordingWorker(agent_loop.WorkerPart):
-    """Notes responses of training; those of a validation are not noted."""
+    """Agent-loop worker part that records training responses; validation responses are not recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._responses: deque[Response] = deque(maxlen=_MOST_NOTES)
 
     async def take_responses(self) -> list[Response]:
-        """Return the responses that have ended since the last call."""
+        """Returns the responses that have ended since the last call."""
         taken = list(self._responses)
         self._responses.clear()
         return taken
 
     @classmethod
     def attach(cls, manager: AgentLoopManager) -> None:
-        """Have the trainer process ask these workers, if the feature is still on."""
+        """Registers an :class:`Observer` of these workers in the trainer process, if the feature is still on."""
         if metrics.observer("telemetry") is not None:
             metrics.observe("telemetry", Observer(manager.config, manager.agent_loop_workers, manager.llm_client))
 
@@ -89,7 +89,7 @@ class RecordingWorker(agent_loop.WorkerPart):
         run = super()._run_agent_loop
         if trajectory["validate"]:
             return await run(sampling_params, trajectory, **kwargs)
-        prompt = kwargs.get("uid", trajectory["sample_index"])  # the legacy trainer keeps the uid to itself
+        prompt = kwargs.get("uid", trajectory["sample_index"])  # the legacy trainer passes no uid
         response = Response(str(prompt), time.time(), outcome=FAILED)
         before = CURRENT.set(response)
         try:
@@ -139,15 +139,15 @@ def _note_server(original: Any, _flags: Any) -> Any:
 
 
 def observe_stages(_step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-    """Return the shares of a training step's stages, which are known without agent loops; {} for anything else that is logged."""
+    """Returns each stage's share of a training step, known without agent loops; {} if ``logged`` is not a training step."""
     shares = stage_clock.shares(stage_clock.stages(logged))
     return {f"telemetry/share/{stage}": share for stage, share in shares.items()}
 
 
 class Observer:
-    """Sees what the trainer logs once its agent loops are there.
+    """Computes telemetry metrics for each logged training step, once the agent-loop workers have started.
 
-    ``workers`` are handles of agent-loop workers with :class:`RecordingWorker`; the load balancer of ``client`` knows the servers.
+    ``workers`` are handles of agent-loop workers with :class:`RecordingWorker`; the load balancer of ``client`` lists the servers.
     """
 
     def __init__(self, config: Any, workers: Sequence[Any], client: ObservedClient) -> None:
@@ -162,7 +162,7 @@ class Observer:
         self._warned: set[str] = set()
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Return the numbers of a training step by name, ``telemetry/idle_share``; {} for anything else that is logged."""
+        """Returns metrics by name, such as ``telemetry/idle_share``; {} if ``logged`` is not a training step."""
         began = time.perf_counter()
         numbers = observe_stages(step, logged)
         if not numbers:
@@ -185,7 +185,7 @@ class Observer:
         return numbers | {f"telemetry/{name}": float(value) for name, value in found.items()}
 
     def _fetch(self) -> list[Response]:
-        """The responses of all workers that answer; a dead one takes its own with it."""
+        """Returns the responses of all workers that answer; those of a dead worker are lost."""
         import ray
 
         calls = [worker.take_responses.remote() for worker in self._workers]
@@ -201,12 +201,12 @@ class Observer:
     def _servers(self) -> list[str]:
         import ray
 
-        with contextlib.suppress(Exception):  # then capacity and preemptions are unknown
+        with contextlib.suppress(Exception):  # on failure, capacity and preemptions are unknown
             return sorted(ray.get(self._balancer.get_all_servers.remote(), timeout=ANSWER_SECONDS))
         return []
 
     def _preempted(self, servers: list[str]) -> int | None:
-        """Preemptions since the last call (since their start, at the first); None if unknown."""
+        """Returns the preemptions since the last call, or since the servers' start at the first call; None if unknown."""
         if not servers or self._silent_steps == ATTEMPTS:
             return None
         preemptions = self._counters.take(read_servers(self._engine, servers))

@@ -1,8 +1,8 @@
-"""A tensor-parallel size that follows preemptions, on verl: ``+rl_accel.tp_replan.enable=True``.
+"""Adapts the tensor-parallel size to preemptions, on verl: ``+rl_accel.tp_replan.enable=True``.
 
-:func:`wire` checks the configuration in the driver. In the trainer's process :class:`StepObserver` is shown each step that is
-logged, reads the counters of the rollout servers and asks the planner. With action=restart, :func:`restart` saves and ends the
-run; ``rl_accel.integrations.ray.restart_note`` has the driver say so, and ``rl_accel.relaunch`` starts it again.
+:func:`wire` checks the configuration in the driver. In the trainer's process, :class:`StepObserver` receives each logged step,
+reads the rollout servers' preemption counters and asks the planner. With action=restart, :func:`restart` saves and ends the run.
+``rl_accel.integrations.ray.restart_note`` then notifies the driver, and ``rl_accel.relaunch`` starts the run again.
 """
 
 import functools
@@ -37,10 +37,10 @@ _STEP = "training/global_step"
 
 
 def wire(run: VerlRun, flags: TpReplanFlags) -> None:
-    """Check ``run``, have its servers count preemptions, and arm the exit code for action=restart. Idempotent.
+    """Checks ``run``, makes its servers count preemptions, and arms the exit code for action=restart. Idempotent.
 
     Raises:
-        ConfigError: something in its configuration cannot go together with this feature, or no size is possible.
+        ConfigError: a setting conflicts with this feature, or no tensor-parallel size is possible.
     """
     engine = engine_of(run.config)
     if engine.read_counters is None:
@@ -60,10 +60,10 @@ def wire(run: VerlRun, flags: TpReplanFlags) -> None:
 
 
 def bounds_of(config: Any, flags: TpReplanFlags) -> TpBounds:
-    """Return the possible sizes.
+    """Returns the possible tensor-parallel sizes.
 
     Raises:
-        ConfigError: there is none, or the configured one is not among them.
+        ConfigError: no size is possible, or the configured size is not possible.
     """
 
     run = VerlRun(config)
@@ -109,10 +109,10 @@ def _check_checkpoints(run: VerlRun) -> None:
 
 
 class StepObserver:
-    """Shows the planner what the trainer logs, and says or does what it decides.
+    """Passes the trainer's logged metrics to the planner, and logs or carries out the planner's decisions.
 
     Args:
-        flags: of this feature.
+        flags: flags of this feature.
         find_trainer: returns verl's trainer, or None.
     """
 
@@ -124,10 +124,10 @@ class StepObserver:
         self._has_warned = False
 
     def __call__(self, _step: int, data: Mapping[str, Any]) -> dict[str, float]:
-        """Take in the numbers of a step. Those without ``training/global_step`` are of a validation: its preemptions are left out.
+        """Processes a step's metrics. Metrics without ``training/global_step`` are of a validation, whose preemptions are ignored.
 
         Returns:
-            ``tp_replan/tp``, ``wanted_tp`` and ``changes``; ``tp_replan/preemptions`` if they are known.
+            ``tp_replan/tp``, ``wanted_tp`` and ``changes``; also ``tp_replan/preemptions`` if known.
         """
         trainer = self._find_trainer()
         if trainer is None:
@@ -143,7 +143,7 @@ class StepObserver:
             return {}
         step, tp = int(data[_STEP]), int(OmegaConf.select(trainer.config, TP_KEY))
         if preemptions and any(key.startswith("val-") for key in data):
-            preemptions = None  # some of them are of the validation
+            preemptions = None  # includes preemptions of the validation
         seconds, tokens = float(data.get("timing_s/gen") or 0.0), _tokens_of(data)
         if not (seconds and tokens) and not self._has_warned:
             self._has_warned = True
@@ -160,7 +160,7 @@ class StepObserver:
 
 
 def _tokens_of(data: Mapping[str, Any]) -> float:
-    """Tokens of the responses in the batch; 0: unknown."""
+    """Returns the number of response tokens in the batch; 0 if unknown."""
     both, response, prompt = (
         data.get(key) for key in ("perf/total_num_tokens", "response_length/mean", "prompt_length/mean")
     )
@@ -170,10 +170,10 @@ def _tokens_of(data: Mapping[str, Any]) -> float:
 
 
 def restart(trainer: Trainer, step: int, decision: Decision) -> None:
-    """Save ``step`` by verl's own saving, leave word for the driver, and make it the last step of this launch.
+    """Saves ``step`` with verl's own method, leaves a note for the driver, and makes ``step`` the last one of this launch.
 
-    Called between steps, when a checkpoint is the same as the trainer's own at the end of the step. If it is the last step anyway,
-    or nothing can be saved, the run goes on as it is, and a line says so.
+    Called between steps, when a checkpoint equals the trainer's own at the end of the step. If ``step`` is the run's last anyway,
+    or saving fails, the run goes on unchanged and logs one line.
     """
     if step >= min(trainer.total_training_steps, trainer.steps_per_epoch * trainer.config.trainer.total_epochs):
         logger.warning("rl-accel: tp_replan: step %d is the last, nothing is restarted", step)
@@ -182,17 +182,17 @@ def restart(trainer: Trainer, step: int, decision: Decision) -> None:
     try:
         _save(trainer, step)
         restart_note.publish({"step": step, "overrides": overrides})
-    except Exception:  # of storage, of workers: training goes on at the old size
+    except Exception:  # storage or workers failed: training goes on at the old size
         problem = f"step {step} could not be saved; going on at the old size"
         logger.warning("rl-accel: tp_replan: no restart, %s", problem, exc_info=True)
         return
-    trainer.total_training_steps = step  # verl's V1 trainers read it before every step, and end as after any last one
+    trainer.total_training_steps = step  # verl's V1 trainers read this before every step, and end normally
     words = f"this launch ends after step {step}, the next one: {' '.join(overrides)}"
     logger.warning("rl-accel: tp_replan: step %d is saved; %s", step, words)
 
 
 def _overrides(trainer: Trainer, tp: int) -> list[str]:
-    """What the next launch needs on verl's command line. The folder of checkpoints may be one named by the time of day."""
+    """Returns overrides for the next launch's command line. They fix the checkpoint folder, which may be named by launch time."""
     folder = os.path.abspath(trainer.config.trainer.default_local_dir).replace("\\", "\\\\").replace("'", "\\'")
     return [
         f"{TP_KEY}={tp}",
@@ -205,12 +205,12 @@ def _overrides(trainer: Trainer, tp: int) -> list[str]:
 def _save(trainer: Trainer, step: int) -> None:
     every = trainer.config.trainer.save_freq
     if every > 0 and step % every == 0:
-        return  # the trainer has saved it
-    trainer.checkpoint_manager.sleep_replicas()  # as verl does: saving may need their memory
+        return  # the trainer has saved this step
+    trainer.checkpoint_manager.sleep_replicas()  # as verl does: saving may need the replicas' memory
     try:
         trainer._save_checkpoint()
     except BaseException:
-        trainer.checkpoint_manager.update_weights(trainer.global_steps)  # wakes them as after each step
+        trainer.checkpoint_manager.update_weights(trainer.global_steps)  # wakes the replicas, as after each step
         raise
 
 

@@ -1,7 +1,7 @@
-"""Computes slime's GAE from the lists as they are, in one fused scan, in place of padding to the longest and a scan over chunks.
+"""Replaces slime's GAE (padding and a chunk scan) by one fused scan over the unpadded sequences.
 
-slime pads every sequence to the longest in a Python loop; with long-tailed responses most of what it computes on is padding.
-Results equal slime's to float rounding. Sequences that the kernels do not take go to slime's own function.
+slime pads all sequences to the longest in a Python loop; with long-tailed responses, slime computes mostly on padding.
+Results equal slime's up to float rounding. Sequences that the kernels do not support go to slime's own function.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def packed_gae(
     lambd: float,
     settings: Any,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """GAE of whole responses, the first ``lengths[i]`` tokens of each; see :func:`~rl_accel.ops.gae_of_lists`."""
+    """Computes GAE of whole responses from the first ``lengths[i]`` tokens of each; see :func:`~rl_accel.ops.gae_of_lists`."""
     return gae_of_lists(
         [reward[:length] for reward, length in zip(rewards, lengths, strict=True)],
         [value[:length] for value, length in zip(values, lengths, strict=True)],
@@ -59,7 +59,7 @@ def _make(original: Any, settings: Any) -> Any:
 
 
 def _probe(original: Any, _replacement: Any, settings: Any) -> None:
-    """Compare with slime's chunk scan on a padded batch. Gathering and cutting are slime's own functions in both."""
+    """Compares our GAE with slime's chunk scan on a padded batch. Gathering and slicing are slime's functions in both."""
     scan = packed.stock_scan(original, "chunked_gae")
     random = torch.Generator().manual_seed(0)
     values, rewards = ([torch.randn(length, generator=random) for length in packed.PROBE_LENGTHS] for _ in range(2))

@@ -1,4 +1,4 @@
-"""What the advantage patches of slime share: where they go, and whole sequences on every rank."""
+"""Helpers of the advantage patches for slime: patch targets, gathering of whole sequences, and probe inputs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from rl_accel.errors import PatchRefused
 
 LOSS = "slime.backends.megatron_utils.loss"
-"""Holds the functions by name, so they have to be replaced here: patching ``ppo_utils`` alone would do nothing."""
+"""Module that imports the functions by name and must be patched; patching ``ppo_utils`` alone has no effect."""
 PPO_UTILS = "slime.utils.ppo_utils"
 
 
@@ -18,9 +18,9 @@ def on_whole_responses(
     totals: Sequence[int],
     lengths: Sequence[int],
 ) -> Sequence[list[torch.Tensor]]:
-    """Return what ``compute`` makes of whole responses [length], gathered from context-parallel ranks and cut again for them.
+    """Calls ``compute`` on whole responses [length], gathered from context-parallel ranks, and slices the results for this rank.
 
-    slime's own functions gather (a collective call) and cut: which two slices of a sequence a rank holds is its business.
+    slime's own functions gather (a collective call) and slice, because slime decides which two slices of a sequence a rank holds.
     """
     from megatron.core import mpu
 
@@ -36,26 +36,26 @@ def on_whole_responses(
 
 
 PROBE_LENGTHS = (130, 1, 57, 128, 3)
-"""Around the 128 tokens of a chunk of slime's scans."""
+"""Sequence lengths in tokens, some of them near the 128-token chunks of slime's scans."""
 ROUNDING = {"rtol": 1e-4, "atol": 1e-4}
-"""How far a chunk scan and ours may part."""
+"""Tolerances for the difference between slime's chunk scan and our scan."""
 
 
 def padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Pad with zeros to the longest, as slime does."""
+    """Pads sequences with zeros to the longest sequence, as slime does."""
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
 def unpadded(rows: torch.Tensor) -> torch.Tensor:
-    """Return what stands in :func:`padded` rows of ``PROBE_LENGTHS``, end to end."""
+    """Removes the padding from :func:`padded` rows of ``PROBE_LENGTHS`` and concatenates the rows."""
     return torch.cat([row[:length] for row, length in zip(rows, PROBE_LENGTHS, strict=True)])
 
 
 def stock_scan(function: Any, name: str) -> Any:
-    """Return the scan ``name`` that slime's ``function`` calls.
+    """Returns the scan ``name`` that slime's ``function`` calls.
 
     Raises:
-        PatchRefused: there is none, so nothing to compare with.
+        PatchRefused: slime has no such scan to compare with.
     """
     scan = function.__globals__.get(name)
     if scan is None:

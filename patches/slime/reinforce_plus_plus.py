@@ -1,4 +1,4 @@
-"""Computes slime's REINFORCE++ returns from the lists as they are, in one fused scan, in place of padding to the longest."""
+"""Replaces slime's REINFORCE++ returns by one fused scan over the unpadded sequences."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,17 +18,17 @@ _PARAMS = ("rewards", "kl", "loss_masks", "response_lengths", "total_lengths", "
 def packed_returns(
     rewards: torch.Tensor, kl: Sequence[torch.Tensor], masks: Sequence[torch.Tensor], kl_coef: float, gamma: float
 ) -> list[torch.Tensor]:
-    """Discounted returns of whole responses: ``-kl_coef * kl`` on masked tokens, the reward on the last of them.
+    """Computes discounted returns of whole responses. The last token with a non-zero mask gets the sequence's reward.
 
     Args:
-        rewards: [S], one a sequence.
-        kl: of each token of each sequence.
-        masks: shapes of ``kl``; as in slime the mask decides what is rewarded, not where the sum goes.
+        rewards: rewards [S], one per sequence.
+        kl: KL per token, one tensor [length] per sequence. Each token's reward is ``-kl_coef * kl * mask``.
+        masks: same shapes as ``kl``. The mask selects rewarded tokens only; returns accumulate over all tokens, as in slime.
 
     Raises:
-        AssertionError: a sequence is masked throughout, in slime's words.
-        TypeError, ValueError, BackendMissing: as :func:`rl_accel.ops.discounted_returns`; rewards, kl and masks do not belong
-            together.
+        AssertionError: a sequence has no token with a non-zero mask; same message as slime's.
+        TypeError, ValueError, BackendMissing: see :func:`rl_accel.ops.discounted_returns`. ValueError also if rewards, kl and
+            masks differ in number or length.
     """
     lengths, mask_lengths = [len(row) for row in kl], [len(row) for row in masks]
     if mask_lengths != lengths or len(rewards) != len(lengths):
@@ -68,7 +68,7 @@ def _make(original: Any, _settings: Any) -> Any:
 
 
 def _probe(original: Any, _replacement: Any, _settings: Any) -> None:
-    """Compare with slime's chunk scan on a padded batch."""
+    """Compares our returns with slime's chunk scan on a padded batch."""
     scan = packed.stock_scan(original, "chunked_discounted_returns")
     random = torch.Generator().manual_seed(0)
     kl = [torch.rand(length, generator=random) for length in packed.PROBE_LENGTHS]

@@ -1,7 +1,7 @@
-"""Names the requests of a task, so that an engine can be told to stop one of them, and shows their answers to whoever watches.
+"""Gives each request of a task an id, so that an engine can abort the request, and passes answers to a watcher.
 
-slime sends no request id of its own, without which SGLang cannot be told what to abort, and it drops ``num_retractions``. It sends
-a request that failed again for a minute, which a router gives to the same dead server each time: whoever watches may end that.
+slime sends no request id, so SGLang cannot abort a single request, and slime drops ``num_retractions``. slime resends a failed
+request for a minute, while the router may send each try to the same dead server. A watcher can end these retries.
 """
 
 import asyncio
@@ -12,20 +12,20 @@ from rl_accel.patches.patch import Patch
 
 
 class Watcher(Protocol):
-    """Watches the generation requests of a task."""
+    """Observer of the generation requests of an asyncio task."""
 
     def begin(self) -> str:
-        """Return the id of a request that is about to be sent. May raise ``asyncio.CancelledError``."""
+        """Returns the id for a request that is about to be sent. May raise ``asyncio.CancelledError``."""
 
     def end(self, request_id: str, answer: Any) -> None:
-        """The request is over; ``answer`` is what the server said, None if it failed or was cancelled."""
+        """Called when a request ends. ``answer`` is the server's answer, or None if the request failed or was cancelled."""
 
     async def failed(self) -> None:
-        """The request, or a try of it, failed. It is sent again, as often as slime would; unless this raises."""
+        """Called when a try of a request fails. The request is sent again, as often as in slime, unless this method raises."""
 
 
 WATCHER: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
-"""Who watches the running task. Without one, slime's requests go out as they are."""
+"""Watcher of the current asyncio task. Without a watcher, slime's requests stay unchanged."""
 
 
 def _make(original: Any, _settings: Any) -> Any:

@@ -1,7 +1,7 @@
-"""verl's advantage estimators without their loops over responses or tokens, with the same bits.
+"""Bit-identical replacements of verl's advantage estimators, without loops over responses or tokens.
 
-GRPO (which serves GDPO too), RLOO, OPO, GPG, Pass@k, both REINFORCE++, both optimal token baselines, and the whitening that
-GAE, GDPO and REINFORCE++ call through its module. Each is a patch of its own: one that does not fit this verl leaves the
+GRPO (which GDPO uses too), RLOO, OPO, GPG, Pass@k, both REINFORCE++, both optimal token baselines, and the whitening that
+GAE, GDPO and REINFORCE++ call through its module. Each is a separate patch: a patch that does not fit this verl leaves the
 others on.
 """
 
@@ -29,10 +29,10 @@ _TOKEN_BASELINE = (
 )
 
 Arguments = Mapping[str, Any]
-"""What verl's function was called with, by name, defaults included."""
+"""Arguments of a call of verl's function by name, defaults included."""
 
 
-# -- ours: advantages, or advantages and returns; TypeError or ValueError leaves a call to verl ------------------------
+# -- our estimators return advantages, or advantages and returns; TypeError or ValueError leaves the call to verl -------
 
 
 def _of_groups(rule: Callable[..., torch.Tensor], given: Arguments, **options: Any) -> torch.Tensor:
@@ -80,7 +80,7 @@ def _whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _optimal_token_baseline(given: Arguments, *, multi_turn: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    # imported here: it loads the compiler, and runs that use another estimator never need it
+    # imported here because the import loads the compiler, which runs with another estimator never need
     from rl_accel.ops.optimal_token_baseline import optimal_token_baseline
 
     return optimal_token_baseline(*(given[name] for name in _TOKEN_BASELINE), multi_turn=multi_turn)
@@ -90,7 +90,7 @@ def _optimal_token_baseline(given: Arguments, *, multi_turn: bool) -> tuple[torc
 
 
 def _batch(*names: str) -> dict[str, Any]:
-    """Return the arguments ``names`` of a small batch: groups of several sizes, a shorter mask per row, holes in it."""
+    """Returns the arguments ``names`` of a small batch with groups of several sizes and ragged masks with holes."""
     random = np.random.RandomState(0)
     index = np.array([f"prompt-{n}" for n in np.repeat(np.arange(6), (2, 3, 4, 5, 8, 9))], dtype=object)
     random.shuffle(index)
@@ -119,7 +119,7 @@ def _estimator(
     function: str = "compute_{name}_outcome_advantage",
     supports: str = "verl>=0.6.1",
 ) -> Patch:
-    """Return the patch of one advantage estimator, at its function and its registry entry."""
+    """Returns the patch of one advantage estimator, at its function and its registry entry."""
 
     def make(original: Any, _settings: Any) -> Any:
         signature = inspect.signature(original)
@@ -202,7 +202,7 @@ SWITCHES = (
         _reinforce_plus_plus,
         ("token_level_rewards", "response_mask", "config", "kwargs"),
         "627e73b6f89bdcdbfafd35290a4ef3299368694855765bd8592870ef4ffb2c26",
-        supports="verl>=0.9",  # before, a masked token ended the running return instead of being stepped over
+        supports="verl>=0.9",  # before 0.9, a masked token ended the running return instead of being skipped
     ),
     _estimator(
         "optimal_token_baseline",

@@ -1,4 +1,4 @@
-"""Has a vLLM server hand on what its workers answer. verl drops it."""
+"""Makes ``collective_rpc`` of verl's vLLM server return the workers' results, which verl discards."""
 
 from typing import Any
 

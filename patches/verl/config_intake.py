@@ -1,15 +1,15 @@
-"""Reads ``+rl_accel.*`` from the configuration of a verl run, where verl first holds it.
+"""Reads the ``rl_accel`` section (``+rl_accel.*``) of verl's configuration as early as possible.
 
-In the driver that is ``validate_config`` or, under the mains of ``verl.experimental``, ``run_ppo``: a misspelt key stops the
-run before a cluster starts. In the trainer process it is the constructor of the trainer, also of a recipe's that subclasses
-RayPPOTrainer and does not call its constructor: there the trainer that is really built decides what may be on. These are the
-only functions of verl that the pack wraps without being asked.
+In the driver, ``validate_config`` is wrapped, and ``run_ppo`` for the mains of ``verl.experimental``: a misspelt key stops the
+run before a cluster starts. In the trainer process, the trainer's constructor is wrapped, also in recipes that subclass
+RayPPOTrainer without calling its constructor: the trainer that is really built decides which features may be on. The pack
+wraps no other functions of verl without being asked.
 
-A feature that stands on verl's extension points has a module (:attr:`~rl_accel.features.Feature.verl`) with
+A feature that uses verl's extension points has a module (:attr:`~rl_accel.features.Feature.verl`) with two functions.
 
-- ``wire(run, flags)``, which chooses its extension points in the configuration of a
-  :class:`~rl_accel.patches.verl.verl_run.VerlRun`, idempotent; it raises ConfigError where the two cannot go together,
-- ``find_problems()``, if ``rl-accel doctor`` is to tell more: pairs of what does not work here and why.
+- ``wire(run, flags)`` chooses the feature's extension points in the configuration of a
+  :class:`~rl_accel.patches.verl.verl_run.VerlRun`. Idempotent; raises ConfigError if run and feature cannot go together.
+- ``find_problems()``, optional, returns pairs of a failing part and the reason, for ``rl-accel doctor``.
 """
 
 import contextlib
@@ -42,12 +42,12 @@ _NO_SEAM = "verl hands the whole configuration to no plug-in: the entry point is
 
 
 def trainer() -> Any:
-    """Return the trainer that was constructed last in this process, or None."""
+    """Returns the trainer that was constructed last in this process, or None."""
     return _trainer()
 
 
 def resumed_from(trainer: Trainer) -> Path | None:
-    """Return the folder of the checkpoint that ``trainer``, which is before its first step, goes on from; None: of none."""
+    """Returns the checkpoint folder that ``trainer`` resumes from, or None. Valid only before the first step."""
     config, step = trainer.config.trainer, trainer.global_steps
     if config.resume_mode == "resume_path":
         return Path(config.resume_from_path)
@@ -55,39 +55,39 @@ def resumed_from(trainer: Trainer) -> Path | None:
 
 
 def wire(run: VerlRun, flags: Flags) -> dict[str, str]:
-    """Choose in the configuration of ``run`` the extension points of features that are on.
+    """Chooses the extension points of features enabled by name in the configuration of ``run``.
 
     Returns:
-        The reason why a feature has nothing to do in this run, by the feature's name; only features that were asked for.
+        Reasons by feature name, for features enabled by name that have nothing to do in this run.
 
     Raises:
-        ConfigError: the run and a feature that was asked for cannot go together.
-        PatchRefused: a feature that was asked for cannot be applied to this verl.
+        ConfigError: the run and a feature enabled by name cannot go together.
+        PatchRefused: a feature enabled by name cannot be applied to this verl.
     """
     idle = {}
     for feature in FEATURES:
         if flags.requested(feature) != "by name":
-            continue  # what is automatic has no extension points, and stays silent where it does not serve
+            continue  # automatic features use no extension points, and log nothing where they have no use
         run.require(feature.name)
         if reason := run.idle(feature.name):
             idle[feature.name] = reason
         if feature.verl:
-            if not run.in_driver:  # which does not import verl's trainers
+            if not run.in_driver:  # the driver does not import verl's trainers
                 require(feature)
             importlib.import_module(feature.verl).wire(run, flags[feature])
     return idle
 
 
 def require(feature: Feature[Any]) -> None:
-    """Compare what the adapters of a ``feature`` use and override of verl with the verl that is installed.
+    """Compares the verl members that the adapters of ``feature`` use and override with the installed verl.
 
     Raises:
-        PatchRefused: names every member that is absent or different.
+        PatchRefused: members are absent or different; the message names each.
     """
     for switch in itertools.chain.from_iterable(map(switches_of, feature.switches["verl"])):
         if isinstance(
             switch, Registration
-        ):  # it may import adapters when verl is imported, which must not be half-way then
+        ):  # its import hook may import adapters, which must not be half imported at that time
             with contextlib.suppress(ImportError):
                 importlib.import_module(switch.target.partition(":")[0])
     modules = seams.modules_of(f"rl_accel.integrations.verl.{feature.name}")
@@ -95,7 +95,7 @@ def require(feature: Feature[Any]) -> None:
 
 
 def in_driver(config: Any) -> None:
-    """Take in the flags of ``config`` (verl's, changed in place) before anything starts, see :func:`wire`.
+    """Applies the flags in verl's ``config`` in the driver before anything starts. Changes ``config`` in place, see :func:`wire`.
 
     Raises:
         ConfigError: a key is unknown, a value unusable, or ``config`` and a feature cannot go together.
@@ -105,10 +105,10 @@ def in_driver(config: Any) -> None:
 
 
 def in_trainer(config: Any, trainer: Any = None) -> None:
-    """Take in the flags of ``config`` in a ``trainer`` that is being built from it; it decides what may be on.
+    """Applies the flags in ``config`` while ``trainer`` is being built; the trainer decides which features may be on.
 
     Raises:
-        ConfigError, PatchRefused: as :func:`in_driver`; or it is too late for a feature, see :meth:`VerlRun.require_chosen`.
+        ConfigError, PatchRefused: as :func:`in_driver`; or too late for a feature, see :meth:`VerlRun.require_chosen`.
     """
     global _trainer
     if trainer is not None:
@@ -121,7 +121,7 @@ def _take_in(run: VerlRun) -> None:
         RUNTIME.set_layer(FRAMEWORK, given)
     flags = RUNTIME.flags()
     for feature, reason in wire(run, flags).items():
-        if (feature, reason) not in _told and (run.in_driver or not run.is_v1):  # verl's V1 driver has said it
+        if (feature, reason) not in _told and (run.in_driver or not run.is_v1):  # verl's V1 driver has logged it
             _told.add((feature, reason))
             logger.warning("rl-accel: %s is on and has nothing to do in this run: %s", feature, reason)
     left = run.resumes_from if run.in_driver and not flags[TAIL_BATCHING].enable else None
@@ -130,20 +130,20 @@ def _take_in(run: VerlRun) -> None:
 
 
 def take_in_call(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Take in the flags of the ``config`` with which ``function``, a driver's or a trainer's constructor, is about to be called."""
+    """Applies the flags in the ``config`` argument before ``function``, a driver function or a trainer's constructor, is called."""
     arguments = inspect.signature(function).bind(*args, **kwargs).arguments
     if function.__name__ != "__init__":
         in_driver(arguments["config"])
-    elif "config" in arguments:  # else it goes on to a constructor that names it
+    elif "config" in arguments:  # else the call goes on to a base constructor that names config
         in_trainer(arguments["config"], args[0])
 
 
 def _after_flags(original: Any, _settings: Any = None) -> Any:
-    """Return ``original``, a function of verl, that has the flags in its ``config`` taken in before it runs."""
+    """Returns a wrapper of verl's function ``original`` that first applies the flags in the ``config`` argument."""
 
     @functools.wraps(original)
     def with_flags(*args: Any, **kwargs: Any) -> Any:
-        # Ray ships classes of its actors by value, and this function with them: it uses no global of this module.
+        # Ray pickles actor classes by value, and this function with them: the function must not use globals of this module.
         from rl_accel.patches.verl import config_intake
 
         config_intake.take_in_call(original, args, kwargs)

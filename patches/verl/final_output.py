@@ -1,9 +1,9 @@
-"""Has vLLM hand a response to verl once it is finished, not again after each token.
+"""Makes vLLM return a response to verl when the response is finished, not after each token.
 
-verl waits for whole responses, but asks vLLM for one after the other of all that grow: for every token of every running request
-the server process makes the text, an output with all tokens so far, and wakes a task that drops it. That process has one thread,
-so that with many requests it sets the pace of the engine. With ``RequestOutputKind.DELTA`` and a ``stream_interval`` vLLM sends
-the first token, which verl counts as admission, and then the rest; what is put together here is the very output verl would get.
+verl waits for whole responses, but requests an output after every token. For every token of every running request, the server
+process builds the text and an output with all tokens so far, and wakes a task that drops this output. The process has one thread
+and limits the engine's speed when many requests run. With ``RequestOutputKind.DELTA`` and a ``stream_interval``, vLLM sends the
+first token, which verl counts as admission, and then the rest. This module joins both parts into the output that verl expects.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from rl_accel.errors import PatchRefused
 from rl_accel.patches.patch import Patch
 
 NEVER = 1 << 30
-"""More tokens than a response has."""
+"""Value of ``stream_interval`` in tokens, longer than any response."""
 
 _in_parts: ContextVar[bool] = ContextVar("in_parts", default=False)
 
@@ -32,7 +32,7 @@ def _at_the_end(original: Any, _settings: Any) -> Any:
         if self._disaggregation_role != "null" or sampling_params.keys() & {"output_kind", "n", "prompt_logprobs"}:
             return await original(self, prompt_ids, sampling_params, request_id, *args, **kwargs)
         params = {**sampling_params, "output_kind": RequestOutputKind.DELTA}
-        if not params.get("stop"):  # verl takes the tokens only; words to stop at are looked for in the text
+        if not params.get("stop"):  # verl uses only the tokens; vLLM needs the text to find stop strings
             params.setdefault("detokenize", False)
         if has_interval:
             params["stream_interval"] = NEVER
@@ -44,11 +44,11 @@ def _at_the_end(original: Any, _settings: Any) -> Any:
 
 @contextlib.contextmanager
 def _joining(engine: Any, processor: Any) -> Iterator[None]:
-    """Join the parts of a request within the block. When no such block runs any more, ``engine`` is as it was before the first.
+    """Joins the partial outputs of requests inside the block. When the last concurrent block ends, ``engine`` is restored.
 
     Args:
         engine: vLLM's ``AsyncLLM``.
-        processor: the engine's output processor if all requests have its ``stream_interval``, as before vLLM 0.27; else None.
+        processor: the engine's output processor if it sets one ``stream_interval`` for all requests (before vLLM 0.27); else None.
     """
     if (joined := getattr(engine, "_rl_accel_joined", None)) is None:
         joined = engine._rl_accel_joined = _joined(engine.generate)
@@ -63,7 +63,7 @@ def _joining(engine: Any, processor: Any) -> Iterator[None]:
     finally:
         _in_parts.reset(token)
         joined.running -= 1
-        if not joined.running and engine.generate is joined:  # else someone has wrapped ours, which stays
+        if not joined.running and engine.generate is joined:  # else someone has wrapped our function, which stays
             del engine.generate, engine._rl_accel_joined
             if joined.replaced is not None:
                 engine.generate = joined.replaced
@@ -72,7 +72,7 @@ def _joining(engine: Any, processor: Any) -> Iterator[None]:
 
 
 def _joined(generate: Any) -> Any:
-    """Wrap ``AsyncLLM.generate``: each output of a request of ours has all tokens so far, as it has without DELTA."""
+    """Wraps ``AsyncLLM.generate``: each output of our requests contains all tokens so far, as without DELTA."""
 
     async def joined(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         in_parts = _in_parts.get()

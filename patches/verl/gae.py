@@ -1,8 +1,8 @@
-"""Computes verl's GAE as a scan, with the same bits, in place of its loop over tokens.
+"""Computes verl's GAE as a scan instead of a loop over tokens.
 
 Only the recurrence is replaced; whitening stays verl's own function. On CPU tensors the result is bit-identical
-unless ``gae.backend`` names a kernel that is not exact. On CUDA tensors it is equal to float rounding.
-Arguments outside what was proven (see :func:`_require_proven`) go to verl's own function, so that results and errors are verl's.
+unless ``gae.backend`` names a kernel that is not exact. On CUDA tensors the result is equal up to float rounding.
+For unproven arguments (see :func:`_require_proven`) verl's own function is called, so that results and errors are verl's.
 """
 
 import time
@@ -23,7 +23,7 @@ _PARAMS = ("token_level_rewards", "values", "response_mask", "gamma", "lam")
 
 
 def _require_proven(rewards: Any, values: Any, mask: Any, gamma: Any, lam: Any) -> None:
-    """Raise ValueError unless the scan, which refuses what does not fit together, is proven to give here what verl's loop gives."""
+    """Raises ValueError unless the scan provably equals verl's loop for these arguments. The scan checks that shapes match."""
     if any(type(x) is not torch.Tensor for x in (rewards, values, mask)):
         raise ValueError("an argument is not a plain tensor")
     if rewards.numel() == 0 or rewards.dtype not in (torch.float32, torch.float64):
@@ -40,7 +40,7 @@ def _make(original: Any, settings: Any) -> Any:
     from verl.utils import torch_functional
 
     try:
-        kernel = ops.resolve_backend(settings.backend, "cpu")  # where verl computes advantages
+        kernel = ops.resolve_backend(settings.backend, "cpu")  # verl computes advantages on the CPU
     except ValueError as error:
         raise PatchRefused(f"gae.backend={settings.backend}: {error}") from error
     if settings.backend == "auto" and kernel not in _EXACT_KERNELS:
@@ -71,9 +71,9 @@ def _make(original: Any, settings: Any) -> Any:
 
 
 def _stock_seconds(original: Any, arguments: tuple[Any, ...], known: dict[tuple[int, str], float]) -> float | None:
-    """Estimate what verl's loop would take: its seconds for the first 32 columns of a real batch, times T / 32.
+    """Estimates the seconds of verl's loop: measured seconds for the first 32 columns of a real batch, times T / 32.
 
-    Measured once for each power of two of the batch size, where it costs a few milliseconds, twice over.
+    Two runs of a few milliseconds are measured for each power of two of the batch size; the shorter run counts.
     """
     rewards, _, mask, gamma, lam = arguments
     rows, tokens = rewards.shape
@@ -81,7 +81,7 @@ def _stock_seconds(original: Any, arguments: tuple[Any, ...], known: dict[tuple[
     if key not in known:
         columns = min(tokens, _PROBED_COLUMNS)
         head = [x[:, :columns] for x in arguments[:3]]
-        head[2] = torch.ones_like(mask[:, :columns])  # whitening refuses a mask with nothing in it
+        head[2] = torch.ones_like(mask[:, :columns])  # whitening refuses an all-zero mask
         if head[2].numel() < 2:
             return None
         known[key] = min(_seconds(original, (*head, gamma, lam)) for _ in range(2)) / columns
@@ -107,7 +107,7 @@ def _probe(original: Any, replacement: Any, settings: Any) -> None:
     holes = torch.rand(rows, tokens, generator=random) < 0.2  # tool output in the middle of a response
     exact = ops.resolve_backend(settings.backend, "cpu") in _EXACT_KERNELS
     rtol, atol = (0.0, 0.0) if exact else (1e-4, 1e-5)
-    # int64 is what verl passes; each further dtype would compile one more kernel in every process.
+    # verl passes int64; each further dtype would compile another kernel in every process.
     for mask in (inside.long(), (inside & ~holes).long()):
         for gamma, lam in ((1.0, 1.0), (0.99, 0.95), (1, 0.0)):
             arguments = dict(zip(_PARAMS, (rewards, values, mask, gamma, lam), strict=True))

@@ -1,4 +1,4 @@
-"""Interfaces of verl's objects, see :mod:`rl_accel.patches.seams`. What adapters call, read or override of them stands here."""
+"""Interfaces of verl's objects (see :mod:`rl_accel.patches.seams`): all members that adapters call, read or override."""
 
 from collections.abc import MutableMapping, Sequence
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ class TokenOutput(Protocol):
 
 
 class Server(Protocol):
-    """The handle of a rollout server. Which class it has depends on the engine, so there is nothing to compare it with."""
+    """Actor handle of a rollout server. The server's class depends on the engine, so this interface is not checked."""
 
     __ray_call__: Any
 
@@ -46,7 +46,7 @@ class RolloutReplica(Protocol):
 
 @interface_of("verl.workers.rollout.llm_server:GlobalRequestLoadBalancer")
 class LoadBalancer(Protocol):
-    """The handle of verl's load balancer."""
+    """Actor handle of verl's load balancer."""
 
     @remote
     def get_all_servers(self) -> list[str]: ...
@@ -68,7 +68,7 @@ class StickyRouter(Protocol):
 
 @interface_of("verl.workers.rollout.router:RequestLoadBalancer")
 class Router(LoadBalancer, Protocol):
-    """What verl calls of a router, but for ``acquire_server``, which a client of ours calls in its place."""
+    """Router methods that verl calls, except ``acquire_server``, which our client calls instead of verl's client."""
 
     @remote
     def release_server(self, server_id: str, request_id: str | None = None) -> None: ...
@@ -80,7 +80,7 @@ class Router(LoadBalancer, Protocol):
 
 @interface_of("verl.workers.rollout.llm_server:LLMServerClient")
 class ObservedClient(Protocol):
-    """Of a client, what observers need."""
+    """Members of a client that observers need."""
 
     _load_balancer: LoadBalancer
 
@@ -133,7 +133,7 @@ class RewardLoopWorker(Protocol):
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ",
 )
 class AgentLoopWorker(Protocol):
-    """Of all trainers; the V1 trainer has a subclass."""
+    """Agent-loop worker of all trainers; the V1 trainer uses a subclass."""
 
     config: Any
     llm_client: ObservedClient

@@ -1,13 +1,13 @@
-"""Waits for finished rollouts in verl's V1 replay buffer as long as it pays, not 2 seconds each time.
+"""Adaptive waits between polls for finished rollouts in verl's V1 replay buffer, instead of a fixed 2 seconds.
 
-It stands aside where more depends on when verl looks than the time: with a group filter, what is launched in place of dropped
-groups; in asynchronous modes, and perhaps in a buffer of the user's, which responses a batch has. Asked for by name, it acts in
-the latter two.
+The patch leaves verl's wait unchanged where poll times affect more than the delay. With a group filter, poll times decide which
+prompts replace dropped groups. In asynchronous modes, and perhaps in a custom buffer, poll times decide which responses a batch
+has; there the patch acts only if the feature is enabled by name.
 
-verl's buffer and its asynchronous subclass sleep in one method, so that one patch serves ``sync``, ``colocate_async`` and
-``separate_async``. The method itself is kept, its log line included: it runs with another ``poll_interval``, which
-is put back right after. ``separate_async`` takes a step for idle when it waited longer than ``poll_interval``; it goes on
-reading the configured value, but a wait of less than that, which stock verl rounds up to a full interval, no longer counts.
+verl's buffer and its asynchronous subclass sleep in the same method, so one patch covers ``sync``, ``colocate_async`` and
+``separate_async``. The original method still runs, log line included, with a changed ``poll_interval`` that is restored
+right after. ``separate_async`` counts a step as idle if the wait was longer than the configured ``poll_interval``. Shorter
+waits, which stock verl rounds up to a full interval, no longer count as idle.
 """
 
 import math
@@ -22,12 +22,12 @@ from rl_accel.rollout.adaptive_wait import AdaptiveWait
 from rl_accel.telemetry import metrics
 
 _WORK = 1.25
-"""Processor seconds a second of polling costs at most: the queue's controller works in part while its client does."""
+"""Maximum CPU seconds per second of polling: the queue's controller works partly in parallel with its client."""
 
 
 @dataclass
 class _Sampling:
-    """One buffer's policy, and where its current ``sample()`` call stands. Times are of ``perf_counter``."""
+    """Wait policy and current ``sample()`` call of one buffer. ``started`` and ``woke`` are ``perf_counter`` times."""
 
     policy: AdaptiveWait
     debug_time: float | None = None
@@ -36,12 +36,12 @@ class _Sampling:
     saved: float = 0.0
 
     def begin(self, now: float, debug_time: float) -> None:
-        # sample() takes time.time() as its debug time when it starts: the only trace of when that was.
+        # sample() sets its debug time to time.time() when it starts, the only trace of its start time.
         self.started = self.woke = now - max(time.time() - debug_time, 0.0)
         self.saved = 0.0
 
     def newly_saved(self, interval: float) -> float:
-        """Seconds saved if the poll now due finds enough samples, less what earlier polls of this call reported."""
+        """Returns the seconds saved if the next poll finds enough samples, minus the seconds that earlier polls reported."""
         cycle = interval + self.policy.cost / _WORK
         elapsed = self.woke - self.started
         before, self.saved = self.saved, math.ceil(elapsed / cycle) * cycle - elapsed

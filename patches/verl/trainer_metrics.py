@@ -1,4 +1,4 @@
-"""Adds ``rl_accel/...`` numbers to what a verl trainer logs each step, while a feature is on."""
+"""Adds ``rl_accel/...`` metrics to the step log of a verl trainer while any feature is on."""
 
 import functools
 from typing import Any

@@ -1,7 +1,7 @@
-"""The facts of one run of verl that decide which features serve it: trainer, engine, advantage estimator, group filter, replicas.
+"""Facts of a verl run that decide which features work in the run: trainer, engine, advantage estimator, group filter, replicas.
 
-Every check of a feature reads them here. ``trainer.use_v1`` is True by default, also under mains that never look at it: the
-class of the trainer that was built decides where there is one, and the sections of the configuration before that.
+All feature checks read these facts here. ``trainer.use_v1`` is True by default, even under mains that ignore the key. The
+trainer is therefore identified by its class once it is built, and by the sections of the configuration before that.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from rl_accel.errors import refuse
 
 ON_POLICY = ("V1 sync", "V1 tail_batching")
-"""Trainers whose rollouts begin and end within their step."""
+"""Trainers whose rollouts begin and end within one step."""
 TRAINERS = {
     "sampler": ("V1",),
     "tail_batching": ON_POLICY,
@@ -24,9 +24,9 @@ TRAINERS = {
     "balance": ON_POLICY,
     "drafts": ("V1",),
 }
-"""Values of :attr:`VerlRun.trainer` that a feature works with; "V1" is any mode. A feature that is not listed works with all."""
+"""Supported values of :attr:`VerlRun.trainer` by feature; "V1" is any V1 mode. Unlisted features work with all trainers."""
 ENGINES = {"final_output": "vllm", "drafts": "vllm"}
-"""The only engine that a feature works with."""
+"""The only supported engine by feature. Unlisted features work with all engines."""
 
 MAINS = {
     "verl.trainer.main_ppo": ("trainer/config", "ppo_trainer"),
@@ -39,7 +39,7 @@ MAINS = {
         "one_step_off_ppo_trainer",
     ),
 }
-"""Folder within the verl package and name of hydra's configuration, by module of verl's entry point."""
+"""Mapping from verl's entry-point module to folder (in the verl package) and name of hydra's configuration."""
 
 _RAY_TRAINER = ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer")
 _HOMES = {
@@ -50,30 +50,30 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 
 class VerlRun:
-    """Facts of one run, read from verl's configuration and, once it is built, from the trainer.
+    """Facts of one run, read from verl's configuration and, once built, from the trainer.
 
     Args:
         config: verl's whole configuration.
-        built: the trainer; None before there is one.
-        in_driver: nothing has started yet, so that everything in ``config`` can still be chosen.
+        built: the trainer; None before the trainer is built.
+        in_driver: True if nothing has started yet, so that all of ``config`` can still be changed.
 
     Attributes:
-        trainer: ``V1 <mode>``; ``legacy``, which is RayPPOTrainer or a subclass that sets up its workers as that does;
-            ``one_step_off``; ``fully_async``; or ``recipe``, any other subclass of RayPPOTrainer.
+        trainer: ``V1 <mode>``; ``legacy`` (RayPPOTrainer or a subclass that does not override ``init_workers``);
+            ``one_step_off``; ``fully_async``; or ``recipe`` (any other trainer).
     """
 
     @classmethod
     def compose(cls, main: str, overrides: Sequence[str], folder: Path | None = None, name: str = "") -> "VerlRun":
-        """Compose the run that ``python -m main overrides`` would begin, in its driver, as hydra does.
+        """Composes, with hydra, the run that ``python -m main overrides`` would start; the result is the driver's view.
 
         Args:
             main: a key of :data:`MAINS`.
-            overrides: hydra's, as on the command line.
-            folder: folder of configurations in place of the main's (``--config-path``).
-            name: of the configuration in place of the main's (``--config-name``).
+            overrides: hydra overrides, as on the command line.
+            folder: configuration folder that replaces the main's folder (``--config-path``).
+            name: configuration name that replaces the main's name (``--config-name``).
 
         Raises:
-            Exception: hydra's, naming the override that does not fit.
+            Exception: raised by hydra; names the override that does not fit.
         """
         import verl
         from hydra import compose, initialize_config_dir
@@ -92,28 +92,28 @@ class VerlRun:
         self.trainer = self._trainer_by_sections() if built is None else self._trainer_by_class(type(built))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a dotted ``key``, or ``default`` if it is absent or null."""
+        """Returns the value of a dotted ``key``, or ``default`` if it is absent or null."""
         value = OmegaConf.select(self.config, key, default=None)
         return default if value is None else value
 
     @property
     def is_v1(self) -> bool:
-        """Whether agent loops hand their responses over in TransferQueue, as the V1 trainer has them do."""
+        """True for the V1 trainer, whose agent loops pass responses on through TransferQueue."""
         return self.trainer.startswith("V1 ")
 
     @property
     def has_critic(self) -> bool:
-        """Whether verl trains a critic (its ``need_critic``)."""
+        """True if verl trains a critic (verl's ``need_critic``)."""
         return bool(self.get("critic.enable", self.get("algorithm.adv_estimator") == "gae"))
 
     @property
     def filters_groups(self) -> bool:
-        """Whether groups without a difference in rewards are replaced by others (DAPO)."""
+        """True if prompt groups with identical rewards are replaced by other groups (DAPO)."""
         return bool(self.get("algorithm.filter_groups.enable", False))
 
     @property
     def resumes_from(self) -> Path | None:
-        """The checkpoint that the run will go on from, as far as this machine's disk tells; None if it tells of none."""
+        """Checkpoint folder that the run will resume from; None if this machine's disk has no such folder."""
         if (mode := self.get("trainer.resume_mode")) == "resume_path":
             folder = Path(self.get("trainer.resume_from_path", ""))
         else:
@@ -129,25 +129,25 @@ class VerlRun:
 
     @property
     def gpus_besides_tp(self) -> int:
-        """Data-parallel times pipeline-parallel size of the rollout: with tensor parallelism, the GPUs of a replica."""
+        """Data-parallel size times pipeline-parallel size of the rollout. Times TP size, this is the number of GPUs per replica."""
         return self._number(f"{_ROLLOUT}.data_parallel_size") * self._number(f"{_ROLLOUT}.pipeline_model_parallel_size")
 
     @property
     def generates_within_stage(self) -> bool:
-        """Whether generation begins with the stage that is timed as such; other trainers have responses under way then."""
+        """True if generation begins with the stage timed as generation; with other trainers, responses are already running then."""
         if not self.is_v1:
             return self.trainer == "legacy"
         return self.trainer in ON_POLICY and self.get(f"trainer.v1.{self.trainer[3:]}.parameter_sync_step", 1) == 1
 
     def require(self, feature: str) -> None:
-        """Refuse a ``feature`` that cannot act in this run.
+        """Refuses a ``feature`` that cannot work in this run.
 
         Raises:
-            ConfigError: its name, the trainer or engine that is wanted, and the one that was found.
+            ConfigError: names the feature, and the wanted and the found trainer or engine.
         """
         flag, wanted = f"rl_accel.{feature}", TRAINERS.get(feature, (self.trainer,))
         if self.trainer not in wanted and not (self.is_v1 and "V1" in wanted):
-            names = [name for name in wanted if name != "V1 tail_batching"]  # which our own wiring chooses
+            names = [name for name in wanted if name != "V1 tail_batching"]  # our own wiring chooses this mode
             if self.is_v1:
                 refuse(flag, "trainer.v1.trainer_mode", names[0].removeprefix("V1 "), self.trainer[3:])
             found = self.trainer if self.built is None else f"{self.trainer} ({type(self.built).__name__})"
@@ -157,7 +157,7 @@ class VerlRun:
             refuse(flag, f"{_ROLLOUT}.name", ENGINES[feature], self.get(f"{_ROLLOUT}.name"))
 
     def require_chosen(self, flag: str, key: str, value: Any) -> None:
-        """Refuse a trainer that was built before ``value`` was chosen, where choosing it now is too late.
+        """Refuses a ``key`` other than ``value`` outside the driver, where setting the key is too late.
 
         Raises:
             ConfigError: the driver has not called ``validate_config``.
@@ -167,16 +167,16 @@ class VerlRun:
             refuse(flag, key, value, self.get(key), reason)
 
     def require_off(self, flag: str, key: str, reason: str = "") -> None:
-        """Refuse a configuration in which ``key`` is on.
+        """Refuses a configuration in which ``key`` is on.
 
         Raises:
-            ConfigError: it is.
+            ConfigError: ``key`` is on.
         """
         if self.get(key, False):
             refuse(flag, key, False, True, reason)
 
     def idle(self, feature: str) -> str:
-        """Return why a ``feature`` that works here has nothing to do in this run, or ""."""
+        """Returns the reason why a ``feature`` that works here has nothing to do in this run, or ""."""
         estimator = self.get("algorithm.adv_estimator")
         by_estimator = f"algorithm.adv_estimator = {estimator}"
         if feature == "gae" and estimator != "gae":

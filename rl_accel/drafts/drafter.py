@@ -1,4 +1,4 @@
-"""vLLM's side of drafts: ``speculative_config={"method": "custom_class", "model": "rl_accel.drafts.drafter.Drafter", ...}``."""
+"""Drafter for vLLM: ``speculative_config={"method": "custom_class", "model": "rl_accel.drafts.drafter.Drafter", ...}``."""
 
 import logging
 import time
@@ -38,26 +38,26 @@ from rl_accel.features import DraftsFlags
 from rl_accel.ops.cpu import compiled
 
 SETTINGS = "rl_accel_drafts"
-"""The key of vLLM's ``additional_config`` that the settings are under; that dict reaches every worker process."""
+"""Key of the settings in vLLM's ``additional_config``; this dict reaches every worker process."""
 FLOOR = 0.2
-"""A token is drafted while the chance that all tokens up to it are accepted is at least this."""
+"""Minimum probability that all draft tokens up to a drafted token are accepted."""
 FIRST_RATES = ((4, 0.5), (8, 0.6), (16, 0.7), (CONTEXT, 0.8))
-"""By the tokens that a match shares at most, the chance that a token is accepted, before anything was seen."""
+"""Initial acceptance rates of a token, by number of shared tokens of the match: pairs (maximum number, rate)."""
 PRIOR = 4.0
-"""How many tries of its own weigh as much, for a prompt, as what holds for all prompts."""
+"""Strength of the global acceptance rate as prior for a prompt's rate, in pseudo-observations."""
 REMEMBERED = 4096
-"""Requests that have left the batch that are remembered, as they may come back or be taken."""
+"""Maximum number of requests remembered after they have left the batch; they may return or be taken as finished."""
 RATES, HEAD, TAKEN = range(NUMBER + 1, NUMBER + 4)
-"""Of a request, after what a sequence has: where the rates of its prompt are; tokens of its prompt; whether it was taken."""
+"""Further columns of a request: index of the prompt's rates; number of prompt tokens; whether the request was taken."""
 WORTH = SOURCE + 1
-"""Of a match: how many of its tokens are proposed."""
+"""Further column of a match: number of tokens to propose."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """``rates``: where they are; ``visits``: versions of the weights that it was answered with, the last one last."""
+    """A prompt. ``rates``: index of its acceptance rates. ``visits``: weight versions of its responses, the latest last."""
 
     sequence: Ints
     rates: int
@@ -65,11 +65,11 @@ class _Prompt:
 
 
 class _Batch(NamedTuple):
-    """Requests, a row for each as in vLLM. A row without one has length -1."""
+    """Requests, one row each as in vLLM. A row without a request has length -1."""
 
     sequences: Any  # int64[R, 9]
-    tails: Any  # int32[R, CONTEXT]: the last tokens of each, the last one last
-    tokens: Any  # of matches
+    tails: Any  # int32[R, CONTEXT]: last tokens of each request
+    tokens: Any  # these three: see Matches
     shares: Any
     numbers: Any  # int64[R, 4]
 
@@ -81,34 +81,34 @@ class _Batch(NamedTuple):
 
 
 class _Rates(NamedTuple):
-    """How many guesses were right lately, and how many there were, of matches at the prompt and (1) at others."""
+    """Recent hits and tries (last axis) of matches at the prompt (0) and at other prompts (1)."""
 
     own: Any  # float64[P, 2, 2], by prompt
-    all: Any  # float64[2, len(FIRST_RATES), 2], by the tokens that a match shares
+    all: Any  # float64[2, len(FIRST_RATES), 2], by number of shared tokens
 
 
 class _Counts(NamedTuple):
-    by_source: Any  # int64[len(SOURCES), 2]: drafted, accepted
-    by_length: Any  # int64[32, 2]: tokens, and steps of a request, by the bits of its response's length
+    by_source: Any  # int64[len(SOURCES), 2]: drafted and accepted tokens
+    by_length: Any  # int64[32, 2]: tokens, and request steps, by bit length of the response's length
 
 
 class Drafter:
-    """Proposes what responses to the same prompt, running ones among them, or else to others have after a request's last tokens.
+    """Drafts the tokens that followed a request's last tokens in responses to the same prompt (also running ones) or to others.
 
     vLLM verifies a draft with rejection sampling: a wrong draft costs time, never correctness. vLLM 0.29.0 calls :meth:`propose`
-    after each step, but not while a request is within ``num_speculative_tokens`` of ``max_model_len``. It tells no ids of
-    requests: a row is known again by its length and its last tokens.
+    after each step, but not while a request is within ``num_speculative_tokens`` of ``max_model_len``. vLLM passes no request ids,
+    so the drafter recognises the request of a row by its length and its last tokens.
 
-    Of a tensor-parallel group the scheduler takes the drafts of the first rank; the others do nothing. With "external_launcher"
-    each rank schedules for itself and would need equal drafts: refused.
+    In a tensor-parallel group, the scheduler takes the drafts of the first rank; the other ranks do nothing. The executor
+    "external_launcher" is refused: each rank has its own scheduler there, and all ranks would need equal drafts.
 
     Args:
-        vllm_config: vLLM's; ``additional_config["rl_accel_drafts"]`` has fields of :class:`~rl_accel.features.DraftsFlags`.
-        clock: seconds.
+        vllm_config: vLLM's config; ``additional_config["rl_accel_drafts"]`` has fields of :class:`~rl_accel.features.DraftsFlags`.
+        clock: clock in seconds.
 
     Raises:
-        TypeError: there is no such setting.
-        ValueError: the executor is "external_launcher", or memory_mb less than 1.
+        TypeError: a setting is unknown.
+        ValueError: the executor is "external_launcher", or memory_mb is below 1.
     """
 
     def __init__(self, vllm_config: Any, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -119,7 +119,7 @@ class Drafter:
         self._longest = min(self.settings.max_tokens, vllm_config.speculative_config.num_speculative_tokens)
         self._idle = parallel.rank % (parallel.tensor_parallel_size * parallel.prefill_context_parallel_size) != 0
         self._clock = clock
-        if not self._idle:  # compile before the first request waits for it
+        if not self._idle:  # compile now, so that the first request does not wait
             self._begin(1)
             for end in (1, 2):
                 self.propose([[0]], np.array([end]), np.zeros((1, 2 * CONTEXT), np.int32))
@@ -128,9 +128,9 @@ class Drafter:
 
     def _begin(self, memory_mb: float) -> None:
         self._pool = make_pool(memory_mb)
-        prompts = len(self._pool.blocks) // 8  # one for 256 tokens
+        prompts = len(self._pool.blocks) // 8  # one prompt per 256 tokens
         self._prompts: FIFOCache[int, _Prompt] = FIFOCache(prompts)
-        self._new_prompts = 0  # so far
+        self._new_prompts = 0  # number so far
         self._batch, self._running = _Batch.of(1, self._longest), 0
         self._gone: LRUCache[tuple[int, bytes], tuple[Any, ...]] = LRUCache(REMEMBERED)
         self._version = 0
@@ -145,7 +145,7 @@ class Drafter:
         self._counts = _Counts(np.zeros((len(SOURCES), 2), np.int64), np.zeros((32, 2), np.int64))
 
     def load_model(self, *_: Any) -> None:
-        """There is none; vLLM calls this."""
+        """Does nothing: there is no model, but vLLM calls this method."""
 
     def propose(
         self,
@@ -154,13 +154,13 @@ class Drafter:
         token_ids_cpu: NDArray[np.int32],
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Take in the tokens of the last step and return a draft, maybe an empty one, for each row.
+        """Takes in the tokens of the last step; returns a draft, possibly empty, for each row.
 
         Args:
-            sampled_token_ids: for each row what the last step accepted and sampled; empty for a prefill that is not complete.
-            num_tokens_no_spec: tokens of each row, those included.
-            token_ids_cpu: (rows, max_model_len), the tokens.
-            slot_mappings: not used.
+            sampled_token_ids: tokens accepted or sampled in the last step, for each row; empty for an incomplete prefill.
+            num_tokens_no_spec: number of tokens of each row, including ``sampled_token_ids``.
+            token_ids_cpu: tokens of each row, shape (rows, max_model_len).
+            slot_mappings: unused.
 
         Raises:
             ValueError: ``token_ids_cpu`` has another shape or type.
@@ -199,10 +199,10 @@ class Drafter:
 
     @property
     def counts(self) -> Counter[str]:
-        """What happened. ``steps``: calls of :meth:`propose`. ``tokens``: sampled in them. ``drafted``, ``accepted``: tokens of
-        drafts that were verified, also by where they came from (``drafted_own``, ``_sibling``, ``_earlier``, ``_other``).
-        ``tokens_from_L`` and ``row_steps_from_L``: tokens, and steps of a request, in which its response had from L to less than
-        2 L tokens then. ``stopped``: how often drafting was stopped because it cost more than it gave.
+        """Counters. ``steps``: calls of :meth:`propose`. ``tokens``: tokens sampled in these steps. ``drafted``, ``accepted``:
+        verified and accepted draft tokens, also by source (``drafted_own``, ``_sibling``, ``_earlier``, ``_other``).
+        ``tokens_from_L`` and ``row_steps_from_L``: tokens and request steps at which the response had at least L and less than
+        2 L tokens. ``stopped``: number of times that drafting was stopped because it cost more than it gained.
         """
         by_source, by_length = self._counts
         found = Counter(steps=self._steps, stopped=self._stopped, tokens=int(by_length[:, 0].sum()))
@@ -214,21 +214,21 @@ class Drafter:
         return found
 
     def take_counts(self) -> Counter[str]:
-        """Return :attr:`counts` since the last call."""
+        """Returns :attr:`counts` since the last call."""
         counts = self.counts
         self._begin_counts()
         return counts
 
     def new_weights(self) -> None:
-        """Note that the weights have changed: who runs is as good as finished, but may come back, in any row."""
+        """Handles new weights: running requests count as finished, but may come back in any row."""
         self._leave(range(self._running))
         self._running, self._called = 0, None
         self._version += 1
 
     def take_finished(self) -> list[bytes]:
-        """Return the responses that have left the batch since the last call, each once, as :meth:`absorb` takes them.
+        """Returns the responses that have left the batch since the last call, each once, in the format of :meth:`absorb`.
 
-        One that was preempted or aborted may be among them, with the tokens that it had then.
+        Preempted and aborted responses may be among them, with their tokens so far.
         """
         finished = []
         for request, *_ in self._gone.values():
@@ -239,15 +239,15 @@ class Drafter:
         return finished
 
     def absorb(self, responses: Iterable[bytes]) -> None:
-        """Add finished responses, of another replica or an earlier run, to the history."""
+        """Adds finished responses of another replica or an earlier run to the history."""
         for response in responses if not self._idle else ():
-            numbers = np.array(np.frombuffer(response, np.int32))  # kernels are compiled for what can be written
+            numbers = np.array(np.frombuffer(response, np.int32))  # a copy: kernels are compiled for writable arrays
             (version, length), tokens = numbers[:2].tolist(), numbers[2:]
             self._version = max(self._version, version)
             extend(self._pool, self._request(tokens, length, version)[None], tokens[None], np.array([len(tokens)]))
 
     def _follow(self, new: Ints, ends: Ints, matrix: NDArray[np.int32]) -> None:
-        """Have the batch hold the request of each row that has sampled."""
+        """Updates the batch to hold the request of each row that has sampled."""
         begins, running = ends - new, len(new)
         others = [row for row in range(running) if not _is_same(self._batch, row, matrix[row], begins[row], new[row])]
         self._leave([*others, *range(running, self._running)])
@@ -270,11 +270,11 @@ class Drafter:
                 self._batch.sequences[row, LENGTH], self._batch.numbers[row] = -1, 0
 
     def _request(self, tokens: NDArray[np.int32], length: int, version: int) -> Ints:
-        """Return a new request with the prompt ``tokens[:length]``, which the index then has."""
+        """Returns a new request with the prompt ``tokens[:length]``; adds the prompt to the index."""
         key = key_of(tokens[:length])
         prompt = self._prompts.get(key)
         if prompt is None:
-            rates = self._new_prompts % len(self._rates.own)  # of the prompt that gives way to this one
+            rates = self._new_prompts % len(self._rates.own)  # of the prompt that is evicted for this one
             self._rates.own[rates] = 0
             self._new_prompts += 1
             visits = deque([version], maxlen=self.settings.epochs + 1)
@@ -284,14 +284,14 @@ class Drafter:
         if not is_live(self._pool, prompt.sequence[LAST]):
             prompt.sequence[LAST], prompt.sequence[LENGTH] = -1, 0
             extend(self._pool, prompt.sequence[None], tokens[None], np.array([length]))
-        # of a prompt in its first epochs nothing is too old, so that responses to others count
+        # in a prompt's first epochs no visit is too old, so that responses to other prompts count
         oldest = prompt.visits[0] if len(prompt.visits) == prompt.visits.maxlen else 0
         begun = sequence(key, version, oldest, int(prompt.sequence[LAST]), length)
         return np.array([*begun, prompt.rates, length, False])
 
 
 def _tails(rows: int, tokens: Any = ()) -> NDArray[np.int32]:
-    """Return the last of ``tokens`` for each row; with zeros before them if they are few."""
+    """Returns the last CONTEXT of ``tokens`` for each row, padded with zeros in front."""
     tails = np.zeros((rows, CONTEXT), np.int32)
     last = tokens[-CONTEXT:]
     tails[:, CONTEXT - len(last) :] = last
@@ -300,9 +300,9 @@ def _tails(rows: int, tokens: Any = ()) -> NDArray[np.int32]:
 
 @compiled
 def _is_same(batch: _Batch, row: int, tokens: Any, begin: int, new: int) -> bool:
-    """Whether a row that had ``begin`` tokens before the ``new`` ones still has its request."""
+    """Returns whether a row with ``begin`` tokens before the ``new`` tokens still holds the same request."""
     length = batch.sequences[row, LENGTH]
-    # shorter than at the beginning of the step, if vLLM did not call after some steps
+    # the known length is below ``begin`` if vLLM did not call after some steps
     same = new > 0 and 0 <= length <= begin
     for back in range(1, min(CONTEXT, length) + 1 if same else 0):
         same = same and tokens[length - back] == batch.tails[row, CONTEXT - back]
@@ -311,7 +311,7 @@ def _is_same(batch: _Batch, row: int, tokens: Any, begin: int, new: int) -> bool
 
 @compiled
 def _rates_of(rates: _Rates, request: Any, numbers: Any) -> tuple[Any, Any]:
-    """The hits and tries of matches like this one, at its prompt and at all."""
+    """Returns the hits and tries of similar matches, at the request's prompt and at all prompts."""
     other, at = int(numbers[SOURCE] == OTHER), 0
     while numbers[MATCHED] > FIRST_RATES[at][0]:
         at += 1
@@ -322,13 +322,13 @@ def _rates_of(rates: _Rates, request: Any, numbers: Any) -> tuple[Any, Any]:
 def _advance(
     pool: Pool, batch: _Batch, rates: _Rates, counts: _Counts, matrix: Any, new: Any, ends: Any, sure: bool
 ) -> tuple[bool, bool, bool]:
-    """Compare matches with what came, and take it in.
+    """Compares the matches with the new tokens, then updates the rates and adds the tokens to the index.
 
-    A match that was not proposed counts, too: the chance that a token is sampled is the chance that it would have been accepted.
-    So it is seen without a draft when acceptance becomes better.
+    A match that was not proposed counts, too: the probability that a token is sampled is the probability that it would have been
+    accepted. A rising acceptance rate is therefore noticed even without drafts.
 
-    Returns whether all rows still have their requests (else nothing was done, unless that is ``sure``), whether none has done more
-    than what is new, and whether drafts were verified.
+    Returns whether all rows still have their requests (otherwise nothing was done, unless ``sure``), whether no row missed a step,
+    and whether drafts were verified.
     """
     went_on, verified, rows = True, False, len(new)
     for row in range(rows):
@@ -369,7 +369,7 @@ def _advance(
 
 @compiled
 def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) -> float:
-    """Look for matches, and set how many tokens of each are worth proposing; return how many of all should be accepted."""
+    """Looks for matches and sets the number of tokens to propose from each; returns the expected number of accepted tokens."""
     expected = 0.0
     lookup(pool, batch.sequences[:rows], matrix, Matches(batch.tokens, batch.shares, batch.numbers))
     for row in range(rows):
@@ -387,22 +387,22 @@ def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) ->
 
 
 class _Worth:
-    """Whether drafting pays: seconds a token of steps that verified drafts, and of steps that did not, at about equal batch size.
+    """Decides whether drafting pays: seconds per token of steps with and without drafts, at about equal batch size.
 
-    Sizes are equal up to an eighth; older steps than WINDOW hardly count. Of WITHOUT steps at least one has no drafts, so that
-    there is something to compare with. LEAST steps without drafts and TRIED with them are enough to compare.
+    Sizes count as equal up to an eighth; steps older than WINDOW steps hardly count. At least one in WITHOUT steps has no drafts,
+    for comparison. LEAST steps without drafts and TRIED steps with drafts are enough for a comparison.
     """
 
     WITHOUT, LEAST, TRIED, WINDOW, PAUSE = 32, 8, 32, 512, 512
 
     def __init__(self) -> None:
-        # steps, seconds and tokens without drafts, and the same with them
+        # by size: steps, seconds and tokens without drafts, then with drafts
         self._sizes: defaultdict[int, list[float]] = defaultdict(lambda: [0.0] * 6)
         self._paused: Counter[int] = Counter()
         self._told = False
 
     def allows(self, rows: int) -> bool:
-        """Return whether the next step may verify drafts."""
+        """Returns whether the next step may verify drafts."""
         size = _about(rows)
         if self._paused[size] > 0:
             self._paused[size] -= 1
@@ -411,16 +411,16 @@ class _Worth:
         return without >= self.LEAST and without * self.WITHOUT >= verified
 
     def pays(self, rows: int, expected: float) -> bool:
-        """Return whether ``expected`` tokens more are worth what verifying adds to a step; they are until enough was tried."""
+        """Returns whether ``expected`` more tokens are worth the added verification time; True until enough steps are known."""
         plain_steps, plain, _, steps, spent, _ = self._sizes[_about(rows)]
         return steps < self.TRIED or spent / steps * rows <= plain / plain_steps * (rows + expected)
 
     def add(self, rows: int, verified: bool, seconds: float, tokens: int) -> bool:
-        """Add a step in which all ``rows`` went on; return whether drafting is stopped from now on."""
+        """Adds a step in which all ``rows`` advanced; returns whether drafting stops now."""
         size = _about(rows)
         seen, at = self._sizes[size], 3 * verified
         if seen[at] >= self.LEAST:
-            seconds = min(seconds, 4 * seen[at + 1] / seen[at])  # the engine stood still meanwhile
+            seconds = min(seconds, 4 * seen[at + 1] / seen[at])  # longer: the engine was idle
         seen[:] = [value * (1 - 1 / self.WINDOW) for value in seen]
         for more, value in enumerate((1, seconds, tokens)):
             seen[at + more] += value

@@ -1,8 +1,8 @@
-"""Token sequences by prompt, and what followed the last tokens of a context in them: hash chains, as in deflate (RFC 1951).
+"""Index of token sequences by prompt, to find the tokens that followed a context before. Hash chains, as in deflate (RFC 1951).
 
-Tokens lie in blocks of one pool of fixed size; the oldest block gives way to a new one. A position is given once and never again,
-so one in a block that is gone can be told. Each position is in two chains: it has a link to the last one before it that came after
-the same GRAM tokens of the same prompt, and one to the last that came after them at any prompt. Hash tables have the newest.
+Tokens lie in blocks of one pool of fixed size; a new block replaces the oldest. Positions are never reused, so a position in a
+dropped block can be recognised. Each position is in two chains. One chain links it to the previous position that followed the same
+GRAM tokens at the same prompt, the other chain to the previous such position at any prompt. Hash tables hold the newest position.
 """
 
 import hashlib
@@ -17,67 +17,73 @@ from rl_accel.ops.cpu import compiled
 Ints = NDArray[np.int64]
 
 BLOCK = 32
-"""Tokens in a block."""
+"""Number of tokens in a block."""
 GRAM = 3
-"""Tokens that a context and a place must share at least."""
+"""Minimum number of tokens that a context and a position must share."""
 CONTEXT = 32
-"""Tokens of a context that are compared at most."""
+"""Maximum number of tokens of a context that are compared."""
 CANDIDATES = 16
-"""Places of a chain that are compared at most, the newest first."""
+"""Maximum number of positions of a chain that are compared, the newest first."""
 SOURCES = ("own", "sibling", "earlier", "other")
-"""Where a match is: in the request itself or its prompt, in a response of the same visit, in one of another; at another prompt."""
+"""Sources of matches: own request or prompt; response of the same visit (weight version); of another visit; of another prompt."""
 OTHER = SOURCES.index("other")
 PROMPT = 2**62
-"""The visit of a prompt's own tokens: never too old."""
+"""Visit number of a prompt's own tokens, which are never too old. Other visit numbers are weight versions."""
 
 
 LAST, LENGTH, OLDEST, KEY, VISIT, NUMBER = range(6)
-"""Of a sequence, int64[6 or more]: the position of its last token (of the last one before it, while it has none; -1 for none); its
-tokens, those before it included; the least visit that is not too old for it; its prompt, equal for equal prompts; its visit, PROMPT
-for a prompt's tokens, and visits grow; its own number."""
+"""Columns of a sequence, int64[6 or more].
+
+LAST: position of the last token (before the sequence's first token: of the last prompt token); -1 for none.
+LENGTH: number of tokens, including those of the prompt.
+OLDEST: smallest visit that is not too old for the sequence.
+KEY: key of the prompt.
+VISIT: visit of the sequence, PROMPT for a prompt's tokens. Visits only grow.
+NUMBER: unique number of the sequence.
+"""
 BEFORE, AFTER, COUNT = range(3)
-"""Of a block, int64[6]: the position of the token before its first, the block after it (-1 for none), its tokens; then KEY, VISIT
-and NUMBER of its sequence."""
+"""Columns of a block, int64[6]: position of the token before the block; next block (-1: none); number of tokens. Then KEY, VISIT
+and NUMBER of the block's sequence."""
 FOUND, MATCHED, SOURCE = range(3)
-"""Of a match: how many tokens it has, 0 where nothing is alike; how many context and places share; in SOURCES, the newest place."""
+"""Columns of a match: number of tokens (0: no match); number of tokens shared with the context; source of the newest position."""
 _numbers = itertools.count(1)
 
 
 def sequence(key: int, visit: int, oldest: int = 0, last: int = -1, length: int = 0) -> Ints:
-    """Return a new sequence."""
+    """Returns a new sequence, see LAST."""
     return np.array([last, length, oldest, key, visit, next(_numbers)])
 
 
 def key_of(prompt: NDArray[np.int32]) -> int:
-    """Return the key of a prompt's tokens, the same in every process."""
+    """Returns the key of a prompt's tokens, equal in all processes."""
     return int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(), "little", signed=True)
 
 
 class Matches(NamedTuple):
-    """What followed, at the places that are most like a context, for S contexts."""
+    """Tokens that followed the positions most similar to a context, for S contexts."""
 
     tokens: Any  # int32[S, L]
-    shares: Any  # float64[S, L], of the votes that each token got
-    numbers: Any  # int64[S, 3], see FOUND; more columns may follow
+    shares: Any  # float64[S, L]: share of the votes for each token
+    numbers: Any  # int64[S, 3 or more], see FOUND
 
     @classmethod
     def of(cls, count: int, longest: int, columns: int = 3) -> "Matches":
-        """Return none, for so many contexts, of so many tokens at most."""
+        """Returns empty matches for ``count`` contexts, with at most ``longest`` tokens each."""
         shape = count, longest
         return cls(np.zeros(shape, np.int32), np.zeros(shape), np.zeros((count, columns), np.int64))
 
 
 class Pool(NamedTuple):
-    """The arrays of an index: N tokens in N / BLOCK blocks, H slots."""
+    """Arrays of an index: N tokens in N / BLOCK blocks, H hash slots per kind of chain."""
 
-    tokens: Any  # int32[N, 3]: the token; minus how far back the next is in its prompt's chain and in that of all; 0 at the end
+    tokens: Any  # int32[N, 3]: token; offset to the older position in the prompt's and the global chain; 0: none
     blocks: Any  # int64[N / BLOCK, 6], see BEFORE
-    slots: Any  # int64[2, H]: 1 + the newest position of such a chain, 0 for none
-    used: Any  # int64[1]: blocks given out so far, those that are gone included
+    slots: Any  # int64[2, H]: 1 + newest position of the chain; 0 for none
+    used: Any  # int64[1]: number of blocks allocated so far, including dropped blocks
 
 
 def make_pool(memory_mb: float) -> Pool:
-    """Return the arrays of an empty index. They have ``memory_mb`` MiB and never grow; the oldest tokens are dropped.
+    """Returns the arrays of an empty index. The arrays have ``memory_mb`` MiB and never grow; the oldest tokens are dropped.
 
     Raises:
         ValueError: ``memory_mb`` is less than 1.
@@ -92,14 +98,14 @@ def make_pool(memory_mb: float) -> Pool:
 
 
 def read(pool: Pool, sequence: Ints) -> NDArray[np.int32] | None:
-    """Return the tokens of a sequence, those before it included, or None if some are gone."""
+    """Returns the tokens of a sequence, including those of its prompt, or None if some were dropped."""
     tokens = np.zeros(sequence[LENGTH], np.int32)
     return tokens if _read(pool, sequence[LAST], tokens) else None
 
 
 @compiled
 def slot_of(chain: int, key: int, tokens: Any, end: int, slots: int) -> Any:
-    """Return the slot of the GRAM tokens before ``end`` at a prompt (chain 0) or all (1), of ``slots``, a power of two."""
+    """Returns the hash slot of the GRAM tokens before ``end``, at a prompt (chain 0) or all (1). ``slots`` is a power of two."""
     mixed = np.uint64(0 if chain else key)
     for at in range(end - GRAM, end):
         mixed = (mixed ^ np.uint64(tokens[at])) * np.uint64(0x9E3779B97F4A7C15)
@@ -109,7 +115,7 @@ def slot_of(chain: int, key: int, tokens: Any, end: int, slots: int) -> Any:
 
 @compiled
 def is_live(pool: Pool, position: int) -> bool:
-    """Whether the token at ``position`` is still there."""
+    """Returns whether the token at ``position`` is still stored."""
     return position >= 0 and pool.used[0] - len(pool.blocks) <= position // BLOCK
 
 
@@ -125,7 +131,7 @@ def _token(pool: Pool, position: int) -> Any:
 
 @compiled
 def _previous(pool: Pool, position: int) -> int:
-    """The position of the token before that at ``position``, which is there; -1 if there is none."""
+    """Returns the position of the token before ``position``, which must be live; -1 if none is stored."""
     if position % BLOCK:
         return position - 1
     previous = _block(pool, position)[BEFORE]
@@ -143,9 +149,9 @@ def _next(pool: Pool, position: int) -> int:
 
 @compiled
 def extend(pool: Pool, sequences: Any, tokens: Any, ends: Any) -> None:
-    """Append to each of ``sequences``, int64[S, 6 or more], what its ``tokens`` have before its end and beyond its length.
+    """Appends to each of ``sequences``, int64[S, 6 or more], the ``tokens`` from the sequence's length up to its end.
 
-    ``tokens`` are int32[S, ...], from the first token of a prompt on, ``ends`` int64[S]. A sequence of length -1 is none.
+    ``tokens``, int32[S, ...], start with the first token of the prompt; ``ends`` are int64[S]. Length -1 means no sequence.
     """
     for row in range(len(sequences)):
         sequence = sequences[row]
@@ -176,8 +182,8 @@ def extend(pool: Pool, sequences: Any, tokens: Any, ends: Any) -> None:
 
 @compiled
 def _places(pool: Pool, chain: int, context: Any, end: int, key: int, oldest: int, least: int) -> tuple[Any, int, int]:
-    """The places of the prompt (chain 0) or of others (1) that share most tokens with the context, but at least ``least``; their
-    number; how many tokens that is."""
+    """Returns the positions at the prompt (chain 0) or at others (1) that share most tokens with the context, at least ``least``;
+    the number of positions; and the number of shared tokens."""
     places = np.zeros(CANDIDATES, np.int64)
     position = pool.slots[chain, slot_of(chain, key, context, end, pool.slots.shape[1])] - 1
     voters, most = 0, min(CONTEXT, end)
@@ -202,12 +208,12 @@ def _places(pool: Pool, chain: int, context: Any, end: int, key: int, oldest: in
 
 @compiled
 def lookup(pool: Pool, sequences: Any, tokens: Any, matches: Matches) -> None:
-    """Write into ``matches`` what followed where each of ``sequences``, which lie in ``tokens`` as above, has been before.
+    """Writes into ``matches`` the tokens that followed the end of each of ``sequences`` before. ``tokens``: see :func:`extend`.
 
-    Of the places of its prompt where a sequence's last GRAM tokens occur, the newest CANDIDATES are compared, and as many
-    of all prompts. Those that share most tokens with its end vote; if the prompt and others share as many, those of the prompt.
-    They vote on one next token after the other, the newest with weight 1, the next with 1/2, then 1/3 and so on; who is
-    outvoted votes no more. There are as many tokens as fit in ``matches``, and one fewer than fit in ``tokens``.
+    The newest CANDIDATES positions after the sequence's last GRAM tokens are compared at its prompt, and as many at all prompts.
+    The positions that share most tokens with the end of the sequence vote; in a tie, those at its own prompt. The vote is
+    on one next token after the other: the newest position has weight 1, then 1/2, 1/3 and so on. A position that is outvoted
+    leaves the vote. The number of tokens is limited by the room in ``matches`` and by the room in ``tokens`` minus one.
     """
     for row in range(len(sequences)):
         _match(pool, sequences[row], tokens[row], matches.tokens[row], matches.shares[row], matches.numbers[row])

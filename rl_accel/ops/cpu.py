@@ -1,8 +1,8 @@
-"""What CPU kernels need: compiled code, kept on disk and never out of date, and threads to run it.
+"""Compiler for CPU kernels, with a disk cache that is never out of date, and a thread pool that runs compiled kernels.
 
-Compiled kernels do plain IEEE arithmetic and release the interpreter lock. numba's own parallel layer is not used: its
-default backend ends the process when two Python threads enter it at once, and its OpenMP one when the process has forked.
-Both happen inside a Ray actor.
+Compiled kernels use plain IEEE arithmetic and release the interpreter lock. numba's own parallel layer is not used: its
+default backend ends the process when two Python threads enter the layer at once, and its OpenMP backend does so after a
+fork. Both happen inside a Ray actor.
 """
 
 import contextlib
@@ -32,17 +32,17 @@ _DIGEST = _digest()
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """numba looks only at the file of the function itself. A kernel here uses constants and intrinsics of its neighbours,
-    and code compiled for other ones would write past its memory, so that every file of the kernels counts."""
+    """Disk cache keyed by the source of all kernel files. numba's own key covers only the file of the function, but a
+    kernel uses constants and intrinsics of other files: code compiled with old values would write out of bounds."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return (*super()._index_key(sig, codegen), _DIGEST)
 
 
 def compiled(function: Kernel) -> Kernel:
-    """Compile without the interpreter lock and with plain IEEE arithmetic; keep the machine code on disk where possible."""
+    """Compiles a kernel without interpreter lock and with plain IEEE arithmetic; caches the machine code on disk if possible."""
     jitted: Any = numba.njit(nogil=True, error_model="numpy", fastmath=False)(function)
-    with contextlib.suppress(RuntimeError):  # no folder to cache in: neither beside this file nor in the user's cache
+    with contextlib.suppress(RuntimeError):  # neither this file's folder nor the user's cache is writable
         jitted._cache = _Cache(function)
     kernel: Kernel = jitted
     return kernel
@@ -53,15 +53,15 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(usable_cores(), thread_name_prefix="rl_accel")
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # a parent's threads do not exist in its child
+os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork
 
 
 def run(tasks: Iterable[Callable[[], None]], threads: int) -> None:
-    """Run ``tasks`` on ``threads`` threads, this one among them; return when all are done; raise the first error."""
+    """Runs ``tasks`` on ``threads`` threads, including the calling thread; waits for all threads, then raises the first error."""
     waiting = deque(tasks)
 
     def work() -> None:
-        # taken one by one, so that a thread that the system holds up holds up nobody else
+        # one task at a time, so that a thread that the system delays leaves its tasks to the other threads
         while waiting:
             try:
                 task = waiting.popleft()

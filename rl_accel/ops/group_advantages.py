@@ -1,16 +1,16 @@
-"""Advantages from one score a response (GRPO and its relatives), without a Python loop over responses.
+"""Advantages from one score per response (GRPO and its relatives), without a Python loop over responses.
 
-Each function gives the bits that verl 0.9.1 gives (``verl/trainer/ppo/core_algos.py``) on CPU in float32 and float64.
-The arithmetic of one group is the same chain of operations; it runs over all groups of equal size at once. What a group
-of one response means is the framework's rule, not ours: it keeps its score as it is (mean 0, standard deviation 1).
+Results are bit-identical to verl 0.9.1 (``verl/trainer/ppo/core_algos.py``) on CPU in float32 and float64. The
+chain of operations is verl's, but runs on all groups of equal size at once. A group of one response has mean 0 and
+standard deviation 1 (verl's rule), so its score stays as it is.
 
 Shapes: B responses, T tokens, G groups of one size, R responses of a prompt group. Common arguments:
 
 - ``token_level_rewards``: [B, T] float32 or float64, on CPU, no gradient. The score of a response is the sum over T.
-- ``response_mask``: [B, T], any number type or bool; the result is multiplied by it, so it is 0 where the mask is 0.
+- ``response_mask``: [B, T], any number type or bool; the result is multiplied by the mask.
 - ``index``: [B] array of group labels (``uid`` in verl): integers, strings or objects.
 
-All return advantages [B, T] and raise ``TypeError`` or ``ValueError``, naming the argument, for anything else.
+All functions return advantages [B, T]. Other arguments raise ``TypeError`` or ``ValueError``, which names the argument.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from rl_accel.ops.inputs import MASKS, check_labels, check_rows, check_tensor
 
 Index = npt.NDArray[np.generic]
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""``rule(scores of the groups [G, R], rows [G, R])`` returns the advantage [G, R] of each response."""
+"""``rule(scores [G, R], batch rows [G, R])`` returns the advantage [G, R] of each response."""
 
 
 def grpo(
@@ -35,7 +35,7 @@ def grpo(
 ) -> torch.Tensor:
     """GRPO: (score - group mean) / (group std + epsilon).
 
-    Without ``normalise`` the difference alone: Dr. GRPO, and REINFORCE++-baseline before it whitens.
+    Without ``normalise``, only score - group mean: Dr. GRPO, and REINFORCE++-baseline before whitening.
 
     Source: ``compute_grpo_outcome_advantage`` and ``compute_reinforce_plus_plus_baseline_outcome_advantage``;
     arXiv 2402.03300, arXiv 2503.20783, arXiv 2501.03262.
@@ -46,7 +46,7 @@ def grpo(
         centred = scores if alone else scores - scores.mean(dim=-1, keepdim=True)
         if not normalise:
             return centred
-        # The framework's 1.0 of a lone response is float32 whatever the scores are; the sum is rounded there.
+        # verl's standard deviation of a single response is 1.0 in float32 for all scores; std + epsilon is rounded to float32.
         std = torch.ones(len(rows)) if alone else group_std(scores)
         return centred / (std + epsilon).to(scores.dtype).unsqueeze(-1)
 
@@ -108,7 +108,9 @@ def passk(
     epsilon: float = 1e-6,
     normalise: bool = True,
 ) -> torch.Tensor:
-    """Pass@k: only the best response of a group counts, with best - second best (/ (group std + epsilon)).
+    """Pass@k: best - second best score for the best response of a group, 0 for the others.
+
+    With ``normalise``, divided by (group std + epsilon).
 
     Source: ``compute_grpo_passk_outcome_advantage``; arXiv 2503.19595.
 
@@ -131,11 +133,11 @@ def passk(
 
 
 def group_rows(index: Index) -> list[torch.Tensor]:
-    """Collect the rows of each group of ``index`` [B], groups of equal size together.
+    """Collects the batch rows of each group in ``index`` [B], with one tensor for all groups of equal size.
 
     Returns:
-        One int64 tensor [G, R] for each group size R that occurs, ascending in R. A line of it holds the rows of one
-        group in batch order; lines are in order of first appearance.
+        One int64 tensor [G, R] per group size R, ascending in R. Each line holds the rows of one group in batch order;
+        lines are in order of the group's first appearance.
 
     Raises:
         TypeError: a label is not hashable.
@@ -152,11 +154,11 @@ def group_rows(index: Index) -> list[torch.Tensor]:
 
 
 def group_std(scores: torch.Tensor) -> torch.Tensor:
-    """Return the unbiased standard deviation [G] of each line of ``scores`` [G, R], R >= 2, float32 or float64, CPU.
+    """Returns the unbiased standard deviation [G] of each line of ``scores`` ([G, R], R >= 2, float32 or float64, CPU).
 
-    ``torch.std`` of a whole vector and ``torch.std(dim=-1)`` of a matrix are different algorithms (two passes in
-    float64 against Welford's) and part in the last bits. This one takes the two passes for all groups at once, in the
-    same order, so it agrees with ``torch.std`` called on each line alone to the bit.
+    ``torch.std`` makes two passes in float64 over a vector, but uses Welford's algorithm with ``dim=-1`` on a matrix;
+    the results differ in the last bits. This function makes the two passes for all groups at once, in the same order.
+    The result is bit-identical to ``torch.std`` of each line alone.
     """
     groups, size = scores.shape
     if groups < size:
@@ -168,7 +170,7 @@ def group_std(scores: torch.Tensor) -> torch.Tensor:
         for position in range(size):
             deviation = values[:, position] - mean
             total += deviation * deviation
-        # numpy's square root is correctly rounded; torch's vector one is not.
+        # numpy's square root is correctly rounded; torch's vectorised square root is not.
         return torch.from_numpy(np.sqrt(total / (size - 1))).to(scores.dtype)
 
 
@@ -192,5 +194,5 @@ def _by_group(scores: torch.Tensor, index: Index, rule: Rule) -> torch.Tensor:
 def _spread(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     if response_mask.dtype.is_floating_point:
         return scores.unsqueeze(-1) * response_mask
-    # the conversion that the product would make of an integer mask becomes the result: one [B, T] buffer less
+    # the product would convert an integer mask anyway; multiplying in place into the converted mask saves a [B, T] buffer
     return response_mask.to(scores.dtype).mul_(scores.unsqueeze(-1))

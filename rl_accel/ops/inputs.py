@@ -1,7 +1,7 @@
-"""Checks of the arguments of all advantage kernels, their default number of threads, and the checked arguments of the scans.
+"""Argument checks of all advantage kernels, the default number of threads, and the checked arguments of the scans.
 
-Checks cost nothing that grows with the number of tokens, but for those of mask *values*: :func:`check_mask_values` and
-:func:`is_binary` read the mask once.
+The cost of a check does not grow with the number of tokens, except for mask *values*: :func:`check_mask_values` and
+:func:`is_binary` read the whole mask.
 """
 
 import math
@@ -19,7 +19,7 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS)
 BINARY_MASKS = (torch.bool, torch.int32, torch.int64, torch.float32)
 LABEL_KINDS = "biuUSO"
-"""NumPy dtype kinds of group labels that compare like the dictionary keys frameworks group by. Floats do not: NaN."""
+"""NumPy dtype kinds of group labels. Frameworks group by dictionary keys; floats are excluded because NaN keys never match."""
 OUTSIDE = (
     "mask wants values between 0 and 1, found at least one outside (or not a number); "
     "1 marks a token that counts, 0 one that is skipped, and a fraction blends the two"
@@ -28,7 +28,7 @@ OUTSIDE = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """Checked arguments of a scan. ``offsets``: None for [B, T] tensors, else the S + 1 boundaries of packed [N] ones."""
+    """Checked arguments of a scan. ``offsets``: None for [B, T] tensors, else the S + 1 boundaries of packed [N] tensors."""
 
     rewards: torch.Tensor
     values: torch.Tensor | None
@@ -40,7 +40,7 @@ class Inputs:
     num_threads: int | None
 
     def segments(self) -> list[tuple[int, int]]:
-        """Return ``(first token, length)`` of every sequence, counted in a contiguous layout."""
+        """Returns ``(first token, length)`` of every sequence; tokens are numbered in a contiguous layout."""
         if self.offsets is not None:
             return [(a, b - a) for a, b in pairwise(self.offsets)]
         batch, tokens = self.rewards.shape
@@ -59,10 +59,10 @@ def check_scan(
     *,
     needs_values: bool,
 ) -> Inputs:
-    """Check the arguments of a scan and return them, tensors detached from autograd.
+    """Checks the arguments of a scan and returns them, with tensors detached from autograd.
 
     Raises:
-        TypeError: an argument is no dense tensor or number, or has a dtype that is not taken.
+        TypeError: an argument is not a dense tensor or not a number, or has an unsupported dtype.
         ValueError: shapes, dtypes or devices do not fit together, a number is out of range, or ``cu_seqlens`` does not
             cover the tokens.
     """
@@ -90,11 +90,11 @@ def check_tensor(
     of: str = "rewards",
     gradient: bool = True,
 ) -> torch.Tensor:
-    """Return ``value`` if it is a dense tensor of one of ``dtypes``, with shape and device of ``like``, the argument ``of``.
+    """Returns ``value`` if it is a dense tensor of one of ``dtypes``, with shape and device of ``like`` (argument name ``of``).
 
     Raises:
-        TypeError: it is no tensor, not dense or of another dtype.
-        ValueError: it has another shape or device, or requires a gradient where ``gradient`` is False.
+        TypeError: ``value`` is not a tensor, not dense or of another dtype.
+        ValueError: ``value`` has another shape or device, or requires a gradient although ``gradient`` is False.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} wants a torch.Tensor, found {type(value).__name__}")
@@ -113,7 +113,7 @@ def check_tensor(
 
 
 def check_rows(name: str, value: Any, dtypes: Iterable[torch.dtype], *, gradient: bool = True) -> torch.Tensor:
-    """Return ``value`` if it is a [B, T] tensor on the CPU, else raise as :func:`check_tensor` does."""
+    """Returns ``value`` if it is a [B, T] tensor on the CPU; errors as in :func:`check_tensor`."""
     rows = check_tensor(name, value, dtypes, gradient=gradient)
     if rows.dim() != 2 or rows.device.type != "cpu":
         raise ValueError(f"{name} wants [B, T] on cpu, found {list(rows.shape)} on {rows.device}")
@@ -121,7 +121,7 @@ def check_rows(name: str, value: Any, dtypes: Iterable[torch.dtype], *, gradient
 
 
 def check_labels(index: Any, rows: int) -> None:
-    """Raise TypeError or ValueError unless ``index`` holds a group label (integer, string or object) for each row."""
+    """Raises TypeError or ValueError unless ``index`` holds a group label (integer, string or object) for each row."""
     if not isinstance(index, np.ndarray) or index.dtype.kind not in LABEL_KINDS:
         kind = f"dtype {index.dtype}" if isinstance(index, np.ndarray) else type(index).__name__
         raise TypeError(f"index wants an array of integers, strings or objects, found {kind}")
@@ -130,17 +130,17 @@ def check_labels(index: Any, rows: int) -> None:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on. Ray sets OMP_NUM_THREADS=1 in its actors, so torch's thread count says nothing."""
+    """Number of cores this process may use. torch's thread count is unusable: Ray sets OMP_NUM_THREADS=1 in its actors."""
     return len(os.sched_getaffinity(0))
 
 
 def default_threads() -> int:
-    """Threads a kernel uses unless told: the usable cores, at most 16, where memory bandwidth is long used up."""
+    """Default number of threads of a kernel: the usable cores, at most 16 (enough to exhaust memory bandwidth)."""
     return min(usable_cores(), 16)
 
 
 def is_binary(mask: torch.Tensor) -> bool:
-    """Tell whether a mask (of one of ``BINARY_MASKS``) holds nothing but 0 and 1."""
+    """Returns whether a mask (with a dtype of ``BINARY_MASKS``) holds only 0 and 1."""
     if mask.dtype == torch.bool or mask.numel() == 0:
         return True
     low, high = torch.aminmax(mask)
@@ -148,10 +148,10 @@ def is_binary(mask: torch.Tensor) -> bool:
 
 
 def check_mask_values(mask: torch.Tensor | None) -> None:
-    """Raise ValueError when a mask on the CPU holds a value outside [0, 1] or NaN.
+    """Raises ValueError if a mask on the CPU holds NaN or a value outside [0, 1].
 
-    A mask on an accelerator is not tested, because the answer would stall the device's queue: there, odd values give what
-    the loop's arithmetic gives.
+    A mask on an accelerator is not checked, because reading the result would stall the device's queue. Invalid values
+    there give the results of the loop's arithmetic.
     """
     if mask is None or mask.device.type != "cpu" or mask.dtype is torch.bool or mask.numel() == 0:
         return

@@ -1,14 +1,14 @@
-"""Optimal token baseline (OTB) and its multi-turn form: two compiled passes over the rows around one sum a group.
+"""Optimal token baseline (OTB) and its multi-turn form: two compiled passes over the rows, with one sum per group in between.
 
 Source: ``compute_optimal_token_baseline_advantage`` and ``compute_multi_turn_optimal_token_baseline_advantage`` of
-verl 0.9.1 (``verl/trainer/ppo/core_algos.py``). With G_t the reward-to-go and W_t = sum_{j<=t} (1 - 2 pi_j + sum pi^2)
-of a response, the baseline of a group at token t is B_t = sum(G_t W_t) / (sum(W_t) + epsilon) over its responses and
-the advantage is G_t - B_t. The multi-turn form counts t over the tokens of the mask only, so that turns of different
-length line up.
+verl 0.9.1 (``verl/trainer/ppo/core_algos.py``). A response has the reward-to-go G_t and the weight
+W_t = sum_{j<=t} (1 - 2 pi_j + sum pi^2). The baseline of a group at token t is B_t = sum(G_t W_t) / (sum(W_t) + epsilon),
+with sums over the responses of the group. The advantage is G_t - B_t. In the multi-turn form, t counts only tokens with
+mask 1, so that turns of different length line up.
 
-The result has the bits of verl's function in float32 on CPU. Running sums add in float64 and round each element, as
-torch's ``cumsum`` does. The order in which torch adds up the responses of a group depends on the column, the vector
-unit and the number of threads, so that sum is left to torch, on a matrix of the same shape.
+The result is bit-identical to verl's function in float32 on CPU. Running sums add in float64 and round each element, as
+torch's ``cumsum`` does. The sum over the responses of a group is left to torch, on a matrix of the same shape: torch's
+order of addition depends on the column, the vector unit and the number of threads.
 
 Shapes: B responses, T tokens, R responses of a group.
 """
@@ -28,7 +28,7 @@ from rl_accel.ops.inputs import BINARY_MASKS, check_labels, check_rows, check_te
 Rows = npt.NDArray[np.int64]
 
 BLOCK = 2**21
-"""Tokens taken at a time, to the next whole group, so that the two scratch buffers stay small."""
+"""Tokens processed at a time, rounded to whole groups; limits the size of the two scratch buffers."""
 
 
 def optimal_token_baseline(
@@ -44,7 +44,7 @@ def optimal_token_baseline(
     multi_turn: bool = False,
     num_threads: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages against the variance-optimal baseline of each token.
+    """Returns advantages relative to the variance-optimal baseline of each token.
 
     Args:
         token_level_rewards: [B, T] float32, CPU.
@@ -52,17 +52,17 @@ def optimal_token_baseline(
         index: [B] group label of each row.
         old_log_probs: [B, T] float32, log pi of the tokens taken.
         sum_pi_squared: [B, T] float32, sum over the vocabulary of pi squared.
-        rollout_is_weights: [B, T] float32 importance weights, W is scaled by their square; None for none.
-        handle_zero_tail: no baseline where only the single longest response of a group is left.
+        rollout_is_weights: [B, T] float32 importance weights; their square scales the terms of W. None: no weights.
+        handle_zero_tail: baseline 0 at tokens that only the longest response of a group reaches.
         epsilon: added to the denominator.
-        multi_turn: count t over masked tokens only.
-        num_threads: threads over rows; by default the usable cores, at most 16. It does not change the result.
+        multi_turn: count t only over tokens with mask 1.
+        num_threads: number of threads; None: the usable cores, at most 16. The result does not depend on this number.
 
     Returns:
         (advantages, returns), each [B, T] float32; returns is the reward-to-go.
 
     Raises:
-        TypeError, ValueError: an argument is outside what is written above; the message names it.
+        TypeError, ValueError: an argument violates the requirements above; the message names the argument.
     """
     name = "token_level_rewards"
     check_rows(name, token_level_rewards, (torch.float32,))
@@ -77,7 +77,7 @@ def optimal_token_baseline(
     if not isinstance(epsilon, float):
         raise TypeError(f"epsilon wants a float, found {type(epsilon).__name__}")
     threads = num_threads or default_threads()
-    # exp stays torch's: another library's differs in the last bit
+    # torch's exp, because other libraries differ in the last bit
     pi, rewards = torch.exp(old_log_probs.detach()).numpy(), token_level_rewards.detach().numpy()
     mask_array, pi_squared = mask.numpy(), sum_pi_squared.detach().numpy()
     importance = np.ones((1, 1), np.float32) if rollout_is_weights is None else rollout_is_weights.detach().numpy()
@@ -87,7 +87,7 @@ def optimal_token_baseline(
 
     groups = [line for rows in group_rows(index) for line in rows.numpy()]
     if multi_turn:
-        # a response without tokens counts for no group; it only gets its row of zeros
+        # a response without tokens enters no group sum, but still needs a row of zeros
         groups = [kept for group in groups if len(kept := group[lengths[group] > 0])]
         groups += list(np.flatnonzero(lengths == 0).reshape(-1, 1))
     number = np.cumsum([len(group) for group in groups]) * mask.shape[1] // BLOCK
@@ -106,7 +106,7 @@ def optimal_token_baseline(
 
 
 def _split(threads: int, kernel: Callable[..., None], rows: Rows, *arguments: object) -> None:
-    """Run ``kernel(first, last, rows, ...)``, which releases the interpreter lock, over all rows, shared out to threads."""
+    """Splits ``rows`` among threads; each runs ``kernel(first, last, rows, ...)``, which releases the interpreter lock."""
     cuts = [len(rows) * part // threads for part in range(threads + 1)]
     run([partial(kernel, i, j, rows, *arguments) for i, j in pairwise(cuts) if i < j], threads)
 
@@ -125,7 +125,7 @@ def _baselines(
 
 
 def _tails(block: list[Rows], lengths: Rows, width: int) -> Rows:
-    """Return, for each row of the block, the position from which it has no baseline because only it is left."""
+    """Returns, for each row of the block, the position from which the baseline is 0 because the rest of its group has ended."""
     ends = []
     for group in block:
         end = [width] * len(group)
@@ -142,7 +142,7 @@ def _tails(block: list[Rows], lengths: Rows, width: int) -> Rows:
 def _forward(  # type: ignore[no-untyped-def]
     first, last, rows, rewards, mask, pi, pi_squared, importance, weighted, multi_turn, returns, reward, weight
 ):
-    """Write the reward-to-go of rows[first:last] and their terms G * W and W of the group sums."""
+    """Writes the reward-to-go of rows[first:last] and the terms G * W and W of the group sums."""
     tokens = rewards.shape[1]
     for k in range(first, last):
         row = rows[k]
@@ -173,7 +173,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 @compiled
 def _subtract(first, last, rows, mask, returns, baseline, line, end, multi_turn, advantages):  # type: ignore[no-untyped-def]
-    """Write the advantages of rows[first:last]: reward-to-go minus the baseline of the group, 0 from ``end`` on."""
+    """Writes the advantages of rows[first:last]: reward-to-go minus the group's baseline, which is 0 from ``end`` on."""
     for k in range(first, last):
         row, of_group, stop = rows[k], baseline[line[k]], end[k]
         position = 0

@@ -1,1 +1,1 @@
-"""How many GPUs share one copy of the model during rollout: which tensor-parallel sizes are possible, and when to change."""
+"""Tensor-parallel size of the rollout (GPUs that share one copy of the model): possible sizes, and when to change the size."""

@@ -1,4 +1,4 @@
-"""Which tensor-parallel (TP) sizes are possible: what a decoder needs of GPU memory, from its Hugging Face configuration alone."""
+"""Possible tensor-parallel (TP) sizes and GPU memory needs of a decoder, from its Hugging Face configuration alone."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -11,39 +11,39 @@ from rl_accel.features import TpReplanFlags
 
 FLAG = "rl_accel.tp_replan"
 KNOWN_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""``model_type`` of the families whose key-value cache is that of :meth:`ModelMemory.kv_bytes_per_token`."""
+"""``model_type`` of the families whose key-value cache :meth:`ModelMemory.kv_bytes_per_token` describes."""
 MIN_SEQUENCES = 4
-"""Sequences of the greatest length that the cache of a server must hold: fewer at once is no batch."""
+"""Minimum number of sequences of maximum length that the cache of a server must hold; fewer would be no batch."""
 _GIB = 2**30
 
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """What weights and cache of a model take. A GPU holds at least one of the attention heads for keys and values."""
+    """Memory needs of a model's weights and cache. Each GPU holds at least one key-value head."""
 
     parameters: int
-    kv_parameters: int  # of the key and value projections
+    kv_parameters: int  # in the key and value projections
     kv_heads: int
     layers: int
     head_dim: int
 
     def weight_bytes(self, tp: int, bytes_per_value: int = 2) -> float:
-        """Return the bytes of the weights on each of ``tp`` GPUs."""
+        """Returns the bytes of the weights on each of ``tp`` GPUs."""
         copies = max(1.0, tp / self.kv_heads)
         return (self.parameters + self.kv_parameters * (copies - 1)) / tp * bytes_per_value
 
     def kv_bytes_per_token(self, tp: int, bytes_per_value: int = 2) -> int:
-        """Return the bytes that one token takes in the key-value cache of each of ``tp`` GPUs, sliding windows not counted."""
+        """Returns the bytes per token in the key-value cache of each of ``tp`` GPUs, as if there were no sliding windows."""
         return 2 * self.layers * max(1, self.kv_heads // tp) * self.head_dim * bytes_per_value
 
 
 def read_memory(configuration: Mapping[str, Any]) -> ModelMemory | None:
-    """Return what the model with this configuration (``config.json``, or ``PretrainedConfig.to_dict()``) takes.
+    """Returns the memory needs of the model with this configuration (``config.json``, or ``PretrainedConfig.to_dict()``).
 
-    transformers builds it without weights, which takes about a second.
+    transformers builds the model without weights, which takes about a second.
 
     Returns:
-        None if the family is not one of :data:`KNOWN_FAMILIES` or the weights are quantised: nothing is guessed then.
+        None if the family is not in :data:`KNOWN_FAMILIES` or the weights are quantised: nothing is guessed then.
     """
     family = configuration.get("model_type")
     if family not in KNOWN_FAMILIES or configuration.get("quantization_config"):
@@ -66,12 +66,12 @@ def read_memory(configuration: Mapping[str, Any]) -> ModelMemory | None:
 
 
 def read_configuration(path: str, is_quantised: bool, fetch: Callable[[str], str] = str) -> Mapping[str, Any] | None:
-    """Return a model's Hugging Face configuration; None if it cannot be read here (:attr:`TpBounds.note` then says so).
+    """Returns a model's Hugging Face configuration; None if it cannot be read here (:attr:`TpBounds.note` then says so).
 
     Args:
-        path: a folder, or the name of a model.
-        is_quantised: by the engine, whatever the configuration says.
-        fetch: makes of what is no folder here something that transformers finds.
+        path: folder or name of the model.
+        is_quantised: whether the engine quantises the weights, whatever the configuration says.
+        fetch: converts a ``path`` that is no local folder into a path or name that transformers finds.
     """
     try:
         file = Path(path) / "config.json"
@@ -81,34 +81,34 @@ def read_configuration(path: str, is_quantised: bool, fetch: Callable[[str], str
             from transformers import AutoConfig
 
             config = AutoConfig.from_pretrained(fetch(path)).to_dict()
-    except Exception:  # of the file system, of the hub, of code that comes with a model
+    except Exception:  # from the file system, the hub or code that comes with a model
         return None
     return {**config, "quantization_config": True} if is_quantised else config
 
 
 class TpBounds:
-    """The sizes that divide the GPUs and the model, stay within a node, and leave room for the key-value cache.
+    """Possible TP sizes: they divide the GPUs and the model, stay within a node, and leave room for the key-value cache.
 
-    Of the model, vLLM and SGLang want: attention heads divisible by TP; key-value heads divisible by it, or TP by them (each
-    is then copied); the inner sizes of the MLP layers divisible by it.
+    vLLM and SGLang require: the number of attention heads is divisible by TP; the number of key-value heads is divisible by TP, or
+    TP by this number (each head is then copied); the inner sizes of the MLP layers are divisible by TP.
 
     Args:
         flags: the user's bounds and the memory of a GPU.
-        world_size: GPUs for rollout, over the data- and pipeline-parallel size of a server.
-        gpus_per_node: of the cluster.
-        model: configuration of the model as a mapping (``config.json``). If the family is unknown, what it says of heads still
-            bounds, and memory does not.
-        max_tokens: greatest length of a sequence, prompt and response.
-        memory_share: of a GPU's memory that the rollout engine may use for weights and cache.
-        bytes_per_value: of weights and cache, 2 for bfloat16.
-        multiple_of: what sizes must be multiples of: the expert-parallel size, which splits an engine's GPUs itself.
+        world_size: number of GPUs for rollout, divided by the data- and pipeline-parallel size of a server.
+        gpus_per_node: number of GPUs in each node of the cluster.
+        model: configuration of the model as a mapping (``config.json``). For an unknown family, the numbers of heads still
+            bound the sizes, but memory does not.
+        max_tokens: maximum length of a sequence (prompt and response) in tokens.
+        memory_share: share of a GPU's memory that the rollout engine may use for weights and cache.
+        bytes_per_value: bytes per value of weights and cache; 2 for bfloat16.
+        multiple_of: common divisor of all sizes: the expert-parallel size, which splits an engine's GPUs itself.
 
     Attributes:
         sizes: the possible sizes, ascending.
-        note: what is left out of the bounds for want of knowledge; empty if nothing is.
+        note: bounds that are left out for lack of information; empty if none are.
 
     Raises:
-        ConfigError: no size is possible; names the reason for each.
+        ConfigError: no size is possible; the message names the reason for each size.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class TpBounds:
         counts = (model.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
         heads, kv_heads = (
             count if isinstance(count, int) else 0 for count in counts
-        )  # 0: not known, and bounds nothing
+        )  # 0: the number is unknown and bounds nothing
         mlp_sizes = _mlp_sizes(model)
 
         def obstacles(size: int) -> Iterator[str]:
@@ -177,12 +177,12 @@ class TpBounds:
             raise ConfigError(f"{FLAG}: no tensor-parallel size is possible on {world_size} GPUs: {reasons}")
 
     def why_not(self, size: int) -> str:
-        """Return why ``size`` is impossible, or an empty string."""
+        """Returns the reason why ``size`` is impossible, or an empty string."""
         return self._obstacles.get(size, f"there are {len(self._obstacles)} GPUs")
 
 
 def _mlp_sizes(model: Mapping[str, Any]) -> list[int]:
-    """Inner sizes of the MLP layers of a known family, of experts where there are any."""
+    """Returns the inner sizes of the MLP layers of a known family (of the experts, if there are any)."""
     if model.get("model_type") not in KNOWN_FAMILIES:
         return []
     of_experts = [model.get(f"{which}_intermediate_size") for which in ("moe", "shared_expert")]

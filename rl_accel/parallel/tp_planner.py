@@ -1,6 +1,7 @@
-"""When to change the tensor-parallel size (TP) of the rollout: RollPacker (NSDI'26, section 4), and a check that a change paid.
+"""Changes of the rollout's tensor-parallel size (TP): RollPacker (NSDI'26, section 4), and a check that each change paid off.
 
-:class:`TpPlanner` decides, without clock or files; :class:`PlannedRun` shows it the steps of a run, also those of earlier launches.
+:class:`TpPlanner` decides, without clock or files. :class:`PlannedRun` passes the steps of this and earlier launches to the
+planner.
 """
 
 import json
@@ -20,34 +21,34 @@ from rl_accel.rollout.driver import METRICS_PREFIX as TAIL_BATCHING
 logger = logging.getLogger("rl_accel")
 
 STATE_FILE = "rl_accel_tp_replan.json"
-"""Beside the checkpoints: the steps that the planner has seen."""
+"""Name of the file, next to the checkpoints, that holds the steps seen by the planner."""
 
 RoundKind = Literal["short", "long", "all"]
 """short, long: rounds of tail batching. all: steps without rounds, and final rounds."""
 Change = Literal["raise", "lower", "roll back"]
 
 RAISE_ABOVE = 1.05
-"""Preemptions over their reference beyond which TP doubles (published)."""
+"""Ratio of preemptions to their reference above which TP doubles (published)."""
 CALM_STEPS = 4
-"""Steps in a row without a preemption after which TP halves (published)."""
+"""Number of steps in a row without a preemption after which TP halves (published)."""
 REFERENCE_STEPS = (6, 15)
-"""Steps of a round kind that its reference is the mean of: fewer say too little, more do not follow the run."""
+"""Minimum and maximum number of steps averaged for a kind's reference: fewer are too noisy, more do not follow the run."""
 CONFIRM_STEPS = 2
-"""Latest steps, the least of which is held against the reference: one high step alone is no rise."""
+"""Number of latest steps whose minimum is compared with the reference: one high step alone is no rise."""
 FEW_PREEMPTIONS = 10
-"""Fewer in a step than this count as this: no other size would relieve a rise from 1 to 5."""
+"""Preemptions per step below this number count as this number: no other size would relieve a rise from 1 to 5."""
 NOISE = 3.25
-"""Standard deviations that a rise must exceed: with preemptions that scatter by 20%, one false rise in about 2,000 steps."""
+"""Standard deviations that a rise must exceed; about one false rise in 2,000 steps if preemptions scatter by 20%."""
 CHECK_STEPS = (5, 20)
-"""Steps of each round kind at a new size before it is judged; steps after which it is judged by the kinds that came."""
+"""Steps of each round kind before a new size is judged; steps after which the round kinds so far are enough."""
 SLOWER = 0.03
-"""Rise of rollout seconds per token beyond which a change is rolled back: as much as it can gain (published: 1 to 4%)."""
+"""Rise of rollout seconds per token above which a change is rolled back: as much as a change can gain (published: 1 to 4%)."""
 SURE = 2.0
-"""Standard errors that this rise must exceed."""
+"""Standard errors that the rise of rollout seconds per token must exceed."""
 RETRY_STEPS = 25
-"""Steps until the same change is tried again; doubles each time, so that a run does not go to and fro."""
+"""Steps until the same change is tried again; doubles each time, so that a run does not oscillate."""
 WINDOW = 80
-"""Steps that are remembered: sixteen long rounds where every fifth round is long."""
+"""Number of steps remembered: sixteen long rounds if every fifth round is long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +56,11 @@ class Observation:
     """One training step.
 
     Args:
-        kind: of its round.
-        tp: the size that it ran at, whatever was decided before.
-        preemptions: sequences evicted from the key-value caches of all servers in this step; None: unknown, which is not 0.
-        rollout_seconds: from the first launch until the batch was complete; above 0.
-        tokens: generated in that time, those of aborted responses too; above 0.
+        kind: kind of the step's round.
+        tp: size at which the step ran, whatever was decided before.
+        preemptions: number of sequences evicted from the key-value caches of all servers; None: unknown, which differs from 0.
+        rollout_seconds: seconds from the first launch until the batch was complete; above 0.
+        tokens: number of tokens generated in this time, including those of aborted responses; above 0.
     """
 
     kind: RoundKind
@@ -74,9 +75,9 @@ class Decision:
     """A change of the size.
 
     Attributes:
-        tp: the size for the next step.
-        change: roll back: to the size before the last change.
-        reason: why, and what to expect, in one line with the numbers.
+        tp: size for the next step.
+        change: kind of the change; "roll back" returns to the size before the last change.
+        reason: reason and expected effect, in one line with the numbers.
     """
 
     tp: int
@@ -85,31 +86,31 @@ class Decision:
 
 
 class TpPlanner:
-    """Decisions about one size for all rounds of a run.
+    """Decides about one size for all rounds of a run.
 
-    TP doubles when preemptions rise (:func:`find_rise`) and halves after steps without any. Either is checked afterwards by rollout
-    seconds per token (:func:`compare_speed`), which may roll it back; until then nothing else is changed. The page on TP replan of
-    the documentation has the whole rule.
+    TP doubles when preemptions rise (:func:`find_rise`) and halves after steps without preemptions. Each change is then checked by
+    rollout seconds per token (:func:`compare_speed`) and may be rolled back; until then, nothing else is changed. The page on TP
+    replan of the documentation has the whole rule.
 
-    The planner believes ``Observation.tp``: at a size that it did not ask for it starts anew.
+    The planner relies on ``Observation.tp``. At a size that the planner did not request, it starts anew.
 
     Args:
         bounds: the possible sizes.
-        max_changes: changes carried out in a run, one of which is kept for rolling back; below 2 nothing ever changes.
+        max_changes: maximum number of changes in a run, one of them reserved for a rollback; below 2, nothing ever changes.
     """
 
     def __init__(self, bounds: TpBounds, max_changes: int = 6) -> None:
         self.bounds = bounds
         self._max_changes = max_changes
         self._steps = self._tp = 0
-        self.changes = 0  # carried out so far
+        self.changes = 0  # number carried out so far
         self._asked: tuple[int, Change] | None = None
         self._history: list[Observation] = []
-        self._before: list[Observation] = []  # at the size before the last change, while that is being checked
-        self._holds: dict[tuple[int, int], tuple[int, int]] = {}  # (from, to): until which step, and how often so far
+        self._before: list[Observation] = []  # steps before the last change, while that change is checked
+        self._holds: dict[tuple[int, int], tuple[int, int]] = {}  # (from, to): blocked until step, times blocked
 
     def step(self, seen: Observation) -> Decision | None:
-        """Take in a step, and say what the next one should run at; None: the same size.
+        """Takes in a step; returns the change of size for the next step, or None to keep the size.
 
         Raises:
             ValueError: the step ran at an impossible size.
@@ -124,7 +125,7 @@ class TpPlanner:
         return None if seen.preemptions is None else self._plan()
 
     def _settle(self, tp: int) -> None:
-        """Find out what became of the change asked for last."""
+        """Determines whether the last requested change was carried out."""
         asked, self._asked = self._asked, None
         if tp == self._tp:
             if asked is not None:
@@ -157,7 +158,7 @@ class TpPlanner:
         return self._ask(target, change, reason, "unknown until tried; the published gain is 1 to 4% of a step")
 
     def _check(self) -> Decision | None:
-        """Roll the last change back, or let it stand, or wait for more steps."""
+        """Decides whether to roll the last change back, to keep the change, or to wait for more steps."""
         was, after = self._before[-1].tp, self._history[1:]  # the first step at a size is slow: cold caches and graphs
         fewest = min(sum(step.kind == kind for step in after) for kind in _by_kind(self._before))
         if fewest < CHECK_STEPS[0] and len(after) < CHECK_STEPS[1]:
@@ -185,12 +186,12 @@ class TpPlanner:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A number over what it was before, all round kinds together.
+    """Ratio of a new value to the value before, over all round kinds.
 
     Attributes:
-        value: 1 is as before.
-        noise: how far from 1 noise alone may take it.
-        text: the numbers of each kind.
+        value: the ratio; 1: unchanged.
+        noise: deviation from 1 that noise alone may cause.
+        text: numbers behind the ratio.
     """
 
     value: float
@@ -199,7 +200,7 @@ class Ratio:
 
     @property
     def is_noise(self) -> bool:
-        """Whether noise alone may have taken it so far above 1."""
+        """True if noise alone may explain a ratio this far above 1."""
         return self.value - 1 <= self.noise
 
     def __str__(self) -> str:
@@ -207,11 +208,11 @@ class Ratio:
 
 
 def find_rise(history: Sequence[Observation]) -> Ratio | None:
-    """Compare preemptions of the latest steps of each round kind with earlier ones at the same size.
+    """Compares preemptions of the latest steps of each round kind with those of earlier steps at the same size.
 
-    One size serves all rounds: the rise is the mean of the kinds' rises, weighted with their share of rollout seconds; a kind
-    without a reference counts as unchanged. Noise is that of the differences between successive steps, so that a steady rise is not
-    taken for it, and at least that of independent events (Poisson).
+    One size serves all rounds. The rise is therefore the mean over round kinds, weighted by their share of rollout seconds; a kind
+    without a reference counts as unchanged. Noise is estimated from differences between successive steps, so that a steady rise is
+    not counted as noise. The noise is at least that of independent events (Poisson).
 
     Returns:
         None while no kind has enough steps.
@@ -233,13 +234,13 @@ def find_rise(history: Sequence[Observation]) -> Ratio | None:
 
 
 def compare_speed(before: Sequence[Observation], after: Sequence[Observation]) -> Ratio | None:
-    """Compare the seconds that rollouts took after a change with those that their tokens would have taken before it.
+    """Compares rollout seconds after a change with the seconds that the same tokens would have taken before the change.
 
-    Each round kind is held against itself, so that another order of kinds is no change of speed. Noise is told from the scatter of
-    the steps before.
+    Each round kind is compared with itself, so that another mix of kinds is no change of speed. Noise is estimated from the scatter
+    of the steps before the change.
 
     Returns:
-        None if no round kind is on both sides.
+        None if no round kind occurs both before and after the change.
     """
     seconds_per_token = {
         kind: sum(step.rollout_seconds for step in steps) / sum(step.tokens for step in steps)
@@ -262,17 +263,17 @@ def _by_kind(history: Sequence[Observation]) -> dict[str, list[Observation]]:
 
 
 def _calm_steps(history: Sequence[Observation]) -> int:
-    """How many steps there are since the last one with preemptions, or with an unknown number."""
+    """Returns the number of steps since the last step with preemptions or with an unknown number of preemptions."""
     return next((i for i, step in enumerate(reversed(history)) if step.preemptions != 0), len(history))
 
 
 class PlannedRun:
-    """Shows a planner the steps of a run.
+    """Passes the steps of a run to a planner and saves them.
 
     Args:
         bounds: the possible sizes.
-        max_changes: of the planner.
-        folder: of the checkpoints; None: nothing is kept.
+        max_changes: see :class:`TpPlanner`.
+        folder: folder of the checkpoints; None: nothing is saved.
     """
 
     def __init__(self, bounds: TpBounds, max_changes: int, folder: str | None) -> None:
@@ -292,17 +293,17 @@ class PlannedRun:
         seconds: float,
         tokens: float,
     ) -> tuple[Decision | None, dict[str, float]]:
-        """Take in a step, and keep it. At the first one, the planner is shown those before it that earlier launches have kept.
+        """Takes in a step and saves it. The first call also shows the planner the steps before it that earlier launches saved.
 
         Args:
-            number: of the step or rollout.
-            metrics: its other numbers; with tail batching they tell the kind of its round and all the tokens generated.
-            tp: the size that it ran at.
-            preemptions: of all servers; None: unknown.
-            seconds, tokens: of its rollout; 0: unknown, and nothing is decided.
+            number: number of the step or rollout.
+            metrics: other metrics of the step; with tail batching, they hold the round kind and the number of generated tokens.
+            tp: size at which the step ran.
+            preemptions: number of preemptions of all servers; None: unknown.
+            seconds, tokens: duration and number of tokens of the rollout; 0: unknown, and nothing is decided.
 
         Returns:
-            The change of size that is wanted, if one is, and the numbers for the log by name.
+            The requested change of size, or None, and the metrics for the log by name.
         """
         if self._seen is None:
             self._seen = self._replay(number)
@@ -324,7 +325,7 @@ class PlannedRun:
         return change, numbers if preemptions is None else {**numbers, "preemptions": float(preemptions)}
 
     def _replay(self, first: int) -> list[dict[str, Any]]:
-        """Show the planner the kept steps before ``first`` whose size is still possible, and return them."""
+        """Shows the planner the saved steps before ``first`` whose size is still possible; returns these steps."""
         if self._file is None or not self._file.is_file():
             return []
         try:

@@ -1,1 +1,1 @@
-"""What the features of the pack would bring on a cluster: ``rl-accel plan``."""
+"""Simulated gain of each rl-accel feature on a cluster: ``rl-accel plan``."""

@@ -1,4 +1,4 @@
-"""What each feature, and what else users weigh, would do to a run: rounds of the simulation with and without it."""
+"""Simulated effect of each feature, and of alternatives that users weigh, on the rollout and step seconds of a run."""
 
 import functools
 import math
@@ -20,23 +20,23 @@ from rl_accel.rollout.simulation import MANY, Engine, Player, Round, collecting_
 from rl_accel.rollout.tail_batching import TailRun
 
 CANCEL_SECONDS = 0.0007
-"""Of a core, to cancel a response at the end of a round (docs/benchmarks, tail batching)."""
+"""Seconds of one core to cancel a response at the end of a round (docs/benchmarks, tail batching)."""
 EVENTS_PER_SECOND = 13_819
-"""That the trainer process takes in, of a core (the same page, 512 x 16)."""
+"""Events per second that the trainer process handles on one core (docs/benchmarks, tail batching, 512 x 16)."""
 NOTHING = 0.02
-"""A gain below this share of a step is called nothing."""
+"""Share of a step below which a gain is reported as nothing."""
 NODE = 8
-"""GPUs that a replica may have at most."""
+"""GPUs per node: the maximum for a replica."""
 BALANCED_ROUNDS = 4
 PLAIN = TailBatchingFlags(prompt_ratio=1.0, response_ratio=1.0)
 RATIOS = ((1.25, 1.25), (1.25, 1.0), (1.5, 1.25), (1.5, 1.5), (2.0, 1.25))
-"""Of prompts and of responses, that are tried."""
+"""Pairs of ``prompt_ratio`` and ``response_ratio`` of tail batching to try."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Means over the steps of one draw. ``peak_tokens``: most in the cache of a replica. ``staleness``: steps between the weights
-    that began a response and those that it trains.
+    """Means over the steps of one draw. ``wasted``: share of the generated tokens. ``peak_tokens``: maximum tokens in the cache of
+    a replica. ``staleness``: training steps between the weights that began a response and the weights that it trains.
     """
 
     rollout_seconds: float
@@ -47,12 +47,12 @@ class Outcome:
 
 
 Price = Callable[[Setup, int, int], Outcome]
-"""Plays so many rounds of a setup, with a seed."""
+"""``price(setup, rounds, seed)`` simulates rounds of a setup and returns the outcome."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """Something to choose: ``how`` says what to set, ``cost`` what else it changes, ``ours`` whether the pack has it."""
+    """An alternative to the unchanged run. ``how``: settings. ``cost``: side effects. ``ours``: part of rl-accel."""
 
     name: str
     how: str
@@ -63,7 +63,9 @@ class Option:
 
 @dataclass(frozen=True)
 class Answer:
-    """An option with its mean outcome, and how many times less than stock a step takes, with a 95% interval over draws."""
+    """An option and its mean outcome. ``ratio``: step seconds of stock over step seconds of the option; ``low``, ``high``: its 95%
+    interval over draws. ``more_memory``: relative increase of peak cache tokens.
+    """
 
     option: Option
     outcome: Outcome
@@ -74,14 +76,14 @@ class Answer:
 
     @property
     def is_nothing(self) -> bool:
-        """Whether no gain can be told."""
+        """True if the gain is too small or not significant."""
         return self.ratio < 1 + NOTHING or self.low <= 1.0
 
 
 def rounds_of(
     setup: Setup, flags: TailBatchingFlags, rounds: int, seed: int, timeout: bool = False, ends: bool = False
 ) -> list[Round]:
-    """Play rounds of ``setup`` with these flags of tail batching. ``ends``: they are a whole run, over the data in its order."""
+    """Simulates rounds of ``setup`` with tail batching ``flags``. ``ends``: the rounds are a whole run over the data in order."""
     run, limits = (
         TailRun(setup.prompts, setup.responses, flags),
         AdaptiveTimeout(RewardTimeoutFlags(maximum=PROGRAM_BUDGET)) if timeout else None,
@@ -91,7 +93,7 @@ def rounds_of(
 
 
 def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float]) -> float:
-    """Return the mean of ``value``, with the long rounds in which prompts that still wait will be trained."""
+    """Returns the mean of ``value`` per round, including the future long rounds that will train the prompts still deferred."""
     values = [value(played) for played in rounds]
     long = [value(played) for played in rounds if played.metrics.kind == "long"]
     owed = rounds[-1].metrics.queue_length / prompts
@@ -99,7 +101,7 @@ def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float
 
 
 def outcome_of(setup: Setup, rounds: Sequence[Round], poll_seconds: float | None = None, ends: bool = False) -> Outcome:
-    """Return what rounds make of a step. ``ends``: they are a whole run, in which nothing is left to train."""
+    """Returns the mean outcome of a step. ``ends``: the rounds are a whole run, after which no prompt is left to train."""
 
     def mean(value: Callable[[Round], float]) -> float:
         return fmean(map(value, rounds)) if ends else steady(rounds, setup.prompts, value)
@@ -120,7 +122,7 @@ def simulated(
     timeout: bool = False,
     **changes: Callable[[Setup], Any],
 ) -> Price:
-    """Rounds with these flags, with other values for some fields of the setup; by default the run as it is."""
+    """Returns a :data:`Price` with tail batching ``flags``. ``changes``: by setup field, a function that returns the new value."""
 
     def price(setup: Setup, rounds: int, seed: int) -> Outcome:
         other = replace(setup, **{name: change(setup) for name, change in changes.items()})
@@ -130,7 +132,7 @@ def simulated(
 
 
 def with_engine(change: Callable[[Engine], Engine], *how: Any) -> Price:
-    """Rounds with another engine; ``how`` are arguments of :func:`simulated`."""
+    """Returns a :data:`Price` with a changed engine; ``how``: positional arguments of :func:`simulated`."""
     return simulated(*how, engine=lambda setup: change(setup.engine))
 
 
@@ -138,15 +140,15 @@ AS_IT_IS = Option("as it is", "", simulated(), False)
 
 
 def with_drafts(engine: Engine, tokens_a_step: float, limit: int = 32) -> Engine:
-    """Return an engine that accepts so many tokens a step with at most ``limit`` running requests, as ``drafts`` does."""
+    """Returns an engine with drafts: with at most ``limit`` running requests, each gets ``tokens_a_step`` tokens per step."""
     knots = sorted({*engine.step_seconds, 1, limit, limit + 1, limit + 2})
     pace = zip(knots, engine.seconds(knots).tolist(), strict=True)
     return replace(engine, step_seconds={k: s / (tokens_a_step if k <= limit else 1.0) for k, s in pace})
 
 
 def balanced(setup: Setup, rounds: int, seed: int) -> Outcome:
-    """Rollouts that :class:`~rl_accel.rollout.balance.Balance` routes. It takes seconds to simulate a round of 512 x 16, so what it
-    gains in the first :data:`BALANCED_ROUNDS` is taken for what it gains in all.
+    """Simulates rollouts routed by :class:`~rl_accel.rollout.balance.Balance`. A round of 512 x 16 takes seconds to simulate, so
+    the mean gain of the first :data:`BALANCED_ROUNDS` rounds is assumed for all rounds.
     """
     few = min(rounds, BALANCED_ROUNDS)
     whole, plain = (AS_IT_IS.price(setup, count, seed) for count in (rounds, few))
@@ -157,7 +159,9 @@ def balanced(setup: Setup, rounds: int, seed: int) -> Outcome:
 
 
 def replanned(setup: Setup, rounds: int, seed: int) -> Outcome:
-    """Rollouts whose tensor-parallel size :class:`TpPlanner` chooses, once it has had time to; restarts take none."""
+    """Simulates rollouts with tensor-parallel sizes chosen by :class:`TpPlanner`, after ``rounds`` unmeasured rounds in which the
+    planner learns. Restarts take no time.
+    """
     gpus = setup.replicas * setup.tp
     engines = {setup.tp: setup.engine, **setup.engines}
     bounds = TpBounds(TpReplanFlags(min_tp=min(engines), max_tp=max(engines)), gpus, NODE)
@@ -177,15 +181,15 @@ def replanned(setup: Setup, rounds: int, seed: int) -> Outcome:
 
 
 def hidden_seconds(setup: Setup, played: Round) -> float:
-    """Return how many seconds of training a rollout hides if half of the devices train what is complete, from half of the responses
-    on, while the others finish (RollPacker's stream trainer, RLHFuse). Gradients are applied afterwards.
+    """Returns the training seconds hidden by a rollout (RollPacker's stream trainer, RLHFuse). Once half of the responses are
+    complete, half of the devices train on them while the other half finishes the rollout. Gradients are applied afterwards.
     """
     trainable = setup.training_seconds * (1 - 1 / (setup.prompts * setup.responses))  # all but the last response
     return min((played.ends[-1] - played.ends[len(played.ends) // 2]) / 2, trainable)
 
 
 def overlapped(setup: Setup, rounds: int, seed: int) -> Outcome:
-    """Training overlapped with the tail."""
+    """Simulates training overlapped with the tail of the rollout."""
     played = rounds_of(setup, PLAIN, rounds, seed)
     plain = outcome_of(setup, played)
     return replace(plain, step_seconds=plain.step_seconds - fmean(hidden_seconds(setup, p) for p in played))
@@ -194,24 +198,26 @@ def overlapped(setup: Setup, rounds: int, seed: int) -> Outcome:
 def carried_over(
     setup: Setup, rounds: int, seed: int, ahead: float, training: float = 0.0, budget: int = MANY
 ) -> Outcome:
-    """Responses outlive a training step and go on with the new weights. At most (version + ``ahead``) x P0 prompts are ever begun
-    (AReaL's rule, with ``ahead`` = 1 + eta), a step trains the first P0 that are complete, and generation goes on meanwhile.
+    """Simulates rollouts in which responses outlive a training step and continue with the new weights.
+
+    At most (version + ``ahead``) x P0 prompts are begun in total (AReaL's rule, with ``ahead`` = 1 + eta). A step trains the first
+    P0 complete prompts, while generation continues.
 
     Args:
-        setup, rounds, seed: what is played.
-        ahead: of batches, at least 1.
+        setup, rounds, seed: arguments of a :data:`Price`.
+        ahead: number of batches, at least 1.
         training: seconds of a step in which only the trainer's devices work.
-        budget: most tokens of a response between two weight updates.
+        budget: maximum tokens of a response per launch. Launches follow each weight update, and an idle cluster.
     """
     rng, workload, cluster = np.random.default_rng(seed), setup.workload.drawn(seed), setup.built()
-    lengths: dict[int, int] = {}  # of responses that have not ended
+    lengths: dict[int, int] = {}  # length of each unfinished response
     had: dict[int, float] = {}
-    born: list[int] = []  # the version of the weights that began each prompt
+    born: list[int] = []  # weight version that began each prompt
     missing: list[int] = []
     complete: list[int] = []
     trained: list[float] = []
     staleness: list[float] = []
-    ready = -1.0  # when the weights change next; at first there are none to wait for
+    ready = -1.0  # time of the next weight update; the first is immediate
     warmup = max(rounds // 4, 2) + math.ceil(ahead)
 
     def go_on(ids: Sequence[int]) -> None:
@@ -234,7 +240,7 @@ def carried_over(
                 had.update(dict.fromkeys(begun, 0.0))
             trained.append(cluster.now)
             go_on(list(lengths))
-        elif not len(cluster):  # the budget of each was used up
+        elif not len(cluster):  # every response has used up its budget
             go_on(list(lengths))
         elif (ended := cluster.happen()) is not None:
             if ended.length < lengths[ended.id]:
@@ -252,8 +258,9 @@ def carried_over(
 
 
 def partial(more: float, budget: int = MANY) -> Price:
-    """Partial rollout (APRIL, Kimi K1.5): ``more`` times P0 prompts are under way, a rollout ends with the first P0 that are
-    complete, and all else goes on in the next one with the tokens it has. A response has at most ``budget`` tokens at a time.
+    """Returns a :data:`Price` of partial rollout (APRIL, Kimi K1.5) with ``more`` x P0 prompts in progress. A rollout ends when P0
+    prompts are complete; all other responses keep their tokens and continue in the next rollout. A response generates at most
+    ``budget`` tokens at a time.
     """
 
     def price(setup: Setup, rounds: int, seed: int) -> Outcome:
@@ -265,7 +272,7 @@ def partial(more: float, budget: int = MANY) -> Price:
 
 
 def asynchronous(eta: int, share: float = 0.5) -> Price:
-    """Asynchronous training on devices of its own, with ``share`` of all for rollouts (AReaL)."""
+    """Returns a :data:`Price` of asynchronous training (AReaL): a ``share`` of the devices only does rollouts, the rest trains."""
 
     def price(setup: Setup, rounds: int, seed: int) -> Outcome:
         half = replace(setup, replicas=max(round(setup.replicas * share), 1))
@@ -275,7 +282,7 @@ def asynchronous(eta: int, share: float = 0.5) -> Price:
 
 
 def options_of(setup: Setup, tokens_a_step: Mapping[int, float] = MappingProxyType({})) -> list[Option]:
-    """Return what is priced for a setup: features first, then what else there is. Tokens a step are by the longest draft."""
+    """Returns the options for a setup: features, then alternatives. ``tokens_a_step``: tokens by maximum draft length."""
     found: list[Option] = []
 
     def add(name: str, how: str, price: Price, cost: str = "", ours: bool = True) -> None:
@@ -334,9 +341,9 @@ def options_of(setup: Setup, tokens_a_step: Mapping[int, float] = MappingProxyTy
 def answer(
     setup: Setup, options: Sequence[Option], draws: int, rounds: int, note: Callable[[], None] = lambda: None
 ) -> list[Answer]:
-    """Price options over ``draws`` draws of ``rounds`` rounds each; return the run as it is and the answers in the same order.
+    """Evaluates options over ``draws`` draws of ``rounds`` rounds each; returns answers for the unchanged run, then the options.
 
-    Draw n of an option is compared with draw n of stock. ``note`` is called after each.
+    Draw n of an option is compared with draw n of stock. ``note`` is called after each draw.
     """
 
     answers: list[Answer] = []
@@ -357,22 +364,23 @@ def answer(
 
 
 def mean_of(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the mean of each number."""
+    """Returns the mean of each field."""
     return Outcome(*(fmean(getattr(outcome, field.name) for outcome in outcomes) for field in fields(Outcome)))
 
 
 def best_of(answers: Sequence[Answer]) -> Answer | None:
-    """Return what of the pack gains most, of several that gain as much the first; None if the answer is nothing."""
+    """Returns the best of rl-accel's options, the first one if gains differ by less than :data:`NOTHING`; None if none gains."""
     ours = [found for found in answers if found.option.ours and not found.is_nothing]
     most = max((found.ratio for found in ours), default=0.0)
     return next((found for found in ours if found.ratio > most * (1 - NOTHING)), None)
 
 
 def scale(setup: Setup, gpus: int, rounds: int = 2) -> dict[str, float]:
-    """Return how a step looks on so many GPUs, with as many prompts for each as ``setup`` has.
+    """Returns the seconds of a step on ``gpus`` GPUs, with as many prompts per GPU as in ``setup``.
 
-    Seconds: ``rollout`` and ``tail`` (from nine in ten responses to the last) of stock, ``tail_batching``, ``end`` (to cancel what
-    runs at the end of its rounds) and ``trainer`` (of a processor, to take in its events); ``own_share`` is that of the last two.
+    Values in seconds: stock ``rollout`` and its ``tail`` (from 90% of the responses to the last); ``tail_batching``, a rollout with
+    tail batching, with ``end`` (to cancel running responses at its end) and ``trainer`` (core seconds for its events).
+    ``own_share``: share of ``end`` and ``trainer`` in the rollout with tail batching.
     """
     replicas = max(gpus // setup.tp, 1)
     at = replace(setup, replicas=replicas, prompts=max(round(setup.prompts * replicas / setup.replicas), 1))

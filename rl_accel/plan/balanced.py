@@ -1,4 +1,4 @@
-"""Balanced rollouts in the simulation: :class:`~rl_accel.rollout.balance.Balance` says what runs where."""
+"""Balanced rollouts in the simulation, routed by :class:`~rl_accel.rollout.balance.Balance`."""
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat
@@ -8,17 +8,17 @@ from rl_accel.rollout.balance import Balance, Decision
 from rl_accel.rollout.simulation import Cluster, Engine, Request
 
 TICK = 4.0
-"""Seconds between two looks at what time changes; in production there are several a second, which brings no more here."""
+"""Seconds between calls of ``Balance.tick``. Production ticks several times per second, which gains no more in the simulation."""
 
 
 class BalancedCluster(Cluster):
-    """Replicas whose requests wait for a place at any of them, and may move, as ``core`` decides. Decisions take no time."""
+    """Replicas with one shared queue. ``core`` assigns requests to replicas and migrates them; decisions take no time."""
 
     def __init__(self, engine: Engine, replicas: int, prompt_tokens: int = 0, core: Balance | None = None) -> None:
         super().__init__(engine, replicas, prompt_tokens)
         self._prompt_tokens, self._tick = prompt_tokens, TICK
-        self._core = Balance(engine.places, BalanceFlags()) if core is None else core  # an idle one is falsy
-        self._wanted: dict[int, tuple[int, float]] = {}  # length of each, and tokens that it had when it was bound
+        self._core = Balance(engine.places, BalanceFlags()) if core is None else core  # an idle Balance is falsy
+        self._wanted: dict[int, tuple[int, float]] = {}  # by request: length, and tokens before the current part
         for number in range(replicas):
             self._core.add_replica(str(number), 0.0, engine.cache_tokens)
 
@@ -36,7 +36,7 @@ class BalancedCluster(Cluster):
         prompts: Sequence[int] | None = None,
         replicas: Iterable[int] | None = None,
     ) -> None:
-        """Have these requests generated; where is not for the caller to say."""
+        """Launches requests. ``core`` chooses the replicas; the argument ``replicas`` is ignored."""
         self._tick = max(self._tick, self.now)
         had = tokens or repeat(0.0, len(ids))
         for request_id, length, begun, prompt in zip(ids, lengths, had, prompts or ids, strict=True):
@@ -44,7 +44,7 @@ class BalancedCluster(Cluster):
             self._carry_out(self._core.request(str(request_id), self.now, str(prompt), self._prompt_tokens))
 
     def cancel(self, ids: Iterable[int]) -> list[int]:
-        """Stop requests that are under way or wait; return the tokens of each."""
+        """Stops running or waiting requests; returns the number of tokens of each."""
         tokens: list[int] = []
         decisions: list[Decision] = []
         for request_id in ids:
@@ -55,11 +55,11 @@ class BalancedCluster(Cluster):
         return tokens
 
     def next_event(self) -> float:
-        """When something happens next; infinity if there is nothing to do."""
+        """Time of the next event in seconds; infinity if there is nothing to do."""
         return min(super().next_event(), self._tick) if self._wanted else super().next_event()
 
     def happen(self) -> Request | None:
-        """Let the next event happen; return the request that ended, if one did."""
+        """Processes the next event; returns the request that ended, or None."""
         if self._tick < super().next_event():
             self.now = self._tick
             self._tick += TICK

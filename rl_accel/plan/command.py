@@ -1,4 +1,4 @@
-"""The command ``rl-accel plan``: what features and alternatives would do to a run, before a GPU hour is spent on finding out."""
+"""Command ``rl-accel plan``: predicts the effect of features and alternatives on a run without spending GPU time."""
 
 import sys
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ SCALE = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def _engines(_: Any, __: Any, value: str | None) -> dict[int, Engine]:
-    """Return engines by tensor-parallel size, the one of the run first."""
+    """Returns engines by tensor-parallel size, the run's size first."""
     if value is None or value.startswith(_PUBLISHED):
         return engines(value.removeprefix(_PUBLISHED)) if value else {}
     try:
@@ -38,7 +38,7 @@ def _engines(_: Any, __: Any, value: str | None) -> dict[int, Engine]:
 
 
 def _accepted(_: Any, __: Any, value: str | None) -> dict[int, float]:
-    """Return tokens a step by the length of the longest draft."""
+    """Returns the tokens per decoding step of a request, by maximum draft length."""
     try:
         points = [point.rpartition(":")[::2] for point in (value or "").split(",") if point]
         found = {int(longest or DraftsFlags.max_tokens): float(tokens) for longest, tokens in points}
@@ -84,10 +84,10 @@ _COUNT = click.IntRange(1)
     "--check", "checked", nargs=2, type=_PATH, metavar="A B", help="Predict run B from run A: how far off was it?"
 )
 def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] | None, **given: Any) -> None:
-    """What each feature, and what else you may weigh, would do to your rollout and step seconds.
+    """Predicts your rollout and step seconds with each feature and with the alternatives that you may weigh.
 
-    RUN_DIR holds a run of verl with +rl_accel.telemetry.enable=True, as for `rl-accel profile`: its engine and its lengths are
-    fitted. Or give --lengths with --step-seconds, --prompts, --responses and --replicas.
+    RUN_DIR holds a run of verl with +rl_accel.telemetry.enable=True, as for `rl-accel profile`: engine and lengths are fitted
+    to this run. Or give --lengths with --step-seconds, --prompts, --responses and --replicas.
     """
     console = Console(width=None if sys.stdout.isatty() else 160)
     draws, rounds, warmup = given["draws"], given["rounds"], given["warmup"]
@@ -113,7 +113,7 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
 
 
 def _given(lengths: str, given: Mapping[str, Any]) -> Setup:
-    """Return the setup that options describe."""
+    """Returns the setup that the command's options describe."""
     missing = [name for name in ("prompts", "responses", "replicas", "step_seconds") if not given[name]]
     if missing:
         names = ", ".join("--" + name.replace("_", "-") for name in missing)

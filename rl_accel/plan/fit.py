@@ -1,4 +1,4 @@
-"""The engine of a run, from the times and lengths of its responses."""
+"""Fit of an engine model to the times and lengths of a run's responses."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,17 +12,17 @@ from rl_accel.rollout.simulation import Cluster, Engine, Floats, Ints
 from rl_accel.telemetry.stage_clock import Response
 
 _KNOTS = (1, 4, 16, 64, 256, 1024)
-"""Running requests between which a step is linear, far enough apart, and from the most that ran, to be told apart."""
+"""Numbers of running requests at which the slope of the step time may change; far enough apart to be fitted separately."""
 _CONSTANTS = ("cached_token_seconds", "prompt_token_seconds", "request_seconds", "response_seconds")
-"""Of an engine, that are fitted beside its steps."""
+"""Engine constants that are fitted in addition to ``step_seconds``."""
 _MOST = 20_000
-"""Responses to which an engine is fitted; of more, so many are drawn. That takes some ten seconds."""
+"""Maximum number of responses in a fit; a larger run is sampled down to about this number. The fit takes some ten seconds."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """An engine fitted to so many ``responses``. ``intervals``: half the width of the 95% interval of each constant, by name.
-    ``error``: root mean square error of a response's seconds, over their mean.
+    """A fitted engine. ``intervals``: half-width of the 95% interval of each constant, by name. ``error``: root mean square error
+    of the seconds of responses, relative to the mean seconds. ``responses``: number of responses in the fit.
     """
 
     engine: Engine
@@ -32,14 +32,14 @@ class Fit:
 
 
 class _Batch:
-    """What a server had to do in a step. Arrays of its responses, in the order in which they began."""
+    """Responses of one server in one step: arrays of begin times, end times and token counts, in the order of begin times."""
 
     def __init__(self, responses: Sequence[Response]) -> None:
         rows = [(r.began, r.generated or r.ended, r.tokens or 0) for r in sorted(responses, key=lambda r: r.began)]
         self.begins, self.ends, self.tokens = np.array(rows, float).T
 
     def seconds(self, cluster: Cluster) -> Floats:
-        """Simulate how long each takes if it begins after as many have ended as had in truth."""
+        """Simulates the seconds of each response. A response begins after as many others have ended as in the measured run."""
         tokens = self.tokens.astype(int).tolist()
         began, ended = np.zeros(len(tokens)), np.zeros(len(tokens))
         before = np.searchsorted(np.sort(self.ends), self.begins, side="right").tolist()
@@ -64,11 +64,11 @@ class _Batch:
 def fit_engine(
     steps: Sequence[Sequence[Response]], prompt_tokens: int = 0, places: int = 1024, cache_tokens: float = math.inf
 ) -> Fit:
-    """Fit the constants of an engine with so many ``places`` and ``cache_tokens`` to how long responses took, by least squares.
+    """Fits the constants of an engine with ``places`` slots and ``cache_tokens`` to the seconds of responses, by least squares.
 
-    Counted in decoding steps, what runs when follows from lengths, places and cache alone. So the seconds of a response are a sum
-    of constants, each times the seconds that the same requests take on an engine which has only this one. A step is level or rises
-    with requests. Intervals are of 100 other draws (bootstrap) of what a server had to do in a step.
+    In units of decoding steps, the schedule follows from lengths, slots and cache alone. The seconds of a response are therefore
+    linear in the constants: the factor of a constant is the seconds if this constant is 1 and all others are 0. More running
+    requests never shorten a step. Intervals come from 100 bootstrap draws over batches (one server in one step).
 
     Raises:
         RlAccelError: too few responses have tokens and times.
@@ -91,7 +91,7 @@ def fit_engine(
     knots = [*(k for k in _KNOTS if k <= max(most / 4, 1)), *[most] * (most > 1)]
 
     def simulated(rise: int, **constant: float) -> Floats:
-        """Seconds of each response if a step takes one second, and from a knot on one more."""
+        """Returns the seconds of each response if a step takes one second, but two from knot number ``rise`` on."""
         paces = {knot: 1.0 + (number >= rise) for number, knot in enumerate(knots)}
         engine = Engine(paces, places=places, cache_tokens=cache_tokens, **constant)
         return np.concatenate([batch.seconds(Cluster(engine, 1, prompt_tokens)) for batch in work])
@@ -102,9 +102,9 @@ def fit_engine(
     columns += [simulated(count, **{name: 1.0}) - level for name in _CONSTANTS]
     table = np.stack(columns, axis=1)
     norms = np.linalg.norm(table, axis=0)
-    scale = np.where(norms > 0, norms, np.inf)  # what did not happen costs nothing
+    scale = np.where(norms > 0, norms, np.inf)  # a constant without effect is fitted as 0
     pace = np.median(seconds / np.concatenate([batch.tokens for batch in work]))
-    least = np.append(scale[0] * pace / 100, np.zeros(len(norms) - 1))  # a step takes some time
+    least = np.append(scale[0] * pace / 100, np.zeros(len(norms) - 1))  # a step takes more than 0 s
     to_constants = np.eye(len(norms))
     to_constants[:count, :count] = np.tril(np.ones((count, count)))
 

@@ -1,4 +1,4 @@
-"""A run predicted from another one, and how far off that was."""
+"""Prediction of one run from another run, compared with the measurement."""
 
 import json
 from collections.abc import Iterable
@@ -23,10 +23,10 @@ _OURS, _MODE = "+rl_accel.", "trainer.v1.trainer_mode="
 
 
 def flags_of_words(words: Iterable[str]) -> Flags:
-    """Return the flags that the words of a command set, ``+rl_accel.…=…`` as verl takes them.
+    """Returns the flags that the words of a command set, in verl's form ``+rl_accel.…=…``.
 
     Raises:
-        ConfigError: a flag is wrong.
+        ConfigError: a flag is invalid.
     """
     ours = [word.removeprefix("+") for word in words if word.startswith(_OURS)]
     given = OmegaConf.to_container(OmegaConf.from_dotlist(ours)) if ours else {}
@@ -34,13 +34,13 @@ def flags_of_words(words: Iterable[str]) -> Flags:
 
 
 def asynchronous_mode(words: Iterable[str]) -> str:
-    """Return the last word that sets verl's trainer mode, if that one is asynchronous: such a run is not predicted."""
+    """Returns the last word that sets verl's trainer mode if this mode is asynchronous (not predicted), else an empty string."""
     mode = next((word for word in reversed([*words]) if word.startswith(_MODE)), "")
     return mode if "async" in mode else ""
 
 
 def words_of_run(folder: Path, run: Profile) -> list[str]:
-    """Return the command of a run that ``rl-accel ab`` kept, else the features that its log shows, with defaults."""
+    """Returns the command of a run as saved by ``rl-accel ab``, else words that enable the features shown in the run's log."""
     kept = (folder if folder.is_dir() else folder.parent) / "run.json"
     if kept.is_file():
         return list(json.loads(kept.read_text()).get("command", []))
@@ -48,8 +48,8 @@ def words_of_run(folder: Path, run: Profile) -> list[str]:
 
 
 def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> tuple[Outcome, Floats]:
-    """Return what a run of ``steps`` steps with ``flags`` would measure in all but its first ``warmup``: the mean over draws, and
-    the rollout seconds of each draw if its rollouts are as uneven as those of the run that ``setup`` is of.
+    """Predicts a run of ``steps`` steps with ``flags``, without the first ``warmup`` steps. Returns the mean outcome over draws,
+    and the rollout seconds of each draw with rollouts as uneven as in the run that ``setup`` describes.
     """
     in_rounds, limited = (flags.requested(feature) != "off" for feature in (TAIL_BATCHING, REWARD_TIMEOUT))
     poll = 0.0 if in_rounds or flags.requested(SAMPLER) != "off" else POLL_SECONDS
@@ -59,22 +59,22 @@ def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> 
         rounds = rounds_of(setup, tails, steps, draw, limited, ends=True)[first:]
         found.append(outcome_of(setup, rounds, poll, ends=True))
         rng, seconds = np.random.default_rng(draw), [played.metrics.rollout_seconds for played in rounds]
-        again = rng.choice(setup.uneven, len(setup.uneven))  # what a few rollouts show is uncertain itself
+        again = rng.choice(setup.uneven, len(setup.uneven))  # bootstrap: a few ratios are uncertain themselves
         uneven.append(found[-1].rollout_seconds * np.average(rng.choice(again, len(rounds)), weights=seconds))
     return mean_of(found), np.array(uneven)
 
 
 def interval(seconds: Floats) -> list[float]:
-    """Return between which values 95% of the draws lie."""
+    """Returns the lower and the upper bound of the central 95% of the draws."""
     ends: list[float] = np.quantile(seconds, [0.025, 0.975]).tolist()
     return ends
 
 
 def check(first: Path, second: Path, draws: int, warmup: int, console: Console) -> None:
-    """Predict the run in ``second`` from the one in ``first``, and print both beside what was measured.
+    """Predicts the run in ``second`` from the run in ``first``, and prints predicted and measured values.
 
     Raises:
-        RlAccelError: a run cannot be read, or the second one trains asynchronously.
+        RlAccelError: a run cannot be read, or the second run trains asynchronously.
     """
     target = read_run(second, warmup)
     words = words_of_run(second, target)
@@ -91,7 +91,7 @@ def check(first: Path, second: Path, draws: int, warmup: int, console: Console) 
         span = f"{format_seconds(low)} to {format_seconds(high)}"
         seconds = format_seconds(ours), span, format_seconds(theirs)
         table.add_row(name, *seconds, f"{ours / theirs - 1:+.1%}", "yes" if low <= theirs <= high else "no")
-    log = read_log(target.log).values()  # of all steps: what is wasted in one may be launched in another
+    log = read_log(target.log).values()  # all steps: tokens wasted in one step may be launched in another
     generated, wasted = (
         sum(metrics.get(f"{METRICS_PREFIX}tokens_{what}", 0.0) for metrics in log) for what in ("generated", "wasted")
     )

@@ -1,4 +1,4 @@
-"""Engines whose speed was not measured here but follows from published numbers."""
+"""Engines whose speed is derived from published numbers, not measured."""
 
 from rl_accel.errors import RlAccelError
 from rl_accel.parallel.model_memory import MIN_SEQUENCES
@@ -10,7 +10,7 @@ SIZES = (1, 2, 4, 8)
 
 
 def engines(model: str) -> dict[int, Engine]:
-    """Return replicas of ``model`` by tensor-parallel size, the published one first."""
+    """Returns engines of ``model`` by tensor-parallel size, the published size first. Sizes with too little cache are left out."""
     usual = load("h800.json")["models"].get(model, {}).get("tp")
     found = {size: engine(model, size) for size in (usual, *SIZES)}
     longest = load("h800.json")["models"][model]["limit"]
@@ -18,9 +18,9 @@ def engines(model: str) -> dict[int, Engine]:
 
 
 def engine(model: str, tp: int | None = None) -> Engine:
-    """Return a replica of ``model`` on ``tp`` H800, by default as many as published.
+    """Returns the engine of a replica of ``model`` on ``tp`` H800 GPUs, by default the published number.
 
-    A step reads weights and cache from memory, and computes for each request; with several GPUs each layer waits for all.
+    A step reads weights and cache from memory, and computes for each request. With several GPUs, each layer waits for all GPUs.
 
     Raises:
         RlAccelError: no constants are known for the model.

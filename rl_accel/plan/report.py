@@ -19,15 +19,15 @@ from rl_accel.telemetry.profile import format_seconds
 
 SCHEMA = "rl_accel.plan/1"
 OWN_LIMIT = 0.1
-"""Share of a rollout above which the pack's own work is called a bottleneck."""
+"""Share of a rollout above which rl-accel's own work is reported as a bottleneck."""
 FIT_LIMIT = 0.5
-"""Error of a fitted engine above which a plan says that it cannot be trusted."""
+"""Relative error of the fitted engine above which a plan warns that it cannot be trusted."""
 _WANTS = {
     "drafts": "--tokens-a-step says what they give, 1 and what `rl-accel bench drafts` prints as accepted",
     "tp_replan": "how fast the engine is at another size is known of published ones alone",
     "balance": "it wants several replicas with fewer places than requests, and --places says how many they have",
 }
-"""What a feature wants to be priced."""
+"""Requirements for evaluating a feature, by feature; printed for features that were not evaluated."""
 _ANSWERS: Mapping[str, Callable[[Answer], str]] = {
     "": lambda a: a.option.name,
     "rollout": lambda a: format_seconds(a.outcome.rollout_seconds),
@@ -63,8 +63,8 @@ _SCALE: Mapping[str, Callable[[Mapping[str, float]], str]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found: ``answers``, the first of which is the run as it is, and ``curves``, a row for each number of GPUs.
-    ``preemptions`` are those of a step of the run.
+    """Results of a plan. ``answers``: the unchanged run, then one answer per option. ``curves``: one row per number of GPUs.
+    ``preemptions``: number of preemptions per step of the run.
     """
 
     setup: Setup
@@ -76,7 +76,7 @@ class Plan:
     preemptions: float = 0.0
 
     def basis(self) -> Iterator[str]:
-        """Yield what the plan stands on, in sentences."""
+        """Yields sentences on the basis of the plan: setup, lengths and engine."""
         setup, fit, tokens = self.setup, self.fit, self.setup.workload.tokens
         yield self.drawn
         replicas = f"{setup.replicas} replica{'s' * (setup.replicas > 1)}"
@@ -95,7 +95,7 @@ class Plan:
             yield "A step is its rollout here: --other-seconds says what else it does."
 
     def conclusions(self) -> Iterator[str]:
-        """Yield the answer, in sentences."""
+        """Yields the conclusions of the plan as sentences."""
         stock, *priced = self.answers
         if self.fit is not None and self.fit.error > FIT_LIMIT:
             why = "--places and --cache-tokens say how many requests run at once and what they may take"
@@ -126,7 +126,7 @@ class Plan:
         yield from self.advice
 
     def show(self, console: Console) -> None:
-        """Print the plan."""
+        """Prints the plan."""
         tables: Sequence[tuple[str, Mapping[str, Callable[[Any], str]], Sequence[Any]]] = (
             ("What it would do to a step", _ANSWERS, self.answers),
             ("With as many prompts for each GPU", _SCALE, self.curves),
@@ -141,7 +141,7 @@ class Plan:
         console.print("\n".join(self.conclusions()), markup=False, highlight=False, soft_wrap=True)
 
     def write(self, folder: Path) -> list[Path]:
-        """Write plan.json, plan.png and plan.html into ``folder`` and return their paths."""
+        """Writes plan.json, plan.png and plan.html into ``folder`` and returns their paths."""
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / f"plan.{kind}" for kind in ("json", "png", "html")]
         write_atomically(paths[0], strict_json(self.summary()))
@@ -154,7 +154,7 @@ class Plan:
         return paths
 
     def summary(self) -> dict[str, Any]:
-        """Return the plan ready for JSON."""
+        """Returns the plan as a JSON-serialisable dictionary."""
         rows = [{**vars(found), **asdict(found.outcome), "nothing": found.is_nothing} for found in self.answers]
         for row in rows:
             option = row.pop("option")
@@ -172,7 +172,7 @@ class Plan:
         }
 
     def draw(self, path: Path) -> None:
-        """Write the picture: how much shorter a step would be, and how seconds grow with GPUs."""
+        """Draws two charts to ``path``: the speedup of a step per option, and seconds over the number of GPUs."""
         from matplotlib.figure import Figure
 
         found = self.answers[:0:-1]

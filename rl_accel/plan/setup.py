@@ -1,4 +1,4 @@
-"""The run that is priced, and its engine as its telemetry shows it."""
+"""Setup of the run to evaluate, with an engine fitted to the run's telemetry."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,11 +17,11 @@ from rl_accel.telemetry.profile import Profile
 from rl_accel.telemetry.stage_clock import COMPLETED, Response
 
 TRAINING = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
-"""Stages that take as long as there are tokens to train on."""
+"""Stages whose seconds are proportional to the number of trained tokens."""
 POLL_SECONDS = 2.0
-"""verl's V1 trainer looks so seldom whether a rollout is done."""
+"""Seconds between two checks of verl's V1 trainer whether a rollout is done."""
 _PROMPTS = "prompt_length/mean"
-"""verl's metric."""
+"""verl's metric of the mean prompt length in tokens."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class Setup:
     """A run without any feature.
 
     Args:
-        prompts, responses: of a batch, P0 and R0.
-        replicas: of the rollout engine.
-        engine: each of them.
-        workload: what is generated.
-        stages: mean seconds of the stages of a step other than ``gen``.
-        poll_seconds: between two looks whether the rollout is done; 0: it is noticed at once.
-        after_seconds: from there to the end of the stage.
-        tp: tensor-parallel size, the GPUs of a replica.
-        engines: replicas at other sizes, by size, as far as they are known.
-        cluster: makes the cluster; another class routes requests otherwise.
-        uneven: how many times the seconds that the engine would need each rollout of the run took.
+        prompts, responses: prompts per batch (P0) and responses per prompt (R0).
+        replicas: number of replicas of the rollout engine.
+        engine: engine of each replica.
+        workload: lengths and reward times of the responses.
+        stages: mean seconds of the stages of a step other than ``gen``, by name.
+        poll_seconds: seconds between two checks whether the rollout is done; 0: the end is noticed at once.
+        after_seconds: seconds from noticing the end of the rollout to the end of the stage ``gen``.
+        tp: tensor-parallel size: GPUs per replica.
+        engines: known engines by tensor-parallel size; may be empty.
+        cluster: class of the cluster; a subclass may route requests differently.
+        uneven: measured rollout seconds over modelled seconds, one ratio per rollout of the run.
     """
 
     prompts: int
@@ -62,32 +62,32 @@ class Setup:
 
     @property
     def training_seconds(self) -> float:
-        """Of the stages that grow with tokens."""
+        """Seconds of the stages that grow with the number of tokens."""
         return sum(self.stages.get(name, 0.0) for name in TRAINING)
 
     @property
     def other_seconds(self) -> float:
-        """Of the stages that do not, rollout excepted."""
+        """Seconds of the stages that do not grow with the number of tokens, without the rollout."""
         return sum(self.stages.values()) - self.training_seconds
 
     def noticed(self, seconds: float, poll_seconds: float | None = None) -> float:
-        """Return how long the stage ``gen`` takes with a rollout of so many seconds."""
+        """Returns the seconds of the stage ``gen`` if the rollout takes ``seconds``."""
         poll = self.poll_seconds if poll_seconds is None else poll_seconds
         return (ceil(seconds / poll) * poll if poll else seconds) + self.after_seconds
 
     def built(self) -> Cluster:
-        """Return its replicas, with nothing to do."""
+        """Returns a new, idle cluster of the setup."""
         return self.cluster(self.engine, self.replicas, self.workload.prompt_tokens)
 
 
 def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit]:
-    """Return the setup of a run with telemetry, and how well its engine is known; ``given`` is what the user says of it.
+    """Returns the setup of a run with telemetry and the fit of its engine. ``given``: options of the user, which take precedence.
 
-    The batch is that of steps in which nothing was cut off: all steps without tail batching, long rounds with it. Lengths are of
-    all steps, for the prompts to be in the order of the data; warm-up says nothing of the engine.
+    The batch size comes from steps in which no response was cut off: all steps without tail batching, long rounds with tail
+    batching. Lengths come from all steps, so that prompts are in the order of the data. Warm-up steps do not enter the engine fit.
 
     Raises:
-        RlAccelError: what is needed is not in the run.
+        RlAccelError: the run's telemetry lacks required data.
     """
     steps = list(run.responses.values())
     whole = [_groups(step) for step in steps if all(r.outcome == COMPLETED for r in step)]
@@ -122,7 +122,7 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit]:
 
 
 def _slower(setup: Setup, step: Sequence[Response]) -> float:
-    """How many times the seconds that the fitted engine needs for the responses of a step they took."""
+    """Returns the measured rollout seconds of a step over the seconds that the fitted engine needs for the same responses."""
     cluster = setup.built()
     cluster.launch(range(len(step)), [response.tokens or 1 for response in step])
     while len(cluster):
@@ -131,7 +131,7 @@ def _slower(setup: Setup, step: Sequence[Response]) -> float:
 
 
 def _groups(step: Sequence[Response]) -> list[list[Response]]:
-    """The responses of each prompt."""
+    """Returns the responses of each prompt."""
     groups: dict[str, list[Response]] = {}
     for response in step:
         groups.setdefault(response.prompt, []).append(response)
@@ -139,9 +139,9 @@ def _groups(step: Sequence[Response]) -> list[list[Response]]:
 
 
 def _lengths(steps: Sequence[Sequence[Response]]) -> list[list[float]]:
-    """Tokens of the responses of each prompt. One that was cut off gets the length of one that went on beyond that, by chance.
+    """Returns the tokens of the responses of each prompt. A response that was cut off gets the length of a random longer response.
 
-    Beside steps with such responses the others are left out: they are the long rounds of the same prompts.
+    If some steps have cut-off responses, all other steps are left out: these are the long rounds of the same prompts.
     """
     rng = np.random.default_rng(0)
     ended = np.sort([r.tokens or 1 for step in steps for r in step if r.outcome == COMPLETED])

@@ -1,8 +1,8 @@
-"""What a run has to generate: lengths of responses, how alike those of one prompt are, and how long rewards take.
+"""Workload of a run: lengths of responses, their correlation within a prompt, and reward times.
 
-A response has a standard normal score, and its length is that quantile of all lengths. Scores of one prompt have a part in common:
-a one-way random-effects model (a Gaussian copula) whose intraclass correlation is ``alike``. So all responses together keep the
-distribution, a prompt that is long by nature stays long when it is tried again, and one that was long by chance does not.
+A response has a standard normal score, and its length is the corresponding quantile of all lengths. Scores of one prompt share a
+component: a one-way random-effects model (a Gaussian copula) whose intraclass correlation is ``alike``. All responses together
+keep the distribution of lengths. A prompt that is long by nature stays long in later rounds; a prompt long by chance does not.
 """
 
 import json
@@ -21,24 +21,24 @@ from rl_accel.errors import RlAccelError
 from rl_accel.rollout.simulation import Floats, Ints
 
 PUBLISHED = {"math16k": "math", "code16k": "code", "judge16k": "judge"}
-"""By name, the domain of a published distribution of lengths (RollPacker, NSDI'26, Fig. 2a; a 14B model, limit 16,384 tokens)."""
+"""Domain of each published length distribution, by name (RollPacker, NSDI'26, Fig. 2a; a 14B model, limit 16,384 tokens)."""
 PUBLISHED_LIMIT = 16384
 _POINTS = 20_000
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """A workload of drawn lengths; see the module's text.
+    """A workload that draws lengths; the module docstring describes the model.
 
     Args:
         tokens: ascending quantiles of all lengths, equally likely.
         alike: intraclass correlation of the scores of a prompt's responses, from 0 to below 1.
-        known: mean and standard deviation of the shared score of each prompt of the data, in their order, shape [P, 2]; None: any
-            number of prompts, of which nothing is known.
-        seen: tokens of the responses that each of them had, shape [P, R], 0 where there was none: its first ones have them again.
-        prompt_tokens: of a prompt.
-        rewards: seconds of rewards, equally likely; empty: no time.
-        source: where it is from, in words.
+        known: mean and standard deviation of the shared score of each known prompt, in the order of the data, shape [P, 2]; None:
+            an unlimited number of unknown prompts.
+        seen: tokens of the observed responses of each known prompt, shape [P, R], 0 for none. A prompt's first draw repeats them.
+        prompt_tokens: tokens per prompt.
+        rewards: seconds per reward, equally likely; empty: rewards take no time.
+        source: source of the data, in words.
     """
 
     tokens: Ints
@@ -51,7 +51,7 @@ class Lengths:
     _scores: "array[float]" = field(default_factory=lambda: array("d"), init=False)  # by prompt; NaN: not drawn yet
 
     def lengths(self, prompts: Sequence[int], responses: int, rng: np.random.Generator) -> Ints:
-        """Draw tokens of new responses, shape [P, R]. A prompt keeps its score as long as this object lives."""
+        """Draws the tokens of new responses, shape [P, R]. A prompt keeps its shared score for the lifetime of this object."""
         from scipy.special import ndtr
 
         asked = np.array(prompts)
@@ -72,18 +72,18 @@ class Lengths:
         return found
 
     def reward_seconds(self, count: int, rng: np.random.Generator) -> Floats | None:
-        """Draw how long rewards take, shape [count]; None: no time."""
+        """Draws reward times in seconds, shape [count]; None if rewards take no time."""
         return rng.choice(self.rewards, count) if len(self.rewards) else None
 
     def drawn(self, seed: int | None = None) -> "Lengths":
-        """Return the same workload with none of its prompts drawn yet, and with a ``seed`` in another order."""
+        """Returns the same workload without drawn scores; a ``seed`` shuffles the known prompts."""
         if seed is None or self.known is None or self.seen is None:
             return replace(self)
         order = np.random.default_rng(seed).permutation(len(self.known))
         return replace(self, known=self.known[order], seen=self.seen[order])
 
     def limited(self, limit: int) -> "Lengths":
-        """Return the workload with another limit, into which those run as well that ran into the old one."""
+        """Returns the workload with another limit in tokens. Responses that hit the old limit hit the new limit as well."""
 
         def cut(tokens: Ints) -> Ints:
             return np.where(tokens == self.limit, limit, np.minimum(tokens, limit))
@@ -97,11 +97,11 @@ class Lengths:
 
 
 def from_groups(groups: Sequence[Sequence[float]], source: str, **more: Any) -> Lengths:
-    """Return the workload of a run. How alike its responses are follows from the covariance of their log lengths within prompts.
+    """Returns the workload of a run; ``alike`` is estimated from the covariance of log lengths within prompts.
 
     Args:
-        groups: tokens of the responses of each prompt, at least one each, in the order of the data.
-        source: where they are from.
+        groups: tokens of the responses of each prompt, at least one response each, in the order of the data.
+        source: source of the lengths, in words.
         more: further fields of :class:`Lengths`.
     """
     from scipy.special import ndtri
@@ -124,12 +124,12 @@ def from_groups(groups: Sequence[Sequence[float]], source: str, **more: Any) -> 
 
 
 def published(name: str, alike: float | None = None) -> Lengths:
-    """Return a published workload, ``math16k``, ``code16k`` or ``judge16k``; ``alike`` is fitted, see docs/plan.md.
+    """Returns the published workload ``math16k``, ``code16k`` or ``judge16k``. The default ``alike`` is fitted, see docs/plan.md.
 
-    Above a quarter of the limit the figure is not drawn: the density is taken to be level from there to the limit.
+    The published figure ends at a quarter of the limit; the density is assumed to be constant from there to the limit.
 
     Raises:
-        RlAccelError: there is none of this name.
+        RlAccelError: no published workload has this name.
     """
     if name not in PUBLISHED:
         raise RlAccelError(f"--lengths published:{name}: wanted one of {', '.join(PUBLISHED)}, found {name!r}")
@@ -144,17 +144,19 @@ def published(name: str, alike: float | None = None) -> Lengths:
 
 
 def load(name: str) -> dict[str, Any]:
-    """Return a file of published numbers."""
+    """Returns the published numbers in the JSON file ``name``."""
     found: dict[str, Any] = json.loads(resources.files("rl_accel.plan").joinpath("data", name).read_text())
     return found
 
 
 def read_lengths(path: Path) -> Lengths:
-    """Reads lengths from lines ``{"prompt": id, "tokens": n}``, in the order of the data; ``reward_seconds`` may be there too. Or
-    from a folder of rollouts that slime has saved (``--save-debug-rollout-data FOLDER/{rollout_id}.pt``).
+    """Reads lengths from a file or from a folder.
+
+    A file has lines ``{"prompt": id, "tokens": n}`` in the order of the data, optionally with ``reward_seconds``. A folder holds
+    rollouts that slime saved (``--save-debug-rollout-data FOLDER/{rollout_id}.pt``).
 
     Raises:
-        RlAccelError: the file cannot be read or a line is none of these.
+        RlAccelError: a file cannot be read, or its content has another format.
     """
     wanted = 'wanted lines such as {"prompt": "17", "tokens": 812}, with "reward_seconds" if rewards take time'
     groups: dict[str, list[float]] = {}
@@ -183,12 +185,12 @@ def read_lengths(path: Path) -> Lengths:
 
 
 def _rollouts_of_slime(folder: Path) -> list[list[float]]:
-    """Tokens of the responses of each prompt, rollout by rollout."""
+    """Returns the tokens of the responses of each prompt, in the order of rollouts."""
     import torch
 
     wanted = "a rollout of slime, as --save-debug-rollout-data FOLDER/{rollout_id}.pt saves it"
     groups: dict[int, list[float]] = {}
-    files = [path for path in folder.glob("*.pt") if path.stem.isdecimal()]  # eval_0.pt is a validation
+    files = [path for path in folder.glob("*.pt") if path.stem.isdecimal()]  # eval_0.pt holds a validation
     if not files:
         raise RlAccelError(f"--lengths: {folder}: wanted {wanted}, found none")
     for path in sorted(files, key=lambda path: int(path.stem)):

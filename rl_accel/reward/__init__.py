@@ -1,1 +1,1 @@
-"""Rewards that cannot stall a step: how long an execution may take, learned from those that were correct."""
+"""Rewards that cannot stall a step: time limits of executions, learned from correct executions."""

@@ -1,6 +1,6 @@
-"""How long a test case may run: a little longer than correct answers to it have taken (RollPacker, NSDI'26, section 5).
+"""Adaptive time limits for reward executions, learned from correct executions (RollPacker, NSDI'26, section 5).
 
-Pure: no clock, no processes. Ask :meth:`AdaptiveTimeout.limit` before an execution, report it with :meth:`AdaptiveTimeout.record`.
+Pure policy: no clock, no processes. Call ``AdaptiveTimeout.limit`` before an execution, and ``AdaptiveTimeout.record`` after it.
 """
 
 import math
@@ -15,33 +15,32 @@ _FORMAT = "rl_accel.adaptive_timeout"
 _VERSION = 1
 
 AnchorTuple = tuple[float, float, int]
-"""Longest correct execution in wall and in processor seconds, and how many were correct."""
+"""An anchor: longest correct execution in wall seconds and in CPU seconds, and the number of correct executions."""
 Reason = Literal["learning", "adaptive", "probe"]
-"""Why a limit is what it is. learning: too few correct results are known, or limits are in doubt: the full budget. adaptive: from
-the anchor. probe: the full budget, to find out whether a correct answer takes longer than any has so far."""
+"""Reason for a limit. learning: the full budget, as too few correct results are known or limits are in doubt. adaptive: derived
+from the anchor. probe: the full budget, to detect correct answers that are slower than all previous ones."""
 
 FULL_BUDGET, PROGRAM_BUDGET = 300.0, 30.0
-"""Seconds that a grader, and a program under test, may take without a limit, where neither user nor framework says otherwise."""
+"""Full budgets in seconds of a grader and of a program under test, unless the user or the framework sets one."""
 _MOST_IN_DOUBT = 4
-"""Adaptive limits that may be in force, or have stopped an execution, before some execution ends within its limit."""
+"""Maximum number of adaptive limits that are in force, or have stopped an execution, before an execution ends within its limit."""
 _MOST_SURPRISING = 64
 _ENOUGH = 12.0
-"""Log likelihood ratio at which limits are suspended: by chance, once in 160,000 correct executions at most."""
+"""Log likelihood ratio at which limits are suspended. Chance alone causes this at most once in 160,000 correct executions."""
 _BEYOND_LIMIT = 4.0
-"""What a correct execution adds to it that took longer than its limit."""
+"""Log likelihood ratio that a correct execution adds if it took longer than its limit."""
 _NEAR = 0.7
-"""Share of correct executions that are longer than all before them, if limits do not fit any more."""
+"""Assumed share of correct executions that are longer than all before them, if limits no longer fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What one execution may use. The first of the two that it exceeds stops it.
+    """Time limits of one execution; exceeding either stops the execution.
 
     Attributes:
         wall: seconds from start to end.
-        cpu: seconds of processor time of the whole process tree, at least ``wall``: what stops those that compute on several
-            processors.
-        reason: why.
+        cpu: CPU seconds of the whole process tree, at least ``wall``. Stops programs that compute on several cores.
+        reason: why this limit applies.
     """
 
     wall: float
@@ -50,28 +49,28 @@ class Limit:
 
 
 def longest(one: AnchorTuple, other: AnchorTuple, correct: int) -> AnchorTuple:
-    """Return the longer times of two anchors, with the number ``correct``."""
+    """Returns an anchor with the longer times of two anchors and the number ``correct``."""
     return max(one[0], other[0]), max(one[1], other[1]), correct
 
 
 class AdaptiveTimeout:
-    """Anchors by key, a key being a prompt and test case. Not thread-safe.
+    """Time limits per key (a prompt and test case), learned from correct executions. Not thread-safe.
 
-    The limit is ``scale`` times the anchor plus ``slack``, at least ``minimum`` and at most ``maximum``; until ``min_correct``
-    results were correct it is ``maximum``, the full budget. ``probe_share`` of the adaptive limits are the full budget instead:
-    without any, a correct but slow answer could never raise the anchor.
+    The limit is ``scale * anchor + slack``, clamped to ``[minimum, maximum]``. Until a key has ``min_correct`` correct executions,
+    the limit is ``maximum`` (the full budget). A share ``probe_share`` of adaptive limits is replaced by the full budget; without
+    these probes, a slow but correct answer could never raise the anchor.
 
-    Limits are suspended when correct executions show that they do not fit any more, such as on a slow day of a machine or a judge.
-    The n-th correct execution of a key is longer than all before it with probability 1/n, whatever their distribution. A
-    cumulative sum of log likelihood ratios tells when more of them are, and also take more than half of their limit; all keys have
-    to be learned anew then. Lest many are stopped before that, four limits at most are in force at first: an execution that ends
-    well within its limit makes room for two more, one that is stopped makes none.
+    Limits are suspended when correct executions show that the limits no longer fit, such as on a slow day of a machine or a judge.
+    The n-th correct execution of a key is longer than all before it (a record) with probability 1/n, whatever the distribution. A
+    cumulative sum of log likelihood ratios detects too many records that also take more than half of their limit. All keys must
+    then be learned anew. At most four limits are in force at first, so that few answers are stopped before this detection. An
+    execution that ends by itself without such a record makes room for two more; a stopped execution makes none.
 
     Args:
         flags: the parameters above; None: their defaults.
-        capacity: keys that are remembered; the ones not used for longest are forgotten first.
-        caution: while only n results were correct, ``scale`` is larger by the factor ``1 + caution / n``: the longest of a few says
-            little about the next. It costs next to nothing, as the limit of most keys is ``minimum`` all the same.
+        capacity: maximum number of keys; the least recently used are evicted.
+        caution: widens limits that rest on few samples: with n correct executions, ``scale`` is multiplied by ``1 + caution / n``.
+            The cost is small, as the limit of most keys is ``minimum`` anyway.
     """
 
     def __init__(self, flags: RewardTimeoutFlags | None = None, capacity: int = 200_000, caution: float = 2.0) -> None:
@@ -90,11 +89,11 @@ class AdaptiveTimeout:
 
     @property
     def maximum(self) -> float:
-        """The full budget, where the caller has none of its own."""
+        """Full budget in seconds, if the caller sets none."""
         return self.flags.maximum or FULL_BUDGET
 
     def limit(self, key: str, maximum: float | None = None) -> Limit:
-        """Return what the next execution of ``key`` may use; ``maximum`` is its full budget."""
+        """Returns the limit of the next execution of ``key``; ``maximum`` is the full budget in seconds."""
         limit, full = self.learned(key, maximum), maximum or self.maximum
         if limit.reason == "adaptive":
             if self._until_probe is not None:
@@ -108,7 +107,7 @@ class AdaptiveTimeout:
         return limit
 
     def learned(self, key: str, maximum: float | None = None) -> Limit:
-        """Return what :meth:`limit` does, without probes and doubts: for an execution that has had its limit, and goes on."""
+        """Returns the limit without probes and doubts (see :meth:`limit`), to update an execution that is already running."""
         full = maximum or self.maximum
         if key in self._anchors:
             self._anchors.move_to_end(key)
@@ -120,15 +119,15 @@ class AdaptiveTimeout:
         return Limit(wall, max(wall, cpu), "adaptive")
 
     def expected(self, key: str) -> float:
-        """Return the anchor in wall seconds, or the full budget if it is not known: what a scheduler sorts by."""
+        """Returns the expected wall seconds, by which a scheduler sorts: the anchor, or the full budget without an anchor."""
         wall, _, correct = self.get(key)
         return wall if correct else self.maximum
 
     def record(self, key: str, wall: float, cpu: float, correct: bool, stopped: bool = False) -> bool:
-        """Report an execution, and whether its limit has stopped it. Only correct ones teach. Evaluations are not to be reported.
+        """Records an execution; ``stopped`` if its limit stopped it. Only correct executions teach. Never record evaluations.
 
         Returns:
-            Whether limits are suspended from now on, because those that are known do not fit any more.
+            True if limits are suspended from now on, because the known ones no longer fit.
 
         Raises:
             ValueError: a time is negative or not finite.
@@ -146,35 +145,35 @@ class AdaptiveTimeout:
         return suspends
 
     def forget_limit(self) -> None:
-        """Report that nothing will be known of an execution with a limit: it was cancelled, or is of an evaluation."""
+        """Records that an execution with a limit has no usable result, because it was cancelled or belongs to an evaluation."""
         self._in_doubt = max(0, self._in_doubt - 1)
 
     def suspend(self, era: int) -> None:
-        """Begin the era ``era``: all keys have the full budget until they are learned anew. Their anchors may only grow."""
+        """Starts the era ``era``: all keys have the full budget until they are learned anew. Anchors are kept and may only grow."""
         self.era, self._evidence, self._in_doubt = era, 0.0, 0
         self._surprising.clear()
         self._anchors = OrderedDict((key, (wall, cpu, 0)) for key, (wall, cpu, _) in self._anchors.items())
 
     def _weigh(self, key: str, wall: float, correct: bool) -> None:
-        """Take an execution that ended by itself as evidence for or against the limits."""
+        """Updates the evidence against the limits with an execution that ended by itself."""
         limit, (longest_before, _, known) = self.learned(key), self.get(key)
         if limit.reason == "learning" or key in self._surprising:
             return
         by_chance = 1 / (known + 1)
         if correct and wall > longest_before and wall > limit.wall / 2:
             self._evidence += _BEYOND_LIMIT if wall > limit.wall else max(0.0, math.log(_NEAR / by_chance))
-            self._surprising.append(key)  # what comes next is compared with this one, and tells nothing
+            self._surprising.append(key)  # the next execution would be compared with this one: no evidence
         else:
             self._in_doubt = max(0, self._in_doubt - 2)
             if correct:
                 self._evidence = max(0.0, self._evidence + math.log((1 - _NEAR) / (1 - by_chance)))
 
     def get(self, key: str) -> AnchorTuple:
-        """Return the anchor of ``key`` in wall and in processor seconds, and how many results were correct; zeros if unknown."""
+        """Returns the anchor of ``key`` in wall and CPU seconds, and the number of correct results; zeros if unknown."""
         return self._anchors.get(key, (0.0, 0.0, 0))
 
     def merge(self, anchors: Mapping[str, AnchorTuple]) -> None:
-        """Take over what others know: the longer anchor and the larger count of each key. Twice is the same as once."""
+        """Merges anchors of other processes: the longer anchor and the larger count per key. Idempotent."""
         for key, theirs in anchors.items():
             ours = self.get(key)
             self._anchors[key] = longest(ours, theirs, max(ours[2], theirs[2]))
@@ -183,18 +182,18 @@ class AdaptiveTimeout:
             self._anchors.popitem(last=False)
 
     def anchors(self) -> dict[str, AnchorTuple]:
-        """Return all anchors as :meth:`get` does, the key used last at the end."""
+        """Returns all anchors by key, in the form of :meth:`get`; the most recently used key is last."""
         return dict(self._anchors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the anchors, ready for JSON."""
+        """Returns the anchors as a JSON-serialisable dict."""
         return {"format": _FORMAT, "version": _VERSION, "anchors": self.anchors()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace all anchors by saved ones. Settings may differ from those of the run that saved them.
+        """Replaces all anchors by saved ones. The flags may differ from those of the saved run.
 
         Raises:
-            ValueError: the state is of another kind or version, or damaged; nothing has changed then.
+            ValueError: ``state`` has another format or version, or is damaged. Nothing is changed in that case.
         """
         found = (state.get("format"), state.get("version")) if isinstance(state, Mapping) else (None, None)
         if found != (_FORMAT, _VERSION):

@@ -1,7 +1,7 @@
-"""Anchors that many processes share: each has a replica of its own to ask and to teach, and exchanges changes with one store.
+"""Anchors shared by many processes: each process reads and updates its own replica, which exchanges changes with one store.
 
-Nothing here waits for another process. A replica that cannot reach the store goes on with what it knows; a store that begins anew
-is told everything by each replica.
+Nothing here waits for another process. A replica that cannot reach the store continues with its own anchors. A restarted store
+receives all anchors from every replica.
 """
 
 import json
@@ -20,15 +20,15 @@ logger = logging.getLogger("rl_accel")
 
 @dataclass
 class AnchorDelta:
-    """What a replica has for the store.
+    """Changes that a replica sends to the store.
 
     Attributes:
-        incarnation: the store that the replica knows; "" for none.
-        version: up to where.
+        incarnation: id of the store in the last exchange; "" before the first.
+        version: version of the store in the last exchange.
         learned: by key, anchor and number of correct results since the last exchange.
-        everything: all anchors of the replica, if the store is another than before.
-        counts: what was counted since the last exchange, by name.
-        era: the replica's, see :meth:`AdaptiveTimeout.suspend`; what was learned in an earlier one is no use to the store.
+        everything: all anchors of the replica if the store has restarted, else empty.
+        counts: counts since the last exchange, by name.
+        era: the replica's era, see :meth:`AdaptiveTimeout.suspend`; the store ignores anchors of an earlier era.
     """
 
     incarnation: str = ""
@@ -41,7 +41,7 @@ class AnchorDelta:
 
 @dataclass
 class Update:
-    """What the store answers: its incarnation, version and era, and the anchors that changed since."""
+    """Answer of the store: incarnation, version and era of the store, and the anchors changed since the delta's version."""
 
     incarnation: str
     version: int
@@ -50,7 +50,7 @@ class Update:
 
 
 class Replica:
-    """A process's own :class:`AdaptiveTimeout`, which also keeps account of what the store does not know yet."""
+    """A process's own :class:`AdaptiveTimeout`, and the changes that the store does not have yet."""
 
     def __init__(self, timeout: AdaptiveTimeout | None = None) -> None:
         self.timeout = AdaptiveTimeout() if timeout is None else timeout
@@ -59,7 +59,7 @@ class Replica:
         self._incarnation, self._version, self._tell_everything = "", 0, False
 
     def record(self, key: str, wall: float, cpu: float, correct: bool, stopped: bool = False) -> None:
-        """Report an execution; see :meth:`AdaptiveTimeout.record`."""
+        """Records an execution; see :meth:`AdaptiveTimeout.record`."""
         if self.timeout.record(key, wall, cpu, correct, stopped):
             self._learned = {}
             self.count("suspended")
@@ -71,25 +71,25 @@ class Replica:
             self._learn(key, (wall, cpu, 1))
 
     def count(self, name: str, amount: float = 1.0) -> None:
-        """Add to a number that the store sums over all replicas."""
+        """Adds ``amount`` to the count ``name``, which the store sums over all replicas."""
         _add(self._counts, {name: amount})
 
     def take_delta(self) -> AnchorDelta:
-        """Return what happened since the last call. If the exchange then fails, give it to :meth:`put_back`."""
+        """Returns the changes since the last call. If the exchange fails, pass the changes to :meth:`put_back`."""
         everything = self.timeout.anchors() if self._tell_everything else {}
         delta = AnchorDelta(self._incarnation, self._version, self._learned, everything, self._counts, self.timeout.era)
         self._learned, self._counts, self._tell_everything = {}, {}, False
         return delta
 
     def put_back(self, delta: AnchorDelta) -> None:
-        """Keep ``delta`` for the next exchange."""
+        """Keeps ``delta`` for the next exchange."""
         for key, anchor in delta.learned.items() if delta.era == self.timeout.era else ():
             self._learn(key, anchor)
         _add(self._counts, delta.counts)
         self._tell_everything |= bool(delta.everything)
 
     def apply(self, update: Update) -> None:
-        """Take over what others have learned."""
+        """Merges the anchors in the store's answer, which other replicas have learned."""
         if update.era > self.timeout.era:
             self.timeout.suspend(update.era)
         if update.era == self.timeout.era:
@@ -106,11 +106,11 @@ class AnchorStore:
     """The anchors of all replicas and the sums of their counts.
 
     Args:
-        path: a file to start from, if it is there, and to save to. None: kept in memory only.
-        timeout: what holds them, empty.
+        path: file to load, if it exists, and to save to. None: memory only.
+        timeout: empty policy that holds the anchors; None: a new one.
 
     Raises:
-        ValueError: the file is damaged, or of another version.
+        ValueError: the file is damaged or has another version.
     """
 
     def __init__(self, path: Path | None = None, timeout: AdaptiveTimeout | None = None) -> None:
@@ -130,7 +130,7 @@ class AnchorStore:
         return len(self._timeout)
 
     def exchange(self, delta: AnchorDelta) -> Update:
-        """Take in a replica's delta and return what it does not know."""
+        """Merges a replica's delta and returns the anchors that the replica does not have."""
         if delta.era > self._timeout.era:
             self._timeout.suspend(delta.era)
         if delta.era == self._timeout.era:
@@ -149,12 +149,12 @@ class AnchorStore:
         return Update(self.incarnation, self._version, anchors, self._timeout.era)
 
     def take_counts(self) -> dict[str, float]:
-        """Return the sums since the last call."""
+        """Returns the sums of the counts since the last call."""
         counts, self._counts = self._counts, {}
         return counts
 
     def save(self) -> None:
-        """Write the file, whole or not at all, if anything has changed."""
+        """Writes the file atomically if anything has changed."""
         if self._path is None or self._saved == self._version:
             return
         write_atomically(self._path, json.dumps(self._timeout.state_dict()))

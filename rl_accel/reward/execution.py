@@ -1,4 +1,4 @@
-"""What an execution may use, and what came of it; and coroutines that are awaited within a limit, or until one of them fails."""
+"""Limits and result of an execution, and functions that await coroutines within a limit or until one of them fails."""
 
 import asyncio
 import contextlib
@@ -18,27 +18,27 @@ logger = logging.getLogger("rl_accel")
 T = TypeVar("T")
 
 HELD_SECONDS = 1.0
-"""A grader that runs for so long without awaiting anything is reported: nothing else happens on the event loop meanwhile."""
+"""Seconds without an await after which a grader is reported: nothing else can run on the event loop meanwhile."""
 _running: set["asyncio.Task[Any]"] = set()
-"""Tasks that have not ended, those that ignore their cancellation among them. asyncio itself holds tasks weakly."""
+"""Tasks that have not ended, including tasks that ignore their cancellation. asyncio itself has only weak references to tasks."""
 _reported: set[str] = set()
 
 Verdict = Literal["passed", "wrong", "done", "error", "timeout", "memory", "killed"]
-"""passed, wrong: of a program. done: a grader returned. error: it raised, or ended without a result. killed: it was stopped for a
-limit other than time or memory, ended a grader without returning, or took two workers with it."""
+"""Outcome of an execution. passed, wrong: of a program. done: a grader returned. error: the code raised, or a program ended without
+a result. killed: a limit other than time or memory stopped it, a grader's process died, or two workers died executing it."""
 SetLimits = Callable[[float, float], None]
-"""Takes new limits: wall and processor seconds, both from the start of the execution."""
+"""Callback for new limits: wall and CPU seconds, both counted from the start of the execution."""
 
 
 class LimitUpdates:
-    """Passes new limits from the policy to whoever enforces them. One published before anybody has subscribed is kept."""
+    """Passes new limits from the policy to the code that enforces them. Limits published before a subscription are kept."""
 
     def __init__(self) -> None:
         self._latest: tuple[float, float] | None = None
         self._set_limits: SetLimits | None = None
 
     def publish(self, wall: float, cpu: float) -> None:
-        """Let the execution have ``wall`` and ``cpu`` seconds in all. Without a subscriber it is only kept."""
+        """Sets the limits to ``wall`` and ``cpu`` seconds in total. Without a subscriber, only stores the limits."""
         if self._latest != (wall, cpu):
             self._latest = wall, cpu
             if self._set_limits is not None:
@@ -46,7 +46,7 @@ class LimitUpdates:
 
     @contextlib.contextmanager
     def subscribed(self, set_limits: SetLimits) -> Iterator[None]:
-        """Within the block, have ``set_limits`` called for what is published, and at once for the latest of before."""
+        """Calls ``set_limits`` for limits published within the block, and at once for the latest earlier limits."""
         self._set_limits = set_limits
         try:
             if self._latest is not None:
@@ -58,16 +58,16 @@ class LimitUpdates:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one execution may use.
+    """Resource limits of one execution.
 
     Args:
-        wall: seconds from start to end, less those in which it was ready and had to wait for a processor.
-        cpu: seconds of processor time, all its processes together.
-        memory: bytes of address space of each process, beyond what the worker has, and of resident memory of all together.
-        processes: how many there may be at once, threads included.
-        file_bytes: size of a file it writes.
-        output_bytes: what it may print; more stops it. Only the beginning is returned.
-        updates: changes ``wall`` and ``cpu`` while it runs.
+        wall: seconds from start to end, without the seconds in which the execution was ready but waited for a processor.
+        cpu: CPU seconds of all processes together.
+        memory: bytes of address space of each process, in addition to the worker's, and of resident memory of all together.
+        processes: maximum number of processes and threads at once.
+        file_bytes: maximum size of a file that the execution writes.
+        output_bytes: maximum size of the printed text; more stops the execution. Only the beginning is returned.
+        updates: changes ``wall`` and ``cpu`` during the execution.
 
     Raises:
         ValueError: a limit is not above 0.
@@ -87,23 +87,23 @@ class Limits:
                 raise ValueError(f"{name} must be above 0, found {value!r}")
 
     def numbers(self) -> dict[str, float]:
-        """Return all limits by name."""
+        """Returns all limits by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "updates"}
 
 
 @dataclass(frozen=True)
 class ExecutionResult:
-    """What came of an execution.
+    """Result of an execution.
 
     Attributes:
         verdict: see :data:`Verdict`.
-        value: what a grader returned; None unless the verdict is "done".
-        wall, cpu: seconds it took, of all its processes.
-        waited: seconds of ``wall`` in which it was ready and had no processor, the sum over its threads, and no more than
-            ``wall - cpu``. 0 where the kernel does not tell.
-        reason: in a few words: the exception, the limit that it exceeded.
-        output: the beginning of what a program, or an isolated grader, printed.
-        error: what a trusted grader raised.
+        value: return value of a grader; None unless the verdict is "done".
+        wall, cpu: wall seconds of the execution, and CPU seconds of all its processes.
+        waited: seconds of ``wall`` in which the execution was ready but had no processor: the sum over its threads, at most
+            ``wall - cpu``. 0 if the kernel does not report them.
+        reason: short text: the exception, or the limit that was exceeded.
+        output: beginning of the text that a program or an isolated grader printed.
+        error: exception that a trusted grader raised.
     """
 
     verdict: Verdict
@@ -117,15 +117,15 @@ class ExecutionResult:
 
 
 async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: str) -> ExecutionResult:
-    """Await ``coroutine`` for at most ``limits.wall`` seconds, or what ``limits.updates`` says meanwhile.
+    """Awaits ``coroutine`` for at most ``limits.wall`` seconds, or for the wall limit that ``limits.updates`` publishes.
 
-    At the limit it is cancelled, and so it is if this call is cancelled. One that ignores its cancellation is no longer waited for.
-    Processes that it has started, and those below them, are killed then; not those that other tasks or threads started for it.
+    At the limit, or if this call is cancelled, the coroutine is cancelled, but not awaited any further. The processes that the
+    coroutine has started are then killed with all descendants; processes that other tasks or threads started for it are not.
 
     Args:
         coroutine: a coroutine, not yet awaited.
-        limits: ``cpu`` and the others are not enforced, nor measured.
-        name: of the grader, for the warning if it holds the event loop.
+        limits: only ``wall`` is enforced; the other limits are neither enforced nor measured.
+        name: the grader's name, for the warning if the grader blocks the event loop.
     """
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -143,7 +143,7 @@ async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: 
     try:
         async with deadline:
             with limits.updates.subscribed(move):
-                await asyncio.wait({task})  # raises nothing of the grader's: a TimeoutError is ours
+                await asyncio.wait({task})  # never raises the grader's errors: a TimeoutError is ours
     except TimeoutError:
         pass
     finally:
@@ -166,9 +166,9 @@ async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: 
 
 
 async def gather_until(awaitables: Iterable[Awaitable[T]], ends: Callable[[T], bool] = lambda _: False) -> list[T]:
-    """Await all at once and return their results in order; once one raises, or ``ends`` is true of a result, cancel the others.
+    """Awaits all awaitables at once and returns the results in order.
 
-    The results of those that were cancelled are missing in the list.
+    Once an awaitable raises, or ``ends`` is true of a result, the others are cancelled and missing in the list.
     """
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
@@ -183,7 +183,7 @@ async def gather_until(awaitables: Iterable[Awaitable[T]], ends: Callable[[T], b
 
 @types.coroutine
 def _steps(coroutine: Coroutine[Any, Any, Any], name: str, started: set[int]) -> Generator[Any, Any, Any]:
-    """Run a coroutine; report the first step from one await to the next that takes long, and add to ``started`` its processes."""
+    """Runs a coroutine. Warns at the first long step between two awaits, and adds the processes started to ``started``."""
     value, error = None, None
     while True:
         began, before = time.monotonic(), _children()
@@ -191,7 +191,7 @@ def _steps(coroutine: Coroutine[Any, Any, Any], name: str, started: set[int]) ->
             awaited = coroutine.send(value) if error is None else coroutine.throw(error)
         except StopIteration as end:
             return end.value
-        except SystemExit as exit_:  # it would end the thread of the event loop
+        except SystemExit as exit_:  # SystemExit would end the thread of the event loop
             raise RuntimeError(f"SystemExit: {exit_.code}") from exit_
         finally:
             seconds = time.monotonic() - began
@@ -212,7 +212,7 @@ def _steps(coroutine: Coroutine[Any, Any, Any], name: str, started: set[int]) ->
 
 
 def _children() -> set[int]:
-    """Processes that this thread has started and that nobody has waited for; none where the kernel does not tell."""
+    """Returns this thread's child processes that nobody has waited for; an empty set if the kernel does not report them."""
     try:
         with open(f"/proc/self/task/{threading.get_native_id()}/children") as file:
             return set(map(int, file.read().split()))
@@ -221,7 +221,7 @@ def _children() -> set[int]:
 
 
 def _kill(started: set[int]) -> None:
-    for pid in started & _children():  # those of the others may be numbers of other processes by now
+    for pid in started & _children():  # other pids may belong to new processes by now
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in (*psutil.Process(pid).children(recursive=True), psutil.Process(pid)):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -231,4 +231,4 @@ def _kill(started: set[int]) -> None:
 def _forget(task: "asyncio.Task[Any]") -> None:
     _running.discard(task)
     if not task.cancelled():
-        task.exception()  # retrieved, or asyncio would log it
+        task.exception()  # marks the exception as retrieved, or asyncio would log it

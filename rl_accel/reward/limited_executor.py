@@ -1,4 +1,4 @@
-"""Executions within adaptive limits: who goes next, how long it may take, and what it teaches."""
+"""Execution under adaptive time limits: schedules executions, applies limits and learns from the results."""
 
 import asyncio
 import contextlib
@@ -22,29 +22,29 @@ from rl_accel.reward.sandbox import Case, Sandbox
 logger = logging.getLogger("rl_accel")
 
 _Waiting = tuple[float, int, "asyncio.Future[None]"]
-"""When it would end had it begun when it came, its number, and the future that is done when it has a slot."""
+"""A waiting execution: arrival time plus expected seconds, sequence number, and the future resolved when a slot is granted."""
 _LOOKS = 4
-"""So often a limit is looked for in the time of the least one."""
+"""Limit checks per ``minimum`` seconds, the shortest adaptive limit."""
 _LEAST_PAUSE_SECONDS = 0.02
 _IN_VAIN = (8, 64, 512, 4096)
-"""A warning is logged when so many executions have run into the full budget and none has ended yet."""
+"""Numbers of executions at which a warning is logged if all of them, from the first on, ran into the full budget."""
 
 
 def prompt_key(*parts: Any) -> str:
-    """Return what names a prompt in every epoch, run and process: a digest of ``parts``, such as its text and its ground truth."""
+    """Returns a digest of ``parts``, such as text and ground truth, that identifies a prompt in every epoch, run and process."""
     try:
         text = json.dumps(parts, default=repr, sort_keys=True)
-    except (TypeError, ValueError):  # keys of a dict that JSON does not have, or that cannot be sorted
+    except (TypeError, ValueError):  # dict keys that JSON does not support or that cannot be sorted
         text = re.sub(r" at 0x[0-9a-f]+", "", repr(parts))
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 class FairScheduler:
-    """Grants ``slots`` slots. Use it from one event loop.
+    """Shares ``slots`` slots fairly among prompts. Use this class from one event loop.
 
-    A free slot goes to the prompt that holds the fewest; among those to the execution with the fewest expected seconds, less the
-    seconds that it has waited, so that none waits for ever. A prompt with a late execution counts as holding two slots fewer: the
-    result of one more of its executions may show that the late one is to be stopped. Amortised O(log n) a slot.
+    A free slot goes to the prompt that holds the fewest slots. Ties go to the execution with the smallest ``expected seconds -
+    seconds waited``, so that no execution waits forever. A prompt with a late execution counts as holding two slots fewer: the
+    result of another execution of this prompt may show that the late one must be stopped. Amortised O(log n) per slot.
     """
 
     def __init__(self, slots: int) -> None:
@@ -54,15 +54,15 @@ class FairScheduler:
         self._held: Counter[str] = Counter()
         self._late: Counter[str] = Counter()
         self._queues: dict[str, list[_Waiting]] = {}
-        # (standing, head of its queue, prompt); entries that no longer tell the truth are dropped when they come up.
+        # (standing, expected end, sequence number, prompt); stale entries are dropped when they are popped.
         self._offers: list[tuple[int, float, int, str]] = []
         self._numbers = itertools.count()
 
     @contextlib.asynccontextmanager
     async def slot(self, prompt: str, expected: float) -> AsyncIterator[Callable[[], None]]:
-        """Hold a slot for ``prompt`` within the block, which is expected to take ``expected`` seconds.
+        """Holds a slot for ``prompt`` within the block, which is expected to take ``expected`` seconds.
 
-        What it yields is to be called, once, if the execution is late.
+        Yields a function that the block must call once if the execution is late.
         """
         await self._take(prompt, expected)
         late = []
@@ -89,7 +89,7 @@ class FairScheduler:
         try:
             await granted
         except asyncio.CancelledError:
-            if not granted.cancelled():  # it had got its slot, and was cancelled before it could run
+            if not granted.cancelled():  # the slot was granted, but the caller was cancelled before it ran
                 self._give_back(prompt)
             raise
 
@@ -101,7 +101,7 @@ class FairScheduler:
         self._give_out(prompt)
 
     def _offer(self, prompt: str) -> None:
-        """Put the head of the prompt's queue up for a slot."""
+        """Adds an offer for the first execution in the prompt's queue."""
         queue = self._queues.get(prompt, [])
         while queue and queue[0][2].done():
             heapq.heappop(queue)
@@ -114,7 +114,7 @@ class FairScheduler:
         return self._held[prompt] - (2 if prompt in self._late else 0)
 
     def _give_out(self, changed: str) -> None:
-        """Give out what is free, after the queue or the slots of the prompt ``changed`` have changed."""
+        """Grants free slots after the queue or the slots of the prompt ``changed`` have changed."""
         self._offer(changed)
         while self._free and self._offers:
             standing, _, number, prompt = heapq.heappop(self._offers)
@@ -131,29 +131,29 @@ class FairScheduler:
 
 
 class LimitedExecutor:
-    """Runs at most ``slots`` executions at once; the others wait, and with them those who want the results.
+    """Runs at most ``slots`` executions at once; further calls wait for a slot.
 
-    All responses of a prompt are judged at about the same time, and most of those that hang have begun before a limit is known.
-    So an execution that began with the full budget is given the limit, counted from its start, as soon as enough others of its
-    test case were correct, and follows the anchor if that rises. The price: those that are ready first decide. A correct answer
-    that takes much longer than they did is stopped, which would have ended by itself, and raised the anchor, if limits were for
-    later executions only. A probe keeps the full budget, whether it began with a limit or is given one now.
+    All responses of a prompt are graded at about the same time, so most executions that hang start before a limit is known.
+    An execution that started with the full budget therefore gets an adaptive limit, counted from its start, as soon as enough
+    other executions of its test case were correct. The limit follows the anchor if the anchor rises. Trade-off: a slow but
+    correct answer may be stopped where it would otherwise have finished and raised the anchor. A probe keeps the full budget,
+    whether the policy chose the probe at the start or later.
 
-    If the policy suspends limits, those that run have the full budget again.
+    If the policy suspends limits, running executions have the full budget again.
 
-    An execution that has no limit of its own and runs for longer than ``minimum`` is late: one more of its prompt goes first then.
+    An execution that has run for ``minimum`` seconds and still has no adaptive limit is late: its prompt gains priority.
 
-    Counts, in ``replica``: ``executions``, ``correct``, ``timeouts`` (of these ``timeouts_full``: at the full budget), ``killed``
-    (memory, output, or it died), ``cancelled``, ``probes``, ``seconds`` (wall), ``waited_seconds`` (for a turn) and
-    ``saved_seconds``: what executions that were stopped early would have taken longer, had they all run into the full budget.
-    ``suspended`` counts how often limits were suspended. Those that do not teach are counted as ``eval_executions`` alone.
+    Counts in ``replica``: ``executions``, ``correct``, ``timeouts`` (with ``timeouts_full``: those at the full budget), ``killed``
+    (memory, output, or a dead process), ``cancelled``, ``probes``, ``seconds`` (wall), ``waited_seconds`` (for a slot) and
+    ``saved_seconds``: full budget minus wall seconds, summed over executions stopped by an adaptive limit. ``suspended`` counts
+    suspensions of the limits. A finished execution with ``teach=False`` counts as ``eval_executions`` only.
 
     Args:
         replica: anchors and counts.
-        slots: executions at once.
-        limits: what an execution may use; wall and processor seconds are those of the policy instead.
-        maximum: the full budget, in seconds; None: that of the policy.
-        adapts: False gives each execution the full budget, for those whose time is that of others.
+        slots: maximum number of concurrent executions.
+        limits: resource limits of an execution; the policy replaces the wall and CPU seconds.
+        maximum: full budget in seconds; None: the policy's.
+        adapts: False gives each execution the full budget, for graders whose time depends on other services.
     """
 
     def __init__(
@@ -179,14 +179,14 @@ class LimitedExecutor:
         correct: Callable[[ExecutionResult], bool],
         teach: bool = True,
     ) -> ExecutionResult:
-        """Run one execution. Cancelling this call cancels ``run``.
+        """Runs one execution. Cancelling this call cancels ``run``.
 
         Args:
-            prompt: whose turn it is; executions of one prompt share what it gets.
-            case: which of the prompt's test cases; prompt and case together are the key of the anchor.
-            run: starts it, within the limits it is given.
-            correct: whether a result is. Only the times of correct ones are learned.
-            teach: False for an evaluation, which uses anchors and leaves them as they are.
+            prompt: key of the prompt; executions of one prompt share the prompt's slots.
+            case: name of the prompt's test case; prompt and case together are the key of the anchor.
+            run: starts the execution within the given limits.
+            correct: returns True for a correct result. Only the times of correct results are learned.
+            teach: False for an evaluation, which uses anchors and does not change them.
         """
         key = f"{prompt}/{case}"
         timeout, loop = self.replica.timeout, asyncio.get_running_loop()
@@ -198,7 +198,7 @@ class LimitedExecutor:
             limits = replace(self.limits, wall=limit.wall, cpu=limit.cpu, updates=updates)
 
             async def follow() -> None:
-                """Give it a limit once there is one, and say if it takes long until then."""
+                """Applies the adaptive limit once it is known, and reports the execution as late if that takes long."""
                 nonlocal limit
                 for look in itertools.count(1):
                     await asyncio.sleep(max(timeout.flags.minimum / _LOOKS, _LEAST_PAUSE_SECONDS))
@@ -246,7 +246,7 @@ class LimitedExecutor:
         return result
 
     def _notice(self, timed_out: bool) -> None:
-        """Warn if no execution at all has ended so far."""
+        """Warns if every execution so far has timed out."""
         if self._in_vain is None:
             return
         self._in_vain = self._in_vain + 1 if timed_out else None
@@ -268,9 +268,9 @@ async def execute_program(
     teach: bool = True,
     early_stop: bool = False,
 ) -> list[ExecutionResult]:
-    """Run a program on its test cases and return their results in order.
+    """Runs a program on its test cases and returns the results in order.
 
-    With ``early_stop`` they run one after another and end with the first that does not pass: the list is shorter then.
+    With ``early_stop`` the cases run one after another until the first that does not pass; the list may be shorter.
     """
 
     async def one(number: int) -> ExecutionResult:

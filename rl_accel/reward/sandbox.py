@@ -1,4 +1,4 @@
-"""Runs untrusted programs, and graders, where they cannot stall, fill or outlive the trainer."""
+"""Runs untrusted programs and graders in processes that cannot stall the trainer, exhaust its resources or outlive it."""
 
 import json
 import pickle
@@ -22,11 +22,11 @@ Kind = Literal["stdin", "call"]
 class Case:
     """One test case of a program.
 
-    ``stdin``: the program is run with ``given`` as its input, and what it prints must be ``expected``, trailing white space aside.
-    ``call``: ``given`` is JSON, ``[name, arguments]``; the function's value, as JSON, must equal ``expected``, JSON too.
+    ``stdin``: the program reads ``given`` as input; the printed text must equal ``expected``, apart from trailing white space.
+    ``call``: ``given`` is JSON, ``[name, arguments]``; the function's return value as JSON must equal ``expected``, also JSON.
 
     Raises:
-        ValueError: the kind is unknown, or JSON was wanted.
+        ValueError: the kind is unknown, or a call has other content than this JSON.
     """
 
     kind: Kind
@@ -47,19 +47,20 @@ class Case:
 
 
 class Sandbox:
-    """A pool of warm workers, each of which runs one program at a time in a process of its own that it forks for it.
+    """Pool of warm workers for untrusted programs. A worker runs one program at a time, in a process forked for that program.
 
-    Use it from one event loop. With isolation "process" a program has a session, limits, an empty environment and a private folder;
-    as root also a user of its own; where the kernel allows it also processes and a network of its own. "bubblewrap" adds a private
-    /tmp and shows of the file system only the interpreter and the system's programs, read-only. What a program shares with this
-    user all the same is logged once, as a warning: without root, "process" does not keep it from this user's files.
+    Use this class from one event loop. With isolation "process", a program has its own session, limits, a minimal environment and
+    a private folder. If this process is root, the program also has its own user; if the kernel allows it, also its own PID and
+    network namespaces. "bubblewrap" adds a private /tmp and a read-only file system with only the interpreter and the system's
+    programs. Resources that a program still shares with this user are logged once as a warning: without root, "process" does not
+    protect this user's files.
 
     Args:
-        workers: programs run at once; the others wait in order. None: the cores this process may use.
-        isolation: "process", "bubblewrap", or "auto": the latter where it works.
+        workers: maximum number of programs at once; the others wait in order. None: number of cores this process may use.
+        isolation: "process", "bubblewrap", or "auto": bubblewrap if it works, else process.
 
     Raises:
-        SandboxError: bubblewrap was asked for and does not work here.
+        SandboxError: bubblewrap was requested and does not work here.
         ValueError: a value is out of range.
     """
 
@@ -67,9 +68,9 @@ class Sandbox:
         self._pool = WorkerPool(workers, Start(choose_isolation(isolation)))
 
     async def run(self, code: str, case: Case, limits: Limits | None = None) -> ExecutionResult:
-        """Run ``code`` on ``case``. Cancelling this call stops the program at once.
+        """Runs ``code`` on ``case``. Cancelling this call stops the program at once.
 
-        A worker that dies is replaced and the program run again; if that one dies too, the program is held to have killed it.
+        If the worker dies, the program runs again on another worker; if that worker dies too, the verdict is "killed".
 
         Raises:
             SandboxError: no worker can be started, or the sandbox is closed.
@@ -79,44 +80,43 @@ class Sandbox:
         return result
 
     async def close(self) -> None:
-        """End all workers. Programs that are running are stopped, and their callers get a SandboxError."""
+        """Ends all workers. Running programs are stopped, and their callers get a SandboxError."""
         await self._pool.close()
 
 
 class Graders:
-    """A pool of workers that call a grader.
+    """Pool of workers that call a grader.
 
-    Without isolation the grader is trusted and lives on: a process imports it once and serves call after call, so that its caches,
-    pools and connections last. A call that is stopped at its limit ends the process and all that it started, and another process
-    takes its place. Calls at the same time run in several processes, which share no state; see
-    :class:`~rl_accel.reward.worker_pool.WorkerPool`. A process has this one's environment, ``sys.path``, folder and output, and of
-    the limits only ``wall`` and ``cpu`` hold. Arguments and values are pickled, with cloudpickle where pickle cannot.
+    Without isolation, the grader is trusted and long-lived: a process imports the grader once and serves call after call, so that
+    caches, pools and connections last. A call that exceeds a limit ends the process and everything started by it; a new process
+    takes its place. Concurrent calls run in several processes, which share no state; see
+    :class:`~rl_accel.reward.worker_pool.WorkerPool`. Grader processes have this process's environment, ``sys.path``, working folder
+    and output. Only the limits ``wall`` and ``cpu`` hold. Arguments and values are pickled, with cloudpickle if pickle fails.
 
-    With isolation, for a grader that executes what it grades, each call runs in a process forked for it, all limits hold, and a
-    worker is started as one of a :class:`~rl_accel.reward.sandbox.Sandbox` is. The grader is imported with an empty
-    environment and sees installed packages and ``readable``, but nothing else on this process's ``sys.path``. What it prints
-    in a call is the result's ``output``, what it prints when it is imported is dropped; a call may return numbers, text, lists and
-    dicts only. Threads that its module starts when it is imported are not there in the calls. verl's judge of programs, say, is
-    called so::
+    With isolation, for a grader that executes the code that it grades, each call runs in its own forked process, all limits hold,
+    and workers start like those of a :class:`~rl_accel.reward.sandbox.Sandbox`. The grader is imported with a minimal environment.
+    The grader sees installed packages and ``readable``, but no other part of this process's ``sys.path``. Text printed in a call is
+    the result's ``output``; text printed at import is dropped. A call may return numbers, text, lists and dicts only. Threads that
+    the module starts at import do not exist in the calls. Example, with verl's judge of programs::
 
         Graders("/path/of/prime_code/testing_util.py:run_test", isolation="auto")
 
-    Use this from one event loop.
+    Use this class from one event loop.
 
     Args:
-        target: "module:function" or "/path/file.py:function"; such a file is readable.
-        workers: calls at once; the others wait in order. None: the cores this process may use.
-        arguments: if given, the target is called once in each worker with them (pickled), and returns the function.
+        target: "module:function" or "/path/file.py:function"; such a file is added to ``readable``.
+        workers: maximum number of calls at once; the others wait in order. None: number of cores this process may use.
+        arguments: if given, each worker calls the target once with these (pickled), and the returned function is the grader.
         isolation: None, or as for a :class:`~rl_accel.reward.sandbox.Sandbox`: "auto", "process" or "bubblewrap". "process" hides
-            no files that every user may read, and without root none of this user's.
-        readable: files and folders that the grader reads, when it is imported or called.
-        in_thread: a trusted grader is called in a thread, as by an executor of threads, and not in the main one.
-        computing: calls of a trusted grader that may compute at once, see
+            no files that every user may read and, without root, none of this user's files.
+        readable: files and folders that the grader reads at import or in a call.
+        in_thread: call a trusted grader outside the main thread, as a thread pool does.
+        computing: maximum number of calls of a trusted grader that may compute at once, see
             :class:`~rl_accel.reward.worker_pool.WorkerPool`; None: as many as ``workers``.
-        environment, setup: of a trusted grader, see :class:`~rl_accel.reward.worker.Start`.
+        environment, setup: for a trusted grader, see :class:`~rl_accel.reward.worker.Start`.
 
     Raises:
-        SandboxError: bubblewrap was asked for and does not work here.
+        SandboxError: bubblewrap was requested and does not work here.
         ValueError: the target has another form, or a value is out of range.
     """
 
@@ -146,18 +146,18 @@ class Graders:
         self._trusted = not isolation
 
     def warm_up(self) -> None:
-        """Import the grader now, in its first worker, and wait until that is done. Needs no event loop."""
+        """Starts the first worker and waits until this worker has imported the grader or failed. Needs no event loop."""
         self._pool.warm_up()
 
     @property
     def deaths(self) -> int:
-        """How many workers have died of themselves."""
+        """Number of workers that died, or had to be ended because they did not answer."""
         return self._pool.deaths
 
     async def call(self, kwargs: Mapping[str, Any], limits: Limits | None = None) -> ExecutionResult:
-        """Call the grader with ``kwargs``. Cancelling this stops it, and all that it started, at once.
+        """Calls the grader with ``kwargs``. Cancelling this call stops the grader and all processes started by it at once.
 
-        A worker that dies is replaced and the call made again; if that one dies too, the verdict is "killed".
+        If the worker dies, the call is repeated on another worker; if that worker dies too, the verdict is "killed".
 
         Raises:
             SandboxError: the target cannot be imported, no worker can be started, or this is closed.
@@ -171,19 +171,19 @@ class Graders:
         try:
             value = pickle.loads(pickled) if self._trusted else _Plain(BytesIO(pickled)).load()
         except Exception as error:
-            if result.verdict == "error":  # of a class that this process cannot import
+            if result.verdict == "error":  # the exception's class cannot be imported here
                 return result
             reason = f"its value cannot be read: {type(error).__name__}: {error}"
             return replace(result, verdict="error", reason=reason)
         return replace(result, error=value) if result.verdict == "error" else replace(result, value=value)
 
     async def close(self) -> None:
-        """End all workers. Calls that are running are stopped and get a SandboxError."""
+        """Ends all workers. Running calls are stopped and raise a SandboxError."""
         await self._pool.close()
 
 
 class _Plain(pickle.Unpickler):
-    """Reads numbers, text and their containers: what an isolated grader sends may have been written by what it grades."""
+    """Unpickles numbers, text and their containers only: untrusted code may have written the bytes from an isolated grader."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"an isolated grader returns plain values, found {module}.{name}")

@@ -1,4 +1,4 @@
-"""Reads the rewards that graders return, and makes one for each response whose grader was stopped."""
+"""Reads rewards from grader results, and makes a stand-in reward for each response whose grader was stopped."""
 
 import logging
 import math
@@ -21,28 +21,28 @@ _PLAIN = (bool, int, float, complex, str, bytes, list, tuple, set, dict)
 
 
 class GraderError(RlAccelError, RuntimeError):
-    """A grader ended without an answer and without an exception: its process died, or it was stopped for a limit but time."""
+    """A grader ended without a result and without an exception: its process died, or a limit other than time stopped it."""
 
 
 @dataclass
 class Scores:
-    """What a framework takes for a reward, and what stands in for one whose grader was stopped. A reward is a number or a dict.
+    """Rewards in grader results, and stand-ins for answers whose grader was stopped. A reward is a number or a dict.
 
-    What a grader returns or raises is for the framework to judge, unless ``score_errors`` is set: then an answer whose grader
-    raised, or whose reward training cannot use, gets a stand-in too.
+    Normally the framework gets whatever a grader returns or raises. With ``score_errors``, an answer also gets a stand-in if
+    its grader raised or if training cannot use its reward.
 
-    Frameworks want rewards of one form: a batch in which some are dicts and some are not, or in which keys differ, ends the run.
-    So the keys and types of dicts are remembered by source (a grader, or a data source), and stand-ins look like them; those of a
-    source that has given no reward yet look like those of another.
+    Frameworks want rewards of one form: a batch that mixes dicts and numbers, or dicts with different keys, ends the run.
+    Therefore the keys and types of dicts are stored per source (a grader or a data source), and stand-ins have the same form. For
+    a source without any reward yet, a stand-in has the form of another source.
 
     Args:
         flags: ``correct_above``, ``timeout_score`` and ``score_errors``.
-        replica: where responses without a reward are counted, as ``errors``, or ``eval_errors`` in an evaluation. Those whose
+        replica: counts responses without a reward as ``errors``, or as ``eval_errors`` in an evaluation. Responses whose
             grader was stopped are counted by :class:`~rl_accel.reward.limited_executor.LimitedExecutor`.
-        keys: what the framework looks up in rewards, which must be dicts then and have the first of these.
-        number_keys: the training's number in a dict is under the first of these that it has.
-        correct_keys: and the number that says whether the answer is correct under the first of these.
-        numbers_only: a reward without a number is none.
+        keys: keys that the framework reads from a dict reward; the first one is required.
+        number_keys: keys of the training score in a dict; the first key in the dict counts.
+        correct_keys: keys of the number that tells whether the answer is correct; the first key in the dict counts.
+        numbers_only: True if training cannot use a reward without a number.
     """
 
     flags: RewardTimeoutFlags
@@ -56,14 +56,14 @@ class Scores:
     _warned: set[tuple[str, str]] = field(default_factory=set, init=False)
 
     def is_correct(self, result: ExecutionResult, size: int | None = None) -> bool:
-        """Whether a grader found an answer correct; of several answers any. Arguments as of :meth:`reward_of`."""
+        """True if a grader found the answer (or any of several answers) correct. Arguments as for :meth:`reward_of`."""
         if self.problem(result, size):
             return False
         numbers = [_number_in(reward, self.correct_keys) for reward in _rewards(result, size)]
         return any(number is not None and number > self.flags.correct_above for number in numbers)
 
     def problem(self, result: ExecutionResult, size: int | None = None) -> str:
-        """Say why training cannot use a result; "" if it can. Arguments as of :meth:`reward_of`."""
+        """Returns the reason why training cannot use a result, or "". Arguments as for :meth:`reward_of`."""
         if result.verdict != "done":
             return result.reason or result.verdict
         rewards = _rewards(result, size)
@@ -72,16 +72,16 @@ class Scores:
         return next((problem for problem in map(self._problem_of_one, rewards) if problem), "")
 
     def reward_of(self, result: ExecutionResult, source: str, teach: bool, size: int | None = None) -> Any:
-        """Return the reward in a result, or a stand-in of ``timeout_score``.
+        """Returns the reward in a result, or a stand-in with ``timeout_score``.
 
         Args:
-            result: of a grader.
-            source: where its reward comes from; stand-ins look like rewards of the same source.
+            result: result of a grader.
+            source: origin of the reward; stand-ins look like rewards of the same source.
             teach: False in an evaluation.
-            size: the value is a list of so many rewards, and so is what is returned; None: the value is a reward.
+            size: number of rewards if the result's value is a list of rewards; a list is then returned. None: a single reward.
 
         Raises:
-            Exception: what the grader raised, unless ``score_errors`` is set; :class:`GraderError` if its process died.
+            Exception: the grader's exception, unless ``score_errors`` is set; :class:`GraderError` if its process died.
         """
         problem = self.problem(result, size)
         if not problem:
@@ -119,7 +119,7 @@ class Scores:
             self._worst[source] = min(number, self._worst.get(source, math.inf))
 
     def _compare(self, source: str) -> None:
-        """Warn if it is better for an answer to be stopped than to be wrong."""
+        """Warns if a stopped answer gets a higher score than a wrong answer."""
         worst, score = self._worst.get(source, math.inf), self.flags.timeout_score
         if score > worst:
             wrong = f"a stopped answer from {source} gets {score:g}, more than the {worst:g} of a wrong one"
@@ -154,5 +154,5 @@ def _number_in(reward: Any, keys: Sequence[str]) -> float | None:
 
 
 def _empty(value: Any) -> Any:
-    """A value of the same type that says nothing; None for types of the user's own."""
+    """Returns an empty value of the same type, such as 0 or ""; None for user-defined types."""
     return type(value)() if type(value) in _PLAIN or isinstance(value, np.number | np.bool_) else None

@@ -1,4 +1,4 @@
-"""Warm workers: the processes, our end of their sockets, and the pool that calls share."""
+"""Warm workers: their processes, the trainer's end of their sockets, and the pool from which calls take them."""
 
 import asyncio
 import contextlib
@@ -26,27 +26,27 @@ from rl_accel.reward.worker import SIZES, Message, Order, Start, encode
 logger = logging.getLogger("rl_accel")
 
 _LOST = (ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError)
-"""What a call of a worker raises that has died, or does not answer."""
+"""Errors of a call to a worker that has died or does not answer."""
 _GRACE_SECONDS = 10.0
-"""A worker that has not been heard so long after the wall limit is ended itself, with all that descends from it."""
+"""Seconds to wait for a worker's message after the wall limit; then the worker is ended with all its descendants."""
 _END_SECONDS = 8.0
-"""A worker ends its program and itself in this time, or its reaper does it; then the reaper is killed."""
+"""Seconds in which a worker, or else its reaper, must end the worker and its program; then the reaper is killed."""
 _START_SECONDS = 300.0
-"""A worker must be ready in this time, with all imports of its grader."""
+"""Seconds in which a worker must be ready, including all imports of its grader."""
 _WAIT_SECONDS = 0.1
-"""Seconds that a call of a trusted grader waits for a busy worker before another is started."""
+"""Seconds that a call of a trusted grader waits for a busy worker before another worker is started."""
 _SCRIPT = Path(worker_files.__file__)
 
 
 class SandboxError(RlAccelError, RuntimeError):
-    """Untrusted code cannot be run as was asked for, or no worker can be started."""
+    """Untrusted code cannot be run with the requested isolation, or no worker can be started."""
 
 
 def choose_isolation(wanted: str) -> str:
-    """Return "bubblewrap" or "process"; for "auto" the former where it works.
+    """Returns "bubblewrap" or "process"; for "auto", bubblewrap if it works.
 
     Raises:
-        ValueError: ``wanted`` is none of the three.
+        ValueError: ``wanted`` is not one of these three.
         SandboxError: bubblewrap is wanted and does not work here.
     """
     if wanted not in ("auto", "process", "bubblewrap"):
@@ -59,7 +59,7 @@ def choose_isolation(wanted: str) -> str:
 
 @functools.cache
 def bubblewrap_problem() -> str:
-    """Return why bubblewrap cannot be used here; "" if it can."""
+    """Returns the reason why bubblewrap cannot be used here, or ""."""
     if shutil.which("bwrap") is None:
         return "bwrap is not installed"
     done = subprocess.run([*_bubblewrap(()), "true"], capture_output=True, text=True)
@@ -67,7 +67,7 @@ def bubblewrap_problem() -> str:
 
 
 def installed_path() -> list[str]:
-    """Return the part of ``sys.path`` that belongs to the interpreter and to installed packages, and not to the user's own code."""
+    """Returns the entries of ``sys.path`` that belong to the interpreter and to installed packages, without the user's own code."""
     standard = os.path.dirname(os.__file__)
     return [
         path for path in sys.path if path.startswith(standard) or path.endswith(("-packages", f"{os.sep}lib-dynload"))
@@ -75,9 +75,9 @@ def installed_path() -> list[str]:
 
 
 def _bubblewrap(readable: Sequence[str]) -> list[str]:
-    """The words before a command that is to see the interpreter, the system's programs and ``readable``, and nothing else.
+    """Returns the prefix for a command that may see only the interpreter, the system's programs and ``readable``.
 
-    It has a private /tmp, no network, and is the first process of a PID namespace of its own.
+    The command has a private /tmp, no network, and is the first process of a new PID namespace.
     """
     shown = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"]
     shown += [sys.base_prefix, sys.prefix, *installed_path(), *_library_folders(), str(_SCRIPT.parent), *readable]
@@ -91,12 +91,12 @@ def _bubblewrap(readable: Sequence[str]) -> list[str]:
 
 
 def _library_folders() -> list[str]:
-    """Where the interpreter's libraries may lie beside the usual places."""
+    """Returns additional folders of the interpreter's libraries."""
     return [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
 
 
 def _temporary_folder(isolation: str) -> str:
-    """Where temporary files go; where this process is root, programs run as another user, who must be able to get there."""
+    """Returns the folder for temporary files. If this process is root, programs run as another user, who needs access to it."""
     folder = Path(tempfile.gettempdir()).resolve()
     is_closed = os.geteuid() == 0 and not all(part.stat().st_mode & 0o001 for part in (folder, *folder.parents))
     return "/tmp" if is_closed or isolation == "bubblewrap" else str(folder)
@@ -104,13 +104,13 @@ def _temporary_folder(isolation: str) -> str:
 
 @dataclass(eq=False)
 class Worker:
-    """A worker that takes orders, one at a time.
+    """The trainer's end of a worker, which executes requests one at a time.
 
     Attributes:
-        process: its reaper, or bubblewrap; None for a fork of a template, whose reaper looks after it.
-        forks: it is the template of a grader, and takes no orders but to fork workers.
-        renews: it is replacing its process, and takes no order before :meth:`wait_ready`.
-        waits: what it executes has used no processor for most of its time.
+        process: the worker's reaper or bubblewrap; None for a fork of a template, which the template's reaper supervises.
+        forks: True for the template of a grader, which forks workers and takes no other requests.
+        renews: True while the worker replaces its process and takes no request; :meth:`wait_ready` waits for the end of this.
+        waits: True if the current execution has spent most of its time waiting for anything but a processor.
     """
 
     process: "subprocess.Popen[bytes] | None"
@@ -126,10 +126,10 @@ class Worker:
     def launch(
         start: Start, payload: bytes, readable: Sequence[str]
     ) -> "tuple[subprocess.Popen[bytes], socket.socket]":
-        """Start the process of one and return our end of its socket, for :meth:`of`. Arguments as of :class:`WorkerPool`.
+        """Starts a worker's process. Returns the arguments for :meth:`of`. Parameters as for :class:`WorkerPool`.
 
         Raises:
-            SandboxError: it cannot be started.
+            SandboxError: the process cannot be started.
         """
         ours, theirs = socket.socketpair()
         command, environment = [sys.executable, str(_SCRIPT), str(theirs.fileno())], None
@@ -160,18 +160,18 @@ class Worker:
 
     @classmethod
     async def of(cls, process: "subprocess.Popen[bytes] | None", channel: socket.socket) -> "Worker":
-        """Return the worker at the other end of ``channel``; :meth:`wait_ready` must follow."""
+        """Returns the worker at the other end of ``channel``. The caller must then call :meth:`wait_ready`."""
         return cls(process, channel, *await asyncio.open_connection(sock=channel))
 
     async def fork(self) -> "Worker":
-        """Return a fork of this template; :meth:`wait_ready` must follow.
+        """Returns a fork of this template. The caller must then call :meth:`wait_ready`.
 
         Raises:
             SandboxError: the template has died.
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            self._send({"fork": True})  # at once: nothing else is sent to a template, so that its buffer is empty
+            self._send({"fork": True})  # sent at once: the buffer is empty, as a template gets no other messages
             try:
                 socket.send_fds(self.channel, [b"f"], [theirs.fileno()])
             except OSError as error:
@@ -180,10 +180,10 @@ class Worker:
         return await Worker.of(None, ours)
 
     async def wait_ready(self) -> list[str]:
-        """Wait until it is ready for orders, and return what untrusted code shares with this process.
+        """Waits until the worker is ready. Returns the names of resources that untrusted code shares with this process.
 
         Raises:
-            SandboxError: the message says why it is not, such as what its import raised. :meth:`kill` must follow.
+            SandboxError: the worker cannot serve; the message gives the reason, such as an import error. Then call :meth:`kill`.
         """
         try:
             message, _ = await asyncio.wait_for(self._read(), _START_SECONDS)
@@ -197,11 +197,11 @@ class Worker:
 
     @property
     def gone(self) -> bool:
-        """Whether it, or its reaper, has died."""
+        """True if the worker or its reaper has died."""
         return self.reader.at_eof() or (self.process is not None and self.process.poll() is not None)
 
     async def run(self, limits: Limits, order: Order, payload: bytes) -> tuple[ExecutionResult, bytes]:
-        """Send an order and wait for its answer; if this is cancelled, :meth:`stop` must follow, or :meth:`kill`.
+        """Sends a request and returns the answer. If this call is cancelled, call :meth:`stop` or :meth:`kill` next.
 
         Raises:
             ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError: the worker has died, or is stuck.
@@ -209,12 +209,13 @@ class Worker:
         self.waits = False
         self._send(asdict(order), payload)
         self.answer = asyncio.ensure_future(self._wait(limits.wall))
-        self.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())  # nobody else may ask
+        # Reads an exception, as the caller may be gone, and asyncio logs exceptions that nobody reads.
+        self.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
         with limits.updates.subscribed(lambda wall, cpu: self._send({"wall": wall, "cpu": cpu})):
             return await asyncio.shield(self.answer)
 
     async def stop(self) -> None:
-        """Have the worker stop what it runs, and wait until that is done.
+        """Tells the worker to stop the current execution, and waits until it has stopped.
 
         Raises: as :meth:`run`.
         """
@@ -222,9 +223,9 @@ class Worker:
         await asyncio.wait_for(asyncio.shield(self.answer), _GRACE_SECONDS)
 
     async def kill(self) -> None:
-        """Have the worker stop what it runs and end; if it does not, the processes themselves are killed."""
+        """Tells the worker to stop its execution and end. If its process does not end in time, kills that process."""
         with contextlib.suppress(OSError):
-            # A fork of ours may hold it open. Of a fork of a template the end of its side says that all below it has ended.
+            # Not close(): a fork of this process may hold the socket. A template's fork closes its side when all its processes end.
             self.channel.shutdown(socket.SHUT_RDWR if self.process else socket.SHUT_WR)
         if self.process:
             self.writer.close()
@@ -261,22 +262,22 @@ class Worker:
 
 
 class WorkerPool:
-    """At most ``size`` workers of one kind, each started when it is needed. Use it from one event loop.
+    """Pool of at most ``size`` workers of one kind, each started on demand. Use this class from one event loop.
 
-    A worker of a trusted grader, which keeps what the grader has learned, is started only when a call has waited for another for
-    a tenth of a second: graders that answer at once keep to one. The worker that was used last is used next.
+    A trusted grader keeps its state, such as caches, in its worker. Another worker is therefore started only when a call has waited
+    for 0.1 seconds: graders that answer at once use a single worker. The most recently used worker is used next.
 
     Args:
-        size: None: the cores this process may use.
-        computing: workers of a trusted grader that may compute at once; more are started only if what all execute waits.
-        start, payload: their first message.
-        readable: files and folders that bubblewrap shows, read-only, beside the interpreter and the system's programs.
+        size: maximum number of workers; None: number of cores this process may use.
+        computing: maximum number of workers of a trusted grader that compute; more are started only if all executions wait.
+        start, payload: first message to each worker.
+        readable: files and folders that bubblewrap shows read-only, in addition to the interpreter and the system's programs.
 
     Attributes:
-        deaths: how many workers have died of themselves.
+        deaths: number of workers that died, or had to be ended because they did not answer.
 
     Raises:
-        ValueError: fewer than one worker.
+        ValueError: ``size`` is below 1.
     """
 
     def __init__(
@@ -308,21 +309,21 @@ class WorkerPool:
         self._warned = False
 
     def warm_up(self) -> None:
-        """Start the first worker, and wait until it is ready for orders or has failed. Needs no event loop."""
+        """Starts the first worker, and waits until that worker is ready or has failed. Needs no event loop."""
         self._launched = Worker.launch(self._start, self._payload, self._readable)
         poll = select.poll()
         poll.register(self._launched[1], select.POLLIN)
         poll.poll(_START_SECONDS * 1000)
 
     async def run(self, limits: Limits, order: Order, payload: bytes = b"") -> tuple[ExecutionResult, bytes]:
-        """Run an order on the next free worker; once more if that dies over it. Cancelling this stops it at once.
+        """Runs a request on the next free worker, and once more if that worker dies. Cancelling this call stops the execution.
 
         Args:
-            limits: of the execution.
+            limits: limits of the execution.
             order, payload: the message to the worker.
 
         Returns:
-            The result, and the pickled value of a grader, or its exception.
+            The result, and the grader's value or exception, pickled.
 
         Raises:
             SandboxError: no worker can be started, or the pool is closed.
@@ -338,7 +339,7 @@ class WorkerPool:
                 logger.warning("rl-accel: a sandbox worker died (%r)%s", error, again)
             except asyncio.CancelledError:
                 stopping = self._do(self._stop(worker))
-                while not stopping.done():  # a second cancellation must not end this before what it started
+                while not stopping.done():  # a second cancellation must not end this call before the execution
                     with contextlib.suppress(asyncio.CancelledError):
                         await asyncio.shield(stopping)
                 raise
@@ -348,7 +349,7 @@ class WorkerPool:
         return ExecutionResult("killed", reason="two workers died over it"), b""
 
     async def close(self) -> None:
-        """End all workers. What runs is stopped, and its callers get a SandboxError."""
+        """Ends all workers. Running executions are stopped, and their callers get a SandboxError."""
         self._closed = True
         while self._workers or self._unready or self._tasks:
             ends = map(self._end, self._workers | self._unready)
@@ -363,7 +364,7 @@ class WorkerPool:
             self._refuse(SandboxError("the sandbox is closed"))
 
     async def _stop(self, worker: Worker) -> None:
-        """Have a worker whose caller has gone stop, and keep it if it does: to start it again may take long."""
+        """Stops a worker whose caller was cancelled. Keeps the worker if it stops, as a new start may take long."""
         try:
             await worker.stop()
         except _LOST:
@@ -372,14 +373,14 @@ class WorkerPool:
             self._free(worker)
 
     async def _take(self) -> Worker:
-        """Return an idle worker, or wait for one."""
+        """Returns an idle worker, or waits for one."""
         if self._closed:
             raise SandboxError("the sandbox is closed")
         while self._idle:
             worker = self._idle.pop()
             if not worker.gone:
                 return worker
-            self.deaths += 1  # it died while it had nothing to do: no order is to blame
+            self.deaths += 1  # the worker died while idle: no request is to blame
             await self._end(worker)
         place: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
@@ -392,7 +393,7 @@ class WorkerPool:
             raise
 
     def _free(self, worker: Worker) -> None:
-        """Give a worker that has done its order to the next caller, once it is ready."""
+        """Gives a worker that has finished a request to the next caller, once the worker is ready."""
         if worker.renews:
             self._do(self._welcome(worker))
             return
@@ -403,14 +404,14 @@ class WorkerPool:
         self._idle.append(worker)
 
     def _refuse(self, error: SandboxError) -> None:
-        """Have the caller that has waited longest get ``error``."""
+        """Raises ``error`` in the call that has waited longest."""
         while self._waiting:
             place = self._waiting.popleft()
             if not place.done():
                 return place.set_exception(error)
 
     def _grow_soon(self) -> None:
-        """Start another worker if callers go on waiting."""
+        """Starts another worker if callers keep waiting."""
         if self._starting + len(self._workers) == 0 or self._start.isolation:
             self._grow()
         elif self._growth is None:
@@ -423,7 +424,7 @@ class WorkerPool:
         room = most = self.size - count
         if not self._start.isolation:
             if not (self._template and self._workers):
-                room = 1 - self._starting  # the first may become the template; most graders need no second
+                room = 1 - self._starting  # the first worker may become the template; most graders need no second
             elif not all(worker.waits for worker in self._workers):
                 room = min(most, self._computing - count)
         for _ in range(min(waiting, room)):
@@ -433,7 +434,7 @@ class WorkerPool:
             self._grow_soon()
 
     async def _add(self) -> None:
-        """Start a worker."""
+        """Starts a worker, as a fork of the template if there is one."""
         worker = None
         try:
             if self._template and self._template.gone:
@@ -455,7 +456,7 @@ class WorkerPool:
                 self._grow_soon()
 
     async def _welcome(self, worker: Worker) -> None:
-        """Give a worker to the first caller when it is ready."""
+        """Waits until a worker is ready, then gives the worker to the first waiting caller."""
         try:
             shared = await worker.wait_ready()
         except BaseException as error:

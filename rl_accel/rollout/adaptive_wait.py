@@ -1,4 +1,4 @@
-"""How long to wait before looking again whether rollouts have finished: short delays at a bounded cost."""
+"""Adaptive pauses between polls for finished rollouts: short delays at a bounded CPU cost."""
 
 import math
 from collections import deque
@@ -11,27 +11,27 @@ _EAGER_FRACTION = 0.25
 
 
 class AdaptiveWait:
-    """Decides the pause between two polls. Takes times, never a clock, so that it can be driven by tests.
+    """Decides the pause between two polls. Takes times as arguments and has no clock, so that tests can set the time.
 
-    Two bounds pull against each other:
+    Two bounds conflict:
 
-    - a poll costs ``cost`` seconds, so pauses of ``cost * (1 / max_cpu_share - 1)`` keep the share of one core at
-      ``max_cpu_share``;
-    - a response that comes in just after a poll waits for the next one, at most ``max_delay_s``, the poll included.
+    - Cost: a poll takes ``cost`` seconds. Pauses of ``cost * (1 / max_cpu_share - 1)`` keep polling at ``max_cpu_share``
+      of one core.
+    - Delay: a response that arrives just after a poll waits for the end of the next poll, at most ``max_delay_s``.
 
-    Where both can be had (a poll costs at most ``max_cpu_share * max_delay_s``, 1 ms by default) both hold. A dearer
-    poll of up to a quarter of ``max_delay_s`` may be repeated every ``max_delay_s`` out of savings: time in which
-    nothing was polled (a training step) earns them, up to what 10 seconds of polling at ``max_cpu_share`` cost. Past
-    that, and for still dearer polls from the start, the cost bound alone holds. Over any stretch of ``t`` seconds
-    polling thus costs at most ``max_cpu_share * (t + 10)`` seconds and one poll. Pauses go beyond ``longest``, the pause
-    that would be made without us, only where several polls in a row showed that it would cost more than the share.
+    Both bounds hold while a poll takes at most ``max_cpu_share * max_delay_s`` (1 ms by default). A longer poll, up to a
+    quarter of ``max_delay_s``, may still be repeated every ``max_delay_s`` while savings last. Time without polls (a
+    training step) earns these savings, up to the cost of 10 seconds of polling at ``max_cpu_share``. Without savings, and
+    for even longer polls, only the cost bound holds. Over any ``t`` seconds, polling thus costs at most
+    ``max_cpu_share * (t + 10)`` seconds plus one poll. A pause exceeds ``longest``, the pause without this class, only if
+    several polls in a row have shown that ``longest`` would cost more than the share.
 
     Near the end, when few prompts are outstanding and some have just settled, pauses start at a quarter of
-    ``max_delay_s`` and double until nothing more changes, as far as savings allow.
+    ``max_delay_s``. They double with each poll that shows no change, as far as savings allow.
 
     Args:
-        max_cpu_share: share of one core, in (0, 1].
-        max_delay_s: seconds, positive.
+        max_cpu_share: maximum share of one core for polling, in (0, 1].
+        max_delay_s: maximum delay of a response in seconds, positive.
 
     Raises:
         ValueError: an argument is out of range.
@@ -52,18 +52,18 @@ class AdaptiveWait:
 
     @property
     def cost(self) -> float:
-        """Seconds a poll takes: the median of recent ones, so that one hiccup is not taken for a trend."""
+        """Seconds per poll: the median of recent polls, so that a single outlier has no effect."""
         return median_low(self._costs) if self._costs else 0.0
 
     def next_wait(self, now: float, poll_s: float, outstanding: int, settled: int, longest: float) -> float:
-        """Return the seconds to pause after a poll.
+        """Returns the seconds to pause after a poll.
 
         Args:
-            now: any monotonic time, at the end of the poll.
-            poll_s: seconds the poll took.
-            outstanding: prompts that the poll showed as not finished.
-            settled: prompts that it showed as finished or failed.
-            longest: the most to return, in seconds, unless polls are known to be too dear for it.
+            now: monotonic time in seconds at the end of the poll.
+            poll_s: duration of the poll in seconds.
+            outstanding: number of prompts that the poll showed as unfinished.
+            settled: number of prompts that the poll showed as finished or failed.
+            longest: maximum to return, in seconds, unless polls are known to cost too much for this pause.
         """
         self._costs.append(max(poll_s, 0.0))
         earned = 0.0 if self._last is None else self.max_cpu_share * max(now - self._last, 0.0)
@@ -75,7 +75,7 @@ class AdaptiveWait:
         wanted = self._wanted(cost, outstanding, settled)
         affordable = cost * (1 / self.max_cpu_share - 1)
         if cheap:
-            # The next poll must be paid by what is saved then; a pause of `affordable` always earns it.
+            # Savings must then cover the next poll; a pause of `affordable` always earns enough.
             short = cost - self._savings - self.max_cpu_share * cost
             affordable = min(affordable, max(short, 0.0) / self.max_cpu_share)
         ceiling = max(longest, affordable) if len(self._costs) >= _CONVINCING_POLLS else longest

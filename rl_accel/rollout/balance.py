@@ -1,6 +1,7 @@
-"""Balanced rollouts: which replica generates which response, and when. Bound late, longest first, put off or moved.
+"""Balanced rollouts: late binding of responses to replicas, the longest responses first, with preemption and migration.
 
-Moves, longest first and rollouts in parts are Seer's (2025), the caches' future peak is the Past-Future scheduler's (ASPLOS'25).
+Migration, longest first and rollouts in parts are from Seer (2025); the future peak of a cache is from the Past-Future scheduler
+(ASPLOS'25).
 """
 
 import math
@@ -16,21 +17,21 @@ import numpy as np
 from rl_accel.features import BalanceFlags
 
 HOME_MARGIN = 4
-"""Requests that the replica of a conversation may have more than the emptiest one and still get its next turn."""
+"""Maximum number of requests that a conversation's replica may have above the emptiest replica and still get the next turn."""
 AHEAD_SECONDS = 0.5
-"""So many seconds, or fewer, requests wait inside an engine, so that the next one begins without a round trip."""
+"""Maximum seconds of work queued inside an engine, to hide the router's round trip."""
 PROMPTS, PER_PROMPT, RECENT = 100_000, 32, 4096
-"""Prompts whose lengths are known, lengths of each, and lengths of all that expectations are made of."""
+"""Maximum numbers of prompts with stored lengths, of lengths per prompt, and of recent lengths over all prompts."""
 PARTS, FEWEST = 512, 16
-"""Parts of responses that the engines' speed is fitted to, and how many it takes."""
+"""Number of response parts kept to fit the engines' speed, and minimum number for a fit."""
 PUT_OFF = 1 / 16
-"""The largest share of responses that are put off."""
+"""Maximum share of responses that are preempted."""
 READ_SHARE, READ_WEIGHT = 1 / 64, 1000
-"""Seconds to read a token again over those to generate one, until moves of so many tokens have shown it."""
+"""Prior for the seconds to prefill a token again, as a share of the seconds to generate a token, and its weight in tokens."""
 
 
 class Decision(NamedTuple):
-    """Have ``replica`` generate the response of ``ticket``; or ``stop`` it there, so that it goes on elsewhere."""
+    """Order to start the response ``ticket`` on ``replica`` or, with ``stop``, to stop the response, which continues elsewhere."""
 
     ticket: str
     replica: str
@@ -39,7 +40,7 @@ class Decision(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """``area`` is the integral of the number of running responses over time, until ``changed``."""
+    """A rollout server. ``area`` is the integral of the number of running responses over time, until ``changed``."""
 
     name: str
     cache_tokens: float
@@ -51,7 +52,7 @@ class _Replica:
         return len(self.running)
 
     def count(self, now: float) -> float:
-        """Bring ``area`` up to ``now`` and return it."""
+        """Advances ``area`` to ``now`` and returns ``area``."""
         self.area += len(self.running) * (now - self.changed)
         self.changed = now
         return self.area
@@ -59,7 +60,7 @@ class _Replica:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The ``count`` responses of one prompt that are not over; ``lengths`` of others. The least ``order`` is first in the queue."""
+    """The ``count`` unfinished responses of one prompt; ``lengths`` of finished responses. The least ``order`` is served first."""
 
     prompt: str
     lengths: deque[int]
@@ -72,44 +73,44 @@ class _Group:
 
 @dataclass(slots=True, eq=False)
 class _Response:
-    """A response that is not over; it waits without a ``replica``. ``tokens`` and ``seconds`` are those of its earlier parts."""
+    """An unfinished response; waiting if ``replica`` is None. ``tokens`` and ``seconds`` are sums over its earlier parts."""
 
     ticket: str
     group: _Group
     prompt_tokens: int
     movable: bool
     arrived: float
-    target: str  # where it should go
+    target: str  # preferred replica
     tokens: int = 0
     seconds: float = 0.0
     waited: float = 0.0
-    since: float = 0.0  # when it began to wait or was bound
+    since: float = 0.0  # time when the response began to wait or was bound
     replica: _Replica | None = None
-    area: float = 0.0  # of its replica when it was bound
+    area: float = 0.0  # area of the replica when the response was bound
     expected: float = 0.0
-    predicted: float = 0.0  # when it was bound first; 0: nothing was known
+    predicted: float = 0.0  # expected length at the first binding; 0: unknown
     moves: int = 0
     stopping: bool = False
 
 
 class _Speed:
-    """How long replicas take, fitted to parts of responses: ``start + tokens * (token + request * running) + again * read``.
+    """Seconds that replicas need, fitted to parts of responses: ``start + tokens * (token + request * running) + again * read``.
 
-    ``running`` is the mean number of requests, ``again`` the tokens that were read again after a move.
+    ``running`` is the mean number of running requests, ``again`` the number of tokens prefilled again after a stop.
     """
 
     def __init__(self) -> None:
         self._parts: deque[tuple[float, ...]] = deque(maxlen=PARTS)
         self._new = 0
         self.token = self.request = self.start = self.read = 0.0
-        self.part = 0.0  # mean seconds of a part
+        self.part = 0.0  # mean duration of a part in seconds
 
     def add(self, tokens: int, running: float, again: float, seconds: float) -> None:
         self._parts.append((tokens, tokens * running, 1.0, again, seconds))
         self._new += 1
 
     def fit(self) -> None:
-        """Bring the numbers up to date, by least squares."""
+        """Updates the coefficients by least squares, if enough new parts have come."""
         if len(self._parts) >= FEWEST and self._new * 8 >= len(self._parts):
             self._new = 0
             prior = (-READ_SHARE * READ_WEIGHT, 0.0, 0.0, READ_WEIGHT, 0.0)
@@ -119,41 +120,44 @@ class _Speed:
             self.part = float(parts[:-1, 4].mean())
 
     def of(self, running: float) -> float:
-        """Return the seconds of a token with so many requests; 0 if there was not enough to fit."""
+        """Returns the seconds per token with ``running`` requests; 0 if too few parts were seen."""
         return self.token + self.request * running
 
 
 class Balance:
     """Decides where and when responses are generated. No I/O and no clock: events in, decisions out.
 
-    A response waits until a replica has a place: fewer running than ``places`` (and what they complete in :data:`AHEAD_SECONDS`),
-    and, where the size of its key-value cache is known, room for the most that all of them should need at any time. First are
-    responses that have begun (next turns, what was moved or lost its replica), then one of each prompt, then those with the most
-    expected tokens: the mean of
+    A response waits until a replica has a free slot: fewer running responses than ``places`` plus the number that end within
+    :data:`AHEAD_SECONDS`. A key-value cache of known size must also have room for the expected peak of all its responses.
 
-    - the prompt's responses that were longer than this one is, of this epoch and of earlier ones,
-    - for each running one that has come farther, and for this one itself: the mean of recent responses longer than that.
+    The queue starts with responses that have begun (next turns, migrated responses, responses whose replica died). One response of
+    each prompt follows, then the responses with the highest expected length. The expected length is the mean of
 
-    Who will be long is known too late, and a long response that begins last is waited for. So while some have not begun, those that
-    have come far are put off (stopped, to go on after all others have begun), as many as there are places, :data:`PUT_OFF` at most:
-    from then on they run side by side. How far is far follows from recent lengths: so many responses should be longer.
+    - lengths of the prompt's complete responses, of this epoch and earlier ones, that are longer than this response is now,
+    - for this response and each running response of the prompt with more tokens: the mean length of longer recent responses.
 
-    A response goes to the replica with the fewest; one that has begun to its own, unless that has :data:`HOME_MARGIN` more. When
-    nothing waits, the response with the most expected tokens left moves from a replica to an emptier one, if that should
-    save ``flags.margin`` times what it costs, and ``flags.max_moves`` times at most.
+    Long responses cannot be told in time, and a long response that starts last delays the step. While some responses have not
+    started, running responses that are long are therefore preempted: stopped until all others have started. They then run side by
+    side. Their number is limited by the slots and by the share :data:`PUT_OFF`. The length from which responses are preempted is
+    the quantile of recent lengths that fits this number.
 
-    The driver calls ``request`` for a response, carries out the decisions that each call returns, and reports ``over`` or, after a
-    response was stopped or its replica died, ``again``. It calls ``tick`` a few times a second. ``now`` is in seconds of one clock.
-    What concerns a response that is over is ignored; what cannot be raises ValueError and changes nothing.
+    A response goes to the replica with the fewest requests. A response that has begun goes to its own replica, unless that replica
+    has more than :data:`HOME_MARGIN` requests above the fewest. When no response waits, the response with the most expected tokens
+    left migrates from the fullest replica to the emptiest, if that should save ``flags.margin`` times its cost. A response is
+    stopped at most ``flags.max_moves`` times.
+
+    The driver calls ``request`` for a response, carries out the decisions that each call returns, and reports ``over``, or
+    ``again`` after a stop or the death of a replica. It calls ``tick`` a few times a second. ``now`` is in seconds of one clock.
+    Events about finished responses are ignored; impossible events raise ValueError and change nothing.
 
     Args:
-        places: requests that a replica runs at once.
-        flags: the user's.
-        ordered: False: in the order of arrival.
-        together: responses of a prompt go to the same replica.
+        places: slots of a replica: maximum number of running requests.
+        flags: the user's flags.
+        ordered: whether expected length decides the order; False: order of arrival.
+        together: whether the responses of a prompt go to the same replica.
 
     Attributes:
-        lengths: of complete responses, by prompt; what an earlier run knew, for :meth:`learn`.
+        lengths: lengths of complete responses in tokens, by prompt. A later run can :meth:`learn` them.
     """
 
     def __init__(self, places: int, flags: BalanceFlags, ordered: bool = True, together: bool = False) -> None:
@@ -163,14 +167,14 @@ class Balance:
         self._speed, self._numbers = _Speed(), _Numbers()
         self.lengths: dict[str, deque[int]] = {}
         self._recent: deque[int] = deque(maxlen=RECENT)
-        self._new = 0  # of these, since they were sorted
+        self._new = 0  # recent lengths since the last sort
         self._ascending: list[int] = []
-        self._sums: list[int] = []  # of each of these and all longer ones
+        self._sums: list[int] = []  # suffix sums of ``_ascending``
         self._replicas: dict[str, _Replica] = {}
         self._responses: dict[str, _Response] = {}
         self._groups: dict[str, _Group] = {}
-        self._begun: dict[str, _Response] = {}  # in the queue, before all of ``_queue``
-        self._put_off: dict[str, _Response] = {}  # behind it
+        self._begun: dict[str, _Response] = {}  # waiting, ahead of ``_queue``
+        self._put_off: dict[str, _Response] = {}  # waiting, behind ``_queue``
         self._queue: dict[str, _Group] = {}
         self.waiting = 0
 
@@ -178,7 +182,7 @@ class Balance:
         return len(self._responses)
 
     def learn(self, lengths: Mapping[str, Sequence[int]]) -> None:
-        """Begin with the ``lengths`` of an earlier run."""
+        """Adds the ``lengths`` of an earlier run."""
         for prompt, its in lengths.items():
             self.lengths[prompt] = deque(its, PER_PROMPT)
             self._recent += its
@@ -189,21 +193,21 @@ class Balance:
         return {name: len(replica) for name, replica in self._replicas.items()}
 
     def add_replica(self, name: str, now: float, cache_tokens: float = math.inf) -> list[Decision]:
-        """A replica has come; ``cache_tokens``: that its key-value cache holds. One that is there is told its size."""
+        """Adds a replica, or updates ``cache_tokens`` of a known replica: the capacity of its key-value cache in tokens."""
         self._replicas.setdefault(name, _Replica(name, cache_tokens, now)).cache_tokens = cache_tokens
         return self._fill(now)
 
     def remove_replica(self, name: str) -> None:
-        """A replica gets nothing more. What it runs is ``over`` some time, or goes on ``again`` if it is dead."""
+        """Removes a replica. Its running responses end with ``over``, or with ``again`` if the replica is dead."""
         self._replicas.pop(name, None)
 
     def request(
         self, ticket: str, now: float, prompt: str = "", prompt_tokens: int = 0, home: str = "", movable: bool = True
     ) -> list[Decision]:
-        """A response is to be generated; ``ticket`` is its name, unique.
+        """Adds a response to generate, with the unique name ``ticket``.
 
-        ``prompt`` is the same for all responses of a prompt, in every epoch. ``home`` is the replica of the last turn, if there was
-        one. Only what is ``movable`` can go on elsewhere after it was stopped.
+        ``prompt`` is the same for all responses of a prompt, in every epoch. ``home`` is the replica of the last turn, if any. Only
+        a ``movable`` response can continue elsewhere after a stop.
         """
         if ticket in self._responses:
             raise ValueError(f"ticket must be new, found {ticket!r} twice")
@@ -221,7 +225,7 @@ class Balance:
         return self._fill(now)
 
     def over(self, ticket: str, now: float, tokens: int | None = None) -> list[Decision]:
-        """A response is complete with ``tokens`` more tokens, or, without them, not wanted any more."""
+        """Ends a response: complete with ``tokens`` more tokens, or no longer wanted if ``tokens`` is None."""
         response = self._responses.get(ticket)
         if response is None:
             return []
@@ -245,9 +249,9 @@ class Balance:
         return self._fill(now)
 
     def again(self, ticket: str, now: float, tokens: int | None = None) -> list[Decision] | None:
-        """A response has stopped after ``tokens`` more tokens because it was to, or, without them, its replica died.
+        """Queues a response again: it was stopped after ``tokens`` more tokens or, if None, its replica died.
 
-        Returns None, and changes nothing, if it is over or was not to stop.
+        Returns None and changes nothing if the response is over or no stop was decided.
         """
         response = self._responses.get(ticket)
         if response is None or (tokens is not None and not response.stopping):
@@ -263,7 +267,7 @@ class Balance:
         return self._fill(now)
 
     def tick(self, now: float) -> list[Decision]:
-        """Look again at everything that time changes."""
+        """Updates speed and expected lengths; decides on starts, preemptions and migrations."""
         self._speed.fit()
         for replica in self._replicas.values():
             for response in replica.running.values() if replica.cache_tokens < math.inf else ():
@@ -273,11 +277,11 @@ class Balance:
         return self._fill(now) + self._stop_long(now) or self._move(now)
 
     def take_numbers(self) -> dict[str, float]:
-        """Return what happened since the last call, by name; {} if no response was completed."""
+        """Returns the metrics since the last call, by name; {} if no response was completed."""
         numbers, self._numbers = self._numbers, _Numbers()
         return numbers.summary([*self._replicas], self.places)
 
-    # How
+    # Implementation
 
     def _wait(self, response: _Response, now: float, queue: "dict[str, _Response] | None") -> None:
         self.waiting += 1
@@ -302,7 +306,7 @@ class Balance:
         group.order = (bool(group.home), -self._expect(group, 0, now)) if self.ordered else ()
 
     def _expect(self, group: _Group, tokens: float, now: float) -> float:
-        """How long a response of ``group`` is expected to be that has come to ``tokens``."""
+        """Returns the expected length in tokens of a response of ``group`` that has ``tokens`` so far."""
         samples = [float(length) for length in group.lengths if length > tokens]
         if self._speed.of(1):
             far = (self._tokens(other, now) for other in group.running.values())
@@ -310,7 +314,7 @@ class Balance:
         return (sum(samples) + self._beyond(tokens)) / (len(samples) + 1)
 
     def _beyond(self, tokens: float) -> float:
-        """The mean length of recent responses longer than ``tokens``; twice ``tokens`` if there was none."""
+        """Returns the mean length of recent responses longer than ``tokens``; twice ``tokens`` if there are none."""
         if self._new > len(self._ascending) // 16:
             self._ascending, self._new = sorted(self._recent), 0
             self._sums = [*accumulate(reversed(self._ascending))][::-1]
@@ -318,7 +322,7 @@ class Balance:
         return self._sums[at] / (len(self._ascending) - at) if at < len(self._ascending) else 2 * tokens
 
     def _tokens(self, response: _Response, now: float) -> float:
-        """How many tokens a response should have by now."""
+        """Returns the estimated number of tokens of a response at ``now``."""
         replica, seconds = response.replica, now - response.since
         if replica is None or not self._speed.of(1) or seconds <= 0:
             return response.tokens
@@ -326,7 +330,7 @@ class Balance:
         return response.tokens + max(seconds - self._speed.start, 0.0) / self._speed.of(running)
 
     def _fill(self, now: float) -> list[Decision]:
-        """Bind what waits, as far as there are places."""
+        """Binds waiting responses while there are free slots."""
         decisions: list[Decision] = []
         while self.waiting:
             if self._begun:
@@ -354,12 +358,12 @@ class Balance:
         return next((replica for replica in free if self._fits(response, replica, now)), None)
 
     def _fits(self, response: _Response, replica: _Replica, now: float) -> bool:
-        """Whether the cache of ``replica`` should hold ``response`` beside what runs until the end, at a token a step."""
+        """Returns whether the cache should hold ``response`` and all running responses until they end, at one token per step."""
         if replica.cache_tokens == math.inf or not replica.running:
             return True
         response.expected = self._expect(response.group, response.tokens, now)
         far = [(one, self._tokens(one, now)) for one in (response, *replica.running.values())]
-        far.sort(key=lambda pair: pair[1] - pair[0].expected)  # when one of these ends, all before it still run
+        far.sort(key=lambda pair: pair[1] - pair[0].expected)  # when one ends, all before that one still run
         held = np.cumsum([one.prompt_tokens + tokens for one, tokens in far])
         left = [max(one.expected - tokens, 1.0) for one, tokens in far]
         return bool((held + np.arange(1, len(far) + 1) * left).max() <= replica.cache_tokens)
@@ -396,7 +400,7 @@ class Balance:
         response.seconds += seconds
 
     def _stop_long(self, now: float) -> list[Decision]:
-        """Stop responses that are to be put off, see above; nothing before as many were completed as are under way or wait."""
+        """Stops responses to preempt, see above. Needs as many complete responses as are running or have not started."""
         if not (self._queue and self.ordered and self.flags.max_moves and self._speed.of(1)):
             return []
         under_way = len(self._responses) - len(self._begun) - len(self._put_off)
@@ -411,7 +415,7 @@ class Balance:
         return [_stop(response, replica) for response, replica in long[:room]]
 
     def _move(self, now: float) -> list[Decision]:
-        """Stop a response that should go on elsewhere, if nothing waits; one at a time."""
+        """Stops a response that should migrate, if no response waits; one migration at a time."""
         speed, flags, replicas = self._speed, self.flags, self._replicas.values()
         if self.waiting or not replicas or not (speed.of(1) or flags.margin == 0):
             return []
@@ -433,7 +437,7 @@ class Balance:
         return [_stop(response, fullest)]
 
     def _stoppable(self, replica: _Replica, now: float) -> dict[_Response, float]:
-        """The responses on ``replica`` that may go on elsewhere, and how many tokens each should have."""
+        """Returns the responses on ``replica`` that may be stopped, with the estimated number of tokens of each."""
         most = self.flags.max_moves
         running = [one for one in replica.running.values() if one.movable and not one.stopping and one.moves < most]
         return {one: self._tokens(one, now) for one in running}
@@ -448,7 +452,7 @@ def _stop(response: _Response, replica: _Replica) -> Decision:
 class _Numbers:
     moves: int = 0
     moves_s: float = 0.0
-    used: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds of places, by replica
+    used: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # busy slot-seconds by replica
     done: list[tuple[_Response, float]] = field(default_factory=list)
 
     def summary(self, replicas: Sequence[str], places: int) -> dict[str, float]:
@@ -479,7 +483,7 @@ class _Numbers:
 
 
 def end_bound_at_arrival(responses: Sequence[tuple[float, float]], replicas: int, places: int) -> float:
-    """Return when the last of ``responses`` (arrival and seconds of each) had ended, if each was bound on arrival as verl does."""
+    """Returns the end time of the last of ``responses`` (arrival, seconds) if each was bound on arrival, as verl does."""
     ends: list[list[float]] = [[] for _ in range(replicas)]
     for arrived, seconds in responses:
         fewest = min(ends, key=lambda its: len(its) - bisect_right(its, arrived))

@@ -29,10 +29,10 @@ from rl_accel.rollout.tail_decisions import (
 logger = logging.getLogger("rl_accel")
 
 REPORT_SECONDS = 60.0
-"""After so long without an event one line says what the round waits for."""
+"""Seconds without an event after which a log line names the responses that the round waits for."""
 
 REPORT_PROMPTS = 8
-"""That line names so many prompts of a kind at most, the oldest."""
+"""Maximum number of prompts per state in the log line of ``REPORT_SECONDS``, the oldest first."""
 
 METRICS_PREFIX = "rl_accel/tail_batching/"
 
@@ -49,17 +49,17 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What happened to a response.
+    """State change of a response.
 
-    ``generated``, then ``scored``; or ``failed`` or ``aborted``, which a response can become at any time before it is scored.
-    Nothing of a failed or aborted response runs any more.
+    ``generated`` comes first, then ``scored``. Until it is scored, a response can also become ``failed`` or ``aborted``; nothing of
+    a failed or aborted response runs any more.
 
     Attributes:
-        tokens: generated so far.
-        result: what the response is to the workers' framework, or has left there before it failed or was aborted; None if
-            nothing. The driver only hands it on.
-        error: one line (failed only).
-        lost: a server or a worker died under it, which says nothing of the response (failed only).
+        tokens: number of tokens generated so far.
+        result: the framework's data of the response; of a failed or aborted response, the data left in the framework. None if
+            there is none. The driver only passes ``result`` on.
+        error: error message of one line (failed only).
+        lost: whether a server or worker died during the response, which is not the response's fault (failed only).
     """
 
     kind: Literal["generated", "scored", "failed", "aborted"]
@@ -71,15 +71,15 @@ class Event:
 
 
 class ResponseLost(RuntimeError):
-    """What a response was made with has died. It is made again, however often that happens."""
+    """A server or worker of a response has died. The response is generated again, without a limit on such retries."""
 
 
 @contextlib.asynccontextmanager
 async def agent_loop_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """Cancels what is awaited within after ``seconds``; None: never. What is yielded can be rescheduled.
+    """Cancels the block after ``seconds``; None: never. Yields the timeout, which can be rescheduled.
 
     Raises:
-        TimeoutError: the time is over, in one line that names the flag.
+        TimeoutError: the time is over; the message is one line that names the flag.
     """
     limit = asyncio.timeout(seconds)
     try:
@@ -92,29 +92,29 @@ async def agent_loop_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeo
 
 
 class ResponseWorkers(Protocol):
-    """What runs responses."""
+    """Interface of the workers that run responses."""
 
     def launch(self, job: Job) -> None:
-        """Start responses with the current weights."""
+        """Starts responses with the current weights."""
 
     def cancel(self, response_ids: Iterable[int]) -> None:
-        """Stop responses wherever they are. Each is reported as aborted, unless it was over already."""
+        """Stops responses wherever they are. Each response is reported as aborted unless it had ended before."""
 
     def begin_round(self) -> None:
-        """Get ready: the weights of this round are in place."""
+        """Prepares for a round; the weights of this round are in place."""
 
     def end_round(self) -> None:
-        """The batch is complete and all else is cancelled: stop it as fast as possible."""
+        """Stops all other responses as fast as possible: the batch is complete, and they are cancelled."""
 
     def wait(self, seconds: float) -> list[Event]:
-        """Return what has happened since the last call; nothing after ``seconds`` without an event."""
+        """Returns the events since the last call; an empty list after ``seconds`` without an event."""
 
-    # Workers may also have ``outside_engines()``: the ids of responses that are neither generated nor scored right now.
+    # Optional method ``outside_engines()``: ids of responses that are neither being generated nor being scored right now.
 
 
 @dataclass
 class _Open:
-    """A response that is not over: of which prompt, and since when, on the driver's clock, it has been ``doing`` what."""
+    """A response that has not ended. ``since``: when it was launched or, if it waits for its score, generated (driver's clock)."""
 
     prompt_id: str
     since: float
@@ -123,27 +123,27 @@ class _Open:
 
 @dataclass
 class TokenRate:
-    """How fast responses grow, for engines that do not tell how far a cancelled one got."""
+    """Mean token rate of complete responses, for engines that do not report the tokens of cancelled responses."""
 
     tokens: int = 0
     seconds: float = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Count a response that ran to its end."""
+        """Adds a complete response."""
         self.tokens += tokens
         self.seconds += seconds
 
     def clear(self) -> None:
-        """Forget all responses."""
+        """Discards all responses."""
         self.tokens, self.seconds = 0, 0.0
 
     def estimate(self, seconds: float) -> int:
-        """Return how many tokens a response had after ``seconds``, if it ran like those; 0 if none did yet."""
+        """Returns the estimated number of tokens of a response after ``seconds``; 0 if no response is known."""
         return int(seconds * self.tokens / self.seconds) if self.seconds else 0
 
 
 class FailureLog:
-    """Logs failed responses in one line each, and the traceback of the first failure of each kind."""
+    """Logs each failed response in one line, and a traceback for the first failure of each exception type."""
 
     def __init__(self) -> None:
         self._kinds: set[str] = set()
@@ -151,7 +151,7 @@ class FailureLog:
     def event_of(
         self, response_id: int, task: "asyncio.Task[None]", tokens: int, result: Any, cancelled: bool
     ) -> Event:
-        """Return how a response ended whose ``task`` is done; log it if it failed."""
+        """Returns the last event of a response whose ``task`` is done; logs a failed response."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if cancelled:
             return Event("aborted", response_id, tokens, result)
@@ -167,16 +167,16 @@ class FailureLog:
 
 
 class PromptSupply:
-    """The prompts of a run, by ids ``"epoch:row"`` (both from 1, the row in the order of the data).
+    """Prompts of a run, with ids ``"epoch:row"`` (both count from 1; rows in the order of the data).
 
     Args:
-        run: its quotas are looked at.
-        fetch: returns the next row; after the last one of an epoch it begins the next.
-        rows_per_epoch: how many rows an epoch has.
-        domain_key: the column that names a row's domain; rows without it are of domain ``""``.
+        run: run whose domain quotas apply.
+        fetch: returns the next row; after the last row of an epoch, the first row of the next epoch.
+        rows_per_epoch: number of rows in an epoch.
+        domain_key: column with the domain of a row; rows without this column have the domain ``""``.
 
     Attributes:
-        fetched: rows so far, over all epochs.
+        fetched: number of rows fetched so far, over all epochs.
         payloads: rows of the prompts that are not settled, by prompt id.
     """
 
@@ -191,12 +191,12 @@ class PromptSupply:
         self.payloads: dict[str, dict[str, Any]] = {}
 
     def take(self, counts: Mapping[str, int]) -> dict[str, str]:
-        """Fetch rows until there are ``counts[domain]`` of each domain; return the domains of the new prompts by id.
+        """Fetches ``counts[domain]`` rows of each domain; returns the domains of the new prompts by id.
 
-        Rows come mixed, so of domains that are not short it can be more. Without quotas all count for ``""``.
+        The data mixes domains, so some domains may get more rows than requested. Without quotas, all rows count for ``""``.
 
         Raises:
-            ConfigError: a row is of a domain without a quota, or there are no rows of a domain that has one.
+            ConfigError: the domain of a row has no quota, or a requested domain has no rows.
         """
         short = dict(counts)
         taken: dict[str, str] = {}
@@ -228,24 +228,24 @@ class PromptSupply:
         return taken
 
     def settle(self, prompt_id: str) -> Any:
-        """Forget a prompt; return the data set's own index of its row."""
+        """Removes a prompt; returns the data set's own index of the prompt's row."""
         return self.payloads.pop(prompt_id).get("index")
 
     def restore(self, fetched: int, payloads: Mapping[str, dict[str, Any]]) -> None:
-        """Go on where a saved run was."""
+        """Continues at the position of a saved run."""
         self.fetched, self.payloads = fetched, dict(payloads)
 
 
 @dataclass
 class StepResult:
-    """The batch of a training step and how it came about.
+    """Batch of a training step and a record of its round.
 
     Attributes:
-        batch: what to train on.
-        results: of its responses, group by group, in the order they were generated.
-        round: its numbers.
-        trained, rejected, failed: the prompts settled in the step, id to the data set's own index of the row.
-        errors: the last error of each failed prompt.
+        batch: batch to train on.
+        results: results of the batch's responses, group by group, each group in the order of generation.
+        round: metrics of the round.
+        trained, rejected, failed: prompts settled in the step: mapping from prompt id to the data set's own index of the row.
+        errors: last error of each failed prompt.
     """
 
     batch: TrainBatch = field(default_factory=lambda: TrainBatch(0, "short", ()))
@@ -257,9 +257,9 @@ class StepResult:
     errors: dict[str, str] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        """Return ``rl_accel/tail_batching/<name>``: every known field of the round's metrics, the kind as 0 or 1.
+        """Returns the known metrics of the round as ``rl_accel/tail_batching/<name>``, with 0 or 1 for each round kind.
 
-        No name holds ``max``, ``min``, ``sum`` or ``total``, by which verl would choose another reduction.
+        No name holds ``max``, ``min``, ``sum`` or ``total``, because verl would choose another reduction for such names.
         """
         values = asdict(self.round)
         number, kind = values.pop("number"), values.pop("kind")
@@ -269,16 +269,16 @@ class StepResult:
 
 
 class RolloutDriver:
-    """Carries out what ``core`` decides and tells it what happens, one call of :meth:`play` a training step.
+    """Carries out the decisions of ``core`` and reports events to ``core``, with one call of :meth:`play` per training step.
 
     Args:
         core: the state machine.
-        supply: where new prompts come from.
-        workers: runs responses.
-        discard: takes the results of all responses that are not trained on, once a round, when nothing runs any more.
-        passes: the verdict on a group, from its prompt id and its results, in the order they were generated. Without one
-            every group passes; it is called if the core's run has ``filter_groups``.
-        now: a clock in seconds.
+        supply: source of new prompts.
+        workers: run the responses.
+        discard: receives the results of all untrained responses, once a round, when no response runs any more.
+        passes: returns whether a group passes, from its prompt id and its results in the order of generation. If None,
+            every group passes. Called only if the core's run has ``filter_groups``.
+        now: clock in seconds.
     """
 
     def __init__(
@@ -306,13 +306,13 @@ class RolloutDriver:
             logger.warning("rl-accel: tail_batching.%s", rounded)
 
     def play(self, step: int, steps_left: int) -> StepResult:
-        """Return the batch of training step ``step``, with everything else of its round settled and cleared.
+        """Returns the batch of training step ``step``. Everything else of its round is settled and cleared by then.
 
-        ``steps_left`` counts this step too: no prompt is begun that they could not train.
+        ``steps_left`` includes this step. No prompt is started that the remaining steps could not train.
 
         Raises:
-            RuntimeError: so many prompts failed one after the other that something must be broken.
-            ConfigError: quotas and the domains of the data do not fit.
+            RuntimeError: a whole batch of prompts failed in a row, so something must be broken.
+            ConfigError: the domains of the data do not match the quotas.
         """
         self._step, self._result = step, StepResult()
         self._workers.begin_round()
@@ -329,13 +329,13 @@ class RolloutDriver:
                 self._carry_out(self._pass_on(event))
         groups = self._result.batch.groups
         self._result.results = tuple(self._results.pop(i) for group in groups for i in group.response_ids)
-        if self._results:  # in bulk: there can be thousands, and a call for each would take milliseconds
+        if self._results:  # in bulk: there can be thousands, and a call for each result would take milliseconds
             self._discard(list(self._results.values()))
             self._results.clear()
         return self._result
 
     def _waits_for(self) -> str:
-        """Return in words what is not over: what it does, of which prompts, and for how long."""
+        """Returns a text about the unfinished responses: their states, prompts and ages in seconds."""
         outside: Callable[[], Collection[int]] = getattr(self._workers, "outside_engines", tuple)
         no_request, kinds = set(outside()), defaultdict(list)
         for response_id, response in sorted(self._open.items(), key=lambda item: item[1].since):

@@ -1,4 +1,4 @@
-"""What tail batching leaves on disk: a sidecar of each checkpoint, and a log of settled prompts."""
+"""Files of tail batching: a sidecar for each checkpoint, and a log of settled prompts."""
 
 import datetime
 import decimal
@@ -23,11 +23,11 @@ _STATE = "state.pt"
 
 
 class ResumeError(ConfigError):
-    """A checkpoint holds no state of tail batching, or one that does not fit."""
+    """The state of tail batching is missing in a checkpoint or does not fit the run."""
 
 
 def save(folder: Path, step: int, core: dict[str, Any], fetched: int, payloads: dict[str, dict[str, Any]]) -> None:
-    """Write ``folder``, the sidecar of a checkpoint. Whatever ends this process, the sidecar is complete or as it was.
+    """Writes ``folder``, the sidecar of a checkpoint, atomically: a crash leaves the old or the new sidecar.
 
     Raises:
         ConfigError: see :func:`packed`.
@@ -37,10 +37,10 @@ def save(folder: Path, step: int, core: dict[str, Any], fetched: int, payloads: 
 
 
 def packed(content: Any) -> bytes:
-    """Return ``content``, such as a row of the data, as it lies in a checkpoint. Reading it back runs no code.
+    """Returns ``content``, such as a row of the data, serialised for a checkpoint. Loading these bytes runs no code.
 
     Raises:
-        ConfigError: it holds something other than Python's own types, tensors, NumPy's arrays and Pillow's images.
+        ConfigError: ``content`` holds types other than Python's own, tensors, NumPy arrays and Pillow images.
     """
     file = io.BytesIO()
     torch.save(content, file)
@@ -52,7 +52,7 @@ def packed(content: Any) -> bytes:
 
 
 def _row_types() -> list[Any]:
-    """Return the types that a row may hold besides those that torch trusts anyway."""
+    """Returns the types that a row may hold in addition to the types that torch trusts by default."""
     types: list[Any] = [datetime.datetime, datetime.date, datetime.timedelta, decimal.Decimal, np.ndarray, np.dtype]
     types += [value.__reduce__()[0] for value in (np.empty(0), np.float64(0))]
     types += {type(np.dtype(code)) for code in np.typecodes["All"]}
@@ -65,10 +65,10 @@ def _row_types() -> list[Any]:
 
 
 def find(folder: Path) -> Path:
-    """Return the file of the sidecar in ``folder``.
+    """Returns the path of the sidecar's file in ``folder``.
 
     Raises:
-        ResumeError: there is none, or one of an earlier version.
+        ResumeError: the file is missing or has the format of an earlier version.
     """
     file = folder / _STATE
     if (folder / "state.json").exists():
@@ -81,11 +81,11 @@ def find(folder: Path) -> Path:
 
 
 def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -> None:
-    """Give ``core`` and ``supply`` the state that :func:`save` wrote.
+    """Loads the state that :func:`save` wrote into ``core`` and ``supply``.
 
     Raises:
-        ResumeError: the sidecar is missing, damaged, of another version or step, or of another run (P0, R0, data or its order).
-            Nothing has changed then.
+        ResumeError: the sidecar is missing, damaged, of another version or step, or of another run (P0, R0, data or row order).
+            Nothing is changed in that case.
     """
     file = find(folder)
     try:
@@ -116,29 +116,29 @@ def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -
 
 
 class SettlementLog:
-    """``tail_batching/ledger.jsonl`` beside the checkpoints: one line a step with every prompt that it settled.
+    """Log of settled prompts, one line per step: ``tail_batching/ledger.jsonl`` next to the checkpoints.
 
-    ``trained``, ``rejected`` (by the group filter) and ``failed`` (after the last retry) map prompt ids, ``epoch:row`` of the
-    data, to the data set's own index of the row; ``errors`` has the last error of each failed prompt.
+    ``trained``, ``rejected`` (by the group filter) and ``failed`` (after the last retry) map prompt ids (``epoch:row`` of the
+    data) to the data set's own index of the row. ``errors`` holds the last error of each failed prompt.
     """
 
     def __init__(self, root: Path) -> None:
         self.path = root / FOLDER / "ledger.jsonl"
 
     def rewind(self, step: int) -> None:
-        """Drop what came after ``step``: the run goes on from there."""
+        """Drops all lines after ``step``, because the run resumes from this step."""
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         kept = []
         for line in lines:
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line + "\n")
-            except ValueError:  # the last line of a run that was killed while it wrote
+            except ValueError:  # last line of a run that was killed while writing
                 continue
         write_atomically(self.path, "".join(kept))
 
     def add(self, step: int, result: StepResult) -> None:
-        """Append what a step settled."""
+        """Appends the prompts that a step settled."""
         line = {"step": step, "round": result.batch.number, "kind": result.batch.kind}
         line |= {name: getattr(result, name) for name in ("trained", "rejected", "failed", "errors")}
         self.path.parent.mkdir(parents=True, exist_ok=True)

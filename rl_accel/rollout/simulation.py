@@ -1,11 +1,11 @@
-"""Rollouts simulated event by event: engines that decode as fast as they are told, driven by the state machines of production.
+"""Event-driven simulation of rollouts: engines with a given decoding speed, controlled by the state machines of production.
 
-In every decoding step a replica generates one token for each running request. How long a step takes depends on how many run and how
-many tokens the key-value cache holds (:class:`Engine`), so nothing happens between two events (a request ends or is cancelled, the
-cache is full), and a response of 16,384 tokens costs no more to simulate than one of ten.
+In each decoding step, a replica generates one token for each running request. The duration of a step depends on the number of
+running requests and on the number of tokens in the key-value cache (:class:`Engine`). The simulation jumps from event to event (a
+request ends or is cancelled, the cache is full), so a response of 16,384 tokens costs no more than a response of ten tokens.
 
-:func:`play_rounds` has :class:`~rl_accel.rollout.tail_batching.TailBatching` decide what is launched and cancelled. With ratios of
-1 that is the rollout of a trainer without it, which waits for every response.
+In :func:`play_rounds`, :class:`~rl_accel.rollout.tail_batching.TailBatching` decides which requests to launch and to cancel. Ratios
+of 1 simulate a trainer without tail batching, which waits for every response.
 """
 
 import gc
@@ -42,20 +42,20 @@ MANY = 2**40
 
 @dataclass(frozen=True)
 class Engine:
-    """How fast one replica of the rollout engine is. All times in seconds.
+    """Speed and capacity of one replica of the rollout engine. All times are in seconds.
 
     Args:
-        step_seconds: of a decoding step, by running requests: linear between the given numbers, level below the first, and beyond
-            the last with the last slope.
-        cached_token_seconds: more for each token in the key-value cache.
-        prompt_token_seconds: to read a token of a prompt, or again of a preempted request; all others wait meanwhile.
-        request_seconds: of the host's work to start a request; all others wait meanwhile.
-        response_seconds: of the host's work when a response has ended; all others wait meanwhile.
-        places: requests that run at once; others wait.
-        cache_tokens: that the cache holds; when it is full, the request that began last is preempted.
+        step_seconds: duration of a decoding step, by number of running requests. Linear between the given numbers, constant below
+            the first; the last slope continues beyond the last.
+        cached_token_seconds: additional duration of a step for each token in the key-value cache.
+        prompt_token_seconds: time to prefill one token of a prompt or of a preempted request; all others wait meanwhile.
+        request_seconds: host time to start a request; all others wait meanwhile.
+        response_seconds: host time when a response has ended; all others wait meanwhile.
+        places: slots, the maximum number of running requests; others wait.
+        cache_tokens: capacity of the key-value cache; when it is full, the request that started last is preempted.
 
     Raises:
-        ValueError: a size or a time is impossible.
+        ValueError: a size is below 1, a time is negative, or ``step_seconds`` are not above 0.
     """
 
     step_seconds: Mapping[int, float]
@@ -76,7 +76,7 @@ class Engine:
                 raise ValueError(f"{field_.name} must be at least {wanted}, found {found}")
 
     def seconds(self, running: npt.ArrayLike) -> Floats:
-        """Return the seconds of a step with so many running requests and an empty cache."""
+        """Returns the duration of a step in seconds, by number of running requests, with an empty cache."""
         knots, values = np.array(sorted(self.step_seconds.items()), float).T
         slope = (values[-1] - values[-2]) / (knots[-1] - knots[-2]) if len(knots) > 1 else 0.0
         requests = np.asarray(running, float)
@@ -86,39 +86,40 @@ class Engine:
 
 
 class Workload(Protocol):
-    """What is to be generated. Prompts are numbered from 0 in the order of the data."""
+    """Source of response lengths and reward times. Prompts are numbered from 0 in the order of the data."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Of each prompt."""
+        """Number of tokens in each prompt."""
 
     def lengths(self, prompts: Sequence[int], responses: int, rng: np.random.Generator) -> Ints:
-        """Draw the tokens of so many new responses of each prompt, shape [P, R], at least 1."""
+        """Draws the lengths of ``responses`` new responses per prompt, in tokens, shape [P, R], at least 1."""
 
     def reward_seconds(self, count: int, rng: np.random.Generator) -> Floats | None:
-        """Draw how long rewards take, shape [count]; None: no time."""
+        """Draws the durations of ``count`` rewards in seconds, shape [count]; None if rewards take no time."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """A workload of given lengths, shape [P, R]: each prompt once, in their order, then from the first one again."""
+    """A workload of given lengths, shape [P, R]. The prompts come in order; the first follows again after the last."""
 
     table: Ints
     prompt_tokens: int = 0
 
     def lengths(self, prompts: Sequence[int], responses: int, rng: np.random.Generator) -> Ints:
-        """Return the first responses of each prompt, shape [P, R]; raises ValueError if more are asked for than are given."""
+        """Returns the lengths of the first ``responses`` responses of each prompt; raises ValueError if fewer are given."""
         if responses > self.table.shape[1]:
             raise ValueError(f"responses must be at most the {self.table.shape[1]} of each prompt, found {responses}")
         return self.table[np.array(prompts) % len(self.table), :responses]
 
     def reward_seconds(self, count: int, rng: np.random.Generator) -> None:
-        """Rewards take no time."""
+        """Returns None: rewards take no time."""
 
 
 class Request:
-    """A response in an engine. It waits there with ``tokens``, or runs, having begun as number ``began`` from 1 on, until ``end``,
-    counted in steps of its replica.
+    """A response in an engine. A waiting request has ``tokens`` tokens so far, and ``began`` is 0.
+
+    For a running request, ``began`` is its start number (from 1 on), and ``end`` is the step of its replica at which it ends.
     """
 
     __slots__ = ("began", "end", "id", "length", "replica", "tokens")
@@ -133,9 +134,9 @@ _by_end, _by_begin = attrgetter("end"), attrgetter("began")
 
 
 class _Replica:
-    """One engine, advanced to ``time``; it has done ``steps`` decoding steps by then.
+    """One engine, advanced to ``time``, after ``steps`` decoding steps.
 
-    Its next event, number ``serial``, is ``ahead`` steps away: a request ends, or the cache is full (``fills``).
+    The next event is ``ahead`` steps away and has the number ``serial``: a request ends, or the cache is full (``fills``).
     """
 
     __slots__ = (
@@ -146,14 +147,14 @@ class _Replica:
     def __init__(self, engine: Engine, prompt: int, pace: Sequence[float]) -> None:
         self.engine, self.prompt, self.pace = engine, prompt, pace
         self.rate, self.room = engine.cached_token_seconds, engine.cache_tokens
-        self.running: list[Request] = []  # the first to end comes last
+        self.running: list[Request] = []  # sorted by end, the latest first
         self.queue: deque[Request] = deque()
         self.time = self.steps = self.stall = self.cached = self.peak = self.ahead = 0.0
         self.begun = self.preemptions = self.serial = 0
         self.fills = False
 
     def next_event(self) -> float:
-        """When a request ends or the cache is full; infinity if nothing runs."""
+        """Returns the time of the next event; infinity if nothing runs."""
         running, cached = self.running, self.cached
         if not running:
             return math.inf
@@ -166,7 +167,7 @@ class _Replica:
         return self.time + self.stall + ahead * (self.pace[count] + self.rate * (cached + count * ahead / 2))
 
     def advance(self, now: float) -> None:
-        """Decode until ``now``, before which there is no event."""
+        """Decodes until ``now``; the next event must not be earlier."""
         left = now - self.time - self.stall
         self.time, self.stall = now, max(-left, 0.0)
         if left > 0 and self.running:
@@ -177,7 +178,7 @@ class _Replica:
             self.cached += steps * count
 
     def happen(self, now: float) -> Request:
-        """Decode until the next event, which is ``now``; return the request that ended or, if the cache is full, waits again."""
+        """Decodes until the next event, at ``now``; returns the request that ended or, if the cache is full, was preempted."""
         running = self.running
         self.time, self.stall = now, 0.0
         self.steps += self.ahead
@@ -200,14 +201,14 @@ class _Replica:
         return request
 
     def stop(self, request: Request, tokens: float) -> None:
-        """Stop a request that runs, after ``tokens`` tokens."""
+        """Stops a running request after ``tokens`` tokens."""
         self.running.remove(request)
         self.peak = max(self.peak, self.cached)
         self.cached -= self.prompt + tokens
         request.began = 0
 
     def start(self) -> None:
-        """Start what waits, as far as there are places and there is cache."""
+        """Starts waiting requests while there are free slots and there is room in the cache."""
         engine, queue, running, prompt = self.engine, self.queue, self.running, self.prompt
         cached, stall, steps, begun = self.cached, self.stall, self.steps, self.begun
         host, reading = engine.request_seconds, engine.prompt_token_seconds
@@ -227,13 +228,13 @@ class _Replica:
 
 
 class Cluster:
-    """Replicas of an engine, and what runs on them. ``now`` is the time of the last event, from 0 on.
+    """Replicas of an engine with their requests. ``now`` is the time of the last event in seconds, from 0 on.
 
-    A new request goes to the replica with the fewest (verl's balancer). Another router is a subclass that overrides
-    :meth:`launch`, and :meth:`happen` to learn what ended; it says with ``replicas`` where a request goes.
+    A new request goes to the replica with the fewest requests (verl's balancer). Another router is a subclass that
+    overrides :meth:`launch` to choose ``replicas``, and :meth:`happen` to learn which requests ended.
 
     Raises:
-        ValueError: there is no replica.
+        ValueError: ``replicas`` is below 1.
     """
 
     def __init__(self, engine: Engine, replicas: int, prompt_tokens: int = 0) -> None:
@@ -254,23 +255,23 @@ class Cluster:
 
     @property
     def loads(self) -> list[int]:
-        """Requests that run or wait at each replica."""
+        """Number of running and waiting requests of each replica."""
         return [len(replica.running) + len(replica.queue) for replica in self._replicas]
 
     @property
     def preemptions(self) -> int:
-        """So far, of all replicas."""
+        """Number of preemptions so far, over all replicas."""
         return sum(replica.preemptions for replica in self._replicas)
 
     def take_peak_tokens(self) -> float:
-        """Return the most tokens that a replica's cache held since the last call."""
+        """Returns the highest number of tokens in any replica's cache since the last call."""
         peak = max(replica.peak for replica in self._replicas)
         for replica in self._replicas:
             replica.peak = replica.cached
         return peak
 
     def tokens_of(self, request_id: int) -> float:
-        """Return the tokens that a request under way has so far."""
+        """Returns the number of tokens that an unfinished request has so far."""
         request = self._requests[request_id]
         if not request.began:
             return request.tokens
@@ -285,17 +286,17 @@ class Cluster:
         prompts: Sequence[int] | None = None,
         replicas: Iterable[int] | None = None,
     ) -> None:
-        """Start requests of these ``lengths``.
+        """Starts requests.
 
         Args:
-            ids, lengths: of each.
-            tokens: how many of each are there already and are only read again.
-            prompts: of each; a router may want to know them.
-            replicas: the index of the replica that each goes to.
+            ids, lengths: id and final number of tokens of each request.
+            tokens: number of tokens that each request already has; the engine only prefills these tokens.
+            prompts: prompt of each request, for routers that need it.
+            replicas: index of the replica for each request.
         """
         if not self._requests:
             self._heap.clear()
-            for replica in self._replicas:  # numbers stay small
+            for replica in self._replicas:  # keeps these numbers small
                 replica.steps = replica.cached = replica.stall = 0.0
         if replicas is None:
             fewest = self._fewest() if any(self.loads) else cycle(range(len(self._replicas)))
@@ -311,7 +312,7 @@ class Cluster:
             self._go_on(replica)
 
     def _fewest(self) -> Iterator[int]:
-        """Yield the replica with the fewest requests, again and again, each time with one request more."""
+        """Yields replica indices endlessly, fewest requests first; each yield counts as a new request."""
         loads = [(load, index) for index, load in enumerate(self.loads)]
         heapq.heapify(loads)
         while True:
@@ -320,7 +321,7 @@ class Cluster:
             yield index
 
     def cancel(self, ids: Iterable[int]) -> list[int]:
-        """Stop requests that are under way; return the tokens of each."""
+        """Stops unfinished requests; returns the number of tokens of each."""
         touched: dict[_Replica, None] = {}
         tokens = []
         for request_id in ids:
@@ -338,14 +339,14 @@ class Cluster:
         return tokens
 
     def next_event(self) -> float:
-        """When something happens next; infinity if nothing runs."""
+        """Returns the time of the next event; infinity if nothing runs."""
         heap = self._heap
         while heap and heap[0][1] != heap[0][2].serial:
             heapq.heappop(heap)
         return heap[0][0] if heap else math.inf
 
     def happen(self) -> Request | None:
-        """Let the next event happen, of which there must be one; return the request that ended, if one did."""
+        """Simulates until the next event, which must exist; returns the request that ended, or None after a preemption."""
         heap = self._heap
         while heap[0][1] != heap[0][2].serial:
             heapq.heappop(heap)
@@ -353,13 +354,13 @@ class Cluster:
         request = replica.happen(self.now)
         replica.serial = self._serial = self._serial + 1
         heapq.heapreplace(heap, (replica.next_event(), self._serial, replica))
-        if not request.began:  # it was preempted
+        if not request.began:  # preempted
             return None
         del self._requests[request.id]
         return request
 
     def _go_on(self, replica: _Replica) -> None:
-        """Requests have come or gone."""
+        """Updates a replica after requests have come or gone."""
         if replica.queue:
             replica.start()
         self._serial = replica.serial = self._serial + 1
@@ -368,14 +369,14 @@ class Cluster:
 
 @dataclass(slots=True)
 class Round:
-    """One rollout.
+    """Results of one rollout.
 
     Attributes:
-        metrics: of the state machine; ``rollout_seconds`` and tokens are there.
-        ends: seconds after which each response that ran to its end was generated, ascending.
-        peak_tokens: most tokens in the cache of a replica.
-        preemptions: of all replicas.
-        unfinished: responses that were cancelled when the batch was complete.
+        metrics: metrics of the state machine, with ``rollout_seconds`` and token counts.
+        ends: seconds from the start of the round until each complete response was generated, ascending.
+        peak_tokens: highest number of tokens in any replica's cache.
+        preemptions: number of preemptions over all replicas.
+        unfinished: number of responses that were cancelled in an engine when the batch was complete.
     """
 
     metrics: RoundMetrics = field(default_factory=lambda: RoundMetrics(0, "short", 1.0))
@@ -396,16 +397,16 @@ def play_rounds(
     ends: bool = False,
     cluster: type[Cluster] = Cluster,
 ) -> list[Round]:
-    """Play rounds of :class:`TailBatching`, one after the other, and return them. The same ``seed`` gives the same rounds.
+    """Simulates consecutive rounds of :class:`TailBatching` and returns the rounds. The same ``seed`` gives the same rounds.
 
     Args:
-        run: of the state machine; with ratios of 1 every response is waited for.
-        engine, replicas, workload: what generates, and what is generated.
-        rounds: how many.
-        seed: of what is drawn.
-        timeout: the state machine of ``reward_timeout``; a reward that ends within its limit is taken to be of a correct answer.
-        ends: the run ends with the last of these rounds, so that no prompt is begun that they could not train.
-        cluster: a subclass of :class:`Cluster` may route requests otherwise.
+        run: parameters of the state machine; with ratios of 1, each round waits for every response.
+        engine, replicas, workload: speed of a replica, number of replicas, and source of response lengths.
+        rounds: number of rounds.
+        seed: seed of all random draws.
+        timeout: state machine of ``reward_timeout``; a reward that ends within its limit counts as that of a correct answer.
+        ends: whether the run ends with the last round. If so, no prompt is started that these rounds could not train.
+        cluster: class of the cluster; a subclass may route requests otherwise.
     """
     player = Player(run, cluster(engine, replicas, workload.prompt_tokens), workload, seed, timeout)
     with collecting_seldom():
@@ -413,10 +414,10 @@ def play_rounds(
 
 
 class Player:
-    """Carries out what :class:`TailBatching` decides, as :class:`~rl_accel.rollout.driver.RolloutDriver` does for a framework.
+    """Carries out decisions of :class:`TailBatching`, as :class:`~rl_accel.rollout.driver.RolloutDriver` does for a framework.
 
     Attributes:
-        cluster: what the next round runs on; between two rounds it may be replaced.
+        cluster: cluster of the next round; may be replaced between two rounds.
     """
 
     def __init__(
@@ -426,13 +427,13 @@ class Player:
         self._core, self._workload, self._timeout = TailBatching(run), workload, timeout
         self._rng = np.random.default_rng(seed)
         self._offered = 0
-        self._rewards: dict[int, tuple[str, float]] = {}  # prompt and seconds of each response's reward
+        self._rewards: dict[int, tuple[str, float]] = {}  # prompt and reward seconds of each response
         self._rewarding: list[tuple[float, int]] = []
         self._generated: dict[int, int] = {}  # tokens of responses whose reward is being computed
         self._round = Round()
 
     def play(self, steps_left: int = MANY) -> Round:
-        """Play one round; ``steps_left`` are left to train with it."""
+        """Simulates one round; ``steps_left`` is the number of remaining training steps, including that of this round."""
         core, cluster, rewarding, rewards = self._core, self.cluster, self._rewarding, self._rewards
         generated, scored, happen = core.response_generated, core.response_scored, cluster.happen
         began, preempted, played, over = cluster.now, cluster.preemptions, Round(), Phase.BETWEEN_ROUNDS
@@ -441,7 +442,7 @@ class Player:
         while core.phase is not over:
             if rewarding and rewarding[0][0] <= cluster.next_event():
                 now, response_id = heapq.heappop(rewarding)
-                if self._generated.pop(response_id, 0):  # else it was cancelled
+                if self._generated.pop(response_id, 0):  # 0: cancelled
                     cluster.now = now
                     self._carry_out(scored(response_id, now))
                 continue
@@ -512,7 +513,7 @@ class Player:
 
 @contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """Switch Python's collector of reference cycles off."""
+    """Disables cyclic garbage collection inside the block."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Tail batching: rounds that end with the first P0 prompts to complete, and lose no prompt (RollPacker, NSDI'26)."""
+"""Tail batching: a round ends with the first P0 prompts to complete, and no prompt is lost (RollPacker, NSDI'26)."""
 
 import math
 from collections import deque
@@ -27,7 +27,7 @@ from rl_accel.rollout.tail_decisions import (
 from rl_accel.rollout.tail_ratio import CompletionTimes
 
 FIRST_RATIO = 1.25
-"""Where ``prompt_ratio=auto`` starts."""
+"""Initial prompt ratio of ``prompt_ratio=auto``."""
 
 _FORMAT = "rl_accel.tail_batching"
 _VERSION = 2
@@ -36,14 +36,14 @@ _MUST_AGREE = ("format", "version", "prompts_per_step", "responses_per_prompt", 
 
 @dataclass(frozen=True)
 class TailRun:
-    """What is fixed for a run of :class:`TailBatching`.
+    """Fixed parameters of a run of :class:`TailBatching`.
 
     Args:
-        prompts_per_step: P0, prompts in a batch.
-        responses_per_prompt: R0, responses of each.
-        flags: the user's.
-        filter_groups: ask for a verdict on each complete group (dynamic sampling as in DAPO).
-        data_id: anything that names the data and its order; a saved state with another one is refused.
+        prompts_per_step: P0, number of prompts in a batch.
+        responses_per_prompt: R0, number of responses per prompt in a batch.
+        flags: the user's flags.
+        filter_groups: whether each complete group needs a verdict (dynamic sampling as in DAPO).
+        data_id: any identifier of the data and its row order; a saved state with another identifier is refused.
 
     Raises:
         ConfigError: P0 or R0 is below 1, or ``flags.domain_quotas`` do not add up to P0.
@@ -68,17 +68,17 @@ class TailRun:
 
     @property
     def domain_quotas(self) -> Mapping[str, int]:
-        """Prompts of each domain in a batch; empty without quotas."""
+        """Number of prompts of each domain in a batch; empty without quotas."""
         return self.flags.domain_quotas or {}
 
     @property
     def surplus_responses(self) -> int:
-        """Responses of each prompt that a short round launches."""
+        """Number of responses that a short round launches for each prompt."""
         return _scaled(self.responses_per_prompt, self.flags.response_ratio)
 
     @property
     def rounded_ratios(self) -> list[str]:
-        """A sentence for each ratio that whole prompts or responses make larger by more than a tenth."""
+        """A sentence for each ratio that grows by more than 10% when rounded up to whole prompts or responses."""
         counts = {"prompt_ratio": self.prompts_per_step, "response_ratio": self.responses_per_prompt}
         ratios = {name: ratio for name in counts if not isinstance(ratio := getattr(self.flags, name), str)}
         launched = {name: _scaled(counts[name], ratio) for name, ratio in ratios.items()}
@@ -96,20 +96,20 @@ class _Prompt:
     id: str
     domain: str
     deferrals: int = 0
-    deferred_in: int = 0  # number of the round that deferred it first
+    deferred_in: int = 0  # number of the round of the first deferral
 
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """A prompt in the open round. Each of its responses is generating, generated or cancelled, until it is settled.
+    """A prompt in the open round. Each of its responses is generating, generated or cancelled, until the response is settled.
 
     Attributes:
-        generating: in the order of launch.
-        generated: tokens of each, in the order in which they finished.
-        scored_at: when, of generated ones that have their score.
-        cancelled: tokens of each; below zero: it is still generating.
-        retries: how many led to a response, where any did.
-        surplus_tokens: of cancelled responses that are settled.
+        generating: ids of generating responses, in the order of launch.
+        generated: number of tokens of each generated response, in the order of completion.
+        scored_at: time of the score, for each scored response.
+        cancelled: number of tokens of each cancelled response; below 0 while the response is still generating.
+        retries: number of retries before each response, if any.
+        surplus_tokens: numbers of tokens of the settled cancelled responses.
     """
 
     prompt: _Prompt
@@ -129,7 +129,7 @@ class _Attempt:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """The prompts of one domain; without quotas there is one lane. ``target``: how many the round keeps going."""
+    """Prompts of one domain; of all domains without quotas. ``target``: number of prompts that the round runs or has kept."""
 
     quota: int
     target: int = 0
@@ -140,17 +140,17 @@ class _Lane:
 
     @property
     def going(self) -> int:
-        """Prompts under way or kept for the batch."""
+        """Number of prompts running or kept for the batch."""
         return len(self.active) + len(self.kept)
 
     @property
     def is_full(self) -> bool:
-        """Whether the lane has all that it gives to the batch."""
+        """True if the quota of the domain is complete."""
         return len(self.kept) == self.quota
 
 
 class Phase(Enum):
-    """Where the machine is; the value completes the sentence "... but"."""
+    """Phase of the state machine. Each value completes the sentence "... but" of an error message."""
 
     BETWEEN_ROUNDS = "no round is open"
     FILLING = "the round waits for prompts"
@@ -159,42 +159,41 @@ class Phase(Enum):
 
 
 class TailBatching:
-    """Decides what to launch, what to cancel and what to train on. No I/O and no clock: events in, decisions out.
+    """Decides which responses to launch, to cancel and to train on. No I/O and no clock: events in, decisions out.
 
-    A **short** round launches more prompts than the P0 it needs, and more than R0 responses of each. The first R0
-    responses of a prompt to finish *generating* are its group; the others are cancelled at once, so a slow reward cannot
-    make a response look long. A prompt is complete when its R0 are scored; the first P0 complete prompts are the batch.
-    Everything else is cancelled and launched anew in a later round: strictly on-policy. Prompts that were cut off wait
-    in a queue. When it holds enough, a **long** round runs P0 of them with R0 responses each and waits for all. No
-    prompt is begun that the batches left to train have no place for: when a short round would begin one, **final**
-    rounds train what is left in the same way, deferred prompts first.
+    A **short** round launches more than P0 prompts, and more than R0 responses of each. The first R0 responses of a prompt
+    to finish *generating* form its group. The other responses are cancelled at once, so a slow reward cannot make a
+    response look long. A prompt is complete when its R0 responses are scored; the first P0 complete prompts are the batch.
+    All other prompts are cancelled and launched anew in a later round, so training stays strictly on-policy. Prompts that
+    were cut off wait in a queue. When the queue holds enough prompts, a **long** round runs P0 of them with R0 responses
+    each and waits for all. No prompt is started that does not fit into the remaining batches. When a short round would
+    start such a prompt, **final** rounds train the remaining prompts like long rounds, deferred prompts first.
 
-    Every prompt is trained, rejected or reported as failed exactly once, and every batch is P0 groups of R0.
+    Every prompt is trained, rejected or reported as failed exactly once, and every batch has P0 groups of R0 responses.
 
-    **What the driver does.** It calls ``begin_round``, carries out the decisions each call returns, in their order, and
-    reports what happens. ``now`` is in seconds of one clock of its choice.
+    **Driver.** The driver calls ``begin_round``, carries out the decisions that each call returns, in their order, and
+    reports events. ``now`` is in seconds of one clock of the driver's choice.
 
-    - ``RequestPrompts``: ``offer`` new ids. An id is the key under which the driver finds its payload; it is unique for
-      each epoch and row, say ``"2:1017"``.
-    - ``Launch``: each response ends in one of three ways. ``response_generated``, then ``response_scored``.
-      ``response_failed`` (engine, agent loop or reward), which is retried. Or ``response_aborted`` once it is cancelled,
-      which must come for each one that was not scored before, also if its server is gone.
+    - ``RequestPrompts``: ``offer`` new ids. The driver finds the payload of a prompt by its id. Each epoch and row has a
+      unique id, for example ``"2:1017"``.
+    - ``Launch``: each response ends in one of three ways. Either ``response_generated``, then ``response_scored``. Or
+      ``response_failed`` (engine, agent loop or reward), followed by a retry. Or ``response_aborted`` after a cancel. This
+      event must come for each cancelled response that was not scored before, even if its server is gone.
     - ``CheckGroup`` (only with ``filter_groups``): ``group_checked``, before any other event.
-    - ``TrainBatch``: train on exactly these. ``RoundEnded``: all is settled; begin the next round after the update.
+    - ``TrainBatch``: train on exactly these groups. ``RoundEnded``: begin the next round after the weight update.
 
-    Messages may be late: an event about a response that is settled already is ignored. Ids of responses never recur. An event
-    that cannot be (of a response that was never launched, or with fewer than 0 tokens, or twice) raises ValueError and
-    changes nothing.
+    Events may be late: an event about a settled response is ignored. Response ids never recur. An impossible event (a
+    response that was never launched, a negative number of tokens, a repeated event) raises ValueError and changes nothing.
 
-    **Save and resume.** ``state_dict`` works at any time. It holds prompts, not responses; a batch counts as trained
-    from ``TrainBatch`` on, so save it with the checkpoint that contains the update, and with the payloads of
-    ``unsettled_prompts`` and the position in the data. After ``load_state_dict`` no round is open: prompts that were in
-    flight wait again, none deferred or lost by it, and are not offered again.
+    **Save and resume.** ``state_dict`` works at any time. The state holds prompts, not responses. A batch counts as trained
+    from ``TrainBatch`` on, so save the state with the checkpoint that contains the update. Also save the payloads of
+    ``unsettled_prompts`` and the position in the data. After ``load_state_dict`` no round is open. Prompts that were in
+    flight wait again; they are neither lost nor deferred, and must not be offered again.
 
     Attributes:
-        run: what is fixed.
-        phase: where the round is.
-        settled: prompts that were trained, rejected or failed, over all rounds.
+        run: parameters of the run.
+        phase: phase of the current round.
+        settled: number of prompts that were trained, rejected or failed, over all rounds.
     """
 
     def __init__(self, run: TailRun) -> None:
@@ -212,17 +211,17 @@ class TailBatching:
         self._began = 0.0
         self._metrics = RoundMetrics(0, "short", 1.0)
         self._trained: list[_Attempt] = []
-        self._attempts: dict[int, _Attempt] = {}  # of responses that are not settled
+        self._attempts: dict[int, _Attempt] = {}  # by id of each unsettled response
         self._next_response = 0
         self._unacknowledged = 0
         self._unchecked: _Attempt | None = None
         self._warm = False
 
     def begin_round(self, steps_left: int, now: float) -> list[Decision]:
-        """Open the next round. ``steps_left`` batches are still to be trained, this round's included.
+        """Opens the next round. ``steps_left`` batches are still to be trained, including the batch of this round.
 
         Raises:
-            ValueError: the last round is not over, or ``steps_left`` is below 1.
+            ValueError: the last round has not ended, or ``steps_left`` is below 1.
         """
         if self.phase is not Phase.BETWEEN_ROUNDS:
             raise ValueError(f"begin_round must come between rounds, but {self.phase.value}")
@@ -236,10 +235,10 @@ class TailBatching:
         return self._fill(now)
 
     def offer(self, prompts: Mapping[str, str], now: float) -> list[Decision]:
-        """Take over new prompts, ids with their domains, at any time and of any number.
+        """Adds new prompts, a mapping from id to domain. The call may come at any time, with any number of prompts.
 
         Raises:
-            TypeError, ValueError: an id is no string, or is known already, or the domain has no quota. None is taken then.
+            TypeError, ValueError: an id is no string or already known, or a domain has no quota. No prompt is added then.
         """
         for prompt_id, domain in prompts.items():
             if not isinstance(prompt_id, str):
@@ -257,7 +256,7 @@ class TailBatching:
     # Responses and groups
 
     def response_generated(self, response_id: int, tokens: int) -> list[Decision]:
-        """Generation of a response has finished; its reward may still be computed."""
+        """Handles the end of a response's generation; its reward may still be in progress."""
         attempt = self._find(response_id, tokens)
         if attempt is None:
             return []
@@ -272,7 +271,7 @@ class TailBatching:
         return []
 
     def response_scored(self, response_id: int, now: float) -> list[Decision]:
-        """The reward of a generated response is there. If it is cancelled, it has come to its end all the same."""
+        """Handles the score of a generated response. The score of a cancelled response counts as its acknowledgement."""
         attempt = self._find(response_id)
         if attempt is None:
             return []
@@ -291,9 +290,9 @@ class TailBatching:
         return [CheckGroup(attempt.group())]
 
     def response_failed(self, response_id: int, tokens: int, now: float, lost: bool = False) -> list[Decision]:
-        """The engine, the agent loop or the reward failed on a response, after ``tokens`` tokens.
+        """Handles a failure of the engine, the agent loop or the reward, after ``tokens`` tokens of a response.
 
-        One that was ``lost``, because a process died under it, is made again without counting as a retry.
+        A response that was ``lost``, because a process died, is replaced; this does not count as a retry.
         """
         attempt = self._find(response_id, tokens)
         if attempt is None:
@@ -317,7 +316,7 @@ class TailBatching:
         return [*cancelled, PromptFailed(attempt.prompt.id), *self._replace(attempt, now)]
 
     def response_aborted(self, response_id: int, tokens: int) -> list[Decision]:
-        """A cancelled response has stopped after ``tokens`` tokens and left nothing behind."""
+        """Handles a cancelled response that has stopped after ``tokens`` tokens, with all its data removed."""
         attempt = self._find(response_id, tokens)
         if attempt is None:
             return []
@@ -330,7 +329,7 @@ class TailBatching:
         return self._end_if_settled()
 
     def group_checked(self, prompt_id: str, passes: bool, now: float) -> list[Decision]:
-        """The filter's verdict on a complete group. Another prompt takes the place of one that it rejects."""
+        """Handles the filter's verdict on a complete group. Another prompt replaces a rejected prompt."""
         attempt = self._unchecked
         if attempt is None or attempt.prompt.id != prompt_id:
             raise ValueError(f"prompt_id must be of the group to check, found {prompt_id!r}")
@@ -343,12 +342,12 @@ class TailBatching:
     # Saving
 
     def unsettled_prompts(self) -> list[str]:
-        """Return the ids of all prompts that were offered and are not trained, rejected or failed."""
+        """Returns the ids of all offered prompts that are not trained, rejected or failed."""
         return list(self._unsettled)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything a resumed run needs, ready for JSON."""
-        prompts: list[_Prompt] = []  # in the order in which a resumed run takes them
+        """Returns the state for a resumed run as JSON-compatible data."""
+        prompts: list[_Prompt] = []  # in the order in which a resumed run launches them
         for lane in self._lanes.values():
             prompts += [attempt.prompt for attempt in (*lane.kept, *lane.active.values())]
             prompts += [*lane.queue, *lane.fresh]
@@ -366,10 +365,10 @@ class TailBatching:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved state, in place of any other. Ratios, thresholds and quotas may differ from the saved run's.
+        """Replaces the state by a saved state. Ratios, thresholds and quotas may differ from those of the saved run.
 
         Raises:
-            ValueError: the state is of another kind, version, P0, R0 or data, or it is damaged; nothing has changed then.
+            ValueError: ``state`` has another format, version, P0, R0 or data id, or is damaged. Nothing is changed then.
         """
         ours = self.state_dict()
         for key in _MUST_AGREE:
@@ -390,10 +389,10 @@ class TailBatching:
             raise ValueError(f"state is damaged or does not fit: {type(error).__name__}: {error}") from error
         self.__dict__.update(resumed.__dict__)
 
-    # How a round is filled, refilled, cut off and settled
+    # Filling, refilling and ending a round
 
     def _plan(self) -> RoundKind:
-        """Choose the kind of the next round, and how many prompts of each lane it runs."""
+        """Chooses the kind of the next round and the number of prompts of each domain."""
         flags, lanes = self.run.flags, self._lanes.values()
         ratio = flags.prompt_ratio
         if isinstance(ratio, str):
@@ -403,7 +402,7 @@ class TailBatching:
         queued = sum(len(lane.queue) for lane in lanes)
         surplus = any(lane.target > lane.quota for lane in lanes)
         kind: RoundKind = "short"
-        # Without surplus nothing is deferred and the queue would never fill up: its prompts may as well go now.
+        # Without surplus no prompt is deferred, so the queue would never fill up: run its prompts now.
         if queued >= (flags.queue_threshold or self.run.prompts_per_step) or (queued and not surplus):
             kind = "long"
         elif any(lane.target - len(lane.fresh) > self._room(lane) for lane in lanes):
@@ -414,11 +413,11 @@ class TailBatching:
         return kind
 
     def _room(self, lane: _Lane) -> int:
-        """How many more prompts of the lane can be begun and still be trained."""
+        """Returns the number of further prompts of the domain that can be started and still be trained."""
         return max(self._steps_left * lane.quota - lane.going - len(lane.fresh) - len(lane.queue), 0)
 
     def _fill(self, now: float) -> list[Decision]:
-        """Start the round as soon as it has its prompts."""
+        """Starts the round, or requests the prompts that are missing for its start."""
         missing = {}
         for domain, lane in self._lanes.items():
             available = len(lane.fresh) if self._kind == "short" else len(lane.fresh) + len(lane.queue)
@@ -438,9 +437,9 @@ class TailBatching:
         return decisions
 
     def _refill(self, now: float) -> list[Decision]:
-        """Replace rejected and failed prompts: by new ones, else by deferred ones, else at the cost of a surplus.
+        """Replaces rejected and failed prompts by new prompts. If no new prompt can be started, the surplus shrinks.
 
-        Where no more can be begun, enough deferred ones are there: what is unsettled fills the batches that are left.
+        Below the quota, deferred prompts fill the gap. Enough exist: the unsettled prompts fill the remaining batches.
         """
         decisions: list[Decision] = []
         missing = {}
@@ -470,7 +469,7 @@ class TailBatching:
         return decisions + self._train(now) if all(other.is_full for other in self._lanes.values()) else decisions
 
     def _cut_off(self, attempt: _Attempt, now: float) -> None:
-        """The prompt was too slow for this round. Launched late, in place of another, it had no fair chance."""
+        """Records that a prompt was too slow for this round. A refill is not deferred: launched late, it had no fair chance."""
         prompt = attempt.prompt
         if self._kind == "short" and not prompt.deferrals and self._warm:
             self._times.add_short(now - attempt.launched_at, completed=False)
@@ -480,7 +479,7 @@ class TailBatching:
             prompt.deferrals += 1
 
     def _put_back(self, prompts: Iterable[_Prompt]) -> None:
-        """Let prompts wait again: behind the queue after ``max_deferrals``, before that ahead of new ones."""
+        """Puts prompts back: at the end of the queue after ``max_deferrals`` deferrals, else ahead of new prompts."""
         early = []
         for prompt in prompts:
             if prompt.deferrals >= self.run.flags.max_deferrals:
@@ -514,7 +513,7 @@ class TailBatching:
         metrics.oldest_deferral_rounds = self._rounds - min(deferred_in, default=self._rounds)
         if metrics.tokens_generated:
             metrics.wasted_token_share = metrics.tokens_wasted / metrics.tokens_generated
-        # The surplus of a trained prompt is acknowledged after it is trained, so its lengths are complete only now.
+        # Cancelled responses of a trained prompt are acknowledged after TrainBatch, so their lengths are complete only now.
         with_surplus = [attempt for attempt in self._trained if attempt.surplus_tokens]
         if with_surplus:
             metrics.accepted_tokens_mean = fmean(fmean(attempt.generated.values()) for attempt in with_surplus)
@@ -550,14 +549,14 @@ class TailBatching:
         return Launch(attempt.prompt.id, tuple(new))
 
     def _cancel(self, attempt: _Attempt, generated: bool = False) -> list[Decision]:
-        """Stop what is generating, and with ``generated`` drop also what was generated."""
+        """Cancels the generating responses and, with ``generated``, also the generated responses."""
         stopped = dict.fromkeys(attempt.generating, -1)
         attempt.generating.clear()
         response_ids = [*stopped]
         if generated:
             response_ids += attempt.generated
             for response_id, tokens in attempt.generated.items():
-                if response_id in attempt.scored_at:  # nothing of it runs any more
+                if response_id in attempt.scored_at:  # nothing is left to stop
                     del self._attempts[response_id]
                     self._waste(tokens)
                 else:
@@ -569,7 +568,7 @@ class TailBatching:
         return [Cancel(attempt.prompt.id, tuple(response_ids))] if response_ids else []
 
     def _settle(self, attempt: _Attempt) -> None:
-        """The prompt is trained, rejected or failed; nothing of it runs any more."""
+        """Removes a prompt that is trained, rejected or failed, with its generated responses."""
         del self._unsettled[attempt.prompt.id]
         self.settled += 1
         for response_id in attempt.generated:
@@ -582,8 +581,8 @@ class TailBatching:
         return self._refill(now)
 
     def _observe(self, attempt: _Attempt) -> None:
-        """Remember how long a prompt took to complete, if it says something about prompts in general: engines warm up in the first
-        round after a start.
+        """Records the completion time of a prompt if the time is representative. Times of the first round after a start are not,
+        because engines warm up in this round.
         """
         if not self._warm:
             return
@@ -596,7 +595,7 @@ class TailBatching:
             self._times.add_long(times[-1], times[max(rank, 1) - 1])
 
     def _find(self, response_id: int, tokens: int = 0) -> _Attempt | None:
-        """Return the attempt that the response of an event belongs to, or None if it is settled already."""
+        """Returns the attempt of an event's response, or None if the response is already settled."""
         attempt = self._attempts.get(response_id)
         if attempt is None and not (isinstance(response_id, int) and 0 <= response_id < self._next_response):
             raise ValueError(f"response_id must be of a response that was launched, found {response_id!r}")
@@ -608,5 +607,5 @@ class TailBatching:
 
 
 def _scaled(count: int, ratio: float) -> int:
-    """Return ``ceil(count * ratio)``, not one more where the product is whole but for rounding (10 * 1.1)."""
+    """Returns ``ceil(count * ratio)``, without the floating-point error of ``10 * 1.1``, which would give 12."""
     return math.ceil(count * ratio - 1e-9)

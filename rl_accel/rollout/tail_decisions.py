@@ -1,12 +1,12 @@
-"""What tail batching decides. Plain data: the driver acts on each decision, in the order given."""
+"""Decisions of tail batching, as plain data. The driver carries out the decisions in the given order."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 RoundKind = Literal["short", "long", "final"]
-"""short: more prompts and responses than needed, the first ones win. long: deferred prompts, no surplus. final: what is
-left when the run is about to end, no surplus."""
+"""short: more prompts and responses than needed; the first ones to complete are trained. long: deferred prompts, no surplus.
+final: the remaining prompts near the end of the run, no surplus."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +19,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RequestPrompts:
-    """Offer at least ``counts[domain]`` new prompts; without quotas the only domain is ``""``."""
+    """Asks for at least ``counts[domain]`` new prompts by ``offer``; without quotas the only domain is ``""``."""
 
     counts: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class RoundStarted:
-    """A round begins: ``prompts`` are launched at once with ``responses`` each, as the launches that follow say."""
+    """Start of a round: the launches that follow start ``prompts`` prompts at once, with ``responses`` responses each."""
 
     number: int
     kind: RoundKind
@@ -36,8 +36,8 @@ class RoundStarted:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start these responses of the prompt with the current weights. For a prompt that is already under way they replace
-    failed ones."""
+    """Starts responses of a prompt with the current weights. If the prompt is already running, these responses replace
+    failed responses."""
 
     prompt_id: str
     response_ids: tuple[int, ...]
@@ -45,8 +45,8 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Stop these responses wherever they are, drop what they left in any buffer, and acknowledge each that was not scored yet.
-    The prompt itself stays: it may be launched again in a later round."""
+    """Stops responses wherever they are and drops their data in all buffers. The driver acknowledges each response that was not
+    scored yet. The prompt itself stays: it may be launched again in a later round."""
 
     prompt_id: str
     response_ids: tuple[int, ...]
@@ -54,21 +54,21 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class CheckGroup:
-    """All responses of the group are scored: answer with ``group_checked``."""
+    """Asks for the verdict on a group whose responses are all scored; the driver answers with ``group_checked``."""
 
     group: Group
 
 
 @dataclass(frozen=True, slots=True)
 class PromptFailed:
-    """Responses failed again after their last retry, and too few are left. The prompt will not be trained: log it."""
+    """Reports a prompt that will not be trained: responses failed after the last retry, and too few are left."""
 
     prompt_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """The batch: exactly P0 groups of exactly R0 responses. Train on it; the core counts these prompts as trained."""
+    """The batch to train on: exactly P0 groups of exactly R0 responses. The core counts these prompts as trained."""
 
     number: int
     kind: RoundKind
@@ -77,18 +77,17 @@ class TrainBatch:
 
 @dataclass(slots=True)
 class RoundMetrics:
-    """One round in numbers, complete when it has ended. ``None``: not known (yet). The table of metrics in
-    ``docs/tail-batching.md`` says what each is.
+    """Metrics of one round, complete when the round has ended. ``None``: not known (yet). The table of metrics in
+    ``docs/tail-batching.md`` explains each metric.
 
     Attributes:
-        seconds_saved: estimated seconds that a round of P0 prompts that waits for every response would have taken, less
-            ``rollout_seconds``.
-        oldest_deferral_rounds: rounds since the oldest of the deferred prompts was first deferred.
-        tokens_wasted: of cancelled and failed responses. Groups that the filter rejects are not counted as waste.
-        accepted_tokens_mean: mean length of the trained responses of prompts that also had responses cancelled.
-        cancelled_tokens_mean: mean length at which the cancelled responses of the same prompts were cut off, so a lower
-            bound of how long they would have become. Both are means over prompts of the mean within the prompt; their
-            distance is the length bias of preferring the first R0.
+        seconds_saved: estimated seconds of a round of P0 prompts that waits for every response, minus ``rollout_seconds``.
+        oldest_deferral_rounds: number of rounds since the first deferral of the prompt that was deferred earliest.
+        tokens_wasted: tokens of cancelled and failed responses. Groups rejected by the filter do not count as waste.
+        accepted_tokens_mean: mean length in tokens of the trained responses of prompts that also had responses cancelled.
+        cancelled_tokens_mean: mean length at which the cancelled responses of the same prompts were stopped, a lower bound
+            of their full length. Both means are taken within each prompt first, then over prompts. Their difference is the
+            length bias of preferring the first R0 responses.
     """
 
     number: int
@@ -114,7 +113,7 @@ class RoundMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnded:
-    """Every cancelled response is acknowledged; the next round may begin."""
+    """End of a round: every cancelled response is acknowledged, and the next round may begin."""
 
     metrics: RoundMetrics
 

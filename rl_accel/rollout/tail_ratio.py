@@ -1,4 +1,4 @@
-"""How long prompts take to complete, seen through rounds that cut the slow ones off, and the surplus that pays best."""
+"""Estimates completion times of prompts from rounds that cut off slow prompts, and chooses the best surplus of prompts."""
 
 import math
 from collections import deque
@@ -17,33 +17,33 @@ _GOOD_ENOUGH = 1.01
 
 
 class CompletionTimes:
-    """Completion times of prompts, from launch until R0 responses are scored, and what follows from them.
+    """Completion times of prompts, from launch until R0 responses are scored, and the prompt ratio with the lowest cost.
 
-    **What is observed.** In a short round a prompt completes after ``x`` seconds, or is cut off after ``c`` and is only
-    known to take longer. The Kaplan-Meier estimator turns both into a distribution F that is right up to the longest
-    time observed; where the round stops depends on nothing but times already seen, which is what the estimator needs.
-    The mass beyond it gets the shape of the times in long rounds that are longer still. This holds whether a prompt was
-    cut off because it is long by nature (its second attempt is long as well) or by bad luck (its second attempt is
-    ordinary, and only the longest of those are taken). A long round launches no surplus of responses; the time at which
-    R0 of r would have been there is read from its R0 responses at the same quantile, rank R0 * (R0 + 1) / (r + 1).
+    **Observations.** In a short round, a prompt either completes after ``x`` seconds or is cut off after ``c`` seconds; a
+    prompt that was cut off takes longer than ``c``. The Kaplan-Meier estimator turns both into a distribution F, valid up
+    to the longest observed time. The estimator requires that the end of a round depends only on times already seen, as
+    here. The probability mass beyond gets the shape of the times in long rounds that are even longer. This holds for prompts that
+    are long by nature (the second attempt is long as well) and for bad luck (the second attempt is ordinary, and only the
+    longest attempts count). A long round launches no surplus of responses. The time at which R0 of r responses would have
+    been scored is read from the R0 responses at the same quantile, rank R0 * (R0 + 1) / (r + 1).
 
-    **What is minimised.** A short round with n prompts lasts S(n), the mean of the P0-th smallest of n draws from F, and
-    defers n - P0 prompts. Each of these costs 1/P0 of a long round, whose mean length L is that of the largest of P0
-    draws from the times seen in long rounds. In the end all n are trained, so a trained prompt costs
+    **Objective.** A short round with n prompts lasts S(n) seconds, the mean of the P0-th smallest of n draws from F, and
+    defers n - P0 prompts. Each deferred prompt costs 1/P0 of a long round. A long round lasts L seconds, the mean of the
+    largest of P0 draws from the times of long rounds. All n prompts are trained in the end, so a trained prompt costs
 
         (S(n) + (n - P0) / P0 * L) / n
 
-    seconds of rollout. Training and weight updates cost the same for any n. Of the ratios n / P0 within 1% of the best,
-    the smallest is taken: it wastes the fewest tokens.
+    seconds of rollout. Training and weight updates cost the same for any n. Among the ratios n / P0 whose cost
+    is within 1% of the lowest cost, the smallest ratio is chosen, because it wastes the fewest tokens.
 
-    **What is left out.** Generation slows down with more prompts at once; times observed at one ratio are taken to hold
-    at another. L is taken not to depend on n, although the prompts deferred at a small ratio are longer. Both errors
-    shrink as the ratio settles, because it is chosen again before each round.
+    **Simplifications.** More prompts at once slow generation down, but times observed at one ratio are assumed to hold at
+    another. L is assumed not to depend on n, although the prompts deferred at a small ratio are longer. Both errors
+    shrink as the ratio converges, because the ratio is chosen again before each round.
 
-    Remembered are the latest prompts of either kind of round: 16 batches, but at least 256 and at most 4096.
+    The latest prompts of either kind of round are kept: 16 batches, but at least 256 and at most 4096 prompts.
 
     Args:
-        prompts_per_step: P0.
+        prompts_per_step: P0, number of prompts in a batch.
     """
 
     def __init__(self, prompts_per_step: int) -> None:
@@ -53,22 +53,22 @@ class CompletionTimes:
         self._long: deque[tuple[float, float]] = deque(maxlen=window)
 
     def add_short(self, seconds: float, completed: bool) -> None:
-        """A prompt completed in a short round, or had not completed after this time."""
+        """Adds a prompt of a short round that completed after ``seconds`` or was cut off then."""
         self._short.append((_rounded(seconds), completed))
 
     def add_long(self, seconds: float, with_surplus: float) -> None:
-        """A deferred prompt completed in a round that waits for all.
+        """Adds a deferred prompt that completed in a round without surplus.
 
         Args:
-            seconds: until the last of its R0 responses was scored.
-            with_surplus: the time it would have taken with a short round's surplus of responses.
+            seconds: seconds until the last of its R0 responses was scored.
+            with_surplus: seconds that the prompt would have taken with the surplus of responses of a short round.
         """
         self._long.append((_rounded(seconds), _rounded(with_surplus)))
 
     def full_wait(self) -> float | None:
-        """Return the expected seconds until all of P0 prompts are complete; ``None`` while the tail is unknown.
+        """Returns the expected seconds until all of P0 prompts are complete; ``None`` while the tail is unknown.
 
-        It is known once P0 prompts were seen in short rounds, and either none was cut off or P0 were seen in long rounds.
+        The tail is known after P0 prompts in short rounds, if none of them was cut off or after P0 prompts in long rounds.
         """
         wanted = self.prompts_per_step
         tail_is_known = len(self._long) >= wanted or all(completed for _, completed in self._short)
@@ -77,11 +77,11 @@ class CompletionTimes:
         return _mean_order_statistic(*self._distribution(), wanted, wanted)
 
     def best_ratio(self, default: float, limit: float = 2.0) -> float:
-        """Return the ratio n / P0 in [1, limit] with the least expected seconds per trained prompt.
+        """Returns the ratio n / P0 in [1, limit] with the lowest expected seconds per trained prompt.
 
         Args:
-            default: returned until a first long round has shown the tail.
-            limit: the largest ratio to consider; key-value cache memory grows with it.
+            default: returned until P0 prompts of each kind of round are known.
+            limit: largest ratio to consider; the key-value cache memory needed grows with the ratio.
         """
         wanted = self.prompts_per_step
         if min(len(self._long), len(self._short)) < wanted:
@@ -100,22 +100,22 @@ class CompletionTimes:
         return next(n for n, cost in costs.items() if cost <= bound) / wanted
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the remembered times, ready for JSON."""
+        """Returns the stored times as JSON-compatible data."""
         return {"short": [list(pair) for pair in self._short], "long": [list(pair) for pair in self._long]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the times of an earlier run.
+        """Adds the times of an earlier run.
 
         Raises:
-            KeyError, TypeError, ValueError: this is not what ``state_dict`` returns.
+            KeyError, TypeError, ValueError: ``state`` was not returned by ``state_dict``.
         """
         self._short.extend((float(seconds), bool(done)) for seconds, done in state["short"])
         self._long.extend((float(seconds), float(with_surplus)) for seconds, with_surplus in state["long"])
 
     def _distribution(self) -> tuple[_Floats, _Floats]:
-        """F as its sorted points and the cumulative probability at each."""
+        """Returns F as sorted points and the cumulative probability at each point."""
         seconds, done = _columns(self._short)
-        # At equal times a prompt that completed comes first: the one cut off takes longer than that.
+        # At equal times, completed prompts come first: a prompt that was cut off takes longer than this time.
         order = np.lexsort((done == 0, seconds))
         seconds, done = seconds[order], done[order] == 1
         at_risk = np.arange(len(seconds), 0, -1)
@@ -131,17 +131,17 @@ class CompletionTimes:
 
 
 def _rounded(seconds: float) -> float:
-    """To microseconds, so that a saved state is short."""
+    """Rounds to microseconds, which keeps a saved state short."""
     return round(max(seconds, 0.0), 6)
 
 
 def _columns(pairs: Iterable[tuple[float, float]]) -> _Floats:
-    """``pairs`` as an array [2, N]."""
+    """Returns ``pairs`` as an array [2, N]."""
     return np.fromiter(chain.from_iterable(pairs), np.float64).reshape(-1, 2).T
 
 
 def _mean_order_statistic(points: _Floats, cumulative: _Floats, k: int, n: int) -> float:
-    """Return the mean of the ``k``-th smallest of ``n`` draws from a discrete distribution (its sorted points, and F there)."""
+    """Returns the mean of the ``k``-th smallest of ``n`` draws from a discrete distribution (sorted points, and F at each)."""
     quantiles, weights = _order_statistic(k, n)
     at = np.searchsorted(cumulative, quantiles)
     return float(weights @ points[np.minimum(at, len(points) - 1)])
@@ -149,10 +149,10 @@ def _mean_order_statistic(points: _Floats, cumulative: _Floats, k: int, n: int) 
 
 @lru_cache(maxsize=512)
 def _order_statistic(k: int, n: int) -> tuple[_Floats, _Floats]:
-    """Quantiles of F, and how likely the ``k``-th smallest of ``n`` draws lies at each.
+    """Returns quantiles of F, and the probability that the ``k``-th smallest of ``n`` draws lies at each quantile.
 
-    The k-th smallest of n uniform numbers follows Beta(k, n - k + 1); its density is integrated over the quantile
-    function on a grid of eight standard deviations to either side.
+    The k-th smallest of n uniform numbers follows Beta(k, n - k + 1). The grid covers eight standard deviations of this
+    distribution to either side of the mean.
     """
     a, b = k, n - k + 1
     mean = a / (a + b)

@@ -11,16 +11,16 @@ from typing import Any
 from rl_accel.telemetry.stage_clock import PREFIX
 
 LogRecord = tuple[int, dict[str, float]]
-"""A step and its metrics, as verl logs them."""
+"""Number of a step, and the metrics that verl logged for this step."""
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PROCESS = re.compile(r"^\([\w:]+[^()]*pid=[^()]*\)\s?")
-"""Before each line of a Ray worker, ``(TaskRunner pid=3165)``."""
+"""Prefix of each line from a Ray worker, such as ``(TaskRunner pid=3165)``."""
 _STEP = re.compile(r"\bstep:(\d+) - (.*)")
 _SEPARATOR = re.compile(r"\s+-(?:\s+|(?=[A-Za-z]))")
 _VALUE = re.compile(r"\s*(?:np\.\w+\()?([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf))\)?\s*")
 _BEGUN = re.compile(r"[^:]*(?::\s*(?:np(?:\.\w*)?\(?)?[-+\d.ena]*\)?(?:\s+-?\s*)?)?")
-"""A metric of which the end may be missing."""
+"""A metric whose end may be cut off."""
 _OLD_PREFIX = "timing/"
 """Prefix of the timers in logs of 2024."""
 
@@ -46,7 +46,7 @@ def read_log(path: Path) -> dict[int, dict[str, float]]:
 
 
 def parse_log_line(line: bytes) -> LogRecord | None:
-    """Return the numbers of a line ``{"step": int, "data": {name: value}}``, null as NaN; None if it is no such line."""
+    """Returns the step and numbers in a line ``{"step": int, "data": {name: value}}``, null as NaN; None for any other line."""
     try:
         entry: Any = json.loads(line)
         numbers = {
@@ -82,7 +82,7 @@ def read_console(lines: Iterable[str]) -> Iterator[LogRecord]:
 
 
 def _is_whole(line: str) -> bool:
-    """True if joined rows are one wrapped line: it holds metrics and nothing else, and only the last one may be cut."""
+    """True if ``line``, joined from several rows, holds only metrics, of which only the last may be cut off."""
     _, *parts = _SEPARATOR.split(line[line.index("step:") :])
     pairs = [part.rpartition(":") for part in parts[:-1]]
     return all(":" not in name and _VALUE.fullmatch(value) for name, _, value in pairs) and bool(

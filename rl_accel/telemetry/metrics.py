@@ -1,4 +1,4 @@
-"""Numbers that patched code leaves for the trainer's logger, kept per process until the trainer collects them.
+"""Metrics from patched code for the trainer's logger, kept per process until the trainer collects them.
 
 Names are relative (``gae/seconds``); :func:`drain` and :func:`observed` return them under ``rl_accel/``. Do not put ``max``,
 ``min``, ``sum`` or ``total`` into a name: verl chooses how to reduce a metric by these substrings.
@@ -14,11 +14,11 @@ from rl_accel.switch import forget_when_off
 logger = logging.getLogger("rl_accel")
 
 Observer = Callable[[int, Mapping[str, Any]], Mapping[str, float]]
-"""Makes numbers by relative name of a step and of what the trainer logs for it."""
+"""Function of a step and the step's logged metrics; returns further metrics by relative name."""
 
 
 class StopTraining(RuntimeError):
-    """Raised by an observer: what a step has shown is so wrong that the run must not go on."""
+    """Raised by an observer if a step shows an error so severe that the run must stop."""
 
 
 _lock = threading.Lock()
@@ -29,19 +29,19 @@ forget_when_off.append(_values.clear)
 
 
 def add(name: str, value: float) -> None:
-    """Add ``value`` to the running amount of ``name``; the amount starts again at zero after :func:`drain`."""
+    """Adds ``value`` to the running sum of ``name``; the sum restarts at zero after :func:`drain`."""
     with _lock:
         _values[name] = _values.get(name, 0.0) + float(value)
 
 
 def put(name: str, value: float) -> None:
-    """Set ``name`` to ``value``, replacing what was there since the last :func:`drain`."""
+    """Sets ``name`` to ``value``, replacing any value since the last :func:`drain`."""
     with _lock:
         _values[name] = float(value)
 
 
 def observe(feature: str, observer: Observer | None) -> None:
-    """Have :func:`observed` show ``observer`` each step's metrics; None: no longer."""
+    """Registers ``observer``, which :func:`observed` calls with each step's metrics; None removes the registration."""
     with _lock:
         _failed.discard(feature)
         if observer is None:
@@ -51,12 +51,12 @@ def observe(feature: str, observer: Observer | None) -> None:
 
 
 def observer(feature: str) -> Observer | None:
-    """Return who observes for ``feature``, or None."""
+    """Returns the observer of ``feature``, or None."""
     return _observers.get(feature)
 
 
 def drain() -> dict[str, float]:
-    """Return everything recorded since the last call as ``{"rl_accel/<name>": value}`` and start anew."""
+    """Returns all metrics since the last call as ``{"rl_accel/<name>": value}`` and clears them."""
     with _lock:
         out = {f"rl_accel/{name}": value for name, value in _values.items()}
         _values.clear()
@@ -64,12 +64,12 @@ def drain() -> dict[str, float]:
 
 
 def observed(step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-    """Return what observers make of the metrics ``logged`` for ``step`` as ``{"rl_accel/<name>": value}``.
+    """Calls all observers with the metrics ``logged`` for ``step``; returns their metrics as ``{"rl_accel/<name>": value}``.
 
-    An observer that fails costs one warning.
+    An observer that fails is logged once, as a warning.
 
     Raises:
-        StopTraining: an observer has raised it.
+        StopTraining: raised by an observer.
     """
     with _lock:
         observers = dict(_observers)
@@ -79,7 +79,7 @@ def observed(step: int, logged: Mapping[str, Any]) -> dict[str, float]:
             out.update(look(step, logged))
         except StopTraining:
             raise
-        except Exception:  # numbers are not worth a step
+        except Exception:  # metrics must not make a step fail
             if feature not in _failed:
                 _failed.add(feature)
                 logger.warning("rl-accel: %s failed at step %s, and may again", feature, step, exc_info=True)

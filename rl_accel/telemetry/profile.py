@@ -1,4 +1,4 @@
-"""The command ``rl-accel profile``: where the time of a run's steps went, in tables and a picture, and what would save how much."""
+"""The command ``rl-accel profile``: shows the time of a run's steps in tables and a picture, and estimates possible savings."""
 
 import functools
 import statistics
@@ -25,16 +25,16 @@ from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NA
 WARMUP = 2
 _METRICS = "rl_accel/telemetry/"
 _TABLES = {"drafts": "drafted", "balance": "places_in_use"}
-"""Features whose numbers are printed as they are, each with the one that is above 0 if there is anything to say."""
+"""Features whose metrics are printed unchanged, each with the metric that must be above 0 for the table to appear."""
 _PROMPT_RATIO = 1.25
-"""Of tail_batching: prompts that a short round launches over those that it trains."""
+"""Number of prompts that a short round of tail_batching launches, divided by the number that the round trains."""
 _LIMIT_SCALE, _LIMIT_SLACK, _LIMIT_LEAST = 1.5, 0.5, 2.0
-"""Of reward_timeout by default: a limit is 1.5 times a correct execution and half a second, at least two seconds."""
+"""Default limit of reward_timeout: 1.5 times a correct execution plus 0.5 seconds, at least 2 seconds."""
 
 _DRAWN, _TICK = 20_000, 0.001
-"""Prompts that are simulated in rounds; seconds of their clock's tick."""
+"""Number of prompts simulated in rounds; seconds per tick of the simulated clock."""
 _LARGE, _MOST = 0.15, 0.5
-"""Shares of a step that are worth a setting of the framework itself."""
+"""Shares of a step above which a setting of the framework itself is advised."""
 
 _PARTS = {
     "most_seconds": ("nine in ten responses", "#4878a8"),
@@ -58,14 +58,14 @@ _NUMBERS = {
     "completion_p99_seconds": ("a response and its reward, p99", "{:.3g} s"),
     "completion_longest_seconds": ("the longest", "{:.3g} s"),
 }
-"""Numbers that are printed, with their format."""
+"""Label and format of each printed metric."""
 
 
 @dataclass(frozen=True)
 class Saving:
-    """Something that takes ``seconds`` of a mean step, and what would reduce it by ``gain`` seconds.
+    """A part of a mean step that takes ``seconds``, and the advice that would reduce this time by ``gain`` seconds.
 
-    ``arithmetic`` says how the gain was found, or, if it is None, why it was not.
+    ``arithmetic`` explains the gain, or why the gain is None (unknown).
     """
 
     name: str
@@ -77,21 +77,21 @@ class Saving:
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of a run's steps went.
+    """Time of a run's steps by stage and cause, and possible savings.
 
     Attributes:
-        log: the metrics that were read.
-        steps: the measured steps.
+        log: file with the metrics of the run.
+        steps: numbers of the measured steps.
         stages: mean seconds of each stage.
-        numbers: means of what telemetry logged, by name; without those that it could not know.
-        savings: what takes most time first.
-        tables: by feature, means of what it logged, by name.
-        missing: in words, what could not be told and why.
-        responses: of the measured steps whose generation is known, by step; times since the first of them began.
-        kept: responses of all steps, those of the warm-up too.
-        rests: by step, seconds from its last reward to the end of generation.
-        on: names of the features that were on.
-        last_seconds: of generation in the last step.
+        numbers: means of the metrics from telemetry, by name, without unknown ones.
+        savings: possible savings, most time first.
+        tables: means of each feature's metrics, by feature and name.
+        missing: texts that say which results are unknown and why.
+        responses: responses by measured step with a known generation; times in seconds since the step's first response began.
+        kept: responses of all steps, including the warm-up.
+        rests: seconds from the last reward to the end of generation, by step.
+        on: names of the enabled features.
+        last_seconds: seconds of generation in the last step.
     """
 
     log: Path
@@ -109,22 +109,22 @@ class Profile:
 
     @property
     def last(self) -> Sequence[Response]:
-        """Responses of the last measured step; none if its generation is not known."""
+        """Responses of the last measured step; empty if the step's generation is unknown."""
         return self.responses.get(self.steps[-1], [])
 
     @property
     def step_seconds(self) -> float:
-        """Mean of a step."""
+        """Mean seconds of a step."""
         return sum(self.stages.values())
 
 
 def find_log(folder: Path) -> Path:
-    """Returns the one file with the metrics of a run of verl in ``folder`` or below it; ``folder`` may be that file.
+    """Returns the only file with the metrics of a verl run in ``folder`` or below it; ``folder`` may be that file.
 
-    That is the file of verl's file logger, or where there is none its console output.
+    The file comes from verl's file logger. Without such a file, verl's console output is used.
 
     Raises:
-        RlAccelError: there is none, or there are several; names some.
+        RlAccelError: there is no such file, or there are several; the message names some.
     """
     for pattern in ("*.jsonl", "*.log", "*.out", "*.txt"):
         files = [folder] if folder.is_file() else sorted(path for path in folder.rglob(pattern) if path.is_file())
@@ -143,14 +143,14 @@ def find_log(folder: Path) -> Path:
 
 
 def _has_steps(path: Path) -> bool:
-    """True if the file has a step with timers. A file of something else is only searched for the word."""
+    """True if the file has a step with timers. Files without a timer's prefix are not parsed."""
     with path.open(errors="replace") as file:
         might = any("timing_s/" in line or "timing/" in line for line in file)
     return might and any(map(stage_clock.stages, read_log(path).values()))
 
 
 def read_run(folder: Path, warmup: int = WARMUP) -> Profile:
-    """Read the run in ``folder``. Its first ``warmup`` steps are left out, but never the last.
+    """Reads the run in ``folder``. Skips the first ``warmup`` steps, but never the last step.
 
     Raises:
         RlAccelError: there is no run, or more than one.
@@ -201,7 +201,7 @@ def _means(of_steps: Collection[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.fmean(its[name] for its in of_steps if name in its) for name in names}
 
 
-# What would save how much
+# Savings
 
 
 def _savings(
@@ -211,9 +211,9 @@ def _savings(
     steps: Sequence[Sequence[Response]],
     on: set[str],
 ) -> list[Saving]:
-    """What could be saved in a run with the features ``on``, most time first.
+    """Returns the possible savings in a run with the features ``on``, most time first.
 
-    ``rests`` are the ``rest_seconds`` of each step, ``steps`` the responses of those steps whose generation is known.
+    ``rests`` holds the ``rest_seconds`` of each step, ``steps`` the responses of each step with a known generation.
     """
 
     def saving(name: str, seconds: float, estimate: tuple[float | None, str], *features: str) -> Saving:
@@ -268,9 +268,9 @@ def _gain_of_tail_batching(steps: Sequence[Sequence[Response]]) -> tuple[float |
 
 
 def prompt_seconds(responses: Sequence[Response]) -> list[float] | None:
-    """Return the seconds from a step's first response until all of a prompt's own had their reward, for each prompt.
+    """Returns, for each prompt, the seconds from the step's first response to the last reward of the prompt's responses.
 
-    None if a response was cancelled or failed: the time that it would have taken is unknown.
+    None without responses, or if a response was cancelled or failed, as the full time of that response is unknown.
     """
     if not responses or any(response.outcome != COMPLETED for response in responses):
         return None
@@ -281,9 +281,9 @@ def prompt_seconds(responses: Sequence[Response]) -> list[float] | None:
 
 
 def rounds_seconds(times: Sequence[float], prompts: int, launched: int) -> float:
-    """Return the mean seconds of a rollout in rounds of tail batching that train ``prompts`` prompts.
+    """Returns the mean seconds of a rollout in rounds of tail batching that train ``prompts`` prompts each.
 
-    Short rounds launch ``launched`` prompts, each of which takes one of ``times``, and the same one again if it is put off.
+    Short rounds launch ``launched`` prompts. Each prompt takes one of ``times``; a deferred prompt takes the same time again.
     """
     rounds = min(max(_DRAWN // launched, 100), 2000)
     ticks = np.maximum(np.round(np.random.default_rng(0).choice(times, rounds * launched) / _TICK), 1).astype(int)
@@ -294,7 +294,7 @@ def rounds_seconds(times: Sequence[float], prompts: int, launched: int) -> float
 
 
 def levers(run: Profile) -> list[str]:
-    """Return settings of verl itself that may bring more than the pack's features do, by the shares of a step's stages."""
+    """Returns advice on verl's own settings that may save more than rl-accel's features, by the stages' shares of a step."""
     shares = stage_clock.shares(run.stages)
     found = []
     if shares.get("old_log_prob", 0.0) > _LARGE:
@@ -352,10 +352,10 @@ def _gain_of_sampler(rests: Sequence[float]) -> tuple[float | None, str]:
 )
 @click.option("--no-picture", is_flag=True, help="Print only.")
 def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool) -> None:
-    """Where the time of a step went in the run in RUN_DIR, and which flag would save most.
+    """Shows where the time of a step went in the run in RUN_DIR, and which flag would save most.
 
-    RUN_DIR holds the file of verl's file logger: a run of `rl-accel ab`, or any folder with it. If the run had
-    +rl_accel.telemetry.enable=True, this also says what generation was spent on; if not, only stages.
+    RUN_DIR holds the file of verl's file logger: a run of `rl-accel ab`, or any folder with that file. If the run had
+    +rl_accel.telemetry.enable=True, the output includes the parts of generation; otherwise only stages.
     """
     console = Console(width=None if sys.stdout.isatty() else 140)
     run = read_run(run_dir, warmup)
@@ -433,7 +433,7 @@ def _table_of_savings(run: Profile) -> Table:
 
 
 def format_seconds(value: float) -> str:
-    """Return a duration with three figures, in s or ms."""
+    """Returns a duration with three significant figures, in s or ms."""
     return f"{value:.3g} s" if value >= 0.1 else f"{value * 1000:.3g} ms"
 
 
@@ -441,7 +441,7 @@ def format_seconds(value: float) -> str:
 
 
 def draw(run: Profile, path: Path) -> None:
-    """Write the picture of ``run``: mean stages of a step, parts of its generation, and the responses of its last step."""
+    """Writes a picture of ``run``: stages of a mean step, parts of generation, and the responses of the last step."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5.6 if run.last else 1.9), layout="constrained")
@@ -456,7 +456,7 @@ def draw(run: Profile, path: Path) -> None:
 
 
 def _draw_bars(axes: Any, run: Profile) -> None:
-    """Stages of a mean step, one after the other, and below them what generation was."""
+    """Draws a bar with the stages of a mean step, and below it a bar with the parts of generation."""
     rows = {
         "step": [(name, seconds, stage_clock.STAGES.get(name, _OTHER_COLOUR)) for name, seconds in run.stages.items()]
     }
@@ -467,7 +467,7 @@ def _draw_bars(axes: Any, run: Profile) -> None:
         left = 0.0
         for label, seconds, colour in row:
             axes.barh(place, seconds, left=left, height=0.7, color=colour, edgecolor="white", lw=0.5)
-            # What has no room for its name (a character takes a little more than a hundredth of the width) goes into the legend.
+            # A bar too narrow for its label goes into the legend; a character takes a little more than 1% of the width.
             if seconds > 0.015 * len(label) * run.step_seconds:
                 axes.text(left + seconds / 2, place, label, ha="center", va="center", fontsize=8)
             elif seconds > 0.003 * run.step_seconds:
@@ -485,7 +485,7 @@ def _draw_bars(axes: Any, run: Profile) -> None:
 
 
 def _draw_responses(axes: Any, run: Profile) -> None:
-    """A line a response: generation, then reward. Of very many, evenly chosen ones."""
+    """Draws one line per response: generation, then reward. If there are too many responses, draws every k-th one."""
     responses = sorted(run.last, key=lambda r: (r.ended, r.began))
     for place, response in enumerate(responses[:: len(responses) // _MOST_ROWS + 1]):
         end = response.ended if response.generated is None else response.generated

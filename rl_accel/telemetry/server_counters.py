@@ -1,4 +1,4 @@
-"""Preemptions by the rollout servers' own counters, and differences of them. What a server does not say is unknown, never 0."""
+"""Preemption counts from the rollout servers' own counters. A count that a server does not report is unknown, never 0."""
 
 import logging
 import math
@@ -19,11 +19,11 @@ COUNTERS = {
     "vllm": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
     "sglang": ("sglang:num_retracted_requests_total",),
 }
-"""Counters on ``/metrics``. vLLM shows its with rollout.disable_log_stats=False, SGLang (0.5.7 or later) its with metrics enabled.
-(SGLang's gauge ``num_retracted_reqs`` is not a count of all so far.)"""
+"""Names of the preemption counter on ``/metrics``. vLLM exports the counter with rollout.disable_log_stats=False, SGLang (0.5.7 or
+later) with metrics enabled. (SGLang's gauge ``num_retracted_reqs`` is not cumulative.)"""
 _COMPANIONS = {"sglang:num_retracted_requests_total": "sglang:realtime_tokens_total"}
-"""SGLang leaves the counter out until the first retraction. The companion came with the same release and is there from the first
-token: with it on the page and the counter not, the counter is 0."""
+"""Companion of a counter. SGLang omits the counter until the first retraction, but exports the companion, which came with the same
+release, from the first token on. If only the companion is on the page, the counter is 0."""
 
 _AT_ONCE = 16
 _STARTED = "process_start_time_seconds"
@@ -31,27 +31,27 @@ _STARTED = "process_start_time_seconds"
 
 @dataclass(frozen=True)
 class Reading:
-    """What one server says: its preemptions since it started. ``incarnation`` differs once it has been started anew."""
+    """Answer of one server: number of preemptions since the server started. ``incarnation`` changes if the server restarts."""
 
     preemptions: int
     incarnation: str = ""
 
 
 class Counters:
-    """Differences between readings of all servers.
+    """Differences between successive readings of all servers.
 
-    The first reading is of servers that have just started, with counters at 0. Later, a server that is new, was started anew, or
-    did not answer the last time makes a step unknown.
+    At the first reading, all servers must have just started, with counters at 0. Later, the preemptions of a step are unknown if
+    a server is new, has restarted, or did not answer the last time.
     """
 
     def __init__(self) -> None:
         self._before: Mapping[str, Reading | None] | None = None
 
     def take(self, now: Mapping[str, Reading | None]) -> int | None:
-        """Return the preemptions since the last call; None: unknown.
+        """Returns the number of preemptions since the last call; None if unknown.
 
         Args:
-            now: what each server says, by name; None for one that does not.
+            now: reading of each server, by name; None for a server that gave none.
         """
         before, self._before = self._before, now
         if not now or (before is not None and before.keys() != now.keys()):
@@ -72,11 +72,11 @@ forget_when_off.append(_warned.clear)
 
 
 def ask_endpoints(urls: Mapping[str, str], names: Sequence[str]) -> dict[str, Reading | None]:
-    """Read ``/metrics`` of servers, by name; one line of warning for those that do not say, the first time they do not.
+    """Returns the readings of ``/metrics`` by server name. Logs one warning for all servers that fail for the first time.
 
     Args:
-        urls: ``http://host:port`` by name.
-        names: the counter, under the names that versions of the engine give it.
+        urls: ``http://host:port`` by server name.
+        names: names of the counter in different versions of the engine.
     """
     problems: dict[str, str] = {}
 
@@ -100,10 +100,10 @@ def ask_endpoints(urls: Mapping[str, str], names: Sequence[str]) -> dict[str, Re
 
 
 def fetch(url: str) -> str:
-    """Return the body of ``url``, http or https. Servers are within the cluster: no proxy is asked.
+    """Returns the body of ``url``, http or https. Uses no proxy, because servers are within the cluster.
 
     Raises:
-        OSError, ValueError: it does not answer, answers with an error, or has another scheme.
+        OSError, ValueError: the server does not answer or answers with an error, or the URL has another scheme.
     """
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"the address of a server must begin with http:// or https://, found {url!r}")
@@ -113,10 +113,10 @@ def fetch(url: str) -> str:
 
 
 def parse(text: str, names: Sequence[str]) -> Reading | None:
-    """Return what ``text`` (Prometheus) says of the first of the counters ``names`` that it has; None if it cannot be known."""
+    """Returns the reading in a Prometheus page ``text``, for the first counter of ``names`` on the page; None if unknown."""
     companions = [_COMPANIONS[name] for name in names if name in _COMPANIONS]
     wanted = (*names, *companions, _STARTED)
-    # A page has a thousand lines, and the parser looks at each character.
+    # The parser is slow (it looks at each character), and a page has a thousand lines.
     lines = (line for line in text.splitlines() if any(name in line for name in wanted))
     try:
         families = list(text_string_to_metric_families("\n".join(lines)))
@@ -132,10 +132,10 @@ def parse(text: str, names: Sequence[str]) -> Reading | None:
 
 
 def _sum_over_labels(samples: Sequence[Sample]) -> float:
-    """Add up a counter over labels.
+    """Returns the sum of a counter over labels.
 
-    All ranks of one SGLang engine count the same event, each with labels ``tp_rank`` and such: of those that differ in nothing but
-    a rank (other than ``dp_rank``) the largest is taken.
+    All ranks of one SGLang engine count the same event, each with labels such as ``tp_rank``. If labels differ only in ranks (other
+    than ``dp_rank``), only the largest sample counts.
     """
     if not all(math.isfinite(sample.value) for sample in samples):
         return math.nan

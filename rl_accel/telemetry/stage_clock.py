@@ -1,16 +1,16 @@
-"""Where a step's time goes: its stages, and what its generation was spent on, from completion times of the run itself.
+"""Time of a training step by stage, and time of the generation stage by cause, from measured completion times.
 
-Nothing here is modelled. A step's stages are what the framework's own timers say; what no timer covers is ``other``. Its generation
-is the window of ``gen`` seconds from the moment at which the first response began. With ``t(q)`` the time by which a share ``q`` of
-the completed responses were generated, that window is cut into four parts, one after the other, which add up to it:
+Nothing here is modelled. The seconds of stages come from the framework's own timers; time outside all timers is ``other``. The
+generation is the window of ``gen`` seconds that starts with the first response. Let ``t(q)`` be the time by which a share ``q`` of
+the completed responses were generated. The window consists of four parts, one after the other:
 
-    most       until t(0.9)                      nine in ten responses are generated
-    waiting    t(0.9) to t(1)                    waiting for the longest responses
-    reward     t(1) to the last reward           rewards that no generation hides
-    rest       the last reward to the end        storing, noticing (a poll), putting engines to sleep
+    most       until t(0.9)                      nine in ten responses are generated.
+    waiting    t(0.9) to t(1)                    waiting for the longest responses.
+    reward     t(1) to the last reward           rewards that do not overlap with generation.
+    rest       the last reward to the end        storing, noticing the end (a poll), putting engines to sleep.
 
-The idle share is that of empty places in the batch, ``1 - integral(min(n(t), C)) / (C * gen)``: ``n(t)`` responses are in
-generation at a time, and the capacity ``C`` is the most that ever were, or the slots that the engines have if these are fewer.
+The idle share is the share of empty slots in the batch, ``1 - integral(min(n(t), C)) / (C * gen)``. ``n(t)`` is the number of
+responses in generation at time t. The capacity ``C`` is the maximum of ``n(t)``, or the number of engine slots if that is smaller.
 """
 
 import json
@@ -34,30 +34,30 @@ STAGES = {
     "update_weights": "#5fb3b3",
     "save_checkpoint": "#b7b7a4",
 }
-"""Timers of verl that do not overlap and lie within the step, and their colours in pictures."""
+"""Timers of verl that do not overlap and lie within the step, with their colours in pictures."""
 
 OTHER = "other"
 PREFIX = "timing_s/"
 FILE_NAME = "rl_accel_telemetry.jsonl"
-"""Of the file with responses, in verl's ``trainer.default_local_dir``."""
+"""Name of the file with responses, in verl's ``trainer.default_local_dir``."""
 
 COMPLETED, CANCELLED, FAILED = "completed", "cancelled", "failed"
 
 
 @dataclass(slots=True)
 class Response:
-    """One response. Times are seconds of the wall clock, so that those of several processes can be compared.
+    """One response. Times are wall-clock seconds, so that times of several processes can be compared.
 
     Attributes:
-        prompt: its prompt group.
-        began: its agent loop began.
-        generated: its last token was there; None if it never was.
-        rewarded: its reward was there; None if it never was.
-        ended: nothing of it was under way any more.
-        tokens: how many were generated; None if unknown.
-        server: the rollout server that generated it (the last one, in several turns); None if unknown.
+        prompt: id of the prompt group.
+        began: start of the response's agent loop.
+        generated: time of the last token; None if generation never finished.
+        rewarded: time of the reward; None if there was no reward.
+        ended: time at which all work on the response had ended.
+        tokens: number of generated tokens; None if unknown.
+        server: rollout server that generated the response (the last turn, if there are several); None if unknown.
         outcome: ``completed``, ``cancelled`` or ``failed``.
-        tools: seconds of its generation in which it waited for tools, one after the other.
+        tools: seconds of the generation spent waiting for tools; consecutive calls add up.
     """
 
     prompt: str
@@ -72,15 +72,15 @@ class Response:
 
     @property
     def completed_at(self) -> float:
-        """When it and its reward were there, for one that completed."""
+        """Time at which a completed response and its reward were finished."""
         return self.ended if self.rewarded is None else self.rewarded
 
 
 def stages(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return seconds of each stage that was timed and of ``other``; they add up to the step. {} for what is no training step.
+    """Returns the seconds of each timed stage and of ``other``, which add up to the step; {} if this is no training step.
 
     Args:
-        metrics: what verl logs for a step, ``timing_s/<stage>`` among it.
+        metrics: metrics that verl logs for a step, including ``timing_s/<stage>``.
     """
     whole = metrics.get(PREFIX + "step")
     if whole is None or not math.isfinite(whole):
@@ -90,13 +90,13 @@ def stages(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return each stage's share of the step, of which ``seconds`` are all stages; they add up to 1."""
+    """Returns each stage's share of a step; ``seconds`` holds all stages of the step. The shares add up to 1."""
     whole = sum(seconds.values())
     return {stage: value / whole for stage, value in seconds.items()} if whole > 0 else dict.fromkeys(seconds, 0.0)
 
 
 def completion(responses: Sequence[Response]) -> dict[str, float]:
-    """Return how many there are, their tokens, and of those that completed the seconds until their reward; {} of none."""
+    """Returns the numbers of responses and tokens, and quantiles of completed responses' seconds until the reward; {} if empty."""
     if not responses:
         return {}
     numbers: dict[str, float] = {"responses": len(responses), "tokens": sum(r.tokens or 0 for r in responses)}
@@ -112,17 +112,17 @@ def completion(responses: Sequence[Response]) -> dict[str, float]:
 def generation(
     responses: Sequence[Response], seconds: float, slots: int | None = None, began: float | None = None
 ) -> dict[str, float]:
-    """Return what a generation was spent on, by name; what cannot be known is left out. The order of ``responses`` does not matter.
+    """Returns the parts of a generation and further metrics by name, without unknown ones. ``responses`` may have any order.
 
-    The four parts above and ``after_half_seconds``, t(0.5) to t(1); ``idle_share``; ``concurrency``, the most responses in
-    generation at once; ``seconds_per_token``, the median over completed responses; ``cancelled``, how many were; ``tool_share``,
-    the share of tools in the time of completed responses, if there are any.
+    Names: the four parts and the idle share as above. ``after_half_seconds``: t(0.5) to t(1). ``concurrency``: maximum number of
+    responses in generation at once. ``seconds_per_token``: median over completed responses. ``cancelled``: number of cancelled
+    responses. ``tool_share``: share of tool calls in the generation time of completed responses, if tools were used.
 
     Args:
-        responses: those of one step, at least one.
-        seconds: of the stage, more than 0.
-        slots: how many requests the engines run at once, if that is known.
-        began: when the stage began, by the clock of the responses; default is when the first response did.
+        responses: responses of one step, at least one.
+        seconds: duration of the stage, above 0.
+        slots: number of requests that the engines can run at once, if known.
+        began: start of the stage by the clock of the responses; default: start of the first response.
     """
     start = min(response.began for response in responses) if began is None else began
 
@@ -146,7 +146,7 @@ def generation(
         numbers["seconds_per_token"] = statistics.median(per_token)
 
     spans = [(into(r.began), into(r.ended if r.generated is None else r.generated)) for r in responses]
-    # At equal times an end comes first: a place is free before the next response takes it.
+    # At equal times, ends sort before starts: a slot is free before the next response takes it.
     events = sorted(event for begin, end in spans if end > begin for event in ((begin, 1), (end, -1)))
     running = np.cumsum([change for _, change in events])
     concurrency = int(max(running, default=0))
@@ -160,12 +160,12 @@ def generation(
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the least value that at least ``share`` of the ``ordered`` values do not exceed."""
+    """Returns the smallest value that at least a share ``share`` of the ``ordered`` values do not exceed."""
     return ordered[max(math.ceil(share * len(ordered) - 1e-9), 1) - 1]
 
 
 def keep(path: Path, step: int, responses: Sequence[Response]) -> None:
-    """Append the ``responses`` of a step to a file, with times in seconds since the first of them began.
+    """Appends the ``responses`` of a step to a file, with times in seconds since the first response began.
 
     Raises:
         OSError: the file cannot be written.
@@ -187,13 +187,13 @@ def keep(path: Path, step: int, responses: Sequence[Response]) -> None:
     line = json.dumps({"step": step, "responses": rows}, separators=(",", ":"))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.write("\n" + line if file.tell() else line)  # after what may be half a line of a run that was killed
+        file.write("\n" + line if file.tell() else line)  # a killed run may have left half a line
 
 
 def read_kept(path: Path) -> dict[int, list[Response]]:
-    """Return the responses of each step in a file of :func:`keep`, without lines that are not whole.
+    """Returns the responses of each step in a file of :func:`keep`. Skips incomplete lines.
 
-    Where a run began again, the steps that an earlier one had done from there on are left out.
+    If a run was resumed at an earlier step, the older records of that step and of later steps are dropped.
 
     Raises:
         OSError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""Rewards within adaptive time limits on slime: what is needed of slime, and of its arguments, which name our functions."""
+"""Adaptive time limits for rewards on slime: checks of slime's interfaces and of the arguments that name our functions."""
 
 from typing import Any
 
@@ -40,10 +40,10 @@ SWITCHES = (
 
 
 def check(args: Any, flags: RewardTimeoutFlags) -> None:
-    """Refuse to grade where evaluations could not be told from training, or with ourselves as the grader.
+    """Refuses unsupported settings, such as a missing sample hook (which marks evaluations) or our own function as the grader.
 
     Raises:
-        ConfigError: names slime's argument, what is wanted and what was found.
+        ConfigError: a setting is not supported. The message names slime's argument, the wanted and the found value.
     """
     if not flags.enable:
         raise ConfigError(

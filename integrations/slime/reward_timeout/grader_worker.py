@@ -1,6 +1,6 @@
-"""A grader in a process of its own: what it is given of slime's arguments and of a sample, and what it has changed in the sample.
+"""Runs a grader in a separate process: packs slime's arguments and samples, and returns the grader's changes to the samples.
 
-:func:`make` runs in a worker of :class:`rl_accel.reward.sandbox.Graders`, the functions it returns in forks of it.
+:func:`make` runs in a worker of :class:`rl_accel.reward.sandbox.Graders`; the ``grade`` functions run in forks of that worker.
 """
 
 import asyncio
@@ -25,36 +25,36 @@ _HEAVY = (
     "teacher_log_probs",
     "trace",
 )
-"""Fields of a sample that graders are not given, for their size."""
+"""Sample fields that are too large to pass to graders."""
 _STOCK = ("prompt", "response", "label", "metadata", "status")
-"""The fields that slime's own graders read, and those without which there is no sample."""
+"""Sample fields that slime's own graders read, and fields that every ``Sample`` must have."""
 
 Packed = dict[str, bytes]
 Changes = dict[str, Any]
 
 
 def pack(values: dict[str, Any]) -> Packed:
-    """Return those of ``values`` that can be pickled, each for itself."""
+    """Returns the entries of ``values`` that can be pickled, each pickled separately."""
     packed = {}
     for name, value in values.items():
-        with contextlib.suppress(Exception):  # whatever a __reduce__ raises
+        with contextlib.suppress(Exception):  # a __reduce__ may raise anything
             packed[name] = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     return packed
 
 
 def pack_sample(sample: Any, whole: bool) -> Packed:
-    """Return a sample for a grader; not ``whole``: for one of slime's own."""
+    """Returns a packed sample for a grader: without large fields if ``whole``, else only the fields for slime's own graders."""
     fields = sample.to_dict()
     names = [name for name in fields if name not in _HEAVY] if whole else _STOCK
     return pack({name: fields[name] for name in names})
 
 
 def make(args: Packed, grader: str | None) -> Callable[..., Any]:
-    """Return ``grade(samples, single)``, which returns the grader's value and what changed in each sample.
+    """Returns ``grade(samples, single)``, which returns the grader's value and the changed fields of each sample.
 
     Args:
-        args: slime's arguments.
-        grader: its path. None: slime's own of the sample's ``rm_type``.
+        args: slime's arguments, packed.
+        grader: dotted path of the grader; None for slime's own grader of the sample's ``rm_type``.
     """
     arguments = Namespace(**_unpack(args))
     if grader is None:
@@ -74,7 +74,7 @@ def make(args: Packed, grader: str | None) -> Callable[..., Any]:
 
 
 def _warm_up(arguments: Any) -> None:
-    """Have slime's grader import here what it imports when it is first used, or every fork would."""
+    """Triggers the lazy imports of slime's grader in the worker, so that the forks need not repeat the imports."""
     metadata: dict[str, Any] = {"instruction_id_list": [], "kwargs": []}
     sample = Sample(prompt="", response="</think>\\boxed{\\frac{1}{2}}", label="0.51", metadata=metadata)
     if arguments.rm_type and not arguments.rm_type.endswith("remote_rm"):
@@ -89,7 +89,7 @@ async def _finish(value: Any) -> Any:
 def _unpack(packed: Packed) -> dict[str, Any]:
     values = {}
     for name, data in packed.items():
-        with contextlib.suppress(Exception):  # of a class that this process cannot import
+        with contextlib.suppress(Exception):  # this process may not be able to import the class
             values[name] = pickle.loads(data)
     return values
 

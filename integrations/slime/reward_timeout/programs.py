@@ -1,4 +1,4 @@
-"""Code rewards: the program in a response, and the test cases in a sample's metadata."""
+"""Parsers for code rewards: the program in a response, and the test cases in a sample's metadata."""
 
 import json
 import re
@@ -11,7 +11,7 @@ _PYTHON = ("python", "python3", "py")
 
 
 def program_of(response: str) -> str | None:
-    """Return the last block of Python in a response, or, if none says that it is, the last that says nothing. None without."""
+    """Returns the last Python code block of a response, else the last code block without a language, else None."""
     blocks = _BLOCK.findall(response)
     for languages in (_PYTHON, ("",)):
         programs = [code for language, code in blocks if language.lower() in languages]
@@ -28,14 +28,14 @@ if {name!r} not in globals() and "Solution" in globals():
 
 
 def cases_of(tests: Any) -> tuple[list[Case], str]:
-    """Return test cases from ``{"inputs": [...], "outputs": [...]}`` or the same as JSON, and what is to stand after the program.
+    """Returns the test cases in ``{"inputs": [...], "outputs": [...]}`` (or the same as JSON), and code to append to the program.
 
-    Each input is what the program reads and each output what it is to print, or lists of their lines. With ``fn_name`` an input is
-    the list of the function's arguments and an output its value; if they are text, JSON: of an input each line is an argument.
-    The function may be a method of a class ``Solution``.
+    An input is the program's standard input, an output the expected standard output; both are text or lists of lines.
+    With ``fn_name``, an input is the list of the function's arguments and an output the expected return value. Inputs may be text
+    with one argument as JSON per line; text outputs are then JSON too. The function may be a method of a class ``Solution``.
 
     Raises:
-        ValueError: they are of another form.
+        ValueError: ``tests`` has another form.
     """
     try:
         tests = json.loads(tests) if isinstance(tests, str) else tests

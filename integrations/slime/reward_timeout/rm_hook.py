@@ -1,9 +1,9 @@
-"""One response's way through grading on slime, from top to bottom.
+"""Grades responses on slime. The file follows the path of one response from top to bottom.
 
-slime calls :func:`mark_evaluation` for each sample and then :func:`grade`, in the same task. :meth:`Grading.grade` looks up how the
-sample is graded, waits for its turn and a time limit (:class:`~rl_accel.reward.limited_executor.LimitedExecutor`), and has the
-grader run: in a process that can be killed (``grader_worker``), on slime's event loop if it awaits something, or, for a program
-with test cases, in the sandbox. :class:`~rl_accel.reward.scores.Scores` turns the result into a reward, or stands in for one.
+slime calls :func:`mark_evaluation` for each sample and then :func:`grade`, in the same asyncio task. :meth:`Grading.grade` looks up
+the sample's grader, waits for a slot and a time limit (:class:`~rl_accel.reward.limited_executor.LimitedExecutor`), and runs the
+grader: in a process that can be killed (``grader_worker``), on slime's event loop if the grader awaits something, or in the sandbox
+for programs with test cases. :class:`~rl_accel.reward.scores.Scores` turns the result into a reward, or makes a stand-in reward.
 """
 
 import ast
@@ -40,20 +40,21 @@ from rl_accel.reward.scores import Scores
 from rl_accel.switch import forget_when_off
 
 _MOST_WORKERS = 16
-"""Each has imported slime, some 250 MiB."""
+"""Maximum default number of grader processes. Each process has imported slime and takes some 250 MiB."""
 _MOST_AWAITED = 1 << 20
-"""slime does not hold awaited graders back, and they cost this machine nothing."""
+"""Slots for awaited graders, in effect unlimited: slime does not limit such graders either, and they cost this machine nothing."""
 _EXCHANGE_SECONDS = 5.0
 
 EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
-"""Whether the running task, which slime grades in as well, belongs to an evaluation."""
+"""True if the current asyncio task belongs to an evaluation. slime marks and grades a sample in the same task."""
 
 
 def mark_evaluation(args: Any, sample: Any, evaluation: bool = False, rollout_id: int | None = None) -> None:
-    """slime's ``--rollout-sample-hook-path``: slime tells it, but not the function it calls next, what is an evaluation.
+    """Remembers whether a sample belongs to an evaluation (slime's ``--rollout-sample-hook-path``).
 
-    The samples of an evaluation name a grader of their own, which slime takes from ``--custom-rm-path`` before it reads our file.
-    If that is the one under ``grader``, it is left to us, as in training.
+    slime passes ``evaluation`` here, but not to :func:`grade`. Evaluation samples have a ``custom_rm_path``, which slime takes from
+    ``--custom-rm-path`` before slime reads our file. If this path is our hook or ``reward_timeout.grader``, the path is removed
+    from the sample, so that slime calls :func:`grade` as in training.
     """
     EVALUATION.set(evaluation)
     if sample.custom_rm_path is not None and sample.custom_rm_path in (RM_HOOK, flags_of(args)[REWARD_TIMEOUT].grader):
@@ -61,12 +62,12 @@ def mark_evaluation(args: Any, sample: Any, evaluation: bool = False, rollout_id
 
 
 async def grade(args: Any, sample: Any, **kwargs: Any) -> Any:
-    """slime's ``--custom-rm-path``: the reward of a sample, or of a list of samples their rewards.
+    """Returns the reward of a sample, or the rewards of a list of samples (slime's ``--custom-rm-path``).
 
     Raises:
-        ConfigError: a flag is wrong, or nothing says how to grade.
-        Exception: what the grader raised.
-        SandboxError: no process to grade in can be started.
+        ConfigError: a flag is wrong, or no grader is configured.
+        Exception: the grader raised this exception.
+        SandboxError: no grader process can be started.
     """
     loop = asyncio.get_running_loop()
     if (grading := OPEN.get(loop)) is None:
@@ -78,13 +79,13 @@ async def grade(args: Any, sample: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class GraderSpec:
-    """How a sample is graded.
+    """Grader of a sample, and where the grader runs.
 
     Attributes:
-        name: the dotted path of the user's grader, or slime's ``rm_type``.
-        function: the user's grader; None: slime's own.
-        awaits: it awaits something, so it runs on slime's event loop. Any other runs in a process that can be killed.
-        takes_lists: it is a coroutine function, which slime itself could call: it is given a list where slime would give it one.
+        name: dotted path of the user's grader, or slime's ``rm_type``.
+        function: the user's grader; None for slime's own grader.
+        awaits: the grader awaits something and runs on slime's event loop. Other graders run in a process that can be killed.
+        takes_lists: the grader is a coroutine function (slime calls only these) and gets a list where slime would pass a list.
     """
 
     name: str
@@ -94,10 +95,10 @@ class GraderSpec:
 
 
 class Grading:
-    """What grades on one event loop.
+    """Graders, executors and anchors for one event loop.
 
     Args:
-        args: slime's.
+        args: slime's arguments.
 
     Raises:
         ConfigError: a flag is wrong.
@@ -115,7 +116,7 @@ class Grading:
         self._program_executor = LimitedExecutor(self.replica, self._workers, limits, for_programs)
         self._executor = LimitedExecutor(self.replica, self._workers, limits, full)
         self._awaited_executor = LimitedExecutor(self.replica, _MOST_AWAITED, limits, full, flags.limit_waiting)
-        # As slime looks them up: one key in training, perhaps another in evaluations.
+        # Same keys as in slime: one key in training, perhaps another key in evaluations.
         keys = [key for key in (args.reward_key, args.eval_reward_key) if key]
         number_keys = keys[:1] or ["acc", "score"]
         self._scores = Scores(flags, self.replica, keys, number_keys, number_keys, numbers_only=False)
@@ -125,7 +126,7 @@ class Grading:
         self._graders: dict[str, Graders] = {}
 
     async def grade(self, args: Any, given: Any, kwargs: dict[str, Any]) -> Any:
-        """Return the reward of a sample, or those of a list of samples. Cancelling this stops their graders."""
+        """Returns the reward of a sample, or the rewards of a list of samples. Cancelling the call stops the graders."""
         self.store_client.use()
         is_list = isinstance(given, list)
         if is_list and not (given and self._spec_of(args, given[0]).takes_lists):
@@ -153,7 +154,7 @@ class Grading:
         return self._scores.reward_of(result, spec.name, teach, size)
 
     def _spec_of(self, args: Any, sample: Any) -> GraderSpec:
-        path = self.flags.grader or sample.custom_rm_path  # slime honours the latter itself, but not in a list
+        path = self.flags.grader or sample.custom_rm_path  # slime itself ignores custom_rm_path in a list
         if path not in (None, RM_HOOK):
             return _spec_of_path(path)
         metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
@@ -166,8 +167,8 @@ class Grading:
         return GraderSpec(rm_type, awaits=rm_type.removeprefix("boxed_") == "remote_rm")
 
     async def _run_in_process(self, spec: GraderSpec, given: Any, limits: Limits) -> ExecutionResult:
-        """Run a grader in a process. What it changes in a sample is changed in ours, unless it was stopped."""
-        name = spec.name if spec.function else ""  # one kind of process for all of slime's own
+        """Runs a grader in a process. If the grader finishes, the grader's changes are applied to our samples."""
+        name = spec.name if spec.function else ""  # slime's own graders share one pool
         if name not in self._graders:
             arguments = {"args": self._packed_args, "grader": name or None}
             self._graders[name] = Graders(
@@ -190,13 +191,13 @@ class Grading:
     async def _await(
         self, spec: GraderSpec, args: Any, given: Any, kwargs: dict[str, Any], limits: Limits
     ) -> ExecutionResult:
-        """Await a grader on slime's event loop."""
+        """Awaits a grader on slime's event loop."""
         function = spec.function
         coroutine = function(args, given, **kwargs) if function else rm_hub.async_rm(self._stock_args, given)
         return await run_within(coroutine, limits, spec.name)
 
     async def _run_program(self, prompt: str, sample: Any, teach: bool) -> ExecutionResult:
-        """Score the program in a response by the share of ``metadata["test_cases"]`` that it passes."""
+        """Runs the program in a response. The score is the share of passed tests in ``metadata["test_cases"]``."""
         try:
             cases, addition = cases_of((sample.metadata or {}).get("test_cases"))
         except ValueError as error:
@@ -216,7 +217,7 @@ class Grading:
         return Sandbox(self._workers, self.flags.isolation)
 
     async def close(self) -> None:
-        """End all processes, and stop what they grade."""
+        """Ends all grader processes, together with running graders."""
         await self.store_client.close()
         graders, self._graders = self._graders, {}
         for pool in graders.values():
@@ -226,7 +227,7 @@ class Grading:
 
 
 OPEN: dict[asyncio.AbstractEventLoop, Grading] = {}
-"""What grades in this process, by event loop: slime has one, and a second with fully asynchronous rollouts."""
+"""Mapping from event loop to :class:`Grading`. slime has one event loop, and a second with fully asynchronous rollouts."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -245,7 +246,7 @@ def _spec_of_path(path: str) -> GraderSpec:
 
 
 def _awaits(function: Any) -> bool:
-    """Whether a coroutine function awaits anything. slime calls coroutine functions only, so many graders are, and block."""
+    """Returns whether a coroutine function awaits anything. slime accepts only coroutine functions; many of these block."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     except (OSError, TypeError, SyntaxError):
@@ -258,7 +259,7 @@ _collect = Collector()
 
 
 def _close_all() -> None:
-    """Forget what grades and what was counted; the processes of graders end in the background."""
+    """Forgets all :class:`Grading` objects and counts. Grader processes end in the background."""
     global _collect
     _collect = Collector()
     while OPEN:
@@ -271,7 +272,7 @@ forget_when_off.append(_close_all)
 
 
 def numbers_of(rollout: Rollout) -> dict[str, float]:
-    """Return what the job has counted since the last call, for slime's log of a rollout. Called outside of the event loops."""
+    """Returns the job's counts since the last call, for slime's rollout log. Must be called outside the event loops."""
     exchanges = [
         asyncio.run_coroutine_threadsafe(grading.store_client.close(), loop)
         for loop, grading in list(OPEN.items())

@@ -1,7 +1,6 @@
-"""Tail batching on slime: what it needs of slime, checked before it is used, and what slime's arguments mean.
+"""Tail batching on slime: checks of slime's interfaces and arguments, and the run that the arguments describe.
 
-``rollout`` has the rollout function and the data source, which the YAML that ``rl-accel slime-config`` writes names; ``responses``
-runs single responses.
+``rollout`` has the rollout function and the data source; ``responses`` runs single responses.
 """
 
 import functools
@@ -38,10 +37,10 @@ SWITCHES = (
 
 
 def check(args: Any, flags: TailBatchingFlags) -> None:
-    """Refuse what tail batching cannot work with.
+    """Refuses arguments of slime that tail batching cannot work with.
 
     Raises:
-        ConfigError: names slime's argument, what is wanted and what was found.
+        ConfigError: a setting is not supported. The message names slime's argument, the wanted and the found value.
     """
     over_sampling = args.over_sampling_batch_size
     if not flags.enable:
@@ -61,10 +60,10 @@ def check(args: Any, flags: TailBatchingFlags) -> None:
 
 
 def run_of(args: Any, flags: TailBatchingFlags, rows: int) -> TailRun:
-    """Return the core's run for a data set of ``rows`` prompts.
+    """Returns the description of the run for a data set of ``rows`` prompts.
 
     Raises:
-        ConfigError: quotas and the batch do not fit, or the data set is smaller than a batch.
+        ConfigError: domain quotas and batch size do not match, or the data set is smaller than a batch.
     """
     if rows < args.rollout_batch_size:
         _refuse("rows of the data set", f"at least --rollout-batch-size, {args.rollout_batch_size}", rows)
@@ -79,5 +78,5 @@ def run_of(args: Any, flags: TailBatchingFlags, rows: int) -> TailRun:
 
 
 def last_rollout(args: Any, rows: int) -> int:
-    """Return how many rollouts the run has, counted from its very first."""
+    """Returns the number of rollouts in the whole run, earlier launches included."""
     return int(args.num_rollout if args.num_rollout is not None else rows // args.rollout_batch_size * args.num_epoch)

@@ -1,4 +1,4 @@
-"""Runs single responses with slime's own ``generate_and_rm``, stops those that are cancelled, and reports what happens."""
+"""Runs single responses with slime's ``generate_and_rm``, stops cancelled responses, and reports events to the driver."""
 
 import asyncio
 import contextlib
@@ -41,23 +41,24 @@ logger = logging.getLogger("rl_accel")
 GENERATE = f"{__name__}.generate"
 
 ABORT_AGAIN_SECONDS = 0.5
-"""An abort may have come before its request; it is repeated as long as the request goes on."""
+"""Seconds between aborts of the same request. Aborts are repeated because an abort may reach the server before the request."""
 INSIST_SECONDS = 5.0
-"""A cancelled response that has not stopped after so long has its task cancelled, and after as long again it is left behind."""
+"""Seconds until the task of a cancelled response is cancelled as well. After twice this time, the response is abandoned."""
 IDLE_SECONDS = 30.0
-"""A server that still holds requests so long after everything was aborted is reported, and the rollout ends."""
+"""Seconds that servers have to become idle after a rollout. Servers that still hold requests are then logged."""
 POLL_SECONDS = 0.05
 PING_SECONDS = 30.0
-"""How long to wait for a server's sign of life. One that only is slow passes for alive."""
+"""Timeout of a server's health check, in seconds. A server that is only slow counts as alive."""
 LOSSES = 3
-"""So often a round each response of a prompt may be lost with its server. More count as failures: it may be what kills them."""
+"""Responses that a prompt may lose to dead servers per round, in multiples of ``n_samples_per_prompt``. Further losses count as
+failures, because the prompt itself may crash the servers."""
 RESUME = "Start again with --load from the last checkpoint; no prompt is lost by that"
 ABORT_ALL = {"abort_all": True}
 
 
 @dataclass(eq=False)
 class Session:
-    """A response in the making, on ``engines``. Watches its own requests; see :class:`~rl_accel.patches.slime.requests.Watcher`."""
+    """Generation of one response on ``engines``, and the :class:`~rl_accel.patches.slime.requests.Watcher` of its requests."""
 
     response_id: int
     prompt_id: str
@@ -81,7 +82,7 @@ class Session:
         return self.cancelled_at < math.inf
 
     def begin(self) -> str:
-        if self.cancelled:  # between two turns
+        if self.cancelled:  # between two turns of the generate function
             raise asyncio.CancelledError
         request_id = f"rl-accel-{self.response_id}-{uuid.uuid4().hex}"
         self.requests.add(request_id)
@@ -89,7 +90,7 @@ class Session:
         return request_id
 
     async def failed(self) -> None:
-        """Raises ResponseLost if a server has died since the request was sent. What else went wrong is tried again."""
+        """Raises ResponseLost if a server has died since the request was sent. After any other error, the request is sent again."""
         if self.cancelled:
             raise asyncio.CancelledError
         if lost := await self.engines.death_since(self.deaths_before):
@@ -106,8 +107,10 @@ class Session:
             self.retractions = (self.retractions or 0) + int(retractions)
 
     def finish(self, result: Any, graded_later: bool) -> None:
-        """Generation is over; ``graded_later`` with its group. Raises CancelledError if it was cut off, ResponseLost or
-        RuntimeError if it is not whole."""
+        """Records the end of generation. ``graded_later``: the reward is computed later, with the whole prompt group.
+
+        Raises CancelledError if the response was cancelled, ResponseLost or RuntimeError if the response is incomplete.
+        """
         self.result = result
         leaves = list(samples_of(result))
         self.tokens = sum(sample.response_length for sample in leaves)
@@ -118,7 +121,7 @@ class Session:
         statuses = {sample.status for sample in leaves}
         if self.lost and not statuses <= {Sample.Status.COMPLETED, Sample.Status.TRUNCATED}:
             raise ResponseLost(self.lost)
-        # As in slime, a generate function may hand over what it gave up, with a reward or to be left out of the loss.
+        # slime accepts an aborted response that has a reward or is excluded from the loss, and so does this method.
         handed_over = graded_later or all(sample.reward is not None or sample.remove_sample for sample in leaves)
         if Sample.Status.ABORTED in statuses and not handed_over:
             raise RuntimeError(f"the generate function aborted the response after {self.tokens} tokens")
@@ -129,7 +132,7 @@ SESSION: ContextVar[Session] = ContextVar("session")
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
-    """The user's ``--custom-generate-function-path``, else slime's own. Says when generation ends, before the reward."""
+    """Calls the user's ``--custom-generate-function-path``, else slime's generate function. Reports the end before the reward."""
     session = SESSION.get()
     sample.generate_function_path = None
     path = args.custom_generate_function_path
@@ -143,14 +146,14 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
 
 
 def samples_of(result: Any) -> Iterator[interfaces.Sample]:
-    """Return the samples of a response: one, or what a generate function has fanned it out to."""
+    """Returns an iterator over the samples of a response: a single sample or the (nested) list of a generate function."""
     return itertools.chain.from_iterable(map(samples_of, result)) if isinstance(result, list) else iter([result])
 
 
 class Engines:
-    """Aborts requests, always at the servers: the router knows no ``/abort_request``. Takes dead servers from the router.
+    """Aborts requests directly at the servers, as the router has no ``/abort_request``. Removes dead servers from the router.
 
-    ``deaths`` counts them; ``gone`` says why nothing can be generated any more, and is empty while it can.
+    ``deaths`` is the number of dead servers so far; ``gone`` is the reason why generation is impossible, or empty.
     """
 
     def __init__(self, args: Any) -> None:
@@ -160,15 +163,15 @@ class Engines:
         self.gone = ""
 
     async def death_since(self, deaths: int) -> str:
-        """Return in words whether a server has died since there were so many ``deaths``; empty if none has."""
-        async with self._looking:  # what runs on a server fails all at once
+        """Returns an error message if a server has died since ``self.deaths`` was ``deaths``, else an empty string."""
+        async with self._looking:  # all requests of a dead server fail at once
             if self.deaths == deaths and not self.gone:
                 async with httpx.AsyncClient(timeout=PING_SECONDS, trust_env=False, verify=False) as client:
                     await self._remove_dead(client)
         return self.gone or ("its server died" if self.deaths > deaths else "")
 
     async def _remove_dead(self, client: httpx.AsyncClient) -> None:
-        """slime's router looks after no server's health, and would go on to send requests to a dead one."""
+        """Removes dead servers from the router. slime's router does no health checks and would keep using dead servers."""
         try:
             workers = (await client.get(f"{self._router}/workers")).json()["workers"]
         except httpx.ConnectError as error:
@@ -187,12 +190,12 @@ class Engines:
             self.gone = f"no rollout server is left behind the router {self._router}"
 
     async def abort(self, *orders: dict[str, Any]) -> None:
-        """Send each of ``orders``, bodies of ``/abort_request``, to every server; one that does not know a request ignores it."""
+        """Sends each of ``orders``, bodies of ``/abort_request``, to every server. Servers ignore unknown requests."""
         urls = await self._urls()
         await asyncio.gather(*(_tell(url, order) for url in urls for order in orders))
 
     async def drain(self) -> None:
-        """Return once no server holds a request; what a closed connection left behind is aborted."""
+        """Waits until no server holds a request, for ``IDLE_SECONDS`` at most. Aborts requests of closed connections."""
         give_up = time.monotonic() + IDLE_SECONDS
         while True:
             urls = await self._urls()
@@ -213,7 +216,7 @@ class Engines:
 async def _tell(url: str, payload: dict[str, Any]) -> None:
     try:
         await http_utils.post(f"{url}/abort_request", payload, max_retries=1)
-    except Exception as error:  # a dead server holds no request any more
+    except Exception as error:  # a dead server holds no requests
         logger.warning("rl-accel: %s could not be told to abort: %s", url, error)
 
 
@@ -226,14 +229,15 @@ async def _requests(url: str) -> int:
 
 
 class Responses:
-    """The workers of a :class:`~rl_accel.rollout.driver.RolloutDriver`. Responses run on slime's event loop; the driver's thread
-    calls the public methods.
+    """Response workers of a :class:`~rl_accel.rollout.driver.RolloutDriver`.
+
+    Responses run on slime's event loop; the driver's thread calls the public methods.
 
     Args:
-        args: slime's.
-        engines: where cancelled requests are aborted.
-        new_index: gives every sample an index of its own.
-        limit: seconds for a generate function; None for no limit.
+        args: slime's arguments.
+        engines: aborts the requests of cancelled responses.
+        new_index: returns an unused sample index.
+        limit: time limit of a generate function, in seconds; None for no limit.
     """
 
     def __init__(self, args: Any, engines: Engines, new_index: Callable[[], int], limit: float | None = None) -> None:
@@ -254,11 +258,11 @@ class Responses:
         self._failures = FailureLog()
         self.retractions: int | None = None
 
-    # The driver's side
+    # Called from the driver's thread
 
     @property
     def prompts_launched(self) -> int:
-        """Prompts of this round so far, those included that replaced others."""
+        """Number of prompts launched in this round, including replacements."""
         return len(self._launched)
 
     def begin_round(self) -> None:
@@ -289,11 +293,11 @@ class Responses:
         return events
 
     def outside_engines(self) -> list[int]:
-        """Return the ids of responses that wait for a tool, or for whatever else their generate function does but generate."""
+        """Returns the ids of responses whose generate function runs without a request to an engine, for example for a tool call."""
         sessions = list(self._sessions.items())
         return [i for i, session in sessions if session.began and not session.requests and session.result is None]
 
-    # The event loop's side
+    # Called on the event loop
 
     def _launch(self, job: Job, already: int) -> None:
         template = job.payload["sample"]
@@ -320,8 +324,8 @@ class Responses:
             await self._score_group(session)
 
     async def _score_group(self, session: Session) -> None:
-        """Wait until the first R0 responses of the prompt are generated; the last of them has the group scored."""
-        if isinstance(session.result, list):  # slime would set the reward of a list
+        """Waits for the first ``n_samples_per_prompt`` responses of the prompt. The last of these responses scores the group."""
+        if isinstance(session.result, list):  # slime would set ``reward`` on the list
             raise RuntimeError("--group-rm does not go together with a generate function that returns lists")
         group, scored = self._groups.setdefault(session.prompt_id, ([], self._loop.create_future()))
         group.append(session)
@@ -355,7 +359,7 @@ class Responses:
         if event.lost:
             self._losses[session.prompt_id] += 1
             event = replace(event, lost=self._losses[session.prompt_id] <= LOSSES * self._args.n_samples_per_prompt)
-        if self._sessions.pop(session.response_id, None) is not None:  # else it was left behind earlier
+        if self._sessions.pop(session.response_id, None) is not None:  # else the response was abandoned earlier
             self._events.put(event)
 
     def _cancel(self, response_ids: Iterable[int]) -> None:
@@ -364,7 +368,7 @@ class Responses:
             if session is None or session.cancelled:
                 continue
             session.cancelled_at = time.monotonic()
-            # A request that its engine aborts answers with what it has: so it is known to have stopped, and how far it got.
+            # An aborted request returns its partial output, which confirms the stop and tells the number of tokens.
             if not session.requests:
                 session.task.cancel()
         self._changed.set()
@@ -382,7 +386,7 @@ class Responses:
                 running = [{"rid": request_id} for session in due for request_id in session.requests]
                 try:
                     await self._engines.abort(*([ABORT_ALL] if self._ending else running))
-                except Exception as error:  # the router is gone: closing connections is what is left
+                except Exception as error:  # without the router, only closing the connections remains
                     logger.warning("rl-accel: engines could not be told to abort: %s", error)
                     for session in left:
                         session.task.cancel()
@@ -395,7 +399,7 @@ class Responses:
                 await asyncio.wait_for(self._changed.wait(), ABORT_AGAIN_SECONDS)
 
     def _leave_behind(self, session: Session) -> None:
-        """Go on without a response whose reward function does not let itself be cancelled."""
+        """Abandons a response whose reward function ignores cancellation."""
         if self._sessions.pop(session.response_id, None) is not None:
             logger.warning("rl-accel: response %d does not stop; the round ends without it", session.response_id)
             self._events.put(Event("aborted", session.response_id, session.tokens))

@@ -1,4 +1,4 @@
-"""The rollout function that slime calls, and the data source that plays its rounds; evaluation is slime's own."""
+"""Rollout function and data source for tail batching on slime. Evaluation is left to slime."""
 
 import copy
 import tempfile
@@ -37,17 +37,17 @@ else:
 Group = list[Any]
 
 _KEPT = 3
-"""Rollouts whose state is remembered. slime may ask to save one while it has already made the next."""
+"""Number of rollouts whose state is kept in memory. slime may save a rollout's state after the next rollout."""
 
 
 def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """slime's ``--rollout-function-path``. Returns exactly ``rollout_batch_size`` groups of ``n_samples_per_prompt``.
+    """Rollout function (slime's ``--rollout-function-path``). Returns ``rollout_batch_size`` groups of ``n_samples_per_prompt``.
 
     Raises:
-        ConfigError: the data source is another one, or quotas and the domains of the data do not fit.
-        RuntimeError: so many prompts failed one after the other that something must be broken.
+        ConfigError: the data source is not a :class:`TailDataSource`, or domain quotas and the domains of the data do not match.
+        RuntimeError: too many prompts failed in a row, so something must be broken.
     """
     if evaluation:
         return sglang_rollout.generate_rollout(args, rollout_id, data_source, evaluation=True)
@@ -59,16 +59,16 @@ def generate_rollout(
 
 @extends(interfaces.RolloutDataSource)
 class TailDataSource(RolloutDataSource):
-    """slime's ``--data-source-path``: slime's own data source with the queue of deferred prompts, and the rounds of a run.
+    """Extends slime's data source (``--data-source-path``) with the queue of deferred prompts and the rounds of tail batching.
 
-    Reads the flags under ``rl_accel`` of the custom config.
+    Reads the flags in the ``rl_accel`` section of the custom config.
 
     Attributes:
-        supply: rows ``{"sample": Sample, "index": group_index, <domain_key>: domain}`` by prompt id.
+        supply: mapping from prompt id to row ``{"sample": Sample, "index": group_index, <domain_key>: domain}``.
 
     Raises:
-        ConfigError: a flag is wrong, or one of slime's cannot go together with tail batching.
-        PatchRefused: this slime is not one that tail batching fits.
+        ConfigError: a flag is wrong, or one of slime's arguments conflicts with tail batching.
+        PatchRefused: tail batching does not support this version of slime.
     """
 
     def __init__(self, args: Any) -> None:
@@ -96,16 +96,16 @@ class TailDataSource(RolloutDataSource):
         sample = self.get_samples(1)[0][0]
         domain = (sample.metadata or {}).get(self._domain_key, "")
         if not self.supply.fetched:
-            saved.packed(sample.to_dict())  # refused now, not at the first checkpoint
+            saved.packed(sample.to_dict())  # raises now instead of at the first checkpoint
         return {"sample": sample, "index": sample.group_index, self._domain_key: domain}
 
     def _new_index(self) -> int:
-        """Return an index that no sample has had."""
+        """Returns an unused sample index."""
         self.sample_index += 1
         return int(self.sample_index - 1)
 
     def add_samples(self, samples: list[list[Any]]) -> None:
-        """Refused: the queue takes back whole prompts by itself.
+        """Raises an error: the queue of tail batching takes back whole prompts by itself.
 
         Raises:
             RuntimeError: always.
@@ -113,7 +113,7 @@ class TailDataSource(RolloutDataSource):
         raise RuntimeError("rl_accel.tail_batching keeps its own queue; samples cannot be added to its data source")
 
     def play(self, rollout_id: int) -> RolloutFnTrainOutput:
-        """Return the batch of a rollout. Nothing else of it is left on any server."""
+        """Returns the batch of a rollout. No server holds requests of the rollout afterwards."""
         self._drops, self._rejected, self._responses.retractions = MetricGatherer(), [], None
         result = self._driver.play(rollout_id, max(last_rollout(self.args, len(self)) - rollout_id, 1))
         async_utils.run(self._engines.drain())
@@ -136,7 +136,7 @@ class TailDataSource(RolloutDataSource):
     def _passes(self, _prompt_id: str, results: Sequence[Any]) -> bool:
         group = _in_order(results)
         verdict = base_types.call_dynamic_filter(self._filter, self.args, group)
-        # In slime a group that may be kept for want of others is not replaced; here every rejected one has been.
+        # slime may keep a rejected group instead of replacing it. Here each earlier rejected group was replaced: subtract both.
         if not base_types.should_drop_dynamic_filter_output(
             verdict,
             remaining_batch_size=self._responses.prompts_launched - 2 * len(self._rejected),
@@ -152,15 +152,15 @@ class TailDataSource(RolloutDataSource):
     def _remember(self, rollout_id: int) -> None:
         core, fetched, payloads = self._core.state_dict(), self.supply.fetched, dict(self.supply.payloads)
         self._moments.pop(rollout_id, None)
-        self._moments[rollout_id] = copy.copy(self), core, fetched, payloads  # the copy has slime's place in the data
+        self._moments[rollout_id] = copy.copy(self), core, fetched, payloads  # the copy has slime's data position
         while len(self._moments) > _KEPT:
             del self._moments[next(iter(self._moments))]
 
     def save(self, rollout_id: int) -> None:
-        """Save the state after ``rollout_id``, also if later rollouts have been made since.
+        """Saves the state after ``rollout_id``, even if later rollouts are complete.
 
         Raises:
-            RuntimeError: that rollout was not made in this process, or too long ago.
+            RuntimeError: the rollout was not made in this process, or the rollout's state is no longer in memory.
         """
         if rollout_id not in self._moments:
             known = ", ".join(map(str, self._moments)) or "none"
@@ -168,7 +168,7 @@ class TailDataSource(RolloutDataSource):
         source, core, fetched, payloads = self._moments[rollout_id]
         rows = {prompt: {**row, "sample": row["sample"].to_dict()} for prompt, row in payloads.items()}
         saved.save(_folder(self.args.save, rollout_id), rollout_id, core, fetched, rows)
-        # slime's file comes last, and at once: without it a checkpoint is refused.
+        # slime's file is written last and atomically: a checkpoint without this file is refused.
         with tempfile.TemporaryDirectory() as folder:
             source.args = copy.copy(self.args)
             source.args.save = folder
@@ -176,10 +176,10 @@ class TailDataSource(RolloutDataSource):
             write_atomically(_position(self.args.save, rollout_id), _position(folder, rollout_id).read_bytes())
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Go on after ``rollout_id`` if there is a checkpoint of it; else begin anew.
+        """Resumes from the checkpoint of ``rollout_id``. Without slime's ``--load`` or a ``rollout_id``, starts from the beginning.
 
         Raises:
-            ResumeError: the checkpoint is incomplete, was saved without tail batching, or is of another run.
+            ResumeError: the checkpoint is incomplete, was saved without tail batching, or belongs to another run.
         """
         last = -1 if rollout_id is None else rollout_id
         resumes = self.args.load is not None and last >= 0
@@ -198,7 +198,7 @@ class TailDataSource(RolloutDataSource):
 
 
 def _position(root: str, rollout_id: int) -> Path:
-    """Return the file of slime's own data source."""
+    """Returns the path of the state file of slime's data source."""
     return Path(root) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
 
 

@@ -1,7 +1,7 @@
 """Balanced rollouts on verl: ``+rl_accel.balance.enable=True`` with a trainer of mode ``sync``, or with tail batching.
 
-:func:`wire` names ``router`` by verl's ``router_config_path`` and adds :class:`BalancingWorker` to its agent-loop workers. The
-router is an actor that has :class:`~rl_accel.rollout.balance.Balance` decide; ``client`` is what verl's client sees of it.
+:func:`wire` selects ``router`` in verl's ``router_config_path`` and adds :class:`BalancingWorker` to verl's agent-loop workers. The
+router actor carries out the decisions of :class:`~rl_accel.rollout.balance.Balance`; ``client`` is its stand-in in verl's client.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ logger = logging.getLogger("rl_accel")
 
 ROUTER = Path(__file__).with_name("router.yaml")
 LENGTHS = "balance.json"
-"""In the folder of a checkpoint: what :meth:`~rl_accel.rollout.balance.Balance.learn` takes."""
+"""File in a checkpoint folder with the lengths for :meth:`~rl_accel.rollout.balance.Balance.learn`."""
 WORKER_PART = f"{__name__}.BalancingWorker"
 _FLAG = "rl_accel.balance"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -40,10 +40,10 @@ _refuse = functools.partial(refuse, _FLAG)
 
 
 def wire(run: VerlRun, flags: BalanceFlags) -> None:
-    """Choose our router and our part of agent-loop workers in the configuration of ``run``. Idempotent.
+    """Sets our router and our agent-loop worker part in the configuration of ``run``. Idempotent.
 
     Raises:
-        ConfigError: something in it cannot go together with balanced rollouts.
+        ConfigError: a setting conflicts with balanced rollouts.
     """
     if run.get(_KEY, "") not in ("", str(ROUTER)):
         _refuse(_KEY, None, run.get(_KEY), "there is one router")
@@ -58,7 +58,7 @@ def wire(run: VerlRun, flags: BalanceFlags) -> None:
 
 
 class BalancingWorker(agent_loop.WorkerPart):
-    """An agent-loop worker whose client sees the load balancer and the servers through ours."""
+    """Agent-loop worker part that replaces the load balancer of verl's client by ``client.Servers``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -71,12 +71,12 @@ class BalancingWorker(agent_loop.WorkerPart):
         client._load_balancer = Servers(client._load_balancer, self.config, handle)
 
     async def stay_alive(self) -> None:
-        """Never return, so that a pending call fails when the worker dies."""
+        """Never returns, so that a pending call fails when the worker dies."""
         await asyncio.Event().wait()
 
     @classmethod
     def attach(cls, manager: AgentLoopManager) -> None:
-        """Tell the router what it is to decide by; from then on its numbers are logged."""
+        """Sets up the router and starts logging its metrics."""
         import ray
 
         flags, config = RUNTIME.flags(), manager.config
@@ -95,13 +95,13 @@ class BalancingWorker(agent_loop.WorkerPart):
 
 
 class Observer:
-    """Once a step logs the numbers of the router, and adds the lengths that it knows to a checkpoint in ``folder``."""
+    """Logs the router's metrics once a step, and saves its response lengths in the checkpoints in ``folder``."""
 
     def __init__(self, router: Any = None, folder: Path = Path()) -> None:
         self._router, self._folder = router, folder
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Return ``balance/<name>``, see :meth:`~rl_accel.rollout.balance.Balance.take_numbers`; {} for what is no step."""
+        """Returns ``balance/<name>``, see :meth:`~rl_accel.rollout.balance.Balance.take_numbers`; {} if not a training step."""
         import ray
 
         if self._router is None or "timing_s/gen" not in logged:

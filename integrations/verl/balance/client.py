@@ -1,4 +1,4 @@
-"""What verl's client sees in an agent-loop worker: the router, and servers whose responses may go on on another one."""
+"""Stand-ins for router and servers in an agent-loop worker's client. Responses can migrate between servers."""
 
 import asyncio
 import hashlib
@@ -18,12 +18,12 @@ MOVABLE = {
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "max_tokens", "max_new_tokens"),
     *("ignore_eos", "stop_token_ids"),
 }
-"""Sampling parameters that mean the same where a response goes on; others count from its beginning."""
-CONVERSATIONS = 100_000  # whose replica is known
+"""Sampling parameters that keep their meaning after a migration; others count from the start of a response."""
+CONVERSATIONS = 100_000  # maximum number whose replica is remembered
 
 
 class Method:
-    """A method that is called as one of an actor: ``method.remote(...)``, which begins at once."""
+    """Imitates an actor method: ``method.remote(...)`` starts the coroutine at once."""
 
     def __init__(self, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
         self._function = function
@@ -33,18 +33,18 @@ class Method:
 
 
 class ServerId(str):
-    """A server's name, which verl's client holds for one request and hands back when that is over."""
+    """Server name that verl's client holds during one request and passes back afterwards."""
 
     request: "BalancedServer"
 
 
 class Servers:
-    """Stands for the router in verl's client.
+    """Stand-in for the router in verl's client.
 
     Args:
         router: handle of a :class:`~rl_accel.integrations.verl.balance.router.BalancedRouter`.
-        config: verl's.
-        worker: handle of the agent-loop worker that asks, a :class:`~rl_accel.integrations.verl.balance.BalancingWorker`.
+        config: verl's configuration.
+        worker: handle of the requesting agent-loop worker, a :class:`~rl_accel.integrations.verl.balance.BalancingWorker`.
     """
 
     def __init__(self, router: Any, config: Any, worker: Any) -> None:
@@ -83,7 +83,7 @@ class Servers:
 
 
 class BalancedServer:
-    """Stands for the server of one request. ``name`` is of the last one and ``tokens`` are its own, None if it did not complete."""
+    """Stand-in for a request's servers. ``name``: the last server. ``tokens``: that server's output tokens, None if incomplete."""
 
     def __init__(self, servers: Servers, ticket: str, name: str, server: Server) -> None:
         self.ticket, self.name, self._servers, self._server = ticket, name, servers, server
@@ -94,12 +94,12 @@ class BalancedServer:
         return await self._server.abort_request.remote(self.ticket)
 
     async def _generate(self, **request: Any) -> TokenOutput:
-        """Return the server's ``TokenOutput``, or those of several as one."""
+        """Returns the request's ``TokenOutput``, joined if several servers generated parts."""
         whole, router = None, self._servers.router
         prompt, sampling = list(request["prompt_ids"]), request["sampling_params"]
         limit_key = "max_new_tokens" if "max_new_tokens" in sampling else "max_tokens"
         response, total = self._servers.longest
-        limit = sampling.get(limit_key) or min(response, total - len(prompt))  # as verl's servers
+        limit = sampling.get(limit_key) or min(response, total - len(prompt))  # default of verl's servers
         while True:
             call = self._server.generate.remote(**{**request, "request_id": self.ticket})
             try:
@@ -129,7 +129,7 @@ class BalancedServer:
 
 
 def join(first: TokenOutput, second: TokenOutput) -> TokenOutput:
-    """Return as one the ``TokenOutput`` of both parts of a response. What only the first one can know stays."""
+    """Appends the second part of a response to ``first`` and returns ``first``. Extra fields of ``first`` take precedence."""
     new = len(second.token_ids)
     if new and second.routed_experts is not None:
         before, routed = first.routed_experts, second.routed_experts

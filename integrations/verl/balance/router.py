@@ -1,4 +1,4 @@
-"""verl's load balancer as an actor: who asks it for a server waits until there is a place."""
+"""Router actor in place of verl's load balancer: requests wait until a slot is free."""
 
 import asyncio
 import logging
@@ -20,10 +20,10 @@ logger = logging.getLogger("rl_accel")
 TICK_SECONDS = 0.25
 
 
-@ray.remote(max_concurrency=1_000_000)  # whoever waits does so in a call
+@ray.remote(max_concurrency=1_000_000)  # each waiting response is a pending call
 @extends(Router)
 class BalancedRouter:
-    """Carries out what :class:`Balance` decides. ``servers`` are handles by name, as for any router of verl."""
+    """Carries out the decisions of :class:`Balance`. ``servers`` maps names to handles, as for any router of verl."""
 
     def __init__(self, servers: dict[str, Any], _config: Any = None) -> None:
         self._servers = dict(servers)
@@ -35,7 +35,7 @@ class BalancedRouter:
         self._watches: dict[Any, asyncio.Task[None]] = {}  # by worker
 
     async def set_up(self, engine: Engine, lengths: dict[str, list[int]], *args: Any) -> dict[str, int | None]:
-        """Begin, with the ``args`` of :class:`Balance` and what it is to learn. Returns what servers' caches hold, if known."""
+        """Creates :class:`Balance` from ``args`` and ``lengths``. Returns each server's cache size in tokens, None if unknown."""
         self._engine, self._balance = engine, Balance(*args)
         self._balance.learn(lengths)
         self._ticking = asyncio.create_task(self._tick())
@@ -58,12 +58,12 @@ class BalancedRouter:
                 self._waiting.pop(decision.ticket).set_result((decision.replica, server))
 
     async def acquire_server(self, request_id: str, worker: Any, **response: Any) -> tuple[str, Any] | None:
-        """Wait for a slot for a response.
+        """Waits for a slot for a response.
 
         Args:
-            request_id: of the response, new.
-            worker: handle of the agent-loop worker that asks. If it dies, its responses are released.
-            response: arguments of :meth:`Balance.request`.
+            request_id: new, unique id of the response.
+            worker: handle of the requesting agent-loop worker, whose responses are released if the worker dies.
+            response: further arguments of :meth:`Balance.request`.
 
         Returns:
             A server's name and handle; None if the response was released before it had a slot.
@@ -77,7 +77,7 @@ class BalancedRouter:
         return await self._bound(request_id, self._balance.request(request_id, time.monotonic(), **response))
 
     async def _watch(self, worker: Any) -> None:
-        """Release the responses of ``worker`` once it has died."""
+        """Releases the responses of ``worker`` once the worker has died."""
         try:
             await worker.stay_alive.remote()
         except RayError:
@@ -89,7 +89,7 @@ class BalancedRouter:
             )
 
     async def again(self, ticket: str, tokens: int | None) -> tuple[str, Any] | None:
-        """Wait for a place to go on, as above; arguments are those of :meth:`Balance.again`. None: there was no cause to ask."""
+        """Waits for a slot to continue a response, see :meth:`Balance.again`; None if the response is over or was not to stop."""
         decisions = self._balance.again(ticket, time.monotonic(), tokens)
         return None if decisions is None else await self._bound(ticket, decisions)
 
@@ -130,10 +130,10 @@ class BalancedRouter:
         while self._waiting and not self._balance.running():
             ticket, future = self._waiting.popitem()
             self._balance.over(ticket, time.monotonic())
-            future.set_exception(RuntimeError("No available servers in load balancer"))  # verl looks for these words
+            future.set_exception(RuntimeError("No available servers in load balancer"))  # verl matches this message
 
     def require_acquire_fields(self) -> list[str]:
-        # Our client looks at them and sends none.
+        # Our client reads these fields and does not send them on.
         return ["prompt_ids", "sampling_params", "image_data", "video_data", "audio_data"]
 
     def require_release_fields(self) -> list[str]:

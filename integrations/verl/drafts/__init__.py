@@ -1,8 +1,8 @@
 """Drafts on verl with vLLM: ``+rl_accel.drafts.enable=True``.
 
-:func:`wire` has vLLM draft with :class:`~rl_accel.drafts.drafter.Drafter`, by verl's ``engine_kwargs``, and sends the responses of
-a prompt to the same replica, by verl's ``router_config_path``. In the trainer process :class:`Exchange` gives every replica what
-the others have finished, and makes numbers of what the drafters count.
+:func:`wire` selects :class:`~rl_accel.drafts.drafter.Drafter` in vLLM through verl's ``engine_kwargs``, and routes the responses of
+a prompt to the same replica through verl's ``router_config_path``. In the trainer process, :class:`Exchange` sends every replica
+the finished responses of the others, and turns the drafters' counts into metrics.
 """
 
 import functools
@@ -32,19 +32,19 @@ from rl_accel.telemetry import metrics
 logger = logging.getLogger("rl_accel")
 
 TRIED = ("0.29.0",)
-"""Versions of vLLM. Its interface for drafters has no promise, and 0.30.0 fails with any speculative decoding on a CPU."""
+"""Tested versions of vLLM. vLLM's drafter interface is unstable, and 0.30.0 fails with any speculative decoding on a CPU."""
 ROUTER = Path(__file__).with_name("router.yaml")
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""vLLM's executor for one device, which verl replaces by one with a process for each. After each step vLLM asks the executor for
-drafts: here this is a call of a function, there a message to the process and its answer."""
+"""vLLM's executor for a single device; verl replaces it by an executor with a process per device. vLLM asks the executor for drafts
+after each step: a function call in this executor, a message round trip in verl's."""
 SIZES = ("tensor_model_parallel", "pipeline_model_parallel", "data_parallel")
 HISTORY = "drafts.pt"
-"""In the folder of a checkpoint."""
+"""File in a checkpoint folder with finished responses."""
 SAVING_S = 60.0
-"""Seconds that a checkpoint waits for what servers have finished."""
+"""Maximum seconds that a checkpoint waits for each server's answer."""
 CHECKED_STEPS = 3
 LARGEST_DIFFERENCE = 0.05
-"""Mean difference between the probabilities of engine and trainer above which the first steps are wrong; bfloat16 gives 0.01."""
+"""Maximum mean difference between engine and trainer probabilities in the first steps; bfloat16 gives 0.01."""
 _FLAG = "rl_accel.drafts"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
@@ -56,10 +56,10 @@ _refuse = functools.partial(refuse, _FLAG)
 
 
 def wire(run: VerlRun, flags: DraftsFlags) -> None:
-    """Have the rollout of ``run`` draft, by verl's configuration. Idempotent.
+    """Sets up drafting in the configuration of ``run``. Idempotent.
 
     Raises:
-        ConfigError: something in it cannot go together with drafts.
+        ConfigError: a setting conflicts with drafts.
     """
     get = run.get
     version = _vllm_version()
@@ -79,10 +79,10 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
     }
     if all(get(f"{_ROLLOUT}.{size}_size", 1) == 1 for size in SIZES):
         backend = f"{_VLLM}.distributed_executor_backend"
-        ours[backend] = get(backend) or ONE_PROCESS  # a user's own is fine, too
+        ours[backend] = get(backend) or ONE_PROCESS  # the user's executor is fine, too
     router = f"{_ROLLOUT}.router_config_path"
     if get(router) and Path(get(router)).is_relative_to(ROUTER.parents[1]):
-        ours[router] = get(router)  # balance's, which keeps responses of a prompt together as well
+        ours[router] = get(router)  # balance's router also keeps a prompt's responses together
     for key, value in ours.items():
         found = get(key)
         found = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
@@ -92,7 +92,7 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
 
 
 def find_problems() -> list[tuple[str, str]]:
-    """Return what a ``speculative_config`` of a user's own would meet here, for ``rl-accel doctor``."""
+    """Returns the problems of a user's ``speculative_config`` in this vLLM, as (key, reason), for ``rl-accel doctor``."""
     try:
         from vllm import _custom_ops  # noqa: F401 (registers what the kernel calls)
         from vllm.utils.cpu_triton_utils import _expand_kernel_impl as expand
@@ -117,9 +117,9 @@ def _vllm_version() -> str | None:
 
 
 class Exchange:
-    """Observes the steps of a run. After each, replicas tell each other what they have finished, and nobody waits.
+    """Exchanges finished responses between replicas after each step. Only checkpoints wait for the servers' answers.
 
-    Its numbers are those of the exchange before: a step late.
+    The metrics are those of the previous exchange: one step late.
     """
 
     def __init__(self, flags: DraftsFlags) -> None:
@@ -129,10 +129,10 @@ class Exchange:
         self._history: deque[bytes] = deque()
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Return the numbers by name; {} for what is not a step of training.
+        """Returns the metrics by name; {} if ``logged`` is not a training step.
 
         Raises:
-            StopTraining: drafted responses of the first steps have other probabilities than the trainer finds.
+            StopTraining: in the first steps, engine and trainer probabilities of drafted responses differ too much.
         """
         trainer: Trainer | None = config_intake.trainer()
         if trainer is None or "timing_s/gen" not in logged:
@@ -149,7 +149,7 @@ class Exchange:
                 logger.warning("rl-accel: drafts: %s has the format of an earlier version and is not read", earlier)
             if file.is_file():
                 self._history.extend(torch.load(file, weights_only=True))
-                self._finished[file] = list(self._history)  # no server's, so for all
+                self._finished[file] = list(self._history)  # from no server, so sent to all
                 logger.info("rl-accel: drafts: %d earlier responses from %s", len(self._history), file)
         counted = self._take_answers(0.0)
         for replica in trainer.llm_server_manager.get_replicas():
@@ -164,7 +164,7 @@ class Exchange:
         return numbers(counted)
 
     def _take_answers(self, wait_s: float) -> Counter[str]:
-        """Take in what servers have answered, and return what their drafters have counted."""
+        """Collects the servers' answers, waiting ``wait_s`` seconds for each, and returns their drafters' counts."""
         import ray
 
         counted: Counter[str] = Counter()
@@ -186,10 +186,10 @@ class Exchange:
 
 
 def check(logged: Mapping[str, Any]) -> None:
-    """Compare the engine's probabilities of sampled tokens with the trainer's, if the run logs them.
+    """Compares the engine's probabilities of sampled tokens with the trainer's, if the run logs the difference.
 
     Raises:
-        StopTraining: they are too far apart, or not numbers.
+        StopTraining: the difference is too large, or not a number.
     """
     difference = logged.get("training/rollout_probs_diff_mean")
     if difference is not None and not difference <= LARGEST_DIFFERENCE:
@@ -200,7 +200,7 @@ def check(logged: Mapping[str, Any]) -> None:
 
 
 def numbers(counted: Counter[str]) -> dict[str, float]:
-    """Return ``drafts/<name>`` of what drafters counted, see :attr:`~rl_accel.drafts.drafter.Drafter.counts`."""
+    """Returns metrics ``drafts/<name>`` from the drafters' counts, see :attr:`~rl_accel.drafts.drafter.Drafter.counts`."""
     found: dict[str, float] = {"stopped": counted["stopped"]}
     for source in ("", *(f"_{name}" for name in SOURCES)):
         drafted, accepted = counted[f"drafted{source}"], counted[f"accepted{source}"]

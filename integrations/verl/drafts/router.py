@@ -1,4 +1,4 @@
-"""Sends the responses of a prompt to the same replica, where each can be drafted from the others."""
+"""Routes the responses of a prompt to the same replica, where each can be drafted from the others."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +15,14 @@ else:
     from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 MARGIN = 4
-"""Requests that a prompt's replica may have more than the emptiest one and still get the next."""
+"""Maximum number of requests above the emptiest replica's at which a prompt's replica still gets the prompt's next request."""
 REMEMBERED = 100_000
-"""Prompts whose replica is known."""
+"""Maximum number of prompts whose replica is remembered."""
 
 
 @extends(StickyRouter)
 class SiblingRouter(GlobalRequestLoadBalancer):
-    """verl's load balancer, which gives a prompt to the replica that had it before, as long as that keeps them balanced."""
+    """verl's load balancer, which keeps a prompt on its previous replica as long as the replicas stay balanced."""
 
     def __init__(self, servers: dict[str, Any], _config: Any = None) -> None:
         super().__init__(servers)

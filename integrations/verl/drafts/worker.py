@@ -1,4 +1,4 @@
-"""What a worker of vLLM gets with drafts. A module of its own, because vLLM imports it by name in its worker processes."""
+"""Extension of vLLM's workers for drafts. A separate module, which vLLM imports by name in its worker processes."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ else:
 
 @extends(WorkerExtension)
 class DraftsWorkerExtension(vLLMColocateWorkerExtension):
-    """verl's extension of vLLM's workers, with what the trainer asks of their drafter."""
+    """verl's extension of vLLM's workers, with methods that connect trainer and drafter."""
 
     model_runner: Any  # vLLM's
 
     def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> Any:
-        """verl's. Tells the drafter as well: the policy has moved on, and newer responses are better guides."""
+        """Updates the weights, and notifies the drafter: newer responses predict the new policy better."""
         result = super().update_weights_from_ipc(*args, **kwargs)
         self.model_runner.drafter.new_weights()
         return result
 
     def exchange_drafts(self, responses: Sequence[bytes]) -> tuple[list[bytes], Counter[str]]:
-        """Take in what other replicas have finished; return what this one has, and its counts since the last call."""
+        """Adds ``responses`` from other replicas; returns this replica's finished responses and counts since the last call."""
         drafter = self.model_runner.drafter
         drafter.absorb(responses)
         return drafter.take_finished(), drafter.take_counts()

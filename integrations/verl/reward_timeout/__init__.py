@@ -1,9 +1,9 @@
 """Adaptive time limits for rewards on verl: ``+rl_accel.reward_timeout.enable=True``.
 
-Only official seams: a reward manager and a part of agent-loop workers, both chosen by :func:`wire` in the configuration. In a
-reward worker ``manager`` holds the reward manager that was configured and gives it a function of ours to score with, which runs
-the user's function, or verl's own (``code_rewards``), within limits. In an agent-loop worker :data:`WORKER_PART` tells validation
-from training, and goes on without a reward worker that dies. What is counted reaches the trainer's log by the store of anchors.
+Uses official extension points only: a reward manager and a mixin for agent-loop workers, both set by :func:`wire`. In a reward
+worker, ``manager`` wraps the configured reward manager and replaces its reward function by ours, which runs the user's function,
+or verl's own (``code_rewards``), within time limits. In an agent-loop worker, :data:`WORKER_PART` marks validation responses and
+tolerates dead reward workers. Counts reach the trainer's log through the anchor store.
 """
 
 import functools
@@ -25,13 +25,13 @@ from rl_accel.telemetry import metrics
 
 MANAGER = "RewardTimeoutManager"
 MANAGER_MODULE = "pkg://rl_accel.integrations.verl.reward_timeout.manager"
-"""The values of ``reward.reward_manager.name`` and ``.module.path``."""
+"""Values of ``reward.reward_manager.name`` and ``.module.path``."""
 
 SECTION = "reward_timeout"
-"""What every process finds under ``reward`` in verl's configuration: the flags, the manager that is held, where anchors go."""
+"""Section under ``reward`` in verl's configuration, for all processes: flags, wrapped manager, path of the anchors."""
 
 WORKER_PART = f"{__name__}.validation.Marking"
-"""What this feature adds to agent-loop workers."""
+"""Full name of the mixin for agent-loop workers."""
 
 _FLAG = "rl_accel.reward_timeout"
 _refuse = functools.partial(refuse, _FLAG)
@@ -39,10 +39,10 @@ _REWARD = "reward.reward_manager"
 
 
 def wire(run: VerlRun, flags: RewardTimeoutFlags) -> None:
-    """Choose our reward manager and agent loops in the configuration of ``run``. Idempotent.
+    """Sets our reward manager and agent-loop manager in the configuration of ``run``. Idempotent.
 
     Raises:
-        ConfigError: something in it cannot go together with this feature, or a flag does not fit.
+        ConfigError: a setting conflicts with this feature, or verl is too old.
     """
     _check(run)
     config = run.config
@@ -50,7 +50,7 @@ def wire(run: VerlRun, flags: RewardTimeoutFlags) -> None:
     held = {"source": manager.source, "name": manager.name, "path": manager.module.path}
     held = run.get(f"reward.{SECTION}.manager", held)
     folder = run.get("trainer.default_local_dir")
-    # Ray processes of other jobs' folders would read a relative path differently.
+    # Absolute: Ray processes with another working directory would resolve a relative path differently.
     anchors = str(Path(os.path.abspath(folder), "rl_accel_reward_anchors.json")) if folder else None
     section = {"flags": asdict(flags), "manager": held, "anchors": run.get(f"reward.{SECTION}.anchors", anchors)}
     with open_dict(config):
@@ -60,7 +60,7 @@ def wire(run: VerlRun, flags: RewardTimeoutFlags) -> None:
 
 
 def _check(run: VerlRun) -> None:
-    """Refuse what this feature cannot work with."""
+    """Refuses configurations that this feature does not support."""
     if run.get(_REWARD) is None:
         import verl
 

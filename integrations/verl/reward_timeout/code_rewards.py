@@ -1,6 +1,6 @@
-"""verl's two rewards that run code, with each test case an execution of its own, within its own limit, and verl's scores.
+"""verl's two code rewards with verl's scores, but with a separate, limited execution for each test case.
 
-``prime_code`` runs verl's own code for it in a process of ours; ``sandbox_fusion`` the remote sandbox, which enforces the limit.
+``prime_code`` runs verl's own grading code in our processes. ``sandbox_fusion`` calls the remote sandbox, which enforces the limit.
 """
 
 import asyncio
@@ -23,33 +23,33 @@ DATA_SOURCES = ("codecontests", "apps", "codeforces", "taco")
 """Data sources that verl's ``default_compute_score`` scores by running code."""
 
 SCORED_CASES = 10
-"""verl scores by the share of so many cases, the first."""
+"""Number of first test cases whose pass rate is verl's score."""
 _ALARM_SECONDS = 3600
-"""verl's own alarm goes off so long after our limit: never."""
+"""Seconds from our limit to verl's own alarm, which therefore never fires."""
 _PRIME_OUTPUT_BYTES = 64 << 20
-"""verl lets programs print to stderr what they like."""
+"""Output limit in bytes; high, because verl has none for stderr."""
 _threads = ThreadPoolExecutor(64, thread_name_prefix="rl_accel_fusion")
-"""Requests to a remote sandbox."""
+"""Threads for requests to a remote sandbox."""
 
 Run = Callable[[Limits], Awaitable[ExecutionResult]]
 Execute = Callable[[str, Run, Callable[[ExecutionResult], bool]], Awaitable[ExecutionResult]]
-"""``LimitedExecutor.execute`` for one response: takes the test case, what runs it, and whether a result is correct."""
+"""``LimitedExecutor.execute`` for one response. Takes a test case, a function that runs the case, and a check of the result."""
 
 
 async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool, arguments: Mapping[str, Any]) -> float:
-    """Score one response as ``verl.utils.reward_score.prime_code.compute_score(continuous=True)`` does.
+    """Scores one response as ``verl.utils.reward_score.prime_code.compute_score(continuous=True)`` does.
 
-    There the whole program must pass all cases in one go, in 6 seconds, for a score of 1; otherwise the first ten are run one by
-    one (of a problem with a function to call as programs that read their input), and the score is their share. Ours is the same
-    number, but for time: every case is one execution with a limit of its own, and one that runs into it is a failed case. Cases
-    after the first ten, which verl runs and which cannot change its score, are left out. Cancelling this kills its executions.
+    verl gives 1 if the program passes all cases in one run of at most 6 seconds. Otherwise verl runs the first ten cases one by
+    one, and the score is their pass rate. Problems with a function to call are then run as programs that read stdin. Our score is
+    the same except for timing: each case is a separate execution, and fails at its own limit. Cases after the first ten are
+    skipped where they cannot change the score. Cancelling this call kills its executions.
 
     Args:
-        execute: runs a test case within its limit.
-        graders: where cases run; see :func:`prime_graders`.
-        early_stop: leave out the cases after the first that fails. The score is then 0 or 1: the share of passed cases is not
-            known, and is taken to be 0.
-        arguments: of the reward function.
+        execute: runs a test case within the case's limit.
+        graders: processes that run the cases; see :func:`prime_graders`.
+        early_stop: skip the cases after the first failure. The score is then 0 or 1: the pass rate is unknown, and taken to
+            be 0.
+        arguments: keyword arguments of the reward function.
     """
     code = arguments["solution_str"].split("```python")[-1].split("```")[0]
     truth = arguments["ground_truth"]
@@ -58,7 +58,7 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
         pairs = list(zip(cases["inputs"], cases["outputs"], strict=False))
         complete, name = len(cases["inputs"]) == len(pairs), cases.get("fn_name")
     except (ValueError, TypeError, KeyError, AttributeError):
-        return 0.0  # as verl, which prints why
+        return 0.0  # as verl, which prints the reason
 
     async def passes_of_case(key: str, case: dict[str, Any]) -> list[bool]:
         async def run(limits: Limits) -> ExecutionResult:
@@ -68,7 +68,7 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
         return _passes_in(await execute(key, run, lambda result: _passes_in(result) == [True]))
 
     async def passes_of(kind: str, cases: list[dict[str, Any]], until_failure: bool) -> list[bool]:
-        """verl's results of the cases in order; with ``until_failure`` as far as they are known when one fails."""
+        """Returns verl's results of the cases in order; with ``until_failure``, only those known at the first failure."""
         results = await gather_until(
             (passes_of_case(f"{kind}/{number}", case) for number, case in enumerate(cases)),
             lambda passes: until_failure and not all(passes),
@@ -91,7 +91,7 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
 
 
 def _passes_in(result: ExecutionResult) -> list[bool]:
-    """What verl's ``run_test`` found of each input: results, and what it says of the first that is no pass."""
+    """Returns whether each input passed, given the result of verl's ``run_test``: (results, message on the first failure)."""
     if result.verdict != "done":
         return [False]
     passes, problem = result.value
@@ -99,9 +99,9 @@ def _passes_in(result: ExecutionResult) -> list[bool]:
 
 
 def prime_graders(workers: int, isolation: str) -> Graders:
-    """Return processes that run test cases by verl's own code, isolated as programs in a sandbox are.
+    """Returns processes that run test cases with verl's own code, isolated like programs in a sandbox.
 
-    They load its file alone: a program under test is to have neither verl nor this package in its address space.
+    The processes load only verl's file: a program under test must have neither verl nor this package in its address space.
     """
     verl = importlib.util.find_spec("verl")
     if verl is None or verl.origin is None:
@@ -113,17 +113,17 @@ def prime_graders(workers: int, isolation: str) -> Graders:
 async def score_fusion(
     execute: Execute, options: Mapping[str, Any], early_stop: bool, arguments: Mapping[str, Any]
 ) -> float:
-    """Score one response as ``verl.utils.reward_score.sandbox_fusion.compute_score(continuous=True)`` does, case by case.
+    """Scores one response as ``verl.utils.reward_score.sandbox_fusion.compute_score(continuous=True)`` does, case by case.
 
-    The limit, in whole seconds, takes the place of its 10 seconds; the durations it reports teach. The score is the share of
-    the first ten cases, and cases after one that does not compile fail; cases after the tenth are left out. Cancelling this stops
-    waiting; the remote sandbox ends by its limits.
+    The limit, in whole seconds, replaces verl's 10 seconds. Limits are learned from the durations that the sandbox reports. The
+    score is the pass rate of the first ten cases; later cases are skipped. Cases after a compile error fail. Cancelling
+    this call only stops waiting; the remote sandbox stops at its own limits.
 
     Args:
-        execute: runs a test case within its limit.
-        options: keyword arguments of verl's: ``sandbox_fusion_url``, ``concurrent_semaphore``, ``memory_limit_mb``.
-        early_stop: leave out the cases after the first that fails. The score is then 0 or 1.
-        arguments: of the reward function.
+        execute: runs a test case within the case's limit.
+        options: verl's keyword arguments ``sandbox_fusion_url``, ``concurrent_semaphore`` and ``memory_limit_mb``.
+        early_stop: skip the cases after the first failure. The score is then 0 or 1.
+        arguments: keyword arguments of the reward function.
     """
     from verl.utils.reward_score import sandbox_fusion
 
@@ -155,7 +155,7 @@ async def score_fusion(
         return await execute(f"fusion/{number}", run, lambda result: bool(result.value))
 
     cases = _single_cases(arguments["ground_truth"])
-    if cases is None:  # nothing that verl would run: it says why
+    if cases is None:  # verl runs none of these cases, and reports the reason
         score, _ = await ask(arguments["ground_truth"], 1)
         return float(score)
     if early_stop:
@@ -169,7 +169,7 @@ async def score_fusion(
 
 
 def _single_cases(truth: Any) -> list[dict[str, Any]] | None:
-    """Return the cases that count, each in the form of the whole; None if verl would not run them."""
+    """Returns the scored cases, each in the format of ``truth`` with a single case; None if verl would not run them."""
     try:
         whole = dict(truth) if isinstance(truth, dict) else json.loads(truth)
         if isinstance(whole.get("assert_case"), list):

@@ -1,7 +1,7 @@
-"""What runs in a reward worker: the reward manager that verl loads, and the function it scores with.
+"""The reward manager that verl loads in a reward worker, and its time-limited reward function.
 
-The manager holds the one that was configured, which does all but the scoring itself, and gives it its own ``score`` in place of the
-user's function or verl's own.
+:class:`RewardTimeoutManager` wraps the configured manager, which does everything but the scoring. Its method ``score`` replaces the
+user's reward function, or verl's own.
 """
 
 import functools
@@ -49,21 +49,22 @@ else:
 _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VERLS_OWN = "verl.utils.reward_score:default_compute_score"
 _AWAITED_SLOTS = 256
-"""Async functions and requests to a remote sandbox use no cores; so many go on at once in each reward process."""
+"""Slots for async functions, and for requests to a remote sandbox, in each reward process. Neither uses CPU cores."""
 
 _RESPONSE: ContextVar[tuple[str, bool] | None] = ContextVar("rl_accel_response", default=None)
-"""Of the response that the running task scores: the key of its prompt, and whether it teaches (it is of no validation)."""
+"""Prompt key of the response that the running task scores, and whether the limits learn from the response (not in validation)."""
 
 
 @extends(interfaces.RewardManagerBase)
 class RewardTimeoutManager(RewardManagerBase):
     """Scores as the configured manager does, with a time limit for each execution.
 
-    The configured manager is naive, dapo, gdpo, rate_limited, or a class of the user's. ``remote``, which runs the function in
-    other processes, is replaced by ``naive``: ours does so too. ``rate_limited`` keeps its rates and loses its own fixed
-    ``reward.timeout``.
+    The configured manager is naive, dapo, gdpo, rate_limited, or a user's class. ``remote``, which runs the function in other
+    processes, is replaced by ``naive``: this manager uses other processes, too. ``rate_limited`` keeps its rates and loses its
+    fixed ``reward.timeout``.
 
-    A response whose execution was stopped gets ``timeout_score``. What the function raises or returns is treated as without us.
+    A response whose execution was stopped gets ``timeout_score``. The function's values and exceptions are passed on unchanged,
+    except with ``score_errors``.
     """
 
     def __init__(
@@ -107,15 +108,15 @@ class RewardTimeoutManager(RewardManagerBase):
         )
         if isinstance(self.held, limited.RateLimitedRewardManager):
             held: interfaces.RateLimitedRewardManager = self.held
-            held.timeout = None  # asyncio.wait_for without a limit
+            held.timeout = None  # no limit in asyncio.wait_for
         if not (self._is_verls_own or inspect.iscoroutinefunction(self.compute_score)):
-            self._function.warm_up()  # verl's own may be needed for code only, which runs elsewhere
+            self._function.warm_up()  # verl's own function may score only code, which runs elsewhere
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
-        """Score the last response of ``data``; the contract is the base class's. Cancelling this kills what runs.
+        """Scores the last response of ``data``, as in the base class. Cancelling this call kills the running execution.
 
         Raises:
-            ConfigError: the held manager is one of the user's and does not await a coroutine function.
+            ConfigError: the configured manager is a user's class that does not await a coroutine function.
         """
         columns = data.non_tensor_batch
         validation = columns.pop(VALIDATION, np.array([False]))
@@ -142,11 +143,11 @@ class RewardTimeoutManager(RewardManagerBase):
         return result
 
     async def score(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what verl's reward managers expect of a reward function: a number, or a dict with a ``score``.
+        """Returns a reward as verl's reward managers expect it: a number, or a dict with a ``score``.
 
         Raises:
-            SandboxError: the function cannot be imported in a process of its own.
-            Exception: what the function raised.
+            SandboxError: the function cannot be imported in a separate process.
+            Exception: the function's own exception.
         """
         arguments = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
         source = str(arguments.get("data_source"))
@@ -168,13 +169,13 @@ class RewardTimeoutManager(RewardManagerBase):
         return self._scores.reward_of(result, source, teach)
 
     async def close(self) -> None:
-        """End all processes. What is being scored is stopped."""
+        """Ends all processes and stops running executions."""
         graders, self._graders = self._graders, {}
         for pool in graders.values():
             await pool.close()
 
     async def _score_code(self, prompt: str, teach: bool, arguments: dict[str, Any]) -> float:
-        """Score by verl's own rewards of code, case by case."""
+        """Scores with verl's own code rewards, case by case."""
         options = self.compute_score.keywords if isinstance(self.compute_score, functools.partial) else {}
         if options.get("sandbox_fusion_url"):
             execute = functools.partial(self._fusion_executor.execute, prompt, teach=teach)
@@ -198,7 +199,7 @@ class RewardTimeoutManager(RewardManagerBase):
 
     @functools.cached_property
     def _function(self) -> Graders:
-        """The processes of a plain function, which is called in a thread, as verl's executor does."""
+        """Processes for a synchronous function, which is called in a thread as in verl's executor."""
         environment = grader_cluster.environment()
         function = Graders(
             self._target[0],
@@ -213,11 +214,11 @@ class RewardTimeoutManager(RewardManagerBase):
 
     @functools.cached_property
     def _target(self) -> tuple[str, dict[str, Any]]:
-        """The function as :class:`Graders` names it, and keyword arguments that go over those of a call."""
+        """The ``target`` of :class:`Graders`, and keyword arguments that override those of a call."""
         if self._is_verls_own:
             return _VERLS_OWN, {}
         custom = OmegaConf.select(self.config, "reward.custom_reward_function", default=None) or {}
-        if not custom.get("path"):  # a manager of the user's brings a function of its own
+        if not custom.get("path"):  # a user's manager brings its own function
             function: Any = self.compute_score
             return f"{function.__module__}:{function.__qualname__}", {}
         path = custom["path"]
@@ -229,14 +230,14 @@ class RewardTimeoutManager(RewardManagerBase):
 
 
 def _held_class(configured: Any) -> Any:
-    """The class of the manager that was configured."""
+    """Returns the class of the configured manager."""
     if configured.source == "importlib":
         return load_extern_object(module_path=configured.path, object_name=configured.name)
     return get_reward_manager_cls("naive" if configured.name == "remote" else configured.name)
 
 
 def _share_of_cores(reward_workers: int) -> int:
-    """Return how many executions one of ``reward_workers`` may run at once: verl spreads them evenly over the nodes."""
+    """Returns the number of executions at once in each of ``reward_workers``, which verl spreads evenly over the nodes."""
     nodes = 1
     if ray.is_initialized():
         nodes = sum(1 for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0)
@@ -244,9 +245,9 @@ def _share_of_cores(reward_workers: int) -> int:
 
 
 def _prompt_of(data_source: Any, ground_truth: Any, raw_prompt: Any, extra_info: Any) -> str:
-    """The key of a prompt: of its data source, ground truth and text.
+    """Returns the key of a prompt, from its data source, ground truth and text.
 
-    Without the prompt's messages the ``index`` of ``extra_info`` tells prompts with the same ground truth apart.
+    Without the prompt's messages, ``index`` of ``extra_info`` distinguishes prompts with the same ground truth.
     """
     texts = list(_texts(raw_prompt))
     index = None if texts else (extra_info or {}).get("index")
@@ -258,5 +259,5 @@ def _texts(messages: Any) -> Iterable[str]:
         content = message.get("content") if isinstance(message, dict) else message
         for part in content if isinstance(content, list) else [content]:
             text = part.get("text") if isinstance(part, dict) else part
-            if isinstance(text, str):  # not images, which have no text that stays the same
+            if isinstance(text, str):  # not images, which have no stable text
                 yield text

@@ -1,4 +1,4 @@
-"""The part of agent-loop workers that tells reward workers which responses are of a validation."""
+"""Agent-loop worker part that marks validation responses for the reward workers."""
 
 from contextvars import ContextVar
 from typing import Any
@@ -7,12 +7,12 @@ from rl_accel.integrations.verl.agent_loop import WorkerPart
 from rl_accel.integrations.verl.reward_worker_proxy import proxies
 
 VALIDATION = "__rl_accel_validation__"
-"""The column that marks a response of a validation on its way to a reward worker. Nobody else sees it."""
+"""Column that marks a validation response on its way to a reward worker. The reward worker removes the column."""
 _validating: ContextVar[bool] = ContextVar("rl_accel_validating", default=False)
 
 
 class Marking(WorkerPart):
-    """Marks responses of a validation, and goes on without a reward worker that dies."""
+    """Marks validation responses, and tolerates dead reward workers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -27,5 +27,5 @@ class Marking(WorkerPart):
 
     async def _compute_score(self, outputs: Any, kwargs: dict[str, Any]) -> None:
         if _validating.get():
-            kwargs = {**kwargs, VALIDATION: True}  # a copy: what verl stores of the response is not marked
+            kwargs = {**kwargs, VALIDATION: True}  # a copy, so that verl stores no mark
         await super()._compute_score(outputs, kwargs=kwargs)

@@ -1,8 +1,8 @@
 """Tail batching on verl's V1 trainer: ``+rl_accel.tail_batching.enable=True`` on a recipe of trainer mode ``sync``.
 
-Only official extension points: a trainer mode, a part of agent-loop workers and an LLM client. ``wiring`` chooses them in the
-configuration and registers the trainer; ``trainer`` drives the core in the trainer process; ``agent_loop`` has the workers that
-start, cancel and settle responses; ``servers`` is what they generate with.
+Uses official extension points only: a trainer mode, a mixin for agent-loop workers and an LLM client. ``wiring`` sets them in the
+configuration and registers the trainer. ``trainer`` drives the state machine in the trainer process. ``agent_loop`` defines the
+workers that start, cancel and report responses. ``servers`` wraps the rollout servers.
 """
 
 from collections.abc import Mapping
@@ -16,18 +16,18 @@ from rl_accel.rollout.tail_batching import TailRun
 
 FLAG = "rl_accel.tail_batching"
 MODE = "tail_batching"
-"""The value of ``trainer.v1.trainer_mode``."""
+"""Value of ``trainer.v1.trainer_mode``."""
 ROLLOUT_N = "__rollout_n__"
-"""The column of the data by which verl generates another number of responses for a row."""
+"""Column of the data with a number of responses for each row, which verl honours."""
 WORKER_PART = "rl_accel.integrations.verl.tail_batching.agent_loop.TailAgentLoopWorker"
-"""What this feature adds to agent-loop workers."""
+"""Full name of the mixin for agent-loop workers."""
 
 
 def run_of(config: Any, data_id: str = "") -> TailRun:
-    """Return the core's run for a ``config`` that ``wiring.wire`` has been through.
+    """Returns the run settings of the state machine, for a ``config`` prepared by ``wiring.wire``.
 
     Raises:
-        ConfigError: quotas and the batch do not fit.
+        ConfigError: the quotas do not add up to the batch size.
     """
     return TailRun(
         config.data.train_batch_size,
@@ -49,16 +49,17 @@ def check_row(run: TailRun, row: Mapping[str, Any]) -> None:
 
 
 def check_data(run: TailRun, rows: int, frame: Any) -> None:
-    """Refuse data that cannot fill a batch.
+    """Refuses data that cannot fill a batch.
 
     Args:
-        run: P0 and the quotas are looked at.
-        rows: prompts in an epoch.
-        frame: the data set as ``datasets.Dataset``; anything else (a data set class of the user's) is not looked into, and
-            its domains are checked as they come.
+        run: gives P0 (prompts in a batch) and the domain quotas.
+        rows: number of prompts in an epoch.
+        frame: the data set as ``datasets.Dataset``. Any other type (a user's class) is not inspected; its domains are
+            checked when rows are fetched.
 
     Raises:
-        ConfigError: there are fewer rows than P0, quotas and the domains of the rows differ, or see :func:`check_row`.
+        ConfigError: there are fewer rows than P0, the domains of the rows differ from those of the quotas, or see
+            :func:`check_row`.
     """
     if rows < run.prompts_per_step:
         refuse(FLAG, "rows of the data set", f"at least data.train_batch_size, {run.prompts_per_step}", rows)

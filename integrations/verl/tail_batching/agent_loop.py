@@ -1,4 +1,4 @@
-"""Agent-loop workers that run single responses, can cancel each of them, and report events; and the trainer's side of them."""
+"""Agent-loop workers that start, cancel and report single responses, and the trainer process's client of these workers."""
 
 import asyncio
 import contextlib
@@ -31,27 +31,27 @@ else:
 logger = logging.getLogger("rl_accel")
 
 RUN = f"{secrets.token_hex(4)}/"
-"""Prefix of all TransferQueue keys of this run: jobs of one Ray cluster share the queue and its partition ``train``."""
+"""Prefix of this run's TransferQueue keys. All jobs of a Ray cluster share the queue and its partition ``train``."""
 
 GATHER_SHARE, GATHER_SECONDS = 0.005, 1.0
-"""Events wait for more while responses run, so long as a share of the round's age so far and at most so many seconds: a call for
-each response would cost the trainer far more than what it does about them."""
+"""Batching window for events while responses run: a share of the round's age, and the maximum in seconds. A call per response
+would cost the trainer far more than handling the event."""
 
 ENGINES_STOP_SECONDS = 2.0
-"""Requests that reached their engine too late to be aborted with all others are cancelled one by one once none has ended for so
-long."""
+"""Seconds without a finished request after the bulk abort until the remaining requests are cancelled one by one. These requests
+reached their engine after the abort."""
 
 DELIVERY_SECONDS = 5.0
-"""How long the engines are stopped late for workers that do not hear; a response that is aborted by surprise counts as failed."""
+"""Maximum seconds to wait for workers to answer a call. Responses aborted before their worker got the stop count as failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a response has written to TransferQueue.
+    """TransferQueue entries of a response.
 
     Attributes:
-        keys: where its trajectories lie; more than one if the agent loop had several outputs.
-        metric: what group filtering looks at, if it is on and the reward function gave it.
+        keys: keys of the trajectories; several if the agent loop had several outputs.
+        metric: value that group filtering compares; None if filtering is off or the reward function gave no such value.
     """
 
     keys: tuple[str, ...]
@@ -60,13 +60,13 @@ class Stored:
 
 @extends(AgentLoopWorkerTQ)
 class TailAgentLoopWorker(WorkerPart, _Worker):
-    """Makes each training response a task of its own. Validation goes on as in verl.
+    """Runs each training response in a separate asyncio task. Validation runs as in verl.
 
-    A cancelled response is reported as aborted, with what it had put into TransferQueue, after its engine request, its reward and
-    its writes have stopped. The trainer clears once all are over: abort, settle, then clear.
+    A cancelled response is reported as aborted, with its TransferQueue entries, after its engine request, its reward call and its
+    writes have stopped. The trainer clears the entries once all responses are over: abort, settle, then clear.
     """
 
-    outermost = True  # it stops what was cancelled before any other part sees it
+    outermost = True  # stops cancelled responses before any other part sees them
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,10 +83,10 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         self._limit: float | None = self.config.trainer.v1[MODE].agent_loop_limit
 
     async def act(self, jobs: Sequence[Job], cancel: Sequence[int], engines_stop: bool = False) -> None:
-        """Start the responses of ``jobs``, then cancel those of ``cancel``. Ids that are over already are ignored.
+        """Starts the responses of ``jobs``, then cancels those of ``cancel``. Ids of finished responses are ignored.
 
-        If ``engines_stop``, the engines are about to abort whatever they generate, which is far quicker than request by
-        request; what they do not get to see is cancelled one by one all the same, a little later.
+        If ``engines_stop``, the engines are about to abort all their requests in bulk, which is far faster than one by one.
+        Requests that the bulk abort misses are cancelled individually a little later.
         """
         if jobs and not self._sessions:
             self._busy_since = time.monotonic()
@@ -101,7 +101,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             session.cancelled = True
             if engines_stop and session.generating:
                 left.append(session)
-            # A write that is under way is let through and cleared afterwards: stopped halfway it could land later.
+            # A write under way is completed and cleared afterwards: a write cancelled halfway could still arrive later.
             elif not session.storing:
                 session.task.cancel()
         if left:
@@ -109,7 +109,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
 
     async def _insist(self, left: Sequence[Session]) -> None:
         before = len(left) + 1
-        while len(left) < before:  # thousands of answers may take this process a while
+        while len(left) < before:  # thousands of answers can keep this process busy
             before = len(left)
             await asyncio.sleep(ENGINES_STOP_SECONDS)
             left = [session for session in left if session.generating]
@@ -117,7 +117,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             session.task.cancel()
 
     async def next_events(self) -> list[Event]:
-        """Return what happened since the last call, soon after anything has.
+        """Waits for an event and returns all events since the last call, after a short batching window.
 
         Raises:
             ServerLost: no rollout server is left.
@@ -145,7 +145,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             "logprobs": config.calculate_log_probs,
         }
         if not prompt.pop("__do_sample__", True):
-            # Not at the top: verl's trainers are imported with it, ours is then registered, and that one imports this module.
+            # Here, not at the top, to avoid a cycle: this loads verl's trainers, which registers ours, which imports this module.
             from verl.trainer.ppo.v1 import agent_loop_tq
 
             verls: AgentLoopTQ = agent_loop_tq
@@ -170,7 +170,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             await response
 
     def outside_engines(self) -> list[int]:
-        """Return the ids of responses that wait for a tool, or for whatever else their agent loop does but generate."""
+        """Returns the ids of responses whose agent loop runs but does not generate, for example during a tool call."""
         return [i for i, session in self._sessions.items() if not (session.generating or session.keys)]
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -189,7 +189,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             return
         if session.cancelled or session.limit.expired():  # an agent loop may have swallowed the cancellation
             raise asyncio.CancelledError
-        session.limit.reschedule(None)  # what follows is no part of the agent loop
+        session.limit.reschedule(None)  # the limit is for the agent loop only
         outputs = output if isinstance(output, list) else [output]
         if not outputs:
             raise RuntimeError("the agent loop returned no output")
@@ -203,7 +203,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         await super()._compute_teacher_logprobs(*args, **kwargs)
         session = SESSION.get()
         if session is not None:
-            session.storing = True  # verl's next step is to write the trajectories
+            session.storing = True  # verl writes the trajectories next
 
     def _metric_of(self, output: AgentLoopOutput) -> float | None:
         if self._filter_metric is None:
@@ -213,10 +213,10 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         return None if metric is None else float(np.float32(metric))
 
     async def _watch(self, session: Session) -> None:
-        """Report how a response ended, once nothing of it moves any more."""
+        """Reports the outcome of a response once its task has ended."""
         await asyncio.wait({session.task})
         error = None if session.task.cancelled() else session.task.exception()
-        if isinstance(error, ServerLost):  # the round cannot end: it is the trainer that says so
+        if isinstance(error, ServerLost):  # the round cannot end: the trainer gets the error
             self._servers_lost = error
             self._has_events.set()
             return
@@ -235,20 +235,20 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
 
 
 class Workers:
-    """In the trainer process: spreads responses over agent-loop workers and gathers what happens to them.
+    """Distributes responses over the agent-loop workers and collects their events, in the trainer process.
 
-    One that dies is taken from ``actors``, the list by which verl's manager gives out validation.
+    A dead worker is removed from ``actors``, the list that verl's manager distributes validation over.
 
     Args:
         actors: handles of :class:`TailAgentLoopWorker`.
-        servers: what they generate with; it is stopped at the end of a round.
+        servers: the rollout servers, stopped at the end of a round.
     """
 
     def __init__(self, actors: list[Any], servers: RolloutServers) -> None:
         self._all_actors = actors
         self._servers = servers
         self._actors = dict(enumerate(actors))
-        self._home: dict[int, int] = {}  # of each response that is not over, the number of its worker
+        self._home: dict[int, int] = {}  # worker index by id of a response that is not over
         self._load: Counter[int] = Counter()
         self._jobs: defaultdict[int, list[Job]] = defaultdict(list)
         self._cancels: defaultdict[int, list[int]] = defaultdict(list)
@@ -256,18 +256,18 @@ class Workers:
         self._orders: list[Any] = []
 
     def begin_round(self) -> None:
-        """Let the engines generate, should the last round have stopped them."""
+        """Resumes the engines if the last round stopped them."""
         self._servers.resume()
 
     def end_round(self) -> None:
-        """Stop the engines: whatever still runs was cancelled. They go on with the next round."""
+        """Stops the engines until the next round; all responses still running have been cancelled."""
         if self._home:
             self._send(engines_stop=True)
             ray.wait(self._orders, num_returns=len(self._orders), timeout=DELIVERY_SECONDS)
             self._servers.abort()
 
     def launch(self, job: Job) -> None:
-        """Start the responses of ``job`` on the worker that has the fewest.
+        """Starts the responses of ``job`` on the worker with the fewest responses.
 
         Raises:
             RuntimeError: no worker is alive.
@@ -277,16 +277,16 @@ class Workers:
         index = min(self._actors, key=lambda i: self._load[i])
         self._load[index] += len(job.response_ids)
         self._home.update(dict.fromkeys(job.response_ids, index))
-        self._jobs[index].append(replace(job, prompt_id=f"{RUN}{job.prompt_id}"))  # verl makes its keys of it
+        self._jobs[index].append(replace(job, prompt_id=f"{RUN}{job.prompt_id}"))  # verl derives its keys from this id
 
     def cancel(self, response_ids: Iterable[int]) -> None:
-        """Stop these responses. Those that are over already have an event on its way."""
+        """Cancels these responses. The event of a response that is already over is under way."""
         for response_id in response_ids:
             if response_id in self._home:
                 self._cancels[self._home[response_id]].append(response_id)
 
     def wait(self, seconds: float) -> list[Event]:
-        """Return events in the order in which each worker reported them; empty if there are none for ``seconds``."""
+        """Returns events, in order for each worker; empty if none arrives within ``seconds``."""
         self._send()
         for index in self._actors.keys() - self._polls.keys():
             self._polls[index] = self._actors[index].next_events.remote()
@@ -300,7 +300,7 @@ class Workers:
         return events
 
     def outside_engines(self) -> list[int]:
-        """Return the ids of responses that are neither generated nor scored, as far as workers answer soon."""
+        """Returns the ids of responses that are neither being generated nor scored; skips workers that answer late."""
         asked = [actor.outside_engines.remote() for actor in self._actors.values()]
         found: list[int] = []
         for answer in ray.wait(asked, num_returns=len(asked), timeout=DELIVERY_SECONDS)[0]:
@@ -318,7 +318,7 @@ class Workers:
         if self._orders:
             done, self._orders = ray.wait(self._orders, num_returns=len(self._orders), timeout=0)
             for order in done:
-                with contextlib.suppress(RayActorError):  # its poll says so as well
+                with contextlib.suppress(RayActorError):  # the worker's poll reports the death
                     ray.get(order)
 
     def _collect(self, index: int) -> list[Event]:

@@ -1,8 +1,8 @@
-"""Rollout servers: their requests can be cancelled, and they may die. All that is about death is in this file.
+"""Rollout servers with cancellable requests and restarts after a death. All handling of dead servers is in this file.
 
-In the agent-loop workers :class:`TailLLMServerClient` hands out servers whose calls end with the task that awaits them; one that
-turns out to be dead is given no more requests. In the trainer process :class:`RolloutServers` stops all servers at the end of a
-round, and starts dead ones again before the next weights go out.
+In the agent-loop workers, :class:`TailLLMServerClient` returns servers whose calls are cancelled together with the awaiting task.
+A dead server gets no more requests. In the trainer process, :class:`RolloutServers` stops all servers at the end of a round, and
+restarts dead servers before the next weight update.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ logger = logging.getLogger("rl_accel")
 RESUME = "Resume from the last checkpoint; no prompt is lost by that"
 
 PING_SECONDS = 30.0
-"""How long to wait for a server's sign of life. One that only is slow passes for alive."""
+"""Seconds to wait for a server's answer to a ping. A server that is only slow counts as alive."""
 
 WATCH_SECONDS = 10.0
-"""How often servers are looked at during a call to all, and how long one that died may keep it from ending."""
+"""Seconds between server checks during a call to all servers; also the grace period before a call blocked by a death is ended."""
 
 TOKEN_RATE = TokenRate()
 forget_when_off.append(TOKEN_RATE.clear)
@@ -48,16 +48,16 @@ forget_when_off.append(TOKEN_RATE.clear)
 
 @dataclass(eq=False)
 class Session:
-    """A training response in the making, in the process that makes it.
+    """A training response that is not over, in the agent-loop worker that runs the response.
 
     Attributes:
-        tokens: generated so far.
-        keys: where its trajectories lie in TransferQueue once ``storing``.
-        metric: what group filtering looks at.
-        generating: a server has its request.
-        storing: it writes, or has written, to TransferQueue.
-        cancelled: nobody wants it any more.
-        limit: ends its agent loop.
+        tokens: number of tokens generated so far.
+        keys: TransferQueue keys of the trajectories, written once ``storing``.
+        metric: value that group filtering compares.
+        generating: a server has a request of the response.
+        storing: the write to TransferQueue has started.
+        cancelled: the trainer has cancelled the response.
+        limit: time limit of the agent loop.
     """
 
     response_id: int
@@ -76,15 +76,15 @@ SESSION: ContextVar[Session | None] = ContextVar("session", default=None)
 
 
 class GenerationAborted(RuntimeError):
-    """The engine cut a response off that nobody had cancelled. It is generated again."""
+    """The engine aborted a response that was not cancelled. The response is generated again."""
 
 
 class ServerDied(ResponseLost):
-    """A rollout server or the engine behind it is gone. What it was generating is generated again elsewhere."""
+    """A rollout server or its engine has died. The server's responses are generated again on another server."""
 
 
 class ServerLost(RuntimeError):
-    """Rollout servers died and cannot be started again, or not with equal weights everywhere: training cannot go on."""
+    """Rollout servers died and cannot be restarted, or not with equal weights on all servers. Training cannot go on."""
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -92,7 +92,7 @@ def _in_one_line(error: BaseException) -> str:
 
 
 async def find_dead(replicas: Sequence[RolloutReplica]) -> list[RolloutReplica]:
-    """Return those of verl's replicas of which a server actor, or the engine that it holds, is dead."""
+    """Returns the replicas with a dead server actor or a dead engine."""
 
     async def is_lost(replica: RolloutReplica) -> bool:
         return any(await asyncio.gather(*map(_is_dead, replica.servers)))
@@ -107,7 +107,7 @@ async def _is_dead(server: Server) -> bool:
             while True:
                 try:
                     return bool(await server.__ray_call__.remote(_engine_has_failed))
-                except ActorUnavailableError:  # Ray does not know yet whether it is dead
+                except ActorUnavailableError:  # Ray does not know yet whether the server is dead
                     await asyncio.sleep(0.05)
     except TimeoutError:
         logger.warning("rl-accel: %s gives no sign of life, nor is it known to be dead", server)
@@ -117,7 +117,7 @@ async def _is_dead(server: Server) -> bool:
 
 
 def _engine_has_failed(server: Any) -> bool:
-    """Whether the engine of a living server is dead; vLLM's runs in a process of its own and has ``errored``."""
+    """Returns whether a living server's engine is dead. vLLM's engine is a separate process, with the flag ``errored``."""
     return bool(getattr(getattr(server, "engine", None), "errored", False))
 
 
@@ -125,14 +125,14 @@ def _engine_has_failed(server: Any) -> bool:
 
 
 class CancellableServer:
-    """A rollout server whose ``generate`` is cancelled together with the task that awaits it; it counts tokens as well.
+    """A rollout server whose ``generate`` call is cancelled together with the awaiting task. Also counts tokens.
 
     Cancelling an asyncio task that awaits a Ray reference would leave the remote call running.
 
     Args:
         server: handle of the server actor.
-        engine: what it generates with.
-        on_death: awaited, with what Ray says, before a call to a dead server raises.
+        engine: capabilities of the server's engine.
+        on_death: awaited with Ray's error message before a call to a dead server raises.
     """
 
     def __init__(self, server: Server, engine: Engine, on_death: Callable[[str], Awaitable[None]]) -> None:
@@ -145,16 +145,16 @@ class CancellableServer:
         return self
 
     async def remote(self, **request: Any) -> TokenOutput:
-        """Return the server's ``TokenOutput``.
+        """Returns the server's ``TokenOutput``.
 
         Raises:
-            GenerationAborted: the engine aborted it although it is a training response that was not cancelled.
-            ServerDied: the server or its engine is gone.
+            GenerationAborted: the engine aborted a training response that was not cancelled.
+            ServerDied: the server or its engine has died.
         """
         session = SESSION.get()
         if session is None:
             return await self._output(self._server.generate.remote(**request))
-        if session.cancelled:  # a loop of several turns
+        if session.cancelled:  # the next turn of a multi-turn agent loop
             raise asyncio.CancelledError
         call = self._server.generate.remote(**request)
         began = time.perf_counter()
@@ -187,7 +187,7 @@ class CancellableServer:
             raise ServerDied(line) from error
 
     async def _stop(self, call: Awaitable[TokenOutput], request_id: str) -> TokenOutput | None:
-        """End the call; return what it had generated, or None where that cannot be known."""
+        """Ends the call; returns the call's partial output, or None if that is unknown."""
         if self._engine.aborts_by_id:
             try:
                 if (await self._server.abort_request.remote(request_id))["aborted"]:
@@ -199,9 +199,9 @@ class CancellableServer:
 
 @extends(interfaces.LLMServerClient)
 class TailLLMServerClient(LLMServerClient):
-    """verl's client for a sync trainer. A server that turns out to be dead is taken from the load balancer.
+    """verl's client for a sync trainer. Removes dead servers from the load balancer.
 
-    The trainer starts it again and puts it back after the round, see :class:`RolloutServers`.
+    The trainer restarts a dead server and adds it to the load balancer after the round; see :class:`RolloutServers`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -212,20 +212,20 @@ class TailLLMServerClient(LLMServerClient):
         acquiring = asyncio.ensure_future(super()._acquire_server(request_id, **extra))
         try:
             server_id, server = await asyncio.shield(acquiring)
-        except asyncio.CancelledError:  # else the load balancer would count a request on this server for ever
+        except asyncio.CancelledError:  # otherwise the load balancer would count this request on the server forever
             self._release_server((await acquiring)[0], request_id=request_id)
             raise
         except RuntimeError as error:
             if await self._load_balancer.get_all_servers.remote():
                 raise
-            dead = "; ".join(f"{name}: {why}" for name, why in self._dead.items())  # others may have found out
+            dead = "; ".join(f"{name}: {why}" for name, why in self._dead.items())  # seen by this worker
             raise ServerLost(f"rl_accel.tail_batching: no rollout server is left ({dead}). {RESUME}") from error
         return server_id, CancellableServer(
             server, engine_of(self.config), on_death=functools.partial(self._remove, server_id)
         )
 
     async def _remove(self, server_id: str, line: str) -> None:
-        """Let nobody choose this server any more: having the fewest requests, a dead one would be given every retry."""
+        """Removes a dead server from the load balancer: with the fewest requests, the server would get every retry."""
         if server_id not in self._dead:
             logger.error("rl-accel: rollout server %s is dead, its requests go to the others: %s", server_id, line)
         self._dead[server_id] = line
@@ -242,8 +242,8 @@ class RolloutServers:
     """The rollout servers of a trainer.
 
     Args:
-        manager: verl's ``LLMServerManager``: its replicas and its load balancer are used.
-        engine: what they generate with.
+        manager: verl's ``LLMServerManager``, used for its replicas and its load balancer.
+        engine: capabilities of the servers' engine.
     """
 
     def __init__(self, manager: LLMServerManager, engine: Engine) -> None:
@@ -252,18 +252,18 @@ class RolloutServers:
         self._aborted = False
 
     def abort(self) -> None:
-        """Have every server end its requests, which return what they have. Later ones wait for :meth:`resume`."""
+        """Aborts all running requests, which return their partial outputs. New requests wait for :meth:`resume`."""
         self._aborted = True
         self._tell_all("abort_all_requests")
 
     def resume(self) -> None:
-        """Go on after :meth:`abort`; nothing happens without one."""
+        """Resumes generation after :meth:`abort`; does nothing otherwise."""
         if self._aborted:
             self._tell_all("resume_generation")
             self._aborted = False
 
     def _tell_all(self, name: str) -> None:
-        """Call a method of every replica. Dead ones are passed over: who needs them finds out."""
+        """Calls a method of every replica. Dead replicas are only logged here; calls that need them raise later."""
 
         async def tell() -> list[Any]:
             calls = [getattr(replica, name)() for replica in self._manager.get_replicas()]
@@ -278,11 +278,11 @@ class RolloutServers:
                 logger.warning("rl-accel: a rollout server did not take part in %s: %s", name, _in_one_line(error))
 
     def reach_all(self, call: Callable[[], None]) -> None:
-        """Make a ``call`` that reaches every server, with dead ones started again first, and again if one dies meanwhile.
+        """Restarts dead servers, then makes ``call``, which reaches every server. Repeats both if a server dies meanwhile.
 
         Raises:
             ServerLost: see :meth:`revive`.
-            RayError: the call failed although every server lives.
+            RayError: the call failed although every server is alive.
         """
         self.revive()
         while True:
@@ -294,12 +294,12 @@ class RolloutServers:
                     raise
 
     def update_weights(self, call: Callable[[], None]) -> None:
-        """Make a ``call`` that sends weights to every server, with dead ones started again first.
+        """Restarts dead servers, then makes ``call``, which sends weights to every server.
 
         Raises:
-            ServerLost: as in :meth:`revive`; or a server died meanwhile. verl's training workers wait for it and for each
-                other without end, so they are ended.
-            RayError: the call failed although every server lives.
+            ServerLost: as in :meth:`revive`; or a server died meanwhile. verl's training workers then wait forever for the
+                dead server and for each other, so the workers are killed.
+            RayError: the call failed although every server is alive.
         """
         self.revive()
         try:
@@ -316,17 +316,17 @@ class RolloutServers:
 
     @contextlib.contextmanager
     def _watched(self, end: Callable[[list[RolloutReplica]], None]) -> Iterator[None]:
-        """Call ``end`` with the dead replicas if the block does not end: vLLM never answers calls that its engine died under."""
+        """Calls ``end`` with the dead replicas if the block hangs: vLLM never answers calls whose engine died."""
         over = threading.Event()
 
         def watch() -> None:
             while not over.wait(WATCH_SECONDS):
                 try:
                     dead = asyncio.run(find_dead(self._manager.get_replicas()))
-                except Exception:  # the only one who would end the block: it must not stop looking
+                except Exception:  # only this thread can end the block, so the checks must go on
                     logger.exception("rl-accel: whether rollout servers live could not be found out; trying again")
                     continue
-                if dead and not over.wait(WATCH_SECONDS):  # else the block has found out itself
+                if dead and not over.wait(WATCH_SECONDS):  # otherwise the block has ended without help
                     logger.error("rl-accel: a rollout server died and left calls without an answer; they are ended")
                     end(dead)
                     return
@@ -342,13 +342,13 @@ class RolloutServers:
             ray.kill(worker)
 
     def revive(self) -> list[str]:
-        """Start dead servers again and have the load balancer know exactly those that live; return the revived ones.
+        """Restarts dead servers and registers exactly the living ones in the load balancer; returns the restarted addresses.
 
-        Call it while nothing is generated and before the next weight update: a new server has the weights of the model's
-        files until then.
+        Call this while nothing is generated and before the next weight update: until then a new server has the weights of
+        the model's files.
 
         Raises:
-            ServerLost: names the server; its engine cannot be started again, or the attempt failed.
+            ServerLost: names the server whose engine cannot be restarted, or whose restart failed.
         """
         replicas = self._manager.get_replicas()
         balancer = self._manager.global_load_balancer
@@ -371,7 +371,7 @@ class RolloutServers:
             raise ServerLost(
                 f"rl_accel.tail_batching: {name} has died, and its engine cannot be given a new one while it runs. {RESUME}"
             )
-        for server in replica.servers:  # of a replica of several, those that live
+        for server in replica.servers:  # other servers of the replica may be alive
             ray.kill(server)
         replica.servers = []
         try:
@@ -390,7 +390,7 @@ def _end_servers(dead: list[RolloutReplica]) -> None:
 
 
 def _forget_server(worker: Any) -> None:
-    """Have a training worker, one of verl's ``WorkerDict``, look up again by name the server that it sends weights to."""
+    """Clears a training worker's server handle, so that the worker (a ``WorkerDict``) looks its server up again by name."""
     for part in worker.worker_dict.values():
         if getattr(getattr(part, "rollout", None), "server_handle", None) is not None:
             part.rollout.server_handle = None

@@ -32,12 +32,12 @@ logger = logging.getLogger("rl_accel")
 
 @extends(SyncTrainer)
 class TailBatchingTrainer(PPOTrainerSync):
-    """Strictly on-policy like its base; it differs in where a batch comes from and in what a checkpoint holds."""
+    """verl's sync trainer, with batches from tail-batching rounds and the rounds' state in checkpoints. Strictly on-policy."""
 
     def _build_replay_buffer(self) -> ReplayBuffer:
-        # verl's constructor calls this first. By any other name than "sync" the base class would buffer for asynchronous
-        # training, keep prompts in TransferQueue, and save and restore what is in it, which after a resume would be ghosts.
-        # What tail batching needs of the other modes, single prompts from the data loader, wiring sets itself.
+        # verl's constructor calls this first. With any other mode than "sync", the base class would use its buffer for
+        # asynchronous training, keep prompts in TransferQueue, and save and restore that queue, whose entries would be stale
+        # after a resume. Wiring sets the one thing that tail batching needs of those modes: a data loader of single prompts.
         self.trainer_mode = "sync"
         buffer = super()._build_replay_buffer()
         sample = buffer.sample
@@ -61,11 +61,11 @@ class TailBatchingTrainer(PPOTrainerSync):
         self._last_step = min(self.total_training_steps, self.steps_per_epoch * self.config.trainer.total_epochs)
 
     def _fetch_row(self) -> dict[str, Any]:
-        """Return the next row as the plain dict an agent loop is called with. Wiring has made the data loader's batches one row."""
+        """Returns the next row as the dict of an agent loop's arguments. Wiring has set the data loader's batch size to 1."""
         row: dict[str, Any] = self._fetch_one_gen_batch()[0].clone().to_dict()
         check_row(self._core.run, row)
         if not self._supply.fetched:
-            saved.packed(row)  # refused now, not at the first checkpoint
+            saved.packed(row)  # refuses unsavable rows now, not at the first checkpoint
         return row
 
     def _data_id(self) -> str:
@@ -75,12 +75,12 @@ class TailBatchingTrainer(PPOTrainerSync):
         return f"{names} {len(self.train_dataset)} shuffle={data.get('shuffle')} seed={data.get('seed')}"
 
     def get_llm_client(self) -> TailLLMServerClient:
-        """Get the client for rollout generation, one that stops what is cancelled."""
+        """Returns the client for rollout generation, which stops cancelled requests."""
         client: TailLLMServerClient = self.llm_server_manager.get_client(client_cls=TailLLMServerClient)
         return client
 
     def fit(self, agent_loop_manager: AgentLoopManager) -> None:
-        """Train; see the base class. The workers of ``agent_loop_manager`` must be able to cancel."""
+        """Trains as the base class does. The workers of ``agent_loop_manager`` must support cancellation."""
         if foreign := len(_stored()):
             raise RlAccelError(
                 f"rl_accel.tail_batching: another job of this Ray cluster has {foreign} entries in TransferQueue's partition"
@@ -96,7 +96,7 @@ class TailBatchingTrainer(PPOTrainerSync):
             )
 
     def prepare_step(self) -> dict[str, Any]:
-        """Submit nothing: a round takes its prompts as it needs them."""
+        """Submits no prompts: a round fetches prompts when it needs them."""
         return {}
 
     def _play(self, step: int) -> tuple[Any, dict[str, float]]:
@@ -127,7 +127,7 @@ class TailBatchingTrainer(PPOTrainerSync):
     # Checkpoints
 
     def _save_checkpoint(self) -> None:
-        # Ours first: the base class ends with the file that makes the checkpoint the one to resume from.
+        # Our state first: the last file of the base class marks the checkpoint as the one to resume from.
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}" / saved.FOLDER
         saved.save(folder, self.global_steps, self._core.state_dict(), self._supply.fetched, self._supply.payloads)
         super()._save_checkpoint()
@@ -140,21 +140,21 @@ class TailBatchingTrainer(PPOTrainerSync):
 
 
 def _stored() -> dict[str, Any]:
-    """Returns the tags of all that TransferQueue holds for training, by key; other jobs' entries too."""
+    """Returns the tags of all training entries in TransferQueue, by key; includes entries of other jobs."""
     stored: dict[str, Any] = (tq.kv_list("train") or {}).get("train", {})
     return stored
 
 
 def clear(results: Sequence[Stored]) -> None:
-    """Remove the trajectories of responses from TransferQueue."""
+    """Removes the trajectories of responses from TransferQueue."""
     tq.kv_clear(keys=[key for result in results for key in result.keys], partition_id="train")
 
 
 def varies(prompt_id: str, group: Sequence[Stored]) -> bool:
-    """verl's rule (``_dapo_filtered_keys``): a group whose metric is the same throughout teaches nothing.
+    """Returns whether a group's metric varies; if not, the group teaches nothing (verl's ``_dapo_filtered_keys``).
 
     Raises:
-        RuntimeError: the metric is missing.
+        RuntimeError: a response has no metric.
     """
     values = [stored.metric for stored in group if stored.metric is not None]
     if len(values) < len(group):

@@ -1,4 +1,4 @@
-"""Puts tail batching into the configuration of an unchanged sync recipe, or says why it cannot work; registers its trainer."""
+"""Sets tail batching in the configuration of a sync recipe, or refuses it with the reason; registers the trainer mode."""
 
 import functools
 import sys
@@ -20,11 +20,11 @@ _MODE_KEY = "trainer.v1.trainer_mode"
 
 
 def wire(run: VerlRun, flags: TailBatchingFlags) -> None:
-    """Choose our trainer mode and agent-loop manager in the configuration of ``run``. Idempotent.
+    """Sets our trainer mode and agent-loop manager in the configuration of ``run``. Idempotent.
 
     Raises:
-        ConfigError: something in it cannot go together with tail batching, or quotas do not fit the batch.
-        ResumeError: the checkpoint that it would go on from was saved without tail batching.
+        ConfigError: a setting conflicts with tail batching, or the quotas do not add up to the batch size.
+        ResumeError: the checkpoint to resume from was saved without tail batching.
     """
     run.require_chosen(FLAG, _MODE_KEY, MODE)
     check(run)
@@ -34,17 +34,17 @@ def wire(run: VerlRun, flags: TailBatchingFlags) -> None:
     with open_dict(config):
         OmegaConf.update(config, _MODE_KEY, MODE)
         config.data.gen_batch_size = 1
-        # The trainer process builds its settings from here, whatever source the flags had.
+        # The trainer process reads the flags from this section, whatever their source was.
         OmegaConf.update(config, "trainer.v1." + MODE, asdict(flags), merge=False)
     agent_loop.choose(run, WORKER_PART)
     run_of(config)
 
 
 def check(run: VerlRun) -> None:
-    """Refuse what tail batching cannot work with.
+    """Refuses configurations that tail batching does not support.
 
     Raises:
-        ConfigError: names the key, what is wanted and what was found.
+        ConfigError: names the key, the wanted value and the value found.
     """
     steps = f"trainer.v1.{run.get(_MODE_KEY)}.parameter_sync_step"
     if run.get(steps, 1) != 1:
@@ -69,7 +69,7 @@ def check(run: VerlRun) -> None:
 
 
 def _modes() -> dict[str, type]:
-    """verl's registry. Not imported here: its state is asked for by any thread, while another may be importing it."""
+    """Returns verl's trainer registry, {} before its import. No import here: another thread may be importing the module."""
     modes: dict[str, type] = getattr(sys.modules.get("verl.trainer.ppo.v1.trainer_base"), "TRAINER_REGISTRY", {})
     return modes
 

@@ -1,4 +1,4 @@
-"""A/B runs of a real trainer: a recipe, the runner, the statistics, the report.
+"""A/B runs of a real trainer: recipe, runner, statistics and report.
 
-``rl-accel ab RECIPE --out DIR`` is the way in; :mod:`rl_accel.lab.ab.recipe` documents the recipe file.
+The command is ``rl-accel ab RECIPE --out DIR``; :mod:`rl_accel.lab.ab.recipe` documents the recipe file.
 """

@@ -1,4 +1,4 @@
-"""The checks of a recipe: what must hold in the runs before their numbers mean anything."""
+"""Checks of a recipe: conditions that runs must meet before their numbers mean anything."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ _PROBS_DIFF = "training/rollout_probs_diff_max"
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check; a red one makes the exit code 1 unless it is only a warning."""
+    """Result of one check; a red result sets the exit code to 1 unless ``warn_only``."""
 
     name: str
     status: str
@@ -40,8 +40,8 @@ def run_checks(
     out: Path,
     asked: int,
 ) -> list[Check]:
-    """Evaluate every check of the recipe. ``asked`` is how many runs the call wanted; ``stages``, ``rollout`` and ``convergence``
-    are the summary's."""
+    """Evaluates all checks of the recipe. ``asked`` is the number of requested runs; ``stages``, ``rollout`` and ``convergence``
+    are parts of the summary."""
     checks = [
         _completed(results, asked),
         _identical(recipe, runs),
@@ -90,7 +90,7 @@ def _rollout_probs_diff(recipe: Recipe, runs: Sequence[RunData]) -> Check | None
     if not values:
         text = f"no {_PROBS_DIFF} logged: set rollout.calculate_log_probs=True"
         return Check("rollout_probs_diff", SKIPPED, text)
-    # a NaN says that verl could not compare, which must not pass as a small number
+    # NaN means that verl could not compare, and must not pass as a small difference
     worst, step, run = max(values, key=lambda item: math.inf if math.isnan(item[0]) else item[0])
     text = f"largest {worst:.3g} ({run.arm} seed {run.seed}, step {step}), allowed {limit:g}"
     return Check("rollout_probs_diff", GREEN if worst <= limit else RED, text)
@@ -189,7 +189,7 @@ def _bounds(
 ) -> Check:
     lines = []
     for arm, bound in wanted.items():
-        if arm in rows:  # else left out with --arms
+        if arm in rows:  # --arms may leave arms out
             value = rows[arm].get(key)
             text = "not measured" if value is None else f"{form.format(value)}, wanted {form.format(bound)}"
             lines.append((value is not None and holds(value, bound), f"{arm}{': ' if value is None else ' '}{text}"))
@@ -208,7 +208,7 @@ def _same_reward(bound: float, rows: Sequence[Mapping[str, Any]]) -> Check:
 
 
 def _check(name: str, lines: Sequence[tuple[bool, str]], wanted: str = "", green: str = "") -> Check:
-    """Sum up ``lines``: whether it holds, and what was measured. ``green`` replaces the latter where all hold."""
+    """Combines ``lines`` (condition holds, measured text) into one check. ``green`` replaces the texts if all hold."""
     bad = [text for holds, text in lines if not holds]
     if bad:
         return Check(name, RED, "; ".join([*bad, wanted] if wanted else bad))

@@ -29,9 +29,9 @@ from rl_accel.lab.ab.runner import RunResult, Stop, last_lines, load_result, pre
 
 _MANIFEST = "ab.json"
 WIDTH = 180
-"""Columns of tables in a file or a pipe."""
+"""Width in characters of tables written to a file or a pipe."""
 _PLAIN_EVERY_S = 15.0
-"""Seconds between lines of progress there."""
+"""Seconds between progress lines in a file or a pipe."""
 
 
 def _names(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
@@ -96,8 +96,8 @@ def ab(
     and compare them.
 
     Ends with a table and a report.html in the folder of --out. Exit code 0: all runs completed and no check is red; 1: a
-    run failed or a check is red; 2: the recipe or an option is wrong; 128 + signal: stopped, what was measured is kept
-    and reported.
+    run failed or a check is red; 2: the recipe or an option is wrong; 128 + signal: stopped by a signal, metrics so far
+    are kept and reported.
     """
     console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH)
     if recipe is not None and recipe.is_dir():
@@ -112,7 +112,7 @@ def ab(
         spec = load(recipe, platform)
         if out is None:
             out = Path("out") / spec.name
-            if not launch:  # that is given to a shell
+            if not launch:  # the output of --launch goes to a shell
                 console.print(f"Logs and report go to {out}; --out names another folder", markup=False, highlight=False)
         out = out.resolve()
         plans = plan_runs(spec, recipe.resolve().parent, out, arms, seeds, steps)
@@ -136,7 +136,7 @@ def ab(
                 click.echo(f"# {plan.name}\n{env} {shlex.join(plan.command)}".replace("\n ", "\n"))
             return
         sys.exit(_run(spec, recipe.resolve(), out, plans, only, resume, overwrite, console))
-    except RecipeError:  # exit code 2, as every error of a user
+    except RecipeError:  # exit code 2, as for all user errors
         raise
     except (RlAccelError, OSError) as error:
         raise click.ClickException(str(error)) from error
@@ -153,7 +153,7 @@ def _run(
     console: Console,
 ) -> int:
     for module in ("scipy", "matplotlib", "jinja2"):
-        importlib.import_module(module)  # before hours of training, not after
+        importlib.import_module(module)  # fail before hours of training, not after
     chosen = plans if only is None else [plan for plan in plans if plan.name == only]
     if not chosen and only != launching.PREPARE:
         known = ", ".join([launching.PREPARE, *(plan.name for plan in plans)])
@@ -225,7 +225,7 @@ class ProgressView:
         self._task: TaskID | None = None
         self._began = 0.0
         self._arrivals: list[float] = []
-        """When the steps of the present run came."""
+        """Monotonic times in seconds at which steps of the current run were logged."""
         self._last_line = 0.0
         self._bars = Progress(
             TextColumn("{task.description}"),
@@ -279,13 +279,13 @@ class ProgressView:
         self._task = None
 
     def _seconds_left(self, plan: RunPlan, step: int, step_s: float) -> float:
-        """Of this run and, taken to be as long as those before or as this one, of the runs after it."""
+        """Returns the remaining seconds of all runs; later runs are assumed as long as the mean of earlier runs, or this run."""
         this_run = self._arrivals[0] - self._began + (plan.steps - 1) * step_s
         a_run = statistics.mean(self._durations) if self._durations else this_run
         return (plan.steps - step) * step_s + (len(self._to_run) - 1) * a_run
 
     def _plain(self, text: str, always: bool = False) -> None:
-        """Print a line now and then where there are no bars."""
+        """Prints a line if there are no progress bars, at most every ``_PLAIN_EVERY_S`` seconds unless ``always``."""
         if not self._console.is_terminal and (always or time.monotonic() - self._last_line > _PLAIN_EVERY_S):
             self._last_line = time.monotonic()
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)

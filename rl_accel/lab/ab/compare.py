@@ -24,14 +24,14 @@ from rl_accel.lab.ab.runner import RunResult, load_result
 from rl_accel.lab.ab.stats import RunData
 
 SLIME = Metrics("rollout/raw_reward", [], "perf/", "step_time", ["train_wait_time", "train_time"])
-"""slime's names; the two stages are the halves of its step."""
+"""Metric names of slime; the two stages together are a whole step of slime."""
 
 
 def load_arms(path: Path) -> dict[str, list[str]]:
-    """Read a YAML file of arms, the baseline first, each with a list of runs: paths, relative to the file, or shell patterns.
+    """Reads a YAML mapping from arm to list of runs, the baseline first. A run is a path or pattern relative to the file.
 
     Raises:
-        RecipeError: it is no such file.
+        RecipeError: the file cannot be read or has another form.
     """
     try:
         arms = yaml.safe_load(path.read_text())
@@ -51,12 +51,12 @@ def load_arms(path: Path) -> dict[str, list[str]]:
 def gather(
     arms: Mapping[str, Sequence[str]], metrics: Mapping[str, Any], batch_size: int | None
 ) -> tuple[Recipe, list[RunData]]:
-    """Read the runs of each arm, the baseline first; return the recipe that stands for them, and the runs.
+    """Reads the runs of each arm, the baseline first; returns a recipe that describes the runs, and the runs.
 
-    If the first lies in a folder of ``rl-accel ab``, its recipe is taken. ``metrics`` are changes to it.
+    If the first run lies in a folder of ``rl-accel ab``, that A/B's recipe is used. ``metrics`` overrides its metric settings.
 
     Raises:
-        RlAccelError: a run cannot be read, or an arm has no run with the reward.
+        RlAccelError: a run cannot be read, or no run of an arm logged the reward.
     """
     logged = {arm: {run: read(*run.split(",")) for run in runs} for arm, runs in arms.items()}
     names = {name for its in logged.values() for run in its.values() for step in run.steps.values() for name in step}
@@ -75,7 +75,7 @@ def gather(
     for arm, its in logged.items():
         if not any(reward in step for run in its.values() for step in run.steps.values()):
             raise RecipeError(f"{arm}: no run logged {reward}{nearest(reward, names)}; --reward names what to compare")
-        told = [run.config | run.config.get("data", {}) for run in its.values()]  # slime's arguments, verl's data
+        told = [run.config | run.config.get("data", {}) for run in its.values()]  # slime: top level; verl: section data
         named = [re.findall(r"seed[-_=]?(\d+)", place) or [of.get("seed")] for place, of in zip(its, told, strict=True)]
         seeds = [None if found[-1] is None else int(found[-1]) for found in named]
         known = None not in seeds and len(set(seeds)) == len(seeds)
@@ -96,7 +96,7 @@ def gather(
     return recipe, [replace(runs[0], notes=notes), *runs[1:]]
 
 
-@click.command(context_settings={"ignore_unknown_options": True})  # --against is one of the words
+@click.command(context_settings={"ignore_unknown_options": True})  # else click rejects --against
 @click.argument("words", nargs=-1, required=True, metavar="RUN... --against RUN...|FILE.yaml")
 @click.option("--out", type=click.Path(path_type=Path), default="out/compare", show_default=True, help="Of the report.")
 @click.option("--reward", help="Metric to compare.  [default: critic/score/mean, slime's rollout/raw_reward]")
@@ -106,19 +106,19 @@ def gather(
 @click.option("--reach", type=float, help="Reward whose first time is compared.  [default: 90% of the baseline's gain]")
 @click.option("--batch-size", type=click.IntRange(1), help="Prompts of a step, where the logs do not say.")
 def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: str | float | None) -> None:
-    """Compare runs that were launched elsewhere: those of a baseline and, after --against, of another arm; or the arms in a YAML
+    """Compare runs that were launched elsewhere: runs of a baseline and, after --against, of another arm; or the arms in a YAML
     file.
 
-    A RUN is a folder or file of verl's file logger, TensorBoard, W&B (or FILE.csv exported from it), or of a console of verl or
-    slime; several with commas between them are one run that was started several times. Exit code 0: compared, whatever the answer;
-    2: something cannot be read.
+    A RUN is a folder or file of verl's file logger, TensorBoard or W&B (or a FILE.csv exported from W&B), or a console log of verl
+    or slime; paths joined by commas are one run that was started several times. Exit code 0: runs were compared, with any result;
+    2: an input cannot be read.
     """
     if len(words) == 1 and words[0].endswith((".yaml", ".yml")):
         arms = load_arms(Path(words[0]))
     else:
         sides = [list(side) for is_word, side in itertools.groupby(words, "--against".__eq__) if not is_word]
         arms = {_arm(side[0]): side for side in sides}
-        if len(arms) < len(sides):  # such as folders of one W&B project
+        if len(arms) < len(sides):  # equal names, as for folders of one W&B project
             arms = {Path(side[0].partition(",")[0]).name: side for side in sides}
         if len(sides) < 2:
             raise click.UsageError("wanted RUN... --against RUN..., or a YAML file of arms, found no second arm")
@@ -136,7 +136,7 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
 
 
 def _arm(run: str) -> str:
-    """Name an arm after one of its runs: the last part of the path that is more than a seed or a folder of W&B, without that."""
+    """Returns a name for the arm of ``run``: the last path part that is more than a seed or W&B folder, without seed and suffix."""
     own = r"^((offline-)?run-\d+_\d+-\w+|wandb)$|[-_.=]*(seed|run)?[-_=]*\d*(\.\w+)?$"
     parts = (re.sub(own, "", part) for part in reversed(Path(run.partition(",")[0]).parts))
     return next(filter(None, parts), run)

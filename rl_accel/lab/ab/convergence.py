@@ -1,10 +1,14 @@
-"""Did an arm change learning? Levels of reward and validation, their difference over seeds, and a decision with three answers.
+"""Tests whether an arm changed learning: levels of reward and validation, their difference over seeds, one of three answers.
 
-The unit is the run: the mean of the last fifth of its values up to where every run came, so that a curve's autocorrelation is
-no evidence. The difference of two arms is tested from three sides (Goeman, Solari and Stijnen, Three-sided hypothesis testing,
-Statistics in Medicine 29, 2010): it is **equal within the margin** if two one-sided t tests (Schuirmann, 1987) reject that it is
-the margin or more, **different** if t tests reject that it is the margin or less, each with an error of at most 5%; else there are
-**not enough runs**. Where the margin is a share of the baseline's gain, the noise of that gain is part of the test.
+The unit is the run: each run contributes one value, the mean of the last fifth of its values up to the end of the shortest run.
+Autocorrelation within a curve therefore adds no evidence. The difference of two arms is tested from three sides (Goeman, Solari and
+Stijnen, Three-sided hypothesis testing, Statistics in Medicine 29, 2010). Each answer has an error of at most 5%:
+
+- **equal within the margin**: two one-sided t tests (Schuirmann, 1987) reject that the difference is the margin or more.
+- **different**: t tests reject that the difference is the margin or less.
+- **not enough runs**: neither of the two.
+
+If the margin is a share of the baseline's gain, the test includes the noise of that gain.
 """
 
 import bisect
@@ -23,21 +27,21 @@ from rl_accel.lab.ab.stats import RunData, before_and_after, curve
 
 Array = npt.NDArray[np.float64]
 Curves = Sequence[tuple[Array, Array]]
-"""Of each run where its values lie on an axis, and the values."""
+"""A pair of arrays per run: positions on an axis, values."""
 
 EQUAL, DIFFERENT, NOT_ENOUGH = "equal within the margin", "different", "not enough runs"
 ALPHA, MIN_SEEDS = 0.05, 3
-"""Error of each answer; runs of each arm below which no interval is given and nothing is decided."""
+"""Error probability of each answer; minimum number of runs per arm for an interval and a decision."""
 AXES = {"steps": "training steps", "prompts": "prompts trained", "hours": "hours of training"}
 _VALIDATION = re.compile(r"val-core/.*mean@\d+|val/test_score/.*|eval/[^/]+(?<!ratio)")
-_REACH, _WINDOW = 0.9, 5  # share of the baseline's gain that is to be reached, by the mean of so many values
+_REACH, _WINDOW = 0.9, 5  # share of the baseline's gain to reach; number of values in the moving average
 _POWER, _MOST_SEEDS, _QUANTILES = 0.8, 1000, 48
 
 
 def points(run: RunData, names: Metrics, metric: str) -> dict[str, tuple[Array, Array]]:
-    """Return by axis where the finite values of ``metric`` lie, and these, for each axis on which that is known.
+    """Returns axis -> (positions, finite values of ``metric``), for each axis on which the positions are known.
 
-    Hours are the seconds of the steps done until then; they are known if no step's time is missing from the first on.
+    Hours are the summed times of all steps so far; they are known if no step's time is missing from the first step on.
     """
     found = curve(run, metric)
     steps, values = np.array(found["steps"], dtype=float), np.array(found["values"], dtype=float)
@@ -59,17 +63,17 @@ def _test(paired: bool, base: Array, ours: Array, alternative: str = "two-sided"
     from scipy.stats import ttest_ind, ttest_rel
 
     test = ttest_rel if paired else functools.partial(ttest_ind, equal_var=False)
-    with warnings.catch_warnings(), np.errstate(all="ignore"):  # runs that are alike to the bit have no variance
+    with warnings.catch_warnings(), np.errstate(all="ignore"):  # identical runs have no variance
         warnings.simplefilter("ignore", RuntimeWarning)
         return test(ours, base, axis=-1, alternative=alternative)
 
 
 def decide(base: Array, ours: Array, margin: Array, paired: bool) -> npt.NDArray[np.str_]:
-    """Return an answer for each comparison.
+    """Returns an answer for each comparison, shape [...].
 
     Args:
-        base, ours: [..., runs], levels of the baseline and of an arm; of the same seeds in the same order if ``paired``.
-        margin: as ``base``; where it is a share of the gain, that share of each run's own gain.
+        base, ours: [..., runs], levels of the baseline and of an arm; same seeds in the same order if ``paired``.
+        margin: shape of ``base``; a relative margin is a share of each run's own gain.
     """
     if min(base.shape[-1], ours.shape[-1]) < MIN_SEEDS:
         return np.full(base.shape[:-1], NOT_ENOUGH)
@@ -82,7 +86,7 @@ def decide(base: Array, ours: Array, margin: Array, paired: bool) -> npt.NDArray
 
 
 def interval(base: Array, ours: Array, paired: bool) -> tuple[float, float]:
-    """Bound the mean of ``ours`` less that of ``base`` by a 95% interval of t (if not paired, Welch's); NaN below 3 runs."""
+    """Returns the 95% t interval of mean(``ours``) - mean(``base``), Welch's if not paired; NaN below 3 runs."""
     if min(len(base), len(ours)) < MIN_SEEDS:
         return math.nan, math.nan
     found = _test(paired, base, ours).confidence_interval(1 - ALPHA)
@@ -90,10 +94,11 @@ def interval(base: Array, ours: Array, paired: bool) -> tuple[float, float]:
 
 
 def seeds_enough(base: Array, ours: Array, margin: float, paired: bool, true: float = 0.0) -> float:
-    """Return how many seeds of each arm show in 8 of 10 cases that they are equal within the margin; inf: more than 1,000.
+    """Returns the seeds per arm that show equality within the margin with probability 0.8; inf: more than 1,000.
 
-    Cases are of what new seeds give and of how well these runs tell the deviation (assurance: O'Hagan, Stevens and Campbell,
-    Pharmaceutical Statistics 4, 2005, with the prior 1/sigma). ``true`` is the difference that there is, in margins.
+    The probability covers the results of new seeds and the uncertainty of the deviation estimated from these runs (assurance:
+    O'Hagan, Stevens and Campbell, Pharmaceutical Statistics 4, 2005, with the prior 1/sigma). ``true`` is the true difference,
+    in units of the margin.
     """
     from scipy.stats import chi2, norm, t
 
@@ -114,7 +119,7 @@ def seeds_enough(base: Array, ours: Array, margin: float, paired: bool, true: fl
 
 
 def matched(base: Sequence[RunData], ours: Sequence[RunData]) -> tuple[Sequence[RunData], Sequence[RunData], bool]:
-    """Return the runs to compare, and whether they are pairs: all of known seeds, of which all or at least three are shared."""
+    """Returns the runs to compare, and whether they are paired: all seeds are known, and all or at least three are shared."""
     of_base, of_ours = ({run.seed: run for run in runs if run.seed is not None} for runs in (base, ours))
     shared = sorted(of_base.keys() & of_ours.keys())
     known = len(of_base) + len(of_ours) == len(base) + len(ours)
@@ -124,13 +129,13 @@ def matched(base: Sequence[RunData], ours: Sequence[RunData]) -> tuple[Sequence[
 
 
 def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names: Metrics) -> dict[str, Any]:
-    """Return the ``convergence`` part of a summary.
+    """Returns the ``convergence`` part of a summary: ``rows[]``, ``curves{metric: {axis: {run: [x, value]}}}`` and ``notes[]``.
 
-    ``rows[]``: one an arm, metric (the reward, then validation) and axis: levels ``baseline`` and ``value`` at the ``end`` of the
-    shortest run (``longest``: of the longest), their ``difference`` with ``low`` and ``high``, the ``margin`` in units of the
-    metric, how many ``runs`` of both, whether ``paired``, the ``answer``, and how many seeds would be ``enough`` if the arms do not
-    differ and if they do by half the margin. Those of the reward have ``reach`` (:func:`times_to_reach`). ``curves{metric: {axis:
-    {run: [x, value]}}}``. ``notes[]``.
+    There is a row per arm, metric (the reward, then validation) and axis. It has the levels ``baseline`` and ``value`` at the
+    ``end`` of the shortest run (``longest``: end of the longest), their ``difference`` with ``low`` and ``high``, the ``margin`` in
+    units of the metric, the numbers of ``runs`` of both arms, ``paired``, and the ``answer``. ``enough`` has the numbers of seeds
+    needed if the arms do not differ, and if they differ by half the margin. Rows of the reward have ``reach``
+    (:func:`times_to_reach`).
     """
     rows, notes, curves = [], [note for run in runs for note in run.notes], {}
     logged = {name for run in runs for step in run.steps.values() for name in step}
@@ -165,7 +170,7 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
 
 
 def listed(names: Collection[str], runs: Sequence[RunData]) -> str:
-    """List runs by name, and where they are all of an arm's by the name of that."""
+    """Returns the names of runs as text; "all runs of ARM" stands for the runs of a whole arm."""
     of_arms: dict[str, list[str]] = {}
     for run in runs:
         of_arms.setdefault(run.arm, []).append(run.name)
@@ -177,7 +182,7 @@ def listed(names: Collection[str], runs: Sequence[RunData]) -> str:
 
 
 def levels(runs: Curves, end: float) -> Array:
-    """Return [2, runs], the means of the first and of the last fifth of each run's values up to ``end``; NaN below two values."""
+    """Returns [2, runs]: means of the first and last fifth of each run's values up to ``end``; NaN below two values."""
     return np.array([before_and_after(y[x <= end]) or (math.nan, math.nan) for x, y in runs]).T
 
 
@@ -203,8 +208,11 @@ def _row(base: Curves, ours: Curves, paired: bool, names: Metrics, is_reward: bo
 
 
 def times_to_reach(base: Curves, ours: Curves, paired: bool, level: float) -> dict[str, Any]:
-    """Return where the mean of five values first is ``level``: geometric means ``baseline`` and ``value`` of the runs that come to
-    it, how many do (``reached``), and, if all do, the ``ratio``, above 1 if the arm is earlier, and its 95% interval."""
+    """Returns when the mean of five consecutive values first reaches ``level``.
+
+    ``reached`` counts the runs of each arm that reach the level; ``baseline`` and ``value`` are geometric means over these runs.
+    ``ratio`` (above 1 if the arm is earlier) and its 95% interval ``low``, ``high`` are NaN unless all runs reach the level.
+    """
     logs = []
     for side in (base, ours):
         whole = [
@@ -221,7 +229,7 @@ def times_to_reach(base: Curves, ours: Curves, paired: bool, level: float) -> di
 
 
 def sentence(row: Mapping[str, Any], baseline: str, margin: str) -> str:
-    """Say what a row of :func:`converge` concludes."""
+    """Returns the conclusion from a row of :func:`converge` as a sentence."""
     bounds = f", 95% interval {row['low']:+.3g} to {row['high']:+.3g}" if min(row["runs"]) >= MIN_SEEDS else ""
     share = f", {margin} of {baseline}'s gain" if margin.endswith("%") else ""
     base, ours = row["runs"]

@@ -1,7 +1,7 @@
-"""Making each run of a recipe a job of its own: the shell commands that ``rl-accel ab --launch`` prints.
+"""Shell commands that ``rl-accel ab --launch`` prints: one job per run of a recipe.
 
-Each job is a call of ``rl-accel ab`` with ``--only RUN --resume``: a run that completed ends at once, so a script that is
-given again goes on where it was interrupted, arm by arm. The last job makes the report.
+Each job calls ``rl-accel ab`` with ``--only RUN --resume``. The job of a completed run ends at once, so an interrupted
+script that is submitted again repeats only unfinished runs. The last job makes the report.
 """
 
 import json
@@ -17,32 +17,32 @@ from rl_accel.lab.ab.recipe import Recipe, RunPlan
 
 FORMS = ("print", "slurm", "ray")
 PREPARE = "prepare"
-"""What ``--only`` calls the recipe's prepare command; no run has a name without a seed."""
+"""``--only`` value for the recipe's prepare command; no run has this name, as run names end in a seed."""
 
 _SUBMIT = (
-    """submit() { sbatch --parsable --requeue --nodes=1 "$@" | cut -d';' -f1; }"""  # id;cluster where there are several
+    """submit() { sbatch --parsable --requeue --nodes=1 "$@" | cut -d';' -f1; }"""  # id;cluster if there are several
 )
 
 
 def script(form: str, recipe: Recipe, plans: Sequence[RunPlan], call: Sequence[str], out: Path) -> str:
-    """Return what to type, or to give to bash, one command a line.
+    """Returns a bash script with one command per line.
 
     Args:
-        form: one of :data:`FORMS`: plain commands, ``sbatch``, or ``ray job submit`` to a cluster that is there.
-        recipe: its name, GPUs and time limit are asked for.
+        form: one of :data:`FORMS`: plain commands, ``sbatch``, or ``ray job submit`` to a running cluster.
+        recipe: source of the job names, the number of GPUs and the time limit.
         plans: the runs.
-        call: the words ``rl-accel ab RECIPE ...`` that plan these runs again, paths absolute.
-        out: the folder of the runs, on a file system that all nodes see.
+        call: the words ``rl-accel ab RECIPE ...`` that plan these runs again, with absolute paths.
+        out: folder of the runs, on a file system that all nodes share.
 
     Raises:
-        RecipeError: a Slurm job is one node, and the recipe wants several.
+        RecipeError: ``form`` is slurm and the recipe needs several nodes; a Slurm job has one node.
     """
     runs = [(plan, [*call, "--only", plan.name, "--resume"]) for plan in plans]
     prepare, report = shlex.join([*call, "--only", PREPARE]), [*call[:2], "--report-only", str(out)]
     if form == "print":
         return "\n".join([prepare, *(shlex.join(words) for _, words in runs), shlex.join(report)])
     if form == "ray":
-        asked = re.findall(r"\$\{oc\.env:(\w+)\}", repr(recipe))  # a job is not of this shell
+        asked = re.findall(r"\$\{oc\.env:(\w+)\}", repr(recipe))  # a job does not inherit this shell's variables
         shell = {name: os.environ[name] for name in asked if name in os.environ}
         jobs = [_ray_job(plan, words, shell) for plan, words in runs]
         return "\n".join(["set -e", prepare, *(f"{job} || true" for job in jobs), shlex.join(report)])
@@ -65,7 +65,8 @@ def script(form: str, recipe: Recipe, plans: Sequence[RunPlan], call: Sequence[s
 
 
 def _ray_job(plan: RunPlan, words: Sequence[str], shell: Mapping[str, str]) -> str:
-    """Submit and wait: verl does not wait for GPUs that another job holds. Actors see variables of the job, not of its driver."""
+    """Returns a command that submits a run and waits, as verl does not wait for GPUs held by another job. Variables are set for the
+    job, because actors do not see those of the job's driver."""
     variables = {**shell, **{key: value for key, value in plan.env.items() if value is not None}}
     variables["VERL_FILE_LOGGER_PATH"] = str(plan.directory / "metrics.jsonl")
     options = [f"--runtime-env-json={json.dumps({'env_vars': variables})}", "--", *words, "--ray-address", "auto"]

@@ -1,4 +1,4 @@
-"""The pictures of a report: reward curves, stage times, step time over steps, and what a report says of rollouts."""
+"""Plots of a report: reward curves, stage times, step times, and plots about rollouts."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ _KIND_MARKS = {"short": "o", "long": "s", "final": "^", ALL: "."}
 
 
 def draw(summary: dict[str, Any], out: Path) -> list[Path]:
-    """Write the pictures of a summary into ``out`` and return their paths; those without data are skipped."""
+    """Writes the plots of a summary into ``out`` and returns their paths; plots without data are skipped."""
     pictures = {"reward.png": _reward, "stages.png": _stages, "step_time.png": _step_time}
     about_rollouts = {
         "rollout_seconds.png": _rollout_seconds,
@@ -44,7 +44,7 @@ def draw(summary: dict[str, Any], out: Path) -> list[Path]:
 def _figure(
     height: float = 3.6, columns: int = 1, rows: int = 0, grid: str = "both", **options: Any
 ) -> tuple[Any, Any]:
-    """Return a figure and its axes: one, a row of them or, with ``rows``, an array of both."""
+    """Returns a figure and its axes: single axes, a row of axes or, with ``rows``, a 2-D array of axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, height), layout="constrained")
@@ -57,7 +57,7 @@ def _figure(
 
 
 def _arms(summary: dict[str, Any]) -> dict[str, str]:
-    """The arms with runs, the baseline first, and their colours."""
+    """Returns the colour of each arm with runs, the baseline first."""
     present = {run["arm"] for run in summary["runs"]}
     baseline = summary["recipe"]["baseline"]
     arms = [arm for arm in sorted(summary["recipe"]["arms"], key=lambda arm: arm != baseline) if arm in present]
@@ -65,7 +65,7 @@ def _arms(summary: dict[str, Any]) -> dict[str, str]:
 
 
 def _reward(summary: dict[str, Any]) -> Any:
-    """Reward and validation, a row each, against steps, prompts trained and hours, as far as they are known, every seed."""
+    """Plots reward and validation of all runs: a row per metric, a column per known axis (steps, prompts trained, hours)."""
     curves = {metric: its for metric, its in summary["convergence"]["curves"].items() if any(its.values())}
     known = [axis for axis in AXES if any(its[axis] for its in curves.values())]
     if not known:
@@ -74,7 +74,7 @@ def _reward(summary: dict[str, Any]) -> Any:
     figure, places = _figure(0.4 + 2.9 * len(curves), len(known), len(curves), grid="y", sharey="row", sharex="col")
     for (metric, found), row in zip(curves.items(), places, strict=True):
         for axis, axes in zip(known, row, strict=True):
-            # a broad and pale baseline stays visible below a curve that coincides with it
+            # a broad, pale baseline stays visible below a coinciding curve
             _draw_runs(axes, summary, found[axis], {"lw": 5, "alpha": 0.4} if coincide else {})
             axes.locator_params(axis="x", nbins=4)
         over = "; curves that coincide are drawn over each other" if coincide else ""
@@ -85,7 +85,7 @@ def _reward(summary: dict[str, Any]) -> Any:
 
 
 def _draw_runs(axes: Any, summary: dict[str, Any], curves: Mapping[str, Any], base_style: dict[str, Any]) -> None:
-    """Draw a curve ``(x, y)`` of each run in the colour of its arm."""
+    """Draws the curve ``(x, y)`` of each run in the colour of the run's arm."""
     for index, (arm, colour) in enumerate(_arms(summary).items()):
         names = [run["name"] for run in summary["runs"] if run["arm"] == arm and run["name"] in curves]
         for seed, name in enumerate(names):
@@ -149,7 +149,7 @@ def _stages(summary: dict[str, Any]) -> Any:
 
 
 def _rollout_seconds(summary: dict[str, Any]) -> Any:
-    """Rollout seconds of each step of the first seed; a mark says the kind of its round."""
+    """Plots rollout seconds of each step, first seed; marks show the kind of round."""
     figure, axes = _figure()
     for arm, series in _first_seed(summary):
         axes.plot(series["steps"], series["seconds"], color=_arms(summary)[arm], lw=1, label=arm)
@@ -172,7 +172,7 @@ def _rollout_seconds(summary: dict[str, Any]) -> Any:
 
 
 def _predicted(summary: dict[str, Any]) -> Any:
-    """Rollout seconds of each arm as measured and as predicted from the baseline's telemetry."""
+    """Plots measured rollout seconds of each arm, and those predicted from the baseline's telemetry."""
     rows = [row for row in summary["rollout"]["arms"] if row["predicted"] and row["seconds"]]
     if not rows:
         return None
@@ -190,7 +190,7 @@ def _predicted(summary: dict[str, Any]) -> Any:
 
 
 def _queue(summary: dict[str, Any]) -> Any:
-    """Deferred prompts that wait, step by step, first seed."""
+    """Plots the number of waiting deferred prompts at each step, first seed."""
     figure, axes = _figure()
     for arm, series in _first_seed(summary):
         if any(value is not None for value in series["queue"]):
@@ -202,7 +202,7 @@ def _queue(summary: dict[str, Any]) -> Any:
 
 
 def _lengths(summary: dict[str, Any]) -> Any:
-    """Distribution of the lengths trained on, all seeds: what tail batching does to it, if anything, shows here."""
+    """Plots the distribution of response lengths trained on, all seeds, to show a bias of tail batching."""
     figure, (left, right) = _figure(columns=2)
     share = np.linspace(0, 1, 101)
     for row in summary["rollout"]["arms"]:
@@ -222,7 +222,7 @@ def _lengths(summary: dict[str, Any]) -> Any:
 
 
 def _first_seed(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Each arm with the series of its first run."""
+    """Returns each arm with the series of the arm's first run."""
     first: dict[str, Mapping[str, Any]] = {}
     for run in summary["runs"]:
         series = summary["rollout"]["series"].get(run["name"])

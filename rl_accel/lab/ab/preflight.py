@@ -1,7 +1,7 @@
-"""``rl-accel doctor --recipe``: what a recipe asks for and this machine lacks, before a GPU hour is spent on finding out.
+"""``rl-accel doctor --recipe``: checks that this machine meets a recipe's requirements, before any GPU time is spent.
 
-A recipe of verl is composed by hydra as its main would, and its sections are converted to verl's own dataclasses;
-arguments of slime go through slime's own parser, where Megatron-LM is importable. Nothing is downloaded and nothing is started.
+For verl, hydra composes the configuration as verl's main function would, and its sections are converted to verl's dataclasses. For
+slime, the arguments go through slime's parser if Megatron-LM is importable. Nothing is downloaded and nothing is started.
 """
 
 import functools
@@ -26,13 +26,13 @@ from rl_accel.switch import aligned
 
 TRIED_VERL = "0.9.1"
 Row = tuple[str, str, str]
-"""What is asked for; works, idle (has nothing to do), missing, wrong or unknown; why."""
+"""Requirement; verdict: works, idle (has nothing to do), missing, wrong or unknown; reason."""
 
 _GIB = 2**30
 _FSDP_BYTES = 16
-"""A parameter's float32 value, gradient and two moments of Adam, split over all GPUs."""
+"""Bytes per parameter, split over all GPUs: float32 value, gradient and two Adam moments."""
 _MEGATRON_BYTES = (6, 12)
-"""bfloat16 value and float32 gradient, split by tensor parallelism; what the distributed optimizer keeps, split over all GPUs."""
+"""Bytes per parameter: bfloat16 value and float32 gradient, split by tensor parallelism; optimizer state, split over all GPUs."""
 
 _SLIME_PARSE = """
 import argparse, sys
@@ -56,11 +56,11 @@ if unknown := sorted(set.intersection(*left)):
 if problem:
     raise problem
 """
-"""slime has each of its parsers leave out what it does not know: an argument that none knows is a mistake without a word."""
+"""Script that runs slime's parsers. Each parser silently skips unknown arguments; the script reports those unknown to all."""
 
 
 def check_recipe(file: Path, platform: str | None = None) -> list[Row]:
-    """Look at the runs of a recipe, one of each arm.
+    """Checks the requirements of a recipe, using one run of each arm.
 
     Raises:
         RecipeError: the recipe itself is wrong.
@@ -70,14 +70,14 @@ def check_recipe(file: Path, platform: str | None = None) -> list[Row]:
     first = {plan.arm: plan for plan in reversed(plans)}
     prepared = any("${out}" in word for word in recipe.prepare)
     env = next(iter(first.values())).env
-    os.environ |= {key: value for key, value in env.items() if value is not None}  # verl reads it while it is imported
+    os.environ |= {key: value for key, value in env.items() if value is not None}  # verl reads them during its import
     with quiet():
         rows = list(_rows(recipe, [first[arm] for arm in recipe.arms if arm in first], prepared))
-    return list(dict.fromkeys(rows))  # arms ask for much the same
+    return list(dict.fromkeys(rows))  # arms share most requirements
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """Return the rows as a table."""
+    """Returns the rows as a table."""
     return "\n".join(aligned([("asked for", "verdict", "reason"), *rows]))
 
 
@@ -105,10 +105,10 @@ def _gpus(wanted: int) -> Row:
 
 
 def compose_verl(plan: RunPlan) -> DictConfig:
-    """Return the configuration that verl would get from a run's command.
+    """Returns the configuration that verl would get from a run's command.
 
     Raises:
-        Exception: hydra's, naming the override that does not fit.
+        Exception: from hydra; names the override that does not fit.
     """
     main = next(word for word in plan.command if word in MAINS)
     config: DictConfig = VerlRun.compose(main, plan.command[plan.command.index(main) + 1 :]).config
@@ -116,13 +116,13 @@ def compose_verl(plan: RunPlan) -> DictConfig:
 
 
 def validate_verl(config: DictConfig) -> dict[str, str]:
-    """Have verl and rl-accel check a composed configuration as they do at the start of a run, on a copy.
+    """Checks a copy of a composed configuration as verl and rl-accel do at the start of a run.
 
     Returns:
-        The reason why a feature has nothing to do in this run, by the feature's name; only features that were asked for.
+        Mapping from feature to the reason why this feature has nothing to do in this run; only requested features.
 
     Raises:
-        Exception: verl's or ours, for a key or value that does not fit.
+        Exception: from verl or rl-accel, for a key or value that does not fit.
     """
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -135,7 +135,7 @@ def validate_verl(config: DictConfig) -> dict[str, str]:
     flags = resolve([("the recipe", OmegaConf.select(config, "rl_accel", default={}))])
     idle = config_intake.wire(VerlRun(config, in_driver=True), flags)
     actor_rollout = config.actor_rollout_ref
-    for section in (actor_rollout, config.critic):  # made for real, a model would be read
+    for section in (actor_rollout, config.critic):  # a real HFModelConfig would read the model
         OmegaConf.merge(OmegaConf.structured(HFModelConfig), section.model)
     config.critic.model = None
     inspect.unwrap(validate_config)(config, need_reference_policy(config), need_critic(config))
@@ -158,7 +158,7 @@ def _verl(plan: RunPlan, cpu: bool, prepared: bool) -> Iterator[Row]:
         yield f"configuration of {plan.arm}", "works", "composed and validated by verl"
         for feature, reason in idle.items():
             yield f"{feature} in {plan.arm}", "idle", reason
-    except Exception as error:  # hydra's, verl's, ours: each says what is wrong
+    except Exception as error:  # from hydra, verl or rl-accel: each message names the problem
         yield f"configuration of {plan.arm}", "wrong", " ".join(str(error).split())[:400]
         return
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
@@ -191,7 +191,7 @@ def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:
         done = subprocess.run(parse, env=env, capture_output=True, text=True)
         last = (done.stderr.strip().splitlines() or [""])[-1][:400]
         verdict = ("wrong", last) if done.returncode else ("works", "parsed and validated by slime")
-        if done.returncode not in (0, 2) and _gpus(1)[1] == "unknown":  # 2: argparse's; Megatron-LM looks at the GPU
+        if done.returncode not in (0, 2) and _gpus(1)[1] == "unknown":  # 2: argparse's; else Megatron-LM wants a GPU
             verdict = ("unknown", f"cannot be validated here: {last}")
         yield f"arguments of {plan.arm}", *verdict
     else:
@@ -209,7 +209,7 @@ def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:
 def _package(name: str) -> Row:
     try:
         there = importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of the package that it is in
+    except ModuleNotFoundError:  # a parent package is missing
         there = False
     return f"package {name}", "works" if there else "missing", "" if there else "it cannot be imported here"
 
@@ -222,7 +222,7 @@ def _files(what: str, paths: Sequence[Any], prepared: bool = False) -> Iterator[
 
 @functools.cache
 def _configuration(path: str) -> Mapping[str, Any] | None:
-    """Return a model's configuration if it is on this machine. The hub is not asked: without a network each try takes seconds."""
+    """Returns a model's configuration if present on this machine. No request to the hub: offline, each try takes seconds."""
     from huggingface_hub import try_to_load_from_cache
 
     if not Path(path, "config.json").is_file():
@@ -246,7 +246,10 @@ def _model(path: str, prepared: bool = False) -> Iterator[Row]:
 
 
 def _memory(path: str, tp: int, gpus: int, share: float, tokens: int, training: tuple[float, float]) -> Iterator[Row]:
-    """Bytes of a GPU: the rollout engine's at ``tp``, and what training holds a parameter, (on each GPU, over all GPUs)."""
+    """Yields a comparison of GPU memory with the needs of rollouts and of training.
+
+    ``training``: bytes per parameter (held on each GPU, split over all GPUs).
+    """
     import torch
 
     configuration = _configuration(path)

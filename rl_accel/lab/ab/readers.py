@@ -1,4 +1,4 @@
-"""Metrics of runs that were launched elsewhere: of verl's file logger, TensorBoard, W&B, and the consoles of verl and slime."""
+"""Readers for metrics of runs launched elsewhere: verl's file logger, TensorBoard, W&B, console logs of verl and slime."""
 
 import ast
 import json
@@ -14,16 +14,16 @@ from rl_accel.errors import RlAccelError
 from rl_accel.telemetry.logs import LogRecord, parse_log_line, read_console
 
 _STEP_KEYS = ("rollout/step", "eval/step", "_step", "Step", "step")
-"""What the step of a row is, the most trusted first: slime logs one of its own, W&B counts calls."""
+"""Keys of the step in a row, the most reliable first: slime logs the first two, W&B's ``_step`` counts calls."""
 _STEP_METRIC = "training/global_step"
-"""The step of a row that has none of these: verl logs it as a metric."""
+"""verl's metric for the step, used if a row has none of ``_STEP_KEYS``."""
 _SLIME_LINE = re.compile(r"\b(?:rollout|perf|eval|passrate|multi_turn) (\d+): (\{.*\})\s*$")
 _BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
 
 
 @dataclass
 class Logged:
-    """What the files of a run say. ``restarts``: steps at which it began again; ``config``: what W&B was told, with ``gpus``."""
+    """Metrics of a run by step. ``restarts``: steps at which the run was restarted; ``config``: W&B's config and ``gpus``."""
 
     source: str
     steps: dict[int, dict[str, float]]
@@ -32,10 +32,11 @@ class Logged:
 
 
 def read(*paths: str) -> Logged:
-    """Read a run from its folder or file, or from those of a run that was started several times, in their order.
+    """Reads a run from its folder or log file; several paths are the consecutive starts of one run.
 
     Raises:
-        RlAccelError: there is no log, or those of several runs, or a package that reads it is missing; names all.
+        RlAccelError: a path has no log or logs of several runs, or the package to read a log is missing. The message names
+            the path and the runs or package.
     """
     config: dict[str, Any] = {}
     found = [_read(path, config) for path in paths]
@@ -44,7 +45,7 @@ def read(*paths: str) -> Logged:
 
 
 def _read(path: str, config: dict[str, Any]) -> tuple[str, list[LogRecord]]:
-    """Return the kind of log that lies at ``path``, the most detailed one, and its records."""
+    """Returns the most detailed kind of log at ``path``, and the log's records."""
     name, _, run = path.rpartition(":") if ".csv:" in path else (path, "", "")
     place = Path(name)
     if not place.exists():
@@ -58,7 +59,7 @@ def _read(path: str, config: dict[str, Any]) -> tuple[str, list[LogRecord]]:
             package = (error.name or "").partition(".")[0]
             raise RlAccelError(f"{path} is of {kind}: to read it, pip install {package}") from error
         logs = {file: records for file, records in logs.items() if records}
-        # a run that was started again adds an event file to its folder, or a folder with the same W&B id
+        # a restarted run adds a TensorBoard event file to its folder, or a folder with the same W&B id
         runs = {getattr(file, {_tensorboard: "parent", _wandb: "name"}.get(reader, "parts")) for file in logs}
         if len(runs) > 1:
             raise RlAccelError(f"{path} holds several runs, wanted one of {', '.join(map(str, list(logs)[:4]))}")
@@ -68,10 +69,10 @@ def _read(path: str, config: dict[str, Any]) -> tuple[str, list[LogRecord]]:
 
 
 def merged(records: Iterable[LogRecord]) -> tuple[dict[int, dict[str, float]], list[int]]:
-    """Return the metrics of each step, and the steps at which the run began again: a metric was logged that had been further.
+    """Returns the metrics of each step, and the steps at which the run was restarted.
 
-    What an earlier start logged from such a step on is left out: the run went on with other weights. So is slime's ``train/*``,
-    which counts optimizer steps.
+    A metric logged at an earlier step than before marks a restart. Older metrics from that step on are discarded, because the run
+    continued with other weights. slime's ``train/*`` metrics are left out, because their step counts optimizer steps.
     """
     steps: dict[int, dict[str, float]] = {}
     last: dict[str, int] = {}
@@ -123,7 +124,7 @@ def _wandb(file: Path, config: dict[str, Any], _: str) -> Iterator[LogRecord]:
 
 
 def _log_entries(data: bytes) -> Iterator[bytes]:
-    """Entries of a log in LevelDB's format, which W&B's package no longer reads itself, up to one that is not finished."""
+    """Yields the complete entries of a log in LevelDB's format. The wandb package itself no longer reads this format."""
     at, entry = 7, b""
     while at + 7 <= len(data):
         _, length, kind = struct.unpack_from("<IHB", data, at)
@@ -159,13 +160,13 @@ def _slime(file: Path, *_: Any) -> Iterator[LogRecord]:
             text = re.sub(r"np\.float\d+\(([^)]*)\)", r"\1", line[2])
             try:
                 metrics = ast.literal_eval(re.sub(r": (nan|-?inf)\b", ": None", text))
-            except (ValueError, SyntaxError):  # something in it is no plain number
+            except (ValueError, SyntaxError):  # a value in the line is not a plain number
                 continue
             yield from _record({"_step": int(line[1]), **metrics})
 
 
 def _record(row: Mapping[str, Any]) -> Iterator[LogRecord]:
-    """The finite numbers of a row, if it has any and a step."""
+    """Yields the step and the finite numbers of a row; nothing if the row lacks either."""
     numbers = {
         name: float(value) for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)
     }
@@ -177,7 +178,7 @@ def _record(row: Mapping[str, Any]) -> Iterator[LogRecord]:
         yield int(steps[0]), metrics
 
 
-_KINDS = {  # of logs, the most detailed first: names of files, and a reader of one
+_KINDS = {  # kinds of log, the most detailed first: pattern of file names, reader of a file
     "verl's file logger": ("*.jsonl", _verl),
     "TensorBoard": ("*tfevents*", _tensorboard),
     "W&B": ("*.wandb", _wandb),

@@ -1,7 +1,7 @@
-"""The recipe file of an A/B run: its typed schema, reading and checking it, and the runs it asks for.
+"""Recipe files of A/B runs: the typed schema, a reader with checks, and the planned runs.
 
-A recipe is a YAML mapping with the keys of :class:`Recipe`. Text in ``command``, ``prepare``, ``env`` and every list of
-overrides may hold placeholders:
+A recipe is a YAML mapping with the keys of :class:`Recipe`. Strings in ``command``, ``prepare``, ``env`` and every list of
+overrides may contain placeholders:
 
 =================  ===================================================================
 ``${recipe_dir}``  the folder of the recipe file
@@ -10,24 +10,24 @@ overrides may hold placeholders:
 ``${arm}``         the name of the arm
 ``${seed}``        the seed of the run
 ``${steps}``       the number of training steps
-``${gpus}``        the GPUs of a node, the recipe's key
-``${nodes}``       the nodes, the recipe's key
+``${gpus}``        the number of GPUs on each node (key ``gpus``)
+``${nodes}``       the number of nodes (key ``nodes``)
 =================  ===================================================================
 
-and ``${oc.env:NAME}``, a variable of the shell that ``rl-accel`` was called from.
+A further placeholder is ``${oc.env:NAME}``, an environment variable of the shell that called ``rl-accel``.
 
-``extends: FILE`` (relative to the recipe) starts from another recipe: ``overrides`` are added to its, ``env``, ``metrics``,
-``checks`` and ``rollout`` replace single keys of its, every other key replaces its own.
+``extends: FILE`` (relative to the recipe) starts from a base recipe: ``overrides`` are appended to the base's list; ``env``,
+``metrics``, ``checks`` and ``rollout`` are merged key by key; every other key replaces the base's value.
 
-``platforms: {gpu: {...}, cpu: {...}}`` keeps what differs between machines: model, data, devices. The platform that is
-chosen (the first if none is) is put upon the other keys of the recipe in the same way. It may have an ``extends`` of its own.
+``platforms: {gpu: {...}, cpu: {...}}`` holds the settings that differ between machines: model, data, devices. The chosen platform
+(default: the first) is merged into the recipe by the same rules. A platform may have an ``extends`` too.
 
-``prepare`` runs before any arm and knows only the first two, and variables of the shell. Any other ``${...}`` in an override is
-left to hydra; anywhere else it is an error. ``python`` as the first word of a command stands for the interpreter that runs
-``rl-accel``.
+``prepare`` runs before all arms and may use only ``${recipe_dir}``, ``${out}`` and ``${oc.env:NAME}``. An unknown ``${...}`` in an
+override is left to hydra; anywhere else it is an error. ``python`` as the first word of a command stands for the interpreter that
+runs ``rl-accel``.
 
-The runner itself sets ``VERL_FILE_LOGGER_PATH`` (so ``trainer.logger`` must include ``file``), ``RAY_TMPDIR`` to a
-private folder, ``PYTHONUNBUFFERED``, and removes ``RAY_ADDRESS`` unless the recipe sets it.
+The runner sets ``VERL_FILE_LOGGER_PATH`` (so ``trainer.logger`` must include ``file``), ``PYTHONUNBUFFERED``, and ``RAY_TMPDIR`` to
+a private folder. It removes ``RAY_ADDRESS`` unless the recipe sets that variable.
 """
 
 import difflib
@@ -70,111 +70,111 @@ _PLACEHOLDER = re.compile(r"\$\{(\w+|oc\.env:\w+)\}")
 
 @dataclass
 class Arm:
-    """One variant of the run: what it adds to the common overrides and environment."""
+    """One variant of the run: additions to the common overrides and environment."""
 
     description: str = ""
     overrides: list[str] = field(default_factory=list)
     env: dict[str, Any] = field(default_factory=dict)
     seeds: list[int] | None = None
-    """Of the recipe's seeds those that this arm is run with; null: all."""
+    """Subset of the recipe's seeds for this arm; null: all seeds."""
     needs: str = ""
-    """A module without which the arm is left out, and a line says so."""
+    """Name of a Python module that the arm requires. If the module is missing, the arm is left out with a message."""
 
 
 @dataclass
 class Metrics:
-    """Which logged metrics mean what. The defaults are verl's names."""
+    """Meaning of logged metrics, and settings of their comparison. The default names are verl's."""
 
     reward: str = "critic/score/mean"
-    """The metric of the reward curve and of the progress bar."""
+    """Metric shown as the reward curve and in the progress bar."""
     curves: list[str] = field(default_factory=lambda: ["response_length/mean"])
-    """Further metrics kept step by step in summary.json."""
+    """Further metrics whose values at every step go into summary.json."""
     stage_prefix: str = "timing_s/"
     step: str = "step"
-    """The stage that is the whole step."""
+    """Name of the timer of the whole step, after ``stage_prefix``."""
     stages: list[str] = field(default_factory=lambda: list(STAGES))
-    """Parts of a step that do not overlap; what is left of the step is shown as "other"."""
+    """Non-overlapping parts of a step; the remaining time of the step is shown as "other"."""
     average: str = "median"
-    """median or mean: what a stage's time and ratio are taken from. A mean where steps are of different kinds."""
+    """Average for stage times and ratios: median or mean. Use mean if steps are of different kinds."""
     not_compared: list[str] = field(default_factory=lambda: list(NOT_COMPARED))
-    """Shell patterns of metrics that may differ between arms, left out of the first-difference table."""
+    """Shell patterns of metrics that may differ between arms; the first-difference table leaves them out."""
     warmup_steps: int = 2
-    """First steps of each run that the stage times leave out."""
+    """Number of first steps of each run that stage times exclude."""
     margin: str = "2%"
-    """Within which reward and validation of two arms count as equal: a share of the baseline's gain, or a difference (0.01)."""
+    """Equivalence margin for reward and validation of two arms: a share of the baseline's gain (2%) or a difference (0.01)."""
     reach: float | None = None
-    """Reward whose first time is compared; null: nine tenths of the baseline's gain."""
+    """Reward level; the report compares when arms first reach this level. null: nine tenths of the baseline's gain."""
 
 
 @dataclass
 class Checks:
-    """What must hold in every run. An empty list, an empty mapping or null turns a check off."""
+    """Conditions for every run. An empty list, an empty mapping or null turns a check off."""
 
     identical: list[str] = field(default_factory=list)
-    """Metrics that must be equal in all arms of one seed, step by step."""
+    """Metrics that must be equal at every step in all arms with the same seed."""
     rollout_probs_diff: float | None = 1e-3
-    """Largest allowed training/rollout_probs_diff_max: rollout and trainer must agree on the probabilities."""
+    """Largest allowed training/rollout_probs_diff_max: difference between rollout and trainer probabilities."""
     first_step_zero: list[str] = field(default_factory=lambda: ["actor/kl_loss", "actor/reward_kl_penalty"])
-    """Metrics that must be 0 at the first step where they are logged: the policy still is its reference."""
+    """Metrics that must be 0 at the first step that logs them, as the policy still equals the reference model there."""
     zero_tolerance: float = 1e-6
     forbidden_log: list[str] = field(default_factory=lambda: ["dtype mismatch"])
-    """Text that no train.log may hold."""
+    """Strings that must not occur in any train.log."""
     reward_gain: float | None = None
-    """Smallest gain of the reward in every arm: mean of the last fifth of the steps less mean of the first fifth."""
+    """Smallest allowed reward gain of every run: mean over the last fifth of the steps minus mean over the first fifth."""
     faster: dict[str, float] = field(default_factory=dict)
-    """Stage (or the whole step) to the smallest allowed ratio baseline/arm of average times."""
+    """Mapping from stage (or the whole step) to the smallest allowed ratio baseline/arm of average times."""
     warn_only: list[str] = field(default_factory=list)
-    """Names of checks that are shown red without making the exit code 1."""
+    """Names of checks that do not set the exit code to 1 when red."""
 
 
 @dataclass
 class Rollout:
-    """What the report says of rollouts: seconds by kind of round, lengths of the responses trained on, prompts trained."""
+    """Rollout part of the report: seconds by kind of round, lengths of the responses trained on, prompts trained."""
 
     report: bool = False
     data: str = "rollouts"
-    """Folder, in that of a run, that ``trainer.rollout_data_dir`` names: lengths come from there."""
+    """Folder of response dumps (``trainer.rollout_data_dir``), relative to the run's folder; source of response lengths."""
     ledger: str = "checkpoints/tail_batching/ledger.jsonl"
-    """File, in the folder of a run, with the prompts trained in each step, where an arm writes one."""
+    """File, written by tail batching, with the prompts trained in each step; relative to the run's folder."""
     faster: dict[str, float] = field(default_factory=dict)
-    """Arm to the smallest allowed ratio baseline/arm of mean rollout seconds a step, over all seeds."""
+    """Mapping from arm to the smallest allowed ratio baseline/arm of mean rollout seconds per step, over all seeds."""
     wasted_tokens: dict[str, float] = field(default_factory=dict)
-    """Arm to the largest allowed share of generated tokens that were not trained on, over all steps and seeds."""
+    """Mapping from arm to the largest allowed share of generated tokens not trained on, over all steps and seeds."""
     prompts_lost: dict[str, float] = field(default_factory=dict)
-    """Arm to the largest allowed number of prompts that were taken from the data and are neither trained nor waiting, a run."""
+    """Mapping from arm to the maximum number of lost prompts per run: drawn from the data, but neither trained nor waiting."""
     same_reward: float | None = None
-    """Bound that the 95% interval of the difference of final rewards, arm less baseline, must stay within (3 seeds or more)."""
+    """Bound b: the 95% interval of the final-reward difference, arm minus baseline, must lie in [-b, b] (3 seeds or more)."""
 
 
 @dataclass
 class Recipe:
-    """An A/B run. See the module's text for placeholders."""
+    """An A/B run. The module docstring lists the placeholders."""
 
     name: str = ""
     description: str = ""
-    """The task, and what to expect."""
+    """The task and the expected outcome."""
     command: list[str] = field(default_factory=list)
     """The trainer, e.g. [python, -m, verl.trainer.main_ppo]; overrides are appended."""
     prepare: list[str] = field(default_factory=list)
     """Optional command run once before the arms, in the recipe's folder; must be idempotent."""
     env: dict[str, Any] = field(default_factory=dict)
-    """Environment of every arm; null removes a variable."""
+    """Environment variables of every arm; null removes a variable."""
     overrides: list[str] = field(default_factory=list)
     """Overrides of every arm."""
     arms: dict[str, Arm] = field(default_factory=dict)
     baseline: str = ""
-    """The arm others are compared with; the first one if not given."""
+    """Arm that the others are compared with; default: the first arm."""
     seeds: list[int] = field(default_factory=lambda: [0])
     seed_overrides: list[str] = field(default_factory=list)
-    """How a seed reaches the trainer, e.g. ["data.seed=${seed}"]."""
+    """Overrides that pass the seed to the trainer, e.g. ["data.seed=${seed}"]."""
     nodes: int = 1
-    """Nodes of a run. Like ``gpus`` for placeholders, for ``rl-accel ab --launch`` and for ``rl-accel doctor --recipe``."""
+    """Number of nodes per run. Used, like ``gpus``, by placeholders, ``rl-accel ab --launch`` and ``rl-accel doctor --recipe``."""
     gpus: int = 1
-    """GPUs of a run on each node."""
+    """Number of GPUs per node of a run."""
     steps: int = 10
     steps_overrides: list[str] = field(default_factory=lambda: ["trainer.total_training_steps=${steps}"])
     timeout_s: float | None = None
-    """Seconds after which an arm is stopped and counts as failed."""
+    """Seconds after which a run is stopped and counts as failed."""
     metrics: Metrics = field(default_factory=Metrics)
     checks: Checks = field(default_factory=Checks)
     rollout: Rollout = field(default_factory=Rollout)
@@ -185,10 +185,10 @@ _MERGED = ("env", "metrics", "checks", "rollout")
 
 
 def parse_margin(text: str) -> tuple[float, bool]:
-    """Return the size of a margin, and whether it is a share of the baseline's gain.
+    """Returns the size of a margin, and whether this size is a share of the baseline's gain.
 
     Raises:
-        RecipeError: it is not above 0.
+        RecipeError: ``text`` is not a number or percentage above 0.
     """
     number = text.strip().removesuffix("%")
     is_share = number != text.strip()
@@ -200,15 +200,15 @@ def parse_margin(text: str) -> tuple[float, bool]:
 
 
 def load(path: Path, platform: str | None = None) -> Recipe:
-    """Read and check a recipe file.
+    """Reads and checks a recipe file.
 
     Args:
-        path: of the file.
-        platform: which of its platforms; None: the first, if it has any.
+        path: recipe file.
+        platform: name of a platform of the recipe; None: the first platform, if there are any.
 
     Raises:
         RecipeError: the file cannot be read, is not YAML, or does not fit :class:`Recipe`; the message names the file
-            and the key, what was wanted and found and, for an unknown key, the nearest known one.
+            and the key, the expected and the actual value and, for an unknown key, the nearest known key.
     """
     values = _read(path, ())
     platforms = values.pop("platforms", {})
@@ -228,12 +228,12 @@ def load(path: Path, platform: str | None = None) -> Recipe:
 
 
 def save(recipe: Recipe, path: Path) -> None:
-    """Write a recipe so that :func:`load` returns it again, whatever it extended."""
+    """Writes a recipe to a file that :func:`load` reads without the recipes that this recipe extended."""
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(recipe))))
 
 
 def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
-    """Return the mapping in a file, with what it extends filled in."""
+    """Returns the mapping in a file, merged into the recipe that the file extends."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -242,7 +242,7 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _extended(recipe: dict[str, Any], path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
-    """Return the mapping, which stands in the file ``path``, with what it extends filled in."""
+    """Returns ``recipe``, read from the file ``path``, merged into the recipe that it extends."""
     if "extends" not in recipe:
         return recipe
     recipe = dict(recipe)
@@ -288,10 +288,10 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def _typed(schema: Any, values: Any, source: str, where: str) -> Any:
-    """Return ``values`` as an object of the dataclass ``schema``; ``where`` is its dotted key in the recipe.
+    """Returns ``values`` as an object of the dataclass ``schema``; ``where`` is the dotted key of ``values`` in the recipe.
 
-    OmegaConf checks and converts each value, but does not make the object: it would resolve ``${...}``, which belongs to us and to
-    hydra.
+    OmegaConf checks and converts each value. OmegaConf does not build the object, because that would resolve ``${...}``
+    placeholders, which are meant for :func:`plan_runs` and hydra.
     """
     if not isinstance(values, Mapping):
         raise RecipeError(f"{source}: {where} wants a mapping with the keys {_keys(schema)}, found {values!r}")
@@ -330,13 +330,13 @@ def _keys(schema: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return " (did you mean x?)" for the known name closest to ``name``, or an empty text."""
+    """Returns " (did you mean x?)" for the known name closest to ``name``, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _problems(recipe: Recipe) -> Iterator[str]:
-    """Yield what the types cannot say, the most basic first."""
+    """Yields problems that types do not catch, the most basic first."""
     if not _NAME.fullmatch(recipe.name):
         yield f"name wants letters, digits and ._-, found {recipe.name!r}"
     if not recipe.command:
@@ -380,7 +380,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _problems_of_runs(recipe: Recipe) -> Iterator[str]:
-    """Those that ``--seeds`` and ``--steps`` can bring."""
+    """Yields problems that the options ``--seeds`` and ``--steps`` can cause."""
     if not recipe.seeds or len(set(recipe.seeds)) < len(recipe.seeds) or min(recipe.seeds) < 0:
         yield f"seeds wants different numbers of at least 0, found {recipe.seeds}"
     elif len(recipe.seeds) > 1 and not recipe.seed_overrides:
@@ -391,7 +391,7 @@ def _problems_of_runs(recipe: Recipe) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """One run of the trainer, everything filled in."""
+    """One run of the trainer, with all placeholders filled in."""
 
     arm: str
     seed: int
@@ -399,7 +399,7 @@ class RunPlan:
     directory: Path
     command: tuple[str, ...]
     env: Mapping[str, str | None] = field(default_factory=dict)
-    """What the recipe adds to the environment; None removes a variable."""
+    """Environment variables that the recipe adds; None removes a variable."""
     timeout_s: float | None = None
 
     @property
@@ -408,7 +408,7 @@ class RunPlan:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies command and environment, so that a resumed run only keeps results of the same command."""
+        """Hash of command, environment and steps; a resumed A/B keeps only results of an identical command."""
         text = json.dumps([self.command, sorted(self.env.items()), self.steps])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -421,8 +421,9 @@ def plan_runs(
     seeds: Sequence[int] | None = None,
     steps: int | None = None,
 ) -> list[RunPlan]:
-    """Return the runs in the order they are made: all arms of one seed, then the next seed. An arm that names seeds of its
-    own leaves out the others.
+    """Returns the runs in execution order: all arms of one seed, then the next seed.
+
+    An arm with its own ``seeds`` runs only with these.
 
     Raises:
         RecipeError: an arm is unknown, seeds repeat or are negative, steps is below 1, or a placeholder is unknown.
@@ -447,9 +448,9 @@ def plan_runs(
 
 
 def prepare_command(recipe: Recipe, recipe_dir: Path, out: Path) -> tuple[list[str], dict[str, str | None]]:
-    """Return the command that prepares data and models (empty if there is none) and the recipe's environment for it."""
+    """Returns the command that prepares data and models (empty if there is none), and its environment variables."""
     known = {"recipe_dir": str(recipe_dir), "out": str(out)}
-    # variables that name a run have no meaning before there is one
+    # variables with placeholders of a single run have no value yet
     env = {key: value for key, value in recipe.env.items() if not _unknown(str(value), known)}
     return _command(recipe.prepare, known, "prepare"), _environment(env, known, "env")
 

@@ -1,10 +1,10 @@
-"""The report of an A/B: ``summary.json``, plots and a self-contained ``report.html``; and its console form.
+"""Report of an A/B: ``summary.json``, plots, a self-contained ``report.html``, and console output.
 
-``summary.json`` is all that was measured and concluded, under the schema ``rl_accel.ab/1``: ``schema, created, ok, headline[],
+``summary.json`` has all measurements and conclusions, under the schema ``rl_accel.ab/1``: ``schema, created, ok, headline[],
 recipe{}, environment{}, runs[], measured_steps{run: [first, last]}, stages[], rollout{}, convergence{}, data{name: {arm: mean}},
 reward_verdicts[], differences[], checks[], curves{metric: {run: {steps, values}}}``. See :mod:`rl_accel.lab.ab.stats` for stages
 (``stage_table``), rollout (``rollout_summary``; null unless the recipe asks for it), data (``data_changes``) and differences
-(``first_differences``, one a pair of runs), :mod:`rl_accel.lab.ab.convergence` for convergence (``converge``). NaN is null.
+(``first_differences``, per pair of runs), and :mod:`rl_accel.lab.ab.convergence` for convergence (``converge``). NaN is null.
 """
 
 import base64
@@ -55,9 +55,9 @@ from rl_accel.telemetry.stage_clock import FILE_NAME
 
 SCHEMA = "rl_accel.ab/1"
 _DRAWS = 20
-"""Draws of a prediction."""
+"""Number of random draws per prediction."""
 _BUSY = 2.0
-"""Load average per core at the start of a run above which its times are called into question."""
+"""Load average per core, at the start of a run, above which the report warns about the run's times."""
 _PACKAGES = ("rl-accel", "verl", "torch", "ray", "transformers", "numba", "numpy")
 _COLOURS = {"green": "green", "red": "red", "skipped": "yellow"}
 
@@ -65,9 +65,9 @@ _COLOURS = {"green": "green", "red": "red", "skipped": "yellow"}
 def build(
     recipe: Recipe, recipe_file: Path, out: Path, results: Sequence[RunResult], asked: int, runs: Any = None
 ) -> dict[str, Any]:
-    """Write summary.json, the plots and report.html into ``out`` and return the summary.
+    """Writes summary.json, the plots and report.html into ``out`` and returns the summary.
 
-    ``runs`` are those whose metrics ``out`` keeps, if not given. ``asked`` is how many were wanted; 0 checks nothing.
+    ``runs`` defaults to the runs with metrics in ``out``. ``asked`` is the number of requested runs; 0 skips all checks.
     """
     summary = summarise(recipe, recipe_file, out, results, asked, _load_runs(results, out) if runs is None else runs)
     (out / "summary.json").write_text(strict_json(summary))
@@ -78,16 +78,16 @@ def build(
 
 
 def _load_runs(results: Sequence[RunResult], out: Path) -> list[RunData]:
-    """Read the kept metrics of each run that has any."""
+    """Returns the runs that have metrics in ``out``."""
     logs = {result.name: out / result.name / "metrics.jsonl" for result in results}
-    steps = {name: read_log(log) for name, log in logs.items() if log.exists()}  # verl begins it after much else
+    steps = {name: read_log(log) for name, log in logs.items() if log.exists()}  # verl creates the log late
     return [RunData(r.arm, r.seed, steps[r.name], r.command, out / r.name) for r in results if steps.get(r.name)]
 
 
 def summarise(
     recipe: Recipe, recipe_file: Path, out: Path, results: Sequence[RunResult], asked: int, runs: Sequence[RunData]
 ) -> dict[str, Any]:
-    """Compute the whole summary from the metrics of ``runs``."""
+    """Returns the whole summary, computed from the metrics of ``runs``."""
     names = recipe.metrics
     arms = [arm for arm in recipe.arms if any(run.arm == arm for run in runs)]
     stages = stage_table(runs, arms, recipe.baseline, names)
@@ -128,7 +128,7 @@ def summarise(
 
 
 def _predict(recipe: Recipe, runs: Sequence[RunData], rows: list[dict[str, Any]]) -> None:
-    """Add to the row of each arm what `rl-accel plan` makes of the baseline's telemetry; nothing where it has none."""
+    """Adds predictions of `rl-accel plan` from the baseline's telemetry to each arm's row; None without telemetry."""
     names = recipe.metrics
     setups, steps = [], 1
     for run in runs:
@@ -201,7 +201,7 @@ def _others(rows: Sequence[dict[str, Any]], same: dict[str, Any]) -> str:
 
 
 def _headline(summary: dict[str, Any], recipe: Recipe) -> list[str]:
-    """The few sentences a reader wants first."""
+    """Returns the main conclusions as sentences."""
     lines = []
     rows = {row["stage"]: row for row in summary["stages"]}
     for arm in rows.get(recipe.metrics.step, {}).get("ratios", {}):
@@ -265,7 +265,7 @@ def _environment() -> dict[str, Any]:
 
 
 def render(summary: dict[str, Any], pictures: Sequence[Path], tails: dict[str, str]) -> str:
-    """Return the HTML of a summary, pictures embedded; ``tails`` are the last log lines of failed runs."""
+    """Returns the HTML of a summary with embedded plots; ``tails``: last log lines of each failed run."""
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
@@ -287,7 +287,7 @@ def render(summary: dict[str, Any], pictures: Sequence[Path], tails: dict[str, s
 
 
 def show(summary: dict[str, Any], console: Console) -> None:
-    """Print the tables, checks and verdicts."""
+    """Prints the tables and the headline of a summary."""
     for made in tables(summary):
         console.print(made.title, markup=False, highlight=False, soft_wrap=True)
         table = Table(*map(escape, made.columns))

@@ -1,9 +1,9 @@
-"""Running the plans of an A/B one after the other as real processes, and keeping what they measured.
+"""Runs the plans of an A/B one after the other as real processes and stores their metrics.
 
-``python -m rl_accel.lab.ab.runner [options] -- COMMAND...`` supervises one command: it ends the command and everything the command
-started when the command ends, when it gets SIGTERM, and when its standard input closes. The last one is the point: the runner holds
-the other end, so even a killed runner takes its run along. Every process of a run inherits the variable :data:`MARKER` as well,
-which finds them when the supervisor itself was killed.
+``python -m rl_accel.lab.ab.runner [options] -- COMMAND...`` is a supervisor for one command. The supervisor ends all processes
+of the command when the command ends, when the supervisor gets SIGTERM, and when its standard input closes. The runner holds the
+other end of that pipe, so the run ends even if the runner is killed. Every process of a run also inherits the environment variable
+:data:`MARKER`, by which the runner finds these processes if the supervisor was killed.
 """
 
 import argparse
@@ -31,24 +31,24 @@ from rl_accel.files import write_atomically
 from rl_accel.processes import become_subreaper, descendants, end_all, end_descendants, has_ended, shell_exit_code
 from rl_accel.telemetry.logs import LogRecord, parse_log_line
 
-if TYPE_CHECKING:  # read for each run by its supervisor too, which plans nothing
+if TYPE_CHECKING:  # each supervisor imports this module too, and needs no plans
     from rl_accel.lab.ab.recipe import RunPlan
 
 MARKER = "RL_ACCEL_AB_RUN"
 GRACE_S = 15.0
-"""How long a trainer that was asked to stop, or the daemons of one that ended, may take before they are killed."""
+"""Seconds that a trainer may take to stop before it is killed."""
 RAY_DID_NOT_START = "The current node timed out during startup"
-"""What Ray raises where its agents are not up after 15 seconds or its node after 30. Busy cores need longer, and neither limit can
+"""Ray's error message if its agents are not up after 15 seconds or its node after 30. Busy cores need longer, and neither limit can
 be set (https://github.com/ray-project/ray/issues/65983)."""
 _STARTS = 3
 _POLL_S = 0.2
 _ORPHANS_S = 5.0
-"""How long daemons that shut down by themselves after the trainer's end may take."""
+"""Grace period in seconds for daemons that shut down by themselves after the trainer has ended."""
 
 
 @dataclass
 class RunResult:
-    """What became of one run; kept in ``run.json`` beside its log and its metrics."""
+    """Result of one run, stored as ``run.json`` in the run's folder."""
 
     arm: str
     seed: int
@@ -61,14 +61,14 @@ class RunResult:
     exit_code: int | None = None
     steps_done: int = 0
     seconds: float = 0.0
-    """Wall time of the process, from its start until nothing of it was left."""
+    """Wall-clock seconds from the start of the command until its last process has ended."""
     first_step_at: float | None = None
     """Seconds from the start of the process to the first logged training step."""
     started: str = ""
     load_average: float | None = None
-    """Of the machine when the run started: a busy machine spoils timings."""
+    """One-minute load average of the machine at the start of the run; a busy machine spoils timings."""
     message: str = ""
-    label: str = ""  # its name, where its seed is not known
+    label: str = ""  # name of the run if its seed is unknown
 
     @property
     def name(self) -> str:
@@ -76,7 +76,7 @@ class RunResult:
 
 
 class Watcher(Protocol):
-    """Shows progress. Called from the runner's thread."""
+    """Progress display, called from the runner's thread."""
 
     def started(self, plan: "RunPlan") -> None: ...
     def step(self, plan: "RunPlan", step: int, metrics: Mapping[str, float]) -> None: ...
@@ -85,7 +85,7 @@ class Watcher(Protocol):
 
 
 class GrowingLog:
-    """Reads what verl's ``file`` logger has added since the last call; a half-written last line waits for its end."""
+    """Incremental reader of verl's ``file`` logger; a line that is not yet complete is read by a later call."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -93,7 +93,7 @@ class GrowingLog:
         self._offset = 0
 
     def read(self) -> list[LogRecord]:
-        """Return the new records in file order; ``[]`` while the file does not exist."""
+        """Returns the records added since the last call, in file order; ``[]`` while the file does not exist."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -114,7 +114,7 @@ class GrowingLog:
 
 @dataclass
 class Stop:
-    """Remembers stop signals. The first asks the run to end, a second kills it at once."""
+    """Stop signals received so far. The first signal asks the run to end, the second kills the run at once."""
 
     signals: list[int] = field(default_factory=list)
 
@@ -127,7 +127,7 @@ class Stop:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator["Stop"]:
-        """Catch SIGINT, SIGTERM and SIGHUP inside the block (only the main thread can)."""
+        """Catches SIGINT, SIGTERM and SIGHUP inside the block; does nothing outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -141,10 +141,10 @@ class Stop:
 
 
 def run_all(plans: Sequence["RunPlan"], watcher: Watcher, stop: Stop, resume: bool = False) -> list[RunResult]:
-    """Run every plan in turn and return one result each; after a stop signal the rest are left out.
+    """Runs all plans one after the other and returns a result for each; a stop signal skips the remaining plans.
 
-    A failed run does not keep the next from running. With ``resume``, a run that an earlier call completed with the
-    same command is kept as it is.
+    The next plan runs even if a run fails. With ``resume``, a run that an earlier call completed with the same command
+    is not repeated.
     """
     results = []
     for plan in plans:
@@ -160,7 +160,7 @@ def run_all(plans: Sequence["RunPlan"], watcher: Watcher, stop: Stop, resume: bo
 
 
 def run_one(plan: "RunPlan", watcher: Watcher, stop: Stop) -> RunResult:
-    """Run one plan in a fresh ``plan.directory``: train.log, metrics.jsonl, run.json, and Ray's logs if it fails."""
+    """Runs one plan in an emptied ``plan.directory``; writes train.log, metrics.jsonl, run.json and, on failure, Ray's logs."""
     shutil.rmtree(plan.directory, ignore_errors=True)
     plan.directory.mkdir(parents=True)
     result = RunResult(plan.arm, plan.seed, plan.steps, plan.fingerprint, list(plan.command), dict(plan.env))
@@ -182,7 +182,7 @@ def run_one(plan: "RunPlan", watcher: Watcher, stop: Stop) -> RunResult:
     env = dict(plan.env) | {"VERL_FILE_LOGGER_PATH": str(metrics_file), "PYTHONUNBUFFERED": "1"}
     with ray_temp_dir() as ray_dir:
         env["RAY_TMPDIR"] = str(ray_dir)
-        env.setdefault("RAY_ADDRESS", None)  # a run must never join a cluster that is not its own
+        env.setdefault("RAY_ADDRESS", None)  # a run joins a cluster only if its plan says so
         log = plan.directory / "train.log"
         outcome = supervised(plan.command, env, plan.directory, log, stop, follow, ray_dir)
         result.seconds = time.monotonic() - start
@@ -211,12 +211,12 @@ def supervised(
     follow: Callable[[], bool],
     temp: Path | None = None,
 ) -> Outcome:
-    """Run a command until it ends, ``stop`` is set or ``follow()`` (called a few times a second) says time is over.
+    """Runs a command until the command ends, ``stop`` is set or ``follow()`` (called a few times per second) returns True.
 
-    A command that fails because its Ray cluster was not up in the time that Ray allows is started again, twice at most.
+    A command that fails because its Ray cluster missed Ray's start-up limit is started again, at most twice.
 
-    When this returns or raises, no process of the command is left; nor soon after this process is killed, and then
-    ``temp`` is removed as well.
+    When this function returns or raises, no process of the command is left. If this process is killed, the supervisor
+    soon ends all processes of the command and removes ``temp``.
     """
     run_id = uuid.uuid4().hex
     merged: dict[str, str | None] = {**os.environ, **env, MARKER: run_id}
@@ -240,7 +240,7 @@ def supervised(
 
 
 def _wait(supervisor: "subprocess.Popen[bytes]", run_id: str, stop: Stop, follow: Callable[[], bool]) -> str:
-    """Return why the command ended: ended, stopped or timeout. No process of it is left then."""
+    """Returns the reason for the end of the command (ended, stopped or timeout), once no process of the command is left."""
     assert supervisor.stdin is not None
     try:
         while supervisor.poll() is None:
@@ -252,7 +252,7 @@ def _wait(supervisor: "subprocess.Popen[bytes]", run_id: str, stop: Stop, follow
                 supervisor.wait(_POLL_S)
         return "ended"
     finally:
-        supervisor.stdin.close()  # asks it to end the run
+        supervisor.stdin.close()  # asks the supervisor to end the run
         deadline = time.monotonic() + GRACE_S + 20.0
         while supervisor.poll() is None and not stop.now and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -262,7 +262,7 @@ def _wait(supervisor: "subprocess.Popen[bytes]", run_id: str, stop: Stop, follow
 
 @contextlib.contextmanager
 def ray_temp_dir() -> Iterator[Path]:
-    """Make a private folder for Ray with a path short enough for its sockets (107 bytes), and remove it at the end."""
+    """Private temporary folder for Ray, with a path short enough for Ray's sockets (107 bytes)."""
     base = tempfile.gettempdir()
     if len(base) > 24 and os.access("/tmp", os.W_OK):
         base = "/tmp"
@@ -274,7 +274,7 @@ def ray_temp_dir() -> Iterator[Path]:
 
 
 def load_result(directory: Path) -> RunResult | None:
-    """Read ``run.json`` of a run's folder; None if there is none or it is damaged."""
+    """Returns the result stored in a run's folder; None if ``run.json`` is missing or damaged."""
     try:
         return RunResult(**json.loads((directory / "run.json").read_text()))
     except (OSError, ValueError, TypeError):
@@ -282,10 +282,10 @@ def load_result(directory: Path) -> RunResult | None:
 
 
 def prepare(command: Sequence[str], env: Mapping[str, str | None], cwd: Path, log: Path, stop: Stop) -> None:
-    """Run the recipe's prepare command.
+    """Runs the recipe's prepare command.
 
     Raises:
-        RlAccelError: it failed; the message holds the last lines of its log.
+        RlAccelError: the command failed; the message contains the last lines of its log.
     """
     log.unlink(missing_ok=True)
     outcome = supervised(command, env, cwd, log, stop, lambda: False)
@@ -294,12 +294,12 @@ def prepare(command: Sequence[str], env: Mapping[str, str | None], cwd: Path, lo
 
 
 def last_lines(log: Path, count: int = 30) -> str:
-    """Return the last lines of a log, long lines cut."""
+    """Returns the last ``count`` lines of a log, each cut to 400 characters."""
     return "\n".join(line[:400] for line in _tail(log).splitlines()[-count:])
 
 
 def _tail(log: Path, start: int = 0) -> str:
-    """Return the end of a log, at most 200,000 bytes, without what comes before byte ``start``; empty if there is none."""
+    """Returns at most the last 200,000 bytes of a log, from byte ``start`` on; empty if the log cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(start, log.stat().st_size - 200_000))
@@ -334,7 +334,7 @@ def _save(plan: "RunPlan", result: RunResult) -> None:
 
 
 def marked(run_id: str) -> list[psutil.Process]:
-    """Return every living process of this user whose environment holds this run's marker, and their descendants."""
+    """Returns all living processes of this user with this run's marker in their environment, and their descendants."""
     members: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         if process.pid != os.getpid() and _has_marker(process.pid, f"{MARKER}={run_id}".encode()):
@@ -347,12 +347,12 @@ def marked(run_id: str) -> list[psutil.Process]:
 def _has_marker(pid: int, wanted: bytes) -> bool:
     try:
         return wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # gone, or not ours
+    except OSError:  # the process has ended or belongs to another user
         return False
 
 
 def main(arguments: list[str]) -> int:
-    """Supervise the command given in ``arguments`` and return its exit code, 128 + n if signal n ended it."""
+    """Supervises the command given in ``arguments``; returns its exit code, or 128 + n if signal n ended the command."""
     parser = argparse.ArgumentParser(prog="python -m rl_accel.lab.ab.runner", description="Supervise one command.")
     parser.add_argument("--grace", type=float, default=15.0, help="seconds a stopped command may take to end")
     parser.add_argument("--temp", help="a folder that is removed if the command was stopped")
@@ -365,10 +365,10 @@ def main(arguments: list[str]) -> int:
 
 
 def _supervise(command: list[str], grace_s: float) -> tuple[int, bool]:
-    """Return the exit code and whether the command was stopped rather than ended by itself."""
+    """Returns the exit code, and whether the command was stopped instead of ending by itself."""
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
-    for ignored in (signal.SIGINT, signal.SIGHUP):  # the runner decides, and it closes our input
+    for ignored in (signal.SIGINT, signal.SIGHUP):  # the runner handles these and closes this process's stdin
         signal.signal(ignored, lambda number, _: None)  # SIG_IGN would be inherited by the command
     become_subreaper()
     try:

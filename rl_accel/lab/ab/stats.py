@@ -1,7 +1,7 @@
-"""What the kept metrics of runs say: stage times and their ratios, where training metrics first differ, curves; and of rollouts
-seconds by kind of round, lengths trained on, tokens wasted, and which prompts were trained.
+"""Statistics of the stored metrics of runs: stage times and their ratios, first differences between training metrics, curves.
+For rollouts: seconds by kind of round, lengths trained on, wasted tokens, and prompts trained.
 
-Everything returned is plain dictionaries ready for ``summary.json``.
+Results are plain dictionaries ready for ``summary.json``.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ _RESAMPLES = 2000
 _MIN_PAIRS = 5
 KINDS = ("short", "long", "final")
 ALL = "all"
-"""The kind of a rollout that waits for every response, as those of a stock run do."""
+"""Kind of a rollout that waits for every response, as all rollouts of a stock run do."""
 _PREFIX = "rl_accel/tail_batching/"
 _COUNTED = ("rollout/", _PREFIX)
-"""Who counts tokens, the most trusted first: what an engine says of a whole rollout, what tail batching reports."""
+"""Prefixes of token counts, the most reliable first: an engine's count of a whole rollout, tail batching's count."""
 _LOST = "rollout/prompts_lost"
 _BATCH = "data.train_batch_size="
 _DATA = {
@@ -41,7 +41,7 @@ _DATA = {
     "staleness, worst": ("training/off_policy/trajectory_staleness_worst/max",),
     "prompts put off a step": (_PREFIX + "prompts_deferred",),
 }
-"""What changes the data, and the names of verl and slime for it."""
+"""Training-data statistics: mapping from label to metric names in verl and slime."""
 _PHASES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "rollout and reward",
@@ -61,12 +61,12 @@ _PHASES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("update", ("actor/*", "critic/*", "variance_proxy/*")),
     ("validation", ("val-*", "val/*")),
 )
-"""The order in which one training step computes its metrics; a step parts where its earliest phase differs."""
+"""Phases of a training step in order of computation, with patterns of their metrics; steps diverge in the first differing phase."""
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The metrics of one run, step -> name -> value. Where the seed is not known it is None, and ``label`` the name."""
+    """Metrics of one run, step -> name -> value. If the seed is unknown, ``seed`` is None and ``label`` names the run."""
 
     arm: str
     seed: int | None
@@ -82,32 +82,32 @@ class RunData:
 
     @property
     def batch_size(self) -> int | None:
-        """Prompts of a step, as the last override says."""
+        """Prompts per step, read from the last override of the batch size; None if there is none."""
         sizes = [word.removeprefix(_BATCH) for word in self.command if word.startswith(_BATCH)]
         return int(sizes[-1]) if sizes and sizes[-1].isdigit() else None
 
     def files(self, pattern: str) -> list[Path]:
-        """The files below its folder whose path ends with ``pattern``."""
+        """Returns the files below the run's folder whose path ends with ``pattern``."""
         return sorted(self.folder.rglob(pattern)) if self.folder else []
 
     def training_steps(self, names: Metrics) -> dict[int, Mapping[str, float]]:
-        """Steps that have the time of a whole step; a validation before training has none."""
+        """Returns the steps that logged a whole-step time; a validation before training has none."""
         return {k: v for k, v in self.steps.items() if names.stage_prefix + names.step in v}
 
 
 def measured_steps(run: RunData, names: Metrics) -> list[int]:
-    """The steps whose times count: all but the first ``warmup_steps``, but always at least the last one."""
+    """Returns the steps whose times count: all but the first ``warmup_steps``, and always at least the last step."""
     steps = sorted(run.training_steps(names))
     return steps[min(names.warmup_steps, max(0, len(steps) - 1)) :]
 
 
 def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names: Metrics) -> list[dict[str, Any]]:
-    """Return one row a stage: seconds of each arm and, for each arm but the baseline, the ratio baseline/arm.
+    """Returns one row per stage: seconds of each arm and, for each arm but the baseline, the ratio baseline/arm.
 
     A row is ``{"stage", "arms": {arm: {median, mean, steps}}, "ratios": {arm: {ratio, low, high, pairs,
-    saved_s}}}``. The ratio is of averages over the steps both arms measured with the same seed; ``low`` and ``high``
-    bound its 95% interval by a paired bootstrap over those steps (null below 5 pairs). The interval is about the noise
-    between the steps of these runs, not about other machines or loads. ``saved_s`` is the difference of the averages.
+    saved_s}}}``. ``ratio`` divides averages over the steps that both arms measured with the same seed. ``low`` and ``high``
+    bound the ratio's 95% interval, a paired bootstrap over those steps (null below 5 pairs). The interval covers noise between
+    the steps of these runs, not between machines or loads. ``saved_s`` is the difference of the averages in seconds.
     """
     times = {run.name: _stage_times(run, names) for run in runs}
     rows = []
@@ -134,7 +134,7 @@ def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, nam
 
 
 def _stage_times(run: RunData, names: Metrics) -> dict[str, dict[int, float]]:
-    """stage -> step -> seconds of the measured steps, with what no stage covers as "other"."""
+    """Returns stage -> step -> seconds of the measured steps; the time outside all stages is the stage "other"."""
     times: dict[str, dict[int, float]] = {}
     for step in measured_steps(run, names):
         metrics = run.steps[step]
@@ -146,7 +146,7 @@ def _stage_times(run: RunData, names: Metrics) -> dict[str, dict[int, float]]:
 
 
 def pairs(runs: Sequence[RunData], baseline: str) -> Iterator[tuple[RunData, RunData]]:
-    """Yield (baseline run, other run) for each run that has a baseline run of the same seed."""
+    """Yields pairs (baseline run, other run) with the same seed."""
     base = {run.seed: run for run in runs if run.arm == baseline and run.seed is not None}
     for run in runs:
         if run.arm != baseline and run.seed in base:
@@ -164,8 +164,10 @@ def _summary(values: Sequence[float]) -> dict[str, Any]:
 
 
 def ratio(base: npt.ArrayLike, ours: npt.ArrayLike, average: Callable[..., Any], paired: bool) -> dict[str, Any]:
-    """Return ``average(base) / average(ours)`` as ``ratio``, and ``low`` and ``high`` of its 95% bootstrap interval over the
-    values, the same on each call; null where there is none: below 5 pairs or 2 values of each, or if none differ."""
+    """Returns ``ratio``, which is ``average(base) / average(ours)``, and its 95% bootstrap interval ``low``, ``high``.
+
+    The interval is the same on each call; null below 5 pairs (2 values per side if not paired) or if no values differ.
+    """
     from scipy.stats import bootstrap
 
     first, second = np.asarray(base, dtype=float), np.asarray(ours, dtype=float)
@@ -188,12 +190,12 @@ def ratio(base: npt.ArrayLike, ours: npt.ArrayLike, average: Callable[..., Any],
 
 
 def first_differences(base: RunData, other: RunData, names: Metrics) -> list[dict[str, Any]]:
-    """Return, for each training metric that ever differs between two runs of one seed, where and by how much.
+    """Returns a row for each training metric that differs at any step between two runs of one seed.
 
-    Only steps both runs logged are compared; metrics that match ``names.not_compared`` are left out. Rows are
+    Only steps that both runs logged are compared; metrics that match ``names.not_compared`` are left out. Rows are
     ``{"metric", "phase", "step", "baseline", "arm", "abs", "rel", "max_abs", "steps_compared", "steps_differing"}``,
-    the earliest first and, within a step, in the order a training step computes them. NaN equals NaN; a metric that
-    only one run logged at a step counts as differing there, with null for the missing value.
+    sorted by first differing step, then by phase. NaN equals NaN. A metric that only one run logged at a step counts
+    as differing there, with null for the missing value.
     """
     rows = []
     steps = sorted(base.steps.keys() & other.steps.keys())
@@ -228,7 +230,7 @@ def first_differences(base: RunData, other: RunData, names: Metrics) -> list[dic
 
 
 def agreement(base: RunData, other: RunData, names: Metrics, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return how many training metrics were compared and differ (``rows`` of them), and which parts of a step do not."""
+    """Returns the numbers of compared and of differing training metrics (``rows``), and the phases without a difference."""
     steps = base.steps.keys() & other.steps.keys()
     every = compared({name for run in (base, other) for step in steps for name in run.steps[step]}, names)
     parted = {row["phase"] for row in rows}
@@ -238,12 +240,12 @@ def agreement(base: RunData, other: RunData, names: Metrics, rows: Sequence[dict
 
 
 def compared(metrics: Iterable[str], names: Metrics) -> list[str]:
-    """Leave out the metrics that may differ between arms (times, throughput, memory, our own)."""
+    """Returns ``metrics`` without those that may differ between arms (times, throughput, memory, rl-accel's own)."""
     return [m for m in metrics if not any(fnmatch.fnmatchcase(m, pattern) for pattern in names.not_compared)]
 
 
 def phase(metric: str) -> str:
-    """The part of a training step that computes a metric."""
+    """Returns the phase of a training step that computes a metric."""
     for label, patterns in _PHASES:
         if any(fnmatch.fnmatchcase(metric, pattern) for pattern in patterns):
             return label
@@ -251,37 +253,37 @@ def phase(metric: str) -> str:
 
 
 def same(a: float | None, b: float | None) -> bool:
-    """Whether two values are equal to the bit; NaN equals NaN."""
+    """Returns whether two values are exactly equal; NaN equals NaN."""
     return a == b or (a is not None and b is not None and math.isnan(a) and math.isnan(b))
 
 
 def curve(run: RunData, metric: str) -> dict[str, list[Any]]:
-    """Return ``{"steps": [...], "values": [...]}`` of the steps that logged ``metric``."""
+    """Returns ``{"steps": [...], "values": [...]}`` for the steps that logged ``metric``."""
     points = [(step, metrics[metric]) for step, metrics in run.steps.items() if metric in metrics]
     return {"steps": [step for step, _ in points], "values": [value for _, value in points]}
 
 
 def gain(run: RunData, metric: str) -> dict[str, float] | None:
-    """Mean of ``metric`` over the first and the last fifth of the steps (at least one each); None below two steps."""
+    """Returns means of ``metric`` over the first and last fifth of the steps (at least one each); None below two steps."""
     values = np.array(curve(run, metric)["values"], dtype=float)
     levels = before_and_after(values[np.isfinite(values)])
     return levels and {"before": levels[0], "after": levels[1], "gain": levels[1] - levels[0]}
 
 
 def before_and_after(values: npt.NDArray[np.float64]) -> tuple[float, float] | None:
-    """Return the means of the first and of the last fifth of the values, at least one each; None below two values."""
+    """Returns the means of the first and of the last fifth of the values (at least one each); None below two values."""
     part = max(1, len(values) // 5)
     return None if len(values) < 2 else (float(values[:part].mean()), float(values[-part:].mean()))
 
 
 def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]) -> dict[str, Any]:
-    """Return the ``rollout`` part of a summary.
+    """Returns the ``rollout`` part of a summary.
 
-    ``arms[]``: one an arm with ``seconds`` (mean rollout seconds of the measured steps), ``ratio`` of the baseline's to it
-    with its 95% interval ``low``, ``high`` (bootstrap over steps), ``kinds{kind: {steps, seconds}}``, the share of tokens
-    that were ``wasted``, the prompts ``lost``, mean ``accepted`` and ``cancelled`` lengths of the same prompts and ``lengths``
-    of the responses trained on (:func:`length_distribution`). ``ledgers[]``: one a run that kept one (:func:`ledger_counts`);
-    ``without_ledger[]``: runs with rounds and none. ``series{run: {...}}``: step by step (:func:`series`).
+    ``arms[]``: a row per arm with ``seconds`` (mean rollout seconds of the measured steps), ``ratio`` (baseline's seconds /
+    arm's) and its 95% interval ``low``, ``high`` (bootstrap over steps), ``kinds{kind: {steps, seconds}}``, the share of tokens
+    ``wasted``, the number of prompts ``lost``, mean tokens of ``accepted`` and ``cancelled`` responses of the same prompts, and
+    ``lengths`` of the responses trained on (:func:`length_distribution`). ``ledgers[]``: a row per run with a ledger
+    (:func:`ledger_counts`); ``without_ledger[]``: runs with rounds but no ledger. ``series{run: {...}}``: :func:`series`.
     """
     kinds = {arm: _seconds(recipe, [run for run in runs if run.arm == arm]) for arm in arms}
     seconds = {arm: list(itertools.chain(*its.values())) for arm, its in kinds.items()}
@@ -312,12 +314,12 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
 
 
 def kind_of(metrics: Mapping[str, float]) -> str:
-    """Return the kind of the round of one step."""
+    """Returns the kind of round of a step with these metrics."""
     return next((kind for kind in KINDS if metrics.get(f"{_PREFIX}{kind}_round") == 1.0), ALL)
 
 
 def _seconds(recipe: Recipe, runs: Iterable[RunData]) -> dict[str, list[float]]:
-    """Rollout seconds of the measured steps that have it, by kind of round."""
+    """Returns the rollout seconds of the measured steps that logged them, by kind of round."""
     seconds: dict[str, list[float]] = {}
     for run, name in ((run, recipe.metrics.stage_prefix + "gen") for run in runs):
         for metrics in (run.steps[step] for step in measured_steps(run, recipe.metrics)):
@@ -327,7 +329,7 @@ def _seconds(recipe: Recipe, runs: Iterable[RunData]) -> dict[str, list[float]]:
 
 
 def _waste(runs: Iterable[RunData]) -> dict[str, float | None]:
-    """Share of all generated tokens that were thrown away, and lengths of accepted and cancelled responses of the same prompts."""
+    """Returns the wasted share of generated tokens, and mean tokens of accepted and cancelled responses of the same prompts."""
     wasted = generated = 0.0
     accepted, cancelled = [], []
     for run in runs:
@@ -347,12 +349,12 @@ def _waste(runs: Iterable[RunData]) -> dict[str, float | None]:
 
 
 def _lost(runs: Iterable[RunData]) -> float | None:
-    """Most prompts lost in a run, if any run says."""
+    """Returns the largest number of prompts lost in a run; None if no run logged the number."""
     return max((metrics[_LOST] for run in runs for metrics in run.steps.values() if _LOST in metrics), default=None)
 
 
 def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
-    """Count, mean and 101 quantiles of the lengths, in characters, of the responses trained on; None if none were dumped."""
+    """Returns count, mean and 101 quantiles of response lengths in characters; None if ``files`` hold no responses."""
     lengths = [len(entry["output"]) for file in files for entry in _entries(file) if "output" in entry]
     if not lengths:
         return None
@@ -361,9 +363,9 @@ def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
 
 
 def data_changes(runs: Sequence[RunData], ledger: str) -> dict[str, dict[str, float]]:
-    """Return what each arm was trained on: means over its runs, by name and arm; without what no run says.
+    """Returns statistics of the training data, name -> arm -> mean over the arm's runs; names without data are left out.
 
-    Of metrics up to the step that all runs reached, of telemetry (lengths of completed responses) and ledgers in whole runs.
+    Metrics count up to the last step that all runs reached. Telemetry (lengths of completed responses) and ledgers count in full.
     """
     end = min((max(run.steps) for run in runs), default=0)
     found: dict[str, dict[str, list[float]]] = {}
@@ -384,7 +386,7 @@ def data_changes(runs: Sequence[RunData], ledger: str) -> dict[str, dict[str, fl
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file, one a line; a line that a killed run did not finish is left out."""
+    """Yields the JSON objects of a JSON Lines file; skips a line that a killed run did not finish."""
     for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             entry = json.loads(line)
@@ -393,10 +395,11 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def ledger_counts(path: Path, batch: int | None) -> dict[str, Any]:
-    """Count how often each prompt was trained: ``epochs[]`` with ``prompts`` taken, ``once``, ``again`` (more than once),
-    ``rejected``, ``failed`` and ``missing`` (none of these); and ``odd_steps[]`` that trained other than ``batch`` prompts.
+    """Counts how often each prompt was trained, from a ledger: a file with the prompts trained, rejected and failed per step.
 
-    Every epoch but the last is taken to have as many prompts as the longest, so that one which lost its last ones shows.
+    ``epochs[]`` has the numbers of ``prompts`` taken, trained ``once``, ``again`` (more than once), ``rejected``, ``failed`` and
+    ``missing`` (none of these). ``odd_steps[]`` are steps that did not train ``batch`` prompts. Every epoch but the last is
+    assumed to have as many prompts as the longest, so that prompts missing at the end are counted.
     """
     odd_steps = []
     counts: dict[str, Counter[tuple[int, int]]] = {name: Counter() for name in ("trained", "rejected", "failed")}
@@ -429,7 +432,7 @@ def ledger_counts(path: Path, batch: int | None) -> dict[str, Any]:
 
 
 def series(recipe: Recipe, run: RunData) -> dict[str, list[Any]]:
-    """Step by step: kind, rollout seconds, queue length."""
+    """Returns kind of round, rollout seconds and queue length of each step."""
     steps = run.training_steps(recipe.metrics)
     return {
         "steps": list(steps),

@@ -1,4 +1,4 @@
-"""The tables of a report as text, for its page and for the console."""
+"""Text tables of a report, for the HTML page and the console."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ _EPOCH = ("epoch", "prompts", "once", "again", "rejected", "failed", "missing")
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table of text; ``notes`` are sentences below it."""
+    """A table of strings; ``notes`` are sentences below the table."""
 
     title: str
     columns: Sequence[str]
@@ -26,7 +26,7 @@ class TextTable:
 
 
 def tables(summary: Mapping[str, Any]) -> list[TextTable]:
-    """Return the tables of a summary that have rows or notes."""
+    """Returns the tables of a summary that have rows or notes."""
     made = [_stages(summary), *(_rollouts(summary["rollout"]) if summary["rollout"] else ()), *_learning(summary)]
     rows = []
     for check in summary["checks"]:
@@ -92,7 +92,7 @@ def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
 
 
 def _texts(row: Mapping[str, Any], form: str) -> list[str]:
-    """The levels of both arms, their difference or ratio, and its interval."""
+    """Returns four cells: values of both arms, their difference or ratio, and the 95% interval."""
     low, high = (_text(row[key], form) for key in ("low", "high"))
     difference = _text(row.get("difference", row.get("ratio")), form)
     return [_text(row["baseline"], ".4g"), _text(row["value"], ".4g"), difference, low and f"{low} to {high}"]
@@ -104,9 +104,9 @@ def _ratio(row: Mapping[str, Any]) -> list[str]:
 
 
 def _text(value: float | None, form: str) -> str:
-    """Return a number as text, with the form ``s`` as a duration; nothing for one that is not known."""
+    """Returns a number as text (form ``s``: as a duration); empty if the number is unknown."""
     if value is None or not math.isfinite(value):
         return ""
-    if form == ".4g" and abs(value) >= 1000:  # prompts, not 2.3e+04
+    if form == ".4g" and abs(value) >= 1000:  # prompts should not read 2.3e+04
         form = ",.0f"
     return format_seconds(value) if form == "s" else f"{value:{form.rstrip('x')}}{'x' * form.endswith('x')}"

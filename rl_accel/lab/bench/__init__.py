@@ -1,1 +1,1 @@
-"""``rl-accel bench``: kernels and schedules timed side by side; each checks correctness before it prints a number."""
+"""Benchmarks of ``rl-accel bench``. Each benchmark checks correctness before it prints a number."""

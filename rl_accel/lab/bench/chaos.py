@@ -1,4 +1,4 @@
-"""``rl-accel bench chaos``: a recipe with tail batching on real verl, while its processes are killed at random moments."""
+"""``rl-accel bench chaos``: runs a recipe with tail batching on real verl and kills processes of the run at random moments."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ VICTIMS: dict[str, tuple[str, ...]] = {
     "anchor store": ("AnchorStoreActor",),
     "trainer": ("TaskRunnerV1",),
 }
-"""What is killed, and how its process is called with vLLM and with the CPU engine."""
+"""Kinds of processes to kill, with substrings of their command lines (under vLLM and under the CPU engine)."""
 
 STEPS, PROMPTS, KILLS = 6, 8, 2
 OVERRIDES = (
@@ -43,12 +43,12 @@ OVERRIDES = (
 )
 LAUNCHES = KILLS + 1
 STANDSTILL_S = 600.0
-"""A run that settles no step for so long hangs."""
+"""Seconds without a settled step after which a run counts as hung."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL to one process of kind ``victim``, ``seconds`` after ``step`` steps are settled."""
+    """A planned SIGKILL to one process of kind ``victim``, ``seconds`` seconds after ``step`` steps have been settled."""
 
     victim: str
     step: int
@@ -57,12 +57,12 @@ class Kill:
 
 @dataclass
 class Result:
-    """What became of one schedule.
+    """Result of one schedule.
 
     Attributes:
-        kills: those that met a process.
-        launches: of the trainer; more than one where it could not go on and was resumed.
-        problems: what must not be; none is a pass.
+        kills: kills that hit a process.
+        launches: number of launches of the trainer; above 1 if the run failed and was resumed.
+        problems: violated requirements; the schedule passes if there are none.
     """
 
     seed: int
@@ -75,15 +75,18 @@ class Result:
 
 
 def schedule(seed: int, victims: Sequence[str]) -> list[Kill]:
-    """Return the kills of a seed in their order. Of ``2 n`` seeds in a row each of n victims is the first of two."""
+    """Returns the kills of a seed in their order. Over n consecutive seeds, each of the n victims comes first exactly once."""
     rng = random.Random(seed)
     chosen = [victims[seed % len(victims)], *rng.choices(victims, k=KILLS - 1)]
-    steps = sorted(rng.sample(range(1, STEPS - 1), KILLS))  # before, starting is verl's; later, the run may be over
+    steps = sorted(rng.sample(range(1, STEPS - 1), KILLS))  # earlier, verl starts; later, the run may be over
     return [Kill(victim, step, rng.uniform(0.0, 4.0)) for victim, step in zip(chosen, steps, strict=True)]
 
 
 def play(plan: RunPlan, kills: Sequence[Kill], seed: int, folder: Path, stop: Stop) -> Result:
-    """Launch the run of ``plan`` until it ends by itself, with ``kills`` meanwhile, and look at what it left in ``folder``."""
+    """Launches the run of ``plan`` with ``kills``, and again after each failure, at most :data:`LAUNCHES` times.
+
+    Stops early on a problem. Finally checks the settlement log that the run left in ``folder``.
+    """
     folder.mkdir(parents=True)
     result, due, began = Result(seed), list(kills), time.monotonic()
     checkpoints, log, metrics = folder / "checkpoints", folder / "train.log", folder / "metrics.jsonl"
@@ -107,7 +110,7 @@ def play(plan: RunPlan, kills: Sequence[Kill], seed: int, folder: Path, stop: St
             environment = {**plan.env, "VERL_FILE_LOGGER_PATH": str(metrics), "RAY_TMPDIR": str(ray_dir)}
             outcome = supervised(command, environment, folder, log, stop, follow, ray_dir)
         result.failed_responses += int(sum(_numbers(metrics, "responses_failed")))
-        metrics.unlink(missing_ok=True)  # the next launch begins another
+        metrics.unlink(missing_ok=True)  # the next launch starts a new file
         if outcome.reason == "timeout":
             result.problems.append(f"no step in {STANDSTILL_S:.0f} s: {last_lines(log, 3)}")
         elif outcome.exit_code and len(result.kills) == kills_before:
@@ -121,7 +124,7 @@ def play(plan: RunPlan, kills: Sequence[Kill], seed: int, folder: Path, stop: St
 
 
 def _wrong(ledger: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what is wrong in a ledger of :data:`STEPS` steps of :data:`PROMPTS` prompts."""
+    """Returns the problems of a settlement log, which must hold :data:`STEPS` steps of :data:`PROMPTS` prompts."""
     problems = []
     if [line["step"] for line in ledger] != list(range(1, STEPS + 1)):
         problems.append(f"the ledger has the steps {[line['step'] for line in ledger]}")
@@ -146,7 +149,7 @@ def _numbers(metrics: Path, name: str) -> list[float]:
 
 
 def _kill(victim: str, metrics: Path) -> bool:
-    """SIGKILL to a process of the run that logs to ``metrics``; whether there was one."""
+    """Sends SIGKILL to one ``victim`` process of the run that logs to ``metrics``; returns whether such a process exists."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             name = " ".join(process.cmdline())
@@ -165,11 +168,11 @@ def _kill(victim: str, metrics: Path) -> bool:
 @click.option("--first-seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out/chaos"), show_default=True)
 def bench_chaos(recipe_path: Path, arm: str, schedules: int, first_seed: int, out: Path) -> None:
-    """Kill processes of a run at random moments; every prompt must be trained once all the same.
+    """Kill processes of a run at random moments and check that every prompt is still trained exactly once.
 
-    Each schedule is a run of six steps on two replicas with a checkpoint every second step, and two kills: of an engine, a rollout
-    server, an agent-loop worker, a reward worker, the store of reward anchors, or the trainer. A run that cannot go on is launched
-    again. A prompt that is trained twice, given up or missing, and a run that hangs, are errors: exit status 1.
+    Each schedule is a run of six steps on two replicas, with a checkpoint every second step and two kills. A kill hits an engine,
+    a rollout server, an agent-loop worker, a reward worker, the store of reward anchors or the trainer. A run that fails is
+    launched again. Prompts that are trained twice, given up or missing, and runs that hang, are errors: exit status 1.
     """
     console = console_of_benchmark()
     recipe_file = (recipe_path / "recipe.yaml" if recipe_path.is_dir() else recipe_path).absolute()

@@ -1,4 +1,4 @@
-"""``rl-accel bench drafts``: what drafts would have done in a run that is over, by its rollout files, without an engine."""
+"""``rl-accel bench drafts``: replays the rollout files of a finished run through the drafter, without an engine."""
 
 import itertools
 import json
@@ -22,11 +22,11 @@ from rl_accel.drafts.index import SOURCES
 from rl_accel.lab.bench.measure import console_of_benchmark
 
 Response = tuple[list[int], list[int]]
-"""The tokens of a prompt, and of a response to it."""
+"""Tokens of a prompt, and tokens of a response to that prompt."""
 
 
 def _pace(text: str) -> Callable[[int], float]:
-    """Return the seconds of a step by running requests."""
+    """Returns a function from the number of running requests to the seconds of an engine step."""
     try:
         points = sorted(
             (int(count), float(seconds)) for count, seconds in (pair.split(":") for pair in text.split(","))
@@ -58,8 +58,8 @@ def bench_drafts(
 ) -> None:
     """Replay FILES of verl's trainer.rollout_data_dir through the drafter.
 
-    The responses of a training step run at once on one replica, --running of them, the others as places become free. Tokens
-    are those of the text. A step takes as long with drafts as without, and reading a prompt no time.
+    The responses of a training step run on one replica, --running at a time; the others start as slots become free. The text
+    is tokenized again. Assumptions: an engine step takes as long with drafts as without, and prefill takes no time.
     """
     encode = _encoder(tokenizer)
     steps: dict[int, list[Response]] = defaultdict(list)
@@ -105,7 +105,7 @@ class _Row:
     draft: list[int] = field(default_factory=list)
 
     def step(self) -> list[int]:
-        """Return the tokens that a step accepts and samples."""
+        """Advances by one engine step; returns the accepted draft tokens and the sampled token."""
         left = self.tokens[self.done : self.done + len(self.draft) + 1]
         new = left[: 1 + sum(itertools.takewhile(bool, map(operator.eq, self.draft, left[:-1])))]
         self.done += len(new)
@@ -119,10 +119,11 @@ def replay(
     pace: Callable[[int], float] = lambda running: 1.0,
     fill: bool = False,
 ) -> tuple[Counter[str], dict[int, list[int]], float, float, dict[int, list[float]]]:
-    """Play the responses of each training step through a :class:`Drafter`, whose history is full already with ``fill``.
+    """Replays the responses of each training step through a :class:`Drafter`. With ``fill``, the drafter's history starts full.
 
-    Returns its counts; by epoch, from 1 on, accepted tokens and steps of a request; the seconds without and with drafts, by
-    ``pace``, those of a step by running requests; the seconds of each call of the drafter, by running requests.
+    ``pace`` returns the seconds of an engine step for a number of running requests. Returns the drafter's counts; accepted tokens
+    and request steps per epoch (from 1 on); total seconds without drafts and with drafts; and the seconds of each drafter call,
+    per number of running requests.
     """
     longest = 2 + max((len(prompt) + len(tokens) for step in steps for prompt, tokens in step), default=0)
     parallel = SimpleNamespace(
@@ -163,7 +164,7 @@ def replay(
                         epochs[row.epoch][0] += len(new) - 1
                         epochs[row.epoch][1] += 1
                 for place in reversed([at for at, row in enumerate(rows) if row.done == len(row.tokens)]):
-                    matrix[place] = matrix[len(rows) - 1]  # as vLLM does it
+                    matrix[place] = matrix[len(rows) - 1]  # vLLM fills gaps in the same way
                     rows[place] = rows[-1]
                     rows.pop()
         drafter.new_weights()

@@ -1,7 +1,8 @@
-"""``rl-accel bench gae``: GAE kernels side by side in one process, correctness first, a plain copy of the same bytes as floor.
+"""``rl-accel bench gae``: times GAE kernels side by side in one process, after a correctness check.
 
-With ``--lengths``: one batch of responses of very different lengths. slime pads every sequence to the longest in a Python loop,
-scans chunks of 128 tokens one after the other, and cuts the padding off again; ours takes the sequences end to end.
+A plain copy of the same number of bytes is the lower bound. With ``--lengths``, the input is one batch of responses of very
+different lengths: slime pads every sequence to the longest in a Python loop, scans chunks of 128 tokens one after the other, and
+cuts off the padding; our kernel needs no padding.
 """
 
 import contextlib
@@ -38,9 +39,9 @@ GOAL_SHAPES = ((256, 32768), (256, 131072))
 GOALS = ((LOOP, 60.0), (CHUNK_128, 4.0))
 COPY_GOAL = 1.5
 COPY = "plain copy"
-"""The floor: a ``clone()`` that reads and writes as many bytes as any GAE must: rewards, values, mask, advantages, returns."""
+"""Lower bound: a ``clone()`` that moves as many bytes as any GAE must (rewards, values, mask, advantages, returns)."""
 LONGEST_S = 20.0
-"""A contestant expected to take longer for one call is left out, unless a goal needs its time."""
+"""Maximum expected seconds of a call. Slower contestants are left out, except at shapes that have a goal."""
 GAMMA, LAM = 0.99, 0.95
 _TOLERANCE = 1e-4
 _MASKS = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
@@ -61,13 +62,13 @@ Lists = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Contestant:
-    """An implementation of GAE. ``masked``: it honours verl's mask."""
+    """An implementation of GAE. ``masked``: whether the implementation honours verl's mask."""
 
     name: str
     run: Callable[[Inputs], Result]
     masked: bool
     exact: bool = False
-    """Promised to equal verl's loop bit for bit."""
+    """True if the result must equal verl's loop bit for bit."""
 
 
 def _ours(backend: str) -> Callable[[Inputs], Result]:
@@ -80,7 +81,7 @@ def _deltas(rewards: torch.Tensor, values: torch.Tensor, gamma: float) -> torch.
 
 
 def slime_chunk(inputs: Inputs, chunk: int = 128) -> Result:
-    """slime's chunk scan (its pull request 850): reversed time, a matrix product a chunk, then a serial pass over chunks."""
+    """slime's chunk scan (slime pull request 850): reversed time, one matrix product per chunk, then a serial pass over chunks."""
     rewards, values, _, gamma, lam = inputs
     rows, tokens = rewards.shape
     decay = gamma * lam
@@ -100,7 +101,7 @@ def slime_chunk(inputs: Inputs, chunk: int = 128) -> Result:
 
 
 def contestants(device: str) -> list[Contestant]:
-    """Return the contestants for tensors on ``device``, verl's loop first and ours second."""
+    """Returns the contestants for tensors on ``device``: verl's loop first, our fastest kernel second."""
     fastest = "triton" if device == "cuda" else "numba"
     return [
         Contestant(LOOP, _ours("naive"), masked=True, exact=True),
@@ -131,10 +132,10 @@ def bench_gae(
     device: str,
     mask_dtype: str,
 ) -> None:
-    """Time GAE kernels against verl's loop (its recurrence, without the whitening that all would share).
+    """Time GAE kernels against the recurrence of verl's loop, without whitening, which is the same for all kernels.
 
-    A contestant that gives wrong results gets no number and makes the exit status 1. Goals that are not met are shown and do not
-    change it: machines are shared and noisy.
+    A contestant with wrong results gets no number, and the exit status is 1. Missed goals are shown but do not change the exit
+    status, because machines are shared and noisy.
     """
     if (batch is None) != (tokens is None):
         raise click.UsageError("--batch and --tokens go together")
@@ -171,7 +172,7 @@ def bench_gae(
 
 
 def make_inputs(shape: Shape, device: str, mask_dtype: torch.dtype, seed: int = 0) -> Inputs:
-    """Random rewards and values [B, T] and a ragged mask with holes, as a batch of multi-turn responses has them."""
+    """Returns random rewards and values [B, T] and a ragged mask with holes, as in a batch of multi-turn responses."""
     random = torch.Generator().manual_seed(seed)
     rows, tokens = shape
     rewards = torch.randn(rows, tokens, generator=random)
@@ -183,7 +184,7 @@ def make_inputs(shape: Shape, device: str, mask_dtype: torch.dtype, seed: int = 
 
 
 def _gate(candidates: list[Contestant], device: str, mask_dtype: torch.dtype, console: Console) -> list[Contestant]:
-    """Return the contestants that agree with the loop in float64 (and bit for bit where they promise to)."""
+    """Returns the contestants that agree with the float64 loop and, if ``exact``, bit for bit with the float32 loop."""
     sound = []
     for contestant in candidates:
         worst, exact = 0.0, True
@@ -193,7 +194,7 @@ def _gate(candidates: list[Contestant], device: str, mask_dtype: torch.dtype, co
             truth = gae(inputs[0].double(), inputs[1].double(), *inputs[2:], backend="naive")
             try:
                 result = contestant.run(inputs)
-            except Exception as error:  # whatever a contestant does wrong is its result, not the benchmark's end
+            except Exception as error:  # a contestant that fails must not end the benchmark
                 console.print(f"{contestant.name}: {error}", style="red", markup=False)
                 worst = float("inf")
                 break
@@ -213,7 +214,7 @@ def _gate(candidates: list[Contestant], device: str, mask_dtype: torch.dtype, co
 
 
 def _distance(result: torch.Tensor, truth: torch.Tensor) -> float:
-    """The relative error in the 2-norm; NaN counts as infinite."""
+    """Returns the relative error in the 2-norm; NaN counts as infinite."""
     error = float((result.double() - truth).norm() / truth.norm().clamp(min=1e-30))
     return error if error == error else float("inf")
 
@@ -252,7 +253,7 @@ def _measure(
 
 
 def expected_seconds(name: str, shape: Shape, before: list[dict[str, Any]]) -> float:
-    """Seconds that one call is likely to take, judged by the nearest smaller shape in which it ran."""
+    """Returns the expected seconds of one call, extrapolated from the nearest smaller shape that was measured; else 0."""
     smaller = [row for row in before if name in row["seconds"] and row["batch"] * row["tokens"] < shape[0] * shape[1]]
     if not smaller:
         return 0.0
@@ -310,7 +311,7 @@ def _show_goals(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """Say in one sentence whether enabling is worth it for the measured shape."""
+    """Returns one sentence on whether our kernel is worth enabling for the measured shape."""
     ours, loop = _fastest_of_ours(row), _median(row, LOOP)
     if ours is None or loop is None:
         return f"{_label(row)}: no verdict, a contestant is wrong."
@@ -340,11 +341,12 @@ def _plot(rows: list[dict[str, Any]], axes: Any) -> None:
 
 
 def read_lengths(source: str) -> list[int]:
-    """Return the lengths in a file: whole numbers of at least 1, separated by anything else. ``lognormal`` draws 64 of them,
-    the longest 16,384 tokens.
+    """Returns the sequence lengths in a file: whole numbers of at least 1, separated by whitespace, commas or brackets.
+
+    ``lognormal`` draws 64 lengths instead; the longest is 16,384 tokens.
 
     Raises:
-        ValueError: the file cannot be read or holds something else.
+        ValueError: the file cannot be read, or holds anything but such numbers.
     """
     if source == LOGNORMAL:
         draw = random.Random(0)
@@ -361,7 +363,7 @@ def read_lengths(source: str) -> list[int]:
 
 
 def slime_padded(rewards: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Lists:
-    """slime's published algorithm, written anew: copy into [B, longest], chunk scan, views without the padding."""
+    """slime's published algorithm, reimplemented: copy into [B, longest], chunk scan, views without the padding."""
     longest = max(map(len, values))
     padded_rewards, padded_values = (values[0].new_zeros(len(values), longest) for _ in range(2))
     for row, (reward, value) in enumerate(zip(rewards, values, strict=True)):
@@ -373,7 +375,10 @@ def slime_padded(rewards: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 
 
 def bench_lengths(source: str, device: str, out: Path | None, console: Console) -> bool:
-    """Measure slime's padding and ours, print time, memory and ratios; whether both are right (else there are no numbers)."""
+    """Measures slime's algorithm and ours; prints times, memory and ratios.
+
+    Returns whether both give correct results; otherwise nothing is measured.
+    """
     lengths = read_lengths(source)
     generator = torch.Generator().manual_seed(0)
     rewards, values = ([torch.randn(n, generator=generator).to(device) for n in lengths] for _ in range(2))
@@ -421,8 +426,8 @@ def bench_lengths(source: str, device: str, out: Path | None, console: Console) 
 
 
 def _give_memory_back() -> None:
-    """Have the C library return freed memory at once, or tensors of a few hundred kilobytes would seem to cost nothing."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library: small tensors are then not counted
+    """Makes the C library return freed memory at once; otherwise tensors of a few hundred kilobytes would seem to cost nothing."""
+    with contextlib.suppress(OSError, AttributeError):  # not glibc: small tensors are not counted
         library = ctypes.CDLL(None)
         library.mallopt(_MMAP_THRESHOLD, 1 << 16)
         library.malloc_trim(0)

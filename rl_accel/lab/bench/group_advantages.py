@@ -1,6 +1,6 @@
-"""``rl-accel bench outcome``: verl's other advantage estimators, most of them over groups of responses, against their fast twins.
+"""``rl-accel bench outcome``: times verl's advantage estimators other than GAE against our fast replacements.
 
-No number is printed for an estimator whose twin does not give the same bits.
+Most of these estimators work on prompt groups. An estimator gets no number if the replacement does not give the same bits.
 """
 
 import gc
@@ -24,20 +24,20 @@ from rl_accel.features import ADVANTAGES
 from rl_accel.lab.bench.measure import available_bytes
 
 SLOW_SECONDS = 5.0
-"""A run that takes longer is not repeated."""
+"""Duration of a call, in seconds, above which the call is not repeated."""
 
 BYTES_PER_TOKEN = 72
-"""What the hungriest estimator holds at once: seven float32 inputs and outputs, the int64 mask, verl's temporaries."""
+"""Peak bytes per token of the largest estimator: seven float32 inputs and outputs, the int64 mask, verl's temporaries."""
 
 
 def patches() -> list[Any]:
-    """Return the patches of the ``advantages`` feature on verl, in the order in which they are applied."""
+    """Returns the patches of the ``advantages`` feature for verl, in the order of application."""
     modules = ADVANTAGES.switches["verl"]
     return [patch for module in modules for patch in importlib.import_module(module).SWITCHES]
 
 
 def batch(rows: int, tokens: int, group: int, seed: int = 0) -> dict[str, Any]:
-    """Return what verl hands to its estimators: [B, T] tensors with ragged masks, and one uid a prompt."""
+    """Returns inputs of verl's estimators: [B, T] tensors with ragged masks, and the uid of each row's prompt."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, tokens + 1, (rows, 1), generator=generator)
     mask = (torch.arange(tokens) < lengths).long()
@@ -53,7 +53,7 @@ def batch(rows: int, tokens: int, group: int, seed: int = 0) -> dict[str, Any]:
 
 
 def arguments_of(patch: Any, data: dict[str, Any]) -> dict[str, Any]:
-    """Return those of ``data`` that the patched function takes, under the names it has for them."""
+    """Returns the entries of ``data`` that the patched function accepts, under the names of that function's parameters."""
     from omegaconf import OmegaConf
 
     known = {
@@ -66,11 +66,11 @@ def arguments_of(patch: Any, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(rows: int, tokens: int, group: int, repeats: int, wanted: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """Time every patched function at one shape, first as verl ships it, then with all patches applied.
+    """Times every patched function at one shape, first as verl ships the function, then with all patches applied.
 
     Returns:
-        One record each: ``estimator, rows, tokens, group, same_bits, stock_s, fast_s``; seconds are medians, and None
-        where the bits differ.
+        One record per function: ``estimator, rows, tokens, group, same_bits, stock_s, fast_s``. Seconds are medians, and None
+        if the bits differ.
     """
     data = batch(rows, tokens, group)
     everything = patches()
@@ -160,7 +160,7 @@ def bench_outcome(
     repeats: int,
     json_path: Path | None,
 ) -> None:
-    """Time verl's other advantage estimators (GRPO, RLOO, OPO, ...) against their fast twins."""
+    """Time verl's advantage estimators other than GAE (GRPO, RLOO, OPO, ...) against our fast replacements."""
     known = [patch.name.removeprefix("verl.") for patch in patches()]
     unknown = sorted(set(estimator) - set(known))
     if unknown:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing and memory of functions run side by side in one process, and the files they write."""
+"""Helpers shared by the benchmarks: timing and memory of functions run side by side in one process, and result files."""
 
 import contextlib
 import gc
@@ -21,7 +21,7 @@ LEAST, ONCE_S, WARM_S = 3, 2.0, 1.0
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one contestant: the median, the extremes and how often it ran; and what memory its first call took."""
+    """Seconds per run of one contestant, the number of runs, and the peak extra memory of the first call."""
 
     median: float
     fastest: float
@@ -31,12 +31,12 @@ class Timing:
 
 
 def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float, most: int = 7) -> dict[str, Timing]:
-    """Time ``functions`` in turn, round after round, so that a change of the machine's speed meets all of them.
+    """Times ``functions`` in turn, round after round, so that a change of the machine's speed affects all of them.
 
-    Each is called once beforehand to see what memory it takes, uncounted, and at least LEAST times after that. One that has
-    used ``budget_s`` seconds then sits out later rounds. A call that takes longer than both that and ONCE_S is counted although
-    it was the first, and not repeated. Before a call that takes up to WARM_S there is an uncounted one: a contestant that comes
-    after a slow one would else wait for memory that the system, or the host of a virtual machine, has taken away meanwhile.
+    Each function is first called once, uncounted, to measure memory, and then LEAST to ``most`` times. After LEAST rounds, a
+    function that has used ``budget_s`` seconds sits out. If the first call takes longer than both ``budget_s`` and ONCE_S, the
+    call is counted and not repeated. A call of up to WARM_S is preceded by an uncounted one. Otherwise a contestant after a slow
+    one would wait for memory that the system, or the host of a virtual machine, has reclaimed meanwhile.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     spent: dict[str, float] = {}
@@ -62,10 +62,10 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float, mos
 
 
 def peak_extra_bytes(function: Callable[[], Any]) -> int | None:
-    """Call ``function`` and return by how much it raised the memory in use at its highest, its result included.
+    """Calls ``function`` and returns the peak increase of memory in use, in bytes, including the result of the call.
 
-    With a CUDA device, that of the device as torch counts it; else this process's, from the kernel's high-water mark, or None
-    where that cannot be reset. What the process gives back meanwhile, in another thread, makes it too low.
+    With a CUDA device, counts torch's allocations on the device. Otherwise reads this process's high-water mark from the kernel;
+    None if the mark cannot be reset. The number is too low if another thread frees memory during the call.
     """
     gc.collect()
     if torch.cuda.is_available():
@@ -85,25 +85,25 @@ def peak_extra_bytes(function: Callable[[], Any]) -> int | None:
 
 
 def available_bytes() -> int:
-    """Memory that can be taken without swapping."""
+    """Returns the bytes of memory that can be allocated without swapping."""
     return int(psutil.virtual_memory().available)
 
 
 def console_of_benchmark() -> Console:
-    """A console that is wide enough for the tables where the output is a file or a pipe."""
+    """Returns a console that is wide enough for the tables even if the output is a file or a pipe."""
     return Console(width=None if Console().is_terminal else 160)
 
 
 def met(holds: bool) -> str:
-    """How a goal is reported."""
+    """Returns the verdict on a goal as text."""
     return "met" if holds else "NOT met"
 
 
 def output_folder(out: Path | None) -> None:
-    """Make the folder that results go to, before anything is measured.
+    """Creates the folder for results, before anything is measured.
 
     Raises:
-        ModuleNotFoundError: matplotlib, which draws them, is not installed.
+        ModuleNotFoundError: matplotlib, which draws the results, is not installed.
     """
     if out is not None:
         importlib.import_module("matplotlib")
@@ -114,7 +114,7 @@ def output_folder(out: Path | None) -> None:
 def results_files(
     out: Path, name: str, results: Any, console: Console, size: tuple[float, float], columns: int = 1
 ) -> Iterator[tuple[Any, Any]]:
-    """Write ``results`` to ``name.json`` in ``out``; yield a figure and its axes to draw on, which become ``name.png``."""
+    """Writes ``results`` to ``name.json`` in ``out``; yields a figure and its axes to draw on, and saves them as ``name.png``."""
     (out / f"{name}.json").write_text(json.dumps(results, indent=1))
     from matplotlib.figure import Figure
 

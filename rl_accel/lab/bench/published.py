@@ -1,8 +1,8 @@
-"""Compares the simulation, with one set of constants, with the published results of RollPacker (NSDI'26) on H800 GPUs.
+"""Compares simulations with one set of constants to the published results of RollPacker (NSDI'26) on H800 GPUs.
 
-``python -m rl_accel.lab.bench.published`` prints the table of docs/plan.md; with ``--fit`` it first fits the constants of
-``rl_accel/plan/data/h800.json`` to the rows in FITTED, by scipy, and prints them. ``--scatter 10`` prints how far
-means of ten rounds lie apart.
+``python -m rl_accel.lab.bench.published`` prints the table of docs/plan.md. With ``--fit``, the program first fits the constants
+of ``rl_accel/plan/data/h800.json`` to the rows in FITTED with scipy and prints the constants. ``--scatter 10`` prints the
+spread of means over ten rounds.
 """
 
 import argparse
@@ -33,7 +33,7 @@ RATIOS = {
     "prompts_x1.5": (1.5, 1.0),
     "both_x1.25": (1.25, 1.25),
 }
-"""Ratios of launched to trained prompts and of launched to trained responses, by row of the ablation."""
+"""Ratio of launched to trained prompts, and of launched to trained responses, per row of the ablation."""
 CONSTANTS = {
     "qwen2.5": {
         "bandwidth_share": (0.3, 1.0),
@@ -51,8 +51,8 @@ CONSTANTS = {
         "exponent": (0.1, 1.5),
     },
 }
-"""Fitted constants and their bounds. First those of the cluster, fitted to rows of Qwen2.5; then those that only rows of Qwen3-8B
-depend on: prompt processing after a preemption, memory, and response lengths."""
+"""Fitted constants and their bounds. First the constants of the cluster, fitted to rows of Qwen2.5; then the constants that affect
+only rows of Qwen3-8B: prompt processing after a preemption, memory, and response lengths."""
 FITTED = {
     "qwen2.5": {
         *("ablation 8k none", "ablation 8k both_x1.25", "step 7B_8k verl", "step 7B_8k long", "step 14B_16k short"),
@@ -60,10 +60,10 @@ FITTED = {
     },
     "qwen3": {f"TP 1 {kind} {number}" for kind in ("short", "long") for number in ("preemptions", "seconds")},
 }
-"""Rows that the constants are fitted to; all others are predicted."""
+"""Rows that the constants are fitted to; all other rows are predicted."""
 HOW = {row: "fitted" for rows_ in FITTED.values() for row in rows_}
 KEPT_BACK = "ablation 32k"
-"""Rows of a model whose lengths are not published: shown, and not held to a tenth."""
+"""Prefix of the rows of a model whose response lengths are not published. These rows may be off by more than 10 %."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ class Row:
 
 
 def setup(model: str, tp: int | None = None) -> Setup:
-    """Return the published batch on ``model``, with mathematics of the published lengths; its reward stage is not hidden."""
+    """Returns the published batch on ``model``: mathematics of the published lengths, and a reward stage outside the rollout."""
     cluster = workloads.load("h800.json")
     its = cluster["models"][model]
     workload = workloads.published("math16k").limited(its["limit"])
-    if "exponent" in its:  # another model: as published for a 14B model, but for median and spread
+    if "exponent" in its:  # lengths published for a 14B model, with a fitted median and spread
         tokens = its["median_tokens"] * (workload.tokens / np.median(workload.tokens)) ** its["exponent"]
         workload = replace(workload, tokens=np.minimum(tokens, its["limit"]).astype(np.int64), prompt_tokens=200)
     count = PROMPTS * RESPONSES
@@ -96,7 +96,7 @@ def setup(model: str, tp: int | None = None) -> Setup:
 
 
 def rows(rounds: int = 40, seed: int = 0, only: set[str] | None = None) -> Iterator[Row]:
-    """Simulate each published row, in the order of the file, or ``only`` some."""
+    """Simulates the published rows in the order of the file; with ``only``, at least those rows."""
     data = workloads.load("rollpacker_published.json")
     for column, (model, limit) in enumerate((("7b", "8k"), ("14b", "16k"), ("32b", "32k"))):
         at, found = setup(f"qwen2.5-{model}"), dict[str, list[Round]]()
@@ -142,7 +142,7 @@ def _overlapped(at: Setup, played: list[Round]) -> float:
 
 
 def fit(rounds: int) -> dict[str, float]:
-    """Return the constants with which the errors of the rows in FITTED are least: in logarithms, in the sixth power."""
+    """Returns the constants that minimise the sum of the sixth powers of the logarithmic errors over the rows in FITTED."""
     from scipy.optimize import least_squares
 
     known = workloads.load("h800.json")
@@ -165,7 +165,7 @@ def fit(rounds: int) -> dict[str, float]:
 
 @contextlib.contextmanager
 def using(values: Mapping[str, float]) -> Iterator[None]:
-    """Let the files of published numbers have other constants inside the block."""
+    """Overrides constants in the files of published numbers inside the block."""
     load = workloads.load
 
     def changed(name: str) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def using(values: Mapping[str, float]) -> Iterator[None]:
 
 
 def main() -> None:
-    """Print the table, or what the options ask for."""
+    """Parses the options and prints the table, or with ``--scatter`` the spread."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fit", type=int, metavar="ROUNDS", default=0)
     parser.add_argument("--scatter", type=int, metavar="ROUNDS", default=0, help="95% of 20 means of so many rounds")

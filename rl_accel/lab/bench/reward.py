@@ -1,7 +1,7 @@
-"""``rl-accel bench reward``: a fixed timeout against the adaptive one, with real processes that take published times.
+"""``rl-accel bench reward``: compares a fixed and the adaptive timeout on real processes with published durations.
 
-Programs as long as published are drawn (:func:`workload`), executed batch by batch in turns under each policy (:func:`run_arms`),
-checked, and summed up (:func:`summarise`).
+:func:`workload` draws programs with published durations. :func:`run_arms` executes them batch by batch under each policy in turn
+and checks the verdicts. :func:`summarise` aggregates the results.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _END_SECONDS = 2.0
 
 HANGING = 0.0505
-"""Share of executions that run into a fixed limit of 30 s. RollPacker (NSDI'26), Fig. 7a: model-generated code, digitised."""
+"""Share of executions that hit a fixed limit of 30 s. Digitised from RollPacker (NSDI'26), Fig. 7a: model-generated code."""
 # fmt: off
 SECONDS = (
     0.116, 0.147, 0.164, 0.185, 0.2, 0.252, 0.29, 0.361, 0.393, 0.441, 0.489, 0.565, 0.652, 0.694, 0.74, 0.788, 0.833, 0.955, 1.065,
@@ -57,16 +57,16 @@ SHARES = (
     0.936, 0.939, 0.9405, 0.943, 0.945, 0.947, 0.9495,
 )
 # fmt: on
-"""The others, same figure: cumulative shares of executions. 0.9 % of them lie between 2 and 30 s."""
+"""Cumulative shares of executions up to ``SECONDS``, from the same figure. 0.9 % of executions take between 2 and 30 s."""
 CORRECT = (0.2, 1.0)
-"""Share of a prompt's responses that are correct: spread evenly over the prompts. Our choice; nothing is published."""
+"""Range of the share of correct responses of a prompt, spread evenly over the prompts. Our choice; nothing is published."""
 ANSWER = "42"
 
 Kind = Literal["sleep", "busy"]
 
 
 class WrongResult(Exception):
-    """An execution ended as it must not, or left something behind."""
+    """An execution has a wrong verdict or left a process behind."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class Response:
     """One program.
 
     Attributes:
-        prompt: whose.
-        code: what is executed.
-        correct: whether it prints the answer, in the end.
-        seconds: what it takes; None: it never ends.
+        prompt: name of the prompt.
+        code: Python code of the program.
+        correct: whether the program would finally print the right answer.
+        seconds: duration of the program; None if the program never ends.
     """
 
     prompt: str
@@ -99,17 +99,17 @@ def workload(
     overhead: float = 0.0,
     seed: int = 0,
 ) -> list[list[Response]]:
-    """Return batches of responses, ``batch`` prompts each, the prompts in a new order in every epoch.
+    """Returns batches of responses to ``batch`` prompts each; every epoch has a new order of prompts.
 
-    How long correct programs take is for the most part a matter of the prompt: its typical time is a quantile of the published
-    distribution, and each response takes that times a log-normal factor. One prompt in 106 takes more than 2 s; with fewer prompts
-    hardly one does. Wrong programs take as long, or for ever: so many of them that the published share of all does. Half of all
-    wait, half compute.
+    The duration of a correct program depends mostly on the prompt: the typical duration of a prompt is a quantile of the published
+    distribution, and each response multiplies this duration by a log-normal factor. One prompt in 106 takes more than 2 s; with
+    fewer prompts, hardly any does. Wrong programs take as long as correct programs or never end; the share of executions that
+    never end is the published one. Each program sleeps or computes, with equal probability.
 
     Args:
-        scale: all seconds are multiplied by it.
-        overhead: seconds that an execution takes beside its program, which are a part of those published.
-        spread: standard deviation of the logarithm of that factor. 0.3: nine in ten are within 1.6 times the typical time.
+        scale: factor on all seconds.
+        overhead: seconds of an execution outside the program; the published durations include them.
+        spread: standard deviation of the logarithm of the factor. 0.3: nine in ten are within 1.6 times the typical duration.
     """
     rng = random.Random(seed)
     shares = [(i + 0.5) / prompts for i in range(prompts)]
@@ -142,14 +142,14 @@ def workload(
 
 
 def quantile(share: float) -> float:
-    """Return the seconds that so many of the executions that end stay below, as published."""
+    """Returns the published duration in seconds that a ``share`` of all terminating executions stays below."""
     return float(np.interp(share * SHARES[-1], SHARES, SECONDS))
 
 
 def program(kind: Kind, seconds: float | None, answer: str) -> str:
-    """Return Python that prints ``answer`` after it has slept for ``seconds``, or computed for so many seconds of a processor.
+    """Returns Python code that sleeps for ``seconds``, or computes for ``seconds`` of CPU time, and then prints ``answer``.
 
-    None: it sleeps, or computes, for ever.
+    If ``seconds`` is None, the program never ends.
     """
     if seconds is None:
         return "import time\nwhile True:\n    time.sleep(9)" if kind == "sleep" else "while True:\n    pass"
@@ -160,12 +160,12 @@ def program(kind: Kind, seconds: float | None, answer: str) -> str:
 
 @dataclass
 class Arm:
-    """What one arm did.
+    """Results of one policy.
 
     Attributes:
-        results: of each batch, in the order of its responses.
-        makespans: seconds from the start of each batch until its last result.
-        counts: the executor's.
+        results: results per batch, in the order of the batch's responses.
+        makespans: seconds from the start of each batch to the last result of that batch.
+        counts: counters of the executor.
     """
 
     results: list[list[ExecutionResult]] = field(default_factory=list)
@@ -176,7 +176,7 @@ class Arm:
 async def run_arms(
     batches: Sequence[Sequence[Response]], policies: Mapping[str, RewardTimeoutFlags], slots: int, isolation: str
 ) -> dict[str, Arm]:
-    """Execute every batch under each policy, one after the other, all responses of a batch at once.
+    """Executes every batch under each policy in turn, and submits all responses of a batch at once.
 
     Raises:
         WrongResult: see :func:`check`.
@@ -186,7 +186,7 @@ async def run_arms(
         executors = {name: LimitedExecutor(Replica(AdaptiveTimeout(flags)), slots) for name, flags in policies.items()}
         sandboxes = {name: await stack.enter_async_context(_open(slots, isolation)) for name in policies}
         for number, batch in enumerate(batches):
-            for name in list(policies)[:: -1 if number % 2 else 1]:  # neither is always the first
+            for name in list(policies)[:: -1 if number % 2 else 1]:  # no policy is always first
                 began = time.monotonic()
                 cases = await asyncio.gather(
                     *(execute_program(executors[name], sandboxes[name], r.prompt, r.code, [CASE]) for r in batch)
@@ -199,10 +199,10 @@ async def run_arms(
 
 
 def check(batch: Sequence[Response], results: Sequence[ExecutionResult]) -> None:
-    """Compare verdicts with what the programs do. A program that ends may have been stopped; that is counted, not wrong.
+    """Compares verdicts with the expected ones. A timeout of a program that ends is allowed; :func:`summarise` counts it.
 
     Raises:
-        WrongResult: a program that never ends was not stopped, or one that does has another verdict than it earned.
+        WrongResult: a program that never ends was not stopped, or a program that ends has a wrong verdict.
     """
     for response, result in zip(batch, results, strict=True):
         earned = "passed" if response.correct else "wrong"
@@ -214,10 +214,10 @@ def check(batch: Sequence[Response], results: Sequence[ExecutionResult]) -> None
 
 
 async def check_verdicts(flags: RewardTimeoutFlags, slots: int, isolation: str) -> int:
-    """Execute programs whose verdicts are known, and return how many.
+    """Executes programs with known verdicts and returns the number of programs.
 
     Raises:
-        WrongResult: a verdict is another.
+        WrongResult: a verdict, or the reason for it, is wrong.
     """
     known = {
         program("sleep", 0.01, ANSWER): ("passed", ""),
@@ -239,7 +239,7 @@ async def check_verdicts(flags: RewardTimeoutFlags, slots: int, isolation: str) 
 
 
 async def measure_overhead(slots: int, isolation: str) -> float:
-    """Return the seconds of an execution that does nothing, one at a time; the median."""
+    """Returns the median seconds of the execution of a trivial program, measured one execution at a time."""
     async with _open(slots, isolation) as sandbox:
         return statistics.median([(await sandbox.run(f"print({ANSWER})", CASE)).wall for _ in range(30)])
 
@@ -283,7 +283,7 @@ async def _open(slots: int, isolation: str) -> AsyncIterator[Sandbox]:
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """Raise WrongResult if the block leaves a process behind. Orphans within it become children of this process."""
+    """Raises WrongResult if the block leaves a process behind. Orphans inside the block become children of this process."""
     before = set(descendants())
     become_subreaper()
     try:
@@ -299,7 +299,7 @@ def nothing_left() -> Iterator[None]:
 
 @contextlib.contextmanager
 def load(processes: int) -> Iterator[None]:
-    """Keep so many cores busy with processes that do nothing else."""
+    """Keeps cores busy inside the block with ``processes`` processes in an endless loop."""
     spinners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
@@ -310,16 +310,16 @@ def load(processes: int) -> Iterator[None]:
 
 
 def cores() -> int:
-    """How many processors this process may use."""
+    """Returns the number of processors that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def summarise(batches: Sequence[Sequence[Response]], arms: Mapping[str, Arm], epochs: int) -> dict[str, Any]:
-    """Return, by arm: what executions took, which of them were stopped, and what differs from the first arm.
+    """Returns per policy the durations of executions, the stopped executions, and the differences from the first policy.
 
-    ``seconds`` are those of all executions, ``epoch_seconds`` of each epoch, ``own_seconds`` those in which they did not wait for a
-    processor, which a busy machine does not change; ``step_s`` is the mean time from the start of a batch to its last result;
-    ``wrongly_killed`` are correct answers that did not pass; ``struck`` says which limit stopped how many.
+    ``seconds``: wall-clock seconds of all executions. ``epoch_seconds``: the same per epoch. ``own_seconds``: the same without
+    waits for a processor, so that a busy machine does not change them. ``step_s``: mean seconds from the start of a batch to the
+    last result. ``wrongly_killed``: number of correct answers that did not pass. ``struck``: number of stopped executions by limit.
     """
     names = list(arms)
     base = arms[names[0]]
@@ -361,10 +361,10 @@ def summarise(batches: Sequence[Sequence[Response]], arms: Mapping[str, Arm], ep
 
 
 def kill_verdict(killed: int, correct: int) -> str:
-    """Say whether a share of correct answers that were killed meets the goal: "met", "NOT met" or "too few to tell".
+    """Returns whether the share of killed correct answers meets the goal: "met", "NOT met" or "too few to tell".
 
-    One killed is never too many, it may be chance. The goal is met where so few killed would have a chance of at most 5%
-    if the true share were at the goal.
+    One killed answer may be chance and never fails the goal. The goal is met if the share is within the goal, and if this number
+    of killed answers or fewer would have a probability of at most 5% with a true share equal to the goal.
     """
     if killed > max(1.0, KILLED_GOAL * correct):
         return "NOT met"
@@ -373,7 +373,7 @@ def kill_verdict(killed: int, correct: int) -> str:
 
 
 def policies(scale: float) -> dict[str, RewardTimeoutFlags]:
-    """Return the flags of both arms, our defaults with every time multiplied by ``scale``; ``fixed`` never adapts."""
+    """Returns the flags of both policies: our defaults with every time multiplied by ``scale``. ``fixed`` never adapts."""
     ours = RewardTimeoutFlags()
     ours = replace(ours, slack=ours.slack * scale, minimum=ours.minimum * scale, maximum=PROGRAM_BUDGET * scale)
     return {"fixed": replace(ours, min_correct=NEVER), "adaptive": ours}
@@ -408,13 +408,13 @@ def bench_reward(
     isolation: str,
     only: str | None,
 ) -> None:
-    """Measure what the adaptive timeout saves and what it costs.
+    """Measure the savings and the cost of the adaptive timeout.
 
-    Programs that take as long as published, wait or compute, are right or wrong, and never end in 5 % of the cases, run through the
-    real executor in the real sandbox. Each batch is executed twice, under the fixed limit and under the adaptive one, first on the
-    machine as it is, then with as many busy processes beside as there are cores. Verdicts and what is left behind are checked: if
-    one is wrong there is no number, and exit status 1; so is it if too many correct answers were stopped. A ratio that is not
-    reached is shown and does not change it: machines are shared and noisy.
+    The real executor runs programs with published durations in the real sandbox. The programs sleep or compute, give right or
+    wrong answers, and never end in 5 % of the cases. Each batch is executed under the fixed and under the adaptive limit, first
+    on the machine as it is, then with one extra busy process per core. A wrong verdict or a process left behind is an error: no
+    number, and exit status 1. Too many stopped correct answers also give exit status 1. A missed ratio is shown but does not
+    change the exit status, because machines are shared and noisy.
     """
     console = console_of_benchmark()
     output_folder(out)
@@ -476,7 +476,7 @@ def bench_reward(
 
 
 def _show(rows: Mapping[str, Any], console: Console) -> bool:
-    """Print the table and the goals; return whether too many correct answers were killed."""
+    """Prints the table and the goals; returns whether too many correct answers were killed."""
     table = Table(title="Executions, and what stopped them", box=SIMPLE)
     headings = ("machine", "limit", "total s", "times less", "by epoch", "step s", "p50 s", "p99 s", "correct")
     for heading in (*headings, "killed wrongly", "rewards changed", "timeouts", "full budget", "saved s (estimate)"):

@@ -1,4 +1,4 @@
-"""``rl-accel bench rounds``: how long simulated rounds of ``rl-accel plan`` take, on one core."""
+"""``rl-accel bench rounds``: times simulated rounds of ``rl-accel plan`` on one core."""
 
 import time
 
@@ -14,7 +14,7 @@ from rl_accel.rollout.simulation import Engine, Given, Round, play_rounds
 from rl_accel.rollout.tail_batching import TailRun
 
 GOAL_S = 60.0
-"""For 1,000 rounds."""
+"""Goal for 1,000 rounds, in CPU seconds."""
 ENGINE = Engine({1: 0.013, 64: 0.02}, cached_token_seconds=1e-8)
 
 
@@ -26,9 +26,9 @@ ENGINE = Engine({1: 0.013, 64: 0.02}, cached_token_seconds=1e-8)
 def bench_rounds(rounds: int, prompts: int, responses: int, replicas: int) -> None:
     """Time simulated rounds with published lengths, with and without tail batching.
 
-    First it is checked that rounds without it take exactly the longest of each batch, that the same seed gives the same rounds, and
-    that each round trains a whole batch; else there is no number, and exit status 1. A goal that is not met is shown and does not
-    change it.
+    First checks that rounds without tail batching take exactly as long as the longest response of each batch, that the same seed
+    gives the same rounds, and that each round trains a whole batch. If a check fails, there is no number, and the exit status is
+    1. A missed goal is shown but does not change the exit status.
     """
     console = console_of_benchmark()
     lengths = published("math16k")

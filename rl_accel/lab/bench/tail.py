@@ -1,4 +1,4 @@
-"""``rl-accel bench tail``: what tail batching itself costs, in whole rounds on verl without a model."""
+"""``rl-accel bench tail``: measures the overhead of tail batching in whole rounds on verl, without a model."""
 
 import importlib.util
 import json
@@ -17,14 +17,14 @@ from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
 from rl_accel.lab.bench.measure import console_of_benchmark, met, output_folder, results_files
 
 LOADS = ((32, 16, 3), (128, 16, 2), (512, 16, 1))
-"""P0, R0 and rounds. The largest takes minutes a round: verl's agent loop needs about 20 ms of a core for each response."""
+"""P0, R0 and number of rounds. A round of the largest load takes minutes: verl's agent loop needs about 20 core-ms per response."""
 QUICK_LOADS = ((4, 2, 2), (8, 4, 2))
 LOAD_GOAL_S = 2.0
 LOAD_MODULE = "rl_accel.lab.bench.tail_load"
 RATIO = 1.25
 TOKENS = 128
 LONGEST_S = 900.0
-"""A load that takes longer is ended and called failed."""
+"""Maximum seconds of a load; a slower load is stopped and counts as failed."""
 
 
 @click.command("tail")
@@ -32,12 +32,12 @@ LONGEST_S = 900.0
 @click.option("--quick", is_flag=True, help="Tiny sizes: does it work at all?")
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Agent-loop workers.")
 def bench_tail(out: Path | None, quick: bool, workers: int) -> None:
-    """Measure what tail batching itself costs: processor seconds of the trainer, and seconds until a round has ended.
+    """Measure the overhead of tail batching: CPU seconds of the trainer, and seconds from the last response to the end of a round.
 
-    TransferQueue, verl's load balancer and agent loop, our manager, workers and trainer side run, each in its real process;
-    only rollout servers sleep drawn times in place of decoding. A batch that is not exactly P0 x R0, a key left behind, a
-    prompt lost or trained twice is an error: no number, and exit status 1. Goals that are not met are shown and do not change
-    it: machines are shared and noisy.
+    TransferQueue, verl's load balancer and agent loop, and our manager, workers and trainer code run in their real processes.
+    Only the rollout servers are simulated: they sleep drawn times instead of decoding. A batch that is not exactly P0 x R0, a
+    key left behind, and a prompt lost or trained twice are errors: no number for that load, and exit status 1. Missed goals are
+    shown but do not change the exit status, because machines are shared and noisy.
     """
     console = console_of_benchmark()
     output_folder(out)
@@ -53,9 +53,9 @@ def bench_tail(out: Path | None, quick: bool, workers: int) -> None:
 
 
 def plan_of(prompts: int, responses: int, rounds: int, workers: int) -> dict[str, Any]:
-    """Return the plan for :mod:`rl_accel.lab.bench.tail_load`: one size and how to load it.
+    """Returns the plan of one load for :mod:`rl_accel.lab.bench.tail_load`.
 
-    The median of the drawn times grows with the size, so that responses become complete no faster than two cores can take them in.
+    The median of the drawn times grows with the batch size, so that responses finish no faster than two cores can process them.
     """
     return {
         "prompts": prompts,
@@ -72,7 +72,7 @@ def plan_of(prompts: int, responses: int, rounds: int, workers: int) -> dict[str
 
 
 def _load(quick: bool, workers: int, console: Console) -> tuple[list[dict[str, Any]], bool]:
-    """Return what each size gave, and whether one of them was wrong."""
+    """Runs the loads up to the first failure. Returns the results, and whether a load failed."""
     sizes: list[dict[str, Any]] = []
     with Stop().listening() as stop:
         for size in QUICK_LOADS if quick else LOADS:
@@ -94,7 +94,7 @@ def _load(quick: bool, workers: int, console: Console) -> tuple[list[dict[str, A
 
 
 def _run(plan: dict[str, Any], stop: Stop) -> tuple[dict[str, Any], str]:
-    """Run one size in processes of its own; return its numbers, and what was wrong ("" if nothing)."""
+    """Runs one load in separate processes. Returns the measurements and the problem ("" if there is none)."""
     with ExitStack() as stack:
         folder = stack.enter_context(ray_temp_dir())
         given, answer, log = folder / "plan.json", folder / "results.json", folder / "log"

@@ -1,7 +1,7 @@
-"""``python -m rl_accel.lab.bench.tail_load PLAN.json OUT.json``: rounds of one size, without a model.
+"""``python -m rl_accel.lab.bench.tail_load PLAN.json OUT.json``: plays rounds of one batch size, without a model.
 
-Real are TransferQueue, verl's load balancer and LLM client, the agent loop, our manager and workers, and our trainer's way from
-the core's decisions to the batch. Not real are the rollout servers, which sleep, and there is no judge and no training.
+Real components: TransferQueue, verl's load balancer and LLM client, the agent loop, our manager and workers, and our trainer's
+code from the decisions of tail batching to the batch. The rollout servers only sleep; there is no grader and no training.
 """
 
 import asyncio
@@ -42,22 +42,22 @@ from rl_accel.rollout.tail_batching import TailBatching
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 LONGEST = 8.0
-"""The limit on a drawn time, in medians; a model's limit on the length of a response does the same."""
+"""Upper bound of a drawn time, in medians; corresponds to a model's limit on the response length."""
 
 
 def drawn(prompt: bytes, rng: random.Random) -> float:
-    """Return a time in medians: log-normal with a deviation of 1, half of the variance shared by all responses of ``prompt``."""
+    """Returns a time in medians: log-normal with sigma 1; all responses to ``prompt`` share half of the variance."""
     shared = random.Random(hashlib.sha256(prompt).digest()).gauss(0, math.sqrt(0.5))
     return min(math.exp(shared + rng.gauss(0, math.sqrt(0.5))), LONGEST)
 
 
 class SleepingServer:
-    """A rollout server that sleeps a drawn time in place of decoding. A cancelled caller ends the sleep, as in vLLM.
+    """A rollout server that sleeps a drawn time instead of decoding. Cancelling the call ends the sleep, as in vLLM.
 
     Args:
-        median_s: the median of the drawn times.
-        tokens: tokens of a response that takes the median; others have as many more or fewer.
-        seed: of the drawn times.
+        median_s: median of the drawn times, in seconds.
+        tokens: number of tokens of a response that takes the median time; proportional for other times.
+        seed: seed of the drawn times.
     """
 
     def __init__(self, median_s: float, tokens: int, seed: int) -> None:
@@ -80,19 +80,19 @@ class SleepingServer:
         return TokenOutput(token_ids=ids, stop_reason=reason, num_preempted=0, extra_fields={"global_steps": 0})
 
     async def abort_all_requests(self) -> None:
-        """End every request, and later ones as soon as they come, until :meth:`resume_generation`."""
+        """Ends every request, and later requests on arrival, until :meth:`resume_generation`."""
         self._aborted.set()
 
     async def resume_generation(self) -> None:
         self._aborted.clear()
 
     async def running(self) -> int:
-        """Return the number of requests that are not over."""
+        """Returns the number of unfinished requests."""
         return self._running
 
 
 class NotingWorker(TailAgentLoopWorker):
-    """Our agent-loop worker; it also notes when it reported what, on the clock that all processes of a machine share."""
+    """Our agent-loop worker, which also records each reported event with the time of the machine-wide monotonic clock."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -103,17 +103,17 @@ class NotingWorker(TailAgentLoopWorker):
         super()._report(event)
 
     async def notes(self) -> list[tuple[str, int, float]]:
-        """Return ``(kind, response id, time)`` of the events since the last call."""
+        """Returns ``(kind, response id, time)`` of each event since the last call."""
         notes, self._notes = self._notes, []
         return notes
 
     async def usage(self) -> tuple[int, float]:
-        """Return resident bytes and processor seconds of this process."""
+        """Returns resident bytes and CPU seconds of this process."""
         return psutil.Process().memory_info().rss, time.process_time()
 
 
 class Replica:
-    """What our trainer's way to stop and resume servers uses of verl's ``RolloutReplica``."""
+    """The methods of verl's ``RolloutReplica`` that our trainer needs to stop and resume servers."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
@@ -126,14 +126,17 @@ class Replica:
 
 
 class RoundsOnly(TailBatchingTrainer):
-    """Our trainer with nothing but what a round needs: no models, no data files, no checkpoints."""
+    """Our trainer, reduced to the parts that a round needs: no models, no data files, no checkpoints."""
 
     def __init__(self, driver: RolloutDriver, log: SettlementLog, steps: int) -> None:
         self._driver, self._log, self._last_step = driver, log, steps
 
 
 def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Play the rounds of ``plan`` (see :mod:`rl_accel.lab.bench.tail`) in this process's Ray cluster; return numbers and errors."""
+    """Plays the rounds of ``plan`` (see :mod:`rl_accel.lab.bench.tail`) in this process's Ray cluster.
+
+    Returns measurements and errors.
+    """
     config = _config(plan, _model(folder / "model"))
     tq.init(config.transfer_queue)
     servers = {
@@ -144,7 +147,7 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
     client = TailLLMServerClient(config=config, load_balancer_handle=get_router_handle(servers))
     workers = agent_loop.AgentLoops.create(config=config, llm_client=client).agent_loop_workers
-    _usage(workers)  # they are up
+    _usage(workers)  # waits until the workers are up
     rounds = plan["rounds"]
     numbers = iter(range(10**9))
     core = TailBatching(run_of(config))
@@ -154,7 +157,7 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
     driver = RolloutDriver(core, supply, Workers(workers, stopped), clear)
     log = SettlementLog(folder)
     log.rewind(0)
-    # As many steps as the data would last for: the last of the rounds played is as full as any other.
+    # More steps than are played: the last round played is then as full as any other.
     trainer = RoundsOnly(driver, log, rounds + 100)
     measured: list[dict[str, Any]] = []
     errors: list[str] = []
@@ -193,7 +196,7 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
             }
         )
         print(json.dumps(measured[-1]), flush=True)
-        tq.kv_clear(keys=list(batch.keys), partition_id="train")  # as the trainer does after its step
+        tq.kv_clear(keys=list(batch.keys), partition_id="train")  # as the trainer does after a step
     running = sum(ray.get([server.running.remote() for server in servers.values()]))
     if running:
         errors.append(f"{running} requests still run on the servers although their round is over")
@@ -203,7 +206,7 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _errors(
     keys: list[str], stored: set[str], metrics: dict[str, float], trained: set[str], plan: dict[str, Any]
 ) -> list[str]:
-    """What is wrong with a batch: its size, ghosts beside it, a prompt that was trained before."""
+    """Returns the errors of a batch: a wrong size, stray keys, prompts trained before. Adds the batch's prompts to ``trained``."""
     prompts, responses = plan["prompts"], plan["responses"]
     by_prompt = Counter(key.split("_")[0] for key in keys)
     errors = []
@@ -228,7 +231,7 @@ def _config(plan: dict[str, Any], model: Path) -> Any:
         "data.max_prompt_length": 64,
         "data.max_response_length": 16384,
         "actor_rollout_ref.model.path": str(model),
-        "actor_rollout_ref.rollout.name": "vllm",  # cancelled as on vLLM: the remote call itself
+        "actor_rollout_ref.rollout.name": "vllm",  # as on vLLM, cancelling the remote call ends the request
         "actor_rollout_ref.rollout.n": plan["responses"],
         "actor_rollout_ref.rollout.agent.num_workers": plan["workers"],
         "actor_rollout_ref.actor.ppo_mini_batch_size": plan["prompts"],
@@ -247,7 +250,7 @@ def _config(plan: dict[str, Any], model: Path) -> Any:
 
 
 def _model(folder: Path) -> Path:
-    """A tokenizer, one token a word, and the configuration of a model that nobody loads."""
+    """Saves a tokenizer (one token per word) and the configuration of a model that is never loaded; returns ``folder``."""
     words = {f"w{i}": i for i in range(512)}
     core = Tokenizer(models.WordLevel({"<unk>": 512, "<eos>": 513, **words}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -276,7 +279,7 @@ def _usage(workers: list[Any]) -> list[tuple[int, float]]:
 
 
 def main(plan_file: str, out_file: str) -> None:
-    """Start a Ray cluster, run the plan of ``plan_file``, write the results to ``out_file``."""
+    """Starts a Ray cluster, runs the plan in ``plan_file`` and writes the results to ``out_file``."""
     plan = json.loads(Path(plan_file).read_text())
     ray.init(num_cpus=32, num_gpus=0, include_dashboard=False, log_to_driver=False)
     try:

@@ -1,1 +1,1 @@
-"""A small generation engine on a CPU, shared by what runs verl and slime on a laptop. It knows neither of them."""
+"""A small generation engine on CPU for runs of verl and slime on a laptop. The engine imports neither framework."""

@@ -1,9 +1,9 @@
-"""The model, its key-value memory and the requests that are decoded in it, one row each.
+"""Batched decoding: the model, its key-value cache, and the running requests, one cache row per request.
 
-A row always starts at position 0 and is padded on the right, so that a key sits at the same place whatever else runs. Attention of
-one new token is computed row by row over exactly the row's own length: its result cannot depend on the batch, and no time goes into
-padding, which makes it about three times as fast as a padded ``scaled_dot_product_attention`` on one core. Row counts are rounded
-up to ``ROWS``, because CPU kernels treat very few rows with another matrix multiplication, which rounds differently.
+A row starts at position 0 and is padded on the right, so that the position of a key does not depend on other requests. Attention
+of a new token is computed row by row over exactly the length of the row: the result cannot depend on the batch, and no time is
+spent on padding (about three times as fast as a padded ``scaled_dot_product_attention`` on one core). The number of rows is rounded
+up to a multiple of ``ROWS``, because CPU kernels use another matrix multiplication for very few rows, which rounds differently.
 """
 
 from collections import OrderedDict
@@ -20,19 +20,19 @@ from rl_accel.lab.cpu_engine.sampling import BatchSampler
 from rl_accel.lab.cpu_engine.scheduler import Request
 
 ATTENTION = "rl_accel_cpu"
-"""The name of :func:`attend` in transformers."""
+"""Name of :func:`attend` in the attention registry of transformers."""
 BLOCK = 128
 ROWS = 8
 _PROMPTS_KEPT = 64
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
+    """Returns the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
 
 
 class PromptCache:
-    """Collects the keys and values of one prompt: per layer [1, H, L, D]. Speaks the part of the cache API models use."""
+    """Collects the keys and values of one prompt: per layer [1, H, L, D]. Has the part of the cache API that models use."""
 
     is_compileable = False
 
@@ -53,10 +53,10 @@ class PromptCache:
 
 
 class SlotCache:
-    """Keys and values of up to ``slots`` sequences: per layer [slots, H, capacity, D], grown when a sequence needs it.
+    """Keys and values of up to ``slots`` sequences: per layer [slots, H, capacity, D]. The capacity grows on demand.
 
-    Before a decoding step :meth:`window` says how many rows take part and where each writes. :meth:`update` then returns the
-    whole memory, which the attention of this package reads as far as :meth:`mask` allows.
+    Before a decoding step, :meth:`window` sets the number of rows that take part and the write position of each row.
+    :meth:`update` then returns the whole cache, which :func:`attend` reads as far as :meth:`mask` allows.
     """
 
     is_compileable = False
@@ -71,7 +71,7 @@ class SlotCache:
         self._positions = torch.arange(0)
 
     def store(self, row: int, prompt: PromptCache) -> None:
-        """Copy a prompt's keys and values to the beginning of ``row``."""
+        """Copies the keys and values of a prompt to the beginning of ``row``."""
         if not self._keys:
             for keys, values in prompt.layers:
                 self._keys.append(keys.new_zeros(self.slots, keys.shape[1], 0, keys.shape[3]))
@@ -83,24 +83,24 @@ class SlotCache:
             own_values[row, :, :length] = values[0]
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` positions of row ``source`` over row ``target``."""
+        """Copies the first ``length`` positions of row ``source`` over row ``target``."""
         for memory in (*self._keys, *self._values):
             memory[target, :, :length] = memory[source, :, :length]
 
     def clear(self, row: int) -> None:
-        """Zero ``row``: a NaN left behind would reach the row's next request, because 0 * NaN is NaN."""
+        """Zeroes ``row``. A remaining NaN would reach the row's next request, because 0 * NaN is NaN."""
         for memory in (*self._keys, *self._values):
             memory[row] = 0
 
     def window(self, rows: int, positions: torch.Tensor) -> None:
-        """Select rows 0..rows-1 for the next forward; row i writes at ``positions[i]`` and reads up to it."""
+        """Selects rows 0..rows-1 for the next forward pass. Row i writes at ``positions[i]`` and reads up to that position."""
         self._width = round_up(int(positions.max()) + 1, BLOCK)
         self._reserve(self._width)
         self._rows = torch.arange(rows)
         self._positions = positions
 
     def mask(self) -> torch.Tensor:
-        """Return the boolean attention mask [rows, 1, 1, width] of the window: True where a row may look."""
+        """Returns the boolean attention mask [rows, 1, 1, width] of the window: True where a row may attend."""
         return (torch.arange(self._width) <= self._positions[:, None])[:, None, None, :]
 
     def update(
@@ -138,10 +138,10 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend with ``query`` [B, H, L, D]; for L = 1 with the rows of a memory that may be larger than the batch.
+    """Computes attention of ``query`` [B, H, L, D]; for L = 1, over the rows of a cache that may have more rows than the batch.
 
-    ``key`` and ``value`` are [at least B, KV heads, capacity, D]; ``attention_mask`` [B, 1, 1, T] is True for the first
-    positions of a row. Returns [B, L, H, D].
+    For L = 1, ``key`` and ``value`` are [at least B, KV heads, capacity, D], and ``attention_mask`` [B, 1, 1, T] is True for the
+    first positions of a row. Returns [B, L, H, D].
     """
     if query.shape[2] > 1:
         output: torch.Tensor
@@ -160,10 +160,10 @@ def attend(
 
 
 _SIGNATURE = "void(f4[:,:,::1], f4[:,:,:,::1], f4[:,:,:,::1], i8[::1], f4, f4[:,:,::1])"
-"""The only one: code compiled for arrays of another layout would sum in another order."""
+"""The only compiled signature: code for arrays of another layout would sum in another order."""
 
 
-# Sums may be reordered for vector registers: the order is fixed when this is compiled, the same for every row.
+# Sums may be reordered for vector registers: the order is fixed at compile time and is the same for every row.
 @numba.njit(_SIGNATURE, fastmath={"reassoc", "contract"}, error_model="numpy", nogil=True, cache=True)
 def _one_token(query, keys, values, lengths, scale, out):  # type: ignore[no-untyped-def]
     rows, heads, width = query.shape
@@ -196,12 +196,12 @@ def _one_token(query, keys, values, lengths, scale, out):  # type: ignore[no-unt
 
 
 class Batch:
-    """Up to ``places`` requests of one model. ``requests[i]`` has row i of the memory.
+    """Up to ``places`` running requests of one model; ``requests[i]`` has row i of the cache.
 
-    The model is the batch's from then on: its attention is replaced by one that decodes over this memory.
+    The batch takes over ``model`` and replaces the model's attention by :func:`attend`.
 
     Raises:
-        ValueError: the model has an attention layout that this does not do.
+        ValueError: the model has layers without full attention.
     """
 
     def __init__(self, model: Any, places: int) -> None:
@@ -214,13 +214,16 @@ class Batch:
         self.requests: list[Request] = []
         self.prefills = 0
         self.peak = 0
-        """The most tokens of memory that a step took."""
+        """Maximum number of cache tokens that a decoding step took."""
         self._cache = SlotCache(places)
         self._sampler: BatchSampler | None = None
         self._prompts: OrderedDict[tuple[int, ...], tuple[PromptCache, torch.Tensor]] = OrderedDict()
 
     def begin(self, request: Request) -> tuple[PromptCache, int, float]:
-        """Read a request's prompt, and its response if it was preempted; return what to :meth:`join` with, a token, its logprob."""
+        """Prefills the prompt of a request and, after a preemption, the response so far.
+
+        Returns the cache for :meth:`join`, the next token and the log-probability of that token.
+        """
         if request.tokens:
             memory, logits = self.read(request.prompt + request.tokens)
         else:
@@ -229,13 +232,13 @@ class Batch:
         return memory, token, logprob
 
     def join(self, request: Request, memory: PromptCache) -> None:
-        """Give ``request`` a row."""
+        """Gives ``request`` the next row, filled with ``memory``."""
         self._cache.store(len(self.requests), memory)
         self.requests.append(request)
         self._sampler = None
 
     def _read_prompt(self, prompt: tuple[int, ...]) -> tuple[PromptCache, torch.Tensor]:
-        """Equal prompts (a group) share one reading."""
+        """Returns the cache and the last logits of a prompt. Equal prompts (a prompt group) share one prefill."""
         if prompt not in self._prompts:
             self._prompts[prompt] = self.read(prompt)
             if len(self._prompts) > _PROMPTS_KEPT:
@@ -243,14 +246,14 @@ class Batch:
         return self._prompts[prompt]
 
     def read(self, tokens: tuple[int, ...] | list[int]) -> tuple[PromptCache, torch.Tensor]:
-        # One sequence at a time: its numbers then do not depend on the others.
+        # One sequence at a time, so that the result does not depend on other sequences.
         cache = PromptCache()
         output = self._model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True, logits_to_keep=1)
         self.prefills += 1
         return cache, output.logits[:, -1].float()
 
     def step(self) -> tuple[list[int], list[float]]:
-        """Draw the next token of every request; -1 for one whose logits are not finite. Returns tokens and logprobs by row."""
+        """Draws the next token of every request. Returns token ids (-1 if the logits are not finite) and logprobs by row."""
         requests = self.requests
         count = len(requests)
         lengths = [request.length for request in requests]
@@ -277,7 +280,7 @@ class Batch:
         return tokens, logprobs
 
     def keep(self, rows: list[int]) -> None:
-        """Go on with ``rows`` only. The last rows move into the gaps, so that running rows are always the first ones."""
+        """Removes all rows except ``rows``. The last rows move into the gaps, so that running requests have the first rows."""
         count = len(rows)
         movers = [row for row in rows if row >= count]
         kept = set(rows)
@@ -291,10 +294,10 @@ class Batch:
         self._sampler = None
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy ``weights`` (name -> tensor) into the model of an empty batch. Tied weights need only one name.
+        """Copies ``weights`` (name -> tensor) into the model of an empty batch. Tied weights need only one name.
 
         Raises:
-            ValueError: a parameter is missing, a name is unknown or a shape differs; nothing has been written then.
+            ValueError: a parameter is missing, a name is unknown or a shape differs. Nothing is written in that case.
         """
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         own: dict[str, torch.Tensor] = {**parameters, **dict(self._model.named_buffers())}

@@ -1,7 +1,7 @@
-"""A small generation engine on CPU: batched decoding of a transformers causal LM with requests joining and leaving.
+"""A small generation engine on CPU: continuous batching of a transformers causal LM, independent of verl and Ray.
 
-It knows nothing of verl or Ray. One thread owns the model and all state; every public method posts a command that this thread
-carries out between two decoding steps and returns a :class:`concurrent.futures.Future`.
+One thread owns the model and all state. A public method posts a command and returns a :class:`concurrent.futures.Future`; the
+thread executes the command between two decoding steps.
 """
 
 import contextlib
@@ -25,23 +25,23 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Continuous batching over ``model``, which must be in eval mode with full attention in every layer.
 
-    The model is the engine's from then on: its attention is replaced by one that decodes over the engine's memory.
+    The engine takes over ``model`` and replaces the model's attention by one that decodes over the engine's cache.
 
     Args:
         model: a transformers causal LM on CPU.
         eos_token_ids: tokens that end a response.
-        max_num_seqs: requests decoded together; further ones wait in order of arrival.
-        max_model_len: largest length of prompt and response together.
-        seed: part of the seed of requests that bring none.
-        seconds_per_step: least time of a decoding step, 0 for as fast as it goes. A GPU engine takes about the same time for
-            a token of few requests as of many, and leaves the processor to others meanwhile; so does a paced engine.
-        kv_tokens: the most tokens, of prompts and responses so far, that running requests may have together, as the key-value
-            memory of a GPU engine holds only so many; None for no limit. Before a decoding step that would take more the
-            youngest request is preempted: it waits in front of the queue, and is read again, prompt and response so far,
-            when there is room. Its tokens are the same, its log-probabilities to rounding.
+        max_num_seqs: maximum number of requests decoded together; further requests wait in order of arrival.
+        max_model_len: maximum number of tokens of prompt and response together.
+        seed: seed of the engine; a request without a seed gets one derived from this seed and the request id.
+        seconds_per_step: minimum seconds of a decoding step; 0 for no minimum. Imitates a GPU engine, whose steps take about
+            the same time for few requests as for many and leave the CPU to other processes meanwhile.
+        kv_tokens: maximum number of tokens (prompts and responses so far) of all running requests together, like the size of
+            a GPU engine's key-value cache; None for no limit. Before a decoding step that would exceed the limit, the
+            youngest request is preempted: the request waits at the front of the queue until there is room, and its prompt
+            and response so far are prefilled again. The tokens stay the same; log-probabilities differ by rounding only.
 
     Raises:
-        ValueError: the model has an attention layout this engine does not do, or a limit is out of range.
+        ValueError: the model has layers without full attention, or a limit is out of range.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Engine:
         self._seed = seed
         self.seconds_per_step = seconds_per_step
         self._commands: queue.SimpleQueue[tuple[Callable[[], None], Future[Any]]] = queue.SimpleQueue()
-        self._gate = threading.Lock()  # nothing is put into the queue after it was emptied for the last time
+        self._gate = threading.Lock()  # no command enters the queue after the queue was last emptied
         self._paused = False
         self._stopping = False
         self._closed = False
@@ -82,11 +82,11 @@ class Engine:
         prompt_ids: Iterable[int],
         params: SamplingParams,
     ) -> "Future[Generation]":
-        """Queue a request. Cancelling the returned future drops the request.
+        """Queues a request. Cancelling the returned future drops the request.
 
         Raises:
-            ValueError: the prompt is empty, leaves no room for a token, holds an id outside the vocabulary, or exceeds
-                ``kv_tokens`` together with the longest response it may get.
+            ValueError: the prompt is empty, leaves no room for a response, holds a token id outside the vocabulary, or exceeds
+                ``kv_tokens`` together with the longest possible response.
         """
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
@@ -104,39 +104,39 @@ class Engine:
         return request.future
 
     def ends(self, token: int, params: SamplingParams) -> bool:
-        """Whether ``token`` ends a response."""
+        """Returns whether ``token`` ends a response."""
         return (token in self._eos and not params.ignore_eos) or token in params.stop_token_ids
 
     def abort(self, request_id: str) -> "Future[int]":
-        """End every request with this id as "aborted"; resolves to how many there were."""
+        """Ends every request with this id as "aborted"; the future resolves to the number of ended requests."""
         return self._call(lambda: self._abort(lambda request: request.request_id == request_id))
 
     def abort_all(self) -> "Future[int]":
-        """End every request as "aborted"; resolves to how many there were. Later ones are not held."""
+        """Ends every request as "aborted"; the future resolves to the number of ended requests. Later requests are not held."""
         return self._call(lambda: self._abort(lambda request: True))
 
     def pause(self) -> "Future[int]":
-        """End every request as "aborted" and hold later ones until :meth:`resume`; resolves to how many were ended."""
+        """Like :meth:`abort_all`, but holds later requests until :meth:`resume`."""
         return self._call(self._pause)
 
     def resume(self) -> "Future[None]":
-        """Go on after :meth:`pause`."""
+        """Resumes decoding after :meth:`pause`."""
         return self._call(self._resume)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> "Future[None]":
-        """Copy ``weights`` (name -> tensor) into the model. Nothing is written unless all of them fit.
+        """Copies ``weights`` (name -> tensor) into the model. Nothing is written unless all tensors fit.
 
-        The future fails with :class:`EngineError` while a request is decoding or preempted, and with ValueError for a name that
-        is missing or unknown, or a shape that differs.
+        The future fails with :class:`EngineError` while a request is decoding or preempted, and with ValueError for a missing or
+        unknown name or a different shape.
         """
         return self._call(lambda: self._load(weights))
 
     def stats(self) -> "Future[EngineStats]":
-        """Resolve to the counts of this engine."""
+        """Returns a future that resolves to the counts of this engine."""
         return self._call(self._stats)
 
     def close(self) -> None:
-        """Abort everything and end the thread. Further commands fail with :class:`EngineError`."""
+        """Aborts all requests and ends the thread. Further commands fail with :class:`EngineError`."""
         with contextlib.suppress(EngineError):
             self._call(self._close)
         self._thread.join()
@@ -184,7 +184,7 @@ class Engine:
                     future.set_exception(EngineError("the engine is closed"))
 
     def _run_once(self) -> None:
-        """Carry out commands, admit requests, decode one token of each."""
+        """Executes commands, admits requests and decodes one token of each running request."""
         self._run_commands(wait=self._paused or not (self._scheduler.waiting or self._batch.requests))
         if self._paused:
             return
@@ -230,7 +230,7 @@ class Engine:
             self._batch.keep(rows)
 
     def _append(self, request: Request, token: int, logprob: float) -> bool:
-        """Record a token; True if the request is over."""
+        """Records a token; returns whether the request has ended."""
         if token < 0:
             self._fail(request, EngineError(f"request {request.request_id}: the model gave logits that are not finite"))
             return True
@@ -292,6 +292,6 @@ class Engine:
             waiting=len(self._scheduler.waiting),
             paused=self._paused,
             kv_tokens=self._scheduler.kv_tokens,
-            kv_used=sum(request.length - 1 for request in self._batch.requests),  # the last token is not read yet
+            kv_used=sum(request.length - 1 for request in self._batch.requests),  # the last token is not cached yet
             kv_peak=self._batch.peak,
         )

@@ -1,4 +1,4 @@
-"""The real ``sglang-router`` before CPU servers, as slime starts it."""
+"""Runs the real ``sglang-router`` in front of CPU servers, with the same options as slime."""
 
 import socket
 import subprocess
@@ -18,10 +18,10 @@ _START_SECONDS = 120.0
 
 @contextmanager
 def sglang_router(servers: Sequence[str]) -> Iterator[str]:
-    """Run a router before ``servers``, given by address, and yield its own address. It ends with the block.
+    """Runs a router in front of the servers with addresses ``servers`` and yields the router's address. The block ends the router.
 
     Raises:
-        RlAccelError: it did not start, or does not list the servers; with what it said.
+        RlAccelError: the router did not start or does not list all servers. The message contains the end of the router's output.
     """
     port, prometheus = _free_ports(2)
     address = f"http://127.0.0.1:{port}"
@@ -29,7 +29,7 @@ def sglang_router(servers: Sequence[str]) -> Iterator[str]:
     command += ["--prometheus-port", str(prometheus), "--worker-urls", *servers, "--log-level", "warn"]
     command += ["--disable-circuit-breaker", "--disable-health-check"]  # as slime sets them
     with (
-        tempfile.TemporaryFile("w+") as output,  # a pipe that nobody reads fills up, and then the router stands still
+        tempfile.TemporaryFile("w+") as output,  # an unread pipe would fill up and block the router
         subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process,
     ):
         try:

@@ -1,8 +1,8 @@
-"""Sampling that depends on nothing but the request: its seed, its position and its own logits.
+"""Sampling that depends only on the request: seed, position and logits.
 
 A token is drawn by inverting the cumulative distribution at a uniform number that is a hash of (seed, position). There is
-no generator state, so a request draws the same tokens whoever shares its batch, whenever it joins, and also after
-it was aborted and resumed with its own tokens as part of the prompt.
+no generator state. The tokens of a request therefore depend neither on the other requests of the batch nor on the time of
+joining. They are also the same after an abort, if the request is resumed with these tokens as part of the prompt.
 """
 
 import hashlib
@@ -16,16 +16,16 @@ import numpy.typing as npt
 import torch
 
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0, "n": 1}
-"""Parameters of other engines that are accepted at the value at which they do nothing."""
+"""Parameters of other engines, each with the only accepted value: the one without effect."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled.
+    """Sampling parameters of one request.
 
-    ``temperature`` 0 means greedy. ``top_k`` -1 or 0 and ``top_p`` 1 mean no truncation. ``seed`` None lets the engine derive
-    one from its own seed and the request id. ``logprobs`` asks for the log-probability of each sampled token under
-    the distribution it was drawn from (after temperature and truncation; for greedy, the plain softmax).
+    ``temperature`` 0 means greedy. ``top_k`` -1 or 0 and ``top_p`` 1 mean no truncation. If ``seed`` is None, the engine derives
+    a seed from the engine's seed and the request id. ``logprobs`` requests the log-probability of each sampled token under
+    the distribution that the token was drawn from (after temperature and truncation; for greedy, the plain softmax).
     """
 
     max_tokens: int = 16
@@ -53,10 +53,10 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, params: Mapping[str, Any], **defaults: Any) -> "SamplingParams":
-        """Build from the dict that an agent loop sends; ``defaults`` fill keys that are absent or None.
+        """Builds parameters from the dict that an agent loop sends; ``defaults`` apply to keys that are absent or None.
 
         Raises:
-            ValueError: a key is unknown, asks for something this engine does not do, or is out of range.
+            ValueError: a key is unknown, or a value is unsupported or out of range.
         """
         known = {f.name for f in fields(cls)}
         values = {name: value for name, value in defaults.items() if value is not None}
@@ -74,20 +74,20 @@ class SamplingParams:
             values["stop_token_ids"] = tuple(values["stop_token_ids"])
         values["logprobs"] = not any(
             values.get("logprobs") is off for off in (None, False)
-        )  # 0 asks for the drawn token's
+        )  # 0 requests the drawn token's logprob
         return cls(**values)
 
 
 def derive_seed(*parts: int | str | None) -> int:
-    """Return a 64-bit seed that depends on every part and on nothing else (not on PYTHONHASHSEED)."""
+    """Returns a 64-bit seed that depends on every part and on nothing else (not on PYTHONHASHSEED)."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Return float64 uniforms in [0, 1), one a row, from uint64 ``seeds`` [B] and ``positions`` [B].
+    """Returns float64 uniforms in [0, 1), one per row, from uint64 ``seeds`` [B] and ``positions`` [B].
 
-    A SplitMix64 stream started at the seed, read at the position (Steele, Lea and Flood, 2014).
+    Each uniform is the number at that position in the SplitMix64 stream of that seed (Steele, Lea and Flood, 2014).
     """
     with np.errstate(over="ignore"):
         z: npt.NDArray[np.uint64] = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -98,7 +98,7 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -
 
 
 class BatchSampler:
-    """The sampling parameters of the running requests as arrays; rebuilt when the batch changes, used every step."""
+    """Sampling parameters of the running requests as arrays. Rebuilt when the batch changes; used at every step."""
 
     def __init__(self, params: Sequence[SamplingParams], seeds: Sequence[int]) -> None:
         temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32)
@@ -110,14 +110,14 @@ class BatchSampler:
         self._seeds = np.array(seeds, dtype=np.uint64)
 
     def __call__(self, logits: torch.Tensor, positions: Sequence[int]) -> tuple[list[int], list[float]]:
-        """Draw one token a row.
+        """Draws one token per row.
 
         Args:
             logits: [B, V] float32.
-            positions: [B], the index in the whole sequence (prompt and response) that each token will take.
+            positions: [B], index of each new token in the whole sequence (prompt and response).
 
         Returns:
-            Token ids and their log-probabilities, both of length B. A row whose logits are not finite gives token -1.
+            Token ids and log-probabilities, both of length B. A row whose logits are not finite gives token -1.
         """
         if self._rescale:
             logits = logits / self._scale
@@ -128,8 +128,8 @@ class BatchSampler:
                 logprobs[row] = _truncate(logprobs[row], params)
         cumulative = logprobs.double().exp_().cumsum_(dim=-1)
         u = torch.from_numpy(uniforms(self._seeds, np.asarray(positions, dtype=np.uint64)))
-        # Strictly below the last entry whatever the rounding; and right=True looks for the first entry strictly above,
-        # so that a token of zero probability is never drawn.
+        # The target is strictly below the last entry despite rounding, and right=True finds the first entry strictly above
+        # the target. A token of zero probability is therefore never drawn.
         mass = cumulative[:, -1]
         target = torch.minimum(u * mass, torch.nextafter(mass, torch.zeros_like(mass)))
         tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
@@ -142,7 +142,7 @@ class BatchSampler:
 
 
 def _truncate(logprobs: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Keep the ``top_k`` likeliest tokens, then the smallest set of those with at least ``top_p`` of the mass."""
+    """Keeps the ``top_k`` likeliest tokens, then the smallest set of these tokens with at least ``top_p`` of the mass."""
     values, order = logprobs.sort(descending=True, stable=True)
     drop = torch.zeros_like(values, dtype=torch.bool)
     if 0 < params.top_k < values.numel():

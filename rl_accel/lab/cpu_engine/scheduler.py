@@ -1,9 +1,9 @@
-"""Which requests run: in order of arrival, as many as there are places, within a budget of key-value memory.
+"""Scheduling of requests in order of arrival, within the number of slots and a budget of key-value cache.
 
-Only the front of the queue is admitted, only the youngest running request is preempted, and it goes back to the front. So the
-requests that run are at any time the oldest ones, the oldest is never preempted and always advances, and nothing starves.
-A preempted request comes back when others have made room, never at once; it draws a token whenever it comes back, so that
-no pair of requests can push each other out for ever without either getting longer.
+Only the front of the queue is admitted. Only the youngest running request is preempted; it goes back to the front. The running
+requests are therefore always the oldest, the oldest request is never preempted and always advances, and no request starves.
+A preempted request is readmitted only after other requests have made room, never at once. Each readmission draws a token, so
+two requests cannot preempt each other forever without progress.
 """
 
 from collections import deque
@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
 
 HEADROOM = 8
-"""Decoding steps for which there has to be room, for all that would run then, when a request joins others."""
+"""Number of decoding steps that the budget must cover, for all running requests and the new one, to admit a request."""
 
 
 class EngineError(RuntimeError):
-    """The engine cannot do what was asked in its present state, or a request failed inside it."""
+    """The engine cannot execute a command in the present state, or a request failed inside the engine."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What a request produced. ``stop_reason`` is "completed" (end token or length) or "aborted" (tokens so far).
+    """Output of a request. ``stop_reason`` is "completed" (end token or length) or "aborted" (tokens so far).
 
-    ``preemptions`` is how often it lost its memory to an older request and had to be read again.
+    ``preemptions``: number of times that the request lost its cache to older requests and had to be prefilled again.
     """
 
     token_ids: list[int]
@@ -36,10 +36,10 @@ class Generation:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counts since the engine started, the requests it holds now (a preempted one waits), and its key-value memory.
+    """Counts since the engine started, current requests (a preempted request is waiting), and key-value cache usage in tokens.
 
-    ``kv_used`` is what the running requests take now, ``kv_peak`` the most that a decoding step took, both in tokens;
-    ``kv_tokens`` is the limit, None if there is none.
+    ``kv_used``: current usage by running requests. ``kv_peak``: maximum usage of a decoding step. ``kv_tokens``: limit; None
+    for no limit.
     """
 
     tokens: int
@@ -59,7 +59,7 @@ class EngineStats:
 
 @dataclass
 class Request:
-    """A request inside the engine, with what it has produced so far."""
+    """A request inside the engine, with the output so far."""
 
     request_id: str
     prompt: list[int]
@@ -77,14 +77,14 @@ class Request:
 
 
 class Scheduler:
-    """The queue of an engine, and the memory that its running requests may take.
+    """Queue of an engine, with limits on the number and on the key-value cache of the running requests.
 
-    A running request takes as many tokens of key-value memory as its prompt and its response have so far; equal prompts count
-    once each.
+    A running request takes one token of cache per token of its prompt and its response so far. Equal prompts are not shared:
+    each one counts.
 
     Args:
-        places: requests that may run together.
-        kv_tokens: tokens of key-value memory for all of them together; None for no limit.
+        places: maximum number of running requests.
+        kv_tokens: key-value cache budget of all running requests together, in tokens; None for no limit.
 
     Raises:
         ValueError: a limit is out of range.
@@ -102,7 +102,7 @@ class Scheduler:
         self._arrived = 0
 
     def check_fits(self, request: Request, longest: int) -> None:
-        """Raise ValueError if ``request``, at the length of ``longest`` tokens, exceeds the budget all by itself."""
+        """Raises ValueError if ``request``, at a length of ``longest`` tokens, exceeds the budget on its own."""
         if self.kv_tokens is not None and longest > self.kv_tokens:
             raise ValueError(
                 f"request {request.request_id}: a prompt of {len(request.prompt)} tokens and a response of up to "
@@ -110,13 +110,13 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queue a request that has just arrived."""
+        """Queues a request that has just arrived."""
         self._arrived += 1
         request.arrival = self._arrived
         self.waiting.append(request)
 
     def next(self, running: Sequence[Request]) -> Request | None:
-        """Take the front of the queue if it may join ``running``."""
+        """Removes the front request from the queue and returns it if it may join ``running``; otherwise returns None."""
         if not self.waiting or len(running) >= self._places:
             return None
         if self.kv_tokens is not None and running:
@@ -126,7 +126,7 @@ class Scheduler:
         return self.waiting.popleft()
 
     def preempt(self, running: Sequence[Request]) -> list[int]:
-        """Put the youngest of ``running`` back into the queue until the others fit for a step; return the rows that stay."""
+        """Moves the youngest of ``running`` back into the queue until the others fit for a step; returns the rows that stay."""
         rows = list(range(len(running)))
         if self.kv_tokens is None:
             return rows
@@ -142,11 +142,11 @@ class Scheduler:
 
     @property
     def preempted(self) -> int:
-        """How many requests in the queue have begun already."""
+        """Number of requests in the queue that have begun already."""
         return sum(bool(request.tokens) for request in self.waiting)
 
     def drop(self, chosen: Callable[[Request], bool]) -> list[Request]:
-        """Take the chosen requests out of the queue and return them."""
+        """Removes the requests for which ``chosen`` is true from the queue and returns these requests."""
         dropped = [request for request in self.waiting if chosen(request)]
         self.waiting = deque(request for request in self.waiting if not chosen(request))
         return dropped

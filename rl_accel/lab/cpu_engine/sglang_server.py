@@ -1,7 +1,7 @@
-"""``rl-accel serve-cpu``: the CPU engine behind the HTTP endpoints of SGLang that slime's rollout code uses.
+"""``rl-accel serve-cpu``: serves the CPU engine over the HTTP endpoints of SGLang that slime's rollout code uses.
 
-A real ``sglang-router`` may stand before it (:mod:`rl_accel.lab.cpu_engine.router`). Bodies and answers follow SGLang's native API
-(``/generate`` and friends).
+A real ``sglang-router`` can run in front of this server (:mod:`rl_accel.lab.cpu_engine.router`). Request and response bodies follow
+SGLang's native API (``/generate`` and others).
 """
 
 import asyncio
@@ -26,16 +26,16 @@ from rl_accel.lab.cpu_engine.sampling import SamplingParams
 from rl_accel.lab.cpu_engine.scheduler import EngineError, EngineStats, Generation
 
 _TEXT_OPTIONS = {"no_stop_trim": True, "spaces_between_special_tokens": False, "skip_special_tokens": None}
-"""How an answer is made into text; every value slime sends is accepted."""
+"""Detokenization options of a request. Every value that slime sends is accepted."""
 _NOT_DONE = ("stream", "stop", "stop_regex", "json_schema", "regex", "ebnf", "custom_params", "image_data", "lora_path")
 
 
 class Service:
-    """An engine, its tokenizer, and the state an SGLang server has besides.
+    """HTTP handlers of an SGLang server.
 
     Args:
-        engine: generates.
-        tokenizer: a transformers tokenizer.
+        engine: generation engine.
+        tokenizer: transformers tokenizer of the engine's model.
     """
 
     def __init__(self, engine: Engine, tokenizer: Any) -> None:
@@ -46,7 +46,7 @@ class Service:
         return await asyncio.wrap_future(self.engine.stats())
 
     async def generate(self, request: Request) -> Response:
-        """``POST /generate``: ``input_ids`` or ``text``, ``sampling_params``; may have ``rid`` and ``return_logprob``."""
+        """``POST /generate``: ``input_ids`` or ``text``; optionally ``sampling_params``, ``rid`` and ``return_logprob``."""
         body = await request.json()
         try:
             call = _Call(self, body)
@@ -70,7 +70,7 @@ class Service:
     async def abort_request(self, request: Request) -> Response:
         """``POST /abort_request``: ``{"rid": ...}`` or ``{"abort_all": true}``. An unknown id is no error.
 
-        As SGLang's, the answer comes at once, and the scheduler sees the order after the decoding step it is in.
+        The response comes at once, but the scheduler sees the abort only after the current decoding step, as in SGLang.
         """
         body = await request.json()
         later = asyncio.get_running_loop().call_later
@@ -94,7 +94,7 @@ class Service:
         return JSONResponse({"loads": [load]})
 
     async def metrics(self, _: Request) -> Response:
-        """``GET /metrics``. A share of the key-value memory is missing where there is no limit to it."""
+        """``GET /metrics``. Without a limit on the key-value cache, the limit and the share in use are omitted."""
         stats = await self.stats()
         values: dict[str, float] = {
             "num_running_reqs gauge": stats.running,
@@ -118,7 +118,7 @@ class Service:
 
 
 class _Call:
-    """A request under way."""
+    """A ``/generate`` request in progress."""
 
     def __init__(self, service: Service, body: dict[str, Any]) -> None:
         params = {
@@ -143,7 +143,7 @@ class _Call:
         self.done = asyncio.wrap_future(service.engine.submit(self._rid, prompt, self._params))
 
     def answer(self, generation: Generation) -> dict[str, Any]:
-        """Return the answer to a request that is over."""
+        """Returns the response body of a finished request."""
         reason: dict[str, Any]
         tokens = generation.token_ids
         if generation.stop_reason == "aborted":
@@ -151,7 +151,7 @@ class _Call:
         elif self._service.engine.ends(tokens[-1], self._params):
             reason = {"type": "stop", "matched": tokens[-1]}
         else:
-            reason = {"type": "length", "length": len(tokens)}  # of the request, or the context is full
+            reason = {"type": "length", "length": len(tokens)}  # max_tokens reached, or the context is full
         meta = {
             "id": self._rid,
             "finish_reason": reason,
@@ -179,7 +179,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def application(service: Service) -> Starlette:
-    """Return the ASGI application of ``service``."""
+    """Returns the ASGI application of ``service``."""
     return Starlette(
         routes=[
             Route("/generate", service.generate, methods=["POST"]),
@@ -216,9 +216,9 @@ def serve_cpu(
     kv_tokens: int | None,
     random_seed: int,
 ) -> None:
-    """Serve a transformers model on this CPU as SGLang would: what slime's rollout code asks for.
+    """Serve a transformers model on this CPU over the part of SGLang's API that slime's rollout code uses.
 
-    For demonstrations and tests. Numbers are in float32 on one thread.
+    For demonstrations and tests. Computes in float32 on one thread.
     """
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -241,7 +241,7 @@ def serve_cpu(
         url = f"http://{host}:{listener.getsockname()[1]}"
         click.echo(f"serving {model} at {url}")
         app = application(Service(engine, tokenizer))
-        # Looking for an idle one among a hundred kept connections takes slime's HTTP client seconds of a core.
+        # With a hundred kept-alive connections, slime's HTTP client spends CPU seconds on the search for an idle one.
         config = uvicorn.Config(app, log_level="warning", headers=[("Connection", "close")])
         try:
             uvicorn.Server(config).run(sockets=[listener])

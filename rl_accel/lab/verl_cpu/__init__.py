@@ -16,8 +16,8 @@ PLATFORM = "cpu"
 ROLLOUT = "hf_cpu"
 
 _ENVIRONMENT = {
-    "VERL_ENGINE_DEVICE": "cuda",  # verl's engines are registered by device; the FSDP engine of this name runs anywhere
-    "OMP_NUM_THREADS": "1",  # Ray's workers share the cores; and sums keep their order
+    "VERL_ENGINE_DEVICE": "cuda",  # verl registers engines by device; its FSDP engine for cuda runs anywhere
+    "OMP_NUM_THREADS": "1",  # Ray's workers share the cores; one thread fixes the order of sums
     "TOKENIZERS_PARALLELISM": "false",
 }
 
@@ -25,13 +25,13 @@ _active = False
 
 
 def activate() -> None:
-    """Register the CPU platform and the ``hf_cpu`` rollout with verl, and arm the patches a CPU needs. Idempotent.
+    """Registers the CPU platform and the ``hf_cpu`` rollout with verl, and schedules the patches for a CPU. Idempotent.
 
-    Called while verl is being imported, before it asks for its platform. Modules of verl that are not imported yet stay so: what
-    concerns them waits for them. Variables already set in the environment are left alone.
+    Called during verl's import, before verl looks up its platform. Imports no modules that the patches change: each patch is
+    applied when its module is imported. Environment variables that are already set keep their values.
 
     Raises:
-        PatchRefused: this verl is not one that the patches fit (raised when the module in question is imported).
+        PatchRefused: a patch does not fit this version of verl (raised when the patched module is imported).
     """
     global _active
     if _active:

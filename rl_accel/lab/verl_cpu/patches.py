@@ -1,10 +1,10 @@
-"""What has to be replaced in verl for a CPU: assumptions of an accelerator where a platform has no say, and what makes runs repeat;
-and one look at a run's configuration before anything starts, which names what cannot work with the override that mends it.
+"""Patches of verl for a CPU. They replace assumptions of an accelerator that verl's platform interface cannot change, and make runs
+reproducible. Before anything starts, a check of the configuration lists the overrides that a run on a CPU still needs.
 
-Two runs of one seed are equal row by row, so that an A/B on a CPU compares training and not luck. Stock verl names prompts by
-random uuids, lets an unseeded server draw the tokens and hands a batch to the trainer in the order in which responses happened to
-finish. Here a response's seed comes from the run's seed, the step, the place of its prompt in the order of submission and its
-session; and a batch is in the order of submission. Nothing is added to or taken from a batch.
+Two runs with the same seed are equal row by row, so that an A/B on a CPU compares training and not random noise. Stock verl names
+prompts by random uuids, samples tokens on an unseeded server and passes a batch to the trainer in order of completion. Here, a
+response's seed derives from the run's seed, the step, the prompt's index in order of submission and the session. A batch is in
+order of submission. No response is added to or removed from a batch.
 """
 
 import os
@@ -20,7 +20,7 @@ from rl_accel.lab.verl_cpu import vllm
 from rl_accel.patches.patch import Patch
 
 _CPUS_A_RANK = 3
-"""verl reserves a bundle of three CPUs for a rank of its colocated worker groups."""
+"""Number of CPUs that verl reserves for each rank of its colocated worker groups."""
 
 _ENGINES = (
     ("actor_rollout_ref.actor", "fsdp_config", "actor"),
@@ -77,7 +77,7 @@ def _number_prompts(original: Callable[..., Any], _settings: Any) -> Callable[..
         if "priority" not in prompts:
             import torch
 
-            # The column that verl's own V0 manager fills the same way; engines on a CPU do not schedule by it.
+            # verl's V0 manager fills this column the same way; engines on a CPU do not schedule by priority.
             prompts["priority"] = torch.tensor([next(numbers) for _ in range(len(prompts))], dtype=torch.int64)
         return original(self, prompts)
 
@@ -126,10 +126,10 @@ def _order_rows(original: Callable[..., Any], _settings: Any) -> Callable[..., A
 
 
 def check_config(config: Any) -> None:
-    """Check the whole configuration of a verl trainer.
+    """Checks the whole configuration of a verl trainer.
 
     Raises:
-        ConfigError: something in it cannot work on a CPU; the message lists all of it.
+        ConfigError: some settings cannot work on a CPU; the message lists all of them.
     """
     problems = list(find_problems(config))
     if problems:
@@ -141,7 +141,7 @@ def check_config(config: Any) -> None:
 
 
 def find_problems(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield ``(override, reason)`` for everything in ``config`` that cannot work on a CPU."""
+    """Yields ``(override, reason)`` for each setting in ``config`` that cannot work on a CPU."""
 
     def get(key: str, default: Any = None) -> Any:
         value = OmegaConf.select(config, key, default=default)
@@ -226,7 +226,7 @@ def _ray_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
     if ray.is_initialized():
         return
     if get("ray_kwargs.ray_init.address") is not None or os.environ.get("RAY_ADDRESS"):
-        # The resources of a cluster that runs already are not this run's to choose.
+        # A run cannot choose the resources of a cluster that is already running.
         for key in ("num_cpus", "num_gpus", "object_store_memory"):
             if get(f"ray_kwargs.ray_init.{key}") is not None:
                 yield f"ray_kwargs.ray_init.{key}=null", "Ray takes none for a cluster that runs already"

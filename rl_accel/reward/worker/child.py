@@ -1,4 +1,4 @@
-"""What a process of a worker executes, a program on a test case or a grader, and what the worker makes of its report."""
+"""Executes a program on a test case, or a grader, in a child process, and derives the verdict from the child's report."""
 
 import copyreg
 import importlib
@@ -16,11 +16,11 @@ from . import dumps
 
 Grader = Callable[..., Any]
 REPORT_BYTES = 1 << 16
-"""The most of a report but for the value: a verdict and a few words."""
+"""Maximum size in bytes of a report without the grader's value."""
 
 
 def run_program(code: str, case: dict[str, str]) -> bytes:
-    """Return the report of a program on a case, as JSON: its ``verdict`` and the ``reason``."""
+    """Runs a program on a test case and returns the report as JSON: ``verdict`` and ``reason``."""
     verdict, reason = "passed", ""
     try:
         sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8", errors="surrogateescape")
@@ -49,14 +49,14 @@ def _call(namespace: dict[str, Any], case: dict[str, str]) -> tuple[str, str]:
 def verdict_of(
     stopped: str, status: int, report: bytes, printed: str, case: dict[str, str], grader: Grader | None
 ) -> tuple[str, str, bytes]:
-    """Return the verdict on an execution, the reason, and the pickled value of a grader.
+    """Returns the verdict on an execution, the reason, and the pickled value of a grader.
 
     Args:
-        stopped, status: the limit that stopped it, or "" and its status.
-        report: what :func:`run_program` or :func:`grade` returned, or what untrusted code has written in its place.
-        printed: what it printed.
-        case: of the program.
-        grader: None for a program.
+        stopped, status: the limit that stopped the execution, or "" and the exit status.
+        report: result of :func:`run_program` or :func:`grade`, or bytes that untrusted code wrote in its place.
+        printed: text that the execution printed.
+        case: the program's test case.
+        grader: the grader; None for a program.
     """
     if stopped:
         verdicts = {"wall": "timeout", "cpu": "timeout", "memory": "memory"}
@@ -82,13 +82,13 @@ def _lines(text: str) -> list[str]:
 
 
 def find_grader(target: str, arguments: dict[str, Any] | None) -> Grader:
-    """Return the function that ``target`` names, "module:function" or "/path/file.py:function".
+    """Returns the function that ``target`` names, "module:function" or "/path/file.py:function".
 
     Args:
-        target: with ``arguments`` it is called once with them, and what it returns is the function.
+        target: name of the grader or, if ``arguments`` are given, of a function that is called once and returns the grader.
 
     Raises:
-        BaseException: whatever its import or its call raises; TypeError if it is no function.
+        BaseException: any error of the import or of the call; TypeError if the result is not callable.
     """
     module, _, name = target.rpartition(":")
     function: Any = _load(module) if module.endswith(".py") else importlib.import_module(module)
@@ -103,7 +103,7 @@ def find_grader(target: str, arguments: dict[str, Any] | None) -> Grader:
 
 
 def _load(path: str) -> Any:
-    """Execute a file as a module that has no place in ``sys.modules``: a file may be called like a package that it imports."""
+    """Executes a file as a module outside ``sys.modules``: a file may have the name of a package that the file imports."""
     spec = importlib.util.spec_from_file_location(f"grader_{abs(hash(path))}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
@@ -113,12 +113,12 @@ def _load(path: str) -> Any:
 
 
 def grade(grader: Grader, payload: bytes, plain: bool) -> tuple[dict[str, str], bytes]:
-    """Return the report of one call: ``verdict`` and ``reason``, and the pickled value, or the exception unless ``plain``.
+    """Calls the grader. Returns ``verdict`` and ``reason``, and the pickled value, or the pickled exception unless ``plain``.
 
     Args:
         grader: the function.
-        payload: its keyword arguments, pickled.
-        plain: reduce the value to types that can be unpickled without trust in who wrote them.
+        payload: pickled keyword arguments of the call.
+        plain: reduce the value to types that are safe to unpickle even if untrusted code wrote the bytes.
     """
     try:
         value = grader(**pickle.loads(payload))
@@ -131,18 +131,21 @@ def grade(grader: Grader, payload: bytes, plain: bool) -> tuple[dict[str, str], 
 
 
 def _pickled(error: BaseException) -> bytes:
-    """The exception, with its traceback as a note; an Exception of the same text for one that would end the trainer's thread."""
+    """Returns the exception pickled, with its traceback as a note.
+
+    Replaces an error that is no Exception by a RuntimeError with the same text: the original would end the trainer's thread.
+    """
     try:
         trace = "".join(traceback.format_exception(error))
         if not isinstance(error, Exception):
             error = RuntimeError(_describe(error))
         error.add_note(f"In the process of the grader:\n{trace}")
-        if not _is_picklable(error):  # its constructor wants other arguments than it keeps, or it holds a lock, say
+        if not _is_picklable(error):  # its constructor takes other arguments than ``args``, or it holds a lock
             copyreg.pickle(type(error), _without_constructor)
         if _is_picklable(error):
             return dumps(error)
     except BaseException:
-        pass  # it cannot even be described
+        pass  # even the text of the error may raise
     return dumps(RuntimeError(_describe(error)))
 
 
@@ -160,10 +163,10 @@ def _is_picklable(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """The value of numbers, text, bytes, lists, tuples, sets and dicts; arrays become lists, their scalars numbers.
+    """Returns ``value`` as numbers, text, bytes, lists, tuples, sets and dicts. Arrays become lists, array scalars numbers.
 
     Raises:
-        TypeError: there is something else in it.
+        TypeError: ``value`` contains another type.
     """
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
         return value
@@ -175,20 +178,20 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return _plain(value.tolist())
     for base in (int, float, str):
-        if isinstance(value, base):  # an enum's member, say
+        if isinstance(value, base):  # such as a member of an enum
             return base(value)
     raise TypeError(f"an isolated grader returns numbers, text, lists and dicts, found {type(value).__name__}")
 
 
 def problem_of(error: BaseException) -> str:
-    """Return what an import raised, and where."""
+    """Returns the text of an import's error, with the file and line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
     return f"{_describe(error)}{place}"
 
 
 def _describe(error: BaseException) -> str:
-    """The error's type and text, at most 500 characters."""
+    """Returns the error's type and text, at most 500 characters."""
     try:
         return f"{type(error).__name__}: {error}"[:500]
     except BaseException:  # an exception whose text raises

@@ -1,4 +1,4 @@
-"""What keeps untrusted code apart: namespaces, a user of its own where the worker is root, and the removal of what it wrote."""
+"""Isolation of untrusted code: namespaces, a separate user if the worker is root, and removal of that user's files."""
 
 import contextlib
 import ctypes
@@ -18,18 +18,18 @@ _CAPABILITIES_V3 = 0x20080522
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 UIDS = range(60_600, 61_180)
-"""Users that untrusted code runs as where the worker is root. Distributions and systemd leave these numbers to nobody."""
+"""User ids for untrusted code if the worker is root. Neither distributions nor systemd assign them."""
 _NEEDED_CAPABILITIES = (0, 1, 5, 6, 7)  # chown, override permissions, kill, setgid, setuid
 _WRITABLE_BY_ALL = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def prctl(option: int, value: int) -> None:
-    """Set an attribute of this process; one that the kernel does not know is left out."""
+    """Sets an attribute of this process. Attributes that the kernel does not know are ignored."""
     _LIBC.prctl(option, value, 0, 0, 0)
 
 
 def drop_capabilities() -> None:
-    """Give up all rights beyond those of the user.
+    """Drops all capabilities of this process.
 
     Raises:
         OSError: not allowed.
@@ -39,7 +39,7 @@ def drop_capabilities() -> None:
 
 
 def pid_namespace_works() -> bool:
-    """Whether :func:`enter_pid_namespace` and :func:`mount_own_proc` work here, tried in a fork."""
+    """True if :func:`enter_pid_namespace` and :func:`mount_own_proc` work here. Tries both in a fork."""
     if trial := os.fork():
         return os.waitpid(trial, 0)[1] == 0
     with contextlib.suppress(BaseException):
@@ -52,9 +52,10 @@ def pid_namespace_works() -> bool:
 
 
 def enter_pid_namespace() -> None:
-    """Have the next fork be the first process of a new PID namespace: it sees no other, and when it ends, all in it are killed.
+    """Makes the next fork the first process of a new PID namespace.
 
-    An ordinary user needs a user namespace for that, in which it is itself.
+    The processes of the namespace see no others, and all of them are killed when the first one ends. Without root, a user
+    namespace is created too, in which the user keeps its ids.
 
     Raises:
         OSError: not allowed.
@@ -69,7 +70,7 @@ def enter_pid_namespace() -> None:
 
 
 def mount_own_proc() -> None:
-    """Have /proc tell of the processes of our PID namespace.
+    """Mounts a /proc that shows the processes of this PID namespace.
 
     Raises:
         OSError: not allowed.
@@ -79,7 +80,7 @@ def mount_own_proc() -> None:
 
 
 def leave_network() -> bool:
-    """Move to a network namespace without a way out, and to shared memory and queues of our own. False: not allowed."""
+    """Moves to an empty network namespace and to private shared memory and message queues. Returns False if not allowed."""
     with contextlib.suppress(OSError):
         _unshare(CLONE_NEWNET | CLONE_NEWIPC)
         return True
@@ -87,9 +88,9 @@ def leave_network() -> bool:
 
 
 def let_interpreter_be_read() -> str:
-    """Have another user be able to read the interpreter and ``sys.path``; say what stands in the way, or "".
+    """Makes the interpreter and ``sys.path`` readable for other users. Returns the problem, or "".
 
-    An interpreter below a closed folder (root's home, say) is shown in mounts of our own, where that folder holds nothing else.
+    If a closed folder such as root's home is above one of these paths, private mounts show nothing else in that folder.
     """
     roots = (sys.base_prefix, sys.prefix, *sys.path)
     closed: dict[str, list[str]] = {}
@@ -143,9 +144,10 @@ def _check(result: int, call: str) -> None:
 
 @dataclass
 class Identity:
-    """A user that no other worker on this machine runs code as, for as long as this object lives in some process.
+    """A user id that no other worker on this machine uses as long as some process holds ``claim``.
 
-    Its number is that of an abstract socket, a name that only one can hold, and that is free again when its last holder has died.
+    ``claim`` is an abstract socket whose name contains the id. Only one socket can have the name, and the kernel frees the name
+    when the last process that holds the socket has ended.
     """
 
     uid: int
@@ -154,7 +156,7 @@ class Identity:
 
     @classmethod
     def take(cls) -> "Identity | None":
-        """The first that is free; None where this process may not change users.
+        """Returns the first free identity; None if this process may not change users.
 
         Raises:
             OSError: all are taken.
@@ -180,14 +182,14 @@ class Identity:
         os.setresuid(self.uid, self.uid, self.uid)
 
     def remove_files(self) -> None:
-        """Remove what this user has left where everybody may write. A folder that has not changed is not read again."""
+        """Removes this user's files from world-writable folders. Skips folders that have not changed since the last call."""
         for folder in _WRITABLE_BY_ALL:
             with contextlib.suppress(OSError):
                 changed = os.stat(folder).st_mtime_ns
                 if self._cleaned.get(folder) != changed:
                     for entry in os.scandir(folder):
                         self._remove(entry)
-                    self._cleaned[folder] = changed  # as it was before: a change since then is looked at the next time
+                    self._cleaned[folder] = changed  # time before the scan: the next call sees later changes
 
     def _remove(self, entry: "os.DirEntry[str]") -> None:
         with contextlib.suppress(OSError):
@@ -199,7 +201,7 @@ class Identity:
 
 
 def _may_change_user() -> bool:
-    """Root in a container may lack rights, and a user namespace the numbers."""
+    """True if this process can become any of ``UIDS``. Root in a container may lack capabilities or mapped user ids."""
     if os.geteuid() != 0:
         return False
     with open("/proc/self/status") as file:
@@ -213,7 +215,7 @@ def _may_change_user() -> bool:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder, also one that is closed, or nested deeper than Python can follow. One that is not there is no error."""
+    """Removes a folder, even if it is closed or nested too deeply for Python. A missing folder is no error."""
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""A trusted grader that lives on: one process serves call after call, and its keeper replaces it when a limit has stopped it.
+"""Long-lived processes for a trusted grader: one process serves call after call; its keeper replaces it after a limit stopped it.
 
-The first process that imports a grader becomes its template if a fork of it is safe: keepers are then forks of the template, and
-the processes that they keep are forks of them, so that the import is paid for and held in memory once. If the import leaves
-threads, connections or processes behind, every process of the grader imports it by itself.
+The first process that imports a grader becomes the grader's template if forking is safe. All keepers are then forks of the
+template, and grader processes are forks of their keeper, so that the import costs time and memory once. If the import leaves
+threads, connections or processes behind, every process of the grader runs the import itself.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from .watch import Sink, Watch, descendants, kill_all
 
 
 class Keeper:
-    """Has one process that calls the grader, watches each call, and replaces the process when it was stopped or died.
+    """Runs one process that calls the grader, watches each call, and replaces the process if it was stopped or died.
 
     Args:
-        channel: to the trainer.
+        channel: channel to the trainer.
         start: the first message to the worker.
-        arguments: the bytes of that message.
-        grader: the function if this process has imported it: the keeper is a fork of the template then.
+        arguments: the payload of that message.
+        grader: the imported function if this keeper is a fork of the template, else None.
     """
 
     def __init__(self, channel: Channel, start: Start, arguments: bytes, grader: Grader | None = None) -> None:
@@ -45,7 +45,7 @@ class Keeper:
         self._may_be_template = grader is None
 
     def serve(self) -> NoReturn:
-        """Answer orders, one at a time, until the trainer or the reaper is gone."""
+        """Answers requests, one at a time, until the trainer or the reaper is gone."""
         try:
             while True:
                 self._serve_with_one_process()
@@ -57,10 +57,10 @@ class Keeper:
             os._exit(0)
 
     def _serve_with_one_process(self) -> None:
-        """Start a process and answer orders until it was stopped or has died.
+        """Starts a grader process and answers requests until the process is stopped or dies.
 
         Raises:
-            Gone: there is nobody to serve, or nothing to serve with.
+            Gone: the trainer or the reaper is gone, or the process cannot serve.
         """
         ours, theirs = socket.socketpair()
         child = os.fork()
@@ -71,7 +71,7 @@ class Keeper:
         with ours:
             ready = self._wait_until_ready(ours, child)
             self._channel.send(ready)
-            if ready.get("forks"):  # it reads the trainer's orders from now on
+            if ready.get("forks"):  # the process is a template and reads the trainer's messages itself
                 _wait_for([os.pidfd_open(child), *self._channel.descriptors - {self._channel.control.fileno()}])
             elif not ready["problem"]:
                 while True:
@@ -81,12 +81,12 @@ class Keeper:
         raise Gone
 
     def _wait_until_ready(self, process: socket.socket, child: int) -> Message:
-        """Return the first message of the process that ``child`` is."""
+        """Returns the first message of the process with the pid ``child``."""
         report, ended = Sink(process.fileno()), os.pidfd_open(child)
         while not report.whole:
             found = _wait_for([report.descriptor, ended, *self._channel.descriptors])
             if found & self._channel.descriptors:
-                self._channel.next()  # raises Gone, or is for what has ended
+                self._channel.next()  # raises Gone, or returns a message for an ended execution
             elif not report.read() and not report.whole:
                 os.close(ended)
                 return {"problem": "the process of the grader ended while it was imported", "shared": []}
@@ -94,12 +94,12 @@ class Keeper:
         return decode(report.data)[0]
 
     def _call(self, order: Order, payload: bytes, process: socket.socket, child: int) -> bool:
-        """Have the process execute an order, answer it, and return whether the process lives on."""
+        """Executes a request in the process and answers the request. Returns True if the process lives on."""
         limits = {"wall": order.limits["wall"], "cpu": order.limits["cpu"]}
         report = Sink(process.fileno())
         watch = Watch(limits, self._channel, (), report, lives_on=True)
         process.setblocking(True)
-        with contextlib.suppress(OSError):  # it has died: the watch sees that
+        with contextlib.suppress(OSError):  # the process has died: the watch sees that
             process.sendall(encode({}, payload))
         process.setblocking(False)
         stopped, status, seconds = watch.until_over(child)
@@ -113,11 +113,11 @@ class Keeper:
         return False
 
     def _live(self, calls: Channel) -> NoReturn:
-        """The process: import the grader if need be, say so, and serve calls, or forks as the template."""
+        """Runs in the child: imports the grader if necessary, reports to the keeper, then serves calls (or forks, as template)."""
         try:
             os.setsid()
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-                file.write("1000")  # where memory ends, this goes before the trainer does
+                file.write("1000")  # out of memory, the kernel kills this process before the trainer
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if not self._may_be_template:
@@ -154,9 +154,9 @@ class Keeper:
         return find_grader(self._start.target, pickle.loads(self._arguments) if self._arguments else None)
 
     def _serve_forks(self, grader: Grader) -> None:
-        """As the template, fork a keeper for each socket that the trainer sends."""
+        """Runs in the template: forks a keeper for each socket that the trainer sends."""
         gc.collect()
-        gc.freeze()  # a collection in a fork would copy every page
+        gc.freeze()  # garbage collection in a fork would copy every page
         start, control = self._start, self._channel.control
         while True:
             message, _ = self._channel.next()
@@ -183,7 +183,7 @@ def _serve_calls(calls: Channel, grader: Grader) -> None:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()
-            if os.getpid() != process:  # a fork of the grader's own has come back here
+            if os.getpid() != process:  # this is a fork made by the grader
                 os._exit(0)
             calls.send(head, body)
         except Gone:
@@ -198,9 +198,9 @@ def _wait_for(descriptors: Iterable[int]) -> set[int]:
 
 
 def _fork_is_safe(connections_before: set[str]) -> bool:
-    """Whether the import has left one thread, no process and no connection.
+    """True if the import has left only one thread, no process and no connection.
 
-    The trial fork comes first: OpenBLAS, which numpy loads, ends its threads when a process forks, and starts them again later.
+    A trial fork comes first: OpenBLAS, which numpy loads, ends its threads when a process forks, and restarts them later.
     """
     if trial := os.fork():
         os.waitpid(trial, 0)
@@ -210,7 +210,7 @@ def _fork_is_safe(connections_before: set[str]) -> bool:
 
 
 def _connections() -> set[str]:
-    """What is open beside files to read: two processes must not share it."""
+    """Returns all open descriptors but those of read-only files: two processes must not share them."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -222,7 +222,7 @@ def _connections() -> set[str]:
 
 
 def _reseed() -> None:
-    """Have this process draw other random numbers than those with which it shares its import."""
+    """Reseeds the random number generators, so that processes that share an import draw different numbers."""
     random.seed()
     if numbers := sys.modules.get("numpy.random"):
         numbers.seed()

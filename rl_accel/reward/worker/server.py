@@ -1,6 +1,6 @@
-"""The life of a worker: its start, its loop of one order, one fork, one answer, and the reaper that outlives it.
+"""Start of a worker, the worker's request loop (one fork and one answer per request), and the reaper that outlives the worker.
 
-A trusted grader has no fork for each order: ``keeper`` takes the place of the loop.
+For a trusted grader, which needs no fork per request, ``keeper`` replaces the loop.
 """
 
 import contextlib
@@ -42,19 +42,19 @@ from .keeper import Keeper
 from .watch import Sink, Watch, descendants, kill_all, threads_of_user
 
 END_SECONDS = 3.0
-"""A worker whose trainer has gone ends its program and itself; one that does not in this time is killed."""
+"""Seconds in which a worker must end its program and itself after the trainer has gone; then the worker is killed."""
 OUTPUT_KEPT = 10_000
 PRELOAD = (
     "bisect collections copy datetime decimal fractions functools heapq importlib io itertools json math operator os random re"
     " shutil string sys tempfile time traceback typing"
 )
-"""What programs usually import, imported once so that they need not."""
+"""Modules that programs usually import; the worker imports them once, before all forks."""
 _REPORT = 200
-"""The report's number is above those that programs close one by one."""
+"""Minimum descriptor of the report, above the descriptors that programs close one by one."""
 
 
 def main(descriptor: int) -> None:
-    """Serve what comes from the socket ``descriptor`` until its other end is closed."""
+    """Serves the requests from the socket ``descriptor`` until the other end is closed."""
     control = socket.socket(fileno=descriptor)
     channel = Channel(control)
     try:
@@ -73,7 +73,7 @@ def main(descriptor: int) -> None:
     except OSError as error:
         return channel.send({"problem": str(error), "shared": []})
     if start.isolation == "bubblewrap":
-        # This is the first process of its PID namespace. So nothing in there can stop or kill it, and all there ends with it.
+        # No process can kill the first one of its PID namespace, which is this one, and all others end with it.
         Server(channel, start, folder).serve(payload)
         os._exit(0)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -98,14 +98,14 @@ def main(descriptor: int) -> None:
 
 
 def _reap(worker: int, control: socket.socket, folder: str, identity: Identity | None) -> NoReturn:
-    """Wait until the worker ends or the trainer does, then end what is left of both and remove the worker's folder.
+    """Waits until the worker or the trainer ends, then kills all remaining descendants and removes the worker's folder.
 
-    The trainer's end shows in the socket, or, where another process of the trainer's holds that too, in the trainer itself.
+    The socket shows that the trainer has ended. If another process also holds that socket, the trainer's pidfd shows it.
     """
     poll = select.poll()
     ended = os.pidfd_open(worker)
     poll.register(ended, select.POLLIN)
-    poll.register(control, 0)  # only that it was closed, not that a message came
+    poll.register(control, 0)  # reports that the socket was closed, but no messages
     with contextlib.suppress(OSError):
         poll.register(os.pidfd_open(os.getppid()), select.POLLIN)
     if ended not in {descriptor for descriptor, _ in poll.poll()}:
@@ -124,14 +124,14 @@ def _reap(worker: int, control: socket.socket, folder: str, identity: Identity |
 
 @dataclass(frozen=True)
 class Server:
-    """Executes orders of untrusted code.
+    """Executes requests with untrusted code.
 
     Attributes:
-        channel: where they come from.
+        channel: source of the requests.
         start: the first message.
-        folder: the worker's own.
-        identity: the user that untrusted code runs as; None: this one.
-        unseen_threads: threads that this user has outside of this PID namespace.
+        folder: the worker's temporary folder.
+        identity: the user that untrusted code runs as; None: the worker's user.
+        unseen_threads: number of this user's threads outside of this PID namespace.
     """
 
     channel: Channel
@@ -141,7 +141,7 @@ class Server:
     unseen_threads: int = 0
 
     def serve(self, payload: bytes) -> None:
-        """Import the target, say what became of it, and answer orders, one at a time, until the channel is closed."""
+        """Imports the target, reports the outcome, and answers requests, one at a time, until the channel is closed."""
         grader, problem = None, ""
         try:
             grader = _import(self.start, payload)
@@ -158,19 +158,19 @@ class Server:
         if not self.identity:
             prctl(PR_SET_DUMPABLE, 0)  # a program of the same user cannot attach to this process
         gc.collect()
-        gc.freeze()  # a collection in a fork would copy every page
-        spared = frozenset(descendants())  # what the target started when it was imported
+        gc.freeze()  # garbage collection in a fork would copy every page
+        spared = frozenset(descendants())  # processes started by the target's import
         try:
             self.channel.send({"problem": problem, "shared": [name for name in apart if not apart[name]]})
             while not problem:
                 message, payload = self.channel.next()
-                if "limits" in message:  # else it is for an execution that has ended meanwhile
+                if "limits" in message:  # else the message is for an execution that has ended
                     self._execute(Order(**message), payload, grader, spared)
         except Gone:
-            remove(self.folder)  # the reaper does that too, unless it is the one that has gone
+            remove(self.folder)  # the reaper does that too, unless the reaper has gone
 
     def _execute(self, order: Order, payload: bytes, grader: Grader | None, spared: Collection[int]) -> None:
-        """Execute an order and answer it when its last process has gone. Its folder goes after that: it may hold much."""
+        """Executes a request and answers it once all processes have ended. Removes the folder last: that may take long."""
         limits = order.limits
         with contextlib.ExitStack() as stack:
             folder = os.path.join(self.folder, "run")
@@ -181,10 +181,10 @@ class Server:
                 os.chown(folder, self.identity.uid, self.identity.uid)
             report, to_report = _pipe(stack)
             output, to_output = _pipe(stack)
-            stack.callback(kill_all, spared)  # before its pipes are closed and its folder is removed
+            stack.callback(kill_all, spared)  # before the pipes are closed and the folder is removed
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
-                    stream.flush()  # or the fork would print it a second time
+                    stream.flush()  # or the fork would print the buffered text again
             said = Sink(report, REPORT_BYTES if grader is None else limits["memory"])
             printed = Sink(output, limits["output_bytes"])
             watch = Watch(limits, self.channel, spared, said, printed)
@@ -202,15 +202,15 @@ class Server:
     def _run_child(
         self, order: Order, payload: bytes, grader: Grader | None, folder: str, output: int, report: int
     ) -> NoReturn:
-        """The fork's side: execute the order, report, and end without any cleaning up of the program's own."""
+        """Runs in the fork: executes the request, reports, and exits without the program's cleanup handlers."""
         try:
             try:
                 os.setsid()
                 self.channel.control.close()
                 with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-                    file.write("1000")  # where memory ends, this goes before the trainer does
+                    file.write("1000")  # out of memory, the kernel kills this process before the trainer
                 report = self._confine(order, folder, output, report)
-                prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which would reset it
+                prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which resets this
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             except BaseException as error:
                 os.write(report, json.dumps({"verdict": "error", "reason": f"the sandbox failed: {error!r}"}).encode())
@@ -224,7 +224,7 @@ class Server:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(BaseException):
                     stream.flush()
-            if os.getpid() == first_process:  # else a fork of the program's own has come back here
+            if os.getpid() == first_process:  # else this is a fork made by the program
                 with contextlib.suppress(BaseException):
                     while text:
                         text = text[os.write(report, text) :]
@@ -233,7 +233,7 @@ class Server:
             os._exit(71)
 
     def _confine(self, order: Order, folder: str, output: int, report: int) -> int:
-        """Leave untrusted code its folder, its input and its limits; return the report's new number."""
+        """Restricts this process to its folder, input, output and limits. Returns the new descriptor of the report."""
         os.chdir(folder)
         with open("stdin", "wb") as file:
             given = order.case["given"] if order.case.get("kind") == "stdin" else ""
@@ -259,8 +259,8 @@ class Server:
             self.identity.become()
         else:
             _limit(resource.RLIMIT_NPROC, limits["processes"] + threads_of_user() + self.unseen_threads)
-            drop_capabilities()  # of a user namespace, if this is in one
-            prctl(PR_SET_DUMPABLE, 1)  # the worker is not; a program is as programs are
+            drop_capabilities()  # those from a user namespace, if there is one
+            prctl(PR_SET_DUMPABLE, 1)  # as for any program; the worker itself has 0
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         return report
 
@@ -272,7 +272,7 @@ def _limit(which: int, value: float) -> None:
 
 
 def _address_space() -> int:
-    """Bytes that this process has from the worker; a grader's imports may take gigabytes of it."""
+    """Returns the bytes of address space inherited from the worker; a grader's imports may take gigabytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -288,7 +288,7 @@ def _import(start: Start, payload: bytes) -> Grader | None:
 
 
 def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
-    """A pipe whose reading end the stack closes; the writing end is ours and the fork's to close."""
+    """Returns the reading and writing end of a pipe. The stack closes the reading end; the caller must close the other."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     stack.callback(os.close, reading)
     return reading, writing

@@ -1,4 +1,4 @@
-"""Watches an execution until it ends, answers or a limit stops it, and ends all processes below this one."""
+"""Watches one execution until it ends, answers or exceeds a limit, and kills the processes that are left."""
 
 import contextlib
 import math
@@ -14,25 +14,25 @@ from . import SIZES, Channel
 
 LOOK_SECONDS = 0.02
 WAITED_FACTOR = 10.0
-"""Waiting for a processor does not count against the wall limit, but no execution lasts longer than the limit times this."""
+"""Cap on wall time, in multiples of the wall limit. Waiting for a processor counts against this cap only, not against the limit."""
 LATE_SECONDS = 0.1
-"""If a look comes later than this, the machine was busy or stood still: the delay does not count against the wall limit."""
+"""Delay in seconds from which a check counts as late: the machine was busy or suspended, and the wall limit ignores the delay."""
 ALIVE_SECONDS = 1.0
-"""So often an execution that is beyond its wall limit, because it waited, tells the trainer that it is still watched."""
+"""Seconds between messages to the trainer that an execution, past its wall limit because it waited, is still watched."""
 TELL_SECONDS = 0.1
-"""After so long, and twice as long, and so on, an execution that lives on tells the trainer whether it waits."""
+"""Seconds until the trainer is first told whether a trusted grader mostly waits; each further report comes after twice the time."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MOST_PROCESSES = 100_000
 _waits_before: dict[str, float] = {}
-"""Seconds that threads had waited for a processor before the execution that is watched now, by the thread's folder in /proc."""
+"""Seconds that a thread had waited for a processor before the current execution, by the thread's folder in /proc."""
 _TIMES, _RESIDENT, _STACK = slice(11, 15), 21, 25
-"""Where the kernel's line says processor ticks (its own, and those of children waited for), pages, and the address of the stack."""
+"""Indices into :func:`_stat`: CPU ticks (of the process and of children waited for), resident pages, address of the stack."""
 
 
 class Sink:
-    """What comes out of a pipe, as far as ``most`` bytes and one more."""
+    """Collects the bytes of a pipe, at most ``most + 1``; the last one shows that there were too many."""
 
     def __init__(self, descriptor: int, most: float = math.inf) -> None:
         self.descriptor = descriptor
@@ -46,11 +46,11 @@ class Sink:
 
     @property
     def whole(self) -> bool:
-        """Whether a message of two parts has come, as :func:`rl_accel.reward.worker.encode` makes them."""
+        """True if the data is one complete message from :func:`rl_accel.reward.worker.encode`."""
         return len(self.data) >= SIZES.size and len(self.data) == SIZES.size + sum(SIZES.unpack_from(self.data))
 
     def read(self) -> bool:
-        """Take what is there now; False at the end."""
+        """Reads the bytes available now. Returns False once the pipe has ended or the sink is full."""
         while not self.full:
             try:
                 received = os.read(self.descriptor, int(min(self._most + 1 - len(self.data), 1 << 20)))
@@ -63,21 +63,21 @@ class Sink:
 
 
 def cpu_of_ended() -> float:
-    """Processor seconds of all processes that this one has waited for."""
+    """Returns the CPU seconds of all processes that this process has waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 @dataclass
 class Watch:
-    """Watches one execution, which begins when this is made.
+    """Watches one execution, which starts when this object is created.
 
     Args:
-        limits: "wall" and "cpu" seconds, and, where they hold, resident bytes ("memory") and threads ("processes"). Changed here.
-        channel: any message stops the execution, save new limits.
-        spared: children of this process that are not of the execution.
-        report, output: what it says and prints; None: what it prints is not looked at.
-        lives_on: the first process does not end with the execution, but reports in a message.
+        limits: "wall" and "cpu" in seconds; optionally "memory" (resident bytes) and "processes" (threads). Updated in place.
+        channel: source of messages that stop the execution or set new limits.
+        spared: children of this process that do not belong to the execution.
+        report, output: result and printed text of the execution; ``output`` is None if the text is not watched.
+        lives_on: the first process answers in a message and outlives the execution.
     """
 
     limits: dict[str, float]
@@ -87,9 +87,9 @@ class Watch:
     output: Sink | None = None
     lives_on: bool = False
     _waited: dict[str, float] = field(default_factory=dict, init=False)
-    """Seconds by thread."""
+    """Seconds waited for a processor, by thread."""
     _paused: float = field(default=0.0, init=False)
-    """Seconds by which looks came late: this process had no processor either, or the machine stood still."""
+    """Seconds by which checks came late: this process had no processor either, or the machine was suspended."""
     _cpu_before: float = field(default=0.0, init=False)
     _began: float = field(default_factory=time.monotonic, init=False)
     _looked: bool = field(default=False, init=False)
@@ -101,42 +101,42 @@ class Watch:
         self._cpu_before = cpu_of_ended()
 
     def _look_for_the_first_time(self) -> None:
-        """Take what processes that live on have used before this execution, at its first look: most have ended by then."""
+        """Records what long-lived processes used before this execution; not before the first check, which few executions reach."""
         self._looked = True
         living = descendants(self.spared)
         self._cpu_before = cpu_of_ended() + _cpu_of(living)
         _waits_before.update({thread: _seconds_waited(thread) for pid in living for thread in _threads(pid)})
 
     def _tell_whether_it_waits(self) -> None:
-        """Tell the trainer whether the execution has waited, for others than a processor, for most of its time."""
+        """Tells the trainer whether the execution spent most of its time waiting for anything but a processor."""
         wall = time.monotonic() - self._began
         cpu = cpu_of_ended() + _cpu_of(descendants(self.spared)) - self._cpu_before
         self.channel.send({"alive": True, "waits": cpu + self._waited_of(wall, cpu) < wall / 2})
         self._tell_at = self._began + 2 * wall
 
     def until_over(self, child: int) -> tuple[str, int | None, dict[str, float]]:
-        """Wait until ``child``, its first process, answers, ends or a limit stops it. Unless it has answered, end all that is left.
+        """Waits until ``child``, the first process, answers, ends or exceeds a limit. Unless it answered, kills what is left.
 
         Returns:
-            The limit that stopped it, or ""; the status of ``child`` if it ended by itself, as ``os.waitpid`` gives it, None if it
-            has answered; and the seconds ``wall`` and ``cpu`` of all its processes, and ``waited`` of ``wall`` in which it was
-            ready and had no processor.
+            The limit that stopped the execution, or "". The status of ``child`` from ``os.waitpid`` if it ended by itself, -1 if it
+            was stopped, None if it has answered. The seconds ``wall``, ``cpu`` (of all processes), and ``waited``: the part of
+            ``wall`` in which the execution was ready but had no processor.
 
         Raises:
-            Gone: nobody waits for it any more; nothing is ended then.
+            Gone: the trainer no longer waits for the result; nothing is killed then.
         """
         stopped, status = self._until_end(child)
         wall = time.monotonic() - self._began
         if status is None and not self._looked:
             return "", None, {"wall": wall, "cpu": 0.0, "waited": 0.0}
         if status is None:
-            self._exceeded(child)  # looks at what it waited
+            self._exceeded(child)  # updates the waits of the threads
             cpu = max(0.0, cpu_of_ended() + _cpu_of(descendants(self.spared)) - self._cpu_before)
             return "", None, {"wall": wall, "cpu": cpu, "waited": self._waited_of(wall, cpu)}
         kill_all(self.spared)
         cpu = max(0.0, cpu_of_ended() - self._cpu_before)
         if not stopped and os.WIFSIGNALED(status) and cpu > self.limits["cpu"]:
-            stopped = "cpu"  # the kernel's own limit struck before this watch, which had no processor, could look
+            stopped = "cpu"  # the kernel's limit acted first, as this process had no processor
         for sink in self._sinks():
             sink.read()  # what is still in the pipe
         return stopped, status, {"wall": wall, "cpu": cpu, "waited": self._waited_of(wall, cpu)}
@@ -145,9 +145,9 @@ class Watch:
         return [self.report] if self.output is None else [self.report, self.output]
 
     def _until_end(self, child: int) -> tuple[str, int | None]:
-        """Wait; return the limit that it exceeded ("cancelled" on a message), or "" if it ended by itself, and then its status.
+        """Waits. Returns the limit that the execution exceeded ("cancelled" on a message), or "", and the status of ``child``.
 
-        None stands for the status of one that has answered and lives on.
+        The status is -1 if the execution must be stopped, and None if ``child`` has answered and lives on.
         """
         sinks = {sink.descriptor: sink for sink in self._sinks()}
         ended = os.pidfd_open(child)
@@ -188,7 +188,7 @@ class Watch:
             os.close(ended)
 
     def _exceeded(self, child: int) -> str:
-        """The limit that is exceeded now, or ""."""
+        """Returns the limit that is exceeded now, or ""."""
         _reap_orphans(child)
         used = {"cpu": cpu_of_ended() - self._cpu_before, "memory": 0, "processes": 0}
         own = _stat(os.getpid())
@@ -196,9 +196,9 @@ class Watch:
             with contextlib.suppress(OSError, IndexError, ValueError):
                 stat = _stat(pid)
                 used["cpu"] += sum(map(int, stat[_TIMES])) / _TICKS
-                is_fork = stat[_STACK] == own[_STACK] and int(stat[_STACK]) > 0  # else it runs a program of its own
+                is_fork = stat[_STACK] == own[_STACK] and int(stat[_STACK]) > 0  # else it has executed another program
                 pages = int(stat[_RESIDENT]) - (int(own[_RESIDENT]) if is_fork else 0)
-                used["memory"] += max(0, pages) * _PAGE  # a page that two share counts twice
+                used["memory"] += max(0, pages) * _PAGE  # a page shared by two processes counts twice
             threads = _threads(pid)
             used["processes"] += len(threads)
             self._look_at_waits(threads)
@@ -226,13 +226,13 @@ class Watch:
 
 
 def _stat(pid: int) -> list[str]:
-    """What the kernel says of a process, after its name, which may be anything."""
+    """Returns the fields of /proc/<pid>/stat after the process name, which may contain anything."""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()
 
 
 def _threads(pid: int) -> list[str]:
-    """The folders of the process's threads; empty if it is gone."""
+    """Returns the /proc folders of the process's threads; [] if the process is gone."""
     try:
         return [f"/proc/{pid}/task/{name}" for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:
@@ -240,14 +240,14 @@ def _threads(pid: int) -> list[str]:
 
 
 def _seconds_waited(folder: str) -> float:
-    """Seconds that a thread, or a process's main one, was ready and had no processor; also of one that nobody has waited for."""
+    """Returns the seconds that a thread was ready and had no processor in this execution, even if the thread is a zombie."""
     with contextlib.suppress(OSError, IndexError, ValueError), open(f"{folder}/schedstat") as file:
         return int(file.read().split()[1]) / 1e9 - _waits_before.get(folder, 0.0)
     return 0.0
 
 
 def _cpu_of(processes: Collection[int]) -> float:
-    """Processor seconds of living processes, with those of children that they have waited for."""
+    """Returns the CPU seconds of living processes, with those of children that they have waited for."""
     ticks = 0
     for pid in processes:
         with contextlib.suppress(OSError, IndexError, ValueError):
@@ -256,7 +256,7 @@ def _cpu_of(processes: Collection[int]) -> float:
 
 
 def descendants(spared: Collection[int] = ()) -> list[int]:
-    """All processes below this one, but ``spared`` children of it. Orphans are its own children: it is their subreaper."""
+    """Returns all descendants but the children in ``spared``. Includes orphans, as this process is their subreaper."""
     below: list[int] = []
     parents = [os.getpid()]
     while parents and len(below) < _MOST_PROCESSES:
@@ -269,7 +269,7 @@ def descendants(spared: Collection[int] = ()) -> list[int]:
 
 
 def kill_all(spared: Collection[int] = ()) -> None:
-    """Kill every descendant and reap it. A process that is killed cannot fork any more, so a few rounds catch all."""
+    """Kills and reaps every descendant. A killed process cannot fork any more, so a few rounds catch all."""
     pause = 0.0002
     while True:
         with contextlib.suppress(ChildProcessError):
@@ -287,7 +287,7 @@ def kill_all(spared: Collection[int] = ()) -> None:
 
 
 def threads_of_user() -> int:
-    """Threads that this user has, of processes that can be seen: the kernel's limit on processes counts them."""
+    """Returns the number of this user's threads in visible processes, which the kernel's limit on processes counts."""
     count = 0
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
@@ -297,7 +297,7 @@ def threads_of_user() -> int:
 
 
 def _reap_orphans(child: int) -> None:
-    """Wait for processes that have ended and whose parents have too. ``child``, which has not, is left alone."""
+    """Reaps ended processes whose parents have ended too. Never reaps ``child``: its status is read later."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != child:
             os.waitpid(ended.si_pid, 0)
