@@ -8,12 +8,7 @@ import pytest
 
 from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.timeout(1500),
-    pytest.mark.vllm,
-    pytest.mark.parametrize("engine", ["any"], indirect=True, scope="module"),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 STEPS, PROMPTS, RESPONSES, VALIDATED = 8, 8, 4, 4
 FULL = 6.0
