@@ -37,6 +37,8 @@ if TYPE_CHECKING:  # each supervisor imports this module too, and needs no plans
 MARKER = "RL_ACCEL_AB_RUN"
 GRACE_S = 15.0
 """Seconds that a trainer may take to stop before it is killed."""
+MODULES = "VERL_USE_EXTERNAL_MODULES"
+"""Environment variable with the modules, separated by commas, that verl imports."""
 RAY_DID_NOT_START = "The current node timed out during startup"
 """Ray's error message if its agents are not up after 15 seconds or its node after 30. Busy cores need longer, and neither limit can
 be set (https://github.com/ray-project/ray/issues/65983)."""
@@ -217,9 +219,13 @@ def supervised(
 
     When this function returns or raises, no process of the command is left. If this process is killed, the supervisor
     soon ends all processes of the command and removes ``temp``.
+
+    ``env`` replaces variables of this process, except that modules in :data:`MODULES` are added to the modules named there.
     """
     run_id = uuid.uuid4().hex
     merged: dict[str, str | None] = {**os.environ, **env, MARKER: run_id}
+    if (own := os.environ.get(MODULES)) and (added := env.get(MODULES)):
+        merged[MODULES] = f"{own},{added}"
     full = {key: value for key, value in merged.items() if value is not None}
     if "RAY_TMPDIR" in full:
         full.setdefault("VLLM_RPC_BASE_PATH", full["RAY_TMPDIR"])  # sockets that vLLM leaves behind

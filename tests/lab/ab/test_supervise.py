@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_accel.lab.ab.runner import MARKER, RAY_DID_NOT_START, Stop, marked, supervised
+from rl_accel.lab.ab.runner import MARKER, MODULES, RAY_DID_NOT_START, Stop, marked, supervised
 from rl_accel.processes import end_all
 
 TRAINER = Path(__file__).with_name("toy_trainer.py")
@@ -53,6 +53,14 @@ def test_it_ends_with_the_exit_code_of_the_command(supervise, tmp_path, code, ex
     command = (str(tmp_path / "absent"),) if code is None else (sys.executable, "-c", code)
     assert supervise(*command).wait(30) == expected
     assert ("cannot start" in (tmp_path / "log").read_text()) == (code is None)
+
+
+def test_modules_that_verl_imports_are_added_to_those_of_the_shell(tmp_path, monkeypatch):
+    monkeypatch.setenv(MODULES, "mine")
+    code = f"import os; print(os.environ[{MODULES!r}], os.environ['OTHER'])"
+    env = {MODULES: "of.the.recipe", "OTHER": "x"}
+    supervised([sys.executable, "-c", code], env, tmp_path, tmp_path / "log", Stop(), lambda: False)
+    assert "mine,of.the.recipe x" in (tmp_path / "log").read_text()
 
 
 def test_children_that_outlive_the_command_are_ended(supervise, tmp_path, gone):
