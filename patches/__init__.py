@@ -1,1 +1,1 @@
-"""Reversible replacements of framework functions: the patch engine here, the patches in one folder per framework."""
+"""Reversible replacements of framework functions. This folder has the patch engine; one subfolder per framework has the patches."""

@@ -1,4 +1,4 @@
-"""Compares a replacement with the original before the swap; falls back to the original for unsupported arguments."""
+"""Safeguards for replaced framework functions: a comparison before the swap, and a fallback to the original function."""
 
 import functools
 import logging
@@ -14,7 +14,7 @@ from rl_accel.telemetry import metrics
 logger = logging.getLogger("rl_accel")
 
 PROBING: ContextVar[bool] = ContextVar("probing", default=False)
-"""True while a replacement is called for comparison: the replacement then records no metrics and never calls the original."""
+"""True while a replacement is called only for comparison. The replacement then records no metrics, and never calls the original."""
 
 
 def require_agreement(
@@ -25,14 +25,14 @@ def require_agreement(
     rtol: float = 0.0,
     atol: float = 0.0,
 ) -> None:
-    """Calls both functions with copies of ``arguments``, and refuses the replacement unless the outputs are the same.
+    """Calls ``original`` and ``replacement`` with copies of ``arguments``, and raises PatchRefused unless the outputs are equal.
 
-    Outputs are a tensor or a tuple of tensors. With ``rtol`` and ``atol`` both 0 every element must be equal (NaN equals
-    NaN); dtypes, shapes and devices must always match.
+    Each function returns a tensor or a tuple of tensors. Dtypes, shapes and devices must match. Elements may differ by the relative
+    tolerance ``rtol`` and the absolute tolerance ``atol``. The default is exact equality, where NaN equals NaN.
 
     Raises:
-        PatchRefused: outputs differ; the message names the output, the position and the difference.
-        TypeError, ValueError, BackendMissing: the replacement does not support these arguments.
+        PatchRefused: outputs differ. The message names the output, the position and the difference.
+        TypeError, ValueError, BackendMissing: ``replacement`` does not support these arguments.
     """
     wanted = _call(original, arguments)
     token = PROBING.set(True)
@@ -56,10 +56,10 @@ def require_agreement(
 
 
 def with_fallback(ours: Callable[..., Any], original: Callable[..., Any], feature: str) -> Callable[..., Any]:
-    """Returns a function that calls ``ours``, and calls ``original`` if ``ours`` refuses the arguments.
+    """Returns a function that calls ``ours``, and calls ``original`` instead if ``ours`` refuses the arguments.
 
-    ``ours`` refuses unproven arguments with TypeError, ValueError or BackendMissing. Each reason is logged once as a warning.
-    The metric ``<feature>/stock_calls`` counts these calls; their results and errors are those of the original.
+    A TypeError, ValueError or BackendMissing from ``ours`` means that ``ours`` does not support the arguments. Each error message
+    is logged once as a warning. The metric ``<feature>/stock_calls`` counts the calls that went to ``original``.
     """
 
     @functools.wraps(original)
@@ -79,7 +79,7 @@ def with_fallback(ours: Callable[..., Any], original: Callable[..., Any], featur
 
 @functools.lru_cache(maxsize=32)
 def warn_once(function: str, reason: str) -> None:
-    """Logs once per reason that a call is left to the framework's own ``function``."""
+    """Logs a warning that the framework's own ``function`` was called instead of our replacement. Logged once per ``reason``."""
     logger.warning("rl-accel: a call is left to the framework's own %s: %s", function, reason)
 
 

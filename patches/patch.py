@@ -1,4 +1,4 @@
-"""A reversible replacement of one function of another package, described as data and checked before it is applied."""
+"""Patches: reversible replacements of one function in another package, described as data and checked before use."""
 
 import functools
 import logging
@@ -23,34 +23,35 @@ class _Written:
 
 
 _lock = threading.RLock()
-# State of patches, which are frozen. Keyed by the patch itself: equal data is the same patch.
+# Mutable state of the patches, which are frozen dataclasses. Patches with equal data share one key.
 _written: dict["Patch", tuple[_Written, ...]] = {}
 _warned: set["Patch"] = set()
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One function of a framework and its replacement.
+    """Reversible replacement of one framework function.
 
     Attributes:
-        name: unique name, such as ``"verl.gae"``.
-        target: location of the function: ``"pkg.mod:attr"``, ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``.
-            A staticmethod or classmethod keeps its kind; ``make`` gets the function inside.
-        supports: supported versions as PEP 508 requirement (``"verl>=0.6.1"``); prereleases count. Compared with
-            ``__version__`` of the imported package, if any; the dist-info of another installed copy may differ.
-            Empty for a framework that is run from a checkout and has no version: parameters and probe decide.
+        name: unique name of the patch, such as ``"verl.gae"``.
+        target: location of the function: ``"pkg.mod:attr"``, ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``. If a staticmethod
+            or classmethod is there, ``make`` gets the function inside, and the replacement is wrapped in the same way.
+        supports: supported versions as PEP 508 requirement (``"verl>=0.6.1"``); prereleases are allowed. Compared with
+            ``__version__`` of the imported package, if any, because package metadata may describe another installed copy.
+            "" for a framework that is run from a checkout and has no version. Parameters and ``probe`` then decide.
         params: required parameter names of the function, in order.
-        make: ``make(original, settings) -> replacement``.
-        bindings: other places that hold the same function. Their modules must be imported before the patch is applied;
-            otherwise the patch is refused. Nothing is patched later without notice.
-        fingerprints: :func:`~rl_accel.patches.upstream.fingerprint` of the function bodies this patch was tested with. An
-            unknown body only causes one warning; ``probe`` decides whether the patch is applied.
-        probe: ``probe(original, replacement, settings)`` compares both before the first write; any exception refuses the patch.
-        no_seam: reason why no official extension point can be used.
-        upstream: URL of an issue or pull request on the same problem, or "none".
-        remove_when: upstream change after which the patch can be removed.
-        independent: whether the feature's other patches are useful without this patch. If so, a framework version that
-            lacks the function, or is outside ``supports``, does not stop the feature.
+        make: function ``make(original, settings)`` that returns the replacement. ``settings`` are the feature's flags.
+        bindings: other locations of the same function, which are replaced too. Modules of these locations must be imported before
+            the patch is applied; otherwise the patch is refused, because locations are never patched later.
+        fingerprints: hashes of the function bodies with which this patch was tested, see
+            :func:`~rl_accel.patches.upstream.fingerprint`. An unknown body only causes a warning; ``probe`` decides.
+        probe: function ``probe(original, replacement, settings)`` that compares both functions before anything is replaced. The
+            patch is refused if ``probe`` raises any exception.
+        no_seam: reason why no official extension point of the framework can be used.
+        upstream: URL of the framework's issue or pull request on the same problem, or "none".
+        remove_when: change to the framework that makes the patch unnecessary.
+        independent: True if the feature's other patches are useful without this patch. If the framework version lacks the
+            function or is not supported, only this patch then stays off.
     """
 
     name: str
@@ -67,23 +68,23 @@ class Patch:
     independent: bool = False
 
     def check(self) -> None:
-        """Checks whether the patch can be applied now. Writes nothing; imports nothing.
+        """Checks whether the patch can be applied now. Replaces nothing and imports nothing.
 
         Raises:
-            PatchRefused: the target or a binding is absent, is not imported, is already wrapped or replaced by someone
-                else or has other parameters; or the package has an unsupported version. If the patch is
-                ``independent``, absence and an unsupported version raise NotInThisVersion.
+            PatchRefused: the function is absent, not imported, has other parameters, or is already wrapped or replaced by
+                other code; or the framework version is unsupported. If the patch is ``independent``, an absent function and
+                an unsupported version raise the subclass NotInThisVersion.
         """
         with _lock:
             if not self._is_applied():
                 self._inspect()
 
     def apply(self, settings: Any = None) -> None:
-        """Writes the replacement to all places, or to none. A second call does nothing, whatever its settings.
+        """Puts the replacement at all locations of the function, or at none. A second call does nothing, even with other settings.
 
         Raises:
-            PatchRefused: as :meth:`check`; ``make`` or ``probe`` refused; a write failed (all writes are undone); or someone
-                else has wrapped the replacement since the patch was applied.
+            PatchRefused: the patch cannot be applied, see :meth:`check`; ``make`` or ``probe`` raised an exception; a location
+                could not be written (all changes are undone); or other code has wrapped the replacement meanwhile.
         """
         with _lock:
             if self._is_applied():
@@ -93,7 +94,7 @@ class Patch:
             _written[self] = self._write(places, original, replacement)
 
     def state(self) -> SwitchState:
-        """Returns the state, read from the places that hold the function."""
+        """Returns the state of the patch, read from the locations of the patched function."""
         with _lock:
             written = self._record()
             if not written:
@@ -102,12 +103,12 @@ class Patch:
             return SwitchState.APPLIED if ours else SwitchState.FOREIGN
 
     def revert(self) -> None:
-        """Restores the identical original objects, also in framework modules that have since imported the replacement by name.
+        """Restores the identical original objects. Does nothing if the patch is not applied.
 
-        Does nothing if the patch is not applied.
+        Framework modules that have imported the replacement by name meanwhile also get the original back.
 
         Raises:
-            PatchRefused: someone else wrapped or overwrote the replacement; reverting would silently remove that change.
+            PatchRefused: other code has wrapped or overwritten the replacement; reverting would silently remove that change.
         """
         with _lock:
             if self._is_applied():
@@ -117,7 +118,7 @@ class Patch:
 
     def _record(self) -> tuple[_Written, ...]:
         written = _written.get(self, ())
-        # A module that was dropped and imported again has new, unpatched places; our writes are gone with the old module.
+        # A module that was dropped and imported again holds the original function; our replacement is gone with the old module.
         if any(not w.place.is_live() for w in written):
             del _written[self]
             return ()
@@ -161,7 +162,7 @@ class Patch:
             setattr(replacement, upstream.MARK, self.name)
         except RlAccelError as error:
             raise PatchRefused(f"{self.name}: {error}") from error
-        except Exception as error:  # make() may fail in any way on an unknown version
+        except Exception as error:  # make() may fail in any way on an unknown framework version
             raise PatchRefused(f"{self.name}: cannot be made for this version ({error!r})") from error
         if self.probe is not None:
             try:

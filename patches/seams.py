@@ -1,8 +1,9 @@
-"""Interfaces (Protocols of the framework members that the pack uses), their check against the framework, and registry entries.
+"""Checks that a framework has all members that rl-accel uses, and switches that add entries to a framework's registries.
 
-An interface types objects of the framework, so that mypy refuses members that the interface lacks. :func:`require` compares
-interfaces with the framework, and our classes with the framework classes that they extend. The function refuses a changed
-framework and names each changed member. Nothing of the framework is replaced.
+An interface is a Protocol class that declares the members of a framework class (or module) that rl-accel uses. Interfaces serve as
+types, so that mypy rejects the use of undeclared members. :func:`require` compares interfaces with the installed framework, and
+our subclasses with the framework classes that they extend. If a member has changed, :func:`require` raises an error that names
+this member. Nothing in the framework is replaced.
 """
 
 import dis
@@ -26,16 +27,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
-_targets: dict[Any, tuple[str, ...]] = {}  # targets by interface
-_extended: dict[Any, Any] = {}  # interface by extending class
+_targets: dict[Any, tuple[str, ...]] = {}  # interface -> locations of the classes or modules that it describes
+_extended: dict[Any, Any] = {}  # our class -> interface of the framework class that our class extends
 _remote: set[Any] = set()
 
 
 def interface_of(*targets: str) -> Callable[[C], C]:
-    """Declares the decorated Protocol as interface of classes, ``"pkg.mod:Class"``, or of a module, ``"pkg.mod"``.
+    """Declares that the decorated Protocol describes framework classes (``"pkg.mod:Class"``) or a module (``"pkg.mod"``).
 
-    The first target must exist. The other targets must match too if their modules exist. Methods name the parameters that
-    we pass; ``(*args, **kwargs)`` stands for any parameters.
+    Methods of the Protocol name the parameters that rl-accel passes; ``(*args, **kwargs)`` stands for any parameters.
+
+    Args:
+        targets: classes or modules that the Protocol describes. The first must exist. Each further class or
+            module must match the Protocol if the module exists.
     """
 
     def mark(interface: C) -> C:
@@ -46,7 +50,7 @@ def interface_of(*targets: str) -> Callable[[C], C]:
 
 
 def extends(interface: Any) -> Callable[[C], C]:
-    """Declares the decorated class as a subclass of the class that ``interface`` describes, or as a mixin for such subclasses."""
+    """Declares that the decorated class extends the framework class described by ``interface``, as a subclass or as a mixin."""
 
     def mark(ours: C) -> C:
         _extended[ours] = interface
@@ -56,20 +60,22 @@ def extends(interface: Any) -> Callable[[C], C]:
 
 
 class RemoteMethod(Protocol[P, R_co]):
-    """A method of a Ray actor, called through the actor's handle."""
+    """Type of a Ray actor's method, which callers reach through the actor handle."""
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R_co]:
-        """Calls the method in the actor's process."""
+        """Calls the method in the actor's process and returns an awaitable of the result."""
 
 
 def remote(method: Callable[Concatenate[Any, P], R]) -> RemoteMethod[P, R]:
-    """Marks an interface method that is called through an actor handle, so that async and plain methods both match."""
+    """Marks an interface method as called through a Ray actor handle. The framework's method may then be async or plain."""
     _remote.add(method)
     return method  # type: ignore[return-value]
 
 
 def modules_of(home: str) -> list[ModuleType]:
-    """Imports ``home`` and its direct submodules. Returns these modules and the adapters that they import.
+    """Imports the module ``home`` and its direct submodules. Returns these modules and the adapters that they import.
+
+    Adapters are modules in the parent package of ``home``.
 
     Raises:
         PatchRefused: a module cannot be imported.
@@ -81,14 +87,17 @@ def modules_of(home: str) -> list[ModuleType]:
     except Exception as error:  # verl's modules for vLLM raise ValueError where there is no vLLM
         raise PatchRefused(f"{home.rpartition('.')[2]} cannot be imported: {error}") from error
     adapters = home.rpartition(".")[0] + "."
-    for module in modules:  # the list grows meanwhile
+    for module in modules:  # the list grows inside the loop
         values = [value for value in vars(module).values() if isinstance(value, ModuleType)]
         modules += [value for value in values if value.__name__.startswith(adapters) and value not in modules]
     return modules
 
 
 def interfaces_of(modules: Iterable[ModuleType]) -> dict[Any, list[Any]]:
-    """Returns the interfaces named by ``modules`` or by types of interface members, each with our classes that extend it."""
+    """Returns the interfaces that ``modules`` use, each with the classes in ``modules`` that extend the described framework class.
+
+    Includes interfaces that occur only as types of the members of other interfaces.
+    """
     found: dict[Any, list[Any]] = {}
 
     def add(interface: Any, *ours: Any) -> None:
@@ -112,10 +121,15 @@ def interfaces_of(modules: Iterable[ModuleType]) -> dict[Any, list[Any]]:
 
 
 def require(name: str, interfaces: Mapping[Any, Iterable[Any]]) -> None:
-    """Compares interfaces, and our classes that extend the described classes, with the framework.
+    """Checks that the framework has all members that ``interfaces`` declare, with suitable signatures.
+
+    Args:
+        name: name of the feature or check, for the message.
+        interfaces: mapping from interface to our classes that extend the described framework class. Methods that these classes
+            override are compared too.
 
     Raises:
-        PatchRefused: members are absent or different. The message names each, with the wanted and the found form.
+        PatchRefused: members are absent or different. The message names each member, with the wanted and the found signature.
     """
     problems = [problem for interface, ours in interfaces.items() for problem in _differences(interface, ours)]
     if problems:
@@ -153,13 +167,13 @@ def _differences(interface: Any, ours: Iterable[Any]) -> Iterator[str]:
 
 
 def _members(interface: Any) -> dict[str, Any]:
-    """Returns the methods of an interface by name, and None for each attribute, without members of base interfaces."""
+    """Returns the member names of an interface, mapped to the method, or to None for an attribute. Excludes inherited members."""
     own = {n: v for n, v in vars(interface).items() if getattr(v, "__module__", "") == interface.__module__}
     return {**dict.fromkeys(inspect.get_annotations(interface)), **{n: v for n, v in own.items() if callable(v)}}
 
 
 def _attributes(owner: Any) -> set[str]:
-    """Returns the member names of a module, or of a class and its instances, including attributes that methods assign."""
+    """Returns the member names of ``owner``, a module or class, including the instance attributes that methods assign."""
     names = {*dir(owner)}
     for base in getattr(owner, "__mro__", ()):
         names.update(inspect.get_annotations(base))
@@ -178,19 +192,19 @@ def _interfaces_in(hint: Any) -> Iterator[Any]:
 
 
 def _plain(item: Any) -> Any:
-    """Returns ``item``, or the original class if ``item`` is a class wrapped by ``@ray.remote``."""
+    """Returns the original class if ``item`` is a class wrapped by ``@ray.remote``, else ``item`` itself."""
     metadata = None if isinstance(item, type | ModuleType) else getattr(item, "__ray_metadata__", None)
     return item if metadata is None else metadata.modified_class.__ray_actor_class__
 
 
 def _signature(function: Any, is_method: bool) -> Signature:
-    """Returns parameter names and defaults, without ``self`` and the parameter that Ray adds to actor methods."""
+    """Returns the signature of ``function`` without annotations, ``self``, and the parameter that Ray adds to actor methods."""
     found = [p for p in inspect.signature(function).parameters.values() if p.name != "_ray_trace_ctx"]
     return Signature([p.replace(annotation=Parameter.empty) for p in found[is_method:]])
 
 
 def _accepts(function: Signature, caller: Signature) -> bool:
-    """Returns whether ``function`` accepts every call that the signature ``caller`` accepts."""
+    """Returns whether the signature ``function`` accepts every call that the signature ``caller`` accepts."""
     kinds = {parameter.kind for parameter in function.parameters.values()}
     passed = [p for p in caller.parameters.values() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
     more = {p.kind for p in caller.parameters.values()} - {p.kind for p in passed}
@@ -213,12 +227,12 @@ _passed: set[str] = set()
 
 @dataclass(frozen=True)
 class SeamCheck:
-    """A switch that changes nothing: "applied" means that the framework has all members that a feature needs.
+    """Check, listed among a feature's switches, that the framework has all members that the feature needs. Changes nothing.
 
     Attributes:
-        name: unique name, such as ``"slime.reward_timeout"``.
-        target: ``"pkg.mod:what"``; the check runs once ``pkg.mod`` is imported.
-        interfaces: interfaces that the framework must match.
+        name: unique name of the check, such as ``"slime.reward_timeout"``.
+        target: module and description, as ``"pkg.mod:name"``. The check runs once the module ``pkg.mod`` is imported.
+        interfaces: Protocol classes that declare the members that the framework must have.
     """
 
     name: str
@@ -226,35 +240,36 @@ class SeamCheck:
     interfaces: tuple[Any, ...]
 
     def state(self) -> SwitchState:
-        """Returns APPLIED if the last check passed."""
+        """Returns APPLIED if the framework has passed the check since the last :meth:`revert`, else PENDING."""
         return SwitchState.APPLIED if self.name in _passed else SwitchState.PENDING
 
     def apply(self, _settings: Any) -> None:
-        """Compares the interfaces with the framework.
+        """Compares the interfaces with the installed framework.
 
         Raises:
-            PatchRefused: as :func:`require`.
+            PatchRefused: a member is absent or different, see :func:`require`.
         """
         require(self.name, dict.fromkeys(self.interfaces, ()))
         _passed.add(self.name)
 
     def revert(self) -> None:
-        """Forgets the check; there is nothing to undo."""
+        """Forgets that the check has passed. The framework was not changed, so nothing is undone."""
         _passed.discard(self.name)
 
 
 @dataclass(frozen=True)
 class Registration:
-    """A switch that adds an entry to a framework's plug-in registry.
+    """Switch (reversible change to a framework) that adds an entry to a plug-in registry of the framework.
 
     Attributes:
-        name: unique name, such as ``"verl.trainer_mode.tail_batching"``.
-        target: ``"pkg.mod:entry"``: the module whose import makes the registry available, and a description of the entry.
-        register: ``register(settings)`` adds the entry; may raise PatchRefused if this framework lacks something.
-        unregister: removes the entry.
-        find: returns the registry's object under our name, or None. Must not import anything: any thread may call ``find``,
-            with the runtime's lock held, as soon as the module's import has begun.
-        owner: module that defines the registered object.
+        name: unique name of the switch, such as ``"verl.trainer_mode.tail_batching"``.
+        target: ``"pkg.mod:entry"``, the module whose import makes the registry available, and a description of the entry.
+        register: function ``register(settings)`` that adds the entry. ``settings`` are the feature's flags. May raise PatchRefused
+            if the framework lacks a needed member.
+        unregister: function without arguments that removes the entry.
+        find: function without arguments that returns the object registered under our name, or None. Must not import any module,
+            because any thread may call ``find`` under the runtime's lock as soon as the import of ``pkg.mod`` has begun.
+        owner: name of the module that defines our object.
     """
 
     name: str
@@ -265,7 +280,7 @@ class Registration:
     owner: str
 
     def state(self) -> SwitchState:
-        """Returns the state, read from the registry."""
+        """Returns FOREIGN if the registry holds another object under our name, APPLIED if it holds ours, else PENDING."""
         if self.target.partition(":")[0] not in sys.modules:
             return SwitchState.PENDING
         found = self.find()
@@ -274,10 +289,10 @@ class Registration:
         return SwitchState.APPLIED if getattr(found, "__module__", None) == self.owner else SwitchState.FOREIGN
 
     def apply(self, settings: Any) -> None:
-        """Adds the entry. Idempotent.
+        """Adds the entry to the registry. A second call does nothing.
 
         Raises:
-            PatchRefused: the name is taken, or the framework lacks something.
+            PatchRefused: another object is registered under the name, or the framework lacks a needed member.
         """
         state = self.state()
         if state is SwitchState.FOREIGN:
@@ -289,6 +304,6 @@ class Registration:
                 raise PatchRefused(f"{self.name}: {type(error).__name__}: {error}") from error
 
     def revert(self) -> None:
-        """Removes the entry if it is ours."""
+        """Removes the entry from the registry if the entry is ours."""
         if self.state() is SwitchState.APPLIED:
             self.unregister()

@@ -1,4 +1,4 @@
-"""Places that hold a framework's functions, and checks that these are the framework's own functions."""
+"""Access to the locations of framework functions, and checks that a function is the framework's own and unchanged."""
 
 import ast
 import functools
@@ -18,17 +18,24 @@ from packaging.version import InvalidVersion
 from rl_accel.errors import NotInThisVersion, PatchRefused
 
 MARK = "__rl_accel_patch__"
-"""Attribute of every replacement; holds the patch's name."""
+"""Name of the attribute that marks a replacement function. The attribute's value is the name of the patch."""
 
 _DECORATOR_HOMES = frozenset({"torch", *sys.stdlib_module_names}) - {"unittest", "__main__"}
-"""Packages whose decorators (``torch.no_grad``, ``functools.lru_cache``) frameworks put on their own functions."""
+"""Packages whose decorators (``torch.no_grad``, ``functools.lru_cache``) frameworks themselves put on their functions."""
 
 _FORM = re.compile(r"(?P<module>[\w.]+):(?P<path>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)(\[(?P<key>[^\[\]]+)\])?")
 
 
 @dataclass(frozen=True)
 class Place:
-    """One binding of an object: ``owner`` holds the object as attribute ``name``, or as dict key ``name`` if ``keyed``."""
+    """Location of an object in a framework: an attribute of a class or module, or an item of a dict.
+
+    Attributes:
+        where: location as text, ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``.
+        owner: class, module or dict that holds the object.
+        name: name of the attribute, or key of the item.
+        keyed: True if ``owner`` is a dict.
+    """
 
     where: str
     owner: Any
@@ -39,18 +46,18 @@ class Place:
         return self.where
 
     def read(self) -> Any:
-        """Returns the current object, raw (a staticmethod stays a staticmethod), or None if absent."""
+        """Returns the object now at this location, or None if absent. A staticmethod object is returned as such."""
         return self.owner.get(self.name) if self.keyed else vars(self.owner).get(self.name)
 
     def write(self, value: Any) -> None:
-        """Binds ``value``, raw."""
+        """Puts ``value`` at this location."""
         if self.keyed:
             self.owner[self.name] = value
         else:
             setattr(self.owner, self.name, value)
 
     def is_live(self) -> bool:
-        """Returns whether ``where`` still leads to this owner; false after the module was dropped or imported again."""
+        """Returns whether ``where`` still leads to ``owner``. False after the module was dropped or imported again."""
         try:
             return _owner(self.where)[0] is self.owner
         except PatchRefused:
@@ -58,12 +65,12 @@ class Place:
 
 
 def find(where: str) -> Place:
-    """Returns the place named by ``where`` (``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``).
+    """Returns the location that ``where`` names, such as ``"pkg.mod:Class.attr"`` or ``"pkg.mod:DICT[key]"``.
 
     Raises:
         ValueError: ``where`` has another form.
-        NotInThisVersion: the object does not exist; inherited attributes do not count.
-        PatchRefused: the module is not imported, or the owner is no dict, class or module.
+        NotInThisVersion: there is no object at this location. Inherited attributes do not count.
+        PatchRefused: the module is not imported, or the object is not held by a dict, class or module.
     """
     owner, name, keyed = _owner(where)
     place = Place(where, owner, name, keyed)
@@ -74,7 +81,7 @@ def find(where: str) -> Place:
 
 
 def restore_copies(target: str, new: Any, old: Any) -> None:
-    """Replaces ``new`` by ``old`` in modules of the target's package: ``from x import f`` may have copied ``new`` there."""
+    """Replaces ``new`` by ``old`` in all modules of the target's package, where ``from x import f`` may have copied ``new``."""
     package = target.partition(":")[0].partition(".")[0]
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == package and isinstance(module, ModuleType):
@@ -83,23 +90,23 @@ def restore_copies(target: str, new: Any, old: Any) -> None:
 
 
 def unpack(raw: Any) -> Any:
-    """Returns the function inside ``raw``, which is a staticmethod, a classmethod or the function itself."""
+    """Returns the function inside ``raw`` if ``raw`` is a staticmethod or classmethod object, else ``raw`` itself."""
     return raw.__func__ if type(raw) in (staticmethod, classmethod) else raw
 
 
 def repack(raw: Any, function: Any) -> Any:
-    """Returns ``function`` as the same kind of object as ``raw``: staticmethod, classmethod or bare function."""
+    """Returns ``function`` wrapped as a staticmethod or classmethod if ``raw`` is such an object, else ``function`` itself."""
     return type(raw)(function) if type(raw) in (staticmethod, classmethod) else function
 
 
 def require_own(function: Any, target: str) -> None:
-    """Refuses a function that someone else has replaced or wrapped.
+    """Checks that no other package has replaced or wrapped ``function``, which was found at the location ``target``.
 
-    ``functools.wraps`` gives a wrapper the module and name of the wrapped function. Every layer is therefore judged by
-    the module whose globals the layer's code uses.
+    ``functools.wraps`` gives a wrapper the module and name of the wrapped function. Every layer (the outermost wrapper, the
+    wrappers inside and the wrapped function) is therefore judged by the module whose globals the layer's code uses.
 
     Raises:
-        PatchRefused: a layer belongs to another package than ``target``, which the message names.
+        PatchRefused: a layer is from another package than ``target``, or is no function. The message names this layer.
     """
     root = target.partition(":")[0].partition(".")[0]
     layers = list(_layers(function))
@@ -116,14 +123,18 @@ def require_own(function: Any, target: str) -> None:
 
 
 def require_params(function: Callable[..., Any], params: tuple[str, ...], target: str) -> None:
-    """Refuses a function whose parameter names are not ``params``, in order."""
+    """Raises PatchRefused unless the parameter names of ``function`` are ``params``, in this order."""
     found = tuple(inspect.signature(function).parameters)
     if found != params:
         raise PatchRefused(f"{target} takes ({', '.join(found)}), wanted ({', '.join(params)})")
 
 
 def require_version(supports: str, target: str) -> None:
-    """Refuses an imported package whose version is outside ``supports`` (PEP 508; prereleases allowed; empty: any version).
+    """Checks that the imported package of ``target`` has a supported version.
+
+    Args:
+        supports: supported versions as PEP 508 requirement; prereleases are allowed. "" allows any version.
+        target: location in the package, such as ``"pkg.mod:attr"``.
 
     Raises:
         NotInThisVersion: the version is outside ``supports``.
@@ -144,16 +155,15 @@ def require_version(supports: str, target: str) -> None:
 
 
 def fingerprint(function: Callable[..., Any]) -> str | None:
-    """Returns the SHA-256 of the syntax tree of ``function``, or None if the source cannot be read.
+    """Returns the SHA-256 of the syntax tree of ``function``, or None if the source code cannot be read.
 
-    Formatting, comments, docstring, decorators and annotations do not count.
-
-    Two bodies with the same hash do the same. A body has the same hash on every Python version, because the hash covers
-    only node types, names and constants, not the text of :func:`ast.dump`, which changes between versions.
+    Formatting, comments, docstrings, decorators and annotations do not affect the hash. Functions with the same hash therefore
+    do the same. The hash of a function is the same on every Python version, because the hash covers only node types, names and
+    constants. The text of :func:`ast.dump` would differ between Python versions.
     """
     try:
         source = inspect.getsource(inspect.unwrap(function))
-        # A method's source is indented; dedenting it would also move the lines of multi-line strings.
+        # The source code of a method is indented. Dedenting would also shift the lines of multi-line strings.
         tree = ast.parse(f"if True:\n{source}" if source[:1].isspace() else source)
     except (OSError, TypeError, SyntaxError):
         return None
@@ -164,7 +174,7 @@ def fingerprint(function: Callable[..., Any]) -> str | None:
 
 
 def describe(item: Any) -> str:
-    """Returns the origin of ``item`` for messages: real module and name, or the patch's name for our replacement."""
+    """Returns the origin of ``item`` for messages: the real module and name, or the name of the patch for our replacements."""
     if item is None:
         return "nothing"
     inner = unpack(item)

@@ -1,7 +1,7 @@
 """rl-accel: faster synchronous RL post-training on verl and slime, without a fork.
 
-``enable()`` turns features on, ``disable()`` turns all off, ``with enabled(...)`` turns features on for a block.
-``status()`` returns the state of all features.
+``enable()`` turns features on, and ``disable()`` turns all features off. ``with enabled(...)`` turns features on for a block.
+``status()`` returns the state of all features in this process.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rl_accel.runtime import disable, enable, enabled, status
 
 
-def __getattr__(name: str) -> Any:  # importing rl_accel alone stays cheap: verl imports it in every process
+def __getattr__(name: str) -> Any:  # lazy, because verl imports rl_accel in every process
     if name in __all__:
         from rl_accel import runtime
 

@@ -1,4 +1,4 @@
-"""The command ``rl-accel``. Each subcommand is imported when it is called, so that ``--help`` stays quick."""
+"""The command ``rl-accel``. The module of a subcommand is imported when the subcommand is called, so that ``--help`` is fast."""
 
 import importlib
 import json
@@ -32,18 +32,23 @@ _LAZY_BENCH = {
     "rounds": ("lab.bench.rounds", "How long simulated rounds of `rl-accel plan` take."),
     "tail": ("lab.bench.tail", "Tail batching: what its rounds cost on verl, without a model."),
 }
-"""Mapping from command name to the command's module below ``rl_accel`` and a one-line help text."""
+"""Mapping from the name of a subcommand to its module below ``rl_accel`` and its one-line help text."""
 
 _EXTRAS = {
     "report": ("matplotlib", "jinja2", "scipy", "pandas"),
     "serve": ("transformers", "starlette", "uvicorn"),
     "verl": ("verl",),
 }
-"""Mapping from an extra of this package to the third-party packages that its commands import."""
+"""Mapping from an optional dependency group (``pip install '.[report]'``) to packages that the group installs."""
 
 
 class _LazyGroup(click.Group):
-    """A click group that imports a command's module on first use. Command ``x-y`` is the module's function ``prefix + "x_y"``."""
+    """A click group that imports the module of a command on first use.
+
+    Args:
+        lazy: mapping from command name to the command's module below ``rl_accel`` and a one-line help text.
+        prefix: start of function names. The command ``x-y`` is the module's function with the name ``prefix + "x_y"``.
+    """
 
     def __init__(self, *args: Any, lazy: dict[str, tuple[str, str]], prefix: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -82,7 +87,7 @@ def bench() -> None:
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def status(as_json: bool) -> None:
-    """Features that the flags in this shell's environment turn on. Imports no framework."""
+    """Shows the features that the flags in this shell's environment variables turn on. Imports no framework."""
     from rl_accel.runtime import RUNTIME
 
     RUNTIME.adopt(os.environ.get("RL_ACCEL_SOURCES"))
@@ -95,10 +100,10 @@ def status(as_json: bool) -> None:
 @click.option("--recipe", type=click.Path(path_type=Path), help="Of this recipe: what it asks for and is not here.")
 @click.option("--platform", help="With --recipe: one of its platforms (default: the first).")
 def doctor(as_json: bool, recipe: Path | None, platform: str | None) -> None:
-    """Reports installed frameworks, versions and backends, and applies every feature for real.
+    """Reports installed frameworks, versions and kernel backends, and tries to apply every feature to the installed frameworks.
 
-    With --recipe: checks the packages, configuration, model, data and memory that the recipe needs. Exit code 1 if something is
-    missing, or if a feature cannot work with the installed framework.
+    With --recipe, checks instead the packages, configuration, model, data and memory that the recipe needs. The exit code is 1
+    if something is missing, or if a feature cannot work with the installed framework.
     """
     from rl_accel.doctor import as_text, diagnose
 
@@ -115,7 +120,7 @@ def doctor(as_json: bool, recipe: Path | None, platform: str | None) -> None:
 
 @cli.command()
 def flags() -> None:
-    """Every flag with its default, as written in RL_ACCEL_CONFIG, on verl's command line or in rl_accel.enable()."""
+    """Lists every flag with its default value, as written in RL_ACCEL_CONFIG, on verl's command line or in rl_accel.enable()."""
     from rl_accel.config import describe_flags
     from rl_accel.switch import aligned
 
@@ -124,7 +129,7 @@ def flags() -> None:
 
 
 def main() -> None:
-    """Runs the command. A user's error prints one line on standard error and exits with status 2."""
+    """Runs the command ``rl-accel``. For an error of the user, prints one line to standard error and exits with code 2."""
     try:
         cli(prog_name="rl-accel")
     except RlAccelError as error:

@@ -1,7 +1,8 @@
-"""Reads flags from any source and checks them against the one schema that each feature declares.
+"""Reads flags from all sources and checks these flags against the schema that each feature declares.
 
-Sources, weakest first: the defaults, the environment variable ``RL_ACCEL_CONFIG`` (inline YAML/JSON or a path), the
-framework's own configuration (verl: ``+rl_accel.gae.enable=True``), keyword arguments of :func:`rl_accel.enable`.
+Sources, each of which overrides the ones before: the defaults, the environment variable ``RL_ACCEL_CONFIG`` (inline YAML/JSON
+or a path), the framework's own configuration (verl: ``+rl_accel.gae.enable=True``), keyword arguments of
+:func:`rl_accel.enable`.
 """
 
 import difflib
@@ -25,12 +26,17 @@ _AUTO_HELP = "turn on the lossless features that work here (what a bare rl_accel
 
 Requested = Literal["by name", "automatically", "off"]
 Layer = tuple[str, Mapping[str, Any]]
-"""A source of flags, as worded in messages, and the flags themselves as nested plain mappings."""
+"""One source of flags: the name of the source for messages, and the flags that the source sets, as nested mappings."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """All flags in force. ``flags[GAE].backend`` reads one flag; ``auto`` turns on every automatic feature not named."""
+    """All flags in force, merged from all sources. ``flags[GAE].backend`` reads the flag ``backend`` of the feature ``GAE``.
+
+    Attributes:
+        auto: if True, every feature with ``automatic=True`` is on, unless a source sets ``enable`` of the feature to False.
+        sections: mapping from feature name to the feature's flags (a dataclass instance).
+    """
 
     auto: bool
     sections: Mapping[str, Any]
@@ -40,7 +46,7 @@ class Flags:
         return section
 
     def requested(self, feature: Feature[Any]) -> Requested:
-        """Returns whether ``feature`` is off, on by name or on automatically."""
+        """Returns how ``feature`` was enabled: "by name", "automatically" (by the flag ``auto``), or "off" if not enabled."""
         enable = self.sections[feature.name].enable
         if enable:
             return "by name"
@@ -48,7 +54,10 @@ class Flags:
 
 
 def resolve(layers: Sequence[Layer]) -> Flags:
-    """Merges ``layers``, weakest first, over the defaults.
+    """Merges the flags of all sources with the default flags.
+
+    Args:
+        layers: sources and their flags; a later source overrides the earlier ones.
 
     Raises:
         ConfigError: a key is unknown, a value has the wrong type or is out of range, or flags contradict each other.
@@ -77,10 +86,10 @@ def resolve(layers: Sequence[Layer]) -> Flags:
 
 
 def as_mapping(flags: Any, source: str) -> dict[str, Any]:
-    """Returns ``flags`` as nested plain dicts with strings as keys.
+    """Returns ``flags`` as a dict with strings as keys. A nested OmegaConf configuration becomes nested dicts. None gives {}.
 
     Raises:
-        ConfigError: ``flags`` is not a mapping.
+        ConfigError: ``flags`` is not a mapping. The message names ``source``.
     """
     if isinstance(flags, DictConfig):
         flags = OmegaConf.to_container(flags, resolve=True)
@@ -92,10 +101,12 @@ def as_mapping(flags: Any, source: str) -> dict[str, Any]:
 
 
 def read_environment(value: str | None = None) -> dict[str, Any]:
-    """Parses ``RL_ACCEL_CONFIG``: inline YAML or JSON, or the path of such a file. Empty or unset gives ``{}``.
+    """Returns the flags in ``RL_ACCEL_CONFIG``, which holds inline YAML or JSON, or the path of a YAML or JSON file.
+
+    An empty or unset variable gives ``{}``. A ``value`` other than None is parsed instead of the environment variable.
 
     Raises:
-        ConfigError: the file cannot be read, or the text is not a mapping.
+        ConfigError: the file cannot be read, or the text is not a mapping in YAML or JSON.
     """
     value = os.environ.get(ENV_VAR, "") if value is None else value
     if not value.strip():
@@ -114,7 +125,7 @@ def read_environment(value: str | None = None) -> dict[str, Any]:
 
 
 def describe_flags() -> list[tuple[str, str, str]]:
-    """Returns every flag as ``(dotted key, default as JSON, help)``, in the order of ``FEATURES``."""
+    """Returns ``(dotted key, default value as JSON, help text)`` for every flag: ``auto`` first, then feature by feature."""
     every = [(f"{feature.name}.{f.name}", f) for feature in FEATURES for f in fields(feature.flags)]
     return [(AUTO, "false", _AUTO_HELP), *((key, json.dumps(f.default), f.metadata["help"]) for key, f in every)]
 
@@ -154,7 +165,7 @@ def _checked(value: Any, flag: Field[Any], where: str) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Returns whether ``value`` has the flag type ``kind``. A bool is not accepted as int, nor an int as float."""
+    """Returns whether ``value`` has the type ``kind`` that a flag declares. A bool does not count as int, nor an int as float."""
     if isinstance(kind, UnionType):
         return any(_fits(value, one) for one in get_args(kind))
     if get_origin(kind) is dict:

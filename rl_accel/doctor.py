@@ -1,4 +1,4 @@
-"""Diagnosis by ``rl-accel doctor``: frameworks, kernel backends, and whether each feature works here."""
+"""Diagnosis for the command ``rl-accel doctor``: installed frameworks, kernel backends, and whether each feature works here."""
 
 import contextlib
 import functools
@@ -27,13 +27,18 @@ DISTRIBUTIONS = ("torch", "numba", "triton", "ray", "verl", "TransferQueue", "sl
 
 
 def diagnose() -> dict[str, Any]:
-    """Diagnoses this environment: imports the frameworks found, applies each switch for real and reverts the switch.
+    """Diagnoses this Python environment. Imports the installed frameworks, and applies and reverts each switch.
+
+    A switch is one change that a feature makes to a framework, such as a patch.
 
     Returns:
-        Plain data, ready for JSON. ``versions``: version by distribution, None if absent. ``backends``: None for a kernel backend
-        that works, else the reason why not. ``checks``: results for the switches of all features and of the flag readers, each with
-        a ``verdict``: works, cannot (tried and failed) or absent (no framework, or no engine). A patch also has ``upstream`` and
-        ``remove_when``. ``sandbox``: isolation of the programs of a code reward, and the reason if only processes isolate them.
+        A nested dict that ``json.dumps`` accepts. In addition to the versions of rl-accel and Python, the dict contains:
+
+        - ``versions``: mapping from distribution name to version; None if the distribution is absent.
+        - ``backends``: mapping from kernel backend to the reason why the backend does not work; None if the backend works.
+        - ``checks``: one dict per switch or other check of a feature. ``verdict`` is "works", "cannot" (tried and failed)
+          or "absent" (framework or engine not installed). For patches, ``upstream`` and ``remove_when`` are included.
+        - ``sandbox``: isolation of programs that a code reward runs; with the reason if bubblewrap cannot be used.
     """
     with quiet():
         from rl_accel.ops import available_backends
@@ -56,7 +61,7 @@ def diagnose() -> dict[str, Any]:
 
 
 def as_text(diagnosis: dict[str, Any]) -> str:
-    """Returns the result of :func:`diagnose` as text with tables."""
+    """Returns ``diagnosis``, the result of :func:`diagnose`, as text with tables."""
     rows = [("feature", "switch or backend", "verdict", "reason")]
     rows += [tuple(check.values())[:4] for check in diagnosis["checks"]]
     rows += [("kernel", name, "cannot" if why else "works", why or "") for name, why in diagnosis["backends"].items()]
@@ -73,7 +78,7 @@ def as_text(diagnosis: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppresses output, logs and warnings inside the block, so that frameworks do not clutter the report on import."""
+    """Suppresses output, logs and warnings inside the ``with`` block, so that imported frameworks do not clutter the report."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -89,10 +94,13 @@ def quiet() -> Iterator[None]:
 
 
 def _use_slime_checkout() -> str | None:
-    """Makes the slime checkout that SLIME_ROOT names importable. Returns the folder of the package ``slime``, or None.
+    """Adds the slime checkout in the environment variable SLIME_ROOT to ``sys.path``.
+
+    Returns:
+        Folder of the package ``slime``, from the checkout or an installation; None if slime cannot be imported.
 
     Raises:
-        ConfigError: SLIME_ROOT names no slime checkout.
+        ConfigError: SLIME_ROOT is not the folder of a slime checkout.
     """
     root = os.environ.get("SLIME_ROOT")
     if root and not (Path(root) / "slime" / "utils" / "arguments.py").is_file():
@@ -153,7 +161,7 @@ def _check(feature: str, patch: str, verdict: str, reason: str = "") -> dict[str
 
 
 def _version(distribution: str) -> str | None:
-    """Returns the version of the imported package (perhaps a checkout), else the installed version; None if absent."""
+    """Returns the version of the imported package ``distribution``, or else of the installed distribution; None if absent."""
     imported = getattr(sys.modules.get(distribution), "__version__", None)
     if isinstance(imported, str):
         return imported

@@ -1,4 +1,4 @@
-"""All errors that rl-accel raises on purpose; their common base class lets callers catch all of them."""
+"""Exceptions that rl-accel raises on purpose. All have the base class :class:`RlAccelError`, which callers can catch."""
 
 from typing import Any
 
@@ -8,32 +8,35 @@ class RlAccelError(Exception):
 
 
 class ConfigError(RlAccelError, ValueError):
-    """A flag is unknown, has the wrong type or is out of range. The message names the key and what was wanted."""
+    """Error for an unknown flag, an invalid value, or a flag that conflicts with the framework's configuration.
+
+    The message names the key, the accepted values and the value found.
+    """
 
 
 def refuse(flag: str, key: str, wanted: Any, found: Any, reason: str = "") -> None:
-    """Raises ConfigError: a feature does not work with the framework's configuration.
+    """Raises a ConfigError which says that a feature does not work with a value in the framework's configuration.
 
     Args:
-        flag: the feature's section, ``"rl_accel.tail_batching"``.
-        key: framework's configuration key.
-        wanted, found: value that the feature needs, and configured value.
-        reason: reason, if not obvious.
+        flag: flag section of the feature, such as ``"rl_accel.tail_batching"``.
+        key: key in the framework's configuration.
+        wanted, found: value of ``key`` that the feature needs, and value in the configuration.
+        reason: why the feature needs the value ``wanted``; "" if obvious.
     """
     raise ConfigError(f"{flag} wants {key} = {wanted}, found {found}" + (f" ({reason})" if reason else ""))
 
 
 class RecipeError(RlAccelError, ValueError):
-    """An A/B recipe cannot be read or does not fit its schema."""
+    """Error for a recipe file of an A/B experiment that cannot be read or does not fit the recipe schema."""
 
 
 class PatchRefused(RlAccelError, RuntimeError):
-    """A patch target is absent, unsupported, already wrapped by someone else, or disagrees with its replacement."""
+    """Error for a framework function that is absent, unsupported, wrapped by other code, or disagrees with our replacement."""
 
 
 class NotInThisVersion(PatchRefused):
-    """A patch does not fit this framework version. An independent patch is skipped."""
+    """Error for a patch that does not fit the installed framework version; the feature may stay on without this patch."""
 
 
 class BackendMissing(RlAccelError, ImportError):
-    """A kernel backend was asked for by name but cannot run here. The message says how to get it."""
+    """Error for a requested kernel backend that cannot run on this machine. The message says how to install the backend."""

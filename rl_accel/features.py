@@ -1,6 +1,7 @@
-"""The features of the pack: all flags, and the modules that implement each feature, by name (never imported here).
+"""Declarations of all features of rl-accel: the flags of each feature and the names of the modules that implement the feature.
 
-A new feature needs a dataclass of its flags, a :class:`Feature` and a position in :data:`FEATURES`.
+These modules are not imported here. A new feature needs a dataclass with the feature's flags, a :class:`Feature` and a
+position in :data:`FEATURES`.
 """
 
 import math
@@ -17,30 +18,36 @@ ENABLE_AUTOMATIC = (
 
 
 def flag(default: Any, help: str, **limits: Any) -> Any:
-    """Returns the dataclass field of one flag.
+    """Returns the dataclass field that declares one flag.
 
     Args:
-        default: value of the flag if no source sets the flag.
-        help: one line for ``rl-accel flags`` and the documentation pages.
-        limits: ``minimum`` and ``maximum`` (inclusive), ``choices`` (allowed words), or ``words`` allowed in addition to numbers.
+        default: value of the flag if the user does not set the flag.
+        help: one-line description for ``rl-accel flags`` and the documentation pages.
+        limits: restrictions of the value. ``minimum`` and ``maximum`` are inclusive bounds of a number, ``choices`` are the allowed
+            strings, and ``words`` are strings that are allowed in addition to numbers.
     """
     return field(default=default, metadata={"help": help, **limits})
 
 
 @dataclass(frozen=True)
 class SlimeHooks:
-    """slime hooks of a feature; functions are given by dotted name.
+    """Changes to slime's arguments that a feature needs, and functions that rl-accel calls during a slime run.
+
+    All functions except ``engine`` are given as dotted names, so that this module imports nothing.
 
     Attributes:
-        file: required keys and values of the YAML file: slime arguments that name our functions.
-        arguments: slime arguments that :func:`~rl_accel.integrations.slime.hooks.data_source` sets; a list is appended.
-        unset: slime arguments that must be None.
-        check: ``check(args, flags)``, called before the first rollout, after ``arguments`` are set; raises ConfigError.
-        estimators: values of slime's ``--advantage-estimator`` that the feature supports; empty: all.
-        metrics: ``numbers_of(rollout)``, called when slime logs a rollout; returns values by metric name.
-        after_evaluation: ``after_evaluation(args)``, called when slime logs an evaluation.
-        values: allowed values on slime, for each flag that slime supports only in part.
-        engine: ``engine(flags)``, returns SGLang arguments under slime's names for these arguments.
+        file: keys and values that slime's ``--custom-config-path`` YAML file must contain. Each key is a slime argument, and
+            the value is the dotted name of a function in rl-accel.
+        arguments: slime arguments that :func:`~rl_accel.integrations.slime.hooks.data_source` sets. A value that is a list is
+            appended to the user's list.
+        unset: names of slime arguments that must be None.
+        check: function ``check(args, flags)`` that raises ConfigError if the feature does not work with slime's arguments
+            ``args``. Called before the first rollout, after ``arguments`` are set.
+        estimators: values of slime's ``--advantage-estimator`` that the feature supports. Empty: all values.
+        metrics: function ``numbers_of(rollout)`` that returns values by metric name. Called when slime logs a rollout.
+        after_evaluation: function ``after_evaluation(args)``, called when slime logs an evaluation.
+        values: mapping from flag name to the values allowed on slime, for flags that slime supports only in part.
+        engine: function ``engine(flags)`` that returns required SGLang settings, keyed by the name of the slime argument.
     """
 
     file: Mapping[str, str]
@@ -60,18 +67,19 @@ SLIME_DATA = {"data_source_path": "rl_accel.integrations.slime.hooks.data_source
 
 @dataclass(frozen=True)
 class Feature(Generic[F]):
-    """A feature of the pack.
+    """Declaration of one feature of rl-accel, such as ``gae``.
 
     Attributes:
-        name: name of the feature and of its flag section.
-        flags: dataclass of the feature's flags, the only schema of these flags. The first field is ``enable``. An optional
+        name: name of the feature. The flags of the feature are in the section ``rl_accel.<name>``.
+        flags: dataclass with one field per flag, the only schema of these flags. The first field is ``enable``. An optional
             method ``validate()`` raises ValueError for flags that are valid one by one but not together.
-        automatic: whether a bare ``rl_accel.enable()`` turns the feature on; only if it cannot change training results.
-        switches: modules by framework, each with a tuple ``SWITCHES`` of :class:`~rl_accel.switch.Switch`. The modules
-            are imported only when the feature is on.
-        verl: module with ``wire(run, flags)``, if the feature uses verl's official extension points;
-            see :mod:`rl_accel.patches.verl.config_intake`.
-        slime: slime hooks that the feature needs.
+        automatic: True if ``rl_accel.enable()`` without arguments turns the feature on. Allowed only for features that cannot
+            change training results.
+        switches: mapping from framework to module names. Each module has a tuple ``SWITCHES`` of
+            :class:`~rl_accel.switch.Switch`, and is imported only when the feature is on.
+        verl: name of a module with a function ``wire(run, flags)``, which configures verl's official extension points for the
+            feature (see :mod:`rl_accel.patches.verl.config_intake`). "" if the feature uses none.
+        slime: changes to slime's arguments that the feature needs; None if there are none.
     """
 
     name: str
@@ -84,7 +92,7 @@ class Feature(Generic[F]):
 
 @dataclass
 class GaeFlags:
-    """Flags of ``rl_accel.gae``: GAE as a scan instead of a loop over tokens."""
+    """Flags of the feature ``gae``, which computes generalized advantage estimation as a scan instead of a loop over tokens."""
 
     enable: bool | None = flag(None, ENABLE_AUTOMATIC)
     backend: str = flag(
@@ -107,7 +115,7 @@ GAE = Feature(
 
 @dataclass
 class AdvantagesFlags:
-    """Flags of ``rl_accel.advantages``: the other per-token and per-sample advantage loops, vectorised."""
+    """Flags of the feature ``advantages``, which vectorises the loops over tokens and samples in estimators other than GAE."""
 
     enable: bool | None = flag(None, ENABLE_AUTOMATIC)
 
@@ -126,7 +134,7 @@ ADVANTAGES = Feature(
 
 @dataclass
 class SamplerFlags:
-    """Flags of ``rl_accel.sampler``: adaptive waiting for finished rollouts instead of a poll every 2 seconds."""
+    """Flags of the feature ``sampler``, which polls for finished rollouts at adaptive intervals instead of every 2 seconds."""
 
     enable: bool | None = flag(None, ENABLE_AUTOMATIC)
     max_cpu_share: float = flag(0.05, "largest share of one core that polling may cost", minimum=0.001, maximum=1.0)
@@ -145,7 +153,7 @@ SAMPLER = Feature(
 
 @dataclass
 class FinalOutputFlags:
-    """Flags of ``rl_accel.final_output``: vLLM hands a response to verl when it is finished, not after each token."""
+    """Flags of the feature ``final_output``. vLLM then returns a response to verl once it is finished, not after each token."""
 
     enable: bool | None = flag(None, ENABLE_AUTOMATIC)
 
@@ -160,7 +168,11 @@ FINAL_OUTPUT = Feature(
 
 @dataclass
 class TailBatchingFlags:
-    """Flags of ``rl_accel.tail_batching``: short rounds that do not wait for the longest responses, and lose no prompt."""
+    """Flags of the feature ``tail_batching``: most rollouts do not wait for the longest responses.
+
+    Such a rollout ("short round") starts extra prompts and responses, and ends when enough have finished. Unfinished prompts are
+    deferred to a later "long round", which waits for all responses, so that no prompt is lost.
+    """
 
     enable: bool | None = flag(None, ENABLE)
     prompt_ratio: float | str = flag(
@@ -182,7 +194,7 @@ class TailBatchingFlags:
     domain_key: str = flag("data_source", "the column of the data set that names a row's domain")
 
     def validate(self) -> None:
-        """Raises ValueError for an infinite ratio or a quota below 1."""
+        """Raises ValueError for an infinite ratio or a domain quota below 1."""
         for name in ("prompt_ratio", "response_ratio", "auto_limit"):
             if getattr(self, name) == math.inf:
                 raise ValueError(f"{name} must be finite, found inf")
@@ -212,7 +224,7 @@ TAIL_BATCHING = Feature(
 
 @dataclass
 class RewardTimeoutFlags:
-    """Flags of ``rl_accel.reward_timeout``: time limits for reward executions, learned from correct answers. Times in seconds."""
+    """Flags of the feature ``reward_timeout``: time limits (in seconds) for reward executions, learned from correct answers."""
 
     enable: bool | None = flag(None, ENABLE)
     scale: float = flag(1.5, "the limit over the longest correct execution of the test case", minimum=1.0)
@@ -278,7 +290,10 @@ REWARD_TIMEOUT = Feature(
 
 @dataclass
 class TelemetryFlags:
-    """Flags of ``rl_accel.telemetry``: measured times of a step's parts. Not automatic: speeds nothing up and writes a file."""
+    """Flags of the feature ``telemetry``, which measures the time of each part of a training step and writes a file.
+
+    Users must enable the feature by name, because it does not speed up training.
+    """
 
     enable: bool | None = flag(None, ENABLE)
 
@@ -293,7 +308,7 @@ TELEMETRY = Feature(
 
 @dataclass
 class TpReplanFlags:
-    """Flags of ``rl_accel.tp_replan``: a tensor-parallel size for the rollout that follows the number of preemptions."""
+    """Flags of the feature ``tp_replan``, which adapts the rollout's tensor-parallel size to the number of preemptions."""
 
     enable: bool | None = flag(None, ENABLE)
     action: str = flag(
@@ -336,7 +351,10 @@ TP_REPLAN = Feature(
 
 @dataclass
 class DraftsFlags:
-    """Flags of ``rl_accel.drafts``: speculative decoding with drafts from other responses. The distribution of samples is kept."""
+    """Flags of the feature ``drafts``: speculative decoding with draft tokens taken from other responses.
+
+    The distribution of sampled responses does not change.
+    """
 
     enable: bool | None = flag(None, ENABLE)
     max_tokens: int = flag(8, "tokens of the longest draft", minimum=1)
@@ -353,7 +371,7 @@ DRAFTS = Feature(
     verl="rl_accel.integrations.verl.drafts",
     slime=SlimeHooks(
         SLIME_DATA,
-        # arguments of other speculative algorithms
+        # arguments of other speculative decoding algorithms
         unset=tuple(f"sglang_speculative_{name}" for name in ("num_steps", "eagle_topk", "draft_model_path")),
         # SGLang lacks these flags: only their defaults are allowed
         values={name: (getattr(DraftsFlags, name),) for name in ("batch_limit", "memory_mb", "epochs", "save")},
@@ -368,7 +386,11 @@ DRAFTS = Feature(
 
 @dataclass
 class BalanceFlags:
-    """Flags of ``rl_accel.balance``: requests wait for a free slot of a replica, long ones first; some are preempted or migrate."""
+    """Flags of the feature ``balance``, which routes requests to rollout replicas.
+
+    Requests wait for a free slot of a replica, and long requests start first. A running request may be preempted or may migrate
+    to another replica.
+    """
 
     enable: bool | None = flag(None, ENABLE)
     places: int | None = flag(None, "requests that a replica runs at once; null: its max_num_seqs", minimum=1)
@@ -396,10 +418,10 @@ FEATURES: tuple[Feature[Any], ...] = (
     BALANCE,
     DRAFTS,
 )
-"""All features. The order is that of tables and messages, and that in which features choose verl's extension points."""
+"""All features, in the order of tables and messages. Features configure verl's extension points in the same order."""
 
 FLAG_READERS = {"verl": "rl_accel.patches.verl.config_intake"}
-"""Mapping from framework to the module that reads flags from the framework's configuration; its switches need no flag."""
+"""Mapping from framework to the module that reads flags from the framework's configuration. Such a module itself needs no flag."""
 
 LOGGERS = {"verl": "rl_accel.patches.verl.trainer_metrics"}
-"""Mapping from framework to the module that adds our metrics to the framework's log while any feature is on."""
+"""Mapping from framework to the module that adds rl-accel's metrics to the framework's log while any feature is on."""

@@ -1,4 +1,4 @@
-"""Atomic file writes, and JSON that every reader accepts."""
+"""Atomic file writes, and JSON without NaN and infinities, which some JSON parsers reject."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def strict_json(value: Any) -> str:
-    """Returns ``value`` as indented JSON, with null for infinities and NaN, which JSON cannot represent."""
+    """Returns ``value`` as indented JSON. Infinities and NaN, which JSON cannot represent, become null."""
     return json.dumps(_finite(value), indent=1, allow_nan=False) + "\n"
 
 
@@ -21,9 +21,9 @@ def _finite(value: Any) -> Any:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes ``content`` to ``path``, text in UTF-8. Readers see the old file or the new file, also after a crash.
+    """Writes ``content`` (text in UTF-8) to ``path`` atomically.
 
-    Missing folders are created.
+    Readers see either the complete old file or the complete new file, even after a crash. Missing folders are created.
 
     Raises:
         OSError: ``path`` cannot be written; the old file is unchanged.

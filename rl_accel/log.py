@@ -1,13 +1,13 @@
-"""Logging setup that shows the pack's messages even if others silence the root logger."""
+"""Logging setup that shows the messages of rl-accel even if another package silences the root logger."""
 
 import logging
 
 
 class _WhereNobodyElseWrites(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes a record to standard error if no handler of the root logger accepts the level.
+    """Log handler that writes a record to standard error if no handler of the root logger accepts the record's level.
 
-    ``model_hosting_container_standards``, which vLLM imports, sets the root logger and its handlers to ERROR in every process,
-    so that warnings and advice of other packages are lost.
+    The package ``model_hosting_container_standards``, which vLLM imports, sets the root logger and all root handlers to level
+    ERROR in every process. Warnings and advice of other packages would then be lost.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -16,7 +16,7 @@ class _WhereNobodyElseWrites(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def set_up() -> None:
-    """Makes the logger ``rl_accel`` emit level INFO and above. Idempotent; no effect if the user has set a level or handler."""
+    """Makes the logger ``rl_accel`` emit level INFO and above. Does nothing if this logger already has a level or a handler."""
     logger = logging.getLogger("rl_accel")
     if logger.level == logging.NOTSET and not logger.handlers:
         logger.setLevel(logging.INFO)

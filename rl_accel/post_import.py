@@ -1,4 +1,4 @@
-"""Runs callbacks once a module has been imported, without importing that module (PEP 369, on wrapt's import hooks)."""
+"""Runs callbacks after another part of the program has imported a module (PEP 369, based on wrapt's import hooks)."""
 
 import importlib
 import sys
@@ -15,10 +15,10 @@ _waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
 
 
 def wait_for_import(module: str) -> None:
-    """Imports ``module``. If another thread is importing the module, waits for that import.
+    """Imports the module with the dotted name ``module``. Waits if another thread is already importing the module.
 
     Raises:
-        PatchRefused: this thread itself is in the middle of importing ``module``.
+        PatchRefused: the calling thread itself is in the middle of importing ``module``.
     """
     if is_being_imported(importlib.import_module(module)):
         raise PatchRefused(f"{module} is being imported by this very thread; ask before or after, not now")
@@ -27,20 +27,21 @@ def wait_for_import(module: str) -> None:
 def when_imported(
     module: str, callback: Callable[[ModuleType], None], wait: Callable[[str], None] = wait_for_import
 ) -> None:
-    """Calls ``callback(module)`` once ``module`` (a dotted name) is imported; immediately if it already is.
+    """Calls ``callback`` when the module named ``module`` has been imported, or immediately if this has already happened.
 
-    Callbacks run in the order of registration, in the importing thread. An exception of a callback propagates from the
-    import statement, as if the module itself had raised. All callbacks of the module then stay registered, so that a
-    second import runs them again.
+    Callbacks run in the order of registration, in the thread that imports the module. An exception raised by a callback
+    propagates from the import statement, as if the module itself had raised the exception. All callbacks of the module
+    then stay registered, so that a second import runs these callbacks again.
 
     Args:
-        module: dotted name.
-        callback: called with the module.
-        wait: called with ``module`` while that module is being imported. Must return after the import, or raise. A caller
-            that holds a lock needed by callbacks must raise, because waiting would deadlock.
+        module: dotted name of the module.
+        callback: function that is called with the imported module object.
+        wait: function that is called with ``module`` if an import of this module is in progress. The function must return
+            after that import, or raise. If the caller holds a lock that callbacks need, the function must raise, because
+            waiting would deadlock.
 
     Raises:
-        PatchRefused: as :func:`wait_for_import`.
+        PatchRefused: raised by ``wait``, see :func:`wait_for_import`.
     """
     with _lock:
         loaded = sys.modules.get(module)
@@ -61,7 +62,8 @@ def _fire(module: ModuleType) -> None:
             callback(module)
     except BaseException:
         with _lock:
-            # wrapt has dropped our hook and treats modules in sys.modules as imported. importlib drops failed ones anyway.
+            # wrapt has dropped our hook and treats every module in sys.modules as imported, even if the import has failed.
+            # importlib would remove the failed module from sys.modules anyway.
             sys.modules.pop(name, None)
             wrapt.register_post_import_hook(_fire, name)
         raise
@@ -69,5 +71,5 @@ def _fire(module: ModuleType) -> None:
 
 
 def is_being_imported(module: ModuleType) -> bool:
-    """Returns whether the import of ``module`` is still in progress (its code has not run to the end)."""
+    """Returns whether the import of ``module`` is still in progress, so that not all code of the module has run."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))

@@ -1,7 +1,8 @@
 """Ends every process that a command started, including processes that have detached themselves.
 
-Killing the process group is not enough, because a Ray node starts its daemons in separate sessions. The supervising process becomes
-a *child subreaper*: on Linux, its orphaned descendants become its children, so all processes of the command stay its descendants.
+Killing the command's process group is not enough, because a Ray node starts daemons in separate sessions. The supervising process
+therefore becomes a *child subreaper*. On Linux, orphaned descendants of a subreaper become children of the subreaper, so that all
+processes of the command stay descendants of the supervising process.
 """
 
 import contextlib
@@ -18,18 +19,18 @@ _UNKILLABLE_S = 10.0
 
 
 def become_subreaper() -> None:
-    """Makes this process the new parent of its orphaned descendants (Linux; elsewhere does nothing)."""
+    """Makes the calling process the new parent of its orphaned descendants. Does nothing on systems other than Linux."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants() -> list[psutil.Process]:
-    """Returns all living descendants of this process, and reaps its direct children that have ended."""
+    """Returns all living descendants of the calling process. Reaps (waits for) direct children of this process that have ended."""
     return [process for process in psutil.Process().children(recursive=True) if not has_ended(process)]
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Returns whether ``process`` is gone or a zombie. Reaps a zombie that is a direct child of this process."""
+    """Returns whether ``process`` is gone or a zombie. Reaps (waits for) a zombie that is a direct child of the calling process."""
     try:
         if process.status() != psutil.STATUS_ZOMBIE:
             return False
@@ -42,11 +43,14 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def end_all(find: Callable[[], Iterable[psutil.Process]], grace_s: float) -> list[str]:
-    """Terminates the processes that ``find`` returns, waits up to ``grace_s`` seconds, then kills until ``find`` returns none.
+    """Sends SIGTERM to the processes that ``find`` returns, and SIGKILL to those still alive after ``grace_s`` seconds.
+
+    SIGKILL is repeated until ``find`` returns no process, for up to 10 seconds. A process that is still alive then, because it is
+    stuck in the kernel, is given up.
 
     Returns:
-        Names of the processes that had to be ended. Processes that survive SIGKILL for 10 seconds (stuck in the kernel) are given
-        up and named with a trailing ``(still alive)``.
+        Names of the processes that the first call of ``find`` returned. The name of a process that was given up follows, with the
+        suffix ``(still alive)``.
     """
     alive = list(find())
     ended = [_name(process) for process in alive]
@@ -55,7 +59,7 @@ def end_all(find: Callable[[], Iterable[psutil.Process]], grace_s: float) -> lis
             process.terminate()
     psutil.wait_procs(alive, timeout=grace_s)
     deadline = time.monotonic() + _UNKILLABLE_S
-    while alive := list(find()):  # call find again: a dying process may have started another
+    while alive := list(find()):  # find is called again because a dying process may have started another process
         if time.monotonic() > deadline:
             return [*ended, *(f"{_name(process)} (still alive)" for process in alive)]
         for process in alive:
@@ -66,11 +70,11 @@ def end_all(find: Callable[[], Iterable[psutil.Process]], grace_s: float) -> lis
 
 
 def end_descendants(leave_s: float, grace_s: float = 2.0) -> list[str]:
-    """Ends the remaining descendants of this process after its command has ended. Returns the names of these processes.
+    """Ends the remaining descendants of the calling process, and returns the names of the processes that had to be ended.
 
     Args:
-        leave_s: seconds that daemons have to shut down by themselves before they are terminated.
-        grace_s: seconds between terminating and killing.
+        leave_s: seconds that the descendants have to end by themselves before SIGTERM is sent.
+        grace_s: seconds between SIGTERM and SIGKILL.
     """
     deadline = time.monotonic() + leave_s
     while descendants() and time.monotonic() < deadline:
@@ -79,7 +83,7 @@ def end_descendants(leave_s: float, grace_s: float = 2.0) -> list[str]:
 
 
 def shell_exit_code(returncode: int) -> int:
-    """Returns the exit code that a shell would report for ``Popen.returncode``: 128 + n if signal n ended the process."""
+    """Returns the exit code that a shell would report for a ``Popen.returncode``. This is 128 + n if signal n ended the process."""
     return 128 - returncode if returncode < 0 else returncode
 
 

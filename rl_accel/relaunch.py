@@ -1,7 +1,7 @@
-"""``rl-accel run -- COMMAND…``: runs a trainer, and restarts the trainer with other overrides when it asks for that.
+"""``rl-accel run -- COMMAND…``: runs a trainer command, and restarts the command with other overrides if the trainer asks for that.
 
-A launch requests a restart through the file whose path is in the environment variable :data:`NOTE_VAR`. The launch saves a
-checkpoint, writes ``{"step": …, "overrides": […]}`` to the file and ends with exit code :data:`EXIT_CODE`. Only the file counts.
+A trainer requests a restart through the file whose path is in the environment variable :data:`NOTE_VAR`. The trainer saves a
+checkpoint, writes ``{"step": …, "overrides": […]}`` to that file and ends with exit code :data:`EXIT_CODE`. Only the file counts.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ import click
 from rl_accel.processes import become_subreaper, end_descendants, shell_exit_code
 
 EXIT_CODE = 75
-"""Exit code of a run that requests a restart (``EX_TEMPFAIL`` of sysexits.h)."""
+"""Exit code of a trainer that requests a restart (``EX_TEMPFAIL`` of sysexits.h)."""
 NOTE_VAR = "RL_ACCEL_RESTART_FILE"
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -31,7 +31,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Launches:
-    """Consecutive launches of one command. This process forwards the signals that it receives to the running launch."""
+    """Consecutive launches of one trainer command. Signals that the supervising process receives are forwarded to the launch.
+
+    At most ``max_restarts`` launches follow the first launch, each after a pause of ``pause_s`` seconds.
+    """
 
     def __init__(self, command: Sequence[str], max_restarts: int, pause_s: float) -> None:
         self._command, self._max_restarts, self._pause_s = list(command), max_restarts, pause_s
@@ -39,7 +42,10 @@ class Launches:
         self._is_stopped = False
 
     def run(self) -> int:
-        """Returns the exit code of the last launch; 128 + n after signal n. Needs the main thread of a dedicated process."""
+        """Launches the command, again after each request for a restart, and returns the exit code of the last launch.
+
+        The exit code is 128 + n if signal n ended the launch. Must run in the main thread of a process without other tasks.
+        """
         become_subreaper()
         for number in _PASSED_ON:
             signal.signal(number, self._pass_on)
@@ -75,7 +81,7 @@ class Launches:
         except OSError as error:
             _say(f"cannot start {command[0]}: {error}")
             return 127
-        if self._is_stopped:  # the signal came before this child had started
+        if self._is_stopped:  # a signal to stop arrived before this child process had started
             self._child.terminate()
         code = self._child.wait()
         if ended := end_descendants(_ORPHANS_S):
@@ -85,7 +91,7 @@ class Launches:
     def _pass_on(self, number: int, _frame: Any) -> None:
         self._is_stopped = self._is_stopped or number in _ENDS
         if self._child is not None:
-            self._child.send_signal(number)  # no effect on a child that has ended
+            self._child.send_signal(number)  # has no effect on a child process that has ended
 
 
 @click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -93,12 +99,12 @@ class Launches:
 @click.option("--pause", type=click.FloatRange(0), default=5.0, show_default=True, help="Seconds between launches.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(max_restarts: int, pause: float, command: tuple[str, ...]) -> None:
-    """Runs a trainer, and restarts the trainer with other overrides when it asks for that (rl_accel.tp_replan.action=restart)."""
+    """Runs a trainer, and restarts it with other overrides when the trainer asks for that (rl_accel.tp_replan.action=restart)."""
     raise SystemExit(Launches(command, max_restarts, pause).run())
 
 
 def _end_with(parent: int) -> Callable[[], None] | None:
-    """Returns a ``preexec_fn`` that makes a child end when this process is killed; None outside Linux."""
+    """Returns a ``preexec_fn`` that ends a child process when its parent (process ID ``parent``) is killed; None outside Linux."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl

@@ -1,7 +1,7 @@
-"""Applies and reverts switches in this process according to the flags, and passes the flags on to Ray processes.
+"""Applies and reverts switches (changes to a framework) according to the flags, and passes the flags on to Ray processes.
 
-Each process has one :class:`Runtime`, behind :func:`rl_accel.enable`, :func:`rl_accel.disable` and
-:func:`rl_accel.status`. The runtime imports no framework: a patch waits until the framework imports the patched module.
+Each process has one :class:`Runtime`, which :func:`rl_accel.enable`, :func:`rl_accel.disable` and :func:`rl_accel.status` call.
+The runtime imports no framework. A patch is applied when the framework imports the module to be patched.
 """
 
 import functools
@@ -28,24 +28,27 @@ from rl_accel.switch import FeatureStatus, Status, Switch, SwitchStatus, forget_
 logger = logging.getLogger("rl_accel")
 
 SOURCES_VAR = "RL_ACCEL_SOURCES"
-"""Environment variable with the driver's flag layers as JSON, for its child processes. Not meant to be set by hand."""
+"""Environment variable that passes the driver process's flags, as JSON, to child processes. Users should not set this variable."""
 
 ENVIRONMENT, FRAMEWORK, KEYWORDS = f"environment {cfg.ENV_VAR}", "framework config", "rl_accel.enable()"
 _PRECEDENCE = (ENVIRONMENT, FRAMEWORK, KEYWORDS)
 Layers = dict[str, dict[str, Any]] | None
-"""Flags by source. None after :func:`disable`: everything is off, whatever the environment and configurations say."""
+"""Mapping from source name to the flags of that source. None after :func:`disable`: all features are off, whatever the
+environment and the framework's configuration say."""
 _FLAG_READER, _LOGGER = "reading flags", "logging"
 
 
 @dataclass(eq=False)
 class _Slot:
-    """One switch in this process.
+    """A switch (one change to a framework) that the flags turn on in this process.
 
     Attributes:
+        switch: the switch itself.
         owner: name of the switch's feature, ``_FLAG_READER`` or ``_LOGGER``.
-        named: True if the feature was enabled by name: a refusal is an error; otherwise a warning.
+        named: True if the feature was enabled by name. A switch that cannot be applied is then an error, otherwise a warning.
         settings: flags of the feature.
-        refusal: reason why the switch could not be applied.
+        refusal: reason why the switch is not applied; None if the switch was not refused.
+        unsupported: True if the reason is that the switch does not fit this framework version.
     """
 
     switch: Switch
@@ -63,7 +66,10 @@ class _Slot:
 
 
 class _ImportFirst(Exception):
-    """Requests an import of ``module`` after the runtime's lock is released, because other threads' import hooks need the lock."""
+    """Exception that asks the caller to import ``module`` after releasing the runtime's lock, and then to try again.
+
+    An import under the lock could deadlock, because import hooks in other threads need the lock.
+    """
 
     def __init__(self, module: str) -> None:
         self.module = module
@@ -75,7 +81,7 @@ R = TypeVar("R")
 
 
 def _retried(method: Callable[P, R]) -> Callable[P, R]:
-    """Wraps ``method``: after :class:`_ImportFirst`, imports the module without the lock and calls ``method`` again."""
+    """Wraps ``method``. On :class:`_ImportFirst`, imports the missing module without the lock and calls ``method`` again."""
 
     @functools.wraps(method)
     def retrying(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -94,7 +100,7 @@ def _import_first(module: str) -> None:
 
 
 class Runtime:
-    """Flags and switches of one process. Methods are thread-safe; an error leaves everything as it was."""
+    """Flags and switches (changes to frameworks) of one process. Thread-safe. A method that fails restores the previous state."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -105,16 +111,20 @@ class Runtime:
         self._warned: set[str] = set()
 
     def flags(self) -> cfg.Flags:
-        """Returns the flags in force: every layer merged, weakest first."""
+        """Returns the flags in force, merged from all sources."""
         return self._flags
 
     @_retried
     def set_layer(self, source: str, flags: Any) -> None:
-        """Replaces the flags of ``source``, updates the switches accordingly and passes the flags on to Ray processes.
+        """Replaces the flags of ``source``, applies and reverts switches accordingly, and passes all flags on to Ray processes.
+
+        Args:
+            source: name of the flag source: ``ENVIRONMENT``, ``FRAMEWORK`` or ``KEYWORDS``.
+            flags: flags of that source as a nested mapping.
 
         Raises:
-            ConfigError: a flag is wrong.
-            PatchRefused: a feature asked for by name cannot be applied; nothing of this call stays applied.
+            ConfigError: a flag is unknown or invalid.
+            PatchRefused: a feature enabled by name cannot be applied. All changes of this call are undone.
         """
         flags = cfg.as_mapping(flags, source)
         with self._lock:
@@ -124,13 +134,14 @@ class Runtime:
 
     @_retried
     def adopt(self, payload: str | None) -> None:
-        """Adopts the flags of the run that this process belongs to; does nothing after :meth:`clear`.
+        """Applies the flags of the run to which this process belongs. Does nothing after :meth:`clear`.
 
-        Uses the flags that the driver published, else the flags of the environment. Afterwards, flags in framework
-        configurations are read as well, unless the driver has turned everything off.
+        Uses the flags that the driver process published, or else the flags in ``RL_ACCEL_CONFIG``. Afterwards, flags
+        in the framework's configuration are read as well, unless the driver has turned all features off.
 
         Args:
-            payload: layers as JSON; ``null`` if the driver called :func:`disable`; None or ``{}`` if the driver published nothing.
+            payload: the driver's flags by source, as JSON. ``null`` if the driver called :func:`disable`; None or ``{}`` if
+                the driver published no flags.
         """
         with self._lock:
             if self._layers is None:
@@ -143,18 +154,18 @@ class Runtime:
             self._replace_layers(layers, publish=bool(layers) and payload is None)
 
     def layers(self) -> Layers:
-        """Returns a copy of the flags by source, for a later :meth:`restore`."""
+        """Returns a copy of the mapping from source name to flags, for a later :meth:`restore`. None after :meth:`clear`."""
         with self._lock:
             return None if self._layers is None else dict(self._layers)
 
     @_retried
     def restore(self, layers: Layers) -> None:
-        """Restores flags that :meth:`layers` returned earlier."""
+        """Restores the flags of all sources to ``layers``, which :meth:`layers` returned earlier."""
         with self._lock:
             self._replace_layers(layers, publish=True)
 
     def clear(self) -> None:
-        """Turns everything off: restores all original objects, forgets all flags and tells Ray processes started later."""
+        """Turns all features off here and in Ray processes started later. Restores all original objects and forgets all flags."""
         self.restore(None)
 
     def _replace_layers(self, layers: Layers, publish: bool) -> None:
@@ -227,7 +238,7 @@ class Runtime:
     def _apply(self, slot: _Slot, _module: ModuleType) -> None:
         with self._lock:
             if self._slots.get(slot.switch.name) is not slot:
-                return  # turned off while waiting for the import
+                return  # the switch was turned off while waiting for the import
             try:
                 slot.switch.apply(slot.settings)
             except PatchRefused as error:
@@ -248,7 +259,7 @@ class Runtime:
                 slot.refusal = f"reverted, because {refused.switch.name} was refused"
 
     def status(self) -> Status:
-        """Returns the status of this process, read from the live modules."""
+        """Returns the status of all features and switches in this process, read from the imported framework modules."""
         with self._lock:
             features = [
                 FeatureStatus(feature.name, self._flags.requested(feature), self._status_of(feature.name))
@@ -267,19 +278,19 @@ class Runtime:
 
 
 def switches_of(module: str) -> tuple[Switch, ...]:
-    """Imports ``module`` and returns its ``SWITCHES``."""
+    """Imports the module named ``module`` and returns the switches in the tuple ``SWITCHES`` of that module."""
     switches: tuple[Switch, ...] = importlib.import_module(module).SWITCHES
     return switches
 
 
 def _environment() -> dict[str, dict[str, Any]]:
-    """Returns the layer of ``RL_ACCEL_CONFIG``; {} if the variable is unset or empty."""
+    """Returns the flags in ``RL_ACCEL_CONFIG`` under the source name ``ENVIRONMENT``; {} if the variable is unset or empty."""
     flags = cfg.read_environment()
     return {ENVIRONMENT: flags} if flags else {}
 
 
 def _imported_switches(module: str) -> tuple[Switch, ...]:
-    """Returns ``SWITCHES`` of the pack's ``module``; raises :class:`_ImportFirst` if it is not imported yet."""
+    """Returns ``SWITCHES`` of rl-accel's module ``module``. Raises :class:`_ImportFirst` if this module is not imported yet."""
     loaded = sys.modules.get(module)
     if loaded is None or (is_being_imported(loaded) and not hasattr(loaded, "SWITCHES")):
         raise _ImportFirst(module)
@@ -288,7 +299,7 @@ def _imported_switches(module: str) -> tuple[Switch, ...]:
 
 
 def is_installed(framework: str) -> bool:
-    """Returns whether the package ``framework`` can be imported here, without importing the package."""
+    """Returns whether the package ``framework`` can be imported in this environment. Does not import the package."""
     if sys.modules.get(framework) is not None:  # None: the import is blocked
         return True
     try:
@@ -304,16 +315,17 @@ log.set_up()
 def enable(**features: Any) -> Status:
     """Turns features on in this process and in Ray processes that this program starts from now on.
 
-    Without arguments, or with ``auto=True``, turns on every lossless feature that is not named; a feature that cannot work
-    here logs a warning and stays off. With arguments such as ``gae=True`` or ``gae=dict(backend="numba")``, turns on exactly
-    the named features; a named feature that cannot work raises. A second call replaces the arguments of the first.
+    Without arguments, or with ``auto=True``, turns on every lossless feature that no argument names. A lossless feature cannot
+    change training results; if such a feature cannot work here, it logs a warning and stays off. With arguments such as
+    ``gae=True`` or ``gae=dict(backend="numba")``, turns on exactly the named features. A named feature that cannot work raises
+    an error. A second call replaces the arguments of the first call.
 
     Returns:
-        The status after the call.
+        The status of all features after the call.
 
     Raises:
         ConfigError: an argument is unknown, has the wrong type or is out of range.
-        PatchRefused: a feature asked for by name cannot be applied. Nothing stays half applied.
+        PatchRefused: a feature enabled by name cannot be applied. All changes of this call are undone.
     """
     flags: dict[str, Any] = {} if features else {"auto": True}
     for name, value in features.items():
@@ -323,28 +335,29 @@ def enable(**features: Any) -> Status:
 
 
 def disable() -> Status:
-    """Restores every original object in this process, and turns everything off in Ray processes started later.
+    """Restores every original object in this process, and turns all features off in Ray processes started later.
 
-    Features stay off until :func:`enable`: flags in ``RL_ACCEL_CONFIG`` or in a framework's configuration are not read.
+    Features stay off until :func:`enable` is called. Until then, flags in ``RL_ACCEL_CONFIG`` or in verl's configuration are
+    not read.
 
     Returns:
-        The status after the call.
+        The status of all features after the call.
 
     Raises:
-        PatchRefused: someone has wrapped a patched function after us, so that the original cannot be restored exactly.
+        PatchRefused: other code has wrapped a function that we had patched, so that the original cannot be restored exactly.
     """
     RUNTIME.clear()
     return RUNTIME.status()
 
 
 def status() -> Status:
-    """Returns the features and switches of this process and their states. ``print(rl_accel.status())`` shows a table."""
+    """Returns the state of all features and switches in this process. ``print(rl_accel.status())`` prints this state as a table."""
     return RUNTIME.status()
 
 
 @contextmanager
 def enabled(**features: Any) -> Iterator[Status]:
-    """Turns features on inside a block, ``with rl_accel.enabled(gae=True):``, and restores the previous flags after it."""
+    """Turns features on inside a block, ``with rl_accel.enabled(gae=True):``. Restores the previous flags at the block's end."""
     before = RUNTIME.layers()
     try:
         yield enable(**features)

@@ -1,4 +1,4 @@
-"""Switches and their status. A switch is one reversible change of a feature: a patch, a registry entry or a check."""
+"""Switches and their status. A switch is one reversible change to a framework: a patch, a registry entry or a check."""
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
@@ -8,11 +8,16 @@ from typing import Any, Protocol
 from rl_accel import __version__
 
 forget_when_off: list[Callable[[], object]] = []
-"""Functions that clear the state of features in module globals. Called after the last feature has been turned off."""
+"""Functions that clear state which features keep in module globals. Called when the last enabled feature has been turned off."""
 
 
 class SwitchState(enum.Enum):
-    """State of a switch, read from the live objects. FOREIGN: someone else has wrapped our object or holds its place."""
+    """State of a switch (one reversible change to a framework), read from the framework's objects in memory.
+
+    PENDING: not applied, for example because the framework's module is not imported yet.
+    APPLIED: in force.
+    FOREIGN: other code has wrapped or replaced our object, or has registered another object under the name that we need.
+    """
 
     PENDING = "waiting"
     APPLIED = "applied"
@@ -20,30 +25,33 @@ class SwitchState(enum.Enum):
 
 
 class Switch(Protocol):
-    """One change that a feature makes to a framework, listed in a module's ``SWITCHES``."""
+    """One reversible change that a feature makes to a framework. Modules list their switches in the tuple ``SWITCHES``."""
 
     @property
     def name(self) -> str:
-        """Unique name, such as ``"verl.gae"``."""
+        """Unique name of the switch, such as ``"verl.gae"``."""
 
     @property
     def target(self) -> str:
-        """Target, ``"pkg.mod:what"``. The switch can be applied once ``pkg.mod`` has been imported."""
+        """Location of the change, as ``"pkg.mod:name"``. The switch can be applied once the module ``pkg.mod`` is imported."""
 
     def state(self) -> SwitchState:
-        """Returns the state, read from the live objects. Imports nothing."""
+        """Returns the state of the switch, read from the framework's objects in memory. Imports nothing."""
 
     def apply(self, settings: Any) -> None:
-        """Applies the switch, or raises PatchRefused and changes nothing. Idempotent. ``settings``: the feature's flags."""
+        """Applies the switch with the feature's flags ``settings``. A second call does nothing.
+
+        Raises PatchRefused if the switch cannot be applied; nothing is changed then."""
 
     def revert(self) -> None:
-        """Restores the identical original objects. Raises PatchRefused if someone has wrapped our object since."""
+        """Restores the identical original objects. Raises PatchRefused if other code has wrapped our object meanwhile."""
 
 
 @dataclass(frozen=True)
 class SwitchStatus:
-    """Status of one switch. ``state``: applied, waiting (the module is not imported yet), refused, foreign (wrapped by others)
-    or unsupported (does not fit this framework version; the feature's other switches stay on)."""
+    """Status of one switch (a reversible change to a framework). ``state`` is one of: applied, waiting (the target's module is not
+    imported yet), refused, foreign (other code has wrapped our object), unsupported (the switch does not fit this framework
+    version; the feature's other switches stay on)."""
 
     name: str
     target: str
@@ -53,7 +61,7 @@ class SwitchStatus:
 
 @dataclass(frozen=True)
 class FeatureStatus:
-    """Status of one feature. ``requested``: ``by name``, ``automatically`` or ``off``."""
+    """Status of one feature. ``requested`` says how the feature was enabled: ``by name``, ``automatically`` or ``off``."""
 
     name: str
     requested: str
@@ -61,21 +69,21 @@ class FeatureStatus:
 
     @property
     def applied(self) -> bool:
-        """True if at least one switch of the feature is applied and no switch is refused or foreign."""
+        """True if at least one switch of the feature is applied, and no switch of the feature is refused or foreign."""
         states = {patch.state for patch in self.patches}
         return "applied" in states and not states & {"refused", "foreign"}
 
 
 @dataclass(frozen=True)
 class Status:
-    """Status of one process.
+    """Status of rl-accel in one process. A switch is one reversible change to a framework.
 
     Attributes:
-        pid: process ID.
-        sources: sources of the flags, weakest first.
-        features: status of every feature of the pack.
-        flag_readers: switches that read flags from a framework's configuration; enabled by the plug-in without any flag.
-        loggers: switches that add our metrics to a framework's log; enabled while any feature is on.
+        pid: ID of the process.
+        sources: names of the flag sources in use; a later source overrides the earlier ones.
+        features: status of every feature of rl-accel.
+        flag_readers: status of switches that read flags from a framework's configuration; on in verl even without flags.
+        loggers: status of switches that add our metrics to a framework's log while any feature is on.
     """
 
     pid: int
@@ -91,7 +99,7 @@ class Status:
         raise KeyError(feature)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns nested plain dicts and lists, ready for JSON."""
+        """Returns the status as nested dicts and lists that ``json.dumps`` accepts."""
         return {"version": __version__, **asdict(self)}
 
     def __str__(self) -> str:
@@ -108,7 +116,7 @@ class Status:
 
 
 def aligned(rows: Iterable[Sequence[str]], indent: int = 0) -> list[str]:
-    """Returns one text line per row; each column is as wide as its widest cell."""
+    """Returns one text line per row of a table. Each column is as wide as the widest cell of the column."""
     table = [tuple(row) for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)

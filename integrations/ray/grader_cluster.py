@@ -11,7 +11,7 @@ _ADDRESS, _NAMESPACE = "RAY_ADDRESS", "RL_ACCEL_RAY_NAMESPACE"
 
 
 def environment() -> dict[str, str]:
-    """Returns environment variables with the address and namespace of this process's Ray job; empty outside a job."""
+    """Returns environment variables for grader processes with the Ray address and namespace of the job; {} without Ray."""
     import ray
 
     if not ray.is_initialized():
@@ -21,7 +21,10 @@ def environment() -> dict[str, str]:
 
 
 def connect_when_needed(environment: Mapping[str, str]) -> None:
-    """Makes Ray use the job's namespace when Ray connects on first use. Does not import Ray."""
+    """Makes Ray use the namespace of the job when this process connects to Ray later. Does not import Ray.
+
+    ``environment``: environment variables from :func:`environment`.
+    """
     if namespace := environment.get(_NAMESPACE):
         when_imported("ray", functools.partial(_set_namespace, namespace))
 

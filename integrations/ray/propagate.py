@@ -1,9 +1,11 @@
-"""Passes the driver's flags to all Ray processes of the job, in one of two ways.
+"""Passes the rl-accel flags of a Ray job's driver process to all other processes of the job, in one of two ways.
 
-Ray not connected yet: ``ray.init`` calls ``RAY_RUNTIME_ENV_HOOK`` with the job's runtime environment, and our hook adds
-one environment variable. This also reaches clusters that were started earlier. Ray already connected: the job's runtime
-environment is fixed, so the payload goes into the cluster's key-value store under the job's id. :func:`received` reads
-the payload when a worker of the job imports the framework.
+If Ray is not connected yet, ``ray.init`` calls the function in ``RAY_RUNTIME_ENV_HOOK`` with the runtime environment of the job.
+Our function adds one environment variable with the payload (the flags as JSON). This also works with a Ray cluster that was
+started earlier.
+
+If Ray is already connected, the runtime environment of the job is fixed. The payload is then stored in the key-value store of the
+cluster, under the id of the job. :func:`received` reads the payload when a worker process of the job imports the framework.
 """
 
 import os
@@ -19,9 +21,10 @@ _NAMESPACE = "rl_accel"
 
 
 def publish(payload: str | None) -> None:
-    """Passes ``payload`` to Ray processes started from now on. None withdraws the payload; processes then decide by themselves.
+    """Passes ``payload`` (the driver's flags as JSON) to the Ray processes of the job that start from now on.
 
-    The runtime has put the payload into this process's environment, as :data:`~rl_accel.runtime.SOURCES_VAR`.
+    With None, an earlier payload is withdrawn, and each process determines the flags by itself. rl-accel's runtime has already put
+    the payload into :data:`~rl_accel.runtime.SOURCES_VAR`, an environment variable of this process.
     """
     current = os.environ.get(HOOK_VAR)
     if payload is not None:
@@ -37,12 +40,15 @@ def publish(payload: str | None) -> None:
     if _connected():
         from ray.experimental.internal_kv import _internal_kv_put
 
-        # Empty payload instead of none: the job's environment variable may still hold an older payload.
+        # An empty payload is stored instead of none, because the job's environment variable may still hold an older payload.
         _internal_kv_put(_job_key(), payload or "{}", overwrite=True, namespace=_NAMESPACE)
 
 
 def received() -> str | None:
-    """Returns the payload for this process: from the key-value store (newest), else from the environment, else None."""
+    """Returns the payload (the driver's flags as JSON) for this process, or None if there is no payload.
+
+    Ray's key-value store has the newest payload. Without a payload there, reads :data:`~rl_accel.runtime.SOURCES_VAR`.
+    """
     if _connected():
         from ray.experimental.internal_kv import _internal_kv_get
 
@@ -53,7 +59,10 @@ def received() -> str | None:
 
 
 def add_to_runtime_env(runtime_env: Any) -> Any:
-    """Adds our variable to the job's runtime environment (``RAY_RUNTIME_ENV_HOOK``). The user's own value takes precedence."""
+    """Adds the environment variable with the driver's flags to the runtime environment of a Ray job.
+
+    Ray calls this function through ``RAY_RUNTIME_ENV_HOOK``. If the user has set the variable, the user's value takes precedence.
+    """
     previous = os.environ.get(PREVIOUS_HOOK_VAR)
     if previous:
         from ray._common.utils import load_class

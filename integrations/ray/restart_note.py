@@ -1,8 +1,9 @@
-"""Restart notes from the trainer process to the driver of a job, and the exit code that requests a new launch.
+"""Restart notes: requests to launch a run again, sent from the trainer process to the driver process of a Ray job.
 
-The trainer process may be on another node and cannot set the driver's exit code. The trainer process puts a note into the
-cluster's key-value store under the job's id. When the driver's main thread has ended, the driver reads the note, writes the note
-to the file that ``rl-accel run`` asked for, and exits with :data:`rl_accel.relaunch.EXIT_CODE`.
+The trainer process may be on another node and cannot set the exit code of the driver process. Therefore the trainer process puts a
+note into the key-value store of the Ray cluster, under the id of the job. When the main thread of the driver process has ended, the
+driver process reads the note and writes the note to the file that ``rl-accel run`` asked for. Then the driver process exits with
+:data:`rl_accel.relaunch.EXIT_CODE`.
 """
 
 import atexit
@@ -23,14 +24,17 @@ _has_note = threading.Event()
 
 
 def publish(note: dict[str, Any]) -> None:
-    """Stores ``note`` (JSON, with ``step`` and ``overrides``) for the driver of this process's job. Replaces an earlier note."""
+    """Stores a restart note for the driver process of the Ray job to which this process belongs. Replaces an earlier note.
+
+    ``note`` can be written as JSON and has the keys ``step`` and ``overrides``.
+    """
     from ray.experimental.internal_kv import _internal_kv_put
 
     _internal_kv_put(_key(), json.dumps(note), overwrite=True, namespace=_NAMESPACE)
 
 
 def arm() -> None:
-    """Makes this process (a driver) look for a note when the main thread ends. Idempotent."""
+    """Makes this process (the driver process of a Ray job) look for a restart note when the main thread ends. Idempotent."""
     global _is_armed
     if _is_armed or threading.current_thread() is not threading.main_thread():
         return
@@ -64,7 +68,10 @@ def _look() -> None:
 
 
 def _exit_with_code() -> None:
-    """Ends the process with ``os._exit`` if there is a note; an exit function cannot change the exit code otherwise."""
+    """Ends this process with :data:`EXIT_CODE` if there is a restart note.
+
+    Calls ``os._exit``, because a function that runs at exit cannot change the exit code in another way.
+    """
     if not _has_note.is_set():
         return
     import ray

@@ -1,8 +1,11 @@
-"""Store of reward anchors as a named Ray actor, the client of each process, and the collector of counts.
+"""Store of reward anchors as a named Ray actor, with a client for each process and a collector of counts.
 
-The actor belongs to the job and is created by the first process that needs the store. If the actor's process dies, Ray restarts
-the actor from the last save. If the actor's owner died too, the next process that needs the store creates a new actor. Grading
-never waits for the actor.
+A reward anchor is the duration of the longest correct reward execution so far for a prompt and test case. Reward anchors determine
+the time limits of later executions.
+
+The actor belongs to the Ray job, and is created by the first process that needs the store. If the process of the actor dies, Ray
+restarts the actor from the last save. If the process that created the actor has died as well, the next process that needs the
+store creates a new actor. Grading never waits for the actor.
 """
 
 import asyncio
@@ -60,27 +63,27 @@ class AnchorStoreActor:
         try:
             self._store = AnchorStore(Path(path) if path else None, timeout)
         except (OSError, ValueError) as error:
-            # Ray would restart an actor that raises here endlessly. Anchors are learned again within a few steps.
+            # Ray would endlessly restart an actor whose constructor raises. Anchors are learned again within a few steps.
             logger.warning("rl-accel: reward anchors of %s cannot be read and are learned anew: %s", path, error)
             self._store = AnchorStore(None, timeout)
 
     def exchange(self, delta: AnchorDelta) -> Update:
-        """See :meth:`AnchorStore.exchange`. Saves the store if the last save is ``SAVE_SECONDS`` old."""
+        """Calls :meth:`AnchorStore.exchange`. Saves the store if the last save is more than ``SAVE_SECONDS`` ago."""
         update = self._store.exchange(delta)
         if time.monotonic() - self._saved > SAVE_SECONDS:
             self._save()
         return update
 
     def take_counts(self) -> tuple[str, dict[str, float]]:
-        """Returns the store's incarnation (unique id) and counts, including the number of ``anchors``. Saves the store.
+        """Returns the store's incarnation (an id that is new for each restarted store) and the counts since the last call.
 
-        See :meth:`AnchorStore.take_counts`.
+        The counts include the current number of ``anchors``. Saves the store. See :meth:`AnchorStore.take_counts`.
         """
         self._save()
         return self._store.incarnation, {**self._store.take_counts(), "anchors": float(len(self._store))}
 
     def _save(self) -> None:
-        """Saves the store. A write error, such as a full disk, is only logged."""
+        """Saves the store to the file. A write error, such as a full disk, is only logged."""
         self._saved = time.monotonic()
         try:
             self._store.save()
@@ -89,17 +92,22 @@ class AnchorStoreActor:
 
 
 _handles: dict[Any, Any] = {}
-"""Handles of all stores that this process has used, by actor id. Ray ends an actor when the creating handle is gone."""
+"""Handles of all store actors that this process has used, by actor id. Ray ends an actor when the creator's handle is deleted."""
 forget_when_off.append(_handles.clear)
 
 
 def store_name() -> str:
-    """Returns the name of this job's store. Jobs that share a Ray namespace have a store each."""
+    """Returns the name of the store actor of this Ray job. Jobs that share a Ray namespace have different names."""
     return f"rl_accel_reward_anchors_{ray.get_runtime_context().get_job_id()}"
 
 
 def anchor_store(path: str | None, flags: RewardTimeoutFlags) -> Any:
-    """Returns the handle of this job's store. Creates the store if there is none."""
+    """Returns the handle of the store actor of this Ray job. Creates the actor if there is none.
+
+    Args:
+        path: file of the store; None keeps the store in memory only.
+        flags: flags of ``reward_timeout``.
+    """
     handle = (
         ray.remote(AnchorStoreActor)
         .options(name=store_name(), get_if_exists=True, num_cpus=0, max_restarts=-1)
@@ -112,24 +120,24 @@ _clients: weakref.WeakSet["StoreClient"] = weakref.WeakSet()
 
 
 def _flush_here(_actor: Any) -> None:
-    """Sends the counts of this process's clients to the store. Ray calls this in a thread that runs no event loop."""
+    """Sends the counts of all :class:`StoreClient` objects in this process to the store. Must not run on an event loop."""
     flushes = [asyncio.run_coroutine_threadsafe(client.flush(), client.loop) for client in _clients if client.loop]
     concurrent.futures.wait(flushes, _REPLY_SECONDS)
 
 
 def flush(actors: Sequence[Any]) -> None:
-    """Waits until the store has all counts of the processes of ``actors``, but no longer than a few seconds."""
+    """Makes the processes of ``actors`` send their counts to the store. Waits a few seconds at most until the store has them."""
     calls = [actor.__ray_call__.remote(_flush_here) for actor in actors]
     ray.wait(calls, num_returns=len(calls), timeout=_REPLY_SECONDS)
 
 
 class StoreClient:
-    """Synchronises ``replica`` with the job's store, in the background of the running event loop.
+    """Exchanges anchors and counts between this process and the store of the Ray job, in the background of an event loop.
 
     Outside a Ray job, there is no store and nothing is exchanged.
 
     Args:
-        replica: anchors of this process.
+        replica: anchors and counts of this process.
         path: file of the store; None keeps the store in memory only.
     """
 
@@ -145,14 +153,17 @@ class StoreClient:
         _clients.add(self)
 
     def use(self) -> None:
-        """Starts or continues the exchange with the store. The exchange ends after a few intervals without a call."""
+        """Starts the periodic exchange with the store, or keeps a running exchange alive.
+
+        The exchange ends after a few intervals of ``EXCHANGE_SECONDS`` without a call of this method.
+        """
         self._wanted = True
         if ray.is_initialized() and (self._task is None or self._task.done()):
             self.loop = asyncio.get_running_loop()
             self._task = self.loop.create_task(self._keep_up())
 
     async def close(self) -> None:
-        """Ends the background exchange after a last exchange."""
+        """Ends the periodic exchange with the store, then makes a last exchange."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -161,19 +172,22 @@ class StoreClient:
             await self._exchange()
 
     async def flush(self) -> None:
-        """Sends all counts. Two exchanges, because one that is under way lacks the latest counts."""
+        """Sends all counts to the store. Makes two exchanges, because an exchange under way lacks the latest counts."""
         for _ in range(2):
             await self._exchange()
 
     async def _keep_up(self) -> None:
         idle = 0
-        while idle < 3:  # also sends the last results of a step
+        while idle < 3:  # the idle exchanges send the last results of a step
             self._wanted, idle = False, 0 if self._wanted else idle + 1
             await self._exchange()
             await asyncio.sleep(EXCHANGE_SECONDS)
 
     async def _exchange(self) -> None:
-        """Sends local changes and applies the answer. Awaits a slow call again, as a second call would count changes twice."""
+        """Sends the changes of this process to the store, and applies the store's answer.
+
+        If the store answers too late, the next exchange awaits the same call, because a second call would count changes twice.
+        """
         if self._call is None:
             delta = self._replica.take_delta()
             self._call = delta, asyncio.ensure_future(self._ask(delta))
@@ -183,7 +197,7 @@ class StoreClient:
         except TimeoutError:
             self._complain("it takes long")
         except (RayError, ValueError) as error:  # ValueError: the actor ended during the look-up
-            if self._call is not mine:  # another waiter has handled it
+            if self._call is not mine:  # another coroutine has handled this call
                 return
             self._call, self._handle = None, None
             self._replica.put_back(delta)
@@ -209,9 +223,9 @@ class StoreClient:
 
 
 class Collector:
-    """Collects the counts of the job's store, in the process that logs training steps.
+    """Fetches the counts of reward executions from the store of the Ray job, in the process that logs training steps.
 
-    If the store is gone, the counts of the step are lost. A late answer counts for the next step.
+    If the store has died, the counts of the step are lost. If the store answers too late, the counts appear in the next step.
     """
 
     def __init__(self) -> None:
@@ -221,11 +235,13 @@ class Collector:
     def __call__(self, _step: int, _logged: Mapping[str, Any]) -> dict[str, float]:
         """Returns the counts since the last call by name, such as ``reward_timeout/executions``; {} before the first counts.
 
-        Counts besides those of :class:`~rl_accel.reward.limited_executor.LimitedExecutor`:
-        ``errors``: graders that returned no score. ``anchors``: number of known anchors.
-        ``workers_replaced`` (verl): grader processes that died.
-        ``reward_workers_lost`` (verl): reward workers that died and were replaced.
-        ``store_restarts``: 1 if the store is not the store of the last call. ``store_unreachable``: calls without an answer.
+        In addition to the counts of :class:`~rl_accel.reward.limited_executor.LimitedExecutor`, there are:
+        ``errors``: number of responses whose grader returned no score.
+        ``anchors``: number of known anchors (durations of correct executions).
+        ``workers_replaced`` (verl): number of grader processes that died.
+        ``reward_workers_lost`` (verl): number of reward workers that died and were replaced.
+        ``store_restarts``: 1 if the store was restarted since the last call, else 0.
+        ``store_unreachable``: number of calls that the store did not answer.
         """
         if not ray.is_initialized():
             return {}

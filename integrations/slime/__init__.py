@@ -1,1 +1,1 @@
-"""Functions that slime's flags name by dotted path. :mod:`.custom_config` lists the flags."""
+"""Adapters for slime: functions of rl-accel that slime's flags name by dotted path. :mod:`.custom_config` lists these flags."""

@@ -1,6 +1,6 @@
 """Command ``rl-accel slime-config``: writes or checks the YAML file for slime's ``--custom-config-path``.
 
-A check may include the launch line, the command that starts the job. slime itself accepts any key of the file unchecked.
+A check may include the launch line, which is the command that starts the job. slime itself does not check the keys of the file.
 """
 
 import argparse
@@ -35,7 +35,8 @@ from rl_accel.runtime import is_installed
 SECTION = "rl_accel"
 STOPS = "train.py itself stops"
 HOOKS = {feature.name: feature.slime.arguments for feature in FEATURES if feature.slime is not None}
-"""Mapping from feature to slime's arguments that the feature sets: argument name to function path, or to a list of paths to add."""
+"""slime's arguments that each feature sets, by feature name. Each value is a mapping from argument name to the dotted path of a
+function, or to a list of paths to append."""
 _DEFAULTS = {
     **STOCK,
     "advantage_estimator": "grpo",
@@ -44,15 +45,15 @@ _DEFAULTS = {
     **dict.fromkeys(("over_sampling_batch_size", "rollout_batch_size", "buffer_filter_path")),
     "debug_train_only": True,  # without a launch line, engine settings are unknown
 }
-"""Values of slime's arguments that the features' checks read, for a check without a launch line."""
+"""Assumed values of slime's arguments when a file is checked without a launch line. Holds only arguments that the checks read."""
 
 
 def make(features: Iterable[str], settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the content of the YAML file.
+    """Returns the content of the YAML file that turns ``features`` on in slime.
 
     Args:
-        features: features to turn on.
-        settings: further flags by feature.
+        features: names of the features to turn on.
+        settings: values of further flags, by feature name and flag name.
 
     Raises:
         ConfigError: a feature or flag is unknown, flags contradict each other, or a feature does not support slime.
@@ -90,9 +91,9 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
     """Checks a YAML file. Returns the messages that a run would log, and a warning for each key that is not a flag of slime.
 
     Args:
-        path: the file.
-        slime_root: checkout of slime with the known flags; None skips the look-up.
-        line: words of a launch line. slime's own parser reads the words; slime must be importable.
+        path: path of the YAML file.
+        slime_root: folder of a checkout of slime, in which the keys are looked up; None: keys are not looked up.
+        line: words of a launch line, parsed by slime's own parser, which must be importable; None: no launch line is checked.
 
     Raises:
         ConfigError: the file cannot be read, a flag of rl-accel is wrong, a path that a feature needs is missing, or the launch
@@ -132,9 +133,16 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
 
 
 def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Returns slime's arguments for a launch line and the file's ``content``, and the error messages of slime's own checks.
+    """Parses a launch line with slime's own parser. Returns slime's arguments, and the error messages of slime's own checks.
 
-    Megatron's flags are ignored if Megatron-LM is not installed. A wrong flag ends the process, as in slime.
+    Megatron's flags are ignored if Megatron-LM is not installed. A wrong flag ends this process, as in slime.
+
+    Args:
+        line: words of the launch line, including ``--custom-config-path``.
+        content: content of the YAML file, set on the arguments if slime's own checks fail.
+
+    Raises:
+        ConfigError: slime or SGLang cannot be imported.
     """
     try:
         from slime.utils import arguments as slimes
@@ -163,9 +171,10 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
 
 
 def arguments_of(slime_root: Path) -> set[str]:
-    """Returns slime's flags as keys of the file (``rollout_batch_size``). Reads a checkout without importing slime.
+    """Returns the names of slime's flags as keys of the YAML file, such as ``rollout_batch_size``.
 
-    Includes the flags that slime passes on to SGLang (``sglang_tp_size``), if SGLang is installed.
+    Reads the source files of a checkout and does not import slime. If SGLang is installed, includes the flags that slime passes on
+    to SGLang, such as ``sglang_tp_size``.
 
     Raises:
         ConfigError: ``slime_root`` is not a checkout of slime.

@@ -22,7 +22,9 @@ logger = logging.getLogger("rl_accel")
 
 
 def flags_of(args: Any) -> Flags:
-    """Applies the flags in ``args.rl_accel``, also after :func:`rl_accel.disable`, and returns all flags in force.
+    """Applies the rl-accel flags in slime's ``args.rl_accel`` to this process, and returns all rl-accel flags in force.
+
+    Flags in ``args.rl_accel`` are applied even if :func:`rl_accel.disable` was called before.
 
     Raises:
         ConfigError: a flag is wrong.
@@ -36,7 +38,7 @@ def flags_of(args: Any) -> Flags:
 
 
 def require_values(flags: Flags) -> None:
-    """Refuses flag values that only other frameworks support.
+    """Refuses flag values that rl-accel supports on other frameworks, but not on slime.
 
     Raises:
         ConfigError: a value is not supported. The message names the flag, the supported values and the found value.
@@ -49,7 +51,7 @@ def require_values(flags: Flags) -> None:
 
 
 def data_source(args: Any) -> Any:
-    """Applies the features in the rollout process and returns the data source (slime's ``--data-source-path``).
+    """Turns the enabled features on in slime's rollout process, and returns the data source (slime's ``--data-source-path``).
 
     Raises:
         ConfigError: a flag is wrong, or the launch line conflicts with a feature.
@@ -61,10 +63,12 @@ def data_source(args: Any) -> Any:
 
 
 def megatron_init(args: Any) -> None:
-    """Applies ``args.rl_accel`` in each actor and critic process (slime's ``--custom-megatron-init-path``).
+    """Turns the features in ``args.rl_accel`` on in an actor or critic process (slime's ``--custom-megatron-init-path``).
+
+    Then calls the user's function if the launch line names one for the same argument.
 
     Raises:
-        ConfigError: a key is unknown or a value is invalid; slime itself accepts any key of the file.
+        ConfigError: a flag is unknown or has an invalid value.
         PatchRefused: a feature enabled by name cannot be applied to this version of slime.
     """
     flags = RUNTIME.flags() if getattr(args, "rl_accel", None) is None else flags_of(args)

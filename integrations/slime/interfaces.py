@@ -1,4 +1,7 @@
-"""Protocols of slime: members that adapters use, and functions that call adapters; see :mod:`rl_accel.patches.seams`."""
+"""Protocols of slime's modules and classes, which :mod:`rl_accel.patches.seams` compares with the installed version of slime.
+
+A protocol declares the members that rl-accel's adapters use, and the functions of slime that call these adapters.
+"""
 
 from typing import Any, Protocol
 

@@ -1,8 +1,11 @@
-"""Sets slime's arguments for our features. Functions named on the launch line are kept, moved (with a log line) or refused.
+"""Sets slime's arguments to the values that the enabled features of rl-accel need.
 
-The launch line is the command that started the job. The YAML file from ``rl-accel slime-config`` names
-:func:`~rl_accel.integrations.slime.hooks.data_source`, the first rollout function that slime calls. At that time, slime's arguments
-still hold the launch line's values. Only the few values that the file has overwritten are read from the launch line's words.
+The launch line is the command that started the job. If the launch line names a user's function for such an argument, this user's
+function is kept, called by rl-accel's function (with a log line), or refused.
+
+The YAML file that ``rl-accel slime-config`` writes names :func:`~rl_accel.integrations.slime.hooks.data_source`, which slime calls
+before any other function of a rollout. At that time, slime's arguments still hold the values of the launch line, except for the few
+values that the YAML file has overwritten. These few values are read from the words of the launch line.
 """
 
 import importlib
@@ -23,12 +26,15 @@ STOCK = {
     "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
     "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
 }
-"""slime's defaults for arguments that features set, where the default is not None."""
+"""Default values of slime's arguments that features set, by argument name. Arguments with the default None are left out."""
 LOG_FUNCTIONS = ("custom_rollout_log_function_path", "custom_eval_rollout_log_function_path")
 
 
 def of_this_job() -> dict[str, str]:
-    """Returns the flags of the command that started this job, possibly on another node; see :func:`read`."""
+    """Returns the flags on the command line that started this job, as :func:`read` does.
+
+    In a Ray job, the command may have run on another node, so Ray is asked for the command. Returns {} if Ray does not answer.
+    """
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return read(sys.argv)
@@ -37,7 +43,7 @@ def of_this_job() -> dict[str, str]:
 
         job_id = ray.get_runtime_context().get_job_id()
         lexer = shlex.shlex(next(job["Entrypoint"] for job in jobs() if job["JobID"] == job_id), posix=True)
-        lexer.whitespace_split, lexer.quotes, lexer.commenters = True, '"', ""  # Ray quotes as Windows does
+        lexer.whitespace_split, lexer.quotes, lexer.commenters = True, '"', ""  # Ray quotes words as on Windows
         words = list(lexer)
     except Exception as error:  # a private Ray API without guarantees
         logger.warning("rl-accel: the launch line is unknown, and not compared with the file of keys: %r", error)
@@ -46,7 +52,10 @@ def of_this_job() -> dict[str, str]:
 
 
 def read(words: Sequence[str]) -> dict[str, str]:
-    """Returns the flags of a launch line: mapping from the name of slime's argument to the flag's value.
+    """Returns the flags on a launch line, as a mapping from the name of slime's argument to the value of the flag.
+
+    Args:
+        words: words of the launch line.
 
     Raises:
         ConfigError: the launch line names two custom config files; slime would read only the last.
@@ -65,17 +74,23 @@ def read(words: Sequence[str]) -> dict[str, str]:
 
 
 def hooks_of_features_that_are_on(flags: Flags) -> Iterator[tuple[str, Any, SlimeHooks]]:
-    """Yields the name, the flags and the hooks of each feature that is on and supports slime."""
+    """Yields ``(name, flags, slime hooks)`` of each feature that is turned on and supports slime."""
     for feature in FEATURES:
         if feature.slime and flags.requested(feature) != "off":
             yield feature.name, flags[feature], feature.slime
 
 
 def put_init_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
-    """Restores slime's Megatron hook from ``line`` if the YAML file has overwritten the hook.
+    """Restores the user's ``--custom-megatron-init-path`` if the YAML file has overwritten this argument.
+
+    Args:
+        args: slime's arguments, changed in place.
+        flags: rl-accel's flags.
+        line: flags on the launch line, as returned by :func:`read`.
 
     Returns:
-        Log lines: one if the hook was restored, and one per explicitly enabled feature that does not serve the advantage estimator.
+        Lines for the log. One line if the argument was restored, and one line for each feature that the user has enabled by name
+        but that does not support the advantage estimator of this run.
     """
     notes, estimator = [], getattr(args, "advantage_estimator", None)
     if path := getattr(args, "custom_advantage_function_path", None):
@@ -92,12 +107,14 @@ def put_init_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[
 
 
 def put_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
-    """Sets slime's arguments for the features. Returns a log line for each function of the launch line that was moved.
+    """Sets slime's arguments to the values that the enabled features need.
+
+    Returns one log line for each function from the launch line that a function of rl-accel will call.
 
     Args:
         args: slime's arguments, changed in place.
         flags: rl-accel's flags.
-        line: launch line, as returned by :func:`read`.
+        line: flags on the launch line, as returned by :func:`read`.
 
     Raises:
         ConfigError: the launch line conflicts with a feature. The message names slime's argument, the wanted and the found value.
@@ -133,12 +150,12 @@ def put_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
 
 
 def function_at(path: str) -> Callable[..., Any]:
-    """Returns the function at a dotted path."""
+    """Imports and returns the function with the dotted path ``path``."""
     module, _, name = path.rpartition(".")
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function
 
 
 def flag_of(key: str) -> str:
-    """Returns the command-line flag of one of slime's arguments."""
+    """Returns the command-line flag that sets slime's argument ``key``, such as ``--rollout-function-path``."""
     return "--" + key.replace("_", "-")

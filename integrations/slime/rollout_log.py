@@ -1,4 +1,4 @@
-"""Adds the metrics of all enabled features to slime's rollout log. slime accepts only one log function."""
+"""Log function for slime that adds the metrics of all enabled features. slime accepts only one log function for rollouts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from rl_accel.integrations.slime.interfaces import LoggingUtils, MetricUtils, Ro
 from rl_accel.integrations.slime.launch_line import LOG_FUNCTIONS, function_at, hooks_of_features_that_are_on
 
 LOG_INTERFACES = (RolloutMetrics, LoggingUtils, MetricUtils)
-"""Interfaces of slime that :func:`log` uses."""
+"""Protocols of the parts of slime that call :func:`log` or that :func:`log` uses."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Data about a rollout that slime passes to the log function.
+    """Data about one rollout that slime passes to the log function.
 
     Attributes:
         number: slime's ``rollout_id``.
         args: slime's arguments.
-        samples: samples of the batch.
-        metrics: metrics from the rollout function; empty if there are none.
-        seconds: seconds from the first request until the batch was complete, rewards included.
+        samples: samples of the training batch.
+        metrics: metrics that the rollout function has returned; empty if there are none.
+        seconds: seconds from the first request until the batch was complete, including rewards.
     """
 
     number: int
@@ -32,7 +32,9 @@ class Rollout:
 
 
 def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, rollout_time: float) -> bool:
-    """Adds the features' metrics to the metrics that slime is about to log (slime's ``--custom-rollout-log-function-path``).
+    """Adds the metrics of the enabled features to the metrics that slime logs for a rollout.
+
+    slime calls this function through ``--custom-rollout-log-function-path``. Returns whether slime should skip the default log.
 
     Raises:
         ConfigError: a flag is wrong.
@@ -51,7 +53,10 @@ def log(rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, ro
 
 
 def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) -> bool:
-    """Tells features that an evaluation has just run (slime's ``--custom-eval-rollout-log-function-path``).
+    """Calls the function ``after_evaluation`` of each enabled feature that has such a function, after an evaluation.
+
+    slime calls this function through ``--custom-eval-rollout-log-function-path``. Returns whether slime should skip the default
+    log.
 
     Raises:
         ConfigError: a flag is wrong.
@@ -63,7 +68,7 @@ def log_evaluation(rollout_id: int, args: Any, data: Any, extra_metrics: Any) ->
 
 
 def _theirs(args: Any, key: str, *given: Any) -> bool:
-    """Calls the log function on the launch line, if any. Returns whether slime should skip the default log."""
+    """Calls the user's log function for slime's argument ``key``, if any. Returns whether slime should skip the default log."""
     path = getattr(args, "rl_accel_kept", {}).get(key)
     return bool(path and function_at(path)(*given))
 

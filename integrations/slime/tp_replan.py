@@ -1,6 +1,7 @@
-"""Advice on the tensor-parallel (TP) size for slime, based on preemptions. slime starts its engines only once in a run.
+"""Advice on the tensor-parallel (TP) size of slime's rollout engines, based on the number of preemptions.
 
-:func:`check` refuses unsupported configurations; :func:`numbers_of` passes each rollout to the planner.
+The advice is logged for the next launch, because slime starts the engines only once in a run. :func:`check` refuses unsupported
+configurations. :func:`numbers_of` passes the measurements of each rollout to the planner, which decides about the TP size.
 """
 
 import json
@@ -31,7 +32,7 @@ ARGUMENTS = (
     "rollout_num_gpus_per_engine",
     "num_gpus_per_node",
 )
-"""slime's arguments that this feature sets or reads."""
+"""Names of slime's arguments that the feature ``tp_replan`` sets or reads."""
 _MUST_BE_UNSET = {
     "rollout_external": "slime starts no engine with --rollout-external-engine-addrs",
     "prefill_num_servers": "prefill and decode have sizes of their own",
@@ -40,7 +41,7 @@ _MUST_BE_UNSET = {
 
 
 def check(args: Any, flags: TpReplanFlags) -> None:
-    """Refuses unsupported configurations before anything is generated.
+    """Refuses configurations that ``tp_replan`` does not support, before the first rollout.
 
     Raises:
         ConfigError: see :func:`bounds_of`.
@@ -50,10 +51,11 @@ def check(args: Any, flags: TpReplanFlags) -> None:
 
 
 def bounds_of(args: Any, flags: TpReplanFlags) -> TpBounds:
-    """Returns the possible TP sizes.
+    """Returns the TP sizes that the rollout engines of this run could have.
 
     Raises:
-        ConfigError: no size is possible, the current size is not a possible size, or slime's engines differ in size.
+        ConfigError: no size is possible, the current size is not a possible size, or an argument of slime is not supported (for
+            example, if it makes engines differ in size).
     """
     for name, reason in _MUST_BE_UNSET.items():
         if getattr(args, name, None) not in (None, False):
@@ -84,7 +86,8 @@ def bounds_of(args: Any, flags: TpReplanFlags) -> TpBounds:
 
 
 _watched: list[tuple[Any, _Read, Counters, PlannedRun]] = []
-"""At most one entry: slime's arguments, reader of the servers' counters, counter differences, and planner of the current run."""
+"""Objects of the current run, in at most one entry: slime's arguments, the function that reads the preemption counters of the
+servers, the object that computes differences of counters, and the planner."""
 forget_when_off.append(_watched.clear)
 
 
@@ -97,7 +100,12 @@ def _watch(args: Any) -> tuple[_Read, Counters, PlannedRun]:
 
 
 def numbers_of(rollout: Rollout) -> dict[str, float]:
-    """Passes a rollout to the planner. Returns ``rl_accel/tp_replan/tp``, ``wanted_tp``, ``changes``, and ``preemptions`` if known.
+    """Passes the measurements of a rollout to the planner, and logs the planner's advice if there is any.
+
+    Returns:
+        Metrics for the log, with the prefix ``rl_accel/tp_replan/``: ``tp`` (current TP size), ``wanted_tp`` (advised TP size),
+        ``changes`` (number of changes so far) and, if known, ``preemptions`` (number during this rollout). {} if the run has no
+        engines.
 
     Raises:
         ConfigError: see :func:`bounds_of`.
@@ -122,7 +130,7 @@ def numbers_of(rollout: Rollout) -> dict[str, float]:
 
 
 def set_aside(args: Any) -> None:
-    """Discards the preemptions that servers have counted during an evaluation.
+    """Discards the preemptions during an evaluation, so that they do not count for the next rollout.
 
     Raises:
         ConfigError: see :func:`bounds_of`.
@@ -133,7 +141,7 @@ def set_aside(args: Any) -> None:
 
 
 def _generates(args: Any) -> bool:
-    """Returns whether this run has engines; two of slime's debug modes have none."""
+    """Returns whether this run starts rollout engines. Two debug modes of slime start no engines."""
     return not (getattr(args, "debug_train_only", False) or getattr(args, "load_debug_rollout_data", None))
 
 
@@ -147,9 +155,10 @@ def _refuse(wanted: str, found: Any, reason: str) -> None:
 
 
 def _reader(args: Any) -> _Read:
-    """Returns a function that reads the preemption counter of each worker of slime's router. slime enables metrics on all engines.
+    """Returns a function that reads the preemption counter of each rollout server (worker) behind slime's router.
 
-    The keys hold the worker's id and address, because a restarted server registers with the router again.
+    The function returns a mapping with one key per server. A key consists of the server's id and address, because a restarted
+    server registers with the router again. The counters are available because slime enables metrics on all engines.
     """
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/workers"
     has_warned = False

@@ -1,1 +1,1 @@
-"""Integration with verl: the plug-in module and the features' adapters."""
+"""Integration with verl: the plug-in module that verl imports, and the adapters that connect rl_accel's features to verl."""

@@ -1,7 +1,8 @@
-"""Extensions of verl's agent-loop workers: each feature that is on adds one part (a mixin), and nothing else changes.
+"""Extensions of verl's agent-loop workers. Each enabled feature adds one mixin class (a part), and nothing else changes.
 
-A feature's wiring adds its part to verl's configuration with :func:`choose`. In the trainer process, verl asks
-:class:`AgentLoops` for a manager. The manager's workers have a class that inherits from the parts and then from verl's class.
+The wiring of a feature adds the feature's mixin to verl's configuration with :func:`choose`. In the trainer process, verl asks
+:class:`AgentLoops` for an agent-loop manager. The class of this manager's workers inherits from the mixins first, and then from
+verl's worker class.
 """
 
 import importlib
@@ -17,45 +18,46 @@ from rl_accel.patches.verl.verl_run import VerlRun
 if TYPE_CHECKING:
     _Worker = AgentLoopWorker
 else:
-    _Worker = object  # verl's class comes after the parts
+    _Worker = object  # verl's class comes after the mixins
 
 KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 MANAGER, LEGACY_MANAGER = f"{__name__}.AgentLoops", f"{__name__}.LegacyAgentLoops"
-"""verl's key for the agent-loop manager, and our two values: for the V1 trainer and for all other trainers."""
+"""Our values of verl's configuration key :data:`KEY`, which names the class of the agent-loop manager. ``MANAGER`` is for the V1
+trainer, ``LEGACY_MANAGER`` for all other trainers."""
 
 PARTS = "trainer.rl_accel_agent_loop_parts"
-"""Key for the full names of the parts, in alphabetical order."""
+"""Configuration key for the full names of the enabled :class:`WorkerPart` mixins, in alphabetical order."""
 
 
 @extends(AgentLoopWorker)
 class WorkerPart(_Worker):
-    """Mixin with one feature's additions to verl's agent-loop worker; comes before verl's class.
+    """Mixin with one feature's additions to verl's agent-loop worker. The mixin comes before verl's class in the list of bases.
 
     Attributes:
-        outermost: the part comes before all others; the order is alphabetical otherwise.
+        outermost: True to place this mixin before all other mixins. The order is alphabetical otherwise.
     """
 
     outermost = False
 
     def tokens_so_far(self) -> int | None:
-        """Returns the number of tokens so far in the running task's incomplete response; None if unknown."""
+        """Returns the number of tokens generated so far for the incomplete response of the running task; None if unknown."""
         return None
 
     @classmethod
     def attach(cls, manager: AgentLoopManager) -> None:
-        """Sets up the feature in the trainer process once ``manager`` has started its workers."""
+        """Sets up the feature in the trainer process. Called once ``manager`` has started the agent-loop workers."""
 
 
 def check(run: VerlRun, flag: str, reason: str) -> None:
-    """Refuses a user's agent-loop manager, whose workers cannot have our parts.
+    """Refuses a configuration that names a user's agent-loop manager, because our mixins cannot be added to that manager's workers.
 
     Args:
-        run: the run whose configuration names the manager.
-        flag: the feature's flag, for the message.
-        reason: why the feature needs our manager, for the message.
+        run: the run whose configuration is checked.
+        flag: name of the feature's flag, for the error message.
+        reason: reason why the feature needs our agent-loop manager, for the error message.
 
     Raises:
-        ConfigError: names the key, the wanted value and the value found.
+        ConfigError: the message names the configuration key, the wanted value and the value found.
     """
     manager = run.get(KEY, "")
     if manager not in ("", MANAGER, LEGACY_MANAGER):
@@ -63,11 +65,11 @@ def check(run: VerlRun, flag: str, reason: str) -> None:
 
 
 def choose(run: VerlRun, part: str) -> None:
-    """Adds ``part`` to the agent-loop workers of ``run``, in verl's configuration. Idempotent.
+    """Adds the mixin ``part`` to the agent-loop workers of ``run`` by an entry in verl's configuration. Idempotent.
 
     Args:
-        run: a run that has passed :func:`check`.
-        part: full name of a :class:`WorkerPart`, which is imported in the trainer process, not here.
+        run: a run that has passed :func:`check`. Its configuration is changed.
+        part: full name of a subclass of :class:`WorkerPart`. The subclass is imported in the trainer process, not here.
     """
     parts = sorted({*run.get(PARTS, ()), part})
     with open_dict(run.config):
@@ -76,20 +78,20 @@ def choose(run: VerlRun, part: str) -> None:
 
 
 class AgentLoops:
-    """Manager class named by :data:`KEY`; verl calls only its ``create``."""
+    """Agent-loop manager class that verl's configuration names for the V1 trainer. verl calls only the method ``create``."""
 
     @staticmethod
     def create(config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns verl's manager with workers that have the parts named in ``config``. The arguments are verl's."""
+        """Returns verl's agent-loop manager, whose workers have the mixins named in ``config``. verl passes all arguments."""
         return manager_class(config).create(config, *args, **kwargs)
 
 
 class LegacyAgentLoops(AgentLoops):
-    """Variant of :class:`AgentLoops` for trainers that get a batch's responses as a return value: all but V1."""
+    """Variant of :class:`AgentLoops` for all trainers except V1. These trainers get a batch's responses as a return value."""
 
 
 def manager_class(config: Any) -> Any:
-    """Returns a subclass of verl's manager for the trainer of ``config``, with workers of :func:`worker_class`."""
+    """Returns a subclass of verl's agent-loop manager for the trainer of ``config``, with workers of :func:`worker_class`."""
     import ray
 
     if _hands_over_in_transfer_queue(config):
@@ -112,11 +114,11 @@ def manager_class(config: Any) -> Any:
 
 
 def worker_class(config: Any) -> Any:
-    """Returns verl's worker class for the trainer of ``config``, extended by the parts named in ``config``."""
+    """Returns a subclass of verl's agent-loop worker for the trainer of ``config``, with the mixins named in ``config``."""
     if _hands_over_in_transfer_queue(config):
         from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
-        # verl exports the class already wrapped by @ray.remote, which cannot be subclassed.
+        # verl exports this class wrapped by @ray.remote, and a wrapped class cannot be subclassed.
         worker = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
     else:
         from verl.experimental.agent_loop.agent_loop import AgentLoopWorker

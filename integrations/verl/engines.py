@@ -1,4 +1,4 @@
-"""Capabilities of verl's inference engines, as far as features need them. :func:`register` adds another engine."""
+"""Capabilities of verl's inference engines that rl_accel's features depend on. :func:`register` adds another engine."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -9,24 +9,26 @@ from typing import Any
 from rl_accel.telemetry.server_counters import COUNTERS, Reading, ask_endpoints
 
 ReadCounters = Callable[[Sequence[str]], Mapping[str, Reading | None]]
-"""Reads the preemption counters of servers, named as in verl's load balancer; None for a server that reports none."""
+"""Function that reads the preemption counters of rollout servers. It takes the servers' names in verl's load balancer and returns a
+reading by server name. The reading is None for a server that reports no counter."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Capabilities of an engine's servers. The defaults are safe for any engine.
+    """Capabilities of an inference engine and its rollout servers in verl. The defaults are safe for any engine.
 
     Attributes:
-        aborts_by_id: the servers' ``abort_request`` works, and ``generate`` then returns the tokens so far.
-        restarts_in_run: a restarted server gets the next weights, once the training workers have dropped the old server's handle.
-        death_errors: names of exceptions by which a living server reports that its engine is dead.
-        read_counters: reads the servers' preemption counters; None if unsupported.
-        stop: ``stop(server, request_id)``, called in the server's process, ends one request, whose ``generate`` then returns the
-            tokens so far; None if unsupported.
-        cache_tokens: ``cache_tokens(server)``, called in the server's process, returns the capacity of the server's key-value
-            cache in tokens, or None if unknown.
-        seeds_by_position: a request with a seed draws the same tokens after a migration.
-        counting: key of verl's configuration and its value that make servers count preemptions; None if they always do.
+        aborts_by_id: True if the servers' method ``abort_request`` works. ``generate`` then returns the tokens so far.
+        restarts_in_run: True if a restarted server gets the weights of the next update. The training workers must first have
+            dropped their handles of the old server.
+        death_errors: class names of exceptions with which a living server reports that its engine is dead.
+        read_counters: function that reads the servers' preemption counters; None if unsupported.
+        stop: function ``stop(server, request_id)`` that ends one request, called in the server's process. The request's
+            ``generate`` call then returns the tokens so far. None if unsupported.
+        cache_tokens: function ``cache_tokens(server)``, called in the server's process. Returns the capacity of the server's
+            key-value cache in tokens, or None if unknown.
+        seeds_by_position: True if a request with a seed draws the same tokens after a migration to another server.
+        counting: key and value in verl's configuration that make the servers count preemptions; None if servers always count.
     """
 
     aborts_by_id: bool = False
@@ -50,10 +52,10 @@ def _cache_of_vllm(server: Any) -> int | None:
 
 
 def _stop_in_vllm(server: Any, request_id: str) -> None:
-    """Aborts a request of vLLM. Ray calls this outside the thread of vLLM's event loop."""
+    """Aborts one request in vLLM. Ray calls this function in another thread than that of vLLM's event loop."""
     engine = server.engine
     stopped = asyncio.run_coroutine_threadsafe(engine.abort(request_id), engine.output_handler.get_loop())
-    stopped.add_done_callback(Future.result)  # logs an exception of the abort, which nobody awaits
+    stopped.add_done_callback(Future.result)  # logs an exception of the abort, because nobody awaits the abort
 
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -75,17 +77,17 @@ _ENGINES = {
 
 
 def register(name: str, engine: Engine) -> None:
-    """Adds an engine or replaces its capabilities. ``name`` is the value of ``rollout.name``."""
+    """Adds an engine, or replaces the capabilities of a known engine. ``name`` is the engine's value of verl's ``rollout.name``."""
     _ENGINES[name] = engine
 
 
 def engine_of(config: Any) -> Engine:
-    """Returns the engine that verl's ``config`` names; defaults if unknown."""
+    """Returns the capabilities of the engine that verl's ``config`` names; those of ``Engine()`` for an unknown engine."""
     return _ENGINES.get(config.actor_rollout_ref.rollout.name, Engine())
 
 
 def is_death(error: BaseException, engine: Engine) -> bool:
-    """Returns whether ``error`` of a remote call means that a server or its engine is dead."""
+    """Returns True if ``error``, raised by a remote call to a rollout server, means that the server or its ``engine`` is dead."""
     from ray.exceptions import RayActorError
 
     cause = getattr(error, "cause", None) or error  # Ray wraps a method's exception in a RayTaskError
@@ -93,10 +95,13 @@ def is_death(error: BaseException, engine: Engine) -> bool:
 
 
 def counted_engines() -> list[str]:
-    """Returns the names of engines whose preemptions can be read."""
+    """Returns the names of the engines whose servers' preemption counters can be read."""
     return sorted(name for name, engine in _ENGINES.items() if engine.read_counters is not None)
 
 
 def read_servers(engine: Engine, servers: Sequence[str]) -> Mapping[str, Reading | None]:
-    """Reads the counters of all ``servers`` at once; None for a server that reports none, or if unsupported."""
+    """Reads the preemption counters of all ``servers`` at once and returns a reading by server name.
+
+    The reading is None for a server that reports no counter, and for all servers if the engine supports no reading.
+    """
     return dict.fromkeys(servers) if engine.read_counters is None else engine.read_counters(servers)

@@ -1,6 +1,6 @@
-"""Proxies of verl's reward workers: a call is cancelled together with the awaiting task, and a dead worker is replaced.
+"""Proxies of verl's reward workers. They cancel a remote call together with the awaiting task, and replace a dead worker.
 
-verl itself keeps sending prompts to a dead reward worker, and all these prompts fail.
+Without proxies, verl keeps sending prompts to a dead reward worker, and all these prompts fail.
 """
 
 import asyncio
@@ -21,26 +21,28 @@ logger = logging.getLogger("rl_accel")
 T = TypeVar("T")
 
 ATTEMPTS = 4
-"""Maximum number of attempts to score a response. A response that kills each worker must fail in the end."""
+"""Maximum number of attempts to score a response. A response that kills every reward worker must fail in the end."""
 _PAUSE_SECONDS = 1.0
 _STOP_SECONDS = 30.0
-"""Maximum seconds to wait for a cancelled call to end."""
+"""Maximum seconds to wait for the end of a remote call after its cancellation."""
 
 SUCCESSOR = "_successor_"
-"""Separator between worker number and number of deaths in the names of replacement reward workers."""
+"""Separator in the name of a replacement for a dead reward worker, between the worker's number and the number of deaths so far."""
 
 
 async def cancel(call: Awaitable[T]) -> T | None:
-    """Cancels the remote call of an async actor and waits for its end. Returns the result, or None if there is none.
+    """Cancels ``call``, a remote call to an async Ray actor, and waits until the call has ended.
 
-    Cancelling an asyncio task that awaits the call would leave the call running.
+    Returns the result of the call, or None if the call has no result. Cancelling only the asyncio task that awaits the call would
+    leave the call running in the actor.
     """
-    call.cancel() if hasattr(call, "cancel") else ray.cancel(call)  # balance's calls are asyncio tasks
+    # With the balance feature, a call is an asyncio task, which has a method ``cancel``.
+    call.cancel() if hasattr(call, "cancel") else ray.cancel(call)
     return await outcome(call)
 
 
 async def outcome(call: Awaitable[T]) -> T | None:
-    """Waits for the end of the call, up to ``_STOP_SECONDS``. Returns the result, or None if there is none."""
+    """Waits up to ``_STOP_SECONDS`` until ``call`` has ended. Returns the result of the call, or None if the call has no result."""
     task = asyncio.ensure_future(call)
     await asyncio.wait({task}, timeout=_STOP_SECONDS)
     if not task.done():
@@ -52,11 +54,11 @@ async def outcome(call: Awaitable[T]) -> T | None:
 
 
 class RewardWorkerProxy:
-    """A reward worker whose ``compute_score`` call is cancelled together with the awaiting task.
+    """Proxy of a reward worker. Cancelling a task that awaits ``compute_score`` also cancels the remote call.
 
     Args:
-        worker: handle of the actor.
-        successor: returns the handle of a dead worker's replacement, given the number of deaths so far.
+        worker: handle of the reward worker, a Ray actor.
+        successor: function that takes the number of deaths so far and returns the handle of the dead worker's replacement.
     """
 
     def __init__(self, worker: RewardLoopWorker, successor: Callable[[int], RewardLoopWorker]) -> None:
@@ -69,10 +71,10 @@ class RewardWorkerProxy:
         return self
 
     async def remote(self, data: Any) -> Any:
-        """Returns the worker's result. If the worker dies, its replacement is asked.
+        """Scores ``data`` in the reward worker and returns the result. If the worker dies, a replacement scores ``data``.
 
         Raises:
-            RayActorError: all :data:`ATTEMPTS` attempts have failed.
+            RayActorError: the worker was dead or unavailable in all :data:`ATTEMPTS` attempts.
         """
         attempts = 0
         while True:
@@ -89,20 +91,21 @@ class RewardWorkerProxy:
                     raise
                 if isinstance(error, ActorUnavailableError):  # the worker may come back
                     await asyncio.sleep(_PAUSE_SECONDS)
-                elif worker is self._worker:  # otherwise already replaced for another response
+                elif worker is self._worker:  # otherwise a call for another response has replaced the worker
                     logger.warning("rl-accel: a reward worker has died and is replaced: %s", str(error).splitlines()[0])
                     self._deaths += 1
                     self._worker = self._successor(self._deaths)
 
 
 def proxies(workers: Sequence[Any] | None, config: Any) -> list[RewardWorkerProxy] | None:
-    """Returns a proxy for each reward worker of a job, in order; existing proxies are kept.
+    """Returns a proxy for each of a job's reward workers, in the same order; None if ``workers`` is None.
 
-    A dead worker is replaced by a new actor, under the same name in all agent-loop workers. With a reward model, whose address a
-    new actor would not know, another worker takes over.
+    A dead worker is replaced by a new actor. All agent-loop workers give this actor the same name, so they share one replacement.
+    With a reward model, another existing worker takes over instead, because a new actor would not know the model's address.
 
     Args:
-        workers: handles of verl's ``RewardLoopWorker`` actors, or proxies; None if agent loops compute no rewards.
+        workers: handles of verl's ``RewardLoopWorker`` actors. Existing proxies in this list are kept. None if agent loops
+            compute no rewards.
         config: verl's configuration.
     """
     if workers is None:
@@ -122,7 +125,7 @@ def _successor(number: int, workers: Sequence[Any], config: Any, deaths: int) ->
 
     name = f"reward_loop_worker_{number}{SUCCESSOR}{deaths}_{ray.get_runtime_context().get_job_id()}"
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=True)
-    # A new name: under the old name, Ray would still return the dead actor's handle.
+    # The name is new, because Ray would still return the dead actor's handle for the old name.
     return (
         ray.remote(reward_loop.RewardLoopWorker)
         .options(name=name, get_if_exists=True, scheduling_strategy=here)

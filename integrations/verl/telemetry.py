@@ -1,8 +1,9 @@
-"""Timing of a step's stages on verl: ``+rl_accel.telemetry.enable=True``. Observes only; changes nothing.
+"""Timing of a training step's stages on verl: ``+rl_accel.telemetry.enable=True``. Observes only and does not change training.
 
-:func:`wire` adds :class:`RecordingWorker` to verl's agent-loop workers, which record when each response began, was generated and
-was rewarded. In the trainer process, :class:`Observer` fetches these records once a step, computes metrics from them with
-:mod:`rl_accel.telemetry.stage_clock`, reads the servers' preemption counters, and saves the records for ``rl-accel profile``.
+:func:`wire` adds :class:`RecordingWorker` to verl's agent-loop workers. These workers record when each response began, was
+generated and was rewarded. In the trainer process, :class:`Observer` fetches these records once a step, computes metrics with
+:mod:`rl_accel.telemetry.stage_clock`, and saves the records for ``rl-accel profile``. :class:`Observer` also reads the preemption
+counters of the rollout servers.
 """
 
 import asyncio
@@ -33,12 +34,13 @@ from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NA
 logger = logging.getLogger("rl_accel")
 
 FILE_KEY = "trainer.rl_accel_telemetry"
-"""Key in verl's configuration for the path of the telemetry file."""
+"""Key in verl's configuration for the path of the file with response records."""
 WORKER_PART = f"{__name__}.RecordingWorker"
 ATTEMPTS = 3
-"""Consecutive steps without an answer after which preemptions are no longer read: each unanswered read costs seconds."""
+"""Number of consecutive steps without a known preemption count after which the counters are no longer read. Each unanswered read
+costs seconds."""
 _MOST_NOTES = 200_000
-"""Maximum number of responses that a worker keeps if none are fetched."""
+"""Maximum number of response records that an agent-loop worker keeps if the trainer process does not fetch the records."""
 _FLAG = "rl_accel.telemetry"
 
 
@@ -46,14 +48,14 @@ _FLAG = "rl_accel.telemetry"
 
 
 def wire(run: VerlRun, _flags: TelemetryFlags) -> None:
-    """Adds :class:`RecordingWorker` to the agent-loop workers of ``run``, in verl's configuration. Idempotent.
+    """Adds :class:`RecordingWorker` to the agent-loop workers of ``run`` by an entry in verl's configuration. Idempotent.
 
     Raises:
-        ConfigError: the user has set another agent-loop manager.
+        ConfigError: the user's configuration names another agent-loop manager than ours.
     """
     agent_loop.check(run, _FLAG, "agent loops must note completion times")
     with open_dict(run.config):
-        # Absolute: the trainer process may have another working directory than the driver.
+        # An absolute path: the trainer process may have another working directory than this driver process.
         folder = os.path.abspath(run.get("trainer.default_local_dir", "."))
         OmegaConf.update(run.config, FILE_KEY, run.get(FILE_KEY, os.path.join(folder, FILE_NAME)))
     agent_loop.choose(run, WORKER_PART)
@@ -62,26 +64,26 @@ def wire(run: VerlRun, _flags: TelemetryFlags) -> None:
 # In an agent-loop worker
 
 CURRENT: ContextVar[Response | None] = ContextVar("rl_accel_response", default=None)
-"""Training response that the running task works on; None in validation."""
+"""Context variable with the record of the training response that the running asyncio task works on; None in validation."""
 
 
-@extends(AgentLoopWorkerTQ)  # untested on a verl without this class
+@extends(AgentLoopWorkerTQ)  # untested with a verl that lacks this class
 class RecordingWorker(agent_loop.WorkerPart):
-    """Agent-loop worker part that records training responses; validation responses are not recorded."""
+    """Agent-loop worker mixin that records the times of each training response. Validation responses are not recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._responses: deque[Response] = deque(maxlen=_MOST_NOTES)
 
     async def take_responses(self) -> list[Response]:
-        """Returns the responses that have ended since the last call."""
+        """Returns the records of the responses that have ended since the last call."""
         taken = list(self._responses)
         self._responses.clear()
         return taken
 
     @classmethod
     def attach(cls, manager: AgentLoopManager) -> None:
-        """Registers an :class:`Observer` of these workers in the trainer process, if the feature is still on."""
+        """Registers an :class:`Observer` of the manager's workers in the trainer process, if telemetry is still on."""
         if metrics.observer("telemetry") is not None:
             metrics.observe("telemetry", Observer(manager.config, manager.agent_loop_workers, manager.llm_client))
 
@@ -114,7 +116,7 @@ class RecordingWorker(agent_loop.WorkerPart):
             response.tokens = sum(sum(item.response_mask) for item in outputs)
             response.tools = max(
                 (item.metrics.tool_calls for item in outputs), default=0.0
-            )  # outputs share their metrics
+            )  # all outputs of a response have the same metrics
         return await super()._agent_loop_postprocess(output, validate, **kwargs)
 
     async def _compute_score(self, outputs: Any, kwargs: dict[str, Any]) -> None:
@@ -139,15 +141,21 @@ def _note_server(original: Any, _flags: Any) -> Any:
 
 
 def observe_stages(_step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-    """Returns each stage's share of a training step, known without agent loops; {} if ``logged`` is not a training step."""
+    """Returns the share of each stage in the duration of a training step; {} if ``logged`` is not of a training step.
+
+    The shares come from verl's own timers in ``logged`` and need no agent-loop workers.
+    """
     shares = stage_clock.shares(stage_clock.stages(logged))
     return {f"telemetry/share/{stage}": share for stage, share in shares.items()}
 
 
 class Observer:
-    """Computes telemetry metrics for each logged training step, once the agent-loop workers have started.
+    """Computes the telemetry metrics of each logged training step, once the agent-loop workers have started.
 
-    ``workers`` are handles of agent-loop workers with :class:`RecordingWorker`; the load balancer of ``client`` lists the servers.
+    Args:
+        config: verl's configuration.
+        workers: handles of agent-loop workers with the mixin :class:`RecordingWorker`.
+        client: verl's client of the rollout servers. Its load balancer lists the servers.
     """
 
     def __init__(self, config: Any, workers: Sequence[Any], client: ObservedClient) -> None:
@@ -162,7 +170,7 @@ class Observer:
         self._warned: set[str] = set()
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Returns metrics by name, such as ``telemetry/idle_share``; {} if ``logged`` is not a training step."""
+        """Returns the metrics of a step by name, such as ``telemetry/idle_share``; {} if ``logged`` is not of a training step."""
         began = time.perf_counter()
         numbers = observe_stages(step, logged)
         if not numbers:
@@ -185,7 +193,7 @@ class Observer:
         return numbers | {f"telemetry/{name}": float(value) for name, value in found.items()}
 
     def _fetch(self) -> list[Response]:
-        """Returns the responses of all workers that answer; those of a dead worker are lost."""
+        """Returns the response records of all workers that answer. The records of a dead worker are lost."""
         import ray
 
         calls = [worker.take_responses.remote() for worker in self._workers]
@@ -201,12 +209,12 @@ class Observer:
     def _servers(self) -> list[str]:
         import ray
 
-        with contextlib.suppress(Exception):  # on failure, capacity and preemptions are unknown
+        with contextlib.suppress(Exception):  # on failure, the capacity of the servers and the preemptions are unknown
             return sorted(ray.get(self._balancer.get_all_servers.remote(), timeout=ANSWER_SECONDS))
         return []
 
     def _preempted(self, servers: list[str]) -> int | None:
-        """Returns the preemptions since the last call, or since the servers' start at the first call; None if unknown."""
+        """Returns the number of preemptions since the last call; None if unknown. The first call counts from the servers' start."""
         if not servers or self._silent_steps == ATTEMPTS:
             return None
         preemptions = self._counters.take(read_servers(self._engine, servers))

@@ -1,8 +1,9 @@
-"""Adapts the tensor-parallel size to preemptions, on verl: ``+rl_accel.tp_replan.enable=True``.
+"""Adapts the tensor-parallel size of the rollout to the number of preemptions, on verl: ``+rl_accel.tp_replan.enable=True``.
 
-:func:`wire` checks the configuration in the driver. In the trainer's process, :class:`StepObserver` receives each logged step,
-reads the rollout servers' preemption counters and asks the planner. With action=restart, :func:`restart` saves and ends the run.
-``rl_accel.integrations.ray.restart_note`` then notifies the driver, and ``rl_accel.relaunch`` starts the run again.
+:func:`wire` checks the configuration in the driver process. In the trainer process, :class:`StepObserver` receives the metrics of
+each logged step, reads the rollout servers' preemption counters, and asks the planner for a size. With action=restart,
+:func:`restart` saves a checkpoint and ends the run. ``rl_accel.integrations.ray.restart_note`` then notifies the driver process,
+and ``rl_accel.relaunch`` starts the run again with the new size.
 """
 
 import functools
@@ -37,7 +38,9 @@ _STEP = "training/global_step"
 
 
 def wire(run: VerlRun, flags: TpReplanFlags) -> None:
-    """Checks ``run``, makes its servers count preemptions, and arms the exit code for action=restart. Idempotent.
+    """Checks the configuration of ``run`` and makes the rollout servers count preemptions. Idempotent.
+
+    With action=restart, this driver process also prepares to exit with the exit code that requests a new launch.
 
     Raises:
         ConfigError: a setting conflicts with this feature, or no tensor-parallel size is possible.
@@ -60,10 +63,10 @@ def wire(run: VerlRun, flags: TpReplanFlags) -> None:
 
 
 def bounds_of(config: Any, flags: TpReplanFlags) -> TpBounds:
-    """Returns the possible tensor-parallel sizes.
+    """Returns the tensor-parallel sizes that are possible for the rollout in verl's ``config``.
 
     Raises:
-        ConfigError: no size is possible, or the configured size is not possible.
+        ConfigError: no size is possible, or the configured size is not among the possible sizes.
     """
 
     run = VerlRun(config)
@@ -109,11 +112,11 @@ def _check_checkpoints(run: VerlRun) -> None:
 
 
 class StepObserver:
-    """Passes the trainer's logged metrics to the planner, and logs or carries out the planner's decisions.
+    """Passes the metrics of each logged step to the planner of tensor-parallel sizes, and logs or carries out its decisions.
 
     Args:
-        flags: flags of this feature.
-        find_trainer: returns verl's trainer, or None.
+        flags: flags of ``rl_accel.tp_replan``.
+        find_trainer: function that returns verl's trainer, or None without a trainer.
     """
 
     def __init__(self, flags: TpReplanFlags, find_trainer: Callable[[], Trainer | None]) -> None:
@@ -124,10 +127,13 @@ class StepObserver:
         self._has_warned = False
 
     def __call__(self, _step: int, data: Mapping[str, Any]) -> dict[str, float]:
-        """Processes a step's metrics. Metrics without ``training/global_step`` are of a validation, whose preemptions are ignored.
+        """Processes the metrics ``data`` of a logged step.
+
+        Metrics without ``training/global_step`` are of a validation. Preemptions during a validation are ignored.
 
         Returns:
-            ``tp_replan/tp``, ``wanted_tp`` and ``changes``; also ``tp_replan/preemptions`` if known.
+            Metrics ``tp_replan/tp`` (current size), ``tp_replan/wanted_tp`` and ``tp_replan/changes`` (number so far), and also
+            ``tp_replan/preemptions`` if known. {} for a validation, or without a trainer.
         """
         trainer = self._find_trainer()
         if trainer is None:
@@ -143,7 +149,7 @@ class StepObserver:
             return {}
         step, tp = int(data[_STEP]), int(OmegaConf.select(trainer.config, TP_KEY))
         if preemptions and any(key.startswith("val-") for key in data):
-            preemptions = None  # includes preemptions of the validation
+            preemptions = None  # the number includes preemptions of the validation in this step
         seconds, tokens = float(data.get("timing_s/gen") or 0.0), _tokens_of(data)
         if not (seconds and tokens) and not self._has_warned:
             self._has_warned = True
@@ -160,7 +166,7 @@ class StepObserver:
 
 
 def _tokens_of(data: Mapping[str, Any]) -> float:
-    """Returns the number of response tokens in the batch; 0 if unknown."""
+    """Returns the number of response tokens in the batch of a step, from the step's metrics ``data``; 0 if unknown."""
     both, response, prompt = (
         data.get(key) for key in ("perf/total_num_tokens", "response_length/mean", "prompt_length/mean")
     )
@@ -170,10 +176,11 @@ def _tokens_of(data: Mapping[str, Any]) -> float:
 
 
 def restart(trainer: Trainer, step: int, decision: Decision) -> None:
-    """Saves ``step`` with verl's own method, leaves a note for the driver, and makes ``step`` the last one of this launch.
+    """Saves a checkpoint of ``step`` and ends this launch after ``step``. The next launch has another tensor-parallel size.
 
-    Called between steps, when a checkpoint equals the trainer's own at the end of the step. If ``step`` is the run's last anyway,
-    or saving fails, the run goes on unchanged and logs one line.
+    verl's own method saves the checkpoint. A note for the driver process requests the restart. This function is called between
+    steps, when a checkpoint equals the one that the trainer itself saves at the end of the step. If ``step`` is the run's last step
+    anyway, or if saving fails, the run goes on unchanged and logs one line.
     """
     if step >= min(trainer.total_training_steps, trainer.steps_per_epoch * trainer.config.trainer.total_epochs):
         logger.warning("rl-accel: tp_replan: step %d is the last, nothing is restarted", step)
@@ -182,17 +189,20 @@ def restart(trainer: Trainer, step: int, decision: Decision) -> None:
     try:
         _save(trainer, step)
         restart_note.publish({"step": step, "overrides": overrides})
-    except Exception:  # storage or workers failed: training goes on at the old size
+    except Exception:  # the storage or a worker failed; training goes on at the old size
         problem = f"step {step} could not be saved; going on at the old size"
         logger.warning("rl-accel: tp_replan: no restart, %s", problem, exc_info=True)
         return
-    trainer.total_training_steps = step  # verl's V1 trainers read this before every step, and end normally
+    trainer.total_training_steps = step  # verl's V1 trainers read this number before every step, and end normally
     words = f"this launch ends after step {step}, the next one: {' '.join(overrides)}"
     logger.warning("rl-accel: tp_replan: step %d is saved; %s", step, words)
 
 
 def _overrides(trainer: Trainer, tp: int) -> list[str]:
-    """Returns overrides for the next launch's command line. They fix the checkpoint folder, which may be named by launch time."""
+    """Returns configuration overrides for the command line of the next launch, which set the tensor-parallel size ``tp``.
+
+    The overrides also fix the checkpoint folder, whose name may otherwise depend on the time of the launch.
+    """
     folder = os.path.abspath(trainer.config.trainer.default_local_dir).replace("\\", "\\\\").replace("'", "\\'")
     return [
         f"{TP_KEY}={tp}",
@@ -206,7 +216,7 @@ def _save(trainer: Trainer, step: int) -> None:
     every = trainer.config.trainer.save_freq
     if every > 0 and step % every == 0:
         return  # the trainer has saved this step
-    trainer.checkpoint_manager.sleep_replicas()  # as verl does: saving may need the replicas' memory
+    trainer.checkpoint_manager.sleep_replicas()  # as verl does, because saving may need the memory of the replicas
     try:
         trainer._save_checkpoint()
     except BaseException:

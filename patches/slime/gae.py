@@ -1,7 +1,8 @@
-"""Replaces slime's GAE (padding and a chunk scan) by one fused scan over the unpadded sequences.
+"""Replaces slime's generalised advantage estimation (GAE) by one fused scan over the unpadded sequences.
 
-slime pads all sequences to the longest in a Python loop; with long-tailed responses, slime computes mostly on padding.
-Results equal slime's up to float rounding. Sequences that the kernels do not support go to slime's own function.
+slime's GAE pads all sequences to the length of the longest in a Python loop, and then scans them in chunks. If a few responses
+are very long, slime computes mostly on padding. The results are equal to slime's up to float rounding. For sequences that the
+kernels do not support, slime's own function is called.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,10 @@ def packed_gae(
     lambd: float,
     settings: Any,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Computes GAE of whole responses from the first ``lengths[i]`` tokens of each; see :func:`~rl_accel.ops.gae_of_lists`."""
+    """Computes the GAE of whole responses with :func:`~rl_accel.ops.gae_of_lists`. Returns advantages and returns.
+
+    Uses only the first ``lengths[i]`` tokens of response ``i``.
+    """
     return gae_of_lists(
         [reward[:length] for reward, length in zip(rewards, lengths, strict=True)],
         [value[:length] for value, length in zip(values, lengths, strict=True)],
@@ -59,7 +63,10 @@ def _make(original: Any, settings: Any) -> Any:
 
 
 def _probe(original: Any, _replacement: Any, settings: Any) -> None:
-    """Compares our GAE with slime's chunk scan on a padded batch. Gathering and slicing are slime's functions in both."""
+    """Compares rl-accel's GAE with slime's chunk scan on a small padded batch. Raises PatchRefused if the results differ.
+
+    Gathering and slicing across context-parallel ranks are not compared, because slime's functions do both in the patch as well.
+    """
     scan = packed.stock_scan(original, "chunked_gae")
     random = torch.Generator().manual_seed(0)
     values, rewards = ([torch.randn(length, generator=random) for length in packed.PROBE_LENGTHS] for _ in range(2))

@@ -1,4 +1,7 @@
-"""Helpers of the advantage patches for slime: patch targets, gathering of whole sequences, and probe inputs."""
+"""Helpers of the patches that replace slime's computation of advantages.
+
+Contains names of slime's modules, a function that gathers whole responses, and inputs for a comparison with slime's functions.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +11,7 @@ import torch
 from rl_accel.errors import PatchRefused
 
 LOSS = "slime.backends.megatron_utils.loss"
-"""Module that imports the functions by name and must be patched; patching ``ppo_utils`` alone has no effect."""
+"""Module of slime that must be patched. The module imports the functions by name, so patching ``ppo_utils`` alone has no effect."""
 PPO_UTILS = "slime.utils.ppo_utils"
 
 
@@ -18,9 +21,16 @@ def on_whole_responses(
     totals: Sequence[int],
     lengths: Sequence[int],
 ) -> Sequence[list[torch.Tensor]]:
-    """Calls ``compute`` on whole responses [length], gathered from context-parallel ranks, and slices the results for this rank.
+    """Calls ``compute`` on whole responses, and returns the results for the part of each response that this rank holds.
 
-    slime's own functions gather (a collective call) and slice, because slime decides which two slices of a sequence a rank holds.
+    With context parallelism, each rank holds two slices of each sequence. slime's own functions gather the whole responses from all
+    ranks (a collective call) and slice the results, because slime decides which slices a rank holds.
+
+    Args:
+        compute: function with as many arguments as ``slices`` has items. Each argument is a list of whole responses [length].
+        slices: lists with this rank's part of each response.
+        totals: number of tokens of each sequence, including the prompt.
+        lengths: number of tokens of each response.
     """
     from megatron.core import mpu
 
@@ -36,23 +46,23 @@ def on_whole_responses(
 
 
 PROBE_LENGTHS = (130, 1, 57, 128, 3)
-"""Sequence lengths in tokens, some of them near the 128-token chunks of slime's scans."""
+"""Lengths in tokens of the sequences that are compared with slime. Some lengths are near 128, the chunk length of slime's scans."""
 ROUNDING = {"rtol": 1e-4, "atol": 1e-4}
-"""Tolerances for the difference between slime's chunk scan and our scan."""
+"""Relative and absolute tolerance for the difference between slime's chunk scan and rl-accel's scan."""
 
 
 def padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Pads sequences with zeros to the longest sequence, as slime does."""
+    """Pads sequences with zeros to the length of the longest sequence, as slime does. Returns a tensor [B, T]."""
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
 def unpadded(rows: torch.Tensor) -> torch.Tensor:
-    """Removes the padding from :func:`padded` rows of ``PROBE_LENGTHS`` and concatenates the rows."""
+    """Removes the padding of :func:`padded` from rows with the lengths ``PROBE_LENGTHS``, and concatenates the rows."""
     return torch.cat([row[:length] for row, length in zip(rows, PROBE_LENGTHS, strict=True)])
 
 
 def stock_scan(function: Any, name: str) -> Any:
-    """Returns the scan ``name`` that slime's ``function`` calls.
+    """Returns slime's scan function ``name``, which slime's ``function`` calls, for a comparison.
 
     Raises:
         PatchRefused: slime has no such scan to compare with.

@@ -1,4 +1,4 @@
-"""Replaces slime's REINFORCE++ returns by one fused scan over the unpadded sequences."""
+"""Replaces slime's computation of REINFORCE++ returns by one fused scan over the unpadded sequences."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,9 @@ _PARAMS = ("rewards", "kl", "loss_masks", "response_lengths", "total_lengths", "
 def packed_returns(
     rewards: torch.Tensor, kl: Sequence[torch.Tensor], masks: Sequence[torch.Tensor], kl_coef: float, gamma: float
 ) -> list[torch.Tensor]:
-    """Computes discounted returns of whole responses. The last token with a non-zero mask gets the sequence's reward.
+    """Computes discounted returns of whole responses, one tensor [length] per sequence.
+
+    The reward of a sequence is added at the last token with a non-zero mask.
 
     Args:
         rewards: rewards [S], one per sequence.
@@ -68,7 +70,7 @@ def _make(original: Any, _settings: Any) -> Any:
 
 
 def _probe(original: Any, _replacement: Any, _settings: Any) -> None:
-    """Compares our returns with slime's chunk scan on a padded batch."""
+    """Compares rl-accel's returns with those of slime's chunk scan on a small padded batch. Raises PatchRefused if they differ."""
     scan = packed.stock_scan(original, "chunked_discounted_returns")
     random = torch.Generator().manual_seed(0)
     kl = [torch.rand(length, generator=random) for length in packed.PROBE_LENGTHS]

@@ -1,7 +1,8 @@
-"""Gives each request of a task an id, so that an engine can abort the request, and passes answers to a watcher.
+"""Gives each generation request of an asyncio task an id, and passes the server's answers to a watcher.
 
-slime sends no request id, so SGLang cannot abort a single request, and slime drops ``num_retractions``. slime resends a failed
-request for a minute, while the router may send each try to the same dead server. A watcher can end these retries.
+slime sends no request id, so SGLang cannot abort a single request. slime also drops ``num_retractions`` (number of preemptions)
+from the answers. A failed request is sent again for a minute, although the router may send each try to the same dead server. The
+watcher can end these retries.
 """
 
 import asyncio
@@ -15,13 +16,13 @@ class Watcher(Protocol):
     """Observer of the generation requests of an asyncio task."""
 
     def begin(self) -> str:
-        """Returns the id for a request that is about to be sent. May raise ``asyncio.CancelledError``."""
+        """Returns the id for a request that is about to be sent. May raise ``asyncio.CancelledError`` to stop the task instead."""
 
     def end(self, request_id: str, answer: Any) -> None:
         """Called when a request ends. ``answer`` is the server's answer, or None if the request failed or was cancelled."""
 
     async def failed(self) -> None:
-        """Called when a try of a request fails. The request is sent again, as often as in slime, unless this method raises."""
+        """Called when a request has failed. Unless this method raises, the request is sent again, as often as in slime."""
 
 
 WATCHER: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
@@ -43,7 +44,7 @@ def _make(original: Any, _settings: Any) -> Any:
                     await watcher.failed()
                     if not tries_left:
                         raise
-                await asyncio.sleep(1)  # as slime does
+                await asyncio.sleep(1)  # same pause as in slime
         finally:
             watcher.end(request_id, answer)
 

@@ -1,1 +1,1 @@
-"""Patches of verl. Each module is importable without verl and lists its patches in ``SWITCHES``."""
+"""Patches of verl. Each module can be imported without verl, and lists its patches in the tuple ``SWITCHES``."""

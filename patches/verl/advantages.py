@@ -1,8 +1,8 @@
 """Bit-identical replacements of verl's advantage estimators, without loops over responses or tokens.
 
-GRPO (which GDPO uses too), RLOO, OPO, GPG, Pass@k, both REINFORCE++, both optimal token baselines, and the whitening that
-GAE, GDPO and REINFORCE++ call through its module. Each is a separate patch: a patch that does not fit this verl leaves the
-others on.
+Covers GRPO (which GDPO also uses), RLOO, OPO, GPG, Pass@k, both variants of REINFORCE++, both optimal token baselines, and the
+function ``masked_whiten`` that GAE, GDPO and REINFORCE++ call. Each replaced function has a separate patch. If a patch does not
+fit the installed verl, the other patches stay on.
 """
 
 import importlib
@@ -29,10 +29,10 @@ _TOKEN_BASELINE = (
 )
 
 Arguments = Mapping[str, Any]
-"""Arguments of a call of verl's function by name, defaults included."""
+"""Mapping from parameter name to argument for one call of verl's estimator function, including default values."""
 
 
-# -- our estimators return advantages, or advantages and returns; TypeError or ValueError leaves the call to verl -------
+# -- Our estimators return advantages, or advantages and returns. After TypeError or ValueError, verl's function is called.
 
 
 def _of_groups(rule: Callable[..., torch.Tensor], given: Arguments, **options: Any) -> torch.Tensor:
@@ -80,7 +80,7 @@ def _whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _optimal_token_baseline(given: Arguments, *, multi_turn: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    # imported here because the import loads the compiler, which runs with another estimator never need
+    # imported here because the import loads a compiler, which runs with other estimators do not need
     from rl_accel.ops.optimal_token_baseline import optimal_token_baseline
 
     return optimal_token_baseline(*(given[name] for name in _TOKEN_BASELINE), multi_turn=multi_turn)
@@ -90,7 +90,10 @@ def _optimal_token_baseline(given: Arguments, *, multi_turn: bool) -> tuple[torc
 
 
 def _batch(*names: str) -> dict[str, Any]:
-    """Returns the arguments ``names`` of a small batch with groups of several sizes and ragged masks with holes."""
+    """Returns the arguments ``names`` of a small random batch for probes, by name.
+
+    Prompt groups have several sizes. Masks have several lengths and holes.
+    """
     random = np.random.RandomState(0)
     index = np.array([f"prompt-{n}" for n in np.repeat(np.arange(6), (2, 3, 4, 5, 8, 9))], dtype=object)
     random.shuffle(index)
@@ -119,7 +122,16 @@ def _estimator(
     function: str = "compute_{name}_outcome_advantage",
     supports: str = "verl>=0.6.1",
 ) -> Patch:
-    """Returns the patch of one advantage estimator, at its function and its registry entry."""
+    """Returns the patch that replaces verl's function of one advantage estimator, in verl's module and in verl's registry.
+
+    Args:
+        name: name of the estimator in verl's registry.
+        ours: our estimator, which maps the arguments of a call to advantages, or to advantages and returns.
+        params: required parameter names of verl's function.
+        fingerprint: hash of the tested body of verl's function.
+        function: name of verl's function, where ``{name}`` stands for the estimator's name.
+        supports: supported versions of verl as PEP 508 requirement.
+    """
 
     def make(original: Any, _settings: Any) -> Any:
         signature = inspect.signature(original)

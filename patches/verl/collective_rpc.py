@@ -1,4 +1,4 @@
-"""Makes ``collective_rpc`` of verl's vLLM server return the workers' results, which verl discards."""
+"""Makes the method ``collective_rpc`` of verl's vLLM server return the results of the vLLM workers, which verl discards."""
 
 from typing import Any
 

@@ -1,15 +1,16 @@
 """Reads the ``rl_accel`` section (``+rl_accel.*``) of verl's configuration as early as possible.
 
-In the driver, ``validate_config`` is wrapped, and ``run_ppo`` for the mains of ``verl.experimental``: a misspelt key stops the
-run before a cluster starts. In the trainer process, the trainer's constructor is wrapped, also in recipes that subclass
-RayPPOTrainer without calling its constructor: the trainer that is really built decides which features may be on. The pack
-wraps no other functions of verl without being asked.
+In the driver process, ``validate_config`` is wrapped, so that a misspelt key stops the run before a cluster starts. ``run_ppo`` is
+wrapped as well, for the entry points in ``verl.experimental``. In the trainer process, the trainer's constructor is wrapped,
+because the trainer that is really built decides which features may be on. This includes recipes that subclass RayPPOTrainer
+without calling the constructor of RayPPOTrainer. rl-accel wraps no other functions of verl unless a flag enables a feature.
 
-A feature that uses verl's extension points has a module (:attr:`~rl_accel.features.Feature.verl`) with two functions.
+A feature that uses verl's extension points names a module in :attr:`~rl_accel.features.Feature.verl`, which has two functions.
 
-- ``wire(run, flags)`` chooses the feature's extension points in the configuration of a
-  :class:`~rl_accel.patches.verl.verl_run.VerlRun`. Idempotent; raises ConfigError if run and feature cannot go together.
-- ``find_problems()``, optional, returns pairs of a failing part and the reason, for ``rl-accel doctor``.
+- ``wire(run, flags)`` sets the feature's extension points in the configuration of a
+  :class:`~rl_accel.patches.verl.verl_run.VerlRun`. A second call changes nothing. Raises ConfigError if the feature cannot work
+  in this run.
+- ``find_problems()``, optional, serves ``rl-accel doctor``. Returns pairs: a part of the feature that cannot work, and the reason.
 """
 
 import contextlib
@@ -42,12 +43,12 @@ _NO_SEAM = "verl hands the whole configuration to no plug-in: the entry point is
 
 
 def trainer() -> Any:
-    """Returns the trainer that was constructed last in this process, or None."""
+    """Returns the verl trainer that was constructed last in this process, or None if there is none."""
     return _trainer()
 
 
 def resumed_from(trainer: Trainer) -> Path | None:
-    """Returns the checkpoint folder that ``trainer`` resumes from, or None. Valid only before the first step."""
+    """Returns the checkpoint folder from which ``trainer`` resumes, or None. Valid only before the first training step."""
     config, step = trainer.config.trainer, trainer.global_steps
     if config.resume_mode == "resume_path":
         return Path(config.resume_from_path)
@@ -55,19 +56,20 @@ def resumed_from(trainer: Trainer) -> Path | None:
 
 
 def wire(run: VerlRun, flags: Flags) -> dict[str, str]:
-    """Chooses the extension points of features enabled by name in the configuration of ``run``.
+    """Sets verl's extension points for all features that are enabled by name, in the configuration of ``run``.
 
     Returns:
-        Reasons by feature name, for features enabled by name that have nothing to do in this run.
+        Mapping from feature name to the reason why the feature has no effect in this run. Contains only features that are enabled
+        by name and have no effect.
 
     Raises:
-        ConfigError: the run and a feature enabled by name cannot go together.
-        PatchRefused: a feature enabled by name cannot be applied to this verl.
+        ConfigError: a feature enabled by name cannot work in this run.
+        PatchRefused: a feature enabled by name cannot be applied to the installed verl.
     """
     idle = {}
     for feature in FEATURES:
         if flags.requested(feature) != "by name":
-            continue  # automatic features use no extension points, and log nothing where they have no use
+            continue  # automatic features use no extension points, and log nothing if they have no effect
         run.require(feature.name)
         if reason := run.idle(feature.name):
             idle[feature.name] = reason
@@ -79,15 +81,15 @@ def wire(run: VerlRun, flags: Flags) -> dict[str, str]:
 
 
 def require(feature: Feature[Any]) -> None:
-    """Compares the verl members that the adapters of ``feature`` use and override with the installed verl.
+    """Checks that the installed verl has all members that the adapters (verl integration modules) of ``feature`` use or override.
 
     Raises:
-        PatchRefused: members are absent or different; the message names each.
+        PatchRefused: members are absent or different. The message names each member.
     """
     for switch in itertools.chain.from_iterable(map(switches_of, feature.switches["verl"])):
         if isinstance(
             switch, Registration
-        ):  # its import hook may import adapters, which must not be half imported at that time
+        ):  # an import hook on this module may import adapters, which must not be half imported at that time
             with contextlib.suppress(ImportError):
                 importlib.import_module(switch.target.partition(":")[0])
     modules = seams.modules_of(f"rl_accel.integrations.verl.{feature.name}")
@@ -95,20 +97,23 @@ def require(feature: Feature[Any]) -> None:
 
 
 def in_driver(config: Any) -> None:
-    """Applies the flags in verl's ``config`` in the driver before anything starts. Changes ``config`` in place, see :func:`wire`.
+    """Applies the flags in verl's ``config`` in the driver process, before the run starts other processes.
+
+    Changes ``config`` in place: sets the extension points of features, see :func:`wire`.
 
     Raises:
-        ConfigError: a key is unknown, a value unusable, or ``config`` and a feature cannot go together.
-        PatchRefused: a feature asked for by name cannot be applied to this verl.
+        ConfigError: a key is unknown, a value is invalid, or a feature cannot work with ``config``.
+        PatchRefused: a feature enabled by name cannot be applied to the installed verl.
     """
     _take_in(VerlRun(config, in_driver=True))
 
 
 def in_trainer(config: Any, trainer: Any = None) -> None:
-    """Applies the flags in ``config`` while ``trainer`` is being built; the trainer decides which features may be on.
+    """Applies the flags in verl's ``config`` while ``trainer`` is being built. The trainer's class decides which features may run.
 
     Raises:
-        ConfigError, PatchRefused: as :func:`in_driver`; or too late for a feature, see :meth:`VerlRun.require_chosen`.
+        ConfigError, PatchRefused: as :func:`in_driver`.
+        ConfigError: a feature needs a setting that the driver process has not made, see :meth:`VerlRun.require_chosen`.
     """
     global _trainer
     if trainer is not None:
@@ -121,7 +126,7 @@ def _take_in(run: VerlRun) -> None:
         RUNTIME.set_layer(FRAMEWORK, given)
     flags = RUNTIME.flags()
     for feature, reason in wire(run, flags).items():
-        if (feature, reason) not in _told and (run.in_driver or not run.is_v1):  # verl's V1 driver has logged it
+        if (feature, reason) not in _told and (run.in_driver or not run.is_v1):  # else verl's V1 driver has logged it
             _told.add((feature, reason))
             logger.warning("rl-accel: %s is on and has nothing to do in this run: %s", feature, reason)
     left = run.resumes_from if run.in_driver and not flags[TAIL_BATCHING].enable else None
@@ -130,20 +135,25 @@ def _take_in(run: VerlRun) -> None:
 
 
 def take_in_call(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Applies the flags in the ``config`` argument before ``function``, a driver function or a trainer's constructor, is called."""
+    """Applies the flags in the argument ``config`` of a call of ``function``, which runs in the driver or constructs a trainer.
+
+    Args:
+        function: verl's original function or constructor, which the caller calls afterwards.
+        args, kwargs: positional and keyword arguments of the call.
+    """
     arguments = inspect.signature(function).bind(*args, **kwargs).arguments
     if function.__name__ != "__init__":
         in_driver(arguments["config"])
-    elif "config" in arguments:  # else the call goes on to a base constructor that names config
+    elif "config" in arguments:  # else a base class's constructor, called next, has the parameter config
         in_trainer(arguments["config"], args[0])
 
 
 def _after_flags(original: Any, _settings: Any = None) -> Any:
-    """Returns a wrapper of verl's function ``original`` that first applies the flags in the ``config`` argument."""
+    """Returns a wrapper of verl's function ``original`` that first applies the flags in the function's ``config`` argument."""
 
     @functools.wraps(original)
     def with_flags(*args: Any, **kwargs: Any) -> Any:
-        # Ray pickles actor classes by value, and this function with them: the function must not use globals of this module.
+        # Ray pickles actor classes by value, including this function, which therefore must not use globals of this module.
         from rl_accel.patches.verl import config_intake
 
         config_intake.take_in_call(original, args, kwargs)

@@ -1,9 +1,10 @@
 """Makes vLLM return a response to verl when the response is finished, not after each token.
 
-verl waits for whole responses, but requests an output after every token. For every token of every running request, the server
-process builds the text and an output with all tokens so far, and wakes a task that drops this output. The process has one thread
-and limits the engine's speed when many requests run. With ``RequestOutputKind.DELTA`` and a ``stream_interval``, vLLM sends the
-first token, which verl counts as admission, and then the rest. This module joins both parts into the output that verl expects.
+verl waits for whole responses, but requests an output after every token. For every token of every running request, vLLM's server
+process builds the text and an output with all tokens so far, and wakes a task that drops this output. The server process has one
+thread, which limits the engine's speed when many requests run. With ``RequestOutputKind.DELTA`` and a ``stream_interval``, vLLM
+sends the first token, which tells verl that the request was admitted, and later the remaining tokens. This module joins both
+parts into the output that verl expects.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from rl_accel.errors import PatchRefused
 from rl_accel.patches.patch import Patch
 
 NEVER = 1 << 30
-"""Value of ``stream_interval`` in tokens, longer than any response."""
+"""Value for vLLM's ``stream_interval`` in tokens. Larger than any response, so that no output is sent in between."""
 
 _in_parts: ContextVar[bool] = ContextVar("in_parts", default=False)
 
@@ -44,11 +45,14 @@ def _at_the_end(original: Any, _settings: Any) -> Any:
 
 @contextlib.contextmanager
 def _joining(engine: Any, processor: Any) -> Iterator[None]:
-    """Joins the partial outputs of requests inside the block. When the last concurrent block ends, ``engine`` is restored.
+    """Replaces ``engine.generate`` so that partial outputs of requests inside the ``with`` block are joined.
+
+    Blocks of several requests may overlap. When the last block ends, the original ``engine.generate`` is restored.
 
     Args:
         engine: vLLM's ``AsyncLLM``.
-        processor: the engine's output processor if it sets one ``stream_interval`` for all requests (before vLLM 0.27); else None.
+        processor: the engine's output processor if it has one ``stream_interval`` for all requests (before vLLM 0.27), which is
+            changed too; None if each request has a ``stream_interval``.
     """
     if (joined := getattr(engine, "_rl_accel_joined", None)) is None:
         joined = engine._rl_accel_joined = _joined(engine.generate)
@@ -63,7 +67,7 @@ def _joining(engine: Any, processor: Any) -> Iterator[None]:
     finally:
         _in_parts.reset(token)
         joined.running -= 1
-        if not joined.running and engine.generate is joined:  # else someone has wrapped our function, which stays
+        if not joined.running and engine.generate is joined:  # else other code has wrapped our function: it stays
             del engine.generate, engine._rl_accel_joined
             if joined.replaced is not None:
                 engine.generate = joined.replaced
@@ -72,7 +76,7 @@ def _joining(engine: Any, processor: Any) -> Iterator[None]:
 
 
 def _joined(generate: Any) -> Any:
-    """Wraps ``AsyncLLM.generate``: each output of our requests contains all tokens so far, as without DELTA."""
+    """Wraps ``AsyncLLM.generate``. Each output of a request inside :func:`_joining` gets all tokens so far, as without DELTA."""
 
     async def joined(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         in_parts = _in_parts.get()

@@ -1,8 +1,8 @@
-"""Computes verl's GAE as a scan instead of a loop over tokens.
+"""Computes verl's generalized advantage estimation (GAE) as a scan instead of a loop over tokens.
 
-Only the recurrence is replaced; whitening stays verl's own function. On CPU tensors the result is bit-identical
-unless ``gae.backend`` names a kernel that is not exact. On CUDA tensors the result is equal up to float rounding.
-For unproven arguments (see :func:`_require_proven`) verl's own function is called, so that results and errors are verl's.
+Only the recurrence over tokens is replaced. Advantages are still whitened by verl's own function. On CPU tensors, the result is
+bit-identical to verl's result unless ``gae.backend`` names a kernel that is not exact. On CUDA tensors, both results are equal
+up to float rounding. For arguments for which equality is not proven (see :func:`_require_proven`), verl's own function is called.
 """
 
 import time
@@ -23,7 +23,10 @@ _PARAMS = ("token_level_rewards", "values", "response_mask", "gamma", "lam")
 
 
 def _require_proven(rewards: Any, values: Any, mask: Any, gamma: Any, lam: Any) -> None:
-    """Raises ValueError unless the scan provably equals verl's loop for these arguments. The scan checks that shapes match."""
+    """Raises ValueError unless the scan is known to equal verl's loop for arguments of these types, dtypes and devices.
+
+    Does not check that the shapes match, because the scan itself does so.
+    """
     if any(type(x) is not torch.Tensor for x in (rewards, values, mask)):
         raise ValueError("an argument is not a plain tensor")
     if rewards.numel() == 0 or rewards.dtype not in (torch.float32, torch.float64):
@@ -71,9 +74,15 @@ def _make(original: Any, settings: Any) -> Any:
 
 
 def _stock_seconds(original: Any, arguments: tuple[Any, ...], known: dict[tuple[int, str], float]) -> float | None:
-    """Estimates the seconds of verl's loop: measured seconds for the first 32 columns of a real batch, times T / 32.
+    """Estimates the seconds that verl's loop over tokens would take for a batch, or returns None if the batch is too small.
 
-    Two runs of a few milliseconds are measured for each power of two of the batch size; the shorter run counts.
+    The loop is timed on the first 32 of T token columns, and the seconds are multiplied by T / 32. Two runs of a few milliseconds
+    are timed for each power of two of the batch size, and the shorter run counts.
+
+    Args:
+        original: verl's function.
+        arguments: rewards, values and mask [B, T], gamma and lambda.
+        known: cache of measured seconds per token column, for each power of two of the batch size and each device.
     """
     rewards, _, mask, gamma, lam = arguments
     rows, tokens = rewards.shape
@@ -104,10 +113,10 @@ def _probe(original: Any, replacement: Any, settings: Any) -> None:
     values = torch.randn(rows, tokens, generator=random)
     lengths = torch.tensor([tokens, 1, 17, 0, tokens - 1, 2, 30])
     inside = torch.arange(tokens) < lengths[:, None]
-    holes = torch.rand(rows, tokens, generator=random) < 0.2  # tool output in the middle of a response
+    holes = torch.rand(rows, tokens, generator=random) < 0.2  # tool output inside a response is masked
     exact = ops.resolve_backend(settings.backend, "cpu") in _EXACT_KERNELS
     rtol, atol = (0.0, 0.0) if exact else (1e-4, 1e-5)
-    # verl passes int64; each further dtype would compile another kernel in every process.
+    # verl passes int64 masks. A probe with each further dtype would compile another kernel in every process.
     for mask in (inside.long(), (inside & ~holes).long()):
         for gamma, lam in ((1.0, 1.0), (0.99, 0.95), (1, 0.0)):
             arguments = dict(zip(_PARAMS, (rewards, values, mask, gamma, lam), strict=True))

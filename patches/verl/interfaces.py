@@ -1,4 +1,7 @@
-"""Interfaces of verl's objects (see :mod:`rl_accel.patches.seams`): all members that adapters call, read or override."""
+"""Protocol classes that declare all members of verl's objects that rl-accel calls, reads or overrides.
+
+:mod:`rl_accel.patches.seams` compares these interfaces with the installed verl.
+"""
 
 from collections.abc import MutableMapping, Sequence
 from typing import Any, Protocol
@@ -19,7 +22,7 @@ class TokenOutput(Protocol):
 
 
 class Server(Protocol):
-    """Actor handle of a rollout server. The server's class depends on the engine, so this interface is not checked."""
+    """Ray actor handle of a rollout server. Not compared with verl, because the class of the server depends on the engine."""
 
     __ray_call__: Any
 
@@ -46,7 +49,7 @@ class RolloutReplica(Protocol):
 
 @interface_of("verl.workers.rollout.llm_server:GlobalRequestLoadBalancer")
 class LoadBalancer(Protocol):
-    """Actor handle of verl's load balancer."""
+    """Ray actor handle of verl's load balancer, which assigns requests to rollout servers."""
 
     @remote
     def get_all_servers(self) -> list[str]: ...
@@ -68,7 +71,7 @@ class StickyRouter(Protocol):
 
 @interface_of("verl.workers.rollout.router:RequestLoadBalancer")
 class Router(LoadBalancer, Protocol):
-    """Router methods that verl calls, except ``acquire_server``, which our client calls instead of verl's client."""
+    """Methods of a request router that verl calls. Excludes ``acquire_server``, which rl-accel's client calls instead of verl's."""
 
     @remote
     def release_server(self, server_id: str, request_id: str | None = None) -> None: ...
@@ -80,7 +83,7 @@ class Router(LoadBalancer, Protocol):
 
 @interface_of("verl.workers.rollout.llm_server:LLMServerClient")
 class ObservedClient(Protocol):
-    """Members of a client that observers need."""
+    """Members of verl's rollout client (``LLMServerClient``) that rl-accel needs to observe requests."""
 
     _load_balancer: LoadBalancer
 
@@ -133,7 +136,7 @@ class RewardLoopWorker(Protocol):
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ",
 )
 class AgentLoopWorker(Protocol):
-    """Agent-loop worker of all trainers; the V1 trainer uses a subclass."""
+    """Members of verl's agent-loop worker with every trainer. The V1 trainer uses the subclass ``AgentLoopWorkerTQ``."""
 
     config: Any
     llm_client: ObservedClient
@@ -204,7 +207,7 @@ class CheckpointManager(Protocol):
 
 @interface_of("verl.trainer.ppo.v1.trainer_base:PPOTrainer")
 class Trainer(Protocol):
-    """The V1 trainer."""
+    """Members of verl's V1 trainer (``PPOTrainer``) in every mode."""
 
     config: Any
     global_steps: int

@@ -1,13 +1,13 @@
 """Adaptive waits between polls for finished rollouts in verl's V1 replay buffer, instead of a fixed 2 seconds.
 
-The patch leaves verl's wait unchanged where poll times affect more than the delay. With a group filter, poll times decide which
-prompts replace dropped groups. In asynchronous modes, and perhaps in a custom buffer, poll times decide which responses a batch
-has; there the patch acts only if the feature is enabled by name.
+The patch leaves verl's wait unchanged if the times of polls affect more than the delay. With a group filter, poll times decide
+which prompts replace dropped groups, so the patch never changes them. In asynchronous modes, and perhaps in a custom buffer, poll
+times decide which responses are in a batch. The patch then acts only if the feature is enabled by name.
 
-verl's buffer and its asynchronous subclass sleep in the same method, so one patch covers ``sync``, ``colocate_async`` and
-``separate_async``. The original method still runs, log line included, with a changed ``poll_interval`` that is restored
-right after. ``separate_async`` counts a step as idle if the wait was longer than the configured ``poll_interval``. Shorter
-waits, which stock verl rounds up to a full interval, no longer count as idle.
+verl's buffer and the asynchronous subclass of this buffer sleep in the same method, so one patch covers the trainer modes
+``sync``, ``colocate_async`` and ``separate_async``. The original method still runs and logs, with a changed ``poll_interval`` that
+is restored right after the call. ``separate_async`` counts a step as idle if the wait was longer than the configured
+``poll_interval``. Unpatched verl rounds shorter waits up to a full interval; with the patch, they no longer count as idle.
 """
 
 import math
@@ -22,12 +22,16 @@ from rl_accel.rollout.adaptive_wait import AdaptiveWait
 from rl_accel.telemetry import metrics
 
 _WORK = 1.25
-"""Maximum CPU seconds per second of polling: the queue's controller works partly in parallel with its client."""
+"""Maximum CPU seconds per second of polling. Above 1 because TransferQueue's controller and client partly work in parallel."""
 
 
 @dataclass
 class _Sampling:
-    """Wait policy and current ``sample()`` call of one buffer. ``started`` and ``woke`` are ``perf_counter`` times."""
+    """Wait policy of one replay buffer, and the state of the buffer's current ``sample()`` call.
+
+    ``started`` (start of the call) and ``woke`` (end of the last wait) are ``perf_counter`` times in seconds. ``saved`` is the
+    estimate of seconds saved in this call so far. A ``last_debug_time`` other than ``debug_time`` means that a new call has begun.
+    """
 
     policy: AdaptiveWait
     debug_time: float | None = None
@@ -36,12 +40,16 @@ class _Sampling:
     saved: float = 0.0
 
     def begin(self, now: float, debug_time: float) -> None:
-        # sample() sets its debug time to time.time() when it starts, the only trace of its start time.
+        # sample() sets the debug time to time.time() at the start of the call. No other record of the start time exists.
         self.started = self.woke = now - max(time.time() - debug_time, 0.0)
         self.saved = 0.0
 
     def newly_saved(self, interval: float) -> float:
-        """Returns the seconds saved if the next poll finds enough samples, minus the seconds that earlier polls reported."""
+        """Returns the seconds to add to the metric of saved seconds, assuming that the next poll finds enough samples.
+
+        The saved seconds are the time from now until verl's fixed ``interval`` would have led to a poll. Earlier polls of the same
+        ``sample()`` call have already reported a part of them, which is subtracted.
+        """
         cycle = interval + self.policy.cost / _WORK
         elapsed = self.woke - self.started
         before, self.saved = self.saved, math.ceil(elapsed / cycle) * cycle - elapsed

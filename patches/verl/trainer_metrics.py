@@ -1,4 +1,4 @@
-"""Adds ``rl_accel/...`` metrics to the step log of a verl trainer while any feature is on."""
+"""Adds the metrics ``rl_accel/...`` to the metrics that a verl trainer logs each step, while any feature is on."""
 
 import functools
 from typing import Any

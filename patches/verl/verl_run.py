@@ -1,7 +1,8 @@
-"""Facts of a verl run that decide which features work in the run: trainer, engine, advantage estimator, group filter, replicas.
+"""Facts about a verl run that decide which features work in the run: trainer, engine, advantage estimator, group filter, replicas.
 
-All feature checks read these facts here. ``trainer.use_v1`` is True by default, even under mains that ignore the key. The
-trainer is therefore identified by its class once it is built, and by the sections of the configuration before that.
+All checks of features read these facts here. ``trainer.use_v1`` is True by default, even for verl's entry points that ignore this
+key. A trainer is therefore identified by the trainer's class. Before the trainer is built, the sections of the configuration
+identify the trainer.
 """
 
 import importlib
@@ -14,7 +15,7 @@ from omegaconf import OmegaConf
 from rl_accel.errors import refuse
 
 ON_POLICY = ("V1 sync", "V1 tail_batching")
-"""Trainers whose rollouts begin and end within one step."""
+"""Names of the trainers (see :attr:`VerlRun.trainer`) whose rollouts begin and end within one training step."""
 TRAINERS = {
     "sampler": ("V1",),
     "tail_batching": ON_POLICY,
@@ -24,9 +25,10 @@ TRAINERS = {
     "balance": ON_POLICY,
     "drafts": ("V1",),
 }
-"""Supported values of :attr:`VerlRun.trainer` by feature; "V1" is any V1 mode. Unlisted features work with all trainers."""
+"""Mapping from feature to the trainers that the feature supports, as values of :attr:`VerlRun.trainer`. "V1" means any V1 mode.
+Features that are not listed work with all trainers."""
 ENGINES = {"final_output": "vllm", "drafts": "vllm"}
-"""The only supported engine by feature. Unlisted features work with all engines."""
+"""Mapping from feature to the only rollout engine that the feature supports. Features that are not listed work with all engines."""
 
 MAINS = {
     "verl.trainer.main_ppo": ("trainer/config", "ppo_trainer"),
@@ -39,7 +41,7 @@ MAINS = {
         "one_step_off_ppo_trainer",
     ),
 }
-"""Mapping from verl's entry-point module to folder (in the verl package) and name of hydra's configuration."""
+"""Mapping from verl's entry-point module to the folder (in the package ``verl``) and the name of its hydra configuration."""
 
 _RAY_TRAINER = ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer")
 _HOMES = {
@@ -50,30 +52,30 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 
 class VerlRun:
-    """Facts of one run, read from verl's configuration and, once built, from the trainer.
+    """Facts about one verl run, read from verl's configuration and, once built, from the trainer object.
 
     Args:
         config: verl's whole configuration.
-        built: the trainer; None before the trainer is built.
-        in_driver: True if nothing has started yet, so that all of ``config`` can still be changed.
+        built: the trainer object; None before the trainer is built.
+        in_driver: True if the run has not started any process yet, so that every key of ``config`` can still be changed.
 
     Attributes:
-        trainer: ``V1 <mode>``; ``legacy`` (RayPPOTrainer or a subclass that does not override ``init_workers``);
-            ``one_step_off``; ``fully_async``; or ``recipe`` (any other trainer).
+        trainer: name of the trainer: ``V1 <mode>``; ``legacy`` (RayPPOTrainer or a subclass that does not override
+            ``init_workers``); ``one_step_off``; ``fully_async``; or ``recipe`` (any other trainer).
     """
 
     @classmethod
     def compose(cls, main: str, overrides: Sequence[str], folder: Path | None = None, name: str = "") -> "VerlRun":
-        """Composes, with hydra, the run that ``python -m main overrides`` would start; the result is the driver's view.
+        """Returns the run that ``python -m main overrides`` would start, with the configuration composed by hydra.
 
         Args:
-            main: a key of :data:`MAINS`.
+            main: entry-point module of verl, a key of :data:`MAINS`.
             overrides: hydra overrides, as on the command line.
-            folder: configuration folder that replaces the main's folder (``--config-path``).
-            name: configuration name that replaces the main's name (``--config-name``).
+            folder: configuration folder to use instead of the folder in :data:`MAINS` (``--config-path``).
+            name: configuration name to use instead of the name in :data:`MAINS` (``--config-name``).
 
         Raises:
-            Exception: raised by hydra; names the override that does not fit.
+            Exception: raised by hydra for an override that does not fit. The message names this override.
         """
         import verl
         from hydra import compose, initialize_config_dir
@@ -81,7 +83,7 @@ class VerlRun:
 
         root = Path(verl.__file__).resolve().parent
         own_folder, own_name = MAINS[main]
-        # The mains of verl.experimental look for verl's configuration in the working directory.
+        # The entry points in verl.experimental look for verl's base configuration in the working directory.
         search = [f"hydra.searchpath=[file://{root / 'trainer/config'}]"] if own_name != "ppo_trainer" or folder else []
         GlobalHydra.instance().clear()
         with initialize_config_dir(str((folder or root / own_folder).resolve()), version_base=None):
@@ -92,13 +94,13 @@ class VerlRun:
         self.trainer = self._trainer_by_sections() if built is None else self._trainer_by_class(type(built))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns the value of a dotted ``key``, or ``default`` if it is absent or null."""
+        """Returns the value of the dotted ``key`` in verl's configuration, or ``default`` if the key is absent or null."""
         value = OmegaConf.select(self.config, key, default=None)
         return default if value is None else value
 
     @property
     def is_v1(self) -> bool:
-        """True for the V1 trainer, whose agent loops pass responses on through TransferQueue."""
+        """True for verl's V1 trainer in any mode. Its agent loops pass responses to the trainer through TransferQueue."""
         return self.trainer.startswith("V1 ")
 
     @property
@@ -108,12 +110,12 @@ class VerlRun:
 
     @property
     def filters_groups(self) -> bool:
-        """True if prompt groups with identical rewards are replaced by other groups (DAPO)."""
+        """True if verl replaces prompt groups whose responses all have the same reward by other groups (DAPO)."""
         return bool(self.get("algorithm.filter_groups.enable", False))
 
     @property
     def resumes_from(self) -> Path | None:
-        """Checkpoint folder that the run will resume from; None if this machine's disk has no such folder."""
+        """Checkpoint folder from which the run will resume. None if the run starts anew or this machine's disk lacks the folder."""
         if (mode := self.get("trainer.resume_mode")) == "resume_path":
             folder = Path(self.get("trainer.resume_from_path", ""))
         else:
@@ -124,26 +126,29 @@ class VerlRun:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of the trainer."""
+        """Number of GPUs of the trainer: GPUs per node times nodes."""
         return self._number("trainer.n_gpus_per_node") * self._number("trainer.nnodes")
 
     @property
     def gpus_besides_tp(self) -> int:
-        """Data-parallel size times pipeline-parallel size of the rollout. Times TP size, this is the number of GPUs per replica."""
+        """Number of GPUs per rollout replica, divided by the tensor-parallel size: data-parallel times pipeline-parallel size."""
         return self._number(f"{_ROLLOUT}.data_parallel_size") * self._number(f"{_ROLLOUT}.pipeline_model_parallel_size")
 
     @property
     def generates_within_stage(self) -> bool:
-        """True if generation begins with the stage timed as generation; with other trainers, responses are already running then."""
+        """True if all requests of a step start within the stage that the trainer times as generation.
+
+        With other trainers, requests are already running when this stage begins.
+        """
         if not self.is_v1:
             return self.trainer == "legacy"
         return self.trainer in ON_POLICY and self.get(f"trainer.v1.{self.trainer[3:]}.parameter_sync_step", 1) == 1
 
     def require(self, feature: str) -> None:
-        """Refuses a ``feature`` that cannot work in this run.
+        """Checks that ``feature`` supports the trainer and the rollout engine of this run.
 
         Raises:
-            ConfigError: names the feature, and the wanted and the found trainer or engine.
+            ConfigError: the trainer or engine is not supported. The message names the feature, and the wanted and the found value.
         """
         flag, wanted = f"rl_accel.{feature}", TRAINERS.get(feature, (self.trainer,))
         if self.trainer not in wanted and not (self.is_v1 and "V1" in wanted):
@@ -157,17 +162,19 @@ class VerlRun:
             refuse(flag, f"{_ROLLOUT}.name", ENGINES[feature], self.get(f"{_ROLLOUT}.name"))
 
     def require_chosen(self, flag: str, key: str, value: Any) -> None:
-        """Refuses a ``key`` other than ``value`` outside the driver, where setting the key is too late.
+        """Checks, outside the driver process, that ``key`` already has the ``value`` that a feature needs.
+
+        Only the driver process can set the key in time, when verl's ``validate_config`` is called there.
 
         Raises:
-            ConfigError: the driver has not called ``validate_config``.
+            ConfigError: ``key`` has another value, because the driver process has not called ``validate_config``.
         """
         if not self.in_driver and self.get(key) != value:
             reason = "verl's validate_config sets it, which the driver must call before the trainer starts"
             refuse(flag, key, value, self.get(key), reason)
 
     def require_off(self, flag: str, key: str, reason: str = "") -> None:
-        """Refuses a configuration in which ``key`` is on.
+        """Checks that the boolean ``key`` of the configuration is off.
 
         Raises:
             ConfigError: ``key`` is on.
@@ -176,7 +183,7 @@ class VerlRun:
             refuse(flag, key, False, True, reason)
 
     def idle(self, feature: str) -> str:
-        """Returns the reason why a ``feature`` that works here has nothing to do in this run, or ""."""
+        """Returns the reason why ``feature``, although supported, would have no effect in this run. Returns "" if there is none."""
         estimator = self.get("algorithm.adv_estimator")
         by_estimator = f"algorithm.adv_estimator = {estimator}"
         if feature == "gae" and estimator != "gae":

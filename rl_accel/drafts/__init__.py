@@ -1,1 +1,1 @@
-"""Drafts for speculative decoding from other responses, first those to the same prompt: an index and a drafter for vLLM."""
+"""Speculative decoding with draft tokens from other responses, preferably to the same prompt: an index and a drafter for vLLM."""

@@ -1,4 +1,7 @@
-"""Drafter for vLLM: ``speculative_config={"method": "custom_class", "model": "rl_accel.drafts.drafter.Drafter", ...}``."""
+"""Drafter for speculative decoding in vLLM, which proposes tokens from other responses to the same prompt.
+
+Use ``speculative_config={"method": "custom_class", "model": "rl_accel.drafts.drafter.Drafter", ...}``.
+"""
 
 import logging
 import time
@@ -38,26 +41,38 @@ from rl_accel.features import DraftsFlags
 from rl_accel.ops.cpu import compiled
 
 SETTINGS = "rl_accel_drafts"
-"""Key of the settings in vLLM's ``additional_config``; this dict reaches every worker process."""
+"""Key of the drafter's settings in the dict ``additional_config`` of vLLM's configuration, which reaches every worker process."""
 FLOOR = 0.2
-"""Minimum probability that all draft tokens up to a drafted token are accepted."""
+"""Minimum probability that all tokens of a draft are accepted. A longer draft would fall below this probability."""
 FIRST_RATES = ((4, 0.5), (8, 0.6), (16, 0.7), (CONTEXT, 0.8))
-"""Initial acceptance rates of a token, by number of shared tokens of the match: pairs (maximum number, rate)."""
+"""Initial estimates of the acceptance rate of a draft token, as pairs (maximum match length, rate). The match length is the number
+of tokens that the request and the earlier response share before the draft."""
 PRIOR = 4.0
-"""Strength of the global acceptance rate as prior for a prompt's rate, in pseudo-observations."""
+"""Weight of the acceptance rate over all prompts, as a prior for the rate of a single prompt, in pseudo-observations."""
 REMEMBERED = 4096
-"""Maximum number of requests remembered after they have left the batch; they may return or be taken as finished."""
+"""Maximum number of requests that are remembered after they have left the batch. Preempted requests may return, and finished
+requests are read by ``take_finished``."""
 RATES, HEAD, TAKEN = range(NUMBER + 1, NUMBER + 4)
-"""Further columns of a request: index of the prompt's rates; number of prompt tokens; whether the request was taken."""
+"""Columns of a request after the columns of its sequence (see ``LAST`` in ``index.py``).
+
+RATES: index of the acceptance rates of the prompt.
+HEAD: number of prompt tokens.
+TAKEN: whether ``take_finished`` has returned the response."""
 WORTH = SOURCE + 1
-"""Further column of a match: number of tokens to propose."""
+"""Column of a match after the columns of ``index.py``: number of tokens to propose."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt. ``rates``: index of its acceptance rates. ``visits``: weight versions of its responses, the latest last."""
+    """A prompt in the index.
+
+    Attributes:
+        sequence: columns of the prompt in the index.
+        rates: index of the acceptance rates of the prompt.
+        visits: versions of the weights that generated responses to the prompt, the latest version last.
+    """
 
     sequence: Ints
     rates: int
@@ -65,11 +80,11 @@ class _Prompt:
 
 
 class _Batch(NamedTuple):
-    """Requests, one row each as in vLLM. A row without a request has length -1."""
+    """Running requests as arrays with R rows. A request has the same row as in vLLM. A row without a request has length -1."""
 
     sequences: Any  # int64[R, 9]
     tails: Any  # int32[R, CONTEXT]: last tokens of each request
-    tokens: Any  # these three: see Matches
+    tokens: Any  # tokens, shares, numbers: see Matches
     shares: Any
     numbers: Any  # int64[R, 4]
 
@@ -81,10 +96,11 @@ class _Batch(NamedTuple):
 
 
 class _Rates(NamedTuple):
-    """Recent hits and tries (last axis) of matches at the prompt (0) and at other prompts (1)."""
+    """Recent hits and tries (last axis) of predictions from the same prompt (0) and from other prompts (1). Hits are correct
+    tokens. Tries are compared tokens, weighted by their share of the votes (see ``Matches``). Hits / tries estimates acceptance."""
 
     own: Any  # float64[P, 2, 2], by prompt
-    all: Any  # float64[2, len(FIRST_RATES), 2], by number of shared tokens
+    all: Any  # float64[2, len(FIRST_RATES), 2], by match length
 
 
 class _Counts(NamedTuple):
@@ -93,18 +109,21 @@ class _Counts(NamedTuple):
 
 
 class Drafter:
-    """Drafts the tokens that followed a request's last tokens in responses to the same prompt (also running ones) or to others.
+    """Drafter for speculative decoding in vLLM.
 
-    vLLM verifies a draft with rejection sampling: a wrong draft costs time, never correctness. vLLM 0.29.0 calls :meth:`propose`
-    after each step, but not while a request is within ``num_speculative_tokens`` of ``max_model_len``. vLLM passes no request ids,
-    so the drafter recognises the request of a row by its length and its last tokens.
+    The drafter searches finished and running responses, to the same prompt or to other prompts, for the last tokens of a request.
+    It proposes the tokens that followed there. vLLM verifies a draft with rejection sampling, so a wrong draft costs time, never
+    correctness. vLLM 0.29.0 calls :meth:`propose` after each step, but not while a request is within ``num_speculative_tokens``
+    of ``max_model_len``. vLLM passes no request ids, so the drafter recognises the request of a row by the length and the last
+    tokens of the request.
 
-    In a tensor-parallel group, the scheduler takes the drafts of the first rank; the other ranks do nothing. The executor
-    "external_launcher" is refused: each rank has its own scheduler there, and all ranks would need equal drafts.
+    In a tensor-parallel group, the scheduler takes the drafts of the first rank, and the other ranks do nothing. The executor
+    "external_launcher" is refused, because each rank has its own scheduler there, and all ranks would need equal drafts.
 
     Args:
-        vllm_config: vLLM's config; ``additional_config["rl_accel_drafts"]`` has fields of :class:`~rl_accel.features.DraftsFlags`.
-        clock: clock in seconds.
+        vllm_config: vLLM's configuration. ``additional_config["rl_accel_drafts"]`` has fields of
+            :class:`~rl_accel.features.DraftsFlags`.
+        clock: function that returns the time in seconds.
 
     Raises:
         TypeError: a setting is unknown.
@@ -130,7 +149,7 @@ class Drafter:
         self._pool = make_pool(memory_mb)
         prompts = len(self._pool.blocks) // 8  # one prompt per 256 tokens
         self._prompts: FIFOCache[int, _Prompt] = FIFOCache(prompts)
-        self._new_prompts = 0  # number so far
+        self._new_prompts = 0  # number of prompts so far
         self._batch, self._running = _Batch.of(1, self._longest), 0
         self._gone: LRUCache[tuple[int, bytes], tuple[Any, ...]] = LRUCache(REMEMBERED)
         self._version = 0
@@ -145,7 +164,7 @@ class Drafter:
         self._counts = _Counts(np.zeros((len(SOURCES), 2), np.int64), np.zeros((32, 2), np.int64))
 
     def load_model(self, *_: Any) -> None:
-        """Does nothing: there is no model, but vLLM calls this method."""
+        """Does nothing. vLLM calls this method, but the drafter has no model to load."""
 
     def propose(
         self,
@@ -154,12 +173,12 @@ class Drafter:
         token_ids_cpu: NDArray[np.int32],
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Takes in the tokens of the last step; returns a draft, possibly empty, for each row.
+        """Adds the tokens of the last decoding step to the index. Returns a draft, possibly empty, for each row (request).
 
         Args:
             sampled_token_ids: tokens accepted or sampled in the last step, for each row; empty for an incomplete prefill.
             num_tokens_no_spec: number of tokens of each row, including ``sampled_token_ids``.
-            token_ids_cpu: tokens of each row, shape (rows, max_model_len).
+            token_ids_cpu: tokens of each row, int32, shape (rows, max_model_len).
             slot_mappings: unused.
 
         Raises:
@@ -199,10 +218,14 @@ class Drafter:
 
     @property
     def counts(self) -> Counter[str]:
-        """Counters. ``steps``: calls of :meth:`propose`. ``tokens``: tokens sampled in these steps. ``drafted``, ``accepted``:
-        verified and accepted draft tokens, also by source (``drafted_own``, ``_sibling``, ``_earlier``, ``_other``).
-        ``tokens_from_L`` and ``row_steps_from_L``: tokens and request steps at which the response had at least L and less than
-        2 L tokens. ``stopped``: number of times that drafting was stopped because it cost more than it gained.
+        """Counters of the drafter, by name.
+
+        - ``steps``: calls of :meth:`propose`. ``tokens``: tokens sampled in these steps.
+        - ``drafted``, ``accepted``: verified and accepted draft tokens, also by source of the draft (``drafted_own``,
+          ``drafted_sibling``, ``drafted_earlier``, ``drafted_other``; see ``SOURCES`` in ``index.py``).
+        - ``tokens_from_L``, ``row_steps_from_L``: tokens sampled, and steps counted per request, while the response had at least L
+          and less than 2 L tokens.
+        - ``stopped``: number of times that drafting was stopped because drafting cost more time than it saved.
         """
         by_source, by_length = self._counts
         found = Counter(steps=self._steps, stopped=self._stopped, tokens=int(by_length[:, 0].sum()))
@@ -214,21 +237,21 @@ class Drafter:
         return found
 
     def take_counts(self) -> Counter[str]:
-        """Returns :attr:`counts` since the last call."""
+        """Returns the counters (see :attr:`counts`) since the last call, and resets them."""
         counts = self.counts
         self._begin_counts()
         return counts
 
     def new_weights(self) -> None:
-        """Handles new weights: running requests count as finished, but may come back in any row."""
+        """Handles a weight update. All running requests count as finished from now on, but may come back in any row."""
         self._leave(range(self._running))
         self._running, self._called = 0, None
         self._version += 1
 
     def take_finished(self) -> list[bytes]:
-        """Returns the responses that have left the batch since the last call, each once, in the format of :meth:`absorb`.
+        """Returns the responses that have left the batch since the last call, each once, as bytes for :meth:`absorb`.
 
-        Preempted and aborted responses may be among them, with their tokens so far.
+        Preempted and aborted responses may be included, with their tokens so far.
         """
         finished = []
         for request, *_ in self._gone.values():
@@ -239,7 +262,7 @@ class Drafter:
         return finished
 
     def absorb(self, responses: Iterable[bytes]) -> None:
-        """Adds finished responses of another replica or an earlier run to the history."""
+        """Adds finished responses of another replica or an earlier run to the index, in the format of :meth:`take_finished`."""
         for response in responses if not self._idle else ():
             numbers = np.array(np.frombuffer(response, np.int32))  # a copy: kernels are compiled for writable arrays
             (version, length), tokens = numbers[:2].tolist(), numbers[2:]
@@ -247,7 +270,7 @@ class Drafter:
             extend(self._pool, self._request(tokens, length, version)[None], tokens[None], np.array([len(tokens)]))
 
     def _follow(self, new: Ints, ends: Ints, matrix: NDArray[np.int32]) -> None:
-        """Updates the batch to hold the request of each row that has sampled."""
+        """Updates the rows of the batch after requests have started, ended or moved. Skips rows that have not sampled a token."""
         begins, running = ends - new, len(new)
         others = [row for row in range(running) if not _is_same(self._batch, row, matrix[row], begins[row], new[row])]
         self._leave([*others, *range(running, self._running)])
@@ -270,11 +293,11 @@ class Drafter:
                 self._batch.sequences[row, LENGTH], self._batch.numbers[row] = -1, 0
 
     def _request(self, tokens: NDArray[np.int32], length: int, version: int) -> Ints:
-        """Returns a new request with the prompt ``tokens[:length]``; adds the prompt to the index."""
+        """Returns the columns of a new request with the prompt ``tokens[:length]``. Adds the prompt to the index if missing."""
         key = key_of(tokens[:length])
         prompt = self._prompts.get(key)
         if prompt is None:
-            rates = self._new_prompts % len(self._rates.own)  # of the prompt that is evicted for this one
+            rates = self._new_prompts % len(self._rates.own)  # reuses the index of the evicted prompt
             self._rates.own[rates] = 0
             self._new_prompts += 1
             visits = deque([version], maxlen=self.settings.epochs + 1)
@@ -284,14 +307,14 @@ class Drafter:
         if not is_live(self._pool, prompt.sequence[LAST]):
             prompt.sequence[LAST], prompt.sequence[LENGTH] = -1, 0
             extend(self._pool, prompt.sequence[None], tokens[None], np.array([length]))
-        # in a prompt's first epochs no visit is too old, so that responses to other prompts count
+        # in the first epochs of a prompt no response is too old, so that responses to other prompts are used
         oldest = prompt.visits[0] if len(prompt.visits) == prompt.visits.maxlen else 0
         begun = sequence(key, version, oldest, int(prompt.sequence[LAST]), length)
         return np.array([*begun, prompt.rates, length, False])
 
 
 def _tails(rows: int, tokens: Any = ()) -> NDArray[np.int32]:
-    """Returns the last CONTEXT of ``tokens`` for each row, padded with zeros in front."""
+    """Returns the last CONTEXT tokens of ``tokens``, repeated for each row and padded with zeros in front: [rows, CONTEXT]."""
     tails = np.zeros((rows, CONTEXT), np.int32)
     last = tokens[-CONTEXT:]
     tails[:, CONTEXT - len(last) :] = last
@@ -300,9 +323,9 @@ def _tails(rows: int, tokens: Any = ()) -> NDArray[np.int32]:
 
 @compiled
 def _is_same(batch: _Batch, row: int, tokens: Any, begin: int, new: int) -> bool:
-    """Returns whether a row with ``begin`` tokens before the ``new`` tokens still holds the same request."""
+    """Returns whether ``row`` still holds the same request. The request has ``begin`` tokens and ``new`` tokens after them."""
     length = batch.sequences[row, LENGTH]
-    # the known length is below ``begin`` if vLLM did not call after some steps
+    # the known length is below ``begin`` if vLLM did not call ``propose`` after some steps
     same = new > 0 and 0 <= length <= begin
     for back in range(1, min(CONTEXT, length) + 1 if same else 0):
         same = same and tokens[length - back] == batch.tails[row, CONTEXT - back]
@@ -311,7 +334,7 @@ def _is_same(batch: _Batch, row: int, tokens: Any, begin: int, new: int) -> bool
 
 @compiled
 def _rates_of(rates: _Rates, request: Any, numbers: Any) -> tuple[Any, Any]:
-    """Returns the hits and tries of similar matches, at the request's prompt and at all prompts."""
+    """Returns the hits and tries (see ``_Rates``) of similar predictions, for the prompt of the request and for all prompts."""
     other, at = int(numbers[SOURCE] == OTHER), 0
     while numbers[MATCHED] > FIRST_RATES[at][0]:
         at += 1
@@ -322,13 +345,13 @@ def _rates_of(rates: _Rates, request: Any, numbers: Any) -> tuple[Any, Any]:
 def _advance(
     pool: Pool, batch: _Batch, rates: _Rates, counts: _Counts, matrix: Any, new: Any, ends: Any, sure: bool
 ) -> tuple[bool, bool, bool]:
-    """Compares the matches with the new tokens, then updates the rates and adds the tokens to the index.
+    """Compares the predicted tokens with the new tokens, updates the acceptance rates, and adds the new tokens to the index.
 
-    A match that was not proposed counts, too: the probability that a token is sampled is the probability that it would have been
-    accepted. A rising acceptance rate is therefore noticed even without drafts.
+    A prediction counts even if it was not proposed, because the probability that a token is sampled is the probability that it
+    would have been accepted. A rising acceptance rate is therefore noticed even without drafts.
 
-    Returns whether all rows still have their requests (otherwise nothing was done, unless ``sure``), whether no row missed a step,
-    and whether drafts were verified.
+    Returns three flags: whether all rows still have their requests, whether no row missed a step, and whether drafts were verified.
+    If the first flag is False, nothing was done. ``sure`` skips this check.
     """
     went_on, verified, rows = True, False, len(new)
     for row in range(rows):
@@ -369,7 +392,7 @@ def _advance(
 
 @compiled
 def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) -> float:
-    """Looks for matches and sets the number of tokens to propose from each; returns the expected number of accepted tokens."""
+    """Predicts the next tokens of each request and sets how many to propose. Returns the expected number of accepted tokens."""
     expected = 0.0
     lookup(pool, batch.sequences[:rows], matrix, Matches(batch.tokens, batch.shares, batch.numbers))
     for row in range(rows):
@@ -387,22 +410,23 @@ def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) ->
 
 
 class _Worth:
-    """Decides whether drafting pays: seconds per token of steps with and without drafts, at about equal batch size.
+    """Decides whether drafting saves time: compares the seconds per token of steps with and without drafts.
 
-    Sizes count as equal up to an eighth; steps older than WINDOW steps hardly count. At least one in WITHOUT steps has no drafts,
-    for comparison. LEAST steps without drafts and TRIED steps with drafts are enough for a comparison.
+    Only steps of similar batch size are compared; sizes may differ by an eighth. Steps older than WINDOW steps hardly count. At
+    least one in WITHOUT steps has no drafts, for comparison. LEAST steps without drafts and TRIED steps with drafts are enough for
+    a comparison. If drafting does not save time, drafting pauses for PAUSE steps.
     """
 
     WITHOUT, LEAST, TRIED, WINDOW, PAUSE = 32, 8, 32, 512, 512
 
     def __init__(self) -> None:
-        # by size: steps, seconds and tokens without drafts, then with drafts
+        # by batch size: numbers of steps, seconds and tokens without drafts, then the same with drafts
         self._sizes: defaultdict[int, list[float]] = defaultdict(lambda: [0.0] * 6)
         self._paused: Counter[int] = Counter()
         self._told = False
 
     def allows(self, rows: int) -> bool:
-        """Returns whether the next step may verify drafts."""
+        """Returns whether the next step, with ``rows`` requests, may have drafts. Counts down a pause of drafting."""
         size = _about(rows)
         if self._paused[size] > 0:
             self._paused[size] -= 1
@@ -411,16 +435,23 @@ class _Worth:
         return without >= self.LEAST and without * self.WITHOUT >= verified
 
     def pays(self, rows: int, expected: float) -> bool:
-        """Returns whether ``expected`` more tokens are worth the added verification time; True until enough steps are known."""
+        """Returns whether ``expected`` accepted draft tokens, in a step with ``rows`` requests, are worth the time of verification.
+        Returns True until enough steps with drafts were measured."""
         plain_steps, plain, _, steps, spent, _ = self._sizes[_about(rows)]
         return steps < self.TRIED or spent / steps * rows <= plain / plain_steps * (rows + expected)
 
     def add(self, rows: int, verified: bool, seconds: float, tokens: int) -> bool:
-        """Adds a step in which all ``rows`` advanced; returns whether drafting stops now."""
+        """Adds a measured step in which all ``rows`` requests advanced. Returns whether drafting is paused from now on.
+
+        Args:
+            verified: whether the step had drafts.
+            seconds: duration of the step in seconds.
+            tokens: number of tokens sampled in the step, over all requests.
+        """
         size = _about(rows)
         seen, at = self._sizes[size], 3 * verified
         if seen[at] >= self.LEAST:
-            seconds = min(seconds, 4 * seen[at + 1] / seen[at])  # longer: the engine was idle
+            seconds = min(seconds, 4 * seen[at + 1] / seen[at])  # a longer time means that the engine was idle
         seen[:] = [value * (1 - 1 / self.WINDOW) for value in seen]
         for more, value in enumerate((1, seconds, tokens)):
             seen[at + more] += value

@@ -1,8 +1,9 @@
-"""Index of token sequences by prompt, to find the tokens that followed a context before. Hash chains, as in deflate (RFC 1951).
+"""Index of prompts and responses: finds the tokens that followed a given context (the last tokens of a response) in the past.
 
-Tokens lie in blocks of one pool of fixed size; a new block replaces the oldest. Positions are never reused, so a position in a
-dropped block can be recognised. Each position is in two chains. One chain links it to the previous position that followed the same
-GRAM tokens at the same prompt, the other chain to the previous such position at any prompt. Hash tables hold the newest position.
+Tokens are stored in blocks of one pool of fixed size, and a new block replaces the oldest block. The position of a token is a
+number that is never reused, so a position in a dropped block can be recognised. Chains link the positions that followed the same
+GRAM tokens, from the newest to the oldest, as in deflate (RFC 1951). Each position is in two chains. One chain has the positions at
+the same prompt, the other chain has the positions at all prompts. Hash tables hold the newest position of each chain.
 """
 
 import hashlib
@@ -17,54 +18,66 @@ from rl_accel.ops.cpu import compiled
 Ints = NDArray[np.int64]
 
 BLOCK = 32
-"""Number of tokens in a block."""
+"""Number of tokens in a block of the index."""
 GRAM = 3
-"""Minimum number of tokens that a context and a position must share."""
+"""Minimum number of equal tokens, at the end of a context and before a stored position, for a match."""
 CONTEXT = 32
-"""Maximum number of tokens of a context that are compared."""
+"""Maximum number of tokens at the end of a context that are compared with stored tokens."""
 CANDIDATES = 16
-"""Maximum number of positions of a chain that are compared, the newest first."""
+"""Maximum number of stored positions that are compared with a context in each hash chain, the newest first."""
 SOURCES = ("own", "sibling", "earlier", "other")
-"""Sources of matches: own request or prompt; response of the same visit (weight version); of another visit; of another prompt."""
+"""Sources of a match, by the origin of the matching tokens.
+
+own: the request itself or its prompt.
+sibling: another response to the same prompt, generated with the same weights.
+earlier: a response to the same prompt, generated with other weights.
+other: another prompt or a response to another prompt."""
 OTHER = SOURCES.index("other")
 PROMPT = 2**62
-"""Visit number of a prompt's own tokens, which are never too old. Other visit numbers are weight versions."""
+"""Visit number of the tokens of a prompt, which are never too old to match. The visit number of a response is the version of the
+weights that generated the response."""
 
 
 LAST, LENGTH, OLDEST, KEY, VISIT, NUMBER = range(6)
-"""Columns of a sequence, int64[6 or more].
+"""Columns of a stored sequence (a prompt or a response), int64[6 or more].
 
-LAST: position of the last token (before the sequence's first token: of the last prompt token); -1 for none.
-LENGTH: number of tokens, including those of the prompt.
-OLDEST: smallest visit that is not too old for the sequence.
-KEY: key of the prompt.
-VISIT: visit of the sequence, PROMPT for a prompt's tokens. Visits only grow.
-NUMBER: unique number of the sequence.
-"""
+LAST: position of the last token; for a response without tokens, of the last prompt token; -1 for none.
+LENGTH: number of tokens, including the tokens of the prompt.
+OLDEST: smallest visit number (weight version) of responses that are not too old to match this sequence.
+KEY: key of the prompt, see key_of.
+VISIT: version of the weights that generate the response, or PROMPT for a prompt. Versions only grow.
+NUMBER: unique number of the sequence."""
 BEFORE, AFTER, COUNT = range(3)
-"""Columns of a block, int64[6]: position of the token before the block; next block (-1: none); number of tokens. Then KEY, VISIT
-and NUMBER of the block's sequence."""
+"""Columns of a block of tokens, int64[6]. Three further columns hold KEY, VISIT and NUMBER of the sequence that owns the block.
+
+BEFORE: position of the token before the block.
+AFTER: number of the next block of the sequence; -1 for none.
+COUNT: number of tokens in the block."""
 FOUND, MATCHED, SOURCE = range(3)
-"""Columns of a match: number of tokens (0: no match); number of tokens shared with the context; source of the newest position."""
+"""Columns of a match.
+
+FOUND: number of tokens that followed; 0 for no match.
+MATCHED: number of tokens that the match shares with the end of the context.
+SOURCE: index in SOURCES of the newest matching position."""
 _numbers = itertools.count(1)
 
 
 def sequence(key: int, visit: int, oldest: int = 0, last: int = -1, length: int = 0) -> Ints:
-    """Returns a new sequence, see LAST."""
+    """Returns the columns of a new sequence (a prompt or a response), int64[6]; see LAST for their meaning."""
     return np.array([last, length, oldest, key, visit, next(_numbers)])
 
 
 def key_of(prompt: NDArray[np.int32]) -> int:
-    """Returns the key of a prompt's tokens, equal in all processes."""
+    """Returns a 64-bit hash of the tokens of a prompt, int32[T]. The hash is equal in all processes."""
     return int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(), "little", signed=True)
 
 
 class Matches(NamedTuple):
-    """Tokens that followed the positions most similar to a context, for S contexts."""
+    """Predicted next tokens for S contexts: the tokens that followed the most similar stored positions, up to L per context."""
 
     tokens: Any  # int32[S, L]
     shares: Any  # float64[S, L]: share of the votes for each token
-    numbers: Any  # int64[S, 3 or more], see FOUND
+    numbers: Any  # int64[S, 3 or more], columns: see FOUND
 
     @classmethod
     def of(cls, count: int, longest: int, columns: int = 3) -> "Matches":
@@ -74,16 +87,16 @@ class Matches(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Arrays of an index: N tokens in N / BLOCK blocks, H hash slots per kind of chain."""
+    """Arrays of an index: N tokens in N / BLOCK blocks, H hash slots for the chains by prompt and H for the global chains."""
 
     tokens: Any  # int32[N, 3]: token; offset to the older position in the prompt's and the global chain; 0: none
-    blocks: Any  # int64[N / BLOCK, 6], see BEFORE
+    blocks: Any  # int64[N / BLOCK, 6], columns: see BEFORE
     slots: Any  # int64[2, H]: 1 + newest position of the chain; 0 for none
     used: Any  # int64[1]: number of blocks allocated so far, including dropped blocks
 
 
 def make_pool(memory_mb: float) -> Pool:
-    """Returns the arrays of an empty index. The arrays have ``memory_mb`` MiB and never grow; the oldest tokens are dropped.
+    """Returns the arrays of an empty index. They take ``memory_mb`` MiB and never grow. New tokens replace the oldest tokens.
 
     Raises:
         ValueError: ``memory_mb`` is less than 1.
@@ -98,14 +111,15 @@ def make_pool(memory_mb: float) -> Pool:
 
 
 def read(pool: Pool, sequence: Ints) -> NDArray[np.int32] | None:
-    """Returns the tokens of a sequence, including those of its prompt, or None if some were dropped."""
+    """Returns the tokens of a sequence, int32[T], including its prompt. Returns None if some of the tokens were dropped."""
     tokens = np.zeros(sequence[LENGTH], np.int32)
     return tokens if _read(pool, sequence[LAST], tokens) else None
 
 
 @compiled
 def slot_of(chain: int, key: int, tokens: Any, end: int, slots: int) -> Any:
-    """Returns the hash slot of the GRAM tokens before ``end``, at a prompt (chain 0) or all (1). ``slots`` is a power of two."""
+    """Returns the hash slot of the GRAM tokens before index ``end``, for the chain of the prompt ``key`` (``chain`` 0) or the chain
+    of all prompts (1). ``slots`` is the number of hash slots, a power of two."""
     mixed = np.uint64(0 if chain else key)
     for at in range(end - GRAM, end):
         mixed = (mixed ^ np.uint64(tokens[at])) * np.uint64(0x9E3779B97F4A7C15)
@@ -115,7 +129,7 @@ def slot_of(chain: int, key: int, tokens: Any, end: int, slots: int) -> Any:
 
 @compiled
 def is_live(pool: Pool, position: int) -> bool:
-    """Returns whether the token at ``position`` is still stored."""
+    """Returns whether the token at ``position`` is still stored in the pool (neither -1 nor dropped)."""
     return position >= 0 and pool.used[0] - len(pool.blocks) <= position // BLOCK
 
 
@@ -131,7 +145,7 @@ def _token(pool: Pool, position: int) -> Any:
 
 @compiled
 def _previous(pool: Pool, position: int) -> int:
-    """Returns the position of the token before ``position``, which must be live; -1 if none is stored."""
+    """Returns the position of the token before ``position``; -1 if this token is not stored. ``position`` must be stored."""
     if position % BLOCK:
         return position - 1
     previous = _block(pool, position)[BEFORE]
@@ -149,9 +163,13 @@ def _next(pool: Pool, position: int) -> int:
 
 @compiled
 def extend(pool: Pool, sequences: Any, tokens: Any, ends: Any) -> None:
-    """Appends to each of ``sequences``, int64[S, 6 or more], the ``tokens`` from the sequence's length up to its end.
+    """Appends new tokens to sequences (prompts or responses) in the index.
 
-    ``tokens``, int32[S, ...], start with the first token of the prompt; ``ends`` are int64[S]. Length -1 means no sequence.
+    Args:
+        pool: arrays of the index.
+        sequences: sequences to extend, int64[S, 6 or more], columns: see LAST. A sequence of length -1 is skipped.
+        tokens: all tokens of each sequence, from the first prompt token on, int32[S, ...].
+        ends: number of tokens of each sequence afterwards, int64[S]. Tokens from the old length up to this number are added.
     """
     for row in range(len(sequences)):
         sequence = sequences[row]
@@ -182,8 +200,10 @@ def extend(pool: Pool, sequences: Any, tokens: Any, ends: Any) -> None:
 
 @compiled
 def _places(pool: Pool, chain: int, context: Any, end: int, key: int, oldest: int, least: int) -> tuple[Any, int, int]:
-    """Returns the positions at the prompt (chain 0) or at others (1) that share most tokens with the context, at least ``least``;
-    the number of positions; and the number of shared tokens."""
+    """Searches for the positions whose preceding tokens agree with the end of a context over the greatest length.
+
+    Searches at the prompt of the context (chain 0) or at other prompts (chain 1). At least ``least`` tokens must agree. Returns
+    the positions, the number of positions, and the number of tokens that agree."""
     places = np.zeros(CANDIDATES, np.int64)
     position = pool.slots[chain, slot_of(chain, key, context, end, pool.slots.shape[1])] - 1
     voters, most = 0, min(CONTEXT, end)
@@ -208,12 +228,13 @@ def _places(pool: Pool, chain: int, context: Any, end: int, key: int, oldest: in
 
 @compiled
 def lookup(pool: Pool, sequences: Any, tokens: Any, matches: Matches) -> None:
-    """Writes into ``matches`` the tokens that followed the end of each of ``sequences`` before. ``tokens``: see :func:`extend`.
+    """Predicts the next tokens of each sequence from stored tokens and writes them into ``matches``.
 
-    The newest CANDIDATES positions after the sequence's last GRAM tokens are compared at its prompt, and as many at all prompts.
-    The positions that share most tokens with the end of the sequence vote; in a tie, those at its own prompt. The vote is
-    on one next token after the other: the newest position has weight 1, then 1/2, 1/3 and so on. A position that is outvoted
-    leaves the vote. The number of tokens is limited by the room in ``matches`` and by the room in ``tokens`` minus one.
+    ``sequences`` and ``tokens`` are as in :func:`extend`. The last GRAM tokens of a sequence are looked up in two chains: at its
+    prompt and at all prompts. In each chain, the newest CANDIDATES positions that followed these tokens are compared. The
+    positions that share most tokens with the end of the sequence vote. In a tie, only the positions at its prompt vote. The vote
+    is on one next token after the other. The newest position has weight 1, the others have 1/2, 1/3 and so on. A position that
+    is outvoted leaves the vote. The number of tokens is limited by the room in ``matches`` and by the room in ``tokens`` minus one.
     """
     for row in range(len(sequences)):
         _match(pool, sequences[row], tokens[row], matches.tokens[row], matches.shares[row], matches.numbers[row])

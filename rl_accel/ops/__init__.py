@@ -1,4 +1,4 @@
-"""Advantage kernels: one module per operator; an operator with several backends has one module per backend.
+"""Kernels that compute advantages. Each operator is one module; an operator with several backends has one module per backend.
 
 >>> from rl_accel.ops import gae
 >>> advantages, returns = gae(rewards, values, response_mask, gamma=1.0, lam=0.95)

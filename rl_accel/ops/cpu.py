@@ -1,8 +1,8 @@
-"""Compiler for CPU kernels, with a disk cache that is never out of date, and a thread pool that runs compiled kernels.
+"""Compiler and thread pool for CPU kernels. The compiler has a disk cache that is never out of date.
 
-Compiled kernels use plain IEEE arithmetic and release the interpreter lock. numba's own parallel layer is not used: its
-default backend ends the process when two Python threads enter the layer at once, and its OpenMP backend does so after a
-fork. Both happen inside a Ray actor.
+Compiled kernels use plain IEEE arithmetic and release the interpreter lock. numba's own parallel layer is not used. Its default
+backend ends the process when two Python threads enter the layer at once, and its OpenMP backend ends the process after a fork. Both
+situations occur inside a Ray actor.
 """
 
 import contextlib
@@ -32,17 +32,18 @@ _DIGEST = _digest()
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """Disk cache keyed by the source of all kernel files. numba's own key covers only the file of the function, but a
-    kernel uses constants and intrinsics of other files: code compiled with old values would write out of bounds."""
+    """Disk cache of compiled kernels, keyed by the source of all kernel files. numba's own key covers only the file of the
+    compiled function. But a kernel uses constants and intrinsics of other files, and code compiled with old constants would
+    write out of bounds."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return (*super()._index_key(sig, codegen), _DIGEST)
 
 
 def compiled(function: Kernel) -> Kernel:
-    """Compiles a kernel without interpreter lock and with plain IEEE arithmetic; caches the machine code on disk if possible."""
+    """Compiles a kernel with plain IEEE arithmetic and without interpreter lock. Caches the machine code on disk if possible."""
     jitted: Any = numba.njit(nogil=True, error_model="numpy", fastmath=False)(function)
-    with contextlib.suppress(RuntimeError):  # neither this file's folder nor the user's cache is writable
+    with contextlib.suppress(RuntimeError):  # no folder for the cache is writable, neither this file's nor the user's
         jitted._cache = _Cache(function)
     kernel: Kernel = jitted
     return kernel
@@ -57,11 +58,12 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive 
 
 
 def run(tasks: Iterable[Callable[[], None]], threads: int) -> None:
-    """Runs ``tasks`` on ``threads`` threads, including the calling thread; waits for all threads, then raises the first error."""
+    """Runs ``tasks`` on ``threads`` threads, one of which is the calling thread. Waits for all threads, then raises the first
+    error."""
     waiting = deque(tasks)
 
     def work() -> None:
-        # one task at a time, so that a thread that the system delays leaves its tasks to the other threads
+        # each thread takes one task at a time, so that a delayed thread leaves the remaining tasks to the other threads
         while waiting:
             try:
                 task = waiting.popleft()
@@ -73,7 +75,7 @@ def run(tasks: Iterable[Callable[[], None]], threads: int) -> None:
     try:
         work()
     finally:
-        # tasks write into memory that the caller owns, so none may outlive this call
+        # tasks write into memory that the caller owns, so no task may outlive this call
         errors = [other.exception() for other in others]
     for error in errors:
         if error is not None:

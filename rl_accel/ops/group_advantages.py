@@ -1,16 +1,17 @@
 """Advantages from one score per response (GRPO and its relatives), without a Python loop over responses.
 
-Results are bit-identical to verl 0.9.1 (``verl/trainer/ppo/core_algos.py``) on CPU in float32 and float64. The
-chain of operations is verl's, but runs on all groups of equal size at once. A group of one response has mean 0 and
-standard deviation 1 (verl's rule), so its score stays as it is.
+Results are bit-identical to verl 0.9.1 (``verl/trainer/ppo/core_algos.py``) on CPU in float32 and float64. The chain of operations
+is that of verl, but each operation runs on all groups of equal size at once. In verl and here, a group of one response has mean
+0 and standard deviation 1, so the score of this response stays as it is.
 
-Shapes: B responses, T tokens, G groups of one size, R responses of a prompt group. Common arguments:
+Shapes: B responses, T tokens, G groups of one size, R responses of a prompt group. Arguments that the functions share:
 
 - ``token_level_rewards``: [B, T] float32 or float64, on CPU, no gradient. The score of a response is the sum over T.
 - ``response_mask``: [B, T], any number type or bool; the result is multiplied by the mask.
 - ``index``: [B] array of group labels (``uid`` in verl): integers, strings or objects.
 
-All functions return advantages [B, T]. Other arguments raise ``TypeError`` or ``ValueError``, which names the argument.
+All functions return advantages [B, T]. Arguments that violate these requirements raise ``TypeError`` or ``ValueError``; the message
+names the argument.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,8 @@ from rl_accel.ops.inputs import MASKS, check_labels, check_rows, check_tensor
 
 Index = npt.NDArray[np.generic]
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""``rule(scores [G, R], batch rows [G, R])`` returns the advantage [G, R] of each response."""
+"""Function ``rule(scores [G, R], rows [G, R])`` that returns the advantage [G, R] of each response; ``rows`` holds row numbers
+of the batch."""
 
 
 def grpo(
@@ -33,12 +35,12 @@ def grpo(
     epsilon: float = 1e-6,
     normalise: bool = True,
 ) -> torch.Tensor:
-    """GRPO: (score - group mean) / (group std + epsilon).
+    """Returns the advantages of GRPO: (score - group mean) / (group std + epsilon).
 
-    Without ``normalise``, only score - group mean: Dr. GRPO, and REINFORCE++-baseline before whitening.
+    Without ``normalise``, the advantage is score - group mean, as in Dr. GRPO and in REINFORCE++-baseline before whitening.
 
-    Source: ``compute_grpo_outcome_advantage`` and ``compute_reinforce_plus_plus_baseline_outcome_advantage``;
-    arXiv 2402.03300, arXiv 2503.20783, arXiv 2501.03262.
+    Source: ``compute_grpo_outcome_advantage`` and ``compute_reinforce_plus_plus_baseline_outcome_advantage``; arXiv 2402.03300,
+    arXiv 2503.20783, arXiv 2501.03262.
     """
 
     def rule(scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -54,7 +56,7 @@ def grpo(
 
 
 def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Index) -> torch.Tensor:
-    """RLOO: score minus the mean score of the other responses of the group.
+    """Returns the advantages of RLOO: score minus the mean score of the other responses of the prompt group.
 
     Source: ``compute_rloo_outcome_advantage``; arXiv 2402.14740.
     """
@@ -69,7 +71,9 @@ def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: 
 
 
 def opo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Index) -> torch.Tensor:
-    """OPO: score minus the group's mean score weighted by response length (sum of the mask).
+    """Returns the advantages of OPO: score minus a weighted mean score of the prompt group.
+
+    The weight of a response is its length (sum of the mask).
 
     Source: ``compute_opo_outcome_advantage``; arXiv 2505.23585.
     """
@@ -88,7 +92,7 @@ def opo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: I
 def gpg(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Index, f_norm: float = 1.0
 ) -> torch.Tensor:
-    """GPG: alpha * (score - group mean) / f_norm, where alpha = B / number of nonzero scores.
+    """Returns the advantages of GPG: alpha * (score - group mean) / f_norm, where alpha = B / number of nonzero scores.
 
     Source: ``compute_gpg_outcome_advantage``; arXiv 2504.02546.
     """
@@ -108,9 +112,10 @@ def passk(
     epsilon: float = 1e-6,
     normalise: bool = True,
 ) -> torch.Tensor:
-    """Pass@k: best - second best score for the best response of a group, 0 for the others.
+    """Returns the advantages of Pass@k: best - second-best score for the best response of a prompt group, 0 for the other
+    responses.
 
-    With ``normalise``, divided by (group std + epsilon).
+    With ``normalise``, the advantage is divided by (group std + epsilon).
 
     Source: ``compute_grpo_passk_outcome_advantage``; arXiv 2503.19595.
 
@@ -133,11 +138,11 @@ def passk(
 
 
 def group_rows(index: Index) -> list[torch.Tensor]:
-    """Collects the batch rows of each group in ``index`` [B], with one tensor for all groups of equal size.
+    """Returns the row numbers of each prompt group in ``index`` [B], with one tensor for all groups of equal size.
 
     Returns:
-        One int64 tensor [G, R] per group size R, ascending in R. Each line holds the rows of one group in batch order;
-        lines are in order of the group's first appearance.
+        One int64 tensor [G, R] per group size R, in ascending order of R. Each line holds the row numbers of one group in batch
+        order. The lines are in the order in which the groups first appear in the batch.
 
     Raises:
         TypeError: a label is not hashable.
@@ -156,9 +161,9 @@ def group_rows(index: Index) -> list[torch.Tensor]:
 def group_std(scores: torch.Tensor) -> torch.Tensor:
     """Returns the unbiased standard deviation [G] of each line of ``scores`` ([G, R], R >= 2, float32 or float64, CPU).
 
-    ``torch.std`` makes two passes in float64 over a vector, but uses Welford's algorithm with ``dim=-1`` on a matrix;
-    the results differ in the last bits. This function makes the two passes for all groups at once, in the same order.
-    The result is bit-identical to ``torch.std`` of each line alone.
+    The result is bit-identical to ``torch.std`` of each line alone. ``torch.std`` makes two passes in float64 over a vector, but
+    uses Welford's algorithm with ``dim=-1`` on a matrix, and the results of the two algorithms differ in the last bits. This
+    function makes the two passes for all groups at once, in the same order of addition.
     """
     groups, size = scores.shape
     if groups < size:
@@ -194,5 +199,5 @@ def _by_group(scores: torch.Tensor, index: Index, rule: Rule) -> torch.Tensor:
 def _spread(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     if response_mask.dtype.is_floating_point:
         return scores.unsqueeze(-1) * response_mask
-    # the product would convert an integer mask anyway; multiplying in place into the converted mask saves a [B, T] buffer
+    # the product would convert an integer mask anyway, and multiplying the converted mask in place saves a [B, T] buffer
     return response_mask.to(scores.dtype).mul_(scores.unsqueeze(-1))

@@ -1,7 +1,7 @@
-"""Argument checks of all advantage kernels, the default number of threads, and the checked arguments of the scans.
+"""Argument checks of all advantage kernels, the checked arguments of the scans (GAE and discounted returns), and thread counts.
 
-The cost of a check does not grow with the number of tokens, except for mask *values*: :func:`check_mask_values` and
-:func:`is_binary` read the whole mask.
+The cost of a check does not grow with the number of tokens, with two exceptions: :func:`check_mask_values` and :func:`is_binary`
+read the whole mask.
 """
 
 import math
@@ -19,7 +19,8 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS)
 BINARY_MASKS = (torch.bool, torch.int32, torch.int64, torch.float32)
 LABEL_KINDS = "biuUSO"
-"""NumPy dtype kinds of group labels. Frameworks group by dictionary keys; floats are excluded because NaN keys never match."""
+"""NumPy dtype kinds that group labels may have. Frameworks use labels as dictionary keys. Floats are excluded because NaN keys
+never match."""
 OUTSIDE = (
     "mask wants values between 0 and 1, found at least one outside (or not a number); "
     "1 marks a token that counts, 0 one that is skipped, and a fraction blends the two"
@@ -28,7 +29,16 @@ OUTSIDE = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """Checked arguments of a scan. ``offsets``: None for [B, T] tensors, else the S + 1 boundaries of packed [N] tensors."""
+    """Checked arguments of a scan (GAE or discounted returns).
+
+    Attributes:
+        rewards: [B, T], or packed [N].
+        values: the critic's values, like ``rewards``; None for discounted returns.
+        mask: like ``rewards``; None counts every token.
+        offsets: None for [B, T] tensors, else the S + 1 boundaries of the sequences in packed [N] tensors.
+        gamma, lam: discount per token and lambda of GAE.
+        chunk_size, num_threads: tokens per chunk and number of threads; None for the backend's default.
+    """
 
     rewards: torch.Tensor
     values: torch.Tensor | None
@@ -40,7 +50,7 @@ class Inputs:
     num_threads: int | None
 
     def segments(self) -> list[tuple[int, int]]:
-        """Returns ``(first token, length)`` of every sequence; tokens are numbered in a contiguous layout."""
+        """Returns ``(first token, number of tokens)`` of every sequence. Tokens are numbered as in a contiguous tensor."""
         if self.offsets is not None:
             return [(a, b - a) for a, b in pairwise(self.offsets)]
         batch, tokens = self.rewards.shape
@@ -59,12 +69,12 @@ def check_scan(
     *,
     needs_values: bool,
 ) -> Inputs:
-    """Checks the arguments of a scan and returns them, with tensors detached from autograd.
+    """Checks the arguments of a scan (GAE or discounted returns) and returns them, with tensors detached from autograd.
 
     Raises:
         TypeError: an argument is not a dense tensor or not a number, or has an unsupported dtype.
-        ValueError: shapes, dtypes or devices do not fit together, a number is out of range, or ``cu_seqlens`` does not
-            cover the tokens.
+        ValueError: shapes, dtypes or devices do not fit together, a number is out of range, or ``cu_seqlens`` does not cover all
+            tokens.
     """
     rewards = check_tensor("rewards", rewards, FLOATS).detach()
     if rewards.dim() != (2 if cu_seqlens is None else 1):
@@ -90,7 +100,9 @@ def check_tensor(
     of: str = "rewards",
     gradient: bool = True,
 ) -> torch.Tensor:
-    """Returns ``value`` if it is a dense tensor of one of ``dtypes``, with shape and device of ``like`` (argument name ``of``).
+    """Returns ``value`` if the argument ``name`` is a dense tensor of one of ``dtypes``.
+
+    With ``like``, ``value`` must also have the shape and device of ``like``, a tensor whose argument name is ``of``.
 
     Raises:
         TypeError: ``value`` is not a tensor, not dense or of another dtype.
@@ -113,7 +125,8 @@ def check_tensor(
 
 
 def check_rows(name: str, value: Any, dtypes: Iterable[torch.dtype], *, gradient: bool = True) -> torch.Tensor:
-    """Returns ``value`` if it is a [B, T] tensor on the CPU; errors as in :func:`check_tensor`."""
+    """Returns ``value`` if the argument ``name`` is a [B, T] tensor on the CPU. Otherwise raises the errors of
+    :func:`check_tensor`."""
     rows = check_tensor(name, value, dtypes, gradient=gradient)
     if rows.dim() != 2 or rows.device.type != "cpu":
         raise ValueError(f"{name} wants [B, T] on cpu, found {list(rows.shape)} on {rows.device}")
@@ -121,7 +134,7 @@ def check_rows(name: str, value: Any, dtypes: Iterable[torch.dtype], *, gradient
 
 
 def check_labels(index: Any, rows: int) -> None:
-    """Raises TypeError or ValueError unless ``index`` holds a group label (integer, string or object) for each row."""
+    """Raises TypeError or ValueError unless ``index`` holds a group label (integer, string or object) for each of ``rows`` rows."""
     if not isinstance(index, np.ndarray) or index.dtype.kind not in LABEL_KINDS:
         kind = f"dtype {index.dtype}" if isinstance(index, np.ndarray) else type(index).__name__
         raise TypeError(f"index wants an array of integers, strings or objects, found {kind}")
@@ -130,17 +143,18 @@ def check_labels(index: Any, rows: int) -> None:
 
 
 def usable_cores() -> int:
-    """Number of cores this process may use. torch's thread count is unusable: Ray sets OMP_NUM_THREADS=1 in its actors."""
+    """Returns the number of cores that this process may use. torch's thread count is unusable, because Ray sets
+    OMP_NUM_THREADS=1 in its actors."""
     return len(os.sched_getaffinity(0))
 
 
 def default_threads() -> int:
-    """Default number of threads of a kernel: the usable cores, at most 16 (enough to exhaust memory bandwidth)."""
+    """Returns the default number of threads of a kernel: the usable cores, but at most 16, which exhaust the memory bandwidth."""
     return min(usable_cores(), 16)
 
 
 def is_binary(mask: torch.Tensor) -> bool:
-    """Returns whether a mask (with a dtype of ``BINARY_MASKS``) holds only 0 and 1."""
+    """Returns whether ``mask`` (with a dtype of ``BINARY_MASKS``) holds only 0 and 1."""
     if mask.dtype == torch.bool or mask.numel() == 0:
         return True
     low, high = torch.aminmax(mask)
@@ -150,8 +164,8 @@ def is_binary(mask: torch.Tensor) -> bool:
 def check_mask_values(mask: torch.Tensor | None) -> None:
     """Raises ValueError if a mask on the CPU holds NaN or a value outside [0, 1].
 
-    A mask on an accelerator is not checked, because reading the result would stall the device's queue. Invalid values
-    there give the results of the loop's arithmetic.
+    A mask on an accelerator is not checked, because reading the result would stall the device's queue. With invalid values in such
+    a mask, a kernel returns the result of the arithmetic of the token-by-token loop.
     """
     if mask is None or mask.device.type != "cpu" or mask.dtype is torch.bool or mask.numel() == 0:
         return

@@ -1,14 +1,14 @@
-"""Optimal token baseline (OTB) and its multi-turn form: two compiled passes over the rows, with one sum per group in between.
+"""Advantages with the optimal token baseline (OTB), in the single-turn and the multi-turn form.
 
-Source: ``compute_optimal_token_baseline_advantage`` and ``compute_multi_turn_optimal_token_baseline_advantage`` of
-verl 0.9.1 (``verl/trainer/ppo/core_algos.py``). A response has the reward-to-go G_t and the weight
-W_t = sum_{j<=t} (1 - 2 pi_j + sum pi^2). The baseline of a group at token t is B_t = sum(G_t W_t) / (sum(W_t) + epsilon),
-with sums over the responses of the group. The advantage is G_t - B_t. In the multi-turn form, t counts only tokens with
-mask 1, so that turns of different length line up.
+Source: ``compute_optimal_token_baseline_advantage`` and ``compute_multi_turn_optimal_token_baseline_advantage`` of verl 0.9.1
+(``verl/trainer/ppo/core_algos.py``). A response has the reward-to-go G_t and the weight W_t = sum_{j<=t} (1 - 2 pi_j + sum pi^2).
+The baseline of a prompt group at token t is B_t = sum(G_t W_t) / (sum(W_t) + epsilon), with sums over the responses of the group.
+The advantage is G_t - B_t. In the multi-turn form, t counts only tokens with mask 1, so that turns of different length line up.
 
-The result is bit-identical to verl's function in float32 on CPU. Running sums add in float64 and round each element, as
-torch's ``cumsum`` does. The sum over the responses of a group is left to torch, on a matrix of the same shape: torch's
-order of addition depends on the column, the vector unit and the number of threads.
+The result is bit-identical to verl's function in float32 on CPU. Two compiled passes run over the rows, with one sum per group in
+between. Running sums add in float64 and round each element, as torch's ``cumsum`` does. The sum over the responses of a group is
+left to torch, on a matrix of the same shape as in verl, because torch's order of addition depends on the column, the vector unit
+and the number of threads.
 
 Shapes: B responses, T tokens, R responses of a group.
 """
@@ -28,7 +28,7 @@ from rl_accel.ops.inputs import BINARY_MASKS, check_labels, check_rows, check_te
 Rows = npt.NDArray[np.int64]
 
 BLOCK = 2**21
-"""Tokens processed at a time, rounded to whole groups; limits the size of the two scratch buffers."""
+"""Number of tokens processed at a time, rounded to whole prompt groups. Limits the size of the two scratch buffers."""
 
 
 def optimal_token_baseline(
@@ -44,19 +44,19 @@ def optimal_token_baseline(
     multi_turn: bool = False,
     num_threads: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns advantages relative to the variance-optimal baseline of each token.
+    """Returns the advantage of each token relative to the token's variance-optimal baseline, and the reward-to-go.
 
     Args:
         token_level_rewards: [B, T] float32, CPU.
-        response_mask: [B, T] of 0 and 1 (bool, int32, int64 or float32); 1 marks a token the policy wrote.
-        index: [B] group label of each row.
+        response_mask: [B, T] of 0 and 1 (bool, int32, int64 or float32); 1 marks a token that the policy wrote.
+        index: [B] label of the prompt group of each row.
         old_log_probs: [B, T] float32, log pi of the tokens taken.
-        sum_pi_squared: [B, T] float32, sum over the vocabulary of pi squared.
-        rollout_is_weights: [B, T] float32 importance weights; their square scales the terms of W. None: no weights.
-        handle_zero_tail: baseline 0 at tokens that only the longest response of a group reaches.
-        epsilon: added to the denominator.
-        multi_turn: count t only over tokens with mask 1.
-        num_threads: number of threads; None: the usable cores, at most 16. The result does not depend on this number.
+        sum_pi_squared: [B, T] float32, sum of pi squared over the vocabulary.
+        rollout_is_weights: [B, T] float32 importance weights, whose squares scale the terms of W. None: no weights.
+        handle_zero_tail: whether the baseline is 0 at tokens that only the longest response of a group reaches.
+        epsilon: number added to the denominator of the baseline.
+        multi_turn: whether t counts only tokens with mask 1.
+        num_threads: number of threads. None: the usable cores, at most 16. The result does not depend on this number.
 
     Returns:
         (advantages, returns), each [B, T] float32; returns is the reward-to-go.
@@ -77,7 +77,7 @@ def optimal_token_baseline(
     if not isinstance(epsilon, float):
         raise TypeError(f"epsilon wants a float, found {type(epsilon).__name__}")
     threads = num_threads or default_threads()
-    # torch's exp, because other libraries differ in the last bit
+    # exp is computed by torch, because other libraries differ in the last bit
     pi, rewards = torch.exp(old_log_probs.detach()).numpy(), token_level_rewards.detach().numpy()
     mask_array, pi_squared = mask.numpy(), sum_pi_squared.detach().numpy()
     importance = np.ones((1, 1), np.float32) if rollout_is_weights is None else rollout_is_weights.detach().numpy()
@@ -106,7 +106,8 @@ def optimal_token_baseline(
 
 
 def _split(threads: int, kernel: Callable[..., None], rows: Rows, *arguments: object) -> None:
-    """Splits ``rows`` among threads; each runs ``kernel(first, last, rows, ...)``, which releases the interpreter lock."""
+    """Splits ``rows`` among threads. Each thread runs ``kernel(first, last, rows, *arguments)`` for its part; the kernel
+    releases the interpreter lock."""
     cuts = [len(rows) * part // threads for part in range(threads + 1)]
     run([partial(kernel, i, j, rows, *arguments) for i, j in pairwise(cuts) if i < j], threads)
 
@@ -125,7 +126,11 @@ def _baselines(
 
 
 def _tails(block: list[Rows], lengths: Rows, width: int) -> Rows:
-    """Returns, for each row of the block, the position from which the baseline is 0 because the rest of its group has ended."""
+    """Returns, for each row of the block, the token position from which the baseline is 0.
+
+    For the single longest response of a group, this position is the length of the second-longest response. For all other responses,
+    this position is ``width``, so that the baseline is never set to 0.
+    """
     ends = []
     for group in block:
         end = [width] * len(group)
@@ -142,7 +147,8 @@ def _tails(block: list[Rows], lengths: Rows, width: int) -> Rows:
 def _forward(  # type: ignore[no-untyped-def]
     first, last, rows, rewards, mask, pi, pi_squared, importance, weighted, multi_turn, returns, reward, weight
 ):
-    """Writes the reward-to-go of rows[first:last] and the terms G * W and W of the group sums."""
+    """Writes the reward-to-go G of rows[first:last] to ``returns``. Writes the terms G * W and W of the group sums to ``reward``
+    and ``weight``."""
     tokens = rewards.shape[1]
     for k in range(first, last):
         row = rows[k]
@@ -173,7 +179,8 @@ def _forward(  # type: ignore[no-untyped-def]
 
 @compiled
 def _subtract(first, last, rows, mask, returns, baseline, line, end, multi_turn, advantages):  # type: ignore[no-untyped-def]
-    """Writes the advantages of rows[first:last]: reward-to-go minus the group's baseline, which is 0 from ``end`` on."""
+    """Writes the advantages of rows[first:last]: reward-to-go minus the baseline of the prompt group. The baseline is 0 from
+    position ``end`` on."""
     for k in range(first, last):
         row, of_group, stop = rows[k], baseline[line[k]], end[k]
         position = 0

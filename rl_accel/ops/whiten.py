@@ -1,8 +1,8 @@
 """Masked whitening, bit-identical to verl's ``masked_whiten``, with half as many passes over memory.
 
-Source: ``verl/utils/torch_functional.py`` (0.9.1), which computes the mean twice and converts the mask for every
-statistic; this module does both once. The two sums are left to torch, over an array of the same shape, because the
-order of addition is internal to torch.
+Source: ``verl/utils/torch_functional.py`` (0.9.1). verl computes the mean twice and converts the mask for every statistic; this
+module computes the mean once and converts the mask once. The two sums are left to torch, over an array of the same shape as in
+verl, because the order of addition is internal to torch.
 """
 
 import torch
@@ -11,7 +11,8 @@ from rl_accel.ops.inputs import BINARY_MASKS, check_tensor, is_binary
 
 
 def check(values: object, mask: object) -> None:
-    """Raises the errors of :func:`masked_whiten` for these arguments. For callers that do other work before whitening."""
+    """Raises the errors of :func:`masked_whiten` for these arguments. Callers that do other work before whitening call ``check``
+    first."""
     whitened = check_tensor("values", values, (torch.float32, torch.float64), gradient=False)
     counted = check_tensor("mask", mask, BINARY_MASKS, like=whitened, of="values")
     for name, tensor in (("values", whitened), ("mask", counted)):
@@ -24,13 +25,13 @@ def check(values: object, mask: object) -> None:
 
 
 def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
-    """Shifts ``values`` to zero mean and scales them to unit variance; only elements with ``mask`` 1 enter mean and variance.
+    """Shifts ``values`` to zero mean and scales ``values`` to unit variance. Only elements with mask 1 enter mean and variance.
 
     Args:
-        values: any shape, float32 or float64, contiguous, CPU, no gradient. Elements with mask 0 may hold anything,
-            even NaN; these are transformed like the rest.
+        values: any shape, float32 or float64, contiguous, CPU, no gradient. Elements with mask 0 may hold anything, even NaN, and
+            are shifted and scaled like the others.
         mask: same shape, 0 and 1 (bool, int32, int64, float32), contiguous, at least two ones.
-        shift_mean: if False, the mean is added back.
+        shift_mean: whether the result has zero mean. If False, the mean is added back.
 
     Returns:
         A new tensor of the shape and dtype of ``values``.

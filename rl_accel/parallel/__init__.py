@@ -1,1 +1,1 @@
-"""Tensor-parallel size of the rollout (GPUs that share one copy of the model): possible sizes, and when to change the size."""
+"""Tensor-parallel size of the rollout engine (number of GPUs that share one copy of the model): possible sizes and changes."""

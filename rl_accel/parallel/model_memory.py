@@ -1,4 +1,4 @@
-"""Possible tensor-parallel (TP) sizes and GPU memory needs of a decoder, from its Hugging Face configuration alone."""
+"""Possible tensor-parallel (TP) sizes and GPU memory needs of a decoder model, computed from its Hugging Face configuration."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -11,39 +11,52 @@ from rl_accel.features import TpReplanFlags
 
 FLAG = "rl_accel.tp_replan"
 KNOWN_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""``model_type`` of the families whose key-value cache :meth:`ModelMemory.kv_bytes_per_token` describes."""
+"""Model families (``model_type`` in the Hugging Face configuration) whose memory needs can be computed here."""
 MIN_SEQUENCES = 4
-"""Minimum number of sequences of maximum length that the cache of a server must hold; fewer would be no batch."""
+"""Minimum number of sequences of maximum length for which the key-value cache of a rollout server must have room. Fewer sequences
+would be no batch."""
 _GIB = 2**30
 
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Memory needs of a model's weights and cache. Each GPU holds at least one key-value head."""
+    """GPU memory needs of the weights and the key-value cache of a model. Each GPU holds at least one key-value head.
+
+    Attributes:
+        parameters: number of parameters of the model.
+        kv_parameters: number of parameters in the key and value projections.
+        kv_heads: number of key-value heads.
+        layers: number of layers.
+        head_dim: size of an attention head.
+    """
 
     parameters: int
-    kv_parameters: int  # in the key and value projections
+    kv_parameters: int
     kv_heads: int
     layers: int
     head_dim: int
 
     def weight_bytes(self, tp: int, bytes_per_value: int = 2) -> float:
-        """Returns the bytes of the weights on each of ``tp`` GPUs."""
+        """Returns the size in bytes of the weights on each GPU at the tensor-parallel size ``tp``."""
         copies = max(1.0, tp / self.kv_heads)
         return (self.parameters + self.kv_parameters * (copies - 1)) / tp * bytes_per_value
 
     def kv_bytes_per_token(self, tp: int, bytes_per_value: int = 2) -> int:
-        """Returns the bytes per token in the key-value cache of each of ``tp`` GPUs, as if there were no sliding windows."""
+        """Returns the bytes per token in the key-value cache of each GPU at the tensor-parallel size ``tp``.
+
+        The result is too large for models with sliding windows, which are not taken into account.
+        """
         return 2 * self.layers * max(1, self.kv_heads // tp) * self.head_dim * bytes_per_value
 
 
 def read_memory(configuration: Mapping[str, Any]) -> ModelMemory | None:
-    """Returns the memory needs of the model with this configuration (``config.json``, or ``PretrainedConfig.to_dict()``).
+    """Computes the GPU memory needs of a model from its configuration (``config.json`` or ``PretrainedConfig.to_dict()``).
 
     transformers builds the model without weights, which takes about a second.
 
     Returns:
-        None if the family is not in :data:`KNOWN_FAMILIES` or the weights are quantised: nothing is guessed then.
+        The memory needs. None if the model family is not in :data:`KNOWN_FAMILIES` or the weights are quantised, because the
+        memory needs would only be a guess then.
     """
     family = configuration.get("model_type")
     if family not in KNOWN_FAMILIES or configuration.get("quantization_config"):
@@ -66,12 +79,12 @@ def read_memory(configuration: Mapping[str, Any]) -> ModelMemory | None:
 
 
 def read_configuration(path: str, is_quantised: bool, fetch: Callable[[str], str] = str) -> Mapping[str, Any] | None:
-    """Returns a model's Hugging Face configuration; None if it cannot be read here (:attr:`TpBounds.note` then says so).
+    """Returns the Hugging Face configuration of a model, or None if it cannot be read (:attr:`TpBounds.note` then says so).
 
     Args:
-        path: folder or name of the model.
-        is_quantised: whether the engine quantises the weights, whatever the configuration says.
-        fetch: converts a ``path`` that is no local folder into a path or name that transformers finds.
+        path: local folder of the model, or another path or name of the model.
+        is_quantised: whether the engine quantises the weights. If so, the returned configuration has "quantization_config".
+        fetch: function that converts a ``path`` without a local ``config.json`` into a path or name that transformers finds.
     """
     try:
         file = Path(path) / "config.json"
@@ -81,34 +94,35 @@ def read_configuration(path: str, is_quantised: bool, fetch: Callable[[str], str
             from transformers import AutoConfig
 
             config = AutoConfig.from_pretrained(fetch(path)).to_dict()
-    except Exception:  # from the file system, the hub or code that comes with a model
+    except Exception:  # raised by the file system, the Hugging Face hub or code that comes with a model
         return None
     return {**config, "quantization_config": True} if is_quantised else config
 
 
 class TpBounds:
-    """Possible TP sizes: they divide the GPUs and the model, stay within a node, and leave room for the key-value cache.
+    """Possible tensor-parallel (TP) sizes of a rollout server.
 
-    vLLM and SGLang require: the number of attention heads is divisible by TP; the number of key-value heads is divisible by TP, or
-    TP by this number (each head is then copied); the inner sizes of the MLP layers are divisible by TP.
+    A possible size divides the number of GPUs, stays within a node, and leaves room for the key-value cache. vLLM and SGLang also
+    require that the size divides the number of attention heads and the inner sizes of the MLP layers. The size must divide the
+    number of key-value heads or be a multiple of this number. In the latter case, each key-value head is copied to several GPUs.
 
     Args:
-        flags: the user's bounds and the memory of a GPU.
+        flags: the user's limits of the size, and the memory of a GPU.
         world_size: number of GPUs for rollout, divided by the data- and pipeline-parallel size of a server.
         gpus_per_node: number of GPUs in each node of the cluster.
-        model: configuration of the model as a mapping (``config.json``). For an unknown family, the numbers of heads still
-            bound the sizes, but memory does not.
+        model: configuration of the model as a mapping (``config.json``). For an unknown model family, the numbers of heads limit
+            the sizes, but GPU memory does not.
         max_tokens: maximum length of a sequence (prompt and response) in tokens.
-        memory_share: share of a GPU's memory that the rollout engine may use for weights and cache.
+        memory_share: share of a GPU's memory that the rollout engine may use for weights and key-value cache.
         bytes_per_value: bytes per value of weights and cache; 2 for bfloat16.
-        multiple_of: common divisor of all sizes: the expert-parallel size, which splits an engine's GPUs itself.
+        multiple_of: common divisor of all sizes: the expert-parallel size, which also splits the GPUs of a server.
 
     Attributes:
         sizes: the possible sizes, ascending.
-        note: bounds that are left out for lack of information; empty if none are.
+        note: text about limits that could not be checked for lack of information; empty if every limit was checked.
 
     Raises:
-        ConfigError: no size is possible; the message names the reason for each size.
+        ConfigError: no size is possible. The message names the reason for each size.
     """
 
     def __init__(
@@ -128,7 +142,7 @@ class TpBounds:
         counts = (model.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
         heads, kv_heads = (
             count if isinstance(count, int) else 0 for count in counts
-        )  # 0: the number is unknown and bounds nothing
+        )  # 0: the number is unknown and limits nothing
         mlp_sizes = _mlp_sizes(model)
 
         def obstacles(size: int) -> Iterator[str]:
@@ -177,12 +191,12 @@ class TpBounds:
             raise ConfigError(f"{FLAG}: no tensor-parallel size is possible on {world_size} GPUs: {reasons}")
 
     def why_not(self, size: int) -> str:
-        """Returns the reason why ``size`` is impossible, or an empty string."""
+        """Returns the reason why the tensor-parallel size ``size`` is impossible, or an empty string if it is possible."""
         return self._obstacles.get(size, f"there are {len(self._obstacles)} GPUs")
 
 
 def _mlp_sizes(model: Mapping[str, Any]) -> list[int]:
-    """Returns the inner sizes of the MLP layers of a known family (of the experts, if there are any)."""
+    """Returns the inner sizes of the MLP layers or, in a mixture-of-experts model, of the experts. Empty for unknown families."""
     if model.get("model_type") not in KNOWN_FAMILIES:
         return []
     of_experts = [model.get(f"{which}_intermediate_size") for which in ("moe", "shared_expert")]

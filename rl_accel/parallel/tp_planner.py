@@ -1,7 +1,7 @@
-"""Changes of the rollout's tensor-parallel size (TP): RollPacker (NSDI'26, section 4), and a check that each change paid off.
+"""Automatic changes of the tensor-parallel size (TP) of the rollout engine, after RollPacker (NSDI'26, section 4).
 
-:class:`TpPlanner` decides, without clock or files. :class:`PlannedRun` passes the steps of this and earlier launches to the
-planner.
+:class:`TpPlanner` decides about changes and checks that each change paid off; it uses no clock and no files. :class:`PlannedRun`
+passes the training steps of this launch and of earlier launches of the run to the planner.
 """
 
 import json
@@ -21,44 +21,53 @@ from rl_accel.rollout.driver import METRICS_PREFIX as TAIL_BATCHING
 logger = logging.getLogger("rl_accel")
 
 STATE_FILE = "rl_accel_tp_replan.json"
-"""Name of the file, next to the checkpoints, that holds the steps seen by the planner."""
+"""Name of the file, next to the checkpoints, in which the planner's measurements of past training steps are saved."""
 
 RoundKind = Literal["short", "long", "all"]
-"""short, long: rounds of tail batching. all: steps without rounds, and final rounds."""
+"""Kind of a training step by its rollout; only steps of the same kind are compared.
+
+short: a round of tail batching that cuts off slow prompts.
+long: a round of tail batching that waits for prompts cut off earlier.
+all: a step without tail batching, or a final round of tail batching."""
 Change = Literal["raise", "lower", "roll back"]
 
 RAISE_ABOVE = 1.05
-"""Ratio of preemptions to their reference above which TP doubles (published)."""
+"""Ratio of recent preemptions to the mean of earlier preemptions above which the TP size doubles (value from the paper)."""
 CALM_STEPS = 4
-"""Number of steps in a row without a preemption after which TP halves (published)."""
+"""Number of training steps in a row without a preemption after which the TP size halves (value from the paper)."""
 REFERENCE_STEPS = (6, 15)
-"""Minimum and maximum number of steps averaged for a kind's reference: fewer are too noisy, more do not follow the run."""
+"""Minimum and maximum number of earlier steps whose mean preemptions are compared with the latest steps. Fewer steps are too noisy,
+and more steps do not follow changes in the run."""
 CONFIRM_STEPS = 2
-"""Number of latest steps whose minimum is compared with the reference: one high step alone is no rise."""
+"""Number of latest steps that must all have more preemptions than earlier steps. A single step with many preemptions is no rise."""
 FEW_PREEMPTIONS = 10
-"""Preemptions per step below this number count as this number: no other size would relieve a rise from 1 to 5."""
+"""Lower bound for the number of preemptions per step in comparisons. A rise from 1 to 5 preemptions then counts as no rise, because
+another TP size would gain nothing."""
 NOISE = 3.25
-"""Standard deviations that a rise must exceed; about one false rise in 2,000 steps if preemptions scatter by 20%."""
+"""Number of standard deviations that a rise of preemptions must exceed. If preemptions scatter by 20%, about one step in 2,000
+shows a false rise."""
 CHECK_STEPS = (5, 20)
-"""Steps of each round kind before a new size is judged; steps after which the round kinds so far are enough."""
+"""Number of steps after a change before the new TP size is judged: the first number of steps of each round kind, or the second
+number of steps of any kind."""
 SLOWER = 0.03
-"""Rise of rollout seconds per token above which a change is rolled back: as much as a change can gain (published: 1 to 4%)."""
+"""Relative rise of rollout seconds per token above which a change of the TP size is rolled back. About the gain that the paper
+reports for a change (1 to 4%)."""
 SURE = 2.0
-"""Standard errors that the rise of rollout seconds per token must exceed."""
+"""Number of standard errors that the rise of rollout seconds per token must exceed before a change is rolled back."""
 RETRY_STEPS = 25
-"""Steps until the same change is tried again; doubles each time, so that a run does not oscillate."""
+"""Number of steps until the same change of the TP size is tried again. Doubles each time, so that a run does not oscillate."""
 WINDOW = 80
-"""Number of steps remembered: sixteen long rounds if every fifth round is long."""
+"""Number of latest steps that the planner keeps. They contain sixteen long rounds if every fifth round is long."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """One training step.
+    """Measurements of one training step.
 
     Args:
-        kind: kind of the step's round.
-        tp: size at which the step ran, whatever was decided before.
-        preemptions: number of sequences evicted from the key-value caches of all servers; None: unknown, which differs from 0.
+        kind: kind of the round of rollouts in the step.
+        tp: TP size at which the step ran, even if another size was requested before.
+        preemptions: number of sequences evicted from the key-value caches of all servers. None: unknown, which differs from 0.
         rollout_seconds: seconds from the first launch until the batch was complete; above 0.
         tokens: number of tokens generated in this time, including those of aborted responses; above 0.
     """
@@ -72,12 +81,12 @@ class Observation:
 
 @dataclass(frozen=True)
 class Decision:
-    """A change of the size.
+    """Requested change of the TP size.
 
     Attributes:
-        tp: size for the next step.
-        change: kind of the change; "roll back" returns to the size before the last change.
-        reason: reason and expected effect, in one line with the numbers.
+        tp: TP size for the next step.
+        change: kind of the change; "roll back" returns to the TP size before the last change.
+        reason: reason for the change and expected effect, as one line of text with the numbers.
     """
 
     tp: int
@@ -86,34 +95,34 @@ class Decision:
 
 
 class TpPlanner:
-    """Decides about one size for all rounds of a run.
+    """Decides after each training step whether the TP size of the rollout engine should change.
 
-    TP doubles when preemptions rise (:func:`find_rise`) and halves after steps without preemptions. Each change is then checked by
-    rollout seconds per token (:func:`compare_speed`) and may be rolled back; until then, nothing else is changed. The page on TP
-    replan of the documentation has the whole rule.
+    The TP size doubles when preemptions rise (:func:`find_rise`) and halves after steps without preemptions. The planner then
+    compares rollout seconds per token before and after the change (:func:`compare_speed`), and may roll the change back. Until
+    this check is done, no other change is requested. ``docs/tp-replan.md`` has the whole rule.
 
-    The planner relies on ``Observation.tp``. At a size that the planner did not request, it starts anew.
+    If a step ran at a TP size that the planner did not request, the planner starts anew.
 
     Args:
-        bounds: the possible sizes.
-        max_changes: maximum number of changes in a run, one of them reserved for a rollback; below 2, nothing ever changes.
+        bounds: the possible TP sizes.
+        max_changes: maximum number of changes in a run. One change is reserved for a rollback, so below 2 nothing ever changes.
     """
 
     def __init__(self, bounds: TpBounds, max_changes: int = 6) -> None:
         self.bounds = bounds
         self._max_changes = max_changes
         self._steps = self._tp = 0
-        self.changes = 0  # number carried out so far
+        self.changes = 0  # number of changes carried out so far
         self._asked: tuple[int, Change] | None = None
         self._history: list[Observation] = []
-        self._before: list[Observation] = []  # steps before the last change, while that change is checked
-        self._holds: dict[tuple[int, int], tuple[int, int]] = {}  # (from, to): blocked until step, times blocked
+        self._before: list[Observation] = []  # steps before the last change, while this change is checked
+        self._holds: dict[tuple[int, int], tuple[int, int]] = {}  # (from, to): step until which blocked, times
 
     def step(self, seen: Observation) -> Decision | None:
-        """Takes in a step; returns the change of size for the next step, or None to keep the size.
+        """Adds the measurements of a step. Returns the change of the TP size for the next step, or None to keep the size.
 
         Raises:
-            ValueError: the step ran at an impossible size.
+            ValueError: the step ran at an impossible TP size.
         """
         if seen.tp not in self.bounds.sizes:
             raise ValueError(f"tp must be a possible size, found {seen.tp}: {self.bounds.why_not(seen.tp)}")
@@ -125,7 +134,7 @@ class TpPlanner:
         return None if seen.preemptions is None else self._plan()
 
     def _settle(self, tp: int) -> None:
-        """Determines whether the last requested change was carried out."""
+        """Determines from the TP size of the latest step whether the last requested change was carried out."""
         asked, self._asked = self._asked, None
         if tp == self._tp:
             if asked is not None:
@@ -158,7 +167,7 @@ class TpPlanner:
         return self._ask(target, change, reason, "unknown until tried; the published gain is 1 to 4% of a step")
 
     def _check(self) -> Decision | None:
-        """Decides whether to roll the last change back, to keep the change, or to wait for more steps."""
+        """Decides whether to roll back the last change of the TP size, to keep this change, or to wait for more steps."""
         was, after = self._before[-1].tp, self._history[1:]  # the first step at a size is slow: cold caches and graphs
         fewest = min(sum(step.kind == kind for step in after) for kind in _by_kind(self._before))
         if fewest < CHECK_STEPS[0] and len(after) < CHECK_STEPS[1]:
@@ -186,12 +195,12 @@ class TpPlanner:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Ratio of a new value to the value before, over all round kinds.
+    """Ratio of a measurement after to the same measurement before, averaged over round kinds.
 
     Attributes:
-        value: the ratio; 1: unchanged.
-        noise: deviation from 1 that noise alone may cause.
-        text: numbers behind the ratio.
+        value: value of the ratio; 1 means unchanged.
+        noise: deviation of the ratio from 1 that noise alone may cause.
+        text: numbers behind the ratio, as text for the log.
     """
 
     value: float
@@ -208,14 +217,14 @@ class Ratio:
 
 
 def find_rise(history: Sequence[Observation]) -> Ratio | None:
-    """Compares preemptions of the latest steps of each round kind with those of earlier steps at the same size.
+    """Compares preemptions of the latest steps with preemptions of earlier steps at the same TP size, for each round kind.
 
-    One size serves all rounds. The rise is therefore the mean over round kinds, weighted by their share of rollout seconds; a kind
-    without a reference counts as unchanged. Noise is estimated from differences between successive steps, so that a steady rise is
-    not counted as noise. The noise is at least that of independent events (Poisson).
+    One TP size serves all rounds. The rise is therefore the mean over round kinds, weighted by their share of rollout seconds. A
+    round kind with too few earlier steps counts as unchanged. Noise is estimated from differences between successive steps, so that
+    a steady rise is not counted as noise. The noise is at least that of independent events (Poisson).
 
     Returns:
-        None while no kind has enough steps.
+        Ratio of latest to earlier preemptions. None while no round kind has enough steps.
     """
     rise, variance, words = 0.0, 0.0, []
     for kind, steps in _by_kind(history).items():
@@ -234,13 +243,13 @@ def find_rise(history: Sequence[Observation]) -> Ratio | None:
 
 
 def compare_speed(before: Sequence[Observation], after: Sequence[Observation]) -> Ratio | None:
-    """Compares rollout seconds after a change with the seconds that the same tokens would have taken before the change.
+    """Compares the rollout time after a change of the TP size with the time that as many tokens would have taken before the change.
 
-    Each round kind is compared with itself, so that another mix of kinds is no change of speed. Noise is estimated from the scatter
-    of the steps before the change.
+    Steps are compared only with steps of the same round kind, so that another mix of kinds is no change of speed. Noise is
+    estimated from the scatter of the steps before the change.
 
     Returns:
-        None if no round kind occurs both before and after the change.
+        Ratio of rollout seconds after the change to those before. None if no round kind occurs both before and after the change.
     """
     seconds_per_token = {
         kind: sum(step.rollout_seconds for step in steps) / sum(step.tokens for step in steps)
@@ -263,17 +272,17 @@ def _by_kind(history: Sequence[Observation]) -> dict[str, list[Observation]]:
 
 
 def _calm_steps(history: Sequence[Observation]) -> int:
-    """Returns the number of steps since the last step with preemptions or with an unknown number of preemptions."""
+    """Returns the number of latest steps in a row that are known to have no preemptions."""
     return next((i for i, step in enumerate(reversed(history)) if step.preemptions != 0), len(history))
 
 
 class PlannedRun:
-    """Passes the steps of a run to a planner and saves them.
+    """Passes the measurements of the training steps of a run to a :class:`TpPlanner`, and saves these measurements.
 
     Args:
-        bounds: the possible sizes.
-        max_changes: see :class:`TpPlanner`.
-        folder: folder of the checkpoints; None: nothing is saved.
+        bounds: the possible TP sizes.
+        max_changes: maximum number of changes in a run, see :class:`TpPlanner`.
+        folder: folder of the checkpoints, where the measurements are saved. None: nothing is saved.
     """
 
     def __init__(self, bounds: TpBounds, max_changes: int, folder: str | None) -> None:
@@ -293,17 +302,20 @@ class PlannedRun:
         seconds: float,
         tokens: float,
     ) -> tuple[Decision | None, dict[str, float]]:
-        """Takes in a step and saves it. The first call also shows the planner the steps before it that earlier launches saved.
+        """Passes a training step to the planner and saves its measurements.
+
+        The first call passes saved steps of earlier launches to the planner before this step.
 
         Args:
-            number: number of the step or rollout.
-            metrics: other metrics of the step; with tail batching, they hold the round kind and the number of generated tokens.
-            tp: size at which the step ran.
+            number: number of the training step or rollout.
+            metrics: other metrics of the step. With tail batching, they hold the round kind and the number of generated tokens.
+            tp: TP size at which the step ran.
             preemptions: number of preemptions of all servers; None: unknown.
-            seconds, tokens: duration and number of tokens of the rollout; 0: unknown, and nothing is decided.
+            seconds: duration of the rollout in seconds; 0: unknown, and nothing is decided.
+            tokens: number of tokens generated in the rollout; 0: unknown, and nothing is decided.
 
         Returns:
-            The requested change of size, or None, and the metrics for the log by name.
+            The requested change of the TP size, or None; and the metrics for the log, by name.
         """
         if self._seen is None:
             self._seen = self._replay(number)
@@ -325,7 +337,7 @@ class PlannedRun:
         return change, numbers if preemptions is None else {**numbers, "preemptions": float(preemptions)}
 
     def _replay(self, first: int) -> list[dict[str, Any]]:
-        """Shows the planner the saved steps before ``first`` whose size is still possible; returns these steps."""
+        """Passes the saved steps before step ``first`` to the planner, except steps at impossible TP sizes. Returns these steps."""
         if self._file is None or not self._file.is_file():
             return []
         try:

@@ -1,4 +1,4 @@
-"""Simulated effect of each feature, and of alternatives that users weigh, on the rollout and step seconds of a run."""
+"""Simulated seconds of the rollouts and steps of a run with each feature, and with alternatives that users may consider instead."""
 
 import functools
 import math
@@ -20,13 +20,14 @@ from rl_accel.rollout.simulation import MANY, Engine, Player, Round, collecting_
 from rl_accel.rollout.tail_batching import TailRun
 
 CANCEL_SECONDS = 0.0007
-"""Seconds of one core to cancel a response at the end of a round (docs/benchmarks, tail batching)."""
+"""CPU seconds on one core to cancel a response at the end of a rollout (docs/benchmarks, tail batching)."""
 EVENTS_PER_SECOND = 13_819
-"""Events per second that the trainer process handles on one core (docs/benchmarks, tail batching, 512 x 16)."""
+"""Number of response events per second that the trainer process handles on one core (docs/benchmarks, tail batching, 512 prompts
+of 16 responses)."""
 NOTHING = 0.02
-"""Share of a step below which a gain is reported as nothing."""
+"""Relative gain in step seconds below which an option is reported to gain nothing."""
 NODE = 8
-"""GPUs per node: the maximum for a replica."""
+"""Number of GPUs per node, which is the maximum number of GPUs of a replica."""
 BALANCED_ROUNDS = 4
 PLAIN = TailBatchingFlags(prompt_ratio=1.0, response_ratio=1.0)
 RATIOS = ((1.25, 1.25), (1.25, 1.0), (1.5, 1.25), (1.5, 1.5), (2.0, 1.25))
@@ -35,8 +36,13 @@ RATIOS = ((1.25, 1.25), (1.25, 1.0), (1.5, 1.25), (1.5, 1.5), (2.0, 1.25))
 
 @dataclass(frozen=True)
 class Outcome:
-    """Means over the steps of one draw. ``wasted``: share of the generated tokens. ``peak_tokens``: maximum tokens in the cache of
-    a replica. ``staleness``: training steps between the weights that began a response and the weights that it trains.
+    """Mean results over the simulated steps of one random draw.
+
+    Attributes:
+        rollout_seconds, step_seconds: mean seconds of a rollout, and of a whole training step.
+        wasted: share of the generated tokens that belong to cancelled responses.
+        peak_tokens: maximum number of tokens in the key-value cache of any replica.
+        staleness: mean number of training steps between the weights that start a response and the weights that the response trains.
     """
 
     rollout_seconds: float
@@ -47,12 +53,19 @@ class Outcome:
 
 
 Price = Callable[[Setup, int, int], Outcome]
-"""``price(setup, rounds, seed)`` simulates rounds of a setup and returns the outcome."""
+"""Type of a function ``price(setup, rounds, seed)`` that simulates ``rounds`` rollouts of a run and returns the mean outcome."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """An alternative to the unchanged run. ``how``: settings. ``cost``: side effects. ``ours``: part of rl-accel."""
+    """A change of the run to evaluate, such as a feature.
+
+    Attributes:
+        how: settings that make the change.
+        price: function that simulates the changed run.
+        ours: whether the change is part of rl-accel.
+        cost: side effects of the change, in words.
+    """
 
     name: str
     how: str
@@ -63,8 +76,13 @@ class Option:
 
 @dataclass(frozen=True)
 class Answer:
-    """An option and its mean outcome. ``ratio``: step seconds of stock over step seconds of the option; ``low``, ``high``: its 95%
-    interval over draws. ``more_memory``: relative increase of peak cache tokens.
+    """Simulated result of an option.
+
+    Attributes:
+        outcome: mean over all random draws.
+        ratio: step seconds of the unchanged run, divided by step seconds with the option.
+        low, high: bounds of the 95% interval of ``ratio`` over the draws.
+        more_memory: relative increase of the peak number of tokens in a key-value cache.
     """
 
     option: Option
@@ -76,14 +94,18 @@ class Answer:
 
     @property
     def is_nothing(self) -> bool:
-        """True if the gain is too small or not significant."""
+        """True if the gain in step seconds is below :data:`NOTHING` or not significant."""
         return self.ratio < 1 + NOTHING or self.low <= 1.0
 
 
 def rounds_of(
     setup: Setup, flags: TailBatchingFlags, rounds: int, seed: int, timeout: bool = False, ends: bool = False
 ) -> list[Round]:
-    """Simulates rounds of ``setup`` with tail batching ``flags``. ``ends``: the rounds are a whole run over the data in order."""
+    """Simulates ``rounds`` rollouts of the run ``setup`` with the flags ``flags`` of tail batching.
+
+    With ``timeout``, rewards have adaptive time limits. With ``ends``, the rollouts are a whole run that takes the prompts in the
+    order of the data.
+    """
     run, limits = (
         TailRun(setup.prompts, setup.responses, flags),
         AdaptiveTimeout(RewardTimeoutFlags(maximum=PROGRAM_BUDGET)) if timeout else None,
@@ -93,7 +115,10 @@ def rounds_of(
 
 
 def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float]) -> float:
-    """Returns the mean of ``value`` per round, including the future long rounds that will train the prompts still deferred."""
+    """Returns the mean of ``value`` over rounds (rollouts) of tail batching and over the long rounds that are still needed.
+
+    A long round runs only prompts that earlier rounds have deferred. ``prompts``: number of prompts in a batch.
+    """
     values = [value(played) for played in rounds]
     long = [value(played) for played in rounds if played.metrics.kind == "long"]
     owed = rounds[-1].metrics.queue_length / prompts
@@ -101,7 +126,11 @@ def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float
 
 
 def outcome_of(setup: Setup, rounds: Sequence[Round], poll_seconds: float | None = None, ends: bool = False) -> Outcome:
-    """Returns the mean outcome of a step. ``ends``: the rounds are a whole run, after which no prompt is left to train."""
+    """Returns the mean outcome of a step over the simulated ``rounds``.
+
+    ``poll_seconds``: seconds between two checks whether the rollout is done; None: as in ``setup``. ``ends``: whether the rounds
+    are a whole run, after which no prompt is left to train.
+    """
 
     def mean(value: Callable[[Round], float]) -> float:
         return fmean(map(value, rounds)) if ends else steady(rounds, setup.prompts, value)
@@ -122,7 +151,10 @@ def simulated(
     timeout: bool = False,
     **changes: Callable[[Setup], Any],
 ) -> Price:
-    """Returns a :data:`Price` with tail batching ``flags``. ``changes``: by setup field, a function that returns the new value."""
+    """Returns a function that simulates a run with the flags ``flags`` of tail batching and with changed fields of the setup.
+
+    ``changes`` maps the name of a field to a function that returns the new value from the old setup.
+    """
 
     def price(setup: Setup, rounds: int, seed: int) -> Outcome:
         other = replace(setup, **{name: change(setup) for name, change in changes.items()})
@@ -132,7 +164,7 @@ def simulated(
 
 
 def with_engine(change: Callable[[Engine], Engine], *how: Any) -> Price:
-    """Returns a :data:`Price` with a changed engine; ``how``: positional arguments of :func:`simulated`."""
+    """Returns a function that simulates a run with the engine ``change(setup.engine)``. ``how``: arguments of :func:`simulated`."""
     return simulated(*how, engine=lambda setup: change(setup.engine))
 
 
@@ -140,15 +172,20 @@ AS_IT_IS = Option("as it is", "", simulated(), False)
 
 
 def with_drafts(engine: Engine, tokens_a_step: float, limit: int = 32) -> Engine:
-    """Returns an engine with drafts: with at most ``limit`` running requests, each gets ``tokens_a_step`` tokens per step."""
+    """Returns the engine model with speculative decoding (feature ``drafts``).
+
+    With at most ``limit`` running requests, each request gets ``tokens_a_step`` tokens per decoding step instead of one token.
+    """
     knots = sorted({*engine.step_seconds, 1, limit, limit + 1, limit + 2})
     pace = zip(knots, engine.seconds(knots).tolist(), strict=True)
     return replace(engine, step_seconds={k: s / (tokens_a_step if k <= limit else 1.0) for k, s in pace})
 
 
 def balanced(setup: Setup, rounds: int, seed: int) -> Outcome:
-    """Simulates rollouts routed by :class:`~rl_accel.rollout.balance.Balance`. A round of 512 x 16 takes seconds to simulate, so
-    the mean gain of the first :data:`BALANCED_ROUNDS` rounds is assumed for all rounds.
+    """Simulates rollouts whose requests are routed by :class:`~rl_accel.rollout.balance.Balance`.
+
+    Only the first :data:`BALANCED_ROUNDS` rollouts are simulated, because the simulation of 512 prompts of 16 responses takes
+    seconds. The mean gain of these rollouts is assumed for all rollouts.
     """
     few = min(rounds, BALANCED_ROUNDS)
     whole, plain = (AS_IT_IS.price(setup, count, seed) for count in (rounds, few))
@@ -159,8 +196,9 @@ def balanced(setup: Setup, rounds: int, seed: int) -> Outcome:
 
 
 def replanned(setup: Setup, rounds: int, seed: int) -> Outcome:
-    """Simulates rollouts with tensor-parallel sizes chosen by :class:`TpPlanner`, after ``rounds`` unmeasured rounds in which the
-    planner learns. Restarts take no time.
+    """Simulates rollouts with the tensor-parallel sizes that :class:`TpPlanner` chooses. Changes of the size take no time.
+
+    The planner learns during ``rounds`` rollouts that are not counted. The outcome is the mean of the next ``rounds`` rollouts.
     """
     gpus = setup.replicas * setup.tp
     engines = {setup.tp: setup.engine, **setup.engines}
@@ -181,15 +219,17 @@ def replanned(setup: Setup, rounds: int, seed: int) -> Outcome:
 
 
 def hidden_seconds(setup: Setup, played: Round) -> float:
-    """Returns the training seconds hidden by a rollout (RollPacker's stream trainer, RLHFuse). Once half of the responses are
-    complete, half of the devices train on them while the other half finishes the rollout. Gradients are applied afterwards.
+    """Returns the seconds of training that fit into the rollout ``played`` (as in RollPacker's stream trainer and in RLHFuse).
+
+    When half of the responses are complete, half of the devices begin to train on these responses. The other devices finish the
+    rollout. Gradients are applied afterwards.
     """
     trainable = setup.training_seconds * (1 - 1 / (setup.prompts * setup.responses))  # all but the last response
     return min((played.ends[-1] - played.ends[len(played.ends) // 2]) / 2, trainable)
 
 
 def overlapped(setup: Setup, rounds: int, seed: int) -> Outcome:
-    """Simulates training overlapped with the tail of the rollout."""
+    """Simulates steps in which training begins before the rollout ends, as :func:`hidden_seconds` describes."""
     played = rounds_of(setup, PLAIN, rounds, seed)
     plain = outcome_of(setup, played)
     return replace(plain, step_seconds=plain.step_seconds - fmean(hidden_seconds(setup, p) for p in played))
@@ -198,21 +238,22 @@ def overlapped(setup: Setup, rounds: int, seed: int) -> Outcome:
 def carried_over(
     setup: Setup, rounds: int, seed: int, ahead: float, training: float = 0.0, budget: int = MANY
 ) -> Outcome:
-    """Simulates rollouts in which responses outlive a training step and continue with the new weights.
+    """Simulates rollouts in which unfinished responses continue with the new weights after a training step.
 
-    At most (version + ``ahead``) x P0 prompts are begun in total (AReaL's rule, with ``ahead`` = 1 + eta). A step trains the first
-    P0 complete prompts, while generation continues.
+    A step trains the first P0 complete prompts, where P0 is the number of prompts in a batch. Generation continues meanwhile. After
+    n training steps, at most (n + ``ahead``) x P0 prompts are started in total (AReaL's rule, with ``ahead`` = 1 + eta).
 
     Args:
         setup, rounds, seed: arguments of a :data:`Price`.
-        ahead: number of batches, at least 1.
-        training: seconds of a step in which only the trainer's devices work.
-        budget: maximum tokens of a response per launch. Launches follow each weight update, and an idle cluster.
+        ahead: number of batches that may be in progress, at least 1.
+        training: seconds from a complete batch to the next weight update, in which the trainer's own devices train.
+        budget: maximum number of tokens that a response generates per launch. Unfinished responses are launched again after each
+            weight update, and when no response is running.
     """
     rng, workload, cluster = np.random.default_rng(seed), setup.workload.drawn(seed), setup.built()
-    lengths: dict[int, int] = {}  # length of each unfinished response
-    had: dict[int, float] = {}
-    born: list[int] = []  # weight version that began each prompt
+    lengths: dict[int, int] = {}  # final number of tokens of each unfinished response
+    had: dict[int, float] = {}  # number of tokens before the last launch
+    born: list[int] = []  # number of the weight version that started each prompt
     missing: list[int] = []
     complete: list[int] = []
     trained: list[float] = []
@@ -258,9 +299,10 @@ def carried_over(
 
 
 def partial(more: float, budget: int = MANY) -> Price:
-    """Returns a :data:`Price` of partial rollout (APRIL, Kimi K1.5) with ``more`` x P0 prompts in progress. A rollout ends when P0
-    prompts are complete; all other responses keep their tokens and continue in the next rollout. A response generates at most
-    ``budget`` tokens at a time.
+    """Returns a function that simulates partial rollout (APRIL, Kimi K1.5).
+
+    ``more`` x P0 prompts are in progress, where P0 is the number of prompts in a batch. A rollout ends when P0 prompts are
+    complete. Unfinished responses keep their tokens and continue in the next rollout, at most ``budget`` tokens at a time.
     """
 
     def price(setup: Setup, rounds: int, seed: int) -> Outcome:
@@ -272,7 +314,10 @@ def partial(more: float, budget: int = MANY) -> Price:
 
 
 def asynchronous(eta: int, share: float = 0.5) -> Price:
-    """Returns a :data:`Price` of asynchronous training (AReaL): a ``share`` of the devices only does rollouts, the rest trains."""
+    """Returns a function that simulates asynchronous training (AReaL) with a staleness of at most ``eta`` training steps.
+
+    The share ``share`` of the devices only generates. All other devices only train.
+    """
 
     def price(setup: Setup, rounds: int, seed: int) -> Outcome:
         half = replace(setup, replicas=max(round(setup.replicas * share), 1))
@@ -282,7 +327,10 @@ def asynchronous(eta: int, share: float = 0.5) -> Price:
 
 
 def options_of(setup: Setup, tokens_a_step: Mapping[int, float] = MappingProxyType({})) -> list[Option]:
-    """Returns the options for a setup: features, then alternatives. ``tokens_a_step``: tokens by maximum draft length."""
+    """Returns the options to evaluate for a run: features of rl-accel, then alternatives.
+
+    ``tokens_a_step``: measured tokens per decoding step of a request with drafts, by maximum draft length.
+    """
     found: list[Option] = []
 
     def add(name: str, how: str, price: Price, cost: str = "", ours: bool = True) -> None:
@@ -341,9 +389,10 @@ def options_of(setup: Setup, tokens_a_step: Mapping[int, float] = MappingProxyTy
 def answer(
     setup: Setup, options: Sequence[Option], draws: int, rounds: int, note: Callable[[], None] = lambda: None
 ) -> list[Answer]:
-    """Evaluates options over ``draws`` draws of ``rounds`` rounds each; returns answers for the unchanged run, then the options.
+    """Evaluates options with ``draws`` random draws of ``rounds`` rollouts each.
 
-    Draw n of an option is compared with draw n of stock. ``note`` is called after each draw.
+    Returns the answer for the unchanged run, followed by one answer per option. Draw number n of an option is compared with draw
+    number n of the unchanged run. ``note`` is called after each draw.
     """
 
     answers: list[Answer] = []
@@ -364,23 +413,30 @@ def answer(
 
 
 def mean_of(outcomes: Sequence[Outcome]) -> Outcome:
-    """Returns the mean of each field."""
+    """Returns an outcome with the mean of each field over ``outcomes``."""
     return Outcome(*(fmean(getattr(outcome, field.name) for outcome in outcomes) for field in fields(Outcome)))
 
 
 def best_of(answers: Sequence[Answer]) -> Answer | None:
-    """Returns the best of rl-accel's options, the first one if gains differ by less than :data:`NOTHING`; None if none gains."""
+    """Returns the answer with the highest gain among the features of rl-accel, or None if no feature gains anything.
+
+    If several gains differ by less than :data:`NOTHING`, returns the first of these answers.
+    """
     ours = [found for found in answers if found.option.ours and not found.is_nothing]
     most = max((found.ratio for found in ours), default=0.0)
     return next((found for found in ours if found.ratio > most * (1 - NOTHING)), None)
 
 
 def scale(setup: Setup, gpus: int, rounds: int = 2) -> dict[str, float]:
-    """Returns the seconds of a step on ``gpus`` GPUs, with as many prompts per GPU as in ``setup``.
+    """Simulates rollouts on ``gpus`` GPUs with as many prompts per GPU as in ``setup``. Returns the following values by name.
 
-    Values in seconds: stock ``rollout`` and its ``tail`` (from 90% of the responses to the last); ``tail_batching``, a rollout with
-    tail batching, with ``end`` (to cancel running responses at its end) and ``trainer`` (core seconds for its events).
-    ``own_share``: share of ``end`` and ``trainer`` in the rollout with tail batching.
+    ``gpus``, ``prompts``: numbers of GPUs and of prompts in a batch.
+    ``rollout``: seconds of a rollout without any feature.
+    ``tail``: last seconds of this rollout, from 90% of the responses complete to all responses complete.
+    ``tail_batching``: seconds of a rollout with tail batching.
+    ``end``: seconds to cancel the running responses at the end of this rollout.
+    ``trainer``: CPU seconds of the trainer process to handle the events of this rollout.
+    ``own_share``: share of ``end`` and ``trainer`` in a rollout with tail batching.
     """
     replicas = max(gpus // setup.tp, 1)
     at = replace(setup, replicas=replicas, prompts=max(round(setup.prompts * replicas / setup.replicas), 1))

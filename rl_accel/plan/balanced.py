@@ -1,4 +1,4 @@
-"""Balanced rollouts in the simulation, routed by :class:`~rl_accel.rollout.balance.Balance`."""
+"""Simulated cluster whose requests are assigned to replicas by :class:`~rl_accel.rollout.balance.Balance`."""
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat
@@ -8,17 +8,21 @@ from rl_accel.rollout.balance import Balance, Decision
 from rl_accel.rollout.simulation import Cluster, Engine, Request
 
 TICK = 4.0
-"""Seconds between calls of ``Balance.tick``. Production ticks several times per second, which gains no more in the simulation."""
+"""Simulated seconds between calls of ``Balance.tick``. A real run calls ``tick`` several times per second, but more calls do not
+increase the gain in the simulation."""
 
 
 class BalancedCluster(Cluster):
-    """Replicas with one shared queue. ``core`` assigns requests to replicas and migrates them; decisions take no time."""
+    """Simulated replicas that share one queue of requests.
+
+    ``core`` assigns the requests to replicas and migrates running requests. The decisions of ``core`` take no simulated time.
+    """
 
     def __init__(self, engine: Engine, replicas: int, prompt_tokens: int = 0, core: Balance | None = None) -> None:
         super().__init__(engine, replicas, prompt_tokens)
         self._prompt_tokens, self._tick = prompt_tokens, TICK
         self._core = Balance(engine.places, BalanceFlags()) if core is None else core  # an idle Balance is falsy
-        self._wanted: dict[int, tuple[int, float]] = {}  # by request: length, and tokens before the current part
+        self._wanted: dict[int, tuple[int, float]] = {}  # by request id: length, and tokens before the last launch
         for number in range(replicas):
             self._core.add_replica(str(number), 0.0, engine.cache_tokens)
 
@@ -44,7 +48,7 @@ class BalancedCluster(Cluster):
             self._carry_out(self._core.request(str(request_id), self.now, str(prompt), self._prompt_tokens))
 
     def cancel(self, ids: Iterable[int]) -> list[int]:
-        """Stops running or waiting requests; returns the number of tokens of each."""
+        """Stops running or waiting requests. Returns the number of tokens that each of these requests has generated."""
         tokens: list[int] = []
         decisions: list[Decision] = []
         for request_id in ids:
@@ -55,11 +59,11 @@ class BalancedCluster(Cluster):
         return tokens
 
     def next_event(self) -> float:
-        """Time of the next event in seconds; infinity if there is nothing to do."""
+        """Returns the simulated time of the next event in seconds, or infinity if there is no next event."""
         return min(super().next_event(), self._tick) if self._wanted else super().next_event()
 
     def happen(self) -> Request | None:
-        """Processes the next event; returns the request that ended, or None."""
+        """Advances the simulation to the next event. Returns the request that ended at this event, or None."""
         if self._tick < super().next_event():
             self.now = self._tick
             self._tick += TICK

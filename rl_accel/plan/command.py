@@ -26,7 +26,7 @@ SCALE = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def _engines(_: Any, __: Any, value: str | None) -> dict[int, Engine]:
-    """Returns engines by tensor-parallel size, the run's size first."""
+    """Parses ``--step-seconds``. Returns engine models by tensor-parallel size, the size of the run first."""
     if value is None or value.startswith(_PUBLISHED):
         return engines(value.removeprefix(_PUBLISHED)) if value else {}
     try:
@@ -38,7 +38,7 @@ def _engines(_: Any, __: Any, value: str | None) -> dict[int, Engine]:
 
 
 def _accepted(_: Any, __: Any, value: str | None) -> dict[int, float]:
-    """Returns the tokens per decoding step of a request, by maximum draft length."""
+    """Parses ``--tokens-a-step``. Returns the mean number of tokens per decoding step of a request, by maximum draft length."""
     try:
         points = [point.rpartition(":")[::2] for point in (value or "").split(",") if point]
         found = {int(longest or DraftsFlags.max_tokens): float(tokens) for longest, tokens in points}
@@ -113,7 +113,7 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
 
 
 def _given(lengths: str, given: Mapping[str, Any]) -> Setup:
-    """Returns the setup that the command's options describe."""
+    """Returns the setup that the options of ``rl-accel plan`` describe if there is no measured run."""
     missing = [name for name in ("prompts", "responses", "replicas", "step_seconds") if not given[name]]
     if missing:
         names = ", ".join("--" + name.replace("_", "-") for name in missing)

@@ -1,4 +1,4 @@
-"""Fit of an engine model to the times and lengths of a run's responses."""
+"""Fit of a model of the rollout engine's speed to the measured times and lengths of a run's responses."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,17 +12,23 @@ from rl_accel.rollout.simulation import Cluster, Engine, Floats, Ints
 from rl_accel.telemetry.stage_clock import Response
 
 _KNOTS = (1, 4, 16, 64, 256, 1024)
-"""Numbers of running requests at which the slope of the step time may change; far enough apart to be fitted separately."""
+"""Numbers of running requests at which the slope of the decoding-step time may change. Closer numbers could not be fitted
+separately."""
 _CONSTANTS = ("cached_token_seconds", "prompt_token_seconds", "request_seconds", "response_seconds")
-"""Engine constants that are fitted in addition to ``step_seconds``."""
+"""Names of the constants of :class:`Engine` that are fitted in addition to ``step_seconds``."""
 _MOST = 20_000
-"""Maximum number of responses in a fit; a larger run is sampled down to about this number. The fit takes some ten seconds."""
+"""Maximum number of responses in a fit, which takes some ten seconds. A larger run is reduced to about this number at random."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted engine. ``intervals``: half-width of the 95% interval of each constant, by name. ``error``: root mean square error
-    of the seconds of responses, relative to the mean seconds. ``responses``: number of responses in the fit.
+    """Result of :func:`fit_engine`.
+
+    Attributes:
+        engine: the engine model with the fitted constants.
+        intervals: half-width of the 95% interval of each constant in seconds, by name.
+        error: root mean square error of the seconds of a response, relative to the mean seconds of a response.
+        responses: number of responses in the fit.
     """
 
     engine: Engine
@@ -32,14 +38,20 @@ class Fit:
 
 
 class _Batch:
-    """Responses of one server in one step: arrays of begin times, end times and token counts, in the order of begin times."""
+    """Responses of one rollout server in one training step.
+
+    Holds arrays of begin times in seconds, end times in seconds and numbers of tokens, in the order of the begin times.
+    """
 
     def __init__(self, responses: Sequence[Response]) -> None:
         rows = [(r.began, r.generated or r.ended, r.tokens or 0) for r in sorted(responses, key=lambda r: r.began)]
         self.begins, self.ends, self.tokens = np.array(rows, float).T
 
     def seconds(self, cluster: Cluster) -> Floats:
-        """Simulates the seconds of each response. A response begins after as many others have ended as in the measured run."""
+        """Returns the seconds that each response takes in a simulation on ``cluster``.
+
+        A response is launched when as many other responses have ended as at the response's launch in the measured run.
+        """
         tokens = self.tokens.astype(int).tolist()
         began, ended = np.zeros(len(tokens)), np.zeros(len(tokens))
         before = np.searchsorted(np.sort(self.ends), self.begins, side="right").tolist()
@@ -64,11 +76,18 @@ class _Batch:
 def fit_engine(
     steps: Sequence[Sequence[Response]], prompt_tokens: int = 0, places: int = 1024, cache_tokens: float = math.inf
 ) -> Fit:
-    """Fits the constants of an engine with ``places`` slots and ``cache_tokens`` to the seconds of responses, by least squares.
+    """Fits the constants of an engine model to the measured seconds of responses, by least squares.
 
-    In units of decoding steps, the schedule follows from lengths, slots and cache alone. The seconds of a response are therefore
-    linear in the constants: the factor of a constant is the seconds if this constant is 1 and all others are 0. More running
-    requests never shorten a step. Intervals come from 100 bootstrap draws over batches (one server in one step).
+    Lengths, slots and cache size determine the decoding steps in which each response runs. The seconds of a response are therefore
+    linear in the constants. The factor of a constant is the simulated seconds of the response if this constant is 1 and all other
+    constants are 0. In the fitted model, a step with more running requests is never shorter. The 95% intervals come from 100
+    bootstrap draws over batches, where a batch is the responses of one rollout server in one training step.
+
+    Args:
+        steps: measured responses of each training step.
+        prompt_tokens: number of tokens in each prompt.
+        places: number of slots of the engine, the maximum number of running requests.
+        cache_tokens: capacity of the key-value cache in tokens.
 
     Raises:
         RlAccelError: too few responses have tokens and times.
@@ -91,7 +110,10 @@ def fit_engine(
     knots = [*(k for k in _KNOTS if k <= max(most / 4, 1)), *[most] * (most > 1)]
 
     def simulated(rise: int, **constant: float) -> Floats:
-        """Returns the seconds of each response if a step takes one second, but two from knot number ``rise`` on."""
+        """Returns the simulated seconds of each response if a step takes 1 s, 2 s with at least ``knots[rise]`` running requests.
+
+        ``constant`` sets further constants of the engine; their default is 0.
+        """
         paces = {knot: 1.0 + (number >= rise) for number, knot in enumerate(knots)}
         engine = Engine(paces, places=places, cache_tokens=cache_tokens, **constant)
         return np.concatenate([batch.seconds(Cluster(engine, 1, prompt_tokens)) for batch in work])

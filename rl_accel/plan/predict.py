@@ -1,4 +1,4 @@
-"""Prediction of one run from another run, compared with the measurement."""
+"""Prediction of the step times of one run from another run, and comparison with the measured times (``rl-accel plan --check``)."""
 
 import json
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ _OURS, _MODE = "+rl_accel.", "trainer.v1.trainer_mode="
 
 
 def flags_of_words(words: Iterable[str]) -> Flags:
-    """Returns the flags that the words of a command set, in verl's form ``+rl_accel.…=…``.
+    """Returns the rl-accel flags among the words of a command. Such words have verl's form ``+rl_accel.…=…``.
 
     Raises:
         ConfigError: a flag is invalid.
@@ -34,13 +34,19 @@ def flags_of_words(words: Iterable[str]) -> Flags:
 
 
 def asynchronous_mode(words: Iterable[str]) -> str:
-    """Returns the last word that sets verl's trainer mode if this mode is asynchronous (not predicted), else an empty string."""
+    """Returns the last word of a command that sets verl's trainer mode, if this mode is asynchronous, else ''.
+
+    Runs in an asynchronous mode cannot be predicted.
+    """
     mode = next((word for word in reversed([*words]) if word.startswith(_MODE)), "")
     return mode if "async" in mode else ""
 
 
 def words_of_run(folder: Path, run: Profile) -> list[str]:
-    """Returns the command of a run as saved by ``rl-accel ab``, else words that enable the features shown in the run's log."""
+    """Returns the words of the command that started a run, if ``rl-accel ab`` has saved the command.
+
+    Otherwise, returns words that enable the features that were on according to the run's log.
+    """
     kept = (folder if folder.is_dir() else folder.parent) / "run.json"
     if kept.is_file():
         return list(json.loads(kept.read_text()).get("command", []))
@@ -48,8 +54,17 @@ def words_of_run(folder: Path, run: Profile) -> list[str]:
 
 
 def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> tuple[Outcome, Floats]:
-    """Predicts a run of ``steps`` steps with ``flags``, without the first ``warmup`` steps. Returns the mean outcome over draws,
-    and the rollout seconds of each draw with rollouts as uneven as in the run that ``setup`` describes.
+    """Predicts the steps of a run with ``flags``, from a setup that was fitted to another run.
+
+    Args:
+        setup: setup of the other run.
+        flags: rl-accel flags of the predicted run.
+        steps, warmup: number of steps of the predicted run, and number of first steps to leave out.
+        draws: number of random draws, each of which simulates the whole run.
+
+    Returns:
+        The mean outcome over all draws, and the mean rollout seconds of each draw, shape [draws]. The rollout seconds of the draws
+        also contain random deviations from the simulation, as large as those in the other run (``setup.uneven``).
     """
     in_rounds, limited = (flags.requested(feature) != "off" for feature in (TAIL_BATCHING, REWARD_TIMEOUT))
     poll = 0.0 if in_rounds or flags.requested(SAMPLER) != "off" else POLL_SECONDS
@@ -59,19 +74,19 @@ def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> 
         rounds = rounds_of(setup, tails, steps, draw, limited, ends=True)[first:]
         found.append(outcome_of(setup, rounds, poll, ends=True))
         rng, seconds = np.random.default_rng(draw), [played.metrics.rollout_seconds for played in rounds]
-        again = rng.choice(setup.uneven, len(setup.uneven))  # bootstrap: a few ratios are uncertain themselves
+        again = rng.choice(setup.uneven, len(setup.uneven))  # bootstrap, because a few ratios are uncertain
         uneven.append(found[-1].rollout_seconds * np.average(rng.choice(again, len(rounds)), weights=seconds))
     return mean_of(found), np.array(uneven)
 
 
 def interval(seconds: Floats) -> list[float]:
-    """Returns the lower and the upper bound of the central 95% of the draws."""
+    """Returns the lower and the upper bound of the interval with the central 95% of ``seconds``, which has one value per draw."""
     ends: list[float] = np.quantile(seconds, [0.025, 0.975]).tolist()
     return ends
 
 
 def check(first: Path, second: Path, draws: int, warmup: int, console: Console) -> None:
-    """Predicts the run in ``second`` from the run in ``first``, and prints predicted and measured values.
+    """Predicts the run in ``second`` from the run in ``first``. Prints predicted and measured seconds and wasted tokens.
 
     Raises:
         RlAccelError: a run cannot be read, or the second run trains asynchronously.

@@ -1,4 +1,4 @@
-"""Engines whose speed is derived from published numbers, not measured."""
+"""Models of rollout engines whose speed is derived from published numbers instead of measurements."""
 
 from rl_accel.errors import RlAccelError
 from rl_accel.parallel.model_memory import MIN_SEQUENCES
@@ -6,11 +6,14 @@ from rl_accel.plan.workload import load
 from rl_accel.rollout.simulation import Engine
 
 SIZES = (1, 2, 4, 8)
-"""Tensor-parallel sizes within a node."""
+"""Tensor-parallel sizes that fit in a node, in GPUs."""
 
 
 def engines(model: str) -> dict[int, Engine]:
-    """Returns engines of ``model`` by tensor-parallel size, the published size first. Sizes with too little cache are left out."""
+    """Returns engine models for the language model ``model``, by tensor-parallel size. The published size comes first.
+
+    Sizes with too small a key-value cache are left out.
+    """
     usual = load("h800.json")["models"].get(model, {}).get("tp")
     found = {size: engine(model, size) for size in (usual, *SIZES)}
     longest = load("h800.json")["models"][model]["limit"]
@@ -18,9 +21,10 @@ def engines(model: str) -> dict[int, Engine]:
 
 
 def engine(model: str, tp: int | None = None) -> Engine:
-    """Returns the engine of a replica of ``model`` on ``tp`` H800 GPUs, by default the published number.
+    """Returns the engine model for a replica of the language model ``model`` on ``tp`` H800 GPUs.
 
-    A step reads weights and cache from memory, and computes for each request. With several GPUs, each layer waits for all GPUs.
+    The default of ``tp`` is the published number of GPUs. In this model, a decoding step reads weights and cache from memory, and
+    computes for each request. With several GPUs, each layer waits for all GPUs.
 
     Raises:
         RlAccelError: no constants are known for the model.

@@ -1,4 +1,4 @@
-"""A plan as tables, ``plan.json``, one HTML page and a PNG."""
+"""Output of ``rl-accel plan``: tables on the terminal, ``plan.json``, one HTML page and one PNG chart."""
 
 import base64
 import io
@@ -19,15 +19,15 @@ from rl_accel.telemetry.profile import format_seconds
 
 SCHEMA = "rl_accel.plan/1"
 OWN_LIMIT = 0.1
-"""Share of a rollout above which rl-accel's own work is reported as a bottleneck."""
+"""Share of the rollout seconds above which the time that rl-accel itself needs is reported as a bottleneck."""
 FIT_LIMIT = 0.5
-"""Relative error of the fitted engine above which a plan warns that it cannot be trusted."""
+"""Relative error of the fitted engine model above which the output warns that the plan cannot be trusted."""
 _WANTS = {
     "drafts": "--tokens-a-step says what they give, 1 and what `rl-accel bench drafts` prints as accepted",
     "tp_replan": "how fast the engine is at another size is known of published ones alone",
     "balance": "it wants several replicas with fewer places than requests, and --places says how many they have",
 }
-"""Requirements for evaluating a feature, by feature; printed for features that were not evaluated."""
+"""Text that says which inputs the evaluation of a feature needs, by feature. Printed for features that were not evaluated."""
 _ANSWERS: Mapping[str, Callable[[Answer], str]] = {
     "": lambda a: a.option.name,
     "rollout": lambda a: format_seconds(a.outcome.rollout_seconds),
@@ -63,8 +63,16 @@ _SCALE: Mapping[str, Callable[[Mapping[str, float]], str]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Results of a plan. ``answers``: the unchanged run, then one answer per option. ``curves``: one row per number of GPUs.
-    ``preemptions``: number of preemptions per step of the run.
+    """Results of ``rl-accel plan``.
+
+    Attributes:
+        setup: the run that was simulated.
+        fit: fit of the engine model to the run's telemetry; None if the user has described the engine.
+        answers: result for the unchanged run, then one result per option (a feature or an alternative).
+        curves: results of :func:`~rl_accel.plan.answers.scale`, one row per number of GPUs.
+        drawn: sentence with the number of random draws.
+        advice: sentences with advice on verl's own settings.
+        preemptions: measured number of preemptions per step of the run.
     """
 
     setup: Setup
@@ -76,7 +84,7 @@ class Plan:
     preemptions: float = 0.0
 
     def basis(self) -> Iterator[str]:
-        """Yields sentences on the basis of the plan: setup, lengths and engine."""
+        """Yields sentences that describe the inputs of the plan: batch size, response lengths and engine speed."""
         setup, fit, tokens = self.setup, self.fit, self.setup.workload.tokens
         yield self.drawn
         replicas = f"{setup.replicas} replica{'s' * (setup.replicas > 1)}"
@@ -126,7 +134,7 @@ class Plan:
         yield from self.advice
 
     def show(self, console: Console) -> None:
-        """Prints the plan."""
+        """Prints the inputs, tables and conclusions of the plan to ``console``."""
         tables: Sequence[tuple[str, Mapping[str, Callable[[Any], str]], Sequence[Any]]] = (
             ("What it would do to a step", _ANSWERS, self.answers),
             ("With as many prompts for each GPU", _SCALE, self.curves),
@@ -154,7 +162,7 @@ class Plan:
         return paths
 
     def summary(self) -> dict[str, Any]:
-        """Returns the plan as a JSON-serialisable dictionary."""
+        """Returns the content of ``plan.json`` as a dictionary."""
         rows = [{**vars(found), **asdict(found.outcome), "nothing": found.is_nothing} for found in self.answers]
         for row in rows:
             option = row.pop("option")
@@ -172,7 +180,11 @@ class Plan:
         }
 
     def draw(self, path: Path) -> None:
-        """Draws two charts to ``path``: the speedup of a step per option, and seconds over the number of GPUs."""
+        """Draws two charts to the PNG file ``path``.
+
+        The first chart shows the speedup of a step with each option. The second chart shows the parts of a step in seconds, over
+        the number of GPUs.
+        """
         from matplotlib.figure import Figure
 
         found = self.answers[:0:-1]

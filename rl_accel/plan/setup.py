@@ -1,4 +1,4 @@
-"""Setup of the run to evaluate, with an engine fitted to the run's telemetry."""
+"""Description of the run that ``rl-accel plan`` simulates, with an engine model fitted to the run's telemetry."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,29 +17,29 @@ from rl_accel.telemetry.profile import Profile
 from rl_accel.telemetry.stage_clock import COMPLETED, Response
 
 TRAINING = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
-"""Stages whose seconds are proportional to the number of trained tokens."""
+"""Names of the stages of a training step whose seconds are proportional to the number of trained tokens."""
 POLL_SECONDS = 2.0
-"""Seconds between two checks of verl's V1 trainer whether a rollout is done."""
+"""Seconds between two times at which verl's V1 trainer checks whether a rollout is done."""
 _PROMPTS = "prompt_length/mean"
-"""verl's metric of the mean prompt length in tokens."""
+"""Name of verl's metric for the mean prompt length in tokens."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A run without any feature.
+    """Description of a run without any feature of rl-accel.
 
     Args:
-        prompts, responses: prompts per batch (P0) and responses per prompt (R0).
+        prompts, responses: number of prompts in a batch, and number of responses per prompt.
         replicas: number of replicas of the rollout engine.
-        engine: engine of each replica.
+        engine: engine model of each replica.
         workload: lengths and reward times of the responses.
-        stages: mean seconds of the stages of a step other than ``gen``, by name.
-        poll_seconds: seconds between two checks whether the rollout is done; 0: the end is noticed at once.
-        after_seconds: seconds from noticing the end of the rollout to the end of the stage ``gen``.
-        tp: tensor-parallel size: GPUs per replica.
-        engines: known engines by tensor-parallel size; may be empty.
-        cluster: class of the cluster; a subclass may route requests differently.
-        uneven: measured rollout seconds over modelled seconds, one ratio per rollout of the run.
+        stages: mean seconds of each stage of a step except the rollout stage ``gen``, by stage name.
+        poll_seconds: seconds between two checks whether the rollout is done; 0: the trainer notices the end at once.
+        after_seconds: seconds from the time at which the trainer notices the end of the rollout to the end of the stage ``gen``.
+        tp: tensor-parallel size, the number of GPUs per replica.
+        engines: known engine models by tensor-parallel size; may be empty.
+        cluster: class of the simulated cluster; a subclass may route requests differently.
+        uneven: measured rollout seconds divided by simulated seconds, one ratio per measured rollout of the run.
     """
 
     prompts: int
@@ -62,29 +62,37 @@ class Setup:
 
     @property
     def training_seconds(self) -> float:
-        """Seconds of the stages that grow with the number of tokens."""
+        """Mean seconds per step of all stages whose duration grows with the number of trained tokens."""
         return sum(self.stages.get(name, 0.0) for name in TRAINING)
 
     @property
     def other_seconds(self) -> float:
-        """Seconds of the stages that do not grow with the number of tokens, without the rollout."""
+        """Mean seconds per step of all stages with a fixed duration, without the rollout."""
         return sum(self.stages.values()) - self.training_seconds
 
     def noticed(self, seconds: float, poll_seconds: float | None = None) -> float:
-        """Returns the seconds of the stage ``gen`` if the rollout takes ``seconds``."""
+        """Returns the seconds of the stage ``gen`` if the rollout takes ``seconds``.
+
+        The trainer checks every ``poll_seconds`` whether the rollout is done. None: the value of this setup.
+        """
         poll = self.poll_seconds if poll_seconds is None else poll_seconds
         return (ceil(seconds / poll) * poll if poll else seconds) + self.after_seconds
 
     def built(self) -> Cluster:
-        """Returns a new, idle cluster of the setup."""
+        """Returns a new, idle simulated cluster with the replicas of this setup."""
         return self.cluster(self.engine, self.replicas, self.workload.prompt_tokens)
 
 
 def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit]:
-    """Returns the setup of a run with telemetry and the fit of its engine. ``given``: options of the user, which take precedence.
+    """Returns the setup of a run with telemetry, and the fit of the engine model to this telemetry.
 
-    The batch size comes from steps in which no response was cut off: all steps without tail batching, long rounds with tail
-    batching. Lengths come from all steps, so that prompts are in the order of the data. Warm-up steps do not enter the engine fit.
+    The batch size comes from steps in which no response was cut off. These are all steps without tail batching, or the long rounds
+    (rollouts that wait for all responses) with tail batching. Lengths come from all steps, so that prompts are in the order of the
+    data. Warm-up steps are left out of the engine fit.
+
+    Args:
+        run: profile of the run.
+        given: values of the command's options, which take precedence over values from the telemetry.
 
     Raises:
         RlAccelError: the run's telemetry lacks required data.
@@ -122,7 +130,7 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit]:
 
 
 def _slower(setup: Setup, step: Sequence[Response]) -> float:
-    """Returns the measured rollout seconds of a step over the seconds that the fitted engine needs for the same responses."""
+    """Returns the measured rollout seconds of a step, divided by the simulated seconds for the same responses."""
     cluster = setup.built()
     cluster.launch(range(len(step)), [response.tokens or 1 for response in step])
     while len(cluster):
@@ -131,7 +139,7 @@ def _slower(setup: Setup, step: Sequence[Response]) -> float:
 
 
 def _groups(step: Sequence[Response]) -> list[list[Response]]:
-    """Returns the responses of each prompt."""
+    """Groups the responses of a step by prompt. Returns one list per prompt."""
     groups: dict[str, list[Response]] = {}
     for response in step:
         groups.setdefault(response.prompt, []).append(response)
@@ -139,9 +147,10 @@ def _groups(step: Sequence[Response]) -> list[list[Response]]:
 
 
 def _lengths(steps: Sequence[Sequence[Response]]) -> list[list[float]]:
-    """Returns the tokens of the responses of each prompt. A response that was cut off gets the length of a random longer response.
+    """Returns the number of tokens of each response, one list per prompt.
 
-    If some steps have cut-off responses, all other steps are left out: these are the long rounds of the same prompts.
+    A response that was cut off gets the length of a random longer response. If some steps have cut-off responses, only these steps
+    are used, because all other steps are long rounds of tail batching, in which the same prompts run again.
     """
     rng = np.random.default_rng(0)
     ended = np.sort([r.tokens or 1 for step in steps for r in step if r.outcome == COMPLETED])

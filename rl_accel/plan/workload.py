@@ -1,8 +1,11 @@
-"""Workload of a run: lengths of responses, their correlation within a prompt, and reward times.
+"""Workload of a simulated run: response lengths, correlation of the lengths within a prompt, and reward times.
 
-A response has a standard normal score, and its length is the corresponding quantile of all lengths. Scores of one prompt share a
-component: a one-way random-effects model (a Gaussian copula) whose intraclass correlation is ``alike``. All responses together
-keep the distribution of lengths. A prompt that is long by nature stays long in later rounds; a prompt long by chance does not.
+Each response has a random score with a standard normal distribution. The length of the response is the quantile of all lengths that
+corresponds to the score. The scores of one prompt's responses have a component in common, the shared score of the prompt. The share
+of this component in the variance is the intraclass correlation ``alike`` (one-way random-effects model, a Gaussian copula).
+
+All responses together keep the given distribution of lengths. A prompt with a high shared score has long responses in later rounds,
+too. A prompt whose responses were long only by chance does not.
 """
 
 import json
@@ -21,24 +24,26 @@ from rl_accel.errors import RlAccelError
 from rl_accel.rollout.simulation import Floats, Ints
 
 PUBLISHED = {"math16k": "math", "code16k": "code", "judge16k": "judge"}
-"""Domain of each published length distribution, by name (RollPacker, NSDI'26, Fig. 2a; a 14B model, limit 16,384 tokens)."""
+"""Mapping from the name of a published length distribution to its domain in the data file (RollPacker, NSDI'26, Fig. 2a; 14B model,
+limit of 16,384 tokens)."""
 PUBLISHED_LIMIT = 16384
 _POINTS = 20_000
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """A workload that draws lengths; the module docstring describes the model.
+    """Workload that draws random response lengths. The module docstring describes the random model.
 
     Args:
-        tokens: ascending quantiles of all lengths, equally likely.
-        alike: intraclass correlation of the scores of a prompt's responses, from 0 to below 1.
+        tokens: equally likely response lengths in tokens (quantiles of all lengths), ascending.
+        alike: intraclass correlation of the scores of a prompt's responses, from 0 (independent) to below 1.
         known: mean and standard deviation of the shared score of each known prompt, in the order of the data, shape [P, 2]; None:
             an unlimited number of unknown prompts.
-        seen: tokens of the observed responses of each known prompt, shape [P, R], 0 for none. A prompt's first draw repeats them.
-        prompt_tokens: tokens per prompt.
-        rewards: seconds per reward, equally likely; empty: rewards take no time.
-        source: source of the data, in words.
+        seen: number of tokens of each observed response of the known prompts, shape [P, R]; 0: no response. The first draw for a
+            prompt repeats the observed numbers.
+        prompt_tokens: number of tokens in each prompt.
+        rewards: equally likely durations of a reward in seconds; empty: rewards take no time.
+        source: source of the data, in words for the report.
     """
 
     tokens: Ints
@@ -51,7 +56,7 @@ class Lengths:
     _scores: "array[float]" = field(default_factory=lambda: array("d"), init=False)  # by prompt; NaN: not drawn yet
 
     def lengths(self, prompts: Sequence[int], responses: int, rng: np.random.Generator) -> Ints:
-        """Draws the tokens of new responses, shape [P, R]. A prompt keeps its shared score for the lifetime of this object."""
+        """Draws the lengths of new responses in tokens, shape [P, R]. This object draws the shared score of a prompt only once."""
         from scipy.special import ndtr
 
         asked = np.array(prompts)
@@ -72,18 +77,18 @@ class Lengths:
         return found
 
     def reward_seconds(self, count: int, rng: np.random.Generator) -> Floats | None:
-        """Draws reward times in seconds, shape [count]; None if rewards take no time."""
+        """Draws the durations of ``count`` rewards in seconds, shape [count]. Returns None if rewards take no time."""
         return rng.choice(self.rewards, count) if len(self.rewards) else None
 
     def drawn(self, seed: int | None = None) -> "Lengths":
-        """Returns the same workload without drawn scores; a ``seed`` shuffles the known prompts."""
+        """Returns a copy of this workload without the scores drawn so far. With a ``seed``, the known prompts are shuffled."""
         if seed is None or self.known is None or self.seen is None:
             return replace(self)
         order = np.random.default_rng(seed).permutation(len(self.known))
         return replace(self, known=self.known[order], seen=self.seen[order])
 
     def limited(self, limit: int) -> "Lengths":
-        """Returns the workload with another limit in tokens. Responses that hit the old limit hit the new limit as well."""
+        """Returns a copy with another length limit, in tokens. Responses that hit the old limit hit the new limit as well."""
 
         def cut(tokens: Ints) -> Ints:
             return np.where(tokens == self.limit, limit, np.minimum(tokens, limit))
@@ -92,15 +97,17 @@ class Lengths:
 
     @property
     def limit(self) -> int:
-        """Tokens of the longest response."""
+        """Length of the longest response in tokens, which counts as the limit of the response length."""
         return int(self.tokens[-1])
 
 
 def from_groups(groups: Sequence[Sequence[float]], source: str, **more: Any) -> Lengths:
-    """Returns the workload of a run; ``alike`` is estimated from the covariance of log lengths within prompts.
+    """Returns the workload of a run with the response lengths ``groups``.
+
+    The intraclass correlation ``alike`` is estimated from the covariance of the logarithms of the lengths within prompts.
 
     Args:
-        groups: tokens of the responses of each prompt, at least one response each, in the order of the data.
+        groups: number of tokens of each response, one non-empty list per prompt, in the order of the data.
         source: source of the lengths, in words.
         more: further fields of :class:`Lengths`.
     """
@@ -124,9 +131,10 @@ def from_groups(groups: Sequence[Sequence[float]], source: str, **more: Any) -> 
 
 
 def published(name: str, alike: float | None = None) -> Lengths:
-    """Returns the published workload ``math16k``, ``code16k`` or ``judge16k``. The default ``alike`` is fitted, see docs/plan.md.
+    """Returns the published workload ``math16k``, ``code16k`` or ``judge16k``.
 
-    The published figure ends at a quarter of the limit; the density is assumed to be constant from there to the limit.
+    The published figure ends at a quarter of the length limit. The density is assumed to be constant above this length.
+    The default of ``alike``, the correlation of lengths within a prompt, was fitted; see docs/plan.md.
 
     Raises:
         RlAccelError: no published workload has this name.
@@ -144,13 +152,13 @@ def published(name: str, alike: float | None = None) -> Lengths:
 
 
 def load(name: str) -> dict[str, Any]:
-    """Returns the published numbers in the JSON file ``name``."""
+    """Returns the content of the JSON file ``name`` in ``rl_accel/plan/data``, which holds published numbers."""
     found: dict[str, Any] = json.loads(resources.files("rl_accel.plan").joinpath("data", name).read_text())
     return found
 
 
 def read_lengths(path: Path) -> Lengths:
-    """Reads lengths from a file or from a folder.
+    """Reads response lengths from a file or from a folder, and returns the workload with these lengths.
 
     A file has lines ``{"prompt": id, "tokens": n}`` in the order of the data, optionally with ``reward_seconds``. A folder holds
     rollouts that slime saved (``--save-debug-rollout-data FOLDER/{rollout_id}.pt``).
@@ -185,7 +193,7 @@ def read_lengths(path: Path) -> Lengths:
 
 
 def _rollouts_of_slime(folder: Path) -> list[list[float]]:
-    """Returns the tokens of the responses of each prompt, in the order of rollouts."""
+    """Returns the number of tokens of each response in slime's saved rollouts, one list per prompt, in the order of rollouts."""
     import torch
 
     wanted = "a rollout of slime, as --save-debug-rollout-data FOLDER/{rollout_id}.pt saves it"

@@ -1,1 +1,1 @@
-"""Rewards that cannot stall a step: time limits of executions, learned from correct executions."""
+"""Time limits for reward executions, learned from correct executions, so that a hanging grader cannot stall a training step."""

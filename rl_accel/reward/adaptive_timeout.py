@@ -15,32 +15,43 @@ _FORMAT = "rl_accel.adaptive_timeout"
 _VERSION = 1
 
 AnchorTuple = tuple[float, float, int]
-"""An anchor: longest correct execution in wall seconds and in CPU seconds, and the number of correct executions."""
+"""Anchor of a prompt and test case: longest wall seconds of a correct execution, longest CPU seconds of a correct execution, and
+number of correct executions."""
 Reason = Literal["learning", "adaptive", "probe"]
-"""Reason for a limit. learning: the full budget, as too few correct results are known or limits are in doubt. adaptive: derived
-from the anchor. probe: the full budget, to detect correct answers that are slower than all previous ones."""
+"""Reason for the time limit of an execution.
+
+learning: the full budget (the longest allowed time), because too few correct results are known or adaptive limits are in doubt.
+adaptive: derived from the anchor (the longest correct execution so far).
+probe: the full budget, to detect correct answers that are slower than all previous correct answers."""
 
 FULL_BUDGET, PROGRAM_BUDGET = 300.0, 30.0
-"""Full budgets in seconds of a grader and of a program under test, unless the user or the framework sets one."""
+"""Default full budgets (longest allowed times) in seconds, of a grader and of a program under test.
+
+Used unless the user or the framework sets a full budget."""
 _MOST_IN_DOUBT = 4
-"""Maximum number of adaptive limits that are in force, or have stopped an execution, before an execution ends within its limit."""
+"""Maximum number of executions that get an adaptive limit before an execution ends within its limit.
+
+Further executions get the full budget until then, so that wrong limits stop few answers."""
 _MOST_SURPRISING = 64
 _ENOUGH = 12.0
-"""Log likelihood ratio at which limits are suspended. Chance alone causes this at most once in 160,000 correct executions."""
+"""Log likelihood ratio at which adaptive limits are suspended, because they no longer fit.
+
+Chance alone reaches this value at most once in 160,000 correct executions."""
 _BEYOND_LIMIT = 4.0
-"""Log likelihood ratio that a correct execution adds if it took longer than its limit."""
+"""Amount by which a correct execution that took longer than its adaptive limit raises the log likelihood ratio."""
 _NEAR = 0.7
-"""Assumed share of correct executions that are longer than all before them, if limits no longer fit."""
+"""Assumed share of correct executions that take longer than all earlier correct executions, if limits no longer fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Time limits of one execution; exceeding either stops the execution.
+    """Time limits of one execution. An execution that exceeds either limit is stopped.
 
     Attributes:
-        wall: seconds from start to end.
-        cpu: CPU seconds of the whole process tree, at least ``wall``. Stops programs that compute on several cores.
-        reason: why this limit applies.
+        wall: maximum number of wall seconds from the start to the end of the execution.
+        cpu: maximum number of CPU seconds of the whole process tree, at least ``wall``. Stops programs that compute on several
+            cores.
+        reason: reason for these limits, see :data:`Reason`.
     """
 
     wall: float
@@ -49,28 +60,32 @@ class Limit:
 
 
 def longest(one: AnchorTuple, other: AnchorTuple, correct: int) -> AnchorTuple:
-    """Returns an anchor with the longer times of two anchors and the number ``correct``."""
+    """Merges two anchors: returns the longer wall seconds, the longer CPU seconds, and ``correct`` as number of executions."""
     return max(one[0], other[0]), max(one[1], other[1]), correct
 
 
 class AdaptiveTimeout:
     """Time limits per key (a prompt and test case), learned from correct executions. Not thread-safe.
 
-    The limit is ``scale * anchor + slack``, clamped to ``[minimum, maximum]``. Until a key has ``min_correct`` correct executions,
-    the limit is ``maximum`` (the full budget). A share ``probe_share`` of adaptive limits is replaced by the full budget; without
-    these probes, a slow but correct answer could never raise the anchor.
+    The limit of a key is ``scale * anchor + slack``, clamped to ``[minimum, maximum]``. The anchor is the time of the key's longest
+    correct execution. Until a key has ``min_correct`` correct executions, the limit is ``maximum`` (the full budget). A share
+    ``probe_share`` of adaptive limits is replaced by the full budget. Without these probes, a slow but correct answer could never
+    raise the anchor.
 
-    Limits are suspended when correct executions show that the limits no longer fit, such as on a slow day of a machine or a judge.
-    The n-th correct execution of a key is longer than all before it (a record) with probability 1/n, whatever the distribution. A
-    cumulative sum of log likelihood ratios detects too many records that also take more than half of their limit. All keys must
-    then be learned anew. At most four limits are in force at first, so that few answers are stopped before this detection. An
-    execution that ends by itself without such a record makes room for two more; a stopped execution makes none.
+    Limits are suspended when correct executions show that the limits no longer fit, for example because a machine or a judge is
+    slower today. A record is a correct execution that takes longer than all earlier correct executions of its key. The n-th correct
+    execution of a key is a record with probability 1/n, whatever the distribution of times. A cumulative sum of log likelihood
+    ratios detects too many records that also take more than half of their limit. After the detection, all keys must be learned
+    anew.
+
+    At first, at most four executions get an adaptive limit, so that few answers are stopped before this detection. Each execution
+    that ends by itself without such a record allows two further adaptive limits. A stopped execution allows none.
 
     Args:
-        flags: the parameters above; None: their defaults.
-        capacity: maximum number of keys; the least recently used are evicted.
-        caution: widens limits that rest on few samples: with n correct executions, ``scale`` is multiplied by ``1 + caution / n``.
-            The cost is small, as the limit of most keys is ``minimum`` anyway.
+        flags: values of the parameters above; None: the default values.
+        capacity: maximum number of keys; the least recently used keys are evicted.
+        caution: strength by which limits based on few executions are widened. With n correct executions, ``scale`` is multiplied by
+            ``1 + caution / n``. The cost is small, because the limit of most keys is ``minimum`` anyway.
     """
 
     def __init__(self, flags: RewardTimeoutFlags | None = None, capacity: int = 200_000, caution: float = 2.0) -> None:
@@ -89,11 +104,14 @@ class AdaptiveTimeout:
 
     @property
     def maximum(self) -> float:
-        """Full budget in seconds, if the caller sets none."""
+        """Full budget (longest allowed time of an execution) in seconds, unless the caller of :meth:`limit` sets another."""
         return self.flags.maximum or FULL_BUDGET
 
     def limit(self, key: str, maximum: float | None = None) -> Limit:
-        """Returns the limit of the next execution of ``key``; ``maximum`` is the full budget in seconds."""
+        """Returns the time limits of the next execution of ``key`` (a prompt and test case), which may be a probe.
+
+        A probe has the full budget (``maximum`` seconds) on purpose. If ``maximum`` is None, the full budget is :attr:`maximum`.
+        """
         limit, full = self.learned(key, maximum), maximum or self.maximum
         if limit.reason == "adaptive":
             if self._until_probe is not None:
@@ -107,7 +125,10 @@ class AdaptiveTimeout:
         return limit
 
     def learned(self, key: str, maximum: float | None = None) -> Limit:
-        """Returns the limit without probes and doubts (see :meth:`limit`), to update an execution that is already running."""
+        """Returns the time limits learned for ``key`` (a prompt and test case), to update an execution that is already running.
+
+        Unlike :meth:`limit`, never returns a probe, and does not restrict how many executions have an adaptive limit.
+        """
         full = maximum or self.maximum
         if key in self._anchors:
             self._anchors.move_to_end(key)
@@ -115,22 +136,31 @@ class AdaptiveTimeout:
         if correct < self.flags.min_correct:
             return Limit(full, full, "learning")
         wall, cpu = (self._from(seconds, correct, full) for seconds in anchor)
-        # Not below the wall limit: one answer may compute what another has waited for.
+        # The CPU limit is not below the wall limit, because one answer may compute where another answer only waited.
         return Limit(wall, max(wall, cpu), "adaptive")
 
     def expected(self, key: str) -> float:
-        """Returns the expected wall seconds, by which a scheduler sorts: the anchor, or the full budget without an anchor."""
+        """Returns the expected wall seconds of an execution of ``key`` (a prompt and test case), for a scheduler.
+
+        This is the time of the longest correct execution, or the full budget if no correct execution is known.
+        """
         wall, _, correct = self.get(key)
         return wall if correct else self.maximum
 
     def record(self, key: str, wall: float, cpu: float, correct: bool, stopped: bool = False) -> bool:
-        """Records an execution; ``stopped`` if its limit stopped it. Only correct executions teach. Never record evaluations.
+        """Records an ended execution of ``key``. Limits are learned from correct executions only. Do not record evaluations.
+
+        Args:
+            key: prompt and test case.
+            wall, cpu: wall seconds and CPU seconds of the execution.
+            correct: True if the result was correct.
+            stopped: True if a time limit stopped the execution.
 
         Returns:
-            True if limits are suspended from now on, because the known ones no longer fit.
+            True if this execution shows that the learned limits no longer fit. All limits are then suspended.
 
         Raises:
-            ValueError: a time is negative or not finite.
+            ValueError: ``wall`` or ``cpu`` is negative or not finite.
         """
         for name, value in (("wall", wall), ("cpu", cpu)):
             if not (math.isfinite(value) and value >= 0):
@@ -145,35 +175,42 @@ class AdaptiveTimeout:
         return suspends
 
     def forget_limit(self) -> None:
-        """Records that an execution with a limit has no usable result, because it was cancelled or belongs to an evaluation."""
+        """Records that an execution teaches nothing about limits, because it was cancelled or belongs to an evaluation."""
         self._in_doubt = max(0, self._in_doubt - 1)
 
     def suspend(self, era: int) -> None:
-        """Starts the era ``era``: all keys have the full budget until they are learned anew. Anchors are kept and may only grow."""
+        """Suspends all adaptive limits: every key has the full budget until enough new correct executions are known.
+
+        Anchors (longest correct executions) are kept and can only grow. ``era`` is the number of this suspension. Processes compare
+        these numbers to find out which of them has suspended its limits.
+        """
         self.era, self._evidence, self._in_doubt = era, 0.0, 0
         self._surprising.clear()
         self._anchors = OrderedDict((key, (wall, cpu, 0)) for key, (wall, cpu, _) in self._anchors.items())
 
     def _weigh(self, key: str, wall: float, correct: bool) -> None:
-        """Updates the evidence against the limits with an execution that ended by itself."""
+        """Updates the statistical evidence that time limits no longer fit, after an execution that no limit has stopped."""
         limit, (longest_before, _, known) = self.learned(key), self.get(key)
         if limit.reason == "learning" or key in self._surprising:
             return
         by_chance = 1 / (known + 1)
         if correct and wall > longest_before and wall > limit.wall / 2:
             self._evidence += _BEYOND_LIMIT if wall > limit.wall else max(0.0, math.log(_NEAR / by_chance))
-            self._surprising.append(key)  # the next execution would be compared with this one: no evidence
+            self._surprising.append(key)  # the next execution would be compared with this record, which is no evidence
         else:
             self._in_doubt = max(0, self._in_doubt - 2)
             if correct:
                 self._evidence = max(0.0, self._evidence + math.log((1 - _NEAR) / (1 - by_chance)))
 
     def get(self, key: str) -> AnchorTuple:
-        """Returns the anchor of ``key`` in wall and CPU seconds, and the number of correct results; zeros if unknown."""
+        """Returns the anchor of ``key`` (a prompt and test case); zeros if ``key`` is unknown.
+
+        The anchor is a tuple: longest wall seconds, longest CPU seconds and number of correct executions.
+        """
         return self._anchors.get(key, (0.0, 0.0, 0))
 
     def merge(self, anchors: Mapping[str, AnchorTuple]) -> None:
-        """Merges anchors of other processes: the longer anchor and the larger count per key. Idempotent."""
+        """Merges anchors (longest correct executions) of other processes by key. Keeps the larger values. Idempotent."""
         for key, theirs in anchors.items():
             ours = self.get(key)
             self._anchors[key] = longest(ours, theirs, max(ours[2], theirs[2]))
@@ -182,15 +219,15 @@ class AdaptiveTimeout:
             self._anchors.popitem(last=False)
 
     def anchors(self) -> dict[str, AnchorTuple]:
-        """Returns all anchors by key, in the form of :meth:`get`; the most recently used key is last."""
+        """Returns the anchor of each key, in the form of :meth:`get`. The most recently used key is last."""
         return dict(self._anchors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the anchors as a JSON-serialisable dict."""
+        """Returns the anchors (longest correct executions) of all keys as a JSON-serialisable dict for :meth:`load_state_dict`."""
         return {"format": _FORMAT, "version": _VERSION, "anchors": self.anchors()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces all anchors by saved ones. The flags may differ from those of the saved run.
+        """Replaces all anchors (longest correct executions) by those in ``state``. The saved run may have had other flags.
 
         Raises:
             ValueError: ``state`` has another format or version, or is damaged. Nothing is changed in that case.

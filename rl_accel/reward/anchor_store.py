@@ -1,7 +1,8 @@
-"""Anchors shared by many processes: each process reads and updates its own replica, which exchanges changes with one store.
+"""Anchors (the longest correct execution of each prompt and test case) that many processes share through one store.
 
-Nothing here waits for another process. A replica that cannot reach the store continues with its own anchors. A restarted store
-receives all anchors from every replica.
+Each process reads and updates its own replica of the anchors. Each replica exchanges changes with the store. No function in this
+file waits for another process. A replica that cannot reach the store continues with its own anchors. A restarted store receives all
+anchors from every replica.
 """
 
 import json
@@ -20,15 +21,16 @@ logger = logging.getLogger("rl_accel")
 
 @dataclass
 class AnchorDelta:
-    """Changes that a replica sends to the store.
+    """Changes to one process's replica of the anchors since the last exchange, to be sent to the central store.
 
     Attributes:
-        incarnation: id of the store in the last exchange; "" before the first.
-        version: version of the store in the last exchange.
-        learned: by key, anchor and number of correct results since the last exchange.
-        everything: all anchors of the replica if the store has restarted, else empty.
-        counts: counts since the last exchange, by name.
-        era: the replica's era, see :meth:`AdaptiveTimeout.suspend`; the store ignores anchors of an earlier era.
+        incarnation: random id of the store process at the last exchange; "" before the first exchange.
+        version: version number of the store at the last exchange.
+        learned: anchors of correct executions since the last exchange, by key (a prompt and test case).
+        everything: all anchors of the replica, by key, if the store has restarted; else empty.
+        counts: amounts added to each count since the last exchange, by name of the count.
+        era: number of the last suspension of limits, see :meth:`AdaptiveTimeout.suspend`. The store ignores anchors from before its
+            own last suspension.
     """
 
     incarnation: str = ""
@@ -41,7 +43,14 @@ class AnchorDelta:
 
 @dataclass
 class Update:
-    """Answer of the store: incarnation, version and era of the store, and the anchors changed since the delta's version."""
+    """Reply of the central store to the changes (:class:`AnchorDelta`) of a process.
+
+    Attributes:
+        incarnation: random id of the store process; a restarted store has another id.
+        version: version number of the store.
+        anchors: anchors that have changed since the version in the delta, by key (a prompt and test case).
+        era: number of the last suspension of limits, see :meth:`AdaptiveTimeout.suspend`.
+    """
 
     incarnation: str
     version: int
@@ -50,7 +59,7 @@ class Update:
 
 
 class Replica:
-    """A process's own :class:`AdaptiveTimeout`, and the changes that the store does not have yet."""
+    """Shared anchors as one process knows them: an :class:`AdaptiveTimeout`, and the changes that the store does not have yet."""
 
     def __init__(self, timeout: AdaptiveTimeout | None = None) -> None:
         self.timeout = AdaptiveTimeout() if timeout is None else timeout
@@ -59,7 +68,7 @@ class Replica:
         self._incarnation, self._version, self._tell_everything = "", 0, False
 
     def record(self, key: str, wall: float, cpu: float, correct: bool, stopped: bool = False) -> None:
-        """Records an execution; see :meth:`AdaptiveTimeout.record`."""
+        """Records an ended execution, here and for the next exchange with the store. Arguments: :meth:`AdaptiveTimeout.record`."""
         if self.timeout.record(key, wall, cpu, correct, stopped):
             self._learned = {}
             self.count("suspended")
@@ -71,25 +80,25 @@ class Replica:
             self._learn(key, (wall, cpu, 1))
 
     def count(self, name: str, amount: float = 1.0) -> None:
-        """Adds ``amount`` to the count ``name``, which the store sums over all replicas."""
+        """Adds ``amount`` to the count ``name``, such as "timeouts". The store sums each count over all processes."""
         _add(self._counts, {name: amount})
 
     def take_delta(self) -> AnchorDelta:
-        """Returns the changes since the last call. If the exchange fails, pass the changes to :meth:`put_back`."""
+        """Returns the changes since the last call, to send them to the store. If sending fails, pass them to :meth:`put_back`."""
         everything = self.timeout.anchors() if self._tell_everything else {}
         delta = AnchorDelta(self._incarnation, self._version, self._learned, everything, self._counts, self.timeout.era)
         self._learned, self._counts, self._tell_everything = {}, {}, False
         return delta
 
     def put_back(self, delta: AnchorDelta) -> None:
-        """Keeps ``delta`` for the next exchange."""
+        """Adds the changes in ``delta``, which could not be sent, to the changes for the next exchange with the store."""
         for key, anchor in delta.learned.items() if delta.era == self.timeout.era else ():
             self._learn(key, anchor)
         _add(self._counts, delta.counts)
         self._tell_everything |= bool(delta.everything)
 
     def apply(self, update: Update) -> None:
-        """Merges the anchors in the store's answer, which other replicas have learned."""
+        """Merges the anchors (longest correct executions) in a reply of the store, which other processes have learned."""
         if update.era > self.timeout.era:
             self.timeout.suspend(update.era)
         if update.era == self.timeout.era:
@@ -103,14 +112,16 @@ class Replica:
 
 
 class AnchorStore:
-    """The anchors of all replicas and the sums of their counts.
+    """Central store of the anchors of all processes, and of the sums of their counts.
+
+    An anchor is the longest correct execution of a prompt and test case.
 
     Args:
-        path: file to load, if it exists, and to save to. None: memory only.
-        timeout: empty policy that holds the anchors; None: a new one.
+        path: JSON file to which anchors are saved, and from which they are loaded if the file exists. None: memory only.
+        timeout: empty :class:`AdaptiveTimeout` that holds the anchors; None: a new one.
 
     Raises:
-        ValueError: the file is damaged or has another version.
+        ValueError: the file at ``path`` is damaged or has another version.
     """
 
     def __init__(self, path: Path | None = None, timeout: AdaptiveTimeout | None = None) -> None:
@@ -130,7 +141,7 @@ class AnchorStore:
         return len(self._timeout)
 
     def exchange(self, delta: AnchorDelta) -> Update:
-        """Merges a replica's delta and returns the anchors that the replica does not have."""
+        """Merges the changes of a process. Returns the anchors (longest correct executions) that this process does not have yet."""
         if delta.era > self._timeout.era:
             self._timeout.suspend(delta.era)
         if delta.era == self._timeout.era:
@@ -149,12 +160,12 @@ class AnchorStore:
         return Update(self.incarnation, self._version, anchors, self._timeout.era)
 
     def take_counts(self) -> dict[str, float]:
-        """Returns the sums of the counts since the last call."""
+        """Returns the sum of each count (such as "timeouts") over all processes since the last call, by name of the count."""
         counts, self._counts = self._counts, {}
         return counts
 
     def save(self) -> None:
-        """Writes the file atomically if anything has changed."""
+        """Writes all anchors (longest correct executions) atomically to the file of this store, if anything has changed."""
         if self._path is None or self._saved == self._version:
             return
         write_atomically(self._path, json.dumps(self._timeout.state_dict()))

@@ -1,4 +1,4 @@
-"""Limits and result of an execution, and functions that await coroutines within a limit or until one of them fails."""
+"""Limits and results of executions (a program under test, or a call of a grader), and helpers that await coroutines."""
 
 import asyncio
 import contextlib
@@ -18,27 +18,40 @@ logger = logging.getLogger("rl_accel")
 T = TypeVar("T")
 
 HELD_SECONDS = 1.0
-"""Seconds without an await after which a grader is reported: nothing else can run on the event loop meanwhile."""
+"""Seconds between two awaits of a coroutine grader above which a warning is logged, because the grader blocks the event loop."""
 _running: set["asyncio.Task[Any]"] = set()
-"""Tasks that have not ended, including tasks that ignore their cancellation. asyncio itself has only weak references to tasks."""
+"""Tasks of coroutine graders that have not ended, including tasks that ignore their cancellation.
+
+This set keeps the tasks alive, because asyncio itself has only weak references to tasks."""
 _reported: set[str] = set()
 
 Verdict = Literal["passed", "wrong", "done", "error", "timeout", "memory", "killed"]
-"""Outcome of an execution. passed, wrong: of a program. done: a grader returned. error: the code raised, or a program ended without
-a result. killed: a limit other than time or memory stopped it, a grader's process died, or two workers died executing it."""
+"""Outcome of an execution (a program under test, or a call of a grader).
+
+passed, wrong: verdict on the result of a program.
+done: a grader returned a value.
+error: the code raised an exception, or a program ended without a result.
+timeout, memory: the execution exceeded its time limit or its memory limit.
+killed: the execution exceeded another limit, the process of a grader died, or two workers died on the same request."""
 SetLimits = Callable[[float, float], None]
-"""Callback for new limits: wall and CPU seconds, both counted from the start of the execution."""
+"""Function that receives new time limits: wall seconds and CPU seconds, both counted from the start of the execution."""
 
 
 class LimitUpdates:
-    """Passes new limits from the policy to the code that enforces them. Limits published before a subscription are kept."""
+    """Passes new time limits of a running execution from the policy that computes them to a subscriber that enforces them.
+
+    Limits published before the subscription are kept. Only the latest limits count.
+    """
 
     def __init__(self) -> None:
         self._latest: tuple[float, float] | None = None
         self._set_limits: SetLimits | None = None
 
     def publish(self, wall: float, cpu: float) -> None:
-        """Sets the limits to ``wall`` and ``cpu`` seconds in total. Without a subscriber, only stores the limits."""
+        """Passes new limits to the subscriber: ``wall`` and ``cpu`` seconds, counted from the start of the execution.
+
+        Without a subscriber, only stores the limits. Does nothing if both limits are unchanged.
+        """
         if self._latest != (wall, cpu):
             self._latest = wall, cpu
             if self._set_limits is not None:
@@ -46,7 +59,10 @@ class LimitUpdates:
 
     @contextlib.contextmanager
     def subscribed(self, set_limits: SetLimits) -> Iterator[None]:
-        """Calls ``set_limits`` for limits published within the block, and at once for the latest earlier limits."""
+        """Context manager that calls ``set_limits(wall, cpu)`` for all limits published within the block.
+
+        If limits were published before the block, first calls ``set_limits`` with the latest of these limits.
+        """
         self._set_limits = set_limits
         try:
             if self._latest is not None:
@@ -58,16 +74,18 @@ class LimitUpdates:
 
 @dataclass(frozen=True)
 class Limits:
-    """Resource limits of one execution.
+    """Resource limits of one execution (a program under test, or a call of a grader).
 
     Args:
-        wall: seconds from start to end, without the seconds in which the execution was ready but waited for a processor.
-        cpu: CPU seconds of all processes together.
-        memory: bytes of address space of each process, in addition to the worker's, and of resident memory of all together.
-        processes: maximum number of processes and threads at once.
-        file_bytes: maximum size of a file that the execution writes.
-        output_bytes: maximum size of the printed text; more stops the execution. Only the beginning is returned.
-        updates: changes ``wall`` and ``cpu`` during the execution.
+        wall: wall seconds from start to end. Seconds in which the execution was ready but waited for a processor do not count.
+        cpu: CPU seconds of all processes of the execution together.
+        memory: maximum number of bytes of address space of each process (in addition to the address space of its worker), and of
+            resident memory of all processes together.
+        processes: maximum number of processes and threads that exist at the same time.
+        file_bytes: maximum size in bytes of a file that the execution writes.
+        output_bytes: maximum size in bytes of the printed text. More text stops the execution. The result contains only the
+            beginning of the text.
+        updates: source of new values of ``wall`` and ``cpu`` during the execution.
 
     Raises:
         ValueError: a limit is not above 0.
@@ -87,23 +105,23 @@ class Limits:
                 raise ValueError(f"{name} must be above 0, found {value!r}")
 
     def numbers(self) -> dict[str, float]:
-        """Returns all limits by name."""
+        """Returns the numeric limits by name: all fields except ``updates``."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "updates"}
 
 
 @dataclass(frozen=True)
 class ExecutionResult:
-    """Result of an execution.
+    """Result of an execution (a program under test, or a call of a grader).
 
     Attributes:
-        verdict: see :data:`Verdict`.
-        value: return value of a grader; None unless the verdict is "done".
+        verdict: outcome of the execution, see :data:`Verdict`.
+        value: return value of a grader; None unless ``verdict`` is "done".
         wall, cpu: wall seconds of the execution, and CPU seconds of all its processes.
-        waited: seconds of ``wall`` in which the execution was ready but had no processor: the sum over its threads, at most
-            ``wall - cpu``. 0 if the kernel does not report them.
-        reason: short text: the exception, or the limit that was exceeded.
+        waited: seconds in which the execution was ready to run but had no processor. This is the sum over all threads of the
+            execution, at most ``wall - cpu``. 0 if the kernel does not report these seconds.
+        reason: short text that names the exception or the exceeded limit; "" if there is none.
         output: beginning of the text that a program or an isolated grader printed.
-        error: exception that a trusted grader raised.
+        error: exception that a trusted grader raised; None if there is none.
     """
 
     verdict: Verdict
@@ -117,15 +135,16 @@ class ExecutionResult:
 
 
 async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: str) -> ExecutionResult:
-    """Awaits ``coroutine`` for at most ``limits.wall`` seconds, or for the wall limit that ``limits.updates`` publishes.
+    """Awaits a coroutine grader until the wall limit. Returns the result of this execution.
 
-    At the limit, or if this call is cancelled, the coroutine is cancelled, but not awaited any further. The processes that the
-    coroutine has started are then killed with all descendants; processes that other tasks or threads started for it are not.
+    The wall limit is ``limits.wall`` seconds, until ``limits.updates`` publishes another wall limit. At the limit, or if this call
+    is cancelled, the coroutine is cancelled, but not awaited any further. Processes that the coroutine has started are then killed
+    with all their descendants. Processes that other tasks or threads have started for the coroutine are not killed.
 
     Args:
-        coroutine: a coroutine, not yet awaited.
-        limits: only ``wall`` is enforced; the other limits are neither enforced nor measured.
-        name: the grader's name, for the warning if the grader blocks the event loop.
+        coroutine: the call of the grader, not yet awaited.
+        limits: resource limits. Only ``wall`` is enforced; the other limits are neither enforced nor measured.
+        name: name of the grader, printed in the warning that the grader blocks the event loop.
     """
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -143,7 +162,7 @@ async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: 
     try:
         async with deadline:
             with limits.updates.subscribed(move):
-                await asyncio.wait({task})  # never raises the grader's errors: a TimeoutError is ours
+                await asyncio.wait({task})  # never raises the grader's own TimeoutError
     except TimeoutError:
         pass
     finally:
@@ -166,9 +185,10 @@ async def run_within(coroutine: Coroutine[Any, Any, Any], limits: Limits, name: 
 
 
 async def gather_until(awaitables: Iterable[Awaitable[T]], ends: Callable[[T], bool] = lambda _: False) -> list[T]:
-    """Awaits all awaitables at once and returns the results in order.
+    """Awaits all ``awaitables`` concurrently and returns their results in order.
 
-    Once an awaitable raises, or ``ends`` is true of a result, the others are cancelled and missing in the list.
+    Once ``ends(result)`` is true for a result, the unfinished awaitables are cancelled, and their results are missing in the list.
+    Once an awaitable raises an exception, the unfinished awaitables are cancelled, and the exception is raised.
     """
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
@@ -183,7 +203,11 @@ async def gather_until(awaitables: Iterable[Awaitable[T]], ends: Callable[[T], b
 
 @types.coroutine
 def _steps(coroutine: Coroutine[Any, Any, Any], name: str, started: set[int]) -> Generator[Any, Any, Any]:
-    """Runs a coroutine. Warns at the first long step between two awaits, and adds the processes started to ``started``."""
+    """Runs the ``coroutine`` of the grader ``name`` step by step; a step is the code between two awaits.
+
+    Logs a warning at the first step of the grader that takes longer than :data:`HELD_SECONDS`. Adds the pids of child processes
+    that the steps have started to ``started``.
+    """
     value, error = None, None
     while True:
         began, before = time.monotonic(), _children()
@@ -212,7 +236,10 @@ def _steps(coroutine: Coroutine[Any, Any, Any], name: str, started: set[int]) ->
 
 
 def _children() -> set[int]:
-    """Returns this thread's child processes that nobody has waited for; an empty set if the kernel does not report them."""
+    """Returns the pids of all child processes of this thread that nobody has waited for.
+
+    Returns an empty set if the kernel does not report child processes.
+    """
     try:
         with open(f"/proc/self/task/{threading.get_native_id()}/children") as file:
             return set(map(int, file.read().split()))

@@ -1,4 +1,4 @@
-"""Threads of coroutine graders (``asyncio.to_thread``, ``run_in_executor``) that outlive a stopped execution."""
+"""Thread pool for calls of coroutine graders (``asyncio.to_thread``, ``run_in_executor``) that outlive a stopped execution."""
 
 import asyncio
 import contextlib
@@ -8,18 +8,19 @@ from contextvars import ContextVar
 from typing import Any
 
 _CALLS: ContextVar[list[Future[Any]] | None] = ContextVar("rl_accel_grader_threads", default=None)
-"""Calls that the current execution has given to threads."""
+"""Calls that the current execution of a grader has submitted to the thread pool; None outside an execution."""
 
 
 class GraderThreads(ThreadPoolExecutor):
-    """An event loop's default executor that replaces threads which hang.
+    """Default executor of an event loop that adds a thread for each thread that hangs.
 
-    A thread cannot be stopped. In the pool that asyncio makes, a few hung threads leave none for later calls. Here each call
-    that still runs when its execution is stopped gets a substitute thread until the call returns.
+    A thread cannot be stopped. In asyncio's own thread pool, a few hung threads would leave no thread for later calls. This
+    executor therefore grows by one thread for each call that is still running when its execution is stopped. When such a call
+    returns, the maximum number of threads decreases again.
     """
 
     def __init__(self) -> None:
-        super().__init__(thread_name_prefix="rl_accel_grader")  # as many threads as asyncio's own
+        super().__init__(thread_name_prefix="rl_accel_grader")  # as many threads as in asyncio's own pool
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         call = super().submit(function, *args, **kwargs)
@@ -28,7 +29,7 @@ class GraderThreads(ThreadPoolExecutor):
         return call
 
     def replace(self, calls: list[Future[Any]]) -> None:
-        """Adds a thread for each of ``calls`` that is running. Calls that have not begun are cancelled."""
+        """Adds a thread to the pool for each call in ``calls`` that is running. Cancels the calls that have not begun."""
         for call in calls:
             if not call.cancel() and not call.done():
                 self._max_workers += 1
@@ -41,9 +42,12 @@ class GraderThreads(ThreadPoolExecutor):
 
 @contextlib.contextmanager
 def threads_of_execution(loop: asyncio.AbstractEventLoop) -> Iterator[Callable[[], None]]:
-    """Within the block, tasks that are created belong to one execution. What is yielded gives up its threads that run.
+    """Context manager that assigns all tasks created within the block to one execution.
 
-    The first block on a ``loop`` sets its default executor, unless the program has set one of its own.
+    Yields a function that gives up the running threads of this execution: the thread pool gets new threads in their place.
+
+    The first block on a ``loop`` makes a :class:`GraderThreads` the default executor of this loop. If the program has set another
+    default executor, that executor stays, and the yielded function does nothing.
     """
     current = getattr(loop, "_default_executor", None)
     if current is None or getattr(current, "_thread_name_prefix", "") == "asyncio":

@@ -1,4 +1,4 @@
-"""Execution under adaptive time limits: schedules executions, applies limits and learns from the results."""
+"""Runs reward executions under adaptive time limits: schedules the executions, applies the limits, and learns from the results."""
 
 import asyncio
 import contextlib
@@ -22,16 +22,21 @@ from rl_accel.reward.sandbox import Case, Sandbox
 logger = logging.getLogger("rl_accel")
 
 _Waiting = tuple[float, int, "asyncio.Future[None]"]
-"""A waiting execution: arrival time plus expected seconds, sequence number, and the future resolved when a slot is granted."""
+"""Waiting execution: arrival time plus expected duration (in seconds), sequence number, and future.
+
+The future is resolved when the execution gets a slot."""
 _LOOKS = 4
-"""Limit checks per ``minimum`` seconds, the shortest adaptive limit."""
+"""Number of checks for a new time limit within ``minimum`` seconds, the shortest adaptive limit."""
 _LEAST_PAUSE_SECONDS = 0.02
 _IN_VAIN = (8, 64, 512, 4096)
-"""Numbers of executions at which a warning is logged if all of them, from the first on, ran into the full budget."""
+"""Numbers of executions after which a warning is logged, if every execution so far has exceeded its time limit."""
 
 
 def prompt_key(*parts: Any) -> str:
-    """Returns a digest of ``parts``, such as text and ground truth, that identifies a prompt in every epoch, run and process."""
+    """Returns a digest that identifies a prompt in every epoch, run and process.
+
+    ``parts`` are the values that define the prompt, such as text and ground truth.
+    """
     try:
         text = json.dumps(parts, default=repr, sort_keys=True)
     except (TypeError, ValueError):  # dict keys that JSON does not support or that cannot be sorted
@@ -40,11 +45,15 @@ def prompt_key(*parts: Any) -> str:
 
 
 class FairScheduler:
-    """Shares ``slots`` slots fairly among prompts. Use this class from one event loop.
+    """Scheduler that shares ``slots`` execution slots fairly among prompts. Use this class from one event loop.
 
-    A free slot goes to the prompt that holds the fewest slots. Ties go to the execution with the smallest ``expected seconds -
-    seconds waited``, so that no execution waits forever. A prompt with a late execution counts as holding two slots fewer: the
-    result of another execution of this prompt may show that the late one must be stopped. Amortised O(log n) per slot.
+    A free slot goes to the prompt that holds the fewest slots. Among prompts with equally many slots, the execution with the
+    smallest ``expected seconds - seconds waited`` gets the slot, so that no execution waits forever.
+
+    An execution is late if it runs for long and still has no adaptive limit. A prompt with a late execution counts as holding two
+    slots fewer, because the result of another execution of this prompt may show that the late execution must be stopped.
+
+    The amortised cost per slot is O(log n).
     """
 
     def __init__(self, slots: int) -> None:
@@ -54,15 +63,17 @@ class FairScheduler:
         self._held: Counter[str] = Counter()
         self._late: Counter[str] = Counter()
         self._queues: dict[str, list[_Waiting]] = {}
-        # (standing, expected end, sequence number, prompt); stale entries are dropped when they are popped.
+        # Heap of (standing, expected end, sequence number, prompt). The standing is the number of slots that the prompt counts as
+        # holding. Entries that are out of date are dropped when they are popped.
         self._offers: list[tuple[int, float, int, str]] = []
         self._numbers = itertools.count()
 
     @contextlib.asynccontextmanager
     async def slot(self, prompt: str, expected: float) -> AsyncIterator[Callable[[], None]]:
-        """Holds a slot for ``prompt`` within the block, which is expected to take ``expected`` seconds.
+        """Context manager that waits for a free slot and holds this slot for ``prompt`` (a prompt key) within the block.
 
-        Yields a function that the block must call once if the execution is late.
+        The block is expected to take ``expected`` seconds. Yields a function that the block must call once if the execution is
+        late, that is, if it runs for long and still has no adaptive limit.
         """
         await self._take(prompt, expected)
         late = []
@@ -101,7 +112,7 @@ class FairScheduler:
         self._give_out(prompt)
 
     def _offer(self, prompt: str) -> None:
-        """Adds an offer for the first execution in the prompt's queue."""
+        """Makes the first execution in the queue of ``prompt`` a candidate for a free slot."""
         queue = self._queues.get(prompt, [])
         while queue and queue[0][2].done():
             heapq.heappop(queue)
@@ -114,7 +125,7 @@ class FairScheduler:
         return self._held[prompt] - (2 if prompt in self._late else 0)
 
     def _give_out(self, changed: str) -> None:
-        """Grants free slots after the queue or the slots of the prompt ``changed`` have changed."""
+        """Gives free slots to waiting executions. ``changed`` is the prompt whose queue or number of slots has changed."""
         self._offer(changed)
         while self._free and self._offers:
             standing, _, number, prompt = heapq.heappop(self._offers)
@@ -131,28 +142,36 @@ class FairScheduler:
 
 
 class LimitedExecutor:
-    """Runs at most ``slots`` executions at once; further calls wait for a slot.
+    """Runs at most ``slots`` executions at once under adaptive time limits; further calls wait for a slot.
 
-    All responses of a prompt are graded at about the same time, so most executions that hang start before a limit is known.
-    An execution that started with the full budget therefore gets an adaptive limit, counted from its start, as soon as enough
-    other executions of its test case were correct. The limit follows the anchor if the anchor rises. Trade-off: a slow but
-    correct answer may be stopped where it would otherwise have finished and raised the anchor. A probe keeps the full budget,
-    whether the policy chose the probe at the start or later.
+    The full budget is the longest allowed time. The anchor is the longest correct execution of a prompt and test case, from which
+    the policy (:class:`~rl_accel.reward.adaptive_timeout.AdaptiveTimeout`) derives an adaptive limit.
 
-    If the policy suspends limits, running executions have the full budget again.
+    All responses of a prompt are graded at about the same time, so most executions that hang start with the full budget, before an
+    adaptive limit is known. Such an execution gets an adaptive limit, counted from its start, as soon as enough other executions of
+    its test case were correct. The limit rises if the anchor rises. Trade-off: a slow but correct answer may be stopped where it
+    would otherwise have finished and raised the anchor. A probe is an execution that keeps the full budget on purpose, whether the
+    policy chose the probe at the start or later. If the policy suspends limits, running executions have the full budget again.
 
-    An execution that has run for ``minimum`` seconds and still has no adaptive limit is late: its prompt gains priority.
+    An execution that has run for ``minimum`` seconds and still has no adaptive limit is late. Its prompt then gains priority.
 
-    Counts in ``replica``: ``executions``, ``correct``, ``timeouts`` (with ``timeouts_full``: those at the full budget), ``killed``
-    (memory, output, or a dead process), ``cancelled``, ``probes``, ``seconds`` (wall), ``waited_seconds`` (for a slot) and
-    ``saved_seconds``: full budget minus wall seconds, summed over executions stopped by an adaptive limit. ``suspended`` counts
-    suspensions of the limits. A finished execution with ``teach=False`` counts as ``eval_executions`` only.
+    Counts in ``replica``, each for executions with ``teach=True`` (training):
+
+    - ``executions``, ``correct``: all executions, and those with a correct result.
+    - ``timeouts``, ``timeouts_full``: executions stopped by a time limit, and those stopped by the full budget.
+    - ``killed``: executions stopped by the memory or output limit, or whose process died.
+    - ``probes``, ``cancelled``: probes, and executions whose call was cancelled (with ``teach=False`` too).
+    - ``seconds``, ``waited_seconds``: wall seconds of executions, and seconds that they waited for a slot.
+    - ``saved_seconds``: full budget minus wall seconds, summed over executions stopped by an adaptive limit.
+    - ``suspended``: suspensions of the limits.
+
+    A finished execution with ``teach=False`` (evaluation) counts as ``eval_executions`` only.
 
     Args:
-        replica: anchors and counts.
-        slots: maximum number of concurrent executions.
-        limits: resource limits of an execution; the policy replaces the wall and CPU seconds.
-        maximum: full budget in seconds; None: the policy's.
+        replica: anchors and counts of this process.
+        slots: maximum number of executions that run at once.
+        limits: resource limits of an execution. The policy replaces the wall and CPU seconds.
+        maximum: full budget in seconds; None: the full budget of the policy.
         adapts: False gives each execution the full budget, for graders whose time depends on other services.
     """
 
@@ -179,14 +198,14 @@ class LimitedExecutor:
         correct: Callable[[ExecutionResult], bool],
         teach: bool = True,
     ) -> ExecutionResult:
-        """Runs one execution. Cancelling this call cancels ``run``.
+        """Runs one execution within adaptive limits once a slot is free. Cancelling this call cancels ``run``.
 
         Args:
-            prompt: key of the prompt; executions of one prompt share the prompt's slots.
-            case: name of the prompt's test case; prompt and case together are the key of the anchor.
-            run: starts the execution within the given limits.
-            correct: returns True for a correct result. Only the times of correct results are learned.
-            teach: False for an evaluation, which uses anchors and does not change them.
+            prompt: key of the prompt. Slots are shared fairly among prompts.
+            case: name of the test case. Limits are learned for each pair of prompt and case.
+            run: async function that executes the grader or program within the limits that it gets, and returns the result.
+            correct: function that returns True for a correct result. Limits are learned from correct executions only.
+            teach: False for an evaluation, which uses the learned limits but does not change the limits.
         """
         key = f"{prompt}/{case}"
         timeout, loop = self.replica.timeout, asyncio.get_running_loop()
@@ -198,7 +217,7 @@ class LimitedExecutor:
             limits = replace(self.limits, wall=limit.wall, cpu=limit.cpu, updates=updates)
 
             async def follow() -> None:
-                """Applies the adaptive limit once it is known, and reports the execution as late if that takes long."""
+                """Applies the adaptive limit once known. Reports the execution as late if that takes ``minimum`` seconds."""
                 nonlocal limit
                 for look in itertools.count(1):
                     await asyncio.sleep(max(timeout.flags.minimum / _LOOKS, _LEAST_PAUSE_SECONDS))
@@ -246,7 +265,7 @@ class LimitedExecutor:
         return result
 
     def _notice(self, timed_out: bool) -> None:
-        """Warns if every execution so far has timed out."""
+        """Logs a warning if every execution so far has timed out. ``timed_out`` says whether the latest execution has."""
         if self._in_vain is None:
             return
         self._in_vain = self._in_vain + 1 if timed_out else None
@@ -268,9 +287,10 @@ async def execute_program(
     teach: bool = True,
     early_stop: bool = False,
 ) -> list[ExecutionResult]:
-    """Runs a program on its test cases and returns the results in order.
+    """Runs the program ``code`` on its test cases. Returns the results in the order of the test cases.
 
-    With ``early_stop`` the cases run one after another until the first that does not pass; the list may be shorter.
+    With ``early_stop``, the test cases run one after another until the first test case that does not pass. The list then ends with
+    the result of this test case.
     """
 
     async def one(number: int) -> ExecutionResult:

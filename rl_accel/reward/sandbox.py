@@ -1,4 +1,7 @@
-"""Runs untrusted programs and graders in processes that cannot stall the trainer, exhaust its resources or outlive it."""
+"""Runs untrusted programs and graders in worker processes.
+
+These processes cannot stall the trainer process, exhaust the resources of the trainer process, or outlive the trainer process.
+"""
 
 import json
 import pickle
@@ -22,11 +25,13 @@ Kind = Literal["stdin", "call"]
 class Case:
     """One test case of a program.
 
-    ``stdin``: the program reads ``given`` as input; the printed text must equal ``expected``, apart from trailing white space.
-    ``call``: ``given`` is JSON, ``[name, arguments]``; the function's return value as JSON must equal ``expected``, also JSON.
+    Kind ``stdin``: the program reads ``given`` from its standard input. The text that the program prints must equal ``expected``,
+    apart from trailing white space.
+    Kind ``call``: a function of the program is called. ``given`` is the JSON text ``[name, arguments]`` with the name and the
+    positional arguments of the function. The return value must equal the value in the JSON text ``expected``.
 
     Raises:
-        ValueError: the kind is unknown, or a call has other content than this JSON.
+        ValueError: ``kind`` is unknown. Or the kind is ``call``, and ``given`` or ``expected`` is no such JSON text.
     """
 
     kind: Kind
@@ -47,30 +52,35 @@ class Case:
 
 
 class Sandbox:
-    """Pool of warm workers for untrusted programs. A worker runs one program at a time, in a process forked for that program.
+    """Pool of warm worker processes for untrusted programs. A worker runs one program at a time, in a newly forked process.
 
-    Use this class from one event loop. With isolation "process", a program has its own session, limits, a minimal environment and
-    a private folder. If this process is root, the program also has its own user; if the kernel allows it, also its own PID and
-    network namespaces. "bubblewrap" adds a private /tmp and a read-only file system with only the interpreter and the system's
-    programs. Resources that a program still shares with this user are logged once as a warning: without root, "process" does not
-    protect this user's files.
+    Use this class from one event loop.
+
+    With isolation "process", a program has its own session, resource limits, a minimal environment and a private folder. If this
+    process is root, the program also runs as another user. If the kernel allows it, the program also has its own PID and network
+    namespaces. Isolation "bubblewrap" adds a private /tmp and a read-only file system that contains only the interpreter and the
+    system's programs.
+
+    A warning lists once which resources of this process's user are still shared with programs. Without root, "process" does not
+    protect the files of this user.
 
     Args:
-        workers: maximum number of programs at once; the others wait in order. None: number of cores this process may use.
-        isolation: "process", "bubblewrap", or "auto": bubblewrap if it works, else process.
+        workers: maximum number of programs that run at once; further programs wait in order. None: number of cores that this
+            process may use.
+        isolation: "process", "bubblewrap", or "auto" (bubblewrap if it works on this machine, else process).
 
     Raises:
-        SandboxError: bubblewrap was requested and does not work here.
-        ValueError: a value is out of range.
+        SandboxError: ``isolation`` is "bubblewrap", and bubblewrap does not work on this machine.
+        ValueError: ``workers`` is below 1, or ``isolation`` is unknown.
     """
 
     def __init__(self, workers: int | None = None, isolation: str = "auto") -> None:
         self._pool = WorkerPool(workers, Start(choose_isolation(isolation)))
 
     async def run(self, code: str, case: Case, limits: Limits | None = None) -> ExecutionResult:
-        """Runs ``code`` on ``case``. Cancelling this call stops the program at once.
+        """Runs the program ``code`` on the test case ``case``. Cancelling this call stops the program at once.
 
-        If the worker dies, the program runs again on another worker; if that worker dies too, the verdict is "killed".
+        If the worker process dies, the program runs again on another worker. If that worker dies too, the verdict is "killed".
 
         Raises:
             SandboxError: no worker can be started, or the sandbox is closed.
@@ -80,44 +90,50 @@ class Sandbox:
         return result
 
     async def close(self) -> None:
-        """Ends all workers. Running programs are stopped, and their callers get a SandboxError."""
+        """Ends all worker processes. Running programs are stopped, and their callers get a SandboxError."""
         await self._pool.close()
 
 
 class Graders:
-    """Pool of workers that call a grader.
+    """Pool of worker processes that call a grader (a function that computes the reward of a response).
 
-    Without isolation, the grader is trusted and long-lived: a process imports the grader once and serves call after call, so that
-    caches, pools and connections last. A call that exceeds a limit ends the process and everything started by it; a new process
-    takes its place. Concurrent calls run in several processes, which share no state; see
-    :class:`~rl_accel.reward.worker_pool.WorkerPool`. Grader processes have this process's environment, ``sys.path``, working folder
-    and output. Only the limits ``wall`` and ``cpu`` hold. Arguments and values are pickled, with cloudpickle if pickle fails.
+    Without isolation, the grader is trusted. A worker process imports the grader once and serves call after call, so that the
+    grader's caches, pools and connections persist. If a call exceeds a limit, the process and all processes started by it are
+    killed, and a new process replaces the killed process. Concurrent calls run in several processes, which share no state (see
+    :class:`~rl_accel.reward.worker_pool.WorkerPool`). These processes have the environment, ``sys.path``, working folder and output
+    of this process. Only the limits ``wall`` and ``cpu`` are enforced. Arguments and return values are pickled, with cloudpickle if
+    pickle fails.
 
-    With isolation, for a grader that executes the code that it grades, each call runs in its own forked process, all limits hold,
-    and workers start like those of a :class:`~rl_accel.reward.sandbox.Sandbox`. The grader is imported with a minimal environment.
-    The grader sees installed packages and ``readable``, but no other part of this process's ``sys.path``. Text printed in a call is
-    the result's ``output``; text printed at import is dropped. A call may return numbers, text, lists and dicts only. Threads that
-    the module starts at import do not exist in the calls. Example, with verl's judge of programs::
+    Isolation is for a grader that executes the code that it grades. Each call runs in its own forked process, and all limits are
+    enforced. Workers start like those of a :class:`~rl_accel.reward.sandbox.Sandbox`. The grader is imported with a minimal
+    environment. The grader sees installed packages and ``readable``, but no other part of this process's ``sys.path``. Text that
+    a call prints becomes ``output`` of the result; text printed at import is dropped. A call may return numbers, text, lists and
+    dicts only. Threads that the grader's module starts at import do not exist in the calls. Example, with verl's judge of
+    programs::
 
         Graders("/path/of/prime_code/testing_util.py:run_test", isolation="auto")
 
     Use this class from one event loop.
 
     Args:
-        target: "module:function" or "/path/file.py:function"; such a file is added to ``readable``.
-        workers: maximum number of calls at once; the others wait in order. None: number of cores this process may use.
-        arguments: if given, each worker calls the target once with these (pickled), and the returned function is the grader.
-        isolation: None, or as for a :class:`~rl_accel.reward.sandbox.Sandbox`: "auto", "process" or "bubblewrap". "process" hides
-            no files that every user may read and, without root, none of this user's files.
+        target: import path of the grader, "module:function" or "/path/file.py:function". Such a file is added to ``readable``.
+        workers: maximum number of calls that run at once; further calls wait in order. None: number of cores that this process
+            may use.
+        arguments: keyword arguments, which are pickled. If given, ``target`` names a function that each worker calls once with
+            these arguments, and the function that this call returns is the grader.
+        isolation: None for a trusted grader. Else "auto", "process" or "bubblewrap", as for a
+            :class:`~rl_accel.reward.sandbox.Sandbox`. "process" does not hide files that every user may read. Without root,
+            "process" does not hide files of this user either.
         readable: files and folders that the grader reads at import or in a call.
-        in_thread: call a trusted grader outside the main thread, as a thread pool does.
-        computing: maximum number of calls of a trusted grader that may compute at once, see
-            :class:`~rl_accel.reward.worker_pool.WorkerPool`; None: as many as ``workers``.
-        environment, setup: for a trusted grader, see :class:`~rl_accel.reward.worker.Start`.
+        in_thread: True calls a trusted grader outside the main thread, as a thread pool does.
+        computing: maximum number of calls of a trusted grader that may compute at the same time, see
+            :class:`~rl_accel.reward.worker_pool.WorkerPool`. None: as many as ``workers``.
+        environment, setup: environment variables and setup function for a trusted grader, see
+            :class:`~rl_accel.reward.worker.Start`.
 
     Raises:
-        SandboxError: bubblewrap was requested and does not work here.
-        ValueError: the target has another form, or a value is out of range.
+        SandboxError: ``isolation`` is "bubblewrap", and bubblewrap does not work on this machine.
+        ValueError: ``target`` has another form, ``workers`` is below 1, or ``isolation`` is unknown.
     """
 
     def __init__(
@@ -146,21 +162,22 @@ class Graders:
         self._trusted = not isolation
 
     def warm_up(self) -> None:
-        """Starts the first worker and waits until this worker has imported the grader or failed. Needs no event loop."""
+        """Starts the first worker process. Waits until this worker has imported the grader or has failed. Needs no event loop."""
         self._pool.warm_up()
 
     @property
     def deaths(self) -> int:
-        """Number of workers that died, or had to be ended because they did not answer."""
+        """Number of worker processes that died, or that were killed because they did not answer."""
         return self._pool.deaths
 
     async def call(self, kwargs: Mapping[str, Any], limits: Limits | None = None) -> ExecutionResult:
-        """Calls the grader with ``kwargs``. Cancelling this call stops the grader and all processes started by it at once.
+        """Calls the grader with the keyword arguments ``kwargs``.
 
-        If the worker dies, the call is repeated on another worker; if that worker dies too, the verdict is "killed".
+        Cancelling this call stops the grader, and all processes started by the grader, at once. If the worker process dies, the
+        grader is called again on another worker. If that worker dies too, the verdict is "killed".
 
         Raises:
-            SandboxError: the target cannot be imported, no worker can be started, or this is closed.
+            SandboxError: the grader cannot be imported, no worker can be started, or this pool is closed.
             Exception: ``kwargs`` cannot be pickled.
         """
         payload = dumps(dict(kwargs))
@@ -178,12 +195,15 @@ class Graders:
         return replace(result, error=value) if result.verdict == "error" else replace(result, value=value)
 
     async def close(self) -> None:
-        """Ends all workers. Running calls are stopped and raise a SandboxError."""
+        """Ends all worker processes. Running calls of the grader are stopped and raise a SandboxError."""
         await self._pool.close()
 
 
 class _Plain(pickle.Unpickler):
-    """Unpickles numbers, text and their containers only: untrusted code may have written the bytes from an isolated grader."""
+    """Unpickler for the return values of isolated graders. Accepts only numbers, text, and lists, dicts and sets of these.
+
+    Other types would be unsafe, because untrusted code may have written the pickled bytes.
+    """
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"an isolated grader returns plain values, found {module}.{name}")

@@ -1,4 +1,4 @@
-"""Reads rewards from grader results, and makes a stand-in reward for each response whose grader was stopped."""
+"""Reads rewards from the results of graders, and makes a substitute reward for each response whose grader was stopped."""
 
 import logging
 import math
@@ -21,27 +21,31 @@ _PLAIN = (bool, int, float, complex, str, bytes, list, tuple, set, dict)
 
 
 class GraderError(RlAccelError, RuntimeError):
-    """A grader ended without a result and without an exception: its process died, or a limit other than time stopped it."""
+    """A grader ended without a result and without an exception.
+
+    Either the process of the grader died, or a limit other than the time limit stopped the grader.
+    """
 
 
 @dataclass
 class Scores:
-    """Rewards in grader results, and stand-ins for answers whose grader was stopped. A reward is a number or a dict.
+    """Reads the reward from each grader result, and makes a stand-in (a substitute reward) if the grader was stopped.
 
-    Normally the framework gets whatever a grader returns or raises. With ``score_errors``, an answer also gets a stand-in if
-    its grader raised or if training cannot use its reward.
+    A reward is a number or a dict. Normally the framework gets whatever a grader returns or raises. With the flag ``score_errors``,
+    a response also gets a stand-in if its grader raised an exception or if training cannot use its reward.
 
-    Frameworks want rewards of one form: a batch that mixes dicts and numbers, or dicts with different keys, ends the run.
-    Therefore the keys and types of dicts are stored per source (a grader or a data source), and stand-ins have the same form. For
-    a source without any reward yet, a stand-in has the form of another source.
+    Frameworks need rewards of one form. A batch that mixes dicts and numbers, or dicts with different keys, ends the run. Therefore
+    this class stores the keys and types of dict rewards per source (a grader or a data source), and stand-ins have the same form.
+    For a source without any reward yet, a stand-in has the form of another source's rewards.
 
     Args:
-        flags: ``correct_above``, ``timeout_score`` and ``score_errors``.
-        replica: counts responses without a reward as ``errors``, or as ``eval_errors`` in an evaluation. Responses whose
-            grader was stopped are counted by :class:`~rl_accel.reward.limited_executor.LimitedExecutor`.
-        keys: keys that the framework reads from a dict reward; the first one is required.
-        number_keys: keys of the training score in a dict; the first key in the dict counts.
-        correct_keys: keys of the number that tells whether the answer is correct; the first key in the dict counts.
+        flags: settings, of which ``correct_above``, ``timeout_score`` and ``score_errors`` are used.
+        replica: counter of responses without a usable reward, under the name ``errors``, or ``eval_errors`` in an evaluation.
+            :class:`~rl_accel.reward.limited_executor.LimitedExecutor` counts responses whose grader was stopped.
+        keys: keys that the framework reads from a dict reward. The first key is required.
+        number_keys: keys of a dict reward that may hold the training score. The first of these keys that the dict has is used.
+        correct_keys: keys of a dict reward that may hold the number that tells whether the answer is correct. The first of these
+            keys that the dict has is used.
         numbers_only: True if training cannot use a reward without a number.
     """
 
@@ -56,14 +60,14 @@ class Scores:
     _warned: set[tuple[str, str]] = field(default_factory=set, init=False)
 
     def is_correct(self, result: ExecutionResult, size: int | None = None) -> bool:
-        """True if a grader found the answer (or any of several answers) correct. Arguments as for :meth:`reward_of`."""
+        """True if the grader found the answer, or at least one of several answers, correct. Arguments as for :meth:`reward_of`."""
         if self.problem(result, size):
             return False
         numbers = [_number_in(reward, self.correct_keys) for reward in _rewards(result, size)]
         return any(number is not None and number > self.flags.correct_above for number in numbers)
 
     def problem(self, result: ExecutionResult, size: int | None = None) -> str:
-        """Returns the reason why training cannot use a result, or "". Arguments as for :meth:`reward_of`."""
+        """Returns the reason why training cannot use ``result``, or "" if there is none. Arguments as for :meth:`reward_of`."""
         if result.verdict != "done":
             return result.reason or result.verdict
         rewards = _rewards(result, size)
@@ -72,16 +76,18 @@ class Scores:
         return next((problem for problem in map(self._problem_of_one, rewards) if problem), "")
 
     def reward_of(self, result: ExecutionResult, source: str, teach: bool, size: int | None = None) -> Any:
-        """Returns the reward in a result, or a stand-in with ``timeout_score``.
+        """Returns the reward in ``result``, or a stand-in (a substitute reward) with the score ``timeout_score``.
 
         Args:
-            result: result of a grader.
-            source: origin of the reward; stand-ins look like rewards of the same source.
-            teach: False in an evaluation.
-            size: number of rewards if the result's value is a list of rewards; a list is then returned. None: a single reward.
+            result: result of a call of the grader.
+            source: name of the grader or data source. A stand-in has the form of this source's rewards: a number, or the same keys.
+            teach: False in an evaluation, whose errors are counted separately.
+            size: number of rewards if the grader returned a list of rewards; this method then returns a list too. None if the
+                grader returned a single reward.
 
         Raises:
-            Exception: the grader's exception, unless ``score_errors`` is set; :class:`GraderError` if its process died.
+            Exception: exception that a trusted grader raised, or a :class:`GraderError` if the grader ended otherwise without a
+                result. With the flag ``score_errors``, a stand-in is returned instead.
         """
         problem = self.problem(result, size)
         if not problem:
@@ -119,7 +125,7 @@ class Scores:
             self._worst[source] = min(number, self._worst.get(source, math.inf))
 
     def _compare(self, source: str) -> None:
-        """Warns if a stopped answer gets a higher score than a wrong answer."""
+        """Logs a warning if a stopped answer gets a higher score than the worst answer from ``source`` so far."""
         worst, score = self._worst.get(source, math.inf), self.flags.timeout_score
         if score > worst:
             wrong = f"a stopped answer from {source} gets {score:g}, more than the {worst:g} of a wrong one"
@@ -154,5 +160,5 @@ def _number_in(reward: Any, keys: Sequence[str]) -> float | None:
 
 
 def _empty(value: Any) -> Any:
-    """Returns an empty value of the same type, such as 0 or ""; None for user-defined types."""
+    """Returns an empty value of the same type as ``value``, such as 0 or "". Returns None for user-defined types."""
     return type(value)() if type(value) in _PLAIN or isinstance(value, np.number | np.bool_) else None

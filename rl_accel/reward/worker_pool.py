@@ -1,4 +1,7 @@
-"""Warm workers: their processes, the trainer's end of their sockets, and the pool from which calls take them."""
+"""Pool of warm worker processes that execute programs or call graders. Each request takes a free worker from the pool.
+
+This file also starts the worker processes, and sends the requests to them through sockets.
+"""
 
 import asyncio
 import contextlib
@@ -26,15 +29,17 @@ from rl_accel.reward.worker import SIZES, Message, Order, Start, encode
 logger = logging.getLogger("rl_accel")
 
 _LOST = (ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError)
-"""Errors of a call to a worker that has died or does not answer."""
+"""Exceptions of a call to a worker process that has died or does not answer."""
 _GRACE_SECONDS = 10.0
-"""Seconds to wait for a worker's message after the wall limit; then the worker is ended with all its descendants."""
+"""Seconds to wait for a worker's message after the wall limit. Then the worker is killed with all its descendants."""
 _END_SECONDS = 8.0
-"""Seconds in which a worker, or else its reaper, must end the worker and its program; then the reaper is killed."""
+"""Seconds in which a worker, or else its reaper (supervising process), must end the worker and its program.
+
+Then the reaper is killed."""
 _START_SECONDS = 300.0
-"""Seconds in which a worker must be ready, including all imports of its grader."""
+"""Seconds in which a new worker must be ready, including all imports of its grader."""
 _WAIT_SECONDS = 0.1
-"""Seconds that a call of a trusted grader waits for a busy worker before another worker is started."""
+"""Seconds that a call of a trusted grader waits for a busy worker before the pool starts another worker."""
 _SCRIPT = Path(worker_files.__file__)
 
 
@@ -43,11 +48,11 @@ class SandboxError(RlAccelError, RuntimeError):
 
 
 def choose_isolation(wanted: str) -> str:
-    """Returns "bubblewrap" or "process"; for "auto", bubblewrap if it works.
+    """Returns the isolation to use: ``wanted``, or for "auto" either "bubblewrap" (if it works on this machine) or "process".
 
     Raises:
-        ValueError: ``wanted`` is not one of these three.
-        SandboxError: bubblewrap is wanted and does not work here.
+        ValueError: ``wanted`` is not "auto", "process" or "bubblewrap".
+        SandboxError: ``wanted`` is "bubblewrap", and bubblewrap does not work on this machine.
     """
     if wanted not in ("auto", "process", "bubblewrap"):
         raise ValueError(f"isolation must be auto, process or bubblewrap, found {wanted!r}")
@@ -59,7 +64,7 @@ def choose_isolation(wanted: str) -> str:
 
 @functools.cache
 def bubblewrap_problem() -> str:
-    """Returns the reason why bubblewrap cannot be used here, or ""."""
+    """Returns the reason why bubblewrap cannot be used on this machine, or "" if bubblewrap works."""
     if shutil.which("bwrap") is None:
         return "bwrap is not installed"
     done = subprocess.run([*_bubblewrap(()), "true"], capture_output=True, text=True)
@@ -67,7 +72,7 @@ def bubblewrap_problem() -> str:
 
 
 def installed_path() -> list[str]:
-    """Returns the entries of ``sys.path`` that belong to the interpreter and to installed packages, without the user's own code."""
+    """Returns the entries of ``sys.path`` that belong to the interpreter or to installed packages, without the user's own code."""
     standard = os.path.dirname(os.__file__)
     return [
         path for path in sys.path if path.startswith(standard) or path.endswith(("-packages", f"{os.sep}lib-dynload"))
@@ -75,9 +80,10 @@ def installed_path() -> list[str]:
 
 
 def _bubblewrap(readable: Sequence[str]) -> list[str]:
-    """Returns the prefix for a command that may see only the interpreter, the system's programs and ``readable``.
+    """Returns the beginning of a command line: words that run the rest of the command line under bubblewrap.
 
-    The command has a private /tmp, no network, and is the first process of a new PID namespace.
+    The command sees only the interpreter, the system's programs and the paths in ``readable``. The command has a private /tmp, has
+    no network, and is the first process of a new PID namespace.
     """
     shown = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"]
     shown += [sys.base_prefix, sys.prefix, *installed_path(), *_library_folders(), str(_SCRIPT.parent), *readable]
@@ -91,12 +97,16 @@ def _bubblewrap(readable: Sequence[str]) -> list[str]:
 
 
 def _library_folders() -> list[str]:
-    """Returns additional folders of the interpreter's libraries."""
+    """Returns the folders in ``LD_LIBRARY_PATH``, from which the interpreter may load libraries."""
     return [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
 
 
 def _temporary_folder(isolation: str) -> str:
-    """Returns the folder for temporary files. If this process is root, programs run as another user, who needs access to it."""
+    """Returns the folder for temporary files of workers.
+
+    Returns /tmp for bubblewrap. Also returns /tmp if this process is root and other users cannot enter the default folder, because
+    programs then run as another user.
+    """
     folder = Path(tempfile.gettempdir()).resolve()
     is_closed = os.geteuid() == 0 and not all(part.stat().st_mode & 0o001 for part in (folder, *folder.parents))
     return "/tmp" if is_closed or isolation == "bubblewrap" else str(folder)
@@ -104,13 +114,17 @@ def _temporary_folder(isolation: str) -> str:
 
 @dataclass(eq=False)
 class Worker:
-    """The trainer's end of a worker, which executes requests one at a time.
+    """Client of one worker process, which executes requests one at a time.
 
     Attributes:
-        process: the worker's reaper or bubblewrap; None for a fork of a template, which the template's reaper supervises.
-        forks: True for the template of a grader, which forks workers and takes no other requests.
-        renews: True while the worker replaces its process and takes no request; :meth:`wait_ready` waits for the end of this.
-        waits: True if the current execution has spent most of its time waiting for anything but a processor.
+        process: process that supervises the worker: its reaper, or bubblewrap. None for a worker that was forked from a template,
+            because the reaper of the template supervises such a worker.
+        channel, reader, writer: this process's end of the socket to the worker, and the streams of this socket.
+        forks: True for the template of a grader: a process that has imported the grader, forks workers and takes no other requests.
+        renews: True while the worker starts or replaces its process and takes no request. :meth:`wait_ready` waits until the worker
+            is ready again.
+        waits: True if the current execution has spent most of its time waiting for something other than a processor.
+        answer: future of the current execution: its result, and the pickled value or exception of the grader.
     """
 
     process: "subprocess.Popen[bytes] | None"
@@ -126,10 +140,13 @@ class Worker:
     def launch(
         start: Start, payload: bytes, readable: Sequence[str]
     ) -> "tuple[subprocess.Popen[bytes], socket.socket]":
-        """Starts a worker's process. Returns the arguments for :meth:`of`. Parameters as for :class:`WorkerPool`.
+        """Starts the process of a worker. Arguments as for :class:`WorkerPool`.
+
+        Returns:
+            The new process and this process's end of the socket to the worker, which are the arguments for :meth:`of`.
 
         Raises:
-            SandboxError: the process cannot be started.
+            SandboxError: the new process cannot be started.
         """
         ours, theirs = socket.socketpair()
         command, environment = [sys.executable, str(_SCRIPT), str(theirs.fileno())], None
@@ -160,18 +177,20 @@ class Worker:
 
     @classmethod
     async def of(cls, process: "subprocess.Popen[bytes] | None", channel: socket.socket) -> "Worker":
-        """Returns the worker at the other end of ``channel``. The caller must then call :meth:`wait_ready`."""
+        """Returns a client of the worker at the other end of the socket ``channel``. The caller then calls :meth:`wait_ready`."""
         return cls(process, channel, *await asyncio.open_connection(sock=channel))
 
     async def fork(self) -> "Worker":
-        """Returns a fork of this template. The caller must then call :meth:`wait_ready`.
+        """Forks a new worker from this template (a process that has imported the grader). Returns the new worker.
+
+        The caller must then call :meth:`wait_ready` of the new worker.
 
         Raises:
             SandboxError: the template has died.
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            self._send({"fork": True})  # sent at once: the buffer is empty, as a template gets no other messages
+            self._send({"fork": True})  # sent at once: a template gets no other messages, so the buffer is empty
             try:
                 socket.send_fds(self.channel, [b"f"], [theirs.fileno()])
             except OSError as error:
@@ -180,10 +199,14 @@ class Worker:
         return await Worker.of(None, ours)
 
     async def wait_ready(self) -> list[str]:
-        """Waits until the worker is ready. Returns the names of resources that untrusted code shares with this process.
+        """Waits until the worker is ready for a request.
+
+        Returns:
+            Names of the resources ("network", "processes", "files") that untrusted code in the worker shares with this process.
 
         Raises:
-            SandboxError: the worker cannot serve; the message gives the reason, such as an import error. Then call :meth:`kill`.
+            SandboxError: the worker cannot serve. The message gives the reason, such as an import error. The caller must then call
+                :meth:`kill`.
         """
         try:
             message, _ = await asyncio.wait_for(self._read(), _START_SECONDS)
@@ -197,35 +220,41 @@ class Worker:
 
     @property
     def gone(self) -> bool:
-        """True if the worker or its reaper has died."""
+        """True if the worker has died, or its supervising process has ended."""
         return self.reader.at_eof() or (self.process is not None and self.process.poll() is not None)
 
     async def run(self, limits: Limits, order: Order, payload: bytes) -> tuple[ExecutionResult, bytes]:
-        """Sends a request and returns the answer. If this call is cancelled, call :meth:`stop` or :meth:`kill` next.
+        """Sends a request to the worker. Returns the result, and the pickled value or exception of the grader.
+
+        If this call is cancelled, the caller must call :meth:`stop` or :meth:`kill` next.
 
         Raises:
-            ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError: the worker has died, or is stuck.
+            ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError: the worker has died or does not answer.
         """
         self.waits = False
         self._send(asdict(order), payload)
         self.answer = asyncio.ensure_future(self._wait(limits.wall))
-        # Reads an exception, as the caller may be gone, and asyncio logs exceptions that nobody reads.
+        # Reads an exception of the future. A cancelled caller would not read it, and asyncio logs exceptions that nobody reads.
         self.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
         with limits.updates.subscribed(lambda wall, cpu: self._send({"wall": wall, "cpu": cpu})):
             return await asyncio.shield(self.answer)
 
     async def stop(self) -> None:
-        """Tells the worker to stop the current execution, and waits until it has stopped.
+        """Tells the worker to stop the current execution, and waits until the execution has stopped.
 
-        Raises: as :meth:`run`.
+        Raises: the same exceptions as :meth:`run`.
         """
         self._send({"stop": True})
         await asyncio.wait_for(asyncio.shield(self.answer), _GRACE_SECONDS)
 
     async def kill(self) -> None:
-        """Tells the worker to stop its execution and end. If its process does not end in time, kills that process."""
+        """Tells the worker to stop its execution and to end.
+
+        If the worker's supervising process (:attr:`process`) does not end in time, kills this supervising process.
+        """
         with contextlib.suppress(OSError):
-            # Not close(): a fork of this process may hold the socket. A template's fork closes its side when all its processes end.
+            # close() would not suffice, because a fork of this process may hold the socket too. A worker that was forked from a
+            # template closes its end of the socket when all its processes have ended.
             self.channel.shutdown(socket.SHUT_RDWR if self.process else socket.SHUT_WR)
         if self.process:
             self.writer.close()
@@ -262,19 +291,21 @@ class Worker:
 
 
 class WorkerPool:
-    """Pool of at most ``size`` workers of one kind, each started on demand. Use this class from one event loop.
+    """Pool of at most ``size`` worker processes for one grader, or for programs. Use this class from one event loop.
 
-    A trusted grader keeps its state, such as caches, in its worker. Another worker is therefore started only when a call has waited
-    for 0.1 seconds: graders that answer at once use a single worker. The most recently used worker is used next.
+    Workers are started on demand. A trusted grader keeps state, such as caches, in its worker. The pool therefore starts another
+    worker for a trusted grader only when a call has waited for 0.1 seconds, so that a grader that answers at once uses a single
+    worker. The next call gets the idle worker that was used most recently.
 
     Args:
-        size: maximum number of workers; None: number of cores this process may use.
-        computing: maximum number of workers of a trusted grader that compute; more are started only if all executions wait.
-        start, payload: first message to each worker.
+        size: maximum number of workers; None: number of cores that this process may use.
+        computing: maximum number of workers of a trusted grader while an execution computes. Further workers, up to ``size``, are
+            started only if all executions wait for something other than a processor. None: ``size``.
+        start, payload: first message to each worker, and the payload of this message.
         readable: files and folders that bubblewrap shows read-only, in addition to the interpreter and the system's programs.
 
     Attributes:
-        deaths: number of workers that died, or had to be ended because they did not answer.
+        deaths: number of workers that died, or that were killed because they did not answer.
 
     Raises:
         ValueError: ``size`` is below 1.
@@ -309,21 +340,23 @@ class WorkerPool:
         self._warned = False
 
     def warm_up(self) -> None:
-        """Starts the first worker, and waits until that worker is ready or has failed. Needs no event loop."""
+        """Starts the first worker process. Waits until this worker is ready or has failed. Needs no event loop."""
         self._launched = Worker.launch(self._start, self._payload, self._readable)
         poll = select.poll()
         poll.register(self._launched[1], select.POLLIN)
         poll.poll(_START_SECONDS * 1000)
 
     async def run(self, limits: Limits, order: Order, payload: bytes = b"") -> tuple[ExecutionResult, bytes]:
-        """Runs a request on the next free worker, and once more if that worker dies. Cancelling this call stops the execution.
+        """Runs a request on the next free worker. If this worker dies, runs the request once more on another worker.
+
+        Cancelling this call stops the execution.
 
         Args:
-            limits: limits of the execution.
-            order, payload: the message to the worker.
+            limits: resource limits of the execution.
+            order, payload: request to the worker, and the payload of this message.
 
         Returns:
-            The result, and the grader's value or exception, pickled.
+            The result of the execution, and the pickled value or exception of the grader (b"" if there is none).
 
         Raises:
             SandboxError: no worker can be started, or the pool is closed.
@@ -349,7 +382,7 @@ class WorkerPool:
         return ExecutionResult("killed", reason="two workers died over it"), b""
 
     async def close(self) -> None:
-        """Ends all workers. Running executions are stopped, and their callers get a SandboxError."""
+        """Ends all workers of the pool. Running executions are stopped, and their callers get a SandboxError."""
         self._closed = True
         while self._workers or self._unready or self._tasks:
             ends = map(self._end, self._workers | self._unready)
@@ -364,7 +397,10 @@ class WorkerPool:
             self._refuse(SandboxError("the sandbox is closed"))
 
     async def _stop(self, worker: Worker) -> None:
-        """Stops a worker whose caller was cancelled. Keeps the worker if it stops, as a new start may take long."""
+        """Stops the execution of a worker after its caller was cancelled.
+
+        The pool keeps the worker if the execution stops in time, because the start of a new worker may take long.
+        """
         try:
             await worker.stop()
         except _LOST:
@@ -373,7 +409,7 @@ class WorkerPool:
             self._free(worker)
 
     async def _take(self) -> Worker:
-        """Returns an idle worker, or waits for one."""
+        """Returns an idle worker. If there is none, waits until a worker is free."""
         if self._closed:
             raise SandboxError("the sandbox is closed")
         while self._idle:
@@ -393,7 +429,7 @@ class WorkerPool:
             raise
 
     def _free(self, worker: Worker) -> None:
-        """Gives a worker that has finished a request to the next caller, once the worker is ready."""
+        """Gives a worker that has finished a request to the next waiting caller, once this worker is ready for a request."""
         if worker.renews:
             self._do(self._welcome(worker))
             return
@@ -404,14 +440,17 @@ class WorkerPool:
         self._idle.append(worker)
 
     def _refuse(self, error: SandboxError) -> None:
-        """Raises ``error`` in the call that has waited longest."""
+        """Raises ``error`` in the call that has waited longest for a worker."""
         while self._waiting:
             place = self._waiting.popleft()
             if not place.done():
                 return place.set_exception(error)
 
     def _grow_soon(self) -> None:
-        """Starts another worker if callers keep waiting."""
+        """Starts another worker, at once or after a delay.
+
+        The delay applies to further workers of a trusted grader: they are started only if callers still wait after the delay.
+        """
         if self._starting + len(self._workers) == 0 or self._start.isolation:
             self._grow()
         elif self._growth is None:
@@ -434,7 +473,7 @@ class WorkerPool:
             self._grow_soon()
 
     async def _add(self) -> None:
-        """Starts a worker, as a fork of the template if there is one."""
+        """Starts a worker, as a fork of the template (a process that has imported the grader) if there is a template."""
         worker = None
         try:
             if self._template and self._template.gone:
@@ -456,7 +495,10 @@ class WorkerPool:
                 self._grow_soon()
 
     async def _welcome(self, worker: Worker) -> None:
-        """Waits until a worker is ready, then gives the worker to the first waiting caller."""
+        """Waits until a worker is ready, then gives the worker to the first waiting caller.
+
+        A template (a process that has imported the grader) is kept for later forks instead.
+        """
         try:
             shared = await worker.wait_ready()
         except BaseException as error:

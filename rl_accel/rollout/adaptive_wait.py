@@ -11,27 +11,27 @@ _EAGER_FRACTION = 0.25
 
 
 class AdaptiveWait:
-    """Decides the pause between two polls. Takes times as arguments and has no clock, so that tests can set the time.
+    """Decides the pause between two polls for finished responses. Takes times as arguments and has no clock.
 
     Two bounds conflict:
 
-    - Cost: a poll takes ``cost`` seconds. Pauses of ``cost * (1 / max_cpu_share - 1)`` keep polling at ``max_cpu_share``
-      of one core.
+    - Cost: a poll takes ``cost`` seconds. Pauses of ``cost * (1 / max_cpu_share - 1)`` seconds keep polling at
+      ``max_cpu_share`` of one core.
     - Delay: a response that arrives just after a poll waits for the end of the next poll, at most ``max_delay_s``.
 
-    Both bounds hold while a poll takes at most ``max_cpu_share * max_delay_s`` (1 ms by default). A longer poll, up to a
-    quarter of ``max_delay_s``, may still be repeated every ``max_delay_s`` while savings last. Time without polls (a
-    training step) earns these savings, up to the cost of 10 seconds of polling at ``max_cpu_share``. Without savings, and
-    for even longer polls, only the cost bound holds. Over any ``t`` seconds, polling thus costs at most
+    Both bounds hold while a poll takes at most ``max_cpu_share * max_delay_s`` seconds (1 ms by default). A longer poll, up
+    to a quarter of ``max_delay_s``, may still be repeated every ``max_delay_s`` while saved CPU time is left. CPU time is
+    saved when no polls run (during a training step), up to the cost of 10 seconds of polling at ``max_cpu_share``. Without
+    saved CPU time, and for even longer polls, only the cost bound holds. Over any ``t`` seconds, polling thus costs at most
     ``max_cpu_share * (t + 10)`` seconds plus one poll. A pause exceeds ``longest``, the pause without this class, only if
-    several polls in a row have shown that ``longest`` would cost more than the share.
+    several polls in a row have shown that pauses of ``longest`` seconds would cost more than ``max_cpu_share``.
 
-    Near the end, when few prompts are outstanding and some have just settled, pauses start at a quarter of
-    ``max_delay_s``. They double with each poll that shows no change, as far as savings allow.
+    Near the end of a rollout, few prompts are unfinished. When some of them have just ended, pauses start at a quarter of
+    ``max_delay_s``. Pauses then double with each poll that shows no change, as far as saved CPU time allows.
 
     Args:
         max_cpu_share: maximum share of one core for polling, in (0, 1].
-        max_delay_s: maximum delay of a response in seconds, positive.
+        max_delay_s: maximum seconds between the arrival of a response and the end of the poll that finds it; positive.
 
     Raises:
         ValueError: an argument is out of range.
@@ -52,18 +52,18 @@ class AdaptiveWait:
 
     @property
     def cost(self) -> float:
-        """Seconds per poll: the median of recent polls, so that a single outlier has no effect."""
+        """Duration of a poll in seconds: the median of recent polls, so that a single outlier has no effect."""
         return median_low(self._costs) if self._costs else 0.0
 
     def next_wait(self, now: float, poll_s: float, outstanding: int, settled: int, longest: float) -> float:
-        """Returns the seconds to pause after a poll.
+        """Returns the seconds to pause between the last poll and the next poll.
 
         Args:
             now: monotonic time in seconds at the end of the poll.
             poll_s: duration of the poll in seconds.
             outstanding: number of prompts that the poll showed as unfinished.
             settled: number of prompts that the poll showed as finished or failed.
-            longest: maximum to return, in seconds, unless polls are known to cost too much for this pause.
+            longest: maximum pause in seconds, unless recent polls have shown that this pause exceeds ``max_cpu_share``.
         """
         self._costs.append(max(poll_s, 0.0))
         earned = 0.0 if self._last is None else self.max_cpu_share * max(now - self._last, 0.0)
@@ -75,7 +75,7 @@ class AdaptiveWait:
         wanted = self._wanted(cost, outstanding, settled)
         affordable = cost * (1 / self.max_cpu_share - 1)
         if cheap:
-            # Savings must then cover the next poll; a pause of `affordable` always earns enough.
+            # A shorter pause is allowed if saved CPU time covers the next poll. A pause of `affordable` always saves enough.
             short = cost - self._savings - self.max_cpu_share * cost
             affordable = min(affordable, max(short, 0.0) / self.max_cpu_share)
         ceiling = max(longest, affordable) if len(self._costs) >= _CONVINCING_POLLS else longest

@@ -1,7 +1,9 @@
-"""Balanced rollouts: late binding of responses to replicas, the longest responses first, with preemption and migration.
+"""Load balancing of rollouts: decides when each response starts and on which replica of the rollout engine.
 
-Migration, longest first and rollouts in parts are from Seer (2025); the future peak of a cache is from the Past-Future scheduler
-(ASPLOS'25).
+A response waits in the router until a replica has a free slot (late binding). Responses that are expected to be long start first.
+Running responses can be preempted, or migrate to another replica. Starting long responses first, migration, and generating a
+response in several parts are from Seer (2025). The estimate of the future peak of a key-value cache is from the Past-Future
+scheduler (ASPLOS'25).
 """
 
 import math
@@ -17,21 +19,28 @@ import numpy as np
 from rl_accel.features import BalanceFlags
 
 HOME_MARGIN = 4
-"""Maximum number of requests that a conversation's replica may have above the emptiest replica and still get the next turn."""
+"""Maximum difference in requests between the replica of a conversation and the emptiest replica, up to which the next turn of the
+conversation stays on its replica."""
 AHEAD_SECONDS = 0.5
-"""Maximum seconds of work queued inside an engine, to hide the router's round trip."""
+"""Maximum amount of work queued inside an engine, in seconds. This queue hides the time of a round trip to the router."""
 PROMPTS, PER_PROMPT, RECENT = 100_000, 32, 4096
-"""Maximum numbers of prompts with stored lengths, of lengths per prompt, and of recent lengths over all prompts."""
+"""PROMPTS: maximum number of prompts whose response lengths are kept.
+PER_PROMPT: maximum number of response lengths kept for each prompt.
+RECENT: maximum number of recent response lengths kept, over all prompts."""
 PARTS, FEWEST = 512, 16
-"""Number of response parts kept to fit the engines' speed, and minimum number for a fit."""
+"""PARTS: maximum number of measurements kept to fit the speed of the engines. A measurement covers a response from a start to the
+next stop or end.
+FEWEST: minimum number of measurements for a fit."""
 PUT_OFF = 1 / 16
-"""Maximum share of responses that are preempted."""
+"""Maximum share of the unfinished responses that are stopped (preempted) until all other responses have started."""
 READ_SHARE, READ_WEIGHT = 1 / 64, 1000
-"""Prior for the seconds to prefill a token again, as a share of the seconds to generate a token, and its weight in tokens."""
+"""READ_SHARE: prior for the time to prefill a token, divided by the time to generate a token.
+READ_WEIGHT: weight of this prior in the least-squares fit of the engines' speed, in tokens."""
 
 
 class Decision(NamedTuple):
-    """Order to start the response ``ticket`` on ``replica`` or, with ``stop``, to stop the response, which continues elsewhere."""
+    """Order to start the response with the name ``ticket`` on the replica with the name ``replica``. With ``stop``, order to stop
+    the response on this replica, so that the response can continue later or on another replica."""
 
     ticket: str
     replica: str
@@ -40,7 +49,8 @@ class Decision(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """A rollout server. ``area`` is the integral of the number of running responses over time, until ``changed``."""
+    """A replica of the rollout engine. ``area`` is the integral of the number of running responses over time, in response-seconds,
+    up to the time ``changed``. ``cache_tokens`` is the capacity of the key-value cache in tokens."""
 
     name: str
     cache_tokens: float
@@ -52,7 +62,7 @@ class _Replica:
         return len(self.running)
 
     def count(self, now: float) -> float:
-        """Advances ``area`` to ``now`` and returns ``area``."""
+        """Advances ``area``, the integral of running responses over time, to ``now`` and returns ``area``."""
         self.area += len(self.running) * (now - self.changed)
         self.changed = now
         return self.area
@@ -60,7 +70,10 @@ class _Replica:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The ``count`` unfinished responses of one prompt; ``lengths`` of finished responses. The least ``order`` is served first."""
+    """Unfinished responses of one prompt (``count`` responses), and the ``lengths`` of its finished responses in tokens.
+
+    ``home`` is the replica of the response that started last. The group with the smallest ``order`` is served first.
+    """
 
     prompt: str
     lengths: deque[int]
@@ -73,7 +86,7 @@ class _Group:
 
 @dataclass(slots=True, eq=False)
 class _Response:
-    """An unfinished response; waiting if ``replica`` is None. ``tokens`` and ``seconds`` are sums over its earlier parts."""
+    """An unfinished response, which waits if ``replica`` is None. ``tokens`` and ``seconds`` are totals up to its last stop."""
 
     ticket: str
     group: _Group
@@ -84,7 +97,7 @@ class _Response:
     tokens: int = 0
     seconds: float = 0.0
     waited: float = 0.0
-    since: float = 0.0  # time when the response began to wait or was bound
+    since: float = 0.0  # time when the response began to wait or was bound to its replica
     replica: _Replica | None = None
     area: float = 0.0  # area of the replica when the response was bound
     expected: float = 0.0
@@ -94,9 +107,10 @@ class _Response:
 
 
 class _Speed:
-    """Seconds that replicas need, fitted to parts of responses: ``start + tokens * (token + request * running) + again * read``.
+    """Speed model of the replicas, fitted to measured parts of responses. A part goes from a start to the next stop or end.
 
-    ``running`` is the mean number of running requests, ``again`` the number of tokens prefilled again after a stop.
+    A part takes ``start + tokens * (token + request * running) + again * read`` seconds. ``tokens`` is the number of generated
+    tokens, ``running`` the mean number of running requests, ``again`` the number of tokens prefilled again after a stop.
     """
 
     def __init__(self) -> None:
@@ -110,7 +124,7 @@ class _Speed:
         self._new += 1
 
     def fit(self) -> None:
-        """Updates the coefficients by least squares, if enough new parts have come."""
+        """Fits the coefficients of the speed model by least squares, if enough new measurements have come."""
         if len(self._parts) >= FEWEST and self._new * 8 >= len(self._parts):
             self._new = 0
             prior = (-READ_SHARE * READ_WEIGHT, 0.0, 0.0, READ_WEIGHT, 0.0)
@@ -120,15 +134,16 @@ class _Speed:
             self.part = float(parts[:-1, 4].mean())
 
     def of(self, running: float) -> float:
-        """Returns the seconds per token with ``running`` requests; 0 if too few parts were seen."""
+        """Returns the seconds per generated token with ``running`` requests on a replica; 0 before the first fit."""
         return self.token + self.request * running
 
 
 class Balance:
-    """Decides where and when responses are generated. No I/O and no clock: events in, decisions out.
+    """State machine that decides where and when responses are generated. It has no I/O and no clock.
 
-    A response waits until a replica has a free slot: fewer running responses than ``places`` plus the number that end within
-    :data:`AHEAD_SECONDS`. A key-value cache of known size must also have room for the expected peak of all its responses.
+    A response waits until a replica has a free slot. A slot is free if fewer responses run on the replica than ``places`` plus
+    the number of responses that end within :data:`AHEAD_SECONDS`. If the size of the replica's key-value cache is known, the
+    cache must also have room for the expected peak of all responses on the replica.
 
     The queue starts with responses that have begun (next turns, migrated responses, responses whose replica died). One response of
     each prompt follows, then the responses with the highest expected length. The expected length is the mean of
@@ -136,28 +151,30 @@ class Balance:
     - lengths of the prompt's complete responses, of this epoch and earlier ones, that are longer than this response is now,
     - for this response and each running response of the prompt with more tokens: the mean length of longer recent responses.
 
-    Long responses cannot be told in time, and a long response that starts last delays the step. While some responses have not
-    started, running responses that are long are therefore preempted: stopped until all others have started. They then run side by
-    side. Their number is limited by the slots and by the share :data:`PUT_OFF`. The length from which responses are preempted is
-    the quantile of recent lengths that fits this number.
+    Long responses cannot be recognised early, and a long response that starts last delays the step. While some responses have not
+    started, long running responses are therefore preempted, which means stopped until all other responses have started. The
+    preempted responses then run side by side. Their number is limited by the slots and by the share :data:`PUT_OFF`. The length
+    from which responses are preempted is the quantile of recent lengths that fits this number.
 
     A response goes to the replica with the fewest requests. A response that has begun goes to its own replica, unless that replica
     has more than :data:`HOME_MARGIN` requests above the fewest. When no response waits, the response with the most expected tokens
-    left migrates from the fullest replica to the emptiest, if that should save ``flags.margin`` times its cost. A response is
-    stopped at most ``flags.max_moves`` times.
+    left migrates from the fullest replica to the emptiest, if the migration should save ``flags.margin`` times its cost. A
+    response is stopped at most ``flags.max_moves`` times.
 
-    The driver calls ``request`` for a response, carries out the decisions that each call returns, and reports ``over``, or
-    ``again`` after a stop or the death of a replica. It calls ``tick`` a few times a second. ``now`` is in seconds of one clock.
-    Events about finished responses are ignored; impossible events raise ValueError and change nothing.
+    The router that drives this class calls ``request`` for a response and carries out the decisions that each call returns. It
+    reports the end of a response by ``over``, and a stop or the death of a replica by ``again``. It calls ``tick`` a few times a
+    second. The argument ``now`` is the time in seconds of one clock. Events about finished responses are ignored. Impossible
+    events raise ValueError and change nothing.
 
     Args:
-        places: slots of a replica: maximum number of running requests.
+        places: number of slots of a replica, the maximum number of requests that it runs at once.
         flags: the user's flags.
-        ordered: whether expected length decides the order; False: order of arrival.
+        ordered: whether the longest expected responses start first; if False, responses start in the order of arrival.
         together: whether the responses of a prompt go to the same replica.
 
     Attributes:
-        lengths: lengths of complete responses in tokens, by prompt. A later run can :meth:`learn` them.
+        lengths: lengths of complete responses in tokens, by prompt. A later run can take them over by :meth:`learn`.
+        waiting: number of responses that wait for a slot.
     """
 
     def __init__(self, places: int, flags: BalanceFlags, ordered: bool = True, together: bool = False) -> None:
@@ -167,7 +184,7 @@ class Balance:
         self._speed, self._numbers = _Speed(), _Numbers()
         self.lengths: dict[str, deque[int]] = {}
         self._recent: deque[int] = deque(maxlen=RECENT)
-        self._new = 0  # recent lengths since the last sort
+        self._new = 0  # number of recent lengths added since the last sort
         self._ascending: list[int] = []
         self._sums: list[int] = []  # suffix sums of ``_ascending``
         self._replicas: dict[str, _Replica] = {}
@@ -182,32 +199,35 @@ class Balance:
         return len(self._responses)
 
     def learn(self, lengths: Mapping[str, Sequence[int]]) -> None:
-        """Adds the ``lengths`` of an earlier run."""
+        """Adds response lengths that an earlier run observed: a mapping from prompt to lengths in tokens."""
         for prompt, its in lengths.items():
             self.lengths[prompt] = deque(its, PER_PROMPT)
             self._recent += its
             self._new += len(its)
 
     def running(self) -> dict[str, int]:
-        """Return the number of responses on each replica."""
+        """Returns the number of responses bound to each replica, by replica name."""
         return {name: len(replica) for name, replica in self._replicas.items()}
 
     def add_replica(self, name: str, now: float, cache_tokens: float = math.inf) -> list[Decision]:
-        """Adds a replica, or updates ``cache_tokens`` of a known replica: the capacity of its key-value cache in tokens."""
+        """Adds a replica, or updates the capacity of a known replica's key-value cache (``cache_tokens``, in tokens)."""
         self._replicas.setdefault(name, _Replica(name, cache_tokens, now)).cache_tokens = cache_tokens
         return self._fill(now)
 
     def remove_replica(self, name: str) -> None:
-        """Removes a replica. Its running responses end with ``over``, or with ``again`` if the replica is dead."""
+        """Removes a replica. Its running responses must still be reported: by ``over`` or, if the replica died, by ``again``."""
         self._replicas.pop(name, None)
 
     def request(
         self, ticket: str, now: float, prompt: str = "", prompt_tokens: int = 0, home: str = "", movable: bool = True
     ) -> list[Decision]:
-        """Adds a response to generate, with the unique name ``ticket``.
+        """Adds a response to generate, and returns the decisions that follow.
 
-        ``prompt`` is the same for all responses of a prompt, in every epoch. ``home`` is the replica of the last turn, if any. Only
-        a ``movable`` response can continue elsewhere after a stop.
+        Args:
+            ticket: unique name of the response.
+            prompt: name of the prompt, the same for all responses to the prompt in every epoch.
+            home: name of the replica that generated the last turn of the conversation; empty for a first turn.
+            movable: whether the response can be stopped and continued on another replica.
         """
         if ticket in self._responses:
             raise ValueError(f"ticket must be new, found {ticket!r} twice")
@@ -225,7 +245,7 @@ class Balance:
         return self._fill(now)
 
     def over(self, ticket: str, now: float, tokens: int | None = None) -> list[Decision]:
-        """Ends a response: complete with ``tokens`` more tokens, or no longer wanted if ``tokens`` is None."""
+        """Ends a response, which is complete with ``tokens`` more tokens or, if ``tokens`` is None, no longer wanted."""
         response = self._responses.get(ticket)
         if response is None:
             return []
@@ -249,9 +269,10 @@ class Balance:
         return self._fill(now)
 
     def again(self, ticket: str, now: float, tokens: int | None = None) -> list[Decision] | None:
-        """Queues a response again: it was stopped after ``tokens`` more tokens or, if None, its replica died.
+        """Queues a response again after it was stopped, or after its replica died, and returns the decisions that follow.
 
-        Returns None and changes nothing if the response is over or no stop was decided.
+        ``tokens`` is the number of tokens generated since the last start; None means that the replica died. Returns None and
+        changes nothing if the response has ended already, or was stopped although no decision said so.
         """
         response = self._responses.get(ticket)
         if response is None or (tokens is not None and not response.stopping):
@@ -267,7 +288,7 @@ class Balance:
         return self._fill(now)
 
     def tick(self, now: float) -> list[Decision]:
-        """Updates speed and expected lengths; decides on starts, preemptions and migrations."""
+        """Updates the speed model and the expected lengths. Returns decisions about starts, preemptions and migrations."""
         self._speed.fit()
         for replica in self._replicas.values():
             for response in replica.running.values() if replica.cache_tokens < math.inf else ():
@@ -277,7 +298,7 @@ class Balance:
         return self._fill(now) + self._stop_long(now) or self._move(now)
 
     def take_numbers(self) -> dict[str, float]:
-        """Returns the metrics since the last call, by name; {} if no response was completed."""
+        """Returns the metrics of the responses since the last call, by name; {} if no response was completed."""
         numbers, self._numbers = self._numbers, _Numbers()
         return numbers.summary([*self._replicas], self.places)
 
@@ -306,7 +327,7 @@ class Balance:
         group.order = (bool(group.home), -self._expect(group, 0, now)) if self.ordered else ()
 
     def _expect(self, group: _Group, tokens: float, now: float) -> float:
-        """Returns the expected length in tokens of a response of ``group`` that has ``tokens`` so far."""
+        """Returns the expected final length in tokens of a response of ``group`` that has ``tokens`` tokens so far."""
         samples = [float(length) for length in group.lengths if length > tokens]
         if self._speed.of(1):
             far = (self._tokens(other, now) for other in group.running.values())
@@ -314,7 +335,7 @@ class Balance:
         return (sum(samples) + self._beyond(tokens)) / (len(samples) + 1)
 
     def _beyond(self, tokens: float) -> float:
-        """Returns the mean length of recent responses longer than ``tokens``; twice ``tokens`` if there are none."""
+        """Returns the mean length of the recent responses longer than ``tokens``; twice ``tokens`` if there is no such response."""
         if self._new > len(self._ascending) // 16:
             self._ascending, self._new = sorted(self._recent), 0
             self._sums = [*accumulate(reversed(self._ascending))][::-1]
@@ -322,7 +343,7 @@ class Balance:
         return self._sums[at] / (len(self._ascending) - at) if at < len(self._ascending) else 2 * tokens
 
     def _tokens(self, response: _Response, now: float) -> float:
-        """Returns the estimated number of tokens of a response at ``now``."""
+        """Returns the estimated number of tokens that a response has at the time ``now``."""
         replica, seconds = response.replica, now - response.since
         if replica is None or not self._speed.of(1) or seconds <= 0:
             return response.tokens
@@ -330,7 +351,7 @@ class Balance:
         return response.tokens + max(seconds - self._speed.start, 0.0) / self._speed.of(running)
 
     def _fill(self, now: float) -> list[Decision]:
-        """Binds waiting responses while there are free slots."""
+        """Assigns waiting responses to replicas while there are free slots. Returns a decision for each response to start."""
         decisions: list[Decision] = []
         while self.waiting:
             if self._begun:
@@ -358,12 +379,13 @@ class Balance:
         return next((replica for replica in free if self._fits(response, replica, now)), None)
 
     def _fits(self, response: _Response, replica: _Replica, now: float) -> bool:
-        """Returns whether the cache should hold ``response`` and all running responses until they end, at one token per step."""
+        """Returns whether the key-value cache of ``replica`` is expected to hold ``response`` and all running responses until they
+        end. Each response is assumed to generate one token per step."""
         if replica.cache_tokens == math.inf or not replica.running:
             return True
         response.expected = self._expect(response.group, response.tokens, now)
         far = [(one, self._tokens(one, now)) for one in (response, *replica.running.values())]
-        far.sort(key=lambda pair: pair[1] - pair[0].expected)  # when one ends, all before that one still run
+        far.sort(key=lambda pair: pair[1] - pair[0].expected)  # when a response ends, all listed before it still run
         held = np.cumsum([one.prompt_tokens + tokens for one, tokens in far])
         left = [max(one.expected - tokens, 1.0) for one, tokens in far]
         return bool((held + np.arange(1, len(far) + 1) * left).max() <= replica.cache_tokens)
@@ -400,7 +422,8 @@ class Balance:
         response.seconds += seconds
 
     def _stop_long(self, now: float) -> list[Decision]:
-        """Stops responses to preempt, see above. Needs as many complete responses as are running or have not started."""
+        """Returns orders to stop long responses, which continue after all other responses have started. Returns no orders until as
+        many responses are complete as are running or have not started."""
         if not (self._queue and self.ordered and self.flags.max_moves and self._speed.of(1)):
             return []
         under_way = len(self._responses) - len(self._begun) - len(self._put_off)
@@ -415,7 +438,7 @@ class Balance:
         return [_stop(response, replica) for response, replica in long[:room]]
 
     def _move(self, now: float) -> list[Decision]:
-        """Stops a response that should migrate, if no response waits; one migration at a time."""
+        """Returns an order to stop a response that should migrate, if no response waits and no other response is being stopped."""
         speed, flags, replicas = self._speed, self.flags, self._replicas.values()
         if self.waiting or not replicas or not (speed.of(1) or flags.margin == 0):
             return []
@@ -437,7 +460,7 @@ class Balance:
         return [_stop(response, fullest)]
 
     def _stoppable(self, replica: _Replica, now: float) -> dict[_Response, float]:
-        """Returns the responses on ``replica`` that may be stopped, with the estimated number of tokens of each."""
+        """Returns the responses on ``replica`` that may be stopped, each with its estimated number of tokens."""
         most = self.flags.max_moves
         running = [one for one in replica.running.values() if one.movable and not one.stopping and one.moves < most]
         return {one: self._tokens(one, now) for one in running}
@@ -483,7 +506,13 @@ class _Numbers:
 
 
 def end_bound_at_arrival(responses: Sequence[tuple[float, float]], replicas: int, places: int) -> float:
-    """Returns the end time of the last of ``responses`` (arrival, seconds) if each was bound on arrival, as verl does."""
+    """Returns the time at which the last response would end if each response was assigned to a replica on arrival, as in verl.
+
+    Args:
+        responses: arrival time and duration of each response, both in seconds, in the order of arrival.
+        replicas: number of replicas.
+        places: number of slots of each replica.
+    """
     ends: list[list[float]] = [[] for _ in range(replicas)]
     for arrived, seconds in responses:
         fewest = min(ends, key=lambda its: len(its) - bisect_right(its, arrived))

@@ -1,4 +1,4 @@
-"""Drives the rounds of tail batching for any framework whose workers can run, cancel and report single responses."""
+"""Runs the rounds of tail batching in any framework whose workers can run, cancel and report single responses."""
 
 import asyncio
 import contextlib
@@ -29,17 +29,22 @@ from rl_accel.rollout.tail_decisions import (
 logger = logging.getLogger("rl_accel")
 
 REPORT_SECONDS = 60.0
-"""Seconds without an event after which a log line names the responses that the round waits for."""
+"""Seconds without any progress of a response after which a log line names the responses that the round waits for."""
 
 REPORT_PROMPTS = 8
-"""Maximum number of prompts per state in the log line of ``REPORT_SECONDS``, the oldest first."""
+"""Maximum number of prompts named for each state of responses in the log line about unfinished responses, the oldest first."""
 
 METRICS_PREFIX = "rl_accel/tail_batching/"
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Responses of one prompt to start. ``payload`` is the prompt's row of the data set; ``step`` the training step."""
+    """Responses of one prompt that a worker shall generate.
+
+    Attributes:
+        payload: row of the data set that holds the prompt.
+        step: number of the training step.
+    """
 
     prompt_id: str
     payload: dict[str, Any]
@@ -49,17 +54,18 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """State change of a response.
+    """Change of the state of a response, reported by a worker to the driver of tail batching.
 
-    ``generated`` comes first, then ``scored``. Until it is scored, a response can also become ``failed`` or ``aborted``; nothing of
-    a failed or aborted response runs any more.
+    A response becomes ``generated`` first, then ``scored``. Until the response is scored, it can also become ``failed`` or
+    ``aborted``. Nothing of a failed or aborted response runs any more.
 
     Attributes:
-        tokens: number of tokens generated so far.
-        result: the framework's data of the response; of a failed or aborted response, the data left in the framework. None if
-            there is none. The driver only passes ``result`` on.
-        error: error message of one line (failed only).
-        lost: whether a server or worker died during the response, which is not the response's fault (failed only).
+        kind: new state of the response.
+        tokens: number of tokens of the response generated so far.
+        result: data of the response in the framework's format. For a failed or aborted response, data that must still be
+            removed from the framework. None if there is no data. The driver only passes ``result`` on.
+        error: error message of one line; empty unless the response failed.
+        lost: whether the response failed because a server or worker died.
     """
 
     kind: Literal["generated", "scored", "failed", "aborted"]
@@ -71,15 +77,15 @@ class Event:
 
 
 class ResponseLost(RuntimeError):
-    """A server or worker of a response has died. The response is generated again, without a limit on such retries."""
+    """Error of a response whose server or worker has died. Such a response is generated again without a limit on retries."""
 
 
 @contextlib.asynccontextmanager
 async def agent_loop_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """Cancels the block after ``seconds``; None: never. Yields the timeout, which can be rescheduled.
+    """Cancels the code in the ``async with`` block after ``seconds``; never if None. Yields the timeout, to reschedule it.
 
     Raises:
-        TimeoutError: the time is over; the message is one line that names the flag.
+        TimeoutError: the time is over. The message is one line that names the flag ``agent_loop_limit``.
     """
     limit = asyncio.timeout(seconds)
     try:
@@ -92,29 +98,34 @@ async def agent_loop_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeo
 
 
 class ResponseWorkers(Protocol):
-    """Interface of the workers that run responses."""
+    """Interface to the workers of a framework that generate and score responses for tail batching."""
 
     def launch(self, job: Job) -> None:
-        """Starts responses with the current weights."""
+        """Starts to generate the responses of ``job`` with the current weights."""
 
     def cancel(self, response_ids: Iterable[int]) -> None:
-        """Stops responses wherever they are. Each response is reported as aborted unless it had ended before."""
+        """Stops responses in any state (waiting, generating, being scored). Reports each response that had not ended as aborted."""
 
     def begin_round(self) -> None:
-        """Prepares for a round; the weights of this round are in place."""
+        """Prepares the workers for a round of rollouts. The engines have the weights of this round already."""
 
     def end_round(self) -> None:
-        """Stops all other responses as fast as possible: the batch is complete, and they are cancelled."""
+        """Stops all unfinished responses as fast as possible. The batch is complete, and these responses are cancelled already."""
 
     def wait(self, seconds: float) -> list[Event]:
-        """Returns the events since the last call; an empty list after ``seconds`` without an event."""
+        """Returns the events since the last call. Waits for an event up to ``seconds``, then returns an empty list."""
 
-    # Optional method ``outside_engines()``: ids of responses that are neither being generated nor being scored right now.
+    # Optional method ``outside_engines()``: returns the ids of responses that are neither in an engine nor being scored now.
 
 
 @dataclass
 class _Open:
-    """A response that has not ended. ``since``: when it was launched or, if it waits for its score, generated (driver's clock)."""
+    """A response that has not ended.
+
+    Attributes:
+        since: time in seconds at which the response was launched or, if it waits for its score, was generated.
+        doing: participle that tells what happens to the response: generated, scored or stopped.
+    """
 
     prompt_id: str
     since: float
@@ -123,27 +134,27 @@ class _Open:
 
 @dataclass
 class TokenRate:
-    """Mean token rate of complete responses, for engines that do not report the tokens of cancelled responses."""
+    """Mean token rate of complete responses. Estimates the tokens of cancelled responses if the engine does not report them."""
 
     tokens: int = 0
     seconds: float = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Adds a complete response."""
+        """Adds a complete response with ``tokens`` tokens, generated in ``seconds``."""
         self.tokens += tokens
         self.seconds += seconds
 
     def clear(self) -> None:
-        """Discards all responses."""
+        """Forgets all responses added so far."""
         self.tokens, self.seconds = 0, 0.0
 
     def estimate(self, seconds: float) -> int:
-        """Returns the estimated number of tokens of a response after ``seconds``; 0 if no response is known."""
+        """Returns the estimated number of tokens of a response after ``seconds``, at the mean rate; 0 before the first response."""
         return int(seconds * self.tokens / self.seconds) if self.seconds else 0
 
 
 class FailureLog:
-    """Logs each failed response in one line, and a traceback for the first failure of each exception type."""
+    """Logs one line for each failed response, and a traceback for the first failure of each exception type."""
 
     def __init__(self) -> None:
         self._kinds: set[str] = set()
@@ -151,7 +162,13 @@ class FailureLog:
     def event_of(
         self, response_id: int, task: "asyncio.Task[None]", tokens: int, result: Any, cancelled: bool
     ) -> Event:
-        """Returns the last event of a response whose ``task`` is done; logs a failed response."""
+        """Returns the final event (scored, failed or aborted) of a response whose ``task`` is done. Logs the error if it failed.
+
+        Args:
+            tokens: number of tokens of the response.
+            result: data of the response in the framework's format.
+            cancelled: whether the response was cancelled; the event is "aborted" then.
+        """
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if cancelled:
             return Event("aborted", response_id, tokens, result)
@@ -167,17 +184,17 @@ class FailureLog:
 
 
 class PromptSupply:
-    """Prompts of a run, with ids ``"epoch:row"`` (both count from 1; rows in the order of the data).
+    """Source of new prompts for a training run. Reads data rows and names them ``"epoch:row"``; both numbers count from 1.
 
     Args:
-        run: run whose domain quotas apply.
-        fetch: returns the next row; after the last row of an epoch, the first row of the next epoch.
+        run: parameters of the run; the domain quotas are used.
+        fetch: function that returns the next data row; after the last row of an epoch, the first row of the next epoch.
         rows_per_epoch: number of rows in an epoch.
-        domain_key: column with the domain of a row; rows without this column have the domain ``""``.
+        domain_key: column that names the domain of a row. Rows without this column have the domain ``""``.
 
     Attributes:
         fetched: number of rows fetched so far, over all epochs.
-        payloads: rows of the prompts that are not settled, by prompt id.
+        payloads: data rows of the prompts that are not yet trained, rejected or failed, by prompt id.
     """
 
     def __init__(
@@ -191,9 +208,10 @@ class PromptSupply:
         self.payloads: dict[str, dict[str, Any]] = {}
 
     def take(self, counts: Mapping[str, int]) -> dict[str, str]:
-        """Fetches ``counts[domain]`` rows of each domain; returns the domains of the new prompts by id.
+        """Fetches at least ``counts[domain]`` data rows of each domain. Returns a mapping from new prompt id to domain.
 
-        The data mixes domains, so some domains may get more rows than requested. Without quotas, all rows count for ``""``.
+        The data mixes domains, so some domains may get more rows than requested. Without domain quotas, all rows count for the
+        domain ``""``.
 
         Raises:
             ConfigError: the domain of a row has no quota, or a requested domain has no rows.
@@ -228,24 +246,25 @@ class PromptSupply:
         return taken
 
     def settle(self, prompt_id: str) -> Any:
-        """Removes a prompt; returns the data set's own index of the prompt's row."""
+        """Forgets a prompt that is trained, rejected or failed. Returns the index of the prompt's row as given by the data set."""
         return self.payloads.pop(prompt_id).get("index")
 
     def restore(self, fetched: int, payloads: Mapping[str, dict[str, Any]]) -> None:
-        """Continues at the position of a saved run."""
+        """Continues at the data position of a saved run, with the data rows of its unfinished prompts."""
         self.fetched, self.payloads = fetched, dict(payloads)
 
 
 @dataclass
 class StepResult:
-    """Batch of a training step and a record of its round.
+    """Batch of a training step, and a record of the round of tail batching that produced the batch.
 
     Attributes:
         batch: batch to train on.
-        results: results of the batch's responses, group by group, each group in the order of generation.
+        results: results of the responses in the batch, prompt by prompt, in the order in which the responses were generated.
         round: metrics of the round.
-        trained, rejected, failed: prompts settled in the step: mapping from prompt id to the data set's own index of the row.
-        errors: last error of each failed prompt.
+        trained, rejected, failed: mappings from prompt id to the index that the data set itself gives to the row. They hold the
+            prompts of the batch, the prompts rejected by the group filter, and the prompts given up after their last retry.
+        errors: last error message of each failed prompt, by prompt id.
     """
 
     batch: TrainBatch = field(default_factory=lambda: TrainBatch(0, "short", ()))
@@ -257,9 +276,10 @@ class StepResult:
     errors: dict[str, str] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the known metrics of the round as ``rl_accel/tail_batching/<name>``, with 0 or 1 for each round kind.
+        """Returns the metrics of the round that are known, by log name ``rl_accel/tail_batching/<name>``.
 
-        No name holds ``max``, ``min``, ``sum`` or ``total``, because verl would choose another reduction for such names.
+        ``short_round``, ``long_round`` and ``final_round`` are 1 for the kind of this round and 0 otherwise. No name contains
+        ``max``, ``min``, ``sum`` or ``total``, because verl would not average metrics with such names.
         """
         values = asdict(self.round)
         number, kind = values.pop("number"), values.pop("kind")
@@ -269,16 +289,18 @@ class StepResult:
 
 
 class RolloutDriver:
-    """Carries out the decisions of ``core`` and reports events to ``core``, with one call of :meth:`play` per training step.
+    """Runs the rounds of tail batching: carries out the decisions of the state machine and reports events to it.
+
+    Call :meth:`play` once per training step.
 
     Args:
-        core: the state machine.
+        core: state machine of tail batching.
         supply: source of new prompts.
-        workers: run the responses.
-        discard: receives the results of all untrained responses, once a round, when no response runs any more.
-        passes: returns whether a group passes, from its prompt id and its results in the order of generation. If None,
-            every group passes. Called only if the core's run has ``filter_groups``.
-        now: clock in seconds.
+        workers: interface to the workers that generate and score responses.
+        discard: function that receives the results of all untrained responses, once a round, when no response runs any more.
+        passes: group filter. Returns whether to train on a prompt, from the prompt id and the results of its responses. If
+            None, every prompt passes. Called only if ``core.run.filter_groups`` is set.
+        now: function that returns the time in seconds.
     """
 
     def __init__(
@@ -306,13 +328,15 @@ class RolloutDriver:
             logger.warning("rl-accel: tail_batching.%s", rounded)
 
     def play(self, step: int, steps_left: int) -> StepResult:
-        """Returns the batch of training step ``step``. Everything else of its round is settled and cleared by then.
+        """Runs one round and returns the batch of training step ``step``. No response of the round runs any more at the return.
 
-        ``steps_left`` includes this step. No prompt is started that the remaining steps could not train.
+        Args:
+            step: number of the training step.
+            steps_left: number of remaining training steps, including this step. No prompt is started that they could not train.
 
         Raises:
-            RuntimeError: a whole batch of prompts failed in a row, so something must be broken.
-            ConfigError: the domains of the data do not match the quotas.
+            RuntimeError: as many prompts as a batch holds failed in a row, so something must be broken.
+            ConfigError: the domains of the data do not match the domain quotas.
         """
         self._step, self._result = step, StepResult()
         self._workers.begin_round()
@@ -335,7 +359,7 @@ class RolloutDriver:
         return self._result
 
     def _waits_for(self) -> str:
-        """Returns a text about the unfinished responses: their states, prompts and ages in seconds."""
+        """Returns a text for the log about the unfinished responses: their states, prompts, and ages in seconds."""
         outside: Callable[[], Collection[int]] = getattr(self._workers, "outside_engines", tuple)
         no_request, kinds = set(outside()), defaultdict(list)
         for response_id, response in sorted(self._open.items(), key=lambda item: item[1].since):

@@ -1,4 +1,4 @@
-"""Files of tail batching: a sidecar for each checkpoint, and a log of settled prompts."""
+"""Files of tail batching: its state in each checkpoint, and a log of the prompts that each step trained or gave up."""
 
 import datetime
 import decimal
@@ -23,11 +23,18 @@ _STATE = "state.pt"
 
 
 class ResumeError(ConfigError):
-    """The state of tail batching is missing in a checkpoint or does not fit the run."""
+    """Error: the saved state of tail batching is missing in a checkpoint or does not fit the resumed run."""
 
 
 def save(folder: Path, step: int, core: dict[str, Any], fetched: int, payloads: dict[str, dict[str, Any]]) -> None:
-    """Writes ``folder``, the sidecar of a checkpoint, atomically: a crash leaves the old or the new sidecar.
+    """Writes the state of tail batching to ``folder`` inside a checkpoint. After a crash, the folder has the old or new state.
+
+    Args:
+        folder: folder for the state; created if missing.
+        step: number of the training step of the checkpoint.
+        core: result of ``TailBatching.state_dict()``.
+        fetched: number of data rows fetched so far.
+        payloads: data rows of the prompts that are not settled, by prompt id.
 
     Raises:
         ConfigError: see :func:`packed`.
@@ -37,10 +44,10 @@ def save(folder: Path, step: int, core: dict[str, Any], fetched: int, payloads: 
 
 
 def packed(content: Any) -> bytes:
-    """Returns ``content``, such as a row of the data, serialised for a checkpoint. Loading these bytes runs no code.
+    """Returns ``content`` (such as a data row) serialised for a checkpoint. Loading the returned bytes cannot run any code.
 
     Raises:
-        ConfigError: ``content`` holds types other than Python's own, tensors, NumPy arrays and Pillow images.
+        ConfigError: ``content`` holds an object that is no standard Python type, tensor, NumPy array or Pillow image.
     """
     file = io.BytesIO()
     torch.save(content, file)
@@ -52,7 +59,7 @@ def packed(content: Any) -> bytes:
 
 
 def _row_types() -> list[Any]:
-    """Returns the types that a row may hold in addition to the types that torch trusts by default."""
+    """Returns the types that a saved data row may hold in addition to the types that ``torch.load`` trusts by default."""
     types: list[Any] = [datetime.datetime, datetime.date, datetime.timedelta, decimal.Decimal, np.ndarray, np.dtype]
     types += [value.__reduce__()[0] for value in (np.empty(0), np.float64(0))]
     types += {type(np.dtype(code)) for code in np.typecodes["All"]}
@@ -65,7 +72,7 @@ def _row_types() -> list[Any]:
 
 
 def find(folder: Path) -> Path:
-    """Returns the path of the sidecar's file in ``folder``.
+    """Returns the path of the file in ``folder`` that holds the saved state of tail batching.
 
     Raises:
         ResumeError: the file is missing or has the format of an earlier version.
@@ -81,11 +88,11 @@ def find(folder: Path) -> Path:
 
 
 def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -> None:
-    """Loads the state that :func:`save` wrote into ``core`` and ``supply``.
+    """Resumes a run: loads the state that :func:`save` wrote to ``folder``, and updates ``core`` and ``supply`` with it.
 
     Raises:
-        ResumeError: the sidecar is missing, damaged, of another version or step, or of another run (P0, R0, data or row order).
-            Nothing is changed in that case.
+        ResumeError: the saved state is missing, damaged, of another version or training step, or of a run with another batch
+            size, number of responses per prompt, data set or row order. ``core`` and ``supply`` stay unchanged then.
     """
     file = find(folder)
     try:
@@ -116,17 +123,18 @@ def restore(folder: Path, step: int, core: TailBatching, supply: PromptSupply) -
 
 
 class SettlementLog:
-    """Log of settled prompts, one line per step: ``tail_batching/ledger.jsonl`` next to the checkpoints.
+    """Log of the prompts that each training step trained or gave up: ``tail_batching/ledger.jsonl`` next to the checkpoints.
 
-    ``trained``, ``rejected`` (by the group filter) and ``failed`` (after the last retry) map prompt ids (``epoch:row`` of the
-    data) to the data set's own index of the row. ``errors`` holds the last error of each failed prompt.
+    Each training step has one line, a JSON object. The keys ``trained``, ``rejected`` (by the group filter) and ``failed``
+    (after the last retry) hold mappings from prompt id (``epoch:row`` of the data) to the index that the data set itself gives
+    to the row. The key ``errors`` holds the last error of each failed prompt.
     """
 
     def __init__(self, root: Path) -> None:
         self.path = root / FOLDER / "ledger.jsonl"
 
     def rewind(self, step: int) -> None:
-        """Drops all lines after ``step``, because the run resumes from this step."""
+        """Drops the log lines of training steps after ``step``, because the run resumes from the checkpoint of this step."""
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         kept = []
         for line in lines:
@@ -138,7 +146,7 @@ class SettlementLog:
         write_atomically(self.path, "".join(kept))
 
     def add(self, step: int, result: StepResult) -> None:
-        """Appends the prompts that a step settled."""
+        """Appends a log line with the prompts that training step ``step`` trained, rejected or gave up."""
         line = {"step": step, "round": result.batch.number, "kind": result.batch.kind}
         line |= {name: getattr(result, name) for name in ("trained", "rejected", "failed", "errors")}
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,12 @@
-"""Event-driven simulation of rollouts: engines with a given decoding speed, controlled by the state machines of production.
+"""Event-driven simulation of rollouts: simulated engines, controlled by the same state machines as real engines.
 
-In each decoding step, a replica generates one token for each running request. The duration of a step depends on the number of
-running requests and on the number of tokens in the key-value cache (:class:`Engine`). The simulation jumps from event to event (a
-request ends or is cancelled, the cache is full), so a response of 16,384 tokens costs no more than a response of ten tokens.
+In each decoding step, a replica of the engine generates one token for each running request. The duration of a step depends on the
+number of running requests and on the number of tokens in the key-value cache (:class:`Engine`). The simulation jumps from event to
+event (a request ends or is cancelled, the cache is full). The simulation of a response of 16,384 tokens therefore takes no longer
+than that of a response of ten tokens.
 
-In :func:`play_rounds`, :class:`~rl_accel.rollout.tail_batching.TailBatching` decides which requests to launch and to cancel. Ratios
-of 1 simulate a trainer without tail batching, which waits for every response.
+In :func:`play_rounds`, :class:`~rl_accel.rollout.tail_batching.TailBatching` decides which requests to launch and to cancel. With
+``prompt_ratio`` and ``response_ratio`` of 1, the simulation shows a trainer without tail batching, which waits for every response.
 """
 
 import gc
@@ -45,17 +46,17 @@ class Engine:
     """Speed and capacity of one replica of the rollout engine. All times are in seconds.
 
     Args:
-        step_seconds: duration of a decoding step, by number of running requests. Linear between the given numbers, constant below
-            the first; the last slope continues beyond the last.
+        step_seconds: mapping from number of running requests to the duration of a decoding step. The duration is linear between
+            the given numbers and constant below the first number. The last slope continues above the last number.
         cached_token_seconds: additional duration of a step for each token in the key-value cache.
-        prompt_token_seconds: time to prefill one token of a prompt or of a preempted request; all others wait meanwhile.
-        request_seconds: host time to start a request; all others wait meanwhile.
-        response_seconds: host time when a response has ended; all others wait meanwhile.
-        places: slots, the maximum number of running requests; others wait.
-        cache_tokens: capacity of the key-value cache; when it is full, the request that started last is preempted.
+        prompt_token_seconds: time to prefill one token of a prompt or of a preempted request. All other requests wait meanwhile.
+        request_seconds: host time to start a request. All other requests wait meanwhile.
+        response_seconds: host time to finish a request that has ended. All other requests wait meanwhile.
+        places: number of slots, the maximum number of running requests. Further requests wait in a queue.
+        cache_tokens: capacity of the key-value cache in tokens. When the cache is full, the request that started last is preempted.
 
     Raises:
-        ValueError: a size is below 1, a time is negative, or ``step_seconds`` are not above 0.
+        ValueError: ``places`` or ``cache_tokens`` is below 1, a time is negative, or a value of ``step_seconds`` is not above 0.
     """
 
     step_seconds: Mapping[int, float]
@@ -76,7 +77,7 @@ class Engine:
                 raise ValueError(f"{field_.name} must be at least {wanted}, found {found}")
 
     def seconds(self, running: npt.ArrayLike) -> Floats:
-        """Returns the duration of a step in seconds, by number of running requests, with an empty cache."""
+        """Returns the duration of a decoding step in seconds for each number of running requests, with an empty key-value cache."""
         knots, values = np.array(sorted(self.step_seconds.items()), float).T
         slope = (values[-1] - values[-2]) / (knots[-1] - knots[-2]) if len(knots) > 1 else 0.0
         requests = np.asarray(running, float)
@@ -86,28 +87,32 @@ class Engine:
 
 
 class Workload(Protocol):
-    """Source of response lengths and reward times. Prompts are numbered from 0 in the order of the data."""
+    """Interface of the source of simulated response lengths and reward times. Prompts are numbered from 0, in data order."""
 
     @property
     def prompt_tokens(self) -> int:
         """Number of tokens in each prompt."""
 
     def lengths(self, prompts: Sequence[int], responses: int, rng: np.random.Generator) -> Ints:
-        """Draws the lengths of ``responses`` new responses per prompt, in tokens, shape [P, R], at least 1."""
+        """Draws the lengths in tokens, at least 1, of ``responses`` new responses per prompt. Returns shape [P, R]."""
 
     def reward_seconds(self, count: int, rng: np.random.Generator) -> Floats | None:
-        """Draws the durations of ``count`` rewards in seconds, shape [count]; None if rewards take no time."""
+        """Draws the durations of ``count`` reward computations in seconds, shape [count]. Returns None if rewards take no time."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """A workload of given lengths, shape [P, R]. The prompts come in order; the first follows again after the last."""
+    """Workload that replays the response lengths in ``table``, shape [P, R], in tokens. After the last prompt comes the first."""
 
     table: Ints
     prompt_tokens: int = 0
 
     def lengths(self, prompts: Sequence[int], responses: int, rng: np.random.Generator) -> Ints:
-        """Returns the lengths of the first ``responses`` responses of each prompt; raises ValueError if fewer are given."""
+        """Returns the lengths in tokens of the first ``responses`` responses of each prompt. Returns shape [P, R].
+
+        Raises:
+            ValueError: the table has fewer responses per prompt.
+        """
         if responses > self.table.shape[1]:
             raise ValueError(f"responses must be at most the {self.table.shape[1]} of each prompt, found {responses}")
         return self.table[np.array(prompts) % len(self.table), :responses]
@@ -117,9 +122,10 @@ class Given:
 
 
 class Request:
-    """A response in an engine. A waiting request has ``tokens`` tokens so far, and ``began`` is 0.
+    """A response in a simulated engine. A waiting request has ``tokens`` tokens so far, and its ``began`` is 0.
 
-    For a running request, ``began`` is its start number (from 1 on), and ``end`` is the step of its replica at which it ends.
+    For a running request, ``began`` counts the starts on the replica (from 1 on), and ``end`` is the decoding step of the replica
+    at which the request ends.
     """
 
     __slots__ = ("began", "end", "id", "length", "replica", "tokens")
@@ -134,9 +140,10 @@ _by_end, _by_begin = attrgetter("end"), attrgetter("began")
 
 
 class _Replica:
-    """One engine, advanced to ``time``, after ``steps`` decoding steps.
+    """One simulated replica of the engine at the time ``time`` in seconds, after ``steps`` decoding steps.
 
-    The next event is ``ahead`` steps away and has the number ``serial``: a request ends, or the cache is full (``fills``).
+    At the next event, a request ends or the key-value cache is full (``fills``). This event is ``ahead`` decoding steps away and
+    has the unique number ``serial``.
     """
 
     __slots__ = (
@@ -147,14 +154,14 @@ class _Replica:
     def __init__(self, engine: Engine, prompt: int, pace: Sequence[float]) -> None:
         self.engine, self.prompt, self.pace = engine, prompt, pace
         self.rate, self.room = engine.cached_token_seconds, engine.cache_tokens
-        self.running: list[Request] = []  # sorted by end, the latest first
+        self.running: list[Request] = []  # sorted by end, the latest end first
         self.queue: deque[Request] = deque()
         self.time = self.steps = self.stall = self.cached = self.peak = self.ahead = 0.0
         self.begun = self.preemptions = self.serial = 0
         self.fills = False
 
     def next_event(self) -> float:
-        """Returns the time of the next event; infinity if nothing runs."""
+        """Returns the time of the replica's next event (a request ends or the cache is full); infinity if no request runs."""
         running, cached = self.running, self.cached
         if not running:
             return math.inf
@@ -167,7 +174,7 @@ class _Replica:
         return self.time + self.stall + ahead * (self.pace[count] + self.rate * (cached + count * ahead / 2))
 
     def advance(self, now: float) -> None:
-        """Decodes until ``now``; the next event must not be earlier."""
+        """Advances the decoding of all running requests to the time ``now``, which must not be later than the next event."""
         left = now - self.time - self.stall
         self.time, self.stall = now, max(-left, 0.0)
         if left > 0 and self.running:
@@ -178,7 +185,10 @@ class _Replica:
             self.cached += steps * count
 
     def happen(self, now: float) -> Request:
-        """Decodes until the next event, at ``now``; returns the request that ended or, if the cache is full, was preempted."""
+        """Advances the replica to its next event, at the time ``now``.
+
+        Returns the request that ended or, if the key-value cache is full, the request that was preempted.
+        """
         running = self.running
         self.time, self.stall = now, 0.0
         self.steps += self.ahead
@@ -201,14 +211,14 @@ class _Replica:
         return request
 
     def stop(self, request: Request, tokens: float) -> None:
-        """Stops a running request after ``tokens`` tokens."""
+        """Removes a running request that has ``tokens`` tokens from the replica."""
         self.running.remove(request)
         self.peak = max(self.peak, self.cached)
         self.cached -= self.prompt + tokens
         request.began = 0
 
     def start(self) -> None:
-        """Starts waiting requests while there are free slots and there is room in the cache."""
+        """Starts waiting requests while the replica has free slots and room in its key-value cache."""
         engine, queue, running, prompt = self.engine, self.queue, self.running, self.prompt
         cached, stall, steps, begun = self.cached, self.stall, self.steps, self.begun
         host, reading = engine.request_seconds, engine.prompt_token_seconds
@@ -228,10 +238,10 @@ class _Replica:
 
 
 class Cluster:
-    """Replicas of an engine with their requests. ``now`` is the time of the last event in seconds, from 0 on.
+    """Several simulated replicas of an engine with their requests. ``now`` is the time of the last event in seconds, from 0 on.
 
-    A new request goes to the replica with the fewest requests (verl's balancer). Another router is a subclass that
-    overrides :meth:`launch` to choose ``replicas``, and :meth:`happen` to learn which requests ended.
+    A new request goes to the replica with the fewest requests, as in verl's load balancer. A subclass can implement another
+    router: it overrides :meth:`launch` to choose ``replicas``, and :meth:`happen` to see which requests ended.
 
     Raises:
         ValueError: ``replicas`` is below 1.
@@ -255,7 +265,7 @@ class Cluster:
 
     @property
     def loads(self) -> list[int]:
-        """Number of running and waiting requests of each replica."""
+        """Number of requests, running or waiting, on each replica."""
         return [len(replica.running) + len(replica.queue) for replica in self._replicas]
 
     @property
@@ -264,7 +274,7 @@ class Cluster:
         return sum(replica.preemptions for replica in self._replicas)
 
     def take_peak_tokens(self) -> float:
-        """Returns the highest number of tokens in any replica's cache since the last call."""
+        """Returns the highest number of tokens that any replica's key-value cache held since the last call."""
         peak = max(replica.peak for replica in self._replicas)
         for replica in self._replicas:
             replica.peak = replica.cached
@@ -286,13 +296,14 @@ class Cluster:
         prompts: Sequence[int] | None = None,
         replicas: Iterable[int] | None = None,
     ) -> None:
-        """Starts requests.
+        """Adds requests to the replicas.
 
         Args:
-            ids, lengths: id and final number of tokens of each request.
-            tokens: number of tokens that each request already has; the engine only prefills these tokens.
-            prompts: prompt of each request, for routers that need it.
-            replicas: index of the replica for each request.
+            ids: id of each request.
+            lengths: final number of tokens of each request.
+            tokens: number of tokens that each request already has; the engine only prefills these tokens. None means 0.
+            prompts: number of the prompt of each request; used by subclasses that route by prompt.
+            replicas: index of the replica for each request. If None, each request goes to the replica with the fewest requests.
         """
         if not self._requests:
             self._heap.clear()
@@ -312,7 +323,7 @@ class Cluster:
             self._go_on(replica)
 
     def _fewest(self) -> Iterator[int]:
-        """Yields replica indices endlessly, fewest requests first; each yield counts as a new request."""
+        """Yields the index of the replica with the fewest requests, endlessly. Each yielded index counts as a new request there."""
         loads = [(load, index) for index, load in enumerate(self.loads)]
         heapq.heapify(loads)
         while True:
@@ -321,7 +332,7 @@ class Cluster:
             yield index
 
     def cancel(self, ids: Iterable[int]) -> list[int]:
-        """Stops unfinished requests; returns the number of tokens of each."""
+        """Stops unfinished requests and removes them. Returns the number of tokens of each request."""
         touched: dict[_Replica, None] = {}
         tokens = []
         for request_id in ids:
@@ -339,14 +350,14 @@ class Cluster:
         return tokens
 
     def next_event(self) -> float:
-        """Returns the time of the next event; infinity if nothing runs."""
+        """Returns the time of the next event on any replica; infinity if no request runs."""
         heap = self._heap
         while heap and heap[0][1] != heap[0][2].serial:
             heapq.heappop(heap)
         return heap[0][0] if heap else math.inf
 
     def happen(self) -> Request | None:
-        """Simulates until the next event, which must exist; returns the request that ended, or None after a preemption."""
+        """Simulates until the next event, which must exist. Returns the request that ended; None if a request was preempted."""
         heap = self._heap
         while heap[0][1] != heap[0][2].serial:
             heapq.heappop(heap)
@@ -360,7 +371,7 @@ class Cluster:
         return request
 
     def _go_on(self, replica: _Replica) -> None:
-        """Updates a replica after requests have come or gone."""
+        """Starts waiting requests on a replica and computes its next event, after requests were added or removed."""
         if replica.queue:
             replica.start()
         self._serial = replica.serial = self._serial + 1
@@ -369,14 +380,14 @@ class Cluster:
 
 @dataclass(slots=True)
 class Round:
-    """Results of one rollout.
+    """Results of one simulated round of tail batching.
 
     Attributes:
-        metrics: metrics of the state machine, with ``rollout_seconds`` and token counts.
-        ends: seconds from the start of the round until each complete response was generated, ascending.
-        peak_tokens: highest number of tokens in any replica's cache.
+        metrics: metrics of the round as reported by :class:`TailBatching`, with ``rollout_seconds`` and token counts.
+        ends: seconds from the start of the round to the end of generation, for each completely generated response, ascending.
+        peak_tokens: highest number of tokens in the key-value cache of any replica.
         preemptions: number of preemptions over all replicas.
-        unfinished: number of responses that were cancelled in an engine when the batch was complete.
+        unfinished: number of responses that were still in an engine and cancelled when the batch was complete.
     """
 
     metrics: RoundMetrics = field(default_factory=lambda: RoundMetrics(0, "short", 1.0))
@@ -397,16 +408,18 @@ def play_rounds(
     ends: bool = False,
     cluster: type[Cluster] = Cluster,
 ) -> list[Round]:
-    """Simulates consecutive rounds of :class:`TailBatching` and returns the rounds. The same ``seed`` gives the same rounds.
+    """Simulates consecutive rounds of tail batching and returns the results of each round. The same ``seed`` gives the same rounds.
 
     Args:
-        run: parameters of the state machine; with ratios of 1, each round waits for every response.
-        engine, replicas, workload: speed of a replica, number of replicas, and source of response lengths.
+        run: parameters of tail batching. With ratios of 1, each round waits for every response.
+        engine: speed and capacity of a replica.
+        replicas: number of replicas.
+        workload: source of response lengths and reward times.
         rounds: number of rounds.
         seed: seed of all random draws.
-        timeout: state machine of ``reward_timeout``; a reward that ends within its limit counts as that of a correct answer.
-        ends: whether the run ends with the last round. If so, no prompt is started that these rounds could not train.
-        cluster: class of the cluster; a subclass may route requests otherwise.
+        timeout: time limits for rewards. A reward that ends within its limit counts as that of a correct answer. None: no limit.
+        ends: whether training ends with the last round. If so, no prompt is started that these rounds could not train.
+        cluster: class of the cluster. A subclass of :class:`Cluster` can route requests in another way.
     """
     player = Player(run, cluster(engine, replicas, workload.prompt_tokens), workload, seed, timeout)
     with collecting_seldom():
@@ -414,10 +427,12 @@ def play_rounds(
 
 
 class Player:
-    """Carries out decisions of :class:`TailBatching`, as :class:`~rl_accel.rollout.driver.RolloutDriver` does for a framework.
+    """Simulates rounds of tail batching: carries out the decisions of :class:`TailBatching` on a simulated cluster.
+
+    :class:`~rl_accel.rollout.driver.RolloutDriver` has the same role for the workers of a framework.
 
     Attributes:
-        cluster: cluster of the next round; may be replaced between two rounds.
+        cluster: simulated cluster for the next round; may be replaced between two rounds.
     """
 
     def __init__(
@@ -427,13 +442,16 @@ class Player:
         self._core, self._workload, self._timeout = TailBatching(run), workload, timeout
         self._rng = np.random.default_rng(seed)
         self._offered = 0
-        self._rewards: dict[int, tuple[str, float]] = {}  # prompt and reward seconds of each response
+        self._rewards: dict[int, tuple[str, float]] = {}  # prompt id and reward seconds, by response id
         self._rewarding: list[tuple[float, int]] = []
-        self._generated: dict[int, int] = {}  # tokens of responses whose reward is being computed
+        self._generated: dict[int, int] = {}  # number of tokens, by id of responses whose reward is being computed
         self._round = Round()
 
     def play(self, steps_left: int = MANY) -> Round:
-        """Simulates one round; ``steps_left`` is the number of remaining training steps, including that of this round."""
+        """Simulates one round and returns its results.
+
+        ``steps_left`` is the number of remaining training steps, including the step of this round.
+        """
         core, cluster, rewarding, rewards = self._core, self.cluster, self._rewarding, self._rewards
         generated, scored, happen = core.response_generated, core.response_scored, cluster.happen
         began, preempted, played, over = cluster.now, cluster.preemptions, Round(), Phase.BETWEEN_ROUNDS
@@ -513,7 +531,7 @@ class Player:
 
 @contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """Disables cyclic garbage collection inside the block."""
+    """Disables Python's cyclic garbage collection inside the ``with`` block."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,5 @@
-"""Tail batching: a round ends with the first P0 prompts to complete, and no prompt is lost (RollPacker, NSDI'26)."""
+"""State machine of tail batching (RollPacker, NSDI'26): a round starts more prompts than a batch needs and ends when enough
+prompts are complete. Slow prompts run again in a later round, so no prompt is lost."""
 
 import math
 from collections import deque
@@ -27,7 +28,7 @@ from rl_accel.rollout.tail_decisions import (
 from rl_accel.rollout.tail_ratio import CompletionTimes
 
 FIRST_RATIO = 1.25
-"""Initial prompt ratio of ``prompt_ratio=auto``."""
+"""Initial ratio of started to trained prompts with ``prompt_ratio=auto``, used until enough completion times are known."""
 
 _FORMAT = "rl_accel.tail_batching"
 _VERSION = 2
@@ -36,17 +37,17 @@ _MUST_AGREE = ("format", "version", "prompts_per_step", "responses_per_prompt", 
 
 @dataclass(frozen=True)
 class TailRun:
-    """Fixed parameters of a run of :class:`TailBatching`.
+    """Fixed parameters of a training run with tail batching.
 
     Args:
-        prompts_per_step: P0, number of prompts in a batch.
-        responses_per_prompt: R0, number of responses per prompt in a batch.
-        flags: the user's flags.
-        filter_groups: whether each complete group needs a verdict (dynamic sampling as in DAPO).
-        data_id: any identifier of the data and its row order; a saved state with another identifier is refused.
+        prompts_per_step: number of prompts in a training batch (P0 in the documentation).
+        responses_per_prompt: number of responses per prompt in a training batch (R0 in the documentation).
+        flags: the user's flags of tail batching.
+        filter_groups: whether a filter accepts or rejects each prompt with its complete responses (as in DAPO).
+        data_id: any identifier of the data set and its row order. A saved state with another identifier is refused.
 
     Raises:
-        ConfigError: P0 or R0 is below 1, or ``flags.domain_quotas`` do not add up to P0.
+        ConfigError: a number is below 1, or ``flags.domain_quotas`` do not add up to ``prompts_per_step``.
     """
 
     prompts_per_step: int
@@ -68,17 +69,20 @@ class TailRun:
 
     @property
     def domain_quotas(self) -> Mapping[str, int]:
-        """Number of prompts of each domain in a batch; empty without quotas."""
+        """Mapping from domain (a category of prompts) to the number of its prompts in each batch; empty without quotas."""
         return self.flags.domain_quotas or {}
 
     @property
     def surplus_responses(self) -> int:
-        """Number of responses that a short round launches for each prompt."""
+        """Number of responses that a short round (a round that cuts off slow prompts) starts for each prompt.
+
+        Equals ``responses_per_prompt * flags.response_ratio``, rounded up.
+        """
         return _scaled(self.responses_per_prompt, self.flags.response_ratio)
 
     @property
     def rounded_ratios(self) -> list[str]:
-        """A sentence for each ratio that grows by more than 10% when rounded up to whole prompts or responses."""
+        """Warnings, one for each ratio flag that grows by more than 10% when rounded up to whole prompts or responses."""
         counts = {"prompt_ratio": self.prompts_per_step, "response_ratio": self.responses_per_prompt}
         ratios = {name: ratio for name in counts if not isinstance(ratio := getattr(self.flags, name), str)}
         launched = {name: _scaled(counts[name], ratio) for name, ratio in ratios.items()}
@@ -91,25 +95,35 @@ class TailRun:
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """A prompt that is not trained, rejected or failed yet."""
+    """A prompt that is not yet trained, rejected by the filter, or given up after failures.
+
+    Attributes:
+        deferrals: number of rounds that cut off the prompt because it was too slow.
+        deferred_in: number of the first of these rounds; 0 for none.
+    """
 
     id: str
     domain: str
     deferrals: int = 0
-    deferred_in: int = 0  # number of the round of the first deferral
+    deferred_in: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """A prompt in the open round. Each of its responses is generating, generated or cancelled, until the response is settled.
+    """A prompt in the open round, with the states of its responses.
+
+    Each response is generating, generated or cancelled until it is trained, has failed, or its cancellation is acknowledged.
 
     Attributes:
-        generating: ids of generating responses, in the order of launch.
-        generated: number of tokens of each generated response, in the order of completion.
-        scored_at: time of the score, for each scored response.
-        cancelled: number of tokens of each cancelled response; below 0 while the response is still generating.
-        retries: number of retries before each response, if any.
-        surplus_tokens: numbers of tokens of the settled cancelled responses.
+        launched_at: time of the launch in seconds.
+        is_refill: whether the prompt was started after the start of the round, in place of a rejected or failed prompt.
+        from_queue: whether the prompt comes from the queue of prompts that earlier rounds cut off.
+        generating: ids of the responses that are being generated, in the order of launch.
+        generated: number of tokens of each generated response, by response id, in the order of completion.
+        scored_at: time of the score in seconds, by id of the scored response.
+        cancelled: number of tokens of each cancelled response, by response id. Below 0 while the response is still generating.
+        retries: number of retries before each response, by response id; absent for 0.
+        surplus_tokens: number of tokens of each cancelled response whose cancellation is acknowledged.
     """
 
     prompt: _Prompt
@@ -129,7 +143,16 @@ class _Attempt:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """Prompts of one domain; of all domains without quotas. ``target``: number of prompts that the round runs or has kept."""
+    """Prompts of one domain, or all prompts if there are no domain quotas.
+
+    Attributes:
+        quota: number of prompts of the domain in a batch.
+        target: number of prompts that the current round runs or has completed.
+        fresh: waiting prompts that the next round of any kind may start.
+        queue: waiting prompts that earlier rounds cut off too often. They run in long rounds, which wait for all responses.
+        active: running prompts, by prompt id.
+        kept: complete prompts of the next batch.
+    """
 
     quota: int
     target: int = 0
@@ -140,17 +163,17 @@ class _Lane:
 
     @property
     def going(self) -> int:
-        """Number of prompts running or kept for the batch."""
+        """Number of prompts of the domain that are running, or complete and kept for the batch."""
         return len(self.active) + len(self.kept)
 
     @property
     def is_full(self) -> bool:
-        """True if the quota of the domain is complete."""
+        """True if all prompts of this domain that the batch needs are complete."""
         return len(self.kept) == self.quota
 
 
 class Phase(Enum):
-    """Phase of the state machine. Each value completes the sentence "... but" of an error message."""
+    """Phase of a round of tail batching. Each value is a clause that ends an error message ("..., but no round is open")."""
 
     BETWEEN_ROUNDS = "no round is open"
     FILLING = "the round waits for prompts"
@@ -159,36 +182,41 @@ class Phase(Enum):
 
 
 class TailBatching:
-    """Decides which responses to launch, to cancel and to train on. No I/O and no clock: events in, decisions out.
+    """State machine that decides which responses to launch, to cancel and to train on. It has no I/O and no clock.
 
-    A **short** round launches more than P0 prompts, and more than R0 responses of each. The first R0 responses of a prompt
-    to finish *generating* form its group. The other responses are cancelled at once, so a slow reward cannot make a
-    response look long. A prompt is complete when its R0 responses are scored; the first P0 complete prompts are the batch.
-    All other prompts are cancelled and launched anew in a later round, so training stays strictly on-policy. Prompts that
-    were cut off wait in a queue. When the queue holds enough prompts, a **long** round runs P0 of them with R0 responses
-    each and waits for all. No prompt is started that does not fit into the remaining batches. When a short round would
-    start such a prompt, **final** rounds train the remaining prompts like long rounds, deferred prompts first.
+    P0 is the number of prompts in a batch. R0 is the number of trained responses per prompt.
+
+    A **short** round launches more than P0 prompts, and more than R0 responses of each prompt. The first R0 responses of a
+    prompt to finish *generating* form the group of this prompt. The other responses of the prompt are cancelled at once,
+    so a slow reward cannot make a response look long. A prompt is complete when its R0 responses are scored. The first P0
+    complete prompts are the batch. All other prompts are deferred: their responses are cancelled, and the prompts are
+    launched anew in a later round, so training stays strictly on-policy. A prompt that was deferred
+    ``flags.max_deferrals`` times waits in a queue. When this queue holds enough prompts, a **long** round runs P0 prompts
+    with R0 responses each and waits for all responses. No prompt is started that does not fit into the remaining batches.
+    When a short round would start such a prompt, **final** rounds train the remaining prompts like long rounds, with the
+    queue first.
 
     Every prompt is trained, rejected or reported as failed exactly once, and every batch has P0 groups of R0 responses.
 
-    **Driver.** The driver calls ``begin_round``, carries out the decisions that each call returns, in their order, and
-    reports events. ``now`` is in seconds of one clock of the driver's choice.
+    **Driver.** The driver is the code that calls this class and has the responses generated. It calls ``begin_round``,
+    carries out the decisions that each call returns, in their order, and reports events. The argument ``now`` is the time
+    of an event in seconds, of one clock of the driver's choice. The driver answers the decisions as follows.
 
-    - ``RequestPrompts``: ``offer`` new ids. The driver finds the payload of a prompt by its id. Each epoch and row has a
-      unique id, for example ``"2:1017"``.
+    - ``RequestPrompts``: ``offer`` new ids. The driver finds the payload of a prompt by the id of the prompt. Each epoch and
+      row has a unique id, for example ``"2:1017"``.
     - ``Launch``: each response ends in one of three ways. Either ``response_generated``, then ``response_scored``. Or
       ``response_failed`` (engine, agent loop or reward), followed by a retry. Or ``response_aborted`` after a cancel. This
-      event must come for each cancelled response that was not scored before, even if its server is gone.
+      event must come for each cancelled response that was not scored before, even if the server of the response is gone.
     - ``CheckGroup`` (only with ``filter_groups``): ``group_checked``, before any other event.
     - ``TrainBatch``: train on exactly these groups. ``RoundEnded``: begin the next round after the weight update.
 
-    Events may be late: an event about a settled response is ignored. Response ids never recur. An impossible event (a
+    A late event, about a response that has already ended, is ignored. Response ids never recur. An impossible event (a
     response that was never launched, a negative number of tokens, a repeated event) raises ValueError and changes nothing.
 
     **Save and resume.** ``state_dict`` works at any time. The state holds prompts, not responses. A batch counts as trained
     from ``TrainBatch`` on, so save the state with the checkpoint that contains the update. Also save the payloads of
-    ``unsettled_prompts`` and the position in the data. After ``load_state_dict`` no round is open. Prompts that were in
-    flight wait again; they are neither lost nor deferred, and must not be offered again.
+    ``unsettled_prompts`` and the position in the data. After ``load_state_dict`` no round is open. Prompts that were
+    running at the time of saving wait again. These prompts are neither lost nor deferred, and must not be offered again.
 
     Attributes:
         run: parameters of the run.
@@ -211,14 +239,18 @@ class TailBatching:
         self._began = 0.0
         self._metrics = RoundMetrics(0, "short", 1.0)
         self._trained: list[_Attempt] = []
-        self._attempts: dict[int, _Attempt] = {}  # by id of each unsettled response
+        self._attempts: dict[int, _Attempt] = {}  # by response id, until the response has ended
         self._next_response = 0
         self._unacknowledged = 0
         self._unchecked: _Attempt | None = None
         self._warm = False
 
     def begin_round(self, steps_left: int, now: float) -> list[Decision]:
-        """Opens the next round. ``steps_left`` batches are still to be trained, including the batch of this round.
+        """Opens the next round and returns the first decisions to carry out.
+
+        Args:
+            steps_left: number of batches still to be trained, including the batch of this round.
+            now: current time in seconds.
 
         Raises:
             ValueError: the last round has not ended, or ``steps_left`` is below 1.
@@ -235,10 +267,10 @@ class TailBatching:
         return self._fill(now)
 
     def offer(self, prompts: Mapping[str, str], now: float) -> list[Decision]:
-        """Adds new prompts, a mapping from id to domain. The call may come at any time, with any number of prompts.
+        """Adds new prompts, given as a mapping from prompt id to domain. Allowed at any time, with any number of prompts.
 
         Raises:
-            TypeError, ValueError: an id is no string or already known, or a domain has no quota. No prompt is added then.
+            TypeError, ValueError: a prompt id is no string or is already known, or a domain has no quota. No prompt is added then.
         """
         for prompt_id, domain in prompts.items():
             if not isinstance(prompt_id, str):
@@ -256,7 +288,7 @@ class TailBatching:
     # Responses and groups
 
     def response_generated(self, response_id: int, tokens: int) -> list[Decision]:
-        """Handles the end of a response's generation; its reward may still be in progress."""
+        """Handles a response whose generation has ended with ``tokens`` tokens. Its reward may still be in progress."""
         attempt = self._find(response_id, tokens)
         if attempt is None:
             return []
@@ -271,7 +303,7 @@ class TailBatching:
         return []
 
     def response_scored(self, response_id: int, now: float) -> list[Decision]:
-        """Handles the score of a generated response. The score of a cancelled response counts as its acknowledgement."""
+        """Handles the score of a generated response. If the response was cancelled, its score confirms that it has ended."""
         attempt = self._find(response_id)
         if attempt is None:
             return []
@@ -290,9 +322,10 @@ class TailBatching:
         return [CheckGroup(attempt.group())]
 
     def response_failed(self, response_id: int, tokens: int, now: float, lost: bool = False) -> list[Decision]:
-        """Handles a failure of the engine, the agent loop or the reward, after ``tokens`` tokens of a response.
+        """Handles a response that failed in the engine, the agent loop or the reward, after ``tokens`` generated tokens.
 
-        A response that was ``lost``, because a process died, is replaced; this does not count as a retry.
+        The response is launched again, up to ``max_retries`` times. If it was ``lost`` because a process died, the new launch
+        does not count as a retry.
         """
         attempt = self._find(response_id, tokens)
         if attempt is None:
@@ -316,7 +349,7 @@ class TailBatching:
         return [*cancelled, PromptFailed(attempt.prompt.id), *self._replace(attempt, now)]
 
     def response_aborted(self, response_id: int, tokens: int) -> list[Decision]:
-        """Handles a cancelled response that has stopped after ``tokens`` tokens, with all its data removed."""
+        """Handles the confirmation that a cancelled response has stopped after ``tokens`` tokens and all its data is removed."""
         attempt = self._find(response_id, tokens)
         if attempt is None:
             return []
@@ -329,7 +362,10 @@ class TailBatching:
         return self._end_if_settled()
 
     def group_checked(self, prompt_id: str, passes: bool, now: float) -> list[Decision]:
-        """Handles the filter's verdict on a complete group. Another prompt replaces a rejected prompt."""
+        """Handles the verdict of the group filter on a prompt whose responses are all scored.
+
+        A prompt that ``passes`` is kept for the batch. Any other prompt is dropped, and another prompt replaces it.
+        """
         attempt = self._unchecked
         if attempt is None or attempt.prompt.id != prompt_id:
             raise ValueError(f"prompt_id must be of the group to check, found {prompt_id!r}")
@@ -342,11 +378,11 @@ class TailBatching:
     # Saving
 
     def unsettled_prompts(self) -> list[str]:
-        """Returns the ids of all offered prompts that are not trained, rejected or failed."""
+        """Returns the ids of all prompts passed to ``offer`` that are not yet trained, rejected or failed."""
         return list(self._unsettled)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state for a resumed run as JSON-compatible data."""
+        """Returns the state as JSON-compatible data, from which a later run can resume."""
         prompts: list[_Prompt] = []  # in the order in which a resumed run launches them
         for lane in self._lanes.values():
             prompts += [attempt.prompt for attempt in (*lane.kept, *lane.active.values())]
@@ -365,10 +401,11 @@ class TailBatching:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces the state by a saved state. Ratios, thresholds and quotas may differ from those of the saved run.
+        """Replaces the current state by a saved state. Ratios, thresholds and quotas may differ from those of the saved run.
 
         Raises:
-            ValueError: ``state`` has another format, version, P0, R0 or data id, or is damaged. Nothing is changed then.
+            ValueError: ``state`` is damaged, or has another format, version, batch size, number of responses per prompt or data
+                id than this run. The current state stays unchanged then.
         """
         ours = self.state_dict()
         for key in _MUST_AGREE:
@@ -392,7 +429,7 @@ class TailBatching:
     # Filling, refilling and ending a round
 
     def _plan(self) -> RoundKind:
-        """Chooses the kind of the next round and the number of prompts of each domain."""
+        """Chooses the kind of the next round (short, long or final) and the number of prompts of each domain to run in it."""
         flags, lanes = self.run.flags, self._lanes.values()
         ratio = flags.prompt_ratio
         if isinstance(ratio, str):
@@ -402,7 +439,7 @@ class TailBatching:
         queued = sum(len(lane.queue) for lane in lanes)
         surplus = any(lane.target > lane.quota for lane in lanes)
         kind: RoundKind = "short"
-        # Without surplus no prompt is deferred, so the queue would never fill up: run its prompts now.
+        # If rounds start no more prompts than they train, no prompt is deferred, and the queue never fills up. Run it now.
         if queued >= (flags.queue_threshold or self.run.prompts_per_step) or (queued and not surplus):
             kind = "long"
         elif any(lane.target - len(lane.fresh) > self._room(lane) for lane in lanes):
@@ -413,11 +450,11 @@ class TailBatching:
         return kind
 
     def _room(self, lane: _Lane) -> int:
-        """Returns the number of further prompts of the domain that can be started and still be trained."""
+        """Returns the number of prompts of a domain that can be added and still be trained in the remaining steps."""
         return max(self._steps_left * lane.quota - lane.going - len(lane.fresh) - len(lane.queue), 0)
 
     def _fill(self, now: float) -> list[Decision]:
-        """Starts the round, or requests the prompts that are missing for its start."""
+        """Starts the round if enough prompts are known. Otherwise requests the missing prompts."""
         missing = {}
         for domain, lane in self._lanes.items():
             available = len(lane.fresh) if self._kind == "short" else len(lane.fresh) + len(lane.queue)
@@ -437,9 +474,11 @@ class TailBatching:
         return decisions
 
     def _refill(self, now: float) -> list[Decision]:
-        """Replaces rejected and failed prompts by new prompts. If no new prompt can be started, the surplus shrinks.
+        """Starts new prompts in place of rejected and failed prompts.
 
-        Below the quota, deferred prompts fill the gap. Enough exist: the unsettled prompts fill the remaining batches.
+        If no new prompt may be started any more, the round continues with fewer extra prompts. If the round then has fewer
+        prompts than the batch needs, deferred prompts are started. Enough deferred prompts exist, because the prompts that are
+        not trained yet fill the remaining batches.
         """
         decisions: list[Decision] = []
         missing = {}
@@ -469,7 +508,10 @@ class TailBatching:
         return decisions + self._train(now) if all(other.is_full for other in self._lanes.values()) else decisions
 
     def _cut_off(self, attempt: _Attempt, now: float) -> None:
-        """Records that a prompt was too slow for this round. A refill is not deferred: launched late, it had no fair chance."""
+        """Records that a prompt was too slow for this round.
+
+        A prompt that replaced a rejected or failed prompt does not count as deferred: it started late and had no fair chance.
+        """
         prompt = attempt.prompt
         if self._kind == "short" and not prompt.deferrals and self._warm:
             self._times.add_short(now - attempt.launched_at, completed=False)
@@ -479,7 +521,11 @@ class TailBatching:
             prompt.deferrals += 1
 
     def _put_back(self, prompts: Iterable[_Prompt]) -> None:
-        """Puts prompts back: at the end of the queue after ``max_deferrals`` deferrals, else ahead of new prompts."""
+        """Puts prompts back into the waiting lists of their domains.
+
+        A prompt that was cut off at least ``max_deferrals`` times goes to the end of the queue for long rounds. Any other
+        prompt goes ahead of the new prompts.
+        """
         early = []
         for prompt in prompts:
             if prompt.deferrals >= self.run.flags.max_deferrals:
@@ -549,14 +595,14 @@ class TailBatching:
         return Launch(attempt.prompt.id, tuple(new))
 
     def _cancel(self, attempt: _Attempt, generated: bool = False) -> list[Decision]:
-        """Cancels the generating responses and, with ``generated``, also the generated responses."""
+        """Cancels the responses of a prompt that are still generating and, with ``generated=True``, its generated responses too."""
         stopped = dict.fromkeys(attempt.generating, -1)
         attempt.generating.clear()
         response_ids = [*stopped]
         if generated:
             response_ids += attempt.generated
             for response_id, tokens in attempt.generated.items():
-                if response_id in attempt.scored_at:  # nothing is left to stop
+                if response_id in attempt.scored_at:  # a scored response has ended already
                     del self._attempts[response_id]
                     self._waste(tokens)
                 else:
@@ -568,7 +614,7 @@ class TailBatching:
         return [Cancel(attempt.prompt.id, tuple(response_ids))] if response_ids else []
 
     def _settle(self, attempt: _Attempt) -> None:
-        """Removes a prompt that is trained, rejected or failed, with its generated responses."""
+        """Removes a prompt that is trained, rejected or failed, and forgets the prompt's generated responses."""
         del self._unsettled[attempt.prompt.id]
         self.settled += 1
         for response_id in attempt.generated:
@@ -581,8 +627,9 @@ class TailBatching:
         return self._refill(now)
 
     def _observe(self, attempt: _Attempt) -> None:
-        """Records the completion time of a prompt if the time is representative. Times of the first round after a start are not,
-        because engines warm up in this round.
+        """Records the completion time of a prompt if this time is representative.
+
+        Times from the first round after a start are not representative, because engines warm up in this round.
         """
         if not self._warm:
             return
@@ -595,7 +642,11 @@ class TailBatching:
             self._times.add_long(times[-1], times[max(rank, 1) - 1])
 
     def _find(self, response_id: int, tokens: int = 0) -> _Attempt | None:
-        """Returns the attempt of an event's response, or None if the response is already settled."""
+        """Returns the attempt (prompt in this round) that a response belongs to, or None if the response has already ended.
+
+        Raises:
+            ValueError: the response was never launched, ``tokens`` is negative, or ``group_checked`` must come first.
+        """
         attempt = self._attempts.get(response_id)
         if attempt is None and not (isinstance(response_id, int) and 0 <= response_id < self._next_response):
             raise ValueError(f"response_id must be of a response that was launched, found {response_id!r}")
@@ -607,5 +658,5 @@ class TailBatching:
 
 
 def _scaled(count: int, ratio: float) -> int:
-    """Returns ``ceil(count * ratio)``, without the floating-point error of ``10 * 1.1``, which would give 12."""
+    """Returns ``count * ratio`` rounded up. Ignores tiny floating-point errors, so that ``10 * 1.1`` gives 11 and not 12."""
     return math.ceil(count * ratio - 1e-9)

@@ -1,17 +1,21 @@
-"""Decisions of tail batching, as plain data. The driver carries out the decisions in the given order."""
+"""Decisions of the tail-batching state machine, as plain data. The driver, which has the responses generated, carries out the
+decisions in the given order."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 RoundKind = Literal["short", "long", "final"]
-"""short: more prompts and responses than needed; the first ones to complete are trained. long: deferred prompts, no surplus.
-final: the remaining prompts near the end of the run, no surplus."""
+"""Kind of a round of tail batching.
+
+short: starts more prompts and responses than needed and trains on the first prompts to complete.
+long: runs prompts that earlier rounds cut off, and waits for all responses.
+final: runs the remaining prompts near the end of the run, and waits for all responses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt and its R0 responses, in the order in which their generation finished."""
+    """A prompt and the ids of its responses to train on, in the order in which the responses finished generating."""
 
     prompt_id: str
     response_ids: tuple[int, ...]
@@ -19,14 +23,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RequestPrompts:
-    """Asks for at least ``counts[domain]`` new prompts by ``offer``; without quotas the only domain is ``""``."""
+    """Request to pass at least ``counts[domain]`` new prompts of each domain to ``TailBatching.offer``.
+    Without domain quotas, the only domain is ``""``."""
 
     counts: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class RoundStarted:
-    """Start of a round: the launches that follow start ``prompts`` prompts at once, with ``responses`` responses each."""
+    """Start of a round. The ``Launch`` decisions that follow start ``prompts`` prompts, with ``responses`` responses each."""
 
     number: int
     kind: RoundKind
@@ -36,8 +41,8 @@ class RoundStarted:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Starts responses of a prompt with the current weights. If the prompt is already running, these responses replace
-    failed responses."""
+    """Order to generate new responses of a prompt with the current weights. If the prompt is already running, the new responses
+    replace failed responses."""
 
     prompt_id: str
     response_ids: tuple[int, ...]
@@ -45,8 +50,8 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Stops responses wherever they are and drops their data in all buffers. The driver acknowledges each response that was not
-    scored yet. The prompt itself stays: it may be launched again in a later round."""
+    """Order to stop responses, in any state, and to drop their data from all buffers. The driver must report ``response_aborted``
+    for each of these responses that was not scored yet. The prompt itself may be launched again in a later round."""
 
     prompt_id: str
     response_ids: tuple[int, ...]
@@ -54,21 +59,23 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class CheckGroup:
-    """Asks for the verdict on a group whose responses are all scored; the driver answers with ``group_checked``."""
+    """Request to let the group filter accept or reject a prompt whose responses are all scored. The driver answers with
+    ``TailBatching.group_checked``."""
 
     group: Group
 
 
 @dataclass(frozen=True, slots=True)
 class PromptFailed:
-    """Reports a prompt that will not be trained: responses failed after the last retry, and too few are left."""
+    """Report that a prompt will not be trained. Some of its responses failed after their last retry, and too few are left."""
 
     prompt_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """The batch to train on: exactly P0 groups of exactly R0 responses. The core counts these prompts as trained."""
+    """Batch to train on: exactly ``prompts_per_step`` groups of exactly ``responses_per_prompt`` responses each.
+    ``TailBatching`` counts the prompts of the batch as trained from now on. ``number`` and ``kind`` are those of the round."""
 
     number: int
     kind: RoundKind
@@ -77,17 +84,19 @@ class TrainBatch:
 
 @dataclass(slots=True)
 class RoundMetrics:
-    """Metrics of one round, complete when the round has ended. ``None``: not known (yet). The table of metrics in
-    ``docs/tail-batching.md`` explains each metric.
+    """Metrics of one round of tail batching, complete when the round has ended. The value ``None`` means unknown so far.
+
+    The table of metrics in ``docs/tail-batching.md`` explains each metric.
 
     Attributes:
-        seconds_saved: estimated seconds of a round of P0 prompts that waits for every response, minus ``rollout_seconds``.
+        seconds_saved: estimated duration of a round that starts only one batch of prompts and waits for every response, minus
+            ``rollout_seconds``.
         oldest_deferral_rounds: number of rounds since the first deferral of the prompt that was deferred earliest.
-        tokens_wasted: tokens of cancelled and failed responses. Groups rejected by the filter do not count as waste.
+        tokens_wasted: number of tokens of cancelled and failed responses. Groups rejected by the filter do not count as waste.
         accepted_tokens_mean: mean length in tokens of the trained responses of prompts that also had responses cancelled.
-        cancelled_tokens_mean: mean length at which the cancelled responses of the same prompts were stopped, a lower bound
-            of their full length. Both means are taken within each prompt first, then over prompts. Their difference is the
-            length bias of preferring the first R0 responses.
+        cancelled_tokens_mean: mean number of tokens at which the cancelled responses of the same prompts were stopped, a lower
+            bound of their full length. This mean and ``accepted_tokens_mean`` are taken within each prompt first, then over
+            prompts. The difference of the two means is the length bias of preferring the first responses to finish.
     """
 
     number: int
@@ -113,7 +122,7 @@ class RoundMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnded:
-    """End of a round: every cancelled response is acknowledged, and the next round may begin."""
+    """End of a round. All cancelled responses are confirmed as stopped, and the next round may begin."""
 
     metrics: RoundMetrics
 

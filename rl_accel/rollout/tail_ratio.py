@@ -1,4 +1,4 @@
-"""Estimates completion times of prompts from rounds that cut off slow prompts, and chooses the best surplus of prompts."""
+"""Estimates completion times of prompts from rounds that cut off slow prompts, and chooses the number of prompts to start."""
 
 import math
 from collections import deque
@@ -17,18 +17,23 @@ _GOOD_ENOUGH = 1.01
 
 
 class CompletionTimes:
-    """Completion times of prompts, from launch until R0 responses are scored, and the prompt ratio with the lowest cost.
+    """Estimates completion times of prompts, and chooses the ratio of started to trained prompts with the lowest cost.
 
-    **Observations.** In a short round, a prompt either completes after ``x`` seconds or is cut off after ``c`` seconds; a
-    prompt that was cut off takes longer than ``c``. The Kaplan-Meier estimator turns both into a distribution F, valid up
-    to the longest observed time. The estimator requires that the end of a round depends only on times already seen, as
-    here. The probability mass beyond gets the shape of the times in long rounds that are even longer. This holds for prompts that
-    are long by nature (the second attempt is long as well) and for bad luck (the second attempt is ordinary, and only the
-    longest attempts count). A long round launches no surplus of responses. The time at which R0 of r responses would have
-    been scored is read from the R0 responses at the same quantile, rank R0 * (R0 + 1) / (r + 1).
+    P0 is the number of prompts in a batch, R0 the number of trained responses per prompt. The completion time of a prompt
+    is the time from launch until R0 responses are scored. A short round starts n >= P0 prompts and ends when P0 prompts are
+    complete. The other prompts are deferred to a long round, which waits for all responses. The prompt ratio is n / P0.
 
-    **Objective.** A short round with n prompts lasts S(n) seconds, the mean of the P0-th smallest of n draws from F, and
-    defers n - P0 prompts. Each deferred prompt costs 1/P0 of a long round. A long round lasts L seconds, the mean of the
+    **Observations.** In a short round, a prompt either completes after ``x`` seconds or is cut off after ``c`` seconds. A
+    prompt that was cut off takes longer than ``c``. The Kaplan-Meier estimator turns both kinds of observations into a
+    distribution F, valid up to the longest observed completion time. The estimator requires that the end of a round depends
+    only on times already seen, which is the case. Beyond this longest time, F gets the shape of the longer times in long rounds.
+    This shape is right for prompts that are long by nature: the second attempt is long as well. It is also right for bad luck:
+    the second attempt is ordinary, and only the longest attempts count. A long round starts R0 responses per prompt, a short
+    round r responses. The time at which R0 of r responses would have been scored is read from the R0 responses at the same
+    quantile, rank R0 * (R0 + 1) / (r + 1).
+
+    **Objective.** A short round with n prompts lasts S(n) seconds, the mean of the P0-th smallest of n draws from F. It
+    defers n - P0 prompts, and each deferred prompt costs 1/P0 of a long round. A long round lasts L seconds, the mean of the
     largest of P0 draws from the times of long rounds. All n prompts are trained in the end, so a trained prompt costs
 
         (S(n) + (n - P0) / P0 * L) / n
@@ -37,13 +42,13 @@ class CompletionTimes:
     is within 1% of the lowest cost, the smallest ratio is chosen, because it wastes the fewest tokens.
 
     **Simplifications.** More prompts at once slow generation down, but times observed at one ratio are assumed to hold at
-    another. L is assumed not to depend on n, although the prompts deferred at a small ratio are longer. Both errors
+    another. L is assumed not to depend on n, although the prompts deferred at a small ratio are longer. These two errors
     shrink as the ratio converges, because the ratio is chosen again before each round.
 
-    The latest prompts of either kind of round are kept: 16 batches, but at least 256 and at most 4096 prompts.
+    For each kind of round, the latest prompts are kept: 16 batches, but at least 256 and at most 4096 prompts.
 
     Args:
-        prompts_per_step: P0, number of prompts in a batch.
+        prompts_per_step: number of prompts in a batch (P0).
     """
 
     def __init__(self, prompts_per_step: int) -> None:
@@ -53,22 +58,23 @@ class CompletionTimes:
         self._long: deque[tuple[float, float]] = deque(maxlen=window)
 
     def add_short(self, seconds: float, completed: bool) -> None:
-        """Adds a prompt of a short round that completed after ``seconds`` or was cut off then."""
+        """Adds a prompt of a short round: ``seconds`` from its launch until it was complete or, if not ``completed``, cut off."""
         self._short.append((_rounded(seconds), completed))
 
     def add_long(self, seconds: float, with_surplus: float) -> None:
-        """Adds a deferred prompt that completed in a round without surplus.
+        """Adds a prompt that an earlier round cut off and that is complete now, in a round that waits for all responses.
 
         Args:
-            seconds: seconds until the last of its R0 responses was scored.
-            with_surplus: seconds that the prompt would have taken with the surplus of responses of a short round.
+            seconds: seconds from the launch of the prompt until its last response was scored.
+            with_surplus: seconds that the prompt would have taken with the extra responses that a short round starts.
         """
         self._long.append((_rounded(seconds), _rounded(with_surplus)))
 
     def full_wait(self) -> float | None:
-        """Returns the expected seconds until all of P0 prompts are complete; ``None`` while the tail is unknown.
+        """Returns the expected seconds of a round that starts one batch of prompts and waits until all prompts are complete.
 
-        The tail is known after P0 prompts in short rounds, if none of them was cut off or after P0 prompts in long rounds.
+        Returns ``None`` while the longest completion times are unknown. They are known when a batch of prompts was observed in
+        short rounds and no prompt was cut off, or when a further batch was observed in long rounds, which wait for all prompts.
         """
         wanted = self.prompts_per_step
         tail_is_known = len(self._long) >= wanted or all(completed for _, completed in self._short)
@@ -77,11 +83,12 @@ class CompletionTimes:
         return _mean_order_statistic(*self._distribution(), wanted, wanted)
 
     def best_ratio(self, default: float, limit: float = 2.0) -> float:
-        """Returns the ratio n / P0 in [1, limit] with the lowest expected seconds per trained prompt.
+        """Returns the ratio of started to trained prompts in [1, limit] with the lowest expected seconds per trained prompt.
 
         Args:
-            default: returned until P0 prompts of each kind of round are known.
-            limit: largest ratio to consider; the key-value cache memory needed grows with the ratio.
+            default: value to return until a batch of prompts was observed in short rounds (which cut off slow prompts), and a
+                further batch in long rounds (which wait for all prompts).
+            limit: largest ratio to consider. The key-value cache memory needed grows with the ratio.
         """
         wanted = self.prompts_per_step
         if min(len(self._long), len(self._short)) < wanted:
@@ -100,11 +107,11 @@ class CompletionTimes:
         return next(n for n, cost in costs.items() if cost <= bound) / wanted
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the stored times as JSON-compatible data."""
+        """Returns the observed completion times as JSON-compatible data."""
         return {"short": [list(pair) for pair in self._short], "long": [list(pair) for pair in self._long]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Adds the times of an earlier run.
+        """Adds the completion times that an earlier run saved.
 
         Raises:
             KeyError, TypeError, ValueError: ``state`` was not returned by ``state_dict``.
@@ -113,7 +120,7 @@ class CompletionTimes:
         self._long.extend((float(seconds), float(with_surplus)) for seconds, with_surplus in state["long"])
 
     def _distribution(self) -> tuple[_Floats, _Floats]:
-        """Returns F as sorted points and the cumulative probability at each point."""
+        """Returns the distribution of completion times: sorted times in seconds, and the cumulative probability at each time."""
         seconds, done = _columns(self._short)
         # At equal times, completed prompts come first: a prompt that was cut off takes longer than this time.
         order = np.lexsort((done == 0, seconds))
@@ -131,17 +138,20 @@ class CompletionTimes:
 
 
 def _rounded(seconds: float) -> float:
-    """Rounds to microseconds, which keeps a saved state short."""
+    """Rounds a non-negative time to microseconds, which keeps a saved state short. Negative times become 0."""
     return round(max(seconds, 0.0), 6)
 
 
 def _columns(pairs: Iterable[tuple[float, float]]) -> _Floats:
-    """Returns ``pairs`` as an array [2, N]."""
+    """Returns N pairs as an array of shape [2, N]."""
     return np.fromiter(chain.from_iterable(pairs), np.float64).reshape(-1, 2).T
 
 
 def _mean_order_statistic(points: _Floats, cumulative: _Floats, k: int, n: int) -> float:
-    """Returns the mean of the ``k``-th smallest of ``n`` draws from a discrete distribution (sorted points, and F at each)."""
+    """Returns the mean of the ``k``-th smallest of ``n`` random draws from a discrete distribution.
+
+    The distribution is given by its sorted ``points`` and the ``cumulative`` probability at each point.
+    """
     quantiles, weights = _order_statistic(k, n)
     at = np.searchsorted(cumulative, quantiles)
     return float(weights @ points[np.minimum(at, len(points) - 1)])
@@ -149,7 +159,7 @@ def _mean_order_statistic(points: _Floats, cumulative: _Floats, k: int, n: int) 
 
 @lru_cache(maxsize=512)
 def _order_statistic(k: int, n: int) -> tuple[_Floats, _Floats]:
-    """Returns quantiles of F, and the probability that the ``k``-th smallest of ``n`` draws lies at each quantile.
+    """Returns a grid of quantile levels in [0, 1], and the probability that the ``k``-th smallest of ``n`` draws is at each level.
 
     The k-th smallest of n uniform numbers follows Beta(k, n - k + 1). The grid covers eight standard deviations of this
     distribution to either side of the mean.

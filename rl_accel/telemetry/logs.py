@@ -1,4 +1,4 @@
-"""Metrics of a run of verl, from the file of its file logger or from its console output."""
+"""Reads the metrics of a verl run, from the file that verl's file logger writes or from verl's console output."""
 
 import contextlib
 import json
@@ -11,25 +11,25 @@ from typing import Any
 from rl_accel.telemetry.stage_clock import PREFIX
 
 LogRecord = tuple[int, dict[str, float]]
-"""Number of a step, and the metrics that verl logged for this step."""
+"""Number of a step, and the metrics that verl logged for this step, by name."""
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PROCESS = re.compile(r"^\([\w:]+[^()]*pid=[^()]*\)\s?")
-"""Prefix of each line from a Ray worker, such as ``(TaskRunner pid=3165)``."""
+"""Pattern of the prefix of each line from a Ray worker, such as ``(TaskRunner pid=3165)``."""
 _STEP = re.compile(r"\bstep:(\d+) - (.*)")
 _SEPARATOR = re.compile(r"\s+-(?:\s+|(?=[A-Za-z]))")
 _VALUE = re.compile(r"\s*(?:np\.\w+\()?([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf))\)?\s*")
 _BEGUN = re.compile(r"[^:]*(?::\s*(?:np(?:\.\w*)?\(?)?[-+\d.ena]*\)?(?:\s+-?\s*)?)?")
-"""A metric whose end may be cut off."""
+"""Pattern of a logged metric whose end may be cut off, such as the last metric in a line."""
 _OLD_PREFIX = "timing/"
-"""Prefix of the timers in logs of 2024."""
+"""Prefix of the timer metrics in verl's logs of 2024."""
 
 
 def read_log(path: Path) -> dict[int, dict[str, float]]:
-    """Returns the metrics of each step. Records of one step, such as training and validation, are merged.
+    """Returns the metrics of each step in a log, by step number. Several records of a step (training, validation) are merged.
 
     Args:
-        path: the file of verl's file logger, or its console output, such as ``output.log`` of a W&B run.
+        path: file that verl's file logger has written, or a file with verl's console output, such as ``output.log`` of a W&B run.
 
     Raises:
         OSError: the file cannot be read.
@@ -46,7 +46,10 @@ def read_log(path: Path) -> dict[int, dict[str, float]]:
 
 
 def parse_log_line(line: bytes) -> LogRecord | None:
-    """Returns the step and numbers in a line ``{"step": int, "data": {name: value}}``, null as NaN; None for any other line."""
+    """Returns the step number and the numeric metrics in a line of the form ``{"step": int, "data": {name: value}}``.
+
+    The value null is returned as NaN. Returns None for any other line.
+    """
     try:
         entry: Any = json.loads(line)
         numbers = {
@@ -60,10 +63,10 @@ def parse_log_line(line: bytes) -> LogRecord | None:
 
 
 def read_console(lines: Iterable[str]) -> Iterator[LogRecord]:
-    """Yields each step's metrics in the order of the lines.
+    """Yields the number and the metrics of each step in console output, in the order of the lines.
 
-    A step is a line such as ``(TaskRunner pid=7) step:3 - timing_s/gen:4.2 - critic/vf_loss:np.float64(0.1)``. Colours and Ray's
-    prefixes are removed, lines that a terminal has wrapped are joined, everything else is skipped.
+    A step has a line such as ``(TaskRunner pid=7) step:3 - timing_s/gen:4.2 - critic/vf_loss:np.float64(0.1)``. Colours and Ray's
+    prefixes are removed. Lines that a terminal has wrapped are joined. All other lines are skipped.
     """
     step = ""
     for line in lines:
@@ -72,7 +75,7 @@ def read_console(lines: Iterable[str]) -> Iterator[LogRecord]:
             yield from _record(step)
             step = text
             continue
-        joined = step + (f" {text}" if text.startswith("- ") else text)  # spaces at the end of a row may be gone
+        joined = step + (f" {text}" if text.startswith("- ") else text)  # spaces at the end of a row may be lost
         if step and _is_whole(joined):
             step = joined
         else:
@@ -82,7 +85,7 @@ def read_console(lines: Iterable[str]) -> Iterator[LogRecord]:
 
 
 def _is_whole(line: str) -> bool:
-    """True if ``line``, joined from several rows, holds only metrics, of which only the last may be cut off."""
+    """True if ``line``, joined from several rows of a console, holds only metrics. The end of the last metric may be cut off."""
     _, *parts = _SEPARATOR.split(line[line.index("step:") :])
     pairs = [part.rpartition(":") for part in parts[:-1]]
     return all(":" not in name and _VALUE.fullmatch(value) for name, _, value in pairs) and bool(

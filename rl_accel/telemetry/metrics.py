@@ -1,7 +1,8 @@
-"""Metrics from patched code for the trainer's logger, kept per process until the trainer collects them.
+"""Metrics from patched code, kept per process until the trainer process collects the metrics for its logger.
 
-Names are relative (``gae/seconds``); :func:`drain` and :func:`observed` return them under ``rl_accel/``. Do not put ``max``,
-``min``, ``sum`` or ``total`` into a name: verl chooses how to reduce a metric by these substrings.
+Callers use relative names such as ``gae/seconds``. :func:`drain` and :func:`observed` return the metrics with the prefix
+``rl_accel/``. Do not put ``max``, ``min``, ``sum`` or ``total`` into a name, because verl chooses how to reduce a metric by these
+substrings.
 """
 
 import logging
@@ -14,11 +15,11 @@ from rl_accel.switch import forget_when_off
 logger = logging.getLogger("rl_accel")
 
 Observer = Callable[[int, Mapping[str, Any]], Mapping[str, float]]
-"""Function of a step and the step's logged metrics; returns further metrics by relative name."""
+"""Function of a step number and of the metrics logged for this step. Returns further metrics of the step by relative name."""
 
 
 class StopTraining(RuntimeError):
-    """Raised by an observer if a step shows an error so severe that the run must stop."""
+    """Raised by an :data:`Observer` if the metrics of a step show an error so severe that the run must stop."""
 
 
 _lock = threading.Lock()
@@ -29,19 +30,19 @@ forget_when_off.append(_values.clear)
 
 
 def add(name: str, value: float) -> None:
-    """Adds ``value`` to the running sum of ``name``; the sum restarts at zero after :func:`drain`."""
+    """Adds ``value`` to the sum that is kept for the metric ``name``. The sum restarts at zero after :func:`drain`."""
     with _lock:
         _values[name] = _values.get(name, 0.0) + float(value)
 
 
 def put(name: str, value: float) -> None:
-    """Sets ``name`` to ``value``, replacing any value since the last :func:`drain`."""
+    """Sets the metric ``name`` to ``value``. Replaces the value set since the last :func:`drain`, if any."""
     with _lock:
         _values[name] = float(value)
 
 
 def observe(feature: str, observer: Observer | None) -> None:
-    """Registers ``observer``, which :func:`observed` calls with each step's metrics; None removes the registration."""
+    """Registers ``observer``, which :func:`observed` calls with each step's metrics. None removes the observer of ``feature``."""
     with _lock:
         _failed.discard(feature)
         if observer is None:
@@ -51,12 +52,12 @@ def observe(feature: str, observer: Observer | None) -> None:
 
 
 def observer(feature: str) -> Observer | None:
-    """Returns the observer of ``feature``, or None."""
+    """Returns the observer registered for ``feature``; None if there is none."""
     return _observers.get(feature)
 
 
 def drain() -> dict[str, float]:
-    """Returns all metrics since the last call as ``{"rl_accel/<name>": value}`` and clears them."""
+    """Returns all metrics set since the last call as ``{"rl_accel/<name>": value}``, and deletes these metrics."""
     with _lock:
         out = {f"rl_accel/{name}": value for name, value in _values.items()}
         _values.clear()
@@ -64,12 +65,12 @@ def drain() -> dict[str, float]:
 
 
 def observed(step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-    """Calls all observers with the metrics ``logged`` for ``step``; returns their metrics as ``{"rl_accel/<name>": value}``.
+    """Calls all registered observers with the metrics ``logged`` for ``step``. Returns the metrics that the observers compute.
 
-    An observer that fails is logged once, as a warning.
+    The result has the form ``{"rl_accel/<name>": value}``. An exception of an observer is logged as a warning, once per feature.
 
     Raises:
-        StopTraining: raised by an observer.
+        StopTraining: an observer requests that the run stops.
     """
     with _lock:
         observers = dict(_observers)

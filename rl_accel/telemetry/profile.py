@@ -1,4 +1,4 @@
-"""The command ``rl-accel profile``: shows the time of a run's steps in tables and a picture, and estimates possible savings."""
+"""The command ``rl-accel profile``. Shows the time of a run's training steps in tables and a picture, and estimates savings."""
 
 import functools
 import statistics
@@ -25,16 +25,18 @@ from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NA
 WARMUP = 2
 _METRICS = "rl_accel/telemetry/"
 _TABLES = {"drafts": "drafted", "balance": "places_in_use"}
-"""Features whose metrics are printed unchanged, each with the metric that must be above 0 for the table to appear."""
+"""Features whose metrics are printed in a table, each with the metric that must be above 0 for the table to be printed."""
 _PROMPT_RATIO = 1.25
-"""Number of prompts that a short round of tail_batching launches, divided by the number that the round trains."""
+"""Number of prompts that a short round launches, divided by the number of prompts that the round trains.
+
+A short round is a rollout of the feature tail_batching that cuts off slow prompts."""
 _LIMIT_SCALE, _LIMIT_SLACK, _LIMIT_LEAST = 1.5, 0.5, 2.0
-"""Default limit of reward_timeout: 1.5 times a correct execution plus 0.5 seconds, at least 2 seconds."""
+"""Default time limit of reward_timeout: 1.5 times the longest correct execution plus 0.5 seconds, at least 2 seconds."""
 
 _DRAWN, _TICK = 20_000, 0.001
-"""Number of prompts simulated in rounds; seconds per tick of the simulated clock."""
+"""Approximate number of prompts in a simulation of tail_batching, and seconds per tick of the simulated clock."""
 _LARGE, _MOST = 0.15, 0.5
-"""Shares of a step above which a setting of the framework itself is advised."""
+"""Shares of a step above which :func:`levers` advises a setting of verl: for ``old_log_prob``, and for generation or training."""
 
 _PARTS = {
     "most_seconds": ("nine in ten responses", "#4878a8"),
@@ -58,14 +60,19 @@ _NUMBERS = {
     "completion_p99_seconds": ("a response and its reward, p99", "{:.3g} s"),
     "completion_longest_seconds": ("the longest", "{:.3g} s"),
 }
-"""Label and format of each printed metric."""
+"""Label and number format of each metric that is printed in a line, by name of the metric."""
 
 
 @dataclass(frozen=True)
 class Saving:
-    """A part of a mean step that takes ``seconds``, and the advice that would reduce this time by ``gain`` seconds.
+    """A part of a mean training step, and advice that would shorten this part.
 
-    ``arithmetic`` explains the gain, or why the gain is None (unknown).
+    Attributes:
+        name: description of the part.
+        seconds: duration of the part in a mean step.
+        advice: flag or setting that would shorten the part.
+        gain: estimated seconds that the advice would save per step; None if unknown.
+        arithmetic: explanation of ``gain``, or the reason why ``gain`` is unknown.
     """
 
     name: str
@@ -77,21 +84,22 @@ class Saving:
 
 @dataclass(frozen=True)
 class Profile:
-    """Time of a run's steps by stage and cause, and possible savings.
+    """Time of a run's training steps by stage and cause, and possible savings.
 
     Attributes:
         log: file with the metrics of the run.
-        steps: numbers of the measured steps.
-        stages: mean seconds of each stage.
-        numbers: means of the metrics from telemetry, by name, without unknown ones.
-        savings: possible savings, most time first.
-        tables: means of each feature's metrics, by feature and name.
-        missing: texts that say which results are unknown and why.
-        responses: responses by measured step with a known generation; times in seconds since the step's first response began.
-        kept: responses of all steps, including the warm-up.
-        rests: seconds from the last reward to the end of generation, by step.
+        steps: numbers of the measured steps, which exclude the warm-up steps.
+        stages: mean seconds of each stage in a measured step, by name of the stage.
+        numbers: means of the metrics of the feature telemetry, by name. Unknown metrics are left out.
+        savings: possible savings, sorted by the time of the part, longest first.
+        tables: means of the metrics of some features, by feature and by name.
+        missing: texts that each say which results are unknown and why.
+        responses: responses of each measured step, by step number, if metrics of the step's generation are known. Times are in
+            seconds since the first response of the step began.
+        kept: responses of all steps, including the warm-up, by step number.
+        rests: seconds from the last reward of a step to the end of its generation, by step number.
         on: names of the enabled features.
-        last_seconds: seconds of generation in the last step.
+        last_seconds: seconds of the generation stage in the last step.
     """
 
     log: Path
@@ -109,22 +117,22 @@ class Profile:
 
     @property
     def last(self) -> Sequence[Response]:
-        """Responses of the last measured step; empty if the step's generation is unknown."""
+        """Responses of the last measured step; empty if the times of the responses are unknown."""
         return self.responses.get(self.steps[-1], [])
 
     @property
     def step_seconds(self) -> float:
-        """Mean seconds of a step."""
+        """Mean duration of a measured step in seconds."""
         return sum(self.stages.values())
 
 
 def find_log(folder: Path) -> Path:
-    """Returns the only file with the metrics of a verl run in ``folder`` or below it; ``folder`` may be that file.
+    """Returns the only file with the metrics of a verl run in ``folder`` or in its subfolders. ``folder`` may be the file itself.
 
-    The file comes from verl's file logger. Without such a file, verl's console output is used.
+    Looks for a file of verl's file logger first, and for a file with verl's console output second.
 
     Raises:
-        RlAccelError: there is no such file, or there are several; the message names some.
+        RlAccelError: there is no such file, or there are several such files. The message names some of these files.
     """
     for pattern in ("*.jsonl", "*.log", "*.out", "*.txt"):
         files = [folder] if folder.is_file() else sorted(path for path in folder.rglob(pattern) if path.is_file())
@@ -143,17 +151,17 @@ def find_log(folder: Path) -> Path:
 
 
 def _has_steps(path: Path) -> bool:
-    """True if the file has a step with timers. Files without a timer's prefix are not parsed."""
+    """True if the file contains metrics of a step with timers. Parses the file only if it contains the prefix of timer names."""
     with path.open(errors="replace") as file:
         might = any("timing_s/" in line or "timing/" in line for line in file)
     return might and any(map(stage_clock.stages, read_log(path).values()))
 
 
 def read_run(folder: Path, warmup: int = WARMUP) -> Profile:
-    """Reads the run in ``folder``. Skips the first ``warmup`` steps, but never the last step.
+    """Reads the verl run in ``folder``. Skips the first ``warmup`` steps, but never the last step.
 
     Raises:
-        RlAccelError: there is no run, or more than one.
+        RlAccelError: ``folder`` contains no run, or more than one run.
     """
     log = find_log(folder)
     metrics = read_log(log)
@@ -211,9 +219,14 @@ def _savings(
     steps: Sequence[Sequence[Response]],
     on: set[str],
 ) -> list[Saving]:
-    """Returns the possible savings in a run with the features ``on``, most time first.
+    """Returns the possible savings in a run, sorted by the time of the part, longest first.
 
-    ``rests`` holds the ``rest_seconds`` of each step, ``steps`` the responses of each step with a known generation.
+    Args:
+        stages: mean seconds of each stage in a step.
+        numbers: means of the metrics of the feature telemetry, by name.
+        rests: seconds from the last reward to the end of generation, one number per step.
+        steps: responses of each step for which metrics of generation are known.
+        on: names of the enabled features.
     """
 
     def saving(name: str, seconds: float, estimate: tuple[float | None, str], *features: str) -> Saving:
@@ -268,9 +281,10 @@ def _gain_of_tail_batching(steps: Sequence[Sequence[Response]]) -> tuple[float |
 
 
 def prompt_seconds(responses: Sequence[Response]) -> list[float] | None:
-    """Returns, for each prompt, the seconds from the step's first response to the last reward of the prompt's responses.
+    """Returns one number per prompt: seconds from the start of the step's first response to the last reward of this prompt.
 
-    None without responses, or if a response was cancelled or failed, as the full time of that response is unknown.
+    Returns None without responses. Also returns None if a response was cancelled or failed, because the full time of this response
+    is unknown.
     """
     if not responses or any(response.outcome != COMPLETED for response in responses):
         return None
@@ -281,9 +295,10 @@ def prompt_seconds(responses: Sequence[Response]) -> list[float] | None:
 
 
 def rounds_seconds(times: Sequence[float], prompts: int, launched: int) -> float:
-    """Returns the mean seconds of a rollout in rounds of tail batching that train ``prompts`` prompts each.
+    """Simulates rollouts with tail batching that train ``prompts`` prompts each. Returns the mean seconds of a rollout.
 
-    Short rounds launch ``launched`` prompts. Each prompt takes one of ``times``; a deferred prompt takes the same time again.
+    A short round is a rollout that launches ``launched`` prompts and defers the slowest prompts to a later rollout. Each prompt
+    takes a random time from ``times`` (in seconds). A deferred prompt takes the same time again.
     """
     rounds = min(max(_DRAWN // launched, 100), 2000)
     ticks = np.maximum(np.round(np.random.default_rng(0).choice(times, rounds * launched) / _TICK), 1).astype(int)
@@ -294,7 +309,10 @@ def rounds_seconds(times: Sequence[float], prompts: int, launched: int) -> float
 
 
 def levers(run: Profile) -> list[str]:
-    """Returns advice on verl's own settings that may save more than rl-accel's features, by the stages' shares of a step."""
+    """Returns texts with advice on verl's own settings, which may save more time than the features of rl-accel.
+
+    The advice depends on the share of each stage in a step.
+    """
     shares = stage_clock.shares(run.stages)
     found = []
     if shares.get("old_log_prob", 0.0) > _LARGE:
@@ -352,9 +370,9 @@ def _gain_of_sampler(rests: Sequence[float]) -> tuple[float | None, str]:
 )
 @click.option("--no-picture", is_flag=True, help="Print only.")
 def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool) -> None:
-    """Shows where the time of a step went in the run in RUN_DIR, and which flag would save most.
+    """Shows where the time of a training step went in the run in RUN_DIR, and which flag would save most.
 
-    RUN_DIR holds the file of verl's file logger: a run of `rl-accel ab`, or any folder with that file. If the run had
+    RUN_DIR is any folder with the file of verl's file logger, such as a run of `rl-accel ab`. If the run had
     +rl_accel.telemetry.enable=True, the output includes the parts of generation; otherwise only stages.
     """
     console = Console(width=None if sys.stdout.isatty() else 140)
@@ -433,7 +451,7 @@ def _table_of_savings(run: Profile) -> Table:
 
 
 def format_seconds(value: float) -> str:
-    """Returns a duration with three significant figures, in s or ms."""
+    """Returns a duration, given in seconds, as text with three significant figures, in s or ms."""
     return f"{value:.3g} s" if value >= 0.1 else f"{value * 1000:.3g} ms"
 
 
@@ -441,7 +459,7 @@ def format_seconds(value: float) -> str:
 
 
 def draw(run: Profile, path: Path) -> None:
-    """Writes a picture of ``run``: stages of a mean step, parts of generation, and the responses of the last step."""
+    """Writes a picture of ``run`` to ``path``: stages of a mean step, parts of generation, and responses of the last step."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5.6 if run.last else 1.9), layout="constrained")
@@ -456,7 +474,7 @@ def draw(run: Profile, path: Path) -> None:
 
 
 def _draw_bars(axes: Any, run: Profile) -> None:
-    """Draws a bar with the stages of a mean step, and below it a bar with the parts of generation."""
+    """Draws a bar with the stages of a mean step and, below this bar, a bar with the parts of generation."""
     rows = {
         "step": [(name, seconds, stage_clock.STAGES.get(name, _OTHER_COLOUR)) for name, seconds in run.stages.items()]
     }
@@ -485,7 +503,7 @@ def _draw_bars(axes: Any, run: Profile) -> None:
 
 
 def _draw_responses(axes: Any, run: Profile) -> None:
-    """Draws one line per response: generation, then reward. If there are too many responses, draws every k-th one."""
+    """Draws a horizontal line per response: generation, then reward. If there are too many responses, draws every k-th response."""
     responses = sorted(run.last, key=lambda r: (r.ended, r.began))
     for place, response in enumerate(responses[:: len(responses) // _MOST_ROWS + 1]):
         end = response.ended if response.generated is None else response.generated

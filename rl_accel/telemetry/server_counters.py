@@ -1,4 +1,4 @@
-"""Preemption counts from the rollout servers' own counters. A count that a server does not report is unknown, never 0."""
+"""Reads the number of preemptions from the rollout servers' own counters. A number that a server does not report is unknown."""
 
 import logging
 import math
@@ -19,11 +19,15 @@ COUNTERS = {
     "vllm": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
     "sglang": ("sglang:num_retracted_requests_total",),
 }
-"""Names of the preemption counter on ``/metrics``. vLLM exports the counter with rollout.disable_log_stats=False, SGLang (0.5.7 or
-later) with metrics enabled. (SGLang's gauge ``num_retracted_reqs`` is not cumulative.)"""
+"""Names of the preemption counter on the page ``/metrics`` of a rollout server, by engine.
+
+vLLM exports the counter with rollout.disable_log_stats=False, SGLang (0.5.7 or later) with metrics enabled. (SGLang's gauge
+``num_retracted_reqs`` is not cumulative.)"""
 _COMPANIONS = {"sglang:num_retracted_requests_total": "sglang:realtime_tokens_total"}
-"""Companion of a counter. SGLang omits the counter until the first retraction, but exports the companion, which came with the same
-release, from the first token on. If only the companion is on the page, the counter is 0."""
+"""Mapping from a counter of preemptions to another counter (its companion) that the server exports earlier.
+
+SGLang omits the counter of preemptions until the first preemption. SGLang exports the companion, which the same release introduced,
+from the first token on. If only the companion is on the page, the number of preemptions is 0."""
 
 _AT_ONCE = 16
 _STARTED = "process_start_time_seconds"
@@ -31,27 +35,32 @@ _STARTED = "process_start_time_seconds"
 
 @dataclass(frozen=True)
 class Reading:
-    """Answer of one server: number of preemptions since the server started. ``incarnation`` changes if the server restarts."""
+    """Preemption counter of one rollout server at one time.
+
+    Attributes:
+        preemptions: number of preemptions since the server started.
+        incarnation: text that changes if the server restarts (the start time of the server's processes).
+    """
 
     preemptions: int
     incarnation: str = ""
 
 
 class Counters:
-    """Differences between successive readings of all servers.
+    """Computes the number of preemptions per step from successive readings of all rollout servers' counters.
 
-    At the first reading, all servers must have just started, with counters at 0. Later, the preemptions of a step are unknown if
-    a server is new, has restarted, or did not answer the last time.
+    At the first reading, all servers must have just started, with counters that began at 0. At later readings, the number of
+    preemptions is unknown if a server is new, has restarted, or gave no reading the last time.
     """
 
     def __init__(self) -> None:
         self._before: Mapping[str, Reading | None] | None = None
 
     def take(self, now: Mapping[str, Reading | None]) -> int | None:
-        """Returns the number of preemptions since the last call; None if unknown.
+        """Returns the number of preemptions on all servers since the last call; None if unknown.
 
         Args:
-            now: reading of each server, by name; None for a server that gave none.
+            now: new reading of each server, by server name; None for a server that gave no reading.
         """
         before, self._before = self._before, now
         if not now or (before is not None and before.keys() != now.keys()):
@@ -72,11 +81,13 @@ forget_when_off.append(_warned.clear)
 
 
 def ask_endpoints(urls: Mapping[str, str], names: Sequence[str]) -> dict[str, Reading | None]:
-    """Returns the readings of ``/metrics`` by server name. Logs one warning for all servers that fail for the first time.
+    """Reads the preemption counter on the page ``/metrics`` of each rollout server. Returns the readings by server name.
+
+    The reading of a server that fails is None. Logs one warning for all servers that fail for the first time.
 
     Args:
-        urls: ``http://host:port`` by server name.
-        names: names of the counter in different versions of the engine.
+        urls: address of each server, such as ``http://host:port``, by server name.
+        names: possible names of the preemption counter, which depend on the version of the engine.
     """
     problems: dict[str, str] = {}
 
@@ -100,7 +111,7 @@ def ask_endpoints(urls: Mapping[str, str], names: Sequence[str]) -> dict[str, Re
 
 
 def fetch(url: str) -> str:
-    """Returns the body of ``url``, http or https. Uses no proxy, because servers are within the cluster.
+    """Returns the page at ``url`` (http or https) as text. Uses no proxy, because rollout servers are within the cluster.
 
     Raises:
         OSError, ValueError: the server does not answer or answers with an error, or the URL has another scheme.
@@ -113,7 +124,10 @@ def fetch(url: str) -> str:
 
 
 def parse(text: str, names: Sequence[str]) -> Reading | None:
-    """Returns the reading in a Prometheus page ``text``, for the first counter of ``names`` on the page; None if unknown."""
+    """Returns the preemption count of a server from its Prometheus page ``text``; None if the count is unknown.
+
+    ``names`` are possible names of the counter. The first of these names that is on the page is used.
+    """
     companions = [_COMPANIONS[name] for name in names if name in _COMPANIONS]
     wanted = (*names, *companions, _STARTED)
     # The parser is slow (it looks at each character), and a page has a thousand lines.
@@ -132,10 +146,10 @@ def parse(text: str, names: Sequence[str]) -> Reading | None:
 
 
 def _sum_over_labels(samples: Sequence[Sample]) -> float:
-    """Returns the sum of a counter over labels.
+    """Returns the sum of the samples of one counter, which differ in their labels.
 
-    All ranks of one SGLang engine count the same event, each with labels such as ``tp_rank``. If labels differ only in ranks (other
-    than ``dp_rank``), only the largest sample counts.
+    All ranks of one SGLang engine count the same events, each with labels such as ``tp_rank``. If the labels of
+    several samples differ only in ranks other than ``dp_rank``, only the largest of these samples is added.
     """
     if not all(math.isfinite(sample.value) for sample in samples):
         return math.nan

@@ -1,16 +1,18 @@
-"""Time of a training step by stage, and time of the generation stage by cause, from measured completion times.
+"""Time of a training step by stage, and time of the generation stage by cause.
 
-Nothing here is modelled. The seconds of stages come from the framework's own timers; time outside all timers is ``other``. The
-generation is the window of ``gen`` seconds that starts with the first response. Let ``t(q)`` be the time by which a share ``q`` of
-the completed responses were generated. The window consists of four parts, one after the other:
+All times are measured. The seconds of the stages come from the framework's own timers. Time outside all timers is ``other``.
+
+The generation is the period of ``gen`` seconds that starts with the first response. Let ``t(q)`` be the time by which a share ``q``
+of the completed responses were generated. The generation consists of four parts, one after the other:
 
     most       until t(0.9)                      nine in ten responses are generated.
     waiting    t(0.9) to t(1)                    waiting for the longest responses.
     reward     t(1) to the last reward           rewards that do not overlap with generation.
     rest       the last reward to the end        storing, noticing the end (a poll), putting engines to sleep.
 
-The idle share is the share of empty slots in the batch, ``1 - integral(min(n(t), C)) / (C * gen)``. ``n(t)`` is the number of
-responses in generation at time t. The capacity ``C`` is the maximum of ``n(t)``, or the number of engine slots if that is smaller.
+The idle share is the mean share of empty slots in the engines' batch: ``1 - integral(min(n(t), C)) / (C * gen)``. ``n(t)`` is the
+number of responses in generation at time t. The capacity ``C`` is the maximum of ``n(t)``, or the number of engine slots if this
+number is smaller.
 """
 
 import json
@@ -34,30 +36,30 @@ STAGES = {
     "update_weights": "#5fb3b3",
     "save_checkpoint": "#b7b7a4",
 }
-"""Timers of verl that do not overlap and lie within the step, with their colours in pictures."""
+"""Names of verl's timers that do not overlap and lie within a training step, each with the colour of this stage in pictures."""
 
 OTHER = "other"
 PREFIX = "timing_s/"
 FILE_NAME = "rl_accel_telemetry.jsonl"
-"""Name of the file with responses, in verl's ``trainer.default_local_dir``."""
+"""Name of the file with the times of all responses, in the folder ``trainer.default_local_dir`` of verl."""
 
 COMPLETED, CANCELLED, FAILED = "completed", "cancelled", "failed"
 
 
 @dataclass(slots=True)
 class Response:
-    """One response. Times are wall-clock seconds, so that times of several processes can be compared.
+    """Times and outcome of one response. Times are in seconds of the wall clock, so that several processes can be compared.
 
     Attributes:
         prompt: id of the prompt group.
-        began: start of the response's agent loop.
-        generated: time of the last token; None if generation never finished.
-        rewarded: time of the reward; None if there was no reward.
+        began: time at which the agent loop of the response started.
+        generated: time of the last generated token; None if generation never finished.
+        rewarded: time at which the reward was ready; None if there was no reward.
         ended: time at which all work on the response had ended.
         tokens: number of generated tokens; None if unknown.
         server: rollout server that generated the response (the last turn, if there are several); None if unknown.
         outcome: ``completed``, ``cancelled`` or ``failed``.
-        tools: seconds of the generation spent waiting for tools; consecutive calls add up.
+        tools: seconds of the generation that were spent waiting for tool calls, summed over consecutive calls.
     """
 
     prompt: str
@@ -72,12 +74,14 @@ class Response:
 
     @property
     def completed_at(self) -> float:
-        """Time at which a completed response and its reward were finished."""
+        """Time at which a completed response and its reward, if any, were finished."""
         return self.ended if self.rewarded is None else self.rewarded
 
 
 def stages(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the seconds of each timed stage and of ``other``, which add up to the step; {} if this is no training step.
+    """Returns the seconds of each stage with a timer, and as ``other`` the seconds outside all timers.
+
+    The seconds add up to those of the whole step. Returns {} if ``metrics`` do not belong to a training step.
 
     Args:
         metrics: metrics that verl logs for a step, including ``timing_s/<stage>``.
@@ -90,13 +94,16 @@ def stages(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Returns each stage's share of a step; ``seconds`` holds all stages of the step. The shares add up to 1."""
+    """Returns the share of each stage in a step, given the ``seconds`` of all stages of the step. The shares add up to 1."""
     whole = sum(seconds.values())
     return {stage: value / whole for stage, value in seconds.items()} if whole > 0 else dict.fromkeys(seconds, 0.0)
 
 
 def completion(responses: Sequence[Response]) -> dict[str, float]:
-    """Returns the numbers of responses and tokens, and quantiles of completed responses' seconds until the reward; {} if empty."""
+    """Returns the number of responses, the number of tokens, and quantiles of the seconds from start to reward, each by name.
+
+    The quantiles are of completed responses. Returns {} without responses.
+    """
     if not responses:
         return {}
     numbers: dict[str, float] = {"responses": len(responses), "tokens": sum(r.tokens or 0 for r in responses)}
@@ -112,17 +119,21 @@ def completion(responses: Sequence[Response]) -> dict[str, float]:
 def generation(
     responses: Sequence[Response], seconds: float, slots: int | None = None, began: float | None = None
 ) -> dict[str, float]:
-    """Returns the parts of a generation and further metrics by name, without unknown ones. ``responses`` may have any order.
+    """Returns metrics of the generation stage of one step, by name. Leaves out metrics whose value is unknown.
 
-    Names: the four parts and the idle share as above. ``after_half_seconds``: t(0.5) to t(1). ``concurrency``: maximum number of
-    responses in generation at once. ``seconds_per_token``: median over completed responses. ``cancelled``: number of cancelled
-    responses. ``tool_share``: share of tool calls in the generation time of completed responses, if tools were used.
+    The metrics are the seconds of the four parts of generation and the idle share (see the module's docstring), and:
+
+    - ``after_half_seconds``: seconds from the completion of half of the responses to the completion of the last response.
+    - ``concurrency``: maximum number of responses in generation at the same time.
+    - ``seconds_per_token``: median over completed responses.
+    - ``cancelled``: number of cancelled responses.
+    - ``tool_share``: share of tool calls in the generation time of completed responses, if tools were used.
 
     Args:
-        responses: responses of one step, at least one.
-        seconds: duration of the stage, above 0.
-        slots: number of requests that the engines can run at once, if known.
-        began: start of the stage by the clock of the responses; default: start of the first response.
+        responses: responses of one step in any order, at least one response.
+        seconds: duration of the generation stage in seconds, above 0.
+        slots: number of requests that the engines can run at the same time, if known.
+        began: start of the generation stage, by the clock of the responses. None: start of the first response.
     """
     start = min(response.began for response in responses) if began is None else began
 
@@ -146,7 +157,7 @@ def generation(
         numbers["seconds_per_token"] = statistics.median(per_token)
 
     spans = [(into(r.began), into(r.ended if r.generated is None else r.generated)) for r in responses]
-    # At equal times, ends sort before starts: a slot is free before the next response takes it.
+    # At equal times, ends sort before starts, because a slot is free before the next response takes this slot.
     events = sorted(event for begin, end in spans if end > begin for event in ((begin, 1), (end, -1)))
     running = np.cumsum([change for _, change in events])
     concurrency = int(max(running, default=0))
@@ -160,12 +171,12 @@ def generation(
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Returns the smallest value that at least a share ``share`` of the ``ordered`` values do not exceed."""
+    """Returns a quantile of values in ascending order: the smallest value that at least a share ``share`` of them do not exceed."""
     return ordered[max(math.ceil(share * len(ordered) - 1e-9), 1) - 1]
 
 
 def keep(path: Path, step: int, responses: Sequence[Response]) -> None:
-    """Appends the ``responses`` of a step to a file, with times in seconds since the first response began.
+    """Appends the ``responses`` of a training step to the file ``path``, with times in seconds since the first response began.
 
     Raises:
         OSError: the file cannot be written.
@@ -191,9 +202,9 @@ def keep(path: Path, step: int, responses: Sequence[Response]) -> None:
 
 
 def read_kept(path: Path) -> dict[int, list[Response]]:
-    """Returns the responses of each step in a file of :func:`keep`. Skips incomplete lines.
+    """Returns the responses in a file written by :func:`keep`, by step number. Skips incomplete lines.
 
-    If a run was resumed at an earlier step, the older records of that step and of later steps are dropped.
+    If a run was resumed at an earlier step, older records of this step and of later steps are dropped.
 
     Raises:
         OSError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""Adaptive time limits for rewards on slime: checks of slime's interfaces and of the arguments that name our functions."""
+"""Checks of slime's interfaces and arguments for adaptive time limits of reward executions (feature ``reward_timeout``)."""
 
 from typing import Any
 
@@ -40,7 +40,9 @@ SWITCHES = (
 
 
 def check(args: Any, flags: RewardTimeoutFlags) -> None:
-    """Refuses unsupported settings, such as a missing sample hook (which marks evaluations) or our own function as the grader.
+    """Refuses settings that ``reward_timeout`` does not support.
+
+    Examples are a missing sample hook, which would mark evaluation samples, and rl-accel's own function as the user's grader.
 
     Raises:
         ConfigError: a setting is not supported. The message names slime's argument, the wanted and the found value.

@@ -1,6 +1,8 @@
-"""Runs a grader in a separate process: packs slime's arguments and samples, and returns the grader's changes to the samples.
+"""Runs a grader of slime in a separate process.
 
-:func:`make` runs in a worker of :class:`rl_accel.reward.sandbox.Graders`; the ``grade`` functions run in forks of that worker.
+Packs slime's arguments and samples for this process, and returns the changes that the grader makes to the samples.
+:func:`make` runs in a worker process of :class:`rl_accel.reward.sandbox.Graders`. The function ``grade`` that :func:`make` returns
+runs in forks of this worker process.
 """
 
 import asyncio
@@ -25,16 +27,16 @@ _HEAVY = (
     "teacher_log_probs",
     "trace",
 )
-"""Sample fields that are too large to pass to graders."""
+"""Names of sample fields that are too large to pass to a grader process."""
 _STOCK = ("prompt", "response", "label", "metadata", "status")
-"""Sample fields that slime's own graders read, and fields that every ``Sample`` must have."""
+"""Names of the sample fields that slime's own graders read, or that every ``Sample`` must have."""
 
 Packed = dict[str, bytes]
 Changes = dict[str, Any]
 
 
 def pack(values: dict[str, Any]) -> Packed:
-    """Returns the entries of ``values`` that can be pickled, each pickled separately."""
+    """Pickles each entry of ``values`` separately. Leaves out entries that cannot be pickled."""
     packed = {}
     for name, value in values.items():
         with contextlib.suppress(Exception):  # a __reduce__ may raise anything
@@ -43,18 +45,24 @@ def pack(values: dict[str, Any]) -> Packed:
 
 
 def pack_sample(sample: Any, whole: bool) -> Packed:
-    """Returns a packed sample for a grader: without large fields if ``whole``, else only the fields for slime's own graders."""
+    """Returns a sample for a grader process, packed by :func:`pack`.
+
+    If ``whole``, the packed sample has all fields except the large fields. Otherwise, only the fields for slime's own graders.
+    """
     fields = sample.to_dict()
     names = [name for name in fields if name not in _HEAVY] if whole else _STOCK
     return pack({name: fields[name] for name in names})
 
 
 def make(args: Packed, grader: str | None) -> Callable[..., Any]:
-    """Returns ``grade(samples, single)``, which returns the grader's value and the changed fields of each sample.
+    """Returns a function ``grade(samples, single)``, which calls a grader in this process.
+
+    ``grade`` returns the return value of the grader, and for each sample the fields that the grader has changed. With ``single``,
+    the grader gets the only sample instead of a list of samples.
 
     Args:
-        args: slime's arguments, packed.
-        grader: dotted path of the grader; None for slime's own grader of the sample's ``rm_type``.
+        args: slime's arguments, packed by :func:`pack`.
+        grader: dotted path of the user's grader; None: slime's own grader for the sample's ``rm_type``.
     """
     arguments = Namespace(**_unpack(args))
     if grader is None:
@@ -74,7 +82,10 @@ def make(args: Packed, grader: str | None) -> Callable[..., Any]:
 
 
 def _warm_up(arguments: Any) -> None:
-    """Triggers the lazy imports of slime's grader in the worker, so that the forks need not repeat the imports."""
+    """Grades a made-up sample in the worker process, so that slime's own grader does its lazy imports.
+
+    The forks of the worker process then need not repeat these imports.
+    """
     metadata: dict[str, Any] = {"instruction_id_list": [], "kwargs": []}
     sample = Sample(prompt="", response="</think>\\boxed{\\frac{1}{2}}", label="0.51", metadata=metadata)
     if arguments.rm_type and not arguments.rm_type.endswith("remote_rm"):

@@ -1,4 +1,4 @@
-"""Parsers for code rewards: the program in a response, and the test cases in a sample's metadata."""
+"""Parsers for code rewards. They extract the program from a response, and the test cases from the metadata of a sample."""
 
 import json
 import re
@@ -11,7 +11,10 @@ _PYTHON = ("python", "python3", "py")
 
 
 def program_of(response: str) -> str | None:
-    """Returns the last Python code block of a response, else the last code block without a language, else None."""
+    """Returns the last Python code block of a response.
+
+    Without a Python code block, returns the last code block that names no language, or None if there is no such block either.
+    """
     blocks = _BLOCK.findall(response)
     for languages in (_PYTHON, ("",)):
         programs = [code for language, code in blocks if language.lower() in languages]
@@ -28,11 +31,17 @@ if {name!r} not in globals() and "Solution" in globals():
 
 
 def cases_of(tests: Any) -> tuple[list[Case], str]:
-    """Returns the test cases in ``{"inputs": [...], "outputs": [...]}`` (or the same as JSON), and code to append to the program.
+    """Parses test cases, given as ``{"inputs": [...], "outputs": [...]}`` or as JSON text of such a mapping.
 
-    An input is the program's standard input, an output the expected standard output; both are text or lists of lines.
-    With ``fn_name``, an input is the list of the function's arguments and an output the expected return value. Inputs may be text
-    with one argument as JSON per line; text outputs are then JSON too. The function may be a method of a class ``Solution``.
+    Without the key ``fn_name``, an input is the standard input of the program and an output is the expected standard output. Both
+    are text or lists of lines.
+
+    With the key ``fn_name``, the program defines a function of this name, which may be a method of a class ``Solution``. An input
+    is the list of the function's arguments, and an output is the expected return value. An input may also be text with one
+    argument as JSON per line. An output that is text is then JSON, too.
+
+    Returns:
+        The test cases, and Python code to append to the program. The code makes a method of ``Solution`` available as a function.
 
     Raises:
         ValueError: ``tests`` has another form.

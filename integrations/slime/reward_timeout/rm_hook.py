@@ -1,9 +1,10 @@
-"""Grades responses on slime. The file follows the path of one response from top to bottom.
+"""Grades responses on slime with adaptive time limits. The functions in this file follow the order in which a sample is processed.
 
-slime calls :func:`mark_evaluation` for each sample and then :func:`grade`, in the same asyncio task. :meth:`Grading.grade` looks up
-the sample's grader, waits for a slot and a time limit (:class:`~rl_accel.reward.limited_executor.LimitedExecutor`), and runs the
-grader: in a process that can be killed (``grader_worker``), on slime's event loop if the grader awaits something, or in the sandbox
-for programs with test cases. :class:`~rl_accel.reward.scores.Scores` turns the result into a reward, or makes a stand-in reward.
+For each sample, slime calls :func:`mark_evaluation` and then :func:`grade`, in the same asyncio task. :meth:`Grading.grade` looks
+up the grader of the sample, and waits for a slot and a time limit (:class:`~rl_accel.reward.limited_executor.LimitedExecutor`).
+The grader then runs in one of three places. A grader that awaits something runs on slime's event loop. The program of a code reward
+runs in the sandbox. Any other grader runs in a separate process that can be killed (``grader_worker``).
+:class:`~rl_accel.reward.scores.Scores` turns the result into a reward, or makes a stand-in reward if the grader was stopped.
 """
 
 import ast
@@ -40,21 +41,22 @@ from rl_accel.reward.scores import Scores
 from rl_accel.switch import forget_when_off
 
 _MOST_WORKERS = 16
-"""Maximum default number of grader processes. Each process has imported slime and takes some 250 MiB."""
+"""Upper bound of the default number of grader processes. Each grader process imports slime and takes some 250 MiB of memory."""
 _MOST_AWAITED = 1 << 20
-"""Slots for awaited graders, in effect unlimited: slime does not limit such graders either, and they cost this machine nothing."""
+"""Number of slots for graders that run on slime's event loop. The number is in effect unlimited, because slime does not limit such
+graders either and because they cost this machine nothing."""
 _EXCHANGE_SECONDS = 5.0
 
 EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
-"""True if the current asyncio task belongs to an evaluation. slime marks and grades a sample in the same task."""
+"""True if the current asyncio task grades an evaluation sample. slime marks and grades a sample in the same task."""
 
 
 def mark_evaluation(args: Any, sample: Any, evaluation: bool = False, rollout_id: int | None = None) -> None:
-    """Remembers whether a sample belongs to an evaluation (slime's ``--rollout-sample-hook-path``).
+    """Stores whether a sample belongs to an evaluation (slime's ``--rollout-sample-hook-path``).
 
-    slime passes ``evaluation`` here, but not to :func:`grade`. Evaluation samples have a ``custom_rm_path``, which slime takes from
-    ``--custom-rm-path`` before slime reads our file. If this path is our hook or ``reward_timeout.grader``, the path is removed
-    from the sample, so that slime calls :func:`grade` as in training.
+    slime passes ``evaluation`` to this function, but not to :func:`grade`. Evaluation samples have a ``custom_rm_path``, which
+    slime takes from ``--custom-rm-path`` before slime reads the YAML file of rl-accel. If this path is the path of :func:`grade` or
+    of ``reward_timeout.grader``, the path is removed from the sample, so that slime calls :func:`grade` as in training.
     """
     EVALUATION.set(evaluation)
     if sample.custom_rm_path is not None and sample.custom_rm_path in (RM_HOOK, flags_of(args)[REWARD_TIMEOUT].grader):
@@ -79,13 +81,15 @@ async def grade(args: Any, sample: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class GraderSpec:
-    """Grader of a sample, and where the grader runs.
+    """Grader that a sample needs, and the way to call this grader.
 
     Attributes:
         name: dotted path of the user's grader, or slime's ``rm_type``.
-        function: the user's grader; None for slime's own grader.
-        awaits: the grader awaits something and runs on slime's event loop. Other graders run in a process that can be killed.
-        takes_lists: the grader is a coroutine function (slime calls only these) and gets a list where slime would pass a list.
+        function: the user's grader; None: slime's own grader.
+        awaits: whether the grader awaits something. Such a grader runs on slime's event loop, any other grader in a separate
+            process that can be killed.
+        takes_lists: whether the grader is a coroutine function, as slime requires. Such a grader gets a list of samples where slime
+            would pass a list. Any other grader gets single samples.
     """
 
     name: str
@@ -95,7 +99,7 @@ class GraderSpec:
 
 
 class Grading:
-    """Graders, executors and anchors for one event loop.
+    """Grades samples on one event loop. Holds the grader processes, the executors, and the durations of correct gradings.
 
     Args:
         args: slime's arguments.
@@ -116,7 +120,7 @@ class Grading:
         self._program_executor = LimitedExecutor(self.replica, self._workers, limits, for_programs)
         self._executor = LimitedExecutor(self.replica, self._workers, limits, full)
         self._awaited_executor = LimitedExecutor(self.replica, _MOST_AWAITED, limits, full, flags.limit_waiting)
-        # Same keys as in slime: one key in training, perhaps another key in evaluations.
+        # Keys of the score in a reward, as in slime: one key for training, and perhaps another key for evaluations.
         keys = [key for key in (args.reward_key, args.eval_reward_key) if key]
         number_keys = keys[:1] or ["acc", "score"]
         self._scores = Scores(flags, self.replica, keys, number_keys, number_keys, numbers_only=False)
@@ -126,7 +130,7 @@ class Grading:
         self._graders: dict[str, Graders] = {}
 
     async def grade(self, args: Any, given: Any, kwargs: dict[str, Any]) -> Any:
-        """Returns the reward of a sample, or the rewards of a list of samples. Cancelling the call stops the graders."""
+        """Returns the reward of the sample ``given``, or the rewards if ``given`` is a list. Stops the graders if cancelled."""
         self.store_client.use()
         is_list = isinstance(given, list)
         if is_list and not (given and self._spec_of(args, given[0]).takes_lists):
@@ -167,8 +171,8 @@ class Grading:
         return GraderSpec(rm_type, awaits=rm_type.removeprefix("boxed_") == "remote_rm")
 
     async def _run_in_process(self, spec: GraderSpec, given: Any, limits: Limits) -> ExecutionResult:
-        """Runs a grader in a process. If the grader finishes, the grader's changes are applied to our samples."""
-        name = spec.name if spec.function else ""  # slime's own graders share one pool
+        """Runs a grader in a separate process. If the grader finishes, applies the grader's changes to the samples here."""
+        name = spec.name if spec.function else ""  # slime's own graders share one pool of processes
         if name not in self._graders:
             arguments = {"args": self._packed_args, "grader": name or None}
             self._graders[name] = Graders(
@@ -191,13 +195,13 @@ class Grading:
     async def _await(
         self, spec: GraderSpec, args: Any, given: Any, kwargs: dict[str, Any], limits: Limits
     ) -> ExecutionResult:
-        """Awaits a grader on slime's event loop."""
+        """Runs a grader that awaits something on slime's event loop, within ``limits``."""
         function = spec.function
         coroutine = function(args, given, **kwargs) if function else rm_hub.async_rm(self._stock_args, given)
         return await run_within(coroutine, limits, spec.name)
 
     async def _run_program(self, prompt: str, sample: Any, teach: bool) -> ExecutionResult:
-        """Runs the program in a response. The score is the share of passed tests in ``metadata["test_cases"]``."""
+        """Runs the program in a response in the sandbox. The score is the share of passed tests in ``metadata["test_cases"]``."""
         try:
             cases, addition = cases_of((sample.metadata or {}).get("test_cases"))
         except ValueError as error:
@@ -217,7 +221,7 @@ class Grading:
         return Sandbox(self._workers, self.flags.isolation)
 
     async def close(self) -> None:
-        """Ends all grader processes, together with running graders."""
+        """Ends all grader processes and the sandbox, including graders that are still running."""
         await self.store_client.close()
         graders, self._graders = self._graders, {}
         for pool in graders.values():
@@ -227,7 +231,7 @@ class Grading:
 
 
 OPEN: dict[asyncio.AbstractEventLoop, Grading] = {}
-"""Mapping from event loop to :class:`Grading`. slime has one event loop, and a second with fully asynchronous rollouts."""
+"""Mapping from event loop to :class:`Grading`. slime has one event loop, or two with fully asynchronous rollouts."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -246,7 +250,10 @@ def _spec_of_path(path: str) -> GraderSpec:
 
 
 def _awaits(function: Any) -> bool:
-    """Returns whether a coroutine function awaits anything. slime accepts only coroutine functions; many of these block."""
+    """Returns whether the source code of a coroutine function awaits anything; True if the source code is not available.
+
+    slime accepts only coroutine functions as graders, but many of these functions block the event loop and await nothing.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     except (OSError, TypeError, SyntaxError):
@@ -259,7 +266,7 @@ _collect = Collector()
 
 
 def _close_all() -> None:
-    """Forgets all :class:`Grading` objects and counts. Grader processes end in the background."""
+    """Discards all :class:`Grading` objects and the collected counts. The grader processes end in the background."""
     global _collect
     _collect = Collector()
     while OPEN:
@@ -272,7 +279,10 @@ forget_when_off.append(_close_all)
 
 
 def numbers_of(rollout: Rollout) -> dict[str, float]:
-    """Returns the job's counts since the last call, for slime's rollout log. Must be called outside the event loops."""
+    """Returns metrics about the gradings of the whole job since the last call, for slime's rollout log.
+
+    Must not be called on an event loop, because this function blocks until the event loops have sent the counts of this process.
+    """
     exchanges = [
         asyncio.run_coroutine_threadsafe(grading.store_client.close(), loop)
         for loop, grading in list(OPEN.items())

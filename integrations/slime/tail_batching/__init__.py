@@ -1,6 +1,6 @@
-"""Tail batching on slime: checks of slime's interfaces and arguments, and the run that the arguments describe.
+"""Tail batching on slime. Checks slime's interfaces and arguments, and derives the parameters of the run from the arguments.
 
-``rollout`` has the rollout function and the data source; ``responses`` runs single responses.
+The module ``rollout`` has the rollout function and the data source. The module ``responses`` generates single responses.
 """
 
 import functools
@@ -37,7 +37,7 @@ SWITCHES = (
 
 
 def check(args: Any, flags: TailBatchingFlags) -> None:
-    """Refuses arguments of slime that tail batching cannot work with.
+    """Refuses values of slime's arguments that tail batching does not support.
 
     Raises:
         ConfigError: a setting is not supported. The message names slime's argument, the wanted and the found value.
@@ -60,10 +60,10 @@ def check(args: Any, flags: TailBatchingFlags) -> None:
 
 
 def run_of(args: Any, flags: TailBatchingFlags, rows: int) -> TailRun:
-    """Returns the description of the run for a data set of ``rows`` prompts.
+    """Returns the parameters of tail batching for a run on a data set of ``rows`` prompts.
 
     Raises:
-        ConfigError: domain quotas and batch size do not match, or the data set is smaller than a batch.
+        ConfigError: the domain quotas do not add up to the batch size, or the data set has fewer prompts than a batch.
     """
     if rows < args.rollout_batch_size:
         _refuse("rows of the data set", f"at least --rollout-batch-size, {args.rollout_batch_size}", rows)
@@ -78,5 +78,5 @@ def run_of(args: Any, flags: TailBatchingFlags, rows: int) -> TailRun:
 
 
 def last_rollout(args: Any, rows: int) -> int:
-    """Returns the number of rollouts in the whole run, earlier launches included."""
+    """Returns the number of rollouts of the whole run, including earlier launches. ``rows``: number of prompts in the data set."""
     return int(args.num_rollout if args.num_rollout is not None else rows // args.rollout_batch_size * args.num_epoch)

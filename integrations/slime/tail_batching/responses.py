@@ -1,4 +1,7 @@
-"""Runs single responses with slime's ``generate_and_rm``, stops cancelled responses, and reports events to the driver."""
+"""Generates and scores single responses with slime's ``generate_and_rm``, for tail batching.
+
+Also stops cancelled responses, and reports the events of each response to the :class:`~rl_accel.rollout.driver.RolloutDriver`.
+"""
 
 import asyncio
 import contextlib
@@ -41,24 +44,40 @@ logger = logging.getLogger("rl_accel")
 GENERATE = f"{__name__}.generate"
 
 ABORT_AGAIN_SECONDS = 0.5
-"""Seconds between aborts of the same request. Aborts are repeated because an abort may reach the server before the request."""
+"""Seconds between two abort messages for the same request. An abort message is repeated because the first message may reach the
+server before the request does."""
 INSIST_SECONDS = 5.0
-"""Seconds until the task of a cancelled response is cancelled as well. After twice this time, the response is abandoned."""
+"""Seconds from the cancellation of a response until the asyncio task of the response is cancelled as well. After twice this time,
+the response is reported as aborted although the task still runs."""
 IDLE_SECONDS = 30.0
-"""Seconds that servers have to become idle after a rollout. Servers that still hold requests are then logged."""
+"""Maximum seconds to wait after a rollout until no rollout server holds a request. A warning then names the servers that still hold
+requests."""
 POLL_SECONDS = 0.05
 PING_SECONDS = 30.0
-"""Timeout of a server's health check, in seconds. A server that is only slow counts as alive."""
+"""Timeout in seconds of the health check of a rollout server. A server that does not answer in time counts as slow, not as dead."""
 LOSSES = 3
-"""Responses that a prompt may lose to dead servers per round, in multiples of ``n_samples_per_prompt``. Further losses count as
-failures, because the prompt itself may crash the servers."""
+"""Maximum number of responses that one prompt may lose to dead servers in a rollout, as a multiple of ``n_samples_per_prompt``.
+Responses lost after that count as failed, because the prompt itself may crash the servers."""
 RESUME = "Start again with --load from the last checkpoint; no prompt is lost by that"
 ABORT_ALL = {"abort_all": True}
 
 
 @dataclass(eq=False)
 class Session:
-    """Generation of one response on ``engines``, and the :class:`~rl_accel.patches.slime.requests.Watcher` of its requests."""
+    """One response that is being generated and scored, and the state of its requests to rollout servers.
+
+    Implements :class:`~rl_accel.patches.slime.requests.Watcher` for these requests.
+
+    Attributes:
+        report: function that receives the events of the response.
+        limit: maximum seconds of the generate function; None: no limit.
+        requests: ids of the requests that a server is processing.
+        tokens: number of generated tokens; 0 until generation has ended.
+        retractions: number of preemptions that SGLang has reported for the response; None: none reported.
+        lost: error message if a server has died or has aborted the response, or ''.
+        deaths_before: number of dead servers when the last request was sent.
+        began, cancelled_at, abort_again_at: times of the monotonic clock in seconds.
+    """
 
     response_id: int
     prompt_id: str
@@ -82,7 +101,7 @@ class Session:
         return self.cancelled_at < math.inf
 
     def begin(self) -> str:
-        if self.cancelled:  # between two turns of the generate function
+        if self.cancelled:  # cancelled between two requests of the generate function
             raise asyncio.CancelledError
         request_id = f"rl-accel-{self.response_id}-{uuid.uuid4().hex}"
         self.requests.add(request_id)
@@ -90,7 +109,10 @@ class Session:
         return request_id
 
     async def failed(self) -> None:
-        """Raises ResponseLost if a server has died since the request was sent. After any other error, the request is sent again."""
+        """Raises ResponseLost if a rollout server has died since the failed request was sent, else returns.
+
+        If this method returns, the caller sends the request again.
+        """
         if self.cancelled:
             raise asyncio.CancelledError
         if lost := await self.engines.death_since(self.deaths_before):
@@ -107,9 +129,16 @@ class Session:
             self.retractions = (self.retractions or 0) + int(retractions)
 
     def finish(self, result: Any, graded_later: bool) -> None:
-        """Records the end of generation. ``graded_later``: the reward is computed later, with the whole prompt group.
+        """Records the end of generation, and reports the event ``generated`` unless the response is incomplete.
 
-        Raises CancelledError if the response was cancelled, ResponseLost or RuntimeError if the response is incomplete.
+        Args:
+            result: return value of the generate function: a sample, or a list or nested list of samples.
+            graded_later: whether the reward is computed later, for the whole prompt group at once.
+
+        Raises:
+            CancelledError: the response was cancelled.
+            ResponseLost: the response is incomplete, because a server has died or has aborted the response.
+            RuntimeError: the response has no sample, or the generate function has aborted the response.
         """
         self.result = result
         leaves = list(samples_of(result))
@@ -132,7 +161,10 @@ SESSION: ContextVar[Session] = ContextVar("session")
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
-    """Calls the user's ``--custom-generate-function-path``, else slime's generate function. Reports the end before the reward."""
+    """Generates a response with the user's ``--custom-generate-function-path`` or, without this flag, with slime's own function.
+
+    Reports the event ``generated`` to the driver before the reward is computed.
+    """
     session = SESSION.get()
     sample.generate_function_path = None
     path = args.custom_generate_function_path
@@ -146,14 +178,21 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
 
 
 def samples_of(result: Any) -> Iterator[interfaces.Sample]:
-    """Returns an iterator over the samples of a response: a single sample or the (nested) list of a generate function."""
+    """Returns an iterator over the samples of a response.
+
+    ``result`` is a single sample, or the list or nested list of samples that a generate function has returned.
+    """
     return itertools.chain.from_iterable(map(samples_of, result)) if isinstance(result, list) else iter([result])
 
 
 class Engines:
-    """Aborts requests directly at the servers, as the router has no ``/abort_request``. Removes dead servers from the router.
+    """Rollout servers behind slime's router. Aborts requests on these servers, and removes dead servers from the router.
 
-    ``deaths`` is the number of dead servers so far; ``gone`` is the reason why generation is impossible, or empty.
+    Abort messages go directly to the servers, because the router has no ``/abort_request``.
+
+    Attributes:
+        deaths: number of servers that have died so far.
+        gone: reason why no server can generate any more, or ''.
     """
 
     def __init__(self, args: Any) -> None:
@@ -163,15 +202,18 @@ class Engines:
         self.gone = ""
 
     async def death_since(self, deaths: int) -> str:
-        """Returns an error message if a server has died since ``self.deaths`` was ``deaths``, else an empty string."""
-        async with self._looking:  # all requests of a dead server fail at once
+        """Returns an error message if a rollout server has died since ``self.deaths`` was equal to ``deaths``, or ''.
+
+        Checks the health of all servers if no such death is known yet.
+        """
+        async with self._looking:  # one check at a time, because all requests of a dead server fail at once
             if self.deaths == deaths and not self.gone:
                 async with httpx.AsyncClient(timeout=PING_SECONDS, trust_env=False, verify=False) as client:
                     await self._remove_dead(client)
         return self.gone or ("its server died" if self.deaths > deaths else "")
 
     async def _remove_dead(self, client: httpx.AsyncClient) -> None:
-        """Removes dead servers from the router. slime's router does no health checks and would keep using dead servers."""
+        """Removes dead rollout servers from slime's router. The router checks no server's health and would send more requests."""
         try:
             workers = (await client.get(f"{self._router}/workers")).json()["workers"]
         except httpx.ConnectError as error:
@@ -190,12 +232,18 @@ class Engines:
             self.gone = f"no rollout server is left behind the router {self._router}"
 
     async def abort(self, *orders: dict[str, Any]) -> None:
-        """Sends each of ``orders``, bodies of ``/abort_request``, to every server. Servers ignore unknown requests."""
+        """Sends each of ``orders`` to every rollout server, as the body of a POST to ``/abort_request``.
+
+        A server ignores an order to abort a request that the server does not hold.
+        """
         urls = await self._urls()
         await asyncio.gather(*(_tell(url, order) for url in urls for order in orders))
 
     async def drain(self) -> None:
-        """Waits until no server holds a request, for ``IDLE_SECONDS`` at most. Aborts requests of closed connections."""
+        """Waits until no rollout server holds a request, but at most ``IDLE_SECONDS``.
+
+        Tells the servers meanwhile to abort the remaining requests, whose connections are closed.
+        """
         give_up = time.monotonic() + IDLE_SECONDS
         while True:
             urls = await self._urls()
@@ -229,15 +277,16 @@ async def _requests(url: str) -> int:
 
 
 class Responses:
-    """Response workers of a :class:`~rl_accel.rollout.driver.RolloutDriver`.
+    """Starts, cancels and reports responses on slime, as :class:`~rl_accel.rollout.driver.ResponseWorkers` prescribes.
 
-    Responses run on slime's event loop; the driver's thread calls the public methods.
+    Responses are asyncio tasks on slime's event loop. The thread of the :class:`~rl_accel.rollout.driver.RolloutDriver` calls the
+    public methods.
 
     Args:
         args: slime's arguments.
-        engines: aborts the requests of cancelled responses.
-        new_index: returns an unused sample index.
-        limit: time limit of a generate function, in seconds; None for no limit.
+        engines: rollout servers, which abort the requests of cancelled responses.
+        new_index: function that returns an unused sample index.
+        limit: maximum seconds of the generate function of a response; None: no limit.
     """
 
     def __init__(self, args: Any, engines: Engines, new_index: Callable[[], int], limit: float | None = None) -> None:
@@ -262,7 +311,7 @@ class Responses:
 
     @property
     def prompts_launched(self) -> int:
-        """Number of prompts launched in this round, including replacements."""
+        """Number of prompts launched in the current rollout, including those that replace failed or rejected prompts."""
         return len(self._launched)
 
     def begin_round(self) -> None:
@@ -293,7 +342,10 @@ class Responses:
         return events
 
     def outside_engines(self) -> list[int]:
-        """Returns the ids of responses whose generate function runs without a request to an engine, for example for a tool call."""
+        """Returns the ids of responses whose generate function is running but has no request at a rollout server.
+
+        An example is a generate function that executes a tool call.
+        """
         sessions = list(self._sessions.items())
         return [i for i, session in sessions if session.began and not session.requests and session.result is None]
 
@@ -324,7 +376,10 @@ class Responses:
             await self._score_group(session)
 
     async def _score_group(self, session: Session) -> None:
-        """Waits for the first ``n_samples_per_prompt`` responses of the prompt. The last of these responses scores the group."""
+        """Waits until ``n_samples_per_prompt`` responses of the session's prompt are generated and scored as a group.
+
+        The call for the last of these responses computes the rewards of the group.
+        """
         if isinstance(session.result, list):  # slime would set ``reward`` on the list
             raise RuntimeError("--group-rm does not go together with a generate function that returns lists")
         group, scored = self._groups.setdefault(session.prompt_id, ([], self._loop.create_future()))
@@ -386,7 +441,7 @@ class Responses:
                 running = [{"rid": request_id} for session in due for request_id in session.requests]
                 try:
                     await self._engines.abort(*([ABORT_ALL] if self._ending else running))
-                except Exception as error:  # without the router, only closing the connections remains
+                except Exception as error:  # without the router, the connections can still be closed
                     logger.warning("rl-accel: engines could not be told to abort: %s", error)
                     for session in left:
                         session.task.cancel()
@@ -399,7 +454,7 @@ class Responses:
                 await asyncio.wait_for(self._changed.wait(), ABORT_AGAIN_SECONDS)
 
     def _leave_behind(self, session: Session) -> None:
-        """Abandons a response whose reward function ignores cancellation."""
+        """Stops waiting for a cancelled response whose reward function ignores the cancellation. Reports an ``aborted`` event."""
         if self._sessions.pop(session.response_id, None) is not None:
             logger.warning("rl-accel: response %d does not stop; the round ends without it", session.response_id)
             self._events.put(Event("aborted", session.response_id, session.tokens))

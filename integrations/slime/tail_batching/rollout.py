@@ -1,4 +1,4 @@
-"""Rollout function and data source for tail batching on slime. Evaluation is left to slime."""
+"""Rollout function and data source for tail batching on slime. Evaluations use slime's own rollout function."""
 
 import copy
 import tempfile
@@ -37,17 +37,19 @@ else:
 Group = list[Any]
 
 _KEPT = 3
-"""Number of rollouts whose state is kept in memory. slime may save a rollout's state after the next rollout."""
+"""Number of latest rollouts whose state is kept in memory, because slime may save the state of a rollout after the next rollout."""
 
 
 def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Rollout function (slime's ``--rollout-function-path``). Returns ``rollout_batch_size`` groups of ``n_samples_per_prompt``.
+    """Runs one rollout with tail batching (slime's ``--rollout-function-path``). Passes evaluations to slime's own function.
+
+    Returns ``rollout_batch_size`` prompt groups of ``n_samples_per_prompt`` responses each.
 
     Raises:
         ConfigError: the data source is not a :class:`TailDataSource`, or domain quotas and the domains of the data do not match.
-        RuntimeError: too many prompts failed in a row, so something must be broken.
+        RuntimeError: as many prompts as a batch needs have failed in a row, or no rollout server is left.
     """
     if evaluation:
         return sglang_rollout.generate_rollout(args, rollout_id, data_source, evaluation=True)
@@ -59,12 +61,14 @@ def generate_rollout(
 
 @extends(interfaces.RolloutDataSource)
 class TailDataSource(RolloutDataSource):
-    """Extends slime's data source (``--data-source-path``) with the queue of deferred prompts and the rounds of tail batching.
+    """slime's data source (``--data-source-path``), extended with tail batching.
 
-    Reads the flags in the ``rl_accel`` section of the custom config.
+    Tail batching ends a rollout with the first prompts to complete. This class runs the rollouts and keeps the unfinished prompts
+    in a queue for later rollouts. The flags come from the ``rl_accel`` section of slime's custom config file.
 
     Attributes:
-        supply: mapping from prompt id to row ``{"sample": Sample, "index": group_index, <domain_key>: domain}``.
+        supply: source of new prompts. ``supply.payloads`` maps the id of each unfinished prompt to the prompt's row
+            ``{"sample": Sample, "index": group_index, <domain_key>: domain}``.
 
     Raises:
         ConfigError: a flag is wrong, or one of slime's arguments conflicts with tail batching.
@@ -96,16 +100,16 @@ class TailDataSource(RolloutDataSource):
         sample = self.get_samples(1)[0][0]
         domain = (sample.metadata or {}).get(self._domain_key, "")
         if not self.supply.fetched:
-            saved.packed(sample.to_dict())  # raises now instead of at the first checkpoint
+            saved.packed(sample.to_dict())  # a row that cannot be saved raises now instead of at the first checkpoint
         return {"sample": sample, "index": sample.group_index, self._domain_key: domain}
 
     def _new_index(self) -> int:
-        """Returns an unused sample index."""
+        """Returns an index that no sample of this run has yet."""
         self.sample_index += 1
         return int(self.sample_index - 1)
 
     def add_samples(self, samples: list[list[Any]]) -> None:
-        """Raises an error: the queue of tail batching takes back whole prompts by itself.
+        """Refuses samples that slime returns to the data source, because tail batching returns whole prompts to its own queue.
 
         Raises:
             RuntimeError: always.
@@ -113,7 +117,10 @@ class TailDataSource(RolloutDataSource):
         raise RuntimeError("rl_accel.tail_batching keeps its own queue; samples cannot be added to its data source")
 
     def play(self, rollout_id: int) -> RolloutFnTrainOutput:
-        """Returns the batch of a rollout. No server holds requests of the rollout afterwards."""
+        """Runs the rollout ``rollout_id`` and returns the batch to train on.
+
+        Before the return, waits until no rollout server holds a request of this rollout.
+        """
         self._drops, self._rejected, self._responses.retractions = MetricGatherer(), [], None
         result = self._driver.play(rollout_id, max(last_rollout(self.args, len(self)) - rollout_id, 1))
         async_utils.run(self._engines.drain())
@@ -136,7 +143,8 @@ class TailDataSource(RolloutDataSource):
     def _passes(self, _prompt_id: str, results: Sequence[Any]) -> bool:
         group = _in_order(results)
         verdict = base_types.call_dynamic_filter(self._filter, self.args, group)
-        # slime may keep a rejected group instead of replacing it. Here each earlier rejected group was replaced: subtract both.
+        # slime may keep a rejected group instead of replacing the group. Here each earlier rejected group was replaced, so both the
+        # rejected group and the replacement are subtracted.
         if not base_types.should_drop_dynamic_filter_output(
             verdict,
             remaining_batch_size=self._responses.prompts_launched - 2 * len(self._rejected),
@@ -157,7 +165,7 @@ class TailDataSource(RolloutDataSource):
             del self._moments[next(iter(self._moments))]
 
     def save(self, rollout_id: int) -> None:
-        """Saves the state after ``rollout_id``, even if later rollouts are complete.
+        """Saves the state that this data source had after rollout ``rollout_id``, even if later rollouts are already complete.
 
         Raises:
             RuntimeError: the rollout was not made in this process, or the rollout's state is no longer in memory.
@@ -168,7 +176,7 @@ class TailDataSource(RolloutDataSource):
         source, core, fetched, payloads = self._moments[rollout_id]
         rows = {prompt: {**row, "sample": row["sample"].to_dict()} for prompt, row in payloads.items()}
         saved.save(_folder(self.args.save, rollout_id), rollout_id, core, fetched, rows)
-        # slime's file is written last and atomically: a checkpoint without this file is refused.
+        # slime's file is written last and atomically, because ``load`` refuses a checkpoint without this file.
         with tempfile.TemporaryDirectory() as folder:
             source.args = copy.copy(self.args)
             source.args.save = folder
@@ -176,7 +184,9 @@ class TailDataSource(RolloutDataSource):
             write_atomically(_position(self.args.save, rollout_id), _position(folder, rollout_id).read_bytes())
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Resumes from the checkpoint of ``rollout_id``. Without slime's ``--load`` or a ``rollout_id``, starts from the beginning.
+        """Restores the state of this data source from the checkpoint of rollout ``rollout_id``.
+
+        Starts at the beginning of the data if slime's ``--load`` is not set or ``rollout_id`` is None or negative.
 
         Raises:
             ResumeError: the checkpoint is incomplete, was saved without tail batching, or belongs to another run.
@@ -198,7 +208,7 @@ class TailDataSource(RolloutDataSource):
 
 
 def _position(root: str, rollout_id: int) -> Path:
-    """Returns the path of the state file of slime's data source."""
+    """Returns the path of the file, below the checkpoint folder ``root``, in which slime's data source saves its state."""
     return Path(root) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
 
 

@@ -1,7 +1,8 @@
 """Balanced rollouts on verl: ``+rl_accel.balance.enable=True`` with a trainer of mode ``sync``, or with tail batching.
 
-:func:`wire` selects ``router`` in verl's ``router_config_path`` and adds :class:`BalancingWorker` to verl's agent-loop workers. The
-router actor carries out the decisions of :class:`~rl_accel.rollout.balance.Balance`; ``client`` is its stand-in in verl's client.
+A response waits until a rollout replica has a free slot, and may migrate to another replica later. :func:`wire` selects module
+``router`` in verl's ``router_config_path`` and adds :class:`BalancingWorker` to verl's agent-loop workers. The router actor carries
+out the decisions of :class:`~rl_accel.rollout.balance.Balance`. Module ``client`` replaces the router in verl's client.
 """
 
 import asyncio
@@ -31,7 +32,8 @@ logger = logging.getLogger("rl_accel")
 
 ROUTER = Path(__file__).with_name("router.yaml")
 LENGTHS = "balance.json"
-"""File in a checkpoint folder with the lengths for :meth:`~rl_accel.rollout.balance.Balance.learn`."""
+"""Name of the file with response lengths in a checkpoint folder. A resumed run passes these lengths to
+:meth:`~rl_accel.rollout.balance.Balance.learn`."""
 WORKER_PART = f"{__name__}.BalancingWorker"
 _FLAG = "rl_accel.balance"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -40,7 +42,7 @@ _refuse = functools.partial(refuse, _FLAG)
 
 
 def wire(run: VerlRun, flags: BalanceFlags) -> None:
-    """Sets our router and our agent-loop worker part in the configuration of ``run``. Idempotent.
+    """Sets our router and our mixin for agent-loop workers in the configuration of ``run``. Idempotent.
 
     Raises:
         ConfigError: a setting conflicts with balanced rollouts.
@@ -58,7 +60,7 @@ def wire(run: VerlRun, flags: BalanceFlags) -> None:
 
 
 class BalancingWorker(agent_loop.WorkerPart):
-    """Agent-loop worker part that replaces the load balancer of verl's client by ``client.Servers``."""
+    """Agent-loop worker mixin that replaces the load balancer in verl's client by ``client.Servers``, to migrate responses."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -71,12 +73,12 @@ class BalancingWorker(agent_loop.WorkerPart):
         client._load_balancer = Servers(client._load_balancer, self.config, handle)
 
     async def stay_alive(self) -> None:
-        """Never returns, so that a pending call fails when the worker dies."""
+        """Never returns. The router waits for this call, which fails when the worker dies."""
         await asyncio.Event().wait()
 
     @classmethod
     def attach(cls, manager: AgentLoopManager) -> None:
-        """Sets up the router and starts logging its metrics."""
+        """Sets up the router actor, with the response lengths of a resumed run, and starts logging the router's metrics."""
         import ray
 
         flags, config = RUNTIME.flags(), manager.config
@@ -95,13 +97,16 @@ class BalancingWorker(agent_loop.WorkerPart):
 
 
 class Observer:
-    """Logs the router's metrics once a step, and saves its response lengths in the checkpoints in ``folder``."""
+    """Logs the router actor's metrics once a step, and saves the router's response lengths in the checkpoints in ``folder``."""
 
     def __init__(self, router: Any = None, folder: Path = Path()) -> None:
         self._router, self._folder = router, folder
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Returns ``balance/<name>``, see :meth:`~rl_accel.rollout.balance.Balance.take_numbers`; {} if not a training step."""
+        """Returns the router's metrics ``balance/<name>``; {} if ``logged`` is not of a training step.
+
+        See :meth:`~rl_accel.rollout.balance.Balance.take_numbers` for the names.
+        """
         import ray
 
         if self._router is None or "timing_s/gen" not in logged:

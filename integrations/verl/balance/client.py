@@ -1,4 +1,4 @@
-"""Stand-ins for router and servers in an agent-loop worker's client. Responses can migrate between servers."""
+"""Replacements for router and rollout servers in an agent-loop worker's client, so that a response can migrate between servers."""
 
 import asyncio
 import hashlib
@@ -18,12 +18,13 @@ MOVABLE = {
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "max_tokens", "max_new_tokens"),
     *("ignore_eos", "stop_token_ids"),
 }
-"""Sampling parameters that keep their meaning after a migration; others count from the start of a response."""
-CONVERSATIONS = 100_000  # maximum number whose replica is remembered
+"""Names of the sampling parameters that keep their meaning after a response has migrated to another server. Other parameters count
+from the start of a response and prevent a migration, except ``seed`` with engines that have ``seeds_by_position``."""
+CONVERSATIONS = 100_000  # maximum number of conversations whose last replica is remembered
 
 
 class Method:
-    """Imitates an actor method: ``method.remote(...)`` starts the coroutine at once."""
+    """Imitation of a Ray actor's method. ``method.remote(...)`` calls the async ``function`` at once and returns its task."""
 
     def __init__(self, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
         self._function = function
@@ -33,18 +34,21 @@ class Method:
 
 
 class ServerId(str):
-    """Server name that verl's client holds during one request and passes back afterwards."""
+    """Name of a rollout server, with the ``request`` that it was acquired for.
+
+    verl's client holds this name during one request and passes the name back afterwards.
+    """
 
     request: "BalancedServer"
 
 
 class Servers:
-    """Stand-in for the router in verl's client.
+    """Replacement for the load balancer in verl's client. Asks the router actor for a slot before each request.
 
     Args:
         router: handle of a :class:`~rl_accel.integrations.verl.balance.router.BalancedRouter`.
         config: verl's configuration.
-        worker: handle of the requesting agent-loop worker, a :class:`~rl_accel.integrations.verl.balance.BalancingWorker`.
+        worker: handle of this agent-loop worker, a :class:`~rl_accel.integrations.verl.balance.BalancingWorker`.
     """
 
     def __init__(self, router: Any, config: Any, worker: Any) -> None:
@@ -83,7 +87,13 @@ class Servers:
 
 
 class BalancedServer:
-    """Stand-in for a request's servers. ``name``: the last server. ``tokens``: that server's output tokens, None if incomplete."""
+    """Replacement for the rollout server of one request, which may migrate from server to server.
+
+    Attributes:
+        ticket: unique id of the request.
+        name: name of the last server of the request.
+        tokens: number of tokens that the last server generated; None before the response is complete.
+    """
 
     def __init__(self, servers: Servers, ticket: str, name: str, server: Server) -> None:
         self.ticket, self.name, self._servers, self._server = ticket, name, servers, server
@@ -94,12 +104,12 @@ class BalancedServer:
         return await self._server.abort_request.remote(self.ticket)
 
     async def _generate(self, **request: Any) -> TokenOutput:
-        """Returns the request's ``TokenOutput``, joined if several servers generated parts."""
+        """Generates the response, on several servers if the request migrates. Returns the ``TokenOutput`` of the whole response."""
         whole, router = None, self._servers.router
         prompt, sampling = list(request["prompt_ids"]), request["sampling_params"]
         limit_key = "max_new_tokens" if "max_new_tokens" in sampling else "max_tokens"
         response, total = self._servers.longest
-        limit = sampling.get(limit_key) or min(response, total - len(prompt))  # default of verl's servers
+        limit = sampling.get(limit_key) or min(response, total - len(prompt))  # as verl's servers do by default
         while True:
             call = self._server.generate.remote(**{**request, "request_id": self.ticket})
             try:
@@ -129,7 +139,7 @@ class BalancedServer:
 
 
 def join(first: TokenOutput, second: TokenOutput) -> TokenOutput:
-    """Appends the second part of a response to ``first`` and returns ``first``. Extra fields of ``first`` take precedence."""
+    """Appends ``second``, the next part of a response, to ``first``. Returns ``first``, whose extra fields take precedence."""
     new = len(second.token_ids)
     if new and second.routed_experts is not None:
         before, routed = first.routed_experts, second.routed_experts

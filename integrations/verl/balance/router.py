@@ -1,4 +1,4 @@
-"""Router actor in place of verl's load balancer: requests wait until a slot is free."""
+"""Ray actor that replaces verl's load balancer. A request waits in this router until a rollout server has a free slot."""
 
 import asyncio
 import logging
@@ -20,10 +20,10 @@ logger = logging.getLogger("rl_accel")
 TICK_SECONDS = 0.25
 
 
-@ray.remote(max_concurrency=1_000_000)  # each waiting response is a pending call
+@ray.remote(max_concurrency=1_000_000)  # each waiting response is a pending call of this actor
 @extends(Router)
 class BalancedRouter:
-    """Carries out the decisions of :class:`Balance`. ``servers`` maps names to handles, as for any router of verl."""
+    """Router actor that carries out the decisions of the policy :class:`Balance`. ``servers`` maps server names to handles."""
 
     def __init__(self, servers: dict[str, Any], _config: Any = None) -> None:
         self._servers = dict(servers)
@@ -31,11 +31,20 @@ class BalancedRouter:
         self._engine = Engine()
         self._waiting: dict[str, asyncio.Future[tuple[str, Any] | None]] = {}
         self._ticking: asyncio.Task[None] | None = None
-        self._workers: dict[str, Any] = {}  # agent-loop workers by ticket
-        self._watches: dict[Any, asyncio.Task[None]] = {}  # by worker
+        self._workers: dict[str, Any] = {}  # agent-loop worker of each response, by ticket
+        self._watches: dict[Any, asyncio.Task[None]] = {}  # task that waits for the death of a worker, by worker
 
     async def set_up(self, engine: Engine, lengths: dict[str, list[int]], *args: Any) -> dict[str, int | None]:
-        """Creates :class:`Balance` from ``args`` and ``lengths``. Returns each server's cache size in tokens, None if unknown."""
+        """Creates the policy :class:`Balance` and starts the periodic decisions of this policy.
+
+        Args:
+            engine: capabilities of the servers' engine.
+            lengths: response lengths of an earlier run in tokens, by prompt.
+            args: arguments of :class:`Balance`.
+
+        Returns:
+            Size of each server's key-value cache in tokens, by server name; None if unknown.
+        """
         self._engine, self._balance = engine, Balance(*args)
         self._balance.learn(lengths)
         self._ticking = asyncio.create_task(self._tick())
@@ -58,18 +67,18 @@ class BalancedRouter:
                 self._waiting.pop(decision.ticket).set_result((decision.replica, server))
 
     async def acquire_server(self, request_id: str, worker: Any, **response: Any) -> tuple[str, Any] | None:
-        """Waits for a slot for a response.
+        """Waits until a rollout server has a slot for a response.
 
         Args:
             request_id: new, unique id of the response.
-            worker: handle of the requesting agent-loop worker, whose responses are released if the worker dies.
-            response: further arguments of :meth:`Balance.request`.
+            worker: handle of the requesting agent-loop worker. If this worker dies, its responses are released.
+            response: further keyword arguments of :meth:`Balance.request`.
 
         Returns:
-            A server's name and handle; None if the response was released before it had a slot.
+            Name and handle of the server; None if the response was released before a slot was free.
 
         Raises:
-            RuntimeError: there is no server.
+            RuntimeError: there is no rollout server.
         """
         if worker not in self._watches:
             self._watches[worker] = asyncio.create_task(self._watch(worker))
@@ -77,7 +86,7 @@ class BalancedRouter:
         return await self._bound(request_id, self._balance.request(request_id, time.monotonic(), **response))
 
     async def _watch(self, worker: Any) -> None:
-        """Releases the responses of ``worker`` once the worker has died."""
+        """Waits until the agent-loop worker ``worker`` dies, then releases the responses of this worker."""
         try:
             await worker.stay_alive.remote()
         except RayError:
@@ -89,7 +98,10 @@ class BalancedRouter:
             )
 
     async def again(self, ticket: str, tokens: int | None) -> tuple[str, Any] | None:
-        """Waits for a slot to continue a response, see :meth:`Balance.again`; None if the response is over or was not to stop."""
+        """Waits for a slot to continue a response that was stopped after ``tokens`` tokens, or whose server died (None).
+
+        Returns name and handle of the server; None if the response is over or no stop was decided (:meth:`Balance.again`).
+        """
         decisions = self._balance.again(ticket, time.monotonic(), tokens)
         return None if decisions is None else await self._bound(ticket, decisions)
 
@@ -133,7 +145,7 @@ class BalancedRouter:
             future.set_exception(RuntimeError("No available servers in load balancer"))  # verl matches this message
 
     def require_acquire_fields(self) -> list[str]:
-        # Our client reads these fields and does not send them on.
+        # Our client reads these fields and does not send them on to this actor.
         return ["prompt_ids", "sampling_params", "image_data", "video_data", "audio_data"]
 
     def require_release_fields(self) -> list[str]:

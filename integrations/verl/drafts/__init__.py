@@ -1,8 +1,9 @@
-"""Drafts on verl with vLLM: ``+rl_accel.drafts.enable=True``.
+"""Drafts (speculative decoding from other responses) on verl with vLLM: ``+rl_accel.drafts.enable=True``.
 
-:func:`wire` selects :class:`~rl_accel.drafts.drafter.Drafter` in vLLM through verl's ``engine_kwargs``, and routes the responses of
-a prompt to the same replica through verl's ``router_config_path``. In the trainer process, :class:`Exchange` sends every replica
-the finished responses of the others, and turns the drafters' counts into metrics.
+:func:`wire` selects :class:`~rl_accel.drafts.drafter.Drafter` in vLLM through verl's ``engine_kwargs``. :func:`wire` also
+selects a router through verl's ``router_config_path``, which sends the responses of a prompt to the same replica. In the
+trainer process, :class:`Exchange` sends every replica the finished responses of the other replicas, and turns the drafters' counts
+into metrics.
 """
 
 import functools
@@ -32,19 +33,21 @@ from rl_accel.telemetry import metrics
 logger = logging.getLogger("rl_accel")
 
 TRIED = ("0.29.0",)
-"""Tested versions of vLLM. vLLM's drafter interface is unstable, and 0.30.0 fails with any speculative decoding on a CPU."""
+"""Tested versions of vLLM; all other versions are refused. vLLM's drafter interface is unstable. Version 0.30.0 fails with any
+speculative decoding on a CPU."""
 ROUTER = Path(__file__).with_name("router.yaml")
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""vLLM's executor for a single device; verl replaces it by an executor with a process per device. vLLM asks the executor for drafts
-after each step: a function call in this executor, a message round trip in verl's."""
+"""Full name of vLLM's executor for a single device. verl replaces this executor by another one with a process per device. vLLM asks
+the executor for drafts after each step. That request is a function call in this executor, and a message round trip in verl's."""
 SIZES = ("tensor_model_parallel", "pipeline_model_parallel", "data_parallel")
 HISTORY = "drafts.pt"
-"""File in a checkpoint folder with finished responses."""
+"""Name of the file in a checkpoint folder with finished responses, from which a resumed run can draft."""
 SAVING_S = 60.0
-"""Maximum seconds that a checkpoint waits for each server's answer."""
+"""Maximum seconds that saving a checkpoint waits for the answer of each rollout server."""
 CHECKED_STEPS = 3
 LARGEST_DIFFERENCE = 0.05
-"""Maximum mean difference between engine and trainer probabilities in the first steps; bfloat16 gives 0.01."""
+"""Maximum mean difference between the engine's and the trainer's probabilities of sampled tokens in the first steps. With bfloat16,
+the difference is 0.01."""
 _FLAG = "rl_accel.drafts"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
@@ -56,10 +59,10 @@ _refuse = functools.partial(refuse, _FLAG)
 
 
 def wire(run: VerlRun, flags: DraftsFlags) -> None:
-    """Sets up drafting in the configuration of ``run``. Idempotent.
+    """Sets up drafts (speculative decoding from other responses) in the configuration of ``run``. Idempotent.
 
     Raises:
-        ConfigError: a setting conflicts with drafts.
+        ConfigError: a setting conflicts with drafts, or the installed version of vLLM is not among the tested ones.
     """
     get = run.get
     version = _vllm_version()
@@ -79,10 +82,10 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
     }
     if all(get(f"{_ROLLOUT}.{size}_size", 1) == 1 for size in SIZES):
         backend = f"{_VLLM}.distributed_executor_backend"
-        ours[backend] = get(backend) or ONE_PROCESS  # the user's executor is fine, too
+        ours[backend] = get(backend) or ONE_PROCESS  # an executor that the user has chosen is fine, too
     router = f"{_ROLLOUT}.router_config_path"
     if get(router) and Path(get(router)).is_relative_to(ROUTER.parents[1]):
-        ours[router] = get(router)  # balance's router also keeps a prompt's responses together
+        ours[router] = get(router)  # the router of the balance feature also keeps a prompt's responses together
     for key, value in ours.items():
         found = get(key)
         found = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
@@ -92,7 +95,10 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
 
 
 def find_problems() -> list[tuple[str, str]]:
-    """Returns the problems of a user's ``speculative_config`` in this vLLM, as (key, reason), for ``rl-accel doctor``."""
+    """Returns known problems of speculative decoding in the installed vLLM, as pairs (configuration key, reason).
+
+    The problems affect a user's own ``speculative_config``. ``rl-accel doctor`` reports these problems.
+    """
     try:
         from vllm import _custom_ops  # noqa: F401 (registers what the kernel calls)
         from vllm.utils.cpu_triton_utils import _expand_kernel_impl as expand
@@ -117,22 +123,22 @@ def _vllm_version() -> str | None:
 
 
 class Exchange:
-    """Exchanges finished responses between replicas after each step. Only checkpoints wait for the servers' answers.
+    """Exchanges finished responses between the rollout replicas after each training step, for drafts on every replica.
 
-    The metrics are those of the previous exchange: one step late.
+    Only a checkpoint waits for the servers' answers. The metrics of a step are therefore those of the exchange one step earlier.
     """
 
     def __init__(self, flags: DraftsFlags) -> None:
         self._flags, self._steps = flags, 0
-        self._calls: dict[Any, Any] = {}  # by server
+        self._calls: dict[Any, Any] = {}  # pending call, by server
         self._finished: dict[Any, list[bytes]] = {}
         self._history: deque[bytes] = deque()
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the metrics by name; {} if ``logged`` is not a training step.
+        """Starts an exchange and returns the metrics of the previous exchange by name; {} if ``logged`` is not of a training step.
 
         Raises:
-            StopTraining: in the first steps, engine and trainer probabilities of drafted responses differ too much.
+            StopTraining: in one of the first steps, the engine's and the trainer's probabilities of sampled tokens differ too much.
         """
         trainer: Trainer | None = config_intake.trainer()
         if trainer is None or "timing_s/gen" not in logged:
@@ -149,7 +155,7 @@ class Exchange:
                 logger.warning("rl-accel: drafts: %s has the format of an earlier version and is not read", earlier)
             if file.is_file():
                 self._history.extend(torch.load(file, weights_only=True))
-                self._finished[file] = list(self._history)  # from no server, so sent to all
+                self._finished[file] = list(self._history)  # of no server, so all servers get them
                 logger.info("rl-accel: drafts: %d earlier responses from %s", len(self._history), file)
         counted = self._take_answers(0.0)
         for replica in trainer.llm_server_manager.get_replicas():
@@ -164,7 +170,7 @@ class Exchange:
         return numbers(counted)
 
     def _take_answers(self, wait_s: float) -> Counter[str]:
-        """Collects the servers' answers, waiting ``wait_s`` seconds for each, and returns their drafters' counts."""
+        """Collects the servers' answers, waiting up to ``wait_s`` seconds for each. Returns the sums of the drafters' counts."""
         import ray
 
         counted: Counter[str] = Counter()
@@ -180,16 +186,16 @@ class Exchange:
             counted += counts
             self._history.extend(self._finished[server] if self._flags.save else ())
         size = sum(map(len, self._history))
-        while size > self._flags.memory_mb * 2**18:  # as many tokens as an engine's index of memory_mb holds
+        while size > self._flags.memory_mb * 2**18:  # as many tokens as an engine's index of memory_mb MiB holds
             size -= len(self._history.popleft())
         return counted
 
 
 def check(logged: Mapping[str, Any]) -> None:
-    """Compares the engine's probabilities of sampled tokens with the trainer's, if the run logs the difference.
+    """Checks that engine and trainer agree on the probabilities of sampled tokens, if the run logs the mean difference.
 
     Raises:
-        StopTraining: the difference is too large, or not a number.
+        StopTraining: the difference is above :data:`LARGEST_DIFFERENCE`, or not a number.
     """
     difference = logged.get("training/rollout_probs_diff_mean")
     if difference is not None and not difference <= LARGEST_DIFFERENCE:
@@ -200,7 +206,10 @@ def check(logged: Mapping[str, Any]) -> None:
 
 
 def numbers(counted: Counter[str]) -> dict[str, float]:
-    """Returns metrics ``drafts/<name>`` from the drafters' counts, see :attr:`~rl_accel.drafts.drafter.Drafter.counts`."""
+    """Computes the metrics ``drafts/<name>``, such as ``drafts/acceptance``, from the sums of the drafters' counts.
+
+    See :attr:`~rl_accel.drafts.drafter.Drafter.counts` for the counts.
+    """
     found: dict[str, float] = {"stopped": counted["stopped"]}
     for source in ("", *(f"_{name}" for name in SOURCES)):
         drafted, accepted = counted[f"drafted{source}"], counted[f"accepted{source}"]

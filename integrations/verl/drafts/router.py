@@ -1,4 +1,4 @@
-"""Routes the responses of a prompt to the same replica, where each can be drafted from the others."""
+"""Router that sends the responses of a prompt to the same rollout replica, where each can be drafted from the other responses."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +15,14 @@ else:
     from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 MARGIN = 4
-"""Maximum number of requests above the emptiest replica's at which a prompt's replica still gets the prompt's next request."""
+"""Maximum number of requests that a prompt's replica may have above the emptiest replica to still get the prompt's next request."""
 REMEMBERED = 100_000
 """Maximum number of prompts whose replica is remembered."""
 
 
 @extends(StickyRouter)
 class SiblingRouter(GlobalRequestLoadBalancer):
-    """verl's load balancer, which keeps a prompt on its previous replica as long as the replicas stay balanced."""
+    """verl's load balancer, extended to send the requests of a prompt to the same replica while the replicas stay balanced."""
 
     def __init__(self, servers: dict[str, Any], _config: Any = None) -> None:
         super().__init__(servers)

@@ -1,4 +1,4 @@
-"""Extension of vLLM's workers for drafts. A separate module, which vLLM imports by name in its worker processes."""
+"""Extension of vLLM's workers for drafts (speculative decoding). vLLM imports this separate module by name in worker processes."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,18 +15,21 @@ else:
 
 @extends(WorkerExtension)
 class DraftsWorkerExtension(vLLMColocateWorkerExtension):
-    """verl's extension of vLLM's workers, with methods that connect trainer and drafter."""
+    """verl's extension of vLLM's workers, with additional methods that connect the trainer process and the drafter."""
 
     model_runner: Any  # vLLM's
 
     def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> Any:
-        """Updates the weights, and notifies the drafter: newer responses predict the new policy better."""
+        """Updates the weights as in verl, then notifies the drafter, because newer responses predict the new policy better."""
         result = super().update_weights_from_ipc(*args, **kwargs)
         self.model_runner.drafter.new_weights()
         return result
 
     def exchange_drafts(self, responses: Sequence[bytes]) -> tuple[list[bytes], Counter[str]]:
-        """Adds ``responses`` from other replicas; returns this replica's finished responses and counts since the last call."""
+        """Adds ``responses``, which other replicas have finished, to the history of this replica's drafter.
+
+        Returns the responses that this replica has finished since the last call, and the drafter's counts since the last call.
+        """
         drafter = self.model_runner.drafter
         drafter.absorb(responses)
         return drafter.take_finished(), drafter.take_counts()

@@ -1,9 +1,10 @@
 """Adaptive time limits for rewards on verl: ``+rl_accel.reward_timeout.enable=True``.
 
-Uses official extension points only: a reward manager and a mixin for agent-loop workers, both set by :func:`wire`. In a reward
-worker, ``manager`` wraps the configured reward manager and replaces its reward function by ours, which runs the user's function,
-or verl's own (``code_rewards``), within time limits. In an agent-loop worker, :data:`WORKER_PART` marks validation responses and
-tolerates dead reward workers. Counts reach the trainer's log through the anchor store.
+This package uses official extension points of verl only: a reward manager and a mixin for agent-loop workers. :func:`wire` sets
+them in verl's configuration. In a reward worker, module ``manager`` wraps the configured reward manager and replaces the reward
+function by ours. Our function runs the user's function, or verl's own (``code_rewards``), within time limits. In an agent-loop
+worker, the mixin :data:`WORKER_PART` marks validation responses and tolerates dead reward workers. The counts of all reward workers
+reach the trainer's log through the anchor store, which shares the durations of correct executions between processes.
 """
 
 import functools
@@ -25,13 +26,14 @@ from rl_accel.telemetry import metrics
 
 MANAGER = "RewardTimeoutManager"
 MANAGER_MODULE = "pkg://rl_accel.integrations.verl.reward_timeout.manager"
-"""Values of ``reward.reward_manager.name`` and ``.module.path``."""
+"""Our values of verl's configuration keys ``reward.reward_manager.name`` and ``reward.reward_manager.module.path``."""
 
 SECTION = "reward_timeout"
-"""Section under ``reward`` in verl's configuration, for all processes: flags, wrapped manager, path of the anchors."""
+"""Name of our section under ``reward`` in verl's configuration, which all processes read. The section holds the flags, the wrapped
+reward manager, and the path of the file with the longest correct executions (anchors)."""
 
 WORKER_PART = f"{__name__}.validation.Marking"
-"""Full name of the mixin for agent-loop workers."""
+"""Full name of our mixin for verl's agent-loop workers."""
 
 _FLAG = "rl_accel.reward_timeout"
 _refuse = functools.partial(refuse, _FLAG)
@@ -42,7 +44,7 @@ def wire(run: VerlRun, flags: RewardTimeoutFlags) -> None:
     """Sets our reward manager and agent-loop manager in the configuration of ``run``. Idempotent.
 
     Raises:
-        ConfigError: a setting conflicts with this feature, or verl is too old.
+        ConfigError: a setting conflicts with reward time limits, or verl is too old.
     """
     _check(run)
     config = run.config
@@ -50,7 +52,7 @@ def wire(run: VerlRun, flags: RewardTimeoutFlags) -> None:
     held = {"source": manager.source, "name": manager.name, "path": manager.module.path}
     held = run.get(f"reward.{SECTION}.manager", held)
     folder = run.get("trainer.default_local_dir")
-    # Absolute: Ray processes with another working directory would resolve a relative path differently.
+    # An absolute path: Ray processes with another working directory would resolve a relative path differently.
     anchors = str(Path(os.path.abspath(folder), "rl_accel_reward_anchors.json")) if folder else None
     section = {"flags": asdict(flags), "manager": held, "anchors": run.get(f"reward.{SECTION}.anchors", anchors)}
     with open_dict(config):
@@ -60,7 +62,11 @@ def wire(run: VerlRun, flags: RewardTimeoutFlags) -> None:
 
 
 def _check(run: VerlRun) -> None:
-    """Refuses configurations that this feature does not support."""
+    """Refuses a configuration that adaptive reward time limits do not support.
+
+    Raises:
+        ConfigError: the message names the unsupported setting.
+    """
     if run.get(_REWARD) is None:
         import verl
 

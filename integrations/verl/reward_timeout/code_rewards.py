@@ -1,6 +1,7 @@
-"""verl's two code rewards with verl's scores, but with a separate, limited execution for each test case.
+"""verl's two code rewards (``prime_code`` and ``sandbox_fusion``), with a separate, time-limited execution for each test case.
 
-``prime_code`` runs verl's own grading code in our processes. ``sandbox_fusion`` calls the remote sandbox, which enforces the limit.
+The scores are those of verl. ``prime_code`` runs verl's own grading code in our grader processes. ``sandbox_fusion`` calls the
+remote sandbox, which enforces the time limit.
 """
 
 import asyncio
@@ -20,35 +21,36 @@ from rl_accel.reward.execution import ExecutionResult, Limits, gather_until
 from rl_accel.reward.sandbox import Graders
 
 DATA_SOURCES = ("codecontests", "apps", "codeforces", "taco")
-"""Data sources that verl's ``default_compute_score`` scores by running code."""
+"""Names of the data sources that verl's ``default_compute_score`` scores by running code."""
 
 SCORED_CASES = 10
-"""Number of first test cases whose pass rate is verl's score."""
+"""Number of scored test cases. verl's score is the pass rate of the first ten cases."""
 _ALARM_SECONDS = 3600
-"""Seconds from our limit to verl's own alarm, which therefore never fires."""
+"""Seconds from our time limit to the alarm in verl's grading code. The alarm therefore never fires."""
 _PRIME_OUTPUT_BYTES = 64 << 20
-"""Output limit in bytes; high, because verl has none for stderr."""
+"""Output limit of a test case in bytes. The limit is high, because verl does not limit stderr."""
 _threads = ThreadPoolExecutor(64, thread_name_prefix="rl_accel_fusion")
-"""Threads for requests to a remote sandbox."""
+"""Thread pool for requests to a remote sandbox."""
 
 Run = Callable[[Limits], Awaitable[ExecutionResult]]
 Execute = Callable[[str, Run, Callable[[ExecutionResult], bool]], Awaitable[ExecutionResult]]
-"""``LimitedExecutor.execute`` for one response. Takes a test case, a function that runs the case, and a check of the result."""
+"""Type of ``LimitedExecutor.execute`` for one response. Such a function takes the name of a test case, a function that runs the
+case within limits, and a function that returns True for a correct result."""
 
 
 async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool, arguments: Mapping[str, Any]) -> float:
     """Scores one response as ``verl.utils.reward_score.prime_code.compute_score(continuous=True)`` does.
 
-    verl gives 1 if the program passes all cases in one run of at most 6 seconds. Otherwise verl runs the first ten cases one by
-    one, and the score is their pass rate. Problems with a function to call are then run as programs that read stdin. Our score is
-    the same except for timing: each case is a separate execution, and fails at its own limit. Cases after the first ten are
-    skipped where they cannot change the score. Cancelling this call kills its executions.
+    verl gives 1 if the program passes all test cases in one run of at most 6 seconds. Otherwise verl runs the first ten cases one
+    by one, and the score is the pass rate of these ten. In that second run, a problem with a function to call is run as a program
+    that reads stdin. Our score is the same except for timing. Each case is a separate execution, and fails at its own time limit.
+    Cases after the first ten are skipped where they cannot change the score. Cancelling this call kills its executions.
 
     Args:
-        execute: runs a test case within the case's limit.
+        execute: function that runs a test case within the case's time limit.
         graders: processes that run the cases; see :func:`prime_graders`.
-        early_stop: skip the cases after the first failure. The score is then 0 or 1: the pass rate is unknown, and taken to
-            be 0.
+        early_stop: True to skip the cases after the first failure. The score is then 0 or 1, because the pass rate after a
+            failure is unknown and counts as 0.
         arguments: keyword arguments of the reward function.
     """
     code = arguments["solution_str"].split("```python")[-1].split("```")[0]
@@ -58,7 +60,7 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
         pairs = list(zip(cases["inputs"], cases["outputs"], strict=False))
         complete, name = len(cases["inputs"]) == len(pairs), cases.get("fn_name")
     except (ValueError, TypeError, KeyError, AttributeError):
-        return 0.0  # as verl, which prints the reason
+        return 0.0  # the same score as verl, which also prints the reason
 
     async def passes_of_case(key: str, case: dict[str, Any]) -> list[bool]:
         async def run(limits: Limits) -> ExecutionResult:
@@ -68,7 +70,7 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
         return _passes_in(await execute(key, run, lambda result: _passes_in(result) == [True]))
 
     async def passes_of(kind: str, cases: list[dict[str, Any]], until_failure: bool) -> list[bool]:
-        """Returns verl's results of the cases in order; with ``until_failure``, only those known at the first failure."""
+        """Returns whether each case passed, in order; with ``until_failure``, only the results known at the first failure."""
         results = await gather_until(
             (passes_of_case(f"{kind}/{number}", case) for number, case in enumerate(cases)),
             lambda passes: until_failure and not all(passes),
@@ -91,7 +93,10 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
 
 
 def _passes_in(result: ExecutionResult) -> list[bool]:
-    """Returns whether each input passed, given the result of verl's ``run_test``: (results, message on the first failure)."""
+    """Returns whether each input of an execution passed; [False] if the execution did not finish.
+
+    The value of ``result`` comes from verl's ``run_test``, a tuple (list of results, message on the first failure).
+    """
     if result.verdict != "done":
         return [False]
     passes, problem = result.value
@@ -99,9 +104,13 @@ def _passes_in(result: ExecutionResult) -> list[bool]:
 
 
 def prime_graders(workers: int, isolation: str) -> Graders:
-    """Returns processes that run test cases with verl's own code, isolated like programs in a sandbox.
+    """Returns grader processes that run test cases with verl's own grading code, isolated like programs in a sandbox.
 
-    The processes load only verl's file: a program under test must have neither verl nor this package in its address space.
+    The processes load only verl's file with the grading code, because a program under test must have neither verl nor this package
+    in its address space.
+
+    Raises:
+        ImportError: verl is not installed.
     """
     verl = importlib.util.find_spec("verl")
     if verl is None or verl.origin is None:
@@ -115,14 +124,15 @@ async def score_fusion(
 ) -> float:
     """Scores one response as ``verl.utils.reward_score.sandbox_fusion.compute_score(continuous=True)`` does, case by case.
 
-    The limit, in whole seconds, replaces verl's 10 seconds. Limits are learned from the durations that the sandbox reports. The
-    score is the pass rate of the first ten cases; later cases are skipped. Cases after a compile error fail. Cancelling
-    this call only stops waiting; the remote sandbox stops at its own limits.
+    Each test case is a separate request to the remote sandbox. The time limit of the case, rounded up to whole seconds, replaces
+    verl's 10 seconds. Limits are learned from the durations that the sandbox reports. The score is the pass rate of the first ten
+    cases, and later cases are skipped. Cases after a compile error fail. Cancelling this call only stops waiting, and the remote
+    sandbox stops at its own limits.
 
     Args:
-        execute: runs a test case within the case's limit.
+        execute: function that runs a test case within the case's time limit.
         options: verl's keyword arguments ``sandbox_fusion_url``, ``concurrent_semaphore`` and ``memory_limit_mb``.
-        early_stop: skip the cases after the first failure. The score is then 0 or 1.
+        early_stop: True to skip the cases after the first failure. The score is then 0 or 1.
         arguments: keyword arguments of the reward function.
     """
     from verl.utils.reward_score import sandbox_fusion
@@ -155,7 +165,7 @@ async def score_fusion(
         return await execute(f"fusion/{number}", run, lambda result: bool(result.value))
 
     cases = _single_cases(arguments["ground_truth"])
-    if cases is None:  # verl runs none of these cases, and reports the reason
+    if cases is None:  # verl runs none of these cases and reports the reason
         score, _ = await ask(arguments["ground_truth"], 1)
         return float(score)
     if early_stop:
@@ -169,7 +179,10 @@ async def score_fusion(
 
 
 def _single_cases(truth: Any) -> list[dict[str, Any]] | None:
-    """Returns the scored cases, each in the format of ``truth`` with a single case; None if verl would not run them."""
+    """Splits the ground truth of a code problem into the scored test cases; None if verl would not run the cases.
+
+    Each returned dict has the format of ``truth`` and holds a single case. At most the first ten cases are returned.
+    """
     try:
         whole = dict(truth) if isinstance(truth, dict) else json.loads(truth)
         if isinstance(whole.get("assert_case"), list):

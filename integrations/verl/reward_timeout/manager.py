@@ -1,7 +1,7 @@
-"""The reward manager that verl loads in a reward worker, and its time-limited reward function.
+"""Reward manager that verl loads in each reward worker, with time limits for the reward function.
 
-:class:`RewardTimeoutManager` wraps the configured manager, which does everything but the scoring. Its method ``score`` replaces the
-user's reward function, or verl's own.
+:class:`RewardTimeoutManager` wraps the configured reward manager, which does everything except the scoring. The method ``score`` of
+:class:`RewardTimeoutManager` replaces the user's reward function, or verl's own.
 """
 
 import functools
@@ -49,22 +49,24 @@ else:
 _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _VERLS_OWN = "verl.utils.reward_score:default_compute_score"
 _AWAITED_SLOTS = 256
-"""Slots for async functions, and for requests to a remote sandbox, in each reward process. Neither uses CPU cores."""
+"""Maximum number of async reward functions that run at once in each reward process. Also the maximum number of requests to a remote
+sandbox at once. Neither of the two kinds uses CPU cores."""
 
 _RESPONSE: ContextVar[tuple[str, bool] | None] = ContextVar("rl_accel_response", default=None)
-"""Prompt key of the response that the running task scores, and whether the limits learn from the response (not in validation)."""
+"""Context variable for the response that the running asyncio task scores: the key of the prompt, and True if the time limits learn
+from the response. The limits do not learn from validation responses."""
 
 
 @extends(interfaces.RewardManagerBase)
 class RewardTimeoutManager(RewardManagerBase):
-    """Scores as the configured manager does, with a time limit for each execution.
+    """Reward manager that scores as the configured one does, with a time limit for each execution of the reward function.
 
-    The configured manager is naive, dapo, gdpo, rate_limited, or a user's class. ``remote``, which runs the function in other
-    processes, is replaced by ``naive``: this manager uses other processes, too. ``rate_limited`` keeps its rates and loses its
-    fixed ``reward.timeout``.
+    The configured manager is naive, dapo, gdpo, rate_limited, or a user's class. ``remote``, which runs the reward function in
+    other processes, is replaced by ``naive``, because this manager uses other processes, too. ``rate_limited`` keeps its rates,
+    but its fixed ``reward.timeout`` only serves as the default of the full budget (the greatest limit).
 
-    A response whose execution was stopped gets ``timeout_score``. The function's values and exceptions are passed on unchanged,
-    except with ``score_errors``.
+    A response whose execution was stopped gets ``timeout_score``. Values and exceptions of the reward function are passed on
+    unchanged, except with ``score_errors``.
     """
 
     def __init__(
@@ -108,15 +110,15 @@ class RewardTimeoutManager(RewardManagerBase):
         )
         if isinstance(self.held, limited.RateLimitedRewardManager):
             held: interfaces.RateLimitedRewardManager = self.held
-            held.timeout = None  # no limit in asyncio.wait_for
+            held.timeout = None  # without a limit in asyncio.wait_for
         if not (self._is_verls_own or inspect.iscoroutinefunction(self.compute_score)):
-            self._function.warm_up()  # verl's own function may score only code, which runs elsewhere
+            self._function.warm_up()  # verl's own function may score only code, which other processes run
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         """Scores the last response of ``data``, as in the base class. Cancelling this call kills the running execution.
 
         Raises:
-            ConfigError: the configured manager is a user's class that does not await a coroutine function.
+            ConfigError: the configured manager is a user's class that does not await an async reward function.
         """
         columns = data.non_tensor_batch
         validation = columns.pop(VALIDATION, np.array([False]))
@@ -143,11 +145,14 @@ class RewardTimeoutManager(RewardManagerBase):
         return result
 
     async def score(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns a reward as verl's reward managers expect it: a number, or a dict with a ``score``.
+        """Runs the reward function of the run within a time limit. Takes the arguments of verl's reward functions.
+
+        Returns:
+            A reward as verl's reward managers expect: a number, or a dict with the key ``score``.
 
         Raises:
-            SandboxError: the function cannot be imported in a separate process.
-            Exception: the function's own exception.
+            SandboxError: the reward function cannot be imported in a separate process.
+            Exception: the exception that the reward function raised.
         """
         arguments = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
         source = str(arguments.get("data_source"))
@@ -169,13 +174,13 @@ class RewardTimeoutManager(RewardManagerBase):
         return self._scores.reward_of(result, source, teach)
 
     async def close(self) -> None:
-        """Ends all processes and stops running executions."""
+        """Ends all grader processes and stops running executions of reward functions."""
         graders, self._graders = self._graders, {}
         for pool in graders.values():
             await pool.close()
 
     async def _score_code(self, prompt: str, teach: bool, arguments: dict[str, Any]) -> float:
-        """Scores with verl's own code rewards, case by case."""
+        """Scores one response with verl's own code rewards, with a separate execution for each test case."""
         options = self.compute_score.keywords if isinstance(self.compute_score, functools.partial) else {}
         if options.get("sandbox_fusion_url"):
             execute = functools.partial(self._fusion_executor.execute, prompt, teach=teach)
@@ -199,7 +204,7 @@ class RewardTimeoutManager(RewardManagerBase):
 
     @functools.cached_property
     def _function(self) -> Graders:
-        """Processes for a synchronous function, which is called in a thread as in verl's executor."""
+        """Grader processes for a synchronous reward function, which is called in a thread as in verl's executor."""
         environment = grader_cluster.environment()
         function = Graders(
             self._target[0],
@@ -214,7 +219,7 @@ class RewardTimeoutManager(RewardManagerBase):
 
     @functools.cached_property
     def _target(self) -> tuple[str, dict[str, Any]]:
-        """The ``target`` of :class:`Graders`, and keyword arguments that override those of a call."""
+        """Name of the reward function, as ``target`` of :class:`Graders`, and keyword arguments that override those of a call."""
         if self._is_verls_own:
             return _VERLS_OWN, {}
         custom = OmegaConf.select(self.config, "reward.custom_reward_function", default=None) or {}
@@ -230,14 +235,17 @@ class RewardTimeoutManager(RewardManagerBase):
 
 
 def _held_class(configured: Any) -> Any:
-    """Returns the class of the configured manager."""
+    """Returns the class of the reward manager that the user configured; verl's ``naive`` class in place of ``remote``."""
     if configured.source == "importlib":
         return load_extern_object(module_path=configured.path, object_name=configured.name)
     return get_reward_manager_cls("naive" if configured.name == "remote" else configured.name)
 
 
 def _share_of_cores(reward_workers: int) -> int:
-    """Returns the number of executions at once in each of ``reward_workers``, which verl spreads evenly over the nodes."""
+    """Returns the number of executions that each reward worker may run at once: an equal share of the node's CPU cores, at least 1.
+
+    ``reward_workers`` is the number of reward workers, which verl spreads evenly over the nodes.
+    """
     nodes = 1
     if ray.is_initialized():
         nodes = sum(1 for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0)
@@ -245,9 +253,9 @@ def _share_of_cores(reward_workers: int) -> int:
 
 
 def _prompt_of(data_source: Any, ground_truth: Any, raw_prompt: Any, extra_info: Any) -> str:
-    """Returns the key of a prompt, from its data source, ground truth and text.
+    """Returns the key of a prompt for the time limits, computed from data source, ground truth and text of the prompt.
 
-    Without the prompt's messages, ``index`` of ``extra_info`` distinguishes prompts with the same ground truth.
+    If ``raw_prompt`` has no text, ``index`` of ``extra_info`` distinguishes prompts with the same ground truth.
     """
     texts = list(_texts(raw_prompt))
     index = None if texts else (extra_info or {}).get("index")

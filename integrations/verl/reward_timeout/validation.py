@@ -1,4 +1,4 @@
-"""Agent-loop worker part that marks validation responses for the reward workers."""
+"""Agent-loop worker mixin that marks validation responses, because reward time limits are not learned from validation."""
 
 from contextvars import ContextVar
 from typing import Any
@@ -7,12 +7,12 @@ from rl_accel.integrations.verl.agent_loop import WorkerPart
 from rl_accel.integrations.verl.reward_worker_proxy import proxies
 
 VALIDATION = "__rl_accel_validation__"
-"""Column that marks a validation response on its way to a reward worker. The reward worker removes the column."""
+"""Name of the column that marks a validation response on its way to a reward worker. The reward worker removes the column."""
 _validating: ContextVar[bool] = ContextVar("rl_accel_validating", default=False)
 
 
 class Marking(WorkerPart):
-    """Marks validation responses, and tolerates dead reward workers."""
+    """Agent-loop worker mixin that marks validation responses for the reward workers, and that tolerates dead reward workers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

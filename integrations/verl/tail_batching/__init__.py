@@ -1,8 +1,10 @@
 """Tail batching on verl's V1 trainer: ``+rl_accel.tail_batching.enable=True`` on a recipe of trainer mode ``sync``.
 
-Uses official extension points only: a trainer mode, a mixin for agent-loop workers and an LLM client. ``wiring`` sets them in the
-configuration and registers the trainer. ``trainer`` drives the state machine in the trainer process. ``agent_loop`` defines the
-workers that start, cancel and report responses. ``servers`` wraps the rollout servers.
+With tail batching, a rollout (a round) ends with the first prompts to complete, and the other prompts run again in a later round.
+This package uses official extension points of verl only: a trainer mode, a mixin for agent-loop workers and an LLM client. Module
+``wiring`` sets the trainer mode and the mixin in verl's configuration, and registers the trainer. ``trainer`` drives the state
+machine of the rounds in the trainer process. ``agent_loop`` defines the workers that start, cancel and report responses.
+``servers`` wraps the rollout servers.
 """
 
 from collections.abc import Mapping
@@ -16,18 +18,20 @@ from rl_accel.rollout.tail_batching import TailRun
 
 FLAG = "rl_accel.tail_batching"
 MODE = "tail_batching"
-"""Value of ``trainer.v1.trainer_mode``."""
+"""Our value of verl's configuration key ``trainer.v1.trainer_mode``."""
 ROLLOUT_N = "__rollout_n__"
-"""Column of the data with a number of responses for each row, which verl honours."""
+"""Column of the data set with the number of responses to generate for each row. verl honours this column."""
 WORKER_PART = "rl_accel.integrations.verl.tail_batching.agent_loop.TailAgentLoopWorker"
-"""Full name of the mixin for agent-loop workers."""
+"""Full name of tail batching's mixin for verl's agent-loop workers."""
 
 
 def run_of(config: Any, data_id: str = "") -> TailRun:
-    """Returns the run settings of the state machine, for a ``config`` prepared by ``wiring.wire``.
+    """Returns the parameters of the tail-batching state machine, read from a ``config`` that ``wiring.wire`` has prepared.
+
+    ``data_id`` is any identifier of the data and the order of its rows.
 
     Raises:
-        ConfigError: the quotas do not add up to the batch size.
+        ConfigError: the domain quotas (prompts of each domain in a batch) do not add up to the batch size.
     """
     return TailRun(
         config.data.train_batch_size,
@@ -39,27 +43,28 @@ def run_of(config: Any, data_id: str = "") -> TailRun:
 
 
 def check_row(run: TailRun, row: Mapping[str, Any]) -> None:
-    """Refuses a row of the data that asks for another number of responses than all others.
+    """Refuses a data row that asks for a number of responses other than ``run.responses_per_prompt``.
 
     Raises:
-        ConfigError: names both numbers.
+        ConfigError: the two numbers differ. The message names both numbers.
     """
     if (wanted := row.get(ROLLOUT_N, run.responses_per_prompt)) != run.responses_per_prompt:
         refuse(FLAG, f"{ROLLOUT_N} of a row of the data", f"rollout.n, {run.responses_per_prompt}", wanted)
 
 
 def check_data(run: TailRun, rows: int, frame: Any) -> None:
-    """Refuses data that cannot fill a batch.
+    """Refuses a data set that cannot fill a batch.
 
     Args:
-        run: gives P0 (prompts in a batch) and the domain quotas.
+        run: parameters of the run. Gives the number of prompts in a batch, and the domain quotas (prompts of each domain in a
+            batch).
         rows: number of prompts in an epoch.
-        frame: the data set as ``datasets.Dataset``. Any other type (a user's class) is not inspected; its domains are
-            checked when rows are fetched.
+        frame: the data set as ``datasets.Dataset``. A data set of another type (a user's class) is not inspected here; the
+            domains of its rows are checked when rows are fetched.
 
     Raises:
-        ConfigError: there are fewer rows than P0, the domains of the rows differ from those of the quotas, or see
-            :func:`check_row`.
+        ConfigError: ``rows`` is smaller than the number of prompts in a batch. Or the data set has no column
+            ``domain_key``. Or the domains of the rows differ from the domains of the quotas. Or :func:`check_row` refuses a row.
     """
     if rows < run.prompts_per_step:
         refuse(FLAG, "rows of the data set", f"at least data.train_batch_size, {run.prompts_per_step}", rows)

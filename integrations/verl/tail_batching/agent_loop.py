@@ -1,4 +1,4 @@
-"""Agent-loop workers that start, cancel and report single responses, and the trainer process's client of these workers."""
+"""Agent-loop workers that start, cancel and report single responses, and the client of these workers in the trainer process."""
 
 import asyncio
 import contextlib
@@ -31,27 +31,31 @@ else:
 logger = logging.getLogger("rl_accel")
 
 RUN = f"{secrets.token_hex(4)}/"
-"""Prefix of this run's TransferQueue keys. All jobs of a Ray cluster share the queue and its partition ``train``."""
+"""Prefix of this run's keys in TransferQueue (verl's store of trajectories). All jobs of a Ray cluster share TransferQueue and its
+partition ``train``."""
 
 GATHER_SHARE, GATHER_SECONDS = 0.005, 1.0
-"""Batching window for events while responses run: a share of the round's age, and the maximum in seconds. A call per response
-would cost the trainer far more than handling the event."""
+"""Length of the window in which a worker collects events (state changes of responses) before a report to the trainer process.
+``GATHER_SHARE`` is a share of the time since the worker's round began, ``GATHER_SECONDS`` the maximum in seconds. A call per
+response would cost the trainer process far more than handling the event."""
 
 ENGINES_STOP_SECONDS = 2.0
-"""Seconds without a finished request after the bulk abort until the remaining requests are cancelled one by one. These requests
-reached their engine after the abort."""
+"""Seconds without a finished request, after the bulk abort of all requests in the engines, until the remaining requests are
+cancelled one by one. The remaining requests reached their engine after the bulk abort."""
 
 DELIVERY_SECONDS = 5.0
-"""Maximum seconds to wait for workers to answer a call. Responses aborted before their worker got the stop count as failed."""
+"""Maximum seconds that the trainer process waits for the agent-loop workers to answer a call. A response counts as failed if an
+engine aborts the response before its worker has received the cancellation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """TransferQueue entries of a response.
+    """Entries of one response in TransferQueue (verl's store of trajectories).
 
     Attributes:
-        keys: keys of the trajectories; several if the agent loop had several outputs.
-        metric: value that group filtering compares; None if filtering is off or the reward function gave no such value.
+        keys: keys of the response's trajectories; several if the agent loop had several outputs.
+        metric: number by which group filtering compares the responses of a prompt; None if filtering is off or the reward
+            function returned no such number.
     """
 
     keys: tuple[str, ...]
@@ -60,13 +64,14 @@ class Stored:
 
 @extends(AgentLoopWorkerTQ)
 class TailAgentLoopWorker(WorkerPart, _Worker):
-    """Runs each training response in a separate asyncio task. Validation runs as in verl.
+    """Agent-loop worker mixin that runs each training response in a separate asyncio task. Validation runs as in verl.
 
-    A cancelled response is reported as aborted, with its TransferQueue entries, after its engine request, its reward call and its
-    writes have stopped. The trainer clears the entries once all responses are over: abort, settle, then clear.
+    A cancelled response is reported as aborted after its engine request, its reward call and its writes to TransferQueue have
+    stopped. The report includes the response's TransferQueue entries. The trainer process removes these entries once all responses
+    of the round have ended.
     """
 
-    outermost = True  # stops cancelled responses before any other part sees them
+    outermost = True  # so that this mixin stops cancelled responses before any other mixin sees them
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,10 +88,11 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         self._limit: float | None = self.config.trainer.v1[MODE].agent_loop_limit
 
     async def act(self, jobs: Sequence[Job], cancel: Sequence[int], engines_stop: bool = False) -> None:
-        """Starts the responses of ``jobs``, then cancels those of ``cancel``. Ids of finished responses are ignored.
+        """Starts the responses of ``jobs``, then cancels the responses whose ids are in ``cancel``.
 
-        If ``engines_stop``, the engines are about to abort all their requests in bulk, which is far faster than one by one.
-        Requests that the bulk abort misses are cancelled individually a little later.
+        Ids of finished responses are ignored. ``engines_stop`` is True if the engines are about to abort all their requests in
+        bulk, which is far faster than cancelling requests one by one. Requests that the bulk abort misses are cancelled
+        individually a little later.
         """
         if jobs and not self._sessions:
             self._busy_since = time.monotonic()
@@ -101,7 +107,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             session.cancelled = True
             if engines_stop and session.generating:
                 left.append(session)
-            # A write under way is completed and cleared afterwards: a write cancelled halfway could still arrive later.
+            # A write that has started is completed and cleared later. A write cancelled halfway could arrive after the clearing.
             elif not session.storing:
                 session.task.cancel()
         if left:
@@ -117,10 +123,10 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             session.task.cancel()
 
     async def next_events(self) -> list[Event]:
-        """Waits for an event and returns all events since the last call, after a short batching window.
+        """Waits for an event (a state change of a response), then for a short window. Returns all events since the last call.
 
         Raises:
-            ServerLost: no rollout server is left.
+            ServerLost: no rollout server is left, so the round cannot end.
         """
         await self._has_events.wait()
         if self._servers_lost is not None:
@@ -145,7 +151,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             "logprobs": config.calculate_log_probs,
         }
         if not prompt.pop("__do_sample__", True):
-            # Here, not at the top, to avoid a cycle: this loads verl's trainers, which registers ours, which imports this module.
+            # Not at the top of the file, to avoid an import cycle: verl's trainers register ours, which imports this module.
             from verl.trainer.ppo.v1 import agent_loop_tq
 
             verls: AgentLoopTQ = agent_loop_tq
@@ -170,7 +176,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             await response
 
     def outside_engines(self) -> list[int]:
-        """Returns the ids of responses whose agent loop runs but does not generate, for example during a tool call."""
+        """Returns the ids of responses whose agent loop runs without a request in an engine, for example during a tool call."""
         return [i for i, session in self._sessions.items() if not (session.generating or session.keys)]
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -189,7 +195,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             return
         if session.cancelled or session.limit.expired():  # an agent loop may have swallowed the cancellation
             raise asyncio.CancelledError
-        session.limit.reschedule(None)  # the limit is for the agent loop only
+        session.limit.reschedule(None)  # the time limit holds for the agent loop only
         outputs = output if isinstance(output, list) else [output]
         if not outputs:
             raise RuntimeError("the agent loop returned no output")
@@ -203,7 +209,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         await super()._compute_teacher_logprobs(*args, **kwargs)
         session = SESSION.get()
         if session is not None:
-            session.storing = True  # verl writes the trajectories next
+            session.storing = True  # verl writes the trajectories to TransferQueue next
 
     def _metric_of(self, output: AgentLoopOutput) -> float | None:
         if self._filter_metric is None:
@@ -213,10 +219,10 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
         return None if metric is None else float(np.float32(metric))
 
     async def _watch(self, session: Session) -> None:
-        """Reports the outcome of a response once its task has ended."""
+        """Waits until the asyncio task of a response has ended, then reports the outcome of the response as an event."""
         await asyncio.wait({session.task})
         error = None if session.task.cancelled() else session.task.exception()
-        if isinstance(error, ServerLost):  # the round cannot end: the trainer gets the error
+        if isinstance(error, ServerLost):  # the round cannot end, so the trainer process gets the error
             self._servers_lost = error
             self._has_events.set()
             return
@@ -235,20 +241,20 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
 
 
 class Workers:
-    """Distributes responses over the agent-loop workers and collects their events, in the trainer process.
+    """Client of the agent-loop workers in the trainer process. Distributes responses over the workers and collects their events.
 
-    A dead worker is removed from ``actors``, the list that verl's manager distributes validation over.
+    A dead worker is removed from the list ``actors``, which verl's agent-loop manager also uses to distribute validation.
 
     Args:
-        actors: handles of :class:`TailAgentLoopWorker`.
-        servers: the rollout servers, stopped at the end of a round.
+        actors: list of handles of agent-loop workers with the mixin :class:`TailAgentLoopWorker`.
+        servers: the rollout servers, whose engines are stopped at the end of a round.
     """
 
     def __init__(self, actors: list[Any], servers: RolloutServers) -> None:
         self._all_actors = actors
         self._servers = servers
         self._actors = dict(enumerate(actors))
-        self._home: dict[int, int] = {}  # worker index by id of a response that is not over
+        self._home: dict[int, int] = {}  # index of the worker, by id of each unfinished response
         self._load: Counter[int] = Counter()
         self._jobs: defaultdict[int, list[Job]] = defaultdict(list)
         self._cancels: defaultdict[int, list[int]] = defaultdict(list)
@@ -256,37 +262,41 @@ class Workers:
         self._orders: list[Any] = []
 
     def begin_round(self) -> None:
-        """Resumes the engines if the last round stopped them."""
+        """Resumes the engines of the rollout servers if the end of the last round stopped the engines."""
         self._servers.resume()
 
     def end_round(self) -> None:
-        """Stops the engines until the next round; all responses still running have been cancelled."""
+        """Stops the engines until the next round. Called after all unfinished responses have been cancelled."""
         if self._home:
             self._send(engines_stop=True)
             ray.wait(self._orders, num_returns=len(self._orders), timeout=DELIVERY_SECONDS)
             self._servers.abort()
 
     def launch(self, job: Job) -> None:
-        """Starts the responses of ``job`` on the worker with the fewest responses.
+        """Assigns the responses of ``job`` to the worker with the fewest responses. The next :meth:`wait` starts the responses.
 
         Raises:
-            RuntimeError: no worker is alive.
+            RuntimeError: no agent-loop worker is alive.
         """
         if not self._actors:
             raise RuntimeError(f"rl_accel.tail_batching: every agent-loop worker has died. {RESUME}")
         index = min(self._actors, key=lambda i: self._load[i])
         self._load[index] += len(job.response_ids)
         self._home.update(dict.fromkeys(job.response_ids, index))
-        self._jobs[index].append(replace(job, prompt_id=f"{RUN}{job.prompt_id}"))  # verl derives its keys from this id
+        self._jobs[index].append(replace(job, prompt_id=f"{RUN}{job.prompt_id}"))  # verl derives keys from this id
 
     def cancel(self, response_ids: Iterable[int]) -> None:
-        """Cancels these responses. The event of a response that is already over is under way."""
+        """Cancels the responses with these ids. A response that has already ended is ignored and reports its event as usual."""
         for response_id in response_ids:
             if response_id in self._home:
                 self._cancels[self._home[response_id]].append(response_id)
 
     def wait(self, seconds: float) -> list[Event]:
-        """Returns events, in order for each worker; empty if none arrives within ``seconds``."""
+        """Sends new starts and cancellations to the workers, then waits up to ``seconds`` for events (changes of responses).
+
+        Returns:
+            Events of all workers, in order for each worker; an empty list if no event arrives in time.
+        """
         self._send()
         for index in self._actors.keys() - self._polls.keys():
             self._polls[index] = self._actors[index].next_events.remote()
@@ -300,7 +310,7 @@ class Workers:
         return events
 
     def outside_engines(self) -> list[int]:
-        """Returns the ids of responses that are neither being generated nor scored; skips workers that answer late."""
+        """Returns the ids of running responses that are neither being generated nor scored. Skips workers that answer late."""
         asked = [actor.outside_engines.remote() for actor in self._actors.values()]
         found: list[int] = []
         for answer in ray.wait(asked, num_returns=len(asked), timeout=DELIVERY_SECONDS)[0]:
@@ -318,7 +328,7 @@ class Workers:
         if self._orders:
             done, self._orders = ray.wait(self._orders, num_returns=len(self._orders), timeout=0)
             for order in done:
-                with contextlib.suppress(RayActorError):  # the worker's poll reports the death
+                with contextlib.suppress(RayActorError):  # the worker's pending call of next_events reports the death
                     ray.get(order)
 
     def _collect(self, index: int) -> list[Event]:

@@ -1,8 +1,9 @@
-"""Rollout servers with cancellable requests and restarts after a death. All handling of dead servers is in this file.
+"""Rollout servers with cancellable requests, and with restarts of dead servers.
 
-In the agent-loop workers, :class:`TailLLMServerClient` returns servers whose calls are cancelled together with the awaiting task.
-A dead server gets no more requests. In the trainer process, :class:`RolloutServers` stops all servers at the end of a round, and
-restarts dead servers before the next weight update.
+All handling of dead servers in tail batching is in this file. In the agent-loop workers, :class:`TailLLMServerClient`
+returns servers whose calls are cancelled together with the awaiting task. A dead server gets no more requests. In the trainer
+process, :class:`RolloutServers` stops all servers at the end of a tail-batching round (a rollout), and restarts dead servers before
+the next weight update.
 """
 
 import asyncio
@@ -37,10 +38,11 @@ logger = logging.getLogger("rl_accel")
 RESUME = "Resume from the last checkpoint; no prompt is lost by that"
 
 PING_SECONDS = 30.0
-"""Seconds to wait for a server's answer to a ping. A server that is only slow counts as alive."""
+"""Maximum seconds to wait for a rollout server's answer to a ping. A server that does not answer in time counts as alive."""
 
 WATCH_SECONDS = 10.0
-"""Seconds between server checks during a call to all servers; also the grace period before a call blocked by a death is ended."""
+"""Seconds between checks for dead servers during a call to all rollout servers. Also the grace period in seconds before a call that
+a dead server blocks is ended."""
 
 TOKEN_RATE = TokenRate()
 forget_when_off.append(TOKEN_RATE.clear)
@@ -48,16 +50,18 @@ forget_when_off.append(TOKEN_RATE.clear)
 
 @dataclass(eq=False)
 class Session:
-    """A training response that is not over, in the agent-loop worker that runs the response.
+    """State of an unfinished training response, in the agent-loop worker that runs the response.
 
     Attributes:
+        response_id: id of the response in the trainer process.
+        task: asyncio task that runs the response.
+        limit: timeout of the agent loop.
         tokens: number of tokens generated so far.
-        keys: TransferQueue keys of the trajectories, written once ``storing``.
-        metric: value that group filtering compares.
-        generating: a server has a request of the response.
-        storing: the write to TransferQueue has started.
-        cancelled: the trainer has cancelled the response.
-        limit: time limit of the agent loop.
+        keys: TransferQueue keys of the trajectories. Nothing is written under these keys before ``storing`` is True.
+        metric: number by which group filtering compares the responses of a prompt; None if unknown.
+        generating: True while a rollout server has a request of the response.
+        storing: True once the write to TransferQueue has started.
+        cancelled: True once the trainer process has cancelled the response.
     """
 
     response_id: int
@@ -72,19 +76,19 @@ class Session:
 
 
 SESSION: ContextVar[Session | None] = ContextVar("session", default=None)
-"""The response that the running task works on; None in validation."""
+"""Context variable with the training response that the running asyncio task works on; None in validation."""
 
 
 class GenerationAborted(RuntimeError):
-    """The engine aborted a response that was not cancelled. The response is generated again."""
+    """The engine has aborted a response that the trainer had not cancelled. The response is generated again."""
 
 
 class ServerDied(ResponseLost):
-    """A rollout server or its engine has died. The server's responses are generated again on another server."""
+    """A rollout server or its engine has died. The responses on this server are generated again on another server."""
 
 
 class ServerLost(RuntimeError):
-    """Rollout servers died and cannot be restarted, or not with equal weights on all servers. Training cannot go on."""
+    """Rollout servers have died, and training cannot go on. A restart is impossible, or the servers' weights would differ."""
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -92,7 +96,7 @@ def _in_one_line(error: BaseException) -> str:
 
 
 async def find_dead(replicas: Sequence[RolloutReplica]) -> list[RolloutReplica]:
-    """Returns the replicas with a dead server actor or a dead engine."""
+    """Returns those of the rollout ``replicas`` that have a dead server actor or a dead engine."""
 
     async def is_lost(replica: RolloutReplica) -> bool:
         return any(await asyncio.gather(*map(_is_dead, replica.servers)))
@@ -117,7 +121,7 @@ async def _is_dead(server: Server) -> bool:
 
 
 def _engine_has_failed(server: Any) -> bool:
-    """Returns whether a living server's engine is dead. vLLM's engine is a separate process, with the flag ``errored``."""
+    """Returns True if the engine of a living server is dead. vLLM's engine is a separate process, with the flag ``errored``."""
     return bool(getattr(getattr(server, "engine", None), "errored", False))
 
 
@@ -125,14 +129,14 @@ def _engine_has_failed(server: Any) -> bool:
 
 
 class CancellableServer:
-    """A rollout server whose ``generate`` call is cancelled together with the awaiting task. Also counts tokens.
+    """Proxy of a rollout server. Cancelling a task that awaits ``generate`` also cancels the remote call. Counts tokens, too.
 
-    Cancelling an asyncio task that awaits a Ray reference would leave the remote call running.
+    Without the proxy, cancelling an asyncio task that awaits a Ray reference would leave the remote call running.
 
     Args:
-        server: handle of the server actor.
+        server: handle of the server, a Ray actor.
         engine: capabilities of the server's engine.
-        on_death: awaited with Ray's error message before a call to a dead server raises.
+        on_death: async function that takes Ray's error message. Awaited before a call to a dead server raises.
     """
 
     def __init__(self, server: Server, engine: Engine, on_death: Callable[[str], Awaitable[None]]) -> None:
@@ -145,7 +149,7 @@ class CancellableServer:
         return self
 
     async def remote(self, **request: Any) -> TokenOutput:
-        """Returns the server's ``TokenOutput``.
+        """Sends a request to the server and returns the server's ``TokenOutput``.
 
         Raises:
             GenerationAborted: the engine aborted a training response that was not cancelled.
@@ -154,7 +158,7 @@ class CancellableServer:
         session = SESSION.get()
         if session is None:
             return await self._output(self._server.generate.remote(**request))
-        if session.cancelled:  # the next turn of a multi-turn agent loop
+        if session.cancelled:  # a multi-turn agent loop wants to begin its next turn
             raise asyncio.CancelledError
         call = self._server.generate.remote(**request)
         began = time.perf_counter()
@@ -187,7 +191,7 @@ class CancellableServer:
             raise ServerDied(line) from error
 
     async def _stop(self, call: Awaitable[TokenOutput], request_id: str) -> TokenOutput | None:
-        """Ends the call; returns the call's partial output, or None if that is unknown."""
+        """Ends the remote ``call`` of a request. Returns the partial output of the call, or None if the output is unknown."""
         if self._engine.aborts_by_id:
             try:
                 if (await self._server.abort_request.remote(request_id))["aborted"]:
@@ -199,9 +203,10 @@ class CancellableServer:
 
 @extends(interfaces.LLMServerClient)
 class TailLLMServerClient(LLMServerClient):
-    """verl's client for a sync trainer. Removes dead servers from the load balancer.
+    """verl's client of the rollout servers, for a sync trainer. Removes dead servers from verl's load balancer.
 
-    The trainer restarts a dead server and adds it to the load balancer after the round; see :class:`RolloutServers`.
+    After the round (rollout), the trainer process restarts a dead server and adds this server to the load balancer again (see
+    :class:`RolloutServers`).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -225,7 +230,7 @@ class TailLLMServerClient(LLMServerClient):
         )
 
     async def _remove(self, server_id: str, line: str) -> None:
-        """Removes a dead server from the load balancer: with the fewest requests, the server would get every retry."""
+        """Removes a dead server from the load balancer. Otherwise this server, with the fewest requests, would get every retry."""
         if server_id not in self._dead:
             logger.error("rl-accel: rollout server %s is dead, its requests go to the others: %s", server_id, line)
         self._dead[server_id] = line
@@ -239,11 +244,11 @@ class TailLLMServerClient(LLMServerClient):
 
 
 class RolloutServers:
-    """The rollout servers of a trainer.
+    """The rollout servers of a trainer, controlled from the trainer process: abort, resume, weight update and restart.
 
     Args:
-        manager: verl's ``LLMServerManager``, used for its replicas and its load balancer.
-        engine: capabilities of the servers' engine.
+        manager: verl's ``LLMServerManager``, which holds the replicas and the load balancer.
+        engine: capabilities of the servers' inference engine.
     """
 
     def __init__(self, manager: LLMServerManager, engine: Engine) -> None:
@@ -252,18 +257,18 @@ class RolloutServers:
         self._aborted = False
 
     def abort(self) -> None:
-        """Aborts all running requests, which return their partial outputs. New requests wait for :meth:`resume`."""
+        """Aborts all running requests, which then return their partial outputs. New requests wait until :meth:`resume`."""
         self._aborted = True
         self._tell_all("abort_all_requests")
 
     def resume(self) -> None:
-        """Resumes generation after :meth:`abort`; does nothing otherwise."""
+        """Resumes generation on all servers after :meth:`abort`. Does nothing if generation was not aborted."""
         if self._aborted:
             self._tell_all("resume_generation")
             self._aborted = False
 
     def _tell_all(self, name: str) -> None:
-        """Calls a method of every replica. Dead replicas are only logged here; calls that need them raise later."""
+        """Calls the method ``name`` of every replica. Dead replicas are only logged, because later calls that need them raise."""
 
         async def tell() -> list[Any]:
             calls = [getattr(replica, name)() for replica in self._manager.get_replicas()]
@@ -278,11 +283,11 @@ class RolloutServers:
                 logger.warning("rl-accel: a rollout server did not take part in %s: %s", name, _in_one_line(error))
 
     def reach_all(self, call: Callable[[], None]) -> None:
-        """Restarts dead servers, then makes ``call``, which reaches every server. Repeats both if a server dies meanwhile.
+        """Restarts dead servers, then runs ``call``, which reaches every server. Repeats these steps if a server dies meanwhile.
 
         Raises:
-            ServerLost: see :meth:`revive`.
-            RayError: the call failed although every server is alive.
+            ServerLost: a dead server cannot be restarted; see :meth:`revive`.
+            RayError: ``call`` failed although every server is alive.
         """
         self.revive()
         while True:
@@ -294,12 +299,12 @@ class RolloutServers:
                     raise
 
     def update_weights(self, call: Callable[[], None]) -> None:
-        """Restarts dead servers, then makes ``call``, which sends weights to every server.
+        """Restarts dead servers, then runs ``call``, which sends weights to every server.
 
         Raises:
-            ServerLost: as in :meth:`revive`; or a server died meanwhile. verl's training workers then wait forever for the
-                dead server and for each other, so the workers are killed.
-            RayError: the call failed although every server is alive.
+            ServerLost: a dead server cannot be restarted (see :meth:`revive`), or a server died during ``call``. After such a
+                death, verl's training workers wait forever for the dead server and for each other, so the workers are killed.
+            RayError: ``call`` failed although every server is alive.
         """
         self.revive()
         try:
@@ -316,17 +321,20 @@ class RolloutServers:
 
     @contextlib.contextmanager
     def _watched(self, end: Callable[[list[RolloutReplica]], None]) -> Iterator[None]:
-        """Calls ``end`` with the dead replicas if the block hangs: vLLM never answers calls whose engine died."""
+        """Runs a block that calls all servers. If a server dies and the block hangs, calls ``end`` with the dead replicas.
+
+        The block can hang because vLLM never answers a call after the death of vLLM's engine.
+        """
         over = threading.Event()
 
         def watch() -> None:
             while not over.wait(WATCH_SECONDS):
                 try:
                     dead = asyncio.run(find_dead(self._manager.get_replicas()))
-                except Exception:  # only this thread can end the block, so the checks must go on
+                except Exception:  # only this thread can end a hanging block, so the checks must go on
                     logger.exception("rl-accel: whether rollout servers live could not be found out; trying again")
                     continue
-                if dead and not over.wait(WATCH_SECONDS):  # otherwise the block has ended without help
+                if dead and not over.wait(WATCH_SECONDS):  # otherwise the block has ended within the grace period
                     logger.error("rl-accel: a rollout server died and left calls without an answer; they are ended")
                     end(dead)
                     return
@@ -342,13 +350,16 @@ class RolloutServers:
             ray.kill(worker)
 
     def revive(self) -> list[str]:
-        """Restarts dead servers and registers exactly the living ones in the load balancer; returns the restarted addresses.
+        """Restarts dead servers. Afterwards, the load balancer lists exactly the living servers.
 
-        Call this while nothing is generated and before the next weight update: until then a new server has the weights of
-        the model's files.
+        Call this method while nothing is generated and before the next weight update. Until that update, a new server has the
+        weights of the model's files.
+
+        Returns:
+            Addresses of the restarted servers.
 
         Raises:
-            ServerLost: names the server whose engine cannot be restarted, or whose restart failed.
+            ServerLost: a server's engine cannot be restarted, or the restart failed. The message names the server.
         """
         replicas = self._manager.get_replicas()
         balancer = self._manager.global_load_balancer
@@ -390,7 +401,7 @@ def _end_servers(dead: list[RolloutReplica]) -> None:
 
 
 def _forget_server(worker: Any) -> None:
-    """Clears a training worker's server handle, so that the worker (a ``WorkerDict``) looks its server up again by name."""
+    """Clears the server handle of a training worker (verl's ``WorkerDict``). The worker then looks up its server again by name."""
     for part in worker.worker_dict.values():
         if getattr(getattr(part, "rollout", None), "server_handle", None) is not None:
             part.rollout.server_handle = None

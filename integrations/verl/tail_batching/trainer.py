@@ -1,4 +1,7 @@
-"""Trainer mode ``tail_batching``: verl's sync trainer, fed by rounds of tail batching."""
+"""verl's trainer mode ``tail_batching``: the sync trainer, with batches from tail-batching rounds.
+
+Such a round is a rollout that ends with the first prompts to complete. The other prompts run again in a later round.
+"""
 
 import logging
 import os
@@ -32,12 +35,16 @@ logger = logging.getLogger("rl_accel")
 
 @extends(SyncTrainer)
 class TailBatchingTrainer(PPOTrainerSync):
-    """verl's sync trainer, with batches from tail-batching rounds and the rounds' state in checkpoints. Strictly on-policy."""
+    """verl's sync trainer, with batches from tail-batching rounds (rollouts that end with the first prompts to complete).
+
+    Checkpoints include the state of the rounds. Training is strictly on-policy.
+    """
 
     def _build_replay_buffer(self) -> ReplayBuffer:
-        # verl's constructor calls this first. With any other mode than "sync", the base class would use its buffer for
-        # asynchronous training, keep prompts in TransferQueue, and save and restore that queue, whose entries would be stale
-        # after a resume. Wiring sets the one thing that tail batching needs of those modes: a data loader of single prompts.
+        # verl's constructor calls this method first. With another mode than "sync", the base class would use its buffer for
+        # asynchronous training and keep prompts in TransferQueue. It would also save and restore TransferQueue, whose entries
+        # would be stale after a resume. Tail batching needs one setting of those modes, which the wiring sets: a data loader
+        # of single prompts.
         self.trainer_mode = "sync"
         buffer = super()._build_replay_buffer()
         sample = buffer.sample
@@ -61,11 +68,11 @@ class TailBatchingTrainer(PPOTrainerSync):
         self._last_step = min(self.total_training_steps, self.steps_per_epoch * self.config.trainer.total_epochs)
 
     def _fetch_row(self) -> dict[str, Any]:
-        """Returns the next row as the dict of an agent loop's arguments. Wiring has set the data loader's batch size to 1."""
+        """Returns the next data row as a dict of an agent loop's arguments. The wiring has set the data loader to single rows."""
         row: dict[str, Any] = self._fetch_one_gen_batch()[0].clone().to_dict()
         check_row(self._core.run, row)
         if not self._supply.fetched:
-            saved.packed(row)  # refuses unsavable rows now, not at the first checkpoint
+            saved.packed(row)  # refuses rows that cannot be saved now, not at the first checkpoint
         return row
 
     def _data_id(self) -> str:
@@ -75,12 +82,16 @@ class TailBatchingTrainer(PPOTrainerSync):
         return f"{names} {len(self.train_dataset)} shuffle={data.get('shuffle')} seed={data.get('seed')}"
 
     def get_llm_client(self) -> TailLLMServerClient:
-        """Returns the client for rollout generation, which stops cancelled requests."""
+        """Returns the client of the rollout servers for agent loops. This client stops requests of cancelled tasks."""
         client: TailLLMServerClient = self.llm_server_manager.get_client(client_cls=TailLLMServerClient)
         return client
 
     def fit(self, agent_loop_manager: AgentLoopManager) -> None:
-        """Trains as the base class does. The workers of ``agent_loop_manager`` must support cancellation."""
+        """Trains as the base class does. The workers of ``agent_loop_manager`` must have the mixin ``TailAgentLoopWorker``.
+
+        Raises:
+            RlAccelError: another job of the Ray cluster has entries in TransferQueue's partition ``train``.
+        """
         if foreign := len(_stored()):
             raise RlAccelError(
                 f"rl_accel.tail_batching: another job of this Ray cluster has {foreign} entries in TransferQueue's partition"
@@ -96,7 +107,7 @@ class TailBatchingTrainer(PPOTrainerSync):
             )
 
     def prepare_step(self) -> dict[str, Any]:
-        """Submits no prompts: a round fetches prompts when it needs them."""
+        """Returns {} and submits no prompts, because a tail-batching round fetches prompts when the round needs them."""
         return {}
 
     def _play(self, step: int) -> tuple[Any, dict[str, float]]:
@@ -127,7 +138,7 @@ class TailBatchingTrainer(PPOTrainerSync):
     # Checkpoints
 
     def _save_checkpoint(self) -> None:
-        # Our state first: the last file of the base class marks the checkpoint as the one to resume from.
+        # Our state is saved first, because the last file of the base class marks the checkpoint as the one to resume from.
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}" / saved.FOLDER
         saved.save(folder, self.global_steps, self._core.state_dict(), self._supply.fetched, self._supply.payloads)
         super()._save_checkpoint()
@@ -140,21 +151,23 @@ class TailBatchingTrainer(PPOTrainerSync):
 
 
 def _stored() -> dict[str, Any]:
-    """Returns the tags of all training entries in TransferQueue, by key; includes entries of other jobs."""
+    """Returns the tags of all entries in TransferQueue's partition ``train``, by key. Includes the entries of other jobs."""
     stored: dict[str, Any] = (tq.kv_list("train") or {}).get("train", {})
     return stored
 
 
 def clear(results: Sequence[Stored]) -> None:
-    """Removes the trajectories of responses from TransferQueue."""
+    """Removes the trajectories of the responses ``results`` from TransferQueue."""
     tq.kv_clear(keys=[key for result in results for key in result.keys], partition_id="train")
 
 
 def varies(prompt_id: str, group: Sequence[Stored]) -> bool:
-    """Returns whether a group's metric varies; if not, the group teaches nothing (verl's ``_dapo_filtered_keys``).
+    """Returns True if the metric differs between the responses of a prompt group, or if the group has a single response.
+
+    A group with equal metrics teaches nothing and is filtered out, as in verl's ``_dapo_filtered_keys``.
 
     Raises:
-        RuntimeError: a response has no metric.
+        RuntimeError: a response of ``group`` has no metric.
     """
     values = [stored.metric for stored in group if stored.metric is not None]
     if len(values) < len(group):

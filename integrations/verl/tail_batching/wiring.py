@@ -1,4 +1,7 @@
-"""Sets tail batching in the configuration of a sync recipe, or refuses it with the reason; registers the trainer mode."""
+"""Sets up tail batching in the configuration of a verl run of trainer mode ``sync``, or refuses the run with a reason.
+
+Also registers the trainer mode ``tail_batching`` in verl.
+"""
 
 import functools
 import sys
@@ -20,10 +23,10 @@ _MODE_KEY = "trainer.v1.trainer_mode"
 
 
 def wire(run: VerlRun, flags: TailBatchingFlags) -> None:
-    """Sets our trainer mode and agent-loop manager in the configuration of ``run``. Idempotent.
+    """Sets the trainer mode ``tail_batching`` and our agent-loop manager in the configuration of ``run``. Idempotent.
 
     Raises:
-        ConfigError: a setting conflicts with tail batching, or the quotas do not add up to the batch size.
+        ConfigError: a setting conflicts with tail batching, or the domain quotas do not add up to the batch size.
         ResumeError: the checkpoint to resume from was saved without tail batching.
     """
     run.require_chosen(FLAG, _MODE_KEY, MODE)
@@ -34,17 +37,17 @@ def wire(run: VerlRun, flags: TailBatchingFlags) -> None:
     with open_dict(config):
         OmegaConf.update(config, _MODE_KEY, MODE)
         config.data.gen_batch_size = 1
-        # The trainer process reads the flags from this section, whatever their source was.
+        # The trainer process reads the flags from this section, whatever source the flags came from.
         OmegaConf.update(config, "trainer.v1." + MODE, asdict(flags), merge=False)
     agent_loop.choose(run, WORKER_PART)
     run_of(config)
 
 
 def check(run: VerlRun) -> None:
-    """Refuses configurations that tail batching does not support.
+    """Refuses a configuration that tail batching does not support.
 
     Raises:
-        ConfigError: names the key, the wanted value and the value found.
+        ConfigError: the message names the configuration key, the wanted value and the value found.
     """
     steps = f"trainer.v1.{run.get(_MODE_KEY)}.parameter_sync_step"
     if run.get(steps, 1) != 1:
@@ -69,7 +72,10 @@ def check(run: VerlRun) -> None:
 
 
 def _modes() -> dict[str, type]:
-    """Returns verl's trainer registry, {} before its import. No import here: another thread may be importing the module."""
+    """Returns verl's registry of trainer classes, by trainer mode; {} before verl's trainer module is imported.
+
+    This function does not import that module, because another thread may be importing it.
+    """
     modes: dict[str, type] = getattr(sys.modules.get("verl.trainer.ppo.v1.trainer_base"), "TRAINER_REGISTRY", {})
     return modes
 

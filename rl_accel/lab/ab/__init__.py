@@ -1,4 +1,4 @@
-"""A/B runs of a real trainer: recipe, runner, statistics and report.
+"""A/B comparisons of training runs with a real trainer: recipe file, runner, statistics and report.
 
-The command is ``rl-accel ab RECIPE --out DIR``; :mod:`rl_accel.lab.ab.recipe` documents the recipe file.
+The command is ``rl-accel ab RECIPE --out DIR``. :mod:`rl_accel.lab.ab.recipe` documents the recipe file.
 """

@@ -1,4 +1,4 @@
-"""Checks of a recipe: conditions that runs must meet before their numbers mean anything."""
+"""Checks of an A/B: conditions of the recipe that the training runs must meet, so that their measurements can be trusted."""
 
 import itertools
 import math
@@ -18,7 +18,14 @@ _PROBS_DIFF = "training/rollout_probs_diff_max"
 
 @dataclass(frozen=True)
 class Check:
-    """Result of one check; a red result sets the exit code to 1 unless ``warn_only``."""
+    """Result of one check of an A/B.
+
+    Attributes:
+        name: name of the check, as in the recipe.
+        status: ``green``, ``red`` or ``skipped``.
+        detail: measured values or problems, as text for the report.
+        warn_only: if True, a red result does not set the exit code of ``rl-accel ab`` to 1.
+    """
 
     name: str
     status: str
@@ -40,8 +47,12 @@ def run_checks(
     out: Path,
     asked: int,
 ) -> list[Check]:
-    """Evaluates all checks of the recipe. ``asked`` is the number of requested runs; ``stages``, ``rollout`` and ``convergence``
-    are parts of the summary."""
+    """Evaluates all checks that a recipe turns on.
+
+    ``results`` are the results of the runs that were started, and ``runs`` are the metrics of these runs. ``stages``, ``rollout``
+    (None if the recipe does not ask for it) and ``convergence`` are sections of ``summary.json``. ``out`` is the folder of the A/B,
+    with one folder per run. ``asked`` is the number of requested runs.
+    """
     checks = [
         _completed(results, asked),
         _identical(recipe, runs),
@@ -90,7 +101,7 @@ def _rollout_probs_diff(recipe: Recipe, runs: Sequence[RunData]) -> Check | None
     if not values:
         text = f"no {_PROBS_DIFF} logged: set rollout.calculate_log_probs=True"
         return Check("rollout_probs_diff", SKIPPED, text)
-    # NaN means that verl could not compare, and must not pass as a small difference
+    # NaN means that verl could not compare the probabilities. NaN must not pass as a small difference.
     worst, step, run = max(values, key=lambda item: math.inf if math.isnan(item[0]) else item[0])
     text = f"largest {worst:.3g} ({run.arm} seed {run.seed}, step {step}), allowed {limit:g}"
     return Check("rollout_probs_diff", GREEN if worst <= limit else RED, text)
@@ -208,7 +219,13 @@ def _same_reward(bound: float, rows: Sequence[Mapping[str, Any]]) -> Check:
 
 
 def _check(name: str, lines: Sequence[tuple[bool, str]], wanted: str = "", green: str = "") -> Check:
-    """Combines ``lines`` (condition holds, measured text) into one check. ``green`` replaces the texts if all hold."""
+    """Combines several conditions into one check, which is red if a condition does not hold.
+
+    Args:
+        lines: per condition, whether the condition holds, and the measured value as text.
+        wanted: text at the end of a red check's detail.
+        green: detail of a green check; if empty, the texts of all conditions.
+    """
     bad = [text for holds, text in lines if not holds]
     if bad:
         return Check(name, RED, "; ".join([*bad, wanted] if wanted else bad))

@@ -1,4 +1,4 @@
-"""The command ``rl-accel ab``."""
+"""The command ``rl-accel ab``: trains the arms (variants) of a recipe and compares them."""
 
 import importlib
 import importlib.util
@@ -29,9 +29,9 @@ from rl_accel.lab.ab.runner import RunResult, Stop, last_lines, load_result, pre
 
 _MANIFEST = "ab.json"
 WIDTH = 180
-"""Width in characters of tables written to a file or a pipe."""
+"""Width of tables, in characters, if the output goes to a file or a pipe."""
 _PLAIN_EVERY_S = 15.0
-"""Seconds between progress lines in a file or a pipe."""
+"""Minimum seconds between two progress lines if the output goes to a file or a pipe."""
 
 
 def _names(_: click.Context, __: click.Parameter, value: str | None) -> list[str] | None:
@@ -112,7 +112,7 @@ def ab(
         spec = load(recipe, platform)
         if out is None:
             out = Path("out") / spec.name
-            if not launch:  # the output of --launch goes to a shell
+            if not launch:  # the output of --launch must be a pure shell script
                 console.print(f"Logs and report go to {out}; --out names another folder", markup=False, highlight=False)
         out = out.resolve()
         plans = plan_runs(spec, recipe.resolve().parent, out, arms, seeds, steps)
@@ -136,7 +136,7 @@ def ab(
                 click.echo(f"# {plan.name}\n{env} {shlex.join(plan.command)}".replace("\n ", "\n"))
             return
         sys.exit(_run(spec, recipe.resolve(), out, plans, only, resume, overwrite, console))
-    except RecipeError:  # exit code 2, as for all user errors
+    except RecipeError:  # sets exit code 2, as all user errors do
         raise
     except (RlAccelError, OSError) as error:
         raise click.ClickException(str(error)) from error
@@ -153,7 +153,7 @@ def _run(
     console: Console,
 ) -> int:
     for module in ("scipy", "matplotlib", "jinja2"):
-        importlib.import_module(module)  # fail before hours of training, not after
+        importlib.import_module(module)  # a missing module must fail before hours of training, not after
     chosen = plans if only is None else [plan for plan in plans if plan.name == only]
     if not chosen and only != launching.PREPARE:
         known = ", ".join([launching.PREPARE, *(plan.name for plan in plans)])
@@ -193,7 +193,7 @@ def _rebuild(out: Path, recipe: Path | None, platform: str | None, console: Cons
     spec = load(recipe, platform) if recipe else load(out / "recipe.yaml")
     results = [result for name in names if (result := load_result(out / name)) is not None]
     for result in results:
-        if result.status == "running":  # the runner itself was killed
+        if result.status == "running":  # the runner was killed before it could store the final status
             result.status, result.message = "interrupted", f"the runner ended at step {result.steps_done}"
     return _report(spec, recipe or Path(manifest["recipe"]), out, results, len(names), console)
 
@@ -215,7 +215,10 @@ def _show_failures(results: list[RunResult], out: Path, console: Console) -> Non
 
 
 class ProgressView:
-    """The :class:`~rl_accel.lab.ab.runner.Watcher` of the command line. Use it as a context manager."""
+    """Progress display of the command line: progress bars on a terminal, plain lines elsewhere.
+
+    Implements :class:`~rl_accel.lab.ab.runner.Watcher`. Use the display as a context manager.
+    """
 
     def __init__(self, console: Console, plans: Sequence[RunPlan], reward: str) -> None:
         self._console, self._reward = console, reward
@@ -225,7 +228,7 @@ class ProgressView:
         self._task: TaskID | None = None
         self._began = 0.0
         self._arrivals: list[float] = []
-        """Monotonic times in seconds at which steps of the current run were logged."""
+        """Monotonic time, in seconds, at which each step of the current run was logged."""
         self._last_line = 0.0
         self._bars = Progress(
             TextColumn("{task.description}"),
@@ -279,13 +282,19 @@ class ProgressView:
         self._task = None
 
     def _seconds_left(self, plan: RunPlan, step: int, step_s: float) -> float:
-        """Returns the remaining seconds of all runs; later runs are assumed as long as the mean of earlier runs, or this run."""
+        """Estimates the remaining seconds of all runs.
+
+        Assumes that each later run takes as long as the mean of the ended runs, or as long as the current run if none has ended.
+        """
         this_run = self._arrivals[0] - self._began + (plan.steps - 1) * step_s
         a_run = statistics.mean(self._durations) if self._durations else this_run
         return (plan.steps - step) * step_s + (len(self._to_run) - 1) * a_run
 
     def _plain(self, text: str, always: bool = False) -> None:
-        """Prints a line if there are no progress bars, at most every ``_PLAIN_EVERY_S`` seconds unless ``always``."""
+        """Prints ``text`` as a line if the console is not a terminal. A terminal shows progress bars instead.
+
+        Drops ``text`` if the last line is less than ``_PLAIN_EVERY_S`` seconds old, unless ``always`` is True.
+        """
         if not self._console.is_terminal and (always or time.monotonic() - self._last_line > _PLAIN_EVERY_S):
             self._last_line = time.monotonic()
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)

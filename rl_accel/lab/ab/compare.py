@@ -1,4 +1,4 @@
-"""The command ``rl-accel compare``: the report of an A/B over runs that were launched elsewhere."""
+"""The command ``rl-accel compare``: makes an A/B report from training runs that were launched elsewhere."""
 
 import glob
 import itertools
@@ -24,11 +24,13 @@ from rl_accel.lab.ab.runner import RunResult, load_result
 from rl_accel.lab.ab.stats import RunData
 
 SLIME = Metrics("rollout/raw_reward", [], "perf/", "step_time", ["train_wait_time", "train_time"])
-"""Metric names of slime; the two stages together are a whole step of slime."""
+"""Names of slime's metrics. The stages ``train_wait_time`` and ``train_time`` together are a whole step of slime."""
 
 
 def load_arms(path: Path) -> dict[str, list[str]]:
-    """Reads a YAML mapping from arm to list of runs, the baseline first. A run is a path or pattern relative to the file.
+    """Reads a YAML file with a mapping from arm (variant) to a list of runs, the baseline first. Returns the paths of these runs.
+
+    A run in the file is a path or a glob pattern, relative to the folder of the file.
 
     Raises:
         RecipeError: the file cannot be read or has another form.
@@ -51,12 +53,17 @@ def load_arms(path: Path) -> dict[str, list[str]]:
 def gather(
     arms: Mapping[str, Sequence[str]], metrics: Mapping[str, Any], batch_size: int | None
 ) -> tuple[Recipe, list[RunData]]:
-    """Reads the runs of each arm, the baseline first; returns a recipe that describes the runs, and the runs.
+    """Reads the runs of each arm. Returns a recipe that describes these runs, and the metrics of the runs.
 
-    If the first run lies in a folder of ``rl-accel ab``, that A/B's recipe is used. ``metrics`` overrides its metric settings.
+    If the first run lies in an output folder of ``rl-accel ab``, the recipe stored in that folder is used.
+
+    Args:
+        arms: mapping from arm to the paths of the arm's runs, the baseline first.
+        metrics: values that replace fields of the recipe's :class:`Metrics`.
+        batch_size: number of prompts per step; None: the number in the run's logged configuration or command, if there is one.
 
     Raises:
-        RlAccelError: a run cannot be read, or no run of an arm logged the reward.
+        RlAccelError: a run cannot be read, or no run of an arm logged the reward metric.
     """
     logged = {arm: {run: read(*run.split(",")) for run in runs} for arm, runs in arms.items()}
     names = {name for its in logged.values() for run in its.values() for step in run.steps.values() for name in step}
@@ -75,7 +82,8 @@ def gather(
     for arm, its in logged.items():
         if not any(reward in step for run in its.values() for step in run.steps.values()):
             raise RecipeError(f"{arm}: no run logged {reward}{nearest(reward, names)}; --reward names what to compare")
-        told = [run.config | run.config.get("data", {}) for run in its.values()]  # slime: top level; verl: section data
+        # slime logs seed and batch size as top-level keys of the configuration, verl in the section data
+        told = [run.config | run.config.get("data", {}) for run in its.values()]
         named = [re.findall(r"seed[-_=]?(\d+)", place) or [of.get("seed")] for place, of in zip(its, told, strict=True)]
         seeds = [None if found[-1] is None else int(found[-1]) for found in named]
         known = None not in seeds and len(set(seeds)) == len(seeds)
@@ -96,7 +104,7 @@ def gather(
     return recipe, [replace(runs[0], notes=notes), *runs[1:]]
 
 
-@click.command(context_settings={"ignore_unknown_options": True})  # else click rejects --against
+@click.command(context_settings={"ignore_unknown_options": True})  # otherwise click rejects --against
 @click.argument("words", nargs=-1, required=True, metavar="RUN... --against RUN...|FILE.yaml")
 @click.option("--out", type=click.Path(path_type=Path), default="out/compare", show_default=True, help="Of the report.")
 @click.option("--reward", help="Metric to compare.  [default: critic/score/mean, slime's rollout/raw_reward]")
@@ -106,8 +114,8 @@ def gather(
 @click.option("--reach", type=float, help="Reward whose first time is compared.  [default: 90% of the baseline's gain]")
 @click.option("--batch-size", type=click.IntRange(1), help="Prompts of a step, where the logs do not say.")
 def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: str | float | None) -> None:
-    """Compare runs that were launched elsewhere: runs of a baseline and, after --against, of another arm; or the arms in a YAML
-    file.
+    """Compare runs that were launched elsewhere. Name the runs of a baseline and, after --against, the runs of another arm, or
+    name a YAML file of arms.
 
     A RUN is a folder or file of verl's file logger, TensorBoard or W&B (or a FILE.csv exported from W&B), or a console log of verl
     or slime; paths joined by commas are one run that was started several times. Exit code 0: runs were compared, with any result;
@@ -118,7 +126,7 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
     else:
         sides = [list(side) for is_word, side in itertools.groupby(words, "--against".__eq__) if not is_word]
         arms = {_arm(side[0]): side for side in sides}
-        if len(arms) < len(sides):  # equal names, as for folders of one W&B project
+        if len(arms) < len(sides):  # several arms got the same name, as folders of one W&B project do
             arms = {Path(side[0].partition(",")[0]).name: side for side in sides}
         if len(sides) < 2:
             raise click.UsageError("wanted RUN... --against RUN..., or a YAML file of arms, found no second arm")
@@ -136,7 +144,9 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
 
 
 def _arm(run: str) -> str:
-    """Returns a name for the arm of ``run``: the last path part that is more than a seed or W&B folder, without seed and suffix."""
+    """Returns a name for an arm, derived from the path ``run`` of the arm's first run. The name is the last component of the path
+    that is not empty after removal of seeds, file suffixes and names of W&B folders; ``run`` if there is none.
+    """
     own = r"^((offline-)?run-\d+_\d+-\w+|wandb)$|[-_.=]*(seed|run)?[-_=]*\d*(\.\w+)?$"
     parts = (re.sub(own, "", part) for part in reversed(Path(run.partition(",")[0]).parts))
     return next(filter(None, parts), run)

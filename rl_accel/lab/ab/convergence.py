@@ -1,14 +1,15 @@
-"""Tests whether an arm changed learning: levels of reward and validation, their difference over seeds, one of three answers.
+"""Tests whether an arm (a variant of a training run) changed learning: compares reward and validation with the baseline arm.
 
-The unit is the run: each run contributes one value, the mean of the last fifth of its values up to the end of the shortest run.
-Autocorrelation within a curve therefore adds no evidence. The difference of two arms is tested from three sides (Goeman, Solari and
-Stijnen, Three-sided hypothesis testing, Statistics in Medicine 29, 2010). Each answer has an error of at most 5%:
+Each run contributes one value, the level of the run: the mean of the last fifth of the metric's values in this run, up to the end
+of the shortest run. Autocorrelation within a curve therefore adds no evidence. The difference of two arms is tested from three
+sides (Goeman, Solari and Stijnen, Three-sided hypothesis testing, Statistics in Medicine 29, 2010). The test gives one of three
+answers, with an error probability of at most 5%:
 
 - **equal within the margin**: two one-sided t tests (Schuirmann, 1987) reject that the difference is the margin or more.
 - **different**: t tests reject that the difference is the margin or less.
-- **not enough runs**: neither of the two.
+- **not enough runs**: neither of these two answers holds.
 
-If the margin is a share of the baseline's gain, the test includes the noise of that gain.
+If the margin is a share of the baseline's gain (last level minus first level), the test includes the noise of that gain.
 """
 
 import bisect
@@ -27,11 +28,11 @@ from rl_accel.lab.ab.stats import RunData, before_and_after, curve
 
 Array = npt.NDArray[np.float64]
 Curves = Sequence[tuple[Array, Array]]
-"""A pair of arrays per run: positions on an axis, values."""
+"""Curves of several runs. Each curve is a pair of arrays: positions on the x axis, and values of a metric."""
 
 EQUAL, DIFFERENT, NOT_ENOUGH = "equal within the margin", "different", "not enough runs"
 ALPHA, MIN_SEEDS = 0.05, 3
-"""Error probability of each answer; minimum number of runs per arm for an interval and a decision."""
+"""``ALPHA``: error probability of each answer. ``MIN_SEEDS``: minimum number of runs per arm for an interval and an answer."""
 AXES = {"steps": "training steps", "prompts": "prompts trained", "hours": "hours of training"}
 _VALIDATION = re.compile(r"val-core/.*mean@\d+|val/test_score/.*|eval/[^/]+(?<!ratio)")
 _REACH, _WINDOW = 0.9, 5  # share of the baseline's gain to reach; number of values in the moving average
@@ -39,9 +40,11 @@ _POWER, _MOST_SEEDS, _QUANTILES = 0.8, 1000, 48
 
 
 def points(run: RunData, names: Metrics, metric: str) -> dict[str, tuple[Array, Array]]:
-    """Returns axis -> (positions, finite values of ``metric``), for each axis on which the positions are known.
+    """Returns the curve of ``metric`` in a run, on each x axis (steps, prompts, hours) on which the positions are known.
 
-    Hours are the summed times of all steps so far; they are known if no step's time is missing from the first step on.
+    Returns:
+        Mapping from axis to a pair of arrays of equal length: positions, and finite values of the metric. A position in hours is
+        the summed time of all steps so far. The axis of hours is left out if the time of a step is missing.
     """
     found = curve(run, metric)
     steps, values = np.array(found["steps"], dtype=float), np.array(found["values"], dtype=float)
@@ -52,7 +55,7 @@ def points(run: RunData, names: Metrics, metric: str) -> dict[str, tuple[Array, 
     first = min(timed, default=1)
     places = {"steps": steps}
     if run.batch_size:
-        places["prompts"] = run.batch_size * (steps + (first == 0))  # verl counts from 1, slime from 0
+        places["prompts"] = run.batch_size * (steps + (first == 0))  # the first step is 1 in verl and 0 in slime
     if timed and first <= 1 and len(timed) == max(timed) - first + 1:
         done = np.cumsum([0.0, *(its[names.stage_prefix + names.step] for its in timed.values())]) / 3600
         places["hours"] = done[np.searchsorted(list(timed), steps, side="right")]
@@ -69,11 +72,13 @@ def _test(paired: bool, base: Array, ours: Array, alternative: str = "two-sided"
 
 
 def decide(base: Array, ours: Array, margin: Array, paired: bool) -> npt.NDArray[np.str_]:
-    """Returns an answer for each comparison, shape [...].
+    """Returns the answer of each of several comparisons: ``EQUAL``, ``DIFFERENT`` or ``NOT_ENOUGH``, shape [...].
 
     Args:
-        base, ours: [..., runs], levels of the baseline and of an arm; same seeds in the same order if ``paired``.
-        margin: shape of ``base``; a relative margin is a share of each run's own gain.
+        base, ours: float64 [..., runs], levels (final metric values) of the runs of the baseline and of the other arm.
+        margin: float64, shape of ``base``, largest difference that counts as equal. A relative margin is a share of each baseline
+            run's own gain.
+        paired: True if ``base`` and ``ours`` have the same seeds in the same order (paired t tests instead of Welch's).
     """
     if min(base.shape[-1], ours.shape[-1]) < MIN_SEEDS:
         return np.full(base.shape[:-1], NOT_ENOUGH)
@@ -86,7 +91,8 @@ def decide(base: Array, ours: Array, margin: Array, paired: bool) -> npt.NDArray
 
 
 def interval(base: Array, ours: Array, paired: bool) -> tuple[float, float]:
-    """Returns the 95% t interval of mean(``ours``) - mean(``base``), Welch's if not paired; NaN below 3 runs."""
+    """Returns the bounds of the 95% t confidence interval of mean(``ours``) - mean(``base``); Welch's interval if not paired. Both
+    bounds are NaN if ``base`` or ``ours`` has fewer than 3 runs."""
     if min(len(base), len(ours)) < MIN_SEEDS:
         return math.nan, math.nan
     found = _test(paired, base, ours).confidence_interval(1 - ALPHA)
@@ -94,11 +100,12 @@ def interval(base: Array, ours: Array, paired: bool) -> tuple[float, float]:
 
 
 def seeds_enough(base: Array, ours: Array, margin: float, paired: bool, true: float = 0.0) -> float:
-    """Returns the seeds per arm that show equality within the margin with probability 0.8; inf: more than 1,000.
+    """Returns the number of seeds per arm that would show equality within ``margin`` with a probability of 0.8.
 
-    The probability covers the results of new seeds and the uncertainty of the deviation estimated from these runs (assurance:
-    O'Hagan, Stevens and Campbell, Pharmaceutical Statistics 4, 2005, with the prior 1/sigma). ``true`` is the true difference,
-    in units of the margin.
+    The probability covers the results of new seeds, and the uncertainty of the standard deviation, which is estimated from the
+    final levels ``base`` and ``ours`` of the runs (assurance: O'Hagan, Stevens and Campbell, Pharmaceutical Statistics 4, 2005,
+    with the prior 1/sigma). The number is inf if more than 1,000 seeds are needed. ``true`` is the assumed true difference of
+    the arms, as a multiple of the margin.
     """
     from scipy.stats import chi2, norm, t
 
@@ -119,7 +126,11 @@ def seeds_enough(base: Array, ours: Array, margin: float, paired: bool, true: fl
 
 
 def matched(base: Sequence[RunData], ours: Sequence[RunData]) -> tuple[Sequence[RunData], Sequence[RunData], bool]:
-    """Returns the runs to compare, and whether they are paired: all seeds are known, and all or at least three are shared."""
+    """Returns the runs of both arms to compare, and True if these runs are paired by seed.
+
+    Runs are paired if all seeds are known, and both arms share all seeds or at least three seeds. Then, only runs with shared
+    seeds are returned.
+    """
     of_base, of_ours = ({run.seed: run for run in runs if run.seed is not None} for runs in (base, ours))
     shared = sorted(of_base.keys() & of_ours.keys())
     known = len(of_base) + len(of_ours) == len(base) + len(ours)
@@ -129,13 +140,18 @@ def matched(base: Sequence[RunData], ours: Sequence[RunData]) -> tuple[Sequence[
 
 
 def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names: Metrics) -> dict[str, Any]:
-    """Returns the ``convergence`` part of a summary: ``rows[]``, ``curves{metric: {axis: {run: [x, value]}}}`` and ``notes[]``.
+    """Compares each arm with the baseline. Returns the section ``convergence`` of ``summary.json``.
 
-    There is a row per arm, metric (the reward, then validation) and axis. It has the levels ``baseline`` and ``value`` at the
-    ``end`` of the shortest run (``longest``: end of the longest), their ``difference`` with ``low`` and ``high``, the ``margin`` in
-    units of the metric, the numbers of ``runs`` of both arms, ``paired``, and the ``answer``. ``enough`` has the numbers of seeds
-    needed if the arms do not differ, and if they differ by half the margin. Rows of the reward have ``reach``
-    (:func:`times_to_reach`).
+    The section has ``curves{metric: {axis: {run: [x, value]}}}``, ``notes[]`` (sentences for the report) and ``rows[]``. There is a
+    row per arm, metric (the reward, then validation) and x axis, with these keys:
+
+    - ``baseline``, ``value``: mean level (final metric value) of the baseline's runs, and of the arm's runs, at ``end``.
+    - ``difference``, ``low``, ``high``: ``value`` - ``baseline``, and the bounds of the 95% interval of this difference.
+    - ``end``, ``longest``: last position of the shortest run, and of the longest run.
+    - ``margin``, ``answer``: margin in units of the metric, and result of :func:`decide`.
+    - ``runs``, ``paired``: number of runs of each of the two arms, and whether the runs are paired by seed.
+    - ``enough``: number of seeds needed if the arms do not differ, and if the arms differ by half the margin.
+    - ``reach``: result of :func:`times_to_reach`; only in rows of the reward.
     """
     rows, notes, curves = [], [note for run in runs for note in run.notes], {}
     logged = {name for run in runs for step in run.steps.values() for name in step}
@@ -170,7 +186,7 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
 
 
 def listed(names: Collection[str], runs: Sequence[RunData]) -> str:
-    """Returns the names of runs as text; "all runs of ARM" stands for the runs of a whole arm."""
+    """Joins the run names ``names`` to a text. If all runs of an arm are among ``names``, the text says "all runs of ARM"."""
     of_arms: dict[str, list[str]] = {}
     for run in runs:
         of_arms.setdefault(run.arm, []).append(run.name)
@@ -182,7 +198,8 @@ def listed(names: Collection[str], runs: Sequence[RunData]) -> str:
 
 
 def levels(runs: Curves, end: float) -> Array:
-    """Returns [2, runs]: means of the first and last fifth of each run's values up to ``end``; NaN below two values."""
+    """Returns float64 [2, runs]: per run, the mean of the first fifth and the mean of the last fifth of the values up to position
+    ``end``. Both means are NaN for a run with fewer than two such values."""
     return np.array([before_and_after(y[x <= end]) or (math.nan, math.nan) for x, y in runs]).T
 
 
@@ -208,10 +225,11 @@ def _row(base: Curves, ours: Curves, paired: bool, names: Metrics, is_reward: bo
 
 
 def times_to_reach(base: Curves, ours: Curves, paired: bool, level: float) -> dict[str, Any]:
-    """Returns when the mean of five consecutive values first reaches ``level``.
+    """Compares the positions at which the runs of two arms first reach ``level`` with the mean of five consecutive values.
 
-    ``reached`` counts the runs of each arm that reach the level; ``baseline`` and ``value`` are geometric means over these runs.
-    ``ratio`` (above 1 if the arm is earlier) and its 95% interval ``low``, ``high`` are NaN unless all runs reach the level.
+    ``reached`` holds the number of runs per arm that reach the level. ``baseline`` and ``value`` are geometric means of the
+    positions over these runs. ``ratio`` is ``baseline`` / ``value``, above 1 if the arm is earlier. ``low`` and ``high`` bound the
+    95% interval of this ratio. Ratio and interval are NaN unless all runs reach the level.
     """
     logs = []
     for side in (base, ours):
@@ -229,7 +247,7 @@ def times_to_reach(base: Curves, ours: Curves, paired: bool, level: float) -> di
 
 
 def sentence(row: Mapping[str, Any], baseline: str, margin: str) -> str:
-    """Returns the conclusion from a row of :func:`converge` as a sentence."""
+    """Returns the conclusion of one comparison (a row of :func:`converge`) as an English sentence for the report."""
     bounds = f", 95% interval {row['low']:+.3g} to {row['high']:+.3g}" if min(row["runs"]) >= MIN_SEEDS else ""
     share = f", {margin} of {baseline}'s gain" if margin.endswith("%") else ""
     base, ours = row["runs"]

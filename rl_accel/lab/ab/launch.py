@@ -1,7 +1,7 @@
-"""Shell commands that ``rl-accel ab --launch`` prints: one job per run of a recipe.
+"""Shell script that ``rl-accel ab --launch`` prints. The script starts each run of a recipe as a separate job.
 
-Each job calls ``rl-accel ab`` with ``--only RUN --resume``. The job of a completed run ends at once, so an interrupted
-script that is submitted again repeats only unfinished runs. The last job makes the report.
+Each job calls ``rl-accel ab`` with ``--only RUN --resume``, so the job of an already completed run ends at once. If the script is
+interrupted and submitted again, only unfinished runs are repeated. The last job makes the report.
 """
 
 import json
@@ -17,7 +17,7 @@ from rl_accel.lab.ab.recipe import Recipe, RunPlan
 
 FORMS = ("print", "slurm", "ray")
 PREPARE = "prepare"
-"""``--only`` value for the recipe's prepare command; no run has this name, as run names end in a seed."""
+"""Value of ``--only`` that selects the recipe's prepare command. No run has this name, because run names end in a seed."""
 
 _SUBMIT = (
     """submit() { sbatch --parsable --requeue --nodes=1 "$@" | cut -d';' -f1; }"""  # id;cluster if there are several
@@ -25,24 +25,24 @@ _SUBMIT = (
 
 
 def script(form: str, recipe: Recipe, plans: Sequence[RunPlan], call: Sequence[str], out: Path) -> str:
-    """Returns a bash script with one command per line.
+    """Returns a bash script that starts all runs of a recipe, with one command per line.
 
     Args:
-        form: one of :data:`FORMS`: plain commands, ``sbatch``, or ``ray job submit`` to a running cluster.
-        recipe: source of the job names, the number of GPUs and the time limit.
-        plans: the runs.
-        call: the words ``rl-accel ab RECIPE ...`` that plan these runs again, with absolute paths.
+        form: ``print`` for plain commands, ``slurm`` for ``sbatch``, or ``ray`` for ``ray job submit`` to a running cluster.
+        recipe: recipe that gives the job names, the number of GPUs and the time limit.
+        plans: runs to start.
+        call: words of the command ``rl-accel ab RECIPE ...`` that plans the same runs, with absolute paths.
         out: folder of the runs, on a file system that all nodes share.
 
     Raises:
-        RecipeError: ``form`` is slurm and the recipe needs several nodes; a Slurm job has one node.
+        RecipeError: ``form`` is ``slurm`` and the recipe needs several nodes. A Slurm job has only one node.
     """
     runs = [(plan, [*call, "--only", plan.name, "--resume"]) for plan in plans]
     prepare, report = shlex.join([*call, "--only", PREPARE]), [*call[:2], "--report-only", str(out)]
     if form == "print":
         return "\n".join([prepare, *(shlex.join(words) for _, words in runs), shlex.join(report)])
     if form == "ray":
-        asked = re.findall(r"\$\{oc\.env:(\w+)\}", repr(recipe))  # a job does not inherit this shell's variables
+        asked = re.findall(r"\$\{oc\.env:(\w+)\}", repr(recipe))  # Ray jobs do not inherit shell variables
         shell = {name: os.environ[name] for name in asked if name in os.environ}
         jobs = [_ray_job(plan, words, shell) for plan, words in runs]
         return "\n".join(["set -e", prepare, *(f"{job} || true" for job in jobs), shlex.join(report)])
@@ -65,8 +65,11 @@ def script(form: str, recipe: Recipe, plans: Sequence[RunPlan], call: Sequence[s
 
 
 def _ray_job(plan: RunPlan, words: Sequence[str], shell: Mapping[str, str]) -> str:
-    """Returns a command that submits a run and waits, as verl does not wait for GPUs held by another job. Variables are set for the
-    job, because actors do not see those of the job's driver."""
+    """Returns a shell command that submits a run to Ray and waits for the end of the run.
+
+    The command waits because verl does not wait for GPUs that another job holds. Environment variables are set for the whole Ray
+    job, because Ray actors do not inherit the variables of the job's driver process.
+    """
     variables = {**shell, **{key: value for key, value in plan.env.items() if value is not None}}
     variables["VERL_FILE_LOGGER_PATH"] = str(plan.directory / "metrics.jsonl")
     options = [f"--runtime-env-json={json.dumps({'env_vars': variables})}", "--", *words, "--ray-address", "auto"]

@@ -1,4 +1,4 @@
-"""Plots of a report: reward curves, stage times, step times, and plots about rollouts."""
+"""Plots of an A/B report: reward curves, stage times, step times, and plots about rollouts."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,10 @@ _KIND_MARKS = {"short": "o", "long": "s", "final": "^", ALL: "."}
 
 
 def draw(summary: dict[str, Any], out: Path) -> list[Path]:
-    """Writes the plots of a summary into ``out`` and returns their paths; plots without data are skipped."""
+    """Writes the plots of an A/B as PNG files into the folder ``out``. Returns the paths of the written files.
+
+    ``summary`` is the content of ``summary.json``. A plot without data is skipped.
+    """
     pictures = {"reward.png": _reward, "stages.png": _stages, "step_time.png": _step_time}
     about_rollouts = {
         "rollout_seconds.png": _rollout_seconds,
@@ -44,7 +47,10 @@ def draw(summary: dict[str, Any], out: Path) -> list[Path]:
 def _figure(
     height: float = 3.6, columns: int = 1, rows: int = 0, grid: str = "both", **options: Any
 ) -> tuple[Any, Any]:
-    """Returns a figure and its axes: single axes, a row of axes or, with ``rows``, a 2-D array of axes."""
+    """Returns a matplotlib figure and its axes.
+
+    The axes are a single object by default, a 1-D array if ``columns`` is above 1, and a 2-D array if ``rows`` is above 0.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, height), layout="constrained")
@@ -57,7 +63,7 @@ def _figure(
 
 
 def _arms(summary: dict[str, Any]) -> dict[str, str]:
-    """Returns the colour of each arm with runs, the baseline first."""
+    """Returns a mapping from arm to plot colour, the baseline first. Arms without runs are left out."""
     present = {run["arm"] for run in summary["runs"]}
     baseline = summary["recipe"]["baseline"]
     arms = [arm for arm in sorted(summary["recipe"]["arms"], key=lambda arm: arm != baseline) if arm in present]
@@ -65,7 +71,10 @@ def _arms(summary: dict[str, Any]) -> dict[str, str]:
 
 
 def _reward(summary: dict[str, Any]) -> Any:
-    """Plots reward and validation of all runs: a row per metric, a column per known axis (steps, prompts trained, hours)."""
+    """Plots reward and validation metrics of all runs, with one row of plots per metric.
+
+    There is one column of plots per known x axis (training steps, prompts trained, hours).
+    """
     curves = {metric: its for metric, its in summary["convergence"]["curves"].items() if any(its.values())}
     known = [axis for axis in AXES if any(its[axis] for its in curves.values())]
     if not known:
@@ -85,7 +94,10 @@ def _reward(summary: dict[str, Any]) -> Any:
 
 
 def _draw_runs(axes: Any, summary: dict[str, Any], curves: Mapping[str, Any], base_style: dict[str, Any]) -> None:
-    """Draws the curve ``(x, y)`` of each run in the colour of the run's arm."""
+    """Draws the curve of each run in the colour of the run's arm. ``curves`` maps the name of a run to a pair (x values, y values).
+
+    ``base_style``: matplotlib line options for runs of the baseline.
+    """
     for index, (arm, colour) in enumerate(_arms(summary).items()):
         names = [run["name"] for run in summary["runs"] if run["arm"] == arm and run["name"] in curves]
         for seed, name in enumerate(names):
@@ -149,7 +161,10 @@ def _stages(summary: dict[str, Any]) -> Any:
 
 
 def _rollout_seconds(summary: dict[str, Any]) -> Any:
-    """Plots rollout seconds of each step, first seed; marks show the kind of round."""
+    """Plots the rollout seconds of each step, for the first seed of each arm.
+
+    Markers tell whether tail batching ran a short, long or final round in the step, or no such round.
+    """
     figure, axes = _figure()
     for arm, series in _first_seed(summary):
         axes.plot(series["steps"], series["seconds"], color=_arms(summary)[arm], lw=1, label=arm)
@@ -172,7 +187,7 @@ def _rollout_seconds(summary: dict[str, Any]) -> Any:
 
 
 def _predicted(summary: dict[str, Any]) -> Any:
-    """Plots measured rollout seconds of each arm, and those predicted from the baseline's telemetry."""
+    """Plots mean rollout seconds per step of each arm: the measured value, and the prediction from telemetry of the baseline."""
     rows = [row for row in summary["rollout"]["arms"] if row["predicted"] and row["seconds"]]
     if not rows:
         return None
@@ -190,7 +205,7 @@ def _predicted(summary: dict[str, Any]) -> Any:
 
 
 def _queue(summary: dict[str, Any]) -> Any:
-    """Plots the number of waiting deferred prompts at each step, first seed."""
+    """Plots the number of prompts that wait for a long round of tail batching at each step, for the first seed of each arm."""
     figure, axes = _figure()
     for arm, series in _first_seed(summary):
         if any(value is not None for value in series["queue"]):
@@ -202,7 +217,10 @@ def _queue(summary: dict[str, Any]) -> Any:
 
 
 def _lengths(summary: dict[str, Any]) -> Any:
-    """Plots the distribution of response lengths trained on, all seeds, to show a bias of tail batching."""
+    """Plots the distribution of the lengths of the responses trained on, over all seeds of each arm.
+
+    The plot shows whether tail batching biases training towards some lengths.
+    """
     figure, (left, right) = _figure(columns=2)
     share = np.linspace(0, 1, 101)
     for row in summary["rollout"]["arms"]:
@@ -222,7 +240,7 @@ def _lengths(summary: dict[str, Any]) -> Any:
 
 
 def _first_seed(summary: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Returns each arm with the series of the arm's first run."""
+    """Returns pairs of an arm and the per-step values (:func:`~rl_accel.lab.ab.stats.series`) of the arm's first run."""
     first: dict[str, Mapping[str, Any]] = {}
     for run in summary["runs"]:
         series = summary["rollout"]["series"].get(run["name"])

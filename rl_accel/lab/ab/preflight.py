@@ -1,7 +1,7 @@
-"""``rl-accel doctor --recipe``: checks that this machine meets a recipe's requirements, before any GPU time is spent.
+"""``rl-accel doctor --recipe``: checks that this machine meets the requirements of a recipe, before any GPU time is spent.
 
-For verl, hydra composes the configuration as verl's main function would, and its sections are converted to verl's dataclasses. For
-slime, the arguments go through slime's parser if Megatron-LM is importable. Nothing is downloaded and nothing is started.
+For verl, hydra composes the configuration as verl's main function would, and the sections of the configuration are converted to
+verl's dataclasses. For slime, slime's parser checks the arguments if Megatron-LM is importable. Nothing is downloaded or started.
 """
 
 import functools
@@ -26,13 +26,15 @@ from rl_accel.switch import aligned
 
 TRIED_VERL = "0.9.1"
 Row = tuple[str, str, str]
-"""Requirement; verdict: works, idle (has nothing to do), missing, wrong or unknown; reason."""
+"""Result of one check as three strings: requirement, verdict and reason. The verdict is works, missing, wrong, unknown, or idle
+(the feature has nothing to do in this run)."""
 
 _GIB = 2**30
 _FSDP_BYTES = 16
-"""Bytes per parameter, split over all GPUs: float32 value, gradient and two Adam moments."""
+"""Bytes of training state per model parameter with FSDP: float32 value, gradient and two Adam moments, split over all GPUs."""
 _MEGATRON_BYTES = (6, 12)
-"""Bytes per parameter: bfloat16 value and float32 gradient, split by tensor parallelism; optimizer state, split over all GPUs."""
+"""Bytes of training state per model parameter with Megatron-LM. First: bfloat16 value and float32 gradient, split by tensor
+parallelism. Second: optimizer state, split over all GPUs."""
 
 _SLIME_PARSE = """
 import argparse, sys
@@ -56,11 +58,19 @@ if unknown := sorted(set.intersection(*left)):
 if problem:
     raise problem
 """
-"""Script that runs slime's parsers. Each parser silently skips unknown arguments; the script reports those unknown to all."""
+"""Python script that runs slime's argument parsers. Each parser silently skips arguments that this parser does not know. The script
+fails if an argument is unknown to every parser."""
 
 
 def check_recipe(file: Path, platform: str | None = None) -> list[Row]:
-    """Checks the requirements of a recipe, using one run of each arm.
+    """Checks whether this machine meets the requirements of a recipe. Checks one run of each arm.
+
+    Args:
+        file: recipe file.
+        platform: name of a platform of the recipe; None: the first platform, if there are any.
+
+    Returns:
+        One row per requirement, without duplicates.
 
     Raises:
         RecipeError: the recipe itself is wrong.
@@ -70,14 +80,14 @@ def check_recipe(file: Path, platform: str | None = None) -> list[Row]:
     first = {plan.arm: plan for plan in reversed(plans)}
     prepared = any("${out}" in word for word in recipe.prepare)
     env = next(iter(first.values())).env
-    os.environ |= {key: value for key, value in env.items() if value is not None}  # verl reads them during its import
+    os.environ |= {key: value for key, value in env.items() if value is not None}  # verl reads these when imported
     with quiet():
         rows = list(_rows(recipe, [first[arm] for arm in recipe.arms if arm in first], prepared))
     return list(dict.fromkeys(rows))  # arms share most requirements
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """Returns the rows as a table."""
+    """Formats the results of :func:`check_recipe` as a text table with a header."""
     return "\n".join(aligned([("asked for", "verdict", "reason"), *rows]))
 
 
@@ -105,10 +115,10 @@ def _gpus(wanted: int) -> Row:
 
 
 def compose_verl(plan: RunPlan) -> DictConfig:
-    """Returns the configuration that verl would get from a run's command.
+    """Returns the configuration that verl would compose from the command of a run.
 
     Raises:
-        Exception: from hydra; names the override that does not fit.
+        Exception: raised by hydra; names the override that does not fit.
     """
     main = next(word for word in plan.command if word in MAINS)
     config: DictConfig = VerlRun.compose(main, plan.command[plan.command.index(main) + 1 :]).config
@@ -116,13 +126,14 @@ def compose_verl(plan: RunPlan) -> DictConfig:
 
 
 def validate_verl(config: DictConfig) -> dict[str, str]:
-    """Checks a copy of a composed configuration as verl and rl-accel do at the start of a run.
+    """Checks a composed configuration in the way that verl and rl-accel check it at the start of a run. Works on a copy.
 
     Returns:
-        Mapping from feature to the reason why this feature has nothing to do in this run; only requested features.
+        Mapping from a requested feature of rl-accel to the reason why this feature has nothing to do in this run. Features that
+        have something to do are left out.
 
     Raises:
-        Exception: from verl or rl-accel, for a key or value that does not fit.
+        Exception: raised by verl or rl-accel for a key or value that does not fit.
     """
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -135,7 +146,7 @@ def validate_verl(config: DictConfig) -> dict[str, str]:
     flags = resolve([("the recipe", OmegaConf.select(config, "rl_accel", default={}))])
     idle = config_intake.wire(VerlRun(config, in_driver=True), flags)
     actor_rollout = config.actor_rollout_ref
-    for section in (actor_rollout, config.critic):  # a real HFModelConfig would read the model
+    for section in (actor_rollout, config.critic):  # an HFModelConfig object would read the model
         OmegaConf.merge(OmegaConf.structured(HFModelConfig), section.model)
     config.critic.model = None
     inspect.unwrap(validate_config)(config, need_reference_policy(config), need_critic(config))
@@ -191,7 +202,8 @@ def _slime(plan: RunPlan, recipe: Recipe) -> Iterator[Row]:
         done = subprocess.run(parse, env=env, capture_output=True, text=True)
         last = (done.stderr.strip().splitlines() or [""])[-1][:400]
         verdict = ("wrong", last) if done.returncode else ("works", "parsed and validated by slime")
-        if done.returncode not in (0, 2) and _gpus(1)[1] == "unknown":  # 2: argparse's; else Megatron-LM wants a GPU
+        # exit code 2 comes from argparse; without a GPU, other errors come from Megatron-LM, which wants one
+        if done.returncode not in (0, 2) and _gpus(1)[1] == "unknown":
             verdict = ("unknown", f"cannot be validated here: {last}")
         yield f"arguments of {plan.arm}", *verdict
     else:
@@ -222,13 +234,16 @@ def _files(what: str, paths: Sequence[Any], prepared: bool = False) -> Iterator[
 
 @functools.cache
 def _configuration(path: str) -> Mapping[str, Any] | None:
-    """Returns a model's configuration if present on this machine. No request to the hub: offline, each try takes seconds."""
+    """Returns the content of a model's ``config.json``, from the folder ``path`` or the cache of the Hugging Face hub; else None.
+
+    Sends no request to the hub, because each try takes seconds on a machine without internet.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     if not Path(path, "config.json").is_file():
         try:
             file = try_to_load_from_cache(path, "config.json")
-        except ValueError:  # not the name of a model
+        except ValueError:  # path is not a valid name of a model
             return None
         if not isinstance(file, str):
             return None
@@ -246,9 +261,15 @@ def _model(path: str, prepared: bool = False) -> Iterator[Row]:
 
 
 def _memory(path: str, tp: int, gpus: int, share: float, tokens: int, training: tuple[float, float]) -> Iterator[Row]:
-    """Yields a comparison of GPU memory with the needs of rollouts and of training.
+    """Compares the memory of one GPU with the memory that rollouts need and that training needs. Yields one row.
 
-    ``training``: bytes per parameter (held on each GPU, split over all GPUs).
+    Args:
+        path: name or folder of the model.
+        tp: tensor-parallel size of a rollout server.
+        gpus: number of GPUs of the run.
+        share: share of a GPU's memory that rollouts may use.
+        tokens: maximum number of tokens of a prompt and response.
+        training: bytes of training state per model parameter: held on each GPU, and split over all GPUs.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Readers for metrics of runs launched elsewhere: verl's file logger, TensorBoard, W&B, console logs of verl and slime."""
+"""Readers for logs of runs that were launched elsewhere: verl's file logger, TensorBoard, W&B, consoles of verl and slime."""
 
 import ast
 import json
@@ -14,16 +14,21 @@ from rl_accel.errors import RlAccelError
 from rl_accel.telemetry.logs import LogRecord, parse_log_line, read_console
 
 _STEP_KEYS = ("rollout/step", "eval/step", "_step", "Step", "step")
-"""Keys of the step in a row, the most reliable first: slime logs the first two, W&B's ``_step`` counts calls."""
+"""Keys that may hold the step of a log record, the most reliable first. slime logs the first two. W&B's ``_step`` counts log
+calls."""
 _STEP_METRIC = "training/global_step"
-"""verl's metric for the step, used if a row has none of ``_STEP_KEYS``."""
+"""verl's metric for the number of the training step, used if a log record has none of ``_STEP_KEYS``."""
 _SLIME_LINE = re.compile(r"\b(?:rollout|perf|eval|passrate|multi_turn) (\d+): (\{.*\})\s*$")
 _BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
 
 
 @dataclass
 class Logged:
-    """Metrics of a run by step. ``restarts``: steps at which the run was restarted; ``config``: W&B's config and ``gpus``."""
+    """Metrics of one run, as ``steps``: step -> metric name -> value.
+
+    ``source`` is the kind of log that was read. ``restarts`` holds the steps at which the run was restarted. ``config`` is the
+    configuration of the run as logged by W&B, with the GPUs under the key ``gpus``; empty for other logs.
+    """
 
     source: str
     steps: dict[int, dict[str, float]]
@@ -32,11 +37,11 @@ class Logged:
 
 
 def read(*paths: str) -> Logged:
-    """Reads a run from its folder or log file; several paths are the consecutive starts of one run.
+    """Reads the metrics of one run from a folder or log file. Several paths are read as consecutive starts of the same run.
 
     Raises:
-        RlAccelError: a path has no log or logs of several runs, or the package to read a log is missing. The message names
-            the path and the runs or package.
+        RlAccelError: a path has no log, a path has logs of several runs, or the Python package for reading a log is missing. The
+            message names the path, and the runs or the package.
     """
     config: dict[str, Any] = {}
     found = [_read(path, config) for path in paths]
@@ -45,7 +50,10 @@ def read(*paths: str) -> Logged:
 
 
 def _read(path: str, config: dict[str, Any]) -> tuple[str, list[LogRecord]]:
-    """Returns the most detailed kind of log at ``path``, and the log's records."""
+    """Reads the most detailed log at ``path``. Returns the kind of log (a key of :data:`_KINDS`) and the records of the log.
+
+    Adds W&B's configuration of the run to ``config``.
+    """
     name, _, run = path.rpartition(":") if ".csv:" in path else (path, "", "")
     place = Path(name)
     if not place.exists():
@@ -69,10 +77,11 @@ def _read(path: str, config: dict[str, Any]) -> tuple[str, list[LogRecord]]:
 
 
 def merged(records: Iterable[LogRecord]) -> tuple[dict[int, dict[str, float]], list[int]]:
-    """Returns the metrics of each step, and the steps at which the run was restarted.
+    """Merges the log records of a run. Returns the metrics of each step, and the steps at which the run was restarted.
 
-    A metric logged at an earlier step than before marks a restart. Older metrics from that step on are discarded, because the run
-    continued with other weights. slime's ``train/*`` metrics are left out, because their step counts optimizer steps.
+    A restart is recognised by a metric that is logged at an earlier step than before. All metrics logged before the restart for
+    this step or later steps are discarded, because the restarted run continued with other weights. slime's ``train/*`` metrics are
+    left out, because slime logs these metrics per optimizer step.
     """
     steps: dict[int, dict[str, float]] = {}
     last: dict[str, int] = {}
@@ -94,7 +103,7 @@ def _verl(file: Path, *_: Any) -> Iterator[LogRecord]:
         for number, line in enumerate(lines):
             if record := parse_log_line(line):
                 yield record
-            elif number == 0:  # responses or prompts, not metrics
+            elif number == 0:  # the file holds responses or prompts, not metrics
                 return
 
 
@@ -124,7 +133,10 @@ def _wandb(file: Path, config: dict[str, Any], _: str) -> Iterator[LogRecord]:
 
 
 def _log_entries(data: bytes) -> Iterator[bytes]:
-    """Yields the complete entries of a log in LevelDB's format. The wandb package itself no longer reads this format."""
+    """Yields the complete entries of a W&B log file, whose format is that of LevelDB's logs. An incomplete last entry is skipped.
+
+    The wandb package itself no longer reads this format.
+    """
     at, entry = 7, b""
     while at + 7 <= len(data):
         _, length, kind = struct.unpack_from("<IHB", data, at)
@@ -166,7 +178,10 @@ def _slime(file: Path, *_: Any) -> Iterator[LogRecord]:
 
 
 def _record(row: Mapping[str, Any]) -> Iterator[LogRecord]:
-    """Yields the step and the finite numbers of a row; nothing if the row lacks either."""
+    """Yields a record with the step and the finite numbers of a log row. Yields nothing if the row has no step or no numbers.
+
+    Rows with the key ``train/step``, which describe optimizer steps of slime, are skipped too.
+    """
     numbers = {
         name: float(value) for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)
     }

@@ -1,4 +1,4 @@
-"""Recipe files of A/B runs: the typed schema, a reader with checks, and the planned runs.
+"""Recipe files of A/B comparisons: typed schema, reader with checks, and planned training runs.
 
 A recipe is a YAML mapping with the keys of :class:`Recipe`. Strings in ``command``, ``prepare``, ``env`` and every list of
 overrides may contain placeholders:
@@ -16,18 +16,19 @@ overrides may contain placeholders:
 
 A further placeholder is ``${oc.env:NAME}``, an environment variable of the shell that called ``rl-accel``.
 
-``extends: FILE`` (relative to the recipe) starts from a base recipe: ``overrides`` are appended to the base's list; ``env``,
-``metrics``, ``checks`` and ``rollout`` are merged key by key; every other key replaces the base's value.
+``extends: FILE`` (relative to the recipe) starts from another recipe, the base recipe. ``overrides`` are appended to the overrides
+of the base recipe. ``env``, ``metrics``, ``checks`` and ``rollout`` are merged key by key. Every other key replaces the value in
+the base recipe.
 
-``platforms: {gpu: {...}, cpu: {...}}`` holds the settings that differ between machines: model, data, devices. The chosen platform
-(default: the first) is merged into the recipe by the same rules. A platform may have an ``extends`` too.
+``platforms: {gpu: {...}, cpu: {...}}`` holds the settings that differ between machines: model, data, devices. The settings of the
+chosen platform (default: the first) are merged into the recipe by the same rules. A platform may have a key ``extends`` too.
 
-``prepare`` runs before all arms and may use only ``${recipe_dir}``, ``${out}`` and ``${oc.env:NAME}``. An unknown ``${...}`` in an
-override is left to hydra; anywhere else it is an error. ``python`` as the first word of a command stands for the interpreter that
-runs ``rl-accel``.
+``prepare`` is a command that runs before all arms. It may use only the placeholders ``${recipe_dir}``, ``${out}`` and
+``${oc.env:NAME}``. An unknown placeholder in an override is left to hydra. Elsewhere, an unknown placeholder is an error.
+``python`` as the first word of a command stands for the interpreter that runs ``rl-accel``.
 
-The runner sets ``VERL_FILE_LOGGER_PATH`` (so ``trainer.logger`` must include ``file``), ``PYTHONUNBUFFERED``, and ``RAY_TMPDIR`` to
-a private folder. It removes ``RAY_ADDRESS`` unless the recipe sets that variable.
+The runner sets three environment variables of each run: ``VERL_FILE_LOGGER_PATH`` (so ``trainer.logger`` must include ``file``),
+``PYTHONUNBUFFERED``, and ``RAY_TMPDIR`` with a private folder. The runner removes ``RAY_ADDRESS`` unless the recipe sets it.
 """
 
 import difflib
@@ -70,111 +71,120 @@ _PLACEHOLDER = re.compile(r"\$\{(\w+|oc\.env:\w+)\}")
 
 @dataclass
 class Arm:
-    """One variant of the run: additions to the common overrides and environment."""
+    """One variant of the training run. Adds overrides and environment variables to those that all arms of a recipe share."""
 
     description: str = ""
     overrides: list[str] = field(default_factory=list)
     env: dict[str, Any] = field(default_factory=dict)
     seeds: list[int] | None = None
-    """Subset of the recipe's seeds for this arm; null: all seeds."""
+    """Seeds of this arm, a subset of the recipe's seeds; null: all seeds of the recipe."""
     needs: str = ""
     """Name of a Python module that the arm requires. If the module is missing, the arm is left out with a message."""
 
 
 @dataclass
 class Metrics:
-    """Meaning of logged metrics, and settings of their comparison. The default names are verl's."""
+    """Names of the metrics that a run logs, and settings for comparing the metrics of two arms. The default names are verl's."""
 
     reward: str = "critic/score/mean"
     """Metric shown as the reward curve and in the progress bar."""
     curves: list[str] = field(default_factory=lambda: ["response_length/mean"])
-    """Further metrics whose values at every step go into summary.json."""
+    """Metrics, besides the reward, whose values at every step are stored in ``summary.json``."""
     stage_prefix: str = "timing_s/"
     step: str = "step"
-    """Name of the timer of the whole step, after ``stage_prefix``."""
+    """Name of the metric with the seconds of a whole step, without the prefix ``stage_prefix``."""
     stages: list[str] = field(default_factory=lambda: list(STAGES))
-    """Non-overlapping parts of a step; the remaining time of the step is shown as "other"."""
+    """Names of the timed, non-overlapping stages of a step. The report shows the remaining time of the step as stage "other"."""
     average: str = "median"
-    """Average for stage times and ratios: median or mean. Use mean if steps are of different kinds."""
+    """Average for stage times and their ratios: median or mean. Use mean if steps differ in kind, such as short and long rounds
+    of tail batching."""
     not_compared: list[str] = field(default_factory=lambda: list(NOT_COMPARED))
-    """Shell patterns of metrics that may differ between arms; the first-difference table leaves them out."""
+    """Shell patterns of metrics that may differ between arms. The table of first differences leaves out these metrics."""
     warmup_steps: int = 2
-    """Number of first steps of each run that stage times exclude."""
+    """Number of steps at the start of each run that do not count in stage times."""
     margin: str = "2%"
-    """Equivalence margin for reward and validation of two arms: a share of the baseline's gain (2%) or a difference (0.01)."""
+    """Largest difference in reward or validation at which two arms count as equal. Either a share of the baseline's gain (such as
+    2%) or a difference in units of the metric (such as 0.01)."""
     reach: float | None = None
-    """Reward level; the report compares when arms first reach this level. null: nine tenths of the baseline's gain."""
+    """Reward level. The report compares when the arms first reach this level. null: the level at nine tenths of the baseline's
+    gain."""
 
 
 @dataclass
 class Checks:
-    """Conditions for every run. An empty list, an empty mapping or null turns a check off."""
+    """Conditions that the runs of an A/B must meet. An empty list, an empty mapping or null turns a check off."""
 
     identical: list[str] = field(default_factory=list)
     """Metrics that must be equal at every step in all arms with the same seed."""
     rollout_probs_diff: float | None = 1e-3
-    """Largest allowed training/rollout_probs_diff_max: difference between rollout and trainer probabilities."""
+    """Largest allowed value of verl's ``training/rollout_probs_diff_max``: difference of rollout and trainer probabilities."""
     first_step_zero: list[str] = field(default_factory=lambda: ["actor/kl_loss", "actor/reward_kl_penalty"])
-    """Metrics that must be 0 at the first step that logs them, as the policy still equals the reference model there."""
+    """Metrics that must be 0 at the first step that logs them, because the policy still equals the reference model there."""
     zero_tolerance: float = 1e-6
     forbidden_log: list[str] = field(default_factory=lambda: ["dtype mismatch"])
-    """Strings that must not occur in any train.log."""
+    """Strings that must not occur in the ``train.log`` of any run."""
     reward_gain: float | None = None
-    """Smallest allowed reward gain of every run: mean over the last fifth of the steps minus mean over the first fifth."""
+    """Smallest allowed gain of every run: mean reward of the last fifth of the steps minus mean reward of the first fifth."""
     faster: dict[str, float] = field(default_factory=dict)
-    """Mapping from stage (or the whole step) to the smallest allowed ratio baseline/arm of average times."""
+    """Mapping from stage (or the whole step) to the smallest allowed speedup: average seconds of the baseline / of the arm."""
     warn_only: list[str] = field(default_factory=list)
-    """Names of checks that do not set the exit code to 1 when red."""
+    """Names of checks that do not set the exit code of ``rl-accel ab`` to 1 when they are red."""
 
 
 @dataclass
 class Rollout:
-    """Rollout part of the report: seconds by kind of round, lengths of the responses trained on, prompts trained."""
+    """Settings and checks of the report's section about rollouts.
+
+    The section shows the seconds of tail batching's short, long and final rounds, the lengths of the responses trained on, and the
+    prompts trained.
+    """
 
     report: bool = False
     data: str = "rollouts"
-    """Folder of response dumps (``trainer.rollout_data_dir``), relative to the run's folder; source of response lengths."""
+    """Folder in which verl stores all responses (``trainer.rollout_data_dir``), relative to the run's folder. The report reads
+    response lengths from these files."""
     ledger: str = "checkpoints/tail_batching/ledger.jsonl"
-    """File, written by tail batching, with the prompts trained in each step; relative to the run's folder."""
+    """File in which tail batching logs the prompts trained in each step, relative to the run's folder."""
     faster: dict[str, float] = field(default_factory=dict)
-    """Mapping from arm to the smallest allowed ratio baseline/arm of mean rollout seconds per step, over all seeds."""
+    """Mapping from arm to the smallest allowed speedup: mean rollout seconds of the baseline / of the arm, over all seeds."""
     wasted_tokens: dict[str, float] = field(default_factory=dict)
-    """Mapping from arm to the largest allowed share of generated tokens not trained on, over all steps and seeds."""
+    """Mapping from arm to the largest allowed share of wasted (generated, not trained on) tokens, over all steps and seeds."""
     prompts_lost: dict[str, float] = field(default_factory=dict)
-    """Mapping from arm to the maximum number of lost prompts per run: drawn from the data, but neither trained nor waiting."""
+    """Mapping from arm to the largest allowed number of lost prompts in a run. A lost prompt was drawn from the data, but is
+    neither trained nor waiting for a later step."""
     same_reward: float | None = None
-    """Bound b: the 95% interval of the final-reward difference, arm minus baseline, must lie in [-b, b] (3 seeds or more)."""
+    """Bound b: the 95% interval of arm minus baseline in the final reward must lie in [-b, b]. Needs 3 seeds or more."""
 
 
 @dataclass
 class Recipe:
-    """An A/B run. The module docstring lists the placeholders."""
+    """Content of a recipe file: the definition of an A/B. The docstring of this module lists the placeholders."""
 
     name: str = ""
     description: str = ""
-    """The task and the expected outcome."""
+    """Task of the training, and expected result of the A/B."""
     command: list[str] = field(default_factory=list)
-    """The trainer, e.g. [python, -m, verl.trainer.main_ppo]; overrides are appended."""
+    """Command that starts the trainer, e.g. [python, -m, verl.trainer.main_ppo]. The overrides are appended to this command."""
     prepare: list[str] = field(default_factory=list)
-    """Optional command run once before the arms, in the recipe's folder; must be idempotent."""
+    """Optional command that is run once, before all arms, in the folder of the recipe file. Must be idempotent."""
     env: dict[str, Any] = field(default_factory=dict)
-    """Environment variables of every arm; null removes a variable."""
+    """Environment variables of every arm. The value null removes a variable."""
     overrides: list[str] = field(default_factory=list)
-    """Overrides of every arm."""
+    """Command-line overrides that every arm passes to the trainer."""
     arms: dict[str, Arm] = field(default_factory=dict)
     baseline: str = ""
-    """Arm that the others are compared with; default: the first arm."""
+    """Name of the arm that all other arms are compared with; default: the first arm."""
     seeds: list[int] = field(default_factory=lambda: [0])
     seed_overrides: list[str] = field(default_factory=list)
     """Overrides that pass the seed to the trainer, e.g. ["data.seed=${seed}"]."""
     nodes: int = 1
-    """Number of nodes per run. Used, like ``gpus``, by placeholders, ``rl-accel ab --launch`` and ``rl-accel doctor --recipe``."""
+    """Number of nodes per run. Placeholders, ``rl-accel ab --launch`` and ``rl-accel doctor --recipe`` use this and ``gpus``."""
     gpus: int = 1
-    """Number of GPUs per node of a run."""
+    """Number of GPUs per node."""
     steps: int = 10
     steps_overrides: list[str] = field(default_factory=lambda: ["trainer.total_training_steps=${steps}"])
     timeout_s: float | None = None
-    """Seconds after which a run is stopped and counts as failed."""
+    """Seconds after which a run is stopped and counts as failed; null: no limit."""
     metrics: Metrics = field(default_factory=Metrics)
     checks: Checks = field(default_factory=Checks)
     rollout: Rollout = field(default_factory=Rollout)
@@ -185,7 +195,7 @@ _MERGED = ("env", "metrics", "checks", "rollout")
 
 
 def parse_margin(text: str) -> tuple[float, bool]:
-    """Returns the size of a margin, and whether this size is a share of the baseline's gain.
+    """Parses ``Metrics.margin``. Returns the size of the margin, and True if this size is a share of the baseline's gain.
 
     Raises:
         RecipeError: ``text`` is not a number or percentage above 0.
@@ -228,12 +238,15 @@ def load(path: Path, platform: str | None = None) -> Recipe:
 
 
 def save(recipe: Recipe, path: Path) -> None:
-    """Writes a recipe to a file that :func:`load` reads without the recipes that this recipe extended."""
+    """Writes a recipe to a file. :func:`load` can read this file without the base recipes that the recipe extended."""
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(recipe))))
 
 
 def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
-    """Returns the mapping in a file, merged into the recipe that the file extends."""
+    """Reads the mapping in a recipe file, and merges it into the base recipe if the file has the key ``extends``.
+
+    ``extended_by``: recipe files whose ``extends`` led to this file; used to detect a cycle.
+    """
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -242,7 +255,7 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _extended(recipe: dict[str, Any], path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
-    """Returns ``recipe``, read from the file ``path``, merged into the recipe that it extends."""
+    """Merges ``recipe``, read from the file ``path``, into the base recipe that its key ``extends`` names, if there is one."""
     if "extends" not in recipe:
         return recipe
     recipe = dict(recipe)
@@ -288,10 +301,10 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def _typed(schema: Any, values: Any, source: str, where: str) -> Any:
-    """Returns ``values`` as an object of the dataclass ``schema``; ``where`` is the dotted key of ``values`` in the recipe.
+    """Converts ``values`` to an object of the dataclass ``schema``. ``where`` is the dotted key of ``values`` in the recipe.
 
-    OmegaConf checks and converts each value. OmegaConf does not build the object, because that would resolve ``${...}``
-    placeholders, which are meant for :func:`plan_runs` and hydra.
+    OmegaConf checks and converts each value. OmegaConf does not build the whole object, because it would then resolve the
+    ``${...}`` placeholders, which :func:`plan_runs` and hydra fill in later.
     """
     if not isinstance(values, Mapping):
         raise RecipeError(f"{source}: {where} wants a mapping with the keys {_keys(schema)}, found {values!r}")
@@ -330,13 +343,13 @@ def _keys(schema: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns " (did you mean x?)" for the known name closest to ``name``, or an empty string."""
+    """Returns a hint such as " (did you mean x?)" with the name in ``known`` that is closest to ``name``; "" if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _problems(recipe: Recipe) -> Iterator[str]:
-    """Yields problems that types do not catch, the most basic first."""
+    """Yields an error message for each invalid value that has the right type, the most basic errors first."""
     if not _NAME.fullmatch(recipe.name):
         yield f"name wants letters, digits and ._-, found {recipe.name!r}"
     if not recipe.command:
@@ -380,7 +393,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _problems_of_runs(recipe: Recipe) -> Iterator[str]:
-    """Yields problems that the options ``--seeds`` and ``--steps`` can cause."""
+    """Yields an error message for invalid seeds or steps. The options ``--seeds`` and ``--steps`` can replace both."""
     if not recipe.seeds or len(set(recipe.seeds)) < len(recipe.seeds) or min(recipe.seeds) < 0:
         yield f"seeds wants different numbers of at least 0, found {recipe.seeds}"
     elif len(recipe.seeds) > 1 and not recipe.seed_overrides:
@@ -391,7 +404,7 @@ def _problems_of_runs(recipe: Recipe) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """One run of the trainer, with all placeholders filled in."""
+    """Plan of one run of the trainer: command and environment, with all placeholders filled in."""
 
     arm: str
     seed: int
@@ -408,7 +421,7 @@ class RunPlan:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of command, environment and steps; a resumed A/B keeps only results of an identical command."""
+        """Hash of command, environment and steps. ``--resume`` keeps the result of a run only if the hash is the same."""
         text = json.dumps([self.command, sorted(self.env.items()), self.steps])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -421,9 +434,9 @@ def plan_runs(
     seeds: Sequence[int] | None = None,
     steps: int | None = None,
 ) -> list[RunPlan]:
-    """Returns the runs in execution order: all arms of one seed, then the next seed.
+    """Plans the runs of a recipe. Returns the plans in order of execution: all arms with one seed, then the next seed.
 
-    An arm with its own ``seeds`` runs only with these.
+    ``arms``, ``seeds`` and ``steps`` replace the values of the recipe unless None. An arm with its own seeds runs only with those.
 
     Raises:
         RecipeError: an arm is unknown, seeds repeat or are negative, steps is below 1, or a placeholder is unknown.
@@ -448,9 +461,9 @@ def plan_runs(
 
 
 def prepare_command(recipe: Recipe, recipe_dir: Path, out: Path) -> tuple[list[str], dict[str, str | None]]:
-    """Returns the command that prepares data and models (empty if there is none), and its environment variables."""
+    """Returns the recipe's prepare command (empty if the recipe has none), and the environment variables of this command."""
     known = {"recipe_dir": str(recipe_dir), "out": str(out)}
-    # variables with placeholders of a single run have no value yet
+    # leaves out variables with placeholders of a single run, which have no value yet
     env = {key: value for key, value in recipe.env.items() if not _unknown(str(value), known)}
     return _command(recipe.prepare, known, "prepare"), _environment(env, known, "env")
 
@@ -487,7 +500,7 @@ def _environment(env: Mapping[str, Any], known: Mapping[str, str], where: str) -
     filled: dict[str, str | None] = {}
     for key, value in env.items():
         if isinstance(value, bool):
-            value = str(value).lower()  # "False" would be true to most programs
+            value = str(value).lower()  # most programs would take "False" for true
         filled[key] = None if value is None else _strict(str(value), known, f"{where}.{key}")
     return filled
 

@@ -1,10 +1,15 @@
 """Report of an A/B: ``summary.json``, plots, a self-contained ``report.html``, and console output.
 
-``summary.json`` has all measurements and conclusions, under the schema ``rl_accel.ab/1``: ``schema, created, ok, headline[],
+``summary.json`` has all measurements and conclusions. Its schema ``rl_accel.ab/1`` has the keys ``schema, created, ok, headline[],
 recipe{}, environment{}, runs[], measured_steps{run: [first, last]}, stages[], rollout{}, convergence{}, data{name: {arm: mean}},
-reward_verdicts[], differences[], checks[], curves{metric: {run: {steps, values}}}``. See :mod:`rl_accel.lab.ab.stats` for stages
-(``stage_table``), rollout (``rollout_summary``; null unless the recipe asks for it), data (``data_changes``) and differences
-(``first_differences``, per pair of runs), and :mod:`rl_accel.lab.ab.convergence` for convergence (``converge``). NaN is null.
+reward_verdicts[], differences[], checks[], curves{metric: {run: {steps, values}}}``. NaN is written as null. These functions of
+:mod:`rl_accel.lab.ab.stats` and :mod:`rl_accel.lab.ab.convergence` document the larger sections:
+
+- ``stages``: ``stage_table``.
+- ``rollout``: ``rollout_summary``; null unless the recipe asks for this section.
+- ``data``: ``data_changes``.
+- ``differences``: ``first_differences``, for each pair of a baseline run and another run.
+- ``convergence``: ``converge``.
 """
 
 import base64
@@ -55,9 +60,9 @@ from rl_accel.telemetry.stage_clock import FILE_NAME
 
 SCHEMA = "rl_accel.ab/1"
 _DRAWS = 20
-"""Number of random draws per prediction."""
+"""Number of random draws (simulated runs) that a prediction averages."""
 _BUSY = 2.0
-"""Load average per core, at the start of a run, above which the report warns about the run's times."""
+"""Load average per CPU core at the start of a run, above which the report warns that the run's times cannot be trusted."""
 _PACKAGES = ("rl-accel", "verl", "torch", "ray", "transformers", "numba", "numpy")
 _COLOURS = {"green": "green", "red": "red", "skipped": "yellow"}
 
@@ -65,9 +70,15 @@ _COLOURS = {"green": "green", "red": "red", "skipped": "yellow"}
 def build(
     recipe: Recipe, recipe_file: Path, out: Path, results: Sequence[RunResult], asked: int, runs: Any = None
 ) -> dict[str, Any]:
-    """Writes summary.json, the plots and report.html into ``out`` and returns the summary.
+    """Writes summary.json, the plots and report.html into ``out``. Returns the content of summary.json.
 
-    ``runs`` defaults to the runs with metrics in ``out``. ``asked`` is the number of requested runs; 0 skips all checks.
+    Args:
+        recipe: recipe of the A/B.
+        recipe_file: path of the recipe file; only the file name is reported.
+        out: folder of the A/B.
+        results: results of the runs that were started.
+        asked: number of requested runs; 0 skips all checks.
+        runs: metrics of the runs; None: the metrics stored in ``out``.
     """
     summary = summarise(recipe, recipe_file, out, results, asked, _load_runs(results, out) if runs is None else runs)
     (out / "summary.json").write_text(strict_json(summary))
@@ -78,16 +89,17 @@ def build(
 
 
 def _load_runs(results: Sequence[RunResult], out: Path) -> list[RunData]:
-    """Returns the runs that have metrics in ``out``."""
+    """Reads the metrics of each run from the run's folder in ``out``. Runs without metrics are left out."""
     logs = {result.name: out / result.name / "metrics.jsonl" for result in results}
-    steps = {name: read_log(log) for name, log in logs.items() if log.exists()}  # verl creates the log late
+    # a run that failed early has no log, because verl creates the log late
+    steps = {name: read_log(log) for name, log in logs.items() if log.exists()}
     return [RunData(r.arm, r.seed, steps[r.name], r.command, out / r.name) for r in results if steps.get(r.name)]
 
 
 def summarise(
     recipe: Recipe, recipe_file: Path, out: Path, results: Sequence[RunResult], asked: int, runs: Sequence[RunData]
 ) -> dict[str, Any]:
-    """Returns the whole summary, computed from the metrics of ``runs``."""
+    """Computes the content of summary.json from the metrics of ``runs``. Arguments as in :func:`build`."""
     names = recipe.metrics
     arms = [arm for arm in recipe.arms if any(run.arm == arm for run in runs)]
     stages = stage_table(runs, arms, recipe.baseline, names)
@@ -128,12 +140,16 @@ def summarise(
 
 
 def _predict(recipe: Recipe, runs: Sequence[RunData], rows: list[dict[str, Any]]) -> None:
-    """Adds predictions of `rl-accel plan` from the baseline's telemetry to each arm's row; None without telemetry."""
+    """Adds predicted rollout seconds and wasted tokens to the row of each arm in ``rows``.
+
+    The predictions are those of ``rl-accel plan``, computed from telemetry of the baseline's runs. They are None without telemetry,
+    and for an arm that trains asynchronously.
+    """
     names = recipe.metrics
     setups, steps = [], 1
     for run in runs:
         if run.arm == recipe.baseline and run.folder and run.files(FILE_NAME):
-            with contextlib.suppress(RlAccelError):  # too few steps, or none without rounds
+            with contextlib.suppress(RlAccelError):  # too few steps, or responses were cut off in every step
                 setups.append(setup_of(read_run(run.folder, names.warmup_steps), {})[0])
                 steps = max(steps, len(run.training_steps(names)))
     for row in rows:
@@ -201,7 +217,7 @@ def _others(rows: Sequence[dict[str, Any]], same: dict[str, Any]) -> str:
 
 
 def _headline(summary: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Returns the main conclusions as sentences."""
+    """Returns the main conclusions of an A/B as English sentences."""
     lines = []
     rows = {row["stage"]: row for row in summary["stages"]}
     for arm in rows.get(recipe.metrics.step, {}).get("ratios", {}):
@@ -218,7 +234,7 @@ def _headline(summary: dict[str, Any], recipe: Recipe) -> list[str]:
     lines += _rollout_lines(summary["rollout"], recipe.baseline) if summary["rollout"] else []
     firsts = [row for row in summary["convergence"]["rows"] if "reach" in row and row["axis"] == "steps"]
     lines += [f"{sentence(row, recipe.baseline, recipe.metrics.margin)}." for row in firsts]
-    if recipe.checks.identical or not summary["rollout"]:  # else the arms differ on purpose
+    if recipe.checks.identical or not summary["rollout"]:  # otherwise the arms differ on purpose
         lines += [f"{verdict['text']}." for verdict in summary["reward_verdicts"]]
     for run in summary["runs"]:
         if (run["load_average"] or 0.0) > _BUSY * summary["environment"]["cores"]:
@@ -265,7 +281,13 @@ def _environment() -> dict[str, Any]:
 
 
 def render(summary: dict[str, Any], pictures: Sequence[Path], tails: dict[str, str]) -> str:
-    """Returns the HTML of a summary with embedded plots; ``tails``: last log lines of each failed run."""
+    """Returns the HTML page of an A/B, with embedded plots.
+
+    Args:
+        summary: content of summary.json.
+        pictures: paths of the plots, as PNG files.
+        tails: mapping from failed run to the last lines of the run's log.
+    """
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
@@ -287,7 +309,7 @@ def render(summary: dict[str, Any], pictures: Sequence[Path], tails: dict[str, s
 
 
 def show(summary: dict[str, Any], console: Console) -> None:
-    """Prints the tables and the headline of a summary."""
+    """Prints the tables of an A/B, and its main conclusions (``headline``). ``summary`` is the content of summary.json."""
     for made in tables(summary):
         console.print(made.title, markup=False, highlight=False, soft_wrap=True)
         table = Table(*map(escape, made.columns))

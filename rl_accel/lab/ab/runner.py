@@ -1,9 +1,10 @@
-"""Runs the plans of an A/B one after the other as real processes and stores their metrics.
+"""Runs the training runs of an A/B one after the other as real processes, and stores their metrics.
 
 ``python -m rl_accel.lab.ab.runner [options] -- COMMAND...`` is a supervisor for one command. The supervisor ends all processes
-of the command when the command ends, when the supervisor gets SIGTERM, and when its standard input closes. The runner holds the
-other end of that pipe, so the run ends even if the runner is killed. Every process of a run also inherits the environment variable
-:data:`MARKER`, by which the runner finds these processes if the supervisor was killed.
+of the command when the command ends, when the supervisor gets SIGTERM, and when the supervisor's standard input closes. This input
+is a pipe from the runner (the process that calls :func:`run_all`), so the command ends even if the runner is killed. Every process
+of a run also inherits the environment variable :data:`MARKER`. With this variable, the runner finds the processes of a run if the
+supervisor was killed.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from rl_accel.files import write_atomically
 from rl_accel.processes import become_subreaper, descendants, end_all, end_descendants, has_ended, shell_exit_code
 from rl_accel.telemetry.logs import LogRecord, parse_log_line
 
-if TYPE_CHECKING:  # each supervisor imports this module too, and needs no plans
+if TYPE_CHECKING:  # the supervisor process imports this module too, and needs no plans
     from rl_accel.lab.ab.recipe import RunPlan
 
 MARKER = "RL_ACCEL_AB_RUN"
@@ -40,17 +41,17 @@ GRACE_S = 15.0
 MODULES = "VERL_USE_EXTERNAL_MODULES"
 """Environment variable with the modules, separated by commas, that verl imports."""
 RAY_DID_NOT_START = "The current node timed out during startup"
-"""Ray's error message if its agents are not up after 15 seconds or its node after 30. Busy cores need longer, and neither limit can
-be set (https://github.com/ray-project/ray/issues/65983)."""
+"""Ray's error message if Ray's agents are not up after 15 seconds, or Ray's node after 30 seconds. Ray needs longer on busy cores,
+and neither limit can be set (https://github.com/ray-project/ray/issues/65983)."""
 _STARTS = 3
 _POLL_S = 0.2
 _ORPHANS_S = 5.0
-"""Grace period in seconds for daemons that shut down by themselves after the trainer has ended."""
+"""Seconds that remaining daemons of a trainer may take to shut down by themselves after the trainer has ended."""
 
 
 @dataclass
 class RunResult:
-    """Result of one run, stored as ``run.json`` in the run's folder."""
+    """Result of one run of the trainer, stored as ``run.json`` in the run's folder."""
 
     arm: str
     seed: int
@@ -59,16 +60,16 @@ class RunResult:
     command: list[str]
     env: dict[str, str | None]
     status: str = "running"
-    """running, done, failed, timeout or interrupted."""
+    """State of the run: running, done, failed, timeout or interrupted."""
     exit_code: int | None = None
     steps_done: int = 0
     seconds: float = 0.0
     """Wall-clock seconds from the start of the command until its last process has ended."""
     first_step_at: float | None = None
-    """Seconds from the start of the process to the first logged training step."""
+    """Seconds from the start of the command to the first logged training step; None before this step."""
     started: str = ""
     load_average: float | None = None
-    """One-minute load average of the machine at the start of the run; a busy machine spoils timings."""
+    """One-minute load average of the machine at the start of the run. Times measured on a busy machine are unreliable."""
     message: str = ""
     label: str = ""  # name of the run if its seed is unknown
 
@@ -78,7 +79,7 @@ class RunResult:
 
 
 class Watcher(Protocol):
-    """Progress display, called from the runner's thread."""
+    """Interface of a progress display. :func:`run_all` calls the methods in its own thread."""
 
     def started(self, plan: "RunPlan") -> None: ...
     def step(self, plan: "RunPlan", step: int, metrics: Mapping[str, float]) -> None: ...
@@ -87,7 +88,10 @@ class Watcher(Protocol):
 
 
 class GrowingLog:
-    """Incremental reader of verl's ``file`` logger; a line that is not yet complete is read by a later call."""
+    """Incremental reader of the metrics file that verl's ``file`` logger writes during a run.
+
+    A line that is not yet complete is read by a later call of :meth:`read`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -95,7 +99,7 @@ class GrowingLog:
         self._offset = 0
 
     def read(self) -> list[LogRecord]:
-        """Returns the records added since the last call, in file order; ``[]`` while the file does not exist."""
+        """Returns the records added to the file since the last call, in file order; ``[]`` while the file does not exist."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -116,7 +120,7 @@ class GrowingLog:
 
 @dataclass
 class Stop:
-    """Stop signals received so far. The first signal asks the run to end, the second kills the run at once."""
+    """Stop signals received so far. The first signal asks the current run to end. The second signal kills the run at once."""
 
     signals: list[int] = field(default_factory=list)
 
@@ -129,7 +133,7 @@ class Stop:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator["Stop"]:
-        """Catches SIGINT, SIGTERM and SIGHUP inside the block; does nothing outside the main thread."""
+        """Context manager that records SIGINT, SIGTERM and SIGHUP in ``signals``. Does nothing outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -143,10 +147,15 @@ class Stop:
 
 
 def run_all(plans: Sequence["RunPlan"], watcher: Watcher, stop: Stop, resume: bool = False) -> list[RunResult]:
-    """Runs all plans one after the other and returns a result for each; a stop signal skips the remaining plans.
+    """Runs all plans one after the other. Returns the results, in the order of the plans.
 
-    The next plan runs even if a run fails. With ``resume``, a run that an earlier call completed with the same command
-    is not repeated.
+    A failed run does not stop the following runs. After a stop signal, the remaining plans are skipped and have no result.
+
+    Args:
+        plans: runs to execute.
+        watcher: progress display.
+        stop: stop signals received so far.
+        resume: if True, a run that an earlier call completed with the same command is not repeated; the stored result is returned.
     """
     results = []
     for plan in plans:
@@ -162,7 +171,10 @@ def run_all(plans: Sequence["RunPlan"], watcher: Watcher, stop: Stop, resume: bo
 
 
 def run_one(plan: "RunPlan", watcher: Watcher, stop: Stop) -> RunResult:
-    """Runs one plan in an emptied ``plan.directory``; writes train.log, metrics.jsonl, run.json and, on failure, Ray's logs."""
+    """Runs one plan in the folder ``plan.directory``, which is emptied before.
+
+    Writes train.log, metrics.jsonl and run.json into this folder, and copies Ray's logs into it if the run fails.
+    """
     shutil.rmtree(plan.directory, ignore_errors=True)
     plan.directory.mkdir(parents=True)
     result = RunResult(plan.arm, plan.seed, plan.steps, plan.fingerprint, list(plan.command), dict(plan.env))
@@ -184,7 +196,7 @@ def run_one(plan: "RunPlan", watcher: Watcher, stop: Stop) -> RunResult:
     env = dict(plan.env) | {"VERL_FILE_LOGGER_PATH": str(metrics_file), "PYTHONUNBUFFERED": "1"}
     with ray_temp_dir() as ray_dir:
         env["RAY_TMPDIR"] = str(ray_dir)
-        env.setdefault("RAY_ADDRESS", None)  # a run joins a cluster only if its plan says so
+        env.setdefault("RAY_ADDRESS", None)  # a run joins a running Ray cluster only if its plan sets this
         log = plan.directory / "train.log"
         outcome = supervised(plan.command, env, plan.directory, log, stop, follow, ray_dir)
         result.seconds = time.monotonic() - start
@@ -201,7 +213,7 @@ def run_one(plan: "RunPlan", watcher: Watcher, stop: Stop) -> RunResult:
 class Outcome:
     exit_code: int
     reason: str
-    """ended, stopped or timeout."""
+    """Reason for the end of the command: ended (by itself), stopped (by a signal) or timeout."""
 
 
 def supervised(
@@ -213,11 +225,11 @@ def supervised(
     follow: Callable[[], bool],
     temp: Path | None = None,
 ) -> Outcome:
-    """Runs a command until the command ends, ``stop`` is set or ``follow()`` (called a few times per second) returns True.
+    """Runs a command until the command ends, ``stop`` has a signal or ``follow()`` (called a few times per second) returns True.
 
-    A command that fails because its Ray cluster missed Ray's start-up limit is started again, at most twice.
+    A command that fails because its Ray cluster exceeded Ray's time limit for starting is started again, at most twice.
 
-    When this function returns or raises, no process of the command is left. If this process is killed, the supervisor
+    When this function returns or raises, no process of the command is left. If the calling process is killed, its supervisor
     soon ends all processes of the command and removes ``temp``.
 
     ``env`` replaces variables of this process, except that modules in :data:`MODULES` are added to the modules named there.
@@ -228,7 +240,7 @@ def supervised(
         merged[MODULES] = f"{own},{added}"
     full = {key: value for key, value in merged.items() if value is not None}
     if "RAY_TMPDIR" in full:
-        full.setdefault("VLLM_RPC_BASE_PATH", full["RAY_TMPDIR"])  # sockets that vLLM leaves behind
+        full.setdefault("VLLM_RPC_BASE_PATH", full["RAY_TMPDIR"])  # vLLM leaves sockets behind in this folder
     options = ["--grace", str(GRACE_S), *(["--temp", str(temp)] if temp else [])]
     words = [sys.executable, "-m", "rl_accel.lab.ab.runner", *options, "--", *command]
     for again in reversed(range(_STARTS)):
@@ -246,7 +258,10 @@ def supervised(
 
 
 def _wait(supervisor: "subprocess.Popen[bytes]", run_id: str, stop: Stop, follow: Callable[[], bool]) -> str:
-    """Returns the reason for the end of the command (ended, stopped or timeout), once no process of the command is left."""
+    """Waits until a supervised command ends, ``stop`` has a signal or ``follow()`` returns True.
+
+    Then ends the remaining processes of the command. Returns the reason for the end: ended, stopped or timeout.
+    """
     assert supervisor.stdin is not None
     try:
         while supervisor.poll() is None:
@@ -268,7 +283,10 @@ def _wait(supervisor: "subprocess.Popen[bytes]", run_id: str, stop: Stop, follow
 
 @contextlib.contextmanager
 def ray_temp_dir() -> Iterator[Path]:
-    """Private temporary folder for Ray, with a path short enough for Ray's sockets (107 bytes)."""
+    """Context manager that creates a private temporary folder for Ray, and removes the folder at the end.
+
+    The path of the folder is short enough for the paths of Ray's sockets, which may have 107 bytes.
+    """
     base = tempfile.gettempdir()
     if len(base) > 24 and os.access("/tmp", os.W_OK):
         base = "/tmp"
@@ -288,10 +306,10 @@ def load_result(directory: Path) -> RunResult | None:
 
 
 def prepare(command: Sequence[str], env: Mapping[str, str | None], cwd: Path, log: Path, stop: Stop) -> None:
-    """Runs the recipe's prepare command.
+    """Runs the prepare command of a recipe, and waits for the end of the command.
 
     Raises:
-        RlAccelError: the command failed; the message contains the last lines of its log.
+        RlAccelError: the command failed. The message contains the last lines of the command's log.
     """
     log.unlink(missing_ok=True)
     outcome = supervised(command, env, cwd, log, stop, lambda: False)
@@ -300,12 +318,12 @@ def prepare(command: Sequence[str], env: Mapping[str, str | None], cwd: Path, lo
 
 
 def last_lines(log: Path, count: int = 30) -> str:
-    """Returns the last ``count`` lines of a log, each cut to 400 characters."""
+    """Returns the last ``count`` lines of a log file, each cut to 400 characters."""
     return "\n".join(line[:400] for line in _tail(log).splitlines()[-count:])
 
 
 def _tail(log: Path, start: int = 0) -> str:
-    """Returns at most the last 200,000 bytes of a log, from byte ``start`` on; empty if the log cannot be read."""
+    """Returns the end of a log file from byte ``start`` on, at most 200,000 bytes; "" if the file cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(start, log.stat().st_size - 200_000))
@@ -340,7 +358,10 @@ def _save(plan: "RunPlan", result: RunResult) -> None:
 
 
 def marked(run_id: str) -> list[psutil.Process]:
-    """Returns all living processes of this user with this run's marker in their environment, and their descendants."""
+    """Returns all living processes of the run ``run_id`` that belong to this user, without the calling process.
+
+    These are the processes whose environment has :data:`MARKER` with this id, and the descendants of these processes.
+    """
     members: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         if process.pid != os.getpid() and _has_marker(process.pid, f"{MARKER}={run_id}".encode()):
@@ -358,7 +379,7 @@ def _has_marker(pid: int, wanted: bytes) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Supervises the command given in ``arguments``; returns its exit code, or 128 + n if signal n ended the command."""
+    """Runs and supervises the command given in ``arguments``. Returns the command's exit code, or 128 + n if signal n ended it."""
     parser = argparse.ArgumentParser(prog="python -m rl_accel.lab.ab.runner", description="Supervise one command.")
     parser.add_argument("--grace", type=float, default=15.0, help="seconds a stopped command may take to end")
     parser.add_argument("--temp", help="a folder that is removed if the command was stopped")
@@ -371,11 +392,15 @@ def main(arguments: list[str]) -> int:
 
 
 def _supervise(command: list[str], grace_s: float) -> tuple[int, bool]:
-    """Returns the exit code, and whether the command was stopped instead of ending by itself."""
+    """Runs a command, and ends all its remaining processes when the command ends or has to stop.
+
+    The command has to stop when the supervisor gets SIGTERM or its standard input closes. Returns the exit code of the command,
+    and True if the command was stopped.
+    """
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
-    for ignored in (signal.SIGINT, signal.SIGHUP):  # the runner handles these and closes this process's stdin
-        signal.signal(ignored, lambda number, _: None)  # SIG_IGN would be inherited by the command
+    for ignored in (signal.SIGINT, signal.SIGHUP):  # the runner handles these, and then closes the supervisor's stdin
+        signal.signal(ignored, lambda number, _: None)  # the command would inherit SIG_IGN
     become_subreaper()
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)

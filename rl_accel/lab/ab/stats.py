@@ -1,7 +1,7 @@
-"""Statistics of the stored metrics of runs: stage times and their ratios, first differences between training metrics, curves.
-For rollouts: seconds by kind of round, lengths trained on, wasted tokens, and prompts trained.
+"""Statistics of an A/B, computed from the stored metrics of its runs. Results are plain dictionaries ready for ``summary.json``.
 
-Results are plain dictionaries ready for ``summary.json``.
+For all runs: stage times and their ratios, first differences between training metrics, and curves. For rollouts: seconds of short,
+long and final rounds of tail batching, lengths of the responses trained on, wasted tokens, and prompts trained.
 """
 
 import contextlib
@@ -26,10 +26,11 @@ _RESAMPLES = 2000
 _MIN_PAIRS = 5
 KINDS = ("short", "long", "final")
 ALL = "all"
-"""Kind of a rollout that waits for every response, as all rollouts of a stock run do."""
+"""Kind of a step whose rollout waits for every response, as without tail batching. ``KINDS`` are the kinds of rounds of tail
+batching; a round is the rollout of one step."""
 _PREFIX = "rl_accel/tail_batching/"
 _COUNTED = ("rollout/", _PREFIX)
-"""Prefixes of token counts, the most reliable first: an engine's count of a whole rollout, tail batching's count."""
+"""Prefixes of metrics that count tokens, the most reliable first: the engine's count of a rollout, and tail batching's count."""
 _LOST = "rollout/prompts_lost"
 _BATCH = "data.train_batch_size="
 _DATA = {
@@ -41,7 +42,7 @@ _DATA = {
     "staleness, worst": ("training/off_policy/trajectory_staleness_worst/max",),
     "prompts put off a step": (_PREFIX + "prompts_deferred",),
 }
-"""Training-data statistics: mapping from label to metric names in verl and slime."""
+"""Statistics of the training data in the report: mapping from label to the names of the metric in verl, slime or rl-accel."""
 _PHASES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "rollout and reward",
@@ -61,12 +62,23 @@ _PHASES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("update", ("actor/*", "critic/*", "variance_proxy/*")),
     ("validation", ("val-*", "val/*")),
 )
-"""Phases of a training step in order of computation, with patterns of their metrics; steps diverge in the first differing phase."""
+"""Phases of a training step in order of computation, each with shell patterns of the metrics that the phase computes. If two runs
+differ in a step, the runs diverge in the first phase with a difference."""
 
 
 @dataclass(frozen=True)
 class RunData:
-    """Metrics of one run, step -> name -> value. If the seed is unknown, ``seed`` is None and ``label`` names the run."""
+    """Metrics of one run.
+
+    Attributes:
+        arm: name of the arm.
+        seed: seed of the run; None if unknown.
+        steps: mapping from step to metric name to value.
+        command: words of the run's command.
+        folder: folder of the run; None if there is none.
+        label: name of the run if the seed is unknown, else "".
+        notes: sentences for the report.
+    """
 
     arm: str
     seed: int | None
@@ -82,32 +94,32 @@ class RunData:
 
     @property
     def batch_size(self) -> int | None:
-        """Prompts per step, read from the last override of the batch size; None if there is none."""
+        """Number of prompts per step, from the last override ``data.train_batch_size`` in the command; None without override."""
         sizes = [word.removeprefix(_BATCH) for word in self.command if word.startswith(_BATCH)]
         return int(sizes[-1]) if sizes and sizes[-1].isdigit() else None
 
     def files(self, pattern: str) -> list[Path]:
-        """Returns the files below the run's folder whose path ends with ``pattern``."""
+        """Returns the files in the run's folder and its subfolders whose path ends with the glob ``pattern``."""
         return sorted(self.folder.rglob(pattern)) if self.folder else []
 
     def training_steps(self, names: Metrics) -> dict[int, Mapping[str, float]]:
-        """Returns the steps that logged a whole-step time; a validation before training has none."""
+        """Returns the metrics of each step that logged its total seconds. A validation before training logs no total seconds."""
         return {k: v for k, v in self.steps.items() if names.stage_prefix + names.step in v}
 
 
 def measured_steps(run: RunData, names: Metrics) -> list[int]:
-    """Returns the steps whose times count: all but the first ``warmup_steps``, and always at least the last step."""
+    """Returns the steps whose times count: all steps after the first ``names.warmup_steps`` steps, but at least the last step."""
     steps = sorted(run.training_steps(names))
     return steps[min(names.warmup_steps, max(0, len(steps) - 1)) :]
 
 
 def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names: Metrics) -> list[dict[str, Any]]:
-    """Returns one row per stage: seconds of each arm and, for each arm but the baseline, the ratio baseline/arm.
+    """Returns one row per stage with the seconds of each arm, and with the speedup of each arm over the baseline.
 
-    A row is ``{"stage", "arms": {arm: {median, mean, steps}}, "ratios": {arm: {ratio, low, high, pairs,
-    saved_s}}}``. ``ratio`` divides averages over the steps that both arms measured with the same seed. ``low`` and ``high``
-    bound the ratio's 95% interval, a paired bootstrap over those steps (null below 5 pairs). The interval covers noise between
-    the steps of these runs, not between machines or loads. ``saved_s`` is the difference of the averages in seconds.
+    A row is ``{"stage", "arms": {arm: {median, mean, steps}}, "ratios": {arm: {ratio, low, high, pairs, saved_s}}}``. ``ratio`` is
+    the average of the baseline divided by the average of the arm, over pairs of equal steps with the same seed. ``low`` and
+    ``high`` bound the 95% interval of the ratio, from a paired bootstrap over these steps; null below 5 pairs. The interval covers
+    noise between the steps of these runs, not between machines or loads. ``saved_s`` is the difference of the averages in seconds.
     """
     times = {run.name: _stage_times(run, names) for run in runs}
     rows = []
@@ -134,7 +146,10 @@ def stage_table(runs: Sequence[RunData], arms: Sequence[str], baseline: str, nam
 
 
 def _stage_times(run: RunData, names: Metrics) -> dict[str, dict[int, float]]:
-    """Returns stage -> step -> seconds of the measured steps; the time outside all stages is the stage "other"."""
+    """Returns the seconds of each stage in each measured step, as stage -> step -> seconds.
+
+    The whole step is a stage too. The stage "other" has the remaining seconds of a step.
+    """
     times: dict[str, dict[int, float]] = {}
     for step in measured_steps(run, names):
         metrics = run.steps[step]
@@ -146,7 +161,7 @@ def _stage_times(run: RunData, names: Metrics) -> dict[str, dict[int, float]]:
 
 
 def pairs(runs: Sequence[RunData], baseline: str) -> Iterator[tuple[RunData, RunData]]:
-    """Yields pairs (baseline run, other run) with the same seed."""
+    """Yields each pair of a baseline run and a run of another arm with the same seed."""
     base = {run.seed: run for run in runs if run.arm == baseline and run.seed is not None}
     for run in runs:
         if run.arm != baseline and run.seed in base:
@@ -164,9 +179,10 @@ def _summary(values: Sequence[float]) -> dict[str, Any]:
 
 
 def ratio(base: npt.ArrayLike, ours: npt.ArrayLike, average: Callable[..., Any], paired: bool) -> dict[str, Any]:
-    """Returns ``ratio``, which is ``average(base) / average(ours)``, and its 95% bootstrap interval ``low``, ``high``.
+    """Returns ``ratio``, which is ``average(base) / average(ours)``, and the bounds ``low`` and ``high`` of its 95% interval.
 
-    The interval is the same on each call; null below 5 pairs (2 values per side if not paired) or if no values differ.
+    The interval is a bootstrap with a fixed seed. The bounds are None if no values differ, or if there are too few values: below
+    5 pairs if ``paired``, else below 2 values in ``base`` or ``ours``.
     """
     from scipy.stats import bootstrap
 
@@ -190,12 +206,12 @@ def ratio(base: npt.ArrayLike, ours: npt.ArrayLike, average: Callable[..., Any],
 
 
 def first_differences(base: RunData, other: RunData, names: Metrics) -> list[dict[str, Any]]:
-    """Returns a row for each training metric that differs at any step between two runs of one seed.
+    """Returns one row for each training metric that differs at any step between two runs with the same seed.
 
-    Only steps that both runs logged are compared; metrics that match ``names.not_compared`` are left out. Rows are
-    ``{"metric", "phase", "step", "baseline", "arm", "abs", "rel", "max_abs", "steps_compared", "steps_differing"}``,
-    sorted by first differing step, then by phase. NaN equals NaN. A metric that only one run logged at a step counts
-    as differing there, with null for the missing value.
+    Only steps that both runs logged are compared. Metrics that match ``names.not_compared`` are left out. A row is ``{"metric",
+    "phase", "step", "baseline", "arm", "abs", "rel", "max_abs", "steps_compared", "steps_differing"}``, where ``step`` is the first
+    differing step. Rows are sorted by this step, then by phase. NaN equals NaN. A metric that only one of the runs logged at a step
+    differs at this step, with None for the missing value.
     """
     rows = []
     steps = sorted(base.steps.keys() & other.steps.keys())
@@ -230,7 +246,10 @@ def first_differences(base: RunData, other: RunData, names: Metrics) -> list[dic
 
 
 def agreement(base: RunData, other: RunData, names: Metrics, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the numbers of compared and of differing training metrics (``rows``), and the phases without a difference."""
+    """Summarises the differences between two runs. ``rows`` is the result of :func:`first_differences`.
+
+    Returns the number of compared training metrics, the number of differing ones, and the phases of a step without differences.
+    """
     steps = base.steps.keys() & other.steps.keys()
     every = compared({name for run in (base, other) for step in steps for name in run.steps[step]}, names)
     parted = {row["phase"] for row in rows}
@@ -240,12 +259,12 @@ def agreement(base: RunData, other: RunData, names: Metrics, rows: Sequence[dict
 
 
 def compared(metrics: Iterable[str], names: Metrics) -> list[str]:
-    """Returns ``metrics`` without those that may differ between arms (times, throughput, memory, rl-accel's own)."""
+    """Returns ``metrics`` without the metrics that may differ between arms: times, throughput, memory, and those of rl-accel."""
     return [m for m in metrics if not any(fnmatch.fnmatchcase(m, pattern) for pattern in names.not_compared)]
 
 
 def phase(metric: str) -> str:
-    """Returns the phase of a training step that computes a metric."""
+    """Returns the phase of a training step (a label in ``_PHASES``) that computes a metric; "other" if unknown."""
     for label, patterns in _PHASES:
         if any(fnmatch.fnmatchcase(metric, pattern) for pattern in patterns):
             return label
@@ -258,32 +277,38 @@ def same(a: float | None, b: float | None) -> bool:
 
 
 def curve(run: RunData, metric: str) -> dict[str, list[Any]]:
-    """Returns ``{"steps": [...], "values": [...]}`` for the steps that logged ``metric``."""
+    """Returns ``{"steps": [...], "values": [...]}``: all steps of the run that logged ``metric``, and the values of the metric."""
     points = [(step, metrics[metric]) for step, metrics in run.steps.items() if metric in metrics]
     return {"steps": [step for step, _ in points], "values": [value for _, value in points]}
 
 
 def gain(run: RunData, metric: str) -> dict[str, float] | None:
-    """Returns means of ``metric`` over the first and last fifth of the steps (at least one each); None below two steps."""
+    """Returns how much ``metric`` rose in a run: ``before`` and ``after`` (means over the first and the last fifth of the steps, at
+    least one step each), and ``gain`` (``after`` - ``before``). Returns None if fewer than two steps logged the metric."""
     values = np.array(curve(run, metric)["values"], dtype=float)
     levels = before_and_after(values[np.isfinite(values)])
     return levels and {"before": levels[0], "after": levels[1], "gain": levels[1] - levels[0]}
 
 
 def before_and_after(values: npt.NDArray[np.float64]) -> tuple[float, float] | None:
-    """Returns the means of the first and of the last fifth of the values (at least one each); None below two values."""
+    """Returns the mean of the first fifth and of the last fifth of the values (at least one value each); None below two values."""
     part = max(1, len(values) // 5)
     return None if len(values) < 2 else (float(values[:part].mean()), float(values[-part:].mean()))
 
 
 def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]) -> dict[str, Any]:
-    """Returns the ``rollout`` part of a summary.
+    """Returns the section ``rollout`` of ``summary.json``.
 
-    ``arms[]``: a row per arm with ``seconds`` (mean rollout seconds of the measured steps), ``ratio`` (baseline's seconds /
-    arm's) and its 95% interval ``low``, ``high`` (bootstrap over steps), ``kinds{kind: {steps, seconds}}``, the share of tokens
-    ``wasted``, the number of prompts ``lost``, mean tokens of ``accepted`` and ``cancelled`` responses of the same prompts, and
-    ``lengths`` of the responses trained on (:func:`length_distribution`). ``ledgers[]``: a row per run with a ledger
-    (:func:`ledger_counts`); ``without_ledger[]``: runs with rounds but no ledger. ``series{run: {...}}``: :func:`series`.
+    The section has these keys. A ledger is tail batching's file of the prompts trained in each step.
+
+    - ``ledgers[]``: for each run with a ledger, the result of :func:`ledger_counts`.
+    - ``without_ledger[]``: names of the runs with tail batching but without a ledger.
+    - ``series{run: {...}}``: results of :func:`series`.
+    - ``arms[]``: one row per arm. ``seconds`` is the mean of the rollout seconds of the measured steps. ``ratio`` is the baseline's
+      ``seconds`` / the arm's, with the bounds ``low`` and ``high`` of its 95% interval (bootstrap over steps).
+      ``kinds{kind: {steps, seconds}}`` splits the steps by kind of round. ``wasted`` is the share of tokens not trained on, and
+      ``lost`` the number of lost prompts. ``accepted`` and ``cancelled`` are mean tokens of responses of the same prompts.
+      ``lengths`` describes the responses trained on (:func:`length_distribution`).
     """
     kinds = {arm: _seconds(recipe, [run for run in runs if run.arm == arm]) for arm in arms}
     seconds = {arm: list(itertools.chain(*its.values())) for arm, its in kinds.items()}
@@ -314,12 +339,12 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
 
 
 def kind_of(metrics: Mapping[str, float]) -> str:
-    """Returns the kind of round of a step with these metrics."""
+    """Returns the kind of a step with these metrics: short, long or final round of tail batching, else ``ALL``."""
     return next((kind for kind in KINDS if metrics.get(f"{_PREFIX}{kind}_round") == 1.0), ALL)
 
 
 def _seconds(recipe: Recipe, runs: Iterable[RunData]) -> dict[str, list[float]]:
-    """Returns the rollout seconds of the measured steps that logged them, by kind of round."""
+    """Returns the logged rollout seconds of the measured steps, as a mapping from kind of step (:func:`kind_of`) to a list."""
     seconds: dict[str, list[float]] = {}
     for run, name in ((run, recipe.metrics.stage_prefix + "gen") for run in runs):
         for metrics in (run.steps[step] for step in measured_steps(run, recipe.metrics)):
@@ -329,7 +354,8 @@ def _seconds(recipe: Recipe, runs: Iterable[RunData]) -> dict[str, list[float]]:
 
 
 def _waste(runs: Iterable[RunData]) -> dict[str, float | None]:
-    """Returns the wasted share of generated tokens, and mean tokens of accepted and cancelled responses of the same prompts."""
+    """Returns the share of generated tokens that were wasted (not trained on), and mean tokens of accepted and of cancelled
+    responses of the same prompts. A value is None if no run logged the data."""
     wasted = generated = 0.0
     accepted, cancelled = [], []
     for run in runs:
@@ -349,12 +375,15 @@ def _waste(runs: Iterable[RunData]) -> dict[str, float | None]:
 
 
 def _lost(runs: Iterable[RunData]) -> float | None:
-    """Returns the largest number of prompts lost in a run; None if no run logged the number."""
+    """Returns the largest number of lost prompts that a step of the runs logged; None if no run logged the number."""
     return max((metrics[_LOST] for run in runs for metrics in run.steps.values() if _LOST in metrics), default=None)
 
 
 def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
-    """Returns count, mean and 101 quantiles of response lengths in characters; None if ``files`` hold no responses."""
+    """Returns the number, mean length and 101 length quantiles of the responses in ``files``; None if there are no responses.
+
+    Lengths are in characters. ``files`` are verl's JSON Lines files of responses.
+    """
     lengths = [len(entry["output"]) for file in files for entry in _entries(file) if "output" in entry]
     if not lengths:
         return None
@@ -363,9 +392,10 @@ def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
 
 
 def data_changes(runs: Sequence[RunData], ledger: str) -> dict[str, dict[str, float]]:
-    """Returns statistics of the training data, name -> arm -> mean over the arm's runs; names without data are left out.
+    """Returns statistics of the training data, as statistic -> arm -> mean over the arm's runs. Leaves out statistics without data.
 
-    Metrics count up to the last step that all runs reached. Telemetry (lengths of completed responses) and ledgers count in full.
+    Metrics count up to the last step that all runs reached. Telemetry (lengths of completed responses) and ledgers (tail batching's
+    files of trained prompts) count for all steps.
     """
     end = min((max(run.steps) for run in runs), default=0)
     found: dict[str, dict[str, list[float]]] = {}
@@ -386,7 +416,7 @@ def data_changes(runs: Sequence[RunData], ledger: str) -> dict[str, dict[str, fl
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects of a JSON Lines file; skips a line that a killed run did not finish."""
+    """Yields the JSON objects of a JSON Lines file. Skips a line that a killed run left incomplete."""
     for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             entry = json.loads(line)
@@ -395,11 +425,12 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def ledger_counts(path: Path, batch: int | None) -> dict[str, Any]:
-    """Counts how often each prompt was trained, from a ledger: a file with the prompts trained, rejected and failed per step.
+    """Counts how often each prompt was trained. Reads a ledger: tail batching's file of trained, rejected and failed prompts.
 
-    ``epochs[]`` has the numbers of ``prompts`` taken, trained ``once``, ``again`` (more than once), ``rejected``, ``failed`` and
-    ``missing`` (none of these). ``odd_steps[]`` are steps that did not train ``batch`` prompts. Every epoch but the last is
-    assumed to have as many prompts as the longest, so that prompts missing at the end are counted.
+    ``epochs[]`` has one row per epoch with numbers of prompts: ``prompts`` (all prompts of the epoch), trained ``once``, trained
+    ``again`` (more than once), ``rejected``, ``failed``, and ``missing`` (none of these). ``odd_steps[]`` are the steps that did
+    not train ``batch`` prompts. Every epoch but the last is assumed to have as many prompts as the longest epoch, so that prompts
+    missing at the end of an epoch are counted.
     """
     odd_steps = []
     counts: dict[str, Counter[tuple[int, int]]] = {name: Counter() for name in ("trained", "rejected", "failed")}
@@ -432,7 +463,8 @@ def ledger_counts(path: Path, batch: int | None) -> dict[str, Any]:
 
 
 def series(recipe: Recipe, run: RunData) -> dict[str, list[Any]]:
-    """Returns kind of round, rollout seconds and queue length of each step."""
+    """Returns lists over the training steps of a run: step, kind of step, rollout seconds, and number of prompts in tail batching's
+    queue for long rounds."""
     steps = run.training_steps(recipe.metrics)
     return {
         "steps": list(steps),

@@ -1,4 +1,4 @@
-"""Text tables of a report, for the HTML page and the console."""
+"""Text tables of an A/B report, for the HTML page and the console."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ _EPOCH = ("epoch", "prompts", "once", "again", "rejected", "failed", "missing")
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table of strings; ``notes`` are sentences below the table."""
+    """A table of a report, with text cells. ``notes`` are sentences shown below the table."""
 
     title: str
     columns: Sequence[str]
@@ -26,7 +26,7 @@ class TextTable:
 
 
 def tables(summary: Mapping[str, Any]) -> list[TextTable]:
-    """Returns the tables of a summary that have rows or notes."""
+    """Returns the tables of an A/B report, made from ``summary.json``. Tables with neither rows nor notes are left out."""
     made = [_stages(summary), *(_rollouts(summary["rollout"]) if summary["rollout"] else ()), *_learning(summary)]
     rows = []
     for check in summary["checks"]:
@@ -92,7 +92,10 @@ def _learning(summary: Mapping[str, Any]) -> Iterator[TextTable]:
 
 
 def _texts(row: Mapping[str, Any], form: str) -> list[str]:
-    """Returns four cells: values of both arms, their difference or ratio, and the 95% interval."""
+    """Returns four table cells: value of the baseline, value of the arm, difference or ratio of these values, and its 95% interval.
+
+    ``form`` is the number format of the last two cells.
+    """
     low, high = (_text(row[key], form) for key in ("low", "high"))
     difference = _text(row.get("difference", row.get("ratio")), form)
     return [_text(row["baseline"], ".4g"), _text(row["value"], ".4g"), difference, low and f"{low} to {high}"]
@@ -104,9 +107,12 @@ def _ratio(row: Mapping[str, Any]) -> list[str]:
 
 
 def _text(value: float | None, form: str) -> str:
-    """Returns a number as text (form ``s``: as a duration); empty if the number is unknown."""
+    """Formats a number for a table cell; returns an empty text if ``value`` is None or not finite.
+
+    ``form`` is a Python number format; a trailing ``x`` is appended to the number. The form ``s`` formats seconds as a duration.
+    """
     if value is None or not math.isfinite(value):
         return ""
-    if form == ".4g" and abs(value) >= 1000:  # prompts should not read 2.3e+04
+    if form == ".4g" and abs(value) >= 1000:  # numbers of prompts should not read 2.3e+04
         form = ",.0f"
     return format_seconds(value) if form == "s" else f"{value:{form.rstrip('x')}}{'x' * form.endswith('x')}"

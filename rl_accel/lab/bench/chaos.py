@@ -1,4 +1,5 @@
-"""``rl-accel bench chaos``: runs a recipe with tail batching on real verl and kills processes of the run at random moments."""
+"""Command ``rl-accel bench chaos``: runs a recipe with tail batching on real verl and kills processes of the run at random
+moments."""
 
 import contextlib
 import json
@@ -29,7 +30,7 @@ VICTIMS: dict[str, tuple[str, ...]] = {
     "anchor store": ("AnchorStoreActor",),
     "trainer": ("TaskRunnerV1",),
 }
-"""Kinds of processes to kill, with substrings of their command lines (under vLLM and under the CPU engine)."""
+"""Mapping from the kind of a process to substrings of its command line (under vLLM and under the CPU engine)."""
 
 STEPS, PROMPTS, KILLS = 6, 8, 2
 OVERRIDES = (
@@ -43,12 +44,13 @@ OVERRIDES = (
 )
 LAUNCHES = KILLS + 1
 STANDSTILL_S = 600.0
-"""Seconds without a settled step after which a run counts as hung."""
+"""Seconds without a new line in the settlement log (one line per training step) after which a run counts as hung."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """A planned SIGKILL to one process of kind ``victim``, ``seconds`` seconds after ``step`` steps have been settled."""
+    """A planned SIGKILL to one process of kind ``victim``. The signal is sent ``seconds`` seconds after the settlement log,
+    which has one line per training step, has reached ``step`` lines."""
 
     victim: str
     step: int
@@ -57,12 +59,16 @@ class Kill:
 
 @dataclass
 class Result:
-    """Result of one schedule.
+    """Result of one schedule (one run with planned kills).
 
     Attributes:
+        seed: seed of the schedule.
         kills: kills that hit a process.
         launches: number of launches of the trainer; above 1 if the run failed and was resumed.
-        problems: violated requirements; the schedule passes if there are none.
+        seconds: seconds of all launches together.
+        failed_responses: number of failed responses of all launches.
+        log_lines: number of lines of the training log.
+        problems: violated requirements, as messages; the schedule passes if the list is empty.
     """
 
     seed: int
@@ -75,17 +81,20 @@ class Result:
 
 
 def schedule(seed: int, victims: Sequence[str]) -> list[Kill]:
-    """Returns the kills of a seed in their order. Over n consecutive seeds, each of the n victims comes first exactly once."""
+    """Returns the planned kills of a seed, in order of steps. Over n consecutive seeds, each of the n kinds in ``victims`` is
+    killed first exactly once."""
     rng = random.Random(seed)
     chosen = [victims[seed % len(victims)], *rng.choices(victims, k=KILLS - 1)]
-    steps = sorted(rng.sample(range(1, STEPS - 1), KILLS))  # earlier, verl starts; later, the run may be over
+    # verl is still starting before step 1, and the run may be over after the last of these steps
+    steps = sorted(rng.sample(range(1, STEPS - 1), KILLS))
     return [Kill(victim, step, rng.uniform(0.0, 4.0)) for victim, step in zip(chosen, steps, strict=True)]
 
 
 def play(plan: RunPlan, kills: Sequence[Kill], seed: int, folder: Path, stop: Stop) -> Result:
-    """Launches the run of ``plan`` with ``kills``, and again after each failure, at most :data:`LAUNCHES` times.
+    """Launches the run of ``plan``, executes the planned ``kills``, and launches the run again after each failure.
 
-    Stops early on a problem. Finally checks the settlement log that the run left in ``folder``.
+    There are at most :data:`LAUNCHES` launches, and none after a problem. At the end, checks the settlement log in ``folder``,
+    which lists the prompts that each step trained or gave up.
     """
     folder.mkdir(parents=True)
     result, due, began = Result(seed), list(kills), time.monotonic()
@@ -110,7 +119,7 @@ def play(plan: RunPlan, kills: Sequence[Kill], seed: int, folder: Path, stop: St
             environment = {**plan.env, "VERL_FILE_LOGGER_PATH": str(metrics), "RAY_TMPDIR": str(ray_dir)}
             outcome = supervised(command, environment, folder, log, stop, follow, ray_dir)
         result.failed_responses += int(sum(_numbers(metrics, "responses_failed")))
-        metrics.unlink(missing_ok=True)  # the next launch starts a new file
+        metrics.unlink(missing_ok=True)  # the next launch starts a new metrics file
         if outcome.reason == "timeout":
             result.problems.append(f"no step in {STANDSTILL_S:.0f} s: {last_lines(log, 3)}")
         elif outcome.exit_code and len(result.kills) == kills_before:
@@ -124,7 +133,8 @@ def play(plan: RunPlan, kills: Sequence[Kill], seed: int, folder: Path, stop: St
 
 
 def _wrong(ledger: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the problems of a settlement log, which must hold :data:`STEPS` steps of :data:`PROMPTS` prompts."""
+    """Returns the problems of a settlement log. The log must hold :data:`STEPS` steps of :data:`PROMPTS` trained prompts, no
+    prompt twice and no failed prompt."""
     problems = []
     if [line["step"] for line in ledger] != list(range(1, STEPS + 1)):
         problems.append(f"the ledger has the steps {[line['step'] for line in ledger]}")
@@ -149,7 +159,8 @@ def _numbers(metrics: Path, name: str) -> list[float]:
 
 
 def _kill(victim: str, metrics: Path) -> bool:
-    """Sends SIGKILL to one ``victim`` process of the run that logs to ``metrics``; returns whether such a process exists."""
+    """Sends SIGKILL to one process of kind ``victim`` in the run that logs to the file ``metrics``. Returns whether there is such
+    a process."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             name = " ".join(process.cmdline())
@@ -171,8 +182,9 @@ def bench_chaos(recipe_path: Path, arm: str, schedules: int, first_seed: int, ou
     """Kill processes of a run at random moments and check that every prompt is still trained exactly once.
 
     Each schedule is a run of six steps on two replicas, with a checkpoint every second step and two kills. A kill hits an engine,
-    a rollout server, an agent-loop worker, a reward worker, the store of reward anchors or the trainer. A run that fails is
-    launched again. Prompts that are trained twice, given up or missing, and runs that hang, are errors: exit status 1.
+    a rollout server, an agent-loop worker, a reward worker, the store of learned reward time limits or the trainer. A run that
+    fails is launched again. Errors are prompts that are trained twice, given up or missing, and runs that hang. After an error,
+    the exit status is 1.
     """
     console = console_of_benchmark()
     recipe_file = (recipe_path / "recipe.yaml" if recipe_path.is_dir() else recipe_path).absolute()

@@ -1,4 +1,7 @@
-"""``rl-accel bench drafts``: replays the rollout files of a finished run through the drafter, without an engine."""
+"""Command ``rl-accel bench drafts``: replays rollout files of a finished run through the drafter, without an inference engine.
+
+The drafter proposes tokens for speculative decoding from earlier responses.
+"""
 
 import itertools
 import json
@@ -22,11 +25,12 @@ from rl_accel.drafts.index import SOURCES
 from rl_accel.lab.bench.measure import console_of_benchmark
 
 Response = tuple[list[int], list[int]]
-"""Tokens of a prompt, and tokens of a response to that prompt."""
+"""Tokens of a prompt, and tokens of one response to this prompt."""
 
 
 def _pace(text: str) -> Callable[[int], float]:
-    """Returns a function from the number of running requests to the seconds of an engine step."""
+    """Parses pairs such as ``1:0.02,64:0.04``. Returns a function that maps the number of running requests to seconds per engine
+    step."""
     try:
         points = sorted(
             (int(count), float(seconds)) for count, seconds in (pair.split(":") for pair in text.split(","))
@@ -56,10 +60,11 @@ def _count(name: str, default: int, text: str, least: int = 1) -> Any:
 def bench_drafts(
     files: tuple[Path, ...], tokenizer: str | None, step_seconds: Any, running: int, fill: bool, **settings: int
 ) -> None:
-    """Replay FILES of verl's trainer.rollout_data_dir through the drafter.
+    """Replay FILES that verl wrote to trainer.rollout_data_dir through the drafter, which proposes tokens for speculative decoding.
 
-    The responses of a training step run on one replica, --running at a time; the others start as slots become free. The text
-    is tokenized again. Assumptions: an engine step takes as long with drafts as without, and prefill takes no time.
+    The responses of a training step run on one replica. At most --running responses run at once, and the next response starts when
+    a slot becomes free. The text of the files is tokenized again. The replay makes two assumptions. An engine step takes as long
+    with drafts as without drafts, and prefill takes no time.
     """
     encode = _encoder(tokenizer)
     steps: dict[int, list[Response]] = defaultdict(list)
@@ -105,7 +110,7 @@ class _Row:
     draft: list[int] = field(default_factory=list)
 
     def step(self) -> list[int]:
-        """Advances by one engine step; returns the accepted draft tokens and the sampled token."""
+        """Advances this request by one engine step. Returns the new tokens: the accepted draft tokens and one sampled token."""
         left = self.tokens[self.done : self.done + len(self.draft) + 1]
         new = left[: 1 + sum(itertools.takewhile(bool, map(operator.eq, self.draft, left[:-1])))]
         self.done += len(new)
@@ -119,11 +124,18 @@ def replay(
     pace: Callable[[int], float] = lambda running: 1.0,
     fill: bool = False,
 ) -> tuple[Counter[str], dict[int, list[int]], float, float, dict[int, list[float]]]:
-    """Replays the responses of each training step through a :class:`Drafter`. With ``fill``, the drafter's history starts full.
+    """Replays the responses of each training step twice: without drafts, and with drafts of a :class:`Drafter`.
 
-    ``pace`` returns the seconds of an engine step for a number of running requests. Returns the drafter's counts; accepted tokens
-    and request steps per epoch (from 1 on); total seconds without drafts and with drafts; and the seconds of each drafter call,
-    per number of running requests.
+    Args:
+        steps: prompts and responses of each training step.
+        running: maximum number of requests that run at once.
+        settings: settings of the drafter.
+        pace: function that maps the number of running requests to the seconds of an engine step.
+        fill: whether the drafter's history starts full of random responses.
+
+    Returns:
+        Five values: the drafter's counts; accepted tokens and engine steps of requests, per epoch of the prompt (from 1 on); total
+        seconds without drafts; total seconds with drafts; seconds of each drafter call, per number of running requests.
     """
     longest = 2 + max((len(prompt) + len(tokens) for step in steps for prompt, tokens in step), default=0)
     parallel = SimpleNamespace(

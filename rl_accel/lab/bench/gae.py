@@ -1,8 +1,8 @@
-"""``rl-accel bench gae``: times GAE kernels side by side in one process, after a correctness check.
+"""Command ``rl-accel bench gae``: checks GAE kernels for correctness and then times the kernels in one process.
 
-A plain copy of the same number of bytes is the lower bound. With ``--lengths``, the input is one batch of responses of very
-different lengths: slime pads every sequence to the longest in a Python loop, scans chunks of 128 tokens one after the other, and
-cuts off the padding; our kernel needs no padding.
+A plain copy of the same number of bytes gives a lower bound of the time. With ``--lengths``, the input is one batch of responses
+of very different lengths. slime pads every sequence to the longest in a Python loop, scans chunks of 128 tokens one after the
+other, and cuts off the padding. rl-accel's kernel needs no padding.
 """
 
 import contextlib
@@ -39,9 +39,10 @@ GOAL_SHAPES = ((256, 32768), (256, 131072))
 GOALS = ((LOOP, 60.0), (CHUNK_128, 4.0))
 COPY_GOAL = 1.5
 COPY = "plain copy"
-"""Lower bound: a ``clone()`` that moves as many bytes as any GAE must (rewards, values, mask, advantages, returns)."""
+"""Name of the lower bound: a ``clone()`` that moves as many bytes as any GAE must (rewards, values, mask, advantages, returns)."""
 LONGEST_S = 20.0
-"""Maximum expected seconds of a call. Slower contestants are left out, except at shapes that have a goal."""
+"""Maximum expected seconds of one call of a GAE implementation. Slower implementations are left out, except at shapes that have a
+goal."""
 GAMMA, LAM = 0.99, 0.95
 _TOLERANCE = 1e-4
 _MASKS = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
@@ -52,7 +53,7 @@ LENGTHS_GOAL = 10.0
 _SEQUENCES, _LONGEST, _SIGMA = 64, 16384, 1.5
 _LENGTHS_BUDGET_S = 5.0
 _MMAP_THRESHOLD = -3
-"""``M_MMAP_THRESHOLD`` of glibc's mallopt."""
+"""Number of the parameter ``M_MMAP_THRESHOLD`` of glibc's ``mallopt``."""
 
 Shape = tuple[int, int]
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -62,13 +63,13 @@ Lists = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Contestant:
-    """An implementation of GAE. ``masked``: whether the implementation honours verl's mask."""
+    """A GAE implementation in the comparison. ``masked`` is True if the implementation honours verl's mask."""
 
     name: str
     run: Callable[[Inputs], Result]
     masked: bool
     exact: bool = False
-    """True if the result must equal verl's loop bit for bit."""
+    """True if the result must equal the result of verl's loop bit for bit."""
 
 
 def _ours(backend: str) -> Callable[[Inputs], Result]:
@@ -81,7 +82,8 @@ def _deltas(rewards: torch.Tensor, values: torch.Tensor, gamma: float) -> torch.
 
 
 def slime_chunk(inputs: Inputs, chunk: int = 128) -> Result:
-    """slime's chunk scan (slime pull request 850): reversed time, one matrix product per chunk, then a serial pass over chunks."""
+    """Computes GAE by slime's chunk scan (slime pull request 850). Reverses time, multiplies each chunk by one matrix, then passes
+    the running advantage from chunk to chunk."""
     rewards, values, _, gamma, lam = inputs
     rows, tokens = rewards.shape
     decay = gamma * lam
@@ -101,7 +103,7 @@ def slime_chunk(inputs: Inputs, chunk: int = 128) -> Result:
 
 
 def contestants(device: str) -> list[Contestant]:
-    """Returns the contestants for tensors on ``device``: verl's loop first, our fastest kernel second."""
+    """Returns the GAE implementations to compare for tensors on ``device``: verl's loop first, rl-accel's fastest kernel second."""
     fastest = "triton" if device == "cuda" else "numba"
     return [
         Contestant(LOOP, _ours("naive"), masked=True, exact=True),
@@ -132,10 +134,10 @@ def bench_gae(
     device: str,
     mask_dtype: str,
 ) -> None:
-    """Time GAE kernels against the recurrence of verl's loop, without whitening, which is the same for all kernels.
+    """Time GAE kernels against the recurrence of verl's loop. Whitening is left out, because it is the same for all kernels.
 
-    A contestant with wrong results gets no number, and the exit status is 1. Missed goals are shown but do not change the exit
-    status, because machines are shared and noisy.
+    A kernel with wrong results gets no number, and the exit status is 1. Missed goals are shown but do not change the exit status,
+    because machines are shared and noisy.
     """
     if (batch is None) != (tokens is None):
         raise click.UsageError("--batch and --tokens go together")
@@ -172,7 +174,8 @@ def bench_gae(
 
 
 def make_inputs(shape: Shape, device: str, mask_dtype: torch.dtype, seed: int = 0) -> Inputs:
-    """Returns random rewards and values [B, T] and a ragged mask with holes, as in a batch of multi-turn responses."""
+    """Returns random rewards and values [B, T], a mask, gamma and lambda. The mask has rows of random length with holes, as in a
+    batch of multi-turn responses."""
     random = torch.Generator().manual_seed(seed)
     rows, tokens = shape
     rewards = torch.randn(rows, tokens, generator=random)
@@ -184,7 +187,8 @@ def make_inputs(shape: Shape, device: str, mask_dtype: torch.dtype, seed: int = 
 
 
 def _gate(candidates: list[Contestant], device: str, mask_dtype: torch.dtype, console: Console) -> list[Contestant]:
-    """Returns the contestants that agree with the float64 loop and, if ``exact``, bit for bit with the float32 loop."""
+    """Returns the GAE implementations that agree with the float64 loop. Implementations with ``exact`` must also equal the float32
+    loop bit for bit."""
     sound = []
     for contestant in candidates:
         worst, exact = 0.0, True
@@ -214,7 +218,7 @@ def _gate(candidates: list[Contestant], device: str, mask_dtype: torch.dtype, co
 
 
 def _distance(result: torch.Tensor, truth: torch.Tensor) -> float:
-    """Returns the relative error in the 2-norm; NaN counts as infinite."""
+    """Returns the relative error of ``result`` in the 2-norm. A result with NaN has an infinite error."""
     error = float((result.double() - truth).norm() / truth.norm().clamp(min=1e-30))
     return error if error == error else float("inf")
 
@@ -253,7 +257,8 @@ def _measure(
 
 
 def expected_seconds(name: str, shape: Shape, before: list[dict[str, Any]]) -> float:
-    """Returns the expected seconds of one call, extrapolated from the nearest smaller shape that was measured; else 0."""
+    """Returns the expected seconds of one call of ``name``, extrapolated from the nearest smaller shape measured before. Returns 0
+    if there is none."""
     smaller = [row for row in before if name in row["seconds"] and row["batch"] * row["tokens"] < shape[0] * shape[1]]
     if not smaller:
         return 0.0
@@ -311,7 +316,7 @@ def _show_goals(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """Returns one sentence on whether our kernel is worth enabling for the measured shape."""
+    """Returns one sentence that says whether rl-accel's kernel is worth enabling for the measured shape."""
     ours, loop = _fastest_of_ours(row), _median(row, LOOP)
     if ours is None or loop is None:
         return f"{_label(row)}: no verdict, a contestant is wrong."
@@ -341,9 +346,10 @@ def _plot(rows: list[dict[str, Any]], axes: Any) -> None:
 
 
 def read_lengths(source: str) -> list[int]:
-    """Returns the sequence lengths in a file: whole numbers of at least 1, separated by whitespace, commas or brackets.
+    """Returns sequence lengths in tokens from the file ``source``.
 
-    ``lognormal`` draws 64 lengths instead; the longest is 16,384 tokens.
+    The file holds whole numbers of at least 1, separated by whitespace, commas or brackets. If ``source`` is ``lognormal``, draws
+    64 lengths instead; the longest is 16,384 tokens.
 
     Raises:
         ValueError: the file cannot be read, or holds anything but such numbers.
@@ -363,7 +369,8 @@ def read_lengths(source: str) -> list[int]:
 
 
 def slime_padded(rewards: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Lists:
-    """slime's published algorithm, reimplemented: copy into [B, longest], chunk scan, views without the padding."""
+    """Computes GAE of separate sequences as slime does: copies the sequences into [B, longest], scans chunks, and returns views
+    without the padding."""
     longest = max(map(len, values))
     padded_rewards, padded_values = (values[0].new_zeros(len(values), longest) for _ in range(2))
     for row, (reward, value) in enumerate(zip(rewards, values, strict=True)):
@@ -375,9 +382,9 @@ def slime_padded(rewards: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
 
 
 def bench_lengths(source: str, device: str, out: Path | None, console: Console) -> bool:
-    """Measures slime's algorithm and ours; prints times, memory and ratios.
+    """Measures slime's algorithm and rl-accel's kernel on one batch of sequences. Prints times, memory and ratios.
 
-    Returns whether both give correct results; otherwise nothing is measured.
+    Returns whether both algorithms give correct results. Otherwise, nothing is measured.
     """
     lengths = read_lengths(source)
     generator = torch.Generator().manual_seed(0)
@@ -426,8 +433,9 @@ def bench_lengths(source: str, device: str, out: Path | None, console: Console) 
 
 
 def _give_memory_back() -> None:
-    """Makes the C library return freed memory at once; otherwise tensors of a few hundred kilobytes would seem to cost nothing."""
-    with contextlib.suppress(OSError, AttributeError):  # not glibc: small tensors are not counted
+    """Makes the C library return freed memory to the system at once. Otherwise, a measurement would not see the memory of tensors
+    of a few hundred kilobytes."""
+    with contextlib.suppress(OSError, AttributeError):  # no glibc: memory of small tensors is not counted
         library = ctypes.CDLL(None)
         library.mallopt(_MMAP_THRESHOLD, 1 << 16)
         library.malloc_trim(0)

@@ -1,6 +1,7 @@
-"""``rl-accel bench outcome``: times verl's advantage estimators other than GAE against our fast replacements.
+"""Command ``rl-accel bench outcome``: times verl's advantage estimators other than GAE, and rl-accel's fast replacements.
 
-Most of these estimators work on prompt groups. An estimator gets no number if the replacement does not give the same bits.
+Most of these estimators work on prompt groups. If a replacement returns other bits than verl's function, the estimator gets no
+times.
 """
 
 import gc
@@ -24,20 +25,24 @@ from rl_accel.features import ADVANTAGES
 from rl_accel.lab.bench.measure import available_bytes
 
 SLOW_SECONDS = 5.0
-"""Duration of a call, in seconds, above which the call is not repeated."""
+"""Limit in seconds for one call of an estimator. A call that takes longer is not repeated."""
 
 BYTES_PER_TOKEN = 72
-"""Peak bytes per token of the largest estimator: seven float32 inputs and outputs, the int64 mask, verl's temporaries."""
+"""Peak bytes per token of the largest estimator: seven float32 inputs and outputs, the int64 mask, and verl's temporaries."""
 
 
 def patches() -> list[Any]:
-    """Returns the patches of the ``advantages`` feature for verl, in the order of application."""
+    """Returns the patches of the ``advantages`` feature for verl, in the order in which the feature applies the patches."""
     modules = ADVANTAGES.switches["verl"]
     return [patch for module in modules for patch in importlib.import_module(module).SWITCHES]
 
 
 def batch(rows: int, tokens: int, group: int, seed: int = 0) -> dict[str, Any]:
-    """Returns inputs of verl's estimators: [B, T] tensors with ragged masks, and the uid of each row's prompt."""
+    """Returns random inputs of verl's advantage estimators, by argument name.
+
+    The tensors are [B, T] with B = ``rows`` and T = ``tokens``; the response masks have rows of random length. ``index`` [B]
+    holds the label of the prompt of each row, with ``group`` rows per prompt.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, tokens + 1, (rows, 1), generator=generator)
     mask = (torch.arange(tokens) < lengths).long()
@@ -53,7 +58,11 @@ def batch(rows: int, tokens: int, group: int, seed: int = 0) -> dict[str, Any]:
 
 
 def arguments_of(patch: Any, data: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of ``data`` that the patched function accepts, under the names of that function's parameters."""
+    """Returns the arguments for the function that ``patch`` replaces, by parameter name.
+
+    The arguments come from ``data``; parameters that the function does not have are left out. The rewards also serve as
+    ``values``, and the response mask as ``mask``.
+    """
     from omegaconf import OmegaConf
 
     known = {
@@ -66,11 +75,11 @@ def arguments_of(patch: Any, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(rows: int, tokens: int, group: int, repeats: int, wanted: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """Times every patched function at one shape, first as verl ships the function, then with all patches applied.
+    """Times every function that the patches replace at one shape, first as verl ships it, then with all patches applied.
 
     Returns:
-        One record per function: ``estimator, rows, tokens, group, same_bits, stock_s, fast_s``. Seconds are medians, and None
-        if the bits differ.
+        One record per function: ``estimator, rows, tokens, group, same_bits, stock_s, fast_s``. ``stock_s`` is the median number
+        of seconds of verl's function, ``fast_s`` that of the replacement. Both are None if the results differ in a bit.
     """
     data = batch(rows, tokens, group)
     everything = patches()
@@ -112,7 +121,7 @@ def _bound(patch: Any) -> Callable[..., Any]:
 
 
 def _timed(function: Callable[..., Any], arguments: dict[str, Any], repeats: int) -> tuple[Any, float]:
-    result = function(**arguments)  # warms caches and compiled kernels
+    result = function(**arguments)  # an untimed call, which fills caches and compiles kernels
     seconds: list[float] = []
     while len(seconds) < repeats:
         start = time.perf_counter()
@@ -160,7 +169,7 @@ def bench_outcome(
     repeats: int,
     json_path: Path | None,
 ) -> None:
-    """Time verl's advantage estimators other than GAE (GRPO, RLOO, OPO, ...) against our fast replacements."""
+    """Time verl's advantage estimators other than GAE (GRPO, RLOO, OPO, ...) against rl-accel's fast replacements."""
     known = [patch.name.removeprefix("verl.") for patch in patches()]
     unknown = sorted(set(estimator) - set(known))
     if unknown:

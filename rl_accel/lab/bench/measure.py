@@ -1,4 +1,4 @@
-"""Helpers shared by the benchmarks: timing and memory of functions run side by side in one process, and result files."""
+"""Helpers of the benchmarks: measure time and memory of functions in one process, and write result files."""
 
 import contextlib
 import gc
@@ -21,7 +21,8 @@ LEAST, ONCE_S, WARM_S = 3, 2.0, 1.0
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per run of one contestant, the number of runs, and the peak extra memory of the first call."""
+    """Measured times of one function in seconds per call, number of timed calls, and peak extra memory of the first call in
+    bytes."""
 
     median: float
     fastest: float
@@ -31,12 +32,14 @@ class Timing:
 
 
 def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float, most: int = 7) -> dict[str, Timing]:
-    """Times ``functions`` in turn, round after round, so that a change of the machine's speed affects all of them.
+    """Times ``functions`` in turn, round after round, so that a change of the machine's speed affects all functions.
 
-    Each function is first called once, uncounted, to measure memory, and then LEAST to ``most`` times. After LEAST rounds, a
-    function that has used ``budget_s`` seconds sits out. If the first call takes longer than both ``budget_s`` and ONCE_S, the
-    call is counted and not repeated. A call of up to WARM_S is preceded by an uncounted one. Otherwise a contestant after a slow
-    one would wait for memory that the system, or the host of a virtual machine, has reclaimed meanwhile.
+    The first call of each function measures memory and is not counted as a timing. Then each function is called LEAST to ``most``
+    times. After LEAST rounds, a function that has used ``budget_s`` seconds in total is not called again. If the first call takes
+    longer than both ``budget_s`` and ONCE_S seconds, the time of this call counts, and the function is not called again.
+
+    A timed call of up to WARM_S seconds is preceded by an untimed call. Otherwise, a function that runs after a slow function
+    would wait for memory that the system, or the host of a virtual machine, has reclaimed in the meantime.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     spent: dict[str, float] = {}
@@ -64,8 +67,9 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], budget_s: float, mos
 def peak_extra_bytes(function: Callable[[], Any]) -> int | None:
     """Calls ``function`` and returns the peak increase of memory in use, in bytes, including the result of the call.
 
-    With a CUDA device, counts torch's allocations on the device. Otherwise reads this process's high-water mark from the kernel;
-    None if the mark cannot be reset. The number is too low if another thread frees memory during the call.
+    With a CUDA device, counts torch's allocations on the device. Otherwise, reads the peak resident memory of this process from
+    the Linux kernel, or returns None if the kernel does not allow a reset of this peak. The number is too low if another thread
+    frees memory during the call.
     """
     gc.collect()
     if torch.cuda.is_available():
@@ -85,22 +89,22 @@ def peak_extra_bytes(function: Callable[[], Any]) -> int | None:
 
 
 def available_bytes() -> int:
-    """Returns the bytes of memory that can be allocated without swapping."""
+    """Returns the number of bytes of memory that can be allocated without swapping."""
     return int(psutil.virtual_memory().available)
 
 
 def console_of_benchmark() -> Console:
-    """Returns a console that is wide enough for the tables even if the output is a file or a pipe."""
+    """Returns a console that is wide enough for the tables of the benchmarks even if the output is a file or a pipe."""
     return Console(width=None if Console().is_terminal else 160)
 
 
 def met(holds: bool) -> str:
-    """Returns the verdict on a goal as text."""
+    """Returns "met" if a goal ``holds``, else "NOT met"."""
     return "met" if holds else "NOT met"
 
 
 def output_folder(out: Path | None) -> None:
-    """Creates the folder for results, before anything is measured.
+    """Creates the folder ``out`` for result files, unless ``out`` is None. Called before a benchmark measures anything.
 
     Raises:
         ModuleNotFoundError: matplotlib, which draws the results, is not installed.
@@ -114,7 +118,8 @@ def output_folder(out: Path | None) -> None:
 def results_files(
     out: Path, name: str, results: Any, console: Console, size: tuple[float, float], columns: int = 1
 ) -> Iterator[tuple[Any, Any]]:
-    """Writes ``results`` to ``name.json`` in ``out``; yields a figure and its axes to draw on, and saves them as ``name.png``."""
+    """Writes ``results`` to ``name.json`` in the folder ``out``. Yields a matplotlib figure and its axes to draw on, and saves the
+    figure as ``name.png``."""
     (out / f"{name}.json").write_text(json.dumps(results, indent=1))
     from matplotlib.figure import Figure
 

@@ -1,8 +1,8 @@
-"""Compares simulations with one set of constants to the published results of RollPacker (NSDI'26) on H800 GPUs.
+"""Program that compares simulated rollout rounds with the results that RollPacker (NSDI'26) published for H800 GPUs.
 
-``python -m rl_accel.lab.bench.published`` prints the table of docs/plan.md. With ``--fit``, the program first fits the constants
-of ``rl_accel/plan/data/h800.json`` to the rows in FITTED with scipy and prints the constants. ``--scatter 10`` prints the
-spread of means over ten rounds.
+All simulations share one set of constants. ``python -m rl_accel.lab.bench.published`` prints the table of docs/plan.md. With
+``--fit``, the program first fits the constants of ``rl_accel/plan/data/h800.json`` to the table rows in FITTED with scipy and
+prints the constants. ``--scatter 10`` prints the spread of simulated values that are means over ten rounds.
 """
 
 import argparse
@@ -33,7 +33,8 @@ RATIOS = {
     "prompts_x1.5": (1.5, 1.0),
     "both_x1.25": (1.25, 1.25),
 }
-"""Ratio of launched to trained prompts, and of launched to trained responses, per row of the ablation."""
+"""Two ratios for each row of the paper's ablation: the ratio of launched to trained prompts, and the ratio of launched to
+trained responses."""
 CONSTANTS = {
     "qwen2.5": {
         "bandwidth_share": (0.3, 1.0),
@@ -51,8 +52,9 @@ CONSTANTS = {
         "exponent": (0.1, 1.5),
     },
 }
-"""Fitted constants and their bounds. First the constants of the cluster, fitted to rows of Qwen2.5; then the constants that affect
-only rows of Qwen3-8B: prompt processing after a preemption, memory, and response lengths."""
+"""Lower and upper bounds of the fitted constants, in two groups that are fitted one after the other. The first group holds the
+constants of the GPU cluster and is fitted to table rows of Qwen2.5. The second group affects only table rows of Qwen3-8B:
+prompt processing after a preemption, memory, and response lengths."""
 FITTED = {
     "qwen2.5": {
         *("ablation 8k none", "ablation 8k both_x1.25", "step 7B_8k verl", "step 7B_8k long", "step 14B_16k short"),
@@ -60,15 +62,15 @@ FITTED = {
     },
     "qwen3": {f"TP 1 {kind} {number}" for kind in ("short", "long") for number in ("preemptions", "seconds")},
 }
-"""Rows that the constants are fitted to; all other rows are predicted."""
+"""Names of the table rows to which the constants are fitted. The simulation predicts the values of all other rows."""
 HOW = {row: "fitted" for rows_ in FITTED.values() for row in rows_}
 KEPT_BACK = "ablation 32k"
-"""Prefix of the rows of a model whose response lengths are not published. These rows may be off by more than 10 %."""
+"""Name prefix of the table rows of a model whose response lengths are not published. The error of these rows may exceed 10 %."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A published number and the simulated one."""
+    """A published number and the simulated number for the same quantity, with the name of the quantity."""
 
     name: str
     published: float
@@ -76,16 +78,20 @@ class Row:
 
     @property
     def off(self) -> float:
-        """Relative error."""
+        """Relative error of the simulated number."""
         return self.simulated / self.published - 1
 
 
 def setup(model: str, tp: int | None = None) -> Setup:
-    """Returns the published batch on ``model``: mathematics of the published lengths, and a reward stage outside the rollout."""
+    """Returns the simulation setup of the paper's batch (128 prompts x 8 responses) and GPUs for ``model``.
+
+    The response lengths are the published lengths for mathematics. The reward stage runs outside the rollout. ``tp`` is the
+    tensor-parallel size; None stands for the published size.
+    """
     cluster = workloads.load("h800.json")
     its = cluster["models"][model]
     workload = workloads.published("math16k").limited(its["limit"])
-    if "exponent" in its:  # lengths published for a 14B model, with a fitted median and spread
+    if "exponent" in its:  # the lengths published for a 14B model, rescaled to a fitted median and spread
         tokens = its["median_tokens"] * (workload.tokens / np.median(workload.tokens)) ** its["exponent"]
         workload = replace(workload, tokens=np.minimum(tokens, its["limit"]).astype(np.int64), prompt_tokens=200)
     count = PROMPTS * RESPONSES
@@ -96,7 +102,13 @@ def setup(model: str, tp: int | None = None) -> Setup:
 
 
 def rows(rounds: int = 40, seed: int = 0, only: set[str] | None = None) -> Iterator[Row]:
-    """Simulates the published rows in the order of the file; with ``only``, at least those rows."""
+    """Simulates the published quantities and yields one row per quantity, in the order of the file of published results.
+
+    Args:
+        rounds: number of simulated rounds per setting.
+        seed: seed of the simulation.
+        only: names of rows. At least these rows are yielded. None: all rows.
+    """
     data = workloads.load("rollpacker_published.json")
     for column, (model, limit) in enumerate((("7b", "8k"), ("14b", "16k"), ("32b", "32k"))):
         at, found = setup(f"qwen2.5-{model}"), dict[str, list[Round]]()
@@ -137,12 +149,13 @@ def rows(rounds: int = 40, seed: int = 0, only: set[str] | None = None) -> Itera
 
 
 def _overlapped(at: Setup, played: list[Round]) -> float:
-    """Mean seconds of a step whose rewards and training begin during the rollout."""
+    """Returns the mean seconds of a training step if reward computation and training begin during the rollout."""
     return fmean(p.metrics.rollout_seconds - hidden_seconds(at, p) for p in played) + at.training_seconds
 
 
 def fit(rounds: int) -> dict[str, float]:
-    """Returns the constants that minimise the sum of the sixth powers of the logarithmic errors over the rows in FITTED."""
+    """Returns the constants with the smallest error over the table rows in FITTED. The error is the sum of the sixth powers of
+    log(simulated / published). ``rounds`` is the number of simulated rounds per setting."""
     from scipy.optimize import least_squares
 
     known = workloads.load("h800.json")
@@ -165,7 +178,7 @@ def fit(rounds: int) -> dict[str, float]:
 
 @contextlib.contextmanager
 def using(values: Mapping[str, float]) -> Iterator[None]:
-    """Overrides constants in the files of published numbers inside the block."""
+    """Replaces constants in the loaded data files by ``values`` inside the ``with`` block."""
     load = workloads.load
 
     def changed(name: str) -> dict[str, Any]:
@@ -180,7 +193,8 @@ def using(values: Mapping[str, float]) -> Iterator[None]:
 
 
 def main() -> None:
-    """Parses the options and prints the table, or with ``--scatter`` the spread."""
+    """Parses the options and prints the table of published and simulated numbers. With ``--scatter``, prints the spread of the
+    simulated numbers instead."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fit", type=int, metavar="ROUNDS", default=0)
     parser.add_argument("--scatter", type=int, metavar="ROUNDS", default=0, help="95% of 20 means of so many rounds")

@@ -1,7 +1,7 @@
-"""``rl-accel bench reward``: compares a fixed and the adaptive timeout on real processes with published durations.
+"""Command ``rl-accel bench reward``: compares a fixed and the adaptive time limit for programs that a reward function executes.
 
-:func:`workload` draws programs with published durations. :func:`run_arms` executes them batch by batch under each policy in turn
-and checks the verdicts. :func:`summarise` aggregates the results.
+:func:`workload` draws programs with published durations. :func:`run_arms` executes the programs in real processes, batch by batch
+under each policy in turn, and checks the verdicts. :func:`summarise` aggregates the results.
 """
 
 import asyncio
@@ -40,13 +40,14 @@ QUICK = {"prompts": 6, "responses": 6, "epochs": 2, "batch": 6}
 FASTER_GOAL = 3.0
 KILLED_GOAL = 0.002
 CALL_GOAL = 0.001
-"""Seconds that a call of a grader which never hangs may take longer than in stock verl."""
+"""Maximum seconds that a call of a grader which never hangs may take longer than in stock verl."""
 NEVER = 10**9
 _PR_SET_CHILD_SUBREAPER = 36
 _END_SECONDS = 2.0
 
 HANGING = 0.0505
-"""Share of executions that hit a fixed limit of 30 s. Digitised from RollPacker (NSDI'26), Fig. 7a: model-generated code."""
+"""Share of executions that hit a fixed limit of 30 s. Digitised from Fig. 7a of RollPacker (NSDI'26), which shows executions of
+model-generated code."""
 # fmt: off
 SECONDS = (
     0.116, 0.147, 0.164, 0.185, 0.2, 0.252, 0.29, 0.361, 0.393, 0.441, 0.489, 0.565, 0.652, 0.694, 0.74, 0.788, 0.833, 0.955, 1.065,
@@ -57,21 +58,23 @@ SHARES = (
     0.936, 0.939, 0.9405, 0.943, 0.945, 0.947, 0.9495,
 )
 # fmt: on
-"""Cumulative shares of executions up to ``SECONDS``, from the same figure. 0.9 % of executions take between 2 and 30 s."""
+"""Cumulative distribution of published durations, from the same figure as HANGING. ``SHARES[i]`` is the share of executions that
+take at most ``SECONDS[i]`` seconds. 0.9 % of executions take between 2 and 30 s."""
 CORRECT = (0.2, 1.0)
-"""Range of the share of correct responses of a prompt, spread evenly over the prompts. Our choice; nothing is published."""
+"""Lowest and highest share of correct responses of a prompt. The shares are spread evenly over the prompts. This range is our
+choice, because no range is published."""
 ANSWER = "42"
 
 Kind = Literal["sleep", "busy"]
 
 
 class WrongResult(Exception):
-    """An execution has a wrong verdict or left a process behind."""
+    """Raised if an execution has a wrong verdict or leaves a process behind."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """One program.
+    """A response to a prompt: one Python program to execute.
 
     Attributes:
         prompt: name of the prompt.
@@ -99,17 +102,23 @@ def workload(
     overhead: float = 0.0,
     seed: int = 0,
 ) -> list[list[Response]]:
-    """Returns batches of responses to ``batch`` prompts each; every epoch has a new order of prompts.
+    """Returns batches of random programs, with ``responses`` programs for each of the ``batch`` prompts of a batch.
 
-    The duration of a correct program depends mostly on the prompt: the typical duration of a prompt is a quantile of the published
-    distribution, and each response multiplies this duration by a log-normal factor. One prompt in 106 takes more than 2 s; with
-    fewer prompts, hardly any does. Wrong programs take as long as correct programs or never end; the share of executions that
-    never end is the published one. Each program sleeps or computes, with equal probability.
+    Every epoch has a new order of prompts. Each prompt has a typical duration, which is a quantile of the published distribution.
+    The duration of a correct program is the typical duration of the prompt multiplied by a log-normal factor. One prompt in 106 has
+    a typical duration above 2 s; with fewer prompts, hardly any has. Wrong programs take as long as correct programs or never end.
+    The share of executions that never end is the published share. Each program sleeps or computes, with equal probability.
 
     Args:
+        prompts: number of prompts in an epoch.
+        responses: number of programs per prompt and epoch.
+        epochs: number of epochs.
+        batch: number of prompts in a batch.
         scale: factor on all seconds.
-        overhead: seconds of an execution outside the program; the published durations include them.
-        spread: standard deviation of the logarithm of the factor. 0.3: nine in ten are within 1.6 times the typical duration.
+        spread: standard deviation of the logarithm of the log-normal factor. With 0.3, nine in ten durations are within 1.6 times
+            the typical duration.
+        overhead: seconds of an execution outside the program. Published durations include an overhead, so the programs are shorter.
+        seed: seed of the random numbers.
     """
     rng = random.Random(seed)
     shares = [(i + 0.5) / prompts for i in range(prompts)]
@@ -142,14 +151,14 @@ def workload(
 
 
 def quantile(share: float) -> float:
-    """Returns the published duration in seconds that a ``share`` of all terminating executions stays below."""
+    """Returns the published duration in seconds below which a ``share`` of all executions that end stays."""
     return float(np.interp(share * SHARES[-1], SHARES, SECONDS))
 
 
 def program(kind: Kind, seconds: float | None, answer: str) -> str:
-    """Returns Python code that sleeps for ``seconds``, or computes for ``seconds`` of CPU time, and then prints ``answer``.
+    """Returns Python code that prints ``answer`` after ``seconds`` seconds, or never ends if ``seconds`` is None.
 
-    If ``seconds`` is None, the program never ends.
+    If ``kind`` is "sleep", the program sleeps. If ``kind`` is "busy", the program computes for ``seconds`` seconds of CPU time.
     """
     if seconds is None:
         return "import time\nwhile True:\n    time.sleep(9)" if kind == "sleep" else "while True:\n    pass"
@@ -160,12 +169,12 @@ def program(kind: Kind, seconds: float | None, answer: str) -> str:
 
 @dataclass
 class Arm:
-    """Results of one policy.
+    """Results of one time limit policy.
 
     Attributes:
-        results: results per batch, in the order of the batch's responses.
-        makespans: seconds from the start of each batch to the last result of that batch.
-        counts: counters of the executor.
+        results: one list per batch, with the result of each response in the order of the batch.
+        makespans: seconds from the start of a batch to the last result of the batch, one number per batch.
+        counts: counters of the executor, by name.
     """
 
     results: list[list[ExecutionResult]] = field(default_factory=list)
@@ -176,17 +185,26 @@ class Arm:
 async def run_arms(
     batches: Sequence[Sequence[Response]], policies: Mapping[str, RewardTimeoutFlags], slots: int, isolation: str
 ) -> dict[str, Arm]:
-    """Executes every batch under each policy in turn, and submits all responses of a batch at once.
+    """Executes every batch under each time limit policy in turn. All responses of a batch are submitted at once.
+
+    Args:
+        batches: batches of responses from :func:`workload`.
+        policies: flags of each policy, by name.
+        slots: maximum number of executions at once.
+        isolation: isolation mode of the sandbox.
+
+    Returns:
+        The results of each policy, by name.
 
     Raises:
-        WrongResult: see :func:`check`.
+        WrongResult: a verdict is wrong, see :func:`check`.
     """
     arms = {name: Arm() for name in policies}
     async with contextlib.AsyncExitStack() as stack:
         executors = {name: LimitedExecutor(Replica(AdaptiveTimeout(flags)), slots) for name, flags in policies.items()}
         sandboxes = {name: await stack.enter_async_context(_open(slots, isolation)) for name in policies}
         for number, batch in enumerate(batches):
-            for name in list(policies)[:: -1 if number % 2 else 1]:  # no policy is always first
+            for name in list(policies)[:: -1 if number % 2 else 1]:  # no policy is first in every batch
                 began = time.monotonic()
                 cases = await asyncio.gather(
                     *(execute_program(executors[name], sandboxes[name], r.prompt, r.code, [CASE]) for r in batch)
@@ -199,7 +217,9 @@ async def run_arms(
 
 
 def check(batch: Sequence[Response], results: Sequence[ExecutionResult]) -> None:
-    """Compares verdicts with the expected ones. A timeout of a program that ends is allowed; :func:`summarise` counts it.
+    """Compares the verdicts of executions with the expected verdicts.
+
+    A timeout of a program that would end is allowed here; :func:`summarise` counts such timeouts.
 
     Raises:
         WrongResult: a program that never ends was not stopped, or a program that ends has a wrong verdict.
@@ -214,10 +234,10 @@ def check(batch: Sequence[Response], results: Sequence[ExecutionResult]) -> None
 
 
 async def check_verdicts(flags: RewardTimeoutFlags, slots: int, isolation: str) -> int:
-    """Executes programs with known verdicts and returns the number of programs.
+    """Executes a few programs with known verdicts and returns the number of these programs.
 
     Raises:
-        WrongResult: a verdict, or the reason for it, is wrong.
+        WrongResult: a verdict, or the reason for a verdict, is wrong.
     """
     known = {
         program("sleep", 0.01, ANSWER): ("passed", ""),
@@ -239,18 +259,19 @@ async def check_verdicts(flags: RewardTimeoutFlags, slots: int, isolation: str) 
 
 
 async def measure_overhead(slots: int, isolation: str) -> float:
-    """Returns the median seconds of the execution of a trivial program, measured one execution at a time."""
+    """Returns the median seconds that the sandbox takes to execute a trivial program. Executes one program at a time."""
     async with _open(slots, isolation) as sandbox:
         return statistics.median([(await sandbox.run(f"print({ANSWER})", CASE)).wall for _ in range(30)])
 
 
 def grade_at_once(answer: str) -> float:
-    """A grader that never hangs and takes no time."""
+    """A grader that never hangs and takes no time: returns 1.0 for the right answer, else 0.0."""
     return float(answer == ANSWER)
 
 
 async def measure_call_cost(calls: int) -> dict[str, float]:
-    """Returns the median seconds of a call of :func:`grade_at_once`: in a thread, as verl runs it, and in a persistent worker."""
+    """Returns the median seconds of a call of :func:`grade_at_once` in two ways. "stock" is a call in a thread, as in verl;
+    "pack" is a call in a persistent worker, as in rl-accel."""
     executor = LimitedExecutor(Replica(AdaptiveTimeout(RewardTimeoutFlags())), 1)
     graders = Graders(f"{__file__}:{grade_at_once.__name__}", 1)
     loop = asyncio.get_running_loop()
@@ -283,7 +304,8 @@ async def _open(slots: int, isolation: str) -> AsyncIterator[Sandbox]:
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """Raises WrongResult if the block leaves a process behind. Orphans inside the block become children of this process."""
+    """Raises WrongResult if a process that was started in the ``with`` block still runs two seconds after the block. To detect
+    orphaned processes, this process becomes their parent during the block."""
     before = set(descendants())
     become_subreaper()
     try:
@@ -299,7 +321,7 @@ def nothing_left() -> Iterator[None]:
 
 @contextlib.contextmanager
 def load(processes: int) -> Iterator[None]:
-    """Keeps cores busy inside the block with ``processes`` processes in an endless loop."""
+    """Runs ``processes`` extra processes in an endless loop during the ``with`` block, to keep cores busy."""
     spinners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
@@ -315,11 +337,13 @@ def cores() -> int:
 
 
 def summarise(batches: Sequence[Sequence[Response]], arms: Mapping[str, Arm], epochs: int) -> dict[str, Any]:
-    """Returns per policy the durations of executions, the stopped executions, and the differences from the first policy.
+    """Returns a dict of numbers per policy: durations, stopped executions, and differences from the first policy.
 
-    ``seconds``: wall-clock seconds of all executions. ``epoch_seconds``: the same per epoch. ``own_seconds``: the same without
-    waits for a processor, so that a busy machine does not change them. ``step_s``: mean seconds from the start of a batch to the
-    last result. ``wrongly_killed``: number of correct answers that did not pass. ``struck``: number of stopped executions by limit.
+    - ``seconds``: wall-clock seconds of all executions together. ``epoch_seconds``: the same sum per epoch.
+    - ``own_seconds``: ``seconds`` without waits for a processor, so that a busy machine does not change the number.
+    - ``step_s``: mean seconds from the start of a batch to the last result of the batch.
+    - ``wrongly_killed``: number of correct answers that did not pass.
+    - ``struck``: number of stopped executions per limit that stopped them.
     """
     names = list(arms)
     base = arms[names[0]]
@@ -363,8 +387,12 @@ def summarise(batches: Sequence[Sequence[Response]], arms: Mapping[str, Arm], ep
 def kill_verdict(killed: int, correct: int) -> str:
     """Returns whether the share of killed correct answers meets the goal: "met", "NOT met" or "too few to tell".
 
-    One killed answer may be chance and never fails the goal. The goal is met if the share is within the goal, and if this number
-    of killed answers or fewer would have a probability of at most 5% with a true share equal to the goal.
+    A single killed answer may be chance and never fails the goal. For "met", two conditions must hold. The measured share is within
+    the goal. If the true share were equal to the goal, at most ``killed`` killed answers would have a probability of at most 5%.
+
+    Args:
+        killed: number of correct answers that did not pass.
+        correct: number of correct answers.
     """
     if killed > max(1.0, KILLED_GOAL * correct):
         return "NOT met"
@@ -373,7 +401,8 @@ def kill_verdict(killed: int, correct: int) -> str:
 
 
 def policies(scale: float) -> dict[str, RewardTimeoutFlags]:
-    """Returns the flags of both policies: our defaults with every time multiplied by ``scale``. ``fixed`` never adapts."""
+    """Returns the flags of the two time limit policies. "adaptive" has the defaults of rl-accel with every time multiplied by
+    ``scale``. "fixed" is the same, but never adapts."""
     ours = RewardTimeoutFlags()
     ours = replace(ours, slack=ours.slack * scale, minimum=ours.minimum * scale, maximum=PROGRAM_BUDGET * scale)
     return {"fixed": replace(ours, min_correct=NEVER), "adaptive": ours}
@@ -408,13 +437,15 @@ def bench_reward(
     isolation: str,
     only: str | None,
 ) -> None:
-    """Measure the savings and the cost of the adaptive timeout.
+    """Measure the savings and the cost of the adaptive time limit for programs that a reward function executes.
 
-    The real executor runs programs with published durations in the real sandbox. The programs sleep or compute, give right or
-    wrong answers, and never end in 5 % of the cases. Each batch is executed under the fixed and under the adaptive limit, first
-    on the machine as it is, then with one extra busy process per core. A wrong verdict or a process left behind is an error: no
-    number, and exit status 1. Too many stopped correct answers also give exit status 1. A missed ratio is shown but does not
-    change the exit status, because machines are shared and noisy.
+    The real executor runs programs with published durations in the real sandbox. The programs sleep or compute, give right or wrong
+    answers, and never end in 5 % of the cases. Each batch is executed under the fixed and under the adaptive limit, first on the
+    machine as it is, then with one extra busy process per core.
+
+    A wrong verdict or a process left behind is an error: there is no number, and the exit status is 1. Too many stopped correct
+    answers also give exit status 1. A missed ratio is shown but does not change the exit status, because machines are shared and
+    noisy.
     """
     console = console_of_benchmark()
     output_folder(out)
@@ -476,7 +507,7 @@ def bench_reward(
 
 
 def _show(rows: Mapping[str, Any], console: Console) -> bool:
-    """Prints the table and the goals; returns whether too many correct answers were killed."""
+    """Prints the table of results and the verdicts on the goals. Returns whether too many correct answers were killed."""
     table = Table(title="Executions, and what stopped them", box=SIMPLE)
     headings = ("machine", "limit", "total s", "times less", "by epoch", "step s", "p50 s", "p99 s", "correct")
     for heading in (*headings, "killed wrongly", "rewards changed", "timeouts", "full budget", "saved s (estimate)"):

@@ -1,4 +1,4 @@
-"""``rl-accel bench rounds``: times simulated rounds of ``rl-accel plan`` on one core."""
+"""Command ``rl-accel bench rounds``: measures how fast ``rl-accel plan`` simulates rollout rounds on one core."""
 
 import time
 
@@ -14,7 +14,7 @@ from rl_accel.rollout.simulation import Engine, Given, Round, play_rounds
 from rl_accel.rollout.tail_batching import TailRun
 
 GOAL_S = 60.0
-"""Goal for 1,000 rounds, in CPU seconds."""
+"""Maximum CPU seconds that the simulation of 1,000 rounds should take."""
 ENGINE = Engine({1: 0.013, 64: 0.02}, cached_token_seconds=1e-8)
 
 
@@ -24,11 +24,11 @@ ENGINE = Engine({1: 0.013, 64: 0.02}, cached_token_seconds=1e-8)
 @click.option("--responses", type=click.IntRange(1), default=16, show_default=True, help="R0, responses of each.")
 @click.option("--replicas", type=click.IntRange(1), default=64, show_default=True, help="Replicas of the engine.")
 def bench_rounds(rounds: int, prompts: int, responses: int, replicas: int) -> None:
-    """Time simulated rounds with published lengths, with and without tail batching.
+    """Time simulated rollout rounds with published response lengths, with and without tail batching.
 
-    First checks that rounds without tail batching take exactly as long as the longest response of each batch, that the same seed
-    gives the same rounds, and that each round trains a whole batch. If a check fails, there is no number, and the exit status is
-    1. A missed goal is shown but does not change the exit status.
+    The command checks three properties. Rounds without tail batching take exactly as long as the longest response of each batch.
+    The same seed gives the same rounds. Each round trains a whole batch. If a check fails, no number is printed, and the exit
+    status is 1. A missed goal is shown but does not change the exit status.
     """
     console = console_of_benchmark()
     lengths = published("math16k")

@@ -1,4 +1,7 @@
-"""``rl-accel bench tail``: measures the overhead of tail batching in whole rounds on verl, without a model."""
+"""Command ``rl-accel bench tail``: measures the overhead of tail batching in whole rollout rounds on verl, without a model.
+
+Tail batching starts more responses than a batch needs and ends a round when the batch is complete.
+"""
 
 import importlib.util
 import json
@@ -17,14 +20,16 @@ from rl_accel.lab.ab.runner import Stop, last_lines, ray_temp_dir, supervised
 from rl_accel.lab.bench.measure import console_of_benchmark, met, output_folder, results_files
 
 LOADS = ((32, 16, 3), (128, 16, 2), (512, 16, 1))
-"""P0, R0 and number of rounds. A round of the largest load takes minutes: verl's agent loop needs about 20 core-ms per response."""
+"""Batch sizes of the benchmark. Each tuple holds the number of prompts in a batch (P0), the number of responses per prompt
+(R0), and the number of rounds. A round of the largest batch takes minutes, because verl's agent loop needs about 20 CPU
+milliseconds per response."""
 QUICK_LOADS = ((4, 2, 2), (8, 4, 2))
 LOAD_GOAL_S = 2.0
 LOAD_MODULE = "rl_accel.lab.bench.tail_load"
 RATIO = 1.25
 TOKENS = 128
 LONGEST_S = 900.0
-"""Maximum seconds of a load; a slower load is stopped and counts as failed."""
+"""Maximum seconds for all rounds of one batch size. Slower rounds are stopped, and the batch size counts as failed."""
 
 
 @click.command("tail")
@@ -32,12 +37,15 @@ LONGEST_S = 900.0
 @click.option("--quick", is_flag=True, help="Tiny sizes: does it work at all?")
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Agent-loop workers.")
 def bench_tail(out: Path | None, quick: bool, workers: int) -> None:
-    """Measure the overhead of tail batching: CPU seconds of the trainer, and seconds from the last response to the end of a round.
+    """Measure the overhead of tail batching in rollout rounds on verl, without a model.
 
-    TransferQueue, verl's load balancer and agent loop, and our manager, workers and trainer code run in their real processes.
-    Only the rollout servers are simulated: they sleep drawn times instead of decoding. A batch that is not exactly P0 x R0, a
-    key left behind, and a prompt lost or trained twice are errors: no number for that load, and exit status 1. Missed goals are
-    shown but do not change the exit status, because machines are shared and noisy.
+    The overhead consists of the CPU seconds of the trainer process, and of the seconds from the last response of a batch to the
+    end of the round. TransferQueue, verl's load balancer and agent loop, and rl-accel's manager, workers and trainer code run
+    in their real processes. Only the rollout servers are simulated: they sleep for random times instead of decoding.
+
+    Errors are a batch that is not exactly P0 prompts x R0 responses, a key left behind, and a prompt that is lost or trained
+    twice. After an error, the batch size gets no number, and the exit status is 1. Missed goals are shown but do not change the
+    exit status, because machines are shared and noisy.
     """
     console = console_of_benchmark()
     output_folder(out)
@@ -53,9 +61,9 @@ def bench_tail(out: Path | None, quick: bool, workers: int) -> None:
 
 
 def plan_of(prompts: int, responses: int, rounds: int, workers: int) -> dict[str, Any]:
-    """Returns the plan of one load for :mod:`rl_accel.lab.bench.tail_load`.
+    """Returns the parameters of the rounds of one batch size, for the program :mod:`rl_accel.lab.bench.tail_load`.
 
-    The median of the drawn times grows with the batch size, so that responses finish no faster than two cores can process them.
+    The median response time grows with the batch size, so that responses finish no faster than two cores can process them.
     """
     return {
         "prompts": prompts,
@@ -72,7 +80,8 @@ def plan_of(prompts: int, responses: int, rounds: int, workers: int) -> dict[str
 
 
 def _load(quick: bool, workers: int, console: Console) -> tuple[list[dict[str, Any]], bool]:
-    """Runs the loads up to the first failure. Returns the results, and whether a load failed."""
+    """Runs one batch size after the other up to the first failure. Returns the measurements of the batch sizes that succeeded,
+    and whether a batch size failed."""
     sizes: list[dict[str, Any]] = []
     with Stop().listening() as stop:
         for size in QUICK_LOADS if quick else LOADS:
@@ -94,7 +103,7 @@ def _load(quick: bool, workers: int, console: Console) -> tuple[list[dict[str, A
 
 
 def _run(plan: dict[str, Any], stop: Stop) -> tuple[dict[str, Any], str]:
-    """Runs one load in separate processes. Returns the measurements and the problem ("" if there is none)."""
+    """Runs the rounds of ``plan`` in separate processes. Returns the measurements and a description of the problem ("" if none)."""
     with ExitStack() as stack:
         folder = stack.enter_context(ray_temp_dir())
         given, answer, log = folder / "plan.json", folder / "results.json", folder / "log"

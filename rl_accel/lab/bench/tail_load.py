@@ -1,7 +1,11 @@
-"""``python -m rl_accel.lab.bench.tail_load PLAN.json OUT.json``: plays rounds of one batch size, without a model.
+"""Program that runs rollout rounds of tail batching on verl for one batch size, without a model.
 
-Real components: TransferQueue, verl's load balancer and LLM client, the agent loop, our manager and workers, and our trainer's
-code from the decisions of tail batching to the batch. The rollout servers only sleep; there is no grader and no training.
+Usage: ``python -m rl_accel.lab.bench.tail_load PLAN.json OUT.json``.
+
+Tail batching starts more responses than a batch needs and ends a round when the batch is complete. The following components are
+real: TransferQueue, verl's load balancer and LLM client, the agent loop, rl-accel's agent-loop manager and agent-loop workers,
+and rl-accel's trainer code from the decisions of tail batching to the batch. The rollout servers only sleep. There is no grader
+and no training.
 """
 
 import asyncio
@@ -42,22 +46,26 @@ from rl_accel.rollout.tail_batching import TailBatching
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 LONGEST = 8.0
-"""Upper bound of a drawn time, in medians; corresponds to a model's limit on the response length."""
+"""Upper bound of a random response time, as a multiple of the median time. Corresponds to a limit on the response length."""
 
 
 def drawn(prompt: bytes, rng: random.Random) -> float:
-    """Returns a time in medians: log-normal with sigma 1; all responses to ``prompt`` share half of the variance."""
+    """Returns a random response time as a multiple of the median response time, at most :data:`LONGEST`.
+
+    The time is log-normal with sigma 1. All responses to the same ``prompt`` share half of the variance of the logarithm.
+    """
     shared = random.Random(hashlib.sha256(prompt).digest()).gauss(0, math.sqrt(0.5))
     return min(math.exp(shared + rng.gauss(0, math.sqrt(0.5))), LONGEST)
 
 
 class SleepingServer:
-    """A rollout server that sleeps a drawn time instead of decoding. Cancelling the call ends the sleep, as in vLLM.
+    """A rollout server that sleeps for a random time instead of decoding. Cancelling a ``generate`` call ends the sleep, as in
+    vLLM.
 
     Args:
-        median_s: median of the drawn times, in seconds.
-        tokens: number of tokens of a response that takes the median time; proportional for other times.
-        seed: seed of the drawn times.
+        median_s: median of the random response times, in seconds.
+        tokens: number of tokens of a response that takes the median time; proportional to the response time.
+        seed: seed of the random response times.
     """
 
     def __init__(self, median_s: float, tokens: int, seed: int) -> None:
@@ -80,19 +88,20 @@ class SleepingServer:
         return TokenOutput(token_ids=ids, stop_reason=reason, num_preempted=0, extra_fields={"global_steps": 0})
 
     async def abort_all_requests(self) -> None:
-        """Ends every request, and later requests on arrival, until :meth:`resume_generation`."""
+        """Ends all running requests as aborted. Until :meth:`resume_generation` is called, new requests also end on arrival."""
         self._aborted.set()
 
     async def resume_generation(self) -> None:
         self._aborted.clear()
 
     async def running(self) -> int:
-        """Returns the number of unfinished requests."""
+        """Returns the number of requests that are running on this server."""
         return self._running
 
 
 class NotingWorker(TailAgentLoopWorker):
-    """Our agent-loop worker, which also records each reported event with the time of the machine-wide monotonic clock."""
+    """rl-accel's agent-loop worker, which also records the time of each event that the worker reports. Times are seconds of the
+    monotonic clock, which all processes of a machine share."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -103,17 +112,18 @@ class NotingWorker(TailAgentLoopWorker):
         super()._report(event)
 
     async def notes(self) -> list[tuple[str, int, float]]:
-        """Returns ``(kind, response id, time)`` of each event since the last call."""
+        """Returns the events recorded since the last call, each as a tuple ``(kind, response id, time in seconds)``."""
         notes, self._notes = self._notes, []
         return notes
 
     async def usage(self) -> tuple[int, float]:
-        """Returns resident bytes and CPU seconds of this process."""
+        """Returns the resident memory in bytes and the CPU seconds of this worker process."""
         return psutil.Process().memory_info().rss, time.process_time()
 
 
 class Replica:
-    """The methods of verl's ``RolloutReplica`` that our trainer needs to stop and resume servers."""
+    """Stand-in for verl's ``RolloutReplica``, with the two methods that rl-accel's trainer calls to stop and resume rollout
+    servers."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
@@ -126,16 +136,21 @@ class Replica:
 
 
 class RoundsOnly(TailBatchingTrainer):
-    """Our trainer, reduced to the parts that a round needs: no models, no data files, no checkpoints."""
+    """rl-accel's trainer, reduced to the parts that a rollout round needs. Has no models, no data files and no checkpoints."""
 
     def __init__(self, driver: RolloutDriver, log: SettlementLog, steps: int) -> None:
         self._driver, self._log, self._last_step = driver, log, steps
 
 
 def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Plays the rounds of ``plan`` (see :mod:`rl_accel.lab.bench.tail`) in this process's Ray cluster.
+    """Runs the rollout rounds described by ``plan`` in the Ray cluster to which this process is connected.
 
-    Returns measurements and errors.
+    Args:
+        plan: parameters of the rounds, see :func:`rl_accel.lab.bench.tail.plan_of`.
+        folder: folder for the tokenizer and the settlement log (the log of the prompts that each step trained).
+
+    Returns:
+        A dict with two lists: "rounds" holds the measurements of each round, "errors" holds error messages.
     """
     config = _config(plan, _model(folder / "model"))
     tq.init(config.transfer_queue)
@@ -147,7 +162,7 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
     client = TailLLMServerClient(config=config, load_balancer_handle=get_router_handle(servers))
     workers = agent_loop.AgentLoops.create(config=config, llm_client=client).agent_loop_workers
-    _usage(workers)  # waits until the workers are up
+    _usage(workers)  # this call returns only when all workers have started
     rounds = plan["rounds"]
     numbers = iter(range(10**9))
     core = TailBatching(run_of(config))
@@ -157,7 +172,8 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
     driver = RolloutDriver(core, supply, Workers(workers, stopped), clear)
     log = SettlementLog(folder)
     log.rewind(0)
-    # More steps than are played: the last round played is then as full as any other.
+    # The trainer expects more steps than are run here. In the last steps of a training run, tail batching starts fewer
+    # prompts, so that the last round would be smaller than the others.
     trainer = RoundsOnly(driver, log, rounds + 100)
     measured: list[dict[str, Any]] = []
     errors: list[str] = []
@@ -196,7 +212,7 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
             }
         )
         print(json.dumps(measured[-1]), flush=True)
-        tq.kv_clear(keys=list(batch.keys), partition_id="train")  # as the trainer does after a step
+        tq.kv_clear(keys=list(batch.keys), partition_id="train")  # as the real trainer does after each step
     running = sum(ray.get([server.running.remote() for server in servers.values()]))
     if running:
         errors.append(f"{running} requests still run on the servers although their round is over")
@@ -206,7 +222,10 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _errors(
     keys: list[str], stored: set[str], metrics: dict[str, float], trained: set[str], plan: dict[str, Any]
 ) -> list[str]:
-    """Returns the errors of a batch: a wrong size, stray keys, prompts trained before. Adds the batch's prompts to ``trained``."""
+    """Returns messages about errors of a batch, and adds the prompts of the batch to ``trained``.
+
+    Errors are a wrong batch size, stored keys outside the batch, and prompts that an earlier batch has already trained.
+    """
     prompts, responses = plan["prompts"], plan["responses"]
     by_prompt = Counter(key.split("_")[0] for key in keys)
     errors = []
@@ -231,7 +250,7 @@ def _config(plan: dict[str, Any], model: Path) -> Any:
         "data.max_prompt_length": 64,
         "data.max_response_length": 16384,
         "actor_rollout_ref.model.path": str(model),
-        "actor_rollout_ref.rollout.name": "vllm",  # as on vLLM, cancelling the remote call ends the request
+        "actor_rollout_ref.rollout.name": "vllm",  # cancelling the remote call ends the request, as on vLLM
         "actor_rollout_ref.rollout.n": plan["responses"],
         "actor_rollout_ref.rollout.agent.num_workers": plan["workers"],
         "actor_rollout_ref.actor.ppo_mini_batch_size": plan["prompts"],
@@ -250,7 +269,7 @@ def _config(plan: dict[str, Any], model: Path) -> Any:
 
 
 def _model(folder: Path) -> Path:
-    """Saves a tokenizer (one token per word) and the configuration of a model that is never loaded; returns ``folder``."""
+    """Saves a one-token-per-word tokenizer and the configuration of a model that is never loaded. Returns ``folder``."""
     words = {f"w{i}": i for i in range(512)}
     core = Tokenizer(models.WordLevel({"<unk>": 512, "<eos>": 513, **words}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -279,7 +298,7 @@ def _usage(workers: list[Any]) -> list[tuple[int, float]]:
 
 
 def main(plan_file: str, out_file: str) -> None:
-    """Starts a Ray cluster, runs the plan in ``plan_file`` and writes the results to ``out_file``."""
+    """Starts a Ray cluster, runs the rounds described in ``plan_file``, and writes measurements and errors to ``out_file``."""
     plan = json.loads(Path(plan_file).read_text())
     ray.init(num_cpus=32, num_gpus=0, include_dashboard=False, log_to_driver=False)
     try:

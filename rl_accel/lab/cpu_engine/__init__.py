@@ -1,1 +1,1 @@
-"""A small generation engine on CPU for runs of verl and slime on a laptop. The engine imports neither framework."""
+"""A small generation engine on CPU, for runs of verl and slime on a laptop. The engine imports neither verl nor slime."""

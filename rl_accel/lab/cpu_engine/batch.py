@@ -1,9 +1,12 @@
-"""Batched decoding: the model, its key-value cache, and the running requests, one cache row per request.
+"""Batched decoding of the CPU engine: the model, the key-value cache, and the running requests. Each request has one cache row.
 
-A row starts at position 0 and is padded on the right, so that the position of a key does not depend on other requests. Attention
-of a new token is computed row by row over exactly the length of the row: the result cannot depend on the batch, and no time is
-spent on padding (about three times as fast as a padded ``scaled_dot_product_attention`` on one core). The number of rows is rounded
-up to a multiple of ``ROWS``, because CPU kernels use another matrix multiplication for very few rows, which rounds differently.
+A cache row starts at position 0 and is padded on the right, so that the position of a key does not depend on other requests. The
+attention of a new token is computed row by row over exactly the length of the row. The result can therefore not depend on the
+batch. No time is spent on padding, which makes decoding about three times as fast as with a padded ``scaled_dot_product_attention``
+on one core. The number of rows is rounded up to a multiple of ``ROWS``, because CPU kernels use another matrix multiplication for
+very few rows, which rounds differently.
+
+Shapes: H attention heads of width D, L tokens.
 """
 
 from collections import OrderedDict
@@ -20,7 +23,7 @@ from rl_accel.lab.cpu_engine.sampling import BatchSampler
 from rl_accel.lab.cpu_engine.scheduler import Request
 
 ATTENTION = "rl_accel_cpu"
-"""Name of :func:`attend` in the attention registry of transformers."""
+"""Name under which :func:`attend` is registered as an attention function of transformers."""
 BLOCK = 128
 ROWS = 8
 _PROMPTS_KEPT = 64
@@ -32,7 +35,8 @@ def round_up(value: int, multiple: int) -> int:
 
 
 class PromptCache:
-    """Collects the keys and values of one prompt: per layer [1, H, L, D]. Has the part of the cache API that models use."""
+    """Cache that collects the keys and values of one prompt, per layer [1, H, L, D]. Implements the part of transformers' cache
+    API that models use."""
 
     is_compileable = False
 
@@ -53,10 +57,11 @@ class PromptCache:
 
 
 class SlotCache:
-    """Keys and values of up to ``slots`` sequences: per layer [slots, H, capacity, D]. The capacity grows on demand.
+    """Key-value cache of up to ``slots`` sequences, per layer [slots, H, capacity, D]. ``capacity`` (tokens per row) grows on
+    demand.
 
-    Before a decoding step, :meth:`window` sets the number of rows that take part and the write position of each row.
-    :meth:`update` then returns the whole cache, which :func:`attend` reads as far as :meth:`mask` allows.
+    Before a decoding step, :meth:`window` sets the number of rows that take part in the step and the write position of each row.
+    :meth:`update` then returns the whole cache, and :func:`attend` reads the positions that :meth:`mask` allows.
     """
 
     is_compileable = False
@@ -71,7 +76,7 @@ class SlotCache:
         self._positions = torch.arange(0)
 
     def store(self, row: int, prompt: PromptCache) -> None:
-        """Copies the keys and values of a prompt to the beginning of ``row``."""
+        """Copies the keys and values of a prompt to the beginning of row ``row``."""
         if not self._keys:
             for keys, values in prompt.layers:
                 self._keys.append(keys.new_zeros(self.slots, keys.shape[1], 0, keys.shape[3]))
@@ -83,24 +88,26 @@ class SlotCache:
             own_values[row, :, :length] = values[0]
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copies the first ``length`` positions of row ``source`` over row ``target``."""
+        """Copies the first ``length`` positions of row ``source`` over those of row ``target``."""
         for memory in (*self._keys, *self._values):
             memory[target, :, :length] = memory[source, :, :length]
 
     def clear(self, row: int) -> None:
-        """Zeroes ``row``. A remaining NaN would reach the row's next request, because 0 * NaN is NaN."""
+        """Sets row ``row`` to 0. A remaining NaN would spoil the next request in this row, because 0 times NaN is NaN."""
         for memory in (*self._keys, *self._values):
             memory[row] = 0
 
     def window(self, rows: int, positions: torch.Tensor) -> None:
-        """Selects rows 0..rows-1 for the next forward pass. Row i writes at ``positions[i]`` and reads up to that position."""
+        """Selects rows 0 to ``rows`` - 1 for the next forward pass. Row i writes at position ``positions[i]`` and reads up to
+        there."""
         self._width = round_up(int(positions.max()) + 1, BLOCK)
         self._reserve(self._width)
         self._rows = torch.arange(rows)
         self._positions = positions
 
     def mask(self) -> torch.Tensor:
-        """Returns the boolean attention mask [rows, 1, 1, width] of the window: True where a row may attend."""
+        """Returns the boolean attention mask [rows, 1, 1, width] for the rows selected by :meth:`window`. True marks positions
+        that the row attends to."""
         return (torch.arange(self._width) <= self._positions[:, None])[:, None, None, :]
 
     def update(
@@ -138,10 +145,10 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes attention of ``query`` [B, H, L, D]; for L = 1, over the rows of a cache that may have more rows than the batch.
+    """Computes the attention of ``query`` [B, H, L, D] to ``key`` and ``value``. Returns [B, L, H, D].
 
-    For L = 1, ``key`` and ``value`` are [at least B, KV heads, capacity, D], and ``attention_mask`` [B, 1, 1, T] is True for the
-    first positions of a row. Returns [B, L, H, D].
+    For L = 1 (decoding), ``key`` and ``value`` are a whole cache [at least B, KV heads, capacity, D], which may have more rows than
+    the batch. ``attention_mask`` [B, 1, 1, T] is then True for the first positions of each row, and only these positions are read.
     """
     if query.shape[2] > 1:
         output: torch.Tensor
@@ -160,10 +167,11 @@ def attend(
 
 
 _SIGNATURE = "void(f4[:,:,::1], f4[:,:,:,::1], f4[:,:,:,::1], i8[::1], f4, f4[:,:,::1])"
-"""The only compiled signature: code for arrays of another layout would sum in another order."""
+"""Argument types of the only compiled version of the kernel. Code for arrays of another memory layout would sum in another
+order."""
 
 
-# Sums may be reordered for vector registers: the order is fixed at compile time and is the same for every row.
+# The compiler may reorder sums for vector registers. The order is fixed at compile time and is the same for every row.
 @numba.njit(_SIGNATURE, fastmath={"reassoc", "contract"}, error_model="numpy", nogil=True, cache=True)
 def _one_token(query, keys, values, lengths, scale, out):  # type: ignore[no-untyped-def]
     rows, heads, width = query.shape
@@ -196,7 +204,7 @@ def _one_token(query, keys, values, lengths, scale, out):  # type: ignore[no-unt
 
 
 class Batch:
-    """Up to ``places`` running requests of one model; ``requests[i]`` has row i of the cache.
+    """The running requests of one model, at most ``places``. Request ``requests[i]`` has row i of the key-value cache.
 
     The batch takes over ``model`` and replaces the model's attention by :func:`attend`.
 
@@ -214,15 +222,15 @@ class Batch:
         self.requests: list[Request] = []
         self.prefills = 0
         self.peak = 0
-        """Maximum number of cache tokens that a decoding step took."""
+        """Maximum number of tokens in the key-value cache at a decoding step."""
         self._cache = SlotCache(places)
         self._sampler: BatchSampler | None = None
         self._prompts: OrderedDict[tuple[int, ...], tuple[PromptCache, torch.Tensor]] = OrderedDict()
 
     def begin(self, request: Request) -> tuple[PromptCache, int, float]:
-        """Prefills the prompt of a request and, after a preemption, the response so far.
+        """Prefills the prompt of ``request`` and, after a preemption, the response so far.
 
-        Returns the cache for :meth:`join`, the next token and the log-probability of that token.
+        Returns the filled cache for :meth:`join`, the next token, and the log-probability of this token.
         """
         if request.tokens:
             memory, logits = self.read(request.prompt + request.tokens)
@@ -232,13 +240,13 @@ class Batch:
         return memory, token, logprob
 
     def join(self, request: Request, memory: PromptCache) -> None:
-        """Gives ``request`` the next row, filled with ``memory``."""
+        """Adds ``request`` to the batch, in the next row of the key-value cache. ``memory`` is copied to this row."""
         self._cache.store(len(self.requests), memory)
         self.requests.append(request)
         self._sampler = None
 
     def _read_prompt(self, prompt: tuple[int, ...]) -> tuple[PromptCache, torch.Tensor]:
-        """Returns the cache and the last logits of a prompt. Equal prompts (a prompt group) share one prefill."""
+        """Returns the key-value cache and the last logits of a prompt. Equal prompts (a prompt group) share one prefill."""
         if prompt not in self._prompts:
             self._prompts[prompt] = self.read(prompt)
             if len(self._prompts) > _PROMPTS_KEPT:
@@ -253,7 +261,8 @@ class Batch:
         return cache, output.logits[:, -1].float()
 
     def step(self) -> tuple[list[int], list[float]]:
-        """Draws the next token of every request. Returns token ids (-1 if the logits are not finite) and logprobs by row."""
+        """Draws the next token of every request. Returns token ids (-1 if the logits are not finite) and log-probabilities, in
+        the order of the rows."""
         requests = self.requests
         count = len(requests)
         lengths = [request.length for request in requests]
@@ -280,7 +289,8 @@ class Batch:
         return tokens, logprobs
 
     def keep(self, rows: list[int]) -> None:
-        """Removes all rows except ``rows``. The last rows move into the gaps, so that running requests have the first rows."""
+        """Removes all requests except those in ``rows``. The last rows move into the gaps, so that the remaining requests have
+        the first rows."""
         count = len(rows)
         movers = [row for row in rows if row >= count]
         kept = set(rows)
@@ -294,7 +304,7 @@ class Batch:
         self._sampler = None
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copies ``weights`` (name -> tensor) into the model of an empty batch. Tied weights need only one name.
+        """Copies ``weights`` (parameter name -> tensor) into the model of an empty batch. Tied weights need only one name.
 
         Raises:
             ValueError: a parameter is missing, a name is unknown or a shape differs. Nothing is written in that case.

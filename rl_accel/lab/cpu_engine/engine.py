@@ -1,7 +1,7 @@
 """A small generation engine on CPU: continuous batching of a transformers causal LM, independent of verl and Ray.
 
-One thread owns the model and all state. A public method posts a command and returns a :class:`concurrent.futures.Future`; the
-thread executes the command between two decoding steps.
+One thread owns the model and all state. A public method posts a command to this thread and returns a
+:class:`concurrent.futures.Future`. The thread executes the command between two decoding steps.
 """
 
 import contextlib
@@ -23,22 +23,22 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Continuous batching over ``model``, which must be in eval mode with full attention in every layer.
+    """Generation engine with continuous batching over ``model``.
 
-    The engine takes over ``model`` and replaces the model's attention by one that decodes over the engine's cache.
+    The engine takes over ``model`` and replaces the model's attention by a function that decodes over the engine's cache.
 
     Args:
-        model: a transformers causal LM on CPU.
+        model: a transformers causal LM on CPU, in eval mode, with full attention in every layer.
         eos_token_ids: tokens that end a response.
         max_num_seqs: maximum number of requests decoded together; further requests wait in order of arrival.
         max_model_len: maximum number of tokens of prompt and response together.
-        seed: seed of the engine; a request without a seed gets one derived from this seed and the request id.
-        seconds_per_step: minimum seconds of a decoding step; 0 for no minimum. Imitates a GPU engine, whose steps take about
-            the same time for few requests as for many and leave the CPU to other processes meanwhile.
-        kv_tokens: maximum number of tokens (prompts and responses so far) of all running requests together, like the size of
-            a GPU engine's key-value cache; None for no limit. Before a decoding step that would exceed the limit, the
-            youngest request is preempted: the request waits at the front of the queue until there is room, and its prompt
-            and response so far are prefilled again. The tokens stay the same; log-probabilities differ by rounding only.
+        seed: seed of the engine. A request without a seed gets a seed derived from the engine's seed and the request id.
+        seconds_per_step: minimum seconds of a decoding step; 0 for no minimum. Imitates a GPU engine, whose steps take about the
+            same time for few requests as for many and leave the CPU to other processes meanwhile.
+        kv_tokens: maximum number of tokens (prompts and responses so far) of all running requests together, like the size of a GPU
+            engine's key-value cache; None for no limit. Before a decoding step that would exceed the limit, the youngest request is
+            preempted. This request waits at the front of the queue until there is room, and its prompt and response so far are
+            prefilled again. The tokens stay the same; log-probabilities differ by rounding only.
 
     Raises:
         ValueError: the model has layers without full attention, or a limit is out of range.
@@ -66,7 +66,7 @@ class Engine:
         self._seed = seed
         self.seconds_per_step = seconds_per_step
         self._commands: queue.SimpleQueue[tuple[Callable[[], None], Future[Any]]] = queue.SimpleQueue()
-        self._gate = threading.Lock()  # no command enters the queue after the queue was last emptied
+        self._gate = threading.Lock()  # no command enters the queue after the last command was removed
         self._paused = False
         self._stopping = False
         self._closed = False
@@ -82,7 +82,7 @@ class Engine:
         prompt_ids: Iterable[int],
         params: SamplingParams,
     ) -> "Future[Generation]":
-        """Queues a request. Cancelling the returned future drops the request.
+        """Queues a request and returns the future of its output. Cancelling the future drops the request.
 
         Raises:
             ValueError: the prompt is empty, leaves no room for a response, holds a token id outside the vocabulary, or exceeds
@@ -104,19 +104,22 @@ class Engine:
         return request.future
 
     def ends(self, token: int, params: SamplingParams) -> bool:
-        """Returns whether ``token`` ends a response."""
+        """Returns whether ``token`` ends a response with the sampling parameters ``params``."""
         return (token in self._eos and not params.ignore_eos) or token in params.stop_token_ids
 
     def abort(self, request_id: str) -> "Future[int]":
-        """Ends every request with this id as "aborted"; the future resolves to the number of ended requests."""
+        """Ends every request with the id ``request_id`` as "aborted". The returned future resolves to the number of ended
+        requests."""
         return self._call(lambda: self._abort(lambda request: request.request_id == request_id))
 
     def abort_all(self) -> "Future[int]":
-        """Ends every request as "aborted"; the future resolves to the number of ended requests. Later requests are not held."""
+        """Ends every request as "aborted". The returned future resolves to the number of ended requests. Requests submitted
+        later run as usual."""
         return self._call(lambda: self._abort(lambda request: True))
 
     def pause(self) -> "Future[int]":
-        """Like :meth:`abort_all`, but holds later requests until :meth:`resume`."""
+        """Ends every request as "aborted", and holds requests that are submitted later until :meth:`resume`. The returned future
+        resolves to the number of ended requests."""
         return self._call(self._pause)
 
     def resume(self) -> "Future[None]":
@@ -124,19 +127,19 @@ class Engine:
         return self._call(self._resume)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> "Future[None]":
-        """Copies ``weights`` (name -> tensor) into the model. Nothing is written unless all tensors fit.
+        """Copies ``weights`` (parameter name -> tensor) into the model. Nothing is written unless all tensors fit.
 
-        The future fails with :class:`EngineError` while a request is decoding or preempted, and with ValueError for a missing or
-        unknown name or a different shape.
+        The returned future fails with :class:`EngineError` while a request is decoding or preempted. The future fails with
+        ValueError for a missing name, an unknown name or a different shape.
         """
         return self._call(lambda: self._load(weights))
 
     def stats(self) -> "Future[EngineStats]":
-        """Returns a future that resolves to the counts of this engine."""
+        """Returns a future that resolves to the counts and the cache usage of this engine."""
         return self._call(self._stats)
 
     def close(self) -> None:
-        """Aborts all requests and ends the thread. Further commands fail with :class:`EngineError`."""
+        """Aborts all requests and ends the engine's thread. Further commands fail with :class:`EngineError`."""
         with contextlib.suppress(EngineError):
             self._call(self._close)
         self._thread.join()
@@ -184,7 +187,7 @@ class Engine:
                     future.set_exception(EngineError("the engine is closed"))
 
     def _run_once(self) -> None:
-        """Executes commands, admits requests and decodes one token of each running request."""
+        """Executes queued commands, admits waiting requests, and decodes one token of each running request."""
         self._run_commands(wait=self._paused or not (self._scheduler.waiting or self._batch.requests))
         if self._paused:
             return
@@ -230,7 +233,7 @@ class Engine:
             self._batch.keep(rows)
 
     def _append(self, request: Request, token: int, logprob: float) -> bool:
-        """Records a token; returns whether the request has ended."""
+        """Adds a drawn token to the response of ``request``. Returns whether the request has ended."""
         if token < 0:
             self._fail(request, EngineError(f"request {request.request_id}: the model gave logits that are not finite"))
             return True

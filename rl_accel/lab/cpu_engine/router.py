@@ -1,4 +1,4 @@
-"""Runs the real ``sglang-router`` in front of CPU servers, with the same options as slime."""
+"""Runs the real ``sglang-router`` in front of CPU engine servers, with the same options as slime."""
 
 import socket
 import subprocess
@@ -18,7 +18,8 @@ _START_SECONDS = 120.0
 
 @contextmanager
 def sglang_router(servers: Sequence[str]) -> Iterator[str]:
-    """Runs a router in front of the servers with addresses ``servers`` and yields the router's address. The block ends the router.
+    """Runs a router in front of the servers at the addresses ``servers`` during the ``with`` block. Yields the address of the
+    router.
 
     Raises:
         RlAccelError: the router did not start or does not list all servers. The message contains the end of the router's output.
@@ -27,7 +28,7 @@ def sglang_router(servers: Sequence[str]) -> Iterator[str]:
     address = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(prometheus), "--worker-urls", *servers, "--log-level", "warn"]
-    command += ["--disable-circuit-breaker", "--disable-health-check"]  # as slime sets them
+    command += ["--disable-circuit-breaker", "--disable-health-check"]  # slime sets the same two options
     with (
         tempfile.TemporaryFile("w+") as output,  # an unread pipe would fill up and block the router
         subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process,

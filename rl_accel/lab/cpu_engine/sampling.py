@@ -1,8 +1,9 @@
-"""Sampling that depends only on the request: seed, position and logits.
+"""Token sampling that depends only on the seed, the position and the logits of a request.
 
-A token is drawn by inverting the cumulative distribution at a uniform number that is a hash of (seed, position). There is
-no generator state. The tokens of a request therefore depend neither on the other requests of the batch nor on the time of
-joining. They are also the same after an abort, if the request is resumed with these tokens as part of the prompt.
+A token is drawn by inverting the cumulative distribution at a uniform random number. This number is a hash of (seed, position), so
+there is no generator state. The tokens of a request therefore depend neither on the other requests of the batch nor on the time at
+which the request joins the batch. After an abort, the same tokens follow if the request is resumed with the tokens so far as part
+of the prompt.
 """
 
 import hashlib
@@ -16,16 +17,23 @@ import numpy.typing as npt
 import torch
 
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0, "n": 1}
-"""Parameters of other engines, each with the only accepted value: the one without effect."""
+"""Sampling parameters of other engines with the only value that is accepted here. This value has no effect."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of one request.
 
-    ``temperature`` 0 means greedy. ``top_k`` -1 or 0 and ``top_p`` 1 mean no truncation. If ``seed`` is None, the engine derives
-    a seed from the engine's seed and the request id. ``logprobs`` requests the log-probability of each sampled token under
-    the distribution that the token was drawn from (after temperature and truncation; for greedy, the plain softmax).
+    Attributes:
+        max_tokens: maximum number of tokens of the response.
+        temperature: 0 means greedy.
+        top_k: number of likeliest tokens to draw from; -1 or 0 for no truncation.
+        top_p: probability mass of the likeliest tokens to draw from; 1 for no truncation.
+        seed: seed of the request. If None, the engine derives a seed from the engine's seed and the request id.
+        logprobs: whether to return the log-probability of each sampled token under the distribution that the token was drawn from
+            (after temperature and truncation; for greedy, the plain softmax).
+        ignore_eos: whether the end tokens of the model do not end the response.
+        stop_token_ids: further tokens that end the response.
     """
 
     max_tokens: int = 16
@@ -53,7 +61,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, params: Mapping[str, Any], **defaults: Any) -> "SamplingParams":
-        """Builds parameters from the dict that an agent loop sends; ``defaults`` apply to keys that are absent or None.
+        """Builds parameters from the dict of an agent loop. ``defaults`` apply to keys of ``params`` that are absent or None.
 
         Raises:
             ValueError: a key is unknown, or a value is unsupported or out of range.
@@ -74,20 +82,21 @@ class SamplingParams:
             values["stop_token_ids"] = tuple(values["stop_token_ids"])
         values["logprobs"] = not any(
             values.get("logprobs") is off for off in (None, False)
-        )  # 0 requests the drawn token's logprob
+        )  # the value 0 also requests the log-probability of the drawn token
         return cls(**values)
 
 
 def derive_seed(*parts: int | str | None) -> int:
-    """Returns a 64-bit seed that depends on every part and on nothing else (not on PYTHONHASHSEED)."""
+    """Returns a 64-bit seed computed from ``parts`` alone. The seed does not depend on the process or on PYTHONHASHSEED."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Returns float64 uniforms in [0, 1), one per row, from uint64 ``seeds`` [B] and ``positions`` [B].
+    """Returns one random number per row, float64 and uniform in [0, 1), from uint64 ``seeds`` [B] and ``positions`` [B].
 
-    Each uniform is the number at that position in the SplitMix64 stream of that seed (Steele, Lea and Flood, 2014).
+    Each random number is the element at the row's position in the SplitMix64 stream of the row's seed (Steele, Lea and Flood,
+    2014).
     """
     with np.errstate(over="ignore"):
         z: npt.NDArray[np.uint64] = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -98,7 +107,8 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -
 
 
 class BatchSampler:
-    """Sampling parameters of the running requests as arrays. Rebuilt when the batch changes; used at every step."""
+    """Sampler for the running requests of a batch, with sampling parameters as arrays. A new sampler is built when the batch
+    changes. The sampler is called at every decoding step."""
 
     def __init__(self, params: Sequence[SamplingParams], seeds: Sequence[int]) -> None:
         temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32)
@@ -113,11 +123,11 @@ class BatchSampler:
         """Draws one token per row.
 
         Args:
-            logits: [B, V] float32.
-            positions: [B], index of each new token in the whole sequence (prompt and response).
+            logits: [B, V] float32, one row per request.
+            positions: [B], index of each new token in the sequence of prompt and response.
 
         Returns:
-            Token ids and log-probabilities, both of length B. A row whose logits are not finite gives token -1.
+            Token ids and log-probabilities of the tokens, both of length B. A row whose logits are not finite gives token id -1.
         """
         if self._rescale:
             logits = logits / self._scale
@@ -128,8 +138,8 @@ class BatchSampler:
                 logprobs[row] = _truncate(logprobs[row], params)
         cumulative = logprobs.double().exp_().cumsum_(dim=-1)
         u = torch.from_numpy(uniforms(self._seeds, np.asarray(positions, dtype=np.uint64)))
-        # The target is strictly below the last entry despite rounding, and right=True finds the first entry strictly above
-        # the target. A token of zero probability is therefore never drawn.
+        # The target is strictly below the last cumulative sum despite rounding, and right=True finds the first cumulative sum
+        # strictly above the target. A token of zero probability is therefore never drawn.
         mass = cumulative[:, -1]
         target = torch.minimum(u * mass, torch.nextafter(mass, torch.zeros_like(mass)))
         tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
@@ -142,7 +152,8 @@ class BatchSampler:
 
 
 def _truncate(logprobs: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Keeps the ``top_k`` likeliest tokens, then the smallest set of these tokens with at least ``top_p`` of the mass."""
+    """Keeps the ``top_k`` likeliest tokens, then the smallest set of these tokens with at least ``top_p`` of the probability
+    mass. Returns log-probabilities [V], -inf for dropped tokens."""
     values, order = logprobs.sort(descending=True, stable=True)
     drop = torch.zeros_like(values, dtype=torch.bool)
     if 0 < params.top_k < values.numel():

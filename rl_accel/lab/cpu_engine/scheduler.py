@@ -1,9 +1,9 @@
-"""Scheduling of requests in order of arrival, within the number of slots and a budget of key-value cache.
+"""Scheduler of the CPU engine: admits requests in order of arrival, within a number of slots and a budget of key-value cache.
 
-Only the front of the queue is admitted. Only the youngest running request is preempted; it goes back to the front. The running
-requests are therefore always the oldest, the oldest request is never preempted and always advances, and no request starves.
-A preempted request is readmitted only after other requests have made room, never at once. Each readmission draws a token, so
-two requests cannot preempt each other forever without progress.
+Only the request at the front of the queue is admitted. Only the youngest running request is preempted, and it goes back to the
+front of the queue. The running requests are therefore always the oldest. The oldest request is never preempted and always advances,
+so no request starves. A preempted request is readmitted only after other requests have made room, never at once. Each readmission
+draws a token, so two requests cannot preempt each other forever without progress.
 """
 
 from collections import deque
@@ -14,18 +14,22 @@ from dataclasses import dataclass, field
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
 
 HEADROOM = 8
-"""Number of decoding steps that the budget must cover, for all running requests and the new one, to admit a request."""
+"""Number of decoding steps for which the cache budget must suffice when a request is admitted, counting all running requests and
+the new request."""
 
 
 class EngineError(RuntimeError):
-    """The engine cannot execute a command in the present state, or a request failed inside the engine."""
+    """Raised if the engine cannot execute a command in the present state, or if a request failed inside the engine."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Output of a request. ``stop_reason`` is "completed" (end token or length) or "aborted" (tokens so far).
+    """Output of an ended request.
 
-    ``preemptions``: number of times that the request lost its cache to older requests and had to be prefilled again.
+    Attributes:
+        logprobs: log-probability of each token; None if not requested.
+        stop_reason: "completed" (an end token or the maximum length was reached) or "aborted" (the tokens so far are returned).
+        preemptions: number of times that the request lost its cache to older requests and had to be prefilled again.
     """
 
     token_ids: list[int]
@@ -36,10 +40,16 @@ class Generation:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counts since the engine started, current requests (a preempted request is waiting), and key-value cache usage in tokens.
+    """Counts of an engine since the start, current numbers of requests, and key-value cache usage.
 
-    ``kv_used``: current usage by running requests. ``kv_peak``: maximum usage of a decoding step. ``kv_tokens``: limit; None
-    for no limit.
+    Attributes:
+        tokens, decode_steps, prefills: numbers of generated tokens, of decoding steps and of prefilled sequences.
+        completed, aborted, failed: numbers of ended requests by outcome.
+        running, waiting: current numbers of requests; a preempted request is waiting.
+        preemptions: number of preemptions since the start.
+        kv_tokens: limit of the key-value cache in tokens; None for no limit.
+        kv_used: tokens of key-value cache that running requests use now.
+        kv_peak: maximum number of tokens of key-value cache at a decoding step.
     """
 
     tokens: int
@@ -59,7 +69,7 @@ class EngineStats:
 
 @dataclass
 class Request:
-    """A request inside the engine, with the output so far."""
+    """A request inside the engine, with the part of the response generated so far."""
 
     request_id: str
     prompt: list[int]
@@ -77,10 +87,10 @@ class Request:
 
 
 class Scheduler:
-    """Queue of an engine, with limits on the number and on the key-value cache of the running requests.
+    """Queue of the engine's waiting requests. Limits the number and the key-value cache of running requests.
 
-    A running request takes one token of cache per token of its prompt and its response so far. Equal prompts are not shared:
-    each one counts.
+    A running request takes one token of cache for each token of its prompt and of its response so far. Requests with equal prompts
+    do not share cache.
 
     Args:
         places: maximum number of running requests.
@@ -102,7 +112,7 @@ class Scheduler:
         self._arrived = 0
 
     def check_fits(self, request: Request, longest: int) -> None:
-        """Raises ValueError if ``request``, at a length of ``longest`` tokens, exceeds the budget on its own."""
+        """Raises ValueError if ``request`` alone exceeds the cache budget when prompt and response have ``longest`` tokens."""
         if self.kv_tokens is not None and longest > self.kv_tokens:
             raise ValueError(
                 f"request {request.request_id}: a prompt of {len(request.prompt)} tokens and a response of up to "
@@ -110,13 +120,14 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queues a request that has just arrived."""
+        """Adds a request that has just arrived to the end of the queue."""
         self._arrived += 1
         request.arrival = self._arrived
         self.waiting.append(request)
 
     def next(self, running: Sequence[Request]) -> Request | None:
-        """Removes the front request from the queue and returns it if it may join ``running``; otherwise returns None."""
+        """Removes and returns the request at the front of the queue if slots and cache budget allow this request to join
+        ``running``. Otherwise returns None."""
         if not self.waiting or len(running) >= self._places:
             return None
         if self.kv_tokens is not None and running:
@@ -126,7 +137,8 @@ class Scheduler:
         return self.waiting.popleft()
 
     def preempt(self, running: Sequence[Request]) -> list[int]:
-        """Moves the youngest of ``running`` back into the queue until the others fit for a step; returns the rows that stay."""
+        """Moves the youngest of the ``running`` requests back into the queue, one by one, until the cache budget suffices for a
+        decoding step. Returns the rows of the requests that keep running."""
         rows = list(range(len(running)))
         if self.kv_tokens is None:
             return rows
@@ -142,11 +154,11 @@ class Scheduler:
 
     @property
     def preempted(self) -> int:
-        """Number of requests in the queue that have begun already."""
+        """Number of requests in the queue that have already generated tokens."""
         return sum(bool(request.tokens) for request in self.waiting)
 
     def drop(self, chosen: Callable[[Request], bool]) -> list[Request]:
-        """Removes the requests for which ``chosen`` is true from the queue and returns these requests."""
+        """Removes the requests for which ``chosen`` returns True from the queue, and returns these requests."""
         dropped = [request for request in self.waiting if chosen(request)]
         self.waiting = deque(request for request in self.waiting if not chosen(request))
         return dropped

@@ -1,4 +1,4 @@
-"""``rl-accel serve-cpu``: serves the CPU engine over the HTTP endpoints of SGLang that slime's rollout code uses.
+"""Command ``rl-accel serve-cpu``: serves the CPU engine over the HTTP endpoints of SGLang that slime's rollout code uses.
 
 A real ``sglang-router`` can run in front of this server (:mod:`rl_accel.lab.cpu_engine.router`). Request and response bodies follow
 SGLang's native API (``/generate`` and others).
@@ -26,12 +26,12 @@ from rl_accel.lab.cpu_engine.sampling import SamplingParams
 from rl_accel.lab.cpu_engine.scheduler import EngineError, EngineStats, Generation
 
 _TEXT_OPTIONS = {"no_stop_trim": True, "spaces_between_special_tokens": False, "skip_special_tokens": None}
-"""Detokenization options of a request. Every value that slime sends is accepted."""
+"""Detokenization options among the sampling parameters of a request. The server accepts every value that slime sends."""
 _NOT_DONE = ("stream", "stop", "stop_regex", "json_schema", "regex", "ebnf", "custom_params", "image_data", "lora_path")
 
 
 class Service:
-    """HTTP handlers of an SGLang server.
+    """HTTP handlers of a server with SGLang's API.
 
     Args:
         engine: generation engine.
@@ -46,7 +46,10 @@ class Service:
         return await asyncio.wrap_future(self.engine.stats())
 
     async def generate(self, request: Request) -> Response:
-        """``POST /generate``: ``input_ids`` or ``text``; optionally ``sampling_params``, ``rid`` and ``return_logprob``."""
+        """Handles ``POST /generate``. The body holds ``input_ids`` or ``text``.
+
+        The keys ``sampling_params``, ``rid`` (the request id) and ``return_logprob`` are optional.
+        """
         body = await request.json()
         try:
             call = _Call(self, body)
@@ -68,7 +71,8 @@ class Service:
             gone.cancel()
 
     async def abort_request(self, request: Request) -> Response:
-        """``POST /abort_request``: ``{"rid": ...}`` or ``{"abort_all": true}``. An unknown id is no error.
+        """Handles ``POST /abort_request`` with the body ``{"rid": ...}`` or ``{"abort_all": true}``. An unknown request id is no
+        error.
 
         The response comes at once, but the scheduler sees the abort only after the current decoding step, as in SGLang.
         """
@@ -81,7 +85,7 @@ class Service:
         return Response()
 
     async def loads(self, _: Request) -> Response:
-        """``GET /v1/loads``."""
+        """Handles ``GET /v1/loads``: returns numbers of requests and the use of the key-value cache."""
         stats = await self.stats()
         load: dict[str, float] = {
             "num_running_reqs": stats.running,
@@ -94,7 +98,7 @@ class Service:
         return JSONResponse({"loads": [load]})
 
     async def metrics(self, _: Request) -> Response:
-        """``GET /metrics``. Without a limit on the key-value cache, the limit and the share in use are omitted."""
+        """Handles ``GET /metrics``. If the key-value cache has no limit, the limit and the share in use are omitted."""
         stats = await self.stats()
         values: dict[str, float] = {
             "num_running_reqs gauge": stats.running,
@@ -113,7 +117,7 @@ class Service:
         return PlainTextResponse("\n".join(lines) + "\n")
 
     async def ok(self, _: Request) -> Response:
-        """``GET /health``."""
+        """Handles ``GET /health``."""
         return JSONResponse({"success": True})
 
 
@@ -143,7 +147,7 @@ class _Call:
         self.done = asyncio.wrap_future(service.engine.submit(self._rid, prompt, self._params))
 
     def answer(self, generation: Generation) -> dict[str, Any]:
-        """Returns the response body of a finished request."""
+        """Returns the body of the HTTP response for the finished ``generation``."""
         reason: dict[str, Any]
         tokens = generation.token_ids
         if generation.stop_reason == "aborted":
@@ -179,7 +183,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def application(service: Service) -> Starlette:
-    """Returns the ASGI application of ``service``."""
+    """Returns the ASGI application that routes HTTP requests to the handlers of ``service``."""
     return Starlette(
         routes=[
             Route("/generate", service.generate, methods=["POST"]),
@@ -241,7 +245,8 @@ def serve_cpu(
         url = f"http://{host}:{listener.getsockname()[1]}"
         click.echo(f"serving {model} at {url}")
         app = application(Service(engine, tokenizer))
-        # With a hundred kept-alive connections, slime's HTTP client spends CPU seconds on the search for an idle one.
+        # Connections are not kept alive. With a hundred connections, slime's HTTP client spends CPU seconds on the search for an
+        # idle connection.
         config = uvicorn.Config(app, log_level="warning", headers=[("Connection", "close")])
         try:
             uvicorn.Server(config).run(sockets=[listener])

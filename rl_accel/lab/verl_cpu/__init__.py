@@ -1,7 +1,7 @@
-"""Real verl on a machine without an accelerator: ``VERL_PLATFORM=cpu`` and ``rollout.name=hf_cpu``.
+"""Support for real verl on a machine without an accelerator, with ``VERL_PLATFORM=cpu`` and ``rollout.name=hf_cpu``.
 
-Nothing here runs unless ``VERL_USE_EXTERNAL_MODULES`` names :mod:`rl_accel.lab.verl_cpu.plugin`. Every process that imports
-verl then calls :func:`activate`.
+The package is inactive unless the environment variable ``VERL_USE_EXTERNAL_MODULES`` names :mod:`rl_accel.lab.verl_cpu.plugin`. In
+this case, every process that imports verl calls :func:`activate`.
 """
 
 import os
@@ -16,7 +16,7 @@ PLATFORM = "cpu"
 ROLLOUT = "hf_cpu"
 
 _ENVIRONMENT = {
-    "VERL_ENGINE_DEVICE": "cuda",  # verl registers engines by device; its FSDP engine for cuda runs anywhere
+    "VERL_ENGINE_DEVICE": "cuda",  # verl registers engines by device; the FSDP engine for cuda runs anywhere
     "OMP_NUM_THREADS": "1",  # Ray's workers share the cores; one thread fixes the order of sums
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -25,13 +25,13 @@ _active = False
 
 
 def activate() -> None:
-    """Registers the CPU platform and the ``hf_cpu`` rollout with verl, and schedules the patches for a CPU. Idempotent.
+    """Registers the CPU platform and the ``hf_cpu`` rollout with verl, and schedules the patches of verl for a CPU. Idempotent.
 
-    Called during verl's import, before verl looks up its platform. Imports no modules that the patches change: each patch is
-    applied when its module is imported. Environment variables that are already set keep their values.
+    Runs while verl is imported, before verl looks up its platform. Does not import the modules that the patches change, because
+    each patch is applied when its module is imported. Environment variables that are already set keep their values.
 
     Raises:
-        PatchRefused: a patch does not fit this version of verl (raised when the patched module is imported).
+        PatchRefused: a patch does not fit this version of verl. Raised later, when the module to patch is imported.
     """
     global _active
     if _active:

@@ -1,10 +1,12 @@
-"""Patches of verl for a CPU. They replace assumptions of an accelerator that verl's platform interface cannot change, and make runs
-reproducible. Before anything starts, a check of the configuration lists the overrides that a run on a CPU still needs.
+"""Patches of verl for a CPU, and a check of verl's configuration.
 
-Two runs with the same seed are equal row by row, so that an A/B on a CPU compares training and not random noise. Stock verl names
-prompts by random uuids, samples tokens on an unseeded server and passes a batch to the trainer in order of completion. Here, a
-response's seed derives from the run's seed, the step, the prompt's index in order of submission and the session. A batch is in
-order of submission. No response is added to or removed from a batch.
+Some patches replace code of verl that assumes an accelerator and that verl's platform interface cannot change. Other patches make
+runs reproducible. The check runs before a trainer starts, and lists the overrides that a run on a CPU still needs.
+
+With the patches, two runs with the same seed produce equal batches, row by row. An A/B on a CPU then compares training and not
+random noise. Stock verl names prompts by random uuids, samples tokens on an unseeded server, and passes a batch to the trainer in
+order of completion. With the patches, the seed of a response derives from the seed of the run, the step, the session, and the index
+of the prompt in order of submission. A batch is sorted by order of submission. No response is added to or removed from a batch.
 """
 
 import os
@@ -77,7 +79,7 @@ def _number_prompts(original: Callable[..., Any], _settings: Any) -> Callable[..
         if "priority" not in prompts:
             import torch
 
-            # verl's V0 manager fills this column the same way; engines on a CPU do not schedule by priority.
+            # verl's V0 agent loop manager numbers prompts in this column too. Engines on a CPU do not schedule by priority.
             prompts["priority"] = torch.tensor([next(numbers) for _ in range(len(prompts))], dtype=torch.int64)
         return original(self, prompts)
 
@@ -126,10 +128,10 @@ def _order_rows(original: Callable[..., Any], _settings: Any) -> Callable[..., A
 
 
 def check_config(config: Any) -> None:
-    """Checks the whole configuration of a verl trainer.
+    """Checks whether a verl trainer with this configuration can run on a CPU.
 
     Raises:
-        ConfigError: some settings cannot work on a CPU; the message lists all of them.
+        ConfigError: at least one setting cannot work on a CPU. The message lists every such setting, as the override to add.
     """
     problems = list(find_problems(config))
     if problems:
@@ -141,7 +143,7 @@ def check_config(config: Any) -> None:
 
 
 def find_problems(config: Any) -> Iterator[tuple[str, str]]:
-    """Yields ``(override, reason)`` for each setting in ``config`` that cannot work on a CPU."""
+    """Yields ``(override, reason)`` for each setting in ``config`` that cannot work on a CPU. The override corrects the setting."""
 
     def get(key: str, default: Any = None) -> Any:
         value = OmegaConf.select(config, key, default=default)

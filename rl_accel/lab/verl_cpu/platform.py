@@ -1,4 +1,4 @@
-"""verl's platform interface for a machine without an accelerator."""
+"""Implementation of verl's platform interface for a machine without an accelerator."""
 
 import types
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from verl.plugin.platform.platform_base import PlatformBase
 
 
 def _device_module() -> types.ModuleType:
-    """Returns a substitute for ``torch.cuda``: functions of ``torch.cpu``, and constants for device and memory queries."""
+    """Returns a substitute for ``torch.cuda``: functions of ``torch.cpu``, and constant results for device and memory queries."""
 
     def always(value: Any) -> Callable[..., Any]:
         return lambda *_args, **_kwargs: value
@@ -44,7 +44,7 @@ def _device_module() -> types.ModuleType:
 
 
 class PlatformCPU(PlatformBase):
-    """verl platform on CPU cores. Each rank takes one unit of a Ray resource named GPU; the unit is not a real device."""
+    """Platform of verl on CPU cores. Each rank takes one unit of the Ray resource named GPU. This unit is not a real device."""
 
     device_name = "cpu"
     vendor_name = "cpu"
@@ -91,7 +91,7 @@ class PlatformCPU(PlatformBase):
     def profiler_stop(self) -> None: ...
 
     def ray_resource_name(self) -> str:
-        return "GPU"  # before verl starts workers, it counts only the resources GPU and NPU
+        return "GPU"  # verl checks only the resources GPU and NPU before it starts workers
 
     def ray_noset_envvars(self) -> list[str]:
         return []

@@ -1,4 +1,4 @@
-"""Registers the CPU platform when verl imports this module: ``VERL_USE_EXTERNAL_MODULES=rl_accel.lab.verl_cpu.plugin``."""
+"""Registers the CPU platform when verl imports this module, with ``VERL_USE_EXTERNAL_MODULES=rl_accel.lab.verl_cpu.plugin``."""
 
 from rl_accel.lab import verl_cpu
 

@@ -1,5 +1,8 @@
-"""The rollout engine ``rollout.name=hf_cpu``: the server actor for verl's client and checkpoint engine, the replica that starts the
-actor, and the trainer's side of weight updates."""
+"""Rollout engine ``rollout.name=hf_cpu``, with which verl generates responses on a CPU.
+
+:class:`CPURolloutServer` is the Ray actor that verl's client and checkpoint engine call. :class:`CPURolloutReplica` starts this
+actor. :class:`CPUServerAdapter` sends new weights from the training workers to the actor.
+"""
 
 import asyncio
 import logging
@@ -27,10 +30,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class CPURolloutServer:
-    """One replica of the rollout model, with the methods that verl calls on a vLLM or SGLang server actor.
+    """Server of one replica of the rollout model, with the methods that verl calls on a vLLM or SGLang server actor.
 
-    A failed request raises only to its own caller. If a caller is cancelled (``ray.cancel`` on the reference of
-    :meth:`generate`), its slot in the batch is free before the next token.
+    The exception of a failed request reaches only the caller of this request. After ``ray.cancel`` on the reference of a
+    :meth:`generate` call, the slot of the request is free before the next token is decoded.
     """
 
     def __init__(self, config: Any, model_config: Any, replica_rank: int) -> None:
@@ -69,10 +72,12 @@ class CPURolloutServer:
         mm_processor_kwargs: Any = None,
         priority: int = 0,
     ) -> TokenOutput:
-        """Generates one response; prompt and response are token ids.
+        """Generates one response. Prompt and response are sequences of token ids.
+
+        While the server rejects requests (see :meth:`abort_all_requests`), returns an empty response with stop reason "aborted".
 
         Raises:
-            ValueError: the prompt does not fit, a sampling parameter is unknown, or images, video or audio are given.
+            ValueError: the prompt is invalid or too long, a sampling parameter is unknown, or images, video or audio are given.
             EngineError: the request failed inside the engine.
         """
         if any(data is not None for data in (image_data, video_data, audio_data)):
@@ -104,7 +109,7 @@ class CPURolloutServer:
         )
 
     async def load_weights(self, weights: dict[str, torch.Tensor], global_steps: int | None) -> None:
-        """Loads ``weights`` as version ``global_steps``; None keeps the version number."""
+        """Loads ``weights`` (name -> tensor) into the model as version ``global_steps``. None keeps the current version number."""
         await asyncio.wrap_future(self._engine.load_weights(weights))
         if global_steps is not None:
             self._global_steps = global_steps
@@ -113,7 +118,7 @@ class CPURolloutServer:
         self._global_steps = global_steps
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """Ends all requests; later requests wait for :meth:`resume_generation`, or return at once if ``reject_request``."""
+        """Ends all requests. Later requests wait for :meth:`resume_generation`, or are aborted at once if ``reject_request``."""
         self._rejecting, self._paused = reject_request, True
         return {"aborted_count": await asyncio.wrap_future(self._engine.pause())}
 
@@ -122,20 +127,20 @@ class CPURolloutServer:
         await asyncio.wrap_future(self._engine.resume())
 
     async def abort_request(self, request_id: str) -> dict[str, Any]:
-        """Ends the requests with this id."""
+        """Ends the requests with the id ``request_id``. ``aborted`` in the result tells whether there were such requests."""
         count = await asyncio.wrap_future(self._engine.abort(request_id))
         return {"aborted": count > 0, "request_id": request_id}
 
     async def sleep(self) -> None:
-        """Waits for the requests in flight, as vLLM's server does before it frees its memory."""
+        """Waits until all requests in flight have ended, as vLLM's server does before it frees GPU memory."""
         if self._inflight and not self._paused:
             await asyncio.wait(self._inflight)
 
     async def get_stats(self) -> EngineStats:
-        """Returns the engine's counters."""
+        """Returns the counters of the engine, such as the number of preemptions."""
         return await asyncio.wrap_future(self._engine.stats())
 
-    # The rest of the protocol manages accelerator memory and profiling, which a CPU engine does not need.
+    # verl calls these methods to manage accelerator memory and profiling. An engine on a CPU needs neither.
 
     async def wake_up(self, tags: list[str] | None = None) -> None: ...
 
@@ -154,9 +159,11 @@ _OPTIONS = ("seconds_per_step", "kv_tokens", "weight_tokens")
 
 
 def _engine_options(config: RolloutConfig, max_model_len: int) -> dict[str, Any]:
-    """Returns the engine's options from ``rollout.engine_kwargs.hf_cpu``, whose keys must be among :data:`_OPTIONS`.
+    """Reads the options of the engine from ``rollout.engine_kwargs.hf_cpu``. Returns them as arguments of :class:`Engine`.
 
-    Any single request must fit into the server's budget, see :func:`server_budget`.
+    Raises:
+        ValueError: a key is not among :data:`_OPTIONS`, ``weight_tokens`` is invalid, or the server's cache (:func:`server_budget`)
+            has fewer than ``max_model_len`` tokens, so that a single request might not fit.
     """
     options = dict(config.engine_kwargs.get("hf_cpu") or {})
     unknown = options.keys() - set(_OPTIONS)
@@ -187,8 +194,8 @@ def _engine_options(config: RolloutConfig, max_model_len: int) -> dict[str, Any]
 def server_budget(kv_tokens: int, weight_tokens: int, ranks: int) -> int:
     """Returns the number of tokens that fit into the key-value cache of a server with ``ranks`` ranks.
 
-    The memory of a rank fits ``kv_tokens`` and a whole copy of the weights, which needs as much as ``weight_tokens``. Ranks
-    of one server need a single copy in total, as GPUs with tensor parallelism do.
+    The memory of one rank holds ``kv_tokens`` tokens and a whole copy of the weights. This copy takes as much memory as
+    ``weight_tokens`` tokens. The ranks of a server need only one copy together, as GPUs with tensor parallelism do.
     """
     return ranks * kv_tokens + (ranks - 1) * weight_tokens
 
@@ -202,14 +209,14 @@ def _eos_token_ids(model: HFModelConfig) -> list[int]:
 
 
 def server_name(replica_rank: int, role: str = "") -> str:
-    """Returns the name of the Ray actor that serves replica ``replica_rank``."""
+    """Returns the name of the Ray actor that serves rollout replica ``replica_rank``. ``role`` is a prefix such as "reward_"."""
     return f"hf_cpu_server_{role}{replica_rank}"
 
 
 class CPURolloutReplica(RolloutReplica):
-    """One server actor on the CPU, for any number of ranks: the model is never split.
+    """Rollout replica with a single server actor on the CPU. The model is never split.
 
-    With a tensor-parallel size of n, n ranks share one server, which has the key-value budget of all n ranks.
+    With a tensor-parallel size of n, n ranks share the server, whose key-value cache has the memory of all n ranks.
     """
 
     async def launch_servers(self) -> None:
@@ -233,7 +240,7 @@ class CPURolloutReplica(RolloutReplica):
 
 
 class CPUServerAdapter(BaseRollout):
-    """Sends weights from a training worker to its server, through Ray's object store; only a server's first rank sends."""
+    """Sends weights from training workers to a rollout server, through Ray's object store. Only the server's first rank sends."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         super().__init__(config, model_config, device_mesh)
@@ -242,8 +249,11 @@ class CPUServerAdapter(BaseRollout):
         self.is_leader_rank = rank % tp == 0
 
     async def resume(self, tags: list[str]) -> None:
-        """Does nothing, as nothing was released. verl calls this method before ranks gather the weights; an error here (a dead
-        server) would leave the other ranks waiting for this rank."""
+        """Does nothing, because :meth:`release` frees no memory.
+
+        verl calls this method before the ranks gather the weights. An error at this point, such as that of a dead server, would
+        leave the other ranks waiting for this rank.
+        """
 
     async def release(self) -> None:
         if self.is_leader_rank:
@@ -260,10 +270,10 @@ class CPUServerAdapter(BaseRollout):
         if wire_format != "named_tensors":
             raise ValueError(f"hf_cpu takes weights as named_tensors, found wire_format={wire_format!r}")
         if not self.is_leader_rank:
-            async for _ in ensure_async_iterator(weights):  # gathering weights needs every rank
+            async for _ in ensure_async_iterator(weights):  # every rank has to take part when weights are gathered
                 pass
             return
-        # Copied: the trainer changes its tensors while the object store still refers to them.
+        # Copied, because the trainer changes its tensors while the object store still refers to them.
         full = {name: tensor.detach().to("cpu", copy=True) async for name, tensor in ensure_async_iterator(weights)}
         await self._server().load_weights.remote(full, global_steps)
 
@@ -272,7 +282,10 @@ class CPUServerAdapter(BaseRollout):
 
 
 def read_counters(servers: Sequence[str]) -> dict[str, Reading | None]:
-    """Returns the number of preemptions of each named server actor; None, and a warning, for a server that does not answer."""
+    """Reads the number of preemptions of each server. ``servers`` are names of Ray actors.
+
+    A server that does not answer has None in the result, and a warning is logged.
+    """
     readings: dict[str, Reading | None] = dict.fromkeys(servers)
     pending = {}
     for server in servers:

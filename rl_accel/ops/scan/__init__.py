@@ -1,7 +1,7 @@
-"""Recurrences over time, from the last token to the first: GAE and discounted returns.
+"""GAE and discounted returns: recurrences over time, from the last token to the first.
 
-Each module is a backend; ``naive``, the token-by-token loop, is the reference for the others. The function ``scan(inputs)``
-of each backend returns (advantages, returns), or (discounted returns,) if the inputs hold no values.
+Each module of this package is a backend. The module ``naive``, the token-by-token loop, is the reference for the other backends.
+The function ``scan(inputs)`` of each backend returns (advantages, returns), or (discounted returns,) if the inputs hold no values.
 """
 
 import difflib
@@ -33,32 +33,33 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation, with verl's treatment of masked tokens and without whitening.
 
-    Going back in time, with next value V, advantage A (both 0 after the last token) and mask m of token t:
+    The recurrence goes from the last token to the first. V is the next value, A the advantage of the next token (both
+    0 after the last token), and m the mask of token t:
 
         candidate = rewards[t] + gamma * V - values[t] + gamma * lam * A
         V = m * values[t] + (1 - m) * V
         A = m * candidate + (1 - m) * A
 
-    Mask 0 keeps V and A: an observation or padding token gets the advantage of the token after it.
+    A token with mask 0 leaves V and A unchanged, so an observation or padding token gets the advantage of the token after it.
 
     Args:
         rewards: [B, T] float32, float64, bfloat16 or float16; [N] when packed.
         values: the critic's values; shape, dtype and device of ``rewards``.
-        mask: shape and device of ``rewards``; bool, integer or float with values from 0 to 1 (1: a response token). Fractions
-            blend both cases. None counts every token. Values outside [0, 1] raise an error on the CPU; on an accelerator they
-            are not checked, because reading the result would stall the device's queue.
+        mask: shape and device of ``rewards``; bool, integer or float with values from 0 to 1 (1: a response token). Fractions blend
+            both cases. None counts every token. Values outside [0, 1] raise an error on the CPU. On an accelerator, mask values are
+            not checked, because reading the result would stall the device's queue.
         gamma: discount per token, in [0, 1].
         lam: GAE's lambda, in [0, 1].
-        cu_seqlens: [S + 1] int32 or int64, on any device: packed sequence s holds tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1.
-        backend: one of "naive", "chunk", "numba", "triton"; or "auto": numba for CPU tensors, triton for CUDA tensors, chunk for
-            other devices or if the backend of the device is missing.
-        chunk_size: tokens per chunk of the chunk backend; the other backends ignore it.
-        num_threads: threads of the numba backend; None: one for small inputs, else the usable cores, at most 16.
+        cu_seqlens: [S + 1] int32 or int64, on any device. Packed sequence s holds tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1.
+        backend: "naive", "chunk", "numba", "triton" or "auto". "auto" is numba for CPU tensors and triton for CUDA tensors; chunk
+            for other devices or if the backend of the device is missing.
+        chunk_size: tokens per chunk of the chunk backend; the other backends ignore this number.
+        num_threads: threads of the numba backend. None: one thread for small inputs, else the usable cores, at most 16.
 
     Returns:
         advantages and returns (advantages + values): new contiguous tensors in the shape and dtype of ``rewards``, detached from
-        autograd. In float32, numba is bit-identical to verl 0.9.1's loop. NaN and inf propagate as in the loop. In half precision,
-        naive rounds at every step as verl's loop does; the other backends compute in float32 and round once.
+        autograd. In float32, the numba backend is bit-identical to verl 0.9.1's loop. NaN and inf propagate as in the loop. In half
+        precision, the naive backend rounds at every step as verl's loop does; the other backends compute in float32 and round once.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape, dtype, device or value; the message names the argument.
@@ -83,7 +84,7 @@ def discounted_returns(
 ) -> torch.Tensor:
     """Discounted sums of future rewards as in verl's REINFORCE++, without whitening.
 
-    Going back in time, with running return G (0 after the last token) and mask m of token t:
+    The recurrence goes from the last token to the first. G is the running return (0 after the last token), m the mask of token t:
 
         candidate = rewards[t] + gamma * G
         returns[t] = m * candidate
@@ -103,7 +104,7 @@ def discounted_returns(
 
 
 def cu_seqlens_of(lengths: Sequence[int]) -> torch.Tensor:
-    """Returns the boundaries [S + 1] of sequences packed end to end, on the CPU, where the kernels read the boundaries."""
+    """Returns the boundaries [S + 1] of packed sequences with these ``lengths``, on the CPU, where kernels read the boundaries."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)
 
 
@@ -117,15 +118,16 @@ def gae_of_lists(
     chunk_size: int | None = None,
     num_threads: int | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """GAE of separate sequences, without padding and without a mask.
+    """Generalised advantage estimation of separate sequences, without padding and without a mask.
 
     Args:
-        rewards: [T_i] each, cast to the dtype of the values.
-        values: [T_i] each; all of one dtype and device.
+        rewards: one tensor [T_i] per sequence, cast to the dtype of the values.
+        values: one tensor [T_i] per sequence; all of one dtype and device.
         gamma, lam, backend, chunk_size, num_threads: as for :func:`gae`.
 
     Returns:
-        Advantages and returns, [T_i] each in the dtype of the values: views into one tensor of all tokens.
+        Advantages and returns: two lists with one tensor [T_i] per sequence, in the dtype of the values. The tensors of a list are
+        views into one tensor of all tokens.
 
     Raises:
         TypeError, ValueError, BackendMissing: as for :func:`gae`; ValueError also for no sequences or unequal lengths.
@@ -143,12 +145,12 @@ def gae_of_lists(
 
 
 def available_backends() -> dict[str, str | None]:
-    """Returns, by backend name, None if the backend can run in this process, else the reason why not."""
+    """Returns a mapping from backend name to None if the backend can run in this process, else to the reason why it cannot run."""
     return {name: _missing(name) for name in BACKENDS}
 
 
 def resolve_backend(backend: str, device: torch.device | str) -> str:
-    """Returns the backend that a call with tensors on ``device`` uses.
+    """Returns the name of the backend that a call with ``backend`` and tensors on ``device`` uses.
 
     Raises:
         ValueError: no backend has this name, or the backend does not support this device.
@@ -173,7 +175,7 @@ def resolve_backend(backend: str, device: torch.device | str) -> str:
 
 def _scan(backend: str, inputs: Inputs) -> tuple[torch.Tensor, ...]:
     name = resolve_backend(backend, inputs.rewards.device)
-    if name != "numba":  # numba checks mask values during the scan, without an extra pass
+    if name != "numba":  # numba checks mask values during its scan, without an extra pass
         check_mask_values(inputs.mask)
     with torch.no_grad():
         results: tuple[torch.Tensor, ...] = importlib.import_module(f"{__name__}.{name}").scan(inputs)
@@ -189,7 +191,7 @@ def _missing(backend: str) -> str | None:
     except ModuleNotFoundError as error:
         how = "pip install numba" if backend == "numba" else "pip install triton, or the extra rl-accel[triton]"
         return f"{error.name} is not installed ({how})"
-    except Exception as error:  # such as a library that was built for another numpy
+    except Exception as error:  # for example, a library built for another numpy
         return f"importing {backend} fails: {error}"
     if backend == "triton" and _triton_device() == "cuda" and not torch.cuda.is_available():
         return "there is no CUDA device (TRITON_INTERPRET=1 runs it on the CPU, slowly, for tests)"
@@ -203,6 +205,6 @@ def _triton_device() -> str:
 
 
 def _shown(lengths: list[int]) -> str:
-    """Returns the first 8 lengths and the number of the others, because a batch may have thousands of sequences."""
+    """Returns the first 8 lengths and the number of the other lengths as text, because a batch may have thousands of sequences."""
     more = "" if len(lengths) <= 8 else f" and {len(lengths) - 8} more"
     return f"{lengths[:8]}{more}"

@@ -1,9 +1,11 @@
-"""Chunk scan in plain torch: any device, fractional masks, packed sequences, memory linear in the number of tokens.
+"""GAE and discounted returns by a chunk scan in plain torch.
 
-Like slime's chunk-scan GAE (THUDM/slime pull request 850), this scan solves all chunks at once from a zero state, then passes
-the state along the chunks. slime multiplies a chunk by a triangular matrix of powers of gamma*lambda. Here the mask makes the
-coefficients differ between tokens, so chunks are walked position by position, with one vector operation for all chunks of all
-rows. The pass along the chunks is the same scan on a shorter sequence.
+Supports any device, fractional masks and packed sequences. Memory is linear in the number of tokens.
+
+Like slime's chunk-scan GAE (THUDM/slime pull request 850), this scan solves all chunks of tokens at once from a zero state, then
+passes the state from chunk to chunk. slime multiplies a chunk by a triangular matrix of powers of gamma*lambda. Here the mask makes
+the coefficients differ between tokens. Chunks are therefore walked position by position, with one vector operation for all chunks
+of all rows. The pass from chunk to chunk is the same scan on a shorter sequence.
 """
 
 import torch
@@ -15,7 +17,7 @@ DEFAULT_CHUNK = 64
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Returns (advantages, returns), or (discounted returns,) without values, in the dtype of the rewards.
+    """Returns (advantages, returns), or (discounted returns,) if ``inputs`` has no values, in the dtype of the rewards.
 
     Half precision is computed in float32.
     """
@@ -42,14 +44,14 @@ def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
 
 
 def reverse_scan(coefficients: torch.Tensor, terms: torch.Tensor, chunk_size: int | None = None) -> torch.Tensor:
-    """Solves y[:, t] = terms[:, t] + coefficients[:, t] * y[:, t + 1] for [B, T] tensors, with y[:, T] = 0."""
+    """Returns y with y[:, t] = terms[:, t] + coefficients[:, t] * y[:, t + 1] and y[:, T] = 0, for [B, T] tensors."""
     chunk = DEFAULT_CHUNK if chunk_size is None else max(chunk_size, 2)
     batch, tokens = terms.shape
     if tokens <= chunk:
         return _walk(coefficients.t().clone(), terms.t().clone()).t()
     chunks = -(-tokens // chunk)
     padding = (0, chunks * chunk - tokens)
-    # position in the chunk comes first, so that each step of the walk reads and writes contiguous memory
+    # the position in the chunk is the first dimension, so that each step of the walk reads and writes contiguous memory
     local = torch.nn.functional.pad(terms, padding).view(batch, chunks, chunk).permute(2, 0, 1).contiguous()
     decay = torch.nn.functional.pad(coefficients, padding, value=1.0).view(batch, chunks, chunk)
     decay = decay.permute(2, 0, 1).contiguous()
@@ -61,7 +63,8 @@ def reverse_scan(coefficients: torch.Tensor, terms: torch.Tensor, chunk_size: in
 
 
 def _walk(decay: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Scans along dim 0 in place; ``decay`` becomes the product of the coefficients from each position to the end."""
+    """Solves local[i] += decay[i] * local[i + 1] from the end of dim 0 to the start, in place. ``decay`` becomes the product of
+    the coefficients from each position to the end."""
     for position in range(len(local) - 2, -1, -1):
         local[position].addcmul_(decay[position], local[position + 1])
         decay[position].mul_(decay[position + 1])
@@ -80,7 +83,7 @@ def _ends(inputs: Inputs) -> torch.Tensor:
 
 
 def _cut(coefficients: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """Zeroes the coefficients at sequence ends, so that no state flows into the packed sequence before."""
+    """Returns the coefficients with zeros at sequence ends, so that no state flows into the preceding packed sequence."""
     return coefficients if inputs.offsets is None else coefficients.index_fill(1, _ends(inputs), 0.0)
 
 
@@ -91,10 +94,10 @@ def _shift(states: torch.Tensor, inputs: Inputs) -> torch.Tensor:
 
 
 def _not_finite(results: torch.Tensor, inputs: Inputs) -> list[tuple[int, int, int]]:
-    """Returns the sequences to recompute with the loop, as (row, first, last).
+    """Returns the sequences with NaN or inf as (row, first token, end), to be recomputed with the token-by-token loop.
 
-    A NaN or inf propagates to the first token of a sequence, in the loop as in the scan. But the scan also multiplies inf by
-    the zeros between packed sequences, and products in another order than in the loop turn inf into NaN elsewhere.
+    A NaN or inf propagates to the first token of a sequence, in the loop as in the chunk scan. But the chunk scan also multiplies
+    inf by the zeros between packed sequences, and multiplies in another order than the loop. Both turn inf into NaN elsewhere.
     """
     segments = [(first, first + length) for first, length in inputs.segments() if length]
     if not segments:

@@ -1,8 +1,8 @@
-"""Token-by-token loops, the reference for every other kernel: slow, and obviously right.
+"""Token-by-token loops for GAE and discounted returns: the reference for every other kernel, slow and obviously right.
 
 The order of operations is that of verl 0.9.1 (``verl/trainer/ppo/core_algos.py``: ``compute_gae_advantage_return`` and
-``compute_reinforce_plus_plus_outcome_advantage``), so that float32 results can be compared bit by bit. Arithmetic runs in
-the dtype of the rewards. The mask is first converted to this dtype, which changes nothing for 0/1 masks.
+``compute_reinforce_plus_plus_outcome_advantage``), so that float32 results can be compared bit by bit. Arithmetic runs in the dtype
+of the rewards. The mask is first converted to this dtype, which changes nothing for masks of 0 and 1.
 """
 
 from itertools import pairwise
@@ -14,7 +14,8 @@ from rl_accel.ops.inputs import Inputs
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Returns (advantages, returns), or (discounted returns,) without values, in the shape and dtype of the rewards."""
+    """Returns (advantages, returns), or (discounted returns,) if ``inputs`` has no values, in the shape and dtype of the
+    rewards."""
     rewards, values = inputs.rewards, inputs.values
     mask = torch.ones_like(rewards) if inputs.mask is None else inputs.mask.to(rewards.dtype)
     results = torch.empty_like(rewards, memory_format=torch.contiguous_format)
@@ -30,7 +31,7 @@ def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
 
 
 def gae_rows(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
-    """Returns the advantages of [B, T] tensors. Mask 0 leaves the next value and the running advantage unchanged."""
+    """Returns the GAE advantages of [B, T] tensors. Tokens with mask 0 leave the next value and the running advantage unchanged."""
     next_values = torch.zeros_like(rewards[:, :0].sum(1))
     last = torch.zeros_like(next_values)
     reversed_advantages = []
@@ -44,7 +45,8 @@ def gae_rows(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, ga
 
 
 def returns_rows(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Returns the discounted returns of [B, T] tensors. Mask 0 gives 0 and leaves the running return unchanged."""
+    """Returns the discounted returns of [B, T] tensors. Tokens with mask 0 get the return 0 and leave the running return
+    unchanged."""
     running = torch.zeros_like(rewards[:, :0].sum(1))
     reversed_returns = []
     for t in reversed(range(rewards.shape[1])):

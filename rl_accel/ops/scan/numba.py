@@ -1,15 +1,15 @@
 # mypy: allow-untyped-decorators
-"""CPU scan: threads process different sequences, eight at a time per thread, in the operation order of the loop.
+"""GAE and discounted returns on the CPU. Each thread processes eight sequences at a time, in the operation order of the naive loop.
 
-Results in float32 and float64 are bit-identical to :mod:`rl_accel.ops.scan.naive` for any number of threads, because no
-sequence is cut in time. Besides the outputs, memory does not grow with the number of tokens, unless an argument must be copied
-first (half precision, or a last dimension that is not dense).
+Results in float32 and float64 are bit-identical to :mod:`rl_accel.ops.scan.naive` for any number of threads, because no sequence is
+cut into pieces. Memory beyond the outputs does not grow with the number of tokens, unless an argument must be copied first (half
+precision, or a last dimension that is not dense).
 
-A plain loop waits some 20 cycles per token, because each step needs the previous result. Eight sequences, one per lane of a
-vector, share this wait. Tensors hold one sequence after the other, so a tile of 8 sequences x 8 tokens is transposed in
-registers, walked back in time, and transposed again. numba offers neither this transposition nor stores that bypass the
-caches; a few lines of LLVM do both. Float operations are neither fused nor reordered: each lane does the same operations in
-the same order as the loop.
+A plain loop waits some 20 cycles per token, because each step needs the previous result. Eight sequences, one per lane of a vector,
+share this wait. Tensors hold one sequence after the other. A tile of 8 sequences x 8 tokens is therefore transposed in registers,
+walked from the last token to the first, and transposed again. numba offers neither this transposition nor stores that bypass the
+caches; a few lines of LLVM do both. Float operations are neither fused nor reordered: each lane does the same operations in the
+same order as the loop.
 """
 
 from collections.abc import Callable
@@ -29,29 +29,35 @@ from rl_accel.ops.inputs import OUTSIDE, Inputs, default_threads
 Array = npt.NDArray[Any]
 
 REWARD_START, VALUE_START, MASK_START, OUT_START, LENGTH = range(5)
-"""Columns of the table of sequences: index of the first token in each flat array, and number of tokens."""
+"""Columns of the table of sequences. The first four hold the index of a sequence's first token in the flat arrays of rewards,
+values, mask and outputs; LENGTH holds the number of tokens."""
 STREAM_BYTES = 32 << 20
-"""Bytes of output above which stores bypass the caches: the output would not fit, and no cache line is read before its store."""
+"""Bytes of output above which stores bypass the caches. Such an output would not fit into the caches, and a store that bypasses
+the caches need not read the cache line first."""
 SMALL_TOKENS = 1 << 18
-"""Tokens below which one thread is faster than waking others (measured on two cores: break-even at about 300,000)."""
+"""Number of tokens below which one thread is faster than several threads (measured on two cores: break-even at about 300,000).
+Waking threads takes time."""
 SHARES_PER_THREAD = 4
 
 LANES = 8
 BLOCK = 2048
-"""Tokens of each sequence in scratch memory at a time: long contiguous reads, while the scratch memory fits a level-2 cache."""
+"""Number of tokens of each sequence in scratch memory at a time. Long enough for contiguous reads; the scratch memory still fits
+into a level-2 cache."""
 PITCH = BLOCK + 16
-"""Scratch elements between the starts of two lanes; not a power of two, so that the lanes do not share cache sets."""
+"""Number of scratch elements between the starts of two lanes (sequences). Not a power of two, so that the lanes do not share
+cache sets."""
 PLANE = LANES * PITCH
 REWARD, VALUE, MASK = 0, PLANE, 2 * PLANE
 OUT = REWARD
-"""Results overwrite the rewards, which the tile has read before: less scratch memory leaves more cache for the next block."""
+"""Start of the results in scratch memory. Results overwrite rewards that the tile has already read. Less scratch memory leaves
+more cache for the next block."""
 STATE = 3 * PLANE
-"""Offset of the state: next values of all lanes, then running advantages (or returns) of all lanes."""
+"""Start of the state in scratch memory: the next values of all lanes, then the running advantages (or returns) of all lanes."""
 SCRATCH = STATE + 2 * LANES
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Returns (advantages, returns), or (discounted returns,) without values, in the dtype of the rewards.
+    """Returns (advantages, returns), or (discounted returns,) if ``inputs`` has no values, in the dtype of the rewards.
 
     Half precision is computed in float32.
     """
@@ -81,9 +87,9 @@ def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
 
 
 def _flat(tensor: torch.Tensor, inputs: Inputs) -> tuple[Array, Array]:
-    """Returns the memory of ``tensor`` as one dense array, and the start of each sequence in this array.
+    """Returns the memory of ``tensor`` as one flat dense array, and the index of the first token of each sequence in this array.
 
-    Copies only half precision and tensors whose last dimension is not dense.
+    Copies only half-precision tensors and tensors whose last dimension is not dense.
     """
     if tensor.dtype is torch.bool:
         tensor = tensor.view(torch.uint8)
@@ -102,10 +108,10 @@ def _flat(tensor: torch.Tensor, inputs: Inputs) -> tuple[Array, Array]:
 
 
 def _aligned(tokens: int, dtype: Any) -> Array:
-    """Returns uninitialised memory on a 64-byte boundary, which streamed stores need.
+    """Returns an uninitialised array that starts on a 64-byte boundary, which stores that bypass the caches need.
 
-    numpy requests huge pages from the operating system, torch does not. Without huge pages, the page faults of outputs of
-    hundreds of megabytes would cost more than the whole scan.
+    numpy requests huge pages from the operating system, torch does not. Without huge pages, the page faults of outputs of hundreds
+    of megabytes would cost more than the whole scan.
     """
     spare = 64 // dtype.itemsize
     memory = np.empty(tokens + spare, dtype)
@@ -114,13 +120,14 @@ def _aligned(tokens: int, dtype: Any) -> Array:
 
 
 def deal(lengths: Array, threads: int) -> list[Array]:
-    """Divides the sequences with ``lengths`` [S] into shares of about equal work, longest first.
+    """Divides the sequences with ``lengths`` [S] into shares of about equal work for the threads, longest sequences first.
 
-    Sequences of similar length run side by side, and no thread stays idle while sequences remain. Each thread gets a few
-    shares, to balance unequal lengths and delays on a busy machine.
+    Sequences of similar length run side by side, and no thread stays idle while sequences remain. Each thread gets a few shares, to
+    balance unequal lengths and delays on a busy machine.
 
     Returns:
-        Shares, each [G, LANES]: a line holds the numbers of sequences that run side by side; -1 is an idle lane.
+        Shares, each [G, LANES]. A line holds the numbers of the sequences that run side by side; -1 marks a lane without a
+        sequence.
     """
     rows = np.flatnonzero(lengths)
     if not len(rows):
@@ -147,7 +154,8 @@ def _shuffle(builder: Any, x: Any, y: Any, picks: list[int]) -> Any:
 
 
 def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
-    """Transposes 8 vectors of 8 elements: pairs, then pairs of pairs inside each half, then the halves."""
+    """Transposes 8 vectors of 8 elements in three rounds of shuffles: of single elements, then of pairs inside each half of the
+    vectors, then of the halves."""
     rounds = (
         (1, [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]),
         (2, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]),
@@ -171,7 +179,8 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 
 
 class _Tile:
-    """Loads and stores of the 8 x 8 tile that begins at token ``offset`` of the scratch memory."""
+    """Generates LLVM loads and stores of one tile (8 sequences x 8 tokens), which begins at token ``offset`` of the scratch
+    memory."""
 
     def __init__(self, context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> None:
         self._context, self._builder = context, builder
@@ -216,7 +225,8 @@ Codegen = Callable[[Any, Any, Any, Any], Any]
 
 @intrinsic
 def gae_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any, decay: Any) -> tuple[Any, Codegen]:
-    """GAE over a tile, from the last token to the first; reads and updates the state."""
+    """Computes GAE over one tile (8 sequences x 8 tokens) in scratch memory, from the last token to the first. Reads and updates
+    the next values and running advantages there."""
 
     def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         tile = _Tile(context, b, signature.args[0], arguments[0], arguments[1])
@@ -241,7 +251,8 @@ def gae_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any, decay: 
 
 @intrinsic
 def returns_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any) -> tuple[Any, Codegen]:
-    """Discounted returns over a tile, from the last token to the first; reads and updates the running return."""
+    """Computes discounted returns over one tile (8 sequences x 8 tokens) in scratch memory, from the last token to the first.
+    Reads and updates the running returns there."""
 
     def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         tile = _Tile(context, b, signature.args[0], arguments[0], arguments[1])
@@ -262,7 +273,8 @@ def returns_tile(typing_context: Any, scratch: Any, offset: Any, gamma: Any) -> 
 
 @intrinsic
 def stream(typing_context: Any, target: Any, to: Any, source: Any, at: Any) -> tuple[Any, Codegen]:
-    """target[to:to+8] = source[at:at+8], bypassing the caches. ``target`` must be 64-byte aligned, ``to`` a multiple of 8."""
+    """Copies 8 elements, target[to:to+8] = source[at:at+8], with a store that bypasses the caches. ``target`` must be 64-byte
+    aligned, ``to`` a multiple of 8."""
 
     def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         vector = ir.VectorType(_llvm_float(signature.args[0]), LANES)
@@ -294,7 +306,7 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> tuple[Any, Codegen]
 
 @intrinsic
 def fence(typing_context: Any) -> tuple[Any, Codegen]:
-    """Makes streamed stores visible to other threads before any later memory access."""
+    """Makes stores that bypassed the caches visible to other threads before any later memory access."""
 
     def build(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         b.fence("seq_cst")
@@ -304,7 +316,8 @@ def fence(typing_context: Any) -> tuple[Any, Codegen]:
 
 
 def _take_mask(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
-    """Writes mask[at:at+count] to ``target`` as floats (ones without a mask); returns whether a value is outside [0, 1]."""
+    """Converts mask[at:at+count] to floats and writes these to ``target`` from index ``to`` on (ones without a mask). Returns
+    whether a mask value is outside [0, 1]."""
     raise NotImplementedError("compiled code only")
 
 
@@ -321,7 +334,7 @@ def _take_mask_for(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
         bits = 0
         for i in range(count):
             bits |= sources[i]
-            # via int32, for which processors have vector conversions; values that int32 truncates are refused anyway
+            # converted via int32, for which processors have vector instructions; values that int32 truncates are refused anyway
             targets[i] = np.int32(sources[i])
         return (bits & ~1) != 0
 
@@ -340,8 +353,8 @@ def _take_mask_for(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
 
 @compiled
 def copy(target: Array, to: int, source: Array, at: int, count: int) -> None:
-    """target[to:to+count] = source[at:at+count]."""
-    # numba vectorises only loops over slices: any other index might be negative and count from the end
+    """Copies ``count`` elements: target[to:to+count] = source[at:at+count]."""
+    # numba vectorises only loops over slices, because any other index might be negative and count from the end
     targets, sources = target[to : to + count], source[at : at + count]
     for i in range(count):
         targets[i] = sources[i]
@@ -349,7 +362,7 @@ def copy(target: Array, to: int, source: Array, at: int, count: int) -> None:
 
 @compiled
 def clear(target: Array, to: int, count: int) -> None:
-    """target[to:to+count] = 0."""
+    """Sets ``count`` elements to 0: target[to:to+count] = 0."""
     targets = target[to : to + count]
     for i in range(count):
         targets[i] = 0
@@ -357,7 +370,7 @@ def clear(target: Array, to: int, count: int) -> None:
 
 @compiled
 def accumulate(target: Array, to: int, at: int, count: int) -> None:
-    """target[to:to+count] += target[at:at+count]."""
+    """Adds ``count`` elements of ``target`` to other elements of ``target``: target[to:to+count] += target[at:at+count]."""
     targets, sources = target[to : to + count], target[at : at + count]
     for i in range(count):
         targets[i] += sources[i]
@@ -365,7 +378,7 @@ def accumulate(target: Array, to: int, at: int, count: int) -> None:
 
 @compiled
 def put(target: Array, to: int, source: Array, at: int, count: int, streamed: bool) -> None:
-    """target[to:to+count] = source[at:at+count], bypassing the caches if ``streamed``."""
+    """Copies ``count`` elements, target[to:to+count] = source[at:at+count]. If ``streamed``, the stores bypass the caches."""
     done = 0
     if streamed:
         head = min(-to & 7, count)
@@ -390,15 +403,20 @@ def scan_lanes(
     decay: float,
     streamed: bool,
 ) -> bool:
-    """Scans the ``groups`` of sequences from :func:`deal`; returns whether the mask holds a value outside [0, 1].
+    """Scans groups of sequences from :func:`deal` and writes the results. Returns whether the mask holds a value outside [0, 1].
 
-    With values, the scan computes GAE (advantages, then returns); without, discounted returns at rate ``decay``. The lanes
-    of a group walk back in lockstep from the last token of each sequence; lanes that end early continue with empty tokens.
+    With values, the scan computes GAE: advantages go to ``first_out``, returns to ``second_out``. Without values, discounted
+    returns with discount ``decay`` go to ``first_out``. The lanes of a group (one sequence each) walk back in lockstep from the
+    last token of each sequence. Lanes whose sequence is shorter continue with empty tokens.
 
     Args:
-        table: [S, 5] int64, see :data:`LENGTH`.
-        groups: [G, LANES] int64, rows of ``table``, the longest sequence first; -1 is an idle lane.
+        rewards, values, mask: flat arrays, or None for values or mask.
+        table: [S, 5] int64, one line per sequence; columns as in :data:`LENGTH`.
+        groups: [G, LANES] int64, row numbers of ``table``, the longest sequence first; -1 marks a lane without a sequence.
         scratch: array of SCRATCH zeros that no other thread uses.
+        gamma: factor of the next value; unused without values.
+        decay: factor of the running advantage or of the running return.
+        streamed: whether stores to the outputs bypass the caches.
     """
     odd_mask = False
     rows = np.zeros((LANES, 5), np.int64)
@@ -425,7 +443,7 @@ def scan_lanes(
                 odd_mask |= _take_mask(scratch, MASK + to, mask, rows[lane, MASK_START] + left - count, count)
             for token in range(BLOCK - 16, BLOCK - width - 1, -16):
                 for lane in range(LANES):
-                    # the same position in the next block
+                    # prefetches the same position in the next block
                     ahead = rows[lane, LENGTH] - done - 2 * BLOCK + token
                     if ahead >= 0:
                         prefetch(rewards, rows[lane, REWARD_START] + ahead)

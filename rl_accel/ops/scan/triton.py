@@ -1,14 +1,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""GPU scan: each token is read once and each result written once.
+"""GAE and discounted returns on the GPU. Each token is read once, and each result is written once.
 
-One program walks a sequence back in time, block by block. The state stays in registers while the next block is loaded. Each
-token is a map from the state (next value, running result) to the state one token earlier; an associative scan composes the
-maps of a block. If there are too few sequences to fill the device, each is cut into pieces: a first launch composes the map
-of each piece, and a second launch starts every piece from its true state. Only this case reads the inputs twice.
+One GPU program walks a sequence block by block, from the last token to the first. The state of the recurrence stays in registers
+while the next block is loaded. Each token is a map from the state (next value, running result) to the state one token earlier; an
+associative scan composes the maps of a block. If there are too few sequences to fill the device, each sequence is cut into pieces.
+A first launch then composes the map of each piece, and a second launch starts every piece from its true state. Only this case reads
+the inputs twice.
 
-Half precision is computed in float32, float64 in float64. Composed maps are wrong for NaN and inf: inf times a 0 of a map is
-NaN where the loop has inf. A last launch therefore recomputes such sequences token by token; of each other sequence, this
-launch reads one number.
+Half precision is computed in float32, float64 in float64. Composed maps are wrong for NaN and inf: inf times a 0 of a map is NaN
+where the token-by-token loop has inf. A last launch therefore recomputes sequences with NaN or inf token by token. This launch
+reads only one number of each other sequence.
 
 Set TRITON_INTERPRET=1 before the import to run the scan on CPU tensors.
 """
@@ -26,17 +27,19 @@ BLOCK = 2048
 WARPS = 8
 PROGRAMS_PER_PROCESSOR = 4
 LEAST_BLOCKS = 4
-"""Minimum number of blocks per piece of a cut sequence."""
+"""Minimum number of blocks (of BLOCK tokens each) per piece of a sequence that is cut into pieces."""
 
 jit: Any = triton.jit
 
 
 def scan(inputs: Inputs, *, block: int = BLOCK, programs: int | None = None) -> tuple[torch.Tensor, ...]:
-    """Returns (advantages, returns), or (discounted returns,) without values, in the dtype of the rewards.
+    """Returns (advantages, returns), or (discounted returns,) if ``inputs`` has no values, in the dtype of the rewards.
 
     Args:
-        block: tokens that a program processes at a time, a power of two.
-        programs: target number of programs; None fills the device. Sequences are cut if there are at most half as many.
+        inputs: checked arguments of the scan.
+        block: number of tokens that a GPU program processes at a time, a power of two.
+        programs: target number of GPU programs; None fills the device. Sequences are cut into pieces if there are at most half as
+            many sequences as programs.
     """
     rewards = _dense(inputs.rewards)
     outputs = [
@@ -92,7 +95,7 @@ def _programs(device: torch.device) -> int:
 
 
 def _pieces(segments: int, longest: int, block: int, programs: int) -> tuple[int, int]:
-    """Returns the number of pieces per sequence, and the number of tokens per piece, a multiple of the block."""
+    """Returns the number of pieces per sequence, and the number of tokens per piece. The latter is a multiple of ``block``."""
     blocks = -(-longest // block)
     wanted = 1 if segments * 2 > programs else programs // segments
     blocks_each = max(-(-blocks // wanted), LEAST_BLOCKS)
@@ -100,20 +103,22 @@ def _pieces(segments: int, longest: int, block: int, programs: int) -> tuple[int
 
 
 def _split(rate: float) -> tuple[float, float]:
-    """Returns two float32 numbers whose sum is ``rate``: a kernel takes Python floats as float32, too coarse for float64."""
+    """Returns two float32 numbers whose sum is ``rate``. A kernel takes Python floats as float32, which is too coarse for
+    float64 results."""
     high = float(torch.tensor(rate, dtype=torch.float32))
     return high, rate - high
 
 
 @jit
 def _compose(a1, b1, c1, d1, e1, a2, b2, c2, d2, e2):
-    """Returns the map that applies map 1, then map 2. A map takes the state (n, x) to (a n + b, c x + d n + e)."""
+    """Returns the map that applies map 1, then map 2. A map (a, b, c, d, e) takes the state (n, x) to (a n + b, c x + d n + e)."""
     return a2 * a1, a2 * b1 + b2, c2 * c1, c2 * d1 + d2 * a1, c2 * e1 + d2 * b1 + e2
 
 
 @jit
 def _token_map(reward, value, m, gamma, decay, GAE: tl.constexpr):
-    """Returns the map of one token; the state is (next value, advantage) for GAE, else (running return, return of the token)."""
+    """Returns the map of one token from the state after the token to the state before. The state is (next value, advantage) for
+    GAE, else (running return, return of the token)."""
     keep = 1 - m
     if GAE:
         return keep, value * m, decay * m + keep, gamma * m, (reward - value) * m
@@ -123,7 +128,8 @@ def _token_map(reward, value, m, gamma, decay, GAE: tl.constexpr):
 
 @jit
 def _range(offsets, longest, row, PACKED: tl.constexpr):
-    """Returns the first token of a sequence in packed tensors (0 in padded tensors), and the length of the sequence."""
+    """Returns the index of the first token of sequence ``row`` in packed tensors (0 in padded tensors), and the number of tokens
+    of the sequence."""
     if PACKED:
         first = tl.load(offsets + row)
         return first, tl.load(offsets + row + 1) - first
@@ -174,8 +180,8 @@ def _scan_kernel(
     PHASE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Runs one of three phases: "maps" composes the map of each piece, "results" scans each piece from its true state,
-    "repair" recomputes sequences with NaN or inf token by token."""
+    """Runs one of three phases. "maps" composes the map of each piece of a sequence. "results" scans each piece from its true
+    state. "repair" recomputes sequences with NaN or inf token by token."""
     row = tl.program_id(0).to(tl.int64)
     first, length = _range(offsets, longest, row, PACKED)
     gamma = tl.full((), gamma_high, ACC) + tl.full((), gamma_low, ACC)

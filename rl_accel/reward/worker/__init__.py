@@ -1,9 +1,13 @@
-"""A worker: the process that watches an execution, and at a limit kills the execution with all processes started by it.
+"""Worker process: watches an execution, and at a limit kills the execution with all processes that the execution has started.
 
-For untrusted code the worker forks one process per execution (``server``). A trusted grader stays in one process that serves call
-after call and is replaced after a limit has stopped it (``keeper``). This file defines the messages between worker and trainer:
-JSON followed by raw bytes (the payload). It is also the script that starts a worker, ``python <this file> <socket descriptor>``.
-A worker imports the standard library only, so that a fork has the modules that programs usually import and none of the trainer.
+An execution is a run of a program under test, or a call of a grader. For untrusted code, the worker forks one process per execution
+(see ``server``). A trusted grader stays in one process, which serves call after call and is replaced after a limit has stopped it
+(see ``keeper``).
+
+This file defines the messages between the worker and the trainer process, which sends the requests. A message is JSON followed by
+raw bytes (the payload). This file is also the script that starts a worker: ``python <this file> <socket descriptor>``. A worker
+imports the standard library only. A fork of the worker thus has the modules that programs usually import, and no module of the
+trainer process.
 """
 
 import importlib
@@ -20,25 +24,28 @@ from typing import Any
 
 Message = dict[str, Any]
 SIZES = struct.Struct("!QQ")
-"""Header of a message: lengths of JSON and payload, in bytes."""
+"""Header of a message: length of the JSON text and length of the payload, both in bytes."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """First message to a worker. Its payload holds pickled arguments if ``target`` must be called to get the grader.
+    """First message from the trainer process to a worker: settings of the worker.
 
-    The worker's first message has two keys. ``problem`` says why the worker cannot serve, such as an error in the import of the
-    target; it is "" if all is well. ``shared`` lists what untrusted code shares with the trainer: "network", "processes", "files".
+    The message has a payload if ``target`` names a function that returns the grader: the pickled arguments of this function.
+
+    The worker replies with a message of two keys. ``problem`` is the reason why the worker cannot serve, such as an error in the
+    import of the grader, or "" if the worker can serve. ``shared`` lists the resources that untrusted code shares with the trainer
+    process: "network", "processes", "files".
 
     Attributes:
         isolation: "process" or "bubblewrap" for untrusted code; "" for a trusted grader, which has time limits only.
-        folder: parent of the temporary folder in which untrusted code runs.
-        target: the grader, "module:function" or "/path/file.py:function"; "" to run programs.
-        path: the worker's ``sys.path``; None keeps the default.
-        in_thread: call a trusted grader outside the main thread, as frameworks do that call graders in an executor.
-        environment: variables for a trusted grader, in addition to the trainer's.
-        reseed: seed random numbers anew, so that they differ from those of earlier processes of the same grader.
-        setup: "module:function", called with ``environment`` before a process imports a trusted grader.
+        folder: parent folder of the temporary folder in which untrusted code runs.
+        target: import path of the grader, "module:function" or "/path/file.py:function"; "" to run programs.
+        path: ``sys.path`` of the worker; None keeps the default.
+        in_thread: True calls a trusted grader outside the main thread, as frameworks do that call graders in an executor.
+        environment: environment variables for a trusted grader, in addition to those of the trainer process.
+        reseed: True seeds random numbers anew, so that they differ from those of earlier processes of the same grader.
+        setup: name of a function, "module:function", that is called with ``environment`` before a process imports a trusted grader.
     """
 
     isolation: str
@@ -53,15 +60,19 @@ class Start:
 
 @dataclass(frozen=True)
 class Order:
-    """Request to execute a program on a test case, or to call the grader with the payload (pickled keyword arguments).
+    """Request to a worker: execute a program on a test case, or call the grader.
 
-    A later message ``{"stop": True}`` stops the execution; ``{"wall": ..., "cpu": ...}`` sets new limits. The answer has the fields
-    of an :class:`rl_accel.reward.execution.ExecutionResult`; its payload is the pickled value or exception. After an answer with
-    ``renews`` the worker replaces its process, and takes no request until it has sent another message like its first.
+    The payload of the message holds the pickled keyword arguments of the grader. During the execution, the message
+    ``{"stop": True}`` stops the execution, and ``{"wall": ..., "cpu": ...}`` sets new time limits in seconds.
+
+    The worker's answer has the fields of an :class:`rl_accel.reward.execution.ExecutionResult`. The payload of the answer is the
+    pickled value or exception of the grader. If the answer contains ``renews``, the worker replaces its process. The worker then
+    takes no request until it has sent another message like its first message.
 
     Attributes:
-        limits: limits by name, see :class:`rl_accel.reward.execution.Limits`.
-        code, case: source of the program, and fields of its :class:`rl_accel.reward.sandbox.Case`.
+        limits: resource limits by name, see :class:`rl_accel.reward.execution.Limits`.
+        code: source code of the program; "" for a grader.
+        case: fields of the test case, see :class:`rl_accel.reward.sandbox.Case`; {} for a grader.
     """
 
     limits: dict[str, float]
@@ -70,15 +81,16 @@ class Order:
 
 
 class Gone(Exception):
-    """The trainer has closed the socket, or the reaper of this process has ended."""
+    """The trainer process, which sends the requests, has closed the socket. Or the supervisor of this process has ended."""
 
 
 class Channel:
-    """The worker's end of the socket.
+    """The worker's end of the socket to the trainer process, which sends the requests.
 
     Args:
         control: the socket.
-        reaper: pidfd of the process that supervises this one. If the reaper exits, the socket counts as closed.
+        reaper: file descriptor (pidfd) of the reaper, the process that supervises this process. If the reaper ends, the socket
+            counts as closed.
     """
 
     def __init__(self, control: socket.socket, reaper: int | None = None) -> None:
@@ -90,10 +102,10 @@ class Channel:
             self._poll.register(descriptor, select.POLLIN)
 
     def next(self) -> tuple[Message, bytes]:
-        """Returns the next message and its payload. Waits if necessary.
+        """Returns the next message and its payload. Waits until a message has come.
 
         Raises:
-            Gone: no further message can come.
+            Gone: the other end of the socket is closed, or the reaper has ended.
         """
         if self.reaper in {descriptor for descriptor, _ in self._poll.poll()}:
             raise Gone
@@ -101,10 +113,10 @@ class Channel:
         return json.loads(self._receive(head_size)), self._receive(size)
 
     def send(self, message: Message, payload: bytes = b"") -> None:
-        """Sends a message.
+        """Sends a message with a payload.
 
         Raises:
-            Gone: the other end is closed.
+            Gone: the other end of the socket is closed.
         """
         try:
             self.control.sendall(encode(message, payload))
@@ -125,10 +137,10 @@ class Channel:
 
 
 def dumps(value: Any) -> bytes:
-    """Returns ``value`` pickled; by cloudpickle if pickle fails or ``value`` needs this process's ``__main__``.
+    """Returns ``value`` pickled. Uses cloudpickle if pickle fails or if ``value`` refers to this process's ``__main__``.
 
     Raises:
-        Exception: neither can pickle ``value``.
+        Exception: neither pickle nor cloudpickle can pickle ``value``.
     """
     try:
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
@@ -149,19 +161,22 @@ def dumps(value: Any) -> bytes:
 
 
 def encode(message: Message, payload: bytes) -> bytes:
-    """Returns the bytes of a message: header, JSON, payload."""
+    """Returns a message and its payload as bytes: header, JSON text, payload."""
     head = json.dumps(message).encode()
     return SIZES.pack(len(head), len(payload)) + head + payload
 
 
 def decode(data: bytearray) -> tuple[Message, bytes]:
-    """Returns the message and payload in ``data``, one complete message from :func:`encode`."""
+    """Returns the message and the payload that ``data`` holds. ``data`` must be one complete result of :func:`encode`."""
     end = SIZES.size + SIZES.unpack_from(data)[0]
     return json.loads(data[SIZES.size : end]), bytes(memoryview(data)[end:])
 
 
 def _main() -> None:
-    """Serves requests. Loads this folder as a package of another name, lest a program's ``import watch`` find our module."""
+    """Runs the worker until the socket is closed. The first command-line argument is the file descriptor of the socket.
+
+    Loads this folder as a package with the name ``rl_accel_worker``. Otherwise ``import watch`` in a program might find our module.
+    """
     folder = os.path.dirname(os.path.abspath(__file__))
     spec = importlib.util.spec_from_file_location("rl_accel_worker", __file__, submodule_search_locations=[folder])
     if spec is None or spec.loader is None:

@@ -1,4 +1,4 @@
-"""Executes a program on a test case, or a grader, in a child process, and derives the verdict from the child's report."""
+"""Executes a program on a test case, or calls a grader, in a child process. Derives the verdict from the child's report."""
 
 import copyreg
 import importlib
@@ -16,11 +16,11 @@ from . import dumps
 
 Grader = Callable[..., Any]
 REPORT_BYTES = 1 << 16
-"""Maximum size in bytes of a report without the grader's value."""
+"""Maximum size of the report of a child process in bytes, not counting the return value of a grader."""
 
 
 def run_program(code: str, case: dict[str, str]) -> bytes:
-    """Runs a program on a test case and returns the report as JSON: ``verdict`` and ``reason``."""
+    """Runs the program ``code`` on a test case. Returns the report: a JSON object with the keys ``verdict`` and ``reason``."""
     verdict, reason = "passed", ""
     try:
         sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8", errors="surrogateescape")
@@ -49,13 +49,15 @@ def _call(namespace: dict[str, Any], case: dict[str, str]) -> tuple[str, str]:
 def verdict_of(
     stopped: str, status: int, report: bytes, printed: str, case: dict[str, str], grader: Grader | None
 ) -> tuple[str, str, bytes]:
-    """Returns the verdict on an execution, the reason, and the pickled value of a grader.
+    """Returns the verdict on an execution, the reason for the verdict, and the pickled return value of a grader (or b"").
 
     Args:
-        stopped, status: the limit that stopped the execution, or "" and the exit status.
-        report: result of :func:`run_program` or :func:`grade`, or bytes that untrusted code wrote in its place.
+        stopped: name of the limit that stopped the execution, or "".
+        status: status of the child process from ``os.waitpid``, if no limit stopped the execution.
+        report: bytes that the child process wrote: the result of :func:`run_program` or :func:`grade`, or other bytes that
+            untrusted code wrote instead.
         printed: text that the execution printed.
-        case: the program's test case.
+        case: test case of the program.
         grader: the grader; None for a program.
     """
     if stopped:
@@ -82,13 +84,16 @@ def _lines(text: str) -> list[str]:
 
 
 def find_grader(target: str, arguments: dict[str, Any] | None) -> Grader:
-    """Returns the function that ``target`` names, "module:function" or "/path/file.py:function".
+    """Imports and returns the grader function.
 
     Args:
-        target: name of the grader or, if ``arguments`` are given, of a function that is called once and returns the grader.
+        target: "module:function" or "/path/file.py:function". Names the grader or, if ``arguments`` are given, a function that
+            returns the grader.
+        arguments: keyword arguments with which the function that returns the grader is called once; None if ``target`` names the
+            grader.
 
     Raises:
-        BaseException: any error of the import or of the call; TypeError if the result is not callable.
+        BaseException: any error of the import or of the call. A TypeError if the result is not callable.
     """
     module, _, name = target.rpartition(":")
     function: Any = _load(module) if module.endswith(".py") else importlib.import_module(module)
@@ -103,7 +108,10 @@ def find_grader(target: str, arguments: dict[str, Any] | None) -> Grader:
 
 
 def _load(path: str) -> Any:
-    """Executes a file as a module outside ``sys.modules``: a file may have the name of a package that the file imports."""
+    """Executes the Python file ``path`` and returns the resulting module.
+
+    The module is not added to ``sys.modules``, because the file may have the name of a package that the file imports.
+    """
     spec = importlib.util.spec_from_file_location(f"grader_{abs(hash(path))}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
@@ -113,12 +121,16 @@ def _load(path: str) -> Any:
 
 
 def grade(grader: Grader, payload: bytes, plain: bool) -> tuple[dict[str, str], bytes]:
-    """Calls the grader. Returns ``verdict`` and ``reason``, and the pickled value, or the pickled exception unless ``plain``.
+    """Calls the grader.
 
     Args:
-        grader: the function.
+        grader: the grader function.
         payload: pickled keyword arguments of the call.
-        plain: reduce the value to types that are safe to unpickle even if untrusted code wrote the bytes.
+        plain: True reduces the return value to types that are safe to unpickle, even if untrusted code wrote the bytes.
+
+    Returns:
+        A dict with ``verdict`` and ``reason``, and the pickled return value. If the grader raised an exception, the pickled
+        exception instead, or b"" with ``plain``.
     """
     try:
         value = grader(**pickle.loads(payload))
@@ -131,16 +143,17 @@ def grade(grader: Grader, payload: bytes, plain: bool) -> tuple[dict[str, str], 
 
 
 def _pickled(error: BaseException) -> bytes:
-    """Returns the exception pickled, with its traceback as a note.
+    """Returns the exception ``error`` pickled, with its traceback as a note.
 
-    Replaces an error that is no Exception by a RuntimeError with the same text: the original would end the trainer's thread.
+    An error that is no Exception, such as SystemExit, is replaced by a RuntimeError with the same text. The original error would
+    end the thread in the trainer process in which it is raised again.
     """
     try:
         trace = "".join(traceback.format_exception(error))
         if not isinstance(error, Exception):
             error = RuntimeError(_describe(error))
         error.add_note(f"In the process of the grader:\n{trace}")
-        if not _is_picklable(error):  # its constructor takes other arguments than ``args``, or it holds a lock
+        if not _is_picklable(error):  # the constructor takes other arguments than ``args``, or an attribute is a lock
             copyreg.pickle(type(error), _without_constructor)
         if _is_picklable(error):
             return dumps(error)
@@ -163,7 +176,7 @@ def _is_picklable(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Returns ``value`` as numbers, text, bytes, lists, tuples, sets and dicts. Arrays become lists, array scalars numbers.
+    """Returns ``value`` as numbers, text, bytes, lists, tuples, sets and dicts. Converts arrays to lists, array scalars to numbers.
 
     Raises:
         TypeError: ``value`` contains another type.
@@ -184,14 +197,14 @@ def _plain(value: Any) -> Any:
 
 
 def problem_of(error: BaseException) -> str:
-    """Returns the text of an import's error, with the file and line that raised it."""
+    """Returns type and text of an error in an import, with the file and the line that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
     return f"{_describe(error)}{place}"
 
 
 def _describe(error: BaseException) -> str:
-    """Returns the error's type and text, at most 500 characters."""
+    """Returns the type and text of ``error``, cut to 500 characters."""
     try:
         return f"{type(error).__name__}: {error}"[:500]
     except BaseException:  # an exception whose text raises

@@ -1,4 +1,4 @@
-"""Isolation of untrusted code: namespaces, a separate user if the worker is root, and removal of that user's files."""
+"""Isolation of untrusted code: Linux namespaces, a separate user if the worker is root, and removal of this user's files."""
 
 import contextlib
 import ctypes
@@ -18,13 +18,13 @@ _CAPABILITIES_V3 = 0x20080522
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 UIDS = range(60_600, 61_180)
-"""User ids for untrusted code if the worker is root. Neither distributions nor systemd assign them."""
+"""User ids for untrusted code if the worker is root. Neither Linux distributions nor systemd assign these ids."""
 _NEEDED_CAPABILITIES = (0, 1, 5, 6, 7)  # chown, override permissions, kill, setgid, setuid
 _WRITABLE_BY_ALL = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def prctl(option: int, value: int) -> None:
-    """Sets an attribute of this process. Attributes that the kernel does not know are ignored."""
+    """Sets an attribute of this process by the system call ``prctl``. Ignores attributes that the kernel does not know."""
     _LIBC.prctl(option, value, 0, 0, 0)
 
 
@@ -32,14 +32,14 @@ def drop_capabilities() -> None:
     """Drops all capabilities of this process.
 
     Raises:
-        OSError: not allowed.
+        OSError: the kernel does not allow this.
     """
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)
     _check(_LIBC.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
 
 def pid_namespace_works() -> bool:
-    """True if :func:`enter_pid_namespace` and :func:`mount_own_proc` work here. Tries both in a fork."""
+    """True if :func:`enter_pid_namespace` and :func:`mount_own_proc` work on this machine. Tries both functions in a fork."""
     if trial := os.fork():
         return os.waitpid(trial, 0)[1] == 0
     with contextlib.suppress(BaseException):
@@ -52,13 +52,13 @@ def pid_namespace_works() -> bool:
 
 
 def enter_pid_namespace() -> None:
-    """Makes the next fork the first process of a new PID namespace.
+    """Makes the next fork of this process the first process of a new PID namespace.
 
-    The processes of the namespace see no others, and all of them are killed when the first one ends. Without root, a user
-    namespace is created too, in which the user keeps its ids.
+    Processes in this namespace see no process outside the namespace, and all of them are killed when the first process ends.
+    Without root, this function also creates a user namespace, in which the user keeps its user id and group id.
 
     Raises:
-        OSError: not allowed.
+        OSError: the kernel does not allow this.
     """
     uid, gid = os.geteuid(), os.getegid()
     if uid == 0:
@@ -70,17 +70,20 @@ def enter_pid_namespace() -> None:
 
 
 def mount_own_proc() -> None:
-    """Mounts a /proc that shows the processes of this PID namespace.
+    """Mounts a private /proc that shows only the processes of this process's PID namespace.
 
     Raises:
-        OSError: not allowed.
+        OSError: the kernel does not allow this.
     """
     _own_mounts()
     _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
 
 
 def leave_network() -> bool:
-    """Moves to an empty network namespace and to private shared memory and message queues. Returns False if not allowed."""
+    """Moves this process to an empty network namespace, and to private shared memory and message queues.
+
+    Returns False if the kernel does not allow this.
+    """
     with contextlib.suppress(OSError):
         _unshare(CLONE_NEWNET | CLONE_NEWIPC)
         return True
@@ -88,9 +91,10 @@ def leave_network() -> bool:
 
 
 def let_interpreter_be_read() -> str:
-    """Makes the interpreter and ``sys.path`` readable for other users. Returns the problem, or "".
+    """Makes the interpreter and the folders in ``sys.path`` readable for other users. Returns a text with the problem, or "".
 
-    If a closed folder such as root's home is above one of these paths, private mounts show nothing else in that folder.
+    A folder above one of these paths, such as root's home, may be closed to other users. A private mount then replaces this closed
+    folder and shows nothing but these paths.
     """
     roots = (sys.base_prefix, sys.prefix, *sys.path)
     closed: dict[str, list[str]] = {}
@@ -144,10 +148,12 @@ def _check(result: int, call: str) -> None:
 
 @dataclass
 class Identity:
-    """A user id that no other worker on this machine uses as long as some process holds ``claim``.
+    """User id for untrusted code that no other worker on this machine uses.
 
-    ``claim`` is an abstract socket whose name contains the id. Only one socket can have the name, and the kernel frees the name
-    when the last process that holds the socket has ended.
+    Attributes:
+        uid: the user id, also used as group id.
+        claim: abstract socket that reserves the user id, which is part of the socket's name. Only one socket can have this name.
+            The kernel frees the name when the last process that holds the socket has ended.
     """
 
     uid: int
@@ -156,10 +162,10 @@ class Identity:
 
     @classmethod
     def take(cls) -> "Identity | None":
-        """Returns the first free identity; None if this process may not change users.
+        """Reserves and returns the first free user id. Returns None if this process may not run code as another user.
 
         Raises:
-            OSError: all are taken.
+            OSError: all user ids in :data:`UIDS` are taken.
         """
         if not _may_change_user():
             return None
@@ -182,14 +188,14 @@ class Identity:
         os.setresuid(self.uid, self.uid, self.uid)
 
     def remove_files(self) -> None:
-        """Removes this user's files from world-writable folders. Skips folders that have not changed since the last call."""
+        """Removes the files of the user ``uid`` from world-writable folders. Skips folders unchanged since the last call."""
         for folder in _WRITABLE_BY_ALL:
             with contextlib.suppress(OSError):
                 changed = os.stat(folder).st_mtime_ns
                 if self._cleaned.get(folder) != changed:
                     for entry in os.scandir(folder):
                         self._remove(entry)
-                    self._cleaned[folder] = changed  # time before the scan: the next call sees later changes
+                    self._cleaned[folder] = changed  # time before the scan, so that the next call sees later changes
 
     def _remove(self, entry: "os.DirEntry[str]") -> None:
         with contextlib.suppress(OSError):
@@ -201,7 +207,10 @@ class Identity:
 
 
 def _may_change_user() -> bool:
-    """True if this process can become any of ``UIDS``. Root in a container may lack capabilities or mapped user ids."""
+    """True if this process can change to each of the user ids in ``UIDS``.
+
+    Even root may be unable to do so in a container, for lack of capabilities or of mapped user ids.
+    """
     if os.geteuid() != 0:
         return False
     with open("/proc/self/status") as file:
@@ -215,7 +224,7 @@ def _may_change_user() -> bool:
 
 
 def remove(folder: str) -> None:
-    """Removes a folder, even if it is closed or nested too deeply for Python. A missing folder is no error."""
+    """Removes ``folder``, even if its permissions forbid access or it is nested too deeply for Python. Ignores a missing folder."""
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:

@@ -1,8 +1,10 @@
-"""Long-lived processes for a trusted grader: one process serves call after call; its keeper replaces it after a limit stopped it.
+"""Long-lived processes for a trusted grader. One process serves call after call.
 
-The first process that imports a grader becomes the grader's template if forking is safe. All keepers are then forks of the
-template, and grader processes are forks of their keeper, so that the import costs time and memory once. If the import leaves
-threads, connections or processes behind, every process of the grader runs the import itself.
+A keeper (a process that supervises the grader process) replaces the grader process after a limit has stopped it.
+
+The first process that imports a grader becomes the grader's template if forking this process is safe. All keepers are then forks of
+the template, and grader processes are forks of their keeper, so that the import costs time and memory once. If the import leaves
+threads, connections or processes behind, forking is not safe, and every process of the grader runs the import itself.
 """
 
 import contextlib
@@ -28,13 +30,13 @@ from .watch import Sink, Watch, descendants, kill_all
 
 
 class Keeper:
-    """Runs one process that calls the grader, watches each call, and replaces the process if it was stopped or died.
+    """Supervises one process that calls the grader. Watches each call, and replaces the process if it was stopped or died.
 
     Args:
-        channel: channel to the trainer.
-        start: the first message to the worker.
-        arguments: the payload of that message.
-        grader: the imported function if this keeper is a fork of the template, else None.
+        channel: socket to the trainer process, which sends the requests.
+        start: first message to the worker, with the settings.
+        arguments: payload of the first message: pickled arguments of a function that returns the grader, or b"".
+        grader: the grader, already imported, if this keeper is a fork of the template; else None.
     """
 
     def __init__(self, channel: Channel, start: Start, arguments: bytes, grader: Grader | None = None) -> None:
@@ -45,7 +47,7 @@ class Keeper:
         self._may_be_template = grader is None
 
     def serve(self) -> NoReturn:
-        """Answers requests, one at a time, until the trainer or the reaper is gone."""
+        """Answers requests, one at a time, until the trainer process or the reaper (supervising process) has ended. Then exits."""
         try:
             while True:
                 self._serve_with_one_process()
@@ -57,10 +59,10 @@ class Keeper:
             os._exit(0)
 
     def _serve_with_one_process(self) -> None:
-        """Starts a grader process and answers requests until the process is stopped or dies.
+        """Starts a grader process and answers requests until the grader process is stopped or dies.
 
         Raises:
-            Gone: the trainer or the reaper is gone, or the process cannot serve.
+            Gone: the trainer process or the reaper (supervising process) has ended, or the grader process cannot serve.
         """
         ours, theirs = socket.socketpair()
         child = os.fork()
@@ -71,7 +73,7 @@ class Keeper:
         with ours:
             ready = self._wait_until_ready(ours, child)
             self._channel.send(ready)
-            if ready.get("forks"):  # the process is a template and reads the trainer's messages itself
+            if ready.get("forks"):  # the process is a template, which reads the messages to the worker itself
                 _wait_for([os.pidfd_open(child), *self._channel.descriptors - {self._channel.control.fileno()}])
             elif not ready["problem"]:
                 while True:
@@ -81,7 +83,7 @@ class Keeper:
         raise Gone
 
     def _wait_until_ready(self, process: socket.socket, child: int) -> Message:
-        """Returns the first message of the process with the pid ``child``."""
+        """Waits for the first message of the new grader process (socket ``process``, pid ``child``) and returns this message."""
         report, ended = Sink(process.fileno()), os.pidfd_open(child)
         while not report.whole:
             found = _wait_for([report.descriptor, ended, *self._channel.descriptors])
@@ -94,12 +96,12 @@ class Keeper:
         return decode(report.data)[0]
 
     def _call(self, order: Order, payload: bytes, process: socket.socket, child: int) -> bool:
-        """Executes a request in the process and answers the request. Returns True if the process lives on."""
+        """Executes a request in the grader process and answers the request. Returns True if the grader process lives on."""
         limits = {"wall": order.limits["wall"], "cpu": order.limits["cpu"]}
         report = Sink(process.fileno())
         watch = Watch(limits, self._channel, (), report, lives_on=True)
         process.setblocking(True)
-        with contextlib.suppress(OSError):  # the process has died: the watch sees that
+        with contextlib.suppress(OSError):  # the process has died, which the watch notices
             process.sendall(encode({}, payload))
         process.setblocking(False)
         stopped, status, seconds = watch.until_over(child)
@@ -113,11 +115,14 @@ class Keeper:
         return False
 
     def _live(self, calls: Channel) -> NoReturn:
-        """Runs in the child: imports the grader if necessary, reports to the keeper, then serves calls (or forks, as template)."""
+        """Runs in the grader process: imports the grader if necessary, reports to the keeper, then serves calls.
+
+        If the process becomes the template, it forks keepers instead of serving calls.
+        """
         try:
             os.setsid()
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-                file.write("1000")  # out of memory, the kernel kills this process before the trainer
+                file.write("1000")  # out of memory, the kernel kills this process before the trainer process
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if not self._may_be_template:
@@ -154,7 +159,10 @@ class Keeper:
         return find_grader(self._start.target, pickle.loads(self._arguments) if self._arguments else None)
 
     def _serve_forks(self, grader: Grader) -> None:
-        """Runs in the template: forks a keeper for each socket that the trainer sends."""
+        """Runs in the template, the process that has imported the grader.
+
+        Forks a keeper (a process that supervises a grader process) for each socket that the trainer process sends.
+        """
         gc.collect()
         gc.freeze()  # garbage collection in a fork would copy every page
         start, control = self._start, self._channel.control
@@ -183,7 +191,7 @@ def _serve_calls(calls: Channel, grader: Grader) -> None:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()
-            if os.getpid() != process:  # this is a fork made by the grader
+            if os.getpid() != process:  # this process is a fork that the grader has made
                 os._exit(0)
             calls.send(head, body)
         except Gone:
@@ -198,9 +206,10 @@ def _wait_for(descriptors: Iterable[int]) -> set[int]:
 
 
 def _fork_is_safe(connections_before: set[str]) -> bool:
-    """True if the import has left only one thread, no process and no connection.
+    """True if the import of the grader has left only one thread, no child process and no new connection.
 
-    A trial fork comes first: OpenBLAS, which numpy loads, ends its threads when a process forks, and restarts them later.
+    Makes a trial fork before it counts threads. OpenBLAS, which numpy loads, ends its threads when a process forks, and restarts
+    these threads later.
     """
     if trial := os.fork():
         os.waitpid(trial, 0)
@@ -210,7 +219,10 @@ def _fork_is_safe(connections_before: set[str]) -> bool:
 
 
 def _connections() -> set[str]:
-    """Returns all open descriptors but those of read-only files: two processes must not share them."""
+    """Returns number and target of all open file descriptors that two processes must not share.
+
+    These are all file descriptors except those of read-only files.
+    """
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -222,7 +234,7 @@ def _connections() -> set[str]:
 
 
 def _reseed() -> None:
-    """Reseeds the random number generators, so that processes that share an import draw different numbers."""
+    """Reseeds the random number generators, so that processes forked after the same import draw different numbers."""
     random.seed()
     if numbers := sys.modules.get("numpy.random"):
         numbers.seed()

@@ -1,6 +1,7 @@
-"""Start of a worker, the worker's request loop (one fork and one answer per request), and the reaper that outlives the worker.
+"""Start of a worker process, request loop of the worker, and reaper (the process that supervises and outlives the worker).
 
-For a trusted grader, which needs no fork per request, ``keeper`` replaces the loop.
+The request loop forks one process per request and sends one answer. A trusted grader needs no fork per request; ``keeper`` then
+replaces the request loop.
 """
 
 import contextlib
@@ -42,19 +43,21 @@ from .keeper import Keeper
 from .watch import Sink, Watch, descendants, kill_all, threads_of_user
 
 END_SECONDS = 3.0
-"""Seconds in which a worker must end its program and itself after the trainer has gone; then the worker is killed."""
+"""Seconds in which a worker must end its program and itself after the end of the trainer process, which sends the requests.
+
+Then the worker is killed."""
 OUTPUT_KEPT = 10_000
 PRELOAD = (
     "bisect collections copy datetime decimal fractions functools heapq importlib io itertools json math operator os random re"
     " shutil string sys tempfile time traceback typing"
 )
-"""Modules that programs usually import; the worker imports them once, before all forks."""
+"""Modules that programs usually import. The worker imports these modules once, before it forks a process for each program."""
 _REPORT = 200
-"""Minimum descriptor of the report, above the descriptors that programs close one by one."""
+"""Lowest file descriptor allowed for the pipe of the report. Programs that close file descriptors one by one do not reach it."""
 
 
 def main(descriptor: int) -> None:
-    """Serves the requests from the socket ``descriptor`` until the other end is closed."""
+    """Runs a worker: serves requests from the socket with the file descriptor ``descriptor`` until the other end is closed."""
     control = socket.socket(fileno=descriptor)
     channel = Channel(control)
     try:
@@ -73,7 +76,7 @@ def main(descriptor: int) -> None:
     except OSError as error:
         return channel.send({"problem": str(error), "shared": []})
     if start.isolation == "bubblewrap":
-        # No process can kill the first one of its PID namespace, which is this one, and all others end with it.
+        # This process is the first of its PID namespace: no process inside can kill it, and all of them end with it.
         Server(channel, start, folder).serve(payload)
         os._exit(0)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -98,9 +101,10 @@ def main(descriptor: int) -> None:
 
 
 def _reap(worker: int, control: socket.socket, folder: str, identity: Identity | None) -> NoReturn:
-    """Waits until the worker or the trainer ends, then kills all remaining descendants and removes the worker's folder.
+    """Runs in the reaper, the parent process of the worker. Waits until the worker or the trainer process ends, then cleans up.
 
-    The socket shows that the trainer has ended. If another process also holds that socket, the trainer's pidfd shows it.
+    Kills all remaining descendants and removes the temporary folder of the worker. The end of the trainer process closes the socket
+    ``control``. If another process holds that end of the socket too, a pidfd of the trainer process shows the end instead.
     """
     poll = select.poll()
     ended = os.pidfd_open(worker)
@@ -124,14 +128,14 @@ def _reap(worker: int, control: socket.socket, folder: str, identity: Identity |
 
 @dataclass(frozen=True)
 class Server:
-    """Executes requests with untrusted code.
+    """Request loop of a worker for untrusted code.
 
     Attributes:
-        channel: source of the requests.
-        start: the first message.
-        folder: the worker's temporary folder.
-        identity: the user that untrusted code runs as; None: the worker's user.
-        unseen_threads: number of this user's threads outside of this PID namespace.
+        channel: socket from which the requests come.
+        start: first message to the worker, with its settings.
+        folder: temporary folder of the worker.
+        identity: user under which untrusted code runs; None: the user of the worker.
+        unseen_threads: number of this user's threads outside the PID namespace of the worker.
     """
 
     channel: Channel
@@ -141,7 +145,10 @@ class Server:
     unseen_threads: int = 0
 
     def serve(self, payload: bytes) -> None:
-        """Imports the target, reports the outcome, and answers requests, one at a time, until the channel is closed."""
+        """Imports the grader, or the modules for programs, and reports success or the error.
+
+        Then answers requests, one at a time, until the channel is closed.
+        """
         grader, problem = None, ""
         try:
             grader = _import(self.start, payload)
@@ -159,7 +166,7 @@ class Server:
             prctl(PR_SET_DUMPABLE, 0)  # a program of the same user cannot attach to this process
         gc.collect()
         gc.freeze()  # garbage collection in a fork would copy every page
-        spared = frozenset(descendants())  # processes started by the target's import
+        spared = frozenset(descendants())  # processes started by the grader's import
         try:
             self.channel.send({"problem": problem, "shared": [name for name in apart if not apart[name]]})
             while not problem:
@@ -167,10 +174,14 @@ class Server:
                 if "limits" in message:  # else the message is for an execution that has ended
                     self._execute(Order(**message), payload, grader, spared)
         except Gone:
-            remove(self.folder)  # the reaper does that too, unless the reaper has gone
+            remove(self.folder)  # the reaper removes the folder too, unless the reaper has ended
 
     def _execute(self, order: Order, payload: bytes, grader: Grader | None, spared: Collection[int]) -> None:
-        """Executes a request and answers it once all processes have ended. Removes the folder last: that may take long."""
+        """Executes a request and sends the result once all processes of the execution have ended.
+
+        Removes the working folder after that, because removal may take long. ``spared`` holds the pids of children of the worker
+        that do not belong to the execution.
+        """
         limits = order.limits
         with contextlib.ExitStack() as stack:
             folder = os.path.join(self.folder, "run")
@@ -202,15 +213,15 @@ class Server:
     def _run_child(
         self, order: Order, payload: bytes, grader: Grader | None, folder: str, output: int, report: int
     ) -> NoReturn:
-        """Runs in the fork: executes the request, reports, and exits without the program's cleanup handlers."""
+        """Runs in the forked process: executes the request, writes the report, and exits without the program's cleanup handlers."""
         try:
             try:
                 os.setsid()
                 self.channel.control.close()
                 with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-                    file.write("1000")  # out of memory, the kernel kills this process before the trainer
+                    file.write("1000")  # out of memory, the kernel kills this process before the trainer process
                 report = self._confine(order, folder, output, report)
-                prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which resets this
+                prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which resets this attribute
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             except BaseException as error:
                 os.write(report, json.dumps({"verdict": "error", "reason": f"the sandbox failed: {error!r}"}).encode())
@@ -224,7 +235,7 @@ class Server:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(BaseException):
                     stream.flush()
-            if os.getpid() == first_process:  # else this is a fork made by the program
+            if os.getpid() == first_process:  # else this process is a fork that the program has made
                 with contextlib.suppress(BaseException):
                     while text:
                         text = text[os.write(report, text) :]
@@ -233,7 +244,10 @@ class Server:
             os._exit(71)
 
     def _confine(self, order: Order, folder: str, output: int, report: int) -> int:
-        """Restricts this process to its folder, input, output and limits. Returns the new descriptor of the report."""
+        """Restricts this process to its working folder, standard input, output and resource limits.
+
+        Returns the new file descriptor of the pipe for the report.
+        """
         os.chdir(folder)
         with open("stdin", "wb") as file:
             given = order.case["given"] if order.case.get("kind") == "stdin" else ""
@@ -259,7 +273,7 @@ class Server:
             self.identity.become()
         else:
             _limit(resource.RLIMIT_NPROC, limits["processes"] + threads_of_user() + self.unseen_threads)
-            drop_capabilities()  # those from a user namespace, if there is one
+            drop_capabilities()  # a user namespace gives capabilities
             prctl(PR_SET_DUMPABLE, 1)  # as for any program; the worker itself has 0
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         return report
@@ -272,7 +286,10 @@ def _limit(which: int, value: float) -> None:
 
 
 def _address_space() -> int:
-    """Returns the bytes of address space inherited from the worker; a grader's imports may take gigabytes."""
+    """Returns the size in bytes of the address space that this process has inherited from the worker.
+
+    The imports of a grader may take gigabytes of address space.
+    """
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -288,7 +305,10 @@ def _import(start: Start, payload: bytes) -> Grader | None:
 
 
 def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
-    """Returns the reading and writing end of a pipe. The stack closes the reading end; the caller must close the other."""
+    """Creates a pipe. Returns the file descriptors of its reading end, which ``stack`` closes, and of its writing end.
+
+    The caller must close the writing end.
+    """
     reading, writing = os.pipe2(os.O_CLOEXEC)
     stack.callback(os.close, reading)
     return reading, writing

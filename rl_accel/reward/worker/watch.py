@@ -1,4 +1,4 @@
-"""Watches one execution until it ends, answers or exceeds a limit, and kills the processes that are left."""
+"""Watches one execution until the execution ends, answers or exceeds a limit. Then kills what is left of the execution."""
 
 import contextlib
 import math
@@ -14,25 +14,35 @@ from . import SIZES, Channel
 
 LOOK_SECONDS = 0.02
 WAITED_FACTOR = 10.0
-"""Cap on wall time, in multiples of the wall limit. Waiting for a processor counts against this cap only, not against the limit."""
+"""Maximum wall time of an execution, as a multiple of its wall limit.
+
+Seconds of waiting for a processor count against this maximum, but not against the wall limit."""
 LATE_SECONDS = 0.1
-"""Delay in seconds from which a check counts as late: the machine was busy or suspended, and the wall limit ignores the delay."""
+"""Delay in seconds above which a check of the limits counts as late, because the machine was busy or suspended.
+
+The seconds of such a delay do not count against the wall limit."""
 ALIVE_SECONDS = 1.0
-"""Seconds between messages to the trainer that an execution, past its wall limit because it waited, is still watched."""
+"""Seconds between messages to the trainer process (which sends the requests) about an execution that waits for a processor.
+
+The messages say that the worker still watches the execution, although more seconds than the wall limit have passed."""
 TELL_SECONDS = 0.1
-"""Seconds until the trainer is first told whether a trusted grader mostly waits; each further report comes after twice the time."""
+"""Seconds until the worker first reports to the trainer process (which sends the requests) whether a trusted grader mostly waits.
+
+Each further report comes after twice the elapsed time of the previous report."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MOST_PROCESSES = 100_000
 _waits_before: dict[str, float] = {}
-"""Seconds that a thread had waited for a processor before the current execution, by the thread's folder in /proc."""
+"""Seconds that each thread had waited for a processor before the current execution, by the thread's folder in /proc."""
 _TIMES, _RESIDENT, _STACK = slice(11, 15), 21, 25
-"""Indices into :func:`_stat`: CPU ticks (of the process and of children waited for), resident pages, address of the stack."""
+"""Indices into the result of :func:`_stat`: CPU ticks, resident pages, address of the stack.
+
+The CPU ticks are of the process and of the children that the process has waited for."""
 
 
 class Sink:
-    """Collects the bytes of a pipe, at most ``most + 1``; the last one shows that there were too many."""
+    """Buffer for bytes from a pipe. Holds at most ``most + 1`` bytes; the last byte shows that more than ``most`` bytes came."""
 
     def __init__(self, descriptor: int, most: float = math.inf) -> None:
         self.descriptor = descriptor
@@ -46,11 +56,11 @@ class Sink:
 
     @property
     def whole(self) -> bool:
-        """True if the data is one complete message from :func:`rl_accel.reward.worker.encode`."""
+        """True if the buffer holds exactly one complete message, as made by :func:`rl_accel.reward.worker.encode`."""
         return len(self.data) >= SIZES.size and len(self.data) == SIZES.size + sum(SIZES.unpack_from(self.data))
 
     def read(self) -> bool:
-        """Reads the bytes available now. Returns False once the pipe has ended or the sink is full."""
+        """Reads the bytes that the pipe holds now. Returns False once the pipe has ended or this buffer is full, else True."""
         while not self.full:
             try:
                 received = os.read(self.descriptor, int(min(self._most + 1 - len(self.data), 1 << 20)))
@@ -63,21 +73,23 @@ class Sink:
 
 
 def cpu_of_ended() -> float:
-    """Returns the CPU seconds of all processes that this process has waited for."""
+    """Returns the CPU seconds of all ended processes that this process has waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 @dataclass
 class Watch:
-    """Watches one execution, which starts when this object is created.
+    """Watches one execution (a program under test, or a call of a grader), which starts when this object is created.
 
     Args:
-        limits: "wall" and "cpu" in seconds; optionally "memory" (resident bytes) and "processes" (threads). Updated in place.
-        channel: source of messages that stop the execution or set new limits.
-        spared: children of this process that do not belong to the execution.
-        report, output: result and printed text of the execution; ``output`` is None if the text is not watched.
-        lives_on: the first process answers in a message and outlives the execution.
+        limits: limits "wall" and "cpu" in seconds; optionally "memory" (bytes of resident memory) and "processes" (number of
+            threads). Messages from ``channel`` change this dict in place.
+        channel: socket from which messages come that stop the execution or set new limits.
+        spared: pids of children of this process that do not belong to the execution.
+        report, output: buffers for the result and for the printed text of the execution. ``output`` is None if the printed text is
+            not watched.
+        lives_on: True if the first process of the execution sends its answer as a message and continues to run afterwards.
     """
 
     limits: dict[str, float]
@@ -87,9 +99,11 @@ class Watch:
     output: Sink | None = None
     lives_on: bool = False
     _waited: dict[str, float] = field(default_factory=dict, init=False)
-    """Seconds waited for a processor, by thread."""
+    """Seconds that each thread of the execution has waited for a processor, by the thread's folder in /proc."""
     _paused: float = field(default=0.0, init=False)
-    """Seconds by which checks came late: this process had no processor either, or the machine was suspended."""
+    """Sum of seconds by which checks of the limits came late.
+
+    In these seconds, this process had no processor either, or the machine was suspended."""
     _cpu_before: float = field(default=0.0, init=False)
     _began: float = field(default_factory=time.monotonic, init=False)
     _looked: bool = field(default=False, init=False)
@@ -101,29 +115,43 @@ class Watch:
         self._cpu_before = cpu_of_ended()
 
     def _look_for_the_first_time(self) -> None:
-        """Records what long-lived processes used before this execution; not before the first check, which few executions reach."""
+        """Records the CPU seconds and processor waits of long-lived processes before this execution.
+
+        Runs at the first check of the limits, not at the start of the execution, because few executions reach the first check.
+        """
         self._looked = True
         living = descendants(self.spared)
         self._cpu_before = cpu_of_ended() + _cpu_of(living)
         _waits_before.update({thread: _seconds_waited(thread) for pid in living for thread in _threads(pid)})
 
     def _tell_whether_it_waits(self) -> None:
-        """Tells the trainer whether the execution spent most of its time waiting for anything but a processor."""
+        """Tells the trainer process, which sends the requests, whether the execution mostly waits.
+
+        The execution mostly waits if it has spent most of its time waiting for something other than a processor.
+        """
         wall = time.monotonic() - self._began
         cpu = cpu_of_ended() + _cpu_of(descendants(self.spared)) - self._cpu_before
         self.channel.send({"alive": True, "waits": cpu + self._waited_of(wall, cpu) < wall / 2})
         self._tell_at = self._began + 2 * wall
 
     def until_over(self, child: int) -> tuple[str, int | None, dict[str, float]]:
-        """Waits until ``child``, the first process, answers, ends or exceeds a limit. Unless it answered, kills what is left.
+        """Waits until the execution ends, answers or exceeds a limit.
+
+        Kills all remaining processes of the execution, unless the execution has answered.
+
+        Args:
+            child: pid of the first process of the execution.
 
         Returns:
-            The limit that stopped the execution, or "". The status of ``child`` from ``os.waitpid`` if it ended by itself, -1 if it
-            was stopped, None if it has answered. The seconds ``wall``, ``cpu`` (of all processes), and ``waited``: the part of
-            ``wall`` in which the execution was ready but had no processor.
+            A tuple ``(stopped, status, seconds)``.
+            stopped: name of the limit that stopped the execution ("cancelled" if a message did), or "".
+            status: status of ``child`` from ``os.waitpid`` if ``child`` ended by itself, -1 if the execution was stopped, None if
+            ``child`` has answered.
+            seconds: dict of seconds. ``wall`` is the duration of the execution. ``cpu`` is the CPU time of all its processes.
+            ``waited`` is the part of ``wall`` in which the execution was ready but had no processor.
 
         Raises:
-            Gone: the trainer no longer waits for the result; nothing is killed then.
+            Gone: the trainer process no longer waits for the result. Nothing is killed then.
         """
         stopped, status = self._until_end(child)
         wall = time.monotonic() - self._began
@@ -136,18 +164,20 @@ class Watch:
         kill_all(self.spared)
         cpu = max(0.0, cpu_of_ended() - self._cpu_before)
         if not stopped and os.WIFSIGNALED(status) and cpu > self.limits["cpu"]:
-            stopped = "cpu"  # the kernel's limit acted first, as this process had no processor
+            stopped = "cpu"  # the kernel's limit acted first, because this process had no processor
         for sink in self._sinks():
-            sink.read()  # what is still in the pipe
+            sink.read()  # the bytes that are still in the pipe
         return stopped, status, {"wall": wall, "cpu": cpu, "waited": self._waited_of(wall, cpu)}
 
     def _sinks(self) -> list[Sink]:
         return [self.report] if self.output is None else [self.report, self.output]
 
     def _until_end(self, child: int) -> tuple[str, int | None]:
-        """Waits. Returns the limit that the execution exceeded ("cancelled" on a message), or "", and the status of ``child``.
+        """Waits until the execution with the first process ``child`` ends, answers or must be stopped.
 
-        The status is -1 if the execution must be stopped, and None if ``child`` has answered and lives on.
+        Returns:
+            Name of the limit that the execution has exceeded ("cancelled" if a message stops the execution), or "". Status of
+            ``child`` from ``os.waitpid``; -1 if the execution must be stopped, None if ``child`` has answered and lives on.
         """
         sinks = {sink.descriptor: sink for sink in self._sinks()}
         ended = os.pidfd_open(child)
@@ -188,7 +218,7 @@ class Watch:
             os.close(ended)
 
     def _exceeded(self, child: int) -> str:
-        """Returns the limit that is exceeded now, or ""."""
+        """Returns the name of a limit that the execution exceeds now, or ""."""
         _reap_orphans(child)
         used = {"cpu": cpu_of_ended() - self._cpu_before, "memory": 0, "processes": 0}
         own = _stat(os.getpid())
@@ -226,13 +256,13 @@ class Watch:
 
 
 def _stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/<pid>/stat after the process name, which may contain anything."""
+    """Returns the fields of /proc/<pid>/stat that follow the process name. (The name may contain any characters.)"""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()
 
 
 def _threads(pid: int) -> list[str]:
-    """Returns the /proc folders of the process's threads; [] if the process is gone."""
+    """Returns the folders in /proc of all threads of the process ``pid``; [] if this process no longer exists."""
     try:
         return [f"/proc/{pid}/task/{name}" for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:
@@ -240,14 +270,17 @@ def _threads(pid: int) -> list[str]:
 
 
 def _seconds_waited(folder: str) -> float:
-    """Returns the seconds that a thread was ready and had no processor in this execution, even if the thread is a zombie."""
+    """Returns the seconds of this execution in which a thread was ready but had no processor.
+
+    ``folder`` is the folder of the thread in /proc. The thread may be a zombie.
+    """
     with contextlib.suppress(OSError, IndexError, ValueError), open(f"{folder}/schedstat") as file:
         return int(file.read().split()[1]) / 1e9 - _waits_before.get(folder, 0.0)
     return 0.0
 
 
 def _cpu_of(processes: Collection[int]) -> float:
-    """Returns the CPU seconds of living processes, with those of children that they have waited for."""
+    """Returns the CPU seconds of living processes (pids), including the CPU seconds of children that they have waited for."""
     ticks = 0
     for pid in processes:
         with contextlib.suppress(OSError, IndexError, ValueError):
@@ -256,7 +289,10 @@ def _cpu_of(processes: Collection[int]) -> float:
 
 
 def descendants(spared: Collection[int] = ()) -> list[int]:
-    """Returns all descendants but the children in ``spared``. Includes orphans, as this process is their subreaper."""
+    """Returns the pids of all descendants of this process, without the children in ``spared`` and their descendants.
+
+    The result includes orphaned processes, because this process is their subreaper.
+    """
     below: list[int] = []
     parents = [os.getpid()]
     while parents and len(below) < _MOST_PROCESSES:
@@ -269,7 +305,10 @@ def descendants(spared: Collection[int] = ()) -> list[int]:
 
 
 def kill_all(spared: Collection[int] = ()) -> None:
-    """Kills and reaps every descendant. A killed process cannot fork any more, so a few rounds catch all."""
+    """Kills and reaps all descendants of this process, without the children in ``spared`` and their descendants.
+
+    Repeats this until no descendant is left. A killed process cannot fork any more, so a few repetitions suffice.
+    """
     pause = 0.0002
     while True:
         with contextlib.suppress(ChildProcessError):
@@ -287,7 +326,7 @@ def kill_all(spared: Collection[int] = ()) -> None:
 
 
 def threads_of_user() -> int:
-    """Returns the number of this user's threads in visible processes, which the kernel's limit on processes counts."""
+    """Returns the number of this user's threads in all visible processes. The kernel's limit on processes counts these threads."""
     count = 0
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
@@ -297,7 +336,7 @@ def threads_of_user() -> int:
 
 
 def _reap_orphans(child: int) -> None:
-    """Reaps ended processes whose parents have ended too. Never reaps ``child``: its status is read later."""
+    """Reaps ended processes whose parents have ended too. Never reaps ``child``, because the status of ``child`` is read later."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != child:
             os.waitpid(ended.si_pid, 0)
