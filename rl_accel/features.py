@@ -100,7 +100,7 @@ class GaeFlags:
         "kernel; auto is numba on CPU tensors and triton on CUDA tensors",
         choices=("auto", "naive", "chunk", "numba", "triton"),
     )
-    chunk_size: int | None = flag(None, "tokens a chunk for backend=chunk; null chooses", minimum=1)
+    chunk_size: int | None = flag(None, "tokens per chunk for backend=chunk; null: chosen automatically", minimum=1)
     threads: int | None = flag(None, "CPU threads of the numba kernel; null: usable cores, at most 16", minimum=1)
 
 
@@ -137,9 +137,12 @@ class SamplerFlags:
     """Flags of the feature ``sampler``, which polls for finished rollouts at adaptive intervals instead of every 2 seconds."""
 
     enable: bool | None = flag(None, ENABLE_AUTOMATIC)
-    max_cpu_share: float = flag(0.05, "largest share of one core that polling may cost", minimum=0.001, maximum=1.0)
+    max_cpu_share: float = flag(0.05, "maximum share of one CPU core spent on polling", minimum=0.001, maximum=1.0)
     max_delay_s: float = flag(
-        0.02, "seconds added at most after the last needed response while a poll is cheap", minimum=0.001, maximum=60.0
+        0.02,
+        "maximum delay after the last needed response, in seconds, while polls are cheap",
+        minimum=0.001,
+        maximum=60.0,
     )
 
 
@@ -176,22 +179,28 @@ class TailBatchingFlags:
 
     enable: bool | None = flag(None, ENABLE)
     prompt_ratio: float | str = flag(
-        1.25, "prompts launched in short rounds over those trained, or auto", minimum=1.0, words=("auto",)
+        1.25, "prompts launched in a short round divided by prompts trained, or auto", minimum=1.0, words=("auto",)
     )
     response_ratio: float = flag(
-        1.25, "responses launched in short rounds over those trained; 1 is unbiased", minimum=1.0
+        1.25, "responses launched per prompt in a short round divided by responses trained; 1 is unbiased", minimum=1.0
     )
-    queue_threshold: int | None = flag(None, "deferred prompts that make a long round; null: a whole batch", minimum=1)
-    max_deferrals: int = flag(1, "a prompt cut off this often waits for a long round", minimum=1)
-    max_retries: int = flag(2, "how often a failed response is generated again", minimum=0)
+    queue_threshold: int | None = flag(
+        None, "number of deferred prompts that triggers a long round; null: a whole batch", minimum=1
+    )
+    max_deferrals: int = flag(
+        1, "number of times that a prompt may be cut off before it waits for a long round", minimum=1
+    )
+    max_retries: int = flag(2, "number of times that a failed response is generated again", minimum=0)
     agent_loop_limit: float | None = flag(
-        None, "seconds for an agent loop, tools included, after which its response fails; null: none", minimum=0.1
+        None,
+        "time limit of an agent loop in seconds, tools included, after which its response fails; null: no limit",
+        minimum=0.1,
     )
-    auto_limit: float = flag(2.0, "the largest ratio that prompt_ratio=auto may take", minimum=1.0)
+    auto_limit: float = flag(2.0, "upper bound of the ratio that prompt_ratio=auto chooses", minimum=1.0)
     domain_quotas: dict[str, int] | None = flag(  # noqa: RUF009 (a field, and null is no dict)
-        None, "prompts of each domain in a batch; null: as the data comes"
+        None, "number of prompts of each domain in a batch; null: in the order of the data"
     )
-    domain_key: str = flag("data_source", "the column of the data set that names a row's domain")
+    domain_key: str = flag("data_source", "column of the data set with the domain of each row")
 
     def validate(self) -> None:
         """Raises ValueError for an infinite ratio or a domain quota below 1."""
@@ -227,36 +236,36 @@ class RewardTimeoutFlags:
     """Flags of the feature ``reward_timeout``: time limits (in seconds) for reward executions, learned from correct answers."""
 
     enable: bool | None = flag(None, ENABLE)
-    scale: float = flag(1.5, "the limit over the longest correct execution of the test case", minimum=1.0)
+    scale: float = flag(1.5, "factor between the longest correct execution of a test case and its limit", minimum=1.0)
     slack: float = flag(0.5, "seconds added to the limit", minimum=0.0)
-    minimum: float = flag(2.0, "the least limit, in seconds", minimum=0.0)
+    minimum: float = flag(2.0, "lower bound of a limit, in seconds", minimum=0.0)
     maximum: float | None = flag(
         None,
         "the full budget, in seconds; null: the framework's own limit, else 300, and 30 for programs under test",
         minimum=0.001,
     )
     limit_waiting: bool = flag(
-        False, "adaptive limits also for coroutines and reward servers, whose time is that of others"
+        False, "adaptive limits for coroutines and reward servers too, which mostly wait for other machines"
     )
-    min_correct: int = flag(1, "correct executions of a test case before its limit adapts", minimum=1)
+    min_correct: int = flag(1, "number of correct executions of a test case before its limit adapts", minimum=1)
     probe_share: float = flag(
-        0.02, "share of executions that get the greatest limit all the same", minimum=0.0, maximum=1.0
+        0.02, "share of executions that get the full budget although their limit has adapted", minimum=0.0, maximum=1.0
     )
-    correct_above: float = flag(0.0, "a score above this is of a correct answer (its `acc`, if it has one)")
-    timeout_score: float = flag(0.0, "the score of an answer whose execution was stopped")
+    correct_above: float = flag(0.0, "scores above this value (or `acc`, if the grader returns it) count as correct")
+    timeout_score: float = flag(0.0, "score of an answer whose execution was stopped")
     score_errors: bool = flag(
         False, "give timeout_score to an answer whose grader raises or returns no score; false: as without rl-accel"
     )
-    early_stop: bool = flag(False, "leave out the test cases after the first that fails")
+    early_stop: bool = flag(False, "skip the test cases after the first failure")
     workers: int | None = flag(
-        None, "executions at once in each reward process; null: its share of the cores", minimum=1
+        None, "number of concurrent executions in each reward process; null: its share of the cores", minimum=1
     )
     grader: str | None = flag(
         None, "slime: dotted path of the grader; null: the one of --custom-rm-path, else of --rm-type"
     )
     isolation: str = flag(
         "auto",
-        "of programs under test; auto takes the best that works",
+        "isolation of programs under test; auto: the strongest that works here",
         choices=("auto", "process", "bubblewrap"),
     )
     memory_mb: int = flag(1024, "memory of a program under test, in MiB", minimum=16)
@@ -313,13 +322,13 @@ class TpReplanFlags:
     enable: bool | None = flag(None, ENABLE)
     action: str = flag(
         "advise",
-        "advise: say what would be better; restart: save, stop, and start anew under rl-accel run",
+        "advise: log the better size; restart: save, stop, and start again under rl-accel run",
         choices=("advise", "restart"),
     )
-    min_tp: int = flag(1, "the smallest size", minimum=1)
-    max_tp: int | None = flag(None, "the largest size; null: a node", minimum=1)
-    memory_gb: float | None = flag(None, "GiB of one GPU; null: memory bounds nothing", minimum=0.1)
-    max_changes: int = flag(6, "changes in a run, one of which is kept for rolling back", minimum=0)
+    min_tp: int = flag(1, "smallest tensor-parallel size", minimum=1)
+    max_tp: int | None = flag(None, "largest tensor-parallel size; null: the GPUs of a node", minimum=1)
+    memory_gb: float | None = flag(None, "memory of one GPU in GiB; null: memory is not considered", minimum=0.1)
+    max_changes: int = flag(6, "maximum number of changes in a run, one of which is reserved for a rollback", minimum=0)
 
     def validate(self) -> None:
         """Raises ValueError if ``max_tp`` is below ``min_tp``."""
@@ -357,11 +366,11 @@ class DraftsFlags:
     """
 
     enable: bool | None = flag(None, ENABLE)
-    max_tokens: int = flag(8, "tokens of the longest draft", minimum=1)
-    batch_limit: int = flag(32, "running requests above which an engine drafts nothing", minimum=1)
-    memory_mb: int = flag(200, "MiB of earlier responses in each engine", minimum=1)
-    epochs: int = flag(2, "epochs whose responses are used beside the present one", minimum=0)
-    save: bool = flag(False, "checkpoints carry earlier responses, and a run that is resumed begins with them")
+    max_tokens: int = flag(8, "maximum number of tokens of a draft", minimum=1)
+    batch_limit: int = flag(32, "number of running requests above which an engine makes no drafts", minimum=1)
+    memory_mb: int = flag(200, "memory for earlier responses in each engine, in MiB", minimum=1)
+    epochs: int = flag(2, "number of past epochs whose responses are used in addition to the current one", minimum=0)
+    save: bool = flag(False, "save earlier responses in checkpoints, so that a resumed run starts with them")
 
 
 DRAFTS = Feature(
@@ -393,9 +402,13 @@ class BalanceFlags:
     """
 
     enable: bool | None = flag(None, ENABLE)
-    places: int | None = flag(None, "requests that a replica runs at once; null: its max_num_seqs", minimum=1)
-    max_moves: int = flag(2, "how often a response may be put off or go on elsewhere; 0: never", minimum=0)
-    margin: float = flag(2.0, "seconds that a move must be expected to save over those it costs", minimum=0.0)
+    places: int | None = flag(
+        None, "slots: number of requests that a replica runs at once; null: its max_num_seqs", minimum=1
+    )
+    max_moves: int = flag(2, "number of times that a response may be preempted or migrated; 0: never", minimum=0)
+    margin: float = flag(
+        2.0, "a migration must be expected to save this many times the seconds that it costs", minimum=0.0
+    )
 
 
 BALANCE = Feature(
