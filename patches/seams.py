@@ -125,8 +125,8 @@ def require(name: str, interfaces: Mapping[Any, Iterable[Any]]) -> None:
 
     Args:
         name: name of the feature or check, for the message.
-        interfaces: mapping from interface to our classes that extend the described framework class. Methods that these classes
-            override are compared too.
+        interfaces: mapping from an interface, our description of a framework class, to our subclasses of that framework class.
+            The methods that the subclasses override are checked too.
 
     Raises:
         PatchRefused: members are absent or different. The message names each member, with the wanted and the found signature.

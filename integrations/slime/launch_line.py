@@ -109,7 +109,8 @@ def put_init_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[
 def put_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
     """Sets slime's arguments to the values that the enabled features need.
 
-    Returns one log line for each function from the launch line that a function of rl-accel will call.
+    Returns one log line for each function of the user that slime will no longer call itself: slime calls a function of rl-accel,
+    and that calls the user's function.
 
     Args:
         args: slime's arguments, changed in place.

@@ -31,15 +31,15 @@ class Setup:
     Args:
         prompts, responses: number of prompts in a batch, and number of responses per prompt.
         replicas: number of replicas of the rollout engine.
-        engine: engine model of each replica.
+        engine: performance model (simulated speed) of the engine in each replica.
         workload: lengths and reward times of the responses.
         stages: mean seconds of each stage of a step except the rollout stage ``gen``, by stage name.
         poll_seconds: seconds between two checks whether the rollout is done; 0: the trainer notices the end at once.
         after_seconds: seconds from the time at which the trainer notices the end of the rollout to the end of the stage ``gen``.
         tp: tensor-parallel size, the number of GPUs per replica.
-        engines: known engine models by tensor-parallel size; may be empty.
+        engines: performance models of engines by tensor-parallel size; may be empty.
         cluster: class of the simulated cluster; a subclass may route requests differently.
-        uneven: measured rollout seconds divided by simulated seconds, one ratio per measured rollout of the run.
+        uneven: deviation of real rollouts from the simulation: measured divided by simulated seconds, one ratio per rollout.
     """
 
     prompts: int

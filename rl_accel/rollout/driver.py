@@ -328,11 +328,12 @@ class RolloutDriver:
             logger.warning("rl-accel: tail_batching.%s", rounded)
 
     def play(self, step: int, steps_left: int) -> StepResult:
-        """Runs one round and returns the batch of training step ``step``. No response of the round runs any more at the return.
+        """Runs one round and returns the batch of training step ``step``. When it returns, no response of the round is running.
 
         Args:
             step: number of the training step.
-            steps_left: number of remaining training steps, including this step. No prompt is started that they could not train.
+            steps_left: number of remaining training steps, including this step. No prompt is started that the remaining
+                steps could not train.
 
         Raises:
             RuntimeError: as many prompts as a batch holds failed in a row, so something must be broken.

@@ -88,7 +88,10 @@ class ServerDied(ResponseLost):
 
 
 class ServerLost(RuntimeError):
-    """Rollout servers have died, and training cannot go on. A restart is impossible, or the servers' weights would differ."""
+    """Rollout servers have died, and training cannot go on.
+
+    Either no server can be restarted, or a restarted server would have other weights than the rest.
+    """
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -100,12 +100,12 @@ def interval(base: Array, ours: Array, paired: bool) -> tuple[float, float]:
 
 
 def seeds_enough(base: Array, ours: Array, margin: float, paired: bool, true: float = 0.0) -> float:
-    """Returns the number of seeds per arm that would show equality within ``margin`` with a probability of 0.8.
+    """Returns the number of seeds per arm with which an equivalence test with ``margin`` succeeds with a probability of 0.8.
 
-    The probability covers the results of new seeds, and the uncertainty of the standard deviation, which is estimated from the
-    final levels ``base`` and ``ours`` of the runs (assurance: O'Hagan, Stevens and Campbell, Pharmaceutical Statistics 4, 2005,
-    with the prior 1/sigma). The number is inf if more than 1,000 seeds are needed. ``true`` is the assumed true difference of
-    the arms, as a multiple of the margin.
+    The standard deviation is estimated from the final levels ``base`` and ``ours`` of the runs so far. The probability is averaged
+    over the results of new seeds and over the uncertainty of that estimate (assurance: O'Hagan, Stevens and Campbell,
+    Pharmaceutical Statistics 4, 2005, with the prior 1/sigma). The number is inf if more than 1,000 seeds are needed. ``true`` is
+    the assumed true difference of the arms, as a multiple of the margin.
     """
     from scipy.stats import chi2, norm, t
 

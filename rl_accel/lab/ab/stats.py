@@ -463,8 +463,11 @@ def ledger_counts(path: Path, batch: int | None) -> dict[str, Any]:
 
 
 def series(recipe: Recipe, run: RunData) -> dict[str, list[Any]]:
-    """Returns lists over the training steps of a run: step, kind of step, rollout seconds, and number of prompts in tail batching's
-    queue for long rounds."""
+    """Returns four lists with one entry per training step of a run.
+
+    They hold the step's number, the kind of its round (short, long or final), its rollout seconds, and the number of deferred
+    prompts that wait for a long round.
+    """
     steps = run.training_steps(recipe.metrics)
     return {
         "steps": list(steps),

@@ -387,8 +387,8 @@ def summarise(batches: Sequence[Sequence[Response]], arms: Mapping[str, Arm], ep
 def kill_verdict(killed: int, correct: int) -> str:
     """Returns whether the share of killed correct answers meets the goal: "met", "NOT met" or "too few to tell".
 
-    A single killed answer may be chance and never fails the goal. For "met", two conditions must hold. The measured share is within
-    the goal. If the true share were equal to the goal, at most ``killed`` killed answers would have a probability of at most 5%.
+    A single killed answer may be chance and never fails the goal. For "met", the measured share must be within the
+    goal. A one-sided binomial test must also reject, at the 5% level, that the true share equals the goal.
 
     Args:
         killed: number of correct answers that did not pass.

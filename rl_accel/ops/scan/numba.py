@@ -57,9 +57,9 @@ SCRATCH = STATE + 2 * LANES
 
 
 def scan(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Returns (advantages, returns), or (discounted returns,) if ``inputs`` has no values, in the dtype of the rewards.
+    """Returns (advantages, returns), or (discounted returns,) if ``inputs`` has no value estimates (``inputs.values`` is None).
 
-    Half precision is computed in float32.
+    The results have the dtype of the rewards. Half-precision inputs are computed in float32.
     """
     rewards, reward_starts = _flat(inputs.rewards, inputs)
     values, value_starts = (None, reward_starts) if inputs.values is None else _flat(inputs.values, inputs)

@@ -67,7 +67,7 @@ class Order:
 
     The worker's answer has the fields of an :class:`rl_accel.reward.execution.ExecutionResult`. The payload of the answer is the
     pickled value or exception of the grader. If the answer contains ``renews``, the worker replaces its process. The worker then
-    takes no request until it has sent another message like its first message.
+    takes no request until it has sent the message with which a new worker says that it is ready.
 
     Attributes:
         limits: resource limits by name, see :class:`rl_accel.reward.execution.Limits`.
