@@ -1,13 +1,12 @@
 """Two real trainers on one Ray cluster, with the features that put things into places that jobs share."""
 
 import subprocess
-import time
 
 import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1500)]
 
-STEPS, PROMPTS = 3, 8
+STEPS, PROMPTS = 10, 8
 OVERRIDES = (
     "algorithm.adv_estimator=grpo",
     "actor_rollout_ref.rollout.n=4",
@@ -35,7 +34,7 @@ runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)
 def test_each_job_trains_its_own_prompts_once_or_is_refused_in_one_line(
     start_ray, recipe_command, read_lines, read_metrics, tmp_path
 ):
-    """The second begins while the first trains. verl's reward workers have fixed names, so that each has a namespace."""
+    """Both begin at once, so that they train at the same time. verl's reward workers have fixed names: each job has a namespace."""
     command, environment = recipe_command(STEPS)
     platform = {key: value for key, value in environment.items() if key.startswith("VERL_")}
     address = start_ray(num_cpus=32, num_gpus=2, **platform, VERL_ENGINE_DEVICE="cuda", OMP_NUM_THREADS="1")
@@ -58,8 +57,6 @@ def test_each_job_trains_its_own_prompts_once_or_is_refused_in_one_line(
 
     try:
         begin("one")
-        while not read_metrics(tmp_path / "one" / "metrics.jsonl") and jobs["one"].poll() is None:
-            time.sleep(0.5)
         begin("two")
         codes = {name: job.wait() for name, job in jobs.items()}
     finally:
@@ -67,7 +64,7 @@ def test_each_job_trains_its_own_prompts_once_or_is_refused_in_one_line(
             job.kill()
     for name, code in codes.items():
         log = (tmp_path / name / "train.log").read_text(errors="replace")
-        if name == "two" and code:
+        if code and not all(codes.values()):
             assert "another job of this Ray cluster has" in log, log[-4000:]
             continue
         assert code == 0, log[-4000:]
