@@ -35,7 +35,8 @@ def kill_graders(worker):
     below = psutil.Process(ray.get(worker.__ray_call__.remote(lambda _: os.getpid()))).children(recursive=True)
     graders = [process for process in below if "rl_accel/reward/worker" in " ".join(process.cmdline())]
     for grader in graders:
-        grader.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends with its parent
+            grader.kill()
     psutil.wait_procs(graders, 20)
     return len(graders)
 
@@ -74,7 +75,7 @@ def test_scoring_goes_on_whatever_is_killed(configure, responses, kill, model_fo
 
         assert sum(map(kill_graders, handles)) > 0
         assert await score("7", "8") == [1.0, 0.0], "after graders"
-        kill(ray.get_actor(reward_anchors.NAME))
+        kill(ray.get_actor(reward_anchors.store_name()))
         assert await score("7", "8") == [1.0, 0.0], "after the store"
         for handle in handles:
             kill(handle)
