@@ -1,4 +1,4 @@
-"""``python docs/balance_table.py``: prints the table of docs/balance.md, seconds of rollouts with and without balance, simulated,
+"""``python docs/balance_table.py``: prints the table of docs/benchmarks/balance.md, seconds of rollouts with and without balance, simulated,
 and below it what no schedule can do better, calculated.
 
 64 prompts of 16 responses on four replicas, with the published lengths of mathematics (limit 16,384) and a 14B model on one H800
