@@ -1,5 +1,6 @@
-"""``python docs/balance_table.py``: prints the table of docs/benchmarks/balance.md, seconds of rollouts with and without balance, simulated,
-and below it what no schedule can do better, calculated.
+"""``python docs/balance_table.py``: prints the table of docs/benchmarks/balance.md, simulated seconds of rollouts.
+
+Rollouts run with and without balance. Below the table stands a lower bound of the seconds, which no schedule can beat.
 
 64 prompts of 16 responses on four replicas, with the published lengths of mathematics (limit 16,384) and a 14B model on one H800
 each. Prompts come twice; the first epoch knows nothing of them. The state machine is that of production.

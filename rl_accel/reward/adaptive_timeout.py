@@ -175,7 +175,7 @@ class AdaptiveTimeout:
         return suspends
 
     def forget_limit(self) -> None:
-        """Records that an execution teaches nothing about limits, because it was cancelled or belongs to an evaluation."""
+        """Records that an execution with an adaptive limit teaches nothing: it was cancelled, or is of an evaluation."""
         self._in_doubt = max(0, self._in_doubt - 1)
 
     def suspend(self, era: int) -> None:

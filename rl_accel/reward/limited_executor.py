@@ -215,6 +215,7 @@ class LimitedExecutor:
             full = Limit(self._maximum, self._maximum, "learning")
             limit, updates = timeout.limit(key, self._maximum) if self._adapts else full, LimitUpdates()
             limits = replace(self.limits, wall=limit.wall, cpu=limit.cpu, updates=updates)
+            begins_adaptive = limit.reason == "adaptive"
 
             async def follow() -> None:
                 """Applies the adaptive limit once known. Reports the execution as late if that takes ``minimum`` seconds."""
@@ -235,7 +236,8 @@ class LimitedExecutor:
                 result = await run(limits)
             except asyncio.CancelledError:
                 self.replica.count("cancelled")
-                timeout.forget_limit()
+                if begins_adaptive:
+                    timeout.forget_limit()
                 raise
             finally:
                 if following:
@@ -244,7 +246,8 @@ class LimitedExecutor:
         self._notice(timed_out)
         if not teach:
             self.replica.count("eval_executions")
-            timeout.forget_limit()
+            if begins_adaptive:
+                timeout.forget_limit()
             return result
         was_early = timed_out and limit.reason == "adaptive"
         is_correct = correct(result)

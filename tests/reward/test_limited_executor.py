@@ -50,6 +50,18 @@ async def test_limits_adapt_once_enough_correct_results_of_the_prompt_and_test_c
     assert await execute(executor, "wrong", "q", "0") == (30.0, 30.0)
 
 
+async def test_an_evaluation_with_the_full_budget_says_nothing_of_the_limits_of_others():
+    executor = made()
+    policy = executor.replica.timeout
+    policy._in_doubt = 5  # executions under adaptive limits whose results are still unknown
+    await execute(executor, "passed", "new", wall=1.0, teach=False)
+    assert policy._in_doubt == 5
+    await execute(executor, "passed", "p", wall=1.0)
+    before = policy._in_doubt
+    await execute(executor, "passed", "p", wall=1.0, teach=False)
+    assert policy._in_doubt == before, "it was counted when it began and is no longer"
+
+
 @pytest.mark.parametrize(
     ("verdict", "anchor"),
     [
