@@ -189,6 +189,7 @@ class RateLimitedRewardManager(RewardManagerBase, Protocol):
 @interface_of("transfer_queue")
 class TransferQueue(Protocol):
     KVBatchMeta: Any
+    interface: Any
 
     def kv_list(self, partition_id: str) -> dict[str, dict[str, Any]] | None: ...
     def kv_clear(self, keys: list[str], partition_id: str) -> None: ...

@@ -65,7 +65,7 @@ def test_each_job_trains_its_own_prompts_once_or_is_refused_in_one_line(
     for name, code in codes.items():
         log = (tmp_path / name / "train.log").read_text(errors="replace")
         if code and not all(codes.values()):
-            assert "another job of this Ray cluster has" in log, log[-4000:]
+            assert "another job of this Ray cluster" in log, log[-4000:]
             continue
         assert code == 0, log[-4000:]
         steps = read_metrics(tmp_path / name / "metrics.jsonl")

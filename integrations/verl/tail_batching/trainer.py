@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import ray
 
 from rl_accel.errors import RlAccelError
 from rl_accel.integrations.verl.engines import engine_of
@@ -33,6 +34,23 @@ else:
 logger = logging.getLogger("rl_accel")
 
 
+def require_own_queue() -> None:
+    """Refuses a run that would share another job's TransferQueue: the queue ends with that job.
+
+    verl closes the queue of a refused run. This function lets go of the other job's queue first, which would be killed otherwise.
+
+    Raises:
+        RlAccelError: TransferQueue's controller belongs to another job of the Ray cluster.
+    """
+    controller = ray.get_actor("TransferQueueController", namespace="transfer_queue")
+    if controller._actor_id.job_id.hex() != ray.get_runtime_context().get_job_id():
+        tq.interface._TQ_CONTROLLER = None
+        raise RlAccelError(
+            "rl_accel.tail_batching: TransferQueue belongs to another job of this Ray cluster, and ends with that job. Give each"
+            " job a cluster of its own"
+        )
+
+
 @extends(SyncTrainer)
 class TailBatchingTrainer(PPOTrainerSync):
     """verl's sync trainer, with batches from tail-batching rounds (rollouts that end with the first prompts to complete).
@@ -45,6 +63,7 @@ class TailBatchingTrainer(PPOTrainerSync):
         # asynchronous training and keep prompts in TransferQueue. It would also save and restore TransferQueue, whose entries
         # would be stale after a resume. Tail batching needs one setting of those modes, which the wiring sets: a data loader
         # of single prompts.
+        require_own_queue()
         self.trainer_mode = "sync"
         buffer = super()._build_replay_buffer()
         sample = buffer.sample

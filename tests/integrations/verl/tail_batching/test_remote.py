@@ -6,6 +6,8 @@ import functools
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -35,7 +37,7 @@ from rl_accel.integrations.verl.tail_batching.servers import (
     TailLLMServerClient,
     find_dead,
 )
-from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, varies
+from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, require_own_queue, varies
 from rl_accel.rollout.driver import Event, Job, StepResult
 
 pytestmark = pytest.mark.slow
@@ -562,3 +564,30 @@ def test_entries_of_another_job_of_the_cluster_are_left_alone():
             TailBatchingTrainer.fit(trainer, SimpleNamespace(agent_loop_workers=[]))
     finally:
         tq.close()
+
+
+OTHER_JOB = """
+import sys, ray, transfer_queue as tq
+from omegaconf import OmegaConf
+ray.init(address=sys.argv[1])
+tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
+print("ready", flush=True)
+input()
+"""
+
+
+def test_a_queue_of_another_job_is_refused_and_left_to_it(ray_address, clean_environment):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-c", OTHER_JOB, ray_address]
+    with subprocess.Popen(command, env=clean_environment, text=True, **pipes) as other:
+        try:
+            while "ready" not in (line := other.stdout.readline()):
+                assert line, "the other job has ended"
+            tq.init()
+            with pytest.raises(RlAccelError, match=r"TransferQueue belongs to another job of this Ray cluster"):
+                require_own_queue()
+            tq.close()  # as verl does when a trainer cannot be built
+            controller = ray.get_actor("TransferQueueController", namespace="transfer_queue")
+            assert ray.get(controller.get_config.remote())
+        finally:
+            other.kill()
