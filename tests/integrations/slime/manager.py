@@ -71,7 +71,7 @@ def train_and_resume():
 
 def grade_and_lose_the_store():
     features = "--enable reward_timeout"  # the grader is that of the launch line
-    limits = "--set reward_timeout.min_correct=1 --set reward_timeout.maximum=5"
+    limits = "--set reward_timeout.min_correct=1 --set reward_timeout.maximum=5 --set reward_timeout.score_errors=true"
     evaluation = {"eval_interval": 1, "n_samples_per_eval_prompt": 1, "eval_max_response_len": 16}
     evaluation["eval_prompt_data"] = ["few", PROMPTS]
     actor = manager("rewards", f"{features} {limits}", custom_rm_path="slime_test_graders.by_row", **evaluation)
