@@ -1,7 +1,8 @@
 """``rl-accel run -- COMMAND…``: runs a trainer command, and restarts the command with other overrides if the trainer asks for that.
 
 A trainer requests a restart through the file whose path is in the environment variable :data:`NOTE_VAR`. The trainer saves a
-checkpoint, writes ``{"step": …, "overrides": […]}`` to that file and ends with exit code :data:`EXIT_CODE`. Only the file counts.
+checkpoint, writes ``{"step": …, "overrides": […], "reason": …}`` to that file and ends with exit code :data:`EXIT_CODE`. Only the
+file counts.
 """
 
 import ctypes
@@ -67,7 +68,8 @@ class Launches:
                     _say(f"{problem}; to go on, add: {' '.join(wanted)}")
                     return code
                 reached, overrides, restarts = step, wanted, restarts + 1
-                _say(f"restart {restarts} of at most {self._max_restarts}, after step {step}, with: {' '.join(wanted)}")
+                which = f"restart {restarts} of at most {self._max_restarts}, after step {step} ({note['reason']})"
+                _say(f"{which}, with: {' '.join(wanted)}")
                 next_launch = time.monotonic() + self._pause_s
                 while not self._is_stopped and time.monotonic() < next_launch:
                     time.sleep(0.1)

@@ -23,7 +23,7 @@ with launches.open("a") as file:
     file.write(json.dumps(sys.argv[2:]) + "\\n")
 number = len(launches.read_text().splitlines())
 def ask(step, *overrides):
-    Path(os.environ["{NOTE_VAR}"]).write_text(json.dumps({{"step": step, "overrides": overrides}}))
+    Path(os.environ["{NOTE_VAR}"]).write_text(json.dumps({{"step": step, "overrides": overrides, "reason": "preempted"}}))
 """
 
 
@@ -99,7 +99,7 @@ sys.exit(3)
     first = ["tp=1", "other=5"]
     assert launches(tmp_path) == [first, [*first, "tp=2", "mode=auto"], [*first, "tp=4", "mode=auto"]]
     said = process.stderr.read()
-    assert "restart 1 of at most 6, after step 4, with: tp=2 mode=auto" in said
+    assert "restart 1 of at most 6, after step 4 (preempted), with: tp=2 mode=auto" in said
     assert "restart 2 of at most 6, after step 9" in said
 
 

@@ -17,10 +17,16 @@ ONE_IN = 24
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, seconds: float = 12.0, **_: Any
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Any = None,
+    seconds: float = 12.0,
+    one_in: int = ONE_IN,
+    **_: Any,
 ) -> float:
     """Return the share of the response's characters that are of the kind named; 0 if the program takes over ``seconds``."""
-    program = PROGRAM.format(answer=solution_str.strip(), kind=ground_truth, one_in=ONE_IN)
+    program = PROGRAM.format(answer=solution_str.strip(), kind=ground_truth, one_in=one_in)
     try:
         done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, timeout=seconds)
     except subprocess.TimeoutExpired:

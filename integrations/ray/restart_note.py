@@ -26,7 +26,7 @@ _has_note = threading.Event()
 def publish(note: dict[str, Any]) -> None:
     """Stores a restart note for the driver process of the Ray job to which this process belongs. Replaces an earlier note.
 
-    ``note`` can be written as JSON and has the keys ``step`` and ``overrides``.
+    ``note`` can be written as JSON. :mod:`rl_accel.relaunch` has its keys.
     """
     from ray.experimental.internal_kv import _internal_kv_put
 

@@ -188,7 +188,7 @@ def restart(trainer: Trainer, step: int, decision: Decision) -> None:
     overrides = _overrides(trainer, decision.tp)
     try:
         _save(trainer, step)
-        restart_note.publish({"step": step, "overrides": overrides})
+        restart_note.publish({"step": step, "overrides": overrides, "reason": decision.reason})
     except Exception:  # the storage or a worker failed; training goes on at the old size
         problem = f"step {step} could not be saved; going on at the old size"
         logger.warning("rl-accel: tp_replan: no restart, %s", problem, exc_info=True)

@@ -186,10 +186,15 @@ class RateLimitedRewardManager(RewardManagerBase, Protocol):
 # Trainers
 
 
+@interface_of("transfer_queue.interface")
+class TransferQueueInterface(Protocol):
+    _TQ_CONTROLLER: Any
+
+
 @interface_of("transfer_queue")
 class TransferQueue(Protocol):
     KVBatchMeta: Any
-    interface: Any
+    interface: TransferQueueInterface
 
     def kv_list(self, partition_id: str) -> dict[str, dict[str, Any]] | None: ...
     def kv_clear(self, keys: list[str], partition_id: str) -> None: ...

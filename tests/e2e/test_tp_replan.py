@@ -85,19 +85,22 @@ def out(repo, workspace, engine, recipe_command, tmp_path_factory):
 
 def test_a_restart_goes_on_at_the_exact_step(out):
     log = (out / "train.log").read_text(errors="replace")
-    assert re.findall(r"tp_replan: step (\d+) is saved", log) == [str(DECIDED_AT)]
-    assert re.findall(r"after step (\d+): raise TP 1 to 2: preemptions are .* expected: ", log) == [str(DECIDED_AT)]
-    assert log.count("rl-accel run: restart 1 of at most 6") == 1
-    assert "restart 2" not in log
+    # Ray may lose the last lines of a trainer that ends; these are the launcher's own.
+    restart = (
+        r"run: restart (\d) of at most 6, after step (\d+) \(raise TP 1 to 2: preemptions are .* expected: .*\), with: "
+    )
+    assert re.findall(restart, log) == [("1", str(DECIDED_AT))]
     assert "Traceback" not in log
     assert "dtype mismatch" not in log
     steps = [int(step) for step in re.findall(r"step:(\d+) - .*training/global_step", log)]
-    assert steps == list(range(1, STEPS + 1)), "no step is made twice, none is left out"
+    assert [step for step in steps if step < DECIDED_AT] == list(range(1, DECIDED_AT)), (
+        "no step of the first launch is made twice"
+    )
 
 
 def test_one_server_of_two_ranks_serves_what_two_could_not(out, engine, read_metrics):
     steps = read_metrics(out / "metrics.jsonl")
-    assert list(steps) == list(range(DECIDED_AT + 1, STEPS + 1))
+    assert list(steps) == list(range(DECIDED_AT + 1, STEPS + 1)), "the second launch makes the others"
     for metrics in steps.values():
         ours = {name: metrics[f"rl_accel/tp_replan/{name}"] for name in ("tp", "wanted_tp", "changes", "preemptions")}
         assert (ours["tp"], ours["wanted_tp"]) == (2.0, 2.0)

@@ -42,8 +42,8 @@ def require_own_queue() -> None:
     Raises:
         RlAccelError: TransferQueue's controller belongs to another job of the Ray cluster.
     """
-    controller = ray.get_actor("TransferQueueController", namespace="transfer_queue")
-    if controller._actor_id.job_id.hex() != ray.get_runtime_context().get_job_id():
+    controller = tq.interface._TQ_CONTROLLER
+    if controller is not None and controller._actor_id.job_id.hex() != ray.get_runtime_context().get_job_id():
         tq.interface._TQ_CONTROLLER = None
         raise RlAccelError(
             "rl_accel.tail_batching: TransferQueue belongs to another job of this Ray cluster, and ends with that job. Give each"

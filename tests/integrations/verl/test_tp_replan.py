@@ -162,7 +162,9 @@ def test_a_restart_saves_leaves_a_note_and_makes_the_step_the_last(run, notes):
         f"trainer.default_local_dir='{one.trainer.config.trainer.default_local_dir}'",
         "trainer.val_before_train=False",
     ]
-    assert notes == [{"step": 8, "overrides": overrides}]
+    (note,) = notes
+    assert note.pop("reason").startswith("raise TP 1 to 2: preemptions are ")
+    assert note == {"step": 8, "overrides": overrides}
 
 
 def test_what_is_saved_already_is_not_saved_again(run, notes):
