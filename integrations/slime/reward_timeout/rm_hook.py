@@ -13,6 +13,7 @@ import concurrent.futures
 import copy
 import functools
 import inspect
+import logging
 import os
 import textwrap
 from collections.abc import Callable
@@ -39,6 +40,8 @@ from rl_accel.reward.limited_executor import LimitedExecutor, execute_program, p
 from rl_accel.reward.sandbox import Graders, Sandbox
 from rl_accel.reward.scores import Scores
 from rl_accel.switch import forget_when_off
+
+logger = logging.getLogger("rl_accel")
 
 _MOST_WORKERS = 16
 """Upper bound of the default number of grader processes. Each grader process imports slime and takes some 250 MiB of memory."""
@@ -289,4 +292,16 @@ def numbers_of(rollout: Rollout) -> dict[str, float]:
         if loop.is_running()
     ]
     concurrent.futures.wait(exchanges, _EXCHANGE_SECONDS)
-    return {f"rl_accel/{name}": number for name, number in _collect(rollout.number, rollout.metrics).items()}
+    numbers = _collect(rollout.number, rollout.metrics)
+    if not numbers and not OPEN:
+        _say_that_nothing_was_graded(rollout.args.rollout_function_path)
+    return {f"rl_accel/{name}": number for name, number in numbers.items()}
+
+
+@functools.lru_cache(maxsize=1)
+def _say_that_nothing_was_graded(rollout_function: str) -> None:
+    words = "reward_timeout has nothing to do: --rollout-function-path"
+    logger.warning("rl-accel: %s %s has graded no sample with slime's reward functions", words, rollout_function)
+
+
+forget_when_off.append(_say_that_nothing_was_graded.cache_clear)
