@@ -1,8 +1,8 @@
 """Reads flags from all sources and checks these flags against the schema that each feature declares.
 
-Sources, each of which overrides the ones before: the defaults, the environment variable ``RL_ACCEL_CONFIG`` (inline YAML/JSON
-or a path), the framework's own configuration (verl: ``+rl_accel.gae.enable=True``), keyword arguments of
-:func:`rl_accel.enable`.
+Sources, each of which overrides the ones before: the defaults, the environment variables ``RL_ACCEL`` (names of features) and
+``RL_ACCEL_CONFIG`` (inline YAML/JSON or a path), the framework's own configuration (verl: ``+rl_accel.gae.enable=True``), arguments
+of :func:`rl_accel.enable`.
 """
 
 import difflib
@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl_accel.errors import ConfigError
 from rl_accel.features import FEATURES, F, Feature
 
-ENV_VAR = "RL_ACCEL_CONFIG"
+NAMES_VAR, ENV_VAR = "RL_ACCEL", "RL_ACCEL_CONFIG"
 
 AUTO = "auto"
 _AUTO_HELP = "turn on the lossless features that work here (what a bare rl_accel.enable() does)"
@@ -98,6 +98,11 @@ def as_mapping(flags: Any, source: str) -> dict[str, Any]:
     if not isinstance(flags, Mapping):
         raise ConfigError(f"{source}: rl_accel wants a mapping of flags, found {_describe(flags)}")
     return {str(key): value for key, value in flags.items()}
+
+
+def read_names() -> dict[str, bool]:
+    """Returns the features named in the environment variable ``RL_ACCEL``, separated by commas, each with the value True."""
+    return {name.strip(): True for name in os.environ.get(NAMES_VAR, "").split(",") if name.strip()}
 
 
 def read_environment(value: str | None = None) -> dict[str, Any]:

@@ -30,8 +30,9 @@ logger = logging.getLogger("rl_accel")
 SOURCES_VAR = "RL_ACCEL_SOURCES"
 """Environment variable that passes the driver process's flags, as JSON, to child processes. Users should not set this variable."""
 
-ENVIRONMENT, FRAMEWORK, KEYWORDS = f"environment {cfg.ENV_VAR}", "framework config", "rl_accel.enable()"
-_PRECEDENCE = (ENVIRONMENT, FRAMEWORK, KEYWORDS)
+NAMES, ENVIRONMENT = f"environment {cfg.NAMES_VAR}", f"environment {cfg.ENV_VAR}"
+FRAMEWORK, KEYWORDS = "framework config", "rl_accel.enable()"
+_PRECEDENCE = (NAMES, ENVIRONMENT, FRAMEWORK, KEYWORDS)
 Layers = dict[str, dict[str, Any]] | None
 """Mapping from source name to the flags of that source. None after :func:`disable`: all features are off, whatever the
 environment and the framework's configuration say."""
@@ -119,7 +120,7 @@ class Runtime:
         """Replaces the flags of ``source``, applies and reverts switches accordingly, and passes all flags on to Ray processes.
 
         Args:
-            source: name of the flag source: ``ENVIRONMENT``, ``FRAMEWORK`` or ``KEYWORDS``.
+            source: name of the flag source: ``NAMES``, ``ENVIRONMENT``, ``FRAMEWORK`` or ``KEYWORDS``.
             flags: flags of that source as a nested mapping.
 
         Raises:
@@ -136,8 +137,8 @@ class Runtime:
     def adopt(self, payload: str | None) -> None:
         """Applies the flags of the run to which this process belongs. Does nothing after :meth:`clear`.
 
-        Uses the flags that the driver process published, or else the flags in ``RL_ACCEL_CONFIG``. Afterwards, flags
-        in the framework's configuration are read as well, unless the driver has turned all features off.
+        Uses the flags that the driver process published, or else the flags in the environment. Afterwards, flags in the
+        framework's configuration are read as well, unless the driver has turned all features off.
 
         Args:
             payload: the driver's flags by source, as JSON. ``null`` if the driver called :func:`disable`; None or ``{}`` if
@@ -284,9 +285,9 @@ def switches_of(module: str) -> tuple[Switch, ...]:
 
 
 def _environment() -> dict[str, dict[str, Any]]:
-    """Returns the flags in ``RL_ACCEL_CONFIG`` under the source name ``ENVIRONMENT``; {} if the variable is unset or empty."""
-    flags = cfg.read_environment()
-    return {ENVIRONMENT: flags} if flags else {}
+    """Returns the flags in ``RL_ACCEL`` and ``RL_ACCEL_CONFIG`` by source name. A variable that is unset or empty is left out."""
+    sources: dict[str, dict[str, Any]] = {NAMES: cfg.read_names(), ENVIRONMENT: cfg.read_environment()}
+    return {source: flags for source, flags in sources.items() if flags}
 
 
 def _imported_switches(module: str) -> tuple[Switch, ...]:
@@ -312,13 +313,17 @@ RUNTIME = Runtime()
 log.set_up()
 
 
-def enable(**features: Any) -> Status:
+def enable(*names: str, **features: Any) -> Status:
     """Turns features on in this process and in Ray processes that this program starts from now on.
 
     Without arguments, or with ``auto=True``, turns on every lossless feature that no argument names. A lossless feature cannot
     change training results; if such a feature cannot work here, it logs a warning and stays off. With arguments such as
-    ``gae=True`` or ``gae=dict(backend="numba")``, turns on exactly the named features. A named feature that cannot work raises
-    an error. A second call replaces the arguments of the first call.
+    ``"gae"``, ``gae=True`` or ``gae=dict(backend="numba")``, turns on exactly the named features. A named feature that cannot work
+    raises an error. A second call replaces the arguments of the first call.
+
+    Args:
+        names: names of features to turn on with their default flags.
+        features: flags by feature name.
 
     Returns:
         The status of all features after the call.
@@ -327,7 +332,7 @@ def enable(**features: Any) -> Status:
         ConfigError: an argument is unknown, has the wrong type or is out of range.
         PatchRefused: a feature enabled by name cannot be applied. All changes of this call are undone.
     """
-    flags: dict[str, Any] = {} if features else {"auto": True}
+    flags: dict[str, Any] = dict.fromkeys(names, True) if names or features else {"auto": True}
     for name, value in features.items():
         flags[name] = {"enable": True, **value} if isinstance(value, Mapping) else value
     RUNTIME.set_layer(KEYWORDS, flags)
@@ -337,8 +342,7 @@ def enable(**features: Any) -> Status:
 def disable() -> Status:
     """Restores every original object in this process, and turns all features off in Ray processes started later.
 
-    Features stay off until :func:`enable` is called. Until then, flags in ``RL_ACCEL_CONFIG`` or in verl's configuration are
-    not read.
+    Features stay off until :func:`enable` is called. Until then, flags in the environment or in verl's configuration are not read.
 
     Returns:
         The status of all features after the call.
@@ -356,10 +360,10 @@ def status() -> Status:
 
 
 @contextmanager
-def enabled(**features: Any) -> Iterator[Status]:
-    """Turns features on inside a block, ``with rl_accel.enabled(gae=True):``. Restores the previous flags at the block's end."""
+def enabled(*names: str, **features: Any) -> Iterator[Status]:
+    """Turns features on inside a block, ``with rl_accel.enabled("gae"):``. Restores the previous flags at the block's end."""
     before = RUNTIME.layers()
     try:
-        yield enable(**features)
+        yield enable(*names, **features)
     finally:
         RUNTIME.restore(before)

@@ -38,7 +38,7 @@ DURATIONS = Path(__file__).with_name("durations.json")
 """Seconds by test file, as `pytest --store-durations` last measured them."""
 
 # Flags of whoever runs the tests must not reach the processes that the tests start.
-_OURS = ("RL_ACCEL_", "VERL_", "RAY_RUNTIME_ENV_HOOK", "RAY_ADDRESS")
+_OURS = ("RL_ACCEL", "VERL_", "RAY_RUNTIME_ENV_HOOK", "RAY_ADDRESS")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_accel.config import Flags, read_environment, resolve
+from rl_accel.config import Flags, read_environment, read_names, resolve
 from rl_accel.errors import ConfigError
 from rl_accel.features import FEATURES, GAE, SAMPLER, TAIL_BATCHING
 
@@ -76,6 +76,9 @@ def test_the_environment_takes_inline_yaml_and_json_or_a_path_and_may_be_empty(t
     path.write_text("sampler: {enable: true}\n")
     monkeypatch.setenv("RL_ACCEL_CONFIG", str(path))
     assert read_environment() == {"sampler": {"enable": True}}
+    assert read_names() == {}
+    monkeypatch.setenv("RL_ACCEL", "gae, tail_batching,")
+    assert read_names() == {"gae": True, "tail_batching": True}
 
 
 @pytest.mark.parametrize(

@@ -141,9 +141,11 @@ def test_a_bare_enable_is_automatic_and_explicit_names_are_exact(fake_verl, chec
         assert requested()["sampler"] == "off" and requested()["gae"] == "automatically"
         rl_accel.enable(gae=False)
         assert set(requested().values()) == {"off"}, "to turn one off turns no other on"
+        rl_accel.enable("gae", advantages=dict(enable=False))
+        assert requested() == {"gae": "by name", "advantages": "off", "sampler": "off", **others}
         rl_accel.enable(gae=dict(backend="numba"))
         assert requested() == {"gae": "by name", "advantages": "off", "sampler": "off", **others}
-        with rl_accel.enabled(sampler=True):
+        with rl_accel.enabled("sampler"):
             assert requested() == {"gae": "off", "advantages": "off", "sampler": "by name", **others}
         assert requested() == {"gae": "by name", "advantages": "off", "sampler": "off", **others}
     """)

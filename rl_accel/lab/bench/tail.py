@@ -112,6 +112,7 @@ def _run(plan: dict[str, Any], stop: Stop) -> tuple[dict[str, Any], str]:
             "RAY_TMPDIR": str(folder),
             "RAY_ADDRESS": None,
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RL_ACCEL": None,
             "RL_ACCEL_CONFIG": None,
             "RL_ACCEL_SOURCES": None,
             "HF_HUB_OFFLINE": "1",

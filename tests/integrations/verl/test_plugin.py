@@ -185,7 +185,7 @@ def test_the_environment_switches_features_on_and_flags_of_the_run_are_checked(p
         print(json.dumps(rl_accel.status().to_dict()))
         validate_config(OmegaConf.create({"rl_accel": {"gae": {"enabel": True}}}), False, False)
         """,
-        RL_ACCEL_CONFIG="gae: true",
+        RL_ACCEL="gae",
     )
     assert done.returncode == 1
     gae = json.loads(done.stdout.splitlines()[-1])["features"][0]
@@ -199,11 +199,11 @@ def test_the_environment_switches_features_on_and_flags_of_the_run_are_checked(p
 
 @pytest.mark.slow
 def test_an_error_in_the_loader_stops_the_process_with_one_line(python):
-    done = python("import verl\nprint('unreachable')", RL_ACCEL_CONFIG="gea: true")
+    done = python("import verl\nprint('unreachable')", RL_ACCEL="sampler, gea")
     assert done.returncode == 1
     assert "unreachable" not in done.stdout
     assert done.stderr.strip().splitlines()[-1] == (
-        "rl-accel: environment RL_ACCEL_CONFIG: unknown key rl_accel.gea (did you mean rl_accel.gae?); "
+        "rl-accel: environment RL_ACCEL: unknown key rl_accel.gea (did you mean rl_accel.gae?); "
         "rl_accel takes auto, gae, advantages, sampler, final_output, tail_batching, reward_timeout, telemetry, tp_replan, "
         "balance, drafts"
     )
