@@ -15,7 +15,7 @@ from rl_accel.features import BalanceFlags
 from rl_accel.plan import published, workload
 from rl_accel.plan.balanced import BalancedCluster
 from rl_accel.rollout.balance import Balance, end_bound_at_arrival
-from rl_accel.rollout.simulation import Cluster, Engine, Floats
+from rl_accel.rollout.simulation import Cluster, EngineModel, Floats
 
 PROMPTS, RESPONSES, REPLICAS, SEEDS, PROMPT_TOKENS = 64, 16, 4, 3, 200
 DRAWS = 100
@@ -32,31 +32,31 @@ def play(cluster: Cluster, lengths: Floats) -> float:
     return cluster.now - began
 
 
-def bounds(lengths: Floats, places: int) -> tuple[float, float]:
+def bounds(lengths: Floats, slots: int) -> tuple[float, float]:
     """Return how many times faster than stock a rollout of ``lengths`` can be, at the same pace whatever runs.
 
-    First without knowing lengths: all are brought as far as only so many go beyond as there are places, and then these run side by
+    First without knowing lengths: all are brought as far as only so many go beyond as there are slots, and then these run side by
     side. Until then no place was free, and there is no reason to bring one farther than another. Then with all lengths known.
     """
-    stock = end_bound_at_arrival([(0.0, length) for length in lengths.ravel()], REPLICAS, places)
-    ascending, places = np.sort(lengths, axis=None), REPLICAS * places
-    far, longest = ascending[-places - 1], ascending[-1]
-    unknown = np.minimum(ascending, far).sum() / places + longest - far
-    return stock / unknown, stock / max(ascending.sum() / places, longest)
+    stock = end_bound_at_arrival([(0.0, length) for length in lengths.ravel()], REPLICAS, slots)
+    ascending, slots = np.sort(lengths, axis=None), REPLICAS * slots
+    far, longest = ascending[-slots - 1], ascending[-1]
+    unknown = np.minimum(ascending, far).sum() / slots + longest - far
+    return stock / unknown, stock / max(ascending.sum() / slots, longest)
 
 
-def print_bounds(places: int) -> None:
+def print_bounds(slots: int) -> None:
     """Print the mean :func:`bounds` of many draws."""
     rng = np.random.default_rng(0)
     drawn = [workload.published("math16k").lengths(range(PROMPTS), RESPONSES, rng) for _ in range(DRAWS)]
-    unknown, known = np.mean([bounds(lengths.astype(float), places) for lengths in drawn], axis=0)
-    print(f"\nBounds, {places} places a replica: {unknown:.2f} without knowing lengths, {known:.2f} with all known.")
+    unknown, known = np.mean([bounds(lengths.astype(float), slots) for lengths in drawn], axis=0)
+    print(f"\nBounds, {slots} slots a replica: {unknown:.2f} without knowing lengths, {known:.2f} with all known.")
 
 
 def main() -> None:
     """Print the table in Markdown, and the bounds."""
     columns = (
-        "places a replica",
+        "slots a replica",
         "stock, s",
         "late",
         "order",
@@ -74,8 +74,10 @@ def main() -> None:
         "moves": (True, False, 2),
         "known": (False, True, 0),
     }
-    for places, cache in ((16, math.inf), (32, math.inf), (64, math.inf), (256, math.inf), (256, 50_000.0)):
-        its = Engine(engine.step_seconds, engine.cached_token_seconds, engine.prompt_token_seconds, 0.0, places, cache)
+    for slots, cache in ((16, math.inf), (32, math.inf), (64, math.inf), (256, math.inf), (256, 50_000.0)):
+        its = EngineModel(
+            engine.step_seconds, engine.cached_token_seconds, engine.prompt_token_seconds, 0.0, slots, cache
+        )
         seconds = {}
         moves = []
         for seed in range(SEEDS):
@@ -86,7 +88,7 @@ def main() -> None:
                 stock = Cluster(its, REPLICAS, PROMPT_TOKENS)
                 seconds.setdefault(("stock", epoch), []).append(play(stock, lengths))
             for arm, (ordered, known, most) in arms.items():
-                core = Balance(places, BalanceFlags(max_moves=most), ordered)
+                core = Balance(slots, BalanceFlags(max_moves=most), ordered)
                 balanced = BalancedCluster(its, REPLICAS, PROMPT_TOKENS, core)  # the second epoch knows the first
                 for epoch, lengths in enumerate(epochs):
                     given = np.sort(lengths, axis=None)[::-1][:, None] if known else lengths
@@ -96,7 +98,7 @@ def main() -> None:
         stock = [mean["stock", 0], mean["stock", 1]]
         cells = [("late", 0), ("order", 0), ("order", 1), ("moves", 0), ("moves", 1), ("known", 1)]
         shown = " | ".join(f"{stock[epoch] / mean[arm, epoch]:.2f}" for arm, epoch in cells)
-        name = f"{places}" if cache == math.inf else f"{places}, cache of {cache:,.0f} tokens"
+        name = f"{slots}" if cache == math.inf else f"{slots}, cache of {cache:,.0f} tokens"
         print(f"| {name} | {statistics.fmean(stock):.0f} | {shown} | {statistics.fmean(moves):.0f} |", flush=True)
     print_bounds(16)
 

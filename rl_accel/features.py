@@ -402,7 +402,7 @@ class BalanceFlags:
     """
 
     enable: bool | None = flag(None, ENABLE)
-    places: int | None = flag(
+    slots: int | None = flag(
         None, "slots: number of requests that a replica runs at once; null: its max_num_seqs", minimum=1
     )
     max_moves: int = flag(2, "number of times that a response may be preempted or migrated; 0: never", minimum=0)

@@ -105,7 +105,7 @@ def metrics_of(page: Path) -> set[str]:
 
 
 def test_the_metrics_of_tail_batching_are_all_described():
-    from rl_accel.rollout.driver import METRICS_PREFIX, StepResult
+    from rl_accel.rollout.round_driver import METRICS_PREFIX, StepResult
     from rl_accel.rollout.tail_decisions import RoundMetrics
 
     known = {field.name: 0.0 for field in fields(RoundMetrics)}

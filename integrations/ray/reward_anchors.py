@@ -24,7 +24,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
-from rl_accel.reward.anchor_store import AnchorDelta, AnchorStore, Replica, Update
+from rl_accel.reward.anchor_store import AnchorDelta, AnchorStore, LocalAnchors, Update
 from rl_accel.switch import forget_when_off
 
 logger = logging.getLogger("rl_accel")
@@ -141,7 +141,7 @@ class StoreClient:
         path: file of the store; None keeps the store in memory only.
     """
 
-    def __init__(self, replica: Replica, path: str | None) -> None:
+    def __init__(self, replica: LocalAnchors, path: str | None) -> None:
         self._replica = replica
         self._path = path
         self._task: asyncio.Task[None] | None = None

@@ -14,7 +14,7 @@ reading by server name. The reading is None for a server that reports no counter
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineSupport:
     """Capabilities of an inference engine and its rollout servers in verl. The defaults are safe for any engine.
 
     Attributes:
@@ -61,7 +61,7 @@ def _stop_in_vllm(server: Any, request_id: str) -> None:
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINES = {
     # No aborts_by_id: verl 0.9's abort_request looks up request ids that vLLM 0.24 no longer uses.
-    "vllm": Engine(
+    "vllm": EngineSupport(
         restarts_in_run=True,
         death_errors=("EngineDeadError",),
         read_counters=_from_endpoints("vllm"),
@@ -69,24 +69,24 @@ _ENGINES = {
         cache_tokens=_cache_of_vllm,
         counting=(f"{_ROLLOUT}.disable_log_stats", False),
     ),
-    "sglang": Engine(
+    "sglang": EngineSupport(
         read_counters=_from_endpoints("sglang"),
         counting=(f"{_ROLLOUT}.engine_kwargs.sglang.enable_metrics", True),
     ),
 }
 
 
-def register(name: str, engine: Engine) -> None:
+def register(name: str, engine: EngineSupport) -> None:
     """Adds an engine, or replaces the capabilities of a known engine. ``name`` is the engine's value of verl's ``rollout.name``."""
     _ENGINES[name] = engine
 
 
-def engine_of(config: Any) -> Engine:
-    """Returns the capabilities of the engine that verl's ``config`` names; those of ``Engine()`` for an unknown engine."""
-    return _ENGINES.get(config.actor_rollout_ref.rollout.name, Engine())
+def engine_of(config: Any) -> EngineSupport:
+    """Returns the capabilities of the engine that verl's ``config`` names; those of ``EngineSupport()`` for an unknown engine."""
+    return _ENGINES.get(config.actor_rollout_ref.rollout.name, EngineSupport())
 
 
-def is_death(error: BaseException, engine: Engine) -> bool:
+def is_death(error: BaseException, engine: EngineSupport) -> bool:
     """Returns True if ``error``, raised by a remote call to a rollout server, means that the server or its ``engine`` is dead."""
     from ray.exceptions import RayActorError
 
@@ -99,7 +99,7 @@ def counted_engines() -> list[str]:
     return sorted(name for name, engine in _ENGINES.items() if engine.read_counters is not None)
 
 
-def read_servers(engine: Engine, servers: Sequence[str]) -> Mapping[str, Reading | None]:
+def read_servers(engine: EngineSupport, servers: Sequence[str]) -> Mapping[str, Reading | None]:
     """Reads the preemption counters of all ``servers`` at once and returns a reading by server name.
 
     The reading is None for a server that reports no counter, and for all servers if the engine supports no reading.

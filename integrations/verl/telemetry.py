@@ -185,7 +185,7 @@ class Observer:
         if self._window_known and responses and seconds > 0:
             found |= stage_clock.generation(responses, seconds, self._slots_each * len(servers) or None)
         if self._slots_each:
-            found["places"] = self._slots_each
+            found["slots"] = self._slots_each
         preemptions = self._preempted(servers)
         if preemptions is not None:
             found["preemptions"] = preemptions

@@ -19,7 +19,7 @@ from rl_accel.features import TpReplanFlags
 from rl_accel.integrations.ray import restart_note
 from rl_accel.integrations.verl.engines import counted_engines, engine_of, read_servers
 from rl_accel.parallel.model_memory import FLAG, TpBounds, read_configuration
-from rl_accel.parallel.tp_planner import Decision, PlannedRun
+from rl_accel.parallel.tp_planner import PlannedRun, TPDecision
 from rl_accel.patches.seams import Registration
 from rl_accel.patches.verl.interfaces import Trainer
 from rl_accel.patches.verl.verl_run import VerlRun
@@ -175,7 +175,7 @@ def _tokens_of(data: Mapping[str, Any]) -> float:
     return float(both) * float(response) / (float(response) + float(prompt))
 
 
-def restart(trainer: Trainer, step: int, decision: Decision) -> None:
+def restart(trainer: Trainer, step: int, decision: TPDecision) -> None:
     """Saves a checkpoint of ``step`` and ends this launch after ``step``. The next launch has another tensor-parallel size.
 
     verl's own method saves the checkpoint. A note for the driver process requests the restart. This function is called between

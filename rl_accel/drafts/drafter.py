@@ -71,12 +71,12 @@ class _Prompt:
     Attributes:
         sequence: columns of the prompt in the index.
         rates: index of the acceptance rates of the prompt.
-        visits: versions of the weights that generated responses to the prompt, the latest version last.
+        versions: versions of the weights that generated responses to the prompt, the latest version last.
     """
 
     sequence: Ints
     rates: int
-    visits: deque[int]
+    versions: deque[int]
 
 
 class _Batch(NamedTuple):
@@ -89,10 +89,10 @@ class _Batch(NamedTuple):
     numbers: Any  # int64[R, 4]
 
     @classmethod
-    def of(cls, rows: int, longest: int) -> "_Batch":
-        empty = cls(np.zeros((rows, TAKEN + 1), np.int64), _tails(rows), *Matches.of(rows, longest, WORTH + 1))
-        empty.sequences[:, LENGTH] = -1
-        return empty
+    def empty(cls, rows: int, longest: int) -> "_Batch":
+        batch = cls(np.zeros((rows, TAKEN + 1), np.int64), _tails(rows), *Matches.empty(rows, longest, WORTH + 1))
+        batch.sequences[:, LENGTH] = -1
+        return batch
 
 
 class _Rates(NamedTuple):
@@ -150,7 +150,7 @@ class Drafter:
         prompts = len(self._pool.blocks) // 8  # one prompt per 256 tokens
         self._prompts: FIFOCache[int, _Prompt] = FIFOCache(prompts)
         self._new_prompts = 0  # number of prompts so far
-        self._batch, self._running = _Batch.of(1, self._longest), 0
+        self._batch, self._running = _Batch.empty(1, self._longest), 0
         self._gone: LRUCache[tuple[int, bytes], tuple[Any, ...]] = LRUCache(REMEMBERED)
         self._version = 0
         first = [[8 * rate, 8] for _, rate in FIRST_RATES]
@@ -192,7 +192,7 @@ class Drafter:
             if token_ids_cpu.ndim != 2 or token_ids_cpu.dtype != np.int32:
                 found = f"{token_ids_cpu.dtype}{list(token_ids_cpu.shape)}"
                 raise ValueError(f"token_ids_cpu must be int32[rows, max_model_len], found {found}")
-            self._batch, self._running = _Batch.of(len(token_ids_cpu), self._longest), 0
+            self._batch, self._running = _Batch.empty(len(token_ids_cpu), self._longest), 0
         new = np.array([len(tokens) for tokens in sampled_token_ids])
         ends = num_tokens_no_spec[:running].astype(np.int64)
         step = self._pool, self._batch, self._rates, self._counts, token_ids_cpu, new, ends
@@ -300,15 +300,15 @@ class Drafter:
             rates = self._new_prompts % len(self._rates.own)  # reuses the index of the evicted prompt
             self._rates.own[rates] = 0
             self._new_prompts += 1
-            visits = deque([version], maxlen=self.settings.epochs + 1)
-            prompt = self._prompts[key] = _Prompt(sequence(key, PROMPT), rates, visits)
-        if prompt.visits[-1] < version:
-            prompt.visits.append(version)
+            versions = deque([version], maxlen=self.settings.epochs + 1)
+            prompt = self._prompts[key] = _Prompt(sequence(key, PROMPT), rates, versions)
+        if prompt.versions[-1] < version:
+            prompt.versions.append(version)
         if not is_live(self._pool, prompt.sequence[LAST]):
             prompt.sequence[LAST], prompt.sequence[LENGTH] = -1, 0
             extend(self._pool, prompt.sequence[None], tokens[None], np.array([length]))
         # in the first epochs of a prompt no response is too old, so that responses to other prompts are used
-        oldest = prompt.visits[0] if len(prompt.visits) == prompt.visits.maxlen else 0
+        oldest = prompt.versions[0] if len(prompt.versions) == prompt.versions.maxlen else 0
         begun = sequence(key, version, oldest, int(prompt.sequence[LAST]), length)
         return np.array([*begun, prompt.rates, length, False])
 

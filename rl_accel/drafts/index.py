@@ -34,7 +34,7 @@ earlier: a response to the same prompt, generated with other weights.
 other: another prompt or a response to another prompt."""
 OTHER = SOURCES.index("other")
 PROMPT = 2**62
-"""Visit number of the tokens of a prompt, which are never too old to match. The visit number of a response is the version of the
+"""Version of the tokens of a prompt, which are never too old to match. The version of a response is the version of the
 weights that generated the response."""
 
 
@@ -43,7 +43,7 @@ LAST, LENGTH, OLDEST, KEY, VISIT, NUMBER = range(6)
 
 LAST: position of the last token; for a response without tokens, of the last prompt token; -1 for none.
 LENGTH: number of tokens, including the tokens of the prompt.
-OLDEST: smallest visit number (weight version) of responses that are not too old to match this sequence.
+OLDEST: smallest version of responses that are not too old to match this sequence.
 KEY: key of the prompt, see key_of.
 VISIT: version of the weights that generate the response, or PROMPT for a prompt. Versions only grow.
 NUMBER: unique number of the sequence."""
@@ -62,9 +62,9 @@ SOURCE: index in SOURCES of the newest matching position."""
 _numbers = itertools.count(1)
 
 
-def sequence(key: int, visit: int, oldest: int = 0, last: int = -1, length: int = 0) -> Ints:
+def sequence(key: int, version: int, oldest: int = 0, last: int = -1, length: int = 0) -> Ints:
     """Returns the columns of a new sequence (a prompt or a response), int64[6]; see LAST for their meaning."""
-    return np.array([last, length, oldest, key, visit, next(_numbers)])
+    return np.array([last, length, oldest, key, version, next(_numbers)])
 
 
 def key_of(prompt: NDArray[np.int32]) -> int:
@@ -80,7 +80,7 @@ class Matches(NamedTuple):
     numbers: Any  # int64[S, 3 or more], columns: see FOUND
 
     @classmethod
-    def of(cls, count: int, longest: int, columns: int = 3) -> "Matches":
+    def empty(cls, count: int, longest: int, columns: int = 3) -> "Matches":
         """Returns empty matches for ``count`` contexts, with at most ``longest`` tokens each."""
         shape = count, longest
         return cls(np.zeros(shape, np.int32), np.zeros(shape), np.zeros((count, columns), np.int64))

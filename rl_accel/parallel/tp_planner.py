@@ -16,14 +16,14 @@ from typing import Any, Literal
 
 from rl_accel.files import write_atomically
 from rl_accel.parallel.model_memory import TpBounds
-from rl_accel.rollout.driver import METRICS_PREFIX as TAIL_BATCHING
+from rl_accel.rollout.round_driver import METRICS_PREFIX as TAIL_BATCHING
 
 logger = logging.getLogger("rl_accel")
 
 STATE_FILE = "rl_accel_tp_replan.json"
 """Name of the file, next to the checkpoints, in which the planner's measurements of past training steps are saved."""
 
-RoundKind = Literal["short", "long", "all"]
+StepKind = Literal["short", "long", "all"]
 """Kind of a training step by its rollout; only steps of the same kind are compared.
 
 short: a round of tail batching that cuts off slow prompts.
@@ -72,7 +72,7 @@ class Observation:
         tokens: number of tokens generated in this time, including those of aborted responses; above 0.
     """
 
-    kind: RoundKind
+    kind: StepKind
     tp: int
     preemptions: int | None
     rollout_seconds: float
@@ -80,7 +80,7 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Decision:
+class TPDecision:
     """Requested change of the TP size.
 
     Attributes:
@@ -118,7 +118,7 @@ class TpPlanner:
         self._before: list[Observation] = []  # steps before the last change, while this change is checked
         self._holds: dict[tuple[int, int], tuple[int, int]] = {}  # (from, to): step until which blocked, times
 
-    def step(self, seen: Observation) -> Decision | None:
+    def step(self, seen: Observation) -> TPDecision | None:
         """Adds the measurements of a step. Returns the change of the TP size for the next step, or None to keep the size.
 
         Raises:
@@ -150,7 +150,7 @@ class TpPlanner:
         else:
             self._before = before[-CHECK_STEPS[1] :]
 
-    def _plan(self) -> Decision | None:
+    def _plan(self) -> TPDecision | None:
         rise = find_rise(self._history)
         if rise is not None and rise.value > RAISE_ABOVE:
             reason = f"preemptions are {rise}, more than {RAISE_ABOVE:g}"
@@ -161,12 +161,12 @@ class TpPlanner:
             return None
         return self._change(self._tp // 2, "lower", f"{calm} steps in a row without a preemption")
 
-    def _change(self, target: int, change: Change, reason: str) -> Decision | None:
+    def _change(self, target: int, change: Change, reason: str) -> TPDecision | None:
         if target not in self.bounds.sizes or self.changes + 2 > self._max_changes:
             return None
         return self._ask(target, change, reason, "unknown until tried; the published gain is 1 to 4% of a step")
 
-    def _check(self) -> Decision | None:
+    def _check(self) -> TPDecision | None:
         """Decides whether to roll back the last change of the TP size, to keep this change, or to wait for more steps."""
         was, after = self._before[-1].tp, self._history[1:]  # the first step at a size is slow: cold caches and graphs
         fewest = min(sum(step.kind == kind for step in after) for kind in _by_kind(self._before))
@@ -181,12 +181,12 @@ class TpPlanner:
             self._hold(self._tp, was)
         return None
 
-    def _ask(self, target: int, change: Change, reason: str, expected: str) -> Decision | None:
+    def _ask(self, target: int, change: Change, reason: str, expected: str) -> TPDecision | None:
         until, _ = self._holds.get((self._tp, target), (0, 0))
         if self._steps < until:
             return None
         self._asked = target, change
-        return Decision(target, change, f"{change} TP {self._tp} to {target}: {reason}; expected: {expected}")
+        return TPDecision(target, change, f"{change} TP {self._tp} to {target}: {reason}; expected: {expected}")
 
     def _hold(self, source: int, target: int) -> None:
         _, times = self._holds.get((source, target), (0, 0))
@@ -301,7 +301,7 @@ class PlannedRun:
         preemptions: int | None,
         seconds: float,
         tokens: float,
-    ) -> tuple[Decision | None, dict[str, float]]:
+    ) -> tuple[TPDecision | None, dict[str, float]]:
         """Passes a training step to the planner and saves its measurements.
 
         The first call passes saved steps of earlier launches to the planner before this step.
@@ -363,7 +363,7 @@ class PlannedRun:
             logger.warning("rl-accel: tp_replan: %s could not be written: %s", self._file, error)
 
 
-def _kind_of(metrics: Mapping[str, Any]) -> RoundKind:
+def _kind_of(metrics: Mapping[str, Any]) -> StepKind:
     if metrics.get(TAIL_BATCHING + "short_round"):
         return "short"
     return "long" if metrics.get(TAIL_BATCHING + "long_round") else "all"

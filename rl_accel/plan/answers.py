@@ -16,7 +16,7 @@ from rl_accel.parallel.tp_planner import Observation, TpPlanner
 from rl_accel.plan.balanced import BalancedCluster
 from rl_accel.plan.setup import Setup
 from rl_accel.reward.adaptive_timeout import PROGRAM_BUDGET, AdaptiveTimeout
-from rl_accel.rollout.simulation import MANY, Engine, Player, Round, collecting_seldom, play_rounds
+from rl_accel.rollout.simulation import MANY, EngineModel, Player, Round, collecting_seldom, play_rounds
 from rl_accel.rollout.tail_batching import TailRun
 
 CANCEL_SECONDS = 0.0007
@@ -35,7 +35,7 @@ RATIOS = ((1.25, 1.25), (1.25, 1.0), (1.5, 1.25), (1.5, 1.5), (2.0, 1.25))
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Prediction:
     """Mean results over the simulated steps of one random draw.
 
     Attributes:
@@ -52,7 +52,7 @@ class Outcome:
     staleness: float = 0.0
 
 
-Price = Callable[[Setup, int, int], Outcome]
+Evaluator = Callable[[Setup, int, int], Prediction]
 """Type of a function ``price(setup, rounds, seed)`` that simulates ``rounds`` rollouts of a run and returns the mean outcome."""
 
 
@@ -69,7 +69,7 @@ class Option:
 
     name: str
     how: str
-    price: Price
+    price: Evaluator
     ours: bool = True
     cost: str = ""
 
@@ -86,7 +86,7 @@ class Answer:
     """
 
     option: Option
-    outcome: Outcome
+    outcome: Prediction
     ratio: float
     low: float
     high: float
@@ -125,7 +125,9 @@ def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float
     return (sum(values) + owed * fmean(long or [max(values)])) / (len(values) + owed)
 
 
-def outcome_of(setup: Setup, rounds: Sequence[Round], poll_seconds: float | None = None, ends: bool = False) -> Outcome:
+def outcome_of(
+    setup: Setup, rounds: Sequence[Round], poll_seconds: float | None = None, ends: bool = False
+) -> Prediction:
     """Returns the mean outcome of a step over the simulated ``rounds``.
 
     ``poll_seconds``: seconds between two checks whether the rollout is done; None: as in ``setup``. ``ends``: whether the rounds
@@ -142,7 +144,7 @@ def outcome_of(setup: Setup, rounds: Sequence[Round], poll_seconds: float | None
     usual = float(setup.workload.tokens.mean()) * setup.prompts * setup.responses
     rollout = mean(noticed)
     step = rollout + setup.training_seconds * (generated - wasted) / usual + setup.other_seconds
-    return Outcome(rollout, step, wasted / generated, max(played.peak_tokens for played in rounds))
+    return Prediction(rollout, step, wasted / generated, max(played.peak_tokens for played in rounds))
 
 
 def simulated(
@@ -150,20 +152,20 @@ def simulated(
     poll_seconds: float | None = None,
     timeout: bool = False,
     **changes: Callable[[Setup], Any],
-) -> Price:
+) -> Evaluator:
     """Returns a function that simulates a run with the flags ``flags`` of tail batching and with changed fields of the setup.
 
     ``changes`` maps the name of a field to a function that returns the new value from the old setup.
     """
 
-    def price(setup: Setup, rounds: int, seed: int) -> Outcome:
+    def price(setup: Setup, rounds: int, seed: int) -> Prediction:
         other = replace(setup, **{name: change(setup) for name, change in changes.items()})
         return outcome_of(other, rounds_of(other, flags, rounds, seed, timeout), poll_seconds)
 
     return price
 
 
-def with_engine(change: Callable[[Engine], Engine], *how: Any) -> Price:
+def with_engine(change: Callable[[EngineModel], EngineModel], *how: Any) -> Evaluator:
     """Returns a function that simulates a run with the engine ``change(setup.engine)``. ``how``: arguments of :func:`simulated`."""
     return simulated(*how, engine=lambda setup: change(setup.engine))
 
@@ -171,7 +173,7 @@ def with_engine(change: Callable[[Engine], Engine], *how: Any) -> Price:
 AS_IT_IS = Option("as it is", "", simulated(), False)
 
 
-def with_drafts(engine: Engine, tokens_a_step: float, limit: int = 32) -> Engine:
+def with_drafts(engine: EngineModel, tokens_a_step: float, limit: int = 32) -> EngineModel:
     """Returns the engine model with speculative decoding (feature ``drafts``).
 
     With at most ``limit`` running requests, each request gets ``tokens_a_step`` tokens per decoding step instead of one token.
@@ -181,7 +183,7 @@ def with_drafts(engine: Engine, tokens_a_step: float, limit: int = 32) -> Engine
     return replace(engine, step_seconds={k: s / (tokens_a_step if k <= limit else 1.0) for k, s in pace})
 
 
-def balanced(setup: Setup, rounds: int, seed: int) -> Outcome:
+def balanced(setup: Setup, rounds: int, seed: int) -> Prediction:
     """Simulates rollouts whose requests are routed by :class:`~rl_accel.rollout.balance.Balance`.
 
     Only the first :data:`BALANCED_ROUNDS` rollouts are simulated, because the simulation of 512 prompts of 16 responses takes
@@ -192,10 +194,10 @@ def balanced(setup: Setup, rounds: int, seed: int) -> Outcome:
     found = AS_IT_IS.price(replace(setup, cluster=BalancedCluster), few, seed)
     gain = plain.rollout_seconds - found.rollout_seconds
     seconds = whole.rollout_seconds - gain, whole.step_seconds - gain
-    return Outcome(*seconds, peak_tokens=found.peak_tokens)
+    return Prediction(*seconds, peak_tokens=found.peak_tokens)
 
 
-def replanned(setup: Setup, rounds: int, seed: int) -> Outcome:
+def replanned(setup: Setup, rounds: int, seed: int) -> Prediction:
     """Simulates rollouts with the tensor-parallel sizes that :class:`TpPlanner` chooses. Changes of the size take no time.
 
     The planner learns during ``rounds`` rollouts that are not counted. The outcome is the mean of the next ``rounds`` rollouts.
@@ -228,7 +230,7 @@ def hidden_seconds(setup: Setup, played: Round) -> float:
     return min((played.ends[-1] - played.ends[len(played.ends) // 2]) / 2, trainable)
 
 
-def overlapped(setup: Setup, rounds: int, seed: int) -> Outcome:
+def overlapped(setup: Setup, rounds: int, seed: int) -> Prediction:
     """Simulates steps in which training begins before the rollout ends, as :func:`hidden_seconds` describes."""
     played = rounds_of(setup, PLAIN, rounds, seed)
     plain = outcome_of(setup, played)
@@ -237,14 +239,14 @@ def overlapped(setup: Setup, rounds: int, seed: int) -> Outcome:
 
 def carried_over(
     setup: Setup, rounds: int, seed: int, ahead: float, training: float = 0.0, budget: int = MANY
-) -> Outcome:
+) -> Prediction:
     """Simulates rollouts in which unfinished responses continue with the new weights after a training step.
 
     A step trains the first P0 complete prompts, where P0 is the number of prompts in a batch. Generation continues meanwhile. After
     n training steps, at most (n + ``ahead``) x P0 prompts are started in total (AReaL's rule, with ``ahead`` = 1 + eta).
 
     Args:
-        setup, rounds, seed: arguments of a :data:`Price`.
+        setup, rounds, seed: arguments of a :data:`Evaluator`.
         ahead: number of batches that may be in progress, at least 1.
         training: seconds from a complete batch to the next weight update, in which the trainer's own devices train.
         budget: maximum number of tokens that a response generates per launch. Unfinished responses are launched again after each
@@ -295,17 +297,17 @@ def carried_over(
             staleness.append(fmean(len(trained) - 1 - born[prompt] for prompt in complete[: setup.prompts]))
             complete, ready = complete[setup.prompts :], cluster.now + training
     seconds = (trained[-1] - trained[warmup]) / rounds
-    return Outcome(seconds, seconds, 0.0, cluster.take_peak_tokens(), fmean(staleness[warmup:]))
+    return Prediction(seconds, seconds, 0.0, cluster.take_peak_tokens(), fmean(staleness[warmup:]))
 
 
-def partial(more: float, budget: int = MANY) -> Price:
+def partial(more: float, budget: int = MANY) -> Evaluator:
     """Returns a function that simulates partial rollout (APRIL, Kimi K1.5).
 
     ``more`` x P0 prompts are in progress, where P0 is the number of prompts in a batch. A rollout ends when P0 prompts are
     complete. Unfinished responses keep their tokens and continue in the next rollout, at most ``budget`` tokens at a time.
     """
 
-    def price(setup: Setup, rounds: int, seed: int) -> Outcome:
+    def price(setup: Setup, rounds: int, seed: int) -> Prediction:
         found = carried_over(setup, rounds, seed, more, budget=budget)
         rollout = setup.noticed(found.rollout_seconds)
         return replace(found, rollout_seconds=rollout, step_seconds=rollout + sum(setup.stages.values()))
@@ -313,13 +315,13 @@ def partial(more: float, budget: int = MANY) -> Price:
     return price
 
 
-def asynchronous(eta: int, share: float = 0.5) -> Price:
+def asynchronous(eta: int, share: float = 0.5) -> Evaluator:
     """Returns a function that simulates asynchronous training (AReaL) with a staleness of at most ``eta`` training steps.
 
     The share ``share`` of the devices only generates. All other devices only train.
     """
 
-    def price(setup: Setup, rounds: int, seed: int) -> Outcome:
+    def price(setup: Setup, rounds: int, seed: int) -> Prediction:
         half = replace(setup, replicas=max(round(setup.replicas * share), 1))
         return carried_over(half, rounds, seed, eta + 1, setup.training_seconds / (1 - share) + setup.other_seconds)
 
@@ -333,10 +335,10 @@ def options_of(setup: Setup, tokens_a_step: Mapping[int, float] = MappingProxyTy
     """
     found: list[Option] = []
 
-    def add(name: str, how: str, price: Price, cost: str = "", ours: bool = True) -> None:
+    def add(name: str, how: str, price: Evaluator, cost: str = "", ours: bool = True) -> None:
         found.append(Option(name, how, price, ours, cost))
 
-    def tails(prompts: float | str = 1.25, responses: float = 1.25, timeout: bool = False) -> Price:
+    def tails(prompts: float | str = 1.25, responses: float = 1.25, timeout: bool = False) -> Evaluator:
         return simulated(TailBatchingFlags(prompt_ratio=prompts, response_ratio=responses), 0.0, timeout)
 
     flag, on = "+rl_accel.tail_batching", "+rl_accel.{}.enable=True".format
@@ -359,18 +361,18 @@ def options_of(setup: Setup, tokens_a_step: Mapping[int, float] = MappingProxyTy
         both = with_engine(drafting, TailBatchingFlags(), 0.0)
         add(f"drafts of {longest} + tail_batching", f"{on('tail_batching')} {how}", both, shorter)
     each = math.ceil(setup.prompts * setup.responses / setup.replicas)
-    waiting = setup.engine.places < each
+    waiting = setup.engine.slots < each
     if setup.replicas > 1 and waiting:
-        how = f"{on('balance')} +rl_accel.balance.places={setup.engine.places}"
+        how = f"{on('balance')} +rl_accel.balance.slots={setup.engine.slots}"
         add("balance", how, balanced, "decisions, which take no time here")
     if setup.engines:
         how = f"{on('tp_replan')} +rl_accel.tp_replan.action=restart"
         add("tp_replan", how, replanned, "restarts, which are not in these seconds")
     add("twice the replicas", "", simulated(replicas=lambda s: 2 * s.replicas), "GPUs", False)
-    fewer, more = max(min(setup.engine.places, each) // 2, 1), 2 * setup.engine.places
-    for places in [fewer] * (waiting or setup.engine.cache_tokens < math.inf) + [more] * waiting:
-        how = f"actor_rollout_ref.rollout.max_num_seqs={places}"
-        add(f"{places:,} places a replica", how, with_engine(functools.partial(replace, places=places)), "", False)
+    fewer, more = max(min(setup.engine.slots, each) // 2, 1), 2 * setup.engine.slots
+    for slots in [fewer] * (waiting or setup.engine.cache_tokens < math.inf) + [more] * waiting:
+        how = f"actor_rollout_ref.rollout.max_num_seqs={slots}"
+        add(f"{slots:,} slots a replica", how, with_engine(functools.partial(replace, slots=slots)), "", False)
     half, quarter = max(setup.workload.limit // 2, 1), max(setup.workload.limit // 4, 1)
     cut = f"{(setup.workload.tokens > half).mean():.1%} of the responses cut short"
     limited = simulated(workload=lambda s: s.workload.limited(half))
@@ -396,7 +398,7 @@ def answer(
     """
 
     answers: list[Answer] = []
-    base: list[Outcome] = []
+    base: list[Prediction] = []
     for option in [AS_IT_IS, *options]:
         found = []
         for draw in range(draws):
@@ -412,9 +414,9 @@ def answer(
     return answers
 
 
-def mean_of(outcomes: Sequence[Outcome]) -> Outcome:
+def mean_of(outcomes: Sequence[Prediction]) -> Prediction:
     """Returns an outcome with the mean of each field over ``outcomes``."""
-    return Outcome(*(fmean(getattr(outcome, field.name) for outcome in outcomes) for field in fields(Outcome)))
+    return Prediction(*(fmean(getattr(outcome, field.name) for outcome in outcomes) for field in fields(Prediction)))
 
 
 def best_of(answers: Sequence[Answer]) -> Answer | None:

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 
 from rl_accel.features import BalanceFlags
-from rl_accel.rollout.balance import Balance, Decision
-from rl_accel.rollout.simulation import Cluster, Engine, Request
+from rl_accel.rollout.balance import Balance, Instruction
+from rl_accel.rollout.simulation import Cluster, EngineModel, Request
 
 TICK = 4.0
 """Simulated seconds between calls of ``Balance.tick``. A real run calls ``tick`` several times per second, but more calls do not
@@ -18,10 +18,10 @@ class BalancedCluster(Cluster):
     ``core`` assigns the requests to replicas and migrates running requests. The decisions of ``core`` take no simulated time.
     """
 
-    def __init__(self, engine: Engine, replicas: int, prompt_tokens: int = 0, core: Balance | None = None) -> None:
+    def __init__(self, engine: EngineModel, replicas: int, prompt_tokens: int = 0, core: Balance | None = None) -> None:
         super().__init__(engine, replicas, prompt_tokens)
         self._prompt_tokens, self._tick = prompt_tokens, TICK
-        self._core = Balance(engine.places, BalanceFlags()) if core is None else core  # an idle Balance is falsy
+        self._core = Balance(engine.slots, BalanceFlags()) if core is None else core  # an idle Balance is falsy
         self._wanted: dict[int, tuple[int, float]] = {}  # by request id: length, and tokens before the last launch
         for number in range(replicas):
             self._core.add_replica(str(number), 0.0, engine.cache_tokens)
@@ -50,7 +50,7 @@ class BalancedCluster(Cluster):
     def cancel(self, ids: Iterable[int]) -> list[int]:
         """Stops running or waiting requests. Returns the number of tokens that each of these requests has generated."""
         tokens: list[int] = []
-        decisions: list[Decision] = []
+        decisions: list[Instruction] = []
         for request_id in ids:
             _, had = self._wanted.pop(request_id)
             tokens += super().cancel([request_id]) if super().__contains__(request_id) else [round(had)]
@@ -75,7 +75,7 @@ class BalancedCluster(Cluster):
             self._carry_out(self._core.over(str(ended.id), self.now, ended.length - round(had)))
         return ended
 
-    def _carry_out(self, decisions: Iterable[Decision]) -> None:
+    def _carry_out(self, decisions: Iterable[Instruction]) -> None:
         for ticket, replica, stop in decisions:
             request_id = int(ticket)
             if request_id not in self._wanted:  # cancelled meanwhile

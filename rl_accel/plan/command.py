@@ -18,20 +18,20 @@ from rl_accel.plan.published import engines
 from rl_accel.plan.report import Plan
 from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.plan.workload import published, read_lengths
-from rl_accel.rollout.simulation import Engine
+from rl_accel.rollout.simulation import EngineModel
 from rl_accel.telemetry.profile import WARMUP, levers, read_run
 
 _PUBLISHED = "published:"
 SCALE = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-def _engines(_: Any, __: Any, value: str | None) -> dict[int, Engine]:
+def _engines(_: Any, __: Any, value: str | None) -> dict[int, EngineModel]:
     """Parses ``--step-seconds``. Returns engine models by tensor-parallel size, the size of the run first."""
     if value is None or value.startswith(_PUBLISHED):
         return engines(value.removeprefix(_PUBLISHED)) if value else {}
     try:
         points = [point.split(":") for point in value.split(",")]
-        return {1: Engine({int(running): float(seconds) for running, seconds in points})}
+        return {1: EngineModel({int(running): float(seconds) for running, seconds in points})}
     except ValueError as error:
         wanted = "seconds of a step by running requests, as in 1:0.02,64:0.04, or published:qwen2.5-14b"
         raise click.BadParameter(f"wants {wanted}, found {value!r}") from error
@@ -63,7 +63,7 @@ _COUNT = click.IntRange(1)
 @click.option("--prompts", type=_COUNT, help="P0, prompts of a batch.")
 @click.option("--responses", type=_COUNT, help="R0, responses of each.")
 @click.option("--replicas", type=_COUNT, help="Replicas of the rollout engine.")
-@click.option("--places", type=_COUNT, help="Requests that a replica runs at once (max_num_seqs).")
+@click.option("--slots", type=_COUNT, help="Requests that a replica runs at once (max_num_seqs).")
 @click.option("--cache-tokens", type=_COUNT, help="Tokens that the key-value cache of a replica holds.")
 @click.option("--step-seconds", callback=_engines, help="Of a decoding step by running requests: 1:0.02,64:0.04.")
 @click.option("--other-seconds", type=click.FloatRange(0), help="Of a step's stages besides the rollout.")
@@ -120,7 +120,7 @@ def _given(lengths: str, given: Mapping[str, Any]) -> Setup:
         raise RlAccelError(f"--lengths needs {names} as well: lengths say nothing of the engine and the batch")
     known = lengths.startswith(_PUBLISHED)
     workload = published(lengths.removeprefix(_PUBLISHED)) if known else read_lengths(Path(lengths))
-    sizes = {key: given[key] for key in ("places", "cache_tokens") if given[key]}
+    sizes = {key: given[key] for key in ("slots", "cache_tokens") if given[key]}
     its = {size: replace(engine, **sizes) for size, engine in given["step_seconds"].items()}
     usual, first = next(iter(its.items()))
     tp = given["gpus"] or usual

@@ -8,14 +8,14 @@ from itertools import groupby
 import numpy as np
 
 from rl_accel.errors import RlAccelError
-from rl_accel.rollout.simulation import Cluster, Engine, Floats, Ints
+from rl_accel.rollout.simulation import Cluster, EngineModel, Floats, Ints
 from rl_accel.telemetry.stage_clock import Response
 
 _KNOTS = (1, 4, 16, 64, 256, 1024)
 """Numbers of running requests at which the slope of the decoding-step time may change. Closer numbers could not be fitted
 separately."""
 _CONSTANTS = ("cached_token_seconds", "prompt_token_seconds", "request_seconds", "response_seconds")
-"""Names of the constants of :class:`Engine` that are fitted in addition to ``step_seconds``."""
+"""Names of the constants of :class:`EngineModel` that are fitted in addition to ``step_seconds``."""
 _MOST = 20_000
 """Maximum number of responses in a fit, which takes some ten seconds. A larger run is reduced to about this number at random."""
 
@@ -31,7 +31,7 @@ class Fit:
         responses: number of responses in the fit.
     """
 
-    engine: Engine
+    engine: EngineModel
     intervals: Mapping[str, float]
     error: float
     responses: int
@@ -74,7 +74,7 @@ class _Batch:
 
 
 def fit_engine(
-    steps: Sequence[Sequence[Response]], prompt_tokens: int = 0, places: int = 1024, cache_tokens: float = math.inf
+    steps: Sequence[Sequence[Response]], prompt_tokens: int = 0, slots: int = 1024, cache_tokens: float = math.inf
 ) -> Fit:
     """Fits the constants of an engine model to the measured seconds of responses, by least squares.
 
@@ -86,7 +86,7 @@ def fit_engine(
     Args:
         steps: measured responses of each training step.
         prompt_tokens: number of tokens in each prompt.
-        places: number of slots of the engine, the maximum number of running requests.
+        slots: number of slots of the engine, the maximum number of running requests.
         cache_tokens: capacity of the key-value cache in tokens.
 
     Raises:
@@ -106,7 +106,7 @@ def fit_engine(
     seconds = np.concatenate([batch.ends - batch.begins for batch in work]) if work else np.empty(0)
     if len(seconds) < 16:
         raise RlAccelError(f"fitting the engine wants 16 responses with tokens and times, found {len(seconds)}")
-    most = min(max(len(batch.begins) for batch in work), places)
+    most = min(max(len(batch.begins) for batch in work), slots)
     knots = [*(k for k in _KNOTS if k <= max(most / 4, 1)), *[most] * (most > 1)]
 
     def simulated(rise: int, **constant: float) -> Floats:
@@ -115,7 +115,7 @@ def fit_engine(
         ``constant`` sets further constants of the engine; their default is 0.
         """
         paces = {knot: 1.0 + (number >= rise) for number, knot in enumerate(knots)}
-        engine = Engine(paces, places=places, cache_tokens=cache_tokens, **constant)
+        engine = EngineModel(paces, slots=slots, cache_tokens=cache_tokens, **constant)
         return np.concatenate([batch.seconds(Cluster(engine, 1, prompt_tokens)) for batch in work])
 
     count = len(knots)
@@ -142,7 +142,7 @@ def fit_engine(
     half = 1.96 * np.std(drawn, axis=0) if drawn else np.full(len(found), np.inf)
     constants = (to_constants @ found).tolist()
     paces, others = dict(zip(knots, constants, strict=False)), dict(zip(_CONSTANTS, constants[count:], strict=True))
-    engine = Engine(paces, places=places, cache_tokens=cache_tokens, **others)
+    engine = EngineModel(paces, slots=slots, cache_tokens=cache_tokens, **others)
     names = [*(f"step_seconds[{knot}]" for knot in knots), *others]
     error = float(np.sqrt(np.square(table @ found - seconds).mean()) / seconds.mean())
     return Fit(engine, dict(zip(names, half.tolist(), strict=True)), error, len(seconds))

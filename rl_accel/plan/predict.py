@@ -12,9 +12,9 @@ from rich.table import Table
 from rl_accel.config import Flags, resolve
 from rl_accel.errors import RlAccelError
 from rl_accel.features import REWARD_TIMEOUT, SAMPLER, TAIL_BATCHING
-from rl_accel.plan.answers import PLAIN, Outcome, mean_of, outcome_of, rounds_of
+from rl_accel.plan.answers import PLAIN, Prediction, mean_of, outcome_of, rounds_of
 from rl_accel.plan.setup import POLL_SECONDS, Setup, setup_of
-from rl_accel.rollout.driver import METRICS_PREFIX
+from rl_accel.rollout.round_driver import METRICS_PREFIX
 from rl_accel.rollout.simulation import Floats
 from rl_accel.telemetry.logs import read_log
 from rl_accel.telemetry.profile import Profile, format_seconds, read_run
@@ -53,7 +53,7 @@ def words_of_run(folder: Path, run: Profile) -> list[str]:
     return [f"{_OURS}{name}.enable=True" for name in run.on]
 
 
-def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> tuple[Outcome, Floats]:
+def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> tuple[Prediction, Floats]:
     """Predicts the steps of a run with ``flags``, from a setup that was fitted to another run.
 
     Args:

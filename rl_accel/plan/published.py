@@ -3,13 +3,13 @@
 from rl_accel.errors import RlAccelError
 from rl_accel.parallel.model_memory import MIN_SEQUENCES
 from rl_accel.plan.workload import load
-from rl_accel.rollout.simulation import Engine
+from rl_accel.rollout.simulation import EngineModel
 
 SIZES = (1, 2, 4, 8)
 """Tensor-parallel sizes that fit in a node, in GPUs."""
 
 
-def engines(model: str) -> dict[int, Engine]:
+def engines(model: str) -> dict[int, EngineModel]:
     """Returns engine models for the language model ``model``, by tensor-parallel size. The published size comes first.
 
     Sizes with too small a key-value cache are left out.
@@ -20,7 +20,7 @@ def engines(model: str) -> dict[int, Engine]:
     return {size: one for size, one in found.items() if one.cache_tokens > MIN_SEQUENCES * longest}
 
 
-def engine(model: str, tp: int | None = None) -> Engine:
+def engine(model: str, tp: int | None = None) -> EngineModel:
     """Returns the engine model for a replica of the language model ``model`` on ``tp`` H800 GPUs.
 
     The default of ``tp`` is the published number of GPUs. In this model, a decoding step reads weights and cache from memory, and
@@ -41,6 +41,6 @@ def engine(model: str, tp: int | None = None) -> Engine:
     cache = (cluster["memory_bytes"] * its.get("memory_share", cluster["memory_share"]) * tp - weights) / its[
         "kv_bytes"
     ]
-    return Engine(
+    return EngineModel(
         {1: floor + token, 1001: floor + 1001 * token}, its["kv_bytes"] / rate, reading, cache_tokens=max(cache, 1)
     )

@@ -25,7 +25,7 @@ FIT_LIMIT = 0.5
 _WANTS = {
     "drafts": "--tokens-a-step says what they give, 1 and what `rl-accel bench drafts` prints as accepted",
     "tp_replan": "how fast the engine is at another size is known of published ones alone",
-    "balance": "it wants several replicas with fewer places than requests, and --places says how many they have",
+    "balance": "it wants several replicas with fewer slots than requests, and --slots says how many they have",
 }
 """Text that says which inputs the evaluation of a feature needs, by feature. Printed for features that were not evaluated."""
 _ANSWERS: Mapping[str, Callable[[Answer], str]] = {
@@ -106,7 +106,7 @@ class Plan:
         """Yields the conclusions of the plan as sentences."""
         stock, *priced = self.answers
         if self.fit is not None and self.fit.error > FIT_LIMIT:
-            why = "--places and --cache-tokens say how many requests run at once and what they may take"
+            why = "--slots and --cache-tokens say how many requests run at once and what they may take"
             yield f"Do not trust this plan: the fitted engine is {self.fit.error:.0%} off for a response; {why}."
         if self.preemptions and self.setup.engine.cache_tokens == math.inf:
             how = "--cache-tokens, which vLLM logs as the size of its KV cache, has them preempt here as well"

@@ -11,7 +11,7 @@ import numpy as np
 from rl_accel.errors import RlAccelError
 from rl_accel.plan.fit import Fit, fit_engine
 from rl_accel.plan.workload import Lengths, from_groups
-from rl_accel.rollout.simulation import Cluster, Engine
+from rl_accel.rollout.simulation import Cluster, EngineModel
 from rl_accel.telemetry.logs import read_log
 from rl_accel.telemetry.profile import Profile
 from rl_accel.telemetry.stage_clock import COMPLETED, Response
@@ -45,13 +45,13 @@ class Setup:
     prompts: int
     responses: int
     replicas: int
-    engine: Engine
+    engine: EngineModel
     workload: Lengths
     stages: Mapping[str, float] = field(default_factory=dict)
     poll_seconds: float = 0.0
     after_seconds: float = 0.0
     tp: int = 1
-    engines: Mapping[int, Engine] = field(default_factory=dict)
+    engines: Mapping[int, EngineModel] = field(default_factory=dict)
     cluster: type[Cluster] = Cluster
     uneven: Sequence[float] = (1.0,)
 
@@ -106,7 +106,7 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit]:
     if not whole and not (given.get("prompts") and given.get("responses")):
         why = "in every step responses were cut off: give --prompts and --responses of the batch"
         raise RlAccelError(f"{run.log}: {why}")
-    known = {"places": given.get("places") or run.numbers.get("places"), "cache_tokens": given.get("cache_tokens")}
+    known = {"slots": given.get("slots") or run.numbers.get("slots"), "cache_tokens": given.get("cache_tokens")}
     logged = [step[_PROMPTS] for step in read_log(run.log).values() if _PROMPTS in step]
     prompt_tokens = round(fmean(logged)) if logged else 0
     fit = fit_engine(steps, prompt_tokens, **{name: int(value) for name, value in known.items() if value})

@@ -58,7 +58,7 @@ class Update:
     era: int = 0
 
 
-class Replica:
+class LocalAnchors:
     """Shared anchors as one process knows them: an :class:`AdaptiveTimeout`, and the changes that the store does not have yet."""
 
     def __init__(self, timeout: AdaptiveTimeout | None = None) -> None:

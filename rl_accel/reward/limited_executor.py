@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any
 
 from rl_accel.reward.adaptive_timeout import Limit
-from rl_accel.reward.anchor_store import Replica
+from rl_accel.reward.anchor_store import LocalAnchors
 from rl_accel.reward.execution import ExecutionResult, Limits, LimitUpdates, gather_until
 from rl_accel.reward.sandbox import Case, Sandbox
 
@@ -177,7 +177,7 @@ class LimitedExecutor:
 
     def __init__(
         self,
-        replica: Replica,
+        replica: LocalAnchors,
         slots: int,
         limits: Limits | None = None,
         maximum: float | None = None,

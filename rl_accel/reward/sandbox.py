@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 from rl_accel.reward.execution import ExecutionResult, Limits
-from rl_accel.reward.worker import Order, Start, dumps
+from rl_accel.reward.worker import Start, WorkerRequest, dumps
 from rl_accel.reward.worker_pool import SandboxError, WorkerPool, bubblewrap_problem, choose_isolation, installed_path
 
 __all__ = ["Case", "ExecutionResult", "Graders", "Limits", "Sandbox", "SandboxError", "bubblewrap_problem"]
@@ -86,7 +86,7 @@ class Sandbox:
             SandboxError: no worker can be started, or the sandbox is closed.
         """
         limits = limits or Limits()
-        result, _ = await self._pool.run(limits, Order(limits.numbers(), code, asdict(case)))
+        result, _ = await self._pool.run(limits, WorkerRequest(limits.numbers(), code, asdict(case)))
         return result
 
     async def close(self) -> None:
@@ -182,7 +182,7 @@ class Graders:
         """
         payload = dumps(dict(kwargs))
         limits = limits or Limits()
-        result, pickled = await self._pool.run(limits, Order(limits.numbers()), payload)
+        result, pickled = await self._pool.run(limits, WorkerRequest(limits.numbers()), payload)
         if not pickled:
             return result
         try:

@@ -11,7 +11,7 @@ import numpy as np
 
 from rl_accel.errors import RlAccelError
 from rl_accel.features import RewardTimeoutFlags
-from rl_accel.reward.anchor_store import Replica
+from rl_accel.reward.anchor_store import LocalAnchors
 from rl_accel.reward.execution import ExecutionResult
 
 logger = logging.getLogger("rl_accel")
@@ -50,7 +50,7 @@ class Scores:
     """
 
     flags: RewardTimeoutFlags
-    replica: Replica
+    replica: LocalAnchors
     keys: Sequence[str]
     number_keys: Sequence[str]
     correct_keys: Sequence[str]

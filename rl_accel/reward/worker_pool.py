@@ -24,7 +24,7 @@ from typing import Any
 from rl_accel.errors import RlAccelError
 from rl_accel.reward import worker as worker_files
 from rl_accel.reward.execution import ExecutionResult, Limits
-from rl_accel.reward.worker import SIZES, Message, Order, Start, encode
+from rl_accel.reward.worker import SIZES, Message, Start, WorkerRequest, encode
 
 logger = logging.getLogger("rl_accel")
 
@@ -223,7 +223,7 @@ class Worker:
         """True if the worker has died, or its supervising process has ended."""
         return self.reader.at_eof() or (self.process is not None and self.process.poll() is not None)
 
-    async def run(self, limits: Limits, order: Order, payload: bytes) -> tuple[ExecutionResult, bytes]:
+    async def run(self, limits: Limits, request: WorkerRequest, payload: bytes) -> tuple[ExecutionResult, bytes]:
         """Sends a request to the worker. Returns the result, and the pickled value or exception of the grader.
 
         If this call is cancelled, the caller must call :meth:`stop` or :meth:`kill` next.
@@ -232,7 +232,7 @@ class Worker:
             ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError: the worker has died or does not answer.
         """
         self.waits = False
-        self._send(asdict(order), payload)
+        self._send(asdict(request), payload)
         self.answer = asyncio.ensure_future(self._wait(limits.wall))
         # Reads an exception of the future. A cancelled caller would not read it, and asyncio logs exceptions that nobody reads.
         self.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
@@ -346,14 +346,14 @@ class WorkerPool:
         poll.register(self._launched[1], select.POLLIN)
         poll.poll(_START_SECONDS * 1000)
 
-    async def run(self, limits: Limits, order: Order, payload: bytes = b"") -> tuple[ExecutionResult, bytes]:
+    async def run(self, limits: Limits, request: WorkerRequest, payload: bytes = b"") -> tuple[ExecutionResult, bytes]:
         """Runs a request on the next free worker. If this worker dies, runs the request once more on another worker.
 
         Cancelling this call stops the execution.
 
         Args:
             limits: resource limits of the execution.
-            order, payload: request to the worker, and the payload of this message.
+            request, payload: request to the worker, and the payload of this message.
 
         Returns:
             The result of the execution, and the pickled value or exception of the grader (b"" if there is none).
@@ -364,7 +364,7 @@ class WorkerPool:
         for attempt in (1, 2):
             worker = await self._take()
             try:
-                answer = await worker.run(limits, order, payload)
+                answer = await worker.run(limits, request, payload)
             except _LOST as error:
                 self.deaths += 1
                 await self._end(worker)

@@ -38,7 +38,7 @@ READ_SHARE, READ_WEIGHT = 1 / 64, 1000
 READ_WEIGHT: weight of this prior in the least-squares fit of the engines' speed, in tokens."""
 
 
-class Decision(NamedTuple):
+class Instruction(NamedTuple):
     """Order to start the response with the name ``ticket`` on the replica with the name ``replica``. With ``stop``, order to stop
     the response on this replica, so that the response can continue later or on another replica."""
 
@@ -141,7 +141,7 @@ class _Speed:
 class Balance:
     """State machine that decides where and when responses are generated. It has no I/O and no clock.
 
-    A response waits until a replica has a free slot. A slot is free if fewer responses run on the replica than ``places`` plus
+    A response waits until a replica has a free slot. A slot is free if fewer responses run on the replica than ``slots`` plus
     the number of responses that end within :data:`AHEAD_SECONDS`. If the size of the replica's key-value cache is known, the
     cache must also have room for the expected peak of all responses on the replica.
 
@@ -167,7 +167,7 @@ class Balance:
     events raise ValueError and change nothing.
 
     Args:
-        places: number of slots of a replica, the maximum number of requests that it runs at once.
+        slots: number of slots of a replica, the maximum number of requests that it runs at once.
         flags: the user's flags.
         ordered: whether the longest expected responses start first; if False, responses start in the order of arrival.
         together: whether the responses of a prompt go to the same replica.
@@ -177,10 +177,10 @@ class Balance:
         waiting: number of responses that wait for a slot.
     """
 
-    def __init__(self, places: int, flags: BalanceFlags, ordered: bool = True, together: bool = False) -> None:
-        if places < 1:
-            raise ValueError(f"places must be at least 1, found {places}")
-        self.places, self.flags, self.ordered, self.together = places, flags, ordered, together
+    def __init__(self, slots: int, flags: BalanceFlags, ordered: bool = True, together: bool = False) -> None:
+        if slots < 1:
+            raise ValueError(f"slots must be at least 1, found {slots}")
+        self.slots, self.flags, self.ordered, self.together = slots, flags, ordered, together
         self._speed, self._numbers = _Speed(), _Numbers()
         self.lengths: dict[str, deque[int]] = {}
         self._recent: deque[int] = deque(maxlen=RECENT)
@@ -209,7 +209,7 @@ class Balance:
         """Returns the number of responses bound to each replica, by replica name."""
         return {name: len(replica) for name, replica in self._replicas.items()}
 
-    def add_replica(self, name: str, now: float, cache_tokens: float = math.inf) -> list[Decision]:
+    def add_replica(self, name: str, now: float, cache_tokens: float = math.inf) -> list[Instruction]:
         """Adds a replica, or updates the capacity of a known replica's key-value cache (``cache_tokens``, in tokens)."""
         self._replicas.setdefault(name, _Replica(name, cache_tokens, now)).cache_tokens = cache_tokens
         return self._fill(now)
@@ -220,7 +220,7 @@ class Balance:
 
     def request(
         self, ticket: str, now: float, prompt: str = "", prompt_tokens: int = 0, home: str = "", movable: bool = True
-    ) -> list[Decision]:
+    ) -> list[Instruction]:
         """Adds a response to generate, and returns the decisions that follow.
 
         Args:
@@ -244,7 +244,7 @@ class Balance:
         self._wait(response, now, self._begun if home else None)
         return self._fill(now)
 
-    def over(self, ticket: str, now: float, tokens: int | None = None) -> list[Decision]:
+    def over(self, ticket: str, now: float, tokens: int | None = None) -> list[Instruction]:
         """Ends a response, which is complete with ``tokens`` more tokens or, if ``tokens`` is None, no longer wanted."""
         response = self._responses.get(ticket)
         if response is None:
@@ -268,7 +268,7 @@ class Balance:
             self._set_order(group, now)
         return self._fill(now)
 
-    def again(self, ticket: str, now: float, tokens: int | None = None) -> list[Decision] | None:
+    def again(self, ticket: str, now: float, tokens: int | None = None) -> list[Instruction] | None:
         """Queues a response again after it was stopped, or after its replica died, and returns the decisions that follow.
 
         ``tokens`` is the number of tokens generated since the last start; None means that the replica died. Returns None and
@@ -287,7 +287,7 @@ class Balance:
         self._wait(response, now, self._begun if tokens is None or response.target else self._put_off)
         return self._fill(now)
 
-    def tick(self, now: float) -> list[Decision]:
+    def tick(self, now: float) -> list[Instruction]:
         """Updates the speed model and the expected lengths. Returns decisions about starts, preemptions and migrations."""
         self._speed.fit()
         for replica in self._replicas.values():
@@ -300,7 +300,7 @@ class Balance:
     def take_numbers(self) -> dict[str, float]:
         """Returns the metrics of the responses since the last call, by name; {} if no response was completed."""
         numbers, self._numbers = self._numbers, _Numbers()
-        return numbers.summary([*self._replicas], self.places)
+        return numbers.summary([*self._replicas], self.slots)
 
     # Implementation
 
@@ -350,9 +350,9 @@ class Balance:
         running = max((replica.count(now) - response.area) / seconds, 1.0)
         return response.tokens + max(seconds - self._speed.start, 0.0) / self._speed.of(running)
 
-    def _fill(self, now: float) -> list[Decision]:
+    def _fill(self, now: float) -> list[Instruction]:
         """Assigns waiting responses to replicas while there are free slots. Returns a decision for each response to start."""
-        decisions: list[Decision] = []
+        decisions: list[Instruction] = []
         while self.waiting:
             if self._begun:
                 response = next(iter(self._begun.values()))
@@ -365,12 +365,12 @@ class Balance:
                 break
             self._leave_queue(response)
             self._bind(response, replica, now)
-            decisions.append(Decision(response.ticket, replica.name))
+            decisions.append(Instruction(response.ticket, replica.name))
         return decisions
 
     def _place_for(self, response: _Response, now: float) -> _Replica | None:
-        part, places = self._speed.part, self.places
-        limit = places + (min(math.ceil(places * AHEAD_SECONDS / part), places) if part else 1)
+        part, slots = self._speed.part, self.slots
+        limit = slots + (min(math.ceil(slots * AHEAD_SECONDS / part), slots) if part else 1)
         free = [replica for replica in self._replicas.values() if len(replica) < limit]
         free.sort(key=len)
         home = self._replicas.get(response.target or (response.group.home if self.together else ""))
@@ -421,14 +421,14 @@ class Balance:
         response.tokens += tokens
         response.seconds += seconds
 
-    def _stop_long(self, now: float) -> list[Decision]:
+    def _stop_long(self, now: float) -> list[Instruction]:
         """Returns orders to stop long responses, which continue after all other responses have started. Returns no orders until as
         many responses are complete as are running or have not started."""
         if not (self._queue and self.ordered and self.flags.max_moves and self._speed.of(1)):
             return []
         under_way = len(self._responses) - len(self._begun) - len(self._put_off)
         stopping = sum(response.stopping for response in self._responses.values())
-        room = self.places * len(self._replicas) - len(self._put_off) - stopping
+        room = self.slots * len(self._replicas) - len(self._put_off) - stopping
         if room < 1 or len(self._recent) < min(under_way, RECENT):
             return []
         self._beyond(0)
@@ -437,7 +437,7 @@ class Balance:
         long = [(one, replica) for replica, its in by_replica for one, tokens in its.items() if tokens > far]
         return [_stop(response, replica) for response, replica in long[:room]]
 
-    def _move(self, now: float) -> list[Decision]:
+    def _move(self, now: float) -> list[Instruction]:
         """Returns an order to stop a response that should migrate, if no response waits and no other response is being stopped."""
         speed, flags, replicas = self._speed, self.flags, self._replicas.values()
         if self.waiting or not replicas or not (speed.of(1) or flags.margin == 0):
@@ -445,7 +445,7 @@ class Balance:
         if any(response.stopping for response in self._responses.values()):
             return []
         target, fullest = min(replicas, key=len), max(replicas, key=len)
-        if len(target) >= self.places or len(fullest) < len(target) + 2:
+        if len(target) >= self.slots or len(fullest) < len(target) + 2:
             return []
         running = self._stoppable(fullest, now)
         left = {one: self._expect(one.group, tokens, now) - tokens for one, tokens in running.items()}
@@ -466,9 +466,9 @@ class Balance:
         return {one: self._tokens(one, now) for one in running}
 
 
-def _stop(response: _Response, replica: _Replica) -> Decision:
+def _stop(response: _Response, replica: _Replica) -> Instruction:
     response.stopping = True
-    return Decision(response.ticket, replica.name, stop=True)
+    return Instruction(response.ticket, replica.name, stop=True)
 
 
 @dataclass(slots=True)
@@ -478,44 +478,44 @@ class _Numbers:
     used: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # busy slot-seconds by replica
     done: list[tuple[_Response, float]] = field(default_factory=list)
 
-    def summary(self, replicas: Sequence[str], places: int) -> dict[str, float]:
+    def summary(self, replicas: Sequence[str], slots: int) -> dict[str, float]:
         busy = until = 0.0
         for arrived, ended in sorted((response.arrived, ended) for response, ended in self.done):
             busy += max(ended - max(arrived, until), 0.0)
             until = max(until, ended)
         if not busy:
             return {}
-        used = [min(self.used[name] / (places * busy), 1.0) for name in {*replicas, *self.used}]
+        used = [min(self.used[name] / (slots * busy), 1.0) for name in {*replicas, *self.used}]
         waits = [response.waited for response, _ in self.done]
         errors = [abs(r.predicted / r.tokens - 1) for r, _ in self.done if r.predicted and r.tokens]
         arrivals = sorted((response.arrived, response.seconds) for response, _ in self.done)
         numbers = {
-            "places_in_use": float(np.mean(used)),
-            "places_in_use_lowest": min(used),
-            "places_in_use_highest": max(used),
+            "slots_in_use": float(np.mean(used)),
+            "slots_in_use_lowest": min(used),
+            "slots_in_use_highest": max(used),
             "queue_length": sum(waits) / busy,
             "queue_wait_s": float(np.mean(waits)),
             "queue_wait_p90_s": float(np.quantile(waits, 0.9)),
             "moves": self.moves,
             "moves_s": self.moves_s,
-            "seconds_saved": end_bound_at_arrival(arrivals, len(used), places) - until,
+            "seconds_saved": end_bound_at_arrival(arrivals, len(used), slots) - until,
         }
         if errors:
             numbers["length_error_p50"], numbers["length_error_p90"] = np.quantile(errors, [0.5, 0.9]).tolist()
         return numbers
 
 
-def end_bound_at_arrival(responses: Sequence[tuple[float, float]], replicas: int, places: int) -> float:
+def end_bound_at_arrival(responses: Sequence[tuple[float, float]], replicas: int, slots: int) -> float:
     """Returns the time at which the last response would end if each response was assigned to a replica on arrival, as in verl.
 
     Args:
         responses: arrival time and duration of each response, both in seconds, in the order of arrival.
         replicas: number of replicas.
-        places: number of slots of each replica.
+        slots: number of slots of each replica.
     """
     ends: list[list[float]] = [[] for _ in range(replicas)]
     for arrived, seconds in responses:
         fewest = min(ends, key=lambda its: len(its) - bisect_right(its, arrived))
-        begins = arrived if len(fewest) < places else max(arrived, fewest[-places])
+        begins = arrived if len(fewest) < slots else max(arrived, fewest[-slots])
         insort(fewest, begins + seconds)
     return max(its[-1] for its in ends if its)

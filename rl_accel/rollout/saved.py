@@ -15,7 +15,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from rl_accel.errors import ConfigError
 from rl_accel.files import write_atomically
-from rl_accel.rollout.driver import PromptSupply, StepResult
+from rl_accel.rollout.round_driver import PromptSupply, StepResult
 from rl_accel.rollout.tail_batching import TailBatching
 
 FOLDER = "tail_batching"

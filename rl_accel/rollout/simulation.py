@@ -1,9 +1,9 @@
 """Event-driven simulation of rollouts: simulated engines, controlled by the same state machines as real engines.
 
 In each decoding step, a replica of the engine generates one token for each running request. The duration of a step depends on the
-number of running requests and on the number of tokens in the key-value cache (:class:`Engine`). The simulation jumps from event to
-event (a request ends or is cancelled, the cache is full). The simulation of a response of 16,384 tokens therefore takes no longer
-than that of a response of ten tokens.
+number of running requests and on the number of tokens in the key-value cache (:class:`EngineModel`). The simulation jumps from
+event to event (a request ends or is cancelled, the cache is full). The simulation of a response of 16,384 tokens
+therefore takes no longer than that of a response of ten tokens.
 
 In :func:`play_rounds`, :class:`~rl_accel.rollout.tail_batching.TailBatching` decides which requests to launch and to cancel. With
 ``prompt_ratio`` and ``response_ratio`` of 1, the simulation shows a trainer without tail batching, which waits for every response.
@@ -42,7 +42,7 @@ MANY = 2**40
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineModel:
     """Speed and capacity of one replica of the rollout engine. All times are in seconds.
 
     Args:
@@ -52,11 +52,11 @@ class Engine:
         prompt_token_seconds: time to prefill one token of a prompt or of a preempted request. All other requests wait meanwhile.
         request_seconds: host time to start a request. All other requests wait meanwhile.
         response_seconds: host time to finish a request that has ended. All other requests wait meanwhile.
-        places: number of slots, the maximum number of running requests. Further requests wait in a queue.
+        slots: number of slots, the maximum number of running requests. Further requests wait in a queue.
         cache_tokens: capacity of the key-value cache in tokens. When the cache is full, the request that started last is preempted.
 
     Raises:
-        ValueError: ``places`` or ``cache_tokens`` is below 1, a time is negative, or a value of ``step_seconds`` is not above 0.
+        ValueError: ``slots`` or ``cache_tokens`` is below 1, a time is negative, or a value of ``step_seconds`` is not above 0.
     """
 
     step_seconds: Mapping[int, float]
@@ -64,13 +64,13 @@ class Engine:
     prompt_token_seconds: float = 0.0
     request_seconds: float = 0.0
     response_seconds: float = 0.0
-    places: int = 1024
+    slots: int = 1024
     cache_tokens: float = math.inf
 
     def __post_init__(self) -> None:
         if not self.step_seconds or not min(self.step_seconds.values()) > 0:
             raise ValueError(f"step_seconds must be times above 0 by running requests, found {dict(self.step_seconds)}")
-        least = {"places": 1, "cache_tokens": 1}
+        least = {"slots": 1, "cache_tokens": 1}
         for field_ in fields(self)[1:]:
             found, wanted = getattr(self, field_.name), least.get(field_.name, 0)
             if not found >= wanted:
@@ -101,7 +101,7 @@ class Workload(Protocol):
 
 
 @dataclass(frozen=True)
-class Given:
+class ReplayedLengths:
     """Workload that replays the response lengths in ``table``, shape [P, R], in tokens. After the last prompt comes the first."""
 
     table: Ints
@@ -151,7 +151,7 @@ class _Replica:
         *("room", "running", "serial", "stall", "steps", "time"),
     )
 
-    def __init__(self, engine: Engine, prompt: int, pace: Sequence[float]) -> None:
+    def __init__(self, engine: EngineModel, prompt: int, pace: Sequence[float]) -> None:
         self.engine, self.prompt, self.pace = engine, prompt, pace
         self.rate, self.room = engine.cached_token_seconds, engine.cache_tokens
         self.running: list[Request] = []  # sorted by end, the latest end first
@@ -222,7 +222,7 @@ class _Replica:
         engine, queue, running, prompt = self.engine, self.queue, self.running, self.prompt
         cached, stall, steps, begun = self.cached, self.stall, self.steps, self.begun
         host, reading = engine.request_seconds, engine.prompt_token_seconds
-        for request in islice(queue, engine.places - len(running)):
+        for request in islice(queue, engine.slots - len(running)):
             needed = prompt + request.tokens
             if running and cached + needed > self.room:
                 break
@@ -247,10 +247,10 @@ class Cluster:
         ValueError: ``replicas`` is below 1.
     """
 
-    def __init__(self, engine: Engine, replicas: int, prompt_tokens: int = 0) -> None:
+    def __init__(self, engine: EngineModel, replicas: int, prompt_tokens: int = 0) -> None:
         if replicas < 1:
             raise ValueError(f"replicas must be at least 1, found {replicas}")
-        pace = engine.seconds(np.arange(engine.places + 1)).tolist()
+        pace = engine.seconds(np.arange(engine.slots + 1)).tolist()
         self._replicas = [_Replica(engine, prompt_tokens, pace) for _ in range(replicas)]
         self._requests: dict[int, Request] = {}
         self._heap: list[tuple[float, int, _Replica]] = []  # next events, by time and serial number; some are outdated
@@ -399,7 +399,7 @@ class Round:
 
 def play_rounds(
     run: TailRun,
-    engine: Engine,
+    engine: EngineModel,
     replicas: int,
     workload: Workload,
     rounds: int,
@@ -429,7 +429,7 @@ def play_rounds(
 class Player:
     """Simulates rounds of tail batching: carries out the decisions of :class:`TailBatching` on a simulated cluster.
 
-    :class:`~rl_accel.rollout.driver.RolloutDriver` has the same role for the workers of a framework.
+    :class:`~rl_accel.rollout.round_driver.RolloutDriver` has the same role for the workers of a framework.
 
     Attributes:
         cluster: simulated cluster for the next round; may be replaced between two rounds.

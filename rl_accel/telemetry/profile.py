@@ -16,7 +16,7 @@ from rich.table import Table
 
 from rl_accel.errors import RlAccelError
 from rl_accel.features import TailBatchingFlags
-from rl_accel.rollout.simulation import Engine, Given, play_rounds
+from rl_accel.rollout.simulation import EngineModel, ReplayedLengths, play_rounds
 from rl_accel.rollout.tail_batching import TailRun
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.logs import read_log
@@ -24,7 +24,7 @@ from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NA
 
 WARMUP = 2
 _METRICS = "rl_accel/telemetry/"
-_TABLES = {"drafts": "drafted", "balance": "places_in_use"}
+_TABLES = {"drafts": "drafted", "balance": "slots_in_use"}
 """Features whose metrics are printed in a table, each with the metric that must be above 0 for the table to be printed."""
 _PROMPT_RATIO = 1.25
 """Number of prompts that a short round launches, divided by the number of prompts that the round trains.
@@ -303,8 +303,8 @@ def rounds_seconds(times: Sequence[float], prompts: int, launched: int) -> float
     rounds = min(max(_DRAWN // launched, 100), 2000)
     ticks = np.maximum(np.round(np.random.default_rng(0).choice(times, rounds * launched) / _TICK), 1).astype(int)
     flags = TailBatchingFlags(prompt_ratio=launched / prompts, response_ratio=1.0)
-    engine = Engine({1: _TICK}, places=launched)
-    played = play_rounds(TailRun(prompts, 1, flags), engine, 1, Given(ticks[:, None]), rounds)
+    engine = EngineModel({1: _TICK}, slots=launched)
+    played = play_rounds(TailRun(prompts, 1, flags), engine, 1, ReplayedLengths(ticks[:, None]), rounds)
     return statistics.fmean(round.metrics.rollout_seconds for round in played)
 
 

@@ -196,15 +196,15 @@ class ObviousDrafter:
         key = key_of(tokens[:begin])
         prompt = self.prompts.get(key)
         if prompt is None:
-            visits = deque([self.version], self.settings["epochs"] + 1)
+            versions = deque([self.version], self.settings["epochs"] + 1)
             rates = [[0.0, 0.0], [0.0, 0.0]]
-            prompt = self.prompts[key] = Prompt(text=sequence(key, PROMPT), visits=visits, rates=rates)
-        if prompt.visits[-1] < self.version:
-            prompt.visits.append(self.version)
+            prompt = self.prompts[key] = Prompt(text=sequence(key, PROMPT), versions=versions, rates=rates)
+        if prompt.versions[-1] < self.version:
+            prompt.versions.append(self.version)
         if not self.index.holds(prompt.text.last):
             prompt.text.last, prompt.text.length = None, 0
             self.index.extend(prompt.text, tokens, begin)
-        oldest = prompt.visits[0] if len(prompt.visits) == prompt.visits.maxlen else 0
+        oldest = prompt.versions[0] if len(prompt.versions) == prompt.versions.maxlen else 0
         text = sequence(key, self.version, oldest, prompt.text.last, begin)
         return Request(text=text, prompt=prompt, head=begin, match=None, worth=0)
 

@@ -21,17 +21,19 @@ from rl_accel.plan.predict import flags_of_words, interval, predict
 from rl_accel.plan.report import Plan
 from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.plan.workload import Lengths, published
-from rl_accel.rollout.simulation import Cluster, Engine
+from rl_accel.rollout.simulation import Cluster, EngineModel
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.profile import read_run
 from rl_accel.telemetry.stage_clock import FILE_NAME, Response
 
 REAL = Path(__file__).parent
 PUBLISHED, BATCH = "--lengths published:math16k", "--prompts 1 --responses 2 --replicas 2"
-ENGINE = Engine({1: 0.010, 4: 0.011, 16: 0.015, 64: 0.030}, cached_token_seconds=2e-7, request_seconds=0.01)
-SETUP = Setup(16, 4, 2, Engine({1: 0.01, 64: 0.015}), published("math16k").limited(2048), {"update_actor": 5.0}, 2.0)
-TIGHT = {"places": 12, "cache_tokens": 2500}
-EQUAL = Setup(16, 4, 2, Engine({1: 0.01}), Lengths(np.full(100, 500), 0.0), {"update_actor": 5.0})
+ENGINE = EngineModel({1: 0.010, 4: 0.011, 16: 0.015, 64: 0.030}, cached_token_seconds=2e-7, request_seconds=0.01)
+SETUP = Setup(
+    16, 4, 2, EngineModel({1: 0.01, 64: 0.015}), published("math16k").limited(2048), {"update_actor": 5.0}, 2.0
+)
+TIGHT = {"slots": 12, "cache_tokens": 2500}
+EQUAL = Setup(16, 4, 2, EngineModel({1: 0.01}), Lengths(np.full(100, 500), 0.0), {"update_actor": 5.0})
 
 
 def responses_of(lengths, engine=ENGINE, at_once=64):
@@ -81,7 +83,11 @@ def priced():
     ("engine", "known", "most"),
     [
         (ENGINE, {}, 50),
-        (Engine({1: 0.010, 12: 0.016}, 1e-6, 0.001, 0.010, 0.020, **TIGHT), TIGHT, 12),  # requests wait, are preempted
+        (
+            EngineModel({1: 0.010, 12: 0.016}, 1e-6, 0.001, 0.010, 0.020, **TIGHT),
+            TIGHT,
+            12,
+        ),  # requests wait, are preempted
     ],
 )
 def test_an_engine_is_found_again_from_what_it_did(engine, known, most):
@@ -177,7 +183,7 @@ def test_staleness_of_options_and_the_least_seconds_of_their_steps(priced):
 
 
 def test_the_planner_of_production_chooses_the_tensor_parallel_size():
-    quick, slow = Engine({1: 0.01}), Engine({1: 0.02})
+    quick, slow = EngineModel({1: 0.01}), EngineModel({1: 0.02})
     lowered = replace(EQUAL, tp=2, engine=slow, engines={1: quick, 2: slow})
     assert answers.replanned(lowered, 8, 0).rollout_seconds == pytest.approx(5.0), "four steps without a preemption"
     rolled_back = replace(EQUAL, tp=2, engine=quick, engines={1: slow, 2: quick})
@@ -187,20 +193,20 @@ def test_the_planner_of_production_chooses_the_tensor_parallel_size():
 
 
 def test_balance_is_priced_by_its_state_machine_where_requests_wait():
-    few = replace(SETUP, engine=replace(SETUP.engine, places=4))
+    few = replace(SETUP, engine=replace(SETUP.engine, slots=4))
     assert "balance" not in {option.name for option in options_of(SETUP)}
     (balance,) = (option for option in options_of(few) if option.name == "balance")
-    assert balance.how.endswith("+rl_accel.balance.places=4")
+    assert balance.how.endswith("+rl_accel.balance.slots=4")
     stock, balanced = (price(few, 20, 0).rollout_seconds for price in (AS_IT_IS.price, balance.price))
     assert 0.7 * stock < balanced < stock
     found = [price(few, 4, 0) for price in (balance.price, answers.simulated(cluster=lambda _: BalancedCluster))]
     assert found[0].rollout_seconds == pytest.approx(found[1].rollout_seconds)
 
 
-@given(seed=st.integers(0, 1000), places=st.integers(1, 8), ratio=st.sampled_from([1.0, 1.5]))
-def test_balanced_rounds_train_whole_batches_and_are_the_same_for_a_seed(seed, places, ratio):
+@given(seed=st.integers(0, 1000), slots=st.integers(1, 8), ratio=st.sampled_from([1.0, 1.5]))
+def test_balanced_rounds_train_whole_batches_and_are_the_same_for_a_seed(seed, slots, ratio):
     flags = TailBatchingFlags(prompt_ratio=ratio, response_ratio=ratio)
-    setup = replace(SETUP, prompts=4, engine=replace(SETUP.engine, places=places), cluster=BalancedCluster)
+    setup = replace(SETUP, prompts=4, engine=replace(SETUP.engine, slots=slots), cluster=BalancedCluster)
     first, second = (rounds_of(setup, flags, 6, seed) for _ in range(2))
     assert first == second
     assert all(played.metrics.prompts_trained == 4 for played in first)
@@ -215,7 +221,7 @@ def test_with_a_place_for_each_balanced_rounds_are_those_of_stock():
 
 
 def test_drafts_speed_up_few_requests_and_are_priced_as_they_are_accepted():
-    engine = Engine({1: 0.01, 64: 0.02})
+    engine = EngineModel({1: 0.01, 64: 0.02})
     drafting = answers.with_drafts(engine, 2.0)
     for running, ratio in ((1, 2), (32, 2), (64, 1)):
         assert float(drafting.seconds(running)) == pytest.approx(float(engine.seconds(running)) / ratio)
@@ -233,17 +239,17 @@ def test_drafts_speed_up_few_requests_and_are_priced_as_they_are_accepted():
 
 
 def test_other_places_are_priced_where_requests_wait_or_caches_are_full():
-    def places(engine):
+    def slots(engine):
         options = {option.name: option for option in options_of(replace(SETUP, engine=engine))}
-        return {name: option for name, option in options.items() if name.endswith(" places a replica")}
+        return {name: option for name, option in options.items() if name.endswith(" slots a replica")}
 
-    assert not places(SETUP.engine)
-    few = replace(SETUP.engine, places=4)
-    found = {name: option.price(replace(SETUP, engine=few), 5, 0) for name, option in places(few).items()}
-    fewer, more = found["2 places a replica"], found["8 places a replica"]
+    assert not slots(SETUP.engine)
+    few = replace(SETUP.engine, slots=4)
+    found = {name: option.price(replace(SETUP, engine=few), 5, 0) for name, option in slots(few).items()}
+    fewer, more = found["2 slots a replica"], found["8 slots a replica"]
     stock = AS_IT_IS.price(replace(SETUP, engine=few), 5, 0)
     assert more.rollout_seconds < stock.rollout_seconds < fewer.rollout_seconds
-    assert len(places(replace(SETUP.engine, cache_tokens=10**6))) == 1
+    assert len(slots(replace(SETUP.engine, cache_tokens=10**6))) == 1
 
 
 def test_the_pack_s_own_work_grows_with_the_batch():

@@ -4,7 +4,7 @@ import random
 import pytest
 
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
-from rl_accel.reward.anchor_store import AnchorStore, Replica
+from rl_accel.reward.anchor_store import AnchorStore, LocalAnchors
 
 
 def exchange(replica, store):
@@ -12,7 +12,7 @@ def exchange(replica, store):
 
 
 def test_what_one_learns_the_others_know_after_an_exchange():
-    store, one, other = AnchorStore(), Replica(), Replica()
+    store, one, other = AnchorStore(), LocalAnchors(), LocalAnchors()
     for seconds in (0.2, 0.7):
         one.record("p/0", seconds, seconds / 2, correct=True)
     other.record("p/0", 0.4, 0.4, correct=True)
@@ -25,7 +25,7 @@ def test_what_one_learns_the_others_know_after_an_exchange():
 
 
 def test_limits_that_one_suspends_are_suspended_for_all_and_learned_again(caplog):
-    store, one, other = AnchorStore(), Replica(), Replica()
+    store, one, other = AnchorStore(), LocalAnchors(), LocalAnchors()
     for key in "abcd":
         one.record(key, 2.0, 2.0, correct=True)
     for replica in (one, other):
@@ -43,7 +43,7 @@ def test_limits_that_one_suspends_are_suspended_for_all_and_learned_again(caplog
 
 
 def test_an_update_holds_only_what_has_changed():
-    store, one, other = AnchorStore(), Replica(), Replica()
+    store, one, other = AnchorStore(), LocalAnchors(), LocalAnchors()
     one.record("a", 1.0, 1.0, correct=True)
     exchange(one, store)
     assert store.exchange(one.take_delta()).anchors == {}
@@ -54,7 +54,7 @@ def test_an_update_holds_only_what_has_changed():
 
 def test_a_saved_store_goes_on(tmp_path):
     path = tmp_path / "runs" / "anchors.json"
-    store, one = AnchorStore(path), Replica()
+    store, one = AnchorStore(path), LocalAnchors()
     one.record("a", 1.0, 0.5, correct=True)
     exchange(one, store)
     store.save()
@@ -62,7 +62,7 @@ def test_a_saved_store_goes_on(tmp_path):
     store.save()
     assert path.stat().st_mtime_ns == written
     assert [file.name for file in path.parent.iterdir()] == [path.name]
-    fresh = Replica()
+    fresh = LocalAnchors()
     exchange(fresh, AnchorStore(path))
     assert fresh.timeout.get("a") == (1.0, 0.5, 1)
 
@@ -76,18 +76,18 @@ def test_a_damaged_file_is_refused(tmp_path, content):
 
 
 def test_a_store_keeps_no_more_than_its_capacity():
-    store, one = AnchorStore(timeout=AdaptiveTimeout(capacity=10)), Replica()
+    store, one = AnchorStore(timeout=AdaptiveTimeout(capacity=10)), LocalAnchors()
     for i in range(50):
         one.record(str(i), 1.0, 1.0, correct=True)
     exchange(one, store)
     assert len(store) == 10
-    assert len(store.exchange(Replica().take_delta()).anchors) == 10
+    assert len(store.exchange(LocalAnchors().take_delta()).anchors) == 10
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_all_agree_in_the_end_whatever_gets_lost(seed):
     dice = random.Random(seed)
-    store, replicas, longest = AnchorStore(), [Replica() for _ in range(3)], {}
+    store, replicas, longest = AnchorStore(), [LocalAnchors() for _ in range(3)], {}
     executions, counted = 0, []
     for _ in range(300):
         replica = dice.choice(replicas)

@@ -8,7 +8,7 @@ import pytest
 
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
-from rl_accel.reward.anchor_store import Replica
+from rl_accel.reward.anchor_store import LocalAnchors
 from rl_accel.reward.execution import ExecutionResult, Limits, LimitUpdates
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
 from rl_accel.reward.sandbox import Case, Sandbox
@@ -19,7 +19,7 @@ FLAGS = RewardTimeoutFlags(scale=1.5, slack=0.5, minimum=2.0, maximum=30.0, min_
 
 
 def made(slots=4):
-    return LimitedExecutor(Replica(AdaptiveTimeout(FLAGS, caution=0.0)), slots)
+    return LimitedExecutor(LocalAnchors(AdaptiveTimeout(FLAGS, caution=0.0)), slots)
 
 
 def passed(result):
@@ -96,7 +96,7 @@ async def test_what_is_counted():
 
 
 async def test_where_time_is_that_of_others_the_budget_is_full_and_nothing_is_learned():
-    executor = LimitedExecutor(Replica(AdaptiveTimeout(FLAGS)), 4, maximum=300.0, adapts=False)
+    executor = LimitedExecutor(LocalAnchors(AdaptiveTimeout(FLAGS)), 4, maximum=300.0, adapts=False)
     assert [await execute(executor, "passed", wall=1.0) for _ in range(4)] == [(300.0, 300.0)] * 4
     assert len(executor.replica.timeout) == 0
     assert executor.replica.take_delta().counts["correct"] == 4.0
@@ -196,7 +196,7 @@ class Executions:
     """Stands for the sandbox: an execution ends when its limit, as it is by then, has passed, or when it is ready."""
 
     def __init__(self, flags=SHORT):
-        self.executor = LimitedExecutor(Replica(AdaptiveTimeout(flags, caution=0.0)), 8)
+        self.executor = LimitedExecutor(LocalAnchors(AdaptiveTimeout(flags, caution=0.0)), 8)
         self.given = {}
         self.began = asyncio.Event()
 
@@ -288,7 +288,7 @@ async def test_what_others_have_learned_counts_too():
 @pytest.mark.parametrize("isolation", ["process", "auto"])
 async def test_a_group_with_a_hang_takes_no_longer_than_its_limit_with_real_processes(isolation, closed_later):
     sandbox = closed_later(Sandbox(2, isolation))
-    executor = LimitedExecutor(Replica(AdaptiveTimeout(replace(SHORT, maximum=60.0), caution=0.0)), 2)
+    executor = LimitedExecutor(LocalAnchors(AdaptiveTimeout(replace(SHORT, maximum=60.0), caution=0.0)), 2)
     found = await asyncio.gather(
         *(execute_program(executor, sandbox, "p", code, [CASE]) for code in (HANGS[0], *[RIGHT] * 6))
     )

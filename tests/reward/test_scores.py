@@ -3,7 +3,7 @@
 import pytest
 
 from rl_accel.features import RewardTimeoutFlags
-from rl_accel.reward.anchor_store import Replica
+from rl_accel.reward.anchor_store import LocalAnchors
 from rl_accel.reward.execution import ExecutionResult
 from rl_accel.reward.scores import GraderError, Scores
 
@@ -14,11 +14,11 @@ def done(value):
 
 def of_slime(*keys, **flags):
     number_keys = keys[:1] or ("acc", "score")
-    return Scores(RewardTimeoutFlags(**flags), Replica(), keys, number_keys, number_keys, numbers_only=False)
+    return Scores(RewardTimeoutFlags(**flags), LocalAnchors(), keys, number_keys, number_keys, numbers_only=False)
 
 
 def of_verl(**flags):
-    return Scores(RewardTimeoutFlags(**flags), Replica(), (), ("score",), ("acc", "score"), numbers_only=True)
+    return Scores(RewardTimeoutFlags(**flags), LocalAnchors(), (), ("score",), ("acc", "score"), numbers_only=True)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_stand_in_has_the_keys_that_the_framework_looks_up():
 
 
 def test_errors_are_counted_apart_from_what_was_stopped_and_each_kind_logged_once(caplog):
-    replica = Replica()
+    replica = LocalAnchors()
     flags = RewardTimeoutFlags(score_errors=True)
     scores = Scores(flags, replica, (), ("score",), ("score",), numbers_only=True)
     for result in (FAILED, ExecutionResult(verdict="error", value=None, reason="KeyError: 'y'"), done(None)):

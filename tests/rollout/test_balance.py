@@ -1,4 +1,4 @@
-"""Balanced rollouts: order, places, caches and moves as they are described; and random events, checked against books."""
+"""Balanced rollouts: order, slots, caches and moves as they are described; and random events, checked against books."""
 
 import math
 import random
@@ -13,8 +13,8 @@ from rl_accel.rollout.balance import HOME_MARGIN, Balance, end_bound_at_arrival
 class Host:
     """Carries out decisions and keeps books: where each response runs, in which order they were bound."""
 
-    def __init__(self, places=1, replicas=1, cache=math.inf, ordered=True, together=False, **flags):
-        self.core = Balance(places, BalanceFlags(**flags), ordered, together)
+    def __init__(self, slots=1, replicas=1, cache=math.inf, ordered=True, together=False, **flags):
+        self.core = Balance(slots, BalanceFlags(**flags), ordered, together)
         self.now, self.at, self.order, self.stops = 0.0, {}, [], {}
         for number in range(replicas):
             self.carry_out(self.core.add_replica(f"r{number}", 0.0, cache))
@@ -58,7 +58,7 @@ class Host:
             self.over("teach " + prompt, length)
 
     def block(self):
-        """Take all places; :meth:`unblock` gives back one after the other and returns the order in which others came."""
+        """Take all slots; :meth:`unblock` gives back one after the other and returns the order in which others came."""
         self.blockers = []
         while not self.core.waiting:
             self.blockers.append(f"block{len(self.blockers)}")
@@ -76,9 +76,9 @@ class Host:
 
 class TestOrder:
     def test_a_response_waits_until_a_replica_has_a_place(self):
-        host = Host(places=16)
+        host = Host(slots=16)
         host.request(*(f"t{number}" for number in range(20)))
-        assert host.order == [f"t{i}" for i in range(17)], "one more than there are places is ready in the engine"
+        assert host.order == [f"t{i}" for i in range(17)], "one more than there are slots is ready in the engine"
         host.over("t5", 10)
         assert host.order[17:] == ["t17"]
         host.carry_out(host.core.add_replica("r1", 1.0))
@@ -111,7 +111,7 @@ class TestOrder:
         assert host.order[2:] == ["b2"]
 
     def test_a_running_sibling_that_has_come_far_says_that_a_prompt_is_long(self):
-        host = Host(places=2)
+        host = Host(slots=2)
         for number in range(20):  # a second a token
             host.request(f"x{number}")
             host.now += 10 + 10 * (number % 3)
@@ -125,7 +125,7 @@ class TestOrder:
         assert host.order[-1] == "a2"
 
     def test_a_replica_gets_the_next_if_it_has_the_fewest(self):
-        host = Host(places=8, replicas=4)
+        host = Host(slots=8, replicas=4)
         host.request(*(f"t{number}" for number in range(32)))
         assert set(host.core.running().values()) == {8}
         for ticket in [ticket for ticket, replica in host.at.items() if replica == "r2"][:3]:
@@ -136,7 +136,7 @@ class TestOrder:
 
 class TestHomes:
     def test_the_next_turn_goes_back_unless_its_replica_is_much_fuller(self):
-        host = Host(places=32, replicas=2)
+        host = Host(slots=32, replicas=2)
         host.request(*(f"t{number}" for number in range(2 * HOME_MARGIN)), home="r1")
         assert list(host.at.values()) == ["r1"] * (HOME_MARGIN + 1) + ["r0", "r1", "r0"]
         host.request("gone", home="r9")
@@ -150,7 +150,7 @@ class TestHomes:
         assert host.unblock() == ["b2", "a1"]
 
     def test_responses_of_a_prompt_stay_together_if_they_are_to(self):
-        host = Host(places=16, replicas=4, together=True)
+        host = Host(slots=16, replicas=4, together=True)
         host.request(*(f"{prompt}{number}" for number in range(4) for prompt in "abcd"))
         for prompt in "abcd":
             assert len({host.at[f"{prompt}{number}"] for number in range(4)}) == 1
@@ -158,7 +158,7 @@ class TestHomes:
 
 class TestCaches:
     def test_a_cache_is_filled_as_far_as_responses_are_expected_to_grow(self):
-        host = Host(places=100, cache=1000)
+        host = Host(slots=100, cache=1000)
         host.teach(a=190, b=190)
         host.request(*(f"a{number}" for number in range(10)), prompt_tokens=10)
         assert len(host.at) == 5
@@ -166,7 +166,7 @@ class TestCaches:
         assert len(host.at) == 5
 
     def test_responses_that_end_at_other_times_share_the_place(self):
-        host = Host(places=100, cache=1000)
+        host = Host(slots=100, cache=1000)
         for _ in range(30):
             host.teach(s=100, l=700)
         host.request("l1", *(f"s{number}" for number in range(20)))
@@ -176,7 +176,7 @@ class TestCaches:
         ("cache", "begin"), [(100, 1), (math.inf, 4)], ids=["too small for one: it runs alone", "unknown: no limit"]
     )
     def test_responses_larger_than_a_cache(self, cache, begin):
-        host = Host(places=4, cache=cache)
+        host = Host(slots=4, cache=cache)
         host.teach(a=10**9)
         host.request("a0", "a1", "a2", "a3", prompt_tokens=10**9)
         assert len(host.at) == begin
@@ -218,31 +218,31 @@ def lagging(host, seconds, **more):
 
 class TestMoves:
     def test_what_lags_goes_on_where_it_is_faster_and_no_more_often_than_allowed(self):
-        stays, longer = lagging(Host(places=64, replicas=2, max_moves=0), lambda running: 0.5 + 0.5 * running)
-        moved, shorter = lagging(Host(places=64, replicas=2, max_moves=1), lambda running: 0.5 + 0.5 * running)
+        stays, longer = lagging(Host(slots=64, replicas=2, max_moves=0), lambda running: 0.5 + 0.5 * running)
+        moved, shorter = lagging(Host(slots=64, replicas=2, max_moves=1), lambda running: 0.5 + 0.5 * running)
         assert not stays
         assert moved
         assert set(moved.values()) == {1}
         assert shorter < longer
 
     def test_where_load_costs_no_time_nothing_moves_but_with_a_margin_of_zero(self):
-        assert not lagging(Host(places=64, replicas=2), lambda running: 1.0)[0]
-        trail, _ = lagging(Host(places=64, replicas=2, margin=0.0), lambda running: 1.0)
+        assert not lagging(Host(slots=64, replicas=2), lambda running: 1.0)[0]
+        trail, _ = lagging(Host(slots=64, replicas=2, margin=0.0), lambda running: 1.0)
         assert sum(trail.values()) > 3
 
     def test_nothing_moves_that_may_not(self):
-        trail, _ = lagging(Host(places=64, replicas=2, margin=0.0), lambda running: running, movable=False)
+        trail, _ = lagging(Host(slots=64, replicas=2, margin=0.0), lambda running: running, movable=False)
         assert not any(ticket[0] in "ls" for ticket in trail)
 
     def test_nothing_moves_while_anything_waits(self):
-        host = Host(places=1, replicas=2, margin=0.0)
+        host = Host(slots=1, replicas=2, margin=0.0)
         host.request(*"abcdef")
         host.tick()
         assert not host.stops
 
 
 class TestPutOff:
-    """Two rollouts of 256 responses to as many prompts, 16 of them long, on as many places."""
+    """Two rollouts of 256 responses to as many prompts, 16 of them long, on as many slots."""
 
     def rollout(self, host, **more):
         took, trails = [], []
@@ -258,22 +258,22 @@ class TestPutOff:
         return took[1], trails[1]
 
     def test_what_has_come_far_goes_on_once_all_have_begun(self):
-        kept, stays = self.rollout(Host(places=8, replicas=2, max_moves=0))
-        took, trail = self.rollout(Host(places=8, replicas=2))
+        kept, stays = self.rollout(Host(slots=8, replicas=2, max_moves=0))
+        took, trail = self.rollout(Host(slots=8, replicas=2))
         assert not stays
-        assert len(trail) <= 16, "as many as there are places"
+        assert len(trail) <= 16, "as many as there are slots"
         assert len(trail.keys() & {f"1 {n}" for n in range(16)}) > 8
         assert set(trail.values()) == {1}
         assert took < 0.8 * kept
 
     @pytest.mark.parametrize(("ordered", "movable"), [(False, True), (True, False)])
     def test_not_where_order_or_moves_are_not_wanted(self, ordered, movable):
-        _, trail = self.rollout(Host(places=8, replicas=2, ordered=ordered), movable=movable)
+        _, trail = self.rollout(Host(slots=8, replicas=2, ordered=ordered), movable=movable)
         assert not trail
 
 
 def test_a_response_of_a_dead_replica_goes_back_into_the_queue_before_others():
-    host = Host(places=1, replicas=2)
+    host = Host(slots=1, replicas=2)
     host.request(*"abcde")
     dead = host.at["a"]
     host.core.remove_replica(dead)
@@ -292,7 +292,7 @@ def test_a_response_of_a_dead_replica_goes_back_into_the_queue_before_others():
         (lambda core: core.request("a", 0.0), "ticket must be new, found 'a' twice"),
         (lambda core: core.over("c", 0.0, 5), "of a response that runs, but 'c' waits"),
         (lambda core: core.again("c", 0.0), "of a response that runs, but 'c' waits"),
-        (lambda core: Balance(0, BalanceFlags()), "places must be at least 1, found 0"),
+        (lambda core: Balance(0, BalanceFlags()), "slots must be at least 1, found 0"),
     ],
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(call, said):
@@ -312,7 +312,7 @@ def test_events_of_responses_that_are_over_or_were_not_to_stop_change_nothing():
 
 
 def test_numbers_of_a_step():
-    host = Host(places=1, replicas=2)
+    host = Host(slots=1, replicas=2)
     assert host.core.take_numbers() == {}
     tickets = ("a1", "b1", "c1", "d1", "e1", "f1")
     host.request(*tickets)
@@ -320,7 +320,7 @@ def test_numbers_of_a_step():
         host.now += 1.0
         host.over(ticket, 100)
     numbers = host.core.take_numbers()
-    assert numbers["places_in_use"] == 1.0
+    assert numbers["slots_in_use"] == 1.0
     assert numbers["queue_length"] == pytest.approx((1 + 2) / 6)
     assert numbers["queue_wait_s"] == pytest.approx((1 + 2) / 6)
     assert numbers["moves"] == 0
@@ -330,9 +330,9 @@ def test_numbers_of_a_step():
         host.now += 1.0
         host.over(ticket, 200)
     numbers = host.core.take_numbers()
-    assert numbers["places_in_use"] == 0.5
+    assert numbers["slots_in_use"] == 0.5
     assert 0.48 < numbers["length_error_p50"] <= numbers["length_error_p90"] < 0.5, "100 was expected"
-    assert numbers["places_in_use_lowest"] + numbers["places_in_use_highest"] == 1.0
+    assert numbers["slots_in_use_lowest"] + numbers["slots_in_use_highest"] == 1.0
 
 
 def test_what_binding_at_arrival_would_have_taken():
@@ -346,9 +346,9 @@ def test_what_binding_at_arrival_would_have_taken():
 def test_random_events_lose_nothing_and_leak_no_place(seed):
     """10,000 events each: replicas die, come and are removed; clients are cancelled; late events of what is over."""
     rng = random.Random(seed)
-    places, ordered = rng.choice([1, 4, 20]), rng.random() < 0.7
+    slots, ordered = rng.choice([1, 4, 20]), rng.random() < 0.7
     cache = rng.choice([math.inf, 400])
-    host = Host(places, 3, cache, ordered, rng.random() < 0.5, margin=rng.choice([0.0, 1.0]), max_moves=2)
+    host = Host(slots, 3, cache, ordered, rng.random() < 0.5, margin=rng.choice([0.0, 1.0]), max_moves=2)
     core, live, wanted, number = host.core, ["r0", "r1", "r2"], {}, 3
     done = Counter()
     for event in range(10_000):
@@ -385,9 +385,9 @@ def test_random_events_lose_nothing_and_leak_no_place(seed):
             number += 1
             live.append(f"r{number}")
             host.carry_out(core.add_replica(live[-1], host.now, cache))
-        free = [name for name, count in core.running().items() if count < places]
-        assert not core.waiting or not free or cache < math.inf, "nothing waits while there are places"
-        assert all(count <= 2 * places for count in core.running().values())
+        free = [name for name, count in core.running().items() if count < slots]
+        assert not core.waiting or not free or cache < math.inf, "nothing waits while there are slots"
+        assert all(count <= 2 * slots for count in core.running().values())
         if event % 5000 == 0:
             core.take_numbers()
     host.carry_out(core.add_replica("last", host.now))

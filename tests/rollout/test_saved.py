@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from rl_accel.errors import ConfigError
-from rl_accel.rollout.driver import PromptSupply, StepResult
+from rl_accel.rollout.round_driver import PromptSupply, StepResult
 from rl_accel.rollout.saved import ResumeError, SettlementLog, restore, save
 from rl_accel.rollout.tail_batching import TailBatching, TailRun
 from rl_accel.rollout.tail_decisions import TrainBatch

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rl_accel.features import RewardTimeoutFlags, TailBatchingFlags
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
-from rl_accel.rollout.simulation import Cluster, Engine, Given, Player, play_rounds
+from rl_accel.rollout.simulation import Cluster, EngineModel, Player, ReplayedLengths, play_rounds
 from rl_accel.rollout.tail_batching import TailRun
 
 PLAIN = TailBatchingFlags(prompt_ratio=1.0, response_ratio=1.0)
@@ -37,7 +37,9 @@ def seconds_of(rounds):
 @given(table=LENGTHS, replicas=st.integers(1, 5))
 def test_without_a_feature_rollouts_take_exactly_the_longest_of_each(table, replicas):
     steps = len(table) // 4
-    played = play_rounds(TailRun(4, 3, PLAIN), Engine({1: PACE}), replicas, Given(np.array(table)), steps)
+    played = play_rounds(
+        TailRun(4, 3, PLAIN), EngineModel({1: PACE}), replicas, ReplayedLengths(np.array(table)), steps
+    )
     longest = [PACE * max(max(row) for row in table[4 * step : 4 * step + 4]) for step in range(steps)]
     assert seconds_of(played) == pytest.approx(longest)
     assert sum(played_round.metrics.tokens_wasted for played_round in played) == 0
@@ -47,25 +49,25 @@ def test_without_a_feature_rollouts_take_exactly_the_longest_of_each(table, repl
 @given(seed=st.integers(0, 2**31), ratio=st.sampled_from([1.0, 1.25, 2.0, "auto"]), replicas=st.integers(1, 4))
 def test_the_same_seed_gives_the_same_rounds(seed, ratio, replicas):
     run = TailRun(4, 3, TailBatchingFlags(prompt_ratio=ratio))
-    engine = Engine({1: PACE, 32: 2 * PACE}, 1e-7, 1e-5, 0.001, places=6, cache_tokens=2000)
+    engine = EngineModel({1: PACE, 32: 2 * PACE}, 1e-7, 1e-5, 0.001, slots=6, cache_tokens=2000)
     first, second = (play_rounds(run, engine, replicas, Drawn([0.1, 5.0]), 12, seed) for _ in range(2))
     assert first == second
 
 
 @given(
     seed=st.integers(0, 1000),
-    places=st.integers(1, 64),
+    slots=st.integers(1, 64),
     cache=st.integers(500, 20_000),
     response_ratio=st.sampled_from([1.0, 1.25, 2.0]),
     ends=st.booleans(),
 )
-def test_rounds_always_end_with_whole_batches(seed, places, cache, response_ratio, ends):
+def test_rounds_always_end_with_whole_batches(seed, slots, cache, response_ratio, ends):
     run = TailRun(4, 3, TailBatchingFlags(response_ratio=response_ratio))
-    engine = Engine({1: PACE, 64: 3 * PACE}, 1e-7, 1e-5, places=places, cache_tokens=cache)
+    engine = EngineModel({1: PACE, 64: 3 * PACE}, 1e-7, 1e-5, slots=slots, cache_tokens=cache)
     played = play_rounds(run, engine, 2, Drawn([0.0, 0.5, 40.0]), 15, seed, AdaptiveTimeout(RewardTimeoutFlags()), ends)
     assert all(p.metrics.prompts_trained == 4 for p in played)
     assert all(0 <= p.metrics.tokens_wasted < p.metrics.tokens_generated for p in played)
-    assert all(p.peak_tokens <= max(cache, 10 + max(p.metrics.tokens_generated, 1)) + 2 * places for p in played)
+    assert all(p.peak_tokens <= max(cache, 10 + max(p.metrics.tokens_generated, 1)) + 2 * slots for p in played)
     assert {"short", "long"} <= {p.metrics.kind for p in played} | ({"long"} if ends else set())
     if ends:
         assert played[-1].metrics.queue_length == 0
@@ -75,25 +77,25 @@ def test_rounds_always_end_with_whole_batches(seed, places, cache, response_rati
     ("engine", "lengths", "ends"),
     [
         # three run for 10 steps, two for 10 more, one for 10
-        (Engine({1: 0.01, 3: 0.02}), [10, 20, 30], [0.2, 0.35, 0.45]),
-        (Engine({1: 0.01}, places=1), [10, 20, 30], [0.1, 0.3, 0.6]),
-        (Engine({1: 0.01}, request_seconds=0.1), [5, 5, 5], [0.35] * 3),
+        (EngineModel({1: 0.01, 3: 0.02}), [10, 20, 30], [0.2, 0.35, 0.45]),
+        (EngineModel({1: 0.01}, slots=1), [10, 20, 30], [0.1, 0.3, 0.6]),
+        (EngineModel({1: 0.01}, request_seconds=0.1), [5, 5, 5], [0.35] * 3),
     ],
     ids=["a step takes what is said for the requests that run", "what has no place waits", "the host's work delays"],
 )
 def test_ends_of_three_responses(engine, lengths, ends):
-    (played,) = play_rounds(TailRun(1, 3, PLAIN), engine, 1, Given(np.array([lengths])), 1)
+    (played,) = play_rounds(TailRun(1, 3, PLAIN), engine, 1, ReplayedLengths(np.array([lengths])), 1)
     assert played.ends == pytest.approx(ends)
     assert played.metrics.rollout_seconds == pytest.approx(max(ends))
 
 
 def test_cached_tokens_slow_a_step_down_and_a_full_cache_preempts_the_request_that_began_last():
-    workload = Given(np.array([[100]]), prompt_tokens=50)
-    (played,) = play_rounds(TailRun(1, 1, PLAIN), Engine({1: 0.01}, 1e-4), 1, workload, 1)
+    workload = ReplayedLengths(np.array([[100]]), prompt_tokens=50)
+    (played,) = play_rounds(TailRun(1, 1, PLAIN), EngineModel({1: 0.01}, 1e-4), 1, workload, 1)
     assert played.metrics.rollout_seconds == pytest.approx(100 * 0.01 + 1e-4 * (100 * 50 + 100 * 100 / 2))
     assert played.peak_tokens == pytest.approx(150)
-    engine = Engine({1: 0.01}, prompt_token_seconds=0.001, cache_tokens=100)
-    (played,) = play_rounds(TailRun(1, 2, PLAIN), engine, 1, Given(np.array([[80, 80]]), prompt_tokens=10), 1)
+    engine = EngineModel({1: 0.01}, prompt_token_seconds=0.001, cache_tokens=100)
+    (played,) = play_rounds(TailRun(1, 2, PLAIN), engine, 1, ReplayedLengths(np.array([[80, 80]]), prompt_tokens=10), 1)
     # Both read 10 tokens of a prompt and go on for 40; the second one waits 40 steps, is read again and does its last 40.
     assert played.preemptions == 1
     assert played.ends == pytest.approx([0.02 + 0.8, 0.02 + 0.8 + 0.05 + 0.4])
@@ -106,8 +108,8 @@ def test_a_router_says_where_requests_go_and_knows_their_prompts_and_how_far_the
             super().launch(ids, lengths, tokens, prompts, [len(self.loads) - 1] * len(ids))
             self.launched = self.loads
 
-    engine = Engine({1: 0.01, 4: 0.04})
-    player = Player(TailRun(2, 2, PLAIN), LastReplica(engine, 3), Given(np.full((2, 2), 10)), seed=0)
+    engine = EngineModel({1: 0.01, 4: 0.04})
+    player = Player(TailRun(2, 2, PLAIN), LastReplica(engine, 3), ReplayedLengths(np.full((2, 2), 10)), seed=0)
     assert player.play(1).metrics.rollout_seconds == pytest.approx(0.4)
     assert (player.cluster.prompts, player.cluster.launched) == ([0, 0, 1, 1], [0, 0, 4])
     cluster = Cluster(engine, 2)
@@ -117,7 +119,7 @@ def test_a_router_says_where_requests_go_and_knows_their_prompts_and_how_far_the
 
 
 def test_rewards_end_a_rollout_and_the_adaptive_timeout_cuts_them():
-    run, engine, workload = TailRun(4, 3, PLAIN), Engine({1: 0.001}), Drawn([0.1] * 19 + [25.0])
+    run, engine, workload = TailRun(4, 3, PLAIN), EngineModel({1: 0.001}), Drawn([0.1] * 19 + [25.0])
     waiting = seconds_of(play_rounds(run, engine, 1, workload, 20))
     limited = seconds_of(play_rounds(run, engine, 1, workload, 20, timeout=AdaptiveTimeout(RewardTimeoutFlags())))
     assert max(waiting) > 25
@@ -125,7 +127,7 @@ def test_rewards_end_a_rollout_and_the_adaptive_timeout_cuts_them():
 
 
 def test_the_replica_with_the_fewest_gets_a_request_and_what_is_stopped_says_how_far_it_was_and_can_go_on():
-    cluster = Cluster(Engine({1: 1.0, 2: 2.0}), 2)
+    cluster = Cluster(EngineModel({1: 1.0, 2: 2.0}), 2)
     cluster.launch([1, 2, 3], [10, 10, 40])  # 1 and 3 share a replica
     assert [(cluster.happen().id, cluster.now) for _ in range(2)] == [(2, 10.0), (1, 20.0)]
     assert cluster.cancel([3]) == [10]
@@ -136,12 +138,12 @@ def test_the_replica_with_the_fewest_gets_a_request_and_what_is_stopped_says_how
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (lambda: Engine({}), "step_seconds must be times above 0"),
-        (lambda: Engine({1: 0.0}), "step_seconds must be times above 0"),
-        (lambda: Engine({1: 1.0}, places=0), "places must be at least 1, found 0"),
-        (lambda: Engine({1: 1.0}, cached_token_seconds=-1.0), "cached_token_seconds must be at least 0"),
-        (lambda: Cluster(Engine({1: 1.0}), 0), "replicas must be at least 1"),
-        (lambda: Given(np.ones((1, 2), int)).lengths([0], 3, None), "at most the 2 of each"),
+        (lambda: EngineModel({}), "step_seconds must be times above 0"),
+        (lambda: EngineModel({1: 0.0}), "step_seconds must be times above 0"),
+        (lambda: EngineModel({1: 1.0}, slots=0), "slots must be at least 1, found 0"),
+        (lambda: EngineModel({1: 1.0}, cached_token_seconds=-1.0), "cached_token_seconds must be at least 0"),
+        (lambda: Cluster(EngineModel({1: 1.0}), 0), "replicas must be at least 1"),
+        (lambda: ReplayedLengths(np.ones((1, 2), int)).lengths([0], 3, None), "at most the 2 of each"),
     ],
 )
 def test_impossible_sizes_are_refused(wrong, words):

@@ -59,7 +59,7 @@ class Host(RuleBasedStateMachine):
         self.P0, self.R0, self.filtered, self.retries = prompts, responses, filtered, flags["max_retries"]
         self.surplus = -(-responses * flags["response_ratio"] // 1)
         self.quotas = {"code": split, "math": prompts - split} if 0 < split < prompts else {}
-        self.places = self.quotas or {"": prompts}
+        self.slots = self.quotas or {"": prompts}
         self.run = TailRun(prompts, responses, TailBatchingFlags(**flags, domain_quotas=self.quotas), filtered)
         self.books = Books()
         self.now = 0.0
@@ -84,8 +84,8 @@ class Host(RuleBasedStateMachine):
         assert not self.settling
         assert decision.counts
         for domain, count in decision.counts.items():
-            places = self.steps * self.places[domain]
-            assert 0 < count <= places - len(self.books.unsettled(domain)), "more than can be trained"
+            slots = self.steps * self.slots[domain]
+            assert 0 < count <= slots - len(self.books.unsettled(domain)), "more than can be trained"
         self.request = dict(decision.counts)
 
     def on_roundstarted(self, decision):
@@ -334,7 +334,7 @@ class Host(RuleBasedStateMachine):
     def teardown(self):
         """From wherever it is, training comes to an end; batches enough for all prompts leave nothing behind."""
         self.play_round()
-        steps = max(-(-len(self.books.unsettled(domain)) // quota) for domain, quota in self.places.items())
+        steps = max(-(-len(self.books.unsettled(domain)) // quota) for domain, quota in self.slots.items())
         for left in range(steps, 0, -1):
             self.begin(left)
             self.play_round()

@@ -34,7 +34,7 @@ from rl_accel.integrations.slime.reward_timeout import RM_HOOK, check, grader_wo
 from rl_accel.integrations.slime.reward_timeout.programs import cases_of, program_of
 from rl_accel.integrations.slime.rollout_log import Rollout
 from rl_accel.reward.adaptive_timeout import FULL_BUDGET, PROGRAM_BUDGET, AdaptiveTimeout
-from rl_accel.reward.anchor_store import Replica
+from rl_accel.reward.anchor_store import LocalAnchors
 from rl_accel.reward.execution import ExecutionResult, Limits, gather_until, run_within
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program, prompt_key
 from rl_accel.reward.sandbox import Graders, Sandbox
@@ -114,7 +114,7 @@ class Grading:
     def __init__(self, args: Any) -> None:
         self.flags = flags = flags_of(args)[REWARD_TIMEOUT]
         check(args, flags)
-        self.replica = Replica(AdaptiveTimeout(flags))
+        self.replica = LocalAnchors(AdaptiveTimeout(flags))
         path = str(Path(args.save) / "rl_accel_reward_anchors.json") if args.save else None
         self.store_client = StoreClient(self.replica, path)
         self._workers = flags.workers or min(len(os.sched_getaffinity(0)), _MOST_WORKERS)

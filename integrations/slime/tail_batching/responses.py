@@ -1,6 +1,7 @@
 """Generates and scores single responses with slime's ``generate_and_rm``, for tail batching.
 
-Also stops cancelled responses, and reports the events of each response to the :class:`~rl_accel.rollout.driver.RolloutDriver`.
+Also stops cancelled responses, and reports the events of each response to the
+:class:`~rl_accel.rollout.round_driver.RolloutDriver`.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from slime.utils.types import Sample
 
 from rl_accel.integrations.slime import interfaces
 from rl_accel.patches.slime.requests import WATCHER
-from rl_accel.rollout.driver import Event, FailureLog, Job, ResponseLost, TokenRate, agent_loop_limit
+from rl_accel.rollout.round_driver import Event, FailureLog, Job, ResponseLost, TokenRate, agent_loop_limit
 
 if TYPE_CHECKING:
     server_control: interfaces.ServerControl
@@ -277,10 +278,10 @@ async def _requests(url: str) -> int:
 
 
 class Responses:
-    """Starts, cancels and reports responses on slime, as :class:`~rl_accel.rollout.driver.ResponseWorkers` prescribes.
+    """Starts, cancels and reports responses on slime, as :class:`~rl_accel.rollout.round_driver.ResponseWorkers` prescribes.
 
-    Responses are asyncio tasks on slime's event loop. The thread of the :class:`~rl_accel.rollout.driver.RolloutDriver` calls the
-    public methods.
+    Responses are asyncio tasks on slime's event loop. The thread of the :class:`~rl_accel.rollout.round_driver.RolloutDriver` calls
+    the public methods.
 
     Args:
         args: slime's arguments.

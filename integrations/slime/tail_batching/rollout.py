@@ -19,7 +19,7 @@ from rl_accel.integrations.slime.tail_batching import check, last_rollout, run_o
 from rl_accel.integrations.slime.tail_batching.responses import Engines, Responses, samples_of
 from rl_accel.patches.seams import extends
 from rl_accel.rollout import saved
-from rl_accel.rollout.driver import PromptSupply, RolloutDriver
+from rl_accel.rollout.round_driver import PromptSupply, RolloutDriver
 from rl_accel.rollout.tail_batching import TailBatching
 
 if TYPE_CHECKING:

@@ -51,7 +51,7 @@ def wire(run: VerlRun, flags: BalanceFlags) -> None:
         _refuse(_KEY, None, run.get(_KEY), "there is one router")
     for key in (f"{_ROLLOUT}.full_determinism", f"{_ROLLOUT}.disaggregation.enabled"):
         run.require_off(_FLAG, key, "it has a routing of its own")
-    if not flags.places and run.get(f"{_ROLLOUT}.max_num_seqs", 0) < 1:
+    if not flags.slots and run.get(f"{_ROLLOUT}.max_num_seqs", 0) < 1:
         _refuse(f"{_ROLLOUT}.max_num_seqs", "at least 1", run.get(f"{_ROLLOUT}.max_num_seqs"))
     agent_loop.check(run, _FLAG, "responses must be generated through our client")
     with open_dict(run.config):
@@ -84,15 +84,15 @@ class BalancingWorker(agent_loop.WorkerPart):
         flags, config = RUNTIME.flags(), manager.config
         ordered, together = flags.requested(TAIL_BATCHING) == "off", flags.requested(DRAFTS) != "off"
         rollout = config.actor_rollout_ref.rollout
-        places = flags[BALANCE].places or rollout.max_num_seqs * rollout.get("data_parallel_size", 1)
+        slots = flags[BALANCE].slots or rollout.max_num_seqs * rollout.get("data_parallel_size", 1)
         router: Any = manager.llm_client._load_balancer
         engine = engine_of(config)
         resumed = config_intake.resumed_from(config_intake.trainer())
         file = resumed / LENGTHS if resumed else None
         lengths = json.loads(file.read_text()) if file and file.is_file() else {}
-        caches = ray.get(router.set_up.remote(engine, lengths, places, flags[BALANCE], ordered, together))
-        words = "rl-accel: balance: replicas of %d places, with caches of tokens (None: unknown or without limit): %s%s"
-        logger.info(words, places, caches, "" if engine.stop else "; this engine cannot move responses")
+        caches = ray.get(router.set_up.remote(engine, lengths, slots, flags[BALANCE], ordered, together))
+        words = "rl-accel: balance: replicas of %d slots, with caches of tokens (None: unknown or without limit): %s%s"
+        logger.info(words, slots, caches, "" if engine.stop else "; this engine cannot move responses")
         metrics.observe("balance", Observer(router, Path(config.trainer.default_local_dir)))
 
 

@@ -10,10 +10,10 @@ import ray
 from ray.exceptions import RayError
 
 from rl_accel.features import BalanceFlags
-from rl_accel.integrations.verl.engines import Engine
+from rl_accel.integrations.verl.engines import EngineSupport
 from rl_accel.patches.seams import extends
 from rl_accel.patches.verl.interfaces import Router
-from rl_accel.rollout.balance import Balance, Decision
+from rl_accel.rollout.balance import Balance, Instruction
 
 logger = logging.getLogger("rl_accel")
 
@@ -28,13 +28,13 @@ class BalancedRouter:
     def __init__(self, servers: dict[str, Any], _config: Any = None) -> None:
         self._servers = dict(servers)
         self._balance = Balance(1, BalanceFlags())
-        self._engine = Engine()
+        self._engine = EngineSupport()
         self._waiting: dict[str, asyncio.Future[tuple[str, Any] | None]] = {}
         self._ticking: asyncio.Task[None] | None = None
         self._workers: dict[str, Any] = {}  # agent-loop worker of each response, by ticket
         self._watches: dict[Any, asyncio.Task[None]] = {}  # task that waits for the death of a worker, by worker
 
-    async def set_up(self, engine: Engine, lengths: dict[str, list[int]], *args: Any) -> dict[str, int | None]:
+    async def set_up(self, engine: EngineSupport, lengths: dict[str, list[int]], *args: Any) -> dict[str, int | None]:
         """Creates the policy :class:`Balance` and starts the periodic decisions of this policy.
 
         Args:
@@ -58,7 +58,7 @@ class BalancedRouter:
             except Exception:
                 logger.exception("rl-accel: balance: no response was moved this time")
 
-    def _carry_out(self, decisions: list[Decision]) -> None:
+    def _carry_out(self, decisions: list[Instruction]) -> None:
         for decision in decisions:
             server = self._servers[decision.replica]
             if decision.stop:
@@ -105,7 +105,7 @@ class BalancedRouter:
         decisions = self._balance.again(ticket, time.monotonic(), tokens)
         return None if decisions is None else await self._bound(ticket, decisions)
 
-    async def _bound(self, ticket: str, decisions: list[Decision]) -> tuple[str, Any] | None:
+    async def _bound(self, ticket: str, decisions: list[Instruction]) -> tuple[str, Any] | None:
         future: asyncio.Future[tuple[str, Any] | None]
         future = self._waiting[ticket] = asyncio.get_running_loop().create_future()
         self._carry_out(decisions)

@@ -32,7 +32,7 @@ SECTION = "reward_timeout"
 """Name of our section under ``reward`` in verl's configuration, which all processes read. The section holds the flags, the wrapped
 reward manager, and the path of the file with the longest correct executions (anchors)."""
 
-WORKER_PART = f"{__name__}.validation.Marking"
+WORKER_PART = f"{__name__}.validation.ValidationTag"
 """Full name of our mixin for verl's agent-loop workers."""
 
 _FLAG = "rl_accel.reward_timeout"

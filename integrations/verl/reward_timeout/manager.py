@@ -35,7 +35,7 @@ from rl_accel.integrations.verl.reward_worker_proxy import SUCCESSOR
 from rl_accel.patches.seams import extends
 from rl_accel.patches.verl import interfaces
 from rl_accel.reward.adaptive_timeout import FULL_BUDGET, PROGRAM_BUDGET, AdaptiveTimeout
-from rl_accel.reward.anchor_store import Replica
+from rl_accel.reward.anchor_store import LocalAnchors
 from rl_accel.reward.execution import ExecutionResult, Limits, run_within
 from rl_accel.reward.limited_executor import LimitedExecutor, prompt_key
 from rl_accel.reward.sandbox import Graders
@@ -80,7 +80,7 @@ class RewardTimeoutManager(RewardManagerBase):
         super().__init__(config, tokenizer, compute_score)
         section = config.reward[SECTION]
         self._flags = flags = RewardTimeoutFlags(**section.flags)
-        self.replica = Replica(AdaptiveTimeout(flags))
+        self.replica = LocalAnchors(AdaptiveTimeout(flags))
         self._store_client = StoreClient(self.replica, section.anchors)
         if ray.is_initialized() and SUCCESSOR in (ray.get_runtime_context().get_actor_name() or ""):
             self.replica.count("reward_workers_lost")

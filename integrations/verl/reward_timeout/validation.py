@@ -11,7 +11,7 @@ VALIDATION = "__rl_accel_validation__"
 _validating: ContextVar[bool] = ContextVar("rl_accel_validating", default=False)
 
 
-class Marking(WorkerPart):
+class ValidationTag(WorkerPart):
     """Agent-loop worker mixin that marks validation responses for the reward workers, and that tolerates dead reward workers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

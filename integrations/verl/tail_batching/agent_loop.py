@@ -21,7 +21,7 @@ from rl_accel.integrations.verl.tail_batching import MODE
 from rl_accel.integrations.verl.tail_batching.servers import RESUME, SESSION, RolloutServers, ServerLost, Session
 from rl_accel.patches.seams import extends
 from rl_accel.patches.verl.interfaces import AgentLoopOutput, AgentLoopTQ, AgentLoopWorkerTQ
-from rl_accel.rollout.driver import Event, FailureLog, Job, agent_loop_limit
+from rl_accel.rollout.round_driver import Event, FailureLog, Job, agent_loop_limit
 
 if TYPE_CHECKING:
     _Worker = AgentLoopWorkerTQ
@@ -49,7 +49,7 @@ engine aborts the response before its worker has received the cancellation."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredKeys:
     """Entries of one response in TransferQueue (verl's store of trajectories).
 
     Attributes:
@@ -226,7 +226,7 @@ class TailAgentLoopWorker(WorkerPart, _Worker):
             self._servers_lost = error
             self._has_events.set()
             return
-        stored = Stored(session.keys, session.metric) if session.storing else None
+        stored = StoredKeys(session.keys, session.metric) if session.storing else None
         event = self._failures.event_of(
             session.response_id, session.task, session.tokens, stored, cancelled=session.cancelled
         )

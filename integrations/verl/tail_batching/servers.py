@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-from rl_accel.integrations.verl.engines import Engine, engine_of, is_death
+from rl_accel.integrations.verl.engines import EngineSupport, engine_of, is_death
 from rl_accel.integrations.verl.reward_worker_proxy import cancel, outcome
 from rl_accel.patches.seams import extends
 from rl_accel.patches.verl import interfaces
 from rl_accel.patches.verl.interfaces import LLMServerManager, RolloutReplica, Server, TokenOutput
-from rl_accel.rollout.driver import ResponseLost, TokenRate
+from rl_accel.rollout.round_driver import ResponseLost, TokenRate
 from rl_accel.switch import forget_when_off
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class CancellableServer:
         on_death: async function that takes Ray's error message. Awaited before a call to a dead server raises.
     """
 
-    def __init__(self, server: Server, engine: Engine, on_death: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, server: Server, engine: EngineSupport, on_death: Callable[[str], Awaitable[None]]) -> None:
         self._server = server
         self._engine = engine
         self._on_death = on_death
@@ -254,7 +254,7 @@ class RolloutServers:
         engine: capabilities of the servers' inference engine.
     """
 
-    def __init__(self, manager: LLMServerManager, engine: Engine) -> None:
+    def __init__(self, manager: LLMServerManager, engine: EngineSupport) -> None:
         self._manager = manager
         self._engine = engine
         self._aborted = False

@@ -15,13 +15,13 @@ import ray
 from rl_accel.errors import RlAccelError
 from rl_accel.integrations.verl.engines import engine_of
 from rl_accel.integrations.verl.tail_batching import check_data, check_row, run_of
-from rl_accel.integrations.verl.tail_batching.agent_loop import RUN, Stored, Workers
+from rl_accel.integrations.verl.tail_batching.agent_loop import RUN, StoredKeys, Workers
 from rl_accel.integrations.verl.tail_batching.servers import RolloutServers, TailLLMServerClient
 from rl_accel.patches.seams import extends
 from rl_accel.patches.verl import config_intake
 from rl_accel.patches.verl.interfaces import AgentLoopManager, ReplayBuffer, SyncTrainer, TransferQueue
 from rl_accel.rollout import saved
-from rl_accel.rollout.driver import METRICS_PREFIX, PromptSupply, RolloutDriver
+from rl_accel.rollout.round_driver import METRICS_PREFIX, PromptSupply, RolloutDriver
 from rl_accel.rollout.tail_batching import TailBatching
 
 if TYPE_CHECKING:
@@ -175,12 +175,12 @@ def _stored() -> dict[str, Any]:
     return stored
 
 
-def clear(results: Sequence[Stored]) -> None:
+def clear(results: Sequence[StoredKeys]) -> None:
     """Removes the trajectories of the responses ``results`` from TransferQueue."""
     tq.kv_clear(keys=[key for result in results for key in result.keys], partition_id="train")
 
 
-def varies(prompt_id: str, group: Sequence[Stored]) -> bool:
+def varies(prompt_id: str, group: Sequence[StoredKeys]) -> bool:
     """Returns True if the metric differs between the responses of a prompt group, or if the group has a single response.
 
     A group with equal metrics teaches nothing and is filtered out, as in verl's ``_dapo_filtered_keys``.

@@ -210,7 +210,7 @@ def run_one(plan: "RunPlan", watcher: Watcher, stop: Stop) -> RunResult:
 
 
 @dataclass
-class Outcome:
+class CommandExit:
     exit_code: int
     reason: str
     """Reason for the end of the command: ended (by itself), stopped (by a signal) or timeout."""
@@ -224,7 +224,7 @@ def supervised(
     stop: Stop,
     follow: Callable[[], bool],
     temp: Path | None = None,
-) -> Outcome:
+) -> CommandExit:
     """Runs a command until the command ends, ``stop`` has a signal or ``follow()`` (called a few times per second) returns True.
 
     A command that fails because its Ray cluster exceeded Ray's time limit for starting is started again, at most twice.
@@ -254,7 +254,7 @@ def supervised(
             break
         with log.open("a") as file:
             print("rl-accel ab: Ray took longer to start than it allows; the run is started again", file=file)
-    return Outcome(supervisor.returncode, reason)
+    return CommandExit(supervisor.returncode, reason)
 
 
 def _wait(supervisor: "subprocess.Popen[bytes]", run_id: str, stop: Stop, follow: Callable[[], bool]) -> str:
@@ -332,7 +332,7 @@ def _tail(log: Path, start: int = 0) -> str:
         return ""
 
 
-def _verdict(outcome: Outcome, result: RunResult, metrics: GrowingLog) -> tuple[str, str]:
+def _verdict(outcome: CommandExit, result: RunResult, metrics: GrowingLog) -> tuple[str, str]:
     if outcome.reason == "stopped":
         return "interrupted", f"stopped at step {result.steps_done}"
     if outcome.reason == "timeout":

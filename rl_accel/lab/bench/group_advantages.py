@@ -1,4 +1,4 @@
-"""Command ``rl-accel bench outcome``: times verl's advantage estimators other than GAE, and rl-accel's fast replacements.
+"""Command ``rl-accel bench advantages``: times verl's advantage estimators other than GAE, and rl-accel's fast replacements.
 
 Most of these estimators work on prompt groups. If a replacement returns other bits than verl's function, the estimator gets no
 times.
@@ -154,14 +154,14 @@ def _table(records: list[dict[str, Any]]) -> Table:
     return table
 
 
-@click.command("outcome")
+@click.command("advantages")
 @click.option("--rows", "-B", type=click.IntRange(2), multiple=True, default=(256, 1024, 8192), show_default=True)
 @click.option("--tokens", "-T", type=click.IntRange(1), multiple=True, default=(1024, 8192), show_default=True)
 @click.option("--group", type=click.IntRange(2), multiple=True, default=(8, 16), show_default=True, help="group size")
 @click.option("--estimator", multiple=True, help="only these, for example grpo; all by default")
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="write the records here")
-def bench_outcome(
+def bench_advantages(
     rows: tuple[int, ...],
     tokens: tuple[int, ...],
     group: tuple[int, ...],
@@ -195,4 +195,4 @@ def bench_outcome(
             json.dumps({"torch_threads": torch.get_num_threads(), "records": records}, indent=1) + "\n"
         )
     if not all(record["same_bits"] for record in records):
-        raise click.ClickException("a twin gives other bits than verl's own function; its numbers were left out")
+        raise click.ClickException("a replacement gives other bits than verl's own function; its numbers were left out")

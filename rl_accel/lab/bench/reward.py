@@ -30,7 +30,7 @@ from rl_accel.features import RewardTimeoutFlags
 from rl_accel.lab.bench.measure import console_of_benchmark, met, output_folder, results_files
 from rl_accel.processes import become_subreaper, descendants
 from rl_accel.reward.adaptive_timeout import PROGRAM_BUDGET, AdaptiveTimeout
-from rl_accel.reward.anchor_store import Replica
+from rl_accel.reward.anchor_store import LocalAnchors
 from rl_accel.reward.execution import ExecutionResult
 from rl_accel.reward.limited_executor import LimitedExecutor, execute_program
 from rl_accel.reward.sandbox import Case, Graders, Sandbox
@@ -201,7 +201,9 @@ async def run_arms(
     """
     arms = {name: Arm() for name in policies}
     async with contextlib.AsyncExitStack() as stack:
-        executors = {name: LimitedExecutor(Replica(AdaptiveTimeout(flags)), slots) for name, flags in policies.items()}
+        executors = {
+            name: LimitedExecutor(LocalAnchors(AdaptiveTimeout(flags)), slots) for name, flags in policies.items()
+        }
         sandboxes = {name: await stack.enter_async_context(_open(slots, isolation)) for name in policies}
         for number, batch in enumerate(batches):
             for name in list(policies)[:: -1 if number % 2 else 1]:  # no policy is first in every batch
@@ -250,7 +252,7 @@ async def check_verdicts(flags: RewardTimeoutFlags, slots: int, isolation: str) 
         "import os\nif os.fork() == 0:\n    os.setsid()\n    os.fork()\nwhile True:\n    pass": ("timeout", ""),
     }  # fmt: skip
     async with _open(slots, isolation) as sandbox:
-        executor = LimitedExecutor(Replica(AdaptiveTimeout(flags)), slots)
+        executor = LimitedExecutor(LocalAnchors(AdaptiveTimeout(flags)), slots)
         results = await asyncio.gather(*(execute_program(executor, sandbox, code, code, [CASE]) for code in known))
     for (code, (verdict, reason)), (result,) in zip(known.items(), results, strict=True):
         if result.verdict != verdict or not result.reason.startswith(reason):
@@ -272,7 +274,7 @@ def grade_at_once(answer: str) -> float:
 async def measure_call_cost(calls: int) -> dict[str, float]:
     """Returns the median seconds of a call of :func:`grade_at_once` in two ways. "stock" is a call in a thread, as in verl;
     "pack" is a call in a persistent worker, as in rl-accel."""
-    executor = LimitedExecutor(Replica(AdaptiveTimeout(RewardTimeoutFlags())), 1)
+    executor = LimitedExecutor(LocalAnchors(AdaptiveTimeout(RewardTimeoutFlags())), 1)
     graders = Graders(f"{__file__}:{grade_at_once.__name__}", 1)
     loop = asyncio.get_running_loop()
     seconds: dict[str, list[float]] = {"stock": [], "pack": []}

@@ -10,12 +10,12 @@ from rl_accel.features import TailBatchingFlags
 from rl_accel.lab.bench.measure import console_of_benchmark, met
 from rl_accel.plan.answers import PLAIN
 from rl_accel.plan.workload import published
-from rl_accel.rollout.simulation import Engine, Given, Round, play_rounds
+from rl_accel.rollout.simulation import EngineModel, ReplayedLengths, Round, play_rounds
 from rl_accel.rollout.tail_batching import TailRun
 
 GOAL_S = 60.0
 """Maximum CPU seconds that the simulation of 1,000 rounds should take."""
-ENGINE = Engine({1: 0.013, 64: 0.02}, cached_token_seconds=1e-8)
+ENGINE = EngineModel({1: 0.013, 64: 0.02}, cached_token_seconds=1e-8)
 
 
 @click.command("rounds")
@@ -33,9 +33,9 @@ def bench_rounds(rounds: int, prompts: int, responses: int, replicas: int) -> No
     console = console_of_benchmark()
     lengths = published("math16k")
     table = lengths.drawn().lengths(range(3 * prompts), responses, np.random.default_rng(0))
-    level = Engine({1: 0.01})
+    level = EngineModel({1: 0.01})
     longest = 0.01 * table.reshape(3, -1).max(axis=1)
-    played = play_rounds(TailRun(prompts, responses, PLAIN), level, replicas, Given(table), 3)
+    played = play_rounds(TailRun(prompts, responses, PLAIN), level, replicas, ReplayedLengths(table), 3)
     if not np.allclose([one.metrics.rollout_seconds for one in played], longest):
         raise click.ClickException("rounds without tail batching do not take the longest of each batch")
     shown = Table("", "rounds", "seconds", "ms a round", "responses a second", f"1,000 rounds in {GOAL_S:.0f} s")

@@ -40,7 +40,7 @@ from rl_accel.integrations.verl.tail_batching.servers import RolloutServers, Tai
 from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, clear
 from rl_accel.integrations.verl.tail_batching.wiring import wire
 from rl_accel.patches.verl.verl_run import VerlRun
-from rl_accel.rollout.driver import PromptSupply, RolloutDriver
+from rl_accel.rollout.round_driver import PromptSupply, RolloutDriver
 from rl_accel.rollout.saved import SettlementLog
 from rl_accel.rollout.tail_batching import TailBatching
 
@@ -121,7 +121,7 @@ class NotingWorker(TailAgentLoopWorker):
         return psutil.Process().memory_info().rss, time.process_time()
 
 
-class Replica:
+class ReplicaStandIn:
     """Stand-in for verl's ``RolloutReplica``, with the two methods that rl-accel's trainer calls to stop and resume rollout
     servers."""
 
@@ -167,7 +167,7 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
     numbers = iter(range(10**9))
     core = TailBatching(run_of(config))
     supply = PromptSupply(core.run, lambda: _row(next(numbers)), 10**9)
-    replicas = [Replica(server) for server in servers.values()]
+    replicas = [ReplicaStandIn(server) for server in servers.values()]
     stopped = RolloutServers(SimpleNamespace(get_replicas=lambda: replicas), engine_of(config))
     driver = RolloutDriver(core, supply, Workers(workers, stopped), clear)
     log = SettlementLog(folder)

@@ -204,7 +204,7 @@ def _one_token(query, keys, values, lengths, scale, out):  # type: ignore[no-unt
 
 
 class Batch:
-    """The running requests of one model, at most ``places``. Request ``requests[i]`` has row i of the key-value cache.
+    """The running requests of one model, at most ``slots``. Request ``requests[i]`` has row i of the key-value cache.
 
     The batch takes over ``model`` and replaces the model's attention by :func:`attend`.
 
@@ -212,7 +212,7 @@ class Batch:
         ValueError: the model has layers without full attention.
     """
 
-    def __init__(self, model: Any, places: int) -> None:
+    def __init__(self, model: Any, slots: int) -> None:
         kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise ValueError(f"the CPU engine decodes models with full attention only, found layers of {sorted(kinds)}")
@@ -223,7 +223,7 @@ class Batch:
         self.prefills = 0
         self.peak = 0
         """Maximum number of tokens in the key-value cache at a decoding step."""
-        self._cache = SlotCache(places)
+        self._cache = SlotCache(slots)
         self._sampler: BatchSampler | None = None
         self._prompts: OrderedDict[tuple[int, ...], tuple[PromptCache, torch.Tensor]] = OrderedDict()
 

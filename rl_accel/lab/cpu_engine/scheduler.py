@@ -93,19 +93,19 @@ class Scheduler:
     do not share cache.
 
     Args:
-        places: maximum number of running requests.
+        slots: maximum number of running requests.
         kv_tokens: key-value cache budget of all running requests together, in tokens; None for no limit.
 
     Raises:
         ValueError: a limit is out of range.
     """
 
-    def __init__(self, places: int, kv_tokens: int | None = None) -> None:
-        if places < 1:
-            raise ValueError(f"max_num_seqs wants at least 1, found {places}")
+    def __init__(self, slots: int, kv_tokens: int | None = None) -> None:
+        if slots < 1:
+            raise ValueError(f"max_num_seqs wants at least 1, found {slots}")
         if kv_tokens is not None and (isinstance(kv_tokens, bool) or not isinstance(kv_tokens, int) or kv_tokens < 2):
             raise ValueError(f"kv_tokens wants an integer of at least 2, or None for no limit, found {kv_tokens!r}")
-        self._places = places
+        self._places = slots
         self.kv_tokens = kv_tokens
         self.waiting: deque[Request] = deque()
         self.preemptions = 0

@@ -55,7 +55,7 @@ def activate() -> None:
     PlatformRegistry.register(PLATFORM)(PlatformCPU)
     engines.register(
         ROLLOUT,
-        engines.Engine(
+        engines.EngineSupport(
             aborts_by_id=True,
             restarts_in_run=True,
             read_counters=_read_counters,

@@ -59,7 +59,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Order:
+class WorkerRequest:
     """Request to a worker: execute a program on a test case, or call the grader.
 
     The payload of the message holds the pickled keyword arguments of the grader. During the execution, the message
@@ -80,7 +80,7 @@ class Order:
     case: dict[str, str] = field(default_factory=dict)
 
 
-class Gone(Exception):
+class PeerClosed(Exception):
     """The trainer process, which sends the requests, has closed the socket. Or the supervisor of this process has ended."""
 
 
@@ -105,10 +105,10 @@ class Channel:
         """Returns the next message and its payload. Waits until a message has come.
 
         Raises:
-            Gone: the other end of the socket is closed, or the reaper has ended.
+            PeerClosed: the other end of the socket is closed, or the reaper has ended.
         """
         if self.reaper in {descriptor for descriptor, _ in self._poll.poll()}:
-            raise Gone
+            raise PeerClosed
         head_size, size = SIZES.unpack(self._receive(SIZES.size))
         return json.loads(self._receive(head_size)), self._receive(size)
 
@@ -116,12 +116,12 @@ class Channel:
         """Sends a message with a payload.
 
         Raises:
-            Gone: the other end of the socket is closed.
+            PeerClosed: the other end of the socket is closed.
         """
         try:
             self.control.sendall(encode(message, payload))
         except OSError as error:
-            raise Gone from error
+            raise PeerClosed from error
 
     def _receive(self, size: int) -> bytes:
         data = bytearray()
@@ -129,9 +129,9 @@ class Channel:
             try:
                 received = self.control.recv(min(size - len(data), 1 << 20))
             except OSError as error:
-                raise Gone from error
+                raise PeerClosed from error
             if not received:
-                raise Gone
+                raise PeerClosed
             data += received
         return bytes(data)
 

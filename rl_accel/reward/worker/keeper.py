@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NoReturn
 
-from . import Channel, Gone, Message, Order, Start, decode, encode
+from . import Channel, Message, PeerClosed, Start, WorkerRequest, decode, encode
 from .child import Grader, find_grader, grade, problem_of
 from .isolation import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from .watch import Sink, Watch, descendants, kill_all
@@ -52,7 +52,7 @@ class Keeper:
             while True:
                 self._serve_with_one_process()
                 self._start, self._may_be_template = replace(self._start, reseed=True), False
-        except Gone:
+        except PeerClosed:
             with contextlib.suppress(BaseException):
                 kill_all()
         finally:
@@ -62,7 +62,7 @@ class Keeper:
         """Starts a grader process and answers requests until the grader process is stopped or dies.
 
         Raises:
-            Gone: the trainer process or the reaper (supervising process) has ended, or the grader process cannot serve.
+            PeerClosed: the trainer process or the reaper (supervising process) has ended, or the grader process cannot serve.
         """
         ours, theirs = socket.socketpair()
         child = os.fork()
@@ -77,10 +77,10 @@ class Keeper:
                 _wait_for([os.pidfd_open(child), *self._channel.descriptors - {self._channel.control.fileno()}])
             elif not ready["problem"]:
                 while True:
-                    order, payload = self._channel.next()
-                    if "limits" in order and not self._call(Order(**order), payload, ours, child):
+                    request, payload = self._channel.next()
+                    if "limits" in request and not self._call(WorkerRequest(**request), payload, ours, child):
                         return
-        raise Gone
+        raise PeerClosed
 
     def _wait_until_ready(self, process: socket.socket, child: int) -> Message:
         """Waits for the first message of the new grader process (socket ``process``, pid ``child``) and returns this message."""
@@ -88,16 +88,16 @@ class Keeper:
         while not report.whole:
             found = _wait_for([report.descriptor, ended, *self._channel.descriptors])
             if found & self._channel.descriptors:
-                self._channel.next()  # raises Gone, or returns a message for an ended execution
+                self._channel.next()  # raises PeerClosed, or returns a message for an ended execution
             elif not report.read() and not report.whole:
                 os.close(ended)
                 return {"problem": "the process of the grader ended while it was imported", "shared": []}
         os.close(ended)
         return decode(report.data)[0]
 
-    def _call(self, order: Order, payload: bytes, process: socket.socket, child: int) -> bool:
+    def _call(self, request: WorkerRequest, payload: bytes, process: socket.socket, child: int) -> bool:
         """Executes a request in the grader process and answers the request. Returns True if the grader process lives on."""
-        limits = {"wall": order.limits["wall"], "cpu": order.limits["cpu"]}
+        limits = {"wall": request.limits["wall"], "cpu": request.limits["cpu"]}
         report = Sink(process.fileno())
         watch = Watch(limits, self._channel, (), report, lives_on=True)
         process.setblocking(True)
@@ -194,7 +194,7 @@ def _serve_calls(calls: Channel, grader: Grader) -> None:
             if os.getpid() != process:  # this process is a fork that the grader has made
                 os._exit(0)
             calls.send(head, body)
-        except Gone:
+        except PeerClosed:
             os._exit(0)
 
 

@@ -22,7 +22,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NoReturn
 
-from . import Channel, Gone, Order, Start
+from . import Channel, PeerClosed, Start, WorkerRequest
 from .child import REPORT_BYTES, Grader, find_grader, grade, problem_of, run_program, verdict_of
 from .isolation import (
     PR_SET_CHILD_SUBREAPER,
@@ -62,7 +62,7 @@ def main(descriptor: int) -> None:
     channel = Channel(control)
     try:
         message, payload = channel.next()
-    except Gone:
+    except PeerClosed:
         return
     start = Start(**message)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -172,17 +172,17 @@ class Server:
             while not problem:
                 message, payload = self.channel.next()
                 if "limits" in message:  # else the message is for an execution that has ended
-                    self._execute(Order(**message), payload, grader, spared)
-        except Gone:
+                    self._execute(WorkerRequest(**message), payload, grader, spared)
+        except PeerClosed:
             remove(self.folder)  # the reaper removes the folder too, unless the reaper has ended
 
-    def _execute(self, order: Order, payload: bytes, grader: Grader | None, spared: Collection[int]) -> None:
+    def _execute(self, request: WorkerRequest, payload: bytes, grader: Grader | None, spared: Collection[int]) -> None:
         """Executes a request and sends the result once all processes of the execution have ended.
 
         Removes the working folder after that, because removal may take long. ``spared`` holds the pids of children of the worker
         that do not belong to the execution.
         """
-        limits = order.limits
+        limits = request.limits
         with contextlib.ExitStack() as stack:
             folder = os.path.join(self.folder, "run")
             stack.callback(remove, folder)
@@ -201,17 +201,17 @@ class Server:
             watch = Watch(limits, self.channel, spared, said, printed)
             child = os.fork()
             if child == 0:
-                self._run_child(order, payload, grader, folder, to_output, to_report)
+                self._run_child(request, payload, grader, folder, to_output, to_report)
             os.close(to_report)
             os.close(to_output)
             stopped, status, seconds = watch.until_over(child)
             text = printed.data.decode(errors="replace")
-            verdict, reason, value = verdict_of(stopped, status or 0, bytes(said.data), text, order.case, grader)
+            verdict, reason, value = verdict_of(stopped, status or 0, bytes(said.data), text, request.case, grader)
             result = {"verdict": verdict, "reason": reason, "output": text[:OUTPUT_KEPT], **seconds}
             self.channel.send(result, value)
 
     def _run_child(
-        self, order: Order, payload: bytes, grader: Grader | None, folder: str, output: int, report: int
+        self, request: WorkerRequest, payload: bytes, grader: Grader | None, folder: str, output: int, report: int
     ) -> NoReturn:
         """Runs in the forked process: executes the request, writes the report, and exits without the program's cleanup handlers."""
         try:
@@ -220,7 +220,7 @@ class Server:
                 self.channel.control.close()
                 with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
                     file.write("1000")  # out of memory, the kernel kills this process before the trainer process
-                report = self._confine(order, folder, output, report)
+                report = self._confine(request, folder, output, report)
                 prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which resets this attribute
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             except BaseException as error:
@@ -228,7 +228,7 @@ class Server:
                 os._exit(70)
             first_process = os.getpid()
             if grader is None:
-                text = run_program(order.code, order.case)
+                text = run_program(request.code, request.case)
             else:
                 head, body = grade(grader, payload, plain=True)
                 text = json.dumps(head).encode() + b"\n" + body
@@ -243,14 +243,14 @@ class Server:
         finally:
             os._exit(71)
 
-    def _confine(self, order: Order, folder: str, output: int, report: int) -> int:
+    def _confine(self, request: WorkerRequest, folder: str, output: int, report: int) -> int:
         """Restricts this process to its working folder, standard input, output and resource limits.
 
         Returns the new file descriptor of the pipe for the report.
         """
         os.chdir(folder)
         with open("stdin", "wb") as file:
-            given = order.case["given"] if order.case.get("kind") == "stdin" else ""
+            given = request.case["given"] if request.case.get("kind") == "stdin" else ""
             file.write(given.encode(errors="surrogateescape"))
         os.dup2(os.open("stdin", os.O_RDONLY), 0)
         os.unlink("stdin")
@@ -262,7 +262,7 @@ class Server:
         os.environ.clear()
         os.environ.update({"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"})
         tempfile.tempdir = None
-        limits = order.limits
+        limits = request.limits
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_AS, limits["memory"] + _address_space())
         _limit(resource.RLIMIT_FSIZE, limits["file_bytes"])

@@ -151,7 +151,7 @@ class Watch:
             ``waited`` is the part of ``wall`` in which the execution was ready but had no processor.
 
         Raises:
-            Gone: the trainer process no longer waits for the result. Nothing is killed then.
+            PeerClosed: the trainer process no longer waits for the result. Nothing is killed then.
         """
         stopped, status = self._until_end(child)
         wall = time.monotonic() - self._began

@@ -11,7 +11,7 @@ import ray
 
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.ray import reward_anchors
-from rl_accel.reward.anchor_store import AnchorStore, Replica
+from rl_accel.reward.anchor_store import AnchorStore, LocalAnchors
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ def job(ray_address, monkeypatch):
 
 class Worker:
     def __init__(self, path):
-        self.replica = Replica()
+        self.replica = LocalAnchors()
         self.store_client = reward_anchors.StoreClient(self.replica, path)
 
     async def learn(self, key, seconds):
@@ -126,7 +126,7 @@ def test_changes_that_a_slow_store_takes_long_over_are_counted_once(monkeypatch)
     monkeypatch.setattr(reward_anchors, "EXCHANGE_SECONDS", 0.01)
 
     async def main():
-        replica = Replica()
+        replica = LocalAnchors()
         line = reward_anchors.StoreClient(replica, None)
         replica.record("a", 1.0, 1.0, correct=True)
         replica.count("executions")

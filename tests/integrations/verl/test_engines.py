@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from rl_accel.integrations.verl.engines import Engine, counted_engines, engine_of, read_servers, register
+from rl_accel.integrations.verl.engines import EngineSupport, counted_engines, engine_of, read_servers, register
 from rl_accel.telemetry.server_counters import Reading
 
 
@@ -50,8 +50,8 @@ def test_endpoints_are_read_and_those_that_are_off_are_unknown_and_named_once(en
 
 
 def test_an_engine_is_known_once_it_is_added():
-    assert engine("mine") == Engine()
+    assert engine("mine") == EngineSupport()
     assert read_servers(engine("mine"), ["s"]) == {"s": None}
-    register("mine", Engine(read_counters=lambda servers: dict.fromkeys(servers, Reading(3))))
+    register("mine", EngineSupport(read_counters=lambda servers: dict.fromkeys(servers, Reading(3))))
     assert read_servers(engine("mine"), ["s"]) == {"s": Reading(3)}
     assert {"mine", "sglang", "vllm"} <= set(counted_engines())

@@ -107,7 +107,7 @@ def test_a_resumed_run_knows_the_lengths_of_its_checkpoint(tmp_path, monkeypatch
     (tmp_path / "global_step_2").mkdir()
     generate("b", "one", 9)
     generate("c", "two", 5)
-    assert 0 < observed(2, {"timing_s/gen": 1.0})["rl_accel/balance/places_in_use"] <= 1
+    assert 0 < observed(2, {"timing_s/gen": 1.0})["rl_accel/balance/slots_in_use"] <= 1
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json")] == ["global_step_2/balance.json"]
     assert run(step=2)[0] == {"one": [7, 9], "two": [5]}
     assert run(step=1)[0] == {}, "a checkpoint without lengths is one that was saved without this feature"

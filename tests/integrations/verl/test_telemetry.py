@@ -143,7 +143,7 @@ def test_slots_of_all_servers_limit_the_places_in_the_batch(observer_of):
     observer._servers = lambda: ["a", "b"]
     found = observer(1, {"timing_s/step": 8.0, "timing_s/gen": 4.0})
     assert found["telemetry/concurrency"] == 8
-    assert found["telemetry/places"] == 3
+    assert found["telemetry/slots"] == 3
     assert found["telemetry/idle_share"] == pytest.approx(1 - (6 * 2 + 2 * 2) / (6 * 4))
 
 

@@ -91,7 +91,7 @@ def armed(flags_are_put_back, monkeypatch):
         extension = type("vLLMColocateWorkerExtension", (), {"update_weights_from_ipc": lambda self: None})
         utils = SimpleNamespace(vLLMColocateWorkerExtension=extension)
         monkeypatch.setitem(sys.modules, "verl.workers.rollout.vllm_rollout.utils", utils)
-    monkeypatch.setitem(engines._ENGINES, "counts anyway", engines.Engine(read_counters=dict.fromkeys))
+    monkeypatch.setitem(engines._ENGINES, "counts anyway", engines.EngineSupport(read_counters=dict.fromkeys))
     return calls
 
 
@@ -237,7 +237,7 @@ def test_only_a_restart_wants_whole_checkpoints_and_arms_the_exit_code(configure
 
 
 def test_places_of_its_own_do_for_any_max_num_seqs_and_with_drafts_there_is_one_router(configured):
-    flags = {"rl_accel.balance": {"enable": True, "places": 3}, "rl_accel.drafts.enable": True}
+    flags = {"rl_accel.balance": {"enable": True, "slots": 3}, "rl_accel.drafts.enable": True}
     config = configured({**flags, f"{ROLLOUT}.max_num_seqs": 0})
     for _ in range(2):
         config_intake.in_driver(config)

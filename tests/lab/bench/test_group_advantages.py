@@ -1,4 +1,4 @@
-"""``bench outcome``: records of one small shape, and no numbers for a twin that is wrong."""
+"""``bench advantages``: records of one small shape, and no numbers for a replacement that is wrong."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ def test_every_estimator_is_compared_on_a_ragged_batch_and_left_as_it_was(tmp_pa
     before = dict(core_algos.ADV_ESTIMATOR_REGISTRY)
     path = tmp_path / "deep" / "outcome.json"
     shape = ["-B", "32", "-T", "16", "--group", "8", "--repeats", "1"]
-    invoke(bench.bench_outcome, *shape, "--json", path)
+    invoke(bench.bench_advantages, *shape, "--json", path)
     records = json.loads(path.read_text())["records"]
     assert {record["estimator"] for record in records} >= {"grpo", "rloo", "optimal_token_baseline", "masked_whiten"}
     assert all(record["same_bits"] and record["stock_s"] > 0 and record["fast_s"] > 0 for record in records)
@@ -35,14 +35,14 @@ def test_no_number_stands_beside_a_red_check(monkeypatch, invoke):
         return lambda *args, **kwargs: tuple(tensor + 1 for tensor in original(*args, **kwargs))
 
     monkeypatch.setattr(bench, "patches", lambda: [dataclasses.replace(rloo, make=one_too_much, probe=None)])
-    assert "DIFFER" in invoke(bench.bench_outcome, *SMALL, code=1)
+    assert "DIFFER" in invoke(bench.bench_advantages, *SMALL, code=1)
     (record,) = bench.measure(16, 8, 4, 1)
     assert record["same_bits"] is False
     assert record["stock_s"] is record["fast_s"] is None
 
 
 def test_an_unknown_estimator_is_named_and_a_shape_that_does_not_fit_is_left_out(monkeypatch, invoke):
-    output = invoke(bench.bench_outcome, "--estimator", "grop", code=2)
+    output = invoke(bench.bench_advantages, "--estimator", "grop", code=2)
     assert "grop: wanted one of grpo," in output.replace("\n", " ").replace("│", "")
     monkeypatch.setattr(bench, "available_bytes", lambda: 1000)
-    assert "left out 16 x 8" in invoke(bench.bench_outcome, *SMALL, "--estimator", "rloo")
+    assert "left out 16 x 8" in invoke(bench.bench_advantages, *SMALL, "--estimator", "rloo")

@@ -32,7 +32,7 @@ def plain_logprobs(model, prompt, tokens, temperature=1.0):
 
 @pytest.mark.parametrize("heads", [4, 1], ids=["all-heads", "one-kv-head"])
 def test_greedy_and_sampled_tokens_and_their_logprobs_are_those_of_a_plain_forward(make_model, engine_for, heads):
-    """More requests than places."""
+    """More requests than slots."""
     model = make_model(num_key_value_heads=heads)
     engine = engine_for(model)
     temperatures = [0.0] * 16 + [0.5 + i / 8 for i in range(16)]

@@ -21,12 +21,12 @@ from rl_accel.integrations.verl.balance import client, router
 from rl_accel.lab import verl_cpu
 from rl_accel.lab.cpu_engine.engine import Engine
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
-from rl_accel.rollout.balance import Balance, Decision
+from rl_accel.rollout.balance import Balance, Instruction
 
 CONFIG = OmegaConf.create(
     {"actor_rollout_ref": {"rollout": {"name": "balance_test", "prompt_length": 20, "response_length": 20}}}
 )
-ENGINE = engines.Engine(aborts_by_id=True, seeds_by_position=True, stop=verl_cpu._stop)
+ENGINE = engines.EngineSupport(aborts_by_id=True, seeds_by_position=True, stop=verl_cpu._stop)
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ class RandomMoves(Balance):
             replica = response.replica
             if replica is not None and not response.stopping and response.moves < 4 and self.rng.random() < 0.4:
                 response.stopping, response.target = True, self.rng.choice(list(self._replicas))
-                decisions.append(Decision(response.ticket, replica.name, stop=True))
+                decisions.append(Instruction(response.ticket, replica.name, stop=True))
         return decisions
 
     def tick(self, now):
@@ -132,12 +132,12 @@ def balanced(engine_for):
     """``async with balanced() as (router, servers, balancer)``: everything is at rest when it ends."""
 
     @asynccontextmanager
-    async def start(replicas=2, places=16, core=Balance, seconds_per_step=0.005):
+    async def start(replicas=2, slots=16, core=Balance, seconds_per_step=0.005):
         local = router.BalancedRouter.__ray_metadata__.modified_class({})
-        engines = [engine_for(max_num_seqs=places, seconds_per_step=seconds_per_step) for _ in range(replicas)]
+        engines = [engine_for(max_num_seqs=slots, seconds_per_step=seconds_per_step) for _ in range(replicas)]
         servers = [Server(engine) for engine in engines]
-        await local.set_up(ENGINE, {}, places, BalanceFlags(), True, False)
-        local._balance = core(places, BalanceFlags())
+        await local.set_up(ENGINE, {}, slots, BalanceFlags(), True, False)
+        local._balance = core(slots, BalanceFlags())
         await local.add_servers({f"r{number}": Handle(server) for number, server in enumerate(servers)})
         yield local, servers, client.Servers(Handle(local), CONFIG, Handle(Worker()))
         async with asyncio.timeout(60):
@@ -209,7 +209,7 @@ async def test_what_a_dead_server_generated_is_generated_again_elsewhere_and_wit
         raise ActorDiedError()
 
     given = endless(8)
-    async with balanced(places=1) as (local, servers, balancer):
+    async with balanced(slots=1) as (local, servers, balancer):
         servers[0].generate = dies
         made = await asyncio.gather(*(generate(balancer, str(i), *one) for i, one in enumerate(given)))
         assert local.get_all_servers() == ["r1"]
@@ -222,7 +222,7 @@ async def test_what_a_dead_server_generated_is_generated_again_elsewhere_and_wit
 
 
 async def test_who_is_cancelled_leaves_no_place_taken(balanced):
-    async with balanced(places=2) as (local, servers, balancer):
+    async with balanced(slots=2) as (local, servers, balancer):
         tasks = [asyncio.create_task(generate(balancer, str(i), *one)) for i, one in enumerate(endless(12))]
         while not servers[0].served:
             await asyncio.sleep(0.002)
@@ -319,7 +319,7 @@ async def test_what_a_router_has_seen_another_one_begins_with(balanced):
 
 
 async def test_a_worker_that_dies_leaves_its_slots_to_others(balanced):
-    async with balanced(replicas=1, places=1) as (local, _, balancer):
+    async with balanced(replicas=1, slots=1) as (local, _, balancer):
         worker = Worker()
         dying = client.Servers(Handle(local), CONFIG, Handle(worker))
         asks = [

@@ -9,7 +9,7 @@ pytest.importorskip("verl", reason="verl is not installed")
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, AgentLoopWorker
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
-from rl_accel.integrations.verl.reward_timeout.validation import VALIDATION, Marking
+from rl_accel.integrations.verl.reward_timeout.validation import VALIDATION, ValidationTag
 
 WorkerTQ = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 
@@ -30,7 +30,7 @@ class RewardWorker:
 async def test_only_validation_is_marked_and_only_for_the_reward_worker(verls, configure, monkeypatch):
     reward_worker = RewardWorker()
     # the constructor wants a cluster; scoring wants these
-    worker = object.__new__(type("Worker", (Marking, verls), {}))
+    worker = object.__new__(type("Worker", (ValidationTag, verls), {}))
     worker.config, worker.background_tasks = configure(), set()
     worker.reward_loop_worker_handles = [reward_worker]
     worker.processor = worker.mm_processor_kwargs = None

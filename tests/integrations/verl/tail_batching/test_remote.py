@@ -22,10 +22,10 @@ from omegaconf import OmegaConf
 from verl.workers.rollout import router
 
 from rl_accel.errors import RlAccelError
-from rl_accel.integrations.verl.engines import Engine
+from rl_accel.integrations.verl.engines import EngineSupport
 from rl_accel.integrations.verl.reward_worker_proxy import RewardWorkerProxy
 from rl_accel.integrations.verl.tail_batching import servers as servers_module
-from rl_accel.integrations.verl.tail_batching.agent_loop import RUN, Stored, Workers
+from rl_accel.integrations.verl.tail_batching.agent_loop import RUN, StoredKeys, Workers
 from rl_accel.integrations.verl.tail_batching.servers import (
     SESSION,
     CancellableServer,
@@ -38,11 +38,11 @@ from rl_accel.integrations.verl.tail_batching.servers import (
     find_dead,
 )
 from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, require_own_queue, varies
-from rl_accel.rollout.driver import Event, Job, StepResult
+from rl_accel.rollout.round_driver import Event, Job, StepResult
 
 pytestmark = pytest.mark.slow
 
-ABORTS_BY_ID, RESTARTS = Engine(aborts_by_id=True), Engine(restarts_in_run=True)
+ABORTS_BY_ID, RESTARTS = EngineSupport(aborts_by_id=True), EngineSupport(restarts_in_run=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -172,7 +172,7 @@ def start_server(engine):
 
 class TestCancelling:
     @pytest.mark.parametrize(
-        ("engine", "became", "tokens"), [(ABORTS_BY_ID, "aborted", 3), (Engine(), "cancelled", None)]
+        ("engine", "became", "tokens"), [(ABORTS_BY_ID, "aborted", 3), (EngineSupport(), "cancelled", None)]
     )
     async def test_a_server_aborts_by_id_and_says_its_tokens_or_else_the_call_itself_is_cancelled(
         self, engine, became, tokens
@@ -184,7 +184,7 @@ class TestCancelling:
         assert await actor.look.remote() == {"a": became}
 
     async def test_what_the_engine_aborts_at_the_end_of_a_round_counts_as_cancelled_and_starts_nothing_new(self):
-        actor, server = start_server(Engine())
+        actor, server = start_server(EngineSupport())
         session, call = Session(1), functools.partial(server.generate.remote, request_id="a", **REQUEST)
         task = asyncio.create_task(respond(session, call))
         await until_running(actor, "a")
@@ -206,7 +206,7 @@ class TestCancelling:
         assert await actor.look.remote() == {"score": "cancelled"}
 
     async def test_text_that_the_engine_cut_off_unasked_never_passes_for_whole_except_in_validation(self):
-        actor, server = start_server(Engine())
+        actor, server = start_server(EngineSupport())
 
         async def generate(request_id):
             call = asyncio.create_task(server.generate.remote(request_id=request_id, **REQUEST))
@@ -413,7 +413,7 @@ class TestRevivingServers:
     @pytest.mark.parametrize(
         ("engine", "starts", "message"),
         [
-            (Engine(), True, r"server_1 .* has died, and its engine cannot be given a new one .* checkpoint"),
+            (EngineSupport(), True, r"server_1 .* has died, and its engine cannot be given a new one .* checkpoint"),
             (RESTARTS, False, r"server_1 \(replica 1\) has died and could not be started again: no room"),
         ],
     )
@@ -541,9 +541,9 @@ class TestWorkers:
 def test_a_group_whose_metric_is_the_same_throughout_is_rejected_and_a_missing_metric_named():
     """verl's rule: such a group teaches nothing."""
     for metrics, passes in (((1.0, 1.0), False), ((0.0, 1.0), True), ((0.0,), True)):
-        assert varies("1:1", [Stored((f"k{i}",), metric) for i, metric in enumerate(metrics)]) is passes
+        assert varies("1:1", [StoredKeys((f"k{i}",), metric) for i, metric in enumerate(metrics)]) is passes
     with pytest.raises(RuntimeError, match=r"algorithm\.filter_groups\.metric must name a metric .* prompt 1:7"):
-        varies("1:7", [Stored(("a",), 1.0), Stored(("b",))])
+        varies("1:7", [StoredKeys(("a",), 1.0), StoredKeys(("b",))])
 
 
 def test_entries_of_another_job_of_the_cluster_are_left_alone():

@@ -11,9 +11,9 @@ import transfer_queue
 from omegaconf import OmegaConf
 
 from rl_accel.integrations.verl.tail_batching import agent_loop
-from rl_accel.integrations.verl.tail_batching.agent_loop import Stored, TailAgentLoopWorker
+from rl_accel.integrations.verl.tail_batching.agent_loop import StoredKeys, TailAgentLoopWorker
 from rl_accel.integrations.verl.tail_batching.servers import SESSION
-from rl_accel.rollout.driver import Event, Job
+from rl_accel.rollout.round_driver import Event, Job
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "calculate_log_probs": True}
 ROLLOUT = {**SAMPLING, "agent": {"default_agent_loop": "any"}}
@@ -88,7 +88,7 @@ async def test_all_that_is_cancelled_at_the_end_of_a_round_is_one_message_and_no
     worker.written.set()
     assert sorted(await message, key=lambda event: event.response_id) == [
         *(Event("aborted", response_id, 3) for response_id in range(40)),
-        *(Event("aborted", response_id, 0, Stored((f"writing_{response_id}_0",))) for response_id in range(40, 50)),
+        *(Event("aborted", response_id, 0, StoredKeys((f"writing_{response_id}_0",))) for response_id in range(40, 50)),
     ]
     assert cleared == []
 

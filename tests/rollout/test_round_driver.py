@@ -9,7 +9,7 @@ import pytest
 
 from rl_accel.errors import ConfigError
 from rl_accel.features import TailBatchingFlags
-from rl_accel.rollout.driver import Event, FailureLog, PromptSupply, ResponseLost, RolloutDriver
+from rl_accel.rollout.round_driver import Event, FailureLog, PromptSupply, ResponseLost, RolloutDriver
 from rl_accel.rollout.tail_batching import TailBatching, TailRun
 
 
