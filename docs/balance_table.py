@@ -19,11 +19,11 @@ from rl_accel.rollout.simulation import Cluster, EngineModel, Floats
 
 PROMPTS, RESPONSES, REPLICAS, SEEDS, PROMPT_TOKENS = 64, 16, 4, 3, 200
 DRAWS = 100
-"""Of lengths, for the calculated bounds."""
+"""Number of random draws of lengths from which the bounds are calculated."""
 
 
 def play(cluster: Cluster, lengths: Floats) -> float:
-    """Return the seconds of a rollout of ``lengths``, shape [P, R], on a ``cluster`` that is idle."""
+    """Returns the seconds of a rollout of ``lengths``, shape [P, R], on a ``cluster`` that is idle."""
     began = cluster.now
     prompts = np.repeat(np.arange(len(lengths)), lengths.shape[1])
     cluster.launch(range(lengths.size), lengths.ravel().tolist(), prompts=prompts.tolist())
@@ -33,10 +33,10 @@ def play(cluster: Cluster, lengths: Floats) -> float:
 
 
 def bounds(lengths: Floats, slots: int) -> tuple[float, float]:
-    """Return how many times faster than stock a rollout of ``lengths`` can be, at the same pace whatever runs.
+    """Returns how many times faster than stock a rollout of ``lengths`` can be at best, if the pace does not depend on the load.
 
-    First without knowing lengths: all are brought as far as only so many go beyond as there are slots, and then these run side by
-    side. Until then no place was free, and there is no reason to bring one farther than another. Then with all lengths known.
+    The first number is for unknown lengths. All responses are then generated up to the same length, until no more responses are
+    left than there are slots; the rest run side by side. The second number is for known lengths.
     """
     stock = end_bound_at_arrival([(0.0, length) for length in lengths.ravel()], REPLICAS, slots)
     ascending, slots = np.sort(lengths, axis=None), REPLICAS * slots

@@ -117,7 +117,7 @@ def launch_lines(root: Path) -> Iterator[list[str]]:
 
 
 def main_and_overrides(words: Sequence[str]) -> tuple[str, list[str], str, str]:
-    """Return the main that a command line starts ("" if none), hydra's overrides, ``--config-path`` and ``--config-name``."""
+    """Returns the main that a command line starts ("" if none), hydra's overrides, ``--config-path`` and ``--config-name``."""
     words = list(words[1:])
     if "--" in words:  # ray job submit ... -- python ...
         words = words[words.index("--") + 1 :]
@@ -238,7 +238,7 @@ def _stock_problem(config: Any) -> str | None:
 
 
 def as_text(title: str, corpus: Corpus) -> str:
-    """Return the tables of a project."""
+    """Returns the tables of a project."""
     columns = ("accepted", "refused", "without effect", "crash")
     lines = [f"## {title}", "", "| launch lines | number |", "|---|---|"]
     lines += [f"| all | {corpus.lines.total()} |", *(f"| {why} | {n} |" for why, n in corpus.lines.most_common())]

@@ -19,7 +19,7 @@ RIGHT, FALSE, STOPPED, SAVED = "#3b78b5", "#c9c9c9", "#e08a2e", "#f6dcc0"
 
 
 def limits(correct: tuple[float, ...]) -> list[float]:
-    """Return the limit before the first correct result, after it, after the second, and so on."""
+    """Returns the limit before the first correct result, after it, after the second, and so on."""
     policy = AdaptiveTimeout(RewardTimeoutFlags(probe_share=0.0, maximum=30.0))
     found = [policy.limit("a").wall]
     for seconds in correct:

@@ -76,7 +76,7 @@ def install(folder: Path, *what: str) -> None:
 
 
 def diagnosis(folder: Path | None = None) -> dict[str, Any]:
-    """Return what ``rl-accel doctor`` finds with ``folder`` first on the path."""
+    """Returns what ``rl-accel doctor`` finds with ``folder`` first on the path."""
 
     def ask(**variables: str) -> dict[str, Any]:
         answer = run([sys.executable, "-m", "rl_accel", "doctor", "--json"], folder, **variables)
@@ -115,13 +115,13 @@ def vllm_tests(version: str, folder: Path) -> str:
 
 
 def summary(tests: subprocess.CompletedProcess[str]) -> str:
-    """Return what pytest counts in its last line."""
+    """Returns what pytest counts in its last line."""
     last = (tests.stdout.splitlines() or ["no answer"])[-1]
     return ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|errors?)", last)) or last
 
 
 def column(report: dict[str, Any], framework: str) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Return for each feature what a cell says about ``framework``, and the reasons of what does not work."""
+    """Returns for each feature what a cell says about ``framework``, and the reasons of what does not work."""
     cells, reasons = {}, defaultdict(list)
     checks = defaultdict(list)
     for check in report["checks"]:
