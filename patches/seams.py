@@ -21,6 +21,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from rl_accel.errors import PatchRefused
 from rl_accel.switch import SwitchState
+from rl_accel.telemetry import metrics
 
 C = TypeVar("C")
 P = ParamSpec("P")
@@ -307,3 +308,23 @@ class Registration:
         """Removes the entry from the registry if the entry is ours."""
         if self.state() is SwitchState.APPLIED:
             self.unregister()
+
+
+def step_observer(
+    feature: str, make: Callable[[Any], metrics.Observer], target: str = "verl.utils.tracking:Tracking"
+) -> Registration:
+    """Returns a switch that lets ``feature`` see the metrics of each training step on verl, and add metrics of its own.
+
+    Args:
+        feature: name of the feature. The switch has the name ``verl.<feature>.observer``.
+        make: function of the feature's flags that returns the observer; defined in the same module as the observer.
+        target: ``"pkg.mod:entry"``; the observer is registered when ``pkg.mod`` is imported.
+    """
+    return Registration(
+        name=f"verl.{feature}.observer",
+        target=target,
+        register=lambda flags: metrics.observe(feature, make(flags)),
+        unregister=lambda: metrics.observe(feature, None),
+        find=lambda: metrics.observer(feature),
+        owner=make.__module__,
+    )

@@ -287,7 +287,7 @@ def test_doctor_shows_the_verl_that_is_imported(fake_verl, check, tmp_path):
     checks = {check["patch"]: check for check in found["checks"]}
     assert found["versions"]["verl"] == "7.8.9"
     assert checks["verl.gae"] == {**checks["verl.gae"], "verdict": "works", "upstream": "none"}
-    for observer in ("telemetry.observer", "trainer_log.tp_replan", "trainer_mode.tail_batching"):
+    for observer in ("telemetry.observer", "tp_replan.observer", "trainer_mode.tail_batching"):
         assert checks[f"verl.{observer}"]["verdict"] == "cannot", "this verl has no trainer"
 
 

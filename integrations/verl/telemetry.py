@@ -23,7 +23,7 @@ from rl_accel.features import TelemetryFlags
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.engines import engine_of, read_servers
 from rl_accel.patches.patch import Patch
-from rl_accel.patches.seams import Registration, extends
+from rl_accel.patches.seams import extends, step_observer
 from rl_accel.patches.verl import config_intake
 from rl_accel.patches.verl.interfaces import AgentLoopManager, AgentLoopWorkerTQ, ObservedClient
 from rl_accel.patches.verl.verl_run import VerlRun
@@ -228,14 +228,7 @@ class Observer:
 
 
 SWITCHES = (
-    Registration(
-        name="verl.telemetry.observer",
-        target="verl.utils.tracking:Tracking",
-        register=lambda _flags: metrics.observe("telemetry", observe_stages),
-        unregister=lambda: metrics.observe("telemetry", None),
-        owner=__name__,
-        find=lambda: metrics.observer("telemetry"),
-    ),
+    step_observer("telemetry", lambda _flags: observe_stages),
     Patch(
         name="verl.telemetry.server",
         target="verl.workers.rollout.llm_server:LLMServerClient._acquire_server",

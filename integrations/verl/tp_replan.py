@@ -20,10 +20,10 @@ from rl_accel.integrations.ray import restart_note
 from rl_accel.integrations.verl.engines import counted_engines, engine_of, read_servers
 from rl_accel.parallel.model_memory import FLAG, TpBounds, read_configuration
 from rl_accel.parallel.tp_planner import PlannedRun, TPDecision
-from rl_accel.patches.seams import Registration
+from rl_accel.patches.seams import step_observer
+from rl_accel.patches.verl import config_intake
 from rl_accel.patches.verl.interfaces import Trainer
 from rl_accel.patches.verl.verl_run import VerlRun
-from rl_accel.telemetry import metrics
 from rl_accel.telemetry.server_counters import Counters
 
 logger = logging.getLogger("rl_accel")
@@ -224,19 +224,4 @@ def _save(trainer: Trainer, step: int) -> None:
         raise
 
 
-def _register(flags: TpReplanFlags) -> None:
-    from rl_accel.patches.verl import config_intake
-
-    metrics.observe("tp_replan", StepObserver(flags, config_intake.trainer))
-
-
-SWITCHES = (
-    Registration(
-        name="verl.trainer_log.tp_replan",
-        target="verl.utils.tracking:each logged step",
-        register=_register,
-        unregister=lambda: metrics.observe("tp_replan", None),
-        owner=__name__,
-        find=lambda: metrics.observer("tp_replan"),
-    ),
-)
+SWITCHES = (step_observer("tp_replan", lambda flags: StepObserver(flags, config_intake.trainer)),)

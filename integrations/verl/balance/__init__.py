@@ -20,7 +20,7 @@ from rl_accel.features import BALANCE, DRAFTS, TAIL_BATCHING, BalanceFlags
 from rl_accel.files import write_atomically
 from rl_accel.integrations.verl import agent_loop
 from rl_accel.integrations.verl.engines import engine_of
-from rl_accel.patches.seams import Registration
+from rl_accel.patches.seams import step_observer
 from rl_accel.patches.verl import config_intake
 from rl_accel.patches.verl.interfaces import AgentLoopManager
 from rl_accel.patches.verl.verl_run import VerlRun
@@ -118,13 +118,4 @@ class Observer:
         return {f"balance/{name}": value for name, value in numbers.items()}
 
 
-SWITCHES = (
-    Registration(
-        name="verl.balance.observer",
-        target="verl.utils.tracking:Tracking",
-        register=lambda _flags: metrics.observe("balance", Observer()),
-        unregister=lambda: metrics.observe("balance", None),
-        owner=__name__,
-        find=lambda: metrics.observer("balance"),
-    ),
-)
+SWITCHES = (step_observer("balance", lambda _flags: Observer()),)

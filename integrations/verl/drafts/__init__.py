@@ -24,7 +24,7 @@ from rl_accel.drafts.index import SOURCES
 from rl_accel.errors import refuse
 from rl_accel.features import DraftsFlags
 from rl_accel.files import write_atomically
-from rl_accel.patches.seams import Registration
+from rl_accel.patches.seams import step_observer
 from rl_accel.patches.verl import config_intake
 from rl_accel.patches.verl.interfaces import Trainer
 from rl_accel.patches.verl.verl_run import VerlRun
@@ -224,13 +224,4 @@ def numbers(counted: Counter[str]) -> dict[str, float]:
     return {f"drafts/{name}": float(value) for name, value in found.items()}
 
 
-SWITCHES = (
-    Registration(
-        name="verl.drafts.exchange",
-        target="verl.utils.tracking:Tracking",
-        register=lambda flags: metrics.observe("drafts", Exchange(flags)),
-        unregister=lambda: metrics.observe("drafts", None),
-        owner=__name__,
-        find=lambda: metrics.observer("drafts"),
-    ),
-)
+SWITCHES = (step_observer("drafts", Exchange),)

@@ -7,7 +7,9 @@ worker, the mixin :data:`WORKER_PART` marks validation responses and tolerates d
 reach the trainer's log through the anchor store, which shares the durations of correct executions between processes.
 """
 
+import ast
 import functools
+import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -19,10 +21,10 @@ from omegaconf import OmegaConf, open_dict
 from rl_accel.errors import ConfigError, refuse
 from rl_accel.features import RewardTimeoutFlags
 from rl_accel.integrations.verl import agent_loop
-from rl_accel.patches.seams import Registration
+from rl_accel.patches.seams import step_observer
 from rl_accel.patches.verl import config_intake
 from rl_accel.patches.verl.verl_run import VerlRun
-from rl_accel.telemetry import metrics
+from rl_accel.telemetry.metrics import Observer
 
 MANAGER = "RewardTimeoutManager"
 MANAGER_MODULE = "pkg://rl_accel.integrations.verl.reward_timeout.manager"
@@ -87,9 +89,45 @@ def _check(run: VerlRun) -> None:
 
         if name not in REWARD_MANAGER:
             _refuse(f"{_REWARD}.name", f"one of {', '.join(REWARD_MANAGER)}", name)
+    elif name != MANAGER and _never_awaits(path := run.get(f"{_REWARD}.module.path") or "", name):
+        _refuse(f"{_REWARD}.name", "a manager that awaits its compute_score, as verl's do", f"{name} of {path}")
 
 
-def _register(_settings: Any) -> None:
+def _never_awaits(path: str, name: str) -> bool:
+    """Returns whether the method ``run_single`` of a user's reward manager calls ``compute_score`` and awaits only threads.
+
+    Reads the source code, because an import of the user's module here might have side effects. Returns False if the source code
+    of the class is not found.
+
+    Args:
+        path: file of the class, or ``pkg://`` and the name of a module.
+        name: name of the class.
+    """
+    try:
+        module = path.removeprefix("pkg://").replace("/", ".")
+        spec = importlib.util.find_spec(module) if path.startswith("pkg://") else None
+        tree = ast.parse(Path((spec and spec.origin) or path.removeprefix("file://")).read_text())
+    except (ImportError, OSError, SyntaxError, ValueError):
+        return False
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
+    methods = [
+        node
+        for one in classes
+        for node in one.body
+        if isinstance(node, ast.AsyncFunctionDef) and node.name == "run_single"
+    ]
+    nodes = [node for method in methods for node in ast.walk(method)]
+    awaited = [node.value for node in nodes if isinstance(node, ast.Await)]
+    return any(_calls(node, "compute_score") for node in nodes) and all(
+        _calls(value, "run_in_executor", "to_thread") for value in awaited
+    )
+
+
+def _calls(node: ast.AST, *names: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
+
+
+def _observer(_flags: RewardTimeoutFlags) -> Observer:
     from rl_accel.integrations.ray import reward_anchors
 
     collect = reward_anchors.Collector()
@@ -100,16 +138,7 @@ def _register(_settings: Any) -> None:
             reward_anchors.flush(workers)
         return collect(step, logged)
 
-    metrics.observe("reward_timeout", observe)
+    return observe
 
 
-SWITCHES = (
-    Registration(
-        name="verl.reward_manager.reward_timeout",
-        target=f"verl.experimental.reward_loop:{MANAGER}",
-        register=_register,
-        unregister=lambda: metrics.observe("reward_timeout", None),
-        owner=__name__,
-        find=lambda: metrics.observer("reward_timeout"),
-    ),
-)
+SWITCHES = (step_observer("reward_timeout", _observer, f"verl.experimental.reward_loop:{MANAGER}"),)

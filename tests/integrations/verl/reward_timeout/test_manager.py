@@ -5,7 +5,11 @@ import time
 
 import pytest
 
+from rl_accel.errors import ConfigError
+
 pytest.importorskip("verl", reason="verl is not installed")
+
+from rl_accel.patches.verl import config_intake
 
 pytestmark = pytest.mark.slow
 
@@ -152,8 +156,6 @@ class Mine(RewardManagerBase):
 
 
 def test_a_manager_of_the_users_that_awaits_is_held_and_another_refused(configure, responses, score, tmp_path):
-    from rl_accel.errors import ConfigError
-
     path = tmp_path / "mine.py"
     keys = {"source": "importlib", "name": "Mine", "module.path": str(path)}
     keys = {f"reward.reward_manager.{key}": value for key, value in keys.items()}
@@ -163,6 +165,33 @@ def test_a_manager_of_the_users_that_awaits_is_held_and_another_refused(configur
     (refused,) = score(configure(SYNC, keys=keys), responses("8"))
     assert isinstance(refused, ConfigError)
     assert re.search(r"awaits its compute_score.*found Mine of", str(refused))
+
+
+@pytest.mark.parametrize(
+    ("scored", "refused"),
+    [
+        ("self.compute_score('test', '7', '7')['score']", True),
+        ("await self.loop.run_in_executor(None, lambda: self.compute_score('test', '7', '7'))", True),
+        ("await asyncio.wait_for(self.compute_score('test', '7', '7'), 5)", False),
+        ("await maybe(self.compute_score('test', '7', '7'))", False),
+        ("await self.loop.run_in_executor(None, my_own_score)", False),
+    ],
+)
+def test_a_manager_whose_source_never_awaits_is_refused_at_the_start(configured, tmp_path, scored, refused):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        f"class Mine:\n    async def run_single(self, data):\n        return {{'reward_score': {scored}}}\n"
+    )
+    keys = {"source": "importlib", "name": "Mine", "module.path": str(path)}
+    keys = {f"reward.reward_manager.{key}": value for key, value in keys.items()}
+    config = configured({"rl_accel.reward_timeout.enable": True, **keys})
+    if refused:
+        with pytest.raises(
+            ConfigError, match=r"reward_manager\.name = a manager that awaits its compute_score.*found Mine of"
+        ):
+            config_intake.in_driver(config)
+    else:
+        config_intake.in_driver(config)
 
 
 def test_verls_own_rewards_are_the_same(configure, configured, responses, score):
