@@ -1,5 +1,3 @@
-"""The benchmark of simulated rounds: what it checks, and that it prints."""
-
 import pytest
 
 from rl_accel.lab.bench import rounds
