@@ -21,8 +21,13 @@ def run(slime_root, serve, router, model_folder, prompts_file, clean_environment
     environment = {**clean_environment, "PYTHONPATH": os.pathsep.join([str(slime_root), str(here / "plugins")])}
     url = router(serve("--seconds-per-step", "0.002", "--max-running-requests", "256", "--context-length", "512"))
     with tempfile.TemporaryDirectory(prefix="rla", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        command = [sys.executable, *map(str, (here / "manager.py", url, model_folder, prompts_file, folder))]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+        done = subprocess.run(
+            [sys.executable, *map(str, (here / "manager.py", url, model_folder, prompts_file, folder))],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         yield {**json.loads(done.stdout.splitlines()[-1]), "folder": Path(folder)}
 
@@ -40,9 +45,10 @@ def test_the_manager_trains_every_prompt_once_also_after_a_resume(run):
 def test_the_manager_logs_what_grading_did_and_survives_the_loss_of_the_store(run):
     *rollouts, evaluation = run["rewards"]
     totals = Counter()
-    names = ("executions", "timeouts", "errors")
     for line in rollouts:  # while the store is away the numbers of a rollout come with the next, and some of them twice
-        totals.update({name: line.get(f"rl_accel/reward_timeout/{name}", 0) for name in names})
+        totals.update(
+            {name: line.get(f"rl_accel/reward_timeout/{name}", 0) for name in ("executions", "timeouts", "errors")}
+        )
     assert (totals["timeouts"], totals["errors"]) == (4, 4)
     assert totals["executions"] >= 96
     assert rollouts[0]["rl_accel/reward_timeout/anchors"] >= 6

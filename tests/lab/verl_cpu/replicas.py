@@ -18,9 +18,17 @@ from verl.workers.rollout.replica import get_rollout_replica_class
 from rl_accel.lab.verl_cpu.rollout import _engine_options
 
 with initialize_config_module("verl.trainer.config", version_base=None):
-    overrides = ["hydra.searchpath=[pkg://rl_accel.lab.verl_cpu]", "+run_on=cpu", "data.max_prompt_length=16"]
-    overrides += [f"actor_rollout_ref.model.path={os.environ['MODEL']}", "data.max_response_length=200"]
-    config = compose("ppo_trainer", [*overrides, "actor_rollout_ref.rollout.max_num_seqs=4"])
+    config = compose(
+        "ppo_trainer",
+        [
+            "hydra.searchpath=[pkg://rl_accel.lab.verl_cpu]",
+            "+run_on=cpu",
+            f"actor_rollout_ref.model.path={os.environ['MODEL']}",
+            "data.max_prompt_length=16",
+            "data.max_response_length=200",
+            "actor_rollout_ref.rollout.max_num_seqs=4",
+        ],
+    )
 rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 SEEDED = {**PARAMS, "seed": 3, "ignore_eos": True}
@@ -111,10 +119,14 @@ async def weights_of_a_server_of_one_rank_come_under_a_version(server):
 
 
 async def a_request_that_cannot_be_served_fails_alone(server):
-    wrong = ([], PARAMS, "empty"), ([5] * 216, PARAMS, "long"), ([5], {**PARAMS, "temprature": 1}, "typo")
-    calls = [server.generate.remote(*given) for given in (([5], PARAMS, "good"), *wrong)]
-    calls.append(server.generate.remote([5], PARAMS, "seeing", image_data=[1]))
-    good, *bad = await asyncio.gather(*calls, return_exceptions=True)
+    good, *bad = await asyncio.gather(
+        server.generate.remote([5], PARAMS, "good"),
+        server.generate.remote([], PARAMS, "empty"),
+        server.generate.remote([5] * 216, PARAMS, "long"),
+        server.generate.remote([5], {**PARAMS, "temprature": 1}, "typo"),
+        server.generate.remote([5], PARAMS, "seeing", image_data=[1]),
+        return_exceptions=True,
+    )
     assert good.stop_reason == "completed"
     for error, text in zip(bad, ("prompt is empty", "leaves no room", "'temprature'", "text only"), strict=True):
         assert isinstance(error, ValueError), error
@@ -166,8 +178,13 @@ async def main():
     await single_requests_end_by_id_or_by_cancelling_their_reference(single)
 
 
-quiet = {"include_dashboard": False, "object_store_memory": 100_000_000}
-ray.init(address="local", num_cpus=4, _temp_dir=os.environ["RAY_TEMP"], **quiet)
+ray.init(
+    address="local",
+    num_cpus=4,
+    include_dashboard=False,
+    object_store_memory=100_000_000,
+    _temp_dir=os.environ["RAY_TEMP"],
+)
 try:
     asyncio.run(main())
 finally:

@@ -23,8 +23,9 @@ def close(found, wanted):
 
 
 def main():
-    where = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
-    dist.init_process_group("gloo", init_method=where, rank=RANK, world_size=WORLD)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}", rank=RANK, world_size=WORLD
+    )
     from megatron.core import mpu
 
     mpu.initialize_model_parallel(context_parallel_size=WORLD)
@@ -45,7 +46,8 @@ def main():
         assert getattr(loss, name) is not function, f"{name} is still slime's"
         assert getattr(ppo_utils, name) is getattr(loss, name)
 
-    draw, compared = random.Random(0), 0
+    draw = random.Random(0)
+    compared = 0
     for batch in (1, 2, 7, 16):
         lengths = [draw.choice([2, 3, 17, 128, 129, 300]) for _ in range(batch)]
         totals = [length + draw.randrange(4, 40) for length in lengths]
@@ -58,7 +60,10 @@ def main():
         def mine(name, lengths=lengths, totals=totals, full=full):
             if WORLD == 1:
                 return [each.clone() for each in full[name]]
-            return [cp_utils.slice_log_prob_with_cp(*one) for one in zip(full[name], totals, lengths, strict=True)]
+            return [
+                cp_utils.slice_log_prob_with_cp(each, total, length)
+                for each, total, length in zip(full[name], totals, lengths, strict=True)
+            ]
 
         for gamma, lam in ((1.0, 1.0), (0.99, 0.95), (1.0, 0.0)):
             arguments = (totals, lengths, mine("values"), mine("rewards"), gamma, lam)
@@ -66,9 +71,15 @@ def main():
             for wanted, found in zip(*(function(*arguments) for function in both), strict=True):
                 close(found, wanted)
                 compared += 1
-            keywords = {"response_lengths": lengths, "total_lengths": totals, "kl_coef": 0.05, "gamma": gamma}
-            keywords |= {"kl": mine("kl"), "loss_masks": masks}
-            keywords["rewards"] = torch.randn(batch, generator=torch.Generator().manual_seed(batch))
+            keywords = {
+                "rewards": torch.randn(batch, generator=torch.Generator().manual_seed(batch)),
+                "kl": mine("kl"),
+                "loss_masks": masks,
+                "response_lengths": lengths,
+                "total_lengths": totals,
+                "kl_coef": 0.05,
+                "gamma": gamma,
+            }
             wanted = stock["get_reinforce_plus_plus_returns"](**keywords)
             close(loss.get_reinforce_plus_plus_returns(**keywords), wanted)
             compared += 1

@@ -83,8 +83,11 @@ def main(keys, seconds):
         seen = [pause for pause in pauses if pause != 2.0]  # 2.0 is the stock value being put back
         if len(seen) > 50:
             break
-    saved = metrics.drain()["rl_accel/sampler/seconds_saved"]
-    results["small"] = {"pauses": seen, "poll_s": found["poll_s"], "seconds_saved": saved}
+    results["small"] = {
+        "pauses": seen,
+        "poll_s": found["poll_s"],
+        "seconds_saved": metrics.drain()["rl_accel/sampler/seconds_saved"],
+    }
     print(json.dumps(results))
 
 
