@@ -17,13 +17,9 @@ def test_defaults_turn_nothing_on():
 
 
 def test_later_layers_win_key_by_key_and_a_bare_bool_switches_a_feature():
-    config = resolve(
-        [
-            ("environment", {"gae": {"enable": True, "backend": "chunk", "chunk_size": 64}, "sampler": True}),
-            ("framework", {"gae": {"backend": "numba"}}),
-            ("keywords", {"gae": False}),
-        ]
-    )
+    environment = {"gae": {"enable": True, "backend": "chunk", "chunk_size": 64}, "sampler": True}
+    framework = {"gae": {"backend": "numba"}}
+    config = resolve([("environment", environment), ("framework", framework), ("keywords", {"gae": False})])
     assert config[GAE] == GAE.flags(enable=False, backend="numba", chunk_size=64)
     assert config[SAMPLER].enable is True
 

@@ -24,15 +24,11 @@ from rl_accel.config import describe_flags, resolve
 from rl_accel.features import FEATURES
 
 REPO = Path(__file__).resolve().parent.parent
-PAGES = sorted(
-    [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md"), *REPO.glob("examples/*/README.md")],
-    key=lambda path: (len(path.parts), path),
-)
+PAGES = [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md"), *REPO.glob("examples/*/README.md")]
+PAGES.sort(key=lambda path: (len(path.parts), path))
 FEATURE_ROW = re.compile(r"^\| \[`(\w+)`\]\((\S+)\) \|", re.MULTILINE)
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 LANGUAGES = {"sh", "python", "yaml", "text", "json", "make"}
-
-
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
@@ -58,9 +54,6 @@ def prose_of(page: Path) -> str:
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
-# -- flags, metrics, paths ----------------------------------------------------------------------------------------------
-
-
 def test_readme_is_short_and_has_a_row_for_every_feature(repo):
     text = (repo / "README.md").read_text()
     assert len(text.splitlines()) <= 90
@@ -74,11 +67,9 @@ def page_of(feature: str) -> Path:
 @pytest.mark.parametrize("feature", [feature.name for feature in FEATURES])
 def test_the_page_of_a_feature_has_all_its_flags_with_their_defaults(feature):
     rows = re.findall(r"^\| `(\w+)` \| `?([^|`]+)`? \| \S", page_of(feature).read_text(), re.MULTILINE)
-    wanted = {
-        key.removeprefix(f"{feature}."): json.loads(default)
-        for key, default, _ in describe_flags()
-        if key.startswith(f"{feature}.")
-    }
+    prefix = f"{feature}."
+    flags = [(key.removeprefix(prefix), default) for key, default, _ in describe_flags() if key.startswith(prefix)]
+    wanted = {name: json.loads(default) for name, default in flags}
     documented = {name: default.strip() for name, default in rows if name in wanted}
     assert documented == {name: "null" if default is None else str(default) for name, default in wanted.items()}
 
@@ -114,17 +105,14 @@ def test_the_metrics_of_tail_batching_are_all_described():
     assert metrics_of(page_of("tail_batching")) == names | {"ghost_keys"}
 
 
+CLOCK = "telemetry.stage_clock:"
 LOGGED_BY = {
     "advantages": ["patches.parity:with_fallback"],
     "balance": ["rollout.balance:_Numbers.summary"],
     "gae": ["patches.parity:with_fallback", "patches.verl.gae:_make"],
     "reward_timeout": ["integrations.ray.reward_anchors:Collector", "integrations.ray.reward_anchors:AnchorStoreActor"],
     "sampler": ["patches.verl.sampler:_adaptive"],
-    "telemetry": [
-        "integrations.verl.telemetry:Observer.__call__",
-        "telemetry.stage_clock:completion",
-        "telemetry.stage_clock:generation",
-    ],
+    "telemetry": ["integrations.verl.telemetry:Observer.__call__", f"{CLOCK}completion", f"{CLOCK}generation"],
 }
 """By feature, the functions that name its metrics: as a key of a dictionary, or to metrics.add and metrics.put."""
 
@@ -141,9 +129,8 @@ def test_the_metrics_that_a_page_describes_are_those_that_are_logged(feature):
                 names.append(node.slice)
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("metrics.add", "metrics.put"):
                 names.append(node.args[0])
-    strings = [
-        ast.unparse(name).removeprefix("f")[1:-1] for name in names if isinstance(name, ast.Constant | ast.JoinedStr)
-    ]
+    named = [name for name in names if isinstance(name, ast.Constant | ast.JoinedStr)]
+    strings = [ast.unparse(name).removeprefix("f")[1:-1] for name in named]
     if feature == "reward_timeout":
         strings += pkgutil.resolve_name("rl_accel.integrations.ray.reward_anchors:_COUNTS")
     logged = {name.rpartition("/")[2] for name in strings}
@@ -151,20 +138,13 @@ def test_the_metrics_that_a_page_describes_are_those_that_are_logged(feature):
     assert described | {"applied"} == {name for name in logged if "{" not in name} | {"applied"}
 
 
-# -- commands -----------------------------------------------------------------------------------------------------------
-
-
 def test_every_block_says_its_language():
     """A block without one, or an indented block, would not be tried by the tests below."""
     assert [block.place for block in BLOCKS if block.language not in LANGUAGES] == []
     unclosed = [str(page) for page in PAGES if "```" in prose_of(page)] + [x.place for x in BLOCKS if "```" in x.text]
     assert unclosed == []
-    indented = [
-        f"{page.relative_to(REPO)}: {line}"
-        for page in PAGES
-        for line in re.findall(r"\n\n(    [^\s*|-].*)", prose_of(page))
-    ]
-    assert indented == []
+    indented = {page: re.findall(r"\n\n(    [^\s*|-].*)", prose_of(page)) for page in PAGES}
+    assert {page: lines for page, lines in indented.items() if lines} == {}
 
 
 @pytest.fixture(scope="module")
@@ -227,9 +207,8 @@ def is_run(words: list[str]) -> bool:
     """Whether this command of ``rl-accel`` is quick enough to be run, or acts on nothing."""
     if words[0] != "rl-accel":
         return False
-    return (words[1] in QUICK and not {"--recipe", "--"} & set(words)) or bool(
-        {"--help", "--dry-run", "--version"} & set(words)
-    )
+    quick = words[1] in QUICK and not {"--recipe", "--"} & set(words)
+    return quick or bool({"--help", "--dry-run", "--version"} & set(words))
 
 
 def commands_of(text: str) -> Iterator[str]:
@@ -250,6 +229,7 @@ def split(command: str) -> list[str]:
     return words
 
 
+RECIPES = [block for block in BLOCKS if block.language == "yaml"]
 COMMANDS = [(block.place, command) for block in BLOCKS if block.language == "sh" for command in commands_of(block.text)]
 IN_PROSE = [
     (page.relative_to(REPO), [word for word in shlex.split(command) if word not in ("…", "...")])
@@ -353,9 +333,7 @@ def test_snippets_run(run, tmp_path):
     run("python", "-c", SNIPPETS, *map(str, paths))
 
 
-@pytest.mark.parametrize(
-    "block", [block for block in BLOCKS if block.language == "yaml"], ids=lambda block: block.place
-)
+@pytest.mark.parametrize("block", RECIPES, ids=lambda block: block.place)
 def test_a_recipe_in_a_page_is_one(block, tmp_path):
     """A recipe has a command; arms for `rl-accel compare` are nothing but lists of runs."""
     from rl_accel.lab.ab.compare import load_arms

@@ -1,5 +1,3 @@
-"""Atomic file writes, and JSON that every reader accepts."""
-
 import json
 import math
 

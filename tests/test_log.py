@@ -34,5 +34,4 @@ def test_what_a_user_has_set_up_stays(python):
         logging.getLogger("rl_accel").warning("not wanted")
         """
     )
-    assert done.returncode == 0
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")

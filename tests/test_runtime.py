@@ -21,14 +21,16 @@ for folder in map(str.strip, sys.stdin):
         break
     print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
+CHANGED_SIGNATURE = ("response_mask, gamma, lam):", "response_mask, gamma, lam, new_argument=None):")
+CHANGED_RESULT = ("returns = advantages + values", "returns = advantages - values")
+MISSING_PART = ("import verl.utils.torch_functional as verl_F", "verl_F = None")
 
 
 @pytest.fixture(scope="module")
 def warm(clean_environment):
     """A process that has imported torch and our runtime, and forks itself for each script."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", WARM], env=clean_environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", WARM], env=clean_environment, **pipes)
     yield process
     process.communicate(timeout=60)
 
@@ -176,22 +178,11 @@ def test_new_settings_reach_an_applied_patch_and_wrong_ones_change_nothing(fake_
     """)
 
 
-CHANGED_SIGNATURE = ("response_mask, gamma, lam):", "response_mask, gamma, lam, new_argument=None):")
-CHANGED_RESULT = ("returns = advantages + values", "returns = advantages - values")
-MISSING_PART = ("import verl.utils.torch_functional as verl_F", "verl_F = None")
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [
-        (CHANGED_SIGNATURE, "new_argument"),
-        (CHANGED_RESULT, "differs"),
-        (MISSING_PART, "verl.gae: cannot be made for this version"),
-    ],
+    [(CHANGED_SIGNATURE, "new_argument"), (CHANGED_RESULT, "differs"), (MISSING_PART, "verl.gae: cannot be made for")],
 )
-def test_a_changed_verl_is_one_warning_automatically_and_one_clear_error_by_name(
-    fake_verl, check, tmp_path, change, reason
-):
+def test_a_changed_verl_is_one_warning_automatically_and_one_error_by_name(fake_verl, check, tmp_path, change, reason):
     fake_verl(*change)
     if change is MISSING_PART:
         (tmp_path / "verl" / "utils" / "torch_functional.py").unlink()
@@ -271,9 +262,8 @@ def test_a_patch_that_is_not_for_this_version_leaves_the_rest_of_its_feature_on(
 def test_doctor_shows_the_verl_that_is_imported(fake_verl, check, tmp_path):
     """And which of its features cannot work there, observers included. Its exit code says so, too."""
     (tmp_path / "verl" / "__init__.py").write_text('__version__ = "7.8.9"\n')
-    (tmp_path / "verl" / "utils" / "tracking.py").write_text(
-        "class Tracking:\n    def log(self, data, step, backend): pass\n"
-    )
+    log = "class Tracking:\n    def log(self, data, step, backend): pass\n"
+    (tmp_path / "verl" / "utils" / "tracking.py").write_text(log)
     stdout, _ = check(
         """
         import sys

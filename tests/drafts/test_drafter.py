@@ -14,15 +14,15 @@ from rl_accel.drafts.index import BLOCK, CANDIDATES, CONTEXT, GRAM, OTHER, PROMP
 
 LENGTH = 110
 END = 1
+Token = Request = Prompt = SimpleNamespace
 
 
 def config(rank=0, executor="mp", tokens=8, **settings):
+    ranks = {"rank": rank, "tensor_parallel_size": 2, "prefill_context_parallel_size": 1}
     return SimpleNamespace(
         additional_config={"rl_accel_drafts": {"memory_mb": 1, **settings}},
         speculative_config=SimpleNamespace(num_speculative_tokens=tokens),
-        parallel_config=SimpleNamespace(
-            distributed_executor_backend=executor, rank=rank, tensor_parallel_size=2, prefill_context_parallel_size=1
-        ),
+        parallel_config=SimpleNamespace(distributed_executor_backend=executor, **ranks),
     )
 
 
@@ -103,9 +103,6 @@ class Engine:
     def respond(self, prompt, response, **how):
         self.start(prompt, response)
         return self.play(**how)
-
-
-Token = Request = Prompt = SimpleNamespace
 
 
 def sequence(key, visit, oldest=0, last=None, length=0):
@@ -284,8 +281,7 @@ def test_random_interleavings_draft_as_the_obvious_drafter_and_only_what_is_in_t
     obvious = ObviousDrafter(settings, ObviousIndex(blocks, pool.slots.shape[1]))
     prompts = [[rng.randrange(2, 9) for _ in range(rng.randrange(1, 50))] for _ in range(4)]
     alike = [[rng.randrange(2, 9) for _ in range(90)] for _ in prompts]
-    waiting = []
-    happened = Counter()
+    waiting, happened = [], Counter()
     for _ in range(500):
         event = rng.choice(("start", "start", "abort", "preempt", "resume", "move", "weights", ""))
         if event == "start" and len(engine.rows) < 14:
@@ -336,8 +332,7 @@ def story():
 
 
 def test_drafts_that_are_always_wrong_shrink_to_nothing_and_come_back_when_they_would_be_right():
-    rng = random.Random(0)
-    engine = Engine(length=2100)
+    rng, engine = random.Random(0), Engine(length=2100)
     words = [[rng.randrange(2, 50) for _ in range(3)] for _ in range(500)]
     # each word was seen once, and what follows it is never what followed it then
     first, second = ([token for word in words for token in (*word, 100 + rng.randrange(10**6))] for _ in range(2))
@@ -363,13 +358,10 @@ def test_responses_of_an_earlier_run_are_of_their_epochs_and_help_the_first_rank
     ("rows", "followed", "dear", "pays"),
     [(1, 1, 1.5, True), (1, 1, 20.0, False), (8, 1, 1.05, True), (8, 8, 3.0, True), (8, 1, 3.0, False)],
 )
-def test_drafting_stops_and_says_so_once_where_it_does_not_pay_for_the_whole_step(
-    story, caplog, rows, followed, dear, pays
-):
+def test_drafting_stops_with_a_line_where_it_does_not_pay_for_the_whole_step(story, caplog, rows, followed, dear, pays):
     """Of one or eight requests so many have a response to follow. If verifying takes two steps more, that is too much for one."""
     caplog.set_level("INFO")
-    rng = random.Random(0)
-    engine = Engine(compares=True, batch_limit=8)
+    rng, engine = random.Random(0), Engine(compares=True, batch_limit=8)
     verified = []
     while len(verified) < 3000:
         for row in range(rows):
@@ -399,8 +391,7 @@ def test_rows_that_went_on_unseen_are_known_again(story):
 
 def test_finished_responses_are_taken_once_and_help_elsewhere(story):
     engine, elsewhere = Engine(), Engine()
-    here = engine.drafter
-    first = engine.start([5, 6, 7], story)
+    here, first = engine.drafter, engine.start([5, 6, 7], story)
     engine.start([5, 6, 7], story[50:])
     for _ in range(20):
         engine.step()

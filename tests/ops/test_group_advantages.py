@@ -1,5 +1,3 @@
-"""Group advantages: the bits of verl's own functions on random ragged groups, and clear errors outside the domain."""
-
 import numpy as np
 import pytest
 import torch
@@ -9,6 +7,7 @@ from rl_accel.ops.group_advantages import gpg, group_std, grpo, opo, passk, rloo
 
 CASES = 210
 OURS = {"grpo": grpo, "rloo": rloo, "opo": opo, "gpg": gpg}
+GOOD = (torch.zeros(4, 3), torch.ones(4, 3, dtype=torch.int64), np.array([0, 0, 1, 1]))
 
 
 def labels(random: np.random.RandomState, rows: int, smallest: int = 1) -> np.ndarray:
@@ -94,9 +93,6 @@ def test_group_std_has_the_bits_of_one_call_a_group(size, dtype, same_bits):
     for groups in (1, 2, 300):
         scores = torch.randn(groups, size, dtype=dtype, generator=generator) * 50
         assert same_bits(group_std(scores), torch.stack([torch.std(line.clone()) for line in scores]))
-
-
-GOOD = (torch.zeros(4, 3), torch.ones(4, 3, dtype=torch.int64), np.array([0, 0, 1, 1]))
 
 
 @pytest.mark.parametrize(

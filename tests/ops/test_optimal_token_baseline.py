@@ -1,5 +1,3 @@
-"""Optimal token baselines: the bits of verl's functions, and clear errors."""
-
 import numpy as np
 import pytest
 import torch

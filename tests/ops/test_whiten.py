@@ -1,5 +1,3 @@
-"""Whitening: the bits of verl's masked_whiten, whatever stands outside the mask."""
-
 import numpy as np
 import pytest
 import torch

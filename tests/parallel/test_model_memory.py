@@ -1,5 +1,3 @@
-"""What a model takes of memory, and the sizes that follow from it."""
-
 import json
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from rl_accel.parallel.model_memory import KNOWN_FAMILIES, TpBounds, read_memory
 QWEN3_8B = json.loads((Path(__file__).parent / "qwen3_8b.json").read_text())
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
 SMALL = {"num_hidden_layers": 3, "vocab_size": 8000, "hidden_size": 512, **HEADS}
+up_to_8 = st.integers(1, 8)
 
 
 @pytest.mark.parametrize("family", KNOWN_FAMILIES)
@@ -37,9 +36,6 @@ def test_a_published_size_and_shares_of_weights_and_cache():
     assert shape.weight_bytes(16) * 16 == shape.weight_bytes(1) + 2 * shape.kv_parameters, "each has a head"
     assert shape.kv_bytes_per_token(4) * 4 == shape.kv_bytes_per_token(1)
     assert shape.kv_bytes_per_token(16) == shape.kv_bytes_per_token(8)
-
-
-# Which sizes are possible
 
 
 def bounds(world_size=8, gpus_per_node=8, model=QWEN3_8B, max_tokens=32768, memory_share=0.9, multiple_of=1, **flags):
@@ -91,13 +87,7 @@ def test_sizes_that_are_not_possible_have_their_reasons():
 
 
 @settings(deadline=None, max_examples=30)
-@given(
-    world=st.integers(1, 64),
-    node=st.integers(1, 16),
-    kv_heads=st.integers(1, 8),
-    group=st.integers(1, 8),
-    memory=st.floats(4, 80),
-)
+@given(world=st.integers(1, 64), node=st.integers(1, 16), kv_heads=up_to_8, group=up_to_8, memory=st.floats(4, 80))
 def test_exactly_the_sizes_that_fit_are_possible(world, node, kv_heads, group, memory):
     model = {**QWEN3_8B, "num_attention_heads": kv_heads * group, "num_key_value_heads": kv_heads}
 

@@ -8,32 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_accel.features import TpReplanFlags
+from rl_accel.parallel import tp_planner
 from rl_accel.parallel.model_memory import TpBounds
-from rl_accel.parallel.tp_planner import (
-    CALM_STEPS,
-    CHECK_STEPS,
-    CONFIRM_STEPS,
-    REFERENCE_STEPS,
-    RETRY_STEPS,
-    STATE_FILE,
-    Observation,
-    PlannedRun,
-    TpPlanner,
-)
+from rl_accel.parallel.tp_planner import CALM_STEPS, CHECK_STEPS, RETRY_STEPS, STATE_FILE, Observation
 
 PUBLISHED = {
     # RollPacker (NSDI'26), Qwen3-8B, 32k tokens, 8 GPUs: preemptions and rollout seconds of a step at each size
     "short": {1: (5199, 1029), 2: (4102, 768)},
     "long": {1: (2900, 1172), 2: (2601, 1284)},
 }
-RISES_AT = REFERENCE_STEPS[1]
-RAISED_AT = RISES_AT + CONFIRM_STEPS - 1
+RISES_AT = tp_planner.REFERENCE_STEPS[1]
+RAISED_AT = RISES_AT + tp_planner.CONFIRM_STEPS - 1
 BACK_AFTER = CHECK_STEPS[0] + 1
 """Steps from asking for a change until it is rolled back: the first step at the new size is not counted."""
+RISE = {number: 12 if number < 6 else 60 for number in range(8)}
 
 
 def planner(sizes=8, max_changes=6, **bounds):
-    return TpPlanner(TpBounds(TpReplanFlags(**bounds), sizes, 8), max_changes)
+    return tp_planner.TpPlanner(TpBounds(TpReplanFlags(**bounds), sizes, 8), max_changes)
 
 
 def step(preemptions=0, tp=1, seconds=100.0, kind="all", tokens=1_000_000):
@@ -63,9 +55,6 @@ def pressure(before=1000, after=1500, seconds=None):
     return lambda i, tp: {"preemptions": before if i < RISES_AT else after, "seconds": (seconds or {}).get(tp, 100)}
 
 
-# The rule
-
-
 def test_a_rise_that_is_confirmed_or_slow_doubles_tp():
     run = Run(pressure(1000, 1300)).go(RAISED_AT + 1)
     assert run.changes == [(RAISED_AT, "raise", 2)]
@@ -83,13 +72,10 @@ CHANGES = {
     "noise of independent events": (pressure(100, 118), {}, 60, []),
     "unknown": (lambda i, tp: {"preemptions": None}, {}, 60, []),
     "too few steps": (
-        lambda i, tp: {"preemptions": 1000 * 2**i if i < REFERENCE_STEPS[0] else 0 if i % 4 else 1},
+        lambda i, tp: {"preemptions": 1000 * 2**i if i < tp_planner.REFERENCE_STEPS[0] else 0 if i % 4 else 1},
         *({}, 60, []),
     ),
-    "unknown ends a calm row": (
-        lambda i, tp: {"preemptions": None if i % CALM_STEPS == 3 else 0},
-        *({"tp": 4}, 60, []),
-    ),
+    "unknown ends a calm": (lambda i, tp: {"preemptions": None if i % CALM_STEPS == 3 else 0}, *({"tp": 4}, 60, [])),
     "long rounds need the memory": (
         lambda i, tp: {"kind": "long", "preemptions": 100} if i % 6 == 0 else {"kind": "short"},
         *({"tp": 2}, 60, []),
@@ -132,17 +118,12 @@ def test_steps_without_a_preemption_halve_tp_down_to_the_least_and_one_at_an_imp
         planner().step(step(tp=3))
 
 
-# The check afterwards
-
-
 def test_a_change_that_made_rollout_slower_is_rolled_back_and_tried_again_ever_more_rarely():
     run = Run(pressure(0, 0, {1: 110}), tp=2).go(150)
     assert [change for _, *change in run.changes] == [["lower", 1], ["roll back", 2]] * 3
     at = [i for i, *_ in run.changes]
-    assert at[1] - at[0] == BACK_AFTER
-    assert (at[2] - at[1], at[4] - at[3]) == (RETRY_STEPS + 1, 2 * RETRY_STEPS + 1)
-    assert run.tp == 2
-    assert run.planner.changes == 6
+    assert (at[1] - at[0], at[2] - at[1], at[4] - at[3]) == (BACK_AFTER, RETRY_STEPS + 1, 2 * RETRY_STEPS + 1)
+    assert (run.tp, run.planner.changes) == (2, 6)
     assert "expected: 9.1% fewer" in run.decisions[at[1]].reason
 
 
@@ -189,9 +170,6 @@ def test_noise_alone_changes_nothing_and_a_real_rise_is_found_in_it():
     assert detected >= 34
 
 
-# Advice that is not taken
-
-
 def test_advice_that_is_not_taken_is_repeated_more_and_more_rarely():
     advisor = planner()
     asked = [i for i in range(130) if advisor.step(step(tp=2)) is not None]
@@ -204,9 +182,6 @@ def test_a_size_that_was_not_asked_for_starts_anew():
     run.tp = 4
     assert run.go(8).changes == [], "the rise was at another size, and so was the speed"
     assert run.planner.changes == 0
-
-
-# The published numbers
 
 
 @pytest.mark.parametrize(
@@ -231,18 +206,12 @@ def test_published(kinds, best):
     assert [change for _, *change in run.changes] == [["raise", 2], ["roll back", 1]][: 3 - best]
 
 
-# The file that goes from launch to launch
-
-
 def play(folder, steps, tp=1, sizes=8, **metrics):
     """Show a launch the ``steps``, preemptions by number; return the last change and the last numbers."""
-    run = PlannedRun(TpBounds(TpReplanFlags(), sizes, sizes), 6, str(folder))
+    run = tp_planner.PlannedRun(TpBounds(TpReplanFlags(), sizes, sizes), 6, str(folder))
     for number, preemptions in steps.items():
         change, numbers = run.take_in(number, metrics, tp=tp, preemptions=preemptions, seconds=10.0, tokens=800)
     return change, numbers
-
-
-RISE = {number: 12 if number < 6 else 60 for number in range(8)}
 
 
 def test_a_launch_goes_on_with_what_earlier_ones_saw_before_its_first_step(tmp_path):
@@ -264,7 +233,7 @@ def test_a_new_run_in_the_folder_of_an_old_one_and_a_damaged_file_begin_anew(tmp
 
 
 def test_tail_batching_tells_the_kind_of_a_round_and_its_tokens(tmp_path):
-    run = PlannedRun(TpBounds(TpReplanFlags(), 8, 8), 6, str(tmp_path))
+    run = tp_planner.PlannedRun(TpBounds(TpReplanFlags(), 8, 8), 6, str(tmp_path))
     tail = "rl_accel/tail_batching/"
     short = {tail + "short_round": 1.0, tail + "long_round": 0.0, tail + "tokens_generated": 912.0}
     for number, metrics in enumerate([{}, short, {tail + "short_round": 0.0, tail + "long_round": 1.0}]):
@@ -272,9 +241,6 @@ def test_tail_batching_tells_the_kind_of_a_round_and_its_tokens(tmp_path):
     kept = json.loads((tmp_path / STATE_FILE).read_text())["steps"]
     kinds = [(step["kind"], step["tokens"], step["preemptions"]) for step in kept]
     assert kinds == [("all", 800, 0), ("short", 912, 1), ("long", 800, 2)]
-
-
-# Whatever it sees
 
 
 any_step = st.fixed_dictionaries(

@@ -1,5 +1,3 @@
-"""The comparison that decides whether an advantage function may be swapped."""
-
 import pytest
 import torch
 
@@ -33,10 +31,7 @@ def test_neither_function_may_touch_the_arguments_of_the_other():
         (lambda x, scale: (x * scale, x.sum(), x), "wanted 2 outputs, found 3"),
         (lambda x, scale: ((x * scale).double(), x.sum()), "output 0: wanted .*float32.*found .*float64"),
         (lambda x, scale: (x * scale, x.sum()[None]), r"output 1: wanted \(\) .*found \(1,\)"),
-        (
-            lambda x, scale: (x * scale + torch.tensor([[0, 1e-6], [0, 0]]), x.sum()),
-            r"output 0 differs by .* at \(0, 1\)",
-        ),
+        (lambda x, scale: (x * scale + torch.tensor([[0, 1e-6], [0, 0]]), x.sum()), r"output 0 differs.* at \(0, 1\)"),
         (lambda x, scale: (torch.nan_to_num(x * scale), x.sum()), r"output 0 differs by inf at \(1, 1\)"),
     ],
 )

@@ -266,9 +266,8 @@ def test_unknown_body_warns_once_and_known_body_never(patch_of, caplog):
         for _ in range(2):
             patch.apply()
             patch.revert()
-        assert [r.message for r in caplog.records] == [
-            f"rl-accel: {patch.name} was not tested with this body of {patch.target}"
-        ]
+        untested = f"rl-accel: {patch.name} was not tested with this body of {patch.target}"
+        assert [r.message for r in caplog.records] == [untested]
         caplog.clear()
         known = replace(patch, name="known", fingerprints=("0" * 64, fingerprint(core.double)))
         known.apply()

@@ -34,6 +34,8 @@ SETUP = Setup(
 )
 TIGHT = {"slots": 12, "cache_tokens": 2500}
 EQUAL = Setup(16, 4, 2, EngineModel({1: 0.01}), Lengths(np.full(100, 500), 0.0), {"update_actor": 5.0})
+WITHOUT_TELEMETRY = {"step": 1, "data": {"timing_s/step": 2.0, "timing_s/gen": 1.0}}
+ASYNC = {"command": ["trainer.v1.trainer_mode=sync", "trainer.v1.trainer_mode=colocate_async"]}
 
 
 def responses_of(lengths, engine=ENGINE, at_once=64):
@@ -105,12 +107,9 @@ def test_an_engine_is_found_again_from_what_it_did(engine, known, most):
     assert all(0 <= width < 0.01 for width in fit.intervals.values())
 
 
-def test_requests_that_begin_later_are_fitted_as_well():
+def test_requests_that_begin_later_and_some_of_many_are_fitted_and_too_few_are_refused(monkeypatch):
     lengths = [100, 200, 300, 400, 150, 250, 350, 450, 120, 220, 320, 420, 80, 180, 280, 380]
     assert fit_engine([responses_of(lengths, at_once=8)]).error < 0.01
-
-
-def test_some_of_many_responses_are_fitted_and_too_few_are_refused(monkeypatch):
     monkeypatch.setattr("rl_accel.plan.fit._MOST", 200)
     fit = fit_engine(steps_of(12))
     assert fit.responses == 4 * 64
@@ -121,10 +120,8 @@ def test_some_of_many_responses_are_fitted_and_too_few_are_refused(monkeypatch):
 
 def test_a_run_becomes_a_setup(run_dir):
     setup, _ = setup_of(read_run(run_dir), {})
-    assert (setup.prompts, setup.responses, setup.replicas) == (16, 4, 1)
-    assert setup.poll_seconds == 2.0
-    assert setup.training_seconds == 3.0
-    assert setup.other_seconds == pytest.approx(1.0)
+    assert (setup.prompts, setup.responses, setup.replicas, setup.poll_seconds) == (16, 4, 1, 2.0)
+    assert (setup.training_seconds, setup.other_seconds) == (3.0, pytest.approx(1.0))
     measured = read_run(run_dir).stages["gen"]
     flags = flags_of_words([])
     assert predict(setup, flags, 8, 5, 2)[0].rollout_seconds == pytest.approx(measured, rel=0.15)
@@ -132,8 +129,7 @@ def test_a_run_becomes_a_setup(run_dir):
 
 
 def test_a_step_is_its_stages_and_a_rollout_is_noticed_at_the_next_look():
-    assert SETUP.noticed(3.1) == 4.0
-    assert SETUP.noticed(3.1, 0.0) == 3.1
+    assert (SETUP.noticed(3.1), SETUP.noticed(3.1, 0.0)) == (4.0, 3.1)
     found = AS_IT_IS.price(SETUP, 5, 0)
     plain = rounds_of(SETUP, PLAIN, 5, 0)
     assert found.rollout_seconds == pytest.approx(np.mean([2 * np.ceil(p.metrics.rollout_seconds / 2) for p in plain]))
@@ -165,12 +161,7 @@ def test_with_a_tail_tail_batching_is_best_of_equal_gains_the_simplest_and_witho
     assert all(its.is_nothing for its in found if its.option.ours)
 
 
-def test_answers_are_the_same_for_the_same_draws(priced):
-    again = answer(SETUP, options_of(SETUP), draws=1, rounds=12)
-    assert [found.outcome for found in again] == list(priced.values())
-
-
-def test_staleness_of_options_and_the_least_seconds_of_their_steps(priced):
+def test_staleness_of_options_the_least_seconds_of_their_steps_and_equal_answers_for_equal_draws(priced):
     found = {option.name: outcome for option, outcome in priced.items()}
     once, often = (found[f"asynchronous, staleness at most {eta}"] for eta in (1, 4))
     assert 0.5 < once.staleness <= 2
@@ -180,6 +171,8 @@ def test_staleness_of_options_and_the_least_seconds_of_their_steps(priced):
     assert min(once.step_seconds, often.step_seconds) >= 10.0 - 1e-6, "not faster than the slower half"
     hidden = AS_IT_IS.price(SETUP, 12, 0).step_seconds - found["training overlapped with the tail"].step_seconds
     assert 0 < hidden < 5.0, "overlap hides at most the training"
+    again = answer(SETUP, options_of(SETUP), draws=1, rounds=12)
+    assert [found.outcome for found in again] == list(priced.values())
 
 
 def test_the_planner_of_production_chooses_the_tensor_parallel_size():
@@ -227,11 +220,9 @@ def test_drafts_speed_up_few_requests_and_are_priced_as_they_are_accepted():
         assert float(drafting.seconds(running)) == pytest.approx(float(engine.seconds(running)) / ratio)
     names = {option.name: option for option in options_of(SETUP, {4: 1.5, 8: 2.0})}
     assert names["drafts of 8"].how == "+rl_accel.drafts.enable=True +rl_accel.drafts.max_tokens=8"
-    stock, short, long = (
-        o.price(SETUP, 5, 0).rollout_seconds for o in (AS_IT_IS, names["drafts of 4"], names["drafts of 8"])
-    )
-    assert stock / 1.5 == pytest.approx(short, rel=0.1)
-    assert stock / 2 == pytest.approx(long, rel=0.1)
+    options = (AS_IT_IS, names["drafts of 4"], names["drafts of 8"])
+    stock, short, long = (option.price(SETUP, 5, 0).rollout_seconds for option in options)
+    assert (stock / 1.5, stock / 2) == (pytest.approx(short, rel=0.1), pytest.approx(long, rel=0.1))
     both = names["drafts of 8 + tail_batching"]
     assert both.how == "+rl_accel.tail_batching.enable=True +rl_accel.drafts.enable=True +rl_accel.drafts.max_tokens=8"
     tails = names["tail_batching 1.25 / 1.25"].price(SETUP, 20, 0).rollout_seconds
@@ -301,14 +292,12 @@ def test_the_command_on_published_lengths_with_curves_and_with_a_published_engin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "most"), [("ab_tail", {}), ("ab_vllm", {("all", "rollout"): 12, ("all", "step"): 25})]
-)
-def test_the_check_on_real_runs(target, most, invoke):
+@pytest.mark.parametrize(("of", "most"), [("ab_tail", {}), ("ab_vllm", {("all", "rollout"): 12, ("all", "step"): 25})])
+def test_the_check_on_real_runs(of, most, invoke):
     """Arms of `make ab-tail` and of `make ab-vllm`: what the telemetry of stock predicts for each."""
-    arms, rows = sorted(path.name for path in (REAL / target).iterdir()), {}
+    arms, rows = sorted(path.name for path in (REAL / of).iterdir()), {}
     for arm in arms:
-        for line in invoke(plan, "--check", REAL / target / "stock", REAL / target / arm).splitlines():
+        for line in invoke(plan, "--check", REAL / of / "stock", REAL / of / arm).splitlines():
             name, *cells = [cell.strip() for cell in line.strip("│ ").split("│")]
             rows[arm, name] = cells
     off = {row: float(cells[3].split("%")[0]) for row, cells in rows.items() if row[1] in ("rollout", "step")}
@@ -329,10 +318,6 @@ def test_rollouts_that_are_uneven_widen_the_interval_and_not_the_prediction():
     assert np.ptp(draws) > 2 * np.ptp(even_draws)
     low, high = interval(draws)
     assert low < found.rollout_seconds < high
-
-
-WITHOUT_TELEMETRY = {"step": 1, "data": {"timing_s/step": 2.0, "timing_s/gen": 1.0}}
-ASYNC = {"command": ["trainer.v1.trainer_mode=sync", "trainer.v1.trainer_mode=colocate_async"]}
 
 
 @pytest.mark.parametrize(

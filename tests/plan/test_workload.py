@@ -47,8 +47,7 @@ def test_prompts_of_a_run_first_have_the_responses_that_they_had():
     groups = [[5.0, 7.0], [9.0, 11.0], [100.0]]
     workload = from_groups(groups, "").drawn()
     first, again = (workload.lengths([0, 1, 2], 3, RNG) for _ in range(2))
-    assert first[:2, :2].tolist() == [[5, 7], [9, 11]]
-    assert first[2, 0] == 100
+    assert (first[:2, :2].tolist(), first[2, 0]) == ([[5, 7], [9, 11]], 100)
     assert set(np.concatenate([first, again]).ravel()) <= {5, 7, 9, 11, 100}
     assert from_groups(groups, "").drawn().lengths([3], 2, RNG).tolist() == [[5, 7]], "the data begins again"
     in_other_orders = {tuple(from_groups(groups, "").drawn(seed).lengths([0], 1, RNG)[0]) for seed in range(20)}
@@ -58,8 +57,7 @@ def test_prompts_of_a_run_first_have_the_responses_that_they_had():
 
 def test_a_limit_cuts_responses_short_and_rewards_take_the_times_that_were_seen():
     workload = published("math16k").limited(8192)
-    assert workload.limit == 8192
-    assert workload.lengths(range(2000), 4, RNG).max() == 8192
+    assert (workload.limit, workload.lengths(range(2000), 4, RNG).max()) == (8192, 8192)
     assert (published("math16k").limited(32768).tokens == 32768).mean() == pytest.approx(0.01, abs=0.003)
     assert set(from_groups([[1.0]], "", rewards=np.array([0.5, 2.0])).reward_seconds(100, RNG)) == {0.5, 2.0}
     assert from_groups([[1.0]], "").reward_seconds(100, RNG) is None

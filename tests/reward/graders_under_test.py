@@ -1,5 +1,3 @@
-"""Graders for test_graders.py."""
-
 import os
 import signal
 import time

@@ -12,6 +12,8 @@ from rl_accel.features import RewardTimeoutFlags
 from rl_accel.reward.adaptive_timeout import AdaptiveTimeout
 
 NO_PROBES = {"probe_share": 0.0, "min_correct": 3, "maximum": 30.0}
+times = st.floats(0, 100, allow_nan=False)
+records = st.lists(st.tuples(st.sampled_from("abc"), times, times, st.booleans()), max_size=30)
 
 
 def made(caution=0.0, capacity=200_000, **flags):
@@ -29,8 +31,7 @@ def test_the_full_budget_until_enough_answers_were_correct_by_default_one():
     policy = taught(0.3, 0.3)
     assert (policy.limit("a").wall, policy.limit("a").reason) == (30.0, "learning")
     policy.record("a", 0.3, 0.3, correct=True)
-    assert policy.limit("a").reason == "adaptive"
-    assert policy.limit("b").reason == "learning"
+    assert [policy.limit(key).reason for key in "ab"] == ["adaptive", "learning"]
     default = AdaptiveTimeout()
     with pytest.raises(ValueError, match="wall must be a finite number of at least 0, found nan"):
         default.record("a", math.nan, 0.0, correct=True)
@@ -119,10 +120,6 @@ def test_the_keys_not_used_for_longest_are_forgotten():
     policy.limit("a")
     policy.record("c", 1.0, 1.0, correct=True)
     assert [policy.limit(key).reason for key in "abc"] == ["adaptive", "learning", "adaptive"]
-
-
-times = st.floats(0, 100, allow_nan=False)
-records = st.lists(st.tuples(st.sampled_from("abc"), times, times, st.booleans()), max_size=30)
 
 
 def taught_by(history):

@@ -122,9 +122,7 @@ async def test_a_file_called_like_a_package_that_it_imports_and_classes_of_its_o
     assert "psutil.py" in "".join(error.__notes__), "the traceback of the other process"
 
 
-async def test_what_a_grader_started_lives_as_long_as_it_does_and_ends_at_once_when_it_is_stopped(
-    processes, tmp_path, graders
-):
+async def test_what_a_grader_started_lives_as_long_as_it_and_ends_at_once_when_stopped(processes, tmp_path, graders):
     pool, first, second = graders("leave_daemon"), tmp_path / "first", tmp_path / "second"
     assert (await pool.call({"path": str(first)})).value == 1.0
     assert processes.is_alive(int(first.read_text()))
@@ -147,9 +145,7 @@ async def test_the_caller_environment_folder_and_output_are_the_graders(monkeypa
     assert "said by the grader" in capfd.readouterr().out
 
 
-async def test_a_factory_is_called_once_in_the_worker_and_a_module_of_the_callers_path_is_found(
-    tmp_path, monkeypatch, graders, closed_later
-):
+async def test_a_factory_is_called_once_and_the_callers_path_is_searched(tmp_path, monkeypatch, graders, closed_later):
     found = await graders("make", arguments={"factor": 3}).call({"value": 4})
     assert found.value == {"value": 12, "made_before": True}
     (tmp_path / "watch.py").write_text("def score(x): return x + 1\n")

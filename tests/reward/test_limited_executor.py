@@ -16,6 +16,7 @@ from rl_accel.reward.sandbox import Case, Sandbox
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
 FLAGS = RewardTimeoutFlags(scale=1.5, slack=0.5, minimum=2.0, maximum=30.0, min_correct=2, probe_share=0.0)
+FAILURES = ("wrong", "error", "timeout", "memory", "killed")
 
 
 def made(slots=4):
@@ -62,13 +63,7 @@ async def test_an_evaluation_with_the_full_budget_says_nothing_of_the_limits_of_
     assert policy._in_doubt == before, "it was counted when it began and is no longer"
 
 
-@pytest.mark.parametrize(
-    ("verdict", "anchor"),
-    [
-        ("passed", (3.5, 3.0, 1)),
-        *((other, (0.0, 0.0, 0)) for other in ("wrong", "error", "timeout", "memory", "killed")),
-    ],
-)
+@pytest.mark.parametrize(("verdict", "anchor"), [("passed", (3.5, 3.0, 1)), *((v, (0.0, 0.0, 0)) for v in FAILURES)])
 async def test_only_correct_results_teach_and_only_time_with_a_processor(verdict, anchor):
     executor = made()
     await execute(executor, verdict, wall=9.0, cpu=3.0, waited=5.5)
@@ -83,16 +78,8 @@ async def test_what_is_counted():
         await execute(executor, verdict, "q", wall=wall)
     counts = dict(executor.replica.take_delta().counts)
     del counts["waited_seconds"]
-    assert counts == {
-        "executions": 5.0,
-        "correct": 2.0,
-        "timeouts": 2.0,
-        "timeouts_full": 1.0,
-        "killed": 1.0,
-        "probes": 0.0,
-        "seconds": 35.0,
-        "saved_seconds": 28.0,
-    }
+    wanted = {"executions": 5.0, "correct": 2.0, "timeouts": 2.0, "timeouts_full": 1.0, "killed": 1.0}
+    assert counts == {**wanted, "probes": 0.0, "seconds": 35.0, "saved_seconds": 28.0}
 
 
 async def test_where_time_is_that_of_others_the_budget_is_full_and_nothing_is_learned():
@@ -164,9 +151,6 @@ async def test_a_sandbox_that_fails_fails_the_program_and_stops_its_other_cases(
     assert executor.replica.take_delta().counts["executions"] < 50
 
 
-# Limits of executions that run
-
-
 SHORT = RewardTimeoutFlags(scale=1.5, slack=0.05, minimum=0.2, maximum=20.0, min_correct=2, probe_share=0.0)
 HANGS = ("while True: pass", "import time\nwhile True: time.sleep(9)")
 RIGHT = "print(42)"
@@ -175,9 +159,7 @@ CASE = Case("stdin", "", "42")
 
 @pytest.mark.parametrize("published", [(0.6, 0.9), (0.01,)], ids=["it may rise again", "it has passed already"])
 @pytest.mark.parametrize("code", HANGS)
-async def test_the_sandbox_stops_at_the_limit_given_last_and_its_worker_goes_on(
-    code, published, processes, closed_later
-):
+async def test_the_sandbox_stops_at_the_last_limit_and_its_worker_goes_on(code, published, processes, closed_later):
     sandbox, updates = closed_later(Sandbox(1, "process")), LimitUpdates()
     running = asyncio.create_task(sandbox.run(code, CASE, Limits(wall=30.0, cpu=30.0, updates=updates)))
     (worker,) = await processes.executing()
@@ -202,9 +184,8 @@ class Executions:
 
     async def together(self, *executions):
         """Execute ``(name, seconds)`` or ``(name, seconds, verdict)``, all for one prompt."""
-        return await asyncio.gather(
-            *(self.executor.execute("p", "0", self._taking(*one), passed) for one in executions)
-        )
+        calls = (self.executor.execute("p", "0", self._taking(*one), passed) for one in executions)
+        return await asyncio.gather(*calls)
 
     def _taking(self, name, seconds, verdict="passed"):
         async def run(limits):
@@ -233,8 +214,7 @@ async def test_a_hang_that_began_with_the_full_budget_ends_soon_after_enough_oth
     assert [result.verdict for result in others] == ["passed", "passed"]
     assert (executions.given["hangs"], executions.given["first"]) == ([20.0, 0.2], [20.0])
     counts = executions.executor.replica.take_delta().counts
-    assert (counts["timeouts"], counts["timeouts_full"]) == (1.0, 0.0)
-    assert counts["saved_seconds"] == pytest.approx(19.8)
+    assert (counts["timeouts"], counts["timeouts_full"], counts["saved_seconds"]) == (1.0, 0.0, pytest.approx(19.8))
 
 
 @pytest.mark.parametrize(
@@ -255,9 +235,8 @@ async def test_it_keeps_the_full_budget(flags, seconds, others, counted):
 
 async def test_its_limit_rises_with_the_anchor():
     executions = Executions(replace(SHORT, scale=6.0, slack=0.2, minimum=1.5))
-    results = await executions.together(
-        ("slow", 60.0), ("first", 0.02), ("second", 0.03), ("slower", 0.3), ("slower still", 0.5)
-    )
+    others = ("first", 0.02), ("second", 0.03), ("slower", 0.3), ("slower still", 0.5)
+    results = await executions.together(("slow", 60.0), *others)
     assert [result.verdict for result in results] == ["timeout", *["passed"] * 4]
     given = executions.given["slow"]
     assert given[0] == 20.0
@@ -289,10 +268,8 @@ async def test_what_others_have_learned_counts_too():
 async def test_a_group_with_a_hang_takes_no_longer_than_its_limit_with_real_processes(isolation, closed_later):
     sandbox = closed_later(Sandbox(2, isolation))
     executor = LimitedExecutor(LocalAnchors(AdaptiveTimeout(replace(SHORT, maximum=60.0), caution=0.0)), 2)
-    found = await asyncio.gather(
-        *(execute_program(executor, sandbox, "p", code, [CASE]) for code in (HANGS[0], *[RIGHT] * 6))
-    )
-    (hung,), *others = found
+    runs = (execute_program(executor, sandbox, "p", code, [CASE]) for code in (HANGS[0], *[RIGHT] * 6))
+    (hung,), *others = await asyncio.gather(*runs)
     assert [result.verdict for (result,) in others] == ["passed"] * 6
     assert (hung.verdict, hung.reason) == ("timeout", "wall limit")
     assert hung.wall - hung.waited < 30

@@ -26,6 +26,9 @@ AS_ROOT = os.geteuid() == 0
 AT_ONCE = 4 if AS_ROOT else 1
 """Hostile programs that run at once: those of one user share its limit of processes."""
 TEXT = "a\0b é 漢 🙂"
+CONNECT = "import socket\ntry: socket.create_connection(('192.0.2.1', 80), 1)\nexcept OSError as error: print(error)"
+CAPABILITIES = "print([line[-17:-1] for line in open('/proc/self/status') if line[:6] in ('CapPrm', 'CapEff')])"
+LEAK = "import glob\nprint([p for p in glob.glob('/proc/[0-9]*/environ') if b's3cret' in open(p, 'rb').read()])"
 
 
 def run(code, case=None, limits=SHORT, isolation="process"):
@@ -185,11 +188,6 @@ async def test_a_program_cannot_do_anything_to_its_worker(isolation, caplog, clo
     assert "died" not in caplog.text, "all in the workers that were there"
 
 
-CONNECT = "import socket\ntry: socket.create_connection(('192.0.2.1', 80), 1)\nexcept OSError as error: print(error)"
-CAPABILITIES = "print([line[-17:-1] for line in open('/proc/self/status') if line[:6] in ('CapPrm', 'CapEff')])"
-LEAK = "import glob\nprint([p for p in glob.glob('/proc/[0-9]*/environ') if b's3cret' in open(p, 'rb').read()])"
-
-
 @pytest.mark.parametrize(
     ("shared_thing", "code", "output"),
     [
@@ -322,9 +320,6 @@ def test_bubblewrap_that_does_not_work_is_refused_where_it_is_asked_for():
         Sandbox(1, "bubblewrap")
 
 
-# Whoever dies, the program, its worker, the worker's reaper or the trainer: no process and no folder stays
-
-
 LONG = Limits(wall=600, cpu=600)
 DAEMON = """
 import os, signal, time
@@ -454,14 +449,11 @@ def test_sandboxes_of_two_processes_share_no_user_and_no_folder(temporary):
     assert [len(found) for found in users] == [2, 2]
 
 
-async def test_folders_that_cannot_be_entered_or_are_too_deep_for_python_are_removed(
-    processes, temporary, closed_later
-):
+async def test_folders_that_cannot_be_entered_or_too_deep_for_python_are_removed(processes, temporary, closed_later):
     codes = [
         "import os\nos.makedirs('a/b/c'); open('a/b/c/d', 'w').close(); os.chmod('a/b', 0); os.chmod('.', 0)",
         "import os\nfor _ in range(3000): os.mkdir('x' * 50); os.chdir('x' * 50)",
     ]
-
     sandbox = closed_later(Sandbox(1, "process"))
     for code in codes:
         assert (await sandbox.run(code, Case("stdin", ""), Limits(wall=20))).verdict == "passed", code

@@ -61,9 +61,7 @@ async def test_a_sleeper_is_stopped_beside_others_too(run):
     assert 1.0 <= found.wall < 10.0
 
 
-async def test_waiting_has_a_bound_and_a_worker_whose_program_waits_long_is_not_taken_for_dead(
-    monkeypatch, caplog, run
-):
+async def test_waiting_has_a_bound_and_a_worker_whose_program_waits_is_not_taken_for_dead(monkeypatch, caplog, run):
     monkeypatch.setattr("rl_accel.reward.worker_pool._GRACE_SECONDS", 4.0)
     found = await run(ENDLESS, Limits(wall=0.6, cpu=600), spinners=16)
     assert (found.verdict, found.reason) == ("timeout", "wall limit")

@@ -93,8 +93,7 @@ def test_a_stand_in_has_the_keys_that_the_framework_looks_up():
 
 
 def test_errors_are_counted_apart_from_what_was_stopped_and_each_kind_logged_once(caplog):
-    replica = LocalAnchors()
-    flags = RewardTimeoutFlags(score_errors=True)
+    replica, flags = LocalAnchors(), RewardTimeoutFlags(score_errors=True)
     scores = Scores(flags, replica, (), ("score",), ("score",), numbers_only=True)
     for result in (FAILED, ExecutionResult(verdict="error", value=None, reason="KeyError: 'y'"), done(None)):
         assert scores.reward_of(result, "a", True) == 0.0

@@ -4,6 +4,7 @@ import datetime
 import fractions
 import itertools
 import json
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -52,8 +53,7 @@ def test_a_run_comes_back_with_its_prompts_and_its_place_in_the_data(tmp_path):
     core, supply = new_run()
     restore(tmp_path, 4, core, supply)
     assert set(core.unsettled_prompts()) == set(supply.payloads) == {"1:1", "1:2", "1:3"}
-    assert supply.payloads["1:1"] == ROW
-    assert (supply.fetched, len(supply.payloads)) == (3, 3)
+    assert (supply.payloads["1:1"], supply.fetched, len(supply.payloads)) == (ROW, 3, 3)
 
 
 def core_with(**fields):
@@ -138,11 +138,7 @@ def test_a_run_that_is_killed_while_it_resumes_keeps_its_log(tmp_path, monkeypat
     log = SettlementLog(tmp_path)
     log.add(1, StepResult(TrainBatch(1, "short", ()), trained={"1:1": 0}))
     before = log.path.read_text()
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("pathlib.Path.replace", killed)
+    monkeypatch.setattr("pathlib.Path.replace", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         log.rewind(0)
     assert log.path.read_text() == before

@@ -6,16 +6,9 @@ import pytest
 
 from rl_accel.errors import ConfigError
 from rl_accel.features import TailBatchingFlags
+from rl_accel.rollout import tail_decisions
 from rl_accel.rollout.tail_batching import TailBatching, TailRun
-from rl_accel.rollout.tail_decisions import (
-    Cancel,
-    CheckGroup,
-    Launch,
-    RequestPrompts,
-    RoundEnded,
-    RoundStarted,
-    TrainBatch,
-)
+from rl_accel.rollout.tail_decisions import Cancel, Launch, RequestPrompts, RoundEnded, RoundStarted, TrainBatch
 
 
 class Host:
@@ -38,7 +31,7 @@ class Host:
                 self.cancelled += decision.response_ids
                 for response_id in decision.response_ids:
                     self.responses[decision.prompt_id].remove(response_id)
-            elif isinstance(decision, CheckGroup):
+            elif isinstance(decision, tail_decisions.CheckGroup):
                 prompt = decision.group.prompt_id
                 self.take(self.core.group_checked(prompt, prompt not in self.rejects, self.now))
             elif isinstance(decision, RequestPrompts):
@@ -91,9 +84,6 @@ class Host:
         return self
 
 
-# Kinds of rounds
-
-
 def test_a_short_round_launches_a_surplus_of_prompts_and_responses():
     host = Host(P0=4, R0=4).begin()
     assert host.one(RoundStarted) == RoundStarted(number=1, kind="short", prompts=5, responses=5)
@@ -114,9 +104,7 @@ def test_a_short_round_launches_a_surplus_of_prompts_and_responses():
     ],
     ids=["full queue", "lower threshold", "deferred once", "deferred often enough", "no step for more prompts"],
 )
-def test_kind_and_prompts_of_a_round_and_of_the_same_round_after_an_interruption(
-    settings, played, kind, launched, requested
-):
+def test_kind_and_prompts_of_a_round_and_of_the_same_after_an_interruption(settings, played, kind, launched, requested):
     host = Host(**settings)
     for prompts in played:
         host.play(*prompts)
@@ -146,17 +134,11 @@ def test_the_queue_is_not_stranded_when_there_is_no_surplus_any_more():
     assert next(iter(resumed.responses)) == "1:4"
 
 
-# Filters
-
-
 def test_a_rejection_in_a_long_round_is_filled_with_a_new_prompt():
     host = Host(P0=1, R0=1, prompt_ratio=3.0, rejects={"1:1"}).play("1:0").begin()
     assert host.one(RoundStarted).kind == "long"
     host.complete("1:1")
     assert list(host.responses) == ["1:1", "1:3"], "not with 1:2, which is long"
-
-
-# Domains
 
 
 def test_quotas_hold_in_a_round_and_other_domains_are_refused():
@@ -168,9 +150,6 @@ def test_quotas_hold_in_a_round_and_other_domains_are_refused():
     assert sorted(host.trained()) == ["1:0math", "1:1math", "1:4code"]
     with pytest.raises(ValueError, match="domain of a prompt must be one of math, code, found 'logic'"):
         host.offer({"l0": "logic"})
-
-
-# Metrics
 
 
 def test_batch_and_metrics_of_a_round_that_cuts_off_a_prompt():
@@ -185,8 +164,7 @@ def test_batch_and_metrics_of_a_round_that_cuts_off_a_prompt():
     assert (cancel.prompt_id, sorted(cancel.response_ids)) == ("1:2", slow)
     host.acknowledge(tokens=30)
     metrics = host.one(RoundEnded).metrics
-    assert (metrics.number, metrics.kind, metrics.prompt_ratio) == (1, "short", 1.5)
-    assert metrics.rollout_seconds == 4.0
+    assert (metrics.number, metrics.kind, metrics.prompt_ratio, metrics.rollout_seconds) == (1, "short", 1.5, 4.0)
     assert metrics.seconds_saved is None, "nothing is known about the tail yet"
     assert (metrics.prompts_admitted, metrics.prompts_trained, metrics.prompts_deferred) == (3, 2, 1)
     assert (metrics.queue_length, metrics.oldest_deferral_rounds) == (1, 0)
@@ -196,8 +174,7 @@ def test_batch_and_metrics_of_a_round_that_cuts_off_a_prompt():
 
 
 def test_seconds_saved_compare_with_waiting_for_all():
-    host = Host(P0=4, R0=1, response_ratio=1.0)
-    saved = {"short": [], "long": []}
+    host, saved = Host(P0=4, R0=1, response_ratio=1.0), {"short": [], "long": []}
     for _ in range(40):
         host.begin()
         order = list(host.responses)
@@ -212,18 +189,12 @@ def test_seconds_saved_compare_with_waiting_for_all():
     assert saved["long"][-1] < 0.0
 
 
-# Saving
-
-
 def test_what_was_in_flight_at_an_interruption_goes_first_the_furthest_before_the_rest():
     host = Host(P0=2, R0=2, prompt_ratio=1.5).play("1:1", "1:2").begin()
     host.complete("1:4")
     resumed = Host(P0=2, R0=2, prompt_ratio=1.5)
     resumed.core.load_state_dict(host.core.state_dict())
     assert list(resumed.begin().responses) == ["1:4", "1:3", "1:5"], "1:0 waits in the queue"
-
-
-# Bad input
 
 
 @pytest.mark.parametrize(
@@ -272,9 +243,6 @@ def test_impossible_calls_are_refused():
     refuses("cancelled responses are not acknowledged", core.begin_round, 9, 0.0)
     host.acknowledge()
     refuses("steps_left must be at least 1, found 0", core.begin_round, 0, 0.0)
-
-
-# Automatic ratio
 
 
 def test_auto_starts_at_the_default_and_follows_the_observed_times():

@@ -1,8 +1,4 @@
-"""Random interleavings of everything that can happen to tail batching, checked against books that share no code with it.
-
-The machine below is a host: it knows only the decisions it was given and the events it sent. It checks each decision
-against its own books, can lose its process at any moment, and knows when nothing can happen any more.
-"""
+"""Random interleavings of everything that can happen to tail batching, checked against books that share no code with it."""
 
 import copy
 import json

@@ -6,15 +6,8 @@ import pytest
 
 from rl_accel.telemetry.logs import read_console, read_log
 
-NAMES = (
-    "actor/entropy",
-    "val-core/my data/acc/mean@1",
-    "critic/vf_loss",
-    "response_length/mean",
-    "timing_s/gen",
-    "timing_s/step",
-    "perf/throughput",
-)
+NAMES = ("actor/entropy", "val-core/my data/acc/mean@1", "critic/vf_loss", "response_length/mean", "timing_s/gen")
+NAMES += ("timing_s/step", "perf/throughput")
 STEPS = [(step, {name: step + place / 8 for place, name in enumerate(NAMES)}) for step in (1, 2, 12)]
 BETWEEN = "Training Progress:   1%|▏         | 1/435 [01:04<7:46:00, 64.47s/it]"
 
@@ -49,9 +42,7 @@ def test_lines_that_a_terminal_has_wrapped_anywhere_are_joined(cut):
         return [(step, {name.replace(" ", ""): value for name, value in metrics.items()}) for step, metrics in steps]
 
     for width in range(40, 240):
-        rows = [
-            line[start : start + width] for line in console("np.float64({})") for start in range(0, len(line), width)
-        ]
+        rows = [line[at : at + width] for line in console("np.float64({})") for at in range(0, len(line), width)]
         assert without_spaces(read_console(map(cut, rows))) == without_spaces(STEPS), width
 
 
@@ -63,9 +54,8 @@ def test_timers_of_2024_are_those_of_today_and_add_up_to_the_step():
 
 
 def test_the_name_of_a_metric_ends_at_its_last_colon():
-    assert list(read_console(["step:3 - val/hf:math/acc:-0.5 - b:1e-06"])) == [
-        (3, {"val/hf:math/acc": -0.5, "b": 1e-6})
-    ]
+    (found,) = read_console(["step:3 - val/hf:math/acc:-0.5 - b:1e-06"])
+    assert found == (3, {"val/hf:math/acc": -0.5, "b": 1e-6})
 
 
 def test_a_log_is_read_as_what_it_is(tmp_path):

@@ -1,5 +1,3 @@
-"""Observers see what is logged, and one that fails costs a warning and nothing else."""
-
 import pytest
 
 from rl_accel.telemetry import metrics

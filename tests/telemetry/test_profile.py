@@ -62,9 +62,8 @@ def test_stages_parts_and_what_would_save_how_much_are_found_printed_and_drawn(r
     assert found.step_seconds == 20.0
     assert [found.numbers[f"{part}_seconds"] for part in ("most", "waiting", "reward", "rest")] == [1.0, 9.0, 1.0, 1.0]
     assert found.numbers["idle_share"] == pytest.approx(1 - (9 + 10) / (10 * 12))
-    assert found.missing == [
-        "preemptions of 2 of 2 steps: a server's own counter could not be read (vLLM: rollout.disable_log_stats=False)"
-    ]
+    counter = "a server's own counter could not be read (vLLM: rollout.disable_log_stats=False)"
+    assert found.missing == [f"preemptions of 2 of 2 steps: {counter}"]
     savings = savings_of(found)
     assert found.savings[0].name == WAITING
     assert savings[WAITING].seconds == 9.0
@@ -103,8 +102,7 @@ def test_a_reward_that_takes_long_is_replayed_with_a_limit(tmp_path):
     found = read_run(tmp_path)
     assert found.savings[0] is savings_of(found)[REWARDS]
     assert (found.savings[0].seconds, found.savings[0].gain) == (10.0, pytest.approx(8.0))
-    assert found.numbers["preemptions"] == 3.0
-    assert found.missing == []
+    assert (found.numbers["preemptions"], found.missing) == (3.0, [])
 
 
 def test_features_that_are_on_are_not_advised(tmp_path):
@@ -120,8 +118,7 @@ def test_without_telemetry_there_are_stages_of_all_but_the_first_steps_and_the_r
     assert list(read_run(tmp_path).steps) == [1], "never without the last"
     write_log(tmp_path / "project" / "experiment.jsonl")
     found = read_run(tmp_path)
-    assert list(found.steps) == [3, 4]
-    assert found.stages["gen"] == 12.0
+    assert (list(found.steps), found.stages["gen"]) == ([3, 4], 12.0)
     assert not found.numbers
     assert [saving.name for saving in found.savings] == ["generation, waiting included", "advantages"]
     assert found.savings[1].advice == "+rl_accel.advantages.enable=True", "no values are timed: it is not GAE"
@@ -132,14 +129,12 @@ def test_without_telemetry_there_are_stages_of_all_but_the_first_steps_and_the_r
 def test_what_was_logged_is_there_without_the_file_of_responses_and_in_an_asynchronous_trainer(run):
     (run / "checkpoints" / FILE_NAME).unlink()
     found = read_run(run)
-    assert found.numbers["waiting_seconds"] == 9.0
-    assert found.last == []
+    assert (found.numbers["waiting_seconds"], found.last) == (9.0, [])
     assert savings_of(found)[WAITING].gain is None
     assert f"0 files named {FILE_NAME} are here, not one" in found.missing[0]
     write_run(run, window_known=False)
     found = read_run(run)
-    assert found.numbers["responses"] == 10
-    assert found.last == []
+    assert (found.numbers["responses"], found.last) == (10, [])
     assert "responses are under way when the stage begins" in found.missing[0]
     assert list(savings_of(found)) == ["advantages"]
 
@@ -206,11 +201,8 @@ def test_the_command_draws_stages_alone_and_many_responses(tmp_path, invoke):
 
 
 def test_a_prompt_takes_until_the_last_of_its_rewards():
-    responses = [
-        Response("a", 0.0, 1.0, 2.0, 2.5),
-        Response("a", 0.5, 4.0, 5.0, 5.5),
-        Response("b", 0.0, 1.0, None, 1.5),
-    ]
+    responses = [Response("a", 0.0, 1.0, 2.0, 2.5), Response("a", 0.5, 4.0, 5.0, 5.5)]
+    responses.append(Response("b", 0.0, 1.0, None, 1.5))
     assert prompt_seconds(responses) == [5.0, 1.5]
     assert prompt_seconds([]) is None
     assert prompt_seconds([*responses, Response("b", 0.0, ended=1.0, outcome=CANCELLED)]) is None

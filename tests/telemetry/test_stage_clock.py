@@ -11,6 +11,7 @@ from rl_accel.telemetry.logs import read_log
 from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, Response, keep, read_kept
 
 PARTS = ("most_seconds", "waiting_seconds", "reward_seconds", "rest_seconds")
+moments = st.floats(0, 100, allow_nan=False)
 
 
 def response(began, generated, rewarded=None, ended=None, tokens=None, server=None, outcome=COMPLETED, prompt="p"):
@@ -33,8 +34,7 @@ def test_a_generation_is_cut_into_four_parts_that_follow_each_other():
     ten.append(response(100.0, 115.0, rewarded=117.0, tokens=150))
     found = stage_clock.generation(ten, 20.0)
     assert [found[part] for part in PARTS] == [9.0, 6.0, 2.0, 3.0]
-    assert found["after_half_seconds"] == 10.0
-    assert found["concurrency"] == 10
+    assert (found["after_half_seconds"], found["concurrency"]) == (10.0, 10)
     assert found["idle_share"] == pytest.approx(1 - (45 + 15) / (10 * 20))
     assert found["seconds_per_token"] == pytest.approx(0.1)
     seconds = {"p50": 5.0, "p90": 9.0, "p99": 17.0, "longest": 17.0}
@@ -59,11 +59,8 @@ def test_the_idle_share_of_four_seconds(moments, more, concurrency, idle):
 
 
 def test_cancelled_and_failed_responses_take_places_but_do_not_complete():
-    responses = [
-        response(0.0, 2.0, tokens=20),
-        response(0.0, None, ended=3.0, outcome=CANCELLED, tokens=25),
-        response(0.0, None, ended=1.0, outcome=FAILED),
-    ]
+    responses = [response(0.0, 2.0, tokens=20), response(0.0, None, ended=1.0, outcome=FAILED)]
+    responses.append(response(0.0, None, ended=3.0, outcome=CANCELLED, tokens=25))
     found = stage_clock.generation(responses, 3.0)
     assert found["cancelled"] == 1
     assert [found[part] for part in PARTS] == [2.0, 0.0, 0.0, 1.0]
@@ -78,9 +75,6 @@ def test_what_cannot_be_known_is_left_out():
     assert stage_clock.completion(cancelled) == {"responses": 1, "tokens": 0}
     assert stage_clock.generation(cancelled, 3.0).keys() == {"cancelled", "concurrency", "idle_share"}
     assert "idle_share" not in stage_clock.generation([response(0.0, 0.0)], 3.0), "nothing was ever in generation"
-
-
-moments = st.floats(0, 100, allow_nan=False)
 
 
 @st.composite
@@ -117,23 +111,16 @@ def test_shares_of_any_step_add_up_to_one(timed, other):
 
 def test_responses_that_are_kept_are_read_back_with_times_since_the_first_of_them(tmp_path):
     path = tmp_path / "deeper" / "kept.jsonl"
-    responses = [
-        Response("first", 1000.0, 1002.5, 1003.0, 1003.25, 25, "b"),
-        Response("second", 1000.5, None, None, 1004.0, None, None, CANCELLED),
-        Response("first", 1000.25, 1001.0, 1001.5, 1001.5, 7, "a"),
-    ]
+    responses = [Response("first", 1000.0, 1002.5, 1003.0, 1003.25, 25, "b")]
+    responses.append(Response("second", 1000.5, None, None, 1004.0, None, None, CANCELLED))
+    responses.append(Response("first", 1000.25, 1001.0, 1001.5, 1001.5, 7, "a"))
     keep(path, 3, responses)
     keep(path, 4, [])
     with path.open("a") as file:  # lines that are not whole are left out
         file.write('\n\n{\n[]\nnull\n{"step": 2}\n{"step": "x"}\n{"step": 2, "responses": [[]]}\n')
-    assert read_kept(path) == {
-        3: [
-            Response("0", 0.0, 2.5, 3.0, 3.25, 25, "b"),
-            Response("1", 0.5, None, None, 4.0, None, None, CANCELLED),
-            Response("0", 0.25, 1.0, 1.5, 1.5, 7, "a"),
-        ],
-        4: [],
-    }
+    read = [Response("0", 0.0, 2.5, 3.0, 3.25, 25, "b"), Response("1", 0.5, None, None, 4.0, None, None, CANCELLED)]
+    read.append(Response("0", 0.25, 1.0, 1.5, 1.5, 7, "a"))
+    assert read_kept(path) == {3: read, 4: []}
 
 
 def test_a_run_that_begins_again_replaces_the_steps_it_does_again(tmp_path):

@@ -24,6 +24,7 @@ def report(label, child=False):
     print(json.dumps({"label": label, **ray.get(Parent.remote().statuses.remote(child))}), flush=True)
 """
 LOCAL = 'ray.init(address="local", num_cpus=2, include_dashboard=False, _temp_dir=os.environ["FOLDER"])'
+APPLIED = ("by name", ["applied"])
 
 
 @pytest.fixture
@@ -42,9 +43,6 @@ def reports(python):
 def gae_states(status: dict) -> tuple[str, list[str]]:
     (gae,) = [feature for feature in status["features"] if feature["name"] == "gae"]
     return gae["requested"], [patch["state"] for patch in gae["patches"]]
-
-
-APPLIED = ("by name", ["applied"])
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import gc
 import json
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -112,15 +113,12 @@ def test_the_store_outlives_a_handle_that_is_let_go(job):
 def test_changes_that_a_slow_store_takes_long_over_are_counted_once(monkeypatch):
     store = AnchorStore()
 
-    class Exchange:
-        async def remote(self, delta):
-            await asyncio.sleep(0.3)
-            return store.exchange(delta)
+    async def exchange(delta):
+        await asyncio.sleep(0.3)
+        return store.exchange(delta)
 
-    class Handle:
-        exchange = Exchange()
-
-    monkeypatch.setattr(reward_anchors, "anchor_store", lambda path, flags: Handle())
+    handle = SimpleNamespace(exchange=SimpleNamespace(remote=exchange))
+    monkeypatch.setattr(reward_anchors, "anchor_store", lambda path, flags: handle)
     monkeypatch.setattr(reward_anchors.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(reward_anchors, "_PATIENCE_SECONDS", 0.05)
     monkeypatch.setattr(reward_anchors, "EXCHANGE_SECONDS", 0.01)

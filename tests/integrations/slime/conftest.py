@@ -16,6 +16,7 @@ import pytest
 from rl_accel.runtime import RUNTIME
 
 SLIME_ROOT = os.environ.get("SLIME_ROOT", "")
+MODEL = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
 
 
 @pytest.fixture(scope="session")
@@ -33,10 +34,8 @@ def slime_root() -> Path:
 def prompts_file(tmp_path_factory) -> Path:
     """120 prompts; every third is of domain "code"."""
     file = tmp_path_factory.mktemp("slime-data") / "prompts.jsonl"
-    rows = [
-        {"input": f"{i}x{i * 7}", "label": str(i), "metadata": {"row": i, "kind": "math" if i % 3 else "code"}}
-        for i in range(120)
-    ]
+    kind = ("code", "math", "math")
+    rows = [{"input": f"{i}x{i * 7}", "label": str(i), "metadata": {"row": i, "kind": kind[i % 3]}} for i in range(120)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
@@ -53,8 +52,7 @@ def router(slime_root) -> Iterator[Callable[..., str]]:
 @pytest.fixture
 def start(router, model_folder, prompts_file, tmp_path) -> Callable[..., Any]:
     """``start(url, ..., **changes)`` returns the arguments, the data source and a function that makes rollouts, as in slime's
-    RolloutManager, with a router before the servers. ``args.server`` is the first of them.
-    """
+    RolloutManager, with a router before the servers. ``args.server`` is the first of them."""
     pytest.importorskip("sglang", reason="sglang, which slime's parser imports, is absent")
 
     def make(*urls: str, **changes: Any) -> Any:
@@ -108,15 +106,11 @@ def evaluation_of(slime_root) -> Callable[..., dict[str, Any]]:
         from slime.utils.eval_config import EvalDatasetConfig
 
         dataset = EvalDatasetConfig(name="few", path=str(file), n_samples_per_eval_prompt=1, input_key="input")
-        dataset.label_key, dataset.metadata_key = "label", "metadata"
-        dataset.temperature, dataset.top_p, dataset.top_k, dataset.max_response_len = 1.0, 1.0, -1, 16
-        dataset.__dict__.update(changes)
+        usual = {"label_key": "label", "metadata_key": "metadata", "temperature": 1.0, "top_p": 1.0, "top_k": -1}
+        dataset.__dict__.update({**usual, "max_response_len": 16, **changes})
         return {"eval_datasets": [dataset], "eval_max_prompt_len": None}
 
     return make
-
-
-MODEL = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
 
 
 @pytest.fixture

@@ -8,50 +8,31 @@ import pytest
 
 import rl_accel
 from rl_accel.errors import ConfigError
-from rl_accel.features import (
-    REWARD_TIMEOUT,
-    SAMPLER,
-    SLIME_ROLLOUT,
-    TAIL_BATCHING,
-    RewardTimeoutFlags,
-    TailBatchingFlags,
-    TpReplanFlags,
-)
-from rl_accel.integrations.slime import (
-    custom_config,
-    hooks,
-    launch_line,
-    reward_timeout,
-    rollout_log,
-    tail_batching,
-    tp_replan,
-)
+from rl_accel.features import REWARD_TIMEOUT, SAMPLER, SLIME_ROLLOUT, TAIL_BATCHING, TP_REPLAN
+from rl_accel.integrations.slime import custom_config, hooks, launch_line, reward_timeout, tail_batching, tp_replan
+from rl_accel.integrations.slime.rollout_log import log, log_evaluation
 
+RUN = {"rollout_global_dataset": True, "partial_rollout": False, "buffer_filter_path": None, "num_epoch": 3}
+RUN |= {"over_sampling_batch_size": 8, "rollout_batch_size": 8, "n_samples_per_prompt": 4, "num_rollout": None}
+RUN |= {"dynamic_sampling_filter_path": None, "prompt_data": "/data/math.jsonl", "rollout_shuffle": True}
 FINE = {
-    "tail_batching": {
-        **TAIL_BATCHING.slime.arguments,
-        "rollout_global_dataset": True,
-        "partial_rollout": False,
-        "over_sampling_batch_size": 8,
-        "rollout_batch_size": 8,
-        "n_samples_per_prompt": 4,
-        "buffer_filter_path": None,
-        "dynamic_sampling_filter_path": None,
-        "prompt_data": "/data/math.jsonl",
-        "rollout_shuffle": True,
-        "rollout_seed": 7,
-        "num_rollout": None,
-        "num_epoch": 3,
-    },
+    "tail_batching": {**TAIL_BATCHING.slime.arguments, **RUN, "rollout_seed": 7},
     "reward_timeout": {"rollout_sample_hook_path": ["my.hook", reward_timeout.SAMPLE_HOOK]},
     "tp_replan": {},
 }
 CHECKS = {
-    "tail_batching": (tail_batching.check, TailBatchingFlags),
-    "reward_timeout": (reward_timeout.check, RewardTimeoutFlags),
-    "tp_replan": (tp_replan.check, TpReplanFlags),
+    "tail_batching": (tail_batching.check, TAIL_BATCHING.flags),
+    "reward_timeout": (reward_timeout.check, REWARD_TIMEOUT.flags),
+    "tp_replan": (tp_replan.check, TP_REPLAN.flags),
 }
-TAIL_ON = TailBatchingFlags(enable=True)
+TAIL_ON = TAIL_BATCHING.flags(enable=True)
+DISTILLATION = {"flags": {"grader": "slime.rollout.on_policy_distillation.reward_func"}}
+GRADER = {"settings": {"reward_timeout": {"grader": "other.rm"}}}
+TWO_FILES = "--custom-config-path my.yaml --custom-config-path=ours.yaml"
+ONE_FILE = r"one --custom-config-path, found my\.yaml and ours\.yaml: put their keys into one"
+GAE_IDLE = "rl-accel: gae has nothing to do: it serves --advantage-estimator ppo, found "
+ADVANTAGES_IDLE = "rl-accel: advantages has nothing to do: it serves --advantage-estimator reinforce_plus_plus, found "
+OWN = {"advantage_estimator": "ppo", "custom_advantage_function_path": "my.adv"}
 
 
 @pytest.mark.parametrize(
@@ -61,23 +42,11 @@ TAIL_ON = TailBatchingFlags(enable=True)
         ("tail_batching", {"over_sampling_batch_size": 16}, "--over-sampling-batch-size = unset, found 16 .*prompt_r"),
         ("tail_batching", {"buffer_filter_path": "my.filter"}, r"--buffer-filter-path = unset, found my\.filter"),
         ("tail_batching", {"rollout_global_dataset": False}, "--disable-rollout-global-dataset = unset"),
-        (
-            "tail_batching",
-            {"rollout_function_path": "my.own"},
-            r"--rollout-function-path = rl_accel\..*, found my\.own",
-        ),
+        ("tail_batching", {"rollout_function_path": "my.own"}, r"rollout-function-path = rl_accel\..*, found my\.own"),
         ("tail_batching", {"flags": {"enable": False}}, r"rl_accel\.tail_batching\.enable is not set"),
-        (
-            "reward_timeout",
-            {"rollout_sample_hook_path": ["my.hook"]},
-            r"hook_path to hold rl_accel.*found \['my\.hook'\]",
-        ),
+        ("reward_timeout", {"rollout_sample_hook_path": ["my.hook"]}, r"_path to hold rl_accel.*found \['my\.hook'\]"),
         ("reward_timeout", {"flags": {"grader": reward_timeout.RM_HOOK}}, "grader wants the .* --custom-rm-path named"),
-        (
-            "reward_timeout",
-            {"flags": {"grader": "slime.rollout.on_policy_distillation.reward_func"}},
-            "found slime's on-policy distillation",
-        ),
+        ("reward_timeout", DISTILLATION, "found slime's on-policy distillation"),
         ("reward_timeout", {"flags": {"enable": False}}, r"rl_accel\.reward_timeout\.enable is not set"),
         ("tp_replan", {"rollout_external": True}, "rollout_external to be unset"),
         ("tp_replan", {"prefill_num_servers": 1}, "prefill_num_servers to be unset, found 1"),
@@ -85,11 +54,7 @@ TAIL_ON = TailBatchingFlags(enable=True)
         ("tp_replan", {"rollout_num_gpus": 0}, "whole engines of whole pipelines, found 0 GPUs"),
         ("tp_replan", {"rollout_num_gpus_per_engine": 3}, "whole engines of whole pipelines, found 4 GPUs"),
         ("tp_replan", {"sglang_dp_size": 2}, "--sglang-dp-size 1, found 2"),
-        (
-            "tp_replan",
-            {"rollout_num_gpus_per_engine": 4, "num_gpus_per_node": 2},
-            "TP 1 or 2, found 4 .*the 2 GPUs of a node",
-        ),
+        ("tp_replan", {"rollout_num_gpus_per_engine": 4, "num_gpus_per_node": 2}, "TP 1 or 2, found 4 .*the 2 GPUs"),
         ("tp_replan", {"sglang_ep_size": 2}, r"TP 2 or 4, found 1 .*no multiple of 2"),
     ],
 )
@@ -114,17 +79,13 @@ def test_a_run_of_tail_batching_follows_slimes_and_has_prompts_enough(arguments_
     with pytest.raises(ConfigError, match="at least --rollout-batch-size, 8, found 7"):
         tail_batching.run_of(args, TAIL_ON, 7)
     with pytest.raises(ConfigError, match=r"domain_quotas must add up to .* 8 prompts, found 3"):
-        tail_batching.run_of(args, TailBatchingFlags(enable=True, domain_quotas={"math": 3}), 100)
-
-
-# Launch lines
+        tail_batching.run_of(args, TAIL_BATCHING.flags(enable=True, domain_quotas={"math": 3}), 100)
 
 
 @pytest.fixture
 def launched(arguments_of, monkeypatch, flags_end):
     """``launched(features, line, settings={}, **given)``: slime's arguments under the file of ``slime-config``. The functions of a
-    module ``own`` note their calls in ``args.calls``.
-    """
+    module ``own`` note their calls in ``args.calls``."""
 
     def make(features, line="", settings=None, **given):
         own = ModuleType("own")
@@ -144,38 +105,30 @@ def launched(arguments_of, monkeypatch, flags_end):
 
 
 @pytest.mark.parametrize(
-    ("feature", "given", "line", "says"),
+    ("feature", "given", "says"),
     [
-        ("reward_timeout", {}, "--rm-type math", None),
-        (
-            "reward_timeout",
-            {"custom_rm_path": "my.rm"},
-            "",
-            "--custom-rm-path my.rm is now rl_accel.reward_timeout.grader",
-        ),
-        ("reward_timeout", {"rollout_sample_hook_path": ["my.hook"]}, "", None),
+        ("reward_timeout", {"line": "--rm-type math"}, None),
+        ("reward_timeout", {"custom_rm_path": "my.rm"}, "--custom-rm-path my.rm is now rl_accel.reward_timeout.grader"),
+        ("reward_timeout", {"rollout_sample_hook_path": ["my.hook"]}, None),
         (
             "tp_replan",
             {"custom_rollout_log_function_path": "own.log"},
-            "",
             "--custom-rollout-log-function-path own.log is called after ours",
         ),
         (
             "tp_replan",
             {"custom_eval_rollout_log_function_path": "own.log"},
-            "",
             "--custom-eval-rollout-log-function-path own.log is called after ours",
         ),
-        ("reward_timeout", {}, "--data-source-path own.Source", None),
-        ("reward_timeout", {"rollout_function_path": "my.rollout", "eval_function_path": "my.eval"}, "", None),
+        ("reward_timeout", {"line": "--data-source-path own.Source"}, None),
+        ("reward_timeout", {"rollout_function_path": "my.rollout", "eval_function_path": "my.eval"}, None),
     ],
 )
-def test_what_a_launch_line_names_is_kept_and_a_line_says_what_was_moved(launched, caplog, feature, given, line, says):
-    args = launched([feature], line, **given)
+def test_what_a_launch_line_names_is_kept_and_a_line_says_what_was_moved(launched, caplog, feature, given, says):
+    args = launched([feature], **given)
     assert hooks.data_source(args) == "the source"
-    assert [record.getMessage() for record in caplog.records if record.name == "rl_accel"] == (
-        [f"rl-accel: {says}"] if says else []
-    )
+    said = [record.getMessage() for record in caplog.records if record.name == "rl_accel"]
+    assert said == ([f"rl-accel: {says}"] if says else [])
     for key, ours in custom_config.HOOKS[feature].items():
         assert getattr(args, key) == ([*given.get(key, []), *ours] if isinstance(ours, list) else ours)
     assert hooks.flags_of(args)[REWARD_TIMEOUT].grader == given.get("custom_rm_path")
@@ -183,32 +136,26 @@ def test_what_a_launch_line_names_is_kept_and_a_line_says_what_was_moved(launche
         assert getattr(args, key) == given[key]
     if "own.log" in given.values():
         args.debug_train_only = True  # no servers to ask
-        logs = (rollout_log.log, 0, args, [], {}, 1.0), (rollout_log.log_evaluation, 0, args, {}, {})
-        assert [log(*rest) for log, *rest in logs].count(True) == 1, "slime is told what theirs returned"
+        logs = (log, 0, args, [], {}, 1.0), (log_evaluation, 0, args, {}, {})
+        assert [hook(*rest) for hook, *rest in logs].count(True) == 1, "slime is told what theirs returned"
         assert args.calls[1:] in ([5], [4])
 
 
 @pytest.mark.parametrize(
-    ("feature", "given", "line", "message"),
+    ("feature", "given", "message"),
     [
-        ("tail_batching", {"rollout_function_path": "my.own"}, "", r"--rollout-function-path = unset, found my\.own"),
-        ("tail_batching", {}, "--data-source-path=my.Source", r"--data-source-path = unset, found my\.Source"),
-        ("tail_batching", {"partial_rollout": True}, "", "--partial-rollout = unset"),
-        ("reward_timeout", {"custom_rm_path": "my.rm"}, "grader", r"--custom-rm-path = other\.rm, found my\.rm"),
-        ("drafts", {}, "--sglang-speculative-algorithm EAGLE", "--sglang-speculative-algorithm = NGRAM, found EAGLE"),
-        ("drafts", {"sglang_speculative_num_steps": 3}, "", "--sglang-speculative-num-steps = unset, found 3"),
-        (
-            "tail_batching",
-            {},
-            "--custom-config-path my.yaml --custom-config-path=ours.yaml",
-            r"one --custom-config-path, found my\.yaml and ours\.yaml: put their keys into one",
-        ),
+        ("tail_batching", {"rollout_function_path": "my.own"}, r"--rollout-function-path = unset, found my\.own"),
+        ("tail_batching", {"line": "--data-source-path=my.Source"}, r"--data-source-path = unset, found my\.Source"),
+        ("tail_batching", {"partial_rollout": True}, "--partial-rollout = unset"),
+        ("reward_timeout", {"custom_rm_path": "my.rm", **GRADER}, r"--custom-rm-path = other\.rm, found my\.rm"),
+        ("drafts", {"line": "--sglang-speculative-algorithm EAGLE"}, "-speculative-algorithm = NGRAM, found EAGLE"),
+        ("drafts", {"sglang_speculative_num_steps": 3}, "--sglang-speculative-num-steps = unset, found 3"),
+        ("tail_batching", {"line": TWO_FILES}, ONE_FILE),
     ],
 )
-def test_what_cannot_be_kept_is_refused_before_a_rollout(launched, feature, given, line, message):
-    settings = {feature: {"grader": "other.rm"}} if line == "grader" else {}
+def test_what_cannot_be_kept_is_refused_before_a_rollout(launched, feature, given, message):
     with pytest.raises(ConfigError, match=message):
-        hooks.data_source(launched([feature], line, settings, **given))
+        hooks.data_source(launched([feature], **given))
 
 
 def test_tail_batching_is_put_in_place(launched, monkeypatch):
@@ -218,40 +165,26 @@ def test_tail_batching_is_put_in_place(launched, monkeypatch):
     assert (args.rollout_function_path, args.eval_function_path) == (SLIME_ROLLOUT, "my.eval")
 
 
-GAE_IDLE = "rl-accel: gae has nothing to do: it serves --advantage-estimator ppo, found "
-ADVANTAGES_IDLE = "rl-accel: advantages has nothing to do: it serves --advantage-estimator reinforce_plus_plus, found "
-OWN = {"advantage_estimator": "ppo", "custom_advantage_function_path": "my.adv"}
-
-
 @pytest.mark.parametrize(
-    ("given", "line", "said", "calls"),
+    ("given", "said"),
     [
-        ({}, "", [f"{GAE_IDLE}grpo", f"{ADVANTAGES_IDLE}grpo"], []),
-        ({"advantage_estimator": "ppo"}, "", [f"{ADVANTAGES_IDLE}ppo"], []),
-        ({"advantage_estimator": "reinforce_plus_plus", "rank": 0}, "", [f"{GAE_IDLE}reinforce_plus_plus"], []),
+        ({}, [f"{GAE_IDLE}grpo", f"{ADVANTAGES_IDLE}grpo"]),
+        ({"advantage_estimator": "ppo"}, [f"{ADVANTAGES_IDLE}ppo"]),
+        ({"advantage_estimator": "reinforce_plus_plus", "rank": 0}, [f"{GAE_IDLE}reinforce_plus_plus"]),
+        (OWN, [f"{idle}--custom-advantage-function-path my.adv in its place" for idle in (GAE_IDLE, ADVANTAGES_IDLE)]),
+        ({"rank": 1}, []),
         (
-            OWN,
-            "",
-            [f"{idle}--custom-advantage-function-path my.adv in its place" for idle in (GAE_IDLE, ADVANTAGES_IDLE)],
-            [],
-        ),
-        ({"rank": 1}, "", [], []),
-        (
-            {"advantage_estimator": "ppo"},
-            "--custom-megatron-init-path own.init",
+            {"advantage_estimator": "ppo", "line": "--custom-megatron-init-path own.init"},
             [f"{ADVANTAGES_IDLE}ppo", "rl-accel: --custom-megatron-init-path own.init is called after ours"],
-            ["init"],
         ),
     ],
 )
-def test_the_hook_of_megatron_says_what_has_nothing_to_do_and_calls_that_of_the_launch_line(
-    launched, caplog, given, line, said, calls
-):
-    args = launched(["gae", "advantages"], line, **given)
+def test_the_hook_of_megatron_says_what_has_nothing_to_do_and_calls_that_of_the_line(launched, caplog, given, said):
+    args = launched(["gae", "advantages"], **given)
     hooks.megatron_init(args)
     found = [record.getMessage() for record in caplog.records if record.name == "rl_accel"]
     assert list(dict.fromkeys(found)) == said
-    assert args.calls == calls
+    assert args.calls == (["init"] if "line" in given else [])
     caplog.clear()
     args.rl_accel = {"auto": True}
     hooks.megatron_init(args)

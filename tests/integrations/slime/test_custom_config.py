@@ -1,5 +1,6 @@
 """``rl-accel slime-config``: the file that it writes turns features on, and an error in a file is named."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from rl_accel.integrations.slime import custom_config, hooks
 from rl_accel.integrations.slime.launch_line import read
 
 pytestmark = pytest.mark.usefixtures("flags_end")
+LINE = "python3 train.py --rollout-batch-size 8 --num-rollout 3 --hf-checkpoint m --actor-num-gpus-per-node 1 --num-layers 2"
 
 
 @pytest.fixture
@@ -28,9 +30,7 @@ def test_the_file_holds_the_paths_that_its_features_need(check):
     content = custom_config.make(["gae", "tail_batching"], {"tail_batching": {"prompt_ratio": 1.5}})
     assert content["custom_megatron_init_path"] == "rl_accel.integrations.slime.hooks.megatron_init"
     assert content["data_source_path"] == "rl_accel.integrations.slime.hooks.data_source"
-    assert content.keys() == {"custom_megatron_init_path", "data_source_path", "rl_accel"}, (
-        "the launch line keeps the rest"
-    )
+    assert content.keys() == {"custom_megatron_init_path", "data_source_path", "rl_accel"}, "the line keeps the rest"
     assert content["rl_accel"] == {"gae": {"enable": True}, "tail_batching": {"enable": True, "prompt_ratio": 1.5}}
     assert check(content) == []
     assert "data_source_path" not in custom_config.make(["advantages"], {})
@@ -48,8 +48,7 @@ def test_every_path_can_be_imported_as_slime_does(slime_root):
 
 def test_drafts_are_sglangs_own(check):
     content = custom_config.make(["drafts"], {"drafts": {"max_tokens": 5}})
-    assert content["sglang_speculative_algorithm"] == "NGRAM"
-    assert content["sglang_speculative_num_draft_tokens"] == 6
+    assert (content["sglang_speculative_algorithm"], content["sglang_speculative_num_draft_tokens"]) == ("NGRAM", 6)
     assert check(content) == []
     with pytest.raises(ConfigError, match="drafts wants sglang_speculative_num_draft_tokens: 6, found 9"):
         check({**content, "sglang_speculative_num_draft_tokens": 9})
@@ -79,23 +78,13 @@ def test_an_unknown_feature_is_named():
         ("gae", {"backend": "nunba"}, "gae.backend .*found 'nunba'"),
         ("gae", {"chunks": 3}, r"unknown key rl_accel\.gae\.chunks"),
         ("tail_batching", {"prompt_ration": 1.5}, r"unknown key rl_accel\.tail_batching\.prompt_ration"),
-        (
-            "reward_timeout",
-            {"minimum": 40, "maximum": 30},
-            r"rl_accel\.reward_timeout: maximum must be at least minimum = 40, found 30",
-        ),
+        ("reward_timeout", {"minimum": 40, "maximum": 30}, "timeout: maximum must be at least minimum = 40, found 30"),
         ("tp_replan", {"min_tp": 4, "max_tp": 2}, r"rl_accel\.tp_replan: max_tp must be at least min_tp = 4, found 2"),
-        (
-            "tail_batching",
-            {"domain_quotas": {"math": 0}},
-            r"rl_accel\.tail_batching: domain_quotas\['math'\] must be at least 1, found 0",
-        ),
+        ("tail_batching", {"domain_quotas": {"math": 0}}, r"domain_quotas\['math'\] must be at least 1, found 0"),
         ("tp_replan", {"action": "restart"}, r"rl_accel\.tp_replan\.action wants advise on slime, found restart"),
     ],
 )
-def test_wrong_settings_are_refused_when_the_file_is_made_checked_and_used(
-    check, arguments_of, feature, settings, message
-):
+def test_wrong_settings_are_refused_as_a_file_is_made_checked_and_used(check, arguments_of, feature, settings, message):
     with pytest.raises(ConfigError, match=message):
         custom_config.make([feature], {feature: settings})
     content = custom_config.make([feature], {})
@@ -106,27 +95,19 @@ def test_wrong_settings_are_refused_when_the_file_is_made_checked_and_used(
 
 
 @pytest.mark.parametrize(
-    ("features", "change", "message"),
+    ("feature", "change", "message"),
     [
-        (
-            ["tail_batching"],
-            {"data_source_path": None},
-            r"tail_batching wants data_source_path: rl_accel.*, found None",
-        ),
-        (["tail_batching"], {"rl_accel": None, "rl_acel": {}}, "has no rl_accel section; is rl_acel meant for it"),
-        (
-            ["gae"],
-            {"custom_megatron_init_path": "my.init"},
-            r"gae wants custom_megatron_init_path: rl_accel\..*found my\.init",
-        ),
-        (["tail_batching"], {"partial_rollout": True}, "--partial-rollout = unset"),
-        (["tail_batching"], {"over_sampling_batch_size": 9}, "--over-sampling-batch-size = unset, found 9"),
-        (["tail_batching"], {"buffer_filter_path": "my.filter"}, "--buffer-filter-path = unset"),
-        (["tail_batching"], {"rollout_function_path": "my.own"}, "--rollout-function-path = unset"),
+        ("tail_batching", {"data_source_path": None}, r"tail_batching wants data_source_path: rl_accel.*, found None"),
+        ("tail_batching", {"rl_accel": None, "rl_acel": {}}, "has no rl_accel section; is rl_acel meant for it"),
+        ("gae", {"custom_megatron_init_path": "my.init"}, r"gae wants custom_megatron_init_path: rl_.*found my\.init"),
+        ("tail_batching", {"partial_rollout": True}, "--partial-rollout = unset"),
+        ("tail_batching", {"over_sampling_batch_size": 9}, "--over-sampling-batch-size = unset, found 9"),
+        ("tail_batching", {"buffer_filter_path": "my.filter"}, "--buffer-filter-path = unset"),
+        ("tail_batching", {"rollout_function_path": "my.own"}, "--rollout-function-path = unset"),
     ],
 )
-def test_errors_that_slime_would_take_without_a_word_are_found(check, features, change, message):
-    content = custom_config.make(features, {})
+def test_errors_that_slime_would_take_without_a_word_are_found(check, feature, change, message):
+    content = custom_config.make([feature], {})
     assert check(content) == []
     with pytest.raises(ConfigError, match=message):
         check({key: value for key, value in {**content, **change}.items() if value is not None})
@@ -151,49 +132,31 @@ def test_a_file_that_is_no_mapping_or_not_there_is_named(check, tmp_path):
         custom_config.check(tmp_path / "none.yaml")
 
 
-LINE = "python3 train.py --rollout-batch-size 8 --num-rollout 3 --hf-checkpoint m --actor-num-gpus-per-node 1 --num-layers 2"
-
-
 @pytest.mark.parametrize(
-    ("features", "words", "code", "says"),
+    ("feature", "words", "code", "says"),
     [
-        (
-            "reward_timeout",
-            "--custom-rm-path my.rm",
-            0,
-            ["--custom-rm-path my.rm is now rl_accel.reward_timeout.grader"],
-        ),
-        ("gae", "", 0, ["gae has nothing to do"]),
-        ("gae", "--advantage-estimator ppo --custom-megatron-init-path my.init", 0, ["my.init is called after ours"]),
-        (
-            "reward_timeout",
-            "--custom-config-path my.yaml",
-            1,
-            ["found my.yaml and rl_accel.yaml: put their keys into one"],
-        ),
-        ("drafts", "--sglang-speculative-algorithm EAGLE", 1, ["--sglang-speculative-algorithm = NGRAM, found EAGLE"]),
-        ("tail_batching", "--over-sampling-batch-size 16", 1, ["--over-sampling-batch-size = unset, found 16"]),
-        ("tail_batching", "--over-sampling-batch-size 4", 1, ["found 4"]),
-        (
-            "gae",
-            "--over-sampling-batch-size 4",
-            1,
-            ["train.py itself stops: AssertionError", "greater than or equal to"],
-        ),
-        ("gae", "--rollout-batch-size eight", 2, ["invalid int value: 'eight'"]),
-        ("gae", "--advantage-estimator ppo", 0, []),
+        ("reward_timeout", "--custom-rm-path my.rm", 0, "--custom-rm-path my.rm is now rl_accel.reward_timeout.grader"),
+        ("gae", "", 0, "gae has nothing to do"),
+        ("gae", "--advantage-estimator ppo --custom-megatron-init-path my.init", 0, "my.init is called after ours"),
+        ("reward_timeout", "--custom-config-path my.yaml", 1, "found my.yaml and rl_accel.yaml: put their keys in"),
+        ("drafts", "--sglang-speculative-algorithm EAGLE", 1, "--sglang-speculative-algorithm = NGRAM, found EAGLE"),
+        ("tail_batching", "--over-sampling-batch-size 16", 1, "--over-sampling-batch-size = unset, found 16"),
+        ("tail_batching", "--over-sampling-batch-size 4", 1, "found 4"),
+        ("gae", "--over-sampling-batch-size 4", 1, "train.py itself stops: AssertionError.*greater than or equal to"),
+        ("gae", "--rollout-batch-size eight", 2, "invalid int value: 'eight'"),
+        ("gae", "--advantage-estimator ppo", 0, ""),
     ],
 )
 @pytest.mark.slow
-def test_a_launch_line_is_read_by_slimes_own_parser(slime_root, tmp_path, monkeypatch, features, words, code, says):
+def test_a_launch_line_is_read_by_slimes_own_parser(slime_root, tmp_path, monkeypatch, feature, words, code, says):
     pytest.importorskip("sglang", reason="sglang, which slime's parser imports, is absent")
     monkeypatch.chdir(tmp_path)
-    Path("rl_accel.yaml").write_text(OmegaConf.to_yaml(custom_config.make([features], {})))
+    Path("rl_accel.yaml").write_text(OmegaConf.to_yaml(custom_config.make([feature], {})))
     monkeypatch.setattr("sys.argv", ["pytest"])
-    done = CliRunner().invoke(
-        custom_config.slime_config, ["--check", "rl_accel.yaml", "--", *LINE.split(), *words.split()]
-    )
-    assert (done.exit_code, [part for part in says if part not in f"{done.output}{done.exception}"]) == (code, [])
+    words = ["--check", "rl_accel.yaml", "--", *LINE.split(), *words.split()]
+    done = CliRunner().invoke(custom_config.slime_config, words)
+    assert re.search(says, f"{done.output}{done.exception}", re.DOTALL)
+    assert done.exit_code == code
     if not says:
         assert done.output == "rl_accel.yaml is right\n"
 

@@ -55,13 +55,8 @@ def arguments():
     read = {name for file in sources for name in re.findall(r"args\.(\w+)", file.read_text())}
     read -= {"load", "save", "sglang_router_ip", "sglang_router_port"}
     named = {name for module in (reward_timeout, tp_replan) for name in module.ARGUMENTS}
-    named |= {
-        "advantage_estimator",
-        "custom_advantage_function_path",
-        "custom_config_path",
-        "custom_megatron_init_path",
-    }
-    return read | named | {*TAIL_BATCHING.slime.arguments}
+    named |= {f"custom_{name}_path" for name in ("advantage_function", "config", "megatron_init")}
+    return read | named | {"advantage_estimator", *TAIL_BATCHING.slime.arguments}
 
 
 def facts_of(root):
@@ -134,9 +129,8 @@ def test_the_slime_that_is_imported_fits_and_one_that_has_changed_is_refused_by_
         assert check.state() is SwitchState.APPLIED
         check.revert()
     monkeypatch.setattr(sglang_rollout, "generate_and_rm", lambda args, samples: None)
-    with pytest.raises(
-        PatchRefused, match=r"generate_and_rm\(args, sample, sampling_params, evaluation=False\), found \(args, samp"
-    ):
+    found = r"generate_and_rm\(args, sample, sampling_params, evaluation=False\), found \(args, samp"
+    with pytest.raises(PatchRefused, match=found):
         CHECKS[0].apply(None)
 
 

@@ -1,7 +1,6 @@
 """Rewards within adaptive limits in slime's own code, where SLIME_ROOT names a checkout: its reward functions and its rollouts."""
 
 import asyncio
-import http.server
 import json
 import threading
 import time
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import rl_accel
+from rl_accel.errors import ConfigError
 from rl_accel.features import TAIL_BATCHING
 from rl_accel.integrations.slime.custom_config import HOOKS
 
@@ -47,22 +47,15 @@ def judged(end_grading):
     def make(grader=None, rm_type=None, arguments=None, **flags):
         end_grading()
         path = f"{GRADERS}.{grader}" if grader else None
-        args = SimpleNamespace(
-            rl_accel={"reward_timeout": {**FAST, "grader": path, **flags}},
-            rm_type=rm_type,
-            rm_url=None,
-            rm_note="a note",
-            reward_key=None,
-            eval_reward_key=None,
-            save=None,
-            unpicklable=threading.Lock(),
-        )
+        unset = dict.fromkeys(("rm_url", "reward_key", "eval_reward_key", "save"))
+        args = SimpleNamespace(rm_type=rm_type, rm_note="a note", unpicklable=threading.Lock(), **unset)
+        args.rl_accel = {"reward_timeout": {**FAST, "grader": path, **flags}}
         args.__dict__.update({**HOOKS["reward_timeout"], **(arguments or {})})
 
         def judge(given):
             return run((batched_async_rm if isinstance(given, list) else async_rm)(args, given))
 
-        judge.args = args
+        judge.args, judge.stock, judge.run = args, async_rm, run
         return judge
 
     return make
@@ -98,9 +91,6 @@ def gone(folder):
     return True
 
 
-# Graders
-
-
 def test_off_ends_what_grades_and_later_flags_begin_anew(judged, sample_of):
     judge = judged("plain")
     for _ in range(2):
@@ -122,8 +112,7 @@ def test_a_grader_of_any_kind_gives_what_it_gives(judged, sample_of, grader):
 
 
 def test_what_a_grader_changes_in_a_sample_is_changed(judged, sample_of):
-    judge = judged("changing")
-    sample = sample_of()
+    judge, sample = judged("changing"), sample_of()
     sample.tool_call_count = 4
     sample.tokens, sample.trace = [1, 2], {"not": "sent"}
     assert judge(sample) == 1.0
@@ -152,9 +141,7 @@ def test_a_grader_that_fails_fails_as_in_slime_or_is_counted_and_reported_once(j
 @pytest.mark.parametrize(
     ("grader", "does"), [("plain", "hang"), ("without_await", "spin"), ("awaiting", "hang"), ("awaiting", "refuse")]
 )
-def test_a_grader_that_does_not_end_is_killed_at_the_limit_with_all_that_it_started(
-    judged, sample_of, tmp_path, grader, does
-):
+def test_a_grader_that_hangs_is_killed_at_the_limit_with_all_that_it_started(judged, sample_of, tmp_path, grader, does):
     judge = judged(grader, maximum=1.0)
     assert judge(sample_of()) == 1.0
     assert judge(sample_of(does=does, pids=str(tmp_path))) == 0.0
@@ -192,9 +179,6 @@ def test_rewards_that_are_dicts_keep_their_keys_and_can_be_looked_up_as_slime_do
     assert sample.get_reward_value(judge.args) == 0.0
 
 
-# Lists
-
-
 def test_each_sample_of_a_list_is_judged_on_its_own(judged, sample_of):
     judge = judged("plain", maximum=2.0, workers=2, score_errors=True)
     judge([sample_of()] * 2)
@@ -221,9 +205,6 @@ def test_a_list_without_a_grader_honours_the_samples_own(judged, sample_of):
     assert judge([other, own]) == [1, 0.5]
 
 
-# Limits
-
-
 def test_a_limit_is_learned_from_right_answers_for_a_prompt_and_not_for_its_neighbour(judged, sample_of):
     judge = judged("plain", maximum=4.0, correct_above=0.5)
     for score in (0.0, 0.5, 0.5):
@@ -239,22 +220,18 @@ def test_a_limit_is_learned_from_right_answers_for_a_prompt_and_not_for_its_neig
 
 
 def test_cancelling_kills(judged, sample_of, tmp_path):
-    from slime.rollout.rm_hub import async_rm
     from slime.utils.async_utils import get_async_loop
 
     judge = judged("plain", maximum=300.0)
     judge(sample_of())
     sample = sample_of(does="hang", pids=str(tmp_path))
-    waiting = asyncio.run_coroutine_threadsafe(async_rm(judge.args, sample), get_async_loop().loop)
+    waiting = asyncio.run_coroutine_threadsafe(judge.stock(judge.args, sample), get_async_loop().loop)
     while not any(tmp_path.iterdir()):
         time.sleep(0.01)
     waiting.cancel()
     assert gone(tmp_path)
     assert judge(sample_of()) == 1.0
     assert counts()["cancelled"] == 1
-
-
-# slime's own graders
 
 
 ANSWERS = [
@@ -269,9 +246,6 @@ ANSWERS = [
 
 
 def test_rewards_by_type_are_slimes_own_and_the_type_in_a_sample_goes_before_that_of_the_run(judged, sample_of):
-    from slime.rollout.rm_hub import async_rm
-    from slime.utils.async_utils import run
-
     judge = judged(rm_type="math")
     stock = SimpleNamespace(**{**vars(judge.args), "custom_rm_path": None})
     for rm_type in ("math", "dapo", "deepscaler", "f1", "gpqa", "boxed_math", "boxed_dapo"):
@@ -279,12 +253,10 @@ def test_rewards_by_type_are_slimes_own_and_the_type_in_a_sample_goes_before_tha
             if "dapo" in rm_type and label == "B":
                 continue  # it wants numbers, and in slime it would end the run
             sample = sample_of(label=label, response=response, rm_type=rm_type)
-            assert judge(sample) == run(async_rm(stock, sample)), (rm_type, response)
+            assert judge(sample) == judge.run(judge.stock(stock, sample)), (rm_type, response)
 
 
 def test_nothing_to_grade_with_and_unknown_types_are_named(judged, sample_of):
-    from rl_accel.errors import ConfigError
-
     with pytest.raises(ConfigError, match=r"wants --rm-type, or rl_accel\.reward_timeout\.grader"):
         judged()(sample_of())
     with pytest.raises(ConfigError, match="an --rm-type that slime has, found 'mats'"):
@@ -293,45 +265,26 @@ def test_nothing_to_grade_with_and_unknown_types_are_named(judged, sample_of):
         judged("missing")(sample_of())
 
 
-class RewardServer(http.server.BaseHTTPRequestHandler):
-    """Answers at once, but to "together" when twelve of them have come, and to "hang" not at all."""
-
+def test_a_reward_server_is_awaited_within_the_limit_and_many_at_once(judged, sample_of, web_server):
+    """It answers at once, but to "together" when twelve of them have come, and to "hang" not at all."""
     release, together = threading.Event(), threading.Barrier(12)
 
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if body["response"] == "hang":
-            self.release.wait(60)
-        if body["response"] == "together":
-            self.together.wait(60)
-        answer = json.dumps(float(body["response"] in (body["label"], "together"))).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(answer)
+    def score(_path, asked):
+        if asked["response"] == "hang":
+            release.wait(60)
+        if asked["response"] == "together":
+            together.wait(60)
+        return json.dumps(float(asked["response"] in (asked["label"], "together")))
 
-    def log_message(self, *args):
-        pass
-
-
-def test_a_reward_server_is_awaited_within_the_limit_and_many_at_once(judged, sample_of):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), RewardServer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        remote = {
-            "rm_type": "remote_rm",
-            "arguments": {"rm_url": f"http://127.0.0.1:{server.server_port}"},
-            "workers": 1,
-        }
+        remote = {"rm_type": "remote_rm", "arguments": {"rm_url": web_server(score)}, "workers": 1}
         judge = judged(**remote, maximum=50.0)
         responses = ["1", "2", *["together"] * 12]
         assert judge([sample_of(response=response) for response in responses]) == [1.0, 0.0, *[1.0] * 12]
         assert judged(**remote, maximum=1.0)(sample_of(response="hang")) == 0.0
         assert counts()["timeouts"] == 1
     finally:
-        RewardServer.release.set()
-        server.shutdown()
-        server.server_close()
+        release.set()
 
 
 def test_programs_are_judged_by_the_share_of_test_cases_they_pass(judged, sample_of):
@@ -343,10 +296,8 @@ def test_programs_are_judged_by_the_share_of_test_cases_they_pass(judged, sample
 
     right = "print(sum(map(int, input().split())))"
     assert judge(program(right)) == 1.0
-    assert (
-        judge(program(f"import time\na = input()\nif a == '0 0': time.sleep(60)\nprint({'sum(map(int, a.split()))'})"))
-        == 0.75
-    )
+    slow = "import time\na = input()\nif a == '0 0': time.sleep(60)\nprint(sum(map(int, a.split())))"
+    assert judge(program(slow)) == 0.75
     assert judge(program("print(3)")) == 0.25
     assert judge(sample_of(response="I do not know.", test_cases=tests)) == 0.0
     method = "class Solution:\n    def add(self, a, b):\n        return a + b"
@@ -355,9 +306,6 @@ def test_programs_are_judged_by_the_share_of_test_cases_they_pass(judged, sample
     assert judge(sample_of(response=f"```python\n{right}\n```", test_cases={"inputs": []})) == 0.0
     found = counts()
     assert (found["executions"], found["timeouts"], found["errors"]) == (14, 1, 1)
-
-
-# Rollouts
 
 
 @pytest.fixture
@@ -391,8 +339,7 @@ def test_hanging_and_raising_graders_do_not_stall_slimes_own_rollout(start, tmp_
     assert all(sorted(rewards) == [0.0, 0.0, 1.0, 1.0] for rewards in by_row.values())
     assert gone(tmp_path / "pids")
     found = counts()
-    assert (found["executions"], found["timeouts"], found["errors"]) == (32, 4, 4)
-    assert found["anchors"] == 6
+    assert (found["executions"], found["timeouts"], found["errors"], found["anchors"]) == (32, 4, 4, 6)
 
 
 def test_a_group_is_judged_in_slimes_own_rollout(start, tmp_path):
@@ -410,11 +357,9 @@ def test_an_evaluation_is_held_to_what_training_taught_and_teaches_nothing(start
     for folder in (train, evaluated):
         folder.mkdir()
     own = {"custom_rm_path": f"{GRADERS}.by_row"} if inherited else {}
-    *_, rollout = start(
-        prompt_data=rows_file(train, hanging=[]),
-        flags={"min_correct": 1, "maximum": 4.0},
-        **evaluation_of(rows_file(evaluated, hanging=[0]), n_samples_per_eval_prompt=2, **own),
-    )
+    flags = {"min_correct": 1, "maximum": 4.0}
+    evaluation = evaluation_of(rows_file(evaluated, hanging=[0]), n_samples_per_eval_prompt=2, **own)
+    *_, rollout = start(prompt_data=rows_file(train, hanging=[]), flags=flags, **evaluation)
     before = rollout(0, evaluation=True)
     assert len(before.data["few"]["rewards"]) == 80
     found = counts()
@@ -430,13 +375,9 @@ def test_an_evaluation_is_held_to_what_training_taught_and_teaches_nothing(start
 def test_tail_batching_has_the_graders_of_dropped_responses_killed_at_once(start, tmp_path):
     """The limit is longer than a test may take."""
     (tmp_path / "pids").mkdir()
-    *_, rollout = start(
-        **TAIL_BATCHING.slime.arguments,
-        rl_accel={"tail_batching": True},
-        prompt_data=rows_file(tmp_path, hanging=[1, 4], pids=str(tmp_path / "pids")),
-        rollout_max_response_len=64,
-        flags={"maximum": 3000.0, "workers": 12},
-    )
+    data = rows_file(tmp_path, hanging=[1, 4], pids=str(tmp_path / "pids"))
+    ours = {**TAIL_BATCHING.slime.arguments, "rl_accel": {"tail_batching": True}, "rollout_max_response_len": 64}
+    *_, rollout = start(prompt_data=data, flags={"maximum": 3000.0, "workers": 12}, **ours)
     output = rollout(0)
     assert gone(tmp_path / "pids")
     assert len(output.samples) == 8

@@ -14,6 +14,9 @@ import pytest
 from rl_accel.__main__ import main
 from rl_accel.plan.workload import read_lengths
 
+NEED_MEGATRON = ("test_cp_utils.py", "test_loss_cp_invariance.py")
+THEIRS = ("test_chunked_gae.py", "test_discounted_returns.py", *NEED_MEGATRON, "plugin_contracts")
+
 
 def test_doctor_names_a_folder_that_is_no_checkout(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("SLIME_ROOT", str(tmp_path))
@@ -39,19 +42,9 @@ def test_doctor_tries_every_patch_in_the_checkout(slime_root, clean_environment)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "test_chunked_gae.py",
-        "test_discounted_returns.py",
-        "test_cp_utils.py",
-        "test_loss_cp_invariance.py",
-        "plugin_contracts",
-    ],
-)
+@pytest.mark.parametrize("name", THEIRS)
 def test_slimes_own_tests_pass_with_our_patches(slime_root, clean_environment, name):
-    needs_megatron = name in ("test_cp_utils.py", "test_loss_cp_invariance.py")
-    if needs_megatron and importlib.util.find_spec("megatron") is None:
+    if name in NEED_MEGATRON and importlib.util.find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed")
     plugins = Path(__file__).with_name("plugins")
     environment = {**clean_environment, "PYTHONPATH": os.pathsep.join([str(slime_root), str(plugins)])}
@@ -79,12 +72,10 @@ def test_plan_reads_the_lengths_of_rollouts_that_slime_has_saved(slime_root, tmp
     from slime.observability.rollout_data_utils import save_debug_rollout_data
     from slime.utils.types import Sample
 
-    for rollout in range(2):
-        samples = [
-            Sample(group_index=2 * rollout + n // 2, index=n, response_length=10 * rollout + n + 1, reward=0.5)
-            for n in range(4)
-        ]
-        save_debug_rollout_data(str(tmp_path / "{rollout_id}.pt"), samples, rollout_id=rollout, evaluation=False)
+    for step in range(2):
+        lengths = [10 * step + n + 1 for n in range(4)]
+        samples = [Sample(group_index=2 * step + n // 2, index=n, response_length=lengths[n]) for n in range(4)]
+        save_debug_rollout_data(str(tmp_path / "{rollout_id}.pt"), samples, rollout_id=step, evaluation=False)
     validation = {"math": {"samples": samples}}
     save_debug_rollout_data(str(tmp_path / "{rollout_id}.pt"), validation, rollout_id=1, evaluation=True)
     assert read_lengths(tmp_path).seen.tolist() == [[1, 2], [3, 4], [11, 12], [13, 14]]

@@ -58,9 +58,8 @@ def check_batch(args, output):
 
 
 def ledger(args):
-    return [
-        json.loads(line) for line in (Path(args.save) / "rollout/tail_batching/ledger.jsonl").read_text().splitlines()
-    ]
+    file = Path(args.save) / "rollout/tail_batching/ledger.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def check_every_prompt_trained_once(args):
@@ -106,9 +105,8 @@ def test_a_cancelled_response_is_stopped_at_the_server_and_its_tokens_are_counte
     url = f"{args.server}/metrics"
 
     def count(name):
-        return float(
-            next(line.split()[1] for line in httpx.get(url).text.splitlines() if line.startswith(f"sglang:{name}"))
-        )
+        lines = httpx.get(url).text.splitlines()
+        return float(next(line.split()[1] for line in lines if line.startswith(f"sglang:{name}")))
 
     before = {name: count(name) for name in ("generation_tokens_total", "num_aborted_requests_total")}
     output = rollout(0)
@@ -140,13 +138,9 @@ def test_judges_of_dropped_samples_are_not_waited_for_even_if_they_cannot_be_can
 
 def test_filters_and_hooks_are_called_in_slimes_order(start, plugins):
     name = plugins.__name__
-    args, _, rollout = start(
-        rollout_shuffle=False,
-        dynamic_sampling_filter_path=f"{name}.varies",
-        rollout_sample_filter_path=f"{name}.sample_filter",
-        rollout_all_samples_process_path=f"{name}.process_all",
-        rollout_sample_hook_path=[f"{name}.hook"],
-    )
+    filters = {"dynamic_sampling_filter_path": f"{name}.varies", "rollout_sample_filter_path": f"{name}.sample_filter"}
+    filters |= {"rollout_all_samples_process_path": f"{name}.process_all", "rollout_sample_hook_path": [f"{name}.hook"]}
+    args, _, rollout = start(rollout_shuffle=False, **filters)
     plugins.CONSTANT_ROWS.update({0, 3})
     output = rollout(0)
     check_batch(args, output)
@@ -164,11 +158,8 @@ def test_filters_and_hooks_are_called_in_slimes_order(start, plugins):
 
 
 def test_a_fallback_filter_keeps_what_a_batch_needs(start, plugins):
-    args, _, rollout = start(
-        dynamic_sampling_filter_path="slime.rollout.filter_hub.dynamic_sampling_filters."
-        "check_reward_nonzero_std_with_fallback",
-        custom_rm_path=f"{plugins.__name__}.score",
-    )
+    fallback = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback"
+    args, _, rollout = start(dynamic_sampling_filter_path=fallback, custom_rm_path=f"{plugins.__name__}.score")
     plugins.CONSTANT_ROWS.update(range(120))
     output = rollout(0)
     check_batch(args, output)
@@ -206,11 +197,9 @@ def test_a_generate_function_may_fan_out(start, plugins):
     ],
 )
 def test_a_response_that_fails_is_retried_then_reported_and_the_rollout_goes_on(start, plugins, generate, limit, error):
-    args, _, rollout = start(
-        custom_generate_function_path=f"{plugins.__name__}.{generate}",
-        rollout_shuffle=False,
-        rl_accel={"tail_batching": {"enable": True, "agent_loop_limit": limit}},
-    )
+    flags = {"tail_batching": {"enable": True, "agent_loop_limit": limit}}
+    function = f"{plugins.__name__}.{generate}"
+    args, _, rollout = start(custom_generate_function_path=function, rollout_shuffle=False, rl_accel=flags)
     plugins.BROKEN_ROWS.add(6)
     check_batch(args, rollout(0))
     if limit is None:  # else a long round has to wait for it
@@ -259,9 +248,7 @@ def test_a_dead_server_costs_only_what_it_was_generating(start, start_server, pl
     assert source.supply.payloads == {}
 
 
-def test_without_a_server_the_run_ends_with_one_line_and_a_resumed_one_trains_every_prompt_once(
-    start, start_server, plugins
-):
+def test_without_a_server_a_run_ends_with_a_line_and_resumed_it_trains_every_prompt_once(start, start_server, plugins):
     url, process = start_server(*PACE, "--random-seed", "2")
     args, source, rollout = start(url, num_rollout=15, rl_accel=NO_RETRY)
     rollout(0)
@@ -282,11 +269,9 @@ def test_what_somebody_else_aborts_is_made_again_but_not_for_ever(start, plugins
     from rl_accel.integrations.slime.tail_batching import responses
 
     monkeypatch.setattr(responses, "LOSSES", losses)
-    flags = {"enable": True, "max_retries": 0, "prompt_ratio": 1.0, "response_ratio": 1.0}
+    flags = {"tail_batching": {"enable": True, "max_retries": 0, "prompt_ratio": 1.0, "response_ratio": 1.0}}
     generate = f"{plugins.__name__}.endless"
-    args, _, rollout = start(
-        custom_generate_function_path=generate, rollout_shuffle=False, rl_accel={"tail_batching": flags}
-    )
+    args, _, rollout = start(custom_generate_function_path=generate, rollout_shuffle=False, rl_accel=flags)
     plugins.SLOW_ROWS.add(6)
 
     def abort():
@@ -296,8 +281,7 @@ def test_what_somebody_else_aborts_is_made_again_but_not_for_ever(start, plugins
     plugins.THEN[7 * 4] = abort  # all others are graded
     check_batch(args, rollout(0))
     (line,) = ledger(args)
-    assert list(line["failed"]) == failed
-    assert len(line["trained"]) == 8
+    assert (list(line["failed"]), len(line["trained"])) == (failed, 8)
 
 
 def test_a_checkpoint_of_another_run_is_refused(start):
@@ -331,14 +315,11 @@ def test_a_run_that_is_killed_while_it_saves_leaves_a_checkpoint_to_resume_or_on
         except ResumeError as error:
             refusals.add(str(error).replace(folder, "FOLDER"))
         else:
-            assert other.supply.payloads == queue
-            assert other.sample_offset == source.sample_offset
+            assert (other.supply.payloads, other.sample_offset) == (queue, source.sample_offset)
         if not was_killed:
             break
     (refusal,) = refusals
-    assert refusal.startswith(
-        "FOLDER has no global_dataset_state_dict_0.pt: its run was ended while it saved. Resume an"
-    )
+    assert refusal.startswith("FOLDER has no global_dataset_state_dict_0.pt: its run was ended while it saved. Resume")
     assert other.supply.payloads == queue, "of the last one"
 
 

@@ -31,9 +31,6 @@ def test_bounds_come_from_the_cluster_the_model_and_the_flags(arguments_of):
         sizes(TpReplanFlags(enable=True, min_tp=8))
 
 
-# What goes in and comes out of a rollout
-
-
 @pytest.fixture
 def cluster(monkeypatch):
     """A router that lists servers by ``ids``, each of which has counted to ``count``; what is None does not answer."""
@@ -64,11 +61,8 @@ def play(arguments_of, cluster):
                 cluster.count += preemptions
             samples = [SimpleNamespace(response_length=50)] * 20
             assert rollout_log.log(number, args, samples, metrics, 10.0) is False, "slime goes on to log"
-            return {
-                name.removeprefix(tp_replan.PREFIX): value
-                for name, value in metrics.items()
-                if tp_replan.PREFIX in name
-            }
+            ours = {name: value for name, value in metrics.items() if tp_replan.PREFIX in name}
+            return {name.removeprefix(tp_replan.PREFIX): value for name, value in ours.items()}
 
         return SimpleNamespace(args=args, rollout=rollout)
 
@@ -96,14 +90,12 @@ def test_after_disable_a_run_counts_from_the_start_of_its_servers(play):
     assert run.rollout(2, 5)["preemptions"] == 15.0
 
 
-@pytest.mark.parametrize(
-    ("absent", "words"), [("ids", "http://router:1/workers: "), ("count", "http://server/metrics: no answer")]
-)
+@pytest.mark.parametrize(("absent", "words"), [("ids", "router:1/workers: "), ("count", "server/metrics: no answer")])
 def test_what_does_not_answer_is_unknown_in_one_line_and_decides_nothing(play, cluster, caplog, absent, words):
     setattr(cluster, absent, None)
     run = play()
     assert [run.rollout(number) for number in range(8)] == [{"tp": 1.0, "wanted_tp": 1.0, "changes": 0.0}] * 8
-    assert sum(f"preemptions are unknown, {words}" in line for line in lines(caplog)) == 1
+    assert sum(f"preemptions are unknown, http://{words}" in line for line in lines(caplog)) == 1
 
 
 def test_preemptions_are_those_of_the_rollout_and_unknown_if_a_server_was_started_anew(play, cluster):
@@ -129,9 +121,6 @@ def test_the_next_launch_goes_on_with_what_this_one_saw(play, tmp_path):
 
 def test_without_engines_there_is_nothing_to_say(play):
     assert play(load_debug_rollout_data="/data/{rollout_id}.pt").rollout(0) == {}
-
-
-# Real rollouts
 
 
 @pytest.fixture

@@ -10,13 +10,8 @@ from typing import Any
 
 import pytest
 
-SIZES = {
-    "data.train_batch_size": 8,
-    "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
-    "critic.ppo_mini_batch_size": 8,
-    "trainer.n_gpus_per_node": 4,
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
-}
+SIZES = {"data.train_batch_size": 8, "actor_rollout_ref.actor.ppo_mini_batch_size": 4, "critic.ppo_mini_batch_size": 8}
+SIZES |= {"trainer.n_gpus_per_node": 4, "actor_rollout_ref.rollout.tensor_model_parallel_size": 1}
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,10 +13,10 @@ from rl_accel.patches.verl import config_intake
 
 pytestmark = pytest.mark.usefixtures("flags_are_put_back")
 
-PARTS = {
-    feature.__name__.rpartition(".")[2]: feature.WORKER_PART for feature in (reward_timeout, tail_batching, telemetry)
-}
+FEATURES = (reward_timeout, tail_batching, telemetry)
+PARTS = {feature.__name__.rpartition(".")[2]: feature.WORKER_PART for feature in FEATURES}
 COMBINATIONS = [chosen for count in range(4) for chosen in itertools.combinations(PARTS, count)]
+LEGACY = [chosen for chosen in COMBINATIONS if chosen and "tail_batching" not in chosen]
 
 
 @pytest.fixture
@@ -37,15 +37,7 @@ def names(cls):
     return [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
 
 
-@pytest.mark.parametrize(
-    ("features", "use_v1"),
-    [
-        (chosen, v1)
-        for chosen in COMBINATIONS
-        for v1 in (True, False)
-        if v1 or (chosen and "tail_batching" not in chosen)
-    ],
-)
+@pytest.mark.parametrize(("features", "use_v1"), [*((c, True) for c in COMBINATIONS), *((c, False) for c in LEGACY)])
 def test_a_worker_has_the_parts_of_the_features_that_are_on_and_no_other(wired, features, use_v1):
     config = wired(features, {"trainer.use_v1": use_v1})
     ours = agent_loop.MANAGER if use_v1 else agent_loop.LEGACY_MANAGER

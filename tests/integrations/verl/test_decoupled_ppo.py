@@ -55,16 +55,13 @@ def of_verl(logp, prox, behav, advantages, mask, threshold):
     from verl.workers.config import ActorConfig
 
     logged = {"old_log_prob": prox, "rollout_log_prob": behav, "response_mask": mask}
-    weights, kept, _ = compute_rollout_correction_and_rejection_mask(
-        **logged, rollout_is="token", rollout_is_threshold=threshold
-    )
+    capped = {"rollout_is": "token", "rollout_is_threshold": threshold}
+    weights, kept, _ = compute_rollout_correction_and_rejection_mask(**logged, **capped)
     assert torch.equal(kept, mask)
     clip = {"clip_ratio": EPSILON, "clip_ratio_low": EPSILON, "clip_ratio_high": EPSILON, "clip_ratio_c": DUAL_CLIP}
     config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **clip)
-    loss, _ = compute_policy_loss_vanilla(
-        prox, logp, advantages, mask, config=config, rollout_is_weights=weights.batch["rollout_is_weights"]
-    )
-    return loss
+    weights = {"rollout_is_weights": weights.batch["rollout_is_weights"]}
+    return compute_policy_loss_vanilla(prox, logp, advantages, mask, config=config, **weights)[0]
 
 
 @pytest.mark.parametrize(("threshold", "beyond_cap"), [(f"1e-9_{CAP}", 0.0), (CAP, CAP)], ids=["dropped", "cut off"])

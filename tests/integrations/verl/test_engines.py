@@ -1,7 +1,5 @@
 """Servers are asked where their engine says how often they preempt; of an engine that nobody has added nothing is known."""
 
-import http.server
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -12,25 +10,12 @@ from rl_accel.telemetry.server_counters import Reading
 
 
 @pytest.fixture
-def endpoint():
+def endpoint(web_server):
     """A server whose ``/metrics`` is ``page.text``, 404 if it is None."""
     page = SimpleNamespace(text=None)
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200 if self.path == "/metrics" and page.text is not None else 404)
-            self.end_headers()
-            self.wfile.write((page.text or "").encode())
-
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    page.address = f"127.0.0.1:{server.server_port}"
-    yield page
-    server.shutdown()
-    server.server_close()
+    url = web_server(lambda path, _: page.text if path == "/metrics" else None)
+    page.address = url.removeprefix("http://")
+    return page
 
 
 def engine(name):

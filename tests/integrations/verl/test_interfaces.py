@@ -24,9 +24,7 @@ RELEASE = "_release_server(self, server_id: str, request_id: str | None = None)"
 
 def test_what_our_classes_override_is_in_the_interface_that_they_extend():
     names = [name for _, name, _ in pkgutil.walk_packages(adapters.__path__, f"{adapters.__name__}.")]
-    modules = [
-        importlib.import_module(name) for name in names if not name.endswith("drafts.worker")
-    ]  # which needs vLLM
+    modules = [importlib.import_module(name) for name in names if not name.endswith("drafts.worker")]  # needs vLLM
     classes = {seams._plain(value) for module in modules for value in vars(module).values() if callable(value)}
     worker, checked = agent_loop.worker_class(OmegaConf.create()), set()
     for cls in (cls for cls in classes if isinstance(cls, type) and cls.__module__ in names):
@@ -34,9 +32,8 @@ def test_what_our_classes_override_is_in_the_interface_that_they_extend():
         theirs = {name for base in bases if base.__module__.startswith("verl.") for name in vars(base)}
         own = {name for name, value in vars(cls).items() if callable(value)} - {"__init__"}
         if own & theirs:
-            interfaces = [
-                base for ours in cls.__mro__ if ours in seams._extended for base in seams._extended[ours].__mro__
-            ]
+            ours = [base for base in cls.__mro__ if base in seams._extended]
+            interfaces = [base for one in ours for base in seams._extended[one].__mro__]
             assert own & theirs <= {name for each in interfaces for name in seams._members(each)}, cls
             checked.add(cls.__name__)
     assert {
@@ -48,38 +45,26 @@ def test_what_our_classes_override_is_in_the_interface_that_they_extend():
     } <= checked
 
 
-CHANGES = [
-    pytest.param(
-        {
-            AGENT_LOOP: ("_compute_teacher_logprobs", "_score_by_teacher"),
-            TQ: ("_compute_teacher_logprobs", "_score_by_teacher"),
-        },
+TEACHER = ("_compute_teacher_logprobs", "_score_by_teacher")
+ASYNC, PLAIN = {SYNC: "on_sample_end", TRAINER: "_save_checkpoint"}, "to be a plain function"
+CHANGES = {
+    "renamed": (
+        {AGENT_LOOP: TEACHER, TQ: TEACHER},
         {"tail_batching": "AgentLoopWorkerTQ._compute_teacher_logprobs, which is not there"},
-        id="renamed",
     ),
-    pytest.param(
+    "signature": (
         {SERVERS: (RELEASE, "_release_server(self, lease, request_id=None)")},
-        {
-            "tail_batching": "LLMServerClient._release_server(server_id, request_id=None), found (lease, request_id=None)"
-        },
-        id="signature",
+        {"tail_batching": "Client._release_server(server_id, request_id=None), found (lease, request_id=None)"},
     ),
-    pytest.param(
-        {
-            SYNC: ("def on_sample_end", "async def on_sample_end"),
-            TRAINER: ("def _save_checkpoint", "async def _save_checkpoint"),
-        },
-        {
-            "tail_batching": "PPOTrainerSync.on_sample_end to be a plain function",
-            "tp_replan": "PPOTrainer._save_checkpoint to be a plain function",
-        },
-        id="async",
+    "async": (
+        {file: (f"def {name}", f"async def {name}") for file, name in ASYNC.items()},
+        {"tail_batching": f"PPOTrainerSync.on_sample_end {PLAIN}", "tp_replan": f"PPOTrainer._save_checkpoint {PLAIN}"},
     ),
-]
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("edits", "named"), CHANGES)
+@pytest.mark.parametrize(("edits", "named"), CHANGES.values(), ids=CHANGES)
 def test_a_changed_verl_is_named_by_doctor_and_no_feature_starts(python, tmp_path, monkeypatch, edits, named):
     for file, (old, new) in edits.items():
         folder, parts = tmp_path, ["verl", *file.split("/")]

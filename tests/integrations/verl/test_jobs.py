@@ -179,8 +179,7 @@ def test_replicas_and_resumed_runs_have_what_others_finished(tmp_path, monkeypat
     def respond(server, tokens):
         return ray.get(servers[server].respond.remote([1, 2, 3], tokens))
 
-    story = [*range(100, 140)]
-    log = run()
+    story, log = [*range(100, 140)], run()
     respond(0, story)
     assert set(log(1).values()) == {0.0}
     assert log(2)["drafts/tokens_an_engine_step"] == 1.0

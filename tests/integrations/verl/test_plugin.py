@@ -4,13 +4,9 @@ import json
 
 import pytest
 
-READERS = {
-    "verl.utils.config:validate_config",
-    "verl.trainer.main_ppo:run_ppo",
-    "verl.trainer.ppo.ray_trainer:RayPPOTrainer.__init_subclass__",
-    "verl.trainer.ppo.v1.trainer_base:PPOTrainer.__init__",
-    "verl.trainer.ppo.ray_trainer:RayPPOTrainer.__init__",
-}
+READERS = {"verl.utils.config:validate_config", "verl.trainer.main_ppo:run_ppo"}
+READERS |= {f"verl.trainer.ppo.ray_trainer:RayPPOTrainer.{name}" for name in ("__init_subclass__", "__init__")}
+READERS |= {"verl.trainer.ppo.v1.trainer_base:PPOTrainer.__init__"}
 SNAPSHOT = """
     import importlib, json, sys, types
 

@@ -108,11 +108,10 @@ def observer_of(tmp_path):
     """``observer_of(trainer, fetch)``: an observer of a run without Ray."""
 
     def make(trainer, fetch, max_num_seqs=4):
-        config = {
-            "trainer": {**trainer, "rl_accel_telemetry": str(tmp_path / "kept.jsonl")},
-            "actor_rollout_ref": {"rollout": {"name": "vllm", "max_num_seqs": max_num_seqs}},
-        }
-        observer = Observer(OmegaConf.create(config), [], SimpleNamespace())
+        trainer = {**trainer, "rl_accel_telemetry": str(tmp_path / "kept.jsonl")}
+        rollout = {"name": "vllm", "max_num_seqs": max_num_seqs}
+        config = OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": rollout}})
+        observer = Observer(config, [], SimpleNamespace())
         observer._fetch = fetch
         return observer
 
@@ -132,8 +131,7 @@ def observer_of(tmp_path):
 def test_parts_of_generation_are_told_only_where_it_begins_with_its_stage(trainer, known, observer_of):
     observer = observer_of(trainer, lambda: [Response("p", 10.0, 12.0, 13.0, 13.0, 20)])
     found = observer(1, {"timing_s/step": 8.0, "timing_s/gen": 4.0})
-    assert found["telemetry/completion_p50_seconds"] == 3.0
-    assert ("telemetry/idle_share" in found) == known
+    assert (found["telemetry/completion_p50_seconds"], "telemetry/idle_share" in found) == (3.0, known)
 
 
 def test_slots_of_all_servers_limit_the_places_in_the_batch(observer_of):
@@ -142,8 +140,7 @@ def test_slots_of_all_servers_limit_the_places_in_the_batch(observer_of):
     observer = observer_of({"use_v1": False}, lambda: responses, max_num_seqs=3)
     observer._servers = lambda: ["a", "b"]
     found = observer(1, {"timing_s/step": 8.0, "timing_s/gen": 4.0})
-    assert found["telemetry/concurrency"] == 8
-    assert found["telemetry/slots"] == 3
+    assert (found["telemetry/concurrency"], found["telemetry/slots"]) == (8, 3)
     assert found["telemetry/idle_share"] == pytest.approx(1 - (6 * 2 + 2 * 2) / (6 * 4))
 
 
@@ -156,8 +153,7 @@ def test_a_file_that_cannot_be_written_costs_one_warning_and_no_number(observer_
 
 
 def test_servers_that_never_say_how_often_they_preempt_are_not_asked_for_ever(monkeypatch, observer_of):
-    answers = [None, 4, 4, None, None, None, 9]
-    asked = []
+    answers, asked = [None, 4, 4, None, None, None, 9], []
 
     def read(_engine, servers):
         asked.append(servers)

@@ -20,16 +20,9 @@ from rl_accel.lab.ab.runner import RunResult
 from rl_accel.lab.ab.stats import RunData
 
 TRAINER = Path(__file__).with_name("toy_trainer.py")
-TOY = {
-    "name": "toy",
-    "description": "A toy that counts. The reward rises by 0.04 a step.",
-    "command": ["python", str(TRAINER)],
-    "arms": {"stock": {"overrides": ["adv=0.4"]}, "accelerated": {"overrides": ["adv=0.1"]}},
-    "baseline": "stock",
-    "steps": 8,
-    "steps_overrides": ["steps=${steps}"],
-    "seed_overrides": ["seed=${seed}"],
-}
+TOY = {"name": "toy", "description": "A toy that counts. The reward rises by 0.04 a step.", "baseline": "stock"}
+TOY |= {"arms": {"stock": {"overrides": ["adv=0.4"]}, "accelerated": {"overrides": ["adv=0.1"]}}, "steps": 8}
+TOY |= {"command": ["python", str(TRAINER)], "steps_overrides": ["steps=${steps}"], "seed_overrides": ["seed=${seed}"]}
 
 
 @pytest.fixture
@@ -80,9 +73,8 @@ def start_ab(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]
     def start(*arguments: object) -> "subprocess.Popen[str]":
         words = [sys.executable, "-m", "rl_accel", "ab", *map(str, arguments)]
         env = {**os.environ, "COLUMNS": "200", "TMPDIR": str(temp)}
-        process = subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
-        )
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(words, env=env, start_new_session=True, **output)
         started.append(process)
         return process
 

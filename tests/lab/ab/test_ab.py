@@ -47,12 +47,9 @@ def test_arms_run_after_prepare_and_the_report_compares_them(recipe_file, start_
     assert "accelerated and stock, seed 0: critic/score/mean is identical in all 8 steps" in output
     assert f"Report: {tmp_path / 'out' / 'report.html'}" in output
     summary = summary_of(tmp_path / "out")
-    assert summary["schema"] == "rl_accel.ab/1"
-    assert summary["ok"] is True
-    assert [(r["name"], r["status"], r["steps_done"]) for r in summary["runs"]] == [
-        ("stock-seed0", "done", 8),
-        ("accelerated-seed0", "done", 8),
-    ]
+    assert (summary["schema"], summary["ok"]) == ("rl_accel.ab/1", True)
+    done = [(run["name"], run["status"], run["steps_done"]) for run in summary["runs"]]
+    assert done == [("stock-seed0", "done", 8), ("accelerated-seed0", "done", 8)]
     assert {check["status"] for check in summary["checks"]} == {"green"}
     assert leftovers(tmp_path) == []
     log = (tmp_path / "out" / "stock-seed0" / "train.log").read_text()
@@ -73,13 +70,11 @@ def test_parting_arms_are_red_and_runs_are_kept_reported_again_or_overwritten_as
     call_ab("--report-only", out, code=1)
     assert "parts at step 5" in (out / "report.html").read_text()
     lenient = recipe_file(arms=arms, checks=checks | {"warn_only": ["identical"]})
-    output = call_ab(lenient, "--report-only", out)
-    assert "red (warning only)" in output
+    assert "red (warning only)" in call_ab(lenient, "--report-only", out)
 
     run = out / "stock-seed0" / "run.json"
     kept = run.read_text()
-    output = call_ab(recipe, "--out", out, "--arms", "stock", code=None)
-    assert "already holds stock-seed0" in output
+    assert "already holds stock-seed0" in call_ab(recipe, "--out", out, "--arms", "stock", code=None)
     assert run.read_text() == kept
     output = call_ab(recipe, "--out", out, "--arms", "stock", "--seeds", "0,4", "--steps", 2, "--overwrite")
     assert run.read_text() != kept
@@ -91,13 +86,9 @@ def test_parting_arms_are_red_and_runs_are_kept_reported_again_or_overwritten_as
 @pytest.mark.slow
 def test_each_failed_arm_says_why_and_resume_repeats_it_alone(recipe_file, call_ab, tmp_path):
     out = tmp_path / "out"
-    arms = {
-        "stock": {"overrides": ["fail_at=4", "log=<the last words>"]},
-        "accelerated": {},
-        "broken": {"overrides": ["broken=yes"]},
-        "silent": {"overrides": ["silent=yes"]},
-        "short": {"overrides": ["steps=2"]},
-    }
+    arms = {"stock": {"overrides": ["fail_at=4", "log=<the last words>"]}, "accelerated": {}}
+    faults = {"broken": "broken=yes", "silent": "silent=yes", "short": "steps=2"}
+    arms |= {arm: {"overrides": [fault]} for arm, fault in faults.items()}
     output = call_ab(recipe_file(arms=arms), "--out", out, code=1)
     for message in (
         "stock-seed0 failed: exit code 1 at step 3",
@@ -122,8 +113,7 @@ def test_each_failed_arm_says_why_and_resume_repeats_it_alone(recipe_file, call_
     assert pid.read_text() == first
     assert (out / "stock-seed0" / "metrics.jsonl").read_text().count("\n") == 8
     other = recipe_file(arms={"accelerated": {"overrides": ["adv=2"]}}, baseline="")
-    output = call_ab(other, "--out", out, "--resume")
-    assert "kept" not in output, "another command is another run"
+    assert "kept" not in call_ab(other, "--out", out, "--resume"), "another command is another run"
     assert pid.read_text() != first
 
 
@@ -142,13 +132,11 @@ def test_an_arm_that_takes_too_long_is_stopped(recipe_file, call_ab, tmp_path, g
     [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.full) for number in (signal.SIGINT, signal.SIGHUP))],
 )
 def test_a_stop_signal_ends_the_run_and_keeps_what_was_measured(hanging, tmp_path, gone, number):
-    out = tmp_path / "out"
-    process = hanging("yes", 4, accelerated={})
+    out, process = tmp_path / "out", hanging("yes", 4, accelerated={})
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number, output
-    assert len(pids(out)) == 2
-    assert all(gone(pid) for pid in pids(out))
+    assert [gone(pid) for pid in pids(out)] == [True, True]
     assert leftovers(tmp_path) == []
     (run,) = summary_of(out)["runs"]
     assert (run["status"], run["steps_done"], run["exit_code"]) == ("interrupted", 3, 128 + signal.SIGTERM)
@@ -170,15 +158,13 @@ def test_a_second_ctrl_c_does_not_wait_for_a_deaf_trainer(hanging, tmp_path, gon
 
 @pytest.mark.slow
 def test_a_killed_runner_takes_its_run_along_and_its_report_can_be_rebuilt(hanging, call_ab, tmp_path, wait_for, gone):
-    out = tmp_path / "out"
-    process = hanging("yes", 3)
+    out, process = tmp_path / "out", hanging("yes", 3)
     process.kill()
     process.communicate()
     assert len(pids(out)) == 2
     wait_for(lambda: all(gone(pid) for pid in pids(out)), "the run to end with its runner")
     wait_for(lambda: leftovers(tmp_path) == [], "the removal of Ray's folder")
-    output = call_ab("--report-only", out, code=1)
-    assert "stock-seed0: interrupted" in output
+    assert "stock-seed0: interrupted" in call_ab("--report-only", out, code=1)
     assert summary_of(out)["curves"]["critic/score/mean"]["stock-seed0"]["steps"] == [1, 2]
 
 

@@ -1,5 +1,3 @@
-"""Each check turns green, red or skipped for the right reason."""
-
 import math
 
 import pytest

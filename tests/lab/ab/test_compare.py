@@ -30,8 +30,7 @@ def write(tmp_path):
 
     def make(name, gain=0.5, steps=60, noise=0.0, **more):
         rng = np.random.default_rng(sum(map(ord, name)))
-        level = rng.normal(0, noise)
-        lines = []
+        level, lines = rng.normal(0, noise), []
         for step in range(1, steps + 1):
             data = {REWARD: 0.2 + (gain + level) * min(step / 40, 1), "timing_s/step": 6.0, "timing_s/gen": 4.0, **more}
             lines.append(json.dumps({"step": step, "data": data}) + "\n")
@@ -124,8 +123,7 @@ def test_what_changed_in_the_data_comes_from_metrics_telemetry_and_ledgers(call,
     data = summary["data"]
     assert data["mean length of a response"] == {"stock": 100, "tail": 80}
     assert data["share cut at the limit"] == {"stock": pytest.approx(0.1)}
-    assert data["rewards killed a step"] == {"tail": 2}
-    assert data["staleness, mean"] == {"tail": 0.5}
+    assert (data["rewards killed a step"], data["staleness, mean"]) == ({"tail": 2}, {"tail": 0.5})
     assert data["tokens of a response, p50"] == {"tail": 20}
     assert [data[f"prompts: {key}"]["tail"] for key in ("once", "again", "rejected")] == [1, 1, 1]
     assert summary["rollout"]["ledgers"][0]["run"] == "tail-seed0"

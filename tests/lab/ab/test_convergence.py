@@ -83,10 +83,8 @@ def test_the_seeds_it_asks_for_are_enough_in_four_of_five(paired, true, supposed
         example = np.array([-1.0, 0.0, 1.0] if pilot == 3 else [-1.5, -0.5, 0.0, 0.5, 1.5])
         unit = example / example.std(ddof=1)
         zero = np.zeros(pilot)
-        wanted = [
-            seeds_enough(*((zero, its * unit) if paired else (its * unit / 2**0.5,) * 2), MARGIN, paired, supposed)
-            for its in grid
-        ]
+        pairs = [(zero, its * unit) if paired else (its * unit / 2**0.5,) * 2 for its in grid]
+        wanted = [seeds_enough(*pair, MARGIN, paired, supposed) for pair in pairs]
         asked = np.minimum(np.array(wanted)[np.searchsorted(grid, deviations, side="right") - 1], 1001).astype(int)
         decided = 0
         for seeds, count in zip(*np.unique(asked, return_counts=True), strict=True):
@@ -109,8 +107,7 @@ def curves(rng, arms_true, length=80, seeds=4, noise=0.005, common=0.001):
 
 @pytest.mark.parametrize("true", [0.0, 0.5, 1.0, 2.0])
 def test_autocorrelated_curves_of_different_lengths_do_not_mislead(true):
-    rng = np.random.default_rng(5)
-    finals = []
+    rng, finals = np.random.default_rng(5), []
     for _ in range(DRAWS):
         sides = curves(rng, (0.0, true))
         end = min(x[-1] for side in sides for x, _ in side)
@@ -124,8 +121,7 @@ def test_autocorrelated_curves_of_different_lengths_do_not_mislead(true):
 
 
 def test_runs_that_are_alike_to_the_bit_are_equal_from_three_seeds_on_and_a_constant_difference_is_one():
-    base = np.array([0.5, 0.6, 0.7])
-    margin = np.full(3, 0.01)
+    base, margin = np.array([0.5, 0.6, 0.7]), np.full(3, 0.01)
     assert decide(base, base.copy(), margin, True) == EQUAL
     assert convergence.interval(base, base.copy(), True) == (0.0, 0.0)
     assert decide(base, base + 0.02, margin, True) == DIFFERENT
@@ -149,8 +145,7 @@ def test_the_seeds_asked_for_grow_with_the_deviation_and_end_at_a_thousand():
     unit = np.array([-1.0, 0.0, 1.0])
     asked = [seeds_enough(np.zeros(3), spread * unit, 1.0, True) for spread in (0.1, 0.5, 1.0, 2.0, 100.0)]
     assert asked == sorted(asked)
-    assert asked[0] == 3
-    assert asked[-1] == math.inf
+    assert (asked[0], asked[-1]) == (3, math.inf)
     assert seeds_enough(np.zeros(3), unit, 1.0, True, 0.5) > 2 * seeds_enough(np.zeros(3), unit, 1.0, True)
 
 
@@ -212,8 +207,7 @@ def test_the_whole_says_levels_answers_axes_and_what_is_missing():
     answers = {axis: row["answer"] for axis, row in by_axis.items()}
     assert answers == {"steps": EQUAL, "prompts": EQUAL, "hours": DIFFERENT}
     assert (by_axis["steps"]["end"], by_axis["steps"]["longest"], by_axis["prompts"]["end"]) == (46, 50, 184)
-    assert by_axis["steps"]["difference"] == 0
-    assert by_axis["hours"]["end"] == 23
+    assert (by_axis["steps"]["difference"], by_axis["hours"]["end"]) == (0, 23)
     assert by_axis["steps"]["reach"]["ratio"] == pytest.approx(1)
     assert by_axis["hours"]["reach"]["ratio"] == pytest.approx(2)
     assert "val-core/x/acc/mean@1 is not in stock-seed1, stock-seed2, all runs of fast" in found["notes"]

@@ -32,9 +32,8 @@ def plans_of(name, platform=None, steps=None):
 
 
 def arms_of(*names, platform=None):
-    return [
-        pytest.param(plan, platform, id=f"{name}-{plan.arm}") for name in names for plan in plans_of(name, platform)
-    ]
+    plans = [(name, plan) for name in names for plan in plans_of(name, platform)]
+    return [pytest.param(plan, platform, id=f"{name}-{plan.arm}") for name, plan in plans]
 
 
 @pytest.fixture
@@ -165,9 +164,7 @@ def prepare(monkeypatch):
     datasets = pytest.importorskip("datasets")
     row = {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "1"}}
     solved = [{"question": "How many?", "answer": "many\n#### 1,234"}, {"question": "Less?", "answer": "#### -5"}]
-    dapo, aime = (
-        [{**row, "data_source": "math_dapo", "extra_info": {"index": i}} for i in its] for its in ("abab", "c")
-    )
+    dapo, aime = ([{**row, "data_source": "math_dapo", "extra_info": {"index": i}} for i in s] for s in ("abab", "c"))
     eurus = [{**row, "data_source": "taco", "ability": ability} for ability in ("math", "code")]
     hub = {
         "openai/gsm8k": ("train test", solved),
@@ -228,8 +225,7 @@ def test_doctor_says_what_a_recipe_lacks_here(doctor, tmp_path, verl):
     code, rows = doctor("--recipe", file.parent)
     assert code == 1
     assert {rows[f"configuration of {arm}"][0] for arm in ("stock", "lossless", "tail")} == {"works"}
-    assert rows["package flash_attn"][0] == "missing"
-    assert rows[f"model {model}"][0] == "works"
+    assert (rows["package flash_attn"][0], rows[f"model {model}"][0]) == ("missing", "works")
     (data,) = [row for what, row in rows.items() if what.startswith("data ") and what.endswith("train.parquet")]
     assert data == ("unknown", "the recipe's prepare command makes it")
     why = rows["GPU memory"][1]
@@ -237,9 +233,7 @@ def test_doctor_says_what_a_recipe_lacks_here(doctor, tmp_path, verl):
     assert 30 < float(why.split()[0]) < 35  # 8.2 billion parameters, twice 15.3 GiB, and the cache
 
 
-def test_doctor_asks_for_no_gpu_on_a_cpu_nor_for_a_model_to_check_a_critic_and_names_what_is_wrong(
-    doctor, tmp_path, verl
-):
+def test_doctor_asks_for_no_gpu_on_a_cpu_nor_a_model_to_check_a_critic_and_names_what_is_wrong(doctor, tmp_path, verl):
     _, rows = doctor("--recipe", EXAMPLES / "verl_gsm8k", "--platform", "cpu")
     assert rows["configuration of tail"][0] == "works"
     assert not any("GPU" in what for what in rows)
@@ -266,11 +260,8 @@ def test_doctor_finds_a_model_in_the_cache_and_asks_no_hub_for_another(monkeypat
     (here / "refs").mkdir()
     (here / "refs/main").write_text("1")
     (here / "snapshots/1/config.json").write_text('{"model_type": "qwen2"}')
-    assert [verdict for name in ("made/here", "not/here") for _, verdict, _ in preflight._model(name)] == [
-        "works",
-        "unknown",
-    ]
-    assert calls == []
+    verdicts = [verdict for name in ("made/here", "not/here") for _, verdict, _ in preflight._model(name)]
+    assert (verdicts, calls) == (["works", "unknown"], [])
 
 
 def test_doctor_of_slime(doctor, slime_places):

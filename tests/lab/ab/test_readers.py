@@ -119,7 +119,7 @@ def test_wandb_offline_as_verl_and_slime_call_it_and_as_a_killed_run_leaves_it(t
     assert steps[5] == metrics(5)
 
 
-def test_a_csv_of_a_history_is_one_run_and_a_csv_of_a_chart_wants_the_name_of_a_run(tmp_path):
+def test_a_csv_of_a_history_is_a_run_one_of_a_chart_wants_the_name_of_a_run_and_a_step_may_be_a_metric(tmp_path):
     history = tmp_path / "history.csv"
     history.write_text(f",_step,_timestamp,{REWARD},val/x\n0,1,17.5,0.5,\n1,2,18.5,0.25,0.75\n")
     assert read(str(history)).steps == {1: {REWARD: 0.5}, 2: {REWARD: 0.25, "val/x": 0.75}}
@@ -134,9 +134,6 @@ def test_a_csv_of_a_history_is_one_run_and_a_csv_of_a_chart_wants_the_name_of_a_
     for name in (str(chart), f"{chart}:tail-9"):
         with pytest.raises(RlAccelError, match=r"wants a column .* one run, or .*csv:RUN .*found Step, stock-0 -"):
             read(name)
-
-
-def test_a_csv_of_verl_whose_steps_are_a_metric(tmp_path):
     (tmp_path / "h.csv").write_text(f"training/global_step,{REWARD}\n3,0.5\n4,0.75\n")
     assert {step: its[REWARD] for step, its in read(str(tmp_path / "h.csv")).steps.items()} == {3: 0.5, 4: 0.75}
 

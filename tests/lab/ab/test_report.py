@@ -62,9 +62,8 @@ def test_the_page_is_whole_and_loads_nothing_and_the_console_shows_stages_checks
     found = build(runs, description="<script>alert(1)</script>", checks={"faster": {"adv": 50}})
     text = (tmp_path / "report.html").read_text()
     page = _Page(text)
-    assert page.open == []
+    assert (page.open, len(page.links)) == ([], 3)
     assert "<script>" not in text
-    assert len(page.links) == 3
     assert all(link.startswith("data:image/png;base64,") for link in page.links)
     assert "1.25x" in text  # 2.0 s against 1.6 s
     assert "5.00x" in text
@@ -143,12 +142,9 @@ def test_a_report_about_rollouts_has_its_table_its_ledger_and_its_pictures(build
     ours = records(0.5, **{"timing_s/gen": 0.4, prefix + "short_round": 1.0, prefix + "queue_length": 2.0})
     for metrics in ours.values():
         metrics |= {prefix + "tokens_generated": 100.0, prefix + "tokens_wasted": 30.0}
-    ledger = json.dumps({"step": 1, "trained": ["1:1", "1:2"]})
-    found = build(
-        {"stock-seed0": records(0.5), "accelerated-seed0": ours},
-        files={"accelerated-seed0": {"ledger.jsonl": ledger}},
-        rollout={"report": True, "ledger": "ledger.jsonl", "faster": {"accelerated": 2.0}},
-    )
+    files = {"accelerated-seed0": {"ledger.jsonl": json.dumps({"step": 1, "trained": ["1:1", "1:2"]})}}
+    rollout = {"report": True, "ledger": "ledger.jsonl", "faster": {"accelerated": 2.0}}
+    found = build({"stock-seed0": records(0.5), "accelerated-seed0": ours}, files=files, rollout=rollout)
     text = (tmp_path / "report.html").read_text()
     assert _Page(text).open == []
     assert "2.50x" in text

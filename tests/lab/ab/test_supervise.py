@@ -13,6 +13,7 @@ from rl_accel.lab.ab.runner import MARKER, MODULES, RAY_DID_NOT_START, Stop, mar
 from rl_accel.processes import end_all
 
 TRAINER = Path(__file__).with_name("toy_trainer.py")
+CTRL_C = "import signal; raise SystemExit(signal.getsignal(signal.SIGINT) is not signal.default_int_handler)"
 
 
 @pytest.fixture
@@ -34,9 +35,6 @@ def supervise(tmp_path):
     for process in started:
         process.stdin.close()
         process.wait()
-
-
-CTRL_C = "import signal; raise SystemExit(signal.getsignal(signal.SIGINT) is not signal.default_int_handler)"
 
 
 @pytest.mark.parametrize(

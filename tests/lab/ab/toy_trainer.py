@@ -27,18 +27,11 @@ time.sleep(300)
 def metrics(step: int, seed: int, adv: float, part_at: int) -> dict[str, float]:
     wobble = 0.01 * ((step * 7 + seed) % 5)
     parted = 1e-3 if part_at and step >= part_at else 0.0
-    return {
-        "timing_s/gen": 1.0 + wobble,
-        "timing_s/adv": adv + wobble / 10,
-        "timing_s/update_actor": 0.5,
-        "timing_s/step": 1.6 + adv + wobble * 1.1,
-        "critic/score/mean": 0.1 + 0.04 * step + seed + parted,
-        "actor/grad_norm": 1.0 / step + parted,
-        "actor/kl_loss": 0.0 if step == 1 else 0.01,
-        "training/rollout_probs_diff_max": 1e-7,
-        "response_length/mean": 20.0 + step,
-        "perf/throughput": time.time(),
-    }
+    data = {"timing_s/gen": 1.0 + wobble, "timing_s/adv": adv + wobble / 10, "timing_s/update_actor": 0.5}
+    data |= {"timing_s/step": 1.6 + adv + wobble * 1.1, "response_length/mean": 20.0 + step}
+    data |= {"critic/score/mean": 0.1 + 0.04 * step + seed + parted, "actor/grad_norm": 1.0 / step + parted}
+    data |= {"actor/kl_loss": 0.0 if step == 1 else 0.01, "training/rollout_probs_diff_max": 1e-7}
+    return data | {"perf/throughput": time.time()}
 
 
 def main() -> None:

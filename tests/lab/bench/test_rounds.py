@@ -1,9 +1,7 @@
-"""The benchmark of simulated rounds: what it checks, and that it prints."""
-
 import pytest
 
 from rl_accel.lab.bench import rounds
-from rl_accel.rollout.simulation import Given, play_rounds
+from rl_accel.rollout.simulation import ReplayedLengths, play_rounds
 
 SMALL = ["--rounds", "10", "--prompts", "4", "--responses", "3", "--replicas", "2"]
 
@@ -18,7 +16,7 @@ def test_it_prints_both_kinds_of_runs(invoke):
     ("wrong", "words"),
     [
         (lambda run, engine, *rest: play_rounds(run, rounds.ENGINE, *rest), "do not take the longest"),
-        (lambda *args: play_rounds(*args, seed=0 if isinstance(args[3], Given) else next(SEEDS)), "other rounds"),
+        (lambda *args: play_rounds(*args, seed=0 if isinstance(args[3], ReplayedLengths) else next(SEEDS)), "other rounds"),
     ],
 )
 def test_a_wrong_simulation_gets_no_number(monkeypatch, invoke, wrong, words):

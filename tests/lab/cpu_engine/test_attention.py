@@ -16,9 +16,8 @@ def test_every_row_attends_to_its_own_past_only(kv_heads, width, scaling):
     key, value = (torch.randn(rows, kv_heads, capacity, width, generator=generator) for _ in range(2))
     lengths = torch.tensor([1, 2, 7, 8, 9, 33, 64, 69, 70])
     mask = (torch.arange(capacity) < lengths[:, None])[:, None, None]
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True
-    )
+    options = {"attn_mask": mask, "scale": scaling, "enable_gqa": True}
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
     for memory in (key, value):
         memory[~mask.expand(rows, kv_heads, 1, capacity)[:, :, 0]] = torch.nan  # behind the mask nothing is read
     output, _ = attend(torch.nn.Module(), query, key, value, mask, scaling=scaling)

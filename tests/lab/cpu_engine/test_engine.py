@@ -54,15 +54,12 @@ def test_greedy_and_sampled_tokens_and_their_logprobs_are_those_of_a_plain_forwa
 
 @pytest.mark.slow
 def test_a_request_gives_the_same_bits_whatever_shares_its_batch(model, engine_for):
-    engine = engine_for(model, max_num_seqs=16)
-    rng = random.Random(3)
+    engine, rng = engine_for(model, max_num_seqs=16), random.Random(3)
     lengths = [300, 170, *(rng.randint(1, 60) for _ in range(14))]  # across the block sizes of the cache
     kinds = [{"temperature": (1.0, 0.0, 1.3)[i % 3], "top_k": (-1, 10)[i % 2], "seed": i} for i in range(15)]
     kinds.append({"top_p": 0.8, "seed": 15})
-    params = [
-        SamplingParams(max_tokens=length, logprobs=True, ignore_eos=True, **kind)
-        for length, kind in zip(lengths, kinds, strict=True)
-    ]
+    fixed = {"logprobs": True, "ignore_eos": True}
+    params = [SamplingParams(max_tokens=n, **fixed, **kind) for n, kind in zip(lengths, kinds, strict=True)]
     requests = list(zip(prompts(16, longest=140), params, strict=True))
     alone = [engine.submit("r", *request).result(60) for request in requests]
     together = [future.result(60) for future in [engine.submit("r", *request) for request in requests]]
@@ -118,9 +115,7 @@ def test_cancelling_ends_one_pause_ends_all_and_holds_what_comes_and_resume_goes
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_equal_prompts_are_read_once_until_new_weights_which_are_used_from_the_next_request_on(
-    make_model, engine_for, tied
-):
+def test_equal_prompts_are_read_once_until_new_weights_which_the_next_request_uses(make_model, engine_for, tied):
     old, new = (make_model(seed=seed, tie_word_embeddings=tied) for seed in (0, 1))
     engine = engine_for(old)
     [prompt] = prompts(1)
@@ -151,12 +146,8 @@ def test_weights_that_do_not_fit_change_nothing(model, engine_for):
 
 def test_a_prompt_that_cannot_be_read_is_refused_at_once(model, engine_for):
     engine = engine_for(model)
-    for prompt, message in (
-        ([], "is empty"),
-        ([5] * 512, "512 tokens leaves no room"),
-        ([5, 64], "vocab"),
-        ([-1], "vocab"),
-    ):
+    wrong = (([], "is empty"), ([5] * 512, "512 tokens leaves no room"), ([5, 64], "vocab"), ([-1], "vocab"))
+    for prompt, message in wrong:
         with pytest.raises(ValueError, match=message):
             engine.submit("r", prompt, GREEDY)
 

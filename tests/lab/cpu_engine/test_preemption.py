@@ -60,9 +60,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.slow
-def test_preempted_requests_give_what_they_would_have_given_and_a_budget_that_suffices_changes_no_bit(
-    model, engine_for
-):
+def test_preempted_requests_give_what_they_would_have_and_a_budget_that_suffices_changes_no_bit(model, engine_for):
     rng = random.Random(1)
     requests = [request_of(rng, seed=i, ignore_eos=True, **_KINDS[i % 4]) for i in range(32)]
     free, enough, tight = (engine_for(model, kv_tokens=budget) for budget in (None, 10_000, 130))
@@ -168,9 +166,7 @@ def away(engine_for, wait_for):
 
 
 @pytest.mark.slow
-def test_a_request_that_is_away_can_be_aborted_or_cancelled_or_fail_alone(
-    model, engine_for, away, wait_for, monkeypatch
-):
+def test_a_request_that_is_away_can_be_aborted_cancelled_or_fail_alone(model, engine_for, away, wait_for, monkeypatch):
     whole = engine_for(model, max_model_len=200).submit("r", [5] * 40, endless(2)).result(30)
     engine, (old, failing, aborted, cancelled) = away(model, 40, 40, 40, 40)
     assert engine.abort("r2").result(10) == 1

@@ -63,9 +63,7 @@ def test_a_response_has_text_tokens_and_their_log_probabilities_and_an_end_token
     assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": tokens[2]}
 
 
-def test_a_request_is_aborted_by_its_id_or_with_all_others_or_by_its_connection_and_later_ones_are_not(
-    client, pool, wait_for
-):
+def test_a_request_is_aborted_by_id_with_all_others_or_by_its_connection_and_later_ones_are_not(client, pool, wait_for):
     def two_running():
         futures = [pool.submit(generate, client, sampling_params=ENDLESS, rid=f"r{i}") for i in range(2)]
         wait_for(lambda: load(client)["num_running_reqs"] == 2, "both requests")

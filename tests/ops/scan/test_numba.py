@@ -28,15 +28,12 @@ def test_results_have_the_bits_of_verls_functions(core_algos, case, same_bits, m
 
 MASKS = (None, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16)
 COMPILED = [(torch.float64, mask) for mask in MASKS[:2]] + [(torch.float32, mask) for mask in (MASKS[2], MASKS[-1])]
+PAIRS = list(itertools.product((torch.float32, torch.float64), MASKS))
 
 
 @pytest.mark.slow  # compiles a kernel for each pair
 @pytest.mark.parametrize(
-    ("dtype", "mask_type"),
-    [
-        pytest.param(*pair, marks=[] if pair in COMPILED else pytest.mark.full)
-        for pair in itertools.product((torch.float32, torch.float64), MASKS)
-    ],
+    ("dtype", "mask_type"), [pytest.param(*pair, marks=[] if pair in COMPILED else pytest.mark.full) for pair in PAIRS]
 )
 def test_every_mask_type_gives_the_bits_of_the_loop(dtype, mask_type, case, same_bits):
     for seed in (1, 2, 5):

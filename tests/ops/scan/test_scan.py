@@ -85,8 +85,7 @@ def test_what_is_not_finite_spreads_as_in_the_loop(backend, value, packed, same_
     seed=st.integers(0, 2**30),
 )
 def test_packed_sequences_give_what_each_gives_alone(lengths, kind, backend, offset_type, seed):
-    random = torch.Generator().manual_seed(seed)
-    tokens = sum(lengths)
+    random, tokens = torch.Generator().manual_seed(seed), sum(lengths)
     dtype = torch.float32 if backend == "numba" else torch.float64  # there the bits must agree
     rewards, values = (torch.randn(tokens, generator=random, dtype=dtype) for _ in range(2))
     mask = torch.rand(tokens, generator=random)

@@ -42,10 +42,8 @@ def advantages_of(seed: int, estimator: str) -> tuple[torch.Tensor, torch.Tensor
     mask[0, :2] = True
     index = np.array([f"prompt-{n % max(1, rows // 7)}" for n in range(rows)], dtype=object)
     random.shuffle(index)
-    tensors = {
-        "token_level_rewards": torch.from_numpy(random.randn(rows, tokens)).float(),
-        "response_mask": torch.from_numpy(mask).long(),
-    }
+    tensors = {"token_level_rewards": torch.from_numpy(random.randn(rows, tokens)).float()}
+    tensors["response_mask"] = torch.from_numpy(mask).long()
     if "token_baseline" in estimator:
         tensors["old_log_probs"] = torch.from_numpy(-3 * random.rand(rows, tokens)).float()
         tensors["sum_pi_squared"] = torch.from_numpy(random.rand(rows, tokens)).float()
@@ -104,13 +102,8 @@ def outcome_of(name: str, arguments: dict) -> tuple:
     ],
 )
 def test_outside_the_domain_verls_own_function_does_the_work_and_its_errors_are_its_own(apply, name, change):
-    arguments = {
-        "token_level_rewards": torch.randn(4, 2),
-        "response_mask": torch.ones(4, 2, dtype=torch.int64),
-        "index": np.array([0, 0, 1, 1]),
-        "config": CONFIG,
-        **change,
-    }
+    arguments = {"token_level_rewards": torch.randn(4, 2), "response_mask": torch.ones(4, 2, dtype=torch.int64)}
+    arguments |= {"index": np.array([0, 0, 1, 1]), "config": CONFIG, **change}
     if name == "optimal_token_baseline":
         arguments["old_log_probs"] = -torch.rand(4, 2)
     if name == "grpo":

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,9 @@ from rl_accel.telemetry import metrics
 
 replay_buffer = pytest.importorskip("verl.trainer.ppo.v1.replay_buffer")
 (PATCH,) = sampler.SWITCHES
+FATE = st.sampled_from(["teaches", "is constant", "fails"])
+FATES = st.lists(FATE, max_size=20).map(lambda fates: ["teaches", *fates])
+TIMES = st.lists(st.integers(1, 900), min_size=12, max_size=20, unique=True)
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +59,7 @@ def test_waits_milliseconds_and_leaves_the_interval_alone_even_if_interrupted(ki
     found = metrics.drain()
     assert found["rl_accel/sampler/polls"] == 5
     assert found["rl_accel/sampler/wait_s"] < 600
-
-    def interrupt(_seconds):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(replay_buffer.time, "sleep", interrupt)
+    monkeypatch.setattr(replay_buffer.time, "sleep", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         made._wait_for_next_poll("train", debug)
     assert made.poll_interval == 600.0
@@ -178,15 +178,8 @@ def play(kind, seconds, fates, batch_size, filtered, refills_failed):
     return story, now
 
 
-FATES = st.lists(st.sampled_from(["teaches", "is constant", "fails"]), max_size=20).map(
-    lambda fates: ["teaches", *fates]
-)
-
-
 @given(
-    seconds=st.lists(st.integers(1, 900), min_size=12, max_size=20, unique=True).map(
-        lambda times: [t / 100 for t in times]
-    ),
+    seconds=TIMES.map(lambda times: [t / 100 for t in times]),
     fates=FATES,
     batch_size=st.integers(1, 9),
     rules=st.sampled_from(

@@ -79,7 +79,6 @@ def test_every_patch_that_ships_says_when_it_can_go():
 @every_patch
 def test_an_old_verl_is_refused(monkeypatch, patch):
     monkeypatch.setattr(importlib.import_module("verl"), "__version__", "0.5.0")
-    with pytest.raises(
-        NotInThisVersion if patch.independent else PatchRefused, match=r"supports verl>=.*, running 0\.5\.0"
-    ):
+    refusal = NotInThisVersion if patch.independent else PatchRefused
+    with pytest.raises(refusal, match=r"supports verl>=.*, running 0\.5\.0"):
         patch.check()

@@ -13,17 +13,9 @@ def parsed(router: str, model: object, prompts: object, **flags: Any) -> argpars
     import slime.utils.arguments as slime_arguments
 
     host, port = router.removeprefix("http://").split(":")
-    usual = {
-        "hf_checkpoint": model,
-        "prompt_data": prompts,
-        "label_key": "label",
-        "rollout_batch_size": 8,
-        "n_samples_per_prompt": 4,
-        "rollout_max_response_len": 128,
-        "sglang_router_ip": host,
-        "sglang_router_port": port,
-        "custom_rm_path": "slime_test_plugins.score",
-    }
+    usual = {"hf_checkpoint": model, "prompt_data": prompts, "label_key": "label", "rollout_max_response_len": 128}
+    usual |= {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "custom_rm_path": "slime_test_plugins.score"}
+    usual |= {"sglang_router_ip": host, "sglang_router_port": port}
     words = ["train.py"]
     for name, value in {**usual, **flags}.items():
         words += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]

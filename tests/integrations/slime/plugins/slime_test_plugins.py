@@ -48,59 +48,56 @@ async def score_group(args, samples, **kwargs):
     return [float(position) for position, _ in enumerate(samples)]
 
 
-async def broken(args, sample, sampling_params):
-    """slime's own function, but BROKEN_ROWS raise."""
+def own(*given):
+    """slime's own generate function."""
     from slime.rollout.sglang_rollout import generate
 
+    return generate(*given)
+
+
+async def broken(args, sample, sampling_params):
+    """slime's own function, but BROKEN_ROWS raise."""
     if row_of(sample) in BROKEN_ROWS:
         raise OSError("no such tool")
-    return await generate(args, sample, sampling_params)
+    return await own(args, sample, sampling_params)
 
 
 async def stuck(args, sample, sampling_params):
     """slime's own function, but BROKEN_ROWS wait for a tool that never answers."""
-    from slime.rollout.sglang_rollout import generate
-
     if row_of(sample) in BROKEN_ROWS:
         await asyncio.Event().wait()
-    return await generate(args, sample, sampling_params)
+    return await own(args, sample, sampling_params)
 
 
 async def refused(args, sample, sampling_params):
     """slime's own function, but the server refuses what BROKEN_ROWS ask for."""
-    from slime.rollout.sglang_rollout import generate
     from slime.utils.http_utils import post
 
     if row_of(sample) in BROKEN_ROWS:
         url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
         await post(url, {"input_ids": [5000], "sampling_params": sampling_params}, max_retries=1)
-    return await generate(args, sample, sampling_params)
+    return await own(args, sample, sampling_params)
 
 
 async def endless(args, sample, sampling_params):
     """slime's own function, but responses of SLOW_ROWS do not end."""
-    from slime.rollout.sglang_rollout import generate
-
     if row_of(sample) in SLOW_ROWS:
         sampling_params = {**sampling_params, "ignore_eos": True, "max_new_tokens": 100_000}
-    return await generate(args, sample, sampling_params)
+    return await own(args, sample, sampling_params)
 
 
 async def whole(args, sample, sampling_params):
     """slime's own function, but no response ends before its longest length."""
-    from slime.rollout.sglang_rollout import generate
-
-    return await generate(args, sample, {**sampling_params, "ignore_eos": True})
+    return await own(args, sample, {**sampling_params, "ignore_eos": True})
 
 
 async def gives_up(args, sample, sampling_params):
     """Responses of BROKEN_ROWS are aborted after four tokens, those of row 6 with a reward, of row 7 to be left out of the loss."""
-    from slime.rollout.sglang_rollout import generate
     from slime.utils.types import Sample
 
     if row_of(sample) not in BROKEN_ROWS:
-        return await generate(args, sample, sampling_params)
-    sample = await generate(args, sample, {**sampling_params, "max_new_tokens": 4})
+        return await own(args, sample, sampling_params)
+    sample = await own(args, sample, {**sampling_params, "max_new_tokens": 4})
     sample.status = Sample.Status.ABORTED
     sample.reward = 0.0 if row_of(sample) == 6 else None
     sample.remove_sample = row_of(sample) == 7
@@ -109,13 +106,11 @@ async def gives_up(args, sample, sampling_params):
 
 async def two_turns(args, sample, sampling_params):
     """Fan out: the answer, and a second sample that goes on from it."""
-    from slime.rollout.sglang_rollout import generate
-
     second = copy.deepcopy(sample)
-    first = await generate(args, sample, dict(sampling_params, max_new_tokens=20))
+    first = await own(args, sample, dict(sampling_params, max_new_tokens=20))
     if first.status.value == "aborted":
         return [first]
-    second = await generate(args, second, dict(sampling_params, max_new_tokens=20))
+    second = await own(args, second, dict(sampling_params, max_new_tokens=20))
     for each in (first, second):
         each.rollout_id = sample.index
     return [first, second]

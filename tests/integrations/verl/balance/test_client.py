@@ -23,10 +23,10 @@ from rl_accel.lab.cpu_engine.engine import Engine
 from rl_accel.lab.cpu_engine.sampling import SamplingParams
 from rl_accel.rollout.balance import Balance, Instruction
 
-CONFIG = OmegaConf.create(
-    {"actor_rollout_ref": {"rollout": {"name": "balance_test", "prompt_length": 20, "response_length": 20}}}
-)
+ROLLOUT = {"name": "balance_test", "prompt_length": 20, "response_length": 20}
+CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": ROLLOUT}})
 ENGINE = engines.EngineSupport(aborts_by_id=True, seeds_by_position=True, stop=verl_cpu._stop)
+MORE = [pytest.param(replicas, 500, marks=[pytest.mark.slow, pytest.mark.full]) for replicas in (2, 4)]
 
 
 @pytest.fixture(autouse=True)
@@ -176,9 +176,6 @@ def of_one_engine(engine, given):
     return [future.result(60) for future in [engine.submit("x", *one) for one in asked]]
 
 
-MORE = [pytest.param(replicas, 500, marks=[pytest.mark.slow, pytest.mark.full]) for replicas in (2, 4)]
-
-
 @pytest.mark.parametrize(("replicas", "count"), [(2, 100), (4, 200), *MORE])
 async def test_responses_that_move_at_random_are_those_of_one_engine(engine_for, balanced, replicas, count):
     given = [(prompt, params_of(number)) for number, prompt in enumerate(prompts(count))]
@@ -201,9 +198,7 @@ def endless(count):
     return [(prompt, params_of(number, ignore_eos=True, max_tokens=30)) for number, prompt in enumerate(prompts(count))]
 
 
-async def test_what_a_dead_server_generated_is_generated_again_elsewhere_and_without_any_fails_as_with_verl(
-    engine_for, balanced
-):
+async def test_what_a_dead_server_made_is_made_again_elsewhere_and_without_any_fails_as_in_verl(engine_for, balanced):
     async def dies(**_):
         await asyncio.sleep(0.02)
         raise ActorDiedError()
@@ -256,12 +251,8 @@ async def test_only_what_means_the_same_elsewhere_is_movable(balanced):
             seen[response["prompt_tokens"]] = response["movable"]
             return super().request(ticket, now, **response)
 
-    requests = [
-        ({"temperature": 1.0, "seed": 3, "logprobs": True}, {}),
-        ({"presence_penalty": 0.5}, {}),
-        ({"stop": ["x"]}, {}),
-        ({}, {"image_data": ["picture"]}),
-    ]
+    requests = [({"temperature": 1.0, "seed": 3, "logprobs": True}, {}), ({"presence_penalty": 0.5}, {})]
+    requests += [({"stop": ["x"]}, {}), ({}, {"image_data": ["picture"]})]
     async with balanced(core=Watching) as (_, _, balancer):
         for length, (params, media) in enumerate(requests, 1):
             given = {"prompt_ids": [5] * length, "sampling_params": params, **media}
@@ -322,10 +313,9 @@ async def test_a_worker_that_dies_leaves_its_slots_to_others(balanced):
     async with balanced(replicas=1, slots=1) as (local, _, balancer):
         worker = Worker()
         dying = client.Servers(Handle(local), CONFIG, Handle(worker))
-        asks = [
-            dying.acquire_server.remote(request_id=name, prompt_ids=[1], sampling_params={}) for name in ("a", "b", "c")
-        ]
-        other = balancer.acquire_server.remote(request_id="d", prompt_ids=[1], sampling_params={})
+        given = {"prompt_ids": [1], "sampling_params": {}}
+        asks = [dying.acquire_server.remote(request_id=name, **given) for name in "abc"]
+        other = balancer.acquire_server.remote(request_id="d", **given)
         while local._balance.waiting < 2:  # one runs and one is ready in the engine
             await asyncio.sleep(0.002)
         worker.killed.set()

@@ -59,21 +59,12 @@ def responses(tokenizer: Any) -> Callable[..., list[Any]]:
             prompt = torch.tensor([tokenizer.encode("q1", add_special_tokens=False)])
             answer = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
             whole = torch.cat([prompt, answer], dim=1)
-            batch = TensorDict(
-                {"prompts": prompt, "responses": answer, "input_ids": whole, "attention_mask": torch.ones_like(whole)},
-                batch_size=1,
-            )
-            row = {
-                "data_source": "test",
-                "reward_model": {"style": "rule", "ground_truth": ground_truth},
-                "raw_prompt": [{"role": "user", "content": "q1"}],
-                "extra_info": {"index": 0},
-                "uid": "u",
-                "__num_turns__": 2,
-                "tool_extra_fields": {},
-                **columns,
-                **({VALIDATION: True} if validation else {}),
-            }
+            tensors = {"prompts": prompt, "responses": answer, "input_ids": whole}
+            batch = TensorDict({**tensors, "attention_mask": torch.ones_like(whole)}, batch_size=1)
+            row = {"data_source": "test", "extra_info": {"index": 0}, "uid": "u", "__num_turns__": 2}
+            row |= {"reward_model": {"style": "rule", "ground_truth": ground_truth}, "tool_extra_fields": {}}
+            row |= {"raw_prompt": [{"role": "user", "content": "q1"}], **columns}
+            row |= {VALIDATION: True} if validation else {}
             arrays = {name: np.empty(1, dtype=object) for name in row}
             for name, value in row.items():
                 arrays[name][0] = value

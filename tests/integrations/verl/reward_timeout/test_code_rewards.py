@@ -4,9 +4,7 @@ import asyncio
 import json
 import os
 import socket
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -44,6 +42,7 @@ FUNCTIONS = {
     "other name": "def twice(x):\n    return x * 2",
     "prints": "print(eval(input()) * 2)",
 }
+FEW = {name: PROGRAMS[name] for name in ("right", "first ten", "half")}
 
 
 @pytest.fixture
@@ -63,9 +62,6 @@ def prime(configure, manager_of):
         return asyncio.run(all_of_them()), manager.replica
 
     return run
-
-
-FEW = {name: PROGRAMS[name] for name in ("right", "first ten", "half")}
 
 
 @pytest.mark.parametrize(
@@ -119,13 +115,13 @@ def test_a_solution_reaches_no_file_of_the_users_and_no_network(prime, tmp_path,
         assert connected == 0.0
 
 
-class Sandbox(BaseHTTPRequestHandler):
+class Sandbox:
     """Speaks sandbox_fusion's API about programs that say themselves what is to become of them."""
 
-    seen: list[dict] = []  # noqa: RUF012
+    def __init__(self):
+        self.seen = []
 
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def answer(self, _path, asked):
         self.seen.append(asked)
         code, given = asked["code"], asked["stdin"]
         run = {"status": "Finished", "execution_time": 0.25, "return_code": 0, "stderr": ""}
@@ -138,42 +134,25 @@ class Sandbox(BaseHTTPRequestHandler):
             answer["status"] = "Failed"
         if "compile" in code and int(given) == 2:
             answer.update(status="Failed", compile_result={"status": "Error", "execution_time": 0.1})
-        body = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
+        return json.dumps(answer)
 
 
-@pytest.fixture
-def fusion():
-    Sandbox.seen = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Sandbox)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/run_code"
-    server.shutdown()
-    server.server_close()
-
-
-def test_sandbox_fusion_scores_are_verls_with_limits_of_ours(fusion, prime):
+def test_sandbox_fusion_scores_are_verls_with_limits_of_ours(web_server, prime):
     from verl.utils.reward_score import sandbox_fusion
 
+    sandbox = Sandbox()
+    url = f"{web_server(sandbox.answer)}/run_code"
     texts = [f"```python\n{code}\n```" for code in ("right", "hang", "compile")]
     texts += ["```\nwrong\n```", "no code at all"]
     truths = [STDIN, MANY, {"inputs": ["1"], "outputs": []}, {"nothing": 1}, {"assert_case": []}]
     for truth in truths:
-        where = (fusion, None, 1024)
+        where = (url, None, 1024)
         theirs = [sandbox_fusion.compute_score(*where, text, json.dumps(truth), continuous=True)[0] for text in texts]
-        Sandbox.seen.clear()
+        sandbox.seen.clear()
         flags = {"maximum": 4.5, "minimum": 1.5, "min_correct": 1}
-        ours, replica = prime(texts, truth, {"reward.sandbox_fusion.url": fusion}, **flags)
+        ours, replica = prime(texts, truth, {"reward.sandbox_fusion.url": url}, **flags)
         assert ours == theirs
         if truth is STDIN:
-            assert [asked["run_timeout"] for asked in Sandbox.seen][:4] == [5] * 4, "the whole budget, in whole seconds"
-            assert Sandbox.seen[-1]["run_timeout"] == 2, "learned from what the sandbox says that correct ones took"
-            anchors = replica.timeout.anchors().values()
-            assert {wall for wall, _, _ in anchors} == {0.25}
+            assert [asked["run_timeout"] for asked in sandbox.seen][:4] == [5] * 4, "the whole budget, in whole seconds"
+            assert sandbox.seen[-1]["run_timeout"] == 2, "learned from what the sandbox says that correct ones took"
+            assert {wall for wall, _, _ in replica.timeout.anchors().values()} == {0.25}

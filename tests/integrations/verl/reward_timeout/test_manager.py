@@ -60,9 +60,7 @@ def stock(configured, manager_of, tmp_path):
     return lambda keys=(): manager_of(configured({**path, **dict(keys)}))
 
 
-def test_a_function_that_hangs_costs_its_own_reward_only_and_one_that_raises_raises_as_in_verl(
-    configure, manager_of, responses, score, stock
-):
+def test_a_hang_costs_its_own_reward_only_and_errors_are_as_in_verl(configure, manager_of, responses, score, stock):
     manager = manager_of(configure(SYNC, QUICK))
     texts = ("7", "8", "raise", "nan", "none")
     *found, dies, hangs, sleeps = score(manager, responses(*texts, "die", "hang", "sleep"))
@@ -92,9 +90,7 @@ def test_the_full_budget_is_the_frameworks_or_the_users(configure, manager_of):
 
 
 @pytest.mark.parametrize("name", ["naive", "dapo", "gdpo", "rate_limited", "remote"])
-def test_every_manager_of_verls_gives_the_rewards_that_it_gives_without_us(
-    configure, manager_of, responses, score, stock, name
-):
+def test_every_manager_of_verls_gives_the_rewards_of_stock(configure, manager_of, responses, score, stock, name):
     keys = {"reward.reward_manager.name": name, "reward.custom_reward_function.reward_kwargs": {"bonus": 0.5}}
     if name == "dapo":
         buffer = {"enable": True, "len": 4, "penalty_factor": 1.0, "log": True}
@@ -130,8 +126,7 @@ def test_an_async_function_is_cancelled_at_its_limit(configure, manager_of, resp
 
 
 def test_prompts_are_told_apart_by_their_text_and_not_by_uid(configure, manager_of, responses, score):
-    manager = manager_of(configure(SYNC))
-    data = []
+    manager, data = manager_of(configure(SYNC)), []
     for uid, text, source in (("one", "q1", "a"), ("two", "q1", "a"), ("one", "q2", "a"), ("one", "q1", "b")):
         data += responses("7", uid=uid, raw_prompt=[{"role": "user", "content": text}], data_source=source)
     score(manager, data)

@@ -80,9 +80,7 @@ def test_scoring_goes_on_whatever_is_killed(configure, responses, kill, model_fo
         for handle in handles:
             kill(handle)
         assert await score("7", "8", "7", "8") == [1.0, 0.0, 1.0, 0.0], "after reward workers"
-        lost = await numbers(
-            lambda total: total["reward_workers_lost"] >= 2 and total["executions"] >= 4 and total["anchors"]
-        )
+        lost = await numbers(lambda n: n["reward_workers_lost"] >= 2 and n["executions"] >= 4 and n["anchors"])
         assert (lost["reward_workers_lost"], lost["store_restarts"]) == (2, 1)
         assert lost["anchors"] == 1, "back from its file"
 

@@ -26,23 +26,17 @@ from rl_accel.integrations.verl.engines import EngineSupport
 from rl_accel.integrations.verl.reward_worker_proxy import RewardWorkerProxy
 from rl_accel.integrations.verl.tail_batching import servers as servers_module
 from rl_accel.integrations.verl.tail_batching.agent_loop import RUN, StoredKeys, Workers
-from rl_accel.integrations.verl.tail_batching.servers import (
-    SESSION,
-    CancellableServer,
-    GenerationAborted,
-    RolloutServers,
-    ServerDied,
-    ServerLost,
-    Session,
-    TailLLMServerClient,
-    find_dead,
-)
+from rl_accel.integrations.verl.tail_batching.servers import RolloutServers, ServerDied, ServerLost, Session
 from rl_accel.integrations.verl.tail_batching.trainer import TailBatchingTrainer, require_own_queue, varies
 from rl_accel.rollout.round_driver import Event, Job, StepResult
 
 pytestmark = pytest.mark.slow
 
 ABORTS_BY_ID, RESTARTS = EngineSupport(aborts_by_id=True), EngineSupport(restarts_in_run=True)
+REQUEST = {"prompt_ids": [1], "sampling_params": {"endless": True}}
+SHORT = {"prompt_ids": [1], "sampling_params": {}}
+_started = []
+CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm", "full_determinism": False}}})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,10 +47,6 @@ def by_value(job):
     yield
     for module in (servers_module, router):
         ray.cloudpickle.unregister_pickle_by_value(module)
-
-
-REQUEST = {"prompt_ids": [1], "sampling_params": {"endless": True}}
-SHORT = {"prompt_ids": [1], "sampling_params": {}}
 
 
 class EngineDeadError(Exception):
@@ -105,9 +95,6 @@ class Server:
         await self.generate("score", **REQUEST)
 
 
-_started = []
-
-
 @pytest.fixture(autouse=True)
 def clean_up():
     yield
@@ -148,7 +135,7 @@ async def until_running(actor, request):
 
 
 async def respond(session, call):
-    SESSION.set(session)
+    servers_module.SESSION.set(session)
     await call()
 
 
@@ -167,21 +154,19 @@ async def start_and_cancel(call, running):
 def start_server(engine):
     """Return a new server, and what a session generates with."""
     actor = start(Server)
-    return actor, CancellableServer(actor, engine, on_death=nobody_dies)
+    return actor, servers_module.CancellableServer(actor, engine, on_death=nobody_dies)
 
 
 class TestCancelling:
     @pytest.mark.parametrize(
-        ("engine", "became", "tokens"), [(ABORTS_BY_ID, "aborted", 3), (EngineSupport(), "cancelled", None)]
+        ("engine", "end", "tokens"), [(ABORTS_BY_ID, "aborted", 3), (EngineSupport(), "cancelled", None)]
     )
-    async def test_a_server_aborts_by_id_and_says_its_tokens_or_else_the_call_itself_is_cancelled(
-        self, engine, became, tokens
-    ):
+    async def test_a_server_aborts_by_id_and_says_its_tokens_or_the_call_itself_is_cancelled(self, engine, end, tokens):
         actor, server = start_server(engine)
         call = functools.partial(server.generate.remote, request_id="a", **REQUEST)
         session = await start_and_cancel(call, lambda: until_running(actor, "a"))
         assert tokens in (None, session.tokens)
-        assert await actor.look.remote() == {"a": became}
+        assert await actor.look.remote() == {"a": end}
 
     async def test_what_the_engine_aborts_at_the_end_of_a_round_counts_as_cancelled_and_starts_nothing_new(self):
         actor, server = start_server(EngineSupport())
@@ -215,12 +200,9 @@ class TestCancelling:
             return await call
 
         assert (await generate("validation")).token_ids == [1, 2, 3]
-        SESSION.set(Session(1))
-        with pytest.raises(GenerationAborted, match="after 3 tokens"):
+        servers_module.SESSION.set(Session(1))
+        with pytest.raises(servers_module.GenerationAborted, match="after 3 tokens"):
             await generate("training")
-
-
-CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm", "full_determinism": False}}})
 
 
 @pytest.fixture
@@ -229,7 +211,7 @@ def client_of(balancer_of):
 
     def client_of(*names):
         servers = {name: start(Server) for name in names}
-        return TailLLMServerClient(CONFIG, balancer_of(servers)), servers
+        return servers_module.TailLLMServerClient(CONFIG, balancer_of(servers)), servers
 
     return client_of
 
@@ -273,7 +255,7 @@ class TestDeadServers:
             await client.generate("a", **SHORT)
         with pytest.raises(ServerLost, match=r"no rollout server is left \(one: .*Resume from the last checkpoint"):
             await client.generate("b", **SHORT)
-        other = TailLLMServerClient(CONFIG, client._load_balancer)  # of a worker that had no request on it
+        other = servers_module.TailLLMServerClient(CONFIG, client._load_balancer)  # of a worker without requests
         with pytest.raises(ServerLost, match="no rollout server is left"):
             await other.generate("c", **SHORT)
 
@@ -288,11 +270,11 @@ class TestDeadServers:
 
     def test_the_dead_are_told_from_the_living(self, kill):
         one, two, three = (SimpleNamespace(servers=[start(Server) for _ in range(n)]) for n in (1, 2, 1))
-        assert asyncio.run(find_dead([one, two, three])) == []
+        assert asyncio.run(servers_module.find_dead([one, two, three])) == []
         kill(two.servers[1])
-        assert asyncio.run(find_dead([one, two, three])) == [two]
+        assert asyncio.run(servers_module.find_dead([one, two, three])) == [two]
         ray.get(three.servers[0].lose_engine.remote())
-        assert asyncio.run(find_dead([one, two, three])) == [two, three]
+        assert asyncio.run(servers_module.find_dead([one, two, three])) == [two, three]
 
 
 class Replica:
@@ -355,9 +337,7 @@ def test_every_living_server_is_stopped_and_then_resumed_and_one_that_fails_othe
 
 
 class TestRevivingServers:
-    def test_a_dead_server_is_started_again_and_a_living_one_put_back_under_its_address(
-        self, servers_of, one_balancer, kill
-    ):
+    def test_a_dead_server_is_restarted_and_a_living_one_put_back_at_its_address(self, servers_of, one_balancer, kill):
         replica = Replica()
         servers = servers_of(replica)
         assert servers.revive() == []
@@ -558,9 +538,7 @@ def test_entries_of_another_job_of_the_cluster_are_left_alone():
         assert metrics["rl_accel/tail_batching/ghost_keys"] == 1
         assert sorted(tq.kv_list("train")["train"]) == foreign
         trainer._servers = None
-        with pytest.raises(
-            RlAccelError, match=r"another job of this Ray cluster has 2 entries .* a cluster of its own"
-        ):
+        with pytest.raises(RlAccelError, match=r"another job of this Ray cluster has 2 entries .* cluster of its own"):
             TailBatchingTrainer.fit(trainer, SimpleNamespace(agent_loop_workers=[]))
     finally:
         tq.close()
