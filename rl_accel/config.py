@@ -15,6 +15,7 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from rl_accel.errors import ConfigError
 from rl_accel.features import FEATURES, F, Feature
@@ -89,10 +90,13 @@ def as_mapping(flags: Any, source: str) -> dict[str, Any]:
     """Returns ``flags`` as a dict with strings as keys. A nested OmegaConf configuration becomes nested dicts. None gives {}.
 
     Raises:
-        ConfigError: ``flags`` is not a mapping. The message names ``source``.
+        ConfigError: ``flags`` is not a mapping, or refers to a value that is not there. The message names ``source``.
     """
     if isinstance(flags, DictConfig):
-        flags = OmegaConf.to_container(flags, resolve=True)
+        try:
+            flags = OmegaConf.to_container(flags, resolve=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{source}: rl_accel: {str(error).splitlines()[0]}") from error
     if flags is None:
         return {}
     if not isinstance(flags, Mapping):
@@ -120,7 +124,7 @@ def read_environment(value: str | None = None) -> dict[str, Any]:
     if not any(sign in value for sign in ":{\n"):
         try:
             text = Path(value).expanduser().read_text()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{ENV_VAR}={value!r} is neither inline YAML nor a readable file: {error}") from error
     try:
         parsed = OmegaConf.create(text)

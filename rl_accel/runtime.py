@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from rl_accel import config as cfg
 from rl_accel import log
-from rl_accel.errors import NotInThisVersion, PatchRefused
+from rl_accel.errors import ConfigError, NotInThisVersion, PatchRefused
 from rl_accel.features import FEATURES, FLAG_READERS, LOGGERS
 from rl_accel.post_import import is_being_imported, wait_for_import, when_imported
 from rl_accel.switch import FeatureStatus, Status, Switch, SwitchStatus, forget_when_off
@@ -332,6 +332,10 @@ def enable(*names: str, **features: Any) -> Status:
         ConfigError: an argument is unknown, has the wrong type or is out of range.
         PatchRefused: a feature enabled by name cannot be applied. All changes of this call are undone.
     """
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise ConfigError(
+            f"{KEYWORDS} wants names of features or name=flags, found {wrong[0]!r} ({type(wrong[0]).__name__})"
+        )
     flags: dict[str, Any] = dict.fromkeys(names, True) if names or features else {"auto": True}
     for name, value in features.items():
         flags[name] = {"enable": True, **value} if isinstance(value, Mapping) else value

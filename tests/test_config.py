@@ -83,6 +83,7 @@ def test_the_environment_takes_inline_yaml_and_json_or_a_path_and_may_be_empty(t
         ("/nowhere/rl_accel.yaml", "neither inline YAML nor a readable file"),
         ("gae: [unclosed", "not valid YAML or JSON"),
         ("{'a', 'b'", "not valid YAML or JSON"),
+        ("gae: ${oc.env:NOT_SET}", "rl_accel: .*Environment variable 'NOT_SET' not found"),
     ],
 )
 def test_an_unreadable_environment_is_an_error(text, message):

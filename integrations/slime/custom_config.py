@@ -18,6 +18,7 @@ from typing import Any
 import click
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from rl_accel import config as cfg
 from rl_accel.errors import ConfigError
@@ -25,6 +26,7 @@ from rl_accel.features import FEATURES
 from rl_accel.integrations.slime.hooks import require_values
 from rl_accel.integrations.slime.launch_line import (
     STOCK,
+    flags_on,
     hooks_of_features_that_are_on,
     put_in_place,
     put_init_in_place,
@@ -105,7 +107,8 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
         raise ConfigError(f"{path} is not a readable YAML file: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} wants a mapping of slime's arguments, found {type(content).__name__}")
-    keys = [str(key) for key in content]
+    content = {str(key): value for key, value in content.items()}
+    keys = list(content)
     if SECTION not in content:
         close = difflib.get_close_matches(SECTION, keys, n=1)
         raise ConfigError(f"{path} has no {SECTION} section" + (f"; is {close[0]} meant for it?" if close else ""))
@@ -118,9 +121,13 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
     if line is None:
         warnings = put_in_place(SimpleNamespace(**{**_DEFAULTS, **content}), flags, {})
     else:
-        line = [*line, f"--custom-config-path={path}"]
         named = read(line)
-        args, warnings = parsed(line, {str(key): value for key, value in content.items()})
+        theirs = named.setdefault("custom_config_path", str(path))
+        if not _is_file(theirs, path):
+            raise ConfigError(
+                f"slime reads one --custom-config-path, found {theirs} and {path}: put their keys into one"
+            )
+        args, warnings = parsed([*line, f"--custom-config-path={path}"], content)
         warnings += [*put_init_in_place(args, flags, named), *put_in_place(args, flags, named)]
     known = arguments_of(slime_root) if slime_root else {*keys}
     return warnings + [
@@ -130,6 +137,12 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
         for key in keys
         if key != SECTION and key not in known
     ]
+
+
+def _is_file(written: str, path: Path) -> bool:
+    """Returns whether ``written`` on a launch line names the file ``path``. Of a path with an unset variable, the name counts."""
+    named = Path(os.path.expandvars(written)).expanduser()
+    return named.name == path.name if "$" in str(named) else named.resolve() == path.resolve()
 
 
 def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[str]]:
@@ -212,8 +225,7 @@ def slime_config(enable: str, settings: tuple[str, ...], file: Path | None, line
         root = os.environ.get("SLIME_ROOT")
         if root and root not in sys.path:
             sys.path.insert(0, root)
-        start = max((n for n, word in enumerate(line, 1) if word.endswith(".py")), default=0) if line else 0
-        warnings = check(file, Path(root) if root else None, line[start:] if line else None)
+        warnings = check(file, Path(root) if root else None, flags_on(line) if line else None)
         for warning in warnings:
             click.echo(f"{file}: {warning}", err=True)
         if any(warning.startswith(STOPS) for warning in warnings):
@@ -236,6 +248,6 @@ def _parse(settings: tuple[str, ...]) -> dict[str, dict[str, Any]]:
             raise ConfigError(f"--set wants feature.flag=value, found {setting!r}")
     try:
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)))
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"--set: {error}") from error
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"--set: {' '.join(str(error).split())}") from error
     return parsed  # type: ignore[no-any-return]

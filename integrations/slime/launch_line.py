@@ -14,6 +14,7 @@ import logging
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rl_accel.config import Flags
@@ -49,6 +50,19 @@ def of_this_job() -> dict[str, str]:
         logger.warning("rl-accel: the launch line is unknown, and not compared with the file of keys: %r", error)
         return {}
     return read(words)
+
+
+def flags_on(words: Sequence[str]) -> Sequence[str]:
+    """Returns the words of a launch line after the script that it starts: the first ``.py`` file, after the last ``--`` if any.
+
+    Raises:
+        ConfigError: the launch line is one quoted word.
+    """
+    if not any(word.startswith("--") for word in words) and any(" --" in word for word in words):
+        raise ConfigError("a launch line wants separate words, not one in quotes: -- python3 train.py --flag value")
+    command = max((n for n, word in enumerate(words, 1) if word == "--"), default=0)
+    script = next((n for n, word in enumerate(words, 1) if n > command and word.endswith(".py")), command)
+    return words[script:]
 
 
 def read(words: Sequence[str]) -> dict[str, str]:
@@ -141,6 +155,7 @@ def put_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
                 given = args.rl_accel.get(name) or {}
                 given = given if isinstance(given, Mapping) else {"enable": given}
                 args.rl_accel = {**args.rl_accel, name: {**given, "grader": theirs}}
+                section = replace(section, grader=theirs)
                 notes.append(f"{flag_of(key)} {theirs} is now rl_accel.reward_timeout.grader")
             else:
                 refuse(f"rl_accel.{name}", flag_of(key), getattr(section, "grader", "unset"), theirs)

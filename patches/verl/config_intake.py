@@ -14,6 +14,7 @@ A feature that uses verl's extension points names a module in :attr:`~rl_accel.f
 """
 
 import contextlib
+import difflib
 import functools
 import importlib
 import inspect
@@ -25,7 +26,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from rl_accel.config import Flags
+from rl_accel.errors import ConfigError
 from rl_accel.features import FEATURES, TAIL_BATCHING, Feature
 from rl_accel.patches import seams
 from rl_accel.patches.patch import Patch
@@ -35,6 +39,9 @@ from rl_accel.patches.verl.verl_run import VerlRun
 from rl_accel.runtime import FRAMEWORK, RUNTIME, switches_of
 
 logger = logging.getLogger("rl_accel")
+
+SECTION = "rl_accel"
+"""Section of verl's configuration that holds our flags."""
 
 _trainer: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference takes its place)
 _told: set[tuple[str, str]] = set()
@@ -121,8 +128,25 @@ def in_trainer(config: Any, trainer: Any = None) -> None:
     _take_in(VerlRun(config, trainer))
 
 
+def _require_section_name(config: Any) -> None:
+    """Refuses a misspelt or misplaced section ``rl_accel`` in verl's ``config``, whose flags would go unread.
+
+    Raises:
+        ConfigError: the message names the section found.
+    """
+    sections: Any = OmegaConf.to_container(config) if OmegaConf.is_dict(config) else {}
+    misspelt = [key for key in sections if key != SECTION and difflib.get_close_matches(key, [SECTION], cutoff=0.75)]
+    misplaced = [
+        f"{key}.{SECTION}" for key, section in sections.items() if isinstance(section, dict) and SECTION in section
+    ]
+    for found in (*misspelt, *misplaced):
+        raise ConfigError(f"{FRAMEWORK}: flags of rl-accel belong into {SECTION}, found {found}")
+
+
 def _take_in(run: VerlRun) -> None:
-    if (given := run.get("rl_accel")) is not None:
+    if run.in_driver:
+        _require_section_name(run.config)
+    if (given := run.get(SECTION)) is not None:
         RUNTIME.set_layer(FRAMEWORK, given)
     flags = RUNTIME.flags()
     for feature, reason in wire(run, flags).items():

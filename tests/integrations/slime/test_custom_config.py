@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from rl_accel.errors import ConfigError
 from rl_accel.integrations.slime import custom_config, hooks
-from rl_accel.integrations.slime.launch_line import read
+from rl_accel.integrations.slime.launch_line import flags_on, read
 
 pytestmark = pytest.mark.usefixtures("flags_end")
 LINE = "python3 train.py --rollout-batch-size 8 --num-rollout 3 --hf-checkpoint m --actor-num-gpus-per-node 1 --num-layers 2"
@@ -145,6 +145,9 @@ def test_a_file_that_is_no_mapping_or_not_there_is_named(check, tmp_path):
         ("gae", "--over-sampling-batch-size 4", 1, "train.py itself stops: AssertionError.*greater than or equal to"),
         ("gae", "--rollout-batch-size eight", 2, "invalid int value: 'eight'"),
         ("gae", "--advantage-estimator ppo", 0, ""),
+        ("gae", "--advantage-estimator ppo --custom-config-path ./rl_accel.yaml", 0, ""),
+        ("gae", "--advantage-estimator ppo --custom-config-path $NOT_SET/rl_accel.yaml", 0, ""),
+        ("tail_batching", "--partial-rollout --prompt-data data.py", 1, "--partial-rollout = unset"),
     ],
 )
 @pytest.mark.slow
@@ -161,6 +164,18 @@ def test_a_launch_line_is_read_by_slimes_own_parser(slime_root, tmp_path, monkey
         assert done.output == "rl_accel.yaml is right\n"
 
 
+@pytest.mark.parametrize(
+    ("line", "flags"),
+    [
+        ("python3 -u train.py --save tool.py", "--save tool.py"),
+        ("ray job submit --working-dir x.py -- python3 train_async.py --save x", "--save x"),
+        ("--save x", "--save x"),
+    ],
+)
+def test_flags_begin_after_the_script(line, flags):
+    assert list(flags_on(line.split())) == flags.split()
+
+
 def test_a_launch_line_wants_slime_and_a_file(check, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "slime.utils.arguments", None)
     monkeypatch.setitem(__import__("sys").modules, "slime.utils", None)
@@ -168,6 +183,8 @@ def test_a_launch_line_wants_slime_and_a_file(check, monkeypatch):
         check(custom_config.make(["gae"], {}), line=["--rm-type", "math"])
     done = CliRunner().invoke(custom_config.slime_config, ["--enable", "gae", "--", "train.py"])
     assert "a launch line goes with --check FILE" in str(done.exception)
+    with pytest.raises(ConfigError, match="wants separate words, not one in quotes"):
+        flags_on(["bash", "-c", "python3 train.py --save x"])
 
 
 @pytest.mark.slow

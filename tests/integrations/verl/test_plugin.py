@@ -159,6 +159,14 @@ def test_every_trainer_that_is_built_from_a_configuration_reads_its_flags_and_de
             if name != "ConfigError":
                 assert OmegaConf.select(config, agent_loop.KEY) == agent_loop.LEGACY_MANAGER, cls
         assert said(lambda config: run_ppo(config, None), gea=True)[0] == "ConfigError"
+        for misplaced in ("rl_acel", "trainer.rl_accel"):
+            config = OmegaConf.from_dotlist([f"{misplaced}.gae.enable=True"])
+            try:
+                config_intake.in_driver(config)
+            except Exception as error:
+                assert f"flags of rl-accel belong into rl_accel, found {misplaced}" in str(error), error
+            else:
+                raise AssertionError(f"{misplaced} is taken")
         assert not ray.is_initialized()
 
         rl_accel.disable()
