@@ -108,9 +108,10 @@ def _require(module: Any, *names: str) -> None:
 def _send_cpu_tensors(patch_torch: Any) -> None:
     """Lets tensors of a CPU pass through SGLang's serialization, which exchanges the device in each tensor's description."""
     _require(patch_torch, "_modify_tuple", "monkey_patch_torch_reductions")
-    import torch.multiprocessing
+    from torch import multiprocessing
 
-    torch.multiprocessing.set_sharing_strategy("file_system")  # files are found by name; descriptors need a common key
+    share_by: Callable[[str], None] = multiprocessing.set_sharing_strategy
+    share_by("file_system")  # files are found by name; descriptors need a common key
     original = patch_torch._modify_tuple
 
     def _modify_tuple(t: tuple[Any, ...], index: int, modifier: Callable[[Any], Any]) -> Any:
@@ -168,8 +169,8 @@ def find_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
         yield f"{rollout}.free_cache_engine=False", "SGLang frees memory of a GPU only"
     for key, value in ENGINE_KWARGS.items():
         if get(f"{rollout}.{_KWARGS}.{key}") != value:
-            yield f"+{rollout}.{_KWARGS}.{key}={value}", "SGLang's server does not start on a CPU otherwise"
+            yield f"++{rollout}.{_KWARGS}.{key}={value}", "SGLang's server does not start on a CPU otherwise"
     longest = get(f"{rollout}.max_model_len", get(f"{rollout}.prompt_length", 0) + get(f"{rollout}.response_length", 0))
     tokens = get(f"{rollout}.{_KWARGS}.max_total_tokens", 0)
     if tokens <= longest:
-        yield f"+{rollout}.{_KWARGS}.max_total_tokens={longest + 1}", f"one request may need {longest} tokens"
+        yield f"++{rollout}.{_KWARGS}.max_total_tokens={longest + 1}", f"one request may need {longest} tokens"
