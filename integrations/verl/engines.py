@@ -71,11 +71,18 @@ def _in_loop_of_sglang(server: Any, work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run_coroutine_threadsafe(work, server._server_task.get_loop()).result()
 
 
+def _lacks(manager: Any) -> bool:
+    """Returns True if SGLang's tokenizer manager has not all attributes that 0.5.12 has and that are used here."""
+    return not all(
+        hasattr(manager, name) for name in ("is_pause", "is_pause_cond", "model_update_lock", "rid_to_state")
+    )
+
+
 def _abort_in_sglang(server: Any, request_id: str) -> bool:
     manager = server.tokenizer_manager
 
     async def abort() -> bool:
-        if manager.is_pause or request_id not in manager.rid_to_state:  # the request is not in the engine
+        if _lacks(manager) or manager.is_pause or request_id not in manager.rid_to_state:  # it may not be in the engine
             return False
         manager.abort_request(request_id)
         return True
@@ -84,7 +91,10 @@ def _abort_in_sglang(server: Any, request_id: str) -> bool:
 
 
 def _pause_sglang(server: Any) -> None:
-    """Does the same as SGLang's ``pause_generation`` in mode "abort", which looks once a second whether all requests have ended."""
+    """Does the same as SGLang's ``pause_generation`` in mode "abort", which looks once a second whether all requests have ended.
+
+    A version of SGLang without the attributes that this function uses is paused by verl's own method.
+    """
     manager = server.tokenizer_manager
 
     async def pause() -> None:
@@ -93,15 +103,13 @@ def _pause_sglang(server: Any) -> None:
             manager.is_pause = True
             while True:
                 running = await manager.model_update_lock.is_locked()
-                manager.abort_request(
-                    abort_all=True
-                )  # the last time for requests whose caller is gone, which hold no lock
+                manager.abort_request(abort_all=True)  # also for requests whose caller is gone, which hold no lock
                 if not running:
                     return
                 await asyncio.sleep(seconds)
                 seconds = min(2 * seconds, 1.0)
 
-    _in_loop_of_sglang(server, pause())
+    _in_loop_of_sglang(server, server.abort_all_requests() if _lacks(manager) else pause())
 
 
 _ROLLOUT = "actor_rollout_ref.rollout"

@@ -104,6 +104,17 @@ def test_sglang_is_paused_when_the_last_request_has_ended_and_then_told_once_mor
     assert len(manager.aborts) >= 3, "requests whose caller is gone hold no lock"
 
 
+def test_another_sglang_is_paused_as_verl_does(sglang):
+    async def abort_all_requests():
+        told.append("verl's")
+
+    told, sglang.abort_all_requests = [], abort_all_requests
+    del sglang.tokenizer_manager.is_pause_cond
+    engine("sglang").pause(sglang)
+    assert told == ["verl's"]
+    assert not engine("sglang").abort(sglang, "any")
+
+
 def test_sglang_aborts_a_request_that_it_runs_and_leaves_others_to_be_cancelled(sglang):
     manager, abort = sglang.tokenizer_manager, engine("sglang").abort
     manager.rid_to_state = {"running": True, "other": True}
