@@ -1,5 +1,6 @@
 """SGLang on the CPU platform: what a run cannot have is refused, what SGLang lacks is stood in for, what changed is named."""
 
+import copy
 import importlib
 import pickle
 import sys
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.multiprocessing
+from omegaconf import OmegaConf
 
 from rl_accel.errors import RlAccelError
 from rl_accel.lab.verl_cpu import sglang
@@ -29,6 +31,15 @@ def advice(monkeypatch):
 
 def test_the_shortcut_alone_is_enough(advice):
     assert advice() == {}
+
+
+@pytest.mark.parametrize(("engine", "frees"), [("sglang", False), ("vllm", True), ("hf_cpu", True)])
+def test_the_cache_is_kept_with_sglang_only(engine, frees):
+    config = VerlRun.compose("verl.trainer.main_ppo", [*SHORTCUT, f"{ROLLOUT}.name={engine}"]).config
+    rollout = copy.deepcopy(config.actor_rollout_ref.rollout)  # as Ray's workers get it
+    assert rollout.free_cache_engine is frees
+    OmegaConf.resolve(config)
+    assert config.actor_rollout_ref.rollout.free_cache_engine is frees
 
 
 @pytest.mark.parametrize(
