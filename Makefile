@@ -8,6 +8,7 @@ COMPILE = $(BIN)/python -m compileall -qq -j 2 -x '/tests/' $(BIN)/../lib || tru
 READY  := $(VENV)/.ready
 DEV    := $(VENV)/.ready-dev
 VLLM   := .venv-vllm
+SGLANG := .venv-sglang
 AB_OUT ?= out/ab
 # Two files at a time, longest first by tests/durations.json, which `--store-durations` updates.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=5
@@ -17,7 +18,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help setup vllm ab ab-tail ab-vllm ab-drafts suffix test test-fast test-all test-slime corpus check docs bench clean
+.PHONY: help setup vllm sglang ab ab-tail ab-vllm ab-sglang ab-drafts suffix test test-fast test-all test-slime corpus check docs bench clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
@@ -49,6 +50,19 @@ $(VLLM)/.ready: requirements/cpu.txt requirements/vllm.txt requirements/dev.txt 
 	$(COMPILE)
 	@touch $@
 
+sglang: $(SGLANG)/.ready  ## build a third environment, with SGLang for a CPU, in .venv-sglang (4 GB)
+$(SGLANG)/.ready: BIN := $(SGLANG)/bin
+$(SGLANG)/.ready: requirements/cpu.txt requirements/sglang.txt requirements/dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys, platform as p; sys.exit(not (sys.version_info[:2] == (3, 11) and p.machine() == "x86_64" and p.system() == "Linux"))' \
+	  || { echo "make sglang: the pinned wheels need Linux on x86-64 and Python 3.11"; exit 2; }
+	@[ $$(df -k --output=avail . | tail -1) -ge 5000000 ] || { echo "make sglang: needs 5 GB of disk here"; exit 2; }
+	$(PYTHON) -m venv $(SGLANG)
+	{ $(PIP) torch==2.13.0 && $(PIP) --no-deps -r requirements/cpu.txt && $(PIP) --no-deps -r requirements/sglang.txt -r requirements/dev.txt; } \
+	  || { echo "make sglang: pip could not install what requirements/sglang.txt pins; its message is above"; exit 2; }
+	$(PIP) --no-deps --editable .
+	$(COMPILE)
+	@touch $@
+
 ab: $(READY)  ## train a small model twice with real verl, stock and accelerated, and report the difference
 	$(BIN)/rl-accel ab examples/verl_ppo_cpu/recipe.yaml --out $(AB_OUT) --overwrite
 
@@ -57,6 +71,9 @@ ab-tail: $(READY)  ## the same for tail batching: five arms, three seeds, about 
 
 ab-vllm: $(VLLM)/.ready  ## the same with real vLLM: stock, lossless, tail batching, all of it
 	$(VLLM)/bin/rl-accel ab examples/verl_vllm_cpu --out $(AB_OUT)-vllm --overwrite
+
+ab-sglang: $(SGLANG)/.ready  ## the same with real SGLang: stock, lossless, tail batching, all of it
+	$(SGLANG)/bin/rl-accel ab examples/verl_sglang_cpu --out $(AB_OUT)-sglang --overwrite
 
 # arctic-inference as a whole compiles operators for GPUs; what vLLM imports of it is plain C++.
 SUFFIX := out/suffix
@@ -105,4 +122,4 @@ bench: $(READY)  ## GAE kernels side by side: table, PNG and JSON
 	$(BIN)/rl-accel bench gae --out out/bench
 
 clean:  ## remove what the targets above made, the environment included
-	rm -rf $(VENV) $(VLLM) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SGLANG) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -275,7 +275,10 @@ def check_command(command: str, run, complaints) -> None:
         check_overrides(arguments)
     elif program == "make":
         check_targets(arguments)
-    elif program in ("python", ".venv-vllm/bin/python") and arguments[:2] == ["-m", "verl.trainer.main_ppo"]:
+    elif program in ("python", ".venv-vllm/bin/python", ".venv-sglang/bin/python") and arguments[:2] == [
+        "-m",
+        "verl.trainer.main_ppo",
+    ]:
         check_overrides(arguments)
     elif program == "python" and arguments[:2] == ["-m", "pytest"]:
         assert all((REPO / path).exists() for path in arguments[2:])

@@ -1,12 +1,14 @@
 """Capabilities of verl's inference engines that rl_accel's features depend on. :func:`register` adds another engine."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rl_accel.telemetry.server_counters import COUNTERS, Reading, ask_endpoints
+
+T = TypeVar("T")
 
 ReadCounters = Callable[[Sequence[str]], Mapping[str, Reading | None]]
 """Function that reads the preemption counters of rollout servers. It takes the servers' names in verl's load balancer and returns a
@@ -28,6 +30,10 @@ class EngineSupport:
         cache_tokens: function ``cache_tokens(server)``, called in the server's process. Returns the capacity of the server's
             key-value cache in tokens, or None if unknown.
         seeds_by_position: True if a request with a seed draws the same tokens after a migration to another server.
+        abort: function ``abort(server, request_id)`` that ends one request, called in the server's process. Returns False if the
+            request must be cancelled instead. For servers without a method ``abort_request``; None if unsupported.
+        pause: function ``pause(server)`` that ends all requests and holds back later ones until ``resume_generation``, called in
+            the process of a replica's first server. None: verl's ``abort_all_requests`` of the replica does the same as fast.
         counting: key and value in verl's configuration that make the servers count preemptions; None if servers always count.
     """
 
@@ -38,6 +44,8 @@ class EngineSupport:
     stop: Callable[[Any, str], None] | None = None
     cache_tokens: Callable[[Any], int | None] = lambda _server: None
     seeds_by_position: bool = False
+    abort: Callable[[Any, str], bool] | None = None
+    pause: Callable[[Any], None] | None = None
     counting: tuple[str, Any] | None = None
 
 
@@ -58,6 +66,52 @@ def _stop_in_vllm(server: Any, request_id: str) -> None:
     stopped.add_done_callback(Future.result)  # logs an exception of the abort, because nobody awaits the abort
 
 
+def _in_loop_of_sglang(server: Any, work: Coroutine[Any, Any, T]) -> T:
+    """Runs ``work`` in the event loop of SGLang's tokenizer manager. Ray calls the caller in another thread."""
+    return asyncio.run_coroutine_threadsafe(work, server._server_task.get_loop()).result()
+
+
+def _lacks(manager: Any) -> bool:
+    """Returns True if SGLang's tokenizer manager has not all attributes that 0.5.12 has and that are used here."""
+    return not all(
+        hasattr(manager, name) for name in ("is_pause", "is_pause_cond", "model_update_lock", "rid_to_state")
+    )
+
+
+def _abort_in_sglang(server: Any, request_id: str) -> bool:
+    manager = server.tokenizer_manager
+
+    async def abort() -> bool:
+        if _lacks(manager) or manager.is_pause or request_id not in manager.rid_to_state:  # it may not be in the engine
+            return False
+        manager.abort_request(request_id)
+        return True
+
+    return _in_loop_of_sglang(server, abort())
+
+
+def _pause_sglang(server: Any) -> None:
+    """Does the same as SGLang's ``pause_generation`` in mode "abort", which looks once a second whether all requests have ended.
+
+    A version of SGLang without the attributes that this function uses is paused by verl's own method.
+    """
+    manager = server.tokenizer_manager
+
+    async def pause() -> None:
+        seconds = 0.01
+        async with manager.is_pause_cond:
+            manager.is_pause = True
+            while True:
+                running = await manager.model_update_lock.is_locked()
+                manager.abort_request(abort_all=True)  # also for requests whose caller is gone, which hold no lock
+                if not running:
+                    return
+                await asyncio.sleep(seconds)
+                seconds = min(2 * seconds, 1.0)
+
+    _in_loop_of_sglang(server, server.abort_all_requests() if _lacks(manager) else pause())
+
+
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINES = {
     # No aborts_by_id: verl 0.9's abort_request looks up request ids that vLLM 0.24 no longer uses.
@@ -71,6 +125,8 @@ _ENGINES = {
     ),
     "sglang": EngineSupport(
         read_counters=_from_endpoints("sglang"),
+        abort=_abort_in_sglang,
+        pause=_pause_sglang,
         counting=(f"{_ROLLOUT}.engine_kwargs.sglang.enable_metrics", True),
     ),
 }

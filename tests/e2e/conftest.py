@@ -35,13 +35,14 @@ class Engine:
 def engine(request, repo) -> Engine:
     """The CPU engine, or for tests that parametrize it the one that is named; "any" is vLLM where its environment is."""
     name = getattr(request, "param", "hf_cpu")
-    python = Path(os.environ.get("VLLM_PYTHON", repo / ".venv-vllm" / "bin" / "python"))
+    real = "vllm" if name == "any" else name
+    python = Path(os.environ.get(f"{real.upper()}_PYTHON", repo / f".venv-{real}" / "bin" / "python"))
     if name == "any":
         name = "vllm" if python.exists() else "hf_cpu"
     if name == "hf_cpu":
         return Engine(name, sys.executable)
     if not python.exists():
-        pytest.skip("real vLLM is absent: `make vllm` builds its environment")
+        pytest.skip(f"real {name} is absent: `make {name}` builds its environment")
     return Engine(name, str(python), (f"actor_rollout_ref.rollout.name={name}",))
 
 

@@ -99,9 +99,13 @@ class BalancedServer:
         self.ticket, self.name, self._servers, self._server = ticket, name, servers, server
         self.tokens: int | None = None
         self.generate, self.abort_request = Method(self._generate), Method(self._abort)
+        self.__ray_call__ = Method(self._call)
 
     async def _abort(self, _request_id: str) -> Any:
         return await self._server.abort_request.remote(self.ticket)
+
+    async def _call(self, function: Any, _request_id: str) -> Any:
+        return await self._server.__ray_call__.remote(function, self.ticket)
 
     async def _generate(self, **request: Any) -> TokenOutput:
         """Generates the response, on several servers if the request migrates. Returns the ``TokenOutput`` of the whole response."""

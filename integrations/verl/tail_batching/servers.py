@@ -201,6 +201,12 @@ class CancellableServer:
                     return await outcome(call)
             except RayError:  # the server is gone, and the call with it
                 return None
+        elif self._engine.abort is not None:
+            try:
+                if await self._server.__ray_call__.remote(self._engine.abort, request_id):
+                    return await outcome(call)
+            except RayError:
+                return None
         return await cancel(call)
 
 
@@ -262,7 +268,7 @@ class RolloutServers:
     def abort(self) -> None:
         """Aborts all running requests, which then return their partial outputs. New requests wait until :meth:`resume`."""
         self._aborted = True
-        self._tell_all("abort_all_requests")
+        self._tell_all("abort_all_requests", instead=self._engine.pause)
 
     def resume(self) -> None:
         """Resumes generation on all servers after :meth:`abort`. Does nothing if generation was not aborted."""
@@ -270,11 +276,20 @@ class RolloutServers:
             self._tell_all("resume_generation")
             self._aborted = False
 
-    def _tell_all(self, name: str) -> None:
-        """Calls the method ``name`` of every replica. Dead replicas are only logged, because later calls that need them raise."""
+    def _tell_all(self, name: str, instead: Callable[[Any], None] | None = None) -> None:
+        """Calls the method ``name`` of every replica, or the function ``instead`` in the process of every replica's first server.
+
+        Dead replicas are only logged, because later calls that need them raise.
+        """
+
+        def call(replica: RolloutReplica) -> Awaitable[Any]:
+            answer: Awaitable[Any] = (
+                getattr(replica, name)() if instead is None else replica.servers[0].__ray_call__.remote(instead)
+            )
+            return answer
 
         async def tell() -> list[Any]:
-            calls = [getattr(replica, name)() for replica in self._manager.get_replicas()]
+            calls = [call(replica) for replica in self._manager.get_replicas()]
             return await asyncio.gather(*calls, return_exceptions=True)
 
         with self._watched(_end_servers):

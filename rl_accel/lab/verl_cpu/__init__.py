@@ -42,7 +42,7 @@ def activate() -> None:
     from verl.plugin.platform.platform_manager import PlatformRegistry
 
     from rl_accel.integrations.verl import engines
-    from rl_accel.lab.verl_cpu import vllm
+    from rl_accel.lab.verl_cpu import sglang, vllm
     from rl_accel.lab.verl_cpu.patches import SWITCHES
     from rl_accel.lab.verl_cpu.platform import PlatformCPU
     from rl_accel.patches.patch import Patch
@@ -52,6 +52,7 @@ def activate() -> None:
         when_imported(patch.target.partition(":")[0], lambda _module: patch.apply())
 
     vllm.activate()
+    sglang.activate()
     PlatformRegistry.register(PLATFORM)(PlatformCPU)
     engines.register(
         ROLLOUT,

@@ -18,11 +18,17 @@ from omegaconf import OmegaConf
 
 from rl_accel.errors import ConfigError
 from rl_accel.lab.cpu_engine.sampling import derive_seed
-from rl_accel.lab.verl_cpu import vllm
+from rl_accel.lab.verl_cpu import sglang, vllm
 from rl_accel.patches.patch import Patch
 
 _CPUS_A_RANK = 3
 """Number of CPUs that verl reserves for each rank of its colocated worker groups."""
+
+_WHEELS = {"vllm": vllm, "sglang": sglang}
+"""Inference engines beside ``hf_cpu``, by their name in verl's ``rollout.name``."""
+
+_SEEDS = {"sglang": ("sampling_seed", 31)}
+"""Sampling parameter for the seed of a request and its number of bits, by rollout engine; for others "seed" with 63 bits."""
 
 _ENGINES = (
     ("actor_rollout_ref.actor", "fsdp_config", "actor"),
@@ -96,7 +102,8 @@ def _seed_responses(original: Callable[..., Any], _settings: Any) -> Callable[..
         trace: bool = True,
         **kwargs: Any,
     ) -> Any:
-        if "seed" not in sampling_params:
+        key, bits = _SEEDS.get(self.config.actor_rollout_ref.rollout.name, ("seed", 63))
+        if key not in sampling_params:
             prompt = int(kwargs["priority"]) if "priority" in kwargs else str(kwargs.get("uid")).rpartition("/")[2]
             seed = derive_seed(
                 self.config.actor_rollout_ref.rollout.seed,
@@ -105,7 +112,7 @@ def _seed_responses(original: Callable[..., Any], _settings: Any) -> Callable[..
                 prompt,
                 kwargs.get("session_id"),
             )
-            sampling_params = {**sampling_params, "seed": seed % 2**63}
+            sampling_params = {**sampling_params, key: seed % 2**bits}
         return await original(self, sampling_params, trajectory, agent_name=agent_name, trace=trace, **kwargs)
 
     return _run_agent_loop
@@ -150,8 +157,8 @@ def find_problems(config: Any) -> Iterator[tuple[str, str]]:
         return default if value is None else value
 
     rollout = "actor_rollout_ref.rollout"
-    if get(f"{rollout}.name") == "vllm":
-        yield from vllm.find_problems(get)
+    if get(f"{rollout}.name") in _WHEELS:
+        yield from _WHEELS[get(f"{rollout}.name")].find_problems(get)
     else:
         yield from _hf_cpu_problems(get, rollout)
     if get(f"{rollout}.dtype") != "float32":

@@ -1,5 +1,7 @@
 """Servers are asked where their engine says how often they preempt; of an engine that nobody has added nothing is known."""
 
+import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -40,3 +42,71 @@ def test_an_engine_is_known_once_it_is_added():
     register("mine", EngineSupport(read_counters=lambda servers: dict.fromkeys(servers, Reading(3))))
     assert read_servers(engine("mine"), ["s"]) == {"s": Reading(3)}
     assert {"mine", "sglang", "vllm"} <= set(counted_engines())
+
+
+class TokenizerManager:
+    """The part of SGLang's that ends requests. A request holds the lock until its response has arrived."""
+
+    def __init__(self):
+        self.is_pause, self.is_pause_cond = False, asyncio.Condition()
+        self.rid_to_state, self.aborts, self.model_update_lock = {}, [], self
+
+    async def is_locked(self):
+        await asyncio.sleep(0)
+        return bool(self.rid_to_state)
+
+    def abort_request(self, rid="", abort_all=False):
+        self.aborts.append("all" if abort_all else rid)
+        ended = [name for name, sent in self.rid_to_state.items() if sent and (abort_all or name == rid)]
+        for name in self.rid_to_state:
+            self.rid_to_state[name] = True  # those that were still being tokenized
+        for name in ended:
+            asyncio.get_running_loop().call_soon(self.rid_to_state.pop, name)
+
+
+@pytest.fixture
+def sglang():
+    """A server whose tokenizer manager lives in an event loop of another thread, as under Ray."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def start():
+        return SimpleNamespace(tokenizer_manager=TokenizerManager(), _server_task=asyncio.current_task())
+
+    yield asyncio.run_coroutine_threadsafe(start(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_sglang_is_paused_when_the_last_request_has_ended_and_then_told_once_more(sglang):
+    manager = sglang.tokenizer_manager
+    manager.rid_to_state = {"running": True, "arrives after the first abort": False}
+    engine("sglang").pause(sglang)
+    assert manager.is_pause
+    assert not manager.rid_to_state
+    assert set(manager.aborts) == {"all"}
+    assert len(manager.aborts) >= 3, "requests whose caller is gone hold no lock"
+
+
+def test_another_sglang_is_paused_as_verl_does(sglang):
+    async def abort_all_requests():
+        told.append("verl's")
+
+    told, sglang.abort_all_requests = [], abort_all_requests
+    del sglang.tokenizer_manager.is_pause_cond
+    engine("sglang").pause(sglang)
+    assert told == ["verl's"]
+    assert not engine("sglang").abort(sglang, "any")
+
+
+def test_sglang_aborts_a_request_that_it_runs_and_leaves_others_to_be_cancelled(sglang):
+    manager, abort = sglang.tokenizer_manager, engine("sglang").abort
+    manager.rid_to_state = {"running": True, "other": True}
+    assert abort(sglang, "running")
+    assert manager.aborts == ["running"]
+    assert not abort(sglang, "unknown")
+    manager.is_pause = True
+    assert not abort(sglang, "other"), "it may wait for the end of the pause"
+    assert manager.aborts == ["running"]

@@ -243,6 +243,15 @@ async def test_what_others_abort_is_handed_back_as_it_is(balanced):
     assert len(output.token_ids) == len(output.log_probs)
 
 
+async def test_a_function_for_the_process_of_the_server_gets_the_request_by_its_ticket():
+    async def call(function, request_id):
+        return function("server", request_id)
+
+    server = SimpleNamespace(__ray_call__=client.Method(call))
+    balanced = client.BalancedServer(None, "ticket", "name", server)
+    assert await balanced.__ray_call__.remote(lambda *told: told, "request") == ("server", "ticket")
+
+
 async def test_only_what_means_the_same_elsewhere_is_movable(balanced):
     seen = {}
 

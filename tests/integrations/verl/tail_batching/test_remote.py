@@ -32,7 +32,23 @@ from rl_accel.rollout.round_driver import Event, Job, StepResult
 
 pytestmark = pytest.mark.slow
 
+
+def abort(server, request_id):
+    """Runs in the server's process, in another thread than its event loop."""
+    server.loop.call_soon_threadsafe(server._aborted[request_id].set)
+    return True
+
+
+def pause(server):
+    server.seen["gate"] = "paused"
+
+
 ABORTS_BY_ID, RESTARTS = EngineSupport(aborts_by_id=True), EngineSupport(restarts_in_run=True)
+ABORTS, CANCELS, PAUSES = (
+    EngineSupport(abort=abort),
+    EngineSupport(abort=lambda server, request_id: False),
+    EngineSupport(pause=pause),
+)
 REQUEST = {"prompt_ids": [1], "sampling_params": {"endless": True}}
 SHORT = {"prompt_ids": [1], "sampling_params": {}}
 _started = []
@@ -64,6 +80,7 @@ class Server:
     async def generate(self, request_id, prompt_ids, sampling_params, image_data=None, video_data=None, priority=0):
         if self.engine.errored:
             raise EngineDeadError("EngineCore encountered an issue")
+        self.loop = asyncio.get_running_loop()
         self.seen[request_id] = "running"
         self._aborted[request_id] = asyncio.Event()
         try:
@@ -159,7 +176,13 @@ def start_server(engine):
 
 class TestCancelling:
     @pytest.mark.parametrize(
-        ("engine", "end", "tokens"), [(ABORTS_BY_ID, "aborted", 3), (EngineSupport(), "cancelled", None)]
+        ("engine", "end", "tokens"),
+        [
+            (ABORTS_BY_ID, "aborted", 3),
+            (ABORTS, "aborted", 3),
+            (CANCELS, "cancelled", None),
+            (EngineSupport(), "cancelled", None),
+        ],
     )
     async def test_a_server_aborts_by_id_and_says_its_tokens_or_the_call_itself_is_cancelled(self, engine, end, tokens):
         actor, server = start_server(engine)
@@ -334,6 +357,16 @@ def test_every_living_server_is_stopped_and_then_resumed_and_one_that_fails_othe
     assert ray.get(alive.server_handle.look.remote()) == {"gate": "open"}
     with pytest.raises(OSError, match="no gate"):
         of(Broken()).abort()
+
+
+def test_an_engine_with_a_pause_of_its_own_is_paused_that_way_and_resumed_as_others(kill):
+    dead, alive = Replica(), Replica()
+    kill(dead.server_handle)
+    servers = RolloutServers(SimpleNamespace(get_replicas=lambda: [dead, alive]), PAUSES)
+    servers.abort()
+    assert ray.get(alive.server_handle.look.remote()) == {"gate": "paused"}
+    servers.resume()
+    assert ray.get(alive.server_handle.look.remote()) == {"gate": "open"}
 
 
 class TestRevivingServers:

@@ -1,0 +1,176 @@
+"""``rollout.name=sglang`` on a CPU: makes the ordinary wheel of SGLang work with verl, with torch's own operators.
+
+The wheel imports packages that exist for GPUs only. :func:`activate` replaces them by stubs, in the processes that SGLang starts as
+well. It also repairs the way that weights take from verl's trainer to SGLang, which assumes tensors of a GPU.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+from rl_accel.errors import PatchRefused
+from rl_accel.post_import import when_imported
+
+TRIED = ("0.5.12.post1",)
+GPU_ONLY = ("sgl_kernel", "torchvision", "torchaudio", "torchao")
+"""Packages that SGLang imports and that have no build for the pinned torch without CUDA."""
+
+ENGINE_KWARGS = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "enable_memory_saver": False,
+}
+"""Arguments of SGLang without which its server does not start on a CPU, as ``rollout.engine_kwargs.sglang``."""
+
+_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1"}
+_KWARGS = "engine_kwargs.sglang"
+
+
+def installed_version() -> str | None:
+    """Returns the version of SGLang; None if SGLang is not installed."""
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def activate() -> None:
+    """Prepares this process for SGLang on a CPU. Does nothing if no version of SGLang that was tried is installed. Idempotent.
+
+    Raises:
+        PatchRefused: SGLang lacks a function that is repaired. Raised later, when the function's module is imported.
+    """
+    if installed_version() not in TRIED or any(isinstance(finder, _Stubs) for finder in sys.meta_path):
+        return
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    sys.meta_path.insert(0, _Stubs())
+    when_imported("sglang.srt.utils.patch_torch", _send_cpu_tensors)
+    when_imported("sglang.srt.configs.utils", _skip_images)
+    when_imported("sglang.srt.entrypoints.engine", _prepare_children)
+
+
+class _Stubs(MetaPathFinder, Loader):
+    """Import finder that provides stubs for absent packages in :data:`GPU_ONLY`, from the first import of SGLang on."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname == "sglang" and not self._names:
+            from transformers.utils import import_utils
+
+            for package in ("torchvision", "torchaudio", "torchao"):
+                getattr(import_utils, f"is_{package}_available")()  # remembers that there is no such package
+            self._names = [name for name in GPU_ONLY if PathFinder.find_spec(name) is None]
+        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] in self._names else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Stub(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
+class _Stub(ModuleType):
+    """Module whose attributes, and their attributes in turn, are classes that raise when they are called."""
+
+    def __getattr__(self, name: str) -> type:
+        return _stub_class(self.__name__, name)
+
+
+class _StubClass(type):
+    def __getattr__(cls, name: str) -> type:
+        return _stub_class(f"{cls.__module__}.{cls.__name__}", name)
+
+    def __call__(cls, *_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError(f"{cls.__module__}.{cls.__name__} needs a GPU; SGLang runs on a CPU here")
+
+
+def _stub_class(owner: str, name: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(f"{owner} has no attribute {name!r}")
+    return _StubClass(name, (), {"__module__": owner})
+
+
+def _require(module: Any, *names: str) -> None:
+    for name in names:
+        if not hasattr(module, name):
+            raise PatchRefused(f"this SGLang has no {module.__name__}.{name}, which the CPU platform repairs")
+
+
+def _send_cpu_tensors(patch_torch: Any) -> None:
+    """Lets tensors of a CPU pass through SGLang's serialization, which exchanges the device in each tensor's description."""
+    _require(patch_torch, "_modify_tuple", "monkey_patch_torch_reductions")
+    from torch import multiprocessing
+
+    share_by: Callable[[str], None] = multiprocessing.set_sharing_strategy
+    share_by("file_system")  # files are found by name; descriptors need a common key
+    original = patch_torch._modify_tuple
+
+    def _modify_tuple(t: tuple[Any, ...], index: int, modifier: Callable[[Any], Any]) -> Any:
+        return original(t, index, modifier) if index < len(t) else t
+
+    patch_torch._modify_tuple = _modify_tuple
+
+
+def _skip_images(utils: Any) -> None:
+    _require(utils, "register_image_processor")
+    utils.register_image_processor = lambda *_: None  # transformers has no image processors without torchvision
+
+
+def _prepare_children(engine: Any) -> None:
+    _require(engine, *_CHILDREN)
+    for name in _CHILDREN:
+        setattr(engine, name, _Child(name))
+
+
+_CHILDREN = {
+    "run_scheduler_process": "sglang.srt.managers.scheduler",
+    "run_detokenizer_process": "sglang.srt.managers.detokenizer_manager",
+}
+
+
+class _Child:
+    """Main function of a process that SGLang spawns. The process calls :func:`activate` before it imports SGLang."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __reduce__(self) -> Any:
+        return _main_of_child, (self._name,)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _main_of_child(self._name)(*args, **kwargs)
+
+
+def _main_of_child(name: str) -> Any:
+    activate()
+    return getattr(importlib.import_module(_CHILDREN[name]), name)
+
+
+def find_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
+    """Yields ``(override, reason)`` for each verl setting that fails with SGLang on a CPU. The override corrects the setting.
+
+    ``get(key, default)`` returns the value of a setting.
+    """
+    rollout, version = "actor_rollout_ref.rollout", installed_version()
+    if version not in TRIED:
+        found = "is not installed" if version is None else f"{version} is not the version that was tried ({TRIED[0]})"
+        yield f"{rollout}.name=hf_cpu", f"SGLang {found}; `make sglang` builds its environment"
+        return
+    if get(f"{rollout}.free_cache_engine", True):
+        yield f"{rollout}.free_cache_engine=False", "SGLang frees memory of a GPU only"
+    for key, value in ENGINE_KWARGS.items():
+        if get(f"{rollout}.{_KWARGS}.{key}") != value:
+            yield f"++{rollout}.{_KWARGS}.{key}={value}", "SGLang's server does not start on a CPU otherwise"
+    longest = get(f"{rollout}.max_model_len", get(f"{rollout}.prompt_length", 0) + get(f"{rollout}.response_length", 0))
+    tokens = get(f"{rollout}.{_KWARGS}.max_total_tokens", 0)
+    if tokens <= longest:
+        yield f"++{rollout}.{_KWARGS}.max_total_tokens={longest + 1}", f"one request may need {longest} tokens"
