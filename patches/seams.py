@@ -313,7 +313,7 @@ class Registration:
 def step_observer(
     feature: str, make: Callable[[Any], metrics.Observer], target: str = "verl.utils.tracking:Tracking"
 ) -> Registration:
-    """Returns a switch that lets ``feature`` see the metrics of each training step on verl, and add metrics of its own.
+    """Returns a switch that lets ``feature`` see the metrics of each training step on verl, and add further metrics.
 
     Args:
         feature: name of the feature. The switch has the name ``verl.<feature>.observer``.

@@ -140,7 +140,7 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
 
 
 def _is_file(written: str, path: Path) -> bool:
-    """Returns whether ``written`` on a launch line names the file ``path``. Of a path with an unset variable, the name counts."""
+    """Returns whether ``written`` on a launch line names the file ``path``. Compares only the names if a variable is unset."""
     named = Path(os.path.expandvars(written)).expanduser()
     return named.name == path.name if "$" in str(named) else named.resolve() == path.resolve()
 

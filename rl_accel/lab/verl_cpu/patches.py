@@ -25,7 +25,7 @@ _CPUS_A_RANK = 3
 """Number of CPUs that verl reserves for each rank of its colocated worker groups."""
 
 _WHEELS = {"vllm": vllm, "sglang": sglang}
-"""Inference engines beside ``hf_cpu``, by their name in verl's ``rollout.name``."""
+"""Inference engines other than ``hf_cpu``, by their name in verl's ``rollout.name``."""
 
 _SEEDS = {"sglang": ("sampling_seed", 31)}
 """Sampling parameter for the seed of a request and its number of bits, by rollout engine; for others "seed" with 63 bits."""
