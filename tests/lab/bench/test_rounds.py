@@ -16,7 +16,10 @@ def test_it_prints_both_kinds_of_runs(invoke):
     ("wrong", "words"),
     [
         (lambda run, engine, *rest: play_rounds(run, rounds.ENGINE, *rest), "do not take the longest"),
-        (lambda *args: play_rounds(*args, seed=0 if isinstance(args[3], ReplayedLengths) else next(SEEDS)), "other rounds"),
+        (
+            lambda *args: play_rounds(*args, seed=0 if isinstance(args[3], ReplayedLengths) else next(SEEDS)),
+            "other rounds",
+        ),
     ],
 )
 def test_a_wrong_simulation_gets_no_number(monkeypatch, invoke, wrong, words):
