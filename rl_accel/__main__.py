@@ -142,6 +142,11 @@ def main() -> None:
             raise
         click.echo(f"rl-accel: this needs {package}: in a checkout of rl-accel, pip install '.[{extra}]'", err=True)
         raise SystemExit(2) from error
+    except OSError as error:
+        if error.filename is None:  # an error of a network or a process, not of a file
+            raise
+        click.echo(f"rl-accel: {error.filename}: {error.strerror}", err=True)
+        raise SystemExit(2) from error
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+BAD_RECORD = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
+"""Errors from the parsing of a JSON text whose fields are missing, have another type, too many digits or too many levels."""
+
 
 def strict_json(value: Any) -> str:
     """Returns ``value`` as indented JSON. Infinities and NaN, which JSON cannot represent, become null."""

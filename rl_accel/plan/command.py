@@ -1,5 +1,6 @@
 """Command ``rl-accel plan``: predicts the effect of features and alternatives on a run without spending GPU time."""
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,7 +35,7 @@ def _engines(_: Any, __: Any, value: str | None) -> dict[int, EngineModel]:
         return {1: EngineModel({int(running): float(seconds) for running, seconds in points})}
     except ValueError as error:
         wanted = "seconds of a step by running requests, as in 1:0.02,64:0.04, or published:qwen2.5-14b"
-        raise click.BadParameter(f"wants {wanted}, found {value!r}") from error
+        raise click.BadParameter(f"wants {wanted}, found {value!r} ({error})") from error
 
 
 def _accepted(_: Any, __: Any, value: str | None) -> dict[int, float]:
@@ -48,6 +49,12 @@ def _accepted(_: Any, __: Any, value: str | None) -> dict[int, float]:
         wanted = "tokens by the longest draft, as in 4:1.9,8:2.4, or a number for drafts of 8"
         raise click.BadParameter(f"wants {wanted}, found {value!r} ({error})") from error
     return found
+
+
+def _finite(_: Any, __: Any, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"wants a finite number, found {value}")
+    return value
 
 
 _PATH = click.Path(exists=True, path_type=Path)
@@ -66,7 +73,9 @@ _COUNT = click.IntRange(1)
 @click.option("--slots", type=_COUNT, help="Requests that a replica runs at once (max_num_seqs).")
 @click.option("--cache-tokens", type=_COUNT, help="Tokens that the key-value cache of a replica holds.")
 @click.option("--step-seconds", callback=_engines, help="Of a decoding step by running requests: 1:0.02,64:0.04.")
-@click.option("--other-seconds", type=click.FloatRange(0), help="Of a step's stages besides the rollout.")
+@click.option(
+    "--other-seconds", type=click.FloatRange(0), callback=_finite, help="Of a step's stages besides the rollout."
+)
 @click.option(
     "--tokens-a-step", callback=_accepted, help="Of a request with drafts, by the longest draft: 4:1.9,8:2.4."
 )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, isfinite, nan
 from statistics import fmean
 from typing import Any
 
@@ -107,7 +107,7 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit]:
         why = "in every step responses were cut off: give --prompts and --responses of the batch"
         raise RlAccelError(f"{run.log}: {why}")
     known = {"slots": given.get("slots") or run.numbers.get("slots"), "cache_tokens": given.get("cache_tokens")}
-    logged = [step[_PROMPTS] for step in read_log(run.log).values() if _PROMPTS in step]
+    logged = [step[_PROMPTS] for step in read_log(run.log).values() if isfinite(step.get(_PROMPTS, nan))]
     prompt_tokens = round(fmean(logged)) if logged else 0
     fit = fit_engine(steps, prompt_tokens, **{name: int(value) for name, value in known.items() if value})
     servers = {response.server for step in steps for response in step} - {None}

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from rl_accel.errors import RlAccelError
+from rl_accel.files import BAD_RECORD
 from rl_accel.rollout.simulation import Floats, Ints
 
 PUBLISHED = {"math16k": "math", "code16k": "code", "judge16k": "judge"}
@@ -28,6 +29,8 @@ PUBLISHED = {"math16k": "math", "code16k": "code", "judge16k": "judge"}
 limit of 16,384 tokens)."""
 PUBLISHED_LIMIT = 16384
 _POINTS = 20_000
+_MOST = 1_000_000_000
+"""Maximum of a number in a file of lengths."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,7 @@ def read_lengths(path: Path) -> Lengths:
     if path.is_dir():
         return from_groups(_rollouts_of_slime(path), str(path))
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RlAccelError(f"--lengths: cannot read {path}: {error}") from error
     for number, line in enumerate(lines, 1):
@@ -181,15 +184,25 @@ def read_lengths(path: Path) -> Lengths:
             if entry is not None:
                 if "output" in entry and "tokens" not in entry:
                     raise ValueError("a response of trainer.rollout_data_dir: count its tokens with your tokenizer")
-                if not float(entry["tokens"]) >= 1:
-                    raise ValueError(f"tokens must be at least 1, found {entry['tokens']}")
-                groups.setdefault(str(entry["prompt"]), []).append(float(entry["tokens"]))
-                rewards += [float(entry["reward_seconds"])] if "reward_seconds" in entry else []
-        except (ValueError, TypeError, KeyError) as error:
+                groups.setdefault(str(entry["prompt"]), []).append(_number(entry, "tokens", 1))
+                rewards += [_number(entry, "reward_seconds", 0)] if "reward_seconds" in entry else []
+        except BAD_RECORD as error:
             raise RlAccelError(f"--lengths: {path}, line {number}: {wanted}, found {error!r}") from error
     if not groups:
         raise RlAccelError(f"--lengths: {path} holds no lengths: {wanted}")
     return from_groups(list(groups.values()), str(path), rewards=np.array(rewards))
+
+
+def _number(entry: dict[str, Any], field: str, least: int) -> float:
+    """Returns the number in a field. Raises ValueError if there is no number from ``least`` to a billion."""
+    value = entry[field]
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not least <= number <= _MOST:
+        raise ValueError(f"{field} must be at least {least} and at most {_MOST:,}, found {value!r:.40}")
+    return number
 
 
 def _rollouts_of_slime(folder: Path) -> list[list[float]]:
@@ -205,7 +218,7 @@ def _rollouts_of_slime(folder: Path) -> list[list[float]]:
         try:
             for sample in torch.load(path, weights_only=True)["samples"]:
                 groups.setdefault(sample["group_index"], []).append(max(int(sample["response_length"]), 1))
-        except (OSError, EOFError, RuntimeError, ValueError, TypeError, KeyError, pickle.UnpicklingError) as error:
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, *BAD_RECORD) as error:
             found = f"{type(error).__name__}: {error}".splitlines()[0]
             raise RlAccelError(f"--lengths: {path}: wanted {wanted}, found {found}") from error
     if not groups:

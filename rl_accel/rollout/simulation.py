@@ -56,7 +56,8 @@ class EngineModel:
         cache_tokens: capacity of the key-value cache in tokens. When the cache is full, the request that started last is preempted.
 
     Raises:
-        ValueError: ``slots`` or ``cache_tokens`` is below 1, a time is negative, or a value of ``step_seconds`` is not above 0.
+        ValueError: ``slots`` or ``cache_tokens`` is below 1, a time is negative, a key of ``step_seconds`` is below 1, or
+            a value of ``step_seconds`` is not finite and above 0.
     """
 
     step_seconds: Mapping[int, float]
@@ -68,8 +69,10 @@ class EngineModel:
     cache_tokens: float = math.inf
 
     def __post_init__(self) -> None:
-        if not self.step_seconds or not min(self.step_seconds.values()) > 0:
-            raise ValueError(f"step_seconds must be times above 0 by running requests, found {dict(self.step_seconds)}")
+        is_right = [running >= 1 and 0 < seconds < math.inf for running, seconds in self.step_seconds.items()]
+        if not is_right or not all(is_right):
+            form = "finite times above 0 by numbers of running requests from 1"
+            raise ValueError(f"step_seconds must be {form}, found {dict(self.step_seconds)}")
         least = {"slots": 1, "cache_tokens": 1}
         for field_ in fields(self)[1:]:
             found, wanted = getattr(self, field_.name), least.get(field_.name, 0)

@@ -8,17 +8,23 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rl_accel.files import BAD_RECORD
 from rl_accel.telemetry.stage_clock import PREFIX
 
 LogRecord = tuple[int, dict[str, float]]
 """Number of a step, and the metrics that verl logged for this step, by name."""
 
-_ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+"""Pattern of a terminal's control sequence, such as a colour."""
 _PROCESS = re.compile(r"^\([\w:]+[^()]*pid=[^()]*\)\s?")
 """Pattern of the prefix of each line from a Ray worker, such as ``(TaskRunner pid=3165)``."""
+_FOREIGN = re.compile(r"\s*(?:(?:^|\s)\[|\(\w+ pid=|(?:[A-Z][\w ]*:\s*|^|\s)\d+%\|).*")
+"""Pattern of text at the end of a line of metrics: Ray's ``[repeated 3x across cluster]``, another worker, a progress bar."""
 _STEP = re.compile(r"\bstep:(\d+) - (.*)")
 _SEPARATOR = re.compile(r"\s+-(?:\s+|(?=[A-Za-z]))")
-_VALUE = re.compile(r"\s*(?:np\.\w+\()?([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf))\)?\s*")
+_VALUE = r"\s*(?:[a-z]\w*(?:\.\w+)?\()?([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))(?:,[^()]*)?\)?\s*"
+"""Pattern of a value, such as ``0.5``, ``np.float64(0.5)`` or ``tensor(0.5, device='cuda:0')``."""
+_METRIC = re.compile(f"(.*):{_VALUE}")
 _BEGUN = re.compile(r"[^:]*(?::\s*(?:np(?:\.\w*)?\(?)?[-+\d.ena]*\)?(?:\s+-?\s*)?)?")
 """Pattern of a logged metric whose end may be cut off, such as the last metric in a line."""
 _OLD_PREFIX = "timing/"
@@ -26,7 +32,16 @@ _OLD_PREFIX = "timing/"
 
 
 def read_log(path: Path) -> dict[int, dict[str, float]]:
-    """Returns the metrics of each step in a log, by step number. Several records of a step (training, validation) are merged.
+    """Returns the metrics of each step in a log, by step number, as :func:`merged` merges the records of :func:`read_records`.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    return merged(read_records(path))[0]
+
+
+def read_records(path: Path) -> list[LogRecord]:
+    """Returns the records in a log, in the order of the file.
 
     Args:
         path: file that verl's file logger has written, or a file with verl's console output, such as ``output.log`` of a W&B run.
@@ -34,15 +49,59 @@ def read_log(path: Path) -> dict[int, dict[str, float]]:
     Raises:
         OSError: the file cannot be read.
     """
-    steps: dict[int, dict[str, float]] = {}
     with path.open("rb") as file:
-        for record in filter(None, map(parse_log_line, file)):
-            steps.setdefault(record[0], {}).update(record[1])
-    if not steps:
+        records = list(filter(None, map(parse_log_line, file)))
+    if not records:
         with path.open(errors="replace") as lines:
-            for step, metrics in read_console(lines):
-                steps.setdefault(step, {}).update(metrics)
-    return dict(sorted(steps.items()))
+            records = list(read_console(lines))
+    return records
+
+
+def merged(records: Iterable[LogRecord]) -> tuple[dict[int, dict[str, float]], list[int]]:
+    """Merges the log records of a run. Returns the metrics of each step, and the steps at which the run was restarted.
+
+    Several records of a step (training, validation) are merged. A restart is recognised by a metric that is logged at an earlier
+    step than before. All metrics logged before the restart for this step or later steps are discarded, because the restarted run
+    continued with other weights. If a restarted run first validates the weights of a step, the next step is the first to be
+    discarded. slime's ``train/*`` metrics are left out, because slime logs these metrics per optimizer step.
+    """
+    steps: dict[int, dict[str, float]] = {}
+    last: dict[str, int] = {}
+    restarts = []
+    for step, metrics in records:
+        numbers = {name: value for name, value in metrics.items() if not name.startswith("train/")}
+        if any(last.get(name, step) > step for name in numbers):
+            first = step + all(name.startswith("val") for name in numbers)
+            restarts.append(first)
+            steps = {done: its for done, its in steps.items() if done < first}
+            last = {name: done for name, done in last.items() if done < first}
+        if numbers:
+            steps.setdefault(step, {}).update(numbers)
+            last |= dict.fromkeys(numbers, step)
+    return dict(sorted(steps.items())), restarts
+
+
+_UNREADABLE = {
+    b"\x1f\x8b": "is compressed (gzip)",
+    b"\x28\xb5\x2f\xfd": "is compressed (zstd)",
+    b"\xfd7zXZ": "is compressed (xz)",
+    b"\xff\xfe": "is in UTF-16",
+    b"\xfe\xff": "is in UTF-16",
+}
+"""Explanations of why a file is not a log, by the first bytes of the file."""
+
+
+def unreadable(place: Path) -> str:
+    """Returns the end of an error message that names a log at ``place`` which is compressed or in UTF-16; "" without such logs."""
+    files = [place] if place.is_file() else sorted(place.rglob("*"))
+    for file in files:
+        if file.is_file() and re.search(r"\.(jsonl|log|out|txt|csv)\b", file.name):
+            with file.open("rb") as opened:
+                head = opened.read(8)
+            for magic, what in _UNREADABLE.items():
+                if head.startswith(magic):
+                    return f"; {file} {what}: wanted plain text in UTF-8"
+    return ""
 
 
 def parse_log_line(line: bytes) -> LogRecord | None:
@@ -58,52 +117,56 @@ def parse_log_line(line: bytes) -> LogRecord | None:
             if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
         }
         return int(entry["step"]), numbers
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except BAD_RECORD:
         return None
 
 
 def read_console(lines: Iterable[str]) -> Iterator[LogRecord]:
     """Yields the number and the metrics of each step in console output, in the order of the lines.
 
-    A step has a line such as ``(TaskRunner pid=7) step:3 - timing_s/gen:4.2 - critic/vf_loss:np.float64(0.1)``. Colours and Ray's
-    prefixes are removed. Lines that a terminal has wrapped are joined. All other lines are skipped.
+    A step has a line such as ``(TaskRunner pid=7) step:3 - timing_s/gen:4.2 - critic/vf_loss:np.float64(0.1)``. Colours, Ray's
+    prefixes and foreign text at the end are removed. Lines that a terminal has wrapped are joined, even if lines of other
+    processes lie between the rows. All other lines are skipped. If the last line has no line end, the last metric of this line may
+    be cut off and is left out.
     """
-    step = ""
+    step, process, is_ended = "", "", True
     for line in lines:
-        text = _PROCESS.sub("", _ESCAPE.sub("", line.rstrip("\n")))
-        if _STEP.search(text):
-            yield from _record(step)
-            step = text
-            continue
-        joined = step + (f" {text}" if text.startswith("- ") else text)  # spaces at the end of a row may be lost
-        if step and _is_whole(joined):
-            step = joined
-        else:
-            yield from _record(step)
-            step = ""
-    yield from _record(step)
+        text = ESCAPE.sub("", line.rstrip("\n"))
+        worker = prefix[0] if (prefix := _PROCESS.match(text)) else ""
+        text = text.removeprefix(worker)
+        if begun := _STEP.search(text):
+            yield from _record(step, is_ended)
+            step, process, is_ended = _FOREIGN.sub("", begun[0]), worker, line.endswith("\n")
+        elif step and worker in ("", process):
+            text = _FOREIGN.sub("", text)
+            joined = step + (f" {text}" if text.startswith("- ") else text)  # spaces at the end of a row may be lost
+            if _is_whole(joined):
+                step, is_ended = joined, line.endswith("\n") or not text
+            else:
+                yield from _record(step, is_ended)
+                step = ""
+    yield from _record(step, is_ended)
 
 
 def _is_whole(line: str) -> bool:
     """True if ``line``, joined from several rows of a console, holds only metrics. The end of the last metric may be cut off."""
-    _, *parts = _SEPARATOR.split(line[line.index("step:") :])
-    pairs = [part.rpartition(":") for part in parts[:-1]]
-    return all(":" not in name and _VALUE.fullmatch(value) for name, _, value in pairs) and bool(
-        _BEGUN.fullmatch(parts[-1])
-    )
+    _, *parts = _SEPARATOR.split(line)
+    metrics = [_METRIC.fullmatch(part) for part in parts[:-1]]
+    return all(metric and ":" not in metric[1] for metric in metrics) and bool(_BEGUN.fullmatch(parts[-1]))
 
 
-def _record(text: str) -> Iterator[LogRecord]:
-    found = _STEP.search(text)
+def _record(line: str, is_ended: bool) -> Iterator[LogRecord]:
+    """Yields the record in a step's ``line``, if any. Leaves out the last metric unless the line ``is_ended``."""
+    found = _STEP.search(line)
     if found is None:
         return
     metrics = {}
-    for part in _SEPARATOR.split(found[2].rstrip()):
-        name, _, value = part.rpartition(":")
+    parts = _SEPARATOR.split(found[2].rstrip())
+    for part in parts if is_ended else parts[:-1]:
         with contextlib.suppress(ValueError):  # a version or a date, such as 1.2.3
-            if match := _VALUE.fullmatch(value):
-                metrics[re.sub(f"^{_OLD_PREFIX}", PREFIX, name)] = float(match[1])
-    if _OLD_PREFIX in text and f"{PREFIX}step" not in metrics:  # logs of 2024 do not time the step itself
+            if match := _METRIC.fullmatch(part):
+                metrics[re.sub(f"^{_OLD_PREFIX}", PREFIX, match[1])] = float(match[2])
+    if _OLD_PREFIX in line and f"{PREFIX}step" not in metrics and is_ended:  # logs of 2024 do not time the step itself
         metrics[f"{PREFIX}step"] = sum(value for name, value in metrics.items() if name.startswith(PREFIX))
     if metrics:
         yield int(found[1]), metrics

@@ -1,6 +1,7 @@
 """The command ``rl-accel profile``. Shows the time of a run's training steps in tables and a picture, and estimates savings."""
 
 import functools
+import math
 import statistics
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -19,8 +20,8 @@ from rl_accel.features import TailBatchingFlags
 from rl_accel.rollout.simulation import EngineModel, ReplayedLengths, play_rounds
 from rl_accel.rollout.tail_batching import TailRun
 from rl_accel.telemetry import stage_clock
-from rl_accel.telemetry.logs import read_log
-from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NAME, OTHER, Response
+from rl_accel.telemetry.logs import merged, read_log, read_records, unreadable
+from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NAME, OTHER, PREFIX, Response
 
 WARMUP = 2
 _METRICS = "rl_accel/telemetry/"
@@ -93,6 +94,7 @@ class Profile:
         numbers: means of the metrics of the feature telemetry, by name. Unknown metrics are left out.
         savings: possible savings, sorted by the time of the part, longest first.
         tables: means of the metrics of some features, by feature and by name.
+        notes: texts that each say which logged steps are left out and why.
         missing: texts that each say which results are unknown and why.
         responses: responses of each measured step, by step number, if metrics of the step's generation are known. Times are in
             seconds since the first response of the step began.
@@ -108,6 +110,7 @@ class Profile:
     numbers: Mapping[str, float]
     savings: Sequence[Saving]
     tables: Mapping[str, Mapping[str, float]]
+    notes: Sequence[str]
     missing: Sequence[str]
     responses: Mapping[int, Sequence[Response]]
     kept: Mapping[int, Sequence[Response]]
@@ -146,7 +149,7 @@ def find_log(folder: Path) -> Path:
             raise RlAccelError(f"{folder} holds the metrics of several runs: give one of {', '.join(names[:4])}{more}")
     raise RlAccelError(
         f"{folder} holds no metrics of a training step of verl: wanted its console output, or what it writes with"
-        " trainer.logger=[console,file]"
+        f" trainer.logger=[console,file]{unreadable(folder)}"
     )
 
 
@@ -162,9 +165,10 @@ def read_run(folder: Path, warmup: int = WARMUP) -> Profile:
 
     Raises:
         RlAccelError: ``folder`` contains no run, or more than one run.
+        OSError: a file cannot be read.
     """
     log = find_log(folder)
-    metrics = read_log(log)
+    metrics, restarts = merged(read_records(log))
     staged = {step: seconds for step, logged in metrics.items() if (seconds := stage_clock.stages(logged))}
     steps = list(staged)[min(warmup, len(staged) - 1) :]
     names = [name for name in (*stage_clock.STAGES, OTHER) if any(name in staged[step] for step in steps)]
@@ -173,6 +177,16 @@ def read_run(folder: Path, warmup: int = WARMUP) -> Profile:
     numbers = _means(noted.values())
     tables = {name: _means([_below(f"rl_accel/{name}/", metrics[step]) for step in steps]) for name in _TABLES}
 
+    notes = [
+        f"the run began again at step {step}: what was logged before from there on is left out" for step in restarts
+    ]
+    timers = [PREFIX + name for name in ("step", *stage_clock.STAGES)]
+    if unknown_steps := [
+        step for step in metrics if step not in staged and any(name in metrics[step] for name in timers)
+    ]:
+        notes.append(
+            f"left out, as the seconds of a stage or of the step are no numbers: {', '.join(map(str, unknown_steps))}"
+        )
     missing: list[str] = []
     kept: dict[int, list[Response]] = {}
     files = sorted((folder if folder.is_dir() else folder.parent).rglob(FILE_NAME))
@@ -196,12 +210,26 @@ def read_run(folder: Path, warmup: int = WARMUP) -> Profile:
     savings = _savings(stages, numbers, list(rests.values()), list(responses.values()), on)
     last_seconds = staged[steps[-1]].get("gen", 0.0)
     return Profile(
-        log, steps, stages, numbers, savings, tables, missing, responses, kept, rests, frozenset(on), last_seconds
+        log,
+        steps,
+        stages,
+        numbers,
+        savings,
+        tables,
+        notes,
+        missing,
+        responses,
+        kept,
+        rests,
+        frozenset(on),
+        last_seconds,
     )
 
 
 def _below(prefix: str, logged: Mapping[str, float]) -> dict[str, float]:
-    return {name.removeprefix(prefix): value for name, value in logged.items() if name.startswith(prefix)}
+    """Returns the finite metrics whose names start with ``prefix``, by the rest of the name."""
+    below = {name.removeprefix(prefix): value for name, value in logged.items() if name.startswith(prefix)}
+    return {name: value for name, value in below.items() if math.isfinite(value)}
 
 
 def _means(of_steps: Collection[Mapping[str, float]]) -> dict[str, float]:
@@ -388,6 +416,8 @@ def _show(run: Profile, console: Console) -> None:
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     span = f"steps {run.steps[0]}-{run.steps[-1]}" if len(run.steps) > 1 else f"step {run.steps[0]}"
     say(f"{run.log}: means of {span}")
+    for note in run.notes:
+        say(f"note: {note}")
     table = Table("stage", "seconds", "share of the step")
     for column in table.columns[1:]:
         column.justify = "right"

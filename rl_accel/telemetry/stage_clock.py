@@ -24,6 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
+from rl_accel.files import BAD_RECORD
+
 STAGES = {
     "gen": "#4878a8",
     "reward": "#9bc0de",
@@ -81,15 +83,16 @@ class Response:
 def stages(metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns the seconds of each stage with a timer, and as ``other`` the seconds outside all timers.
 
-    The seconds add up to those of the whole step. Returns {} if ``metrics`` do not belong to a training step.
+    The seconds add up to those of the whole step. Returns {} if ``metrics`` do not belong to a training step, or if the seconds of
+    the step or of a stage are not finite.
 
     Args:
         metrics: metrics that verl logs for a step, including ``timing_s/<stage>``.
     """
     whole = metrics.get(PREFIX + "step")
-    if whole is None or not math.isfinite(whole):
-        return {}
     timed = {stage: float(metrics[PREFIX + stage]) for stage in STAGES if PREFIX + stage in metrics}
+    if whole is None or not all(map(math.isfinite, (whole, *timed.values()))):
+        return {}
     return {**timed, OTHER: float(whole) - sum(timed.values())}
 
 
@@ -215,7 +218,7 @@ def read_kept(path: Path) -> dict[int, list[Response]]:
             entry = json.loads(line)
             step = int(entry["step"])
             responses = [Response(str(prompt), *rest) for prompt, *rest in entry["responses"]]
-        except (ValueError, TypeError, KeyError):
+        except BAD_RECORD:
             continue
         while steps and next(reversed(steps)) >= step:
             steps.popitem()

@@ -66,7 +66,8 @@ def test_a_limit_cuts_responses_short_and_rewards_take_the_times_that_were_seen(
 def test_a_file_of_lengths(tmp_path):
     path = tmp_path / "lengths.jsonl"
     rows = [{"prompt": n // 2, "tokens": 10 + n, "reward_seconds": 0.5} for n in range(8)]
-    path.write_text("\n".join(map(json.dumps, rows)))
+    rows[0]["note"] = "one line\u2028and one more"
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8-sig")
     workload = read_lengths(path)
     assert workload.tokens.tolist() == list(range(10, 18))
     assert workload.seen.tolist() == [[10, 11], [12, 13], [14, 15], [16, 17]]
@@ -90,7 +91,27 @@ def test_rollouts_that_slime_saved_are_read(tmp_path):
         ("lengths.jsonl", '{"input": "1+1", "output": "2", "step": 1}', "count its tokens with your tokenizer"),
         ("lengths.jsonl", '{"prompt": 1}', r"line 1: wanted lines such as .*KeyError\('tokens'\)"),
         ("lengths.jsonl", '{"prompt": 1, "tokens": 3}\nnonsense', "line 2: wanted lines such as"),
-        ("lengths.jsonl", '{"prompt": 1, "tokens": 0}', "tokens must be at least 1, found 0"),
+        *(
+            ("lengths.jsonl", f'{{"prompt": 1, "tokens": {tokens}}}', f"line 1: .*{words}")
+            for tokens, words in {
+                "0": "tokens must be at least 1 and at most 1,000,000,000, found 0",
+                "1e30": "tokens must be at least 1 .*, found 1e\\+30",
+                "1e400": "found inf",
+                "NaN": "found nan",
+                "true": "tokens must be at least 1 .* found True",
+                "null": "tokens must be at least 1 .* found None",
+                "1" * 400: "tokens must be at least 1 .* found 1{40}\\b",
+                "[" * 100_000: "RecursionError",
+            }.items()
+        ),
+        *(
+            (
+                "lengths.jsonl",
+                f'{{"prompt": 1, "tokens": 1, "reward_seconds": {seconds}}}',
+                "line 1: .*reward_seconds must be",
+            )
+            for seconds in ("Infinity", "-1", "NaN")
+        ),
         ("lengths.jsonl", None, "cannot read"),
         (".", None, "found none"),
         ("0.pt", "no file of torch", "0.pt: wanted a rollout of slime, .* found UnpicklingError"),

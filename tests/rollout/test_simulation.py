@@ -137,8 +137,10 @@ def test_the_replica_with_the_fewest_gets_a_request_and_what_is_stopped_says_how
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (lambda: EngineModel({}), "step_seconds must be times above 0"),
-        (lambda: EngineModel({1: 0.0}), "step_seconds must be times above 0"),
+        (lambda: EngineModel({}), "step_seconds must be finite times above 0"),
+        (lambda: EngineModel({1: 0.0}), "step_seconds must be finite times above 0"),
+        (lambda: EngineModel({1: 0.1, 2: np.inf}), "step_seconds must be finite times above 0"),
+        (lambda: EngineModel({0: 0.1}), "by numbers of running requests from 1, found {0: 0.1}"),
         (lambda: EngineModel({1: 1.0}, slots=0), "slots must be at least 1, found 0"),
         (lambda: EngineModel({1: 1.0}, cached_token_seconds=-1.0), "cached_token_seconds must be at least 0"),
         (lambda: Cluster(EngineModel({1: 1.0}), 0), "replicas must be at least 1"),

@@ -1,10 +1,13 @@
 """``rl-accel profile`` on runs whose every second was put there by hand."""
 
+import errno
 import json
+import math
 import re
 
 import pytest
 
+from rl_accel.__main__ import main
 from rl_accel.errors import RlAccelError
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.profile import find_log, levers, profile, prompt_seconds, read_run, rounds_seconds
@@ -157,6 +160,56 @@ def test_the_console_is_read_where_there_is_no_other_log(tmp_path, invoke):
         assert "means of step 3" in invoke(profile, path, "--no-picture")
     write_log(tmp_path / "metrics.jsonl", steps=2)
     assert find_log(tmp_path) == tmp_path / "metrics.jsonl"
+
+
+@pytest.mark.parametrize("value", [None, math.inf])
+@pytest.mark.parametrize("timer", ["gen", "step"])
+def test_a_step_with_a_timer_that_is_no_number_is_left_out_and_said(tmp_path, invoke, timer, value):
+    write_log(tmp_path / "m.jsonl", steps=5, **{"rl_accel/telemetry/idle_share": 0.5})
+    odd = {f"timing_s/{timer}": value, "rl_accel/telemetry/idle_share": value}
+    lines = (tmp_path / "m.jsonl").read_text().splitlines()
+    lines.insert(5, json.dumps({"step": 4, "data": odd}))
+    (tmp_path / "m.jsonl").write_text(
+        "\n".join([*lines, json.dumps({"step": 5, "data": {"rl_accel/telemetry/idle_share": value}})])
+    )
+    output = invoke(profile, tmp_path)
+    assert "note: left out, as the seconds of a stage or of the step are no numbers: 4\n" in output
+    found = read_run(tmp_path)
+    assert (list(found.steps), found.stages["gen"], found.numbers["idle_share"]) == ([3, 5], 12.0, 0.5)
+
+
+def test_of_two_starts_in_one_log_the_later_wins_and_is_said(tmp_path, invoke):
+    write_log(tmp_path / "m.jsonl", steps=8)
+    lines = (tmp_path / "m.jsonl").read_text()
+    write_log(tmp_path / "m.jsonl", steps=4, **{"timing_s/gen": 2.0})
+    (tmp_path / "m.jsonl").write_text(lines + (tmp_path / "m.jsonl").read_text())
+    output = invoke(profile, tmp_path, "--no-picture")
+    assert "note: the run began again at step 1: what was logged before from there on is left out" in output
+    assert (list(read_run(tmp_path).steps), read_run(tmp_path).stages["gen"]) == ([3, 4], 2.0)
+
+
+def test_a_file_that_cannot_be_read_or_written_is_one_line_after_the_table(tmp_path, monkeypatch, capsys):
+    def call(*words):
+        monkeypatch.setattr("sys.argv", ["rl-accel", "profile", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        return capsys.readouterr()
+
+    write_log(tmp_path / "m.jsonl")
+    output = call(tmp_path, "--picture", tmp_path / "absent" / "x.png")
+    assert "share of the step" in output.out
+    assert output.err == f"rl-accel: {tmp_path / 'absent' / 'x.png'}: No such file or directory\n"
+    (tmp_path / "m.jsonl").write_bytes("{}".encode("utf-16"))
+    assert re.fullmatch(
+        r"rl-accel: .* holds no metrics of .*m\.jsonl is in UTF-16: wanted plain text in UTF-8\n", call(tmp_path).err
+    )
+
+    def refuse(path, *_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.open", refuse)
+    assert call(tmp_path).err == f"rl-accel: {tmp_path / 'm.jsonl'}: Permission denied\n"
 
 
 def test_numbers_of_drafts_are_printed_where_there_are_any(tmp_path, invoke):

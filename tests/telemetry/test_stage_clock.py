@@ -138,7 +138,7 @@ def test_a_run_that_begins_again_replaces_the_steps_it_does_again(tmp_path):
 def test_records_of_one_step_are_merged_in_step_order_and_null_is_nan(tmp_path):
     path = tmp_path / "m.jsonl"
     first = '{"step": 1, "data": {"a": 0, "nan": null, "text": "x", "flag": true, "list": [1]}}'
-    path.write_text(f'{{"step": 2, "data": {{"a": 1}}}}\n{first}\n{{"step": 2, "data": {{"b": 5}}}}\n')
+    path.write_text(f'{{"step": 2, "data": {{"c": 1}}}}\n{first}\n{{"step": 2, "data": {{"b": 5}}}}\n')
     found = read_log(path)
     assert math.isnan(found[1].pop("nan"))
-    assert list(found.items()) == [(1, {"a": 0.0}), (2, {"a": 1.0, "b": 5.0})], "what is no number is left out"
+    assert list(found.items()) == [(1, {"a": 0.0}), (2, {"c": 1.0, "b": 5.0})], "what is no number is left out"

@@ -33,7 +33,7 @@ def load_arms(path: Path) -> dict[str, list[str]]:
     A run in the file is a path or a glob pattern, relative to the folder of the file.
 
     Raises:
-        RecipeError: the file cannot be read or has another form.
+        RecipeError: the file cannot be read or has another form, or a path is empty.
     """
     try:
         arms = yaml.safe_load(path.read_text())
@@ -44,7 +44,7 @@ def load_arms(path: Path) -> dict[str, list[str]]:
         raise RecipeError(f"{path} wants two or more arms, the baseline first, each a list of runs, found {arms!r}")
     folder, found = path.resolve().parent, {}
     for arm, runs in arms.items():
-        starts = [",".join(str(folder / part) for part in str(run).split(",")) for run in runs]
+        starts = [",".join(str(folder / start) for start in _starts(str(run))) for run in runs]
         matches = [sorted(glob.glob(run)) or [run] for run in starts]
         found[str(arm)] = list(itertools.chain.from_iterable(matches))
     return found
@@ -124,7 +124,11 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
     if len(words) == 1 and words[0].endswith((".yaml", ".yml")):
         arms = load_arms(Path(words[0]))
     else:
-        sides = [list(side) for is_word, side in itertools.groupby(words, "--against".__eq__) if not is_word]
+        sides = [
+            [",".join(_starts(run)) for run in side]
+            for is_word, side in itertools.groupby(words, "--against".__eq__)
+            if not is_word
+        ]
         arms = {_arm(side[0]): side for side in sides}
         if len(arms) < len(sides):  # several arms got the same name, as folders of one W&B project do
             arms = {Path(side[0].partition(",")[0]).name: side for side in sides}
@@ -141,6 +145,18 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
     summary = report.build(recipe, Path(words[0]), out, results, 0, runs)
     report.show(summary, Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH))
     click.echo(f"Report: {out / 'report.html'}")
+
+
+def _starts(run: str) -> list[str]:
+    """Returns the paths of a run that was started several times, given as paths joined by commas.
+
+    Raises:
+        RecipeError: a path is empty.
+    """
+    starts = [start.strip() for start in run.split(",")]
+    if not all(starts):
+        raise RecipeError(f"{run!r} wants a path before and after each comma, found an empty one")
+    return starts
 
 
 def _arm(run: str) -> str:

@@ -5,20 +5,22 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl_accel.errors import RlAccelError
-from rl_accel.telemetry.logs import LogRecord, parse_log_line, read_console
+from rl_accel.telemetry.logs import ESCAPE, LogRecord, merged, parse_log_line, read_console, unreadable
 
 _STEP_KEYS = ("rollout/step", "eval/step", "_step", "Step", "step")
 """Keys that may hold the step of a log record, the most reliable first. slime logs the first two. W&B's ``_step`` counts log
 calls."""
 _STEP_METRIC = "training/global_step"
 """verl's metric for the number of the training step, used if a log record has none of ``_STEP_KEYS``."""
-_SLIME_LINE = re.compile(r"\b(?:rollout|perf|eval|passrate|multi_turn) (\d+): (\{.*\})\s*$")
+_SLIME_LINE = re.compile(r"\b(?:rollout|perf|eval|passrate|multi_turn) (\d+): (\{.*\})")
+_OBJECT = re.compile(r"<[^<>]*>")
+"""Pattern of Python's text for an object, which is no Python, such as ``<AddBackward0>``."""
 _BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
 
 
@@ -54,10 +56,10 @@ def _read(path: str, config: dict[str, Any]) -> tuple[str, list[LogRecord]]:
 
     Adds W&B's configuration of the run to ``config``.
     """
-    name, _, run = path.rpartition(":") if ".csv:" in path else (path, "", "")
-    place = Path(name)
+    name, is_csv, run = path.partition(".csv:")
+    place = Path(f"{name}.csv" if is_csv else path)
     if not place.exists():
-        raise RlAccelError(f"{name} does not exist")
+        raise RlAccelError(f"{place} does not exist")
     for kind, (pattern, reader) in _KINDS.items():
         is_one = place.is_file() and (place.match(pattern) or reader in (_verl_console, _slime))
         files = [place] if is_one else sorted(place.rglob(pattern)) if reader is not _csv else []
@@ -73,38 +75,13 @@ def _read(path: str, config: dict[str, Any]) -> tuple[str, list[LogRecord]]:
             raise RlAccelError(f"{path} holds several runs, wanted one of {', '.join(map(str, list(logs)[:4]))}")
         if logs:
             return kind, [record for records in logs.values() for record in records]
-    raise RlAccelError(f"{path} holds no metrics of {', '.join(_KINDS)}")
-
-
-def merged(records: Iterable[LogRecord]) -> tuple[dict[int, dict[str, float]], list[int]]:
-    """Merges the log records of a run. Returns the metrics of each step, and the steps at which the run was restarted.
-
-    A restart is recognised by a metric that is logged at an earlier step than before. All metrics logged before the restart for
-    this step or later steps are discarded, because the restarted run continued with other weights. slime's ``train/*`` metrics are
-    left out, because slime logs these metrics per optimizer step.
-    """
-    steps: dict[int, dict[str, float]] = {}
-    last: dict[str, int] = {}
-    restarts = []
-    for step, metrics in records:
-        numbers = {name: value for name, value in metrics.items() if not name.startswith("train/")}
-        if any(last.get(name, step) > step for name in numbers):
-            restarts.append(step)
-            steps = {done: its for done, its in steps.items() if done < step}
-            last = {name: done for name, done in last.items() if done < step}
-        if numbers:
-            steps.setdefault(step, {}).update(numbers)
-            last |= dict.fromkeys(numbers, step)
-    return dict(sorted(steps.items())), restarts
+    raise RlAccelError(f"{path} holds no metrics of {', '.join(_KINDS)}{unreadable(place)}")
 
 
 def _verl(file: Path, *_: Any) -> Iterator[LogRecord]:
     with file.open("rb") as lines:
-        for number, line in enumerate(lines):
-            if record := parse_log_line(line):
-                yield record
-            elif number == 0:  # the file holds responses or prompts, not metrics
-                return
+        # files of responses or prompts may be large, and are not worth parsing
+        yield from filter(None, (parse_log_line(line) for line in lines if b'"data"' in line))
 
 
 def _verl_console(file: Path, *_: Any) -> Iterator[LogRecord]:
@@ -155,26 +132,39 @@ def _log_entries(data: bytes) -> Iterator[bytes]:
 def _csv(file: Path, _: Any, run: str) -> Iterator[LogRecord]:
     import pandas
 
-    table = pandas.read_csv(file)
+    try:
+        table = pandas.read_csv(file)
+    except ValueError as error:  # empty, not text, or an unclosed quote
+        raise RlAccelError(f"{file} is no CSV file ({' '.join(str(error).split())}){unreadable(file)}") from error
     keys = {*_STEP_KEYS, _STEP_METRIC}
     own = table[[name for name in table if name in keys or name.startswith(f"{run} - " if run else "")]]
     own = own.rename(columns=lambda name: name.rpartition(" - ")[2])
     if own.columns.duplicated().any() or len(own.columns) < 2 or not set(own) & keys:
         wanted = f"a column {' or '.join((*_STEP_KEYS, _STEP_METRIC))} and metrics of one run, or {file}:RUN with the name of one"
         raise RlAccelError(f"{file} wants {wanted}, found {', '.join(table)}")
-    for row in own.to_dict("records"):
+    for row in own.apply(pandas.to_numeric, errors="coerce").to_dict("records"):
         yield from _record(row)
 
 
 def _slime(file: Path, *_: Any) -> Iterator[LogRecord]:
     with file.open(errors="replace") as lines:
-        for line in filter(None, map(_SLIME_LINE.search, lines)):
-            text = re.sub(r"np\.float\d+\(([^)]*)\)", r"\1", line[2])
+        for line in filter(None, (_SLIME_LINE.search(ESCAPE.sub("", line)) for line in lines)):
             try:
-                metrics = ast.literal_eval(re.sub(r": (nan|-?inf)\b", ": None", text))
-            except (ValueError, SyntaxError):  # a value in the line is not a plain number
+                shown = ast.parse(_OBJECT.sub("None", line[2]), mode="eval").body
+            except (SyntaxError, ValueError, RecursionError, MemoryError):  # another text in braces
                 continue
-            yield from _record({"_step": int(line[1]), **metrics})
+            if isinstance(shown, ast.Dict):
+                pairs = zip(shown.keys, shown.values, strict=True)
+                metrics = {str(key.value): _number(value) for key, value in pairs if isinstance(key, ast.Constant)}
+                yield from _record({"_step": int(line[1]), **metrics})
+
+
+def _number(value: ast.expr) -> float:
+    """Returns the number in Python code such as ``0.5``, ``-inf``, ``np.int64(1)`` or ``tensor(0.5, ...)``; NaN for other code."""
+    try:
+        return float(ast.unparse(value.args[0] if isinstance(value, ast.Call) and value.args else value))
+    except ValueError:
+        return math.nan
 
 
 def _record(row: Mapping[str, Any]) -> Iterator[LogRecord]:

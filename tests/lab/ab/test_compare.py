@@ -84,7 +84,7 @@ def test_unequal_lengths_restarts_and_missing_metrics_are_said(call, write, tmp_
     validated = json.loads(lines[-1]) | {"data": {"val-core/gsm8k/acc/mean@1": 0.5}}
     with (stock[1] / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(validated) + "\n")
-    output, summary = call(f"{stock[0]},{again}", *stock[1:], "--against", *tail)
+    output, summary = call(f"{stock[0]}, {again}", *stock[1:], "--against", *tail)
     assert "began again at [31], later steps of before are left out" in output
     assert "50 of 60 training steps" in output
     assert "val-core/gsm8k/acc/mean@1 is not in" in output
@@ -172,7 +172,7 @@ def test_slime_has_its_own_names(call, tmp_path):
 
 def test_paths_of_a_yaml_may_be_absolute_and_several_are_relative_to_it(write, tmp_path):
     runs = [write(f"{arm}-seed0") for arm in ("stock", "tail")]
-    joined = ",".join(run.name for run in runs)
+    joined = ", ".join(run.name for run in runs)
     file = tmp_path / "arms.yaml"
     file.write_text(json.dumps({"one": [f"{runs[0]}*"], "other": [str(runs[1])], "both": [joined]}))
     assert load_arms(file) == {"one": [str(runs[0])], "other": [str(runs[1])], "both": [",".join(map(str, runs))]}
@@ -192,12 +192,17 @@ def test_folders_of_one_wandb_project_are_two_arms(call, write):
         (["{a}", "--against", "nowhere"], "nowhere does not exist"),
         (["{a}", "--against", "{b}", "--reward", "critic/scores/mean"], "did you mean critic/score/mean?"),
         (["{a}", "--against", "{b}", "--margin", "wide"], "metrics.margin wants"),
+        (["{a}, ", "--against", "{b}"], "wants a path before and after each comma, found an empty one"),
+        (["{a}", "--against", ""], "wants a path before and after each comma, found an empty one"),
+        (["{empty}"], "'stock-seed0,,tail-seed0' wants a path before and after each comma"),
         (["{yaml}"], "wants two or more arms, the baseline first, each a list of runs, found {'a': 1}"),
     ],
 )
 def test_wrong_input_is_one_line_that_names_it(invoke, write, tmp_path, words, wanted):
     (tmp_path / "arms.yaml").write_text("a: 1")
-    places = {"a": write("stock-seed0"), "b": write("tail-seed0"), "yaml": tmp_path / "arms.yaml"}
+    (tmp_path / "empty.yaml").write_text("a: ['stock-seed0,,tail-seed0']\nb: [tail-seed0]")
+    places = {"a": write("stock-seed0"), "b": write("tail-seed0")}
+    places |= {"yaml": tmp_path / "arms.yaml", "empty": tmp_path / "empty.yaml"}
     assert wanted in invoke(compare, *(word.format(**places) for word in words), "--out", tmp_path / "out", code=None)
     assert not (tmp_path / "out" / "summary.json").exists()
 

@@ -1,5 +1,6 @@
 """Runs as their loggers leave them behind: real files of TensorBoard and W&B, and of verl's file logger and slime's console."""
 
+import gzip
 import json
 import math
 import sys
@@ -7,8 +8,9 @@ import sys
 import pytest
 
 from rl_accel.errors import RlAccelError
-from rl_accel.lab.ab.readers import merged, read
+from rl_accel.lab.ab.readers import read
 from rl_accel.lab.ab.runner import GrowingLog
+from rl_accel.telemetry.logs import merged
 
 REWARD = "critic/score/mean"
 
@@ -33,8 +35,8 @@ def test_a_log_of_verl_lies_beside_other_lines_of_json_and_two_are_refused_by_na
     assert (found.source, list(found.steps)) == ("verl's file logger", [1, 2, 3])
     assert found.steps[2] == metrics(2)
     log = tmp_path / "project" / "run.jsonl"
-    log.write_text(log.read_text() + '{"step": 3, "da')
-    assert read(str(log)).steps == found.steps, "half a line of a killed run is left out"
+    log.write_text("\nno record\n" + log.read_text() + '{"step": 3, "da')
+    assert read(str(log)).steps == found.steps, "lines that are no records are left out, as half a line of a killed run"
 
     write_verl(tmp_path / "other" / "metrics.jsonl", [1])
     several = r"holds several runs, wanted one of .*other/metrics\.jsonl, .*project/run\.jsonl"
@@ -136,6 +138,10 @@ def test_a_csv_of_a_history_is_a_run_one_of_a_chart_wants_the_name_of_a_run_and_
             read(name)
     (tmp_path / "h.csv").write_text(f"training/global_step,{REWARD}\n3,0.5\n4,0.75\n")
     assert {step: its[REWARD] for step, its in read(str(tmp_path / "h.csv")).steps.items()} == {3: 0.5, 4: 0.75}
+    (tmp_path / "h.csv").write_text(f"Step,{REWARD},name\n1,0.5,a\n2,oops,b\n3,0.75,c\n")
+    assert read(str(tmp_path / "h.csv")).steps == {1: {REWARD: 0.5}, 3: {REWARD: 0.75}}, "only the cell is left out"
+    (tmp_path / "h.csv").write_text(f"Step,exp:1 - {REWARD},exp:2 - {REWARD}\n1,0.5,0.6\n")
+    assert read(f"{tmp_path / 'h.csv'}:exp:2").steps == {1: {REWARD: 0.6}}
 
 
 def test_the_console_of_verl(tmp_path):
@@ -151,9 +157,8 @@ def test_the_console_of_slime(tmp_path):
         "some other line {'a': 1}",
         f"{head} perf 0: {{'rollout/response_len/mean': 12.5, 'rollout/truncated_ratio': np.float64(0.25)}}",
         f"(RayTrainGroup pid=1) {head} rollout 0: {{'rollout/raw_reward': 0.5, 'rollout/kl': nan}}",
-        f"{head} rollout 1: {{'rollout/raw_reward': tensor(0.5)}}",
         f"{head} eval 1: {{'eval/aime': 0.25}}",
-        f"{head} rollout 1: {{'rollout/raw_reward'",
+        f"{head} rollout 2: {{'rollout/raw_reward'",
     ]
     (tmp_path / "train.log").write_text("\n".join(lines))
     found = read(str(tmp_path))
@@ -161,6 +166,17 @@ def test_the_console_of_slime(tmp_path):
     assert (found.source, found.steps) == ("slime's console", {0: first, 1: {"eval/aime": 0.25}})
     (tmp_path / "slurm-1.txt").write_text("\n".join(lines))
     assert read(str(tmp_path / "slurm-1.txt")).steps == found.steps, "any name will do for a file"
+
+
+@pytest.mark.parametrize(
+    "end", ["", " [repeated 3x across cluster]", "\x1b[0m", "Rollout: 3%|2| 1/2 [00:01<00:01, 1it/s]"]
+)
+def test_an_odd_value_in_slime_s_console_costs_no_other_value(tmp_path, end):
+    odd = ["-nan", "-inf", "[1, 2.5]", "'text'", "None", "tensor([1., 2.])", "{'b': 1}", "<A at 0x7f>"]
+    plain = ["1", "np.int64(1)", "tensor(1., device='cuda:0', grad_fn=<MeanBackward0>)", "array(1.)", "1e0"]
+    shown = ", ".join(f"'{index}': {value}" for index, value in enumerate([*plain, *odd, "-1e-05"]))
+    (tmp_path / "train.log").write_text(f"\x1b[36mperf 3: {{{shown}}}{end}\n")
+    assert read(str(tmp_path)).steps == {3: {**{str(index): 1.0 for index in range(len(plain))}, "13": -1e-05}}
 
 
 def test_nothing_to_read_says_what_is_wanted_and_a_missing_package_is_one_line(tmp_path, monkeypatch):
@@ -178,3 +194,31 @@ def test_nothing_to_read_says_what_is_wanted_and_a_missing_package_is_one_line(t
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(RlAccelError, match=f"to read it, pip install {package}$"):
             read(str(tmp_path / package))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "wanted"),
+    [
+        ("h.csv", b"", r"h\.csv is no CSV file \(No columns to parse from file\)$"),
+        ("h.csv", b'Step,a\n1,2\n"unclosed\n', r"is no CSV file \(Error tokenizing data\. .* inside string"),
+        ("h.csv", bytes(range(128, 256)), r"is no CSV file \('utf-8' codec"),
+        (
+            "h.csv",
+            "Step,a\n1,2\n".encode("utf-16"),
+            r"is no CSV file .*; .*h\.csv is in UTF-16: wanted plain text in UTF-8$",
+        ),
+        ("m.jsonl", "{}".encode("utf-16"), r"holds no metrics of .*m\.jsonl is in UTF-16: wanted plain"),
+        (
+            "m.jsonl.gz",
+            gzip.compress(b"{}"),
+            r"holds no metrics of .*m\.jsonl\.gz is compressed \(gzip\): wanted plain",
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_file_that_is_no_text_is_named_in_one_line(tmp_path, name, content, wanted, is_folder):
+    (tmp_path / name).write_bytes(content)
+    if is_folder and name == "h.csv":
+        wanted = "holds no metrics of"  # only a CSV that is named is read
+    with pytest.raises(RlAccelError, match=f"^[^\n]*{wanted}"):
+        read(str(tmp_path if is_folder else tmp_path / name))
