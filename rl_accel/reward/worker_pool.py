@@ -38,6 +38,8 @@ _END_SECONDS = 8.0
 Then the reaper is killed."""
 _START_SECONDS = 300.0
 """Seconds in which a new worker must be ready, including all imports of its grader."""
+_RETRY_PAUSE_SECONDS = 1.0
+"""Seconds before a request of a dead worker is run again, so that it does not go to a worker that is dying at the same time."""
 _WAIT_SECONDS = 0.1
 """Seconds that a call of a trusted grader waits for a busy worker before the pool starts another worker."""
 _SCRIPT = Path(worker_files.__file__)
@@ -370,6 +372,8 @@ class WorkerPool:
                 await self._end(worker)
                 again = ", trying again" if attempt == 1 and not self._closed else ""
                 logger.warning("rl-accel: a sandbox worker died (%r)%s", error, again)
+                if again:
+                    await asyncio.sleep(_RETRY_PAUSE_SECONDS)
             except asyncio.CancelledError:
                 stopping = self._do(self._stop(worker))
                 while not stopping.done():  # a second cancellation must not end this call before the execution
