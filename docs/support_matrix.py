@@ -1,11 +1,13 @@
-"""Writes docs/support-matrix.md: which features work on which verl and slime, as the pack itself finds in each of them.
+"""Writes docs/support-matrix.md, the table of features that work on each version of verl and slime.
 
     SLIME_ROOT=<checkout of slime> .venv-vllm/bin/python docs/support_matrix.py [--folder FOLDER] [--vllm]
 
-For each version pip puts verl alone into FOLDER (a temporary one by default; versions that lie there already are used again),
-``rl-accel doctor`` looks at it from the environment this script runs in, that of ``make vllm``, and verl's own tests of the
-functions we replace run with ``rl_accel.enable()``. With ``--vllm`` the tests marked ``vllm`` then run with each version of vLLM,
-put in front of that environment, a quarter of an hour each; else the page keeps what it says of them.
+Run this script in the environment of ``make vllm``. pip installs each version of verl, without dependencies, into FOLDER (by
+default a temporary folder). Versions that are already there are used again. For each version, ``rl-accel doctor`` checks the
+features. verl's own tests of the replaced functions then run with ``rl_accel.enable()``.
+
+With ``--vllm``, the tests marked ``vllm`` run with each version of vLLM, a quarter of an hour each. Otherwise the page keeps its
+section on vLLM.
 """
 
 import argparse
@@ -52,7 +54,7 @@ The tests marked `vllm` (`tests/e2e`), on verl 0.9.1 and the CPU build of vLLM, 
 """
 VLLM_FOOT = """
 verl 0.9.1 pins vLLM 0.24.0 for GPUs, and refuses what is older than 0.18. 0.24.0 was read, not run: its CPU build wants an older
-torch. What the pack uses of vLLM is there under the same names: `EngineDeadError`, `vllm:num_preemptions`, `RequestOutputKind` and,
+torch. It has the same names that the pack uses: `EngineDeadError`, `vllm:num_preemptions`, `RequestOutputKind` and,
 in the CPU platform only, `_supports_onednn` and `_expand_kernel_impl`. 0.27.1 is refused. Let in for a trial, it passed 17 of the
 33 tests (`test_vllm`, killed servers, TP replan, reward timeout, moved responses); the others, tail batching's and drafts', were
 not run to their end.

@@ -1,4 +1,4 @@
-"""A grader as users write them: it runs a program made of the response in a process of its own, and some programs never end."""
+"""Example of a user's grader: runs a program made of the response in a separate process. Some of these programs never end."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ while answer and zlib.crc32(answer.encode()) % {one_in} == 0:
 print(sum(character in wanted for character in answer) / max(len(answer), 1))
 """
 ONE_IN = 24
-"""One answer in so many never ends, whatever the model learns: 4 %, about as published for generated code."""
+"""Average number of answers per answer that never ends, whatever the model learns: 4%, about as published for generated code."""
 
 
 def compute_score(
