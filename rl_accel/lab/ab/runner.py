@@ -12,8 +12,10 @@ import contextlib
 import json
 import os
 import select
+import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +31,8 @@ import psutil
 
 from rl_accel.errors import RlAccelError
 from rl_accel.files import write_atomically
+from rl_accel.lab.ab import fork_client, fork_server
+from rl_accel.lab.verl_cpu import WORKER_PYTHON
 from rl_accel.processes import become_subreaper, descendants, end_all, end_descendants, has_ended, shell_exit_code
 from rl_accel.telemetry.logs import LogRecord, parse_log_line
 
@@ -385,13 +389,49 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--temp", help="a folder that is removed if the command was stopped")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
-    code, stopped = _supervise(options.command, options.grace)
+    code, stopped = _supervise(options.command, options.grace, options.temp)
     if stopped and options.temp:
         shutil.rmtree(options.temp, ignore_errors=True)
     return code
 
 
-def _supervise(command: list[str], grace_s: float) -> tuple[int, bool]:
+@contextlib.contextmanager
+def _fork_server(command: list[str], temp: str | None) -> Iterator[list[str]]:
+    """Context manager that makes a run on verl's CPU platform start its Python processes as forks, see :mod:`fork_server`.
+
+    Yields the command to run. Ray starts workers with the same server. Does nothing for a run that joins a Ray cluster.
+    """
+    python, *words = command
+    if (
+        os.environ.get("VERL_PLATFORM") != "cpu"
+        or os.environ.get("RL_ACCEL_FORK_SERVER") == "0"
+        or "RAY_ADDRESS" in os.environ
+        or temp is None
+        or not Path(python).name.startswith("python")
+    ):
+        yield command
+        return
+    path = str(Path(temp, "forks"))
+    start = [python, "-S", "-E", fork_client.__file__, path]
+    os.environ[WORKER_PYTHON] = shlex.join(start)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen(64)  # clients wait while the server imports libraries
+        server = subprocess.Popen(
+            [python, fork_server.__file__, str(listener.fileno())],
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+            env={"OMP_NUM_THREADS": "1", **os.environ},  # a fork has only one of the threads of its parent
+        )
+    assert server.stdin is not None
+    try:
+        yield [*start, *words]
+    finally:
+        server.stdin.close()
+        server.wait()
+
+
+def _supervise(command: list[str], grace_s: float, temp: str | None) -> tuple[int, bool]:
     """Runs a command, and ends all its remaining processes when the command ends or has to stop.
 
     The command has to stop when the supervisor gets SIGTERM or its standard input closes. Returns the exit code of the command,
@@ -402,25 +442,25 @@ def _supervise(command: list[str], grace_s: float) -> tuple[int, bool]:
     for ignored in (signal.SIGINT, signal.SIGHUP):  # the runner handles these, and then closes the supervisor's stdin
         signal.signal(ignored, lambda number, _: None)  # the command would inherit SIG_IGN
     become_subreaper()
-    try:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-    except OSError as error:
-        print(f"cannot start {command[0]}: {error}", file=sys.stderr)
-        return 127, False
-    while child.poll() is None and not stopped:
-        if select.select([sys.stdin], [], [], 0.1)[0] and not os.read(sys.stdin.fileno(), 1024):
-            stopped.append(signal.SIGTERM)
-    if child.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            child.terminate()
+    with _fork_server(command, temp) as words:
         try:
-            child.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-        ended = end_all(descendants, grace_s=2.0)
-    else:
-        ended = end_descendants(leave_s=min(grace_s, _ORPHANS_S))
+            child = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
+        except OSError as error:
+            print(f"cannot start {command[0]}: {error}", file=sys.stderr)
+            return 127, False
+        while child.poll() is None and not stopped:
+            if select.select([sys.stdin], [], [], 0.1)[0] and not os.read(sys.stdin.fileno(), 1024):
+                stopped.append(signal.SIGTERM)
+        in_time = child.poll() is not None
+        if not in_time:
+            with contextlib.suppress(ProcessLookupError):
+                child.terminate()
+            try:
+                child.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+    ended = end_descendants(leave_s=min(grace_s, _ORPHANS_S)) if in_time else end_all(descendants, grace_s=2.0)
     if ended:
         print(f"rl-accel ab: ended what the run left behind: {', '.join(sorted(ended))}", file=sys.stderr)
     return shell_exit_code(child.wait()), bool(stopped)

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from rl_accel.errors import ConfigError
 from rl_accel.lab.cpu_engine.sampling import derive_seed
-from rl_accel.lab.verl_cpu import sglang, vllm
+from rl_accel.lab.verl_cpu import WORKER_PYTHON, sglang, vllm
 from rl_accel.patches.patch import Patch
 
 _CPUS_A_RANK = 3
@@ -72,6 +72,8 @@ def _check_first(original: Callable[..., Any], _settings: Any) -> Callable[..., 
     def auto_set_device(config: Any) -> Any:
         result = original(config)
         config.trainer.device = "cpu"
+        if python := os.environ.get(WORKER_PYTHON):
+            config.ray_kwargs.ray_init.runtime_env.py_executable = python
         check_config(config)
         return result
 

@@ -1,0 +1,37 @@
+"""Command ``fork_client.py SOCKET WORDS...``, which runs ``python WORDS...`` in a fork of a running :mod:`fork_server`.
+
+The command has the standard streams, the folder, the environment and the exit code of that process, and passes signals on to it. If
+the server cannot be reached, the command becomes ``python WORDS...`` itself. Only light modules are imported, because every
+process of a run starts in this way.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+
+
+def main(path: str, words: list[str]) -> int:
+    """Starts the process and waits for its end. Returns the exit code of the process."""
+    request = json.dumps({"words": words, "cwd": os.getcwd(), "env": dict(os.environ)}).encode()
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        server.connect(path)
+        socket.send_fds(server, [request], [0, 1, 2])
+        pid = int(server.recv(64))
+    except (OSError, ValueError):  # no server, or a request that is too long for one packet
+        os.execv(sys.executable, [sys.executable, *words])
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda received, _frame: os.kill(pid, received))
+    status = server.recv(64)
+    code = os.waitstatus_to_exitcode(int(status)) if status else 1
+    if code < 0:  # ends by the same signal, so that the parent sees what it would have seen
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,127 @@
+"""Server that forks Python processes in which the libraries of a run are imported already.
+
+A run of verl starts a dozen Python processes on one machine. Each of them imports torch, transformers and many others, which takes
+ten seconds of processor time; verl and this project take half a second. ``fork_server.py N`` imports the libraries once, and forks
+itself for each :mod:`fork_client` that connects to the listening socket with file descriptor N.
+
+A fork imports verl, Ray and this project itself, as any process does: they read the environment when they are imported.
+
+The server ends when its standard input closes. Only runs on a CPU use it, because CUDA does not survive a fork.
+"""
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+LIBRARIES = (
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "transformers.models.qwen2.modeling_qwen2",
+    "tensordict",
+    "datasets",
+    "accelerate",
+    "hydra",
+    "peft",
+    "numba",
+    "aiohttp",
+    "fastapi",
+    "requests",
+)
+
+
+def main(listener: socket.socket) -> None:
+    """Serves until the standard input closes; returns in a fork when the fork's program has ended."""
+    del sys.path[0]  # this folder
+    for library in LIBRARIES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(library)
+    gc.freeze()  # a collection in a fork would copy every page
+    atexit.register(gc.unfreeze)
+    if (request := _serve(listener)) is not None:
+        _run(request)
+
+
+def _serve(listener: socket.socket) -> dict[str, Any] | None:
+    """Returns the request of a client in the fork for this client, and None in the server when its standard input closes."""
+    child_ended, wakeup = os.pipe()
+    os.set_blocking(child_ended, False)
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    clients: dict[int, socket.socket] = {}
+    while True:
+        ready = select.select([sys.stdin, listener, child_ended, *clients.values()], [], [])[0]
+        if child_ended in ready:
+            os.read(child_ended, 4096)
+            _report(clients)
+        for pid in [pid for pid, client in clients.items() if client in ready]:
+            os.kill(pid, signal.SIGKILL)  # its client was killed
+            clients.pop(pid).close()
+        if sys.stdin in ready:
+            return None
+        if listener not in ready:
+            continue
+        client, _ = listener.accept()
+        data, streams, _, _ = socket.recv_fds(client, 1 << 20, 3)
+        if data and not (pid := os.fork()):
+            os.setpgid(0, 0)  # Ray kills the whole process group of a worker
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number, stream in enumerate(streams):
+                os.dup2(stream, number)
+            for open_file in (listener, client, *clients.values()):
+                open_file.close()
+            for number in (child_ended, wakeup, *streams):
+                os.close(number)
+            return dict(json.loads(data))
+        for stream in streams:
+            os.close(stream)
+        if data:
+            clients[pid] = client
+            with contextlib.suppress(OSError):
+                client.send(str(pid).encode())
+
+
+def _report(clients: dict[int, socket.socket]) -> None:
+    """Tells the clients of all forks that have ended how they ended."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if client := clients.pop(ended[0], None):
+                with contextlib.suppress(OSError):
+                    client.send(str(ended[1]).encode())
+                client.close()
+
+
+def _run(request: dict[str, Any]) -> None:
+    """Runs the program of a request in this process, as ``python WORDS...`` would."""
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    import numpy as np
+    import torch
+
+    np.random.seed()  # forks would draw the same numbers; `random` and torch take care of themselves
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # OpenMP has read the server's variable
+    words = request["words"]
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))
