@@ -68,6 +68,8 @@ def _serve(listener: socket.socket) -> dict[str, Any] | None:
             os.kill(pid, signal.SIGKILL)  # its client was killed
             clients.pop(pid).close()
         if sys.stdin in ready:
+            for pid in clients:  # workers of Ray that outlive its node by some seconds
+                os.kill(pid, signal.SIGTERM)
             return None
         if listener not in ready:
             continue

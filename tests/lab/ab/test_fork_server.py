@@ -8,108 +8,112 @@ import pytest
 
 from rl_accel.lab.ab.runner import Stop, ray_temp_dir, supervised
 
-PROGRAM = """
-import json, os, random, signal, subprocess, sys, threading
-inherited = sorted(sys.modules.keys() & {"torch", "transformers", "verl", "rl_accel"})
-import numpy, ray, torch, uuid
-from rl_accel.lab.verl_cpu import WORKER_PYTHON
+pytestmark = pytest.mark.slow
 
-def describe():
-    return {
-        "words": sys.argv[1:], "name": __name__, "folder": os.getcwd(), "marker": os.environ.get("MARKER"), "inherited": inherited,
-        "draws": [random.random(), numpy.random.random(), uuid.uuid4().hex], "threads": torch.get_num_threads(),
-        "group": os.getpgrp() == os.getpid(),
-    }
+PROGRAM = """
+import json, os, random, signal, subprocess, sys, time, uuid
+inherited = sorted(sys.modules.keys() & {"torch", "transformers", "verl", "ray", "rl_accel"})
+import numpy, torch
+python = os.environ.get("RL_ACCEL_WORKER_PYTHON", sys.executable).split()
+
+def tell(name, *found):
+    print(json.dumps([name, *found]), flush=True)
+
+def start(*words):
+    return subprocess.Popen([*python, __file__, *words], stdout=subprocess.PIPE, text=True)
+
+def wait():
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(9))
+    print(os.getpid(), flush=True)
+    time.sleep(1000)
+
+if sys.argv[1] == "wait":
+    wait()
+about = {"words": sys.argv[1:], "name": __name__, "folder": os.getcwd(), "marker": os.environ.get("MARKER")}
+about |= {"inherited": inherited, "threads": torch.get_num_threads(), "leads group": os.getpgrp() == os.getpid()}
+tell("process", about, [random.random(), numpy.random.random(), uuid.uuid4().hex])
+if sys.argv[1] != "driver":
+    sys.exit(0)
+"""
+CHILDREN = """
+for process in [start("child", "1"), start("child", "2 3")]:
+    print(process.communicate()[0], end="", flush=True)
+for sent in (15, 2, 9):
+    process = start("wait")
+    process.stdout.readline()
+    process.send_signal(sent)
+    process.wait()
+    process.stdout.read()  # ends with the fork
+    tell("command", sent, process.returncode)
+process = start("wait")
+os.kill(int(process.stdout.readline()), 9)
+tell("fork", 9, process.wait())
+start("wait").stdout.readline()  # left behind
+
+import ray
 
 class Actor:
-    def describe(self):
-        import sys
-        inherited = sorted(sys.modules.keys() & {"torch", "transformers", "verl"})
-        return {"inherited": inherited, "pid": os.getpid(), "parent": os.getppid()}
+    def process(self):
+        return os.getpid(), os.getppid(), sorted(sys.modules.keys() & {"torch", "transformers", "verl"})
 
-def child(source, **kwargs):
-    return subprocess.Popen([*os.environ[WORKER_PYTHON].split(), source], stdout=subprocess.PIPE, text=True, **kwargs)
+ray.init(num_cpus=1, include_dashboard=False, runtime_env={"py_executable": " ".join(python)})
+actor = ray.remote(Actor).options(max_restarts=1, max_task_retries=-1).remote()
+first = ray.get(actor.process.remote())
+os.kill(first[0], signal.SIGKILL)
+tell("ray", first, ray.get(actor.process.remote()))
+sys.exit(7)
 """
 
 
-def run(source, tmp_path, **env):
-    (tmp_path / "program.py").write_text(PROGRAM + source)
-    log = tmp_path / "log"
-    command = [sys.executable, str(tmp_path / "program.py"), "a", "b c"]
+def run(source, folder, **env):
+    """Runs a program as a run of the CPU platform. Returns its exit code and the lists that it told, by their names."""
+    (folder / "program.py").write_text(source)
+    command, log = [sys.executable, str(folder / "program.py"), "driver"], folder / "log"
     with ray_temp_dir() as temp:
-        variables = {"VERL_PLATFORM": "cpu", "MARKER": "x", "RAY_TMPDIR": str(temp), **env}
-        outcome = supervised(command, variables, tmp_path, log, Stop(), lambda: False, temp)
-    return outcome.exit_code, log.read_text()
+        variables = {"VERL_PLATFORM": "cpu", "MARKER": "x", "OMP_NUM_THREADS": "2", "RAY_TMPDIR": str(temp), **env}
+        outcome = supervised(command, variables, folder, log, Stop(), lambda: False, temp)
+    told = [json.loads(line) for line in log.read_text().splitlines() if line.startswith('["')]
+    return outcome.exit_code, {name: [found for key, *found in told if key == name] for name, *_ in told}
 
 
-def test_a_program_and_its_children_find_the_libraries_imported_and_all_else_as_in_a_new_process(tmp_path):
-    code, log = run(
-        """
-print(json.dumps(describe()), flush=True)
-if len(sys.argv) > 1:
-    first, second = child(__file__), child(__file__)
-    print(first.communicate()[0] + second.communicate()[0], end="", flush=True)
-sys.exit(7)
-""",
-        tmp_path,
-        OMP_NUM_THREADS="2",
-    )
-    seen = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("forks")
+
+
+@pytest.fixture(scope="module")
+def told(folder):
+    code, told = run(PROGRAM + CHILDREN, folder)
     assert code == 7
-    assert [process["words"] for process in seen] == [["a", "b c"], [], []]
-    draws = [draw for process in seen for draw in process.pop("draws")]
-    same = {"folder": str(tmp_path), "marker": "x", "inherited": ["torch", "transformers"], "threads": 2, "group": True}
-    assert [process | {"words": None} for process in seen] == [{"words": None, "name": "__main__", **same}] * 3
+    return told
+
+
+def test_a_program_and_its_children_find_the_libraries_imported_and_all_else_as_in_a_new_process(told, folder):
+    found = [about for about, _ in told["process"]]
+    same = {"name": "__main__", "folder": str(folder), "marker": "x", "threads": 2, "leads group": True}
+    words = (["driver"], ["child", "1"], ["child", "2 3"])
+    assert found == [same | {"words": item, "inherited": ["torch", "transformers"]} for item in words]
+    draws = [draw for _, draws in told["process"] for draw in draws]
     assert len(set(draws)) == len(draws) == 9
 
 
-def test_the_end_of_a_fork_and_of_its_command_are_the_same_event(tmp_path):
-    code, log = run(
-        """
-sleep = "import os, signal, time; signal.signal(15, lambda *_: os._exit(9)); print(os.getpid(), flush=True); time.sleep(1000)"
-open("sleep.py", "w").write(sleep)
-for sent in (15, 2, 9):
-    process = child("sleep.py")
-    pid = int(process.stdout.readline())
-    process.send_signal(sent)
-    process.wait()
-    process.stdout.read()  # ends when the fork has ended
-    print("command", sent, process.returncode, flush=True)
-process = child("sleep.py")
-os.kill(int(process.stdout.readline()), 9)
-print("fork", process.wait())
-child("sleep.py")  # left behind
-""",
-        tmp_path,
-    )
-    assert code == 0
-    lines = [line for line in log.splitlines() if line.startswith(("command", "fork"))]
-    assert lines == ["command 15 9", "command 2 -2", "command 9 -9", "fork -9"]
-    assert "ended what the run left behind" in log
-    assert not [process for process in psutil.process_iter() if str(tmp_path) in " ".join(process.cmdline())]
+def test_a_command_and_its_fork_end_together_in_the_same_way(told, folder):
+    assert told["command"] == [[15, 9], [2, -2], [9, -9]]
+    assert told["fork"] == [[9, -9]]
+    assert not [process for process in psutil.process_iter() if str(folder) in " ".join(process.cmdline())]
 
 
-def test_ray_starts_its_workers_as_forks_and_restarts_them(tmp_path):
-    code, log = run(
-        """
-ray.init(num_cpus=2, include_dashboard=False, runtime_env={"py_executable": os.environ[WORKER_PYTHON]})
-actor = ray.remote(Actor).options(max_restarts=1, max_task_retries=-1).remote()
-first = ray.get(actor.describe.remote())
-os.kill(first["pid"], signal.SIGKILL)
-print(json.dumps([first, ray.get(actor.describe.remote())]))
-""",
-        tmp_path,
-    )
-    assert code == 0, log
-    first, second = next(json.loads(line) for line in log.splitlines() if line.startswith("[{"))
-    assert first["inherited"] == second["inherited"] == ["torch", "transformers"]
-    assert first["pid"] != second["pid"]
-    assert first["parent"] == second["parent"]
+def test_ray_starts_its_workers_as_forks_and_restarts_them(told):
+    (((first, server, names), (second, again, _)),) = told["ray"]
+    assert names == ["torch", "transformers"]
+    assert first != second
+    assert server == again
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("RL_ACCEL_FORK_SERVER", "0"), ("VERL_PLATFORM", "cuda"), ("RAY_ADDRESS", "auto")]
 )
 def test_other_runs_start_python_itself(name, value, tmp_path):
-    code, log = run("print('inherited', inherited, os.environ.get(WORKER_PYTHON))", tmp_path, **{name: value})
-    assert (code, log.strip()) == (0, "inherited [] None")
+    code, told = run(PROGRAM, tmp_path, **{name: value})
+    assert code == 0
+    assert told["process"][0][0]["inherited"] == []
