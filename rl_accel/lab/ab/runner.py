@@ -411,7 +411,7 @@ def _fork_server(command: list[str], temp: str | None) -> Iterator[list[str]]:
     ):
         yield command
         return
-    path = str(Path(temp, "forks"))
+    path = str(Path(temp, f"forks-{os.getpid()}"))  # a run that is started again has the folder of its first start
     start = [python, "-S", "-E", fork_client.__file__, path]
     os.environ[WORKER_PYTHON] = shlex.join(start)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
