@@ -18,8 +18,8 @@ from rl_accel.plan.predict import check
 from rl_accel.plan.published import engines
 from rl_accel.plan.report import Plan
 from rl_accel.plan.setup import Setup, setup_of
-from rl_accel.plan.workload import published, read_lengths
 from rl_accel.rollout.simulation import EngineModel
+from rl_accel.rollout.workload import published, read_lengths
 from rl_accel.telemetry.profile import WARMUP, levers, read_run
 
 _PUBLISHED = "published:"

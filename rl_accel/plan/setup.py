@@ -10,8 +10,8 @@ import numpy as np
 
 from rl_accel.errors import RlAccelError
 from rl_accel.plan.fit import Fit, fit_engine
-from rl_accel.plan.workload import Lengths, from_groups
 from rl_accel.rollout.simulation import Cluster, EngineModel
+from rl_accel.rollout.workload import Lengths, from_groups
 from rl_accel.telemetry.logs import read_log
 from rl_accel.telemetry.profile import Profile
 from rl_accel.telemetry.stage_clock import COMPLETED, Response

@@ -20,8 +20,8 @@ from rl_accel.plan.fit import Fit, fit_engine
 from rl_accel.plan.predict import flags_of_words, interval, predict
 from rl_accel.plan.report import Plan
 from rl_accel.plan.setup import Setup, setup_of
-from rl_accel.plan.workload import Lengths, published
 from rl_accel.rollout.simulation import Cluster, EngineModel
+from rl_accel.rollout.workload import Lengths, published
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.profile import read_run
 from rl_accel.telemetry.stage_clock import FILE_NAME, Response

@@ -18,10 +18,10 @@ from rl_accel.errors import RecipeError
 from rl_accel.lab.ab import report
 from rl_accel.lab.ab.cli import WIDTH
 from rl_accel.lab.ab.convergence import listed
-from rl_accel.lab.ab.readers import read
 from rl_accel.lab.ab.recipe import Arm, Metrics, Recipe, Rollout, load, nearest, parse_margin
 from rl_accel.lab.ab.runner import RunResult, load_result
 from rl_accel.lab.ab.stats import RunData
+from rl_accel.telemetry.readers import read
 
 SLIME = Metrics("rollout/raw_reward", [], "perf/", "step_time", ["train_wait_time", "train_time"])
 """Names of slime's metrics. The stages ``train_wait_time`` and ``train_time`` together are a whole step of slime."""

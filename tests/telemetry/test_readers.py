@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from rl_accel.errors import RlAccelError
-from rl_accel.lab.ab.readers import read
 from rl_accel.lab.ab.runner import GrowingLog
 from rl_accel.telemetry.logs import merged
+from rl_accel.telemetry.readers import read
 
 REWARD = "critic/score/mean"
 

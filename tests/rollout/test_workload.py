@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.special import ndtri
 
 from rl_accel.errors import RlAccelError
-from rl_accel.plan.workload import Lengths, from_groups, published, read_lengths
+from rl_accel.rollout.workload import Lengths, from_groups, published, read_lengths
 
 RNG = np.random.default_rng(0)
 
