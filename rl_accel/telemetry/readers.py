@@ -1,17 +1,22 @@
 """Readers for logs of runs that were launched elsewhere: verl's file logger, TensorBoard, W&B, consoles of verl and slime."""
 
 import ast
+import contextlib
 import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+import rich.progress
+from rich.console import Console
 
 from rl_accel.errors import RlAccelError
-from rl_accel.telemetry.logs import ESCAPE, LogRecord, merged, parse_log_line, read_console, unreadable
+from rl_accel.files import BAD_RECORD
+from rl_accel.telemetry.logs import ESCAPE, LogRecord, merged, parse_log_line, read_console
 
 _STEP_KEYS = ("rollout/step", "eval/step", "_step", "Step", "step")
 """Keys that may hold the step of a log record, the most reliable first. slime logs the first two. W&B's ``_step`` counts log
@@ -22,20 +27,51 @@ _SLIME_LINE = re.compile(r"\b(?:rollout|perf|eval|passrate|multi_turn) (\d+): (\
 _OBJECT = re.compile(r"<[^<>]*>")
 """Pattern of Python's text for an object, which is no Python, such as ``<AddBackward0>``."""
 _BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
+_LARGE = 50_000_000
+"""Size of a log in bytes from which on a progress bar is shown."""
+TELEMETRY = "rl_accel/telemetry/"
+"""Prefix of the metrics of the feature telemetry."""
 
 
 @dataclass
 class Logged:
-    """Metrics of one run, as ``steps``: step -> metric name -> value.
+    """Metrics of one run.
 
-    ``source`` is the kind of log that was read. ``restarts`` holds the steps at which the run was restarted. ``config`` is the
-    configuration of the run as logged by W&B, with the GPUs under the key ``gpus``; empty for other logs.
+    Attributes:
+        source: kind of log that was read, a key of :data:`_KINDS`.
+        files: log files that were read.
+        steps: metrics of each step, by step number.
+        restarts: steps at which the run was restarted.
+        config: configuration of the run as logged by W&B, with the GPUs under the key ``gpus``; empty for other logs.
+        workers: prefix of each process that logged to a console, whenever another process logged next.
     """
 
-    source: str
-    steps: dict[int, dict[str, float]]
-    restarts: list[int]
-    config: dict[str, Any]
+    source: str = ""
+    files: list[Path] = field(default_factory=list)
+    steps: dict[int, dict[str, float]] = field(default_factory=dict)
+    restarts: list[int] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    workers: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        count, starts = len(self.steps), len(self.restarts)
+        words = [self.source, f"{count} step{'s' * (count != 1)}"]
+        if starts:
+            words.append(f"{starts} restart{'s' * (starts != 1)}")
+        has_telemetry = any(name.startswith(TELEMETRY) for step in self.steps.values() for name in step)
+        return ", ".join([*words, "telemetry" if has_telemetry else "no telemetry"])
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on steps that are left out or mixed."""
+        notes = [
+            f"the run began again at step {step}: what was logged before from there on is left out"
+            for step in self.restarts
+        ]
+        if len(set(self.workers)) < len(self.workers):
+            names = ", ".join(sorted(set(self.workers)))
+            notes.append(f"several processes log steps in turns ({names}): runs that share a console cannot be told apart")
+        return notes
 
 
 def read(*paths: str) -> Logged:
@@ -45,48 +81,91 @@ def read(*paths: str) -> Logged:
         RlAccelError: a path has no log, a path has logs of several runs, or the Python package for reading a log is missing. The
             message names the path, and the runs or the package.
     """
-    config: dict[str, Any] = {}
-    found = [_read(path, config) for path in paths]
-    steps, restarts = merged(record for _, records in found for record in records)
-    return Logged(found[0][0], steps, restarts, config)
+    found = Logged()
+    records = [record for path in paths for record in _read(path, found)]
+    found.steps, found.restarts = merged(records)
+    return found
 
 
-def _read(path: str, config: dict[str, Any]) -> tuple[str, list[LogRecord]]:
-    """Reads the most detailed log at ``path``. Returns the kind of log (a key of :data:`_KINDS`) and the records of the log.
+def _read(path: str, found: Logged) -> list[LogRecord]:
+    """Returns the records of the most detailed log at ``path``. Adds what else the log says to ``found``.
 
-    Adds W&B's configuration of the run to ``config``.
+    Raises:
+        RlAccelError: as for :func:`read`.
     """
     name, is_csv, run = path.partition(".csv:")
     place = Path(f"{name}.csv" if is_csv else path)
     if not place.exists():
         raise RlAccelError(f"{place} does not exist")
-    for kind, (pattern, reader) in _KINDS.items():
-        is_one = place.is_file() and (place.match(pattern) or reader in (_verl_console, _slime))
-        files = [place] if is_one else sorted(place.rglob(pattern)) if reader is not _csv else []
+    for kind, (patterns, reader) in _KINDS.items():
+        if place.is_file():
+            is_one = any(map(place.match, patterns)) or reader in (_verl_console, _slime)
+            files = [place] if is_one else []
+        else:
+            files = sorted(file for pattern in patterns for file in place.rglob(pattern) if reader is not _csv)
         try:
-            logs = {file: list(reader(file, config, run)) for file in files if file.is_file()}
+            logs = {file: list(reader(file, found, run)) for file in files if file.is_file() and not _defect(file)}
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
             raise RlAccelError(f"{path} is of {kind}: to read it, pip install {package}") from error
         logs = {file: records for file, records in logs.items() if records}
+        logs = {file: records for file, records in logs.items() if file.parent == place} or logs
         # a restarted run adds a TensorBoard event file to its folder, or a folder with the same W&B id
         runs = {getattr(file, {_tensorboard: "parent", _wandb: "name"}.get(reader, "parts")) for file in logs}
         if len(runs) > 1:
-            raise RlAccelError(f"{path} holds several runs, wanted one of {', '.join(map(str, list(logs)[:4]))}")
+            names = ", ".join(map(str, list(logs)[:4])) + (f" and {len(logs) - 4} more" if len(logs) > 4 else "")
+            raise RlAccelError(f"{path} holds several runs, wanted one of {names}; paths joined by commas are one run")
         if logs:
-            return kind, [record for records in logs.values() for record in records]
-    raise RlAccelError(f"{path} holds no metrics of {', '.join(_KINDS)}{unreadable(place)}")
+            found.source = found.source or kind
+            found.files += logs
+            return [record for records in logs.values() for record in records]
+    files = [place] if place.is_file() else sorted(place.rglob("*"))
+    texts = [file for file in files if file.is_file() and (file == place or _LOG_NAME.search(file.name))]
+    defects = [f"; {file} {defect}: wanted plain text in UTF-8" for file in texts if (defect := _defect(file, True))]
+    help_ = "" if defects else "; what verl or slime prints while it trains suffices"
+    raise RlAccelError(f"{path} holds no metrics of {', '.join(_KINDS)}{''.join(defects[:1])}{help_}")
+
+
+_LOG_NAME = re.compile(r"\.(jsonl|log|out|txt|csv)\b")
+_DEFECTS = {
+    b"\x1f\x8b": "is compressed (gzip)",
+    b"\x28\xb5\x2f\xfd": "is compressed (zstd)",
+    b"\xfd7zXZ": "is compressed (xz)",
+    b"\xff\xfe": "is in UTF-16",
+    b"\xfe\xff": "is in UTF-16",
+}
+"""Reasons why a file is not a text log, by the first bytes of the file."""
+
+
+def _defect(file: Path, must_be_text: bool = False) -> str:
+    """Returns the reason why ``file`` holds no log, such as "is empty"; "" if there is no such reason.
+
+    A binary file is a defect only if the file ``must_be_text``, or if its name is not that of a binary log.
+    """
+    with file.open("rb") as opened:
+        head = opened.read(8192)
+    known = [reason for magic, reason in _DEFECTS.items() if head.startswith(magic)]
+    is_binary = b"\0" in head and (must_be_text or not any(map(file.match, ("*tfevents*", "*.wandb"))))
+    return known[0] if known else "is binary" if is_binary else "is empty" if must_be_text and not head else ""
+
+
+def _opened(file: Path) -> TextIO:
+    """Opens a log. Shows a progress bar on standard error while a large log is read."""
+    if file.stat().st_size < _LARGE:
+        return file.open(errors="replace")
+    bar = {"description": file.name, "transient": True, "console": Console(stderr=True)}
+    return rich.progress.open(file, "rt", errors="replace", **bar)
 
 
 def _verl(file: Path, *_: Any) -> Iterator[LogRecord]:
-    with file.open("rb") as lines:
+    with _opened(file) as lines:
         # files of responses or prompts may be large, and are not worth parsing
-        yield from filter(None, (parse_log_line(line) for line in lines if b'"data"' in line))
+        yield from filter(None, (parse_log_line(line) for line in lines if '"data"' in line))
 
 
-def _verl_console(file: Path, *_: Any) -> Iterator[LogRecord]:
-    with file.open(errors="replace") as lines:
-        yield from read_console(lines)
+def _verl_console(file: Path, found: Logged, _: str) -> Iterator[LogRecord]:
+    with _opened(file) as lines:
+        yield from read_console(lines, found.workers)
 
 
 def _tensorboard(file: Path, *_: Any) -> Iterator[LogRecord]:
@@ -97,9 +176,10 @@ def _tensorboard(file: Path, *_: Any) -> Iterator[LogRecord]:
     yield from ((step, {tag: value}) for _, step, tag, value in sorted(events))
 
 
-def _wandb(file: Path, config: dict[str, Any], _: str) -> Iterator[LogRecord]:
+def _wandb(file: Path, found: Logged, _: str) -> Iterator[LogRecord]:
     from wandb.proto.wandb_internal_pb2 import Record
 
+    config = found.config
     for entry in _log_entries(file.read_bytes()):
         record = Record.FromString(entry)
         config |= {its.key: json.loads(its.value_json) for its in (*record.run.config.update, *record.config.update)}
@@ -135,7 +215,7 @@ def _csv(file: Path, _: Any, run: str) -> Iterator[LogRecord]:
     try:
         table = pandas.read_csv(file)
     except ValueError as error:  # empty, not text, or an unclosed quote
-        raise RlAccelError(f"{file} is no CSV file ({' '.join(str(error).split())}){unreadable(file)}") from error
+        raise RlAccelError(f"{file} is no CSV file ({' '.join(str(error).split())})") from error
     keys = {*_STEP_KEYS, _STEP_METRIC}
     own = table[[name for name in table if name in keys or name.startswith(f"{run} - " if run else "")]]
     own = own.rename(columns=lambda name: name.rpartition(" - ")[2])
@@ -147,7 +227,7 @@ def _csv(file: Path, _: Any, run: str) -> Iterator[LogRecord]:
 
 
 def _slime(file: Path, *_: Any) -> Iterator[LogRecord]:
-    with file.open(errors="replace") as lines:
+    with _opened(file) as lines:
         for line in filter(None, (_SLIME_LINE.search(ESCAPE.sub("", line)) for line in lines)):
             try:
                 shown = ast.parse(_OBJECT.sub("None", line[2]), mode="eval").body
@@ -183,11 +263,18 @@ def _record(row: Mapping[str, Any]) -> Iterator[LogRecord]:
         yield int(steps[0]), metrics
 
 
-_KINDS = {  # kinds of log, the most detailed first: pattern of file names, reader of a file
-    "verl's file logger": ("*.jsonl", _verl),
-    "TensorBoard": ("*tfevents*", _tensorboard),
-    "W&B": ("*.wandb", _wandb),
-    "a CSV of W&B": ("*.csv", _csv),
-    "verl's console": ("*.[lo][ou][gt]", _verl_console),
-    "slime's console": ("*.[lo][ou][gt]", _slime),  # .log or .out
+def _summary(file: Path, *_: Any) -> Iterator[LogRecord]:
+    with contextlib.suppress(*BAD_RECORD):
+        yield from _record(json.loads(file.read_text(errors="replace")))
+
+
+_KINDS: dict[str, tuple[tuple[str, ...], Callable[[Path, Logged, str], Iterator[LogRecord]]]] = {
+    "verl's file logger": (("*.jsonl",), _verl),
+    "TensorBoard": (("*tfevents*",), _tensorboard),
+    "W&B": (("*.wandb",), _wandb),
+    "a CSV of W&B": (("*.csv",), _csv),
+    "verl's console": (("*.log", "*.out", "*.txt"), _verl_console),
+    "slime's console": (("*.log", "*.out", "*.txt"), _slime),
+    "W&B's summary of the last step": (("wandb-summary.json",), _summary),
 }
+"""Kinds of log, the most detailed first, each with the patterns of file names and the reader of a file."""

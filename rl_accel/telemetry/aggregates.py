@@ -1,0 +1,330 @@
+"""Estimates for runs without telemetry, from the seconds of rollouts and from aggregates of response lengths.
+
+verl and slime log a few numbers of each rollout: its seconds, and the mean and maximum of the response lengths in tokens. The model
+of a rollout is ``seconds = base + pace * longest + noise``, rounded up to the next poll where the trainer polls. The distribution
+of lengths is a published one (RollPacker, NSDI'26, Fig. 2a), stretched on a logarithmic scale until its mean, the mean of its maximum
+over a batch, and its share at the limit are those of the run.
+
+Each estimate is made :data:`DRAWS` times: with the steps drawn again (bootstrap), with each published shape in turn, and with other
+values of what a log does not say. The interval of an estimate is the range of 95% of these draws.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rl_accel.features import TailBatchingFlags
+from rl_accel.rollout.simulation import Floats, Ints
+from rl_accel.rollout.tail_batching import TailRun
+from rl_accel.rollout.workload import PUBLISHED, PUBLISHED_LIMIT, Lengths, published
+
+POLL_SECONDS = 2.0
+"""Seconds between two times at which verl's V1 trainer checks whether a rollout is done."""
+DRAWS = 36
+LEAST_STEPS = 4
+"""Smallest number of steps that an estimate rests on."""
+_GROUPS = (4, 8, 16)
+"""Numbers of responses per prompt that are assumed in turn where the number is unknown."""
+_ALIKE = (0.0, 0.15, 0.3, 0.45)
+"""Intraclass correlations of the lengths of a prompt that are assumed in turn. Measured ones are 0.13 to 0.30."""
+_UNEXPLAINED = 0.25
+"""Share of the mean rollout. If the noise is larger, something other than response lengths decides how long a rollout takes."""
+_SLOWEST_TOKEN, _SLOWEST_READING, _SLOWEST_START = 0.1, 1 / 5000, 2.0
+"""Seconds that even a slow engine needs at most for a token of a response, a token of a prompt, and to begin and end a rollout."""
+_ROUND_RESPONSES = 15_000
+_V1 = "training/off_policy/trajectory_s"
+_GROUPED = "perf/total_num_tokens", "prompt_length/mean", "response_length/mean"
+
+
+@dataclass(frozen=True)
+class Range:
+    """An estimate with its 95% interval, from equally likely draws."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, draws: Sequence[float] | Floats) -> "Range":
+        """Returns the mean and the central 95% of ``draws``."""
+        low, high = np.quantile(draws, (0.025, 0.975)).tolist()
+        return cls(float(np.mean(draws)), low, high)
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What a log without telemetry says of a run's rollouts. Arrays have one number per step, shape [S].
+
+    Attributes:
+        seconds: duration of the rollout stage ``gen``.
+        mean, longest: mean and maximum of the response lengths in tokens.
+        prompts: mean number of tokens in a prompt.
+        clipped: share of responses as long as the longest possible response.
+        responses: number of responses in a step.
+        group: number of responses per prompt; None if unknown.
+        polls: whether the trainer polls, so that it notices the end of a rollout late.
+        on_policy: whether a rollout trains the weights that generated it, as tail batching and the poll's estimate assume.
+        is_v1: whether the trainer is verl's V1 trainer.
+    """
+
+    seconds: Floats
+    mean: Floats
+    longest: Floats
+    prompts: Floats
+    clipped: Floats
+    responses: int
+    group: int | None
+    polls: bool
+    on_policy: bool
+    is_v1: bool
+
+    @classmethod
+    def of(cls, steps: Sequence[Mapping[str, float]], group: int | None, polls: bool = True) -> "Rollouts | None":
+        """Returns the rollouts of ``steps``, the metrics of each step. Returns None if the log does not say enough.
+
+        ``group``: number of responses per prompt, if known. ``polls``: whether a V1 trainer polls.
+        """
+        names = ("timing_s/gen", "response_length/mean", "response_length/max")
+        known = [step for step in steps if all(math.isfinite(step.get(name, math.nan)) for name in names)]
+        if len(known) < LEAST_STEPS:
+            return None
+        seconds, mean, longest = (np.array([step[name] for step in known]) for name in names)
+        counts = [
+            step[_GROUPED[0]] / (step[_GROUPED[1]] + step[_GROUPED[2]]) for step in known if all(map(step.get, _GROUPED))
+        ]
+        is_v1 = any(name.startswith(_V1) for name in known[0])
+        stale = any(step.get(f"{_V1}taleness/mean", 0) > 0 for step in known)
+        return cls(
+            seconds,
+            mean,
+            longest,
+            np.array([step.get(_GROUPED[1], 0.0) for step in known]),
+            np.array([step.get("response_length/clip_ratio", 0.0) for step in known]),
+            round(float(np.median(counts))) if counts else 0,
+            group,
+            polls and is_v1 and not stale,
+            not stale,
+            is_v1,
+        )
+
+    @property
+    def limit(self) -> float:
+        """Limit of the response length in tokens; infinity if at most one step reached it."""
+        most = float(self.longest.max())
+        return most if (self.longest == most).sum() > 1 else math.inf
+
+    def drawn(self, rng: np.random.Generator) -> "Rollouts":
+        """Returns the rollouts of as many steps, drawn with replacement."""
+        rows = rng.integers(len(self.seconds), size=len(self.seconds))
+        arrays = {name: getattr(self, name)[rows] for name in ("seconds", "mean", "longest", "prompts", "clipped")}
+        return replace(self, **arrays)
+
+    def phase(self) -> float:
+        """Returns the seconds from a poll that finds a rollout done to the end of ``gen``; 0 if polls cannot be told."""
+        angles = 2 * np.pi * self.seconds / POLL_SECONDS
+        direction = np.exp(1j * angles).mean()
+        if abs(direction) < 0.8:
+            return 0.0
+        usual = np.angle(direction) * POLL_SECONDS / (2 * np.pi)
+        off = self.seconds - usual
+        return max(float((off - np.round(off / POLL_SECONDS) * POLL_SECONDS).min() + usual), 0.0)
+
+    def timed(self, phase: float, rng: np.random.Generator) -> "Timed":
+        """Fits base and pace to the rollouts, and draws the seconds at which each rollout was really done.
+
+        With polls, only the interval between two polls is known of a rollout. Fit and draw then alternate (data augmentation), so
+        that the drawn seconds lie in these intervals and follow the lengths as well as the fit does.
+        """
+        from scipy.optimize import linprog, nnls
+        from scipy.special import ndtr, ndtri
+
+        ends = np.maximum(self.seconds - phase, 0.01) if self.polls else self.seconds
+        begins = np.maximum(ends - POLL_SECONDS, 0.0)
+        done = (begins + ends) / 2 if self.polls else ends
+        unit = float(done.mean() / self.longest.mean())
+        # The last row prefers a small base where the lengths hardly differ.
+        table = np.stack([np.ones_like(ends), self.longest * unit], axis=1)
+        table = np.vstack([table, [0.1 * math.sqrt(len(ends)), 0.0]])
+        for _ in range(20):
+            base, pace = nnls(table, np.append(done, 0.0))[0]
+            expected = table[:-1] @ (base, pace)
+            noise = max(float(np.sqrt(np.square(done - expected).mean())), 0.02 * POLL_SECONDS)
+            if not self.polls:
+                break
+            low, high = ndtr((begins - expected) / noise), ndtr((ends - expected) / noise)
+            drawn = expected + noise * ndtri(low + rng.random(len(ends)) * (high - low))
+            done = np.where(np.isfinite(drawn), np.clip(drawn, begins, ends), (begins + ends) / 2)
+        possible = _SLOWEST_TOKEN * self.longest + _SLOWEST_READING * self.responses * self.prompts + _SLOWEST_START
+        if noise > max(POLL_SECONDS / 2, _UNEXPLAINED * done.mean()) or (done > possible).mean() > 1 / 2:
+            sums = -table[:-1].sum(axis=0)
+            base, pace = linprog(sums, table[:-1], done).x  # the line below all rollouts that is closest to them
+            explained = np.minimum(table[:-1] @ (base, pace), possible)
+            return Timed(float(base), float(pace) * unit, done, done - explained)
+        return Timed(float(base), float(pace) * unit, done, np.zeros_like(done))
+
+    def lengths(self, shape: str, alike: float) -> Lengths:
+        """Returns the published distribution ``shape``, stretched to the mean, the maximum and the share at the limit of this run."""
+        from scipy.optimize import least_squares
+
+        log, limit = _uncut(shape), self.limit
+        clipped = float(np.where(self.longest == limit, self.clipped, 0.0).mean())
+        most = round((1 - clipped) * len(log))
+        ranks = np.arange(len(log) + 1) / len(log)
+        of_longest = np.diff(ranks ** max(self.responses, 1))
+        mean, longest = self.mean.mean(), self.longest.mean()
+        inner = log[(np.arange(most) * len(log) / most).astype(int)]
+
+        def stretched(values: Floats) -> Floats:
+            body = np.minimum(np.exp(np.minimum(values[0] + values[1] * inner, 30.0)), limit)
+            return np.concatenate([body, np.full(len(log) - most, limit if clipped else 0.0)])
+
+        def off(values: Floats) -> list[float]:
+            tokens = stretched(values)
+            # no matrix product: its threads wait for each other on a busy machine
+            found = np.log(tokens.mean() / mean), np.log((tokens * of_longest).sum() / longest)
+            return [*found, 0.1 * (values[1] - 1)]  # prefers the published spread where all steps reach the limit
+
+        start = [math.log(mean) - float(np.log(np.exp(log).mean())), 1.0]
+        tokens = stretched(least_squares(off, start, bounds=([-30, 0.1], [30, 4])).x)
+        return Lengths(np.maximum(tokens, 1).round().astype(np.int64), alike)
+
+
+@functools.cache
+def _uncut(shape: str) -> Floats:
+    """Returns the logarithms of a published distribution's quantiles, without the responses that were cut at the limit."""
+    tokens = published(shape).tokens
+    free = np.log(tokens[tokens < PUBLISHED_LIMIT])
+    return np.interp((np.arange(len(tokens)) + 0.5) / len(tokens), (np.arange(len(free)) + 0.5) / len(free), free)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A model of rollouts: ``done = base + pace * longest + noise``, in seconds.
+
+    Attributes:
+        base: seconds of a rollout whose responses have no tokens.
+        pace: seconds per token of the longest response.
+        done: seconds at which each rollout was done, before the trainer noticed, shape [S].
+        excess: seconds of each rollout that its longest response does not explain, shape [S]; zeros if lengths explain most.
+    """
+
+    base: float
+    pace: float
+    done: Floats
+    excess: Floats
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Rollouts with tail batching, in means over steps.
+
+    Attributes:
+        tokens: tokens of the response that ends a rollout.
+        stock: tokens of the longest response of a rollout without tail batching.
+        trained: trained tokens, divided by those without tail batching.
+    """
+
+    tokens: float
+    stock: float
+    trained: float
+
+
+def in_rounds(lengths: Lengths, prompts: int, responses: int, launched: int, each: int, seed: int = 0) -> Tail:
+    """Simulates rollouts in which a response takes as long as its number of tokens, with and without tail batching.
+
+    A short round launches ``each`` responses of ``launched`` prompts, and ends when ``prompts`` prompts have ``responses`` responses.
+    The other prompts are generated anew in long rounds of ``prompts`` prompts, which wait for all ``responses`` responses.
+    """
+    rng, rounds = np.random.default_rng(seed), max(_ROUND_RESPONSES // (launched * each), 20)
+    shape = rounds, launched, each
+    drawn: Ints = np.sort(lengths.lengths(range(rounds * launched), each, rng).reshape(shape), axis=2)
+    ended = drawn[:, :, responses - 1]  # a prompt has its responses with its R0-th shortest
+    order = np.argsort(ended, axis=1, kind="stable")
+    kept, late = order[:, :prompts], order[:, prompts:]
+    short = float(np.take_along_axis(ended, kept[:, -1:], 1).mean())
+    trained = np.take_along_axis(drawn, kept[:, :, None], 1)[:, :, :responses]
+    usual = float(drawn.mean()) * prompts * responses
+    stock = lengths.lengths(range(rounds * prompts), responses, rng).reshape(rounds, -1).max(axis=1).mean()
+    deferred = (late + np.arange(rounds)[:, None] * launched).ravel()
+    deferred = deferred[: len(deferred) // prompts * prompts]
+    if not len(deferred):
+        return Tail(short, float(stock), float(trained.sum(axis=(1, 2)).mean()) / usual)
+    again = lengths.lengths(deferred, responses, rng).reshape(-1, prompts * responses)
+    share = (launched - prompts) / prompts  # long rounds for each short round
+    tokens = (short + share * float(again.max(axis=1).mean())) / (1 + share)
+    sums = float(trained.sum(axis=(1, 2)).mean()), float(again.sum(axis=1).mean())
+    return Tail(tokens, float(stock), (sums[0] + share * sums[1]) / (1 + share) / usual)
+
+
+def launched_by(prompts: int, responses: int) -> tuple[int, int]:
+    """Returns how many prompts a short round launches by default, and how many responses of each."""
+    flags = TailBatchingFlags()
+    run = TailRun(prompts, responses, flags)
+    return math.ceil(float(flags.prompt_ratio) * prompts - 1e-9), run.surplus_responses
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the rollouts of a run without telemetry spend their seconds on, and what features would save per step.
+
+    Attributes:
+        rollouts: what the log says.
+        lengths: distributions of response lengths that fit the log, one per draw.
+        base, pace: seconds of a rollout without tokens, and per token of its longest response.
+        polling: seconds until the trainer notices that a rollout is done; tail batching and sampler save them.
+        waiting: seconds for the longest tenth of the responses.
+        unexplained: seconds that no response length explains, such as rewards that take long.
+        idle: share of slots without a request, if all responses begin together.
+        tail: seconds that tail batching saves in generation.
+        trained: tokens that tail batching trains, divided by those without it.
+        over: seconds of ``unexplained`` beyond a limit for each rollout.
+    """
+
+    rollouts: Rollouts
+    lengths: Sequence[Lengths]
+    base: Range
+    pace: Range
+    polling: Range
+    waiting: Range
+    unexplained: Range
+    idle: Range
+    tail: Range | None
+    trained: float
+    over: Range
+
+
+def estimate(rollouts: Rollouts, limit_seconds: float) -> Estimate:
+    """Returns what the ``rollouts`` spend their seconds on. ``limit_seconds``: time limit of a reward with reward_timeout."""
+    rng, phase = np.random.default_rng(0), rollouts.phase()
+    groups = [rollouts.group] if rollouts.group else _GROUPS
+    rows: list[dict[str, float]] = []
+    lengths = []
+    variants = itertools.cycle(itertools.product(PUBLISHED, groups, _ALIKE))
+    for draw, (shape, group, alike) in zip(range(DRAWS), variants, strict=False):
+        steps = rollouts.drawn(rng)
+        timed, gen = steps.timed(phase, rng), steps.seconds.mean()
+        lengths.append(steps.lengths(shape, alike))
+        nine_in_ten = float(np.quantile(lengths[-1].tokens, 0.9))
+        longest, busy = steps.longest.mean(), timed.base + timed.pace * steps.mean.mean()
+        row = {
+            "base": timed.base,
+            "pace": timed.pace,
+            "polling": (steps.seconds - timed.done).mean() if rollouts.polls else 0.0,
+            "waiting": timed.pace * max(longest - nine_in_ten, 0.0),
+            "unexplained": timed.excess.mean(),
+            "idle": min(max(1 - busy / gen, 0.0), 1.0),
+            "over": np.maximum(timed.excess - limit_seconds, 0.0).mean(),
+        }
+        prompts = rollouts.responses // group
+        if prompts and rollouts.on_policy:
+            tail = in_rounds(lengths[-1], prompts, group, *launched_by(prompts, group), seed=draw)
+            less = timed.pace * longest * (1 - tail.tokens / tail.stock)
+            row |= {"tail": max(less + row["polling"], 0.0), "trained": tail.trained}
+        rows.append(row)
+    ranges = {name: Range.of([row[name] for row in rows]) for name in rows[0]}
+    tail, trained = ranges.pop("tail", None), ranges.pop("trained", Range(1.0, 1.0, 1.0))
+    return Estimate(rollouts, lengths, tail=tail, trained=trained.mean, **ranges)
