@@ -62,10 +62,10 @@ _COUNT = click.IntRange(1)
 
 
 @click.command()
-@click.argument("run_dir", type=_PATH, required=False)
+@click.argument("run_dir", metavar="LOG", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--lengths",
-    help="Instead of RUN_DIR: a file, a folder of rollouts of slime, or published:math16k, code16k, judge16k.",
+    help="Instead of LOG: a file, a folder of rollouts of slime, or published:math16k, code16k, judge16k.",
 )
 @click.option("--prompts", type=_COUNT, help="P0, prompts of a batch.")
 @click.option("--responses", type=_COUNT, help="R0, responses of each.")
@@ -95,8 +95,8 @@ _COUNT = click.IntRange(1)
 def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] | None, **given: Any) -> None:
     """Predicts your rollout and step seconds with each feature and with the alternatives that you may weigh.
 
-    RUN_DIR holds a run of verl with +rl_accel.telemetry.enable=True, as for `rl-accel profile`: engine and lengths are fitted
-    to this run. Or give --lengths with --step-seconds, --prompts, --responses and --replicas.
+    LOG is what `rl-accel profile` reads. If the run had +rl_accel.telemetry.enable=True, engine and lengths are fitted to its
+    responses, otherwise to means and maxima. Or give --lengths with --step-seconds, --prompts, --responses and --replicas.
     """
     console = Console(width=None if sys.stdout.isatty() else 160)
     draws, rounds, warmup = given["draws"], given["rounds"], given["warmup"]
@@ -104,8 +104,8 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
         check(*checked, draws=draws, warmup=warmup, console=console)
         return
     if (run_dir is None) == (lengths is None):
-        raise click.UsageError("give RUN_DIR, or --lengths with --step-seconds, --prompts, --responses and --replicas")
-    run = read_run(run_dir, warmup) if run_dir is not None else None
+        raise click.UsageError("give LOG, or --lengths with --step-seconds, --prompts, --responses and --replicas")
+    run = read_run(run_dir, warmup, given["responses"]) if run_dir is not None else None
     setup, fit = setup_of(run, given) if run is not None else (_given(str(lengths), given), None)
     options = options_of(setup, given["tokens_a_step"])
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -115,6 +115,9 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
         sizes = () if given["no_scale"] else bars.track(SCALE, description="sizes")
         curves = [scale(setup, count) for count in sizes]
     advice, preemptions = (levers(run), run.numbers.get("preemptions", 0.0)) if run else ([], 0.0)
+    if run is not None:
+        said = [f"{run.log}: {run.logged}", *(f"note: {note}" for note in run.notes)]
+        console.print("\n".join(said), markup=False, highlight=False, soft_wrap=True)
     found = Plan(setup, fit, answers, curves, f"{draws} draws of {rounds} rollouts.", advice, preemptions)
     found.show(console)
     for path in found.write(given["out"] or (run_dir if run_dir is not None and run_dir.is_dir() else Path())):

@@ -47,6 +47,7 @@ class Lengths:
         prompt_tokens: number of tokens in each prompt.
         rewards: equally likely durations of a reward in seconds; empty: rewards take no time.
         source: source of the data, in words for the report.
+        alternatives: other distributions that the data may have, one of which is drawn with each seed.
     """
 
     tokens: Ints
@@ -56,6 +57,7 @@ class Lengths:
     prompt_tokens: int = 0
     rewards: Floats = field(default_factory=lambda: np.empty(0))
     source: str = ""
+    alternatives: Sequence["Lengths"] = ()
     _scores: "array[float]" = field(default_factory=lambda: array("d"), init=False)  # by prompt; NaN: not drawn yet
 
     def lengths(self, prompts: Sequence[int], responses: int, rng: np.random.Generator) -> Ints:
@@ -84,7 +86,13 @@ class Lengths:
         return rng.choice(self.rewards, count) if len(self.rewards) else None
 
     def drawn(self, seed: int | None = None) -> "Lengths":
-        """Returns a copy of this workload without the scores drawn so far. With a ``seed``, the known prompts are shuffled."""
+        """Returns a copy of this workload without the scores drawn so far. With a ``seed``, the known prompts are shuffled.
+
+        If there are ``alternatives``, returns the one with the number ``seed``.
+        """
+        if self.alternatives and seed is not None:
+            other = self.alternatives[seed % len(self.alternatives)]
+            return replace(other, prompt_tokens=self.prompt_tokens, rewards=self.rewards)
         if seed is None or self.known is None or self.seen is None:
             return replace(self)
         order = np.random.default_rng(seed).permutation(len(self.known))
@@ -96,7 +104,9 @@ class Lengths:
         def cut(tokens: Ints) -> Ints:
             return np.where(tokens == self.limit, limit, np.minimum(tokens, limit))
 
-        return replace(self, tokens=cut(self.tokens), seen=None if self.seen is None else cut(self.seen))
+        others = [other.limited(limit) for other in self.alternatives]
+        seen = None if self.seen is None else cut(self.seen)
+        return replace(self, tokens=cut(self.tokens), seen=seen, alternatives=others)
 
     @property
     def limit(self) -> int:

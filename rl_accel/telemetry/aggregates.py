@@ -1,9 +1,9 @@
 """Estimates for runs without telemetry, from the seconds of rollouts and from aggregates of response lengths.
 
-verl and slime log a few numbers of each rollout: its seconds, and the mean and maximum of the response lengths in tokens. The model
-of a rollout is ``seconds = base + pace * longest + noise``, rounded up to the next poll where the trainer polls. The distribution
-of lengths is a published one (RollPacker, NSDI'26, Fig. 2a), stretched on a logarithmic scale until its mean, the mean of its maximum
-over a batch, and its share at the limit are those of the run.
+verl and slime log a few numbers of each rollout: its seconds, and the mean and maximum of the response lengths in tokens. The
+model of a rollout is ``seconds = base + pace * longest + noise``, rounded up to the next poll where the trainer polls. The
+distribution of lengths is a published one (RollPacker, NSDI'26, Fig. 2a), stretched on a logarithmic scale until its mean, the mean
+of its maximum over a batch, and its share at the limit are those of the run.
 
 Each estimate is made :data:`DRAWS` times: with the steps drawn again (bootstrap), with each published shape in turn, and with other
 values of what a log does not say. The interval of an estimate is the range of 95% of these draws.
@@ -36,6 +36,8 @@ _UNEXPLAINED = 0.25
 _SLOWEST_TOKEN, _SLOWEST_READING, _SLOWEST_START = 0.1, 1 / 5000, 2.0
 """Seconds that even a slow engine needs at most for a token of a response, a token of a prompt, and to begin and end a rollout."""
 _ROUND_RESPONSES = 15_000
+_ARRAYS = ("seconds", "mean", "longest", "prompts", "clipped", "generating")
+_GENERATING = "timing_s/agent_loop/generate_sequences/mean"
 _V1 = "training/off_policy/trajectory_s"
 _GROUPED = "perf/total_num_tokens", "prompt_length/mean", "response_length/mean"
 
@@ -64,7 +66,8 @@ class Rollouts:
         mean, longest: mean and maximum of the response lengths in tokens.
         prompts: mean number of tokens in a prompt.
         clipped: share of responses as long as the longest possible response.
-        responses: number of responses in a step.
+        generating: mean seconds in which a response is generated, if verl logs it; else NaN.
+        responses: number of responses in a step; 0 if unknown.
         group: number of responses per prompt; None if unknown.
         polls: whether the trainer polls, so that it notices the end of a rollout late.
         on_policy: whether a rollout trains the weights that generated it, as tail batching and the poll's estimate assume.
@@ -76,6 +79,7 @@ class Rollouts:
     longest: Floats
     prompts: Floats
     clipped: Floats
+    generating: Floats
     responses: int
     group: int | None
     polls: bool
@@ -83,10 +87,13 @@ class Rollouts:
     is_v1: bool
 
     @classmethod
-    def of(cls, steps: Sequence[Mapping[str, float]], group: int | None, polls: bool = True) -> "Rollouts | None":
+    def of(
+        cls, steps: Sequence[Mapping[str, float]], group: int | None, prompts: int | None = None, polls: bool = True
+    ) -> "Rollouts | None":
         """Returns the rollouts of ``steps``, the metrics of each step. Returns None if the log does not say enough.
 
-        ``group``: number of responses per prompt, if known. ``polls``: whether a V1 trainer polls.
+        ``group``, ``prompts``: number of responses per prompt and of prompts in a batch, if known. ``polls``: whether a V1 trainer
+        polls.
         """
         names = ("timing_s/gen", "response_length/mean", "response_length/max")
         known = [step for step in steps if all(math.isfinite(step.get(name, math.nan)) for name in names)]
@@ -94,7 +101,9 @@ class Rollouts:
             return None
         seconds, mean, longest = (np.array([step[name] for step in known]) for name in names)
         counts = [
-            step[_GROUPED[0]] / (step[_GROUPED[1]] + step[_GROUPED[2]]) for step in known if all(map(step.get, _GROUPED))
+            step[_GROUPED[0]] / (step[_GROUPED[1]] + step[_GROUPED[2]])
+            for step in known
+            if all(map(step.get, _GROUPED))
         ]
         is_v1 = any(name.startswith(_V1) for name in known[0])
         stale = any(step.get(f"{_V1}taleness/mean", 0) > 0 for step in known)
@@ -104,7 +113,8 @@ class Rollouts:
             longest,
             np.array([step.get(_GROUPED[1], 0.0) for step in known]),
             np.array([step.get("response_length/clip_ratio", 0.0) for step in known]),
-            round(float(np.median(counts))) if counts else 0,
+            np.array([step.get(_GENERATING, math.nan) for step in known]),
+            round(float(np.median(counts))) if counts else (prompts or 0) * (group or 0),
             group,
             polls and is_v1 and not stale,
             not stale,
@@ -117,10 +127,15 @@ class Rollouts:
         most = float(self.longest.max())
         return most if (self.longest == most).sum() > 1 else math.inf
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether the log has the mean seconds in which a response is generated, in every step."""
+        return bool(np.isfinite(self.generating).all())
+
     def drawn(self, rng: np.random.Generator) -> "Rollouts":
         """Returns the rollouts of as many steps, drawn with replacement."""
         rows = rng.integers(len(self.seconds), size=len(self.seconds))
-        arrays = {name: getattr(self, name)[rows] for name in ("seconds", "mean", "longest", "prompts", "clipped")}
+        arrays = {name: getattr(self, name)[rows] for name in _ARRAYS}
         return replace(self, **arrays)
 
     def phase(self) -> float:
@@ -167,7 +182,7 @@ class Rollouts:
         return Timed(float(base), float(pace) * unit, done, np.zeros_like(done))
 
     def lengths(self, shape: str, alike: float) -> Lengths:
-        """Returns the published distribution ``shape``, stretched to the mean, the maximum and the share at the limit of this run."""
+        """Returns the published distribution ``shape``, stretched to the mean, maximum and share at the limit of this run."""
         from scipy.optimize import least_squares
 
         log, limit = _uncut(shape), self.limit
@@ -236,7 +251,7 @@ class Tail:
 def in_rounds(lengths: Lengths, prompts: int, responses: int, launched: int, each: int, seed: int = 0) -> Tail:
     """Simulates rollouts in which a response takes as long as its number of tokens, with and without tail batching.
 
-    A short round launches ``each`` responses of ``launched`` prompts, and ends when ``prompts`` prompts have ``responses`` responses.
+    A short round launches ``each`` responses of ``launched`` prompts, and ends when ``prompts`` prompts have ``responses`` of them.
     The other prompts are generated anew in long rounds of ``prompts`` prompts, which wait for all ``responses`` responses.
     """
     rng, rounds = np.random.default_rng(seed), max(_ROUND_RESPONSES // (launched * each), 20)
@@ -253,7 +268,7 @@ def in_rounds(lengths: Lengths, prompts: int, responses: int, launched: int, eac
     deferred = deferred[: len(deferred) // prompts * prompts]
     if not len(deferred):
         return Tail(short, float(stock), float(trained.sum(axis=(1, 2)).mean()) / usual)
-    again = lengths.lengths(deferred, responses, rng).reshape(-1, prompts * responses)
+    again = lengths.lengths(deferred.tolist(), responses, rng).reshape(-1, prompts * responses)
     share = (launched - prompts) / prompts  # long rounds for each short round
     tokens = (short + share * float(again.max(axis=1).mean())) / (1 + share)
     sums = float(trained.sum(axis=(1, 2)).mean()), float(again.sum(axis=1).mean())
@@ -279,7 +294,7 @@ class Estimate:
         waiting: seconds for the longest tenth of the responses.
         unexplained: seconds that no response length explains, such as rewards that take long.
         idle: share of slots without a request, if all responses begin together.
-        tail: seconds that tail batching saves in generation.
+        tail: seconds that tail batching saves in generation, without those of ``polling``; None if unknown.
         trained: tokens that tail batching trains, divided by those without it.
         over: seconds of ``unexplained`` beyond a limit for each rollout.
     """
@@ -316,15 +331,16 @@ def estimate(rollouts: Rollouts, limit_seconds: float) -> Estimate:
             "polling": (steps.seconds - timed.done).mean() if rollouts.polls else 0.0,
             "waiting": timed.pace * max(longest - nine_in_ten, 0.0),
             "unexplained": timed.excess.mean(),
-            "idle": min(max(1 - busy / gen, 0.0), 1.0),
+            "idle": min(max(1 - (steps.generating.mean() if rollouts.is_measured else busy) / gen, 0.0), 1.0),
             "over": np.maximum(timed.excess - limit_seconds, 0.0).mean(),
         }
         prompts = rollouts.responses // group
         if prompts and rollouts.on_policy:
             tail = in_rounds(lengths[-1], prompts, group, *launched_by(prompts, group), seed=draw)
             less = timed.pace * longest * (1 - tail.tokens / tail.stock)
-            row |= {"tail": max(less + row["polling"], 0.0), "trained": tail.trained}
+            row |= {"tail": max(less, 0.0), "trained": tail.trained}
         rows.append(row)
     ranges = {name: Range.of([row[name] for row in rows]) for name in rows[0]}
-    tail, trained = ranges.pop("tail", None), ranges.pop("trained", Range(1.0, 1.0, 1.0))
-    return Estimate(rollouts, lengths, tail=tail, trained=trained.mean, **ranges)
+    trained = ranges.pop("trained").mean if "trained" in ranges else 1.0
+    saved = ranges.pop("tail", None)
+    return Estimate(rollouts, lengths, tail=saved, trained=trained, **ranges)

@@ -29,6 +29,11 @@ _OBJECT = re.compile(r"<[^<>]*>")
 _BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
 _LARGE = 50_000_000
 """Size of a log in bytes from which on a progress bar is shown."""
+_BATCH = (
+    re.compile(r"(?:train_batch_size|rollout[-_]batch[-_]size)['\"]?[ .=:]+(\d+)"),
+    re.compile(r"(?:rollout[._]n|n[-_]samples[-_]per[-_]prompt)['\"]?[ .=:]+(\d+)"),
+)
+"""Patterns of the number of prompts and of responses per prompt, in a launch line or configuration of verl or slime."""
 TELEMETRY = "rl_accel/telemetry/"
 """Prefix of the metrics of the feature telemetry."""
 
@@ -70,8 +75,32 @@ class Logged:
         ]
         if len(set(self.workers)) < len(self.workers):
             names = ", ".join(sorted(set(self.workers)))
-            notes.append(f"several processes log steps in turns ({names}): runs that share a console cannot be told apart")
+            notes.append(
+                f"several processes log steps in turns ({names}): runs that share a console cannot be told apart"
+            )
         return notes
+
+    @property
+    def is_slime(self) -> bool:
+        """Whether the log is one of slime."""
+        return any("perf/step_time" in step for step in self.steps.values())
+
+    def batch(self) -> tuple[int | None, int | None]:
+        """Returns the number of prompts in a batch and the number of responses per prompt; None if unknown.
+
+        The numbers come from W&B's configuration, or from the launch line or configuration in the first megabyte of a log here.
+        """
+        rollout = self.config.get("actor_rollout_ref", {}).get("rollout", {})
+        verl = {"train_batch_size": self.config.get("data", {}).get("train_batch_size"), "rollout.n": rollout.get("n")}
+        texts = [json.dumps({**self.config, **{name: number for name, number in verl.items() if number}})]
+        for folder in dict.fromkeys(file.parent for file in self.files):
+            beside = [
+                file for pattern in ("run.json", "*.log", "*.out", "*.txt") for file in sorted(folder.glob(pattern))
+            ]
+            texts += [_head(file) for file in [*self.files, *beside[:10]]]
+        found = [[int(match[1]) for text in texts for match in pattern.finditer(text)] for pattern in _BATCH]
+        prompts, responses = (next(iter(numbers), None) for numbers in found)
+        return prompts, responses
 
 
 def read(*paths: str) -> Logged:
@@ -111,7 +140,8 @@ def _read(path: str, found: Logged) -> list[LogRecord]:
         logs = {file: records for file, records in logs.items() if records}
         logs = {file: records for file, records in logs.items() if file.parent == place} or logs
         # a restarted run adds a TensorBoard event file to its folder, or a folder with the same W&B id
-        runs = {getattr(file, {_tensorboard: "parent", _wandb: "name"}.get(reader, "parts")) for file in logs}
+        part = "parent" if reader is _tensorboard else "name" if reader is _wandb else "parts"
+        runs = {getattr(file, part) for file in logs}
         if len(runs) > 1:
             names = ", ".join(map(str, list(logs)[:4])) + (f" and {len(logs) - 4} more" if len(logs) > 4 else "")
             raise RlAccelError(f"{path} holds several runs, wanted one of {names}; paths joined by commas are one run")
@@ -149,12 +179,18 @@ def _defect(file: Path, must_be_text: bool = False) -> str:
     return known[0] if known else "is binary" if is_binary else "is empty" if must_be_text and not head else ""
 
 
-def _opened(file: Path) -> TextIO:
+def _opened(file: Path) -> contextlib.AbstractContextManager[TextIO]:
     """Opens a log. Shows a progress bar on standard error while a large log is read."""
     if file.stat().st_size < _LARGE:
         return file.open(errors="replace")
-    bar = {"description": file.name, "transient": True, "console": Console(stderr=True)}
-    return rich.progress.open(file, "rt", errors="replace", **bar)
+    console = Console(stderr=True)
+    return rich.progress.open(file, "rt", errors="replace", description=file.name, transient=True, console=console)
+
+
+def _head(file: Path) -> str:
+    """Returns the first megabyte of a text file."""
+    with file.open(errors="replace") as lines:
+        return ESCAPE.sub("", lines.read(1_000_000))
 
 
 def _verl(file: Path, *_: Any) -> Iterator[LogRecord]:
