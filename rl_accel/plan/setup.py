@@ -144,7 +144,8 @@ def _setup_of_aggregates(run: Profile, estimate: Estimate, given: Mapping[str, A
     spread = np.quantile([workload.tokens.mean() for workload in lengths], (0.025, 0.975))
     source = (
         f"{len(lengths)} fits of published shapes to the mean, the longest and the share at the limit of"
-        f" {len(rollouts.seconds)} batches (mean {spread[0]:,.0f} to {spread[1]:,.0f} tokens); the engine is assumed as fast with other numbers of requests"
+        f" {len(rollouts.seconds)} batches (mean {spread[0]:,.0f} to {spread[1]:,.0f} tokens); the engine is assumed as fast with"
+        " other numbers of requests"
     )
     known = {name: given[name] for name in ("slots", "cache_tokens") if given.get(name)}
     replicas = given.get("replicas") or 1

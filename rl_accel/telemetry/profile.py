@@ -405,7 +405,7 @@ def _gain_of_tail_batching(steps: Sequence[Sequence[Response]]) -> tuple[Range |
 
 
 def prompt_ticks(responses: Sequence[Response]) -> list[list[float]] | None:
-    """Returns for each prompt the ticks from the start of the step's first response to each reward of the prompt.
+    """Returns for each prompt the ticks from the start of the step's first response to the last token of each of its responses.
 
     Returns None without responses. Also returns None if a response was cancelled or failed, because the full time of this response
     is unknown.
@@ -414,7 +414,7 @@ def prompt_ticks(responses: Sequence[Response]) -> list[list[float]] | None:
         return None
     groups: dict[str, list[float]] = {}
     for response in responses:
-        groups.setdefault(response.prompt, []).append(response.completed_at / _TICK)
+        groups.setdefault(response.prompt, []).append((response.generated or response.ended) / _TICK)
     return list(groups.values())
 
 

@@ -324,7 +324,7 @@ def test_rollouts_that_are_uneven_widen_the_interval_and_not_the_prediction():
     ("words", "error"),
     [
         (PUBLISHED, "--lengths needs --prompts, --responses, --replicas, --step-seconds as well"),
-        ("", "give RUN_DIR, or --lengths"),
+        ("", "give LOG, or --lengths"),
         (f"{PUBLISHED} --step-seconds fast", "wants seconds of a step by running requests"),
         (f"{PUBLISHED} --step-seconds 1:inf", "must be finite times above 0 by numbers of running requests from 1"),
         (f"{PUBLISHED} --step-seconds 0:0.1", "wants seconds of a step by running requests"),

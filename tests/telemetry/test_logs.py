@@ -5,6 +5,7 @@ import json
 import pytest
 
 from rl_accel.telemetry.logs import merged, parse_log_line, read_console, read_log
+from rl_accel.telemetry.readers import read
 
 NAMES = ("actor/entropy", "val-core/my data/acc/mean@1", "critic/vf_loss", "response_length/mean", "timing_s/gen")
 NAMES += ("timing_s/step", "perf/throughput")
@@ -93,7 +94,7 @@ def test_the_name_of_a_metric_ends_at_its_last_colon():
 def test_a_log_is_read_as_what_it_is(tmp_path):
     path = tmp_path / "output.log"
     path.write_text("\r".join(console()))
-    assert list(read_log(path).items()) == STEPS, "a progress bar ends lines with a carriage return"
+    assert list(read(str(path)).steps.items()) == STEPS, "a progress bar ends lines with a carriage return"
     path.write_text("\n".join(json.dumps({"step": step, "data": metrics}) for step, metrics in STEPS))
     assert list(read_log(path).items()) == STEPS
     path.write_text(BETWEEN)

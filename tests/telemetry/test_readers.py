@@ -205,7 +205,7 @@ def test_nothing_to_read_says_what_is_wanted_and_a_missing_package_is_one_line(t
         (
             "h.csv",
             "Step,a\n1,2\n".encode("utf-16"),
-            r"is no CSV file .*; .*h\.csv is in UTF-16: wanted plain text in UTF-8$",
+            r"holds no metrics of .*; .*h\.csv is in UTF-16: wanted plain text in UTF-8$",
         ),
         ("m.jsonl", "{}".encode("utf-16"), r"holds no metrics of .*m\.jsonl is in UTF-16: wanted plain"),
         (
