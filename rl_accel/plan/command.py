@@ -65,8 +65,9 @@ _COUNT = click.IntRange(1)
 @click.argument("run_dir", metavar="LOG", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--lengths",
-    help="Instead of LOG: a file, a folder of rollouts of slime, or published:math16k, code16k, judge16k.",
+    help="Instead of LOG: a file or folder of responses of verl or slime, or published:math16k, code16k, judge16k.",
 )
+@click.option("--tokenizer", help="Of the texts in --lengths; a name or folder. Without it, characters are counted.")
 @click.option("--prompts", type=_COUNT, help="P0, prompts of a batch.")
 @click.option("--responses", type=_COUNT, help="R0, responses of each.")
 @click.option("--replicas", type=_COUNT, help="Replicas of the rollout engine.")
@@ -131,7 +132,7 @@ def _given(lengths: str, given: Mapping[str, Any]) -> Setup:
         names = ", ".join("--" + name.replace("_", "-") for name in missing)
         raise RlAccelError(f"--lengths needs {names} as well: lengths say nothing of the engine and the batch")
     known = lengths.startswith(_PUBLISHED)
-    workload = published(lengths.removeprefix(_PUBLISHED)) if known else read_lengths(Path(lengths))
+    workload = published(lengths.removeprefix(_PUBLISHED)) if known else read_lengths(Path(lengths), given["tokenizer"])
     sizes = {key: given[key] for key in ("slots", "cache_tokens") if given[key]}
     its = {size: replace(engine, **sizes) for size, engine in given["step_seconds"].items()}
     usual, first = next(iter(its.items()))
