@@ -622,7 +622,8 @@ def _draw_bars(axes: Any, run: Profile) -> None:
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
     axes.set_xlim(0, run.step_seconds * 1.01)
-    idle = f", generation {run.numbers['idle_share']:.0%} idle" if "idle_share" in run.numbers else ""
+    share = run.numbers.get("idle_share", run.estimate.idle.mean if run.estimate else None)
+    idle = "" if share is None else f", generation {share:.0%} idle{' (estimated)' * (run.estimate is not None)}"
     axes.set_title(f"Mean of steps {run.steps[0]}-{run.steps[-1]}: {run.step_seconds:.2f} s{idle}", fontsize=10)
     axes.set_xlabel("seconds")
     axes.tick_params(axis="y", length=0)

@@ -74,7 +74,7 @@ class Logged:
             for step in self.restarts
         ]
         if len(set(self.workers)) < len(self.workers):
-            names = ", ".join(sorted(set(self.workers)))
+            names = ", ".join(sorted({worker.strip() for worker in self.workers}))
             notes.append(
                 f"several processes log steps in turns ({names}): runs that share a console cannot be told apart"
             )

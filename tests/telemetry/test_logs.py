@@ -193,4 +193,4 @@ def test_runs_that_share_a_console_are_said_and_a_restart_is_none_of_them(tmp_pa
 
     assert log(1, 1, 2, 2) == []
     (note,) = log(1, 2, 1, 2)
-    assert "several processes log steps in turns ((TaskRunner pid=1) , (TaskRunner pid=2) )" in note
+    assert "several processes log steps in turns ((TaskRunner pid=1), (TaskRunner pid=2))" in note
