@@ -92,6 +92,9 @@ def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iter
     """
     step, process, is_ended = "", "", True
     for line in lines:
+        is_of_another = " pid=" in line[:80] and bool(process) and line[0] == "(" and not line.startswith(process)
+        if "step:" not in line and (not step or is_of_another):  # most lines of a large log
+            continue
         text = ESCAPE.sub("", line.rstrip("\n"))
         worker = prefix[0] if (prefix := _PROCESS.match(text)) else ""
         text = text.removeprefix(worker)
