@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rl_accel.features import TailBatchingFlags
-from rl_accel.rollout.simulation import Floats, Ints
+from rl_accel.rollout.simulation import Floats
 from rl_accel.rollout.tail_batching import TailRun
 from rl_accel.rollout.workload import PUBLISHED, PUBLISHED_LIMIT, Lengths, published
 
@@ -96,7 +96,7 @@ class Rollouts:
         polls.
         """
         names = ("timing_s/gen", "response_length/mean", "response_length/max")
-        known = [step for step in steps if all(math.isfinite(step.get(name, math.nan)) for name in names)]
+        known = [step for step in steps if all(0 < step.get(name, 0) < math.inf for name in names)]
         if len(known) < LEAST_STEPS:
             return None
         seconds, mean, longest = (np.array([step[name] for step in known]) for name in names)
@@ -148,8 +148,11 @@ class Rollouts:
         off = self.seconds - usual
         return max(float((off - np.round(off / POLL_SECONDS) * POLL_SECONDS).min() + usual), 0.0)
 
-    def timed(self, phase: float, rng: np.random.Generator) -> "Timed":
+    def timed(self, phase: float, rng: np.random.Generator) -> tuple[float, float, Floats, Floats]:
         """Fits base and pace to the rollouts, and draws the seconds at which each rollout was really done.
+
+        Returns base in seconds, pace in seconds per token, and for each rollout, shape [S], the seconds at which it was done, and
+        how many of them its longest response does not explain (0 where lengths explain most).
 
         With polls, only the interval between two polls is known of a rollout. Fit and draw then alternate (data augmentation), so
         that the drawn seconds lie in these intervals and follow the lengths as well as the fit does.
@@ -173,13 +176,13 @@ class Rollouts:
             low, high = ndtr((begins - expected) / noise), ndtr((ends - expected) / noise)
             drawn = expected + noise * ndtri(low + rng.random(len(ends)) * (high - low))
             done = np.where(np.isfinite(drawn), np.clip(drawn, begins, ends), (begins + ends) / 2)
+        excess = np.zeros_like(done)
         possible = _SLOWEST_TOKEN * self.longest + _SLOWEST_READING * self.responses * self.prompts + _SLOWEST_START
         if noise > max(POLL_SECONDS / 2, _UNEXPLAINED * done.mean()) or (done > possible).mean() > 1 / 2:
             sums = -table[:-1].sum(axis=0)
             base, pace = linprog(sums, table[:-1], done).x  # the line below all rollouts that is closest to them
-            explained = np.minimum(table[:-1] @ (base, pace), possible)
-            return Timed(float(base), float(pace) * unit, done, done - explained)
-        return Timed(float(base), float(pace) * unit, done, np.zeros_like(done))
+            excess = done - np.minimum(table[:-1] @ (base, pace), possible)
+        return float(base), float(pace) * unit, done, excess
 
     def lengths(self, shape: str, alike: float) -> Lengths:
         """Returns the published distribution ``shape``, stretched to the mean, maximum and share at the limit of this run."""
@@ -218,63 +221,33 @@ def _uncut(shape: str) -> Floats:
     return np.interp((np.arange(len(tokens)) + 0.5) / len(tokens), (np.arange(len(free)) + 0.5) / len(free), free)
 
 
-@dataclass(frozen=True)
-class Timed:
-    """A model of rollouts: ``done = base + pace * longest + noise``, in seconds.
-
-    Attributes:
-        base: seconds of a rollout whose responses have no tokens.
-        pace: seconds per token of the longest response.
-        done: seconds at which each rollout was done, before the trainer noticed, shape [S].
-        excess: seconds of each rollout that its longest response does not explain, shape [S]; zeros if lengths explain most.
-    """
-
-    base: float
-    pace: float
-    done: Floats
-    excess: Floats
-
-
-@dataclass(frozen=True)
-class Tail:
-    """Rollouts with tail batching, in means over steps.
-
-    Attributes:
-        tokens: tokens of the response that ends a rollout.
-        stock: tokens of the longest response of a rollout without tail batching.
-        trained: trained tokens, divided by those without tail batching.
-    """
-
-    tokens: float
-    stock: float
-    trained: float
-
-
-def in_rounds(lengths: Lengths, prompts: int, responses: int, launched: int, each: int, seed: int = 0) -> Tail:
+def in_rounds(
+    lengths: Lengths, prompts: int, responses: int, launched: int, each: int, seed: int = 0
+) -> tuple[float, float, float]:
     """Simulates rollouts in which a response takes as long as its number of tokens, with and without tail batching.
 
     A short round launches ``each`` responses of ``launched`` prompts, and ends when ``prompts`` prompts have ``responses`` of them.
     The other prompts are generated anew in long rounds of ``prompts`` prompts, which wait for all ``responses`` responses.
+
+    Returns:
+        Means over rollouts: tokens of the response that ends a rollout with tail batching, tokens of the longest response without
+        it, and trained tokens with tail batching divided by those without it.
     """
     rng, rounds = np.random.default_rng(seed), max(_ROUND_RESPONSES // (launched * each), 20)
-    shape = rounds, launched, each
-    drawn: Ints = np.sort(lengths.lengths(range(rounds * launched), each, rng).reshape(shape), axis=2)
+    drawn = np.sort(lengths.lengths(range(rounds * launched), each, rng).reshape(rounds, launched, each), axis=2)
     ended = drawn[:, :, responses - 1]  # a prompt has its responses with its R0-th shortest
     order = np.argsort(ended, axis=1, kind="stable")
-    kept, late = order[:, :prompts], order[:, prompts:]
-    short = float(np.take_along_axis(ended, kept[:, -1:], 1).mean())
-    trained = np.take_along_axis(drawn, kept[:, :, None], 1)[:, :, :responses]
-    usual = float(drawn.mean()) * prompts * responses
-    stock = lengths.lengths(range(rounds * prompts), responses, rng).reshape(rounds, -1).max(axis=1).mean()
-    deferred = (late + np.arange(rounds)[:, None] * launched).ravel()
-    deferred = deferred[: len(deferred) // prompts * prompts]
-    if not len(deferred):
-        return Tail(short, float(stock), float(trained.sum(axis=(1, 2)).mean()) / usual)
-    again = lengths.lengths(deferred.tolist(), responses, rng).reshape(-1, prompts * responses)
-    share = (launched - prompts) / prompts  # long rounds for each short round
-    tokens = (short + share * float(again.max(axis=1).mean())) / (1 + share)
-    sums = float(trained.sum(axis=(1, 2)).mean()), float(again.sum(axis=1).mean())
-    return Tail(tokens, float(stock), (sums[0] + share * sums[1]) / (1 + share) / usual)
+    tokens = np.take_along_axis(ended, order[:, prompts - 1, None], 1).mean()
+    trained = np.take_along_axis(drawn, order[:, :prompts, None], 1)[:, :, :responses].sum(axis=(1, 2)).mean()
+    longest = lengths.lengths(range(rounds * prompts), responses, rng).reshape(rounds, -1).max(axis=1).mean()
+    late = (order[:, prompts:] + np.arange(rounds)[:, None] * launched).ravel()
+    late = late[: len(late) // prompts * prompts]
+    if len(late):
+        again = lengths.lengths(late.tolist(), responses, rng).reshape(-1, prompts * responses)
+        share = launched / prompts - 1  # long rounds for each short round
+        tokens = (tokens + share * again.max(axis=1).mean()) / (1 + share)
+        trained = (trained + share * again.sum(axis=1).mean()) / (1 + share)
+    return float(tokens), float(longest), float(trained / (drawn.mean() * prompts * responses))
 
 
 def launched_by(prompts: int, responses: int) -> tuple[int, int]:
@@ -310,39 +283,38 @@ class Estimate:
     unexplained: Range
     idle: Range
     tail: Range | None
-    trained: float
+    trained: Range
     over: Range
 
 
 def estimate(rollouts: Rollouts, limit_seconds: float) -> Estimate:
     """Returns what the ``rollouts`` spend their seconds on. ``limit_seconds``: time limit of a reward with reward_timeout."""
     rng, phase = np.random.default_rng(0), rollouts.phase()
-    groups = [rollouts.group] if rollouts.group else _GROUPS
+    groups = [rollouts.group] if rollouts.group else [n for n in _GROUPS if n <= rollouts.responses] or [1]
     rows: list[dict[str, float]] = []
     lengths = []
     variants = itertools.cycle(itertools.product(PUBLISHED, groups, _ALIKE))
     for draw, (shape, group, alike) in zip(range(DRAWS), variants, strict=False):
         steps = rollouts.drawn(rng)
-        timed, gen = steps.timed(phase, rng), steps.seconds.mean()
+        base, pace, done, excess = steps.timed(phase, rng)
         lengths.append(steps.lengths(shape, alike))
         nine_in_ten = float(np.quantile(lengths[-1].tokens, 0.9))
-        longest, busy = steps.longest.mean(), timed.base + timed.pace * steps.mean.mean()
+        longest = steps.longest.mean()
+        busy = steps.generating.mean() if rollouts.is_measured else base + pace * steps.mean.mean()
         row = {
-            "base": timed.base,
-            "pace": timed.pace,
-            "polling": (steps.seconds - timed.done).mean() if rollouts.polls else 0.0,
-            "waiting": timed.pace * max(longest - nine_in_ten, 0.0),
-            "unexplained": timed.excess.mean(),
-            "idle": min(max(1 - (steps.generating.mean() if rollouts.is_measured else busy) / gen, 0.0), 1.0),
-            "over": np.maximum(timed.excess - limit_seconds, 0.0).mean(),
+            "base": base,
+            "pace": pace,
+            "polling": (steps.seconds - done).mean() if rollouts.polls else 0.0,
+            "waiting": pace * max(longest - nine_in_ten, 0.0),
+            "unexplained": excess.mean(),
+            "idle": min(max(1 - busy / steps.seconds.mean(), 0.0), 1.0),
+            "over": np.maximum(excess - limit_seconds, 0.0).mean(),
         }
         prompts = rollouts.responses // group
         if prompts and rollouts.on_policy:
-            tail = in_rounds(lengths[-1], prompts, group, *launched_by(prompts, group), seed=draw)
-            less = timed.pace * longest * (1 - tail.tokens / tail.stock)
-            row |= {"tail": max(less, 0.0), "trained": tail.trained}
+            tokens, stock, trained = in_rounds(lengths[-1], prompts, group, *launched_by(prompts, group), draw)
+            row |= {"tail": max(pace * longest * (1 - tokens / stock), 0.0), "trained": trained}
         rows.append(row)
     ranges = {name: Range.of([row[name] for row in rows]) for name in rows[0]}
-    trained = ranges.pop("trained").mean if "trained" in ranges else 1.0
-    saved = ranges.pop("tail", None)
-    return Estimate(rollouts, lengths, tail=saved, trained=trained, **ranges)
+    tail, trained = ranges.pop("tail", None), ranges.pop("trained", Range(1.0, 1.0, 1.0))
+    return Estimate(rollouts, lengths, tail=tail, trained=trained, **ranges)

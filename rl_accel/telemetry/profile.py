@@ -362,7 +362,7 @@ def _estimated(found: Estimate, stages: Mapping[str, float], saving: Callable[..
             else "4, 8 and 16 responses a prompt (--responses says how many)"
         )
         training = sum(stages.get(name, 0.0) for name in stage_clock.TRAINING)
-        whole = found.tail.mean + found.polling.mean + training * (1 - found.trained)
+        whole = found.tail.mean + found.polling.mean + training * (1 - found.trained.mean)
         pace, base = format_seconds(found.pace.mean), format_seconds(found.base.mean)
         how = (
             f"published shapes of lengths, stretched to the mean, the longest and the share at the limit of {count} batches of"
@@ -395,7 +395,7 @@ def _gain_of_tail_batching(steps: Sequence[Sequence[Response]]) -> tuple[Range |
         drawn = known if draw == 0 else [known[row] for row in rng.integers(len(known), size=len(known))]
         as_it_is = _TICK * statistics.fmean(max(max(group) for group in groups) for groups in drawn)
         workload = replace(from_groups([group for groups in drawn for group in groups], ""), seen=None)
-        rounds.append(_TICK * in_rounds(workload, prompts, responses, launched, each, draw).tokens)
+        rounds.append(_TICK * in_rounds(workload, prompts, responses, launched, each, draw)[0])
         gains.append(max(as_it_is - rounds[-1], 0.0))
     return replace(Range.of(gains[1:]), mean=gains[0]), (
         f"the seconds of {len(known) * prompts * responses} responses, drawn again in rounds of {launched} prompts for {prompts}"

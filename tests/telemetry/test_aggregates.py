@@ -93,7 +93,7 @@ def test_tail_batching_comes_first_and_saves_what_the_kept_runs_saved(recipe):
         its |= {**logged(tokens, 1.0), **its}
     found = estimate(Rollouts.of(list(metrics.values())[2:], 4), 2.0)
     training = sum(seconds_of(kept, name) for name in ("old_log_prob", "adv", "update_actor"))
-    saved = found.tail.mean + found.polling.mean + training * (1 - found.trained)
+    saved = found.tail.mean + found.polling.mean + training * (1 - found.trained.mean)
     assert saved == pytest.approx(seconds_of(kept) - seconds_of(KEPT / recipe / "tail"), rel=0.25)
 
 
