@@ -316,5 +316,5 @@ def estimate(rollouts: Rollouts, limit_seconds: float) -> Estimate:
             row |= {"tail": max(pace * longest * (1 - tokens / stock), 0.0), "trained": trained}
         rows.append(row)
     ranges = {name: Range.of([row[name] for row in rows]) for name in rows[0]}
-    tail, trained = ranges.pop("tail", None), ranges.pop("trained", Range(1.0, 1.0, 1.0))
-    return Estimate(rollouts, lengths, tail=tail, trained=trained, **ranges)
+    tail = ranges.pop("tail", None)
+    return Estimate(rollouts, lengths, tail=tail, **{"trained": Range(1.0, 1.0, 1.0), **ranges})

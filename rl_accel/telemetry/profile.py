@@ -160,8 +160,9 @@ class Profile:
     @property
     def parts(self) -> Mapping[str, float]:
         """Mean seconds of each part of generation, measured or estimated, by name; {} if unknown."""
-        if self.estimate is None:
-            return {name: self.numbers[name] for name in _PARTS if name in self.numbers}
+        measured = {name: self.numbers[name] for name in _PARTS if name in self.numbers}
+        if measured or self.estimate is None:
+            return measured
         found = self.estimate
         others = found.waiting.mean, found.unexplained.mean, found.polling.mean
         parts = zip(_PARTS, (max(self.stages["gen"] - sum(others), 0.0), *others), strict=True)
@@ -295,14 +296,12 @@ def _savings(
     savings = []
     if "concurrency" in numbers:
         most, waiting, reward, rest = (numbers.get(name, 0.0) for name in _PARTS)
-        unknown = "how an engine's speed changes with its requests is not in these numbers"
-        advice = "more replicas, or a smaller max_response_length"
         tools = most * numbers.get("tool_share", 0.0)
         savings = [
             saving(WAITING, waiting, _gain_of_tail_batching(steps), "tail_batching"),
             saving("rewards after the last generation", reward, _gain_of_reward_timeout(steps), "reward_timeout"),
             saving(NOTICING, rest, _gain_of_sampler(rests), "sampler", "tail_batching"),
-            Saving("generating nine in ten responses", most - tools, advice, None, unknown, ours=False),
+            _generating(most - tools),
         ]
         if tools:
             share = f"{numbers['tool_share']:.0%} of a response's time, by verl's own timer of its tool calls"
@@ -316,11 +315,8 @@ def _savings(
             " waiting and which feature would save it"
         )
         advice = ", ".join(name for name in ("sampler", "tail_batching") if name not in on)
-        savings = [
-            Saving(
-                "generation, waiting included", stages["gen"], advice or "on already", None, wanted, ours=bool(advice)
-            )
-        ]
+        name = "generation, waiting included"
+        savings = [Saving(name, stages["gen"], advice or "on already", None, wanted, ours=bool(advice))]
     if "reward" in stages:
         needed = "unknown without the time of each reward, which +rl_accel.telemetry.enable=True logs"
         savings.append(saving("rewards", stages["reward"], (None, needed), "reward_timeout"))
@@ -355,12 +351,8 @@ def _estimated(found: Estimate, stages: Mapping[str, float], saving: Callable[..
         how = "it needs rollouts that train the weights that generated them" if not rollouts.on_policy else ""
         how = how or "the log does not say how many responses a step has: --responses and their launch line would"
     else:
-        known = rollouts.group is not None
-        per = (
-            f"{rollouts.group} response{'s' * (rollouts.group != 1)} a prompt"
-            if known
-            else "4, 8 and 16 responses a prompt (--responses says how many)"
-        )
+        per = f"{rollouts.group or '4, 8 and 16'} response{'s' * (rollouts.group != 1)} a prompt"
+        per += "" if rollouts.group else " (--responses says how many)"
         training = sum(stages.get(name, 0.0) for name in stage_clock.TRAINING)
         whole = found.tail.mean + found.polling.mean + training * (1 - found.trained.mean)
         pace, base = format_seconds(found.pace.mean), format_seconds(found.base.mean)
@@ -373,9 +365,13 @@ def _estimated(found: Estimate, stages: Mapping[str, float], saving: Callable[..
         )
     savings.append(saving(WAITING, found.waiting.mean, (found.tail, how), "tail_batching"))
     most = max(gen - sum(part.mean for part in (found.polling, found.unexplained, found.waiting)), 0.0)
+    return [*savings, _generating(most)]
+
+
+def _generating(seconds: float) -> Saving:
     unknown = "how an engine's speed changes with its requests is not in these numbers"
     advice = "more replicas, or a smaller max_response_length"
-    return [*savings, Saving("generating nine in ten responses", most, advice, None, unknown, ours=False)]
+    return Saving("generating nine in ten responses", seconds, advice, None, unknown, ours=False)
 
 
 def _again(values: Sequence[float]) -> Range:
@@ -514,7 +510,7 @@ def _show(run: Profile, console: Console) -> None:
                     table.add_row(f"  {label}", format_seconds(part), f"{part / run.step_seconds:.1%}", style="dim")
     table.add_row("step", format_seconds(run.step_seconds), "100.0%", style="bold")
     console.print(table)
-    if run.estimate is not None:
+    if run.estimate is not None and "idle_share" not in run.numbers:
         idle = run.estimate.idle
         how = "measured by verl" if run.estimate.rollouts.is_measured else "if all responses begin together"
         say(f"idle share of generation: {idle.mean:.0%} ({idle.low:.0%} to {idle.high:.0%}), estimated: {how}")
@@ -623,7 +619,8 @@ def _draw_bars(axes: Any, run: Profile) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, run.step_seconds * 1.01)
     share = run.numbers.get("idle_share", run.estimate.idle.mean if run.estimate else None)
-    idle = "" if share is None else f", generation {share:.0%} idle{' (estimated)' * (run.estimate is not None)}"
+    how = "" if "idle_share" in run.numbers else " (estimated)"
+    idle = "" if share is None else f", generation {share:.0%} idle{how}"
     axes.set_title(f"Mean of steps {run.steps[0]}-{run.steps[-1]}: {run.step_seconds:.2f} s{idle}", fontsize=10)
     axes.set_xlabel("seconds")
     axes.tick_params(axis="y", length=0)
