@@ -36,10 +36,16 @@ _UNEXPLAINED = 0.25
 _SLOWEST_TOKEN, _SLOWEST_READING, _SLOWEST_START = 0.1, 1 / 5000, 2.0
 """Seconds that even a slow engine needs at most for a token of a response, a token of a prompt, and to begin and end a rollout."""
 _ROUND_RESPONSES = 15_000
-_ARRAYS = ("seconds", "mean", "longest", "prompts", "clipped", "generating")
-_GENERATING = "timing_s/agent_loop/generate_sequences/mean"
+_FIELDS = {
+    "seconds": ("timing_s/gen", 0.0),
+    "mean": ("response_length/mean", 0.0),
+    "longest": ("response_length/max", 0.0),
+    "clipped": ("response_length/clip_ratio", 0.0),
+    "prompts": ("prompt_length/mean", 0.0),
+    "generating": ("timing_s/agent_loop/generate_sequences/mean", math.nan),
+}
+"""Name of verl's metric for each array of :class:`Rollouts`, and the value for a step that lacks this metric."""
 _V1 = "training/off_policy/trajectory_s"
-_GROUPED = "perf/total_num_tokens", "prompt_length/mean", "response_length/mean"
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What a log without telemetry says of a run's rollouts. Arrays have one number per step, shape [S].
+    """Rollouts of a run as a log without telemetry describes them. Arrays have one number per step, shape [S].
 
     Attributes:
         seconds: duration of the rollout stage ``gen``.
@@ -95,30 +101,25 @@ class Rollouts:
         ``group``, ``prompts``: number of responses per prompt and of prompts in a batch, if known. ``polls``: whether a V1 trainer
         polls.
         """
-        names = ("timing_s/gen", "response_length/mean", "response_length/max")
-        known = [step for step in steps if all(0 < step.get(name, 0) < math.inf for name in names)]
+        needed = [name for name, _ in (_FIELDS["seconds"], _FIELDS["mean"], _FIELDS["longest"])]
+        known = [step for step in steps if all(0 < step.get(name, 0) < math.inf for name in needed)]
         if len(known) < LEAST_STEPS:
             return None
-        seconds, mean, longest = (np.array([step[name] for step in known]) for name in names)
-        counts = [
-            step[_GROUPED[0]] / (step[_GROUPED[1]] + step[_GROUPED[2]])
-            for step in known
-            if all(map(step.get, _GROUPED))
-        ]
+        arrays = {
+            field: np.array([step.get(name, other) for step in known]) for field, (name, other) in _FIELDS.items()
+        }
+        tokens = np.array([step.get("perf/total_num_tokens", math.nan) for step in known])
+        count = float(np.median(tokens / (arrays["prompts"] + arrays["mean"])))
+        responses = round(count) if math.isfinite(count) else (prompts or 0) * (group or 0)
         is_v1 = any(name.startswith(_V1) for name in known[0])
-        stale = any(step.get(f"{_V1}taleness/mean", 0) > 0 for step in known)
+        on_policy = all(step.get(f"{_V1}taleness/mean", 0) == 0 for step in known)
         return cls(
-            seconds,
-            mean,
-            longest,
-            np.array([step.get(_GROUPED[1], 0.0) for step in known]),
-            np.array([step.get("response_length/clip_ratio", 0.0) for step in known]),
-            np.array([step.get(_GENERATING, math.nan) for step in known]),
-            round(float(np.median(counts))) if counts else (prompts or 0) * (group or 0),
-            group,
-            polls and is_v1 and not stale,
-            not stale,
-            is_v1,
+            **arrays,
+            responses=responses,
+            group=group,
+            polls=polls and is_v1 and on_policy,
+            on_policy=on_policy,
+            is_v1=is_v1,
         )
 
     @property
@@ -129,19 +130,17 @@ class Rollouts:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the log has the mean seconds in which a response is generated, in every step."""
+        """True if the log has the mean seconds in which a response is generated, in every step."""
         return bool(np.isfinite(self.generating).all())
 
     def drawn(self, rng: np.random.Generator) -> "Rollouts":
         """Returns the rollouts of as many steps, drawn with replacement."""
         rows = rng.integers(len(self.seconds), size=len(self.seconds))
-        arrays = {name: getattr(self, name)[rows] for name in _ARRAYS}
-        return replace(self, **arrays)
+        return replace(self, **{name: getattr(self, name)[rows] for name in _FIELDS})
 
     def phase(self) -> float:
         """Returns the seconds from a poll that finds a rollout done to the end of ``gen``; 0 if polls cannot be told."""
-        angles = 2 * np.pi * self.seconds / POLL_SECONDS
-        direction = np.exp(1j * angles).mean()
+        direction = np.exp(2j * np.pi * self.seconds / POLL_SECONDS).mean()
         if abs(direction) < 0.8:
             return 0.0
         usual = np.angle(direction) * POLL_SECONDS / (2 * np.pi)
@@ -259,7 +258,7 @@ def launched_by(prompts: int, responses: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the rollouts of a run without telemetry spend their seconds on, and what features would save per step.
+    """Parts of the rollouts of a run without telemetry in seconds, and estimated savings per step.
 
     Attributes:
         rollouts: what the log says.

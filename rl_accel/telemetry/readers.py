@@ -82,7 +82,7 @@ class Logged:
 
     @property
     def is_slime(self) -> bool:
-        """Whether the log is one of slime."""
+        """True for a log of slime."""
         return any("perf/step_time" in step for step in self.steps.values())
 
     def batch(self) -> tuple[int | None, int | None]:
