@@ -88,18 +88,18 @@ class Logged:
     def batch(self) -> tuple[int | None, int | None]:
         """Returns the number of prompts in a batch and the number of responses per prompt; None if unknown.
 
-        The numbers come from W&B's configuration, or from the launch line or configuration in the first megabyte of a log here.
+        The numbers come from W&B's configuration, or from the launch line or configuration in the first megabyte of the log. For a
+        log that is no console, the consoles in the same folder are searched as well.
         """
         rollout = self.config.get("actor_rollout_ref", {}).get("rollout", {})
         verl = {"train_batch_size": self.config.get("data", {}).get("train_batch_size"), "rollout.n": rollout.get("n")}
         texts = [json.dumps({**self.config, **{name: number for name, number in verl.items() if number}})]
-        for folder in dict.fromkeys(file.parent for file in self.files):
-            beside = [
-                file for pattern in ("run.json", "*.log", "*.out", "*.txt") for file in sorted(folder.glob(pattern))
-            ]
-            texts += [_head(file) for file in [*self.files, *beside[:10]]]
-        found = [[int(match[1]) for text in texts for match in pattern.finditer(text)] for pattern in _BATCH]
-        prompts, responses = (next(iter(numbers), None) for numbers in found)
+        patterns = ("run.json",) if "console" in self.source else ("run.json", "*.log", "*.out")
+        folders = dict.fromkeys(file.parent for file in self.files)
+        beside = [file for folder in folders for pattern in patterns for file in sorted(folder.glob(pattern))[:3]]
+        texts += map(_head, [*self.files, *beside])
+        matches = ([pattern.findall(text)[-1:] for text in texts] for pattern in _BATCH)  # the last override counts
+        prompts, responses = (next((int(number) for last in found for number in last), None) for found in matches)
         return prompts, responses
 
 
