@@ -472,7 +472,9 @@ def _gain_of_sampler(rests: Sequence[float]) -> tuple[Range | None, str]:
 @click.argument("run_dir", metavar="LOG", type=click.Path(path_type=Path))
 @click.option("--warmup", type=click.IntRange(0), default=WARMUP, show_default=True, help="First steps to leave out.")
 @click.option(
-    "--picture", type=click.Path(path_type=Path), help="Where to write the PNG.  [default: RUN_DIR/profile.png]"
+    "--picture",
+    type=click.Path(path_type=Path),
+    help="Where to write the PNG.  [default: profile.png in the folder of the log]",
 )
 @click.option("--no-picture", is_flag=True, help="Print only.")
 @click.option("--responses", type=click.IntRange(1), help="Of each prompt (rollout.n), where the log does not say.")
