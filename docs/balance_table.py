@@ -12,8 +12,9 @@ import statistics
 import numpy as np
 
 from rl_accel.features import BalanceFlags
-from rl_accel.plan import published, workload
+from rl_accel.plan import published
 from rl_accel.plan.balanced import BalancedCluster
+from rl_accel.rollout import workload
 from rl_accel.rollout.balance import Balance, end_bound_at_arrival
 from rl_accel.rollout.simulation import Cluster, EngineModel, Floats
 

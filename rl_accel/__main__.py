@@ -73,10 +73,24 @@ class _LazyGroup(click.Group):
             formatter.write_dl(rows)
 
 
-@click.group(cls=_LazyGroup, lazy=_LAZY)
+_FIRST = """\
+Have a log of a run that was too slow?
+  rl-accel profile LOG                  where a step's time went, and which flag would save most
+  rl-accel plan LOG                     what the features would do to a step
+  rl-accel compare LOG --against LOG    whether another run was faster, and learned the same
+No log yet?
+  rl-accel doctor                       what works with the frameworks here
+rl-accel --help lists all commands.
+"""
+
+
+@click.group(cls=_LazyGroup, lazy=_LAZY, invoke_without_command=True)
 @click.version_option(__version__, prog_name="rl-accel")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Faster synchronous RL post-training on verl and slime, without a fork."""
+    if context.invoked_subcommand is None:
+        click.echo(_FIRST, nl=False)
 
 
 @cli.group(cls=_LazyGroup, lazy=_LAZY_BENCH, prefix="bench_")

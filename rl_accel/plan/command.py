@@ -18,8 +18,8 @@ from rl_accel.plan.predict import check
 from rl_accel.plan.published import engines
 from rl_accel.plan.report import Plan
 from rl_accel.plan.setup import Setup, setup_of
-from rl_accel.plan.workload import published, read_lengths
 from rl_accel.rollout.simulation import EngineModel
+from rl_accel.rollout.workload import published, read_lengths
 from rl_accel.telemetry.profile import WARMUP, levers, read_run
 
 _PUBLISHED = "published:"
@@ -62,11 +62,12 @@ _COUNT = click.IntRange(1)
 
 
 @click.command()
-@click.argument("run_dir", type=_PATH, required=False)
+@click.argument("run_dir", metavar="LOG", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--lengths",
-    help="Instead of RUN_DIR: a file, a folder of rollouts of slime, or published:math16k, code16k, judge16k.",
+    help="Instead of LOG: a file or folder of responses of verl or slime, or published:math16k, code16k, judge16k.",
 )
+@click.option("--tokenizer", help="Of the texts in --lengths; a name or folder. Without it, characters are counted.")
 @click.option("--prompts", type=_COUNT, help="P0, prompts of a batch.")
 @click.option("--responses", type=_COUNT, help="R0, responses of each.")
 @click.option("--replicas", type=_COUNT, help="Replicas of the rollout engine.")
@@ -95,8 +96,8 @@ _COUNT = click.IntRange(1)
 def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] | None, **given: Any) -> None:
     """Predicts your rollout and step seconds with each feature and with the alternatives that you may weigh.
 
-    RUN_DIR holds a run of verl with +rl_accel.telemetry.enable=True, as for `rl-accel profile`: engine and lengths are fitted
-    to this run. Or give --lengths with --step-seconds, --prompts, --responses and --replicas.
+    LOG is what `rl-accel profile` reads. If the run had +rl_accel.telemetry.enable=True, engine and lengths are fitted to its
+    responses, otherwise to means and maxima. Or give --lengths with --step-seconds, --prompts, --responses and --replicas.
     """
     console = Console(width=None if sys.stdout.isatty() else 160)
     draws, rounds, warmup = given["draws"], given["rounds"], given["warmup"]
@@ -104,8 +105,8 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
         check(*checked, draws=draws, warmup=warmup, console=console)
         return
     if (run_dir is None) == (lengths is None):
-        raise click.UsageError("give RUN_DIR, or --lengths with --step-seconds, --prompts, --responses and --replicas")
-    run = read_run(run_dir, warmup) if run_dir is not None else None
+        raise click.UsageError("give LOG, or --lengths with --step-seconds, --prompts, --responses and --replicas")
+    run = read_run(run_dir, warmup, given["responses"]) if run_dir is not None else None
     setup, fit = setup_of(run, given) if run is not None else (_given(str(lengths), given), None)
     options = options_of(setup, given["tokens_a_step"])
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -115,6 +116,9 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
         sizes = () if given["no_scale"] else bars.track(SCALE, description="sizes")
         curves = [scale(setup, count) for count in sizes]
     advice, preemptions = (levers(run), run.numbers.get("preemptions", 0.0)) if run else ([], 0.0)
+    if run is not None:
+        said = [f"{run.log}: {run.logged}", *(f"note: {note}" for note in run.notes)]
+        console.print("\n".join(said), markup=False, highlight=False, soft_wrap=True)
     found = Plan(setup, fit, answers, curves, f"{draws} draws of {rounds} rollouts.", advice, preemptions)
     found.show(console)
     for path in found.write(given["out"] or (run_dir if run_dir is not None and run_dir.is_dir() else Path())):
@@ -128,7 +132,7 @@ def _given(lengths: str, given: Mapping[str, Any]) -> Setup:
         names = ", ".join("--" + name.replace("_", "-") for name in missing)
         raise RlAccelError(f"--lengths needs {names} as well: lengths say nothing of the engine and the batch")
     known = lengths.startswith(_PUBLISHED)
-    workload = published(lengths.removeprefix(_PUBLISHED)) if known else read_lengths(Path(lengths))
+    workload = published(lengths.removeprefix(_PUBLISHED)) if known else read_lengths(Path(lengths), given["tokenizer"])
     sizes = {key: given[key] for key in ("slots", "cache_tokens") if given[key]}
     its = {size: replace(engine, **sizes) for size, engine in given["step_seconds"].items()}
     usual, first = next(iter(its.items()))

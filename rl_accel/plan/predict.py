@@ -13,10 +13,10 @@ from rl_accel.config import Flags, resolve
 from rl_accel.errors import RlAccelError
 from rl_accel.features import REWARD_TIMEOUT, SAMPLER, TAIL_BATCHING
 from rl_accel.plan.answers import PLAIN, Prediction, mean_of, outcome_of, rounds_of
-from rl_accel.plan.setup import POLL_SECONDS, Setup, setup_of
+from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.rollout.round_driver import METRICS_PREFIX
 from rl_accel.rollout.simulation import Floats
-from rl_accel.telemetry.logs import read_log
+from rl_accel.telemetry.aggregates import POLL_SECONDS
 from rl_accel.telemetry.profile import Profile, format_seconds, read_run
 
 _OURS, _MODE = "+rl_accel.", "trainer.v1.trainer_mode="
@@ -106,7 +106,7 @@ def check(first: Path, second: Path, draws: int, warmup: int, console: Console) 
         span = f"{format_seconds(low)} to {format_seconds(high)}"
         seconds = format_seconds(ours), span, format_seconds(theirs)
         table.add_row(name, *seconds, f"{ours / theirs - 1:+.1%}", "yes" if low <= theirs <= high else "no")
-    log = read_log(target.log).values()  # all steps: tokens wasted in one step may be launched in another
+    log = target.metrics.values()  # all steps: tokens wasted in one step may be launched in another
     generated, wasted = (
         sum(metrics.get(f"{METRICS_PREFIX}tokens_{what}", 0.0) for metrics in log) for what in ("generated", "wasted")
     )

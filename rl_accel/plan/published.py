@@ -2,8 +2,8 @@
 
 from rl_accel.errors import RlAccelError
 from rl_accel.parallel.model_memory import MIN_SEQUENCES
-from rl_accel.plan.workload import load
 from rl_accel.rollout.simulation import EngineModel
+from rl_accel.rollout.workload import load
 
 SIZES = (1, 2, 4, 8)
 """Tensor-parallel sizes that fit in a node, in GPUs."""

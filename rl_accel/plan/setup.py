@@ -10,16 +10,12 @@ import numpy as np
 
 from rl_accel.errors import RlAccelError
 from rl_accel.plan.fit import Fit, fit_engine
-from rl_accel.plan.workload import Lengths, from_groups
 from rl_accel.rollout.simulation import Cluster, EngineModel
-from rl_accel.telemetry.logs import read_log
+from rl_accel.rollout.workload import Lengths, from_groups
+from rl_accel.telemetry.aggregates import LEAST_STEPS, POLL_SECONDS, Estimate
 from rl_accel.telemetry.profile import Profile
-from rl_accel.telemetry.stage_clock import COMPLETED, Response
+from rl_accel.telemetry.stage_clock import COMPLETED, TRAINING, Response
 
-TRAINING = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
-"""Names of the stages of a training step whose seconds are proportional to the number of trained tokens."""
-POLL_SECONDS = 2.0
-"""Seconds between two times at which verl's V1 trainer checks whether a rollout is done."""
 _PROMPTS = "prompt_length/mean"
 """Name of verl's metric for the mean prompt length in tokens."""
 
@@ -83,8 +79,8 @@ class Setup:
         return self.cluster(self.engine, self.replicas, self.workload.prompt_tokens)
 
 
-def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit]:
-    """Returns the setup of a run with telemetry, and the fit of the engine model to this telemetry.
+def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit | None]:
+    """Returns the setup of a run, and the fit of the engine model to the run's telemetry. Without telemetry, there is no fit.
 
     The batch size comes from steps in which no response was cut off. These are all steps without tail batching, or the long rounds
     (rollouts that wait for all responses) with tail batching. Lengths come from all steps, so that prompts are in the order of the
@@ -95,19 +91,21 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit]:
         given: values of the command's options, which take precedence over values from the telemetry.
 
     Raises:
-        RlAccelError: the run's telemetry lacks required data.
+        RlAccelError: the run's log or telemetry lacks required data.
     """
+    if run.estimate is not None:
+        return _setup_of_aggregates(run, run.estimate, given), None
     steps = list(run.responses.values())
     whole = [_groups(step) for step in steps if all(r.outcome == COMPLETED for r in step)]
     if not steps:
-        why = f"not known: {'; '.join(run.missing)}" if run.missing else "it has no responses"
-        needs = "rl-accel plan needs the time of each response"
-        raise RlAccelError(f"{run.log}: {needs} ({why}), or --lengths and --step-seconds")
+        needs = f"{LEAST_STEPS} steps after the warm-up with response_length/mean and response_length/max"
+        why = f" ({'; '.join(run.missing)})" if run.missing else ""
+        raise RlAccelError(f"{run.log}: rl-accel plan needs the time of each response{why}, or {needs}, or --lengths")
     if not whole and not (given.get("prompts") and given.get("responses")):
         why = "in every step responses were cut off: give --prompts and --responses of the batch"
         raise RlAccelError(f"{run.log}: {why}")
     known = {"slots": given.get("slots") or run.numbers.get("slots"), "cache_tokens": given.get("cache_tokens")}
-    logged = [step[_PROMPTS] for step in read_log(run.log).values() if isfinite(step.get(_PROMPTS, nan))]
+    logged = [step[_PROMPTS] for step in run.metrics.values() if isfinite(step.get(_PROMPTS, nan))]
     prompt_tokens = round(fmean(logged)) if logged else 0
     fit = fit_engine(steps, prompt_tokens, **{name: int(value) for name, value in known.items() if value})
     servers = {response.server for step in steps for response in step} - {None}
@@ -127,6 +125,43 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit]:
     )
     uneven = [_slower(setup, step) for step in steps if all(r.outcome == COMPLETED for r in step)]
     return replace(setup, uneven=uneven or setup.uneven), fit
+
+
+def _setup_of_aggregates(run: Profile, estimate: Estimate, given: Mapping[str, Any]) -> Setup:
+    """Returns the setup of a run without telemetry. Each draw of the plan has another distribution of lengths that fits the log."""
+    rollouts, tp = estimate.rollouts, given.get("gpus") or 1
+    responses = given.get("responses") or rollouts.group
+    if responses is None:
+        raise RlAccelError(f"{run.log} does not say how many responses a prompt has: give --responses")
+    prompts = given.get("prompts") or rollouts.responses // responses
+    if not prompts:
+        raise RlAccelError(f"{run.log} does not say how many prompts a batch has: give --prompts")
+    if not rollouts.on_policy:
+        raise RlAccelError(
+            f"{run.log}: wanted a run whose rollouts end with their step, found responses of older weights"
+        )
+    lengths = estimate.lengths
+    spread = np.quantile([workload.tokens.mean() for workload in lengths], (0.025, 0.975))
+    source = (
+        f"{len(lengths)} fits of published shapes to the mean, the longest and the share at the limit of"
+        f" {len(rollouts.seconds)} batches (mean {spread[0]:,.0f} to {spread[1]:,.0f} tokens); the engine is assumed as fast with"
+        " other numbers of requests"
+    )
+    known = {name: given[name] for name in ("slots", "cache_tokens") if given.get(name)}
+    replicas = given.get("replicas") or 1
+    starting = estimate.base.mean * replicas / (prompts * responses)
+    paces = {1: max(estimate.pace.mean, 1e-6)}  # the log does not show the pace with other numbers of requests
+    return Setup(
+        prompts,
+        responses,
+        replicas,
+        EngineModel(paces, request_seconds=starting, **{"slots": prompts * responses * 4, **known}),
+        replace(lengths[0], alternatives=lengths, source=source, prompt_tokens=round(fmean(rollouts.prompts))),
+        {name: seconds for name, seconds in run.stages.items() if name != "gen"},
+        POLL_SECONDS if rollouts.polls else 0.0,
+        estimate.unexplained.mean,
+        tp,
+    )
 
 
 def _slower(setup: Setup, step: Sequence[Response]) -> float:

@@ -1,4 +1,4 @@
-"""Reads the metrics of a verl run, from the file that verl's file logger writes or from verl's console output."""
+"""Parsers of verl's logs, of the file logger and of the console, and the merge of the records of a run."""
 
 import contextlib
 import json
@@ -25,36 +25,20 @@ _SEPARATOR = re.compile(r"\s+-(?:\s+|(?=[A-Za-z]))")
 _VALUE = r"\s*(?:[a-z]\w*(?:\.\w+)?\()?([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))(?:,[^()]*)?\)?\s*"
 """Pattern of a value, such as ``0.5``, ``np.float64(0.5)`` or ``tensor(0.5, device='cuda:0')``."""
 _METRIC = re.compile(f"(.*):{_VALUE}")
-_BEGUN = re.compile(r"[^:]*(?::\s*(?:np(?:\.\w*)?\(?)?[-+\d.ena]*\)?(?:\s+-?\s*)?)?")
+_BEGUN = re.compile(r"[^:]*(?::\s*(?:[a-z][\w.]{0,15}(?:\([^()]*)?|[-+\d.einfa]*)\)?(?:\s+-?\s*)?)?")
 """Pattern of a logged metric whose end may be cut off, such as the last metric in a line."""
 _OLD_PREFIX = "timing/"
 """Prefix of the timer metrics in verl's logs of 2024."""
 
 
 def read_log(path: Path) -> dict[int, dict[str, float]]:
-    """Returns the metrics of each step in a log, by step number, as :func:`merged` merges the records of :func:`read_records`.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    return merged(read_records(path))[0]
-
-
-def read_records(path: Path) -> list[LogRecord]:
-    """Returns the records in a log, in the order of the file.
-
-    Args:
-        path: file that verl's file logger has written, or a file with verl's console output, such as ``output.log`` of a W&B run.
+    """Returns the metrics of each step in a file of verl's file logger, by step number, as :func:`merged` merges records.
 
     Raises:
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
-        records = list(filter(None, map(parse_log_line, file)))
-    if not records:
-        with path.open(errors="replace") as lines:
-            records = list(read_console(lines))
-    return records
+        return merged(filter(None, map(parse_log_line, file)))[0]
 
 
 def merged(records: Iterable[LogRecord]) -> tuple[dict[int, dict[str, float]], list[int]]:
@@ -81,30 +65,7 @@ def merged(records: Iterable[LogRecord]) -> tuple[dict[int, dict[str, float]], l
     return dict(sorted(steps.items())), restarts
 
 
-_UNREADABLE = {
-    b"\x1f\x8b": "is compressed (gzip)",
-    b"\x28\xb5\x2f\xfd": "is compressed (zstd)",
-    b"\xfd7zXZ": "is compressed (xz)",
-    b"\xff\xfe": "is in UTF-16",
-    b"\xfe\xff": "is in UTF-16",
-}
-"""Explanations of why a file is not a log, by the first bytes of the file."""
-
-
-def unreadable(place: Path) -> str:
-    """Returns the end of an error message that names a log at ``place`` which is compressed or in UTF-16; "" without such logs."""
-    files = [place] if place.is_file() else sorted(place.rglob("*"))
-    for file in files:
-        if file.is_file() and re.search(r"\.(jsonl|log|out|txt|csv)\b", file.name):
-            with file.open("rb") as opened:
-                head = opened.read(8)
-            for magic, what in _UNREADABLE.items():
-                if head.startswith(magic):
-                    return f"; {file} {what}: wanted plain text in UTF-8"
-    return ""
-
-
-def parse_log_line(line: bytes) -> LogRecord | None:
+def parse_log_line(line: str | bytes) -> LogRecord | None:
     """Returns the step number and the numeric metrics in a line of the form ``{"step": int, "data": {name: value}}``.
 
     The value null is returned as NaN. Returns None for any other line.
@@ -121,22 +82,27 @@ def parse_log_line(line: bytes) -> LogRecord | None:
         return None
 
 
-def read_console(lines: Iterable[str]) -> Iterator[LogRecord]:
+def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iterator[LogRecord]:
     """Yields the number and the metrics of each step in console output, in the order of the lines.
 
     A step has a line such as ``(TaskRunner pid=7) step:3 - timing_s/gen:4.2 - critic/vf_loss:np.float64(0.1)``. Colours, Ray's
     prefixes and foreign text at the end are removed. Lines that a terminal has wrapped are joined, even if lines of other
     processes lie between the rows. All other lines are skipped. If the last line has no line end, the last metric of this line may
-    be cut off and is left out.
+    be cut off and is left out. Appends to ``workers`` the prefix of each process that logs, whenever another process logs next.
     """
     step, process, is_ended = "", "", True
     for line in lines:
+        is_of_another = " pid=" in line[:80] and bool(process) and line[0] == "(" and not line.startswith(process)
+        if "step:" not in line and (not step or is_of_another):  # most lines of a large log
+            continue
         text = ESCAPE.sub("", line.rstrip("\n"))
         worker = prefix[0] if (prefix := _PROCESS.match(text)) else ""
         text = text.removeprefix(worker)
         if begun := _STEP.search(text):
             yield from _record(step, is_ended)
             step, process, is_ended = _FOREIGN.sub("", begun[0]), worker, line.endswith("\n")
+            if workers is not None and [worker] != workers[-1:]:
+                workers.append(worker)
         elif step and worker in ("", process):
             text = _FOREIGN.sub("", text)
             joined = step + (f" {text}" if text.startswith("- ") else text)  # spaces at the end of a row may be lost

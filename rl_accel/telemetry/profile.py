@@ -4,9 +4,8 @@ import functools
 import math
 import statistics
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from math import ceil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,45 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_accel.errors import RlAccelError
-from rl_accel.features import TailBatchingFlags
-from rl_accel.rollout.simulation import EngineModel, ReplayedLengths, play_rounds
-from rl_accel.rollout.tail_batching import TailRun
+from rl_accel.rollout.workload import from_groups
 from rl_accel.telemetry import stage_clock
-from rl_accel.telemetry.logs import merged, read_log, read_records, unreadable
-from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NAME, OTHER, PREFIX, Response
+from rl_accel.telemetry.aggregates import (
+    LEAST_STEPS,
+    POLL_SECONDS,
+    Estimate,
+    Range,
+    Rollouts,
+    estimate,
+    in_rounds,
+    launched_by,
+)
+from rl_accel.telemetry.readers import TELEMETRY, Logged, read
+from rl_accel.telemetry.stage_clock import (
+    CANCELLED,
+    COMPLETED,
+    FAILED,
+    FILE_NAME,
+    OTHER,
+    PREFIX,
+    SLIME_NAMES,
+    Response,
+)
 
 WARMUP = 2
-_METRICS = "rl_accel/telemetry/"
+WAITING, NOTICING = "waiting for the longest responses", "noticing that the rollout is done"
 _TABLES = {"drafts": "drafted", "balance": "slots_in_use"}
 """Features whose metrics are printed in a table, each with the metric that must be above 0 for the table to be printed."""
-_PROMPT_RATIO = 1.25
-"""Number of prompts that a short round launches, divided by the number of prompts that the round trains.
-
-A short round is a rollout of the feature tail_batching that cuts off slow prompts."""
 _LIMIT_SCALE, _LIMIT_SLACK, _LIMIT_LEAST = 1.5, 0.5, 2.0
 """Default time limit of reward_timeout: 1.5 times the longest correct execution plus 0.5 seconds, at least 2 seconds."""
 
-_DRAWN, _TICK = 20_000, 0.001
-"""Approximate number of prompts in a simulation of tail_batching, and seconds per tick of the simulated clock."""
+_TICK = 0.001
+"""Seconds per tick of the clock in a simulation of tail_batching."""
+_NOTHING = 0.02
+"""Share of a step. Smaller savings are not advised."""
+_NOT_ESTIMATED = (
+    "not in these numbers: final_output (host seconds of vLLM for each token), and drafts, which `rl-accel bench drafts` estimates"
+    " from the files of trainer.rollout_data_dir"
+)
 _LARGE, _MOST = 0.15, 0.5
 """Shares of a step above which :func:`levers` advises a setting of verl: for ``old_log_prob``, and for generation or training."""
 
@@ -72,15 +90,22 @@ class Saving:
         name: description of the part.
         seconds: duration of the part in a mean step.
         advice: flag or setting that would shorten the part.
-        gain: estimated seconds that the advice would save per step; None if unknown.
-        arithmetic: explanation of ``gain``, or the reason why ``gain`` is unknown.
+        gain: estimated seconds that the advice would save per step, with an interval; None if unknown.
+        arithmetic: basis of ``gain``, or the reason why ``gain`` is unknown.
+        ours: whether the advice is a feature of rl-accel.
     """
 
     name: str
     seconds: float
     advice: str
-    gain: float | None
+    gain: Range | None
     arithmetic: str
+    ours: bool = True
+
+    @property
+    def at_most(self) -> float:
+        """Seconds per step that a feature would save at most, as far as known; below 0 for other advice."""
+        return -1 / (1 + self.seconds) if not self.ours else self.gain.mean if self.gain else self.seconds
 
 
 @dataclass(frozen=True)
@@ -88,11 +113,12 @@ class Profile:
     """Time of a run's training steps by stage and cause, and possible savings.
 
     Attributes:
-        log: file with the metrics of the run.
+        logged: the log of the run.
+        metrics: metrics of each logged step, by step number, with verl's names also for slime.
         steps: numbers of the measured steps, which exclude the warm-up steps.
         stages: mean seconds of each stage in a measured step, by name of the stage.
         numbers: means of the metrics of the feature telemetry, by name. Unknown metrics are left out.
-        savings: possible savings, sorted by the time of the part, longest first.
+        savings: possible savings, the largest first; savings by other means than features of rl-accel come last.
         tables: means of the metrics of some features, by feature and by name.
         notes: texts that each say which logged steps are left out and why.
         missing: texts that each say which results are unknown and why.
@@ -102,9 +128,11 @@ class Profile:
         rests: seconds from the last reward of a step to the end of its generation, by step number.
         on: names of the enabled features.
         last_seconds: seconds of the generation stage in the last step.
+        estimate: parts of generation as estimated from the log, if their times are unknown and the log says enough.
     """
 
-    log: Path
+    logged: Logged
+    metrics: Mapping[int, Mapping[str, float]]
     steps: Sequence[int]
     stages: Mapping[str, float]
     numbers: Mapping[str, float]
@@ -117,6 +145,12 @@ class Profile:
     rests: Mapping[int, float]
     on: frozenset[str]
     last_seconds: float
+    estimate: Estimate | None
+
+    @property
+    def log(self) -> Path:
+        """First file of the log."""
+        return self.logged.files[0]
 
     @property
     def last(self) -> Sequence[Response]:
@@ -124,62 +158,47 @@ class Profile:
         return self.responses.get(self.steps[-1], [])
 
     @property
+    def parts(self) -> Mapping[str, float]:
+        """Mean seconds of each part of generation, measured or estimated, by name; {} if unknown."""
+        measured = {name: self.numbers[name] for name in _PARTS if name in self.numbers}
+        if measured or self.estimate is None:
+            return measured
+        found = self.estimate
+        others = found.waiting.mean, found.unexplained.mean, found.polling.mean
+        parts = zip(_PARTS, (max(self.stages["gen"] - sum(others), 0.0), *others), strict=True)
+        return {name: seconds for name, seconds in parts if seconds}
+
+    @property
     def step_seconds(self) -> float:
         """Mean duration of a measured step in seconds."""
         return sum(self.stages.values())
 
 
-def find_log(folder: Path) -> Path:
-    """Returns the only file with the metrics of a verl run in ``folder`` or in its subfolders. ``folder`` may be the file itself.
+def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Profile:
+    """Reads the run in ``folder``, or in several paths joined by commas. Skips the first ``warmup`` steps, but never the last step.
 
-    Looks for a file of verl's file logger first, and for a file with verl's console output second.
-
-    Raises:
-        RlAccelError: there is no such file, or there are several such files. The message names some of these files.
-    """
-    for pattern in ("*.jsonl", "*.log", "*.out", "*.txt"):
-        files = [folder] if folder.is_file() else sorted(path for path in folder.rglob(pattern) if path.is_file())
-        logs = [path for path in files if path.name != FILE_NAME and _has_steps(path)]
-        logs = [path for path in logs if path.parent == folder] or logs
-        if len(logs) == 1:
-            return logs[0]
-        if logs:
-            names = [str(path.relative_to(folder)) for path in logs]
-            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-            raise RlAccelError(f"{folder} holds the metrics of several runs: give one of {', '.join(names[:4])}{more}")
-    raise RlAccelError(
-        f"{folder} holds no metrics of a training step of verl: wanted its console output, or what it writes with"
-        f" trainer.logger=[console,file]{unreadable(folder)}"
-    )
-
-
-def _has_steps(path: Path) -> bool:
-    """True if the file contains metrics of a step with timers. Parses the file only if it contains the prefix of timer names."""
-    with path.open(errors="replace") as file:
-        might = any("timing_s/" in line or "timing/" in line for line in file)
-    return might and any(map(stage_clock.stages, read_log(path).values()))
-
-
-def read_run(folder: Path, warmup: int = WARMUP) -> Profile:
-    """Reads the verl run in ``folder``. Skips the first ``warmup`` steps, but never the last step.
+    ``group``: number of responses per prompt, where the log does not say it.
 
     Raises:
         RlAccelError: ``folder`` contains no run, or more than one run.
         OSError: a file cannot be read.
     """
-    log = find_log(folder)
-    metrics, restarts = merged(read_records(log))
-    staged = {step: seconds for step, logged in metrics.items() if (seconds := stage_clock.stages(logged))}
+    logged = read(*([str(folder)] if folder.exists() else str(folder).split(",")))
+    metrics = {
+        step: {SLIME_NAMES.get(name, name): value for name, value in its.items()} for step, its in logged.steps.items()
+    }
+    staged = {step: seconds for step, its in metrics.items() if (seconds := stage_clock.stages(its))}
+    if not staged:
+        wanted = "timing_s/step, as verl logs it, or perf/step_time, as slime does"
+        raise RlAccelError(f"{folder}: {logged}, but no step has its seconds: wanted {wanted}")
     steps = list(staged)[min(warmup, len(staged) - 1) :]
     names = [name for name in (*stage_clock.STAGES, OTHER) if any(name in staged[step] for step in steps)]
     stages = {name: statistics.fmean(staged[step].get(name, 0.0) for step in steps) for name in names}
-    noted = {step: _below(_METRICS, metrics[step]) for step in steps}
+    noted = {step: _below(TELEMETRY, metrics[step]) for step in steps}
     numbers = _means(noted.values())
     tables = {name: _means([_below(f"rl_accel/{name}/", metrics[step]) for step in steps]) for name in _TABLES}
 
-    notes = [
-        f"the run began again at step {step}: what was logged before from there on is left out" for step in restarts
-    ]
+    notes = list(logged.notes)
     timers = [PREFIX + name for name in ("step", *stage_clock.STAGES)]
     if unknown_steps := [
         step for step in metrics if step not in staged and any(name in metrics[step] for name in timers)
@@ -191,7 +210,7 @@ def read_run(folder: Path, warmup: int = WARMUP) -> Profile:
     kept: dict[int, list[Response]] = {}
     files = sorted((folder if folder.is_dir() else folder.parent).rglob(FILE_NAME))
     if not numbers:
-        what = "idle share, waiting, rewards, completion times and preemptions"
+        what = "waiting, rewards, completion times and preemptions as measured"
         missing.append(f"{what}: the run had no +rl_accel.telemetry.enable=True")
     elif len(files) == 1:
         kept = stage_clock.read_kept(files[0])
@@ -207,10 +226,16 @@ def read_run(folder: Path, warmup: int = WARMUP) -> Profile:
     responses = {step: kept[step] for step, its in noted.items() if "concurrency" in its and step in kept}
     rests = {step: its["rest_seconds"] for step, its in noted.items() if "rest_seconds" in its}
     on = {name.split("/")[1] for name, value in metrics[steps[-1]].items() if name.endswith("/applied") and value}
-    savings = _savings(stages, numbers, list(rests.values()), list(responses.values()), on)
+    prompts, known_group = logged.batch()
+    polls = not on & {"sampler", "tail_batching"}
+    rollouts = Rollouts.of([metrics[step] for step in steps], group or known_group, prompts, polls)
+    is_open = rollouts is not None and not responses and "tail_batching" not in on
+    found = estimate(rollouts, _LIMIT_LEAST) if rollouts is not None and is_open else None
+    savings = _savings(stages, numbers, list(rests.values()), list(responses.values()), on, found, logged.is_slime)
     last_seconds = staged[steps[-1]].get("gen", 0.0)
     return Profile(
-        log,
+        logged,
+        metrics,
         steps,
         stages,
         numbers,
@@ -223,6 +248,7 @@ def read_run(folder: Path, warmup: int = WARMUP) -> Profile:
         rests,
         frozenset(on),
         last_seconds,
+        found,
     )
 
 
@@ -246,8 +272,10 @@ def _savings(
     rests: Sequence[float],
     steps: Sequence[Sequence[Response]],
     on: set[str],
+    found: Estimate | None,
+    is_slime: bool,
 ) -> list[Saving]:
-    """Returns the possible savings in a run, sorted by the time of the part, longest first.
+    """Returns the possible savings in a run, the largest first.
 
     Args:
         stages: mean seconds of each stage in a step.
@@ -255,33 +283,40 @@ def _savings(
         rests: seconds from the last reward to the end of generation, one number per step.
         steps: responses of each step for which metrics of generation are known.
         on: names of the enabled features.
+        found: parts of generation as estimated without telemetry.
+        is_slime: whether the run is one of slime.
     """
 
-    def saving(name: str, seconds: float, estimate: tuple[float | None, str], *features: str) -> Saving:
+    def saving(name: str, seconds: float, gain: tuple[Range | None, str], *features: str) -> Saving:
         if running := sorted(on.intersection(features)):
-            return Saving(name, seconds, f"{', '.join(running)}: on", None, "this is what is left of it")
-        return Saving(name, seconds, f"+rl_accel.{features[0]}.enable=True", *estimate)
+            return Saving(name, seconds, f"{', '.join(running)}: on", None, "this is what is left of it", ours=False)
+        flag = f"{features[0]}, with rl-accel slime-config" if is_slime else f"+rl_accel.{features[0]}.enable=True"
+        return Saving(name, seconds, flag, *gain)
 
     savings = []
     if "concurrency" in numbers:
         most, waiting, reward, rest = (numbers.get(name, 0.0) for name in _PARTS)
-        unknown = "how an engine's speed changes with its requests is not in these numbers"
-        advice = "more replicas, or a smaller max_response_length"
         tools = most * numbers.get("tool_share", 0.0)
         savings = [
-            saving("waiting for the longest responses", waiting, _gain_of_tail_batching(steps), "tail_batching"),
+            saving(WAITING, waiting, _gain_of_tail_batching(steps), "tail_batching"),
             saving("rewards after the last generation", reward, _gain_of_reward_timeout(steps), "reward_timeout"),
-            saving("noticing that the rollout is done", rest, _gain_of_sampler(rests), "sampler", "tail_batching"),
-            Saving("generating nine in ten responses", most - tools, advice, None, unknown),
+            saving(NOTICING, rest, _gain_of_sampler(rests), "sampler", "tail_batching"),
+            _generating(most - tools),
         ]
         if tools:
             share = f"{numbers['tool_share']:.0%} of a response's time, by verl's own timer of its tool calls"
             hanging = "quicker tools; for those that hang: rl_accel.tail_batching.agent_loop_limit"
-            savings.append(Saving("tools of nine in ten responses", tools, hanging, None, share))
+            savings.append(Saving("tools of nine in ten responses", tools, hanging, None, share, ours=False))
+    elif found is not None and stages.get("gen", 0.0) > 0:
+        savings = _estimated(found, stages, saving)
     elif stages.get("gen", 0.0) > 0 and not numbers:
-        wanted = "+rl_accel.telemetry.enable=True tells how much of it is waiting and which feature would save it"
+        wanted = (
+            f"{LEAST_STEPS} steps with response_length/mean and /max, or +rl_accel.telemetry.enable=True, tell how much of it is"
+            " waiting and which feature would save it"
+        )
         advice = ", ".join(name for name in ("sampler", "tail_batching") if name not in on)
-        savings = [Saving("generation, waiting included", stages["gen"], advice or "on already", None, wanted)]
+        name = "generation, waiting included"
+        savings = [Saving(name, stages["gen"], advice or "on already", None, wanted, ours=bool(advice))]
     if "reward" in stages:
         needed = "unknown without the time of each reward, which +rl_accel.telemetry.enable=True logs"
         savings.append(saving("rewards", stages["reward"], (None, needed), "reward_timeout"))
@@ -290,50 +325,93 @@ def _savings(
         at_most = "at most all of it" + ("; `rl-accel bench gae` measures your shape" if has_critic else "")
         features = ("gae", "advantages") if has_critic else ("advantages", "gae")
         savings.append(saving("advantages", stages["adv"], (None, at_most), *features))
-    return sorted(savings, key=lambda saving: -saving.seconds)
+    return sorted(savings, key=lambda saving: -saving.at_most)
 
 
-def _gain_of_tail_batching(steps: Sequence[Sequence[Response]]) -> tuple[float | None, str]:
-    known = [times for responses in steps if (times := prompt_seconds(responses))]
+def _estimated(found: Estimate, stages: Mapping[str, float], saving: Callable[..., Saving]) -> list[Saving]:
+    """Returns savings in the generation of a run without telemetry."""
+    rollouts, count = found.rollouts, len(found.rollouts.seconds)
+    savings, gen = [], stages["gen"]
+    if found.polling.mean:
+        how = (
+            f"the trainer looks every {POLL_SECONDS:g} s whether a rollout is done; how long each of {count} rollouts had been done"
+            " is estimated from its longest response and the seconds of the others"
+        )
+        savings.append(saving(NOTICING, found.polling.mean, (found.polling, how), "sampler", "tail_batching"))
+    rest = format_seconds(gen - found.polling.mean - found.unexplained.mean)
+    how = (
+        f"at most, and for rewards that execute something: response lengths explain {rest} of {count} rollouts; the rest may"
+        f" also be tools or the reading of prompts. Less a limit of {_LIMIT_LEAST:g} s for each rollout"
+    )
+    if found.unexplained.mean:
+        savings.append(
+            saving("waiting that no length explains", found.unexplained.mean, (found.over, how), "reward_timeout")
+        )
+    if found.tail is None:
+        how = "it needs rollouts that train the weights that generated them" if not rollouts.on_policy else ""
+        how = how or "the log does not say how many responses a step has: --responses and their launch line would"
+    else:
+        per = f"{rollouts.group or '4, 8 and 16'} response{'s' * (rollouts.group != 1)} a prompt"
+        per += "" if rollouts.group else " (--responses says how many)"
+        training = sum(stages.get(name, 0.0) for name in stage_clock.TRAINING)
+        whole = found.tail.mean + found.polling.mean + training * (1 - found.trained.mean)
+        pace, base = format_seconds(found.pace.mean), format_seconds(found.base.mean)
+        how = (
+            f"published shapes of lengths, stretched to the mean, the longest and the share at the limit of {count} batches of"
+            f" {rollouts.responses} responses, in rounds with {per}. A token of the longest takes {pace}, all else {base}."
+            " The engine is assumed as fast with 1.6 times the requests."
+            f" With the polls and the training of shorter responses {format_seconds(max(whole, 0.0))} a step"
+            f"{'' if rollouts.is_v1 else ', with the V1 trainer of verl 0.9'}"
+        )
+    savings.append(saving(WAITING, found.waiting.mean, (found.tail, how), "tail_batching"))
+    most = max(gen - sum(part.mean for part in (found.polling, found.unexplained, found.waiting)), 0.0)
+    return [*savings, _generating(most)]
+
+
+def _generating(seconds: float) -> Saving:
+    unknown = "how an engine's speed changes with its requests is not in these numbers"
+    advice = "more replicas, or a smaller max_response_length"
+    return Saving("generating nine in ten responses", seconds, advice, None, unknown, ours=False)
+
+
+def _again(values: Sequence[float]) -> Range:
+    """Returns the mean of ``values`` with the 95% interval of a bootstrap."""
+    drawn = np.random.default_rng(0).choice(values, (1000, len(values)))
+    return replace(Range.of(drawn.mean(axis=1)), mean=statistics.fmean(values))
+
+
+def _gain_of_tail_batching(steps: Sequence[Sequence[Response]]) -> tuple[Range | None, str]:
+    known = [groups for responses in steps if (groups := prompt_ticks(responses))]
     if not known:
         return None, "no step in which every response completed"
-    prompts = max(len(times) for times in known)
-    launched = ceil(_PROMPT_RATIO * prompts)
-    times = [seconds for step in known for seconds in step]
-    as_it_is = statistics.fmean(max(step) for step in known)
-    in_rounds = rounds_seconds(times, prompts, launched)
-    return max(as_it_is - in_rounds, 0.0), (
-        f"{len(times)} prompts' own times, replayed in rounds of {launched} prompts for {prompts} trained, "
-        f"the rest in long rounds: {in_rounds:.2f} s a rollout instead of {as_it_is:.2f} s"
+    prompts, responses = max(map(len, known)), max(len(group) for groups in known for group in groups)
+    launched, each = launched_by(prompts, responses)
+    rng, gains, rounds = np.random.default_rng(0), [], []
+    for draw in range(21):
+        drawn = known if draw == 0 else [known[row] for row in rng.integers(len(known), size=len(known))]
+        as_it_is = _TICK * statistics.fmean(max(max(group) for group in groups) for groups in drawn)
+        workload = replace(from_groups([group for groups in drawn for group in groups], ""), seen=None)
+        rounds.append(_TICK * in_rounds(workload, prompts, responses, launched, each, draw)[0])
+        gains.append(max(as_it_is - rounds[-1], 0.0))
+    return replace(Range.of(gains[1:]), mean=gains[0]), (
+        f"the seconds of {len(known) * prompts * responses} responses, drawn again in rounds of {launched} prompts for {prompts}"
+        f" trained and {each} responses for {responses}, the rest in long rounds: {rounds[0]:.2f} s a rollout instead of"
+        f" {gains[0] + rounds[0]:.2f} s"
     )
 
 
-def prompt_seconds(responses: Sequence[Response]) -> list[float] | None:
-    """Returns one number per prompt: seconds from the start of the step's first response to the last reward of this prompt.
+def prompt_ticks(responses: Sequence[Response]) -> list[list[float]] | None:
+    """Returns for each prompt the ticks from the start of the step's first response to the last token of each of its responses.
 
     Returns None without responses. Also returns None if a response was cancelled or failed, because the full time of this response
     is unknown.
     """
     if not responses or any(response.outcome != COMPLETED for response in responses):
         return None
-    last: dict[str, float] = {}
+    groups: dict[str, list[float]] = {}
     for response in responses:
-        last[response.prompt] = max(last.get(response.prompt, 0.0), response.completed_at)
-    return list(last.values())
-
-
-def rounds_seconds(times: Sequence[float], prompts: int, launched: int) -> float:
-    """Simulates rollouts with tail batching that train ``prompts`` prompts each. Returns the mean seconds of a rollout.
-
-    A short round is a rollout that launches ``launched`` prompts and defers the slowest prompts to a later rollout. Each prompt
-    takes a random time from ``times`` (in seconds). A deferred prompt takes the same time again.
-    """
-    rounds = min(max(_DRAWN // launched, 100), 2000)
-    ticks = np.maximum(np.round(np.random.default_rng(0).choice(times, rounds * launched) / _TICK), 1).astype(int)
-    flags = TailBatchingFlags(prompt_ratio=launched / prompts, response_ratio=1.0)
-    engine = EngineModel({1: _TICK}, slots=launched)
-    played = play_rounds(TailRun(prompts, 1, flags), engine, 1, ReplayedLengths(ticks[:, None]), rounds)
-    return statistics.fmean(round.metrics.rollout_seconds for round in played)
+        groups.setdefault(response.prompt, []).append((response.generated or response.ended) / _TICK)
+    return list(groups.values())
 
 
 def levers(run: Profile) -> list[str]:
@@ -358,7 +436,7 @@ def levers(run: Profile) -> list[str]:
     return found
 
 
-def _gain_of_reward_timeout(steps: Sequence[Sequence[Response]]) -> tuple[float | None, str]:
+def _gain_of_reward_timeout(steps: Sequence[Sequence[Response]]) -> tuple[Range | None, str]:
     known = [
         [(r.generated, r.rewarded) for r in responses if r.generated is not None and r.rewarded is not None]
         for responses in steps
@@ -368,43 +446,46 @@ def _gain_of_reward_timeout(steps: Sequence[Sequence[Response]]) -> tuple[float 
         return None, "no reward was noted"
     nine_in_ten = stage_clock.quantile(durations, 0.9)
     limit = max(_LIMIT_SCALE * nine_in_ten + _LIMIT_SLACK, _LIMIT_LEAST)
-    gain = statistics.fmean(
+    gains = [
         max(end for _, end in rewards) - max(min(end, begin + limit) for begin, end in rewards)
         for rewards in known
         if rewards
-    )
-    return gain, (
+    ]
+    return _again(gains), (
         f"at most, and for rewards that execute something: rewards replayed with a limit of {limit:.1f} s, which is "
         f"max({_LIMIT_SCALE} x {nine_in_ten:.2f} s (nine in ten take no longer) + {_LIMIT_SLACK} s, {_LIMIT_LEAST} s)"
     )
 
 
-def _gain_of_sampler(rests: Sequence[float]) -> tuple[float | None, str]:
+def _gain_of_sampler(rests: Sequence[float]) -> tuple[Range | None, str]:
     if len(rests) < 2:
         return None, "one step alone does not tell polling from the rest"
     mean, shortest = statistics.fmean(rests), min(rests)
     how = f"mean {mean:.2f} s less the shortest of {len(rests)} steps, {shortest:.2f} s, whose poll came in time"
-    return mean - shortest, how
+    return _again([rest - shortest for rest in rests]), how
 
 
 # The command
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(exists=True, path_type=Path))
+@click.argument("run_dir", metavar="LOG", type=click.Path(path_type=Path))
 @click.option("--warmup", type=click.IntRange(0), default=WARMUP, show_default=True, help="First steps to leave out.")
 @click.option(
-    "--picture", type=click.Path(path_type=Path), help="Where to write the PNG.  [default: RUN_DIR/profile.png]"
+    "--picture",
+    type=click.Path(path_type=Path),
+    help="Where to write the PNG.  [default: profile.png in the folder of the log]",
 )
 @click.option("--no-picture", is_flag=True, help="Print only.")
-def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool) -> None:
-    """Shows where the time of a training step went in the run in RUN_DIR, and which flag would save most.
+@click.option("--responses", type=click.IntRange(1), help="Of each prompt (rollout.n), where the log does not say.")
+def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool, responses: int | None) -> None:
+    """Shows where the time of a training step went in a run, and which flag would save most.
 
-    RUN_DIR is any folder with the file of verl's file logger, such as a run of `rl-accel ab`. If the run had
-    +rl_accel.telemetry.enable=True, the output includes the parts of generation; otherwise only stages.
+    LOG is a folder or a file: what verl or slime printed, verl's file logger, TensorBoard or W&B. Files joined by commas are one
+    run. If the run had +rl_accel.telemetry.enable=True, the parts of generation are measured; otherwise they are estimated.
     """
     console = Console(width=None if sys.stdout.isatty() else 140)
-    run = read_run(run_dir, warmup)
+    run = read_run(run_dir, warmup, responses)
     _show(run, console)
     if not no_picture:
         path = picture or (run_dir if run_dir.is_dir() else run_dir.parent) / "profile.png"
@@ -415,7 +496,8 @@ def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool) 
 def _show(run: Profile, console: Console) -> None:
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     span = f"steps {run.steps[0]}-{run.steps[-1]}" if len(run.steps) > 1 else f"step {run.steps[0]}"
-    say(f"{run.log}: means of {span}")
+    say(f"{run.log}: {run.logged}")
+    say(f"Means of {span}")
     for note in run.notes:
         say(f"note: {note}")
     table = Table("stage", "seconds", "share of the step")
@@ -425,11 +507,15 @@ def _show(run: Profile, console: Console) -> None:
         table.add_row(stage, format_seconds(run.stages[stage]), f"{share:.1%}")
         if stage == "gen":
             for name, (label, _) in _PARTS.items():
-                if name in run.numbers:
-                    part = run.numbers[name]
+                if name in run.parts:
+                    part = run.parts[name]
                     table.add_row(f"  {label}", format_seconds(part), f"{part / run.step_seconds:.1%}", style="dim")
     table.add_row("step", format_seconds(run.step_seconds), "100.0%", style="bold")
     console.print(table)
+    if run.estimate is not None and "idle_share" not in run.numbers:
+        idle = run.estimate.idle
+        how = "measured by verl" if run.estimate.rollouts.is_measured else "if all responses begin together"
+        say(f"idle share of generation: {idle.mean:.0%} ({idle.low:.0%} to {idle.high:.0%}), estimated: {how}")
     if "responses" in run.numbers:
         for name, (label, _) in _NUMBERS.items():
             say(f"{label + ':':<32}{_shown(run.numbers, name)}")
@@ -449,11 +535,18 @@ def _show(run: Profile, console: Console) -> None:
         console.print(_table_of_savings(run))
         for saving in run.savings:
             say(f"{saving.name}: {saving.arithmetic}")
-        best = max(run.savings, key=lambda saving: (saving.gain or 0.0, saving.seconds))
-        if best.gain:
-            gain, whole = format_seconds(best.gain), format_seconds(run.step_seconds)
-            what = f"Largest saving: {best.name}, {format_seconds(best.seconds)} a step."
-            say(f"{what} {best.advice} would save about {gain} of {whole} ({best.gain / run.step_seconds:.0%}).")
+        say(_NOT_ESTIMATED)
+        for line in levers(run):
+            say(line)
+        best, whole = run.savings[0], run.step_seconds
+        what = f"{best.name}, {format_seconds(best.seconds)} a step."
+        if best.at_most < _NOTHING * whole:
+            say("Nothing of the pack would shorten a step of this run by more than can be told.")
+        elif best.gain is None:
+            say(f"Largest part that may be saved: {what} {best.advice} may save some of it.")
+        else:
+            gain = f"{format_seconds(best.gain.mean)} of {format_seconds(whole)} ({best.gain.mean / whole:.0%})"
+            say(f"Largest saving: {what} {best.advice} would save about {gain}.")
 
 
 def _shown(numbers: Mapping[str, float], name: str) -> str:
@@ -471,11 +564,14 @@ def _table_of_servers(run: Profile, servers: Sequence[str]) -> Table:
 
 
 def _table_of_savings(run: Profile) -> Table:
-    columns = ("what takes time", "seconds", "share", "what would reduce it", "gain")
+    columns = ("what takes time", "seconds", "share", "what would reduce it", "gain, with 95% interval")
     table = Table(*columns, title="Where it could be saved")
     whole = run.step_seconds
     for saving in run.savings:
-        gain = "unknown" if saving.gain is None else f"{format_seconds(saving.gain)} ({saving.gain / whole:.0%})"
+        gain = "unknown"
+        if saving.gain is not None:
+            mean, low, high = map(format_seconds, (saving.gain.mean, saving.gain.low, saving.gain.high))
+            gain = f"{mean} ({saving.gain.mean / whole:.0%}), {low} to {high}"
         table.add_row(saving.name, format_seconds(saving.seconds), f"{saving.seconds / whole:.1%}", saving.advice, gain)
     return table
 
@@ -508,7 +604,7 @@ def _draw_bars(axes: Any, run: Profile) -> None:
     rows = {
         "step": [(name, seconds, stage_clock.STAGES.get(name, _OTHER_COLOUR)) for name, seconds in run.stages.items()]
     }
-    parts = [(label, run.numbers[name], colour) for name, (label, colour) in _PARTS.items() if name in run.numbers]
+    parts = [(label, run.parts[name], colour) for name, (label, colour) in _PARTS.items() if name in run.parts]
     if parts:
         rows["generation"] = parts
     for place, row in enumerate(rows.values()):
@@ -524,7 +620,9 @@ def _draw_bars(axes: Any, run: Profile) -> None:
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
     axes.set_xlim(0, run.step_seconds * 1.01)
-    idle = f", generation {run.numbers['idle_share']:.0%} idle" if "idle_share" in run.numbers else ""
+    share = run.numbers.get("idle_share", run.estimate.idle.mean if run.estimate else None)
+    how = "" if "idle_share" in run.numbers else " (estimated)"
+    idle = "" if share is None else f", generation {share:.0%} idle{how}"
     axes.set_title(f"Mean of steps {run.steps[0]}-{run.steps[-1]}: {run.step_seconds:.2f} s{idle}", fontsize=10)
     axes.set_xlabel("seconds")
     axes.tick_params(axis="y", length=0)

@@ -40,6 +40,24 @@ STAGES = {
 }
 """Names of verl's timers that do not overlap and lie within a training step, each with the colour of this stage in pictures."""
 
+SLIME_NAMES = {
+    "perf/step_time": "timing_s/step",
+    "perf/rollout_time": "timing_s/gen",
+    "perf/log_probs_time": "timing_s/old_log_prob",
+    "perf/ref_log_probs_time": "timing_s/ref",
+    "perf/values_time": "timing_s/values",
+    "perf/actor_train_time": "timing_s/update_actor",
+    "perf/critic_train_time": "timing_s/update_critic",
+    "perf/update_weights_time": "timing_s/update_weights",
+    "perf/save_model_time": "timing_s/save_checkpoint",
+    "rollout/response_len/mean": "response_length/mean",
+    "rollout/response_len/max": "response_length/max",
+    "rollout/truncated_ratio": "response_length/clip_ratio",
+}
+"""Names that slime gives to what verl logs, each with verl's name."""
+
+TRAINING = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+"""Names of the stages of a training step whose seconds are proportional to the number of trained tokens."""
 OTHER = "other"
 PREFIX = "timing_s/"
 FILE_NAME = "rl_accel_telemetry.jsonl"

@@ -20,8 +20,8 @@ from rl_accel.plan.fit import Fit, fit_engine
 from rl_accel.plan.predict import flags_of_words, interval, predict
 from rl_accel.plan.report import Plan
 from rl_accel.plan.setup import Setup, setup_of
-from rl_accel.plan.workload import Lengths, published
 from rl_accel.rollout.simulation import Cluster, EngineModel
+from rl_accel.rollout.workload import Lengths, published
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.profile import read_run
 from rl_accel.telemetry.stage_clock import FILE_NAME, Response
@@ -324,7 +324,7 @@ def test_rollouts_that_are_uneven_widen_the_interval_and_not_the_prediction():
     ("words", "error"),
     [
         (PUBLISHED, "--lengths needs --prompts, --responses, --replicas, --step-seconds as well"),
-        ("", "give RUN_DIR, or --lengths"),
+        ("", "give LOG, or --lengths"),
         (f"{PUBLISHED} --step-seconds fast", "wants seconds of a step by running requests"),
         (f"{PUBLISHED} --step-seconds 1:inf", "must be finite times above 0 by numbers of running requests from 1"),
         (f"{PUBLISHED} --step-seconds 0:0.1", "wants seconds of a step by running requests"),

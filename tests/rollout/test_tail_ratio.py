@@ -6,8 +6,8 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from rl_accel.plan.workload import PUBLISHED_LIMIT, load
 from rl_accel.rollout.tail_ratio import CompletionTimes
+from rl_accel.rollout.workload import PUBLISHED_LIMIT, load
 
 LENGTHS = load("response_length_cdf.json")
 

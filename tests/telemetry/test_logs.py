@@ -1,10 +1,26 @@
 """Logs of verl as its users have them: files of the file logger, and consoles in every state."""
 
+import contextlib
+import io
 import json
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from verl.utils.logger import LocalLogger
 
 from rl_accel.telemetry.logs import merged, parse_log_line, read_console, read_log
+from rl_accel.telemetry.readers import read
+
+WORDS = st.text(st.sampled_from("abz/_@-.19"), min_size=1, max_size=12).filter(lambda word: word[0].isalpha())
+NUMBERS = st.one_of(
+    st.floats(allow_nan=False, allow_infinity=False, width=32),
+    st.integers(-(10**6), 10**9),
+    st.floats(-1e6, 1e6).map(np.float64),
+    st.integers(0, 99).map(np.int32),
+)
+METRICS = st.dictionaries(WORDS, NUMBERS, min_size=1, max_size=12)
 
 NAMES = ("actor/entropy", "val-core/my data/acc/mean@1", "critic/vf_loss", "response_length/mean", "timing_s/gen")
 NAMES += ("timing_s/step", "perf/throughput")
@@ -93,7 +109,7 @@ def test_the_name_of_a_metric_ends_at_its_last_colon():
 def test_a_log_is_read_as_what_it_is(tmp_path):
     path = tmp_path / "output.log"
     path.write_text("\r".join(console()))
-    assert list(read_log(path).items()) == STEPS, "a progress bar ends lines with a carriage return"
+    assert list(read(str(path)).steps.items()) == STEPS, "a progress bar ends lines with a carriage return"
     path.write_text("\n".join(json.dumps({"step": step, "data": metrics}) for step, metrics in STEPS))
     assert list(read_log(path).items()) == STEPS
     path.write_text(BETWEEN)
@@ -124,3 +140,57 @@ def test_the_later_start_of_a_run_wins_and_steps_that_it_has_not_reached_are_dro
 )
 def test_a_line_that_is_no_record_is_skipped(line):
     assert parse_log_line(line.encode()) is None
+
+
+def in_rows(text, width, prefix, colour):
+    """The lines of ``text`` as Ray and a terminal of ``width`` columns leave them."""
+    for line in text.splitlines():
+        shown = f"{prefix}{line}"
+        rows = [shown[at : at + width] for at in range(0, len(shown), width)] if width else [shown]
+        yield from (f"\x1b[36m{row}\x1b[0m\n" if colour else f"{row}\n" for row in rows)
+
+
+@given(
+    steps=st.lists(METRICS, min_size=1, max_size=4),
+    width=st.one_of(st.just(0), st.integers(60, 200)),
+    prefix=st.sampled_from(["", "(TaskRunnerV1 pid=4951) ", "(main_task pid=9, ip=10.0.0.1) "]),
+    colour=st.booleans(),
+)
+def test_whatever_the_console_logger_of_verl_writes_is_read_back_equal(steps, width, prefix, colour):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        for number, metrics in enumerate(steps):
+            LocalLogger().log(metrics, number)
+    found = dict(read_console(in_rows(out.getvalue(), width, prefix, colour)))
+    assert found == {number: {name: float(value) for name, value in its.items()} for number, its in enumerate(steps)}
+
+
+@given(steps=st.lists(METRICS, min_size=1, max_size=4), prefix=st.sampled_from(["", "(RayTrainGroup pid=1) "]))
+def test_whatever_slime_logs_is_read_back_equal(tmp_path_factory, steps, prefix):
+    log = tmp_path_factory.mktemp("slime") / "train.log"
+    steps = [{f"perf/{name}": value for name, value in metrics.items()} for metrics in steps]
+    log.write_text("".join(f"{prefix}[t] x.py:1 - perf {number}: {its}\n" for number, its in enumerate(steps)))
+    wanted = {number: {name: float(value) for name, value in its.items()} for number, its in enumerate(steps)}
+    assert read(str(log)).steps == wanted
+
+
+def test_a_tensor_that_a_terminal_has_wrapped_is_read():
+    for width in range(40, 120):
+        rows = [
+            line[at : at + width]
+            for line in console("tensor({}, device='cuda:0')")
+            for at in range(0, len(line), width)
+        ]
+        assert [step for step, _ in records(rows)] == [step for step, _ in STEPS], width
+        assert [len(its) for _, its in records(rows)] == [len(its) for _, its in STEPS], width
+
+
+def test_runs_that_share_a_console_are_said_and_a_restart_is_none_of_them(tmp_path):
+    def log(*processes):
+        lines = [f"(TaskRunner pid={process}) step:{n} - a:1\n" for n, process in enumerate(processes)]
+        (tmp_path / "x.log").write_text("".join(lines))
+        return read(str(tmp_path)).notes
+
+    assert log(1, 1, 2, 2) == []
+    (note,) = log(1, 2, 1, 2)
+    assert "several processes log steps in turns ((TaskRunner pid=1), (TaskRunner pid=2))" in note

@@ -5,12 +5,15 @@ import json
 import math
 import re
 
+import numpy as np
 import pytest
 
 from rl_accel.__main__ import main
 from rl_accel.errors import RlAccelError
+from rl_accel.rollout.workload import Lengths
 from rl_accel.telemetry import stage_clock
-from rl_accel.telemetry.profile import find_log, levers, profile, prompt_seconds, read_run, rounds_seconds
+from rl_accel.telemetry.aggregates import in_rounds
+from rl_accel.telemetry.profile import levers, profile, prompt_ticks, read_run
 from rl_accel.telemetry.stage_clock import CANCELLED, FILE_NAME, Response
 
 WAITING, REWARDS = "waiting for the longest responses", "rewards after the last generation"
@@ -70,11 +73,11 @@ def test_stages_parts_and_what_would_save_how_much_are_found_printed_and_drawn(r
     savings = savings_of(found)
     assert found.savings[0].name == WAITING
     assert savings[WAITING].seconds == 9.0
-    assert 0 < savings[WAITING].gain < 11.0
-    assert "20 prompts' own times" in savings[WAITING].arithmetic
+    assert 0 < savings[WAITING].gain.low < savings[WAITING].gain.mean < 11.0
+    assert "seconds of 20 responses" in savings[WAITING].arithmetic
     assert "rounds of 13 prompts for 10 trained" in savings[WAITING].arithmetic
-    assert savings[NOTICING].gain == pytest.approx(0.5)
-    assert savings[REWARDS].gain == 0.0, "a second is within the least limit"
+    assert savings[NOTICING].gain.mean == pytest.approx(0.5)
+    assert savings[REWARDS].gain.mean == 0.0, "a second is within the least limit"
     output = invoke(profile, run)
     for line in (
         r"waiting for the longest .* 9 s .* 45\.0%",
@@ -104,7 +107,7 @@ def test_a_reward_that_takes_long_is_replayed_with_a_limit(tmp_path):
     write_run(tmp_path, responses, **{"rl_accel/telemetry/preemptions": 3.0})
     found = read_run(tmp_path)
     assert found.savings[0] is savings_of(found)[REWARDS]
-    assert (found.savings[0].seconds, found.savings[0].gain) == (10.0, pytest.approx(8.0))
+    assert (found.savings[0].seconds, found.savings[0].gain.mean) == (10.0, pytest.approx(8.0))
     assert (found.numbers["preemptions"], found.missing) == (3.0, [])
 
 
@@ -157,9 +160,9 @@ def test_the_console_is_read_where_there_is_no_other_log(tmp_path, invoke):
     console.write_text("".join(f"(TaskRunner pid=7) step:{n} - {step}\n" for n in range(1, 4)))
     for path in (tmp_path, console):
         assert read_run(path).stages["gen"] == 12.0
-        assert "means of step 3" in invoke(profile, path, "--no-picture")
+        assert "Means of step 3" in invoke(profile, path, "--no-picture")
     write_log(tmp_path / "metrics.jsonl", steps=2)
-    assert find_log(tmp_path) == tmp_path / "metrics.jsonl"
+    assert read_run(tmp_path).log == tmp_path / "metrics.jsonl"
 
 
 @pytest.mark.parametrize("value", [None, math.inf])
@@ -226,15 +229,20 @@ def test_numbers_of_drafts_are_printed_where_there_are_any(tmp_path, invoke):
 def test_a_folder_without_a_run_or_with_several_is_refused(tmp_path):
     (tmp_path / "other.jsonl").write_text('{"input": "x"}\n')
     (tmp_path / "half.log").write_text("step:1 - timing_s/gen:4.2\n'timing_s/step' is not known yet\n")
-    for path in (tmp_path, tmp_path / "other.jsonl", tmp_path / "half.log"):
-        with pytest.raises(RlAccelError, match=r"no metrics of a training step .*trainer\.logger=\[console,file\]"):
+    with pytest.raises(
+        RlAccelError, match=r"holds no metrics of .*; what verl or slime prints while it trains suffices"
+    ):
+        read_run(tmp_path / "other.jsonl")
+    for path in (tmp_path, tmp_path / "half.log"):
+        with pytest.raises(RlAccelError, match=r"verl's console, 1 step, no telemetry, but no step has its seconds"):
             read_run(path)
     for name in ("a", "b"):
         write_log(tmp_path / name / "metrics.jsonl")
-    with pytest.raises(RlAccelError, match=r"several runs: give one of a/metrics\.jsonl, b/metrics\.jsonl"):
+    with pytest.raises(RlAccelError, match=r"several runs, wanted one of .*/a/metrics\.jsonl, .*/b/metrics\.jsonl"):
         read_run(tmp_path)
     (tmp_path / "a" / "folder.jsonl").mkdir()
-    assert find_log(tmp_path / "a") == find_log(tmp_path / "a" / "metrics.jsonl") == tmp_path / "a" / "metrics.jsonl"
+    logs = [read_run(path).log for path in (tmp_path / "a", tmp_path / "a" / "metrics.jsonl")]
+    assert logs == [tmp_path / "a" / "metrics.jsonl"] * 2
 
 
 def test_levers_of_the_framework_are_named_where_they_are_worth_it(tmp_path):
@@ -253,12 +261,12 @@ def test_the_command_draws_stages_alone_and_many_responses(tmp_path, invoke):
     assert (tmp_path / "x.png").exists()
 
 
-def test_a_prompt_takes_until_the_last_of_its_rewards():
+def test_a_response_takes_until_its_last_token():
     responses = [Response("a", 0.0, 1.0, 2.0, 2.5), Response("a", 0.5, 4.0, 5.0, 5.5)]
     responses.append(Response("b", 0.0, 1.0, None, 1.5))
-    assert prompt_seconds(responses) == [5.0, 1.5]
-    assert prompt_seconds([]) is None
-    assert prompt_seconds([*responses, Response("b", 0.0, ended=1.0, outcome=CANCELLED)]) is None
+    assert prompt_ticks(responses) == [[1000.0, 4000.0], [1000.0]]
+    assert prompt_ticks([]) is None
+    assert prompt_ticks([*responses, Response("b", 0.0, ended=1.0, outcome=CANCELLED)]) is None
 
 
 @pytest.mark.parametrize(
@@ -273,4 +281,5 @@ def test_a_prompt_takes_until_the_last_of_its_rewards():
     ],
 )
 def test_rounds_of_ten_prompts(times, launched, seconds):
-    assert rounds_seconds(times, 10, launched) == pytest.approx(seconds, rel=0.1)
+    lengths = Lengths(np.sort(np.array(times) * 1000).astype(int), 0.99999)
+    assert in_rounds(lengths, 10, 1, launched, 1)[0] == pytest.approx(1000 * seconds, rel=0.1)

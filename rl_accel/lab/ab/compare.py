@@ -18,10 +18,10 @@ from rl_accel.errors import RecipeError
 from rl_accel.lab.ab import report
 from rl_accel.lab.ab.cli import WIDTH
 from rl_accel.lab.ab.convergence import listed
-from rl_accel.lab.ab.readers import read
 from rl_accel.lab.ab.recipe import Arm, Metrics, Recipe, Rollout, load, nearest, parse_margin
 from rl_accel.lab.ab.runner import RunResult, load_result
 from rl_accel.lab.ab.stats import RunData
+from rl_accel.telemetry.readers import read
 
 SLIME = Metrics("rollout/raw_reward", [], "perf/", "step_time", ["train_wait_time", "train_time"])
 """Names of slime's metrics. The stages ``train_wait_time`` and ``train_time`` together are a whole step of slime."""
@@ -132,11 +132,12 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
         arms = {_arm(side[0]): side for side in sides}
         if len(arms) < len(sides):  # several arms got the same name, as folders of one W&B project do
             arms = {Path(side[0].partition(",")[0]).name: side for side in sides}
-        if len(sides) < 2:
-            raise click.UsageError("wanted RUN... --against RUN..., or a YAML file of arms, found no second arm")
         if len(arms) < len(sides):
+            arms = {f"{_arm(side[0])}-{number}": side for number, side in enumerate(sides, 1)}
+        if len(sides) < 2:
+            second = words[1] if len(words) > 1 else "RUN"
             raise click.UsageError(
-                f"arms are named after their first runs, and these have one name, {', '.join(arms)}: name them in a YAML file"
+                f"found no second arm: write {words[0]} --against {second}, or name a YAML file of arms"
             )
     recipe, runs = gather(arms, {key: value for key, value in metrics.items() if value is not None}, batch_size)
     facts = [(run, len(run.steps), [*run.command]) for run in runs]

@@ -9,11 +9,14 @@ answers, with an error probability of at most 5%:
 - **different**: t tests reject that the difference is the margin or less.
 - **not enough runs**: neither of these two answers holds.
 
+Arms whose curves are the same in every value are **identical**, whatever the number of runs.
+
 If the margin is a share of the baseline's gain (last level minus first level), the test includes the noise of that gain.
 """
 
 import bisect
 import functools
+import itertools
 import math
 import re
 import warnings
@@ -30,10 +33,16 @@ Array = npt.NDArray[np.float64]
 Curves = Sequence[tuple[Array, Array]]
 """Curves of several runs. Each curve is a pair of arrays: positions on the x axis, and values of a metric."""
 
-EQUAL, DIFFERENT, NOT_ENOUGH = "equal within the margin", "different", "not enough runs"
+EQUAL, DIFFERENT, NOT_ENOUGH, IDENTICAL = "equal within the margin", "different", "not enough runs", "identical"
 ALPHA, MIN_SEEDS = 0.05, 3
 """``ALPHA``: error probability of each answer. ``MIN_SEEDS``: minimum number of runs per arm for an interval and an answer."""
-AXES = {"steps": "training steps", "prompts": "prompts trained", "hours": "hours of training"}
+AXES = {
+    "steps": "training steps",
+    "prompts": "prompts trained",
+    "hours": "hours of training",
+    "minutes": "minutes of training",
+}
+"""Label of each x axis. Runs of less than an hour have minutes instead of hours."""
 _VALIDATION = re.compile(r"val-core/.*mean@\d+|val/test_score/.*|eval/[^/]+(?<!ratio)")
 _REACH, _WINDOW = 0.9, 5  # share of the baseline's gain to reach; number of values in the moving average
 _POWER, _MOST_SEEDS, _QUANTILES = 0.8, 1000, 48
@@ -155,11 +164,19 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
     """
     rows, notes, curves = [], [note for run in runs for note in run.notes], {}
     logged = {name for run in runs for step in run.steps.values() for name in step}
+    rewards = [points(run, names, names.reward) for run in runs]
+    is_short = max((its["hours"][0][-1] for its in rewards if "hours" in its), default=1.0) < 1
+    time = "minutes" if is_short else "hours"
+    axes = [axis for axis in AXES if axis not in {"hours", "minutes"} - {time}]
     for metric in (names.reward, *sorted(filter(_VALIDATION.fullmatch, logged))):
         found = {run.name: points(run, names, metric) for run in runs}
+        for its in found.values():
+            if is_short and "hours" in its:
+                hours, values = its.pop("hours")
+                its["minutes"] = 60 * hours, values
         curves[metric] = {
             axis: {name: [part.tolist() for part in its[axis]] for name, its in found.items() if axis in its}
-            for axis in AXES
+            for axis in axes
         }
         if lacking := [name for name, its in found.items() if not its]:
             notes.append(f"{metric} is not in {listed(lacking, runs)}")
@@ -170,13 +187,13 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
                 continue
             if left := {run.name for side in sides for run in side} - {run.name for run in (*base, *ours)}:
                 notes.append(f"{metric} of {arm}: left out for want of a run of the same seed: {listed(left, runs)}")
-            for axis in (axis for axis in AXES if all(axis in found[run.name] for run in (*base, *ours))):
+            for axis in (axis for axis in axes if all(axis in found[run.name] for run in (*base, *ours))):
                 first, second = ([found[run.name][axis] for run in side] for side in (base, ours))
                 if row := _row(first, second, paired, names, metric == names.reward):
                     rows.append({"arm": arm, "metric": metric, "axis": axis, **row})
     wanted = {
         "prompts": "tell the prompts of a step (compare takes --batch-size)",
-        "hours": f"log {names.stage_prefix}{names.step} of every step",
+        time: f"log {names.stage_prefix}{names.step} of every step",
     }
     for axis, what in wanted.items():
         places = curves[names.reward]
@@ -214,6 +231,8 @@ def _row(base: Curves, ours: Curves, paired: bool, names: Metrics, is_reward: bo
     row: dict[str, Any] = {"end": min(ends), "longest": max(ends), "runs": [len(base), len(ours)], "paired": paired}
     row |= {"baseline": float(after.mean()), "value": float(value.mean()), "low": low, "high": high, "enough": []}
     row |= {"margin": float(margins.mean()), "answer": str(decide(after, value, margins, paired))}
+    if len(base) == len(ours) and all(map(np.array_equal, itertools.chain(*base), itertools.chain(*ours))):
+        row["answer"] = IDENTICAL
     row["difference"] = row["value"] - row["baseline"]
     if row["answer"] == NOT_ENOUGH and min(row["runs"]) >= MIN_SEEDS and row["margin"] > 0:
         row["enough"] = [seeds_enough(after, value, row["margin"], paired, true) for true in (0.0, 0.5)]

@@ -73,10 +73,10 @@ def _arms(summary: dict[str, Any]) -> dict[str, str]:
 def _reward(summary: dict[str, Any]) -> Any:
     """Plots reward and validation metrics of all runs, with one row of plots per metric.
 
-    There is one column of plots per known x axis (training steps, prompts trained, hours).
+    There is one column of plots per known x axis (training steps, prompts trained, hours or minutes).
     """
     curves = {metric: its for metric, its in summary["convergence"]["curves"].items() if any(its.values())}
-    known = [axis for axis in AXES if any(its[axis] for its in curves.values())]
+    known = [axis for axis in AXES if any(its.get(axis) for its in curves.values())]
     if not known:
         return None
     coincide = any(v["steps_compared"] and v["parts_at"] is None for v in summary["reward_verdicts"])
@@ -126,7 +126,7 @@ def _step_time(summary: dict[str, Any]) -> Any:
 
 
 def _stages(summary: dict[str, Any]) -> Any:
-    whole = summary["recipe"]["metrics"]["step"]
+    whole, average = (summary["recipe"]["metrics"][name] for name in ("step", "average"))
     rows = [row for row in summary["stages"] if row["stage"] != whole]
     total: dict[str, Any] = next((row["arms"] for row in summary["stages"] if row["stage"] == whole), {})
     arms = [arm for arm in _arms(summary) if arm in total]
@@ -134,10 +134,10 @@ def _stages(summary: dict[str, Any]) -> Any:
         return None
     figure, axes = _figure(1.7 + 0.55 * len(arms))
     axes.grid(False)
-    longest = max(total[arm]["mean"] for arm in arms)
+    longest = max(total[arm][average] for arm in arms)
     left = dict.fromkeys(arms, 0.0)
     for index, row in enumerate(rows):
-        widths = [max(0.0, row["arms"].get(arm, {}).get("mean", 0.0)) for arm in arms]
+        widths = [max(0.0, row["arms"].get(arm, {}).get(average, 0.0)) for arm in arms]
         if max(widths) < 0.002 * longest:
             continue
         colour = STAGES.get(row["stage"], _FURTHER_COLOURS[index % len(_FURTHER_COLOURS)])
@@ -150,11 +150,11 @@ def _stages(summary: dict[str, Any]) -> Any:
             left[arm] += width
     for arm in arms:
         axes.text(
-            left[arm] + 0.01 * longest, arm, f"{total[arm]['mean']:.2f} s", va="center", fontweight="bold", fontsize=9
+            left[arm] + 0.01 * longest, arm, f"{total[arm][average]:.2f} s", va="center", fontweight="bold", fontsize=9
         )
     axes.set_xlim(0, longest * 1.12)
     axes.invert_yaxis()
-    axes.set_xlabel("mean seconds a step, by stage")
+    axes.set_xlabel(f"{average} seconds a step, by stage")
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     return figure

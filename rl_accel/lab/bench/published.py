@@ -1,7 +1,7 @@
 """Program that compares simulated rollout rounds with the results that RollPacker (NSDI'26) published for H800 GPUs.
 
 All simulations share one set of constants. ``python -m rl_accel.lab.bench.published`` prints the table of docs/plan.md. With
-``--fit``, the program first fits the constants of ``rl_accel/plan/data/h800.json`` to the table rows in FITTED with scipy and
+``--fit``, the program first fits the constants of ``rl_accel/rollout/data/h800.json`` to the table rows in FITTED with scipy and
 prints the constants. ``--scatter 10`` prints the spread of simulated values that are means over ten rounds.
 """
 
@@ -17,9 +17,9 @@ import numpy as np
 
 from rl_accel.features import TailBatchingFlags
 from rl_accel.plan import published as engines
-from rl_accel.plan import workload as workloads
 from rl_accel.plan.answers import hidden_seconds, rounds_of, steady
 from rl_accel.plan.setup import Setup
+from rl_accel.rollout import workload as workloads
 from rl_accel.rollout.simulation import Round
 
 PROMPTS, RESPONSES = 128, 8

@@ -9,9 +9,9 @@ from rich.table import Table
 from rl_accel.features import TailBatchingFlags
 from rl_accel.lab.bench.measure import console_of_benchmark, met
 from rl_accel.plan.answers import PLAIN
-from rl_accel.plan.workload import published
 from rl_accel.rollout.simulation import EngineModel, ReplayedLengths, Round, play_rounds
 from rl_accel.rollout.tail_batching import TailRun
+from rl_accel.rollout.workload import published
 
 GOAL_S = 60.0
 """Maximum CPU seconds that the simulation of 1,000 rounds should take."""

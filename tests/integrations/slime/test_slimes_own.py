@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rl_accel.__main__ import main
-from rl_accel.plan.workload import read_lengths
+from rl_accel.rollout.workload import read_lengths
 
 NEED_MEGATRON = ("test_cp_utils.py", "test_loss_cp_invariance.py")
 THEIRS = ("test_chunked_gae.py", "test_discounted_returns.py", *NEED_MEGATRON, "plugin_contracts")

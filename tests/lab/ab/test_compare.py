@@ -50,7 +50,7 @@ def rows_of(summary, axis="steps"):
 def test_runs_of_two_arms_that_are_equal(call, write):
     stock, tail = ([write(f"{arm}-seed{seed}", noise=0.002) for seed in range(8)] for arm in ("stock", "tail"))
     output, summary = call(*stock, "--against", *tail, "--margin", "5%", "--batch-size", 16)
-    axes = ("steps", "prompts", "hours")
+    axes = ("steps", "prompts", "minutes")
     assert {rows_of(summary, axis)["tail"]["answer"] for axis in axes} == {"equal within the margin"}
     assert "tail and stock, critic/score/mean against training steps: equal within the margin" in output
     assert "5% of stock's gain; 8 seeds, paired" in output
@@ -88,7 +88,7 @@ def test_unequal_lengths_restarts_and_missing_metrics_are_said(call, write, tmp_
     assert "began again at [31], later steps of before are left out" in output
     assert "50 of 60 training steps" in output
     assert "val-core/gsm8k/acc/mean@1 is not in" in output
-    assert "hours of training are not known of tail-seed0, which did not log timing_s/step of every step" in output
+    assert "minutes of training are not known of tail-seed0, which did not log timing_s/step of every step" in output
     assert "prompts trained are not known of all runs of stock, all runs of tail, which did not tell" in output
     row = rows_of(summary)["tail"]
     assert (row["end"], row["answer"]) == (50, "not enough runs")
@@ -97,9 +97,11 @@ def test_unequal_lengths_restarts_and_missing_metrics_are_said(call, write, tmp_
 
 
 def test_one_seed_is_never_equal_and_runs_without_a_known_seed_are_not_paired(call, write):
-    output, summary = call(write("stock-seed0"), "--against", write("tail-seed0"))
+    output, summary = call(write("stock-seed0"), "--against", write("tail-seed0", gain=0.501))
     assert rows_of(summary)["tail"]["answer"] == "not enough runs"
     assert "nothing is decided below 3 seeds of each" in output
+    output, summary = call(write("same/stock-seed0"), "--against", write("same/tail-seed0"))
+    assert rows_of(summary)["tail"]["answer"] == "identical"
     assert "tail and stock, seed 0: critic/score/mean is identical in all 60 steps" in output
 
     stock, tail = ([write(f"{arm}_{name}", noise=0.001) for name in "xyz"] for arm in ("stock", "tail"))
@@ -150,7 +152,7 @@ def test_what_wandb_tells_of_a_run_is_used_and_gpus_that_differ_are_said(call, t
     runs = [sorted((tmp_path / arm / "wandb").iterdir()) for arm in ("stock", "tail")]
     output, summary = call(*runs[0], "--against", *runs[1])
     row = rows_of(summary, "prompts")["tail"]
-    assert (row["paired"], row["end"], row["answer"]) == (True, 160, "equal within the margin")
+    assert (row["paired"], row["end"], row["answer"]) == (True, 160, "identical")
     assert "equal GPUs: all runs of stock on 8 x NVIDIA H100; all runs of tail on 8 x NVIDIA H20" in output
 
 
@@ -165,7 +167,7 @@ def test_slime_has_its_own_names(call, tmp_path):
     runs = [[tmp_path / f"{arm}-seed{seed}.log" for seed in range(3)] for arm in ("stock", "tail")]
     _, summary = call(*runs[0], "--against", *runs[1], "--batch-size", 4)
     (row,) = (row for row in summary["convergence"]["rows"] if row["axis"] == "prompts")
-    assert (row["metric"], row["end"], row["answer"]) == ("rollout/raw_reward", 80, "equal within the margin")
+    assert (row["metric"], row["end"], row["answer"]) == ("rollout/raw_reward", 80, "identical")
     stages = {row["stage"]: row["arms"]["stock"]["median"] for row in summary["stages"]}
     assert stages == {"train_wait_time": 1.5, "train_time": 0.5, "other": 0, "step_time": 2.0}
 
@@ -187,15 +189,14 @@ def test_folders_of_one_wandb_project_are_two_arms(call, write):
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        (["{a}"], "wanted RUN... --against RUN"),
-        (["{a}", "--against", "{a}"], "these have one name, stock-seed0: name them in a YAML file"),
+        (["{a}", "{b}"], "stock-seed0 --against {b}, or name a YAML file of arms"),
         (["{a}", "--against", "nowhere"], "nowhere does not exist"),
         (["{a}", "--against", "{b}", "--reward", "critic/scores/mean"], "did you mean critic/score/mean?"),
         (["{a}", "--against", "{b}", "--margin", "wide"], "metrics.margin wants"),
         (["{a}, ", "--against", "{b}"], "wants a path before and after each comma, found an empty one"),
         (["{a}", "--against", ""], "wants a path before and after each comma, found an empty one"),
         (["{empty}"], "'stock-seed0,,tail-seed0' wants a path before and after each comma"),
-        (["{yaml}"], "wants two or more arms, the baseline first, each a list of runs, found {'a': 1}"),
+        (["{yaml}"], "wants two or more arms, the baseline first, each a list of runs, found {{'a': 1}}"),
     ],
 )
 def test_wrong_input_is_one_line_that_names_it(invoke, write, tmp_path, words, wanted):
@@ -203,7 +204,9 @@ def test_wrong_input_is_one_line_that_names_it(invoke, write, tmp_path, words, w
     (tmp_path / "empty.yaml").write_text("a: ['stock-seed0,,tail-seed0']\nb: [tail-seed0]")
     places = {"a": write("stock-seed0"), "b": write("tail-seed0")}
     places |= {"yaml": tmp_path / "arms.yaml", "empty": tmp_path / "empty.yaml"}
-    assert wanted in invoke(compare, *(word.format(**places) for word in words), "--out", tmp_path / "out", code=None)
+    assert wanted.format(**places) in invoke(
+        compare, *(word.format(**places) for word in words), "--out", tmp_path / "out", code=None
+    )
     assert not (tmp_path / "out" / "summary.json").exists()
 
 
@@ -222,3 +225,8 @@ def test_it_says_of_the_arms_of_an_ab_what_the_ab_said(recipe_file, call_ab, cal
         assert found[key] == said[key], key
     assert found["convergence"]["rows"] == said["convergence"]["rows"]
     assert math.isclose(rows_of(found)["accelerated"]["difference"], 0.001, rel_tol=1e-6)
+
+
+def test_arms_of_one_name_get_numbers(call, write):
+    _, summary = call(write("a/stock-seed0"), "--against", write("b/stock-seed0"))
+    assert set(rows_of(summary)) == {"stock-2"}

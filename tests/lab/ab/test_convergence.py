@@ -10,7 +10,7 @@ from scipy.stats import binomtest
 
 from rl_accel.errors import RecipeError
 from rl_accel.lab.ab import convergence
-from rl_accel.lab.ab.convergence import DIFFERENT, EQUAL, NOT_ENOUGH, converge, decide, seeds_enough
+from rl_accel.lab.ab.convergence import DIFFERENT, EQUAL, IDENTICAL, NOT_ENOUGH, converge, decide, seeds_enough
 from rl_accel.lab.ab.recipe import Metrics, parse_margin
 from rl_accel.lab.ab.stats import RunData
 
@@ -226,6 +226,15 @@ def test_a_level_that_a_run_does_not_reach_gives_no_ratio_and_a_loss_no_answer()
     assert math.isnan(reach["ratio"])
     assert math.isnan(reach["value"])
     runs = [run(arm, seed, [1, 0]) for arm in ("stock", "fast") for seed in range(3)]
+    runs[-1].steps[1][REWARD] = 0.9
     row = converge(runs, ["stock", "fast"], "stock", Metrics())["rows"][0]
     assert row["answer"] == NOT_ENOUGH
     assert "stock gained nothing" in convergence.sentence(row, "stock", "2%")
+
+
+def test_arms_with_the_same_curves_are_identical_with_one_run_each_and_less_than_an_hour_is_in_minutes():
+    runs = [run(arm, 0, np.linspace(0, 1, 20), seconds, batch=8) for arm, seconds in (("stock", 60.0), ("fast", 30.0))]
+    rows = {row["axis"]: row for row in converge(runs, ["stock", "fast"], "stock", Metrics())["rows"]}
+    answers = {axis: row["answer"] for axis, row in rows.items()}
+    assert answers == {"steps": IDENTICAL, "prompts": IDENTICAL, "minutes": NOT_ENOUGH}
+    assert rows["minutes"]["end"] == 10

@@ -4,13 +4,15 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import ndtri
 
 from rl_accel.errors import RlAccelError
-from rl_accel.plan.workload import Lengths, from_groups, published, read_lengths
+from rl_accel.rollout.workload import Lengths, from_groups, published, read_lengths
 
 RNG = np.random.default_rng(0)
 
@@ -84,11 +86,42 @@ def test_rollouts_that_slime_saved_are_read(tmp_path):
     assert workload.source == str(tmp_path)
 
 
+def test_responses_that_verl_saved_are_counted_by_a_tokenizer_or_else_in_characters(tmp_path, tiny_tokenizer):
+    for step in (10, 9):
+        rows = [{"input": f"{n // 2}", "output": "ab" * (step + n), "step": step, "uid": str(n)} for n in range(4)]
+        (tmp_path / f"{step}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    workload = read_lengths(tmp_path)
+    assert workload.seen.tolist() == [[18, 20], [22, 24], [20, 22], [24, 26]], (
+        "a prompt of another step is another prompt"
+    )
+    assert "in characters instead of tokens" in workload.source
+    assert (read_lengths(tmp_path, tiny_tokenizer).seen * 2 == workload.seen).all()
+    with pytest.raises(RlAccelError, match=r"^--tokenizer: cannot read [^\n]*$"):
+        read_lengths(tmp_path, str(tmp_path))
+
+
+@pytest.fixture
+def tiny_tokenizer(tmp_path_factory):
+    """Folder of a tokenizer that has the token "ab"."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    words = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("response_length", None), ("completion_tokens", None), ("tokens", "a text")], ids=str
+)
+def test_a_number_of_tokens_may_have_other_names_and_goes_before_a_text(tmp_path, name, text):
+    rows = [{"prompt_id": n, name: 5 + n, "response": text} for n in range(3)]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert read_lengths(tmp_path / "x.jsonl").tokens.tolist() == [5, 6, 7]
+
+
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
         ("lengths.jsonl", "", "holds no lengths: wanted lines such as"),
-        ("lengths.jsonl", '{"input": "1+1", "output": "2", "step": 1}', "count its tokens with your tokenizer"),
         ("lengths.jsonl", '{"prompt": 1}', r"line 1: wanted lines such as .*KeyError\('tokens'\)"),
         ("lengths.jsonl", '{"prompt": 1, "tokens": 3}\nnonsense', "line 2: wanted lines such as"),
         *(

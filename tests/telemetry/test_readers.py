@@ -5,12 +5,16 @@ import json
 import math
 import sys
 
+import numpy as np
 import pytest
 
 from rl_accel.errors import RlAccelError
-from rl_accel.lab.ab.readers import read
+from rl_accel.lab.ab.compare import compare
 from rl_accel.lab.ab.runner import GrowingLog
+from rl_accel.plan.command import plan
 from rl_accel.telemetry.logs import merged
+from rl_accel.telemetry.profile import profile, read_run
+from rl_accel.telemetry.readers import read
 
 REWARD = "critic/score/mean"
 
@@ -179,6 +183,58 @@ def test_an_odd_value_in_slime_s_console_costs_no_other_value(tmp_path, end):
     assert read(str(tmp_path)).steps == {3: {**{str(index): 1.0 for index in range(len(plain))}, "13": -1e-05}}
 
 
+def test_slime_is_profiled_as_verl_is(tmp_path, invoke):
+    lines = ["  rollout_batch_size .............. 8", "  n_samples_per_prompt ............ 4"]
+    rng = np.random.default_rng(0)
+    for step in range(12):
+        tokens = np.ceil(rng.lognormal(5, 1, 32))
+        seconds = 1.0 + 0.02 * tokens.max()
+        lengths = {"rollout/response_len/mean": tokens.mean(), "rollout/response_len/max": tokens.max()}
+        times = {"perf/train_wait_time": seconds, "perf/train_time": 2.0, "perf/step_time": seconds + 2.0}
+        lines.append(
+            f"x.py:1 - perf {step}: {lengths | {'rollout/truncated_ratio': 0.0, 'perf/rollout_time': seconds}}"
+        )
+        lines.append(f"x.py:1 - perf {step}: {times | {'perf/actor_train_time': 2.0}}")
+    (tmp_path / "slime.log").write_text("\n".join(lines))
+    assert read(str(tmp_path)).batch() == (8, 4)
+    run = read_run(tmp_path)
+    assert (run.stages["update_actor"], run.stages["other"]) == (2.0, pytest.approx(0))
+    assert run.estimate.pace.mean == pytest.approx(0.02, rel=0.05)
+    output = invoke(profile, tmp_path, "--no-picture")
+    assert "slime's console, 12 steps, no telemetry" in output
+    assert "tail_batching, with rl-accel slime-config would save about" in output
+
+
+def test_a_summary_of_wandb_is_the_last_step(tmp_path):
+    (tmp_path / "files").mkdir()
+    summary = {"_step": 7, "timing_s/step": 2.5, "val/generations": {"_type": "table-file"}}
+    (tmp_path / "files" / "wandb-summary.json").write_text(json.dumps(summary))
+    found = read(str(tmp_path))
+    assert (str(found), found.steps) == (
+        "W&B's summary of the last step, 1 step, no telemetry",
+        {7: {"timing_s/step": 2.5}},
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "defect"), [(b"", "is empty"), (b"\x7fELF\0\0step:1 - a:1\n", "is binary"), (b"{'loss': 0.5}\n", "")]
+)
+def test_a_file_without_metrics_is_refused_in_one_line(tmp_path, invoke, content, defect):
+    path = tmp_path / "train.log"
+    path.write_bytes(content)
+    for words in ([profile, path], [compare, path, "--against", path], [plan, path]):
+        with pytest.raises(RlAccelError, match=f"^[^\n]* holds no metrics of [^\n]*{defect}[^\n]*$"):
+            words[0].main([str(word) for word in words[1:]], standalone_mode=False)
+
+
+def test_a_large_log_has_a_progress_bar(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("rl_accel.telemetry.readers._LARGE", 10)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    path = write_verl(tmp_path / "m.jsonl", range(1, 4))
+    assert read(str(path)).steps[2] == metrics(2)
+    assert "m.jsonl" in capsys.readouterr().err
+
+
 def test_nothing_to_read_says_what_is_wanted_and_a_missing_package_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(RlAccelError, match="does not exist"):
         read(str(tmp_path / "absent"))
@@ -205,7 +261,7 @@ def test_nothing_to_read_says_what_is_wanted_and_a_missing_package_is_one_line(t
         (
             "h.csv",
             "Step,a\n1,2\n".encode("utf-16"),
-            r"is no CSV file .*; .*h\.csv is in UTF-16: wanted plain text in UTF-8$",
+            r"holds no metrics of .*; .*h\.csv is in UTF-16: wanted plain text in UTF-8$",
         ),
         ("m.jsonl", "{}".encode("utf-16"), r"holds no metrics of .*m\.jsonl is in UTF-16: wanted plain"),
         (

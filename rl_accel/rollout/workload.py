@@ -12,7 +12,7 @@ import json
 import math
 import pickle
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -47,6 +47,7 @@ class Lengths:
         prompt_tokens: number of tokens in each prompt.
         rewards: equally likely durations of a reward in seconds; empty: rewards take no time.
         source: source of the data, in words for the report.
+        alternatives: other distributions that the data may have, one of which is drawn with each seed.
     """
 
     tokens: Ints
@@ -56,6 +57,7 @@ class Lengths:
     prompt_tokens: int = 0
     rewards: Floats = field(default_factory=lambda: np.empty(0))
     source: str = ""
+    alternatives: Sequence["Lengths"] = ()
     _scores: "array[float]" = field(default_factory=lambda: array("d"), init=False)  # by prompt; NaN: not drawn yet
 
     def lengths(self, prompts: Sequence[int], responses: int, rng: np.random.Generator) -> Ints:
@@ -84,7 +86,13 @@ class Lengths:
         return rng.choice(self.rewards, count) if len(self.rewards) else None
 
     def drawn(self, seed: int | None = None) -> "Lengths":
-        """Returns a copy of this workload without the scores drawn so far. With a ``seed``, the known prompts are shuffled."""
+        """Returns a copy of this workload without the scores drawn so far. With a ``seed``, the known prompts are shuffled.
+
+        If there are ``alternatives``, returns the one with the number ``seed``.
+        """
+        if self.alternatives and seed is not None:
+            other = self.alternatives[seed % len(self.alternatives)]
+            return replace(other, prompt_tokens=self.prompt_tokens, rewards=self.rewards)
         if seed is None or self.known is None or self.seen is None:
             return replace(self)
         order = np.random.default_rng(seed).permutation(len(self.known))
@@ -96,7 +104,9 @@ class Lengths:
         def cut(tokens: Ints) -> Ints:
             return np.where(tokens == self.limit, limit, np.minimum(tokens, limit))
 
-        return replace(self, tokens=cut(self.tokens), seen=None if self.seen is None else cut(self.seen))
+        others = [other.limited(limit) for other in self.alternatives]
+        seen = None if self.seen is None else cut(self.seen)
+        return replace(self, tokens=cut(self.tokens), seen=seen, alternatives=others)
 
     @property
     def limit(self) -> int:
@@ -155,42 +165,76 @@ def published(name: str, alike: float | None = None) -> Lengths:
 
 
 def load(name: str) -> dict[str, Any]:
-    """Returns the content of the JSON file ``name`` in ``rl_accel/plan/data``, which holds published numbers."""
-    found: dict[str, Any] = json.loads(resources.files("rl_accel.plan").joinpath("data", name).read_text())
+    """Returns the content of the JSON file ``name`` in ``rl_accel/rollout/data``, which holds published numbers."""
+    found: dict[str, Any] = json.loads(resources.files("rl_accel.rollout").joinpath("data", name).read_text())
     return found
 
 
-def read_lengths(path: Path) -> Lengths:
+_TOKENS = ("tokens", "response_length", "response_tokens", "completion_tokens", "num_tokens")
+_TEXTS = ("output", "response", "completion")
+_PROMPTS = ("prompt", "input", "prompt_id", "group_index", "uid")
+"""Names that a file of responses may have for the number of tokens, the text and the prompt of a response, the usual name first."""
+
+
+def read_lengths(path: Path, tokenizer: str | None = None) -> Lengths:
     """Reads response lengths from a file or from a folder, and returns the workload with these lengths.
 
     A file has lines ``{"prompt": id, "tokens": n}`` in the order of the data, optionally with ``reward_seconds``. A folder holds
-    rollouts that slime saved (``--save-debug-rollout-data FOLDER/{rollout_id}.pt``).
+    such files, files of responses that verl saved (``trainer.rollout_data_dir``), or rollouts that slime saved
+    (``--save-debug-rollout-data FOLDER/{rollout_id}.pt``).
+
+    Args:
+        path: file or folder.
+        tokenizer: name or folder of the tokenizer that counts the tokens of texts. Without one, texts are counted in characters,
+            and the source of the workload says so.
 
     Raises:
-        RlAccelError: a file cannot be read, or its content has another format.
+        RlAccelError: a file or the tokenizer cannot be read, or the content of a file has another format.
     """
     wanted = 'wanted lines such as {"prompt": "17", "tokens": 812}, with "reward_seconds" if rewards take time'
-    groups: dict[str, list[float]] = {}
-    rewards: list[float] = []
-    if path.is_dir():
+    files = sorted(path.glob("*.jsonl"), key=lambda file: (len(file.stem), file.stem)) if path.is_dir() else [path]
+    if not files:
         return from_groups(_rollouts_of_slime(path), str(path))
-    try:
-        lines = path.read_text("utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RlAccelError(f"--lengths: cannot read {path}: {error}") from error
-    for number, line in enumerate(lines, 1):
+    groups: dict[tuple[Any, str], list[float]] = {}
+    rewards: list[float] = []
+    count, unit = _counter(tokenizer)
+    has_texts = False
+    for file in files:
         try:
-            entry = json.loads(line) if line.strip() else None
-            if entry is not None:
-                if "output" in entry and "tokens" not in entry:
-                    raise ValueError("a response of trainer.rollout_data_dir: count its tokens with your tokenizer")
-                groups.setdefault(str(entry["prompt"]), []).append(_number(entry, "tokens", 1))
-                rewards += [_number(entry, "reward_seconds", 0)] if "reward_seconds" in entry else []
-        except BAD_RECORD as error:
-            raise RlAccelError(f"--lengths: {path}, line {number}: {wanted}, found {error!r}") from error
+            lines = file.read_text("utf-8-sig").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RlAccelError(f"--lengths: cannot read {file}: {error}") from error
+        for number, line in enumerate(lines, 1):
+            try:
+                entry = json.loads(line) if line.strip() else None
+                if entry is not None:
+                    prompt = entry[next((name for name in _PROMPTS if name in entry), _PROMPTS[0])]
+                    field = next((name for name in _TOKENS if name in entry), None)
+                    text = next((entry[name] for name in _TEXTS if isinstance(entry.get(name), str)), None)
+                    if field is None and text is not None:
+                        has_texts, entry, field = True, {**entry, "tokens": max(count(text), 1)}, "tokens"
+                    tokens = _number(entry, field or _TOKENS[0], 1)
+                    groups.setdefault((entry.get("step"), str(prompt)), []).append(tokens)
+                    rewards += [_number(entry, "reward_seconds", 0)] if "reward_seconds" in entry else []
+            except BAD_RECORD as error:
+                raise RlAccelError(f"--lengths: {file}, line {number}: {wanted}, found {error!r}") from error
     if not groups:
         raise RlAccelError(f"--lengths: {path} holds no lengths: {wanted}")
-    return from_groups(list(groups.values()), str(path), rewards=np.array(rewards))
+    source = f"{path}, {unit}" if has_texts else str(path)
+    return from_groups(list(groups.values()), source, rewards=np.array(rewards))
+
+
+def _counter(tokenizer: str | None) -> tuple[Callable[[str], int], str]:
+    """Returns a function that counts the tokens of a text, and the unit of its counts in words."""
+    if tokenizer is None:
+        return len, "in characters instead of tokens (--tokenizer counts tokens)"
+    from transformers import AutoTokenizer
+
+    try:
+        encode = AutoTokenizer.from_pretrained(tokenizer).encode
+    except (OSError, ValueError) as error:
+        raise RlAccelError(f"--tokenizer: cannot read {tokenizer}: {str(error).splitlines()[0]}") from error
+    return lambda text: len(encode(text, add_special_tokens=False)), f"tokens of {tokenizer}"
 
 
 def _number(entry: dict[str, Any], field: str, least: int) -> float:

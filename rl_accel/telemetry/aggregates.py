@@ -1,0 +1,319 @@
+"""Estimates for runs without telemetry, from the seconds of rollouts and from aggregates of response lengths.
+
+verl and slime log a few numbers of each rollout: its seconds, and the mean and maximum of the response lengths in tokens. The
+model of a rollout is ``seconds = base + pace * longest + noise``, rounded up to the next poll where the trainer polls. The
+distribution of lengths is a published one (RollPacker, NSDI'26, Fig. 2a), stretched on a logarithmic scale until its mean, the mean
+of its maximum over a batch, and its share at the limit are those of the run.
+
+Each estimate is made :data:`DRAWS` times: with the steps drawn again (bootstrap), with each published shape in turn, and with other
+values of what a log does not say. The interval of an estimate is the range of 95% of these draws.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rl_accel.features import TailBatchingFlags
+from rl_accel.rollout.simulation import Floats
+from rl_accel.rollout.tail_batching import TailRun
+from rl_accel.rollout.workload import PUBLISHED, PUBLISHED_LIMIT, Lengths, published
+
+POLL_SECONDS = 2.0
+"""Seconds between two times at which verl's V1 trainer checks whether a rollout is done."""
+DRAWS = 36
+LEAST_STEPS = 4
+"""Smallest number of steps that an estimate rests on."""
+_GROUPS = (4, 8, 16)
+"""Numbers of responses per prompt that are assumed in turn where the number is unknown."""
+_ALIKE = (0.0, 0.15, 0.3, 0.45)
+"""Intraclass correlations of the lengths of a prompt that are assumed in turn. Measured ones are 0.13 to 0.30."""
+_UNEXPLAINED = 0.25
+"""Share of the mean rollout. If the noise is larger, something other than response lengths decides how long a rollout takes."""
+_SLOWEST_TOKEN, _SLOWEST_READING, _SLOWEST_START = 0.1, 1 / 5000, 2.0
+"""Seconds that even a slow engine needs at most for a token of a response, a token of a prompt, and to begin and end a rollout."""
+_ROUND_RESPONSES = 15_000
+_FIELDS = {
+    "seconds": ("timing_s/gen", 0.0),
+    "mean": ("response_length/mean", 0.0),
+    "longest": ("response_length/max", 0.0),
+    "clipped": ("response_length/clip_ratio", 0.0),
+    "prompts": ("prompt_length/mean", 0.0),
+    "generating": ("timing_s/agent_loop/generate_sequences/mean", math.nan),
+}
+"""Name of verl's metric for each array of :class:`Rollouts`, and the value for a step that lacks this metric."""
+_V1 = "training/off_policy/trajectory_s"
+
+
+@dataclass(frozen=True)
+class Range:
+    """An estimate with its 95% interval, from equally likely draws."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, draws: Sequence[float] | Floats) -> "Range":
+        """Returns the mean and the central 95% of ``draws``."""
+        low, high = np.quantile(draws, (0.025, 0.975)).tolist()
+        return cls(float(np.mean(draws)), low, high)
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Rollouts of a run as a log without telemetry describes them. Arrays have one number per step, shape [S].
+
+    Attributes:
+        seconds: duration of the rollout stage ``gen``.
+        mean, longest: mean and maximum of the response lengths in tokens.
+        prompts: mean number of tokens in a prompt.
+        clipped: share of responses as long as the longest possible response.
+        generating: mean seconds in which a response is generated, if verl logs it; else NaN.
+        responses: number of responses in a step; 0 if unknown.
+        group: number of responses per prompt; None if unknown.
+        polls: whether the trainer polls, so that it notices the end of a rollout late.
+        on_policy: whether a rollout trains the weights that generated it, as tail batching and the poll's estimate assume.
+        is_v1: whether the trainer is verl's V1 trainer.
+    """
+
+    seconds: Floats
+    mean: Floats
+    longest: Floats
+    prompts: Floats
+    clipped: Floats
+    generating: Floats
+    responses: int
+    group: int | None
+    polls: bool
+    on_policy: bool
+    is_v1: bool
+
+    @classmethod
+    def of(
+        cls, steps: Sequence[Mapping[str, float]], group: int | None, prompts: int | None = None, polls: bool = True
+    ) -> "Rollouts | None":
+        """Returns the rollouts of ``steps``, the metrics of each step. Returns None if the log does not say enough.
+
+        ``group``, ``prompts``: number of responses per prompt and of prompts in a batch, if known. ``polls``: whether a V1 trainer
+        polls.
+        """
+        needed = [name for name, _ in (_FIELDS["seconds"], _FIELDS["mean"], _FIELDS["longest"])]
+        known = [step for step in steps if all(0 < step.get(name, 0) < math.inf for name in needed)]
+        if len(known) < LEAST_STEPS:
+            return None
+        arrays = {
+            field: np.array([step.get(name, other) for step in known]) for field, (name, other) in _FIELDS.items()
+        }
+        tokens = np.array([step.get("perf/total_num_tokens", math.nan) for step in known])
+        count = float(np.median(tokens / (arrays["prompts"] + arrays["mean"])))
+        responses = round(count) if math.isfinite(count) else (prompts or 0) * (group or 0)
+        is_v1 = any(name.startswith(_V1) for name in known[0])
+        on_policy = all(step.get(f"{_V1}taleness/mean", 0) == 0 for step in known)
+        return cls(
+            **arrays,
+            responses=responses,
+            group=group,
+            polls=polls and is_v1 and on_policy,
+            on_policy=on_policy,
+            is_v1=is_v1,
+        )
+
+    @property
+    def limit(self) -> float:
+        """Limit of the response length in tokens; infinity if at most one step reached it."""
+        most = float(self.longest.max())
+        return most if (self.longest == most).sum() > 1 else math.inf
+
+    @property
+    def is_measured(self) -> bool:
+        """True if the log has the mean seconds in which a response is generated, in every step."""
+        return bool(np.isfinite(self.generating).all())
+
+    def drawn(self, rng: np.random.Generator) -> "Rollouts":
+        """Returns the rollouts of as many steps, drawn with replacement."""
+        rows = rng.integers(len(self.seconds), size=len(self.seconds))
+        return replace(self, **{name: getattr(self, name)[rows] for name in _FIELDS})
+
+    def phase(self) -> float:
+        """Returns the seconds from a poll that finds a rollout done to the end of ``gen``; 0 if polls cannot be told."""
+        direction = np.exp(2j * np.pi * self.seconds / POLL_SECONDS).mean()
+        if abs(direction) < 0.8:
+            return 0.0
+        usual = np.angle(direction) * POLL_SECONDS / (2 * np.pi)
+        off = self.seconds - usual
+        return max(float((off - np.round(off / POLL_SECONDS) * POLL_SECONDS).min() + usual), 0.0)
+
+    def timed(self, phase: float, rng: np.random.Generator) -> tuple[float, float, Floats, Floats]:
+        """Fits base and pace to the rollouts, and draws the seconds at which each rollout was really done.
+
+        Returns base in seconds, pace in seconds per token, and for each rollout, shape [S], the seconds at which it was done, and
+        how many of them its longest response does not explain (0 where lengths explain most).
+
+        With polls, only the interval between two polls is known of a rollout. Fit and draw then alternate (data augmentation), so
+        that the drawn seconds lie in these intervals and follow the lengths as well as the fit does.
+        """
+        from scipy.optimize import linprog, nnls
+        from scipy.special import ndtr, ndtri
+
+        ends = np.maximum(self.seconds - phase, 0.01) if self.polls else self.seconds
+        begins = np.maximum(ends - POLL_SECONDS, 0.0)
+        done = (begins + ends) / 2 if self.polls else ends
+        unit = float(done.mean() / self.longest.mean())
+        # The last row prefers a small base where the lengths hardly differ.
+        table = np.stack([np.ones_like(ends), self.longest * unit], axis=1)
+        table = np.vstack([table, [0.1 * math.sqrt(len(ends)), 0.0]])
+        for _ in range(20):
+            base, pace = nnls(table, np.append(done, 0.0))[0]
+            expected = table[:-1] @ (base, pace)
+            noise = max(float(np.sqrt(np.square(done - expected).mean())), 0.02 * POLL_SECONDS)
+            if not self.polls:
+                break
+            low, high = ndtr((begins - expected) / noise), ndtr((ends - expected) / noise)
+            drawn = expected + noise * ndtri(low + rng.random(len(ends)) * (high - low))
+            done = np.where(np.isfinite(drawn), np.clip(drawn, begins, ends), (begins + ends) / 2)
+        excess = np.zeros_like(done)
+        possible = _SLOWEST_TOKEN * self.longest + _SLOWEST_READING * self.responses * self.prompts + _SLOWEST_START
+        if noise > max(POLL_SECONDS / 2, _UNEXPLAINED * done.mean()) or (done > possible).mean() > 1 / 2:
+            sums = -table[:-1].sum(axis=0)
+            base, pace = linprog(sums, table[:-1], done).x  # the line below all rollouts that is closest to them
+            excess = done - np.minimum(table[:-1] @ (base, pace), possible)
+        return float(base), float(pace) * unit, done, excess
+
+    def lengths(self, shape: str, alike: float) -> Lengths:
+        """Returns the published distribution ``shape``, stretched to the mean, maximum and share at the limit of this run."""
+        from scipy.optimize import least_squares
+
+        log, limit = _uncut(shape), self.limit
+        clipped = float(np.where(self.longest == limit, self.clipped, 0.0).mean())
+        most = round((1 - clipped) * len(log))
+        ranks = np.arange(len(log) + 1) / len(log)
+        of_longest = np.diff(ranks ** max(self.responses, 1))
+        mean, longest = self.mean.mean(), self.longest.mean()
+        inner = log[(np.arange(most) * len(log) / most).astype(int)]
+
+        def stretched(values: Floats) -> Floats:
+            body = np.minimum(np.exp(np.minimum(values[0] + values[1] * inner, 30.0)), limit)
+            return np.concatenate([body, np.full(len(log) - most, limit if clipped else 0.0)])
+
+        def off(values: Floats) -> list[float]:
+            tokens = stretched(values)
+            # no matrix product: its threads wait for each other on a busy machine
+            found = np.log(tokens.mean() / mean), np.log((tokens * of_longest).sum() / longest)
+            over = np.maximum(values[0] + values[1] * inner - math.log(limit), 0).sum() / len(log) if clipped else 0.0
+            # The last terms keep further responses below the limit, and prefer the published spread where all steps reach it.
+            return [*found, 20 * over, 0.1 * (values[1] - 1)]
+
+        start = [math.log(mean) - float(np.log(np.exp(log).mean())), 1.0]
+        tokens = stretched(least_squares(off, start, bounds=([-30, 0.1], [30, 4])).x)
+        return Lengths(np.maximum(tokens, 1).round().astype(np.int64), alike)
+
+
+@functools.cache
+def _uncut(shape: str) -> Floats:
+    """Returns the logarithms of a published distribution's quantiles, without the responses that were cut at the limit."""
+    tokens = published(shape).tokens
+    free = np.log(tokens[tokens < PUBLISHED_LIMIT])
+    return np.interp((np.arange(len(tokens)) + 0.5) / len(tokens), (np.arange(len(free)) + 0.5) / len(free), free)
+
+
+def in_rounds(
+    lengths: Lengths, prompts: int, responses: int, launched: int, each: int, seed: int = 0
+) -> tuple[float, float, float]:
+    """Simulates rollouts in which a response takes as long as its number of tokens, with and without tail batching.
+
+    A short round launches ``each`` responses of ``launched`` prompts, and ends when ``prompts`` prompts have ``responses`` of them.
+    The other prompts are generated anew in long rounds of ``prompts`` prompts, which wait for all ``responses`` responses.
+
+    Returns:
+        Means over rollouts: tokens of the response that ends a rollout with tail batching, tokens of the longest response without
+        it, and trained tokens with tail batching divided by those without it.
+    """
+    rng, rounds = np.random.default_rng(seed), max(_ROUND_RESPONSES // (launched * each), 20)
+    drawn = np.sort(lengths.lengths(range(rounds * launched), each, rng).reshape(rounds, launched, each), axis=2)
+    ended = drawn[:, :, responses - 1]  # a prompt has its responses with its R0-th shortest
+    order = np.argsort(ended, axis=1, kind="stable")
+    tokens = np.take_along_axis(ended, order[:, prompts - 1, None], 1).mean()
+    trained = np.take_along_axis(drawn, order[:, :prompts, None], 1)[:, :, :responses].sum(axis=(1, 2)).mean()
+    longest = lengths.lengths(range(rounds * prompts), responses, rng).reshape(rounds, -1).max(axis=1).mean()
+    late = (order[:, prompts:] + np.arange(rounds)[:, None] * launched).ravel()
+    late = late[: len(late) // prompts * prompts]
+    if len(late):
+        again = lengths.lengths(late.tolist(), responses, rng).reshape(-1, prompts * responses)
+        share = launched / prompts - 1  # long rounds for each short round
+        tokens = (tokens + share * again.max(axis=1).mean()) / (1 + share)
+        trained = (trained + share * again.sum(axis=1).mean()) / (1 + share)
+    return float(tokens), float(longest), float(trained / (drawn.mean() * prompts * responses))
+
+
+def launched_by(prompts: int, responses: int) -> tuple[int, int]:
+    """Returns how many prompts a short round launches by default, and how many responses of each."""
+    flags = TailBatchingFlags()
+    run = TailRun(prompts, responses, flags)
+    return math.ceil(float(flags.prompt_ratio) * prompts - 1e-9), run.surplus_responses
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Parts of the rollouts of a run without telemetry in seconds, and estimated savings per step.
+
+    Attributes:
+        rollouts: what the log says.
+        lengths: distributions of response lengths that fit the log, one per draw.
+        base, pace: seconds of a rollout without tokens, and per token of its longest response.
+        polling: seconds until the trainer notices that a rollout is done; tail batching and sampler save them.
+        waiting: seconds for the longest tenth of the responses.
+        unexplained: seconds that no response length explains, such as rewards that take long.
+        idle: share of slots without a request, if all responses begin together.
+        tail: seconds that tail batching saves in generation, without those of ``polling``; None if unknown.
+        trained: tokens that tail batching trains, divided by those without it.
+        over: seconds of ``unexplained`` beyond a limit for each rollout.
+    """
+
+    rollouts: Rollouts
+    lengths: Sequence[Lengths]
+    base: Range
+    pace: Range
+    polling: Range
+    waiting: Range
+    unexplained: Range
+    idle: Range
+    tail: Range | None
+    trained: Range
+    over: Range
+
+
+def estimate(rollouts: Rollouts, limit_seconds: float) -> Estimate:
+    """Returns what the ``rollouts`` spend their seconds on. ``limit_seconds``: time limit of a reward with reward_timeout."""
+    rng, phase = np.random.default_rng(0), rollouts.phase()
+    groups = [rollouts.group] if rollouts.group else [n for n in _GROUPS if n <= rollouts.responses] or [1]
+    rows: list[dict[str, float]] = []
+    lengths = []
+    variants = itertools.cycle(itertools.product(PUBLISHED, groups, _ALIKE))
+    for draw, (shape, group, alike) in zip(range(DRAWS), variants, strict=False):
+        steps = rollouts.drawn(rng)
+        base, pace, done, excess = steps.timed(phase, rng)
+        lengths.append(steps.lengths(shape, alike))
+        nine_in_ten = float(np.quantile(lengths[-1].tokens, 0.9))
+        longest = steps.longest.mean()
+        busy = steps.generating.mean() if rollouts.is_measured else base + pace * steps.mean.mean()
+        row = {
+            "base": base,
+            "pace": pace,
+            "polling": (steps.seconds - done).mean() if rollouts.polls else 0.0,
+            "waiting": pace * max(longest - nine_in_ten, 0.0),
+            "unexplained": excess.mean(),
+            "idle": min(max(1 - busy / steps.seconds.mean(), 0.0), 1.0),
+            "over": np.maximum(excess - limit_seconds, 0.0).mean(),
+        }
+        prompts = rollouts.responses // group
+        if prompts and rollouts.on_policy:
+            tokens, stock, trained = in_rounds(lengths[-1], prompts, group, *launched_by(prompts, group), draw)
+            row |= {"tail": max(pace * longest * (1 - tokens / stock), 0.0), "trained": trained}
+        rows.append(row)
+    ranges = {name: Range.of([row[name] for row in rows]) for name in rows[0]}
+    tail = ranges.pop("tail", None)
+    return Estimate(rollouts, lengths, tail=tail, **{"trained": Range(1.0, 1.0, 1.0), **ranges})

@@ -1,0 +1,316 @@
+"""Readers for logs of runs that were launched elsewhere: verl's file logger, TensorBoard, W&B, consoles of verl and slime."""
+
+import ast
+import contextlib
+import json
+import math
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import rich.progress
+from rich.console import Console
+
+from rl_accel.errors import RlAccelError
+from rl_accel.files import BAD_RECORD
+from rl_accel.telemetry.logs import ESCAPE, LogRecord, merged, parse_log_line, read_console
+
+_STEP_KEYS = ("rollout/step", "eval/step", "_step", "Step", "step")
+"""Keys that may hold the step of a log record, the most reliable first. slime logs the first two. W&B's ``_step`` counts log
+calls."""
+_STEP_METRIC = "training/global_step"
+"""verl's metric for the number of the training step, used if a log record has none of ``_STEP_KEYS``."""
+_SLIME_LINE = re.compile(r"\b(?:rollout|perf|eval|passrate|multi_turn) (\d+): (\{.*\})")
+_OBJECT = re.compile(r"<[^<>]*>")
+"""Pattern of Python's text for an object, which is no Python, such as ``<AddBackward0>``."""
+_BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
+_LARGE = 50_000_000
+"""Size of a log in bytes from which on a progress bar is shown."""
+_BATCH = (
+    re.compile(r"(?:train_batch_size|rollout[-_]batch[-_]size)['\"]?[ .=:]+(\d+)"),
+    re.compile(r"(?:rollout[._]n|n[-_]samples[-_]per[-_]prompt)['\"]?[ .=:]+(\d+)"),
+)
+"""Patterns of the number of prompts and of responses per prompt, in a launch line or configuration of verl or slime."""
+TELEMETRY = "rl_accel/telemetry/"
+"""Prefix of the metrics of the feature telemetry."""
+
+
+@dataclass
+class Logged:
+    """Metrics of one run.
+
+    Attributes:
+        source: kind of log that was read, a key of :data:`_KINDS`.
+        files: log files that were read.
+        steps: metrics of each step, by step number.
+        restarts: steps at which the run was restarted.
+        config: configuration of the run as logged by W&B, with the GPUs under the key ``gpus``; empty for other logs.
+        workers: prefix of each process that logged to a console, whenever another process logged next.
+    """
+
+    source: str = ""
+    files: list[Path] = field(default_factory=list)
+    steps: dict[int, dict[str, float]] = field(default_factory=dict)
+    restarts: list[int] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    workers: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        count, starts = len(self.steps), len(self.restarts)
+        words = [self.source, f"{count} step{'s' * (count != 1)}"]
+        if starts:
+            words.append(f"{starts} restart{'s' * (starts != 1)}")
+        has_telemetry = any(name.startswith(TELEMETRY) for step in self.steps.values() for name in step)
+        return ", ".join([*words, "telemetry" if has_telemetry else "no telemetry"])
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on steps that are left out or mixed."""
+        notes = [
+            f"the run began again at step {step}: what was logged before from there on is left out"
+            for step in self.restarts
+        ]
+        if len(set(self.workers)) < len(self.workers):
+            names = ", ".join(sorted({worker.strip() for worker in self.workers}))
+            notes.append(
+                f"several processes log steps in turns ({names}): runs that share a console cannot be told apart"
+            )
+        return notes
+
+    @property
+    def is_slime(self) -> bool:
+        """True for a log of slime."""
+        return any("perf/step_time" in step for step in self.steps.values())
+
+    def batch(self) -> tuple[int | None, int | None]:
+        """Returns the number of prompts in a batch and the number of responses per prompt; None if unknown.
+
+        The numbers come from W&B's configuration, or from the launch line or configuration in the first megabyte of the log. For a
+        log that is no console, the consoles in the same folder are searched as well.
+        """
+        rollout = self.config.get("actor_rollout_ref", {}).get("rollout", {})
+        verl = {"train_batch_size": self.config.get("data", {}).get("train_batch_size"), "rollout.n": rollout.get("n")}
+        texts = [json.dumps({**self.config, **{name: number for name, number in verl.items() if number}})]
+        patterns = ("run.json",) if "console" in self.source else ("run.json", "*.log", "*.out")
+        folders = dict.fromkeys(file.parent for file in self.files)
+        beside = [file for folder in folders for pattern in patterns for file in sorted(folder.glob(pattern))[:3]]
+        texts += map(_head, [*self.files, *beside])
+        matches = ([pattern.findall(text)[-1:] for text in texts] for pattern in _BATCH)  # the last override counts
+        prompts, responses = (next((int(number) for last in found for number in last), None) for found in matches)
+        return prompts, responses
+
+
+def read(*paths: str) -> Logged:
+    """Reads the metrics of one run from a folder or log file. Several paths are read as consecutive starts of the same run.
+
+    Raises:
+        RlAccelError: a path has no log, a path has logs of several runs, or the Python package for reading a log is missing. The
+            message names the path, and the runs or the package.
+    """
+    found = Logged()
+    records = [record for path in paths for record in _read(path, found)]
+    found.steps, found.restarts = merged(records)
+    return found
+
+
+def _read(path: str, found: Logged) -> list[LogRecord]:
+    """Returns the records of the most detailed log at ``path``. Adds what else the log says to ``found``.
+
+    Raises:
+        RlAccelError: as for :func:`read`.
+    """
+    name, is_csv, run = path.partition(".csv:")
+    place = Path(f"{name}.csv" if is_csv else path)
+    if not place.exists():
+        raise RlAccelError(f"{place} does not exist")
+    for kind, (patterns, reader) in _KINDS.items():
+        if place.is_file():
+            is_one = any(map(place.match, patterns)) or reader in (_verl_console, _slime)
+            files = [place] if is_one else []
+        else:
+            files = sorted(file for pattern in patterns for file in place.rglob(pattern) if reader is not _csv)
+        try:
+            logs = {file: list(reader(file, found, run)) for file in files if file.is_file() and not _defect(file)}
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            raise RlAccelError(f"{path} is of {kind}: to read it, pip install {package}") from error
+        logs = {file: records for file, records in logs.items() if records}
+        logs = {file: records for file, records in logs.items() if file.parent == place} or logs
+        # a restarted run adds a TensorBoard event file to its folder, or a folder with the same W&B id
+        part = "parent" if reader is _tensorboard else "name" if reader is _wandb else "parts"
+        runs = {getattr(file, part) for file in logs}
+        if len(runs) > 1:
+            names = ", ".join(map(str, list(logs)[:4])) + (f" and {len(logs) - 4} more" if len(logs) > 4 else "")
+            raise RlAccelError(f"{path} holds several runs, wanted one of {names}; paths joined by commas are one run")
+        if logs:
+            found.source = found.source or kind
+            found.files += logs
+            return [record for records in logs.values() for record in records]
+    files = [place] if place.is_file() else sorted(place.rglob("*"))
+    texts = [file for file in files if file.is_file() and (file == place or _LOG_NAME.search(file.name))]
+    defects = [f"; {file} {defect}: wanted plain text in UTF-8" for file in texts if (defect := _defect(file, True))]
+    help_ = "" if defects else "; what verl or slime prints while it trains suffices"
+    raise RlAccelError(f"{path} holds no metrics of {', '.join(_KINDS)}{''.join(defects[:1])}{help_}")
+
+
+_LOG_NAME = re.compile(r"\.(jsonl|log|out|txt|csv)\b")
+_DEFECTS = {
+    b"\x1f\x8b": "is compressed (gzip)",
+    b"\x28\xb5\x2f\xfd": "is compressed (zstd)",
+    b"\xfd7zXZ": "is compressed (xz)",
+    b"\xff\xfe": "is in UTF-16",
+    b"\xfe\xff": "is in UTF-16",
+}
+"""Reasons why a file is not a text log, by the first bytes of the file."""
+
+
+def _defect(file: Path, must_be_text: bool = False) -> str:
+    """Returns the reason why ``file`` holds no log, such as "is empty"; "" if there is no such reason.
+
+    A binary file is a defect only if the file ``must_be_text``, or if its name is not that of a binary log.
+    """
+    with file.open("rb") as opened:
+        head = opened.read(8192)
+    known = [reason for magic, reason in _DEFECTS.items() if head.startswith(magic)]
+    is_binary = b"\0" in head and (must_be_text or not any(map(file.match, ("*tfevents*", "*.wandb"))))
+    return known[0] if known else "is binary" if is_binary else "is empty" if must_be_text and not head else ""
+
+
+def _opened(file: Path) -> contextlib.AbstractContextManager[TextIO]:
+    """Opens a log. Shows a progress bar on standard error while a large log is read."""
+    if file.stat().st_size < _LARGE:
+        return file.open(errors="replace")
+    console = Console(stderr=True)
+    return rich.progress.open(file, "rt", errors="replace", description=file.name, transient=True, console=console)
+
+
+def _head(file: Path) -> str:
+    """Returns the first megabyte of a text file."""
+    with file.open(errors="replace") as lines:
+        return ESCAPE.sub("", lines.read(1_000_000))
+
+
+def _verl(file: Path, *_: Any) -> Iterator[LogRecord]:
+    with _opened(file) as lines:
+        # files of responses or prompts may be large, and are not worth parsing
+        yield from filter(None, (parse_log_line(line) for line in lines if '"data"' in line))
+
+
+def _verl_console(file: Path, found: Logged, _: str) -> Iterator[LogRecord]:
+    with _opened(file) as lines:
+        yield from read_console(lines, found.workers)
+
+
+def _tensorboard(file: Path, *_: Any) -> Iterator[LogRecord]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = EventAccumulator(str(file), size_guidance={"scalars": 0}, purge_orphaned_data=False).Reload()
+    events = ((e.wall_time, e.step, tag, e.value) for tag in log.Tags()["scalars"] for e in log.Scalars(tag))
+    yield from ((step, {tag: value}) for _, step, tag, value in sorted(events))
+
+
+def _wandb(file: Path, found: Logged, _: str) -> Iterator[LogRecord]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    config = found.config
+    for entry in _log_entries(file.read_bytes()):
+        record = Record.FromString(entry)
+        config |= {its.key: json.loads(its.value_json) for its in (*record.run.config.update, *record.config.update)}
+        if record.environment.gpu_type:
+            config["gpus"] = f"{record.environment.gpu_count} x {record.environment.gpu_type}"
+        row = {its.key or its.nested_key[0]: json.loads(its.value_json) for its in record.history.item}
+        yield from _record({"_step": record.history.step.num, **row})
+
+
+def _log_entries(data: bytes) -> Iterator[bytes]:
+    """Yields the complete entries of a W&B log file, whose format is that of LevelDB's logs. An incomplete last entry is skipped.
+
+    The wandb package itself no longer reads this format.
+    """
+    at, entry = 7, b""
+    while at + 7 <= len(data):
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        if _BLOCK - at % _BLOCK < 7 or kind == 0:  # the rest of the block is padding
+            at += _BLOCK - at % _BLOCK
+            continue
+        part = data[at + 7 : at + 7 + length]
+        if len(part) < length:
+            return
+        at += 7 + length
+        entry = part if kind in (_FULL, _FIRST) else entry + part
+        if kind in (_FULL, _LAST):
+            yield entry
+
+
+def _csv(file: Path, _: Any, run: str) -> Iterator[LogRecord]:
+    import pandas
+
+    try:
+        table = pandas.read_csv(file)
+    except ValueError as error:  # empty, not text, or an unclosed quote
+        raise RlAccelError(f"{file} is no CSV file ({' '.join(str(error).split())})") from error
+    keys = {*_STEP_KEYS, _STEP_METRIC}
+    own = table[[name for name in table if name in keys or name.startswith(f"{run} - " if run else "")]]
+    own = own.rename(columns=lambda name: name.rpartition(" - ")[2])
+    if own.columns.duplicated().any() or len(own.columns) < 2 or not set(own) & keys:
+        wanted = f"a column {' or '.join((*_STEP_KEYS, _STEP_METRIC))} and metrics of one run, or {file}:RUN with the name of one"
+        raise RlAccelError(f"{file} wants {wanted}, found {', '.join(table)}")
+    for row in own.apply(pandas.to_numeric, errors="coerce").to_dict("records"):
+        yield from _record(row)
+
+
+def _slime(file: Path, *_: Any) -> Iterator[LogRecord]:
+    with _opened(file) as lines:
+        for line in filter(None, (_SLIME_LINE.search(ESCAPE.sub("", line)) for line in lines)):
+            try:
+                shown = ast.parse(_OBJECT.sub("None", line[2]), mode="eval").body
+            except (SyntaxError, ValueError, RecursionError, MemoryError):  # another text in braces
+                continue
+            if isinstance(shown, ast.Dict):
+                pairs = zip(shown.keys, shown.values, strict=True)
+                metrics = {str(key.value): _number(value) for key, value in pairs if isinstance(key, ast.Constant)}
+                yield from _record({"_step": int(line[1]), **metrics})
+
+
+def _number(value: ast.expr) -> float:
+    """Returns the number in Python code such as ``0.5``, ``-inf``, ``np.int64(1)`` or ``tensor(0.5, ...)``; NaN for other code."""
+    try:
+        return float(ast.unparse(value.args[0] if isinstance(value, ast.Call) and value.args else value))
+    except ValueError:
+        return math.nan
+
+
+def _record(row: Mapping[str, Any]) -> Iterator[LogRecord]:
+    """Yields a record with the step and the finite numbers of a log row. Yields nothing if the row has no step or no numbers.
+
+    Rows with the key ``train/step``, which describe optimizer steps of slime, are skipped too.
+    """
+    numbers = {
+        name: float(value) for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)
+    }
+    steps = [numbers.pop(key) for key in _STEP_KEYS if key in numbers]
+    if not steps and _STEP_METRIC in numbers:
+        steps = [numbers[_STEP_METRIC]]
+    metrics = {name: value for name, value in numbers.items() if not name.startswith(("_", "Unnamed"))}
+    if steps and metrics and "train/step" not in row:
+        yield int(steps[0]), metrics
+
+
+def _summary(file: Path, *_: Any) -> Iterator[LogRecord]:
+    with contextlib.suppress(*BAD_RECORD):
+        yield from _record(json.loads(file.read_text(errors="replace")))
+
+
+_KINDS: dict[str, tuple[tuple[str, ...], Callable[[Path, Logged, str], Iterator[LogRecord]]]] = {
+    "verl's file logger": (("*.jsonl",), _verl),
+    "TensorBoard": (("*tfevents*",), _tensorboard),
+    "W&B": (("*.wandb",), _wandb),
+    "a CSV of W&B": (("*.csv",), _csv),
+    "verl's console": (("*.log", "*.out", "*.txt"), _verl_console),
+    "slime's console": (("*.log", "*.out", "*.txt"), _slime),
+    "W&B's summary of the last step": (("wandb-summary.json",), _summary),
+}
+"""Kinds of log, the most detailed first, each with the patterns of file names and the reader of a file."""
