@@ -57,7 +57,9 @@ import ray, rl_accel
 ray.init(address="{address}")
 rl_accel.enable(gae=True, advantages=True, sampler=True)
 """
-    run = train(driver + MAIN, *GRPO, "trainer.v1.trainer_mode=colocate_async", folder=tmp_path, RL_ACCEL_FORK_SERVER="0")
+    run = train(
+        driver + MAIN, *GRPO, "trainer.v1.trainer_mode=colocate_async", folder=tmp_path, RL_ACCEL_FORK_SERVER="0"
+    )
     assert_sound(run, on_policy=1)  # later steps of this mode go on with what older weights began
     assert_reached_every_role(read_processes(far))
     assert run.steps[0]["rl_accel/sampler/polls"] >= 1  # a later step may find its samples finished
