@@ -7,11 +7,15 @@ from rl_accel.patches.patch import Patch
 from rl_accel.runtime import RUNTIME
 from rl_accel.telemetry import metrics
 
+_FROM_ACTOR = "actor/rl_accel/"
+"""Prefix of our metrics from FSDP workers. verl puts ``actor/`` before the metrics of an actor update."""
+
 
 def _with_ours(original: Any, _settings: Any) -> Any:
     @functools.wraps(original)
     def log(self: Any, data: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, {**data, **_collect(data, step)}, step, *args, **kwargs)
+        ours = {name.removeprefix("actor/") if name.startswith(_FROM_ACTOR) else name: data[name] for name in data}
+        return original(self, {**ours, **_collect(data, step)}, step, *args, **kwargs)
 
     return log
 

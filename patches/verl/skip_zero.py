@@ -1,0 +1,268 @@
+"""Leaves responses whose advantages are all zero out of verl's actor update. Their gradient is exactly zero.
+
+The replacement runs verl's own :meth:`FSDPEngine.forward_backward_batch` on the other rows of a mini-batch. The loss is normalised
+by the number of tokens and rows of the whole mini-batch, and the optimiser takes every step that verl takes. The gradient is
+therefore the same up to float rounding, and bit for bit the same where the remaining rows form the same micro-batches.
+
+A policy loss is accepted if it passes :func:`find_influence`: rows with advantage 0 must have gradient 0 and no effect on the
+gradient of other rows. An update is left to verl if it has parts that zero advantages do not silence (see :func:`_find_obstacle`).
+"""
+
+import functools
+import logging
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from rl_accel.errors import ConfigError, PatchRefused
+from rl_accel.patches.patch import Patch
+
+logger = logging.getLogger("rl_accel")
+
+_MODULE = "verl.workers.engine.fsdp.transformer_impl"
+_LENGTHS = (1, 9, 33, 17, 40, 5, 12, 64)
+"""Response lengths (in tokens) of the rows on which a policy loss is tried."""
+_ZERO = (0, 3, 7)
+"""Indices of the tried rows with advantage 0. The shortest and the longest row are among them."""
+_PROMPT = 3
+
+
+def find_influence(loss_function: Callable[..., Any]) -> str:
+    """Tries whether rows with advantage 0 influence the training that ``loss_function`` asks for.
+
+    The loss of 8 random rows is compared with the loss of those 5 rows whose advantages are not 0, for three random batches.
+
+    Args:
+        loss_function: verl's loss function with its configuration, ``loss_function(model_output=..., data=..., dp_group=...)``.
+
+    Returns:
+        The reason why rows with advantage 0 cannot be left out, or "" if they can.
+    """
+    others = [row for row in range(len(_LENGTHS)) if row not in _ZERO]
+    try:
+        for seed in range(3):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                batch = _random_batch(torch.Generator().manual_seed(seed))
+                whole, part = (_gradients(loss_function, batch, rows) for rows in (range(len(_LENGTHS)), others))
+            if any(bool(whole[row].count_nonzero()) for row in _ZERO):
+                return "rows with advantage 0 have a gradient"
+            if not all(torch.allclose(whole[row], part[row], rtol=1e-5, atol=0.0) for row in others):
+                return "rows with advantage 0 change the gradient of others"
+    except Exception as error:  # an unknown loss function may need data that the trial lacks
+        return f"it cannot be tried: {type(error).__name__}: {error}"
+    return ""
+
+
+def _random_batch(random: torch.Generator) -> dict[str, list[torch.Tensor]]:
+    """Returns fields of random rows [T], and the log-probabilities and entropies [_PROMPT + T] of a model. Masks have holes."""
+    batch: dict[str, list[torch.Tensor]] = {}
+    for row, length in enumerate(_LENGTHS):
+        mask = torch.rand(length, generator=random) < 0.8
+        mask[0] = True
+        # Advantages of masked tokens are 0 in verl; large values let losses clip, and choose tokens by their covariance.
+        advantages = 3 * torch.randn((), generator=random) * mask * (row not in _ZERO)
+        fields = {
+            "prompts": torch.ones(_PROMPT, dtype=torch.long),
+            "responses": torch.ones(length, dtype=torch.long),
+            "response_mask": mask.long(),
+            "advantages": advantages,
+            **{name: -3 * torch.rand(length, generator=random) for name in ("old_log_probs", "ref_log_prob")},
+            "rollout_is_weights": 0.5 + torch.rand(length, generator=random),
+            "log_probs": -3 * torch.rand(_PROMPT + length, generator=random),
+            "entropy": torch.rand(_PROMPT + length, generator=random),
+        }
+        for name, value in fields.items():
+            batch.setdefault(name, []).append(value)
+    return batch
+
+
+def _gradients(loss_function: Any, batch: dict[str, list[torch.Tensor]], rows: Any) -> dict[int, torch.Tensor]:
+    """Returns the gradients of the loss of ``rows`` by the model's outputs, by row: [2, _PROMPT + T].
+
+    The loss is normalised as in a mini-batch of all rows of ``batch``.
+    """
+    from verl.utils import tensordict_utils as tu
+
+    chosen = {name: [values[row] for row in rows] for name, values in batch.items()}
+    outputs = {name: [value.requires_grad_() for value in chosen.pop(name)] for name in ("log_probs", "entropy")}
+    nested = functools.partial(torch.nested.as_nested_tensor, layout=torch.jagged)
+    constants = {
+        "dp_size": 2,
+        "batch_num_tokens": int(sum(mask.sum() for mask in batch["response_mask"])),
+        "global_batch_size": len(_LENGTHS),
+    }
+    data = tu.get_tensordict({name: nested(values) for name, values in chosen.items()}, constants)
+    with torch.enable_grad():
+        model_output = {name: nested(values) for name, values in outputs.items()}
+        loss, _ = loss_function(model_output=model_output, data=data, dp_group=None)
+        leaves = [value for values in outputs.values() for value in values]
+        found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return {row: torch.stack(found[n :: len(rows)]) for n, row in enumerate(rows)}
+
+
+def _find_obstacle(engine: Any, data: Any, loss_function: Any) -> tuple[str, Any, Any, str] | None:
+    """Returns why rows with advantage 0 cannot be left out: key, value wanted, value found and reason. None if they can.
+
+    Reads only what is equal on all ranks.
+    """
+    from verl.utils import tensordict_utils as tu
+
+    actor = "actor_rollout_ref.actor"
+    if tu.get_non_tensor_data(data, "calculate_entropy", False):
+        return f"{actor}.calculate_entropy", False, True, "actor/entropy_loss is a mean over all rows"
+    if tu.get_non_tensor_data(data, "return_model_output", False):
+        return "return_model_output", False, True, "the caller reads the outputs of all rows"
+    if getattr(engine, "_qat_enabled", False):
+        return f"{actor}.fsdp_config.qat.enable", False, True, "quantisation observes the activations of all rows"
+    if random := next(_random_parts(engine.module), ""):
+        return "the model without dropout", True, random, "other random numbers would be drawn"
+    if reason := find_influence(loss_function):
+        return describe_loss(loss_function, reason)
+    return None
+
+
+def describe_loss(loss_function: Any, reason: str) -> tuple[str, str, str, str]:
+    """Returns key, value wanted, value found and ``reason``, for the message that refuses ``loss_function``."""
+    config = getattr(loss_function, "keywords", {}).get("config")
+    mode = getattr(getattr(config, "policy_loss", None), "loss_mode", None)
+    found = f"{mode} with loss_agg_mode {config.loss_agg_mode}" if config and mode else repr(loss_function)
+    return "actor_rollout_ref.actor.policy_loss.loss_mode", "a loss that advantage 0 silences", found, reason
+
+
+def _random_parts(model: torch.nn.Module) -> Iterator[str]:
+    """Yields the parts of ``model`` that draw random numbers in training: dropout, and noise of expert routers."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            is_rate = "drop" in name or "jitter" in name or (name == "p" and "Dropout" in type(module).__name__)
+            if is_rate and isinstance(value, float) and value > 0:
+                yield f"{type(module).__name__}.{name} = {value}"
+
+
+def _find_zero_rows(data: Any) -> list[bool]:
+    """Returns for each row of the mini-batch ``data`` whether the row surely has gradient 0.
+
+    All advantages of trained tokens are 0, and all factors of the loss are finite, because 0 times infinity is not 0.
+    """
+    factors = [data[name].unbind() for name in ("old_log_probs", "rollout_is_weights") if name in data]
+    return [
+        not bool((mask.bool() & (advantages != 0)).any())
+        and all(bool(factor[mask.bool()].isfinite().all()) for factor in others)
+        for advantages, mask, *others in zip(
+            data["advantages"].unbind(), data["response_mask"].unbind(), *factors, strict=True
+        )
+    ]
+
+
+def _choose_rows(zero: list[bool], lengths: list[int], wanted: int) -> list[int]:
+    """Returns the sorted indices of ``wanted`` rows: those that are not zero, and the shortest of the others."""
+    rows = [row for row, is_zero in enumerate(zero) if not is_zero]
+    spare = sorted((row for row, is_zero in enumerate(zero) if is_zero), key=lambda row: lengths[row])
+    return sorted(rows + spare[: wanted - len(rows)])
+
+
+class _Skipping:
+    """Left-out rows of one engine in the current step, and the reason, if any, why the engine leaves none out."""
+
+    def __init__(self, obstacle: tuple[str, Any, Any, str] | None) -> None:
+        self.obstacle = obstacle
+        self.saved: Counter[str] = Counter(rows=0, tokens=0)
+        self.told = False
+
+
+def _make(original: Any, settings: Any) -> Any:
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.device import get_device_id
+    from verl.utils.metric import Metric
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
+
+    engines: weakref.WeakKeyDictionary[Any, _Skipping] = weakref.WeakKeyDictionary()
+
+    def start(engine: Any, data: Any, loss_function: Any) -> _Skipping:
+        obstacle = _find_obstacle(engine, data, loss_function)
+        if obstacle is not None:
+            key, wanted, found, reason = obstacle
+            message = f"rl_accel.skip_zero wants {key} = {wanted}, found {found} ({reason})"
+            if settings.enable:
+                raise ConfigError(message)
+            if torch.distributed.get_rank() == 0:
+                logger.warning("rl-accel: skip_zero stays off: %s", message)
+        return _Skipping(obstacle)
+
+    def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: Any = False) -> Any:
+        if forward_only or "advantages" not in data or isinstance(self, FSDPEngineWithValueHead):
+            return original(self, data, loss_function, forward_only)
+        if self not in engines:
+            engines[self] = start(self, data, loss_function)
+        state = engines[self]
+        if state.obstacle is not None:
+            return original(self, data, loss_function, forward_only)
+
+        zero, group = _find_zero_rows(data), self.get_data_parallel_group()
+        here = torch.tensor([len(zero), zero.count(False), int(data["loss_mask"].sum())], device=get_device_id())
+        ranks = [torch.empty_like(here) for _ in range(torch.distributed.get_world_size(group))]
+        torch.distributed.all_gather(ranks, here, group=group)
+        sizes, trained, tokens = zip(*(rank.tolist() for rank in ranks), strict=True)
+        # With equally many rows on all ranks, verl finds the same number of micro-batches for all of them.
+        is_dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", True)
+        multiple = 1 if is_dynamic else tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", 1)
+        wanted = -(-max(1, *trained) // multiple) * multiple
+
+        def normalised_by_all(model_output: Any, data: Any, dp_group: Any = None) -> Any:
+            tu.assign_non_tensor(data, batch_num_tokens=sum(tokens))
+            return loss_function(model_output=model_output, data=data, dp_group=dp_group)
+
+        if wanted >= min(sizes):
+            output = original(self, data, loss_function, forward_only)
+        else:
+            lengths = data["input_ids"].offsets().diff().tolist()
+            rows = _choose_rows(zero, lengths, wanted)
+            started = time.perf_counter()
+            output = original(self, tu.index_select_tensor_dict(data, rows), normalised_by_all, forward_only)
+            seconds = time.perf_counter() - started
+            computed = sum(lengths[row] for row in rows)
+            skipped = sum(lengths) - computed
+            # verl logs the mean over ranks.
+            state.saved["rows"] += sum(sizes) - wanted * len(sizes)
+            state.saved["tokens"] += skipped * len(sizes)
+            state.saved["seconds_saved"] += seconds * skipped / computed
+            if not state.told and torch.distributed.get_rank() == 0:
+                logger.warning(
+                    "rl-accel: skip_zero leaves out rows with advantage 0: actor/ppo_kl and actor/pg_clipfrac* are means "
+                    "over the other rows, and gradients equal verl's up to the rounding of another packing of rows"
+                )
+            state.told = True
+        if tu.get_non_tensor_data(data, "update_lr_scheduler", True):  # the last mini-batch of the step
+            # verl logs the mean over mini-batches: only a value that occurs once is logged as it is.
+            for name, value in {"seconds_saved": 0.0, **state.saved}.items():
+                output["metrics"][f"rl_accel/skip_zero/{name}"] = Metric("mean", float(value))
+            state.saved = Counter(rows=0, tokens=0)
+        return output
+
+    return forward_backward_batch
+
+
+def _require_steps(original: Any, _replacement: Any, _settings: Any) -> None:
+    names = original.__code__.co_names
+    if missing := [name for name in ("prepare_micro_batches", "forward_step") if name not in names]:
+        raise PatchRefused(f"it no longer calls {' and '.join(missing)}")
+
+
+SWITCHES = (
+    Patch(
+        name="verl.skip_zero",
+        target=f"{_MODULE}:FSDPEngine.forward_backward_batch",
+        supports="verl>=0.9",
+        params=("self", "data", "loss_function", "forward_only"),
+        make=_make,
+        fingerprints=("31a4f7024bd19fe1328d957d62930f340f43ff5bb623a7617895d98f32f2662a",),
+        probe=_require_steps,
+        no_seam="verl chooses the rows of a micro-batch itself, and a registered policy loss sees rows after their forward pass",
+        upstream="https://github.com/verl-project/verl/issues/5770",
+        remove_when="verl leaves rows with advantage 0 out of the actor update",
+    ),
+)
