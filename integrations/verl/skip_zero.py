@@ -41,6 +41,10 @@ def _try_loss(run: VerlRun) -> None:
 
     if run.get(f"{_ACTOR}.policy_loss.loss_mode", "vanilla") not in POLICY_LOSS_REGISTRY:
         return
-    loss_function = functools.partial(ppo_loss, config=omega_conf_to_dataclass(run.get(_ACTOR)))
+    try:
+        config = omega_conf_to_dataclass(run.get(_ACTOR))
+    except Exception:  # verl's workers refuse this configuration, with a better message
+        return
+    loss_function = functools.partial(ppo_loss, config=config)
     if reason := skip_zero.find_influence(loss_function):
         refuse(_FLAG, *skip_zero.describe_loss(loss_function, reason))

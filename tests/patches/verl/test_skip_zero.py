@@ -5,6 +5,8 @@ The engine is verl's FSDPEngineWithLMHead with a tiny model: its own micro-batch
 
 import functools
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -34,27 +36,27 @@ DYNAMIC = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 64}
 ROW_MEANS = {"actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower"}
 
 
-def actor(**changes):
-    """verl's actor configuration, as a worker has it."""
+@functools.cache
+def actor():
+    """verl's default actor configuration, as a worker has it."""
     from verl.utils.config import omega_conf_to_dataclass
 
     from rl_accel.patches.verl.verl_run import VerlRun
 
-    prefix = "actor_rollout_ref.actor"
-    overrides = {"ppo_micro_batch_size_per_gpu": 1, "policy_loss.dro_beta": 0.1, **changes}
-    run = VerlRun.compose("verl.trainer.main_ppo", [f"{prefix}.{key}={value}" for key, value in overrides.items()])
-    return omega_conf_to_dataclass(run.get(prefix))
+    section = "actor_rollout_ref.actor"
+    run = VerlRun.compose("verl.trainer.main_ppo", [f"{section}.ppo_micro_batch_size_per_gpu=1"])
+    return omega_conf_to_dataclass(run.get(section))
 
 
-@functools.cache
 def ppo(mode="vanilla", aggregation="token-mean", **changes):
+    """verl's actor loss; sums have a fixed divisor, since that of null is the longest response of a micro-batch."""
     from verl.workers.utils.losses import ppo_loss
 
-    if aggregation == "seq-mean-token-sum-norm":
-        changes = {"loss_scale_factor": 50, **changes}
-    bypass = {"+policy_loss.rollout_correction": "{rollout_is: token}"} if mode == "bypass_mode" else {}
-    config = actor(**{"policy_loss.loss_mode": mode, "loss_agg_mode": aggregation, **bypass, **changes})
-    return functools.partial(ppo_loss, config=config)
+    policy_loss = replace(actor().policy_loss, loss_mode=mode, dro_beta=0.1)
+    if mode == "bypass_mode":
+        policy_loss = replace(policy_loss, rollout_correction={"rollout_is": "token"})
+    changes = {"loss_scale_factor": 50, "loss_agg_mode": aggregation, "policy_loss": policy_loss, **changes}
+    return functools.partial(ppo_loss, config=replace(actor(), global_batch_info={}, **changes))
 
 
 def make_model(dtype=torch.float32, **changes):
@@ -101,7 +103,7 @@ def make_batch(lengths, advantages, packing, *, seed=0, holes=0.0, **more):
             "response_mask": mask,
             "loss_mask": torch.cat([torch.zeros(prompt, dtype=torch.long), mask]),
             "old_log_probs": -3 - 2 * torch.rand(length, generator=random),
-            "advantages": advantage * mask,
+            "advantages": float(advantage) * mask,
         }
         for name, value in row.items():
             fields.setdefault(name, []).append(value)
@@ -110,8 +112,23 @@ def make_batch(lengths, advantages, packing, *, seed=0, holes=0.0, **more):
     return tu.get_tensordict(nested, {**constants, **packing, **more})
 
 
+def run_on_cpu(patch):
+    """verl's engine on CPU tensors in this process."""
+    from verl.plugin.platform import platform_manager
+
+    from rl_accel.lab.verl_cpu.platform import PlatformCPU
+
+    patch.setattr(platform_manager, "_current_platform", PlatformCPU())
+
+
 @pytest.fixture(autouse=True, scope="module")
-def one_rank(tmp_path_factory):
+def one_rank():
+    with pytest.MonkeyPatch.context() as patch:
+        run_on_cpu(patch)
+        yield from single_rank()
+
+
+def single_rank():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -271,7 +288,7 @@ OBSTACLES = [
     ({"entropy_coeff": 0.1}, {}, {}, "have a gradient"),
     ({"use_kl_loss": True}, {}, {}, "have a gradient"),
     *(({"mode": mode}, {}, {}, f"found {mode} with loss_agg_mode token-mean .*{why}") for mode, why in LOUD.items()),
-    ({"aggregation": "seq-mean-token-sum-norm", "loss_scale_factor": "null"}, {}, {}, "change the gradient of others"),
+    ({"aggregation": "seq-mean-token-sum-norm", "loss_scale_factor": None}, {}, {}, "change the gradient of others"),
 ]
 
 
@@ -330,6 +347,7 @@ def two_ranks(rank, folder):
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
     torch.set_num_threads(1)
+    run_on_cpu(pytest.MonkeyPatch())
     store = torch.distributed.FileStore(f"{folder}/store", 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
@@ -363,7 +381,8 @@ def two_ranks(rank, folder):
 
 @pytest.mark.slow
 def test_two_ranks_agree_on_their_micro_batches(tmp_path):
-    torch.multiprocessing.spawn(two_ranks, (str(tmp_path),), nprocs=2)
+    ranks = [subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)]) for rank in (0, 1)]
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert {*first} == {f"{name} {dynamic}" for name in ("some", "none", "all zero") for dynamic in (True, False)}
     for name, (difference, (micro_batches, rows), metrics) in first.items():
@@ -374,3 +393,7 @@ def test_two_ranks_agree_on_their_micro_batches(tmp_path):
         for key in ("rows", "tokens"):
             assert metrics[f"rl_accel/skip_zero/{key}"] > 0
         assert metrics["rl_accel/skip_zero/rows"] == 12 - 2 * wanted
+
+
+if __name__ == "__main__":
+    two_ranks(int(sys.argv[1]), sys.argv[2])
