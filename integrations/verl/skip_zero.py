@@ -24,7 +24,9 @@ def wire(run: VerlRun, _flags: SkipZeroFlags) -> None:
         ConfigError: a setting gives rows with advantage 0 an influence, or the engine was not tried. The message names the key.
     """
     if run.get(f"{_ACTOR}.strategy") not in STRATEGIES:
-        refuse(_FLAG, f"{_ACTOR}.strategy", " or ".join(STRATEGIES), run.get(f"{_ACTOR}.strategy"), "others were not tried")
+        refuse(
+            _FLAG, f"{_ACTOR}.strategy", " or ".join(STRATEGIES), run.get(f"{_ACTOR}.strategy"), "others were not tried"
+        )
     if run.get(f"{_ACTOR}.entropy_coeff", 0) != 0:
         refuse(_FLAG, f"{_ACTOR}.entropy_coeff", 0, run.get(f"{_ACTOR}.entropy_coeff"), "it trains every response")
     run.require_off(_FLAG, f"{_ACTOR}.use_kl_loss", "it trains every response")
@@ -45,6 +47,4 @@ def _try_loss(run: VerlRun) -> None:
         config = omega_conf_to_dataclass(run.get(_ACTOR))
     except Exception:  # verl's workers refuse this configuration, with a better message
         return
-    loss_function = functools.partial(ppo_loss, config=config)
-    if reason := skip_zero.find_influence(loss_function):
-        refuse(_FLAG, *skip_zero.describe_loss(loss_function, reason))
+    skip_zero.require_silent(functools.partial(ppo_loss, config=config))

@@ -18,17 +18,22 @@ from typing import Any
 
 import torch
 
-from rl_accel.errors import ConfigError, PatchRefused
+from rl_accel.errors import ConfigError, PatchRefused, refuse
 from rl_accel.patches.patch import Patch
 
 logger = logging.getLogger("rl_accel")
 
-_MODULE = "verl.workers.engine.fsdp.transformer_impl"
 _LENGTHS = (1, 9, 33, 17, 40, 5, 12, 64)
 """Response lengths (in tokens) of the rows on which a policy loss is tried."""
 _ZERO = (0, 3, 7)
 """Indices of the tried rows with advantage 0. The shortest and the longest row are among them."""
 _PROMPT = 3
+_ACTOR = "actor_rollout_ref.actor"
+_SAID = (
+    "leaves out rows with advantage 0: actor/ppo_kl and actor/pg_clipfrac* are means over the other rows, and gradients "
+    "equal verl's up to the rounding of another packing of rows"
+)
+_refuse = functools.partial(refuse, "rl_accel.skip_zero")
 
 
 def find_influence(loss_function: Callable[..., Any]) -> str:
@@ -91,11 +96,8 @@ def _gradients(loss_function: Any, batch: dict[str, list[torch.Tensor]], rows: A
     chosen = {name: [values[row] for row in rows] for name, values in batch.items()}
     outputs = {name: [value.requires_grad_() for value in chosen.pop(name)] for name in ("log_probs", "entropy")}
     nested = functools.partial(torch.nested.as_nested_tensor, layout=torch.jagged)
-    constants = {
-        "dp_size": 2,
-        "batch_num_tokens": int(sum(mask.sum() for mask in batch["response_mask"])),
-        "global_batch_size": len(_LENGTHS),
-    }
+    tokens = int(sum(mask.sum() for mask in batch["response_mask"]))
+    constants = {"dp_size": 2, "batch_num_tokens": tokens, "global_batch_size": len(_LENGTHS)}
     data = tu.get_tensordict({name: nested(values) for name, values in chosen.items()}, constants)
     with torch.enable_grad():
         model_output = {name: nested(values) for name, values in outputs.items()}
@@ -105,33 +107,26 @@ def _gradients(loss_function: Any, batch: dict[str, list[torch.Tensor]], rows: A
     return {row: torch.stack(found[n :: len(rows)]) for n, row in enumerate(rows)}
 
 
-def _find_obstacle(engine: Any, data: Any, loss_function: Any) -> tuple[str, Any, Any, str] | None:
-    """Returns why rows with advantage 0 cannot be left out: key, value wanted, value found and reason. None if they can.
+def require_silent(loss_function: Callable[..., Any]) -> None:
+    """Raises ConfigError if rows with advantage 0 influence the training that ``loss_function`` asks for."""
+    if reason := find_influence(loss_function):
+        config = getattr(loss_function, "keywords", {}).get("config")
+        mode = getattr(getattr(config, "policy_loss", None), "loss_mode", None)
+        found = f"{mode} with loss_agg_mode {config.loss_agg_mode}" if config and mode else repr(loss_function)
+        _refuse(f"{_ACTOR}.policy_loss.loss_mode", "a loss that advantage 0 silences", found, reason)
 
-    Reads only what is equal on all ranks.
-    """
+
+def _require_no_influence(engine: Any, data: Any, loss_function: Any) -> None:
+    """Raises ConfigError if rows of ``data`` with advantage 0 cannot be left out. Reads only what is equal on all ranks."""
     from verl.utils import tensordict_utils as tu
 
-    actor = "actor_rollout_ref.actor"
     if tu.get_non_tensor_data(data, "calculate_entropy", False):
-        return f"{actor}.calculate_entropy", False, True, "actor/entropy_loss is a mean over all rows"
-    if tu.get_non_tensor_data(data, "return_model_output", False):
-        return "return_model_output", False, True, "the caller reads the outputs of all rows"
+        _refuse(f"{_ACTOR}.calculate_entropy", False, True, "actor/entropy_loss is a mean over all rows")
     if getattr(engine, "_qat_enabled", False):
-        return f"{actor}.fsdp_config.qat.enable", False, True, "quantisation observes the activations of all rows"
-    if random := next(_random_parts(engine.module), ""):
-        return "the model without dropout", True, random, "other random numbers would be drawn"
-    if reason := find_influence(loss_function):
-        return describe_loss(loss_function, reason)
-    return None
-
-
-def describe_loss(loss_function: Any, reason: str) -> tuple[str, str, str, str]:
-    """Returns key, value wanted, value found and ``reason``, for the message that refuses ``loss_function``."""
-    config = getattr(loss_function, "keywords", {}).get("config")
-    mode = getattr(getattr(config, "policy_loss", None), "loss_mode", None)
-    found = f"{mode} with loss_agg_mode {config.loss_agg_mode}" if config and mode else repr(loss_function)
-    return "actor_rollout_ref.actor.policy_loss.loss_mode", "a loss that advantage 0 silences", found, reason
+        _refuse(f"{_ACTOR}.fsdp_config.qat.enable", False, True, "quantisation observes the activations of all rows")
+    if part := next(_random_parts(engine.module), ""):
+        _refuse("dropout of the model", 0, part, "other random numbers would be drawn")
+    require_silent(loss_function)
 
 
 def _random_parts(model: torch.nn.Module) -> Iterator[str]:
@@ -149,12 +144,10 @@ def _find_zero_rows(data: Any) -> list[bool]:
     All advantages of trained tokens are 0, and all factors of the loss are finite, because 0 times infinity is not 0.
     """
     factors = [data[name].unbind() for name in ("old_log_probs", "rollout_is_weights") if name in data]
+    rows = zip(data["response_mask"].bool().unbind(), data["advantages"].unbind(), *factors, strict=True)
     return [
-        not bool((mask.bool() & (advantages != 0)).any())
-        and all(bool(factor[mask.bool()].isfinite().all()) for factor in others)
-        for advantages, mask, *others in zip(
-            data["advantages"].unbind(), data["response_mask"].unbind(), *factors, strict=True
-        )
+        not advantages[mask].any() and all(bool(factor[mask].isfinite().all()) for factor in others)
+        for mask, advantages, *others in rows
     ]
 
 
@@ -165,13 +158,10 @@ def _choose_rows(zero: list[bool], lengths: list[int], wanted: int) -> list[int]
     return sorted(rows + spare[: wanted - len(rows)])
 
 
-class _Skipping:
-    """Left-out rows of one engine in the current step, and the reason, if any, why the engine leaves none out."""
-
-    def __init__(self, obstacle: tuple[str, Any, Any, str] | None) -> None:
-        self.obstacle = obstacle
-        self.saved: Counter[str] = Counter(rows=0, tokens=0)
-        self.told = False
+def _warn_once(told: set[str], message: str) -> None:
+    if message not in told and torch.distributed.get_rank() == 0:
+        logger.warning("rl-accel: skip_zero %s", message)
+    told.add(message)
 
 
 def _make(original: Any, settings: Any) -> Any:
@@ -180,26 +170,29 @@ def _make(original: Any, settings: Any) -> Any:
     from verl.utils.metric import Metric
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
-    engines: weakref.WeakKeyDictionary[Any, _Skipping] = weakref.WeakKeyDictionary()
+    # Of each engine, its loss function and what it has left out in the current step; None if its updates are left to verl.
+    engines: weakref.WeakKeyDictionary[Any, tuple[Any, Counter[str] | None]] = weakref.WeakKeyDictionary()
+    told: set[str] = set()
 
-    def start(engine: Any, data: Any, loss_function: Any) -> _Skipping:
-        obstacle = _find_obstacle(engine, data, loss_function)
-        if obstacle is not None:
-            key, wanted, found, reason = obstacle
-            message = f"rl_accel.skip_zero wants {key} = {wanted}, found {found} ({reason})"
+    def start(engine: Any, data: Any, loss_function: Any) -> Counter[str] | None:
+        try:
+            _require_no_influence(engine, data, loss_function)
+        except ConfigError as error:
             if settings.enable:
-                raise ConfigError(message)
-            if torch.distributed.get_rank() == 0:
-                logger.warning("rl-accel: skip_zero stays off: %s", message)
-        return _Skipping(obstacle)
+                raise
+            _warn_once(told, f"stays off: {error}")
+            return None
+        return Counter()
 
     def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: Any = False) -> Any:
-        if forward_only or "advantages" not in data or isinstance(self, FSDPEngineWithValueHead):
+        # A caller that reads the outputs of all rows, such as verl's Tinker worker, asks for the model's output.
+        needs_all = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
+        if needs_all or "advantages" not in data or isinstance(self, FSDPEngineWithValueHead):
             return original(self, data, loss_function, forward_only)
-        if self not in engines:
-            engines[self] = start(self, data, loss_function)
-        state = engines[self]
-        if state.obstacle is not None:
+        if self not in engines or engines[self][0] is not loss_function:
+            engines[self] = loss_function, start(self, data, loss_function)
+        saved = engines[self][1]
+        if saved is None:
             return original(self, data, loss_function, forward_only)
 
         zero, group = _find_zero_rows(data), self.get_data_parallel_group()
@@ -226,21 +219,14 @@ def _make(original: Any, settings: Any) -> Any:
             seconds = time.perf_counter() - started
             computed = sum(lengths[row] for row in rows)
             skipped = sum(lengths) - computed
-            # verl logs the mean over ranks.
-            state.saved["rows"] += sum(sizes) - wanted * len(sizes)
-            state.saved["tokens"] += skipped * len(sizes)
-            state.saved["seconds_saved"] += seconds * skipped / computed
-            if not state.told and torch.distributed.get_rank() == 0:
-                logger.warning(
-                    "rl-accel: skip_zero leaves out rows with advantage 0: actor/ppo_kl and actor/pg_clipfrac* are means "
-                    "over the other rows, and gradients equal verl's up to the rounding of another packing of rows"
-                )
-            state.told = True
+            # verl logs the mean over ranks, and the mean over those mini-batches of a step that have the metric.
+            counts = {"rows": sum(sizes) - wanted * len(sizes), "tokens": skipped * len(sizes)}
+            saved.update({**counts, "seconds_saved": seconds * skipped / computed})
+            _warn_once(told, _SAID)
         if tu.get_non_tensor_data(data, "update_lr_scheduler", True):  # the last mini-batch of the step
-            # verl logs the mean over mini-batches: only a value that occurs once is logged as it is.
-            for name, value in {"seconds_saved": 0.0, **state.saved}.items():
-                output["metrics"][f"rl_accel/skip_zero/{name}"] = Metric("mean", float(value))
-            state.saved = Counter(rows=0, tokens=0)
+            for name in ("rows", "tokens", "seconds_saved"):
+                output["metrics"][f"rl_accel/skip_zero/{name}"] = Metric("mean", float(saved[name]))
+            saved.clear()
         return output
 
     return forward_backward_batch
@@ -255,7 +241,7 @@ def _require_steps(original: Any, _replacement: Any, _settings: Any) -> None:
 SWITCHES = (
     Patch(
         name="verl.skip_zero",
-        target=f"{_MODULE}:FSDPEngine.forward_backward_batch",
+        target="verl.workers.engine.fsdp.transformer_impl:FSDPEngine.forward_backward_batch",
         supports="verl>=0.9",
         params=("self", "data", "loss_function", "forward_only"),
         make=_make,

@@ -1,6 +1,8 @@
 """The command ``rl-accel profile``. Shows the time of a run's training steps in tables and a picture, and estimates savings."""
 
+import contextlib
 import functools
+import json
 import math
 import statistics
 import sys
@@ -25,7 +27,7 @@ from rl_accel.telemetry.stage_clock import CANCELLED, COMPLETED, FAILED, FILE_NA
 
 WARMUP = 2
 _METRICS = "rl_accel/telemetry/"
-_TABLES = {"drafts": "drafted", "balance": "slots_in_use"}
+_TABLES = {"drafts": "drafted", "balance": "slots_in_use", "skip_zero": "rows"}
 """Features whose metrics are printed in a table, each with the metric that must be above 0 for the table to be printed."""
 _PROMPT_RATIO = 1.25
 """Number of prompts that a short round launches, divided by the number of prompts that the round trains.
@@ -208,6 +210,8 @@ def read_run(folder: Path, warmup: int = WARMUP) -> Profile:
     rests = {step: its["rest_seconds"] for step, its in noted.items() if "rest_seconds" in its}
     on = {name.split("/")[1] for name, value in metrics[steps[-1]].items() if name.endswith("/applied") and value}
     savings = _savings(stages, numbers, list(rests.values()), list(responses.values()), on)
+    savings += _saving_of_skip_zero(stages, folder if folder.is_dir() else folder.parent, on)
+    savings.sort(key=lambda saving: -saving.seconds)
     last_seconds = staged[steps[-1]].get("gen", 0.0)
     return Profile(
         log,
@@ -291,6 +295,23 @@ def _savings(
         features = ("gae", "advantages") if has_critic else ("advantages", "gae")
         savings.append(saving("advantages", stages["adv"], (None, at_most), *features))
     return sorted(savings, key=lambda saving: -saving.seconds)
+
+
+def _saving_of_skip_zero(stages: Mapping[str, float], folder: Path, on: Collection[str]) -> list[Saving]:
+    """Returns the part of the actor update that trains groups with equal rewards, from verl's ``trainer.rollout_data_dir``."""
+    groups: dict[tuple[Path, str], list[tuple[float, int]]] = {}
+    for path in folder.rglob("*.jsonl"):
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # another file, or a file that is being written
+            for row in map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.stem.isdigit() else ()):
+                size = len(row["input"]) + len(row["output"])
+                groups.setdefault((path, row["input"]), []).append((row["score"], size))
+    zero = [group for group in groups.values() if len(group) > 1 and len({score for score, _ in group}) == 1]
+    if not zero or "skip_zero" in on or stages.keys() & {"values", "update_critic"}:
+        return []
+    share = sum(size for group in zero for _, size in group) / sum(size for its in groups.values() for _, size in its)
+    seconds = share * stages.get("update_actor", 0.0)
+    how = f"{len(zero)} of {len(groups)} groups, {share:.0%} of the text; advantage 0 where rewards are compared in groups"
+    return [Saving("training of groups with equal rewards", seconds, "+rl_accel.skip_zero.enable=True", seconds, how)]
 
 
 def _gain_of_tail_batching(steps: Sequence[Sequence[Response]]) -> tuple[float | None, str]:

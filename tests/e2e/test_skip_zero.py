@@ -32,16 +32,12 @@ def steps(repo, tmp_path_factory, clean_environment):
     """The metrics of each step, by arm."""
     folder = tmp_path_factory.mktemp("skip_zero")
     base = repo / "examples" / "verl_skip_zero" / "recipe.yaml"
-    (folder / "recipe.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "extends": str(base),
-                "overrides": [f"reward.custom_reward_function.path={base.parent / 'reward.py'}", *OVERRIDES],
-                "prepare": ["python", str(repo / "examples/verl_ppo_cpu/prepare.py"), "${out}/task"]
-                + ["--lengths", "published", "--prompts", "64", "--limit", "512"],
-            }
-        )
+    prepare = (
+        f"python {repo}/examples/verl_ppo_cpu/prepare.py ${{out}}/task --lengths published --prompts 64 --limit 512"
     )
+    reward = f"reward.custom_reward_function.path={base.parent / 'reward.py'}"
+    recipe = {"extends": str(base), "overrides": [reward, *OVERRIDES], "prepare": prepare.split()}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     words = ["ab", str(folder / "recipe.yaml"), "--out", str(folder / "ab"), f"--steps={STEPS}"]
     done = subprocess.run(
         [sys.executable, "-m", "rl_accel", *words],

@@ -183,7 +183,10 @@ REFUSED = {
         ({f"{VLLM}.speculative_config": {"method": "ngram"}}, r"_config = None, found \{'method': 'ngram'\}"),
     ],
     "skip_zero": [
-        ({f"{ACTOR}.strategy": "megatron"}, r"actor\.strategy = fsdp or fsdp2, found megatron \(others were not tried\)"),
+        (
+            {f"{ACTOR}.strategy": "megatron"},
+            r"actor\.strategy = fsdp or fsdp2, found megatron \(others were not tried\)",
+        ),
         ({f"{ACTOR}.entropy_coeff": 0.01}, r"actor\.entropy_coeff = 0, found 0\.01"),
         ({f"{ACTOR}.use_kl_loss": True}, r"actor\.use_kl_loss = False, found True"),
         ({f"{ACTOR}.calculate_entropy": True}, r"actor\.calculate_entropy = False, found True"),
@@ -286,7 +289,12 @@ LINES = {  # by line: the features that are refused, and those without effect
     "remax": (PPO, ["algorithm.adv_estimator=remax"], {"tail_batching"}, {"gae", "advantages"}),
     "dapo": (PPO, [*GRPO, *DAPO], set(), {"gae", "sampler", *NO_GROUPS}),
     "sglang": (PPO, SGLANG, {"final_output", "drafts"}, NO_GROUPS),
-    "one replica": (PPO, ["trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2"], set(), {"balance", *NO_GROUPS}),
+    "one replica": (
+        PPO,
+        ["trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2"],
+        set(),
+        {"balance", *NO_GROUPS},
+    ),
     "legacy": (PPO, ["trainer.use_v1=False"], V1_ONLY, NO_GROUPS),
     "colocate_async": (PPO, [f"{MODE}=colocate_async"], ON_POLICY_ONLY, NO_GROUPS),
     "separate_async": (PPO, [f"{MODE}=separate_async", *SEPARATE[:2]], ON_POLICY_ONLY, NO_GROUPS),
