@@ -10,7 +10,6 @@ from rl_accel.features import SkipZeroFlags
 from rl_accel.patches.verl import skip_zero
 from rl_accel.patches.verl.verl_run import VerlRun
 
-STRATEGIES = ("fsdp", "fsdp2")
 _FLAG = "rl_accel.skip_zero"
 _ACTOR = "actor_rollout_ref.actor"
 

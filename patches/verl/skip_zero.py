@@ -168,26 +168,26 @@ def _make(original: Any, settings: Any) -> Any:
     from verl.utils import tensordict_utils as tu
     from verl.utils.device import get_device_id
     from verl.utils.metric import Metric
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-    # Of each engine, its loss function and what it has left out in the current step; None if its updates are left to verl.
+    # By engine: the loss function, and what was left out in the current step, or None if updates are left to verl.
     engines: weakref.WeakKeyDictionary[Any, tuple[Any, Counter[str] | None]] = weakref.WeakKeyDictionary()
     told: set[str] = set()
 
     def start(engine: Any, data: Any, loss_function: Any) -> Counter[str] | None:
         try:
             _require_no_influence(engine, data, loss_function)
+            return Counter()
         except ConfigError as error:
             if settings.enable:
                 raise
             _warn_once(told, f"stays off: {error}")
             return None
-        return Counter()
 
     def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: Any = False) -> Any:
         # A caller that reads the outputs of all rows, such as verl's Tinker worker, asks for the model's output.
         needs_all = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
-        if needs_all or "advantages" not in data or isinstance(self, FSDPEngineWithValueHead):
+        if needs_all or "advantages" not in data or type(self) is not FSDPEngineWithLMHead:  # a critic, or not tried
             return original(self, data, loss_function, forward_only)
         if self not in engines or engines[self][0] is not loss_function:
             engines[self] = loss_function, start(self, data, loss_function)
@@ -240,7 +240,7 @@ def _require_steps(original: Any, _replacement: Any, _settings: Any) -> None:
 
 SWITCHES = (
     Patch(
-        name="verl.skip_zero",
+        name="verl.skip_zero.actor_update",
         target="verl.workers.engine.fsdp.transformer_impl:FSDPEngine.forward_backward_batch",
         supports="verl>=0.9",
         params=("self", "data", "loss_function", "forward_only"),

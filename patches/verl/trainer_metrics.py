@@ -7,15 +7,13 @@ from rl_accel.patches.patch import Patch
 from rl_accel.runtime import RUNTIME
 from rl_accel.telemetry import metrics
 
-_FROM_ACTOR = "actor/rl_accel/"
-"""Prefix of our metrics from FSDP workers. verl puts ``actor/`` before the metrics of an actor update."""
-
 
 def _with_ours(original: Any, _settings: Any) -> Any:
     @functools.wraps(original)
     def log(self: Any, data: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = {name.removeprefix("actor/") if name.startswith(_FROM_ACTOR) else name: data[name] for name in data}
-        return original(self, {**ours, **_collect(data, step)}, step, *args, **kwargs)
+        # verl puts actor/ before the metrics of an actor update, ours included.
+        named = {key.removeprefix("actor/") if key.startswith("actor/rl_accel/") else key: data[key] for key in data}
+        return original(self, {**named, **_collect(data, step)}, step, *args, **kwargs)
 
     return log
 
