@@ -22,12 +22,10 @@ def wire(run: VerlRun, _flags: SkipZeroFlags) -> None:
     Raises:
         ConfigError: a setting gives rows with advantage 0 an influence, or the engine was not tried. The message names the key.
     """
-    if run.get(f"{_ACTOR}.strategy") not in STRATEGIES:
-        refuse(
-            _FLAG, f"{_ACTOR}.strategy", " or ".join(STRATEGIES), run.get(f"{_ACTOR}.strategy"), "others were not tried"
-        )
-    if run.get(f"{_ACTOR}.entropy_coeff", 0) != 0:
-        refuse(_FLAG, f"{_ACTOR}.entropy_coeff", 0, run.get(f"{_ACTOR}.entropy_coeff"), "it trains every response")
+    if (strategy := run.get(f"{_ACTOR}.strategy")) not in ("fsdp", "fsdp2"):
+        refuse(_FLAG, f"{_ACTOR}.strategy", "fsdp or fsdp2", strategy, "others were not tried")
+    if (weight := run.get(f"{_ACTOR}.entropy_coeff", 0)) != 0:
+        refuse(_FLAG, f"{_ACTOR}.entropy_coeff", 0, weight, "it trains every response")
     run.require_off(_FLAG, f"{_ACTOR}.use_kl_loss", "it trains every response")
     run.require_off(_FLAG, f"{_ACTOR}.calculate_entropy", "actor/entropy_loss is a mean over all rows")
     run.require_off(_FLAG, "distillation.enabled", "it trains every response")
