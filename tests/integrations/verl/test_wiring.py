@@ -215,6 +215,19 @@ def test_what_cannot_work_is_refused_with_key_wanted_and_found(configured, featu
         assert plain(config) == before
 
 
+def test_a_policy_loss_is_tried_before_workers_start_if_the_trainer_knows_it(configured):
+    def begin(mode):
+        mini = {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 1, f"{ACTOR}.policy_loss.loss_mode": mode}
+        config_intake.in_trainer(configured({"rl_accel.skip_zero.enable": True, **mini}))
+
+    with pytest.raises(
+        ConfigError, match=r"policy_loss\.loss_mode = a loss .*, found kl_cov with loss_agg_mode token-mean"
+    ):
+        begin("kl_cov")
+    begin("gspo")
+    begin("registered_in_workers_alone")
+
+
 @pytest.mark.parametrize("by", ["auto", "resume_path"])
 def test_a_run_goes_on_from_the_checkpoint_of_another_trainer_only_where_it_can(configured, caplog, tmp_path, by):
     checkpoint = tmp_path / "global_step_7"
