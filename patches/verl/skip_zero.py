@@ -217,11 +217,12 @@ def _make(original: Any, settings: Any) -> Any:
             started = time.perf_counter()
             output = original(self, tu.index_select_tensor_dict(data, rows), normalised_by_all, forward_only)
             seconds = time.perf_counter() - started
-            computed = sum(lengths[row] for row in rows)
-            skipped = sum(lengths) - computed
+            skipped = sum(lengths) - (computed := sum(lengths[row] for row in rows))
             # verl logs the mean over ranks, and the mean over those mini-batches of a step that have the metric.
             counts = {"rows": sum(sizes) - wanted * len(sizes), "tokens": skipped * len(sizes)}
-            saved.update({**counts, "seconds_saved": seconds * skipped / computed})
+            # The lower of two estimates: the kept rows may be short, and then pay more for a token than long rows do.
+            share = min(skipped / computed, (len(zero) - wanted) / wanted)
+            saved.update({**counts, "seconds_saved": seconds * share})
             _warn_once(told, _SAID)
         if tu.get_non_tensor_data(data, "update_lr_scheduler", True):  # the last mini-batch of the step
             for name in ("rows", "tokens", "seconds_saved"):
