@@ -5,7 +5,7 @@ by the number of tokens and rows of the whole mini-batch, and the optimiser take
 therefore the same up to float rounding, and bit for bit the same where the remaining rows form the same micro-batches.
 
 A policy loss is accepted if it passes :func:`find_influence`: rows with advantage 0 must have gradient 0 and no effect on the
-gradient of other rows. An update is left to verl if it has parts that zero advantages do not silence (see :func:`_require_no_influence`).
+gradient of other rows. :func:`_require_no_influence` finds the other parts of an update that zero advantages do not silence.
 """
 
 import functools
