@@ -170,6 +170,22 @@ FINAL_OUTPUT = Feature(
 
 
 @dataclass
+class SkipZeroFlags:
+    """Flags of the feature ``skip_zero``, which leaves responses with advantage 0 out of the actor update."""
+
+    enable: bool | None = flag(None, ENABLE_AUTOMATIC)
+
+
+SKIP_ZERO = Feature(
+    name="skip_zero",
+    flags=SkipZeroFlags,
+    automatic=True,
+    switches={"verl": ("rl_accel.patches.verl.skip_zero",)},
+    verl="rl_accel.integrations.verl.skip_zero",
+)
+
+
+@dataclass
 class TailBatchingFlags:
     """Flags of the feature ``tail_batching``: most rollouts do not wait for the longest responses.
 
@@ -424,6 +440,7 @@ FEATURES: tuple[Feature[Any], ...] = (
     ADVANTAGES,
     SAMPLER,
     FINAL_OUTPUT,
+    SKIP_ZERO,
     TAIL_BATCHING,
     REWARD_TIMEOUT,
     TELEMETRY,

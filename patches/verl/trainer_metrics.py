@@ -11,7 +11,9 @@ from rl_accel.telemetry import metrics
 def _with_ours(original: Any, _settings: Any) -> Any:
     @functools.wraps(original)
     def log(self: Any, data: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, {**data, **_collect(data, step)}, step, *args, **kwargs)
+        # verl puts actor/ before the metrics of an actor update, ours included.
+        named = {key.removeprefix("actor/") if key.startswith("actor/rl_accel/") else key: data[key] for key in data}
+        return original(self, {**named, **_collect(data, step)}, step, *args, **kwargs)
 
     return log
 

@@ -194,6 +194,12 @@ class VerlRun:
             return "" if estimator in served else by_estimator
         if feature == "sampler" and self.filters_groups:
             return "algorithm.filter_groups.enable = True: which prompts are launched depends on when verl looks"
+        if feature == "skip_zero" and (estimator == "gae" or self.filters_groups):
+            return (
+                by_estimator
+                if estimator == "gae"
+                else "algorithm.filter_groups.enable = True: no group has equal rewards"
+            )
         if feature == "balance" and self.gpus == self.gpus_besides_tp * self._number(
             f"{_ROLLOUT}.tensor_model_parallel_size"
         ):

@@ -1,6 +1,8 @@
 """The command ``rl-accel profile``. Shows the time of a run's training steps in tables and a picture, and estimates savings."""
 
+import contextlib
 import functools
+import json
 import math
 import statistics
 import sys
@@ -41,7 +43,7 @@ from rl_accel.telemetry.stage_clock import (
 
 WARMUP = 2
 WAITING, NOTICING = "waiting for the longest responses", "noticing that the rollout is done"
-_TABLES = {"drafts": "drafted", "balance": "slots_in_use"}
+_TABLES = {"drafts": "drafted", "balance": "slots_in_use", "skip_zero": "rows"}
 """Features whose metrics are printed in a table, each with the metric that must be above 0 for the table to be printed."""
 _LIMIT_SCALE, _LIMIT_SLACK, _LIMIT_LEAST = 1.5, 0.5, 2.0
 """Default time limit of reward_timeout: 1.5 times the longest correct execution plus 0.5 seconds, at least 2 seconds."""
@@ -232,6 +234,8 @@ def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Pr
     is_open = rollouts is not None and not responses and "tail_batching" not in on
     found = estimate(rollouts, _LIMIT_LEAST) if rollouts is not None and is_open else None
     savings = _savings(stages, numbers, list(rests.values()), list(responses.values()), on, found, logged.is_slime)
+    if folder.is_dir():
+        savings = sorted([*savings, *_saving_of_skip_zero(stages, folder, on)], key=lambda saving: -saving.at_most)
     last_seconds = staged[steps[-1]].get("gen", 0.0)
     return Profile(
         logged,
@@ -378,6 +382,28 @@ def _again(values: Sequence[float]) -> Range:
     """Returns the mean of ``values`` with the 95% interval of a bootstrap."""
     drawn = np.random.default_rng(0).choice(values, (1000, len(values)))
     return replace(Range.of(drawn.mean(axis=1)), mean=statistics.fmean(values))
+
+
+def _saving_of_skip_zero(stages: Mapping[str, float], folder: Path, on: Collection[str]) -> list[Saving]:
+    """Returns the part of the actor update that trains groups with equal rewards, from verl's ``trainer.rollout_data_dir``."""
+    groups: dict[tuple[Path, str], list[tuple[float, int]]] = {}
+    for path in folder.rglob("*.jsonl"):
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # another file, or a file that is being written
+            for row in map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.stem.isdigit() else ()):
+                size = len(row["input"]) + len(row["output"])
+                groups.setdefault((path, row["input"]), []).append((row["score"], size))
+    zero = [group for group in groups.values() if len(group) > 1 and len({score for score, _ in group}) == 1]
+    if not zero or "skip_zero" in on or stages.keys() & {"values", "update_critic"}:
+        return []
+    sizes = np.array([sum(size for _, size in group) for group in groups.values()])
+    is_zero = np.array([group in zero for group in groups.values()])
+    drawn = np.random.default_rng(0).integers(len(sizes), size=(1000, len(sizes)))
+    drawn[0] = np.arange(len(sizes))
+    shares = (sizes * is_zero)[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
+    seconds = shares * stages.get("update_actor", 0.0)
+    how = f"{len(zero)} of {len(groups)} groups, {shares[0]:.0%} of the text; advantage 0 where rewards are compared in groups"
+    gain = replace(Range.of(seconds[1:]), mean=float(seconds[0]))
+    return [Saving("training of groups with equal rewards", gain.mean, "+rl_accel.skip_zero.enable=True", gain, how)]
 
 
 def _gain_of_tail_batching(steps: Sequence[Sequence[Response]]) -> tuple[Range | None, str]:

@@ -61,6 +61,33 @@ def savings_of(found):
     return {saving.name: saving for saving in found.savings}
 
 
+EQUAL = "training of groups with equal rewards"
+
+
+def write_rollouts(folder, scores):
+    """A file of ``trainer.rollout_data_dir``: of each prompt, the scores of responses of one character."""
+    folder.mkdir()
+    rows = [{"input": f"p{n}", "output": "x", "score": score} for n, group in enumerate(scores) for score in group]
+    (folder / "1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_groups_with_equal_rewards_have_a_price_where_verl_stored_its_responses(run):
+    assert EQUAL not in savings_of(read_run(run))
+    write_rollouts(run / "rollouts", [(1, 1), (0, 1), (0, 0), (1, 0), (1,)])
+    (run / "rollouts" / "2.jsonl").write_text('{"input": ')
+    saving = savings_of(read_run(run))[EQUAL]
+    assert saving.gain.mean == saving.seconds == pytest.approx(6.0 * 4 / 9)
+    assert 0 <= saving.gain.low < saving.gain.mean < saving.gain.high <= 6.0
+    assert saving.arithmetic.startswith("2 of 5 groups, 44% of the text")
+
+
+@pytest.mark.parametrize("logged", [{"timing_s/update_critic": 1.0}, {"rl_accel/skip_zero/applied": 1.0}])
+def test_groups_have_no_price_with_a_critic_or_where_they_are_left_out(tmp_path, logged):
+    write_run(tmp_path, **logged)
+    write_rollouts(tmp_path / "rollouts", [(1, 1)])
+    assert EQUAL not in savings_of(read_run(tmp_path))
+
+
 def test_stages_parts_and_what_would_save_how_much_are_found_printed_and_drawn(run, invoke):
     found = read_run(run)
     assert list(found.steps) == [3, 4], "the first two are warm-up"

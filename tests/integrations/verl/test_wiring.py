@@ -142,7 +142,8 @@ ASYNC = {MODE: "colocate_async"}
 DISAGGREGATED = ({f"{ROLLOUT}.disaggregation.enabled": True}, r"disaggregation\.enabled = False, found True")
 OWN_ROUTER = ({ROUTER: "own.yaml"}, r"router_config_path = None, found own\.yaml")
 REWARD_MODEL, FUNCTION = {"reward.reward_model.enable": True}, "reward.custom_reward_function.path"
-MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
+ACTOR = "actor_rollout_ref.actor"
+MINI = f"{ACTOR}.ppo_mini_batch_size"
 WHOLE_CHECKPOINTS = [
     ({"actor_rollout_ref.actor.checkpoint.async_save": True}, r"actor\.checkpoint\.async_save = False"),
     ({"critic.checkpoint.save_contents": ["model"]}, r"= model, optimizer and extra, found \['model'\]"),
@@ -181,6 +182,16 @@ REFUSED = {
         OWN_ROUTER,
         ({f"{VLLM}.speculative_config": {"method": "ngram"}}, r"_config = None, found \{'method': 'ngram'\}"),
     ],
+    "skip_zero": [
+        (
+            {f"{ACTOR}.strategy": "megatron"},
+            r"actor\.strategy = fsdp or fsdp2, found megatron \(others were not tried\)",
+        ),
+        ({f"{ACTOR}.entropy_coeff": 0.01}, r"actor\.entropy_coeff = 0, found 0\.01"),
+        ({f"{ACTOR}.use_kl_loss": True}, r"actor\.use_kl_loss = False, found True"),
+        ({f"{ACTOR}.calculate_entropy": True}, r"actor\.calculate_entropy = False, found True"),
+        ({"distillation.enabled": True}, r"distillation\.enabled = False, found True"),
+    ],
     "tp_replan": [
         (ASYNC, r"trainer_mode = sync, found colocate_async"),
         ({f"{ROLLOUT}.name": "trtllm"}, r"rollout\.name = one of .*sglang, vllm, found trtllm"),
@@ -202,6 +213,19 @@ def test_what_cannot_work_is_refused_with_key_wanted_and_found(configured, featu
         config_intake.in_driver(config)
     if feature != "drafts":  # it sets keys until one is taken
         assert plain(config) == before
+
+
+def test_a_policy_loss_is_tried_before_workers_start_if_the_trainer_knows_it(configured):
+    def begin(mode):
+        mini = {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 1, f"{ACTOR}.policy_loss.loss_mode": mode}
+        config_intake.in_trainer(configured({"rl_accel.skip_zero.enable": True, **mini}))
+
+    with pytest.raises(
+        ConfigError, match=r"policy_loss\.loss_mode = a loss .*, found kl_cov with loss_agg_mode token-mean"
+    ):
+        begin("kl_cov")
+    begin("gspo")
+    begin("registered_in_workers_alone")
 
 
 @pytest.mark.parametrize("by", ["auto", "resume_path"])
@@ -270,25 +294,31 @@ ALL, V1_ONLY = (
     {"sampler", "tail_batching", "tp_replan", "balance", "drafts"},
 )
 ON_POLICY_ONLY = {"tail_batching", "tp_replan", "balance"}
+NO_GROUPS = {"skip_zero"}
 LINES = {  # by line: the features that are refused, and those without effect
-    "ppo": (PPO, [], set(), set()),
+    "ppo": (PPO, [], set(), NO_GROUPS),
     "grpo": (PPO, GRPO, set(), {"gae"}),
     "grpo, vectorised": (PPO, ["algorithm.adv_estimator=grpo_vectorized"], set(), {"gae", "advantages"}),
     "remax": (PPO, ["algorithm.adv_estimator=remax"], {"tail_batching"}, {"gae", "advantages"}),
-    "dapo": (PPO, [*GRPO, *DAPO], set(), {"gae", "sampler"}),
-    "sglang": (PPO, SGLANG, {"final_output", "drafts"}, set()),
-    "one replica": (PPO, ["trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2"], set(), {"balance"}),
-    "legacy": (PPO, ["trainer.use_v1=False"], V1_ONLY, set()),
-    "colocate_async": (PPO, [f"{MODE}=colocate_async"], ON_POLICY_ONLY, set()),
-    "separate_async": (PPO, [f"{MODE}=separate_async", *SEPARATE[:2]], ON_POLICY_ONLY, set()),
-    "one_step_off": (ONE_STEP, SEPARATE, {*V1_ONLY, "reward_timeout"}, set()),
+    "dapo": (PPO, [*GRPO, *DAPO], set(), {"gae", "sampler", *NO_GROUPS}),
+    "sglang": (PPO, SGLANG, {"final_output", "drafts"}, NO_GROUPS),
+    "one replica": (
+        PPO,
+        ["trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2"],
+        set(),
+        {"balance", *NO_GROUPS},
+    ),
+    "legacy": (PPO, ["trainer.use_v1=False"], V1_ONLY, NO_GROUPS),
+    "colocate_async": (PPO, [f"{MODE}=colocate_async"], ON_POLICY_ONLY, NO_GROUPS),
+    "separate_async": (PPO, [f"{MODE}=separate_async", *SEPARATE[:2]], ON_POLICY_ONLY, NO_GROUPS),
+    "one_step_off": (ONE_STEP, SEPARATE, {*V1_ONLY, "reward_timeout"}, NO_GROUPS),
     "one_step_off, grpo on sglang": (
         ONE_STEP,
         [*SEPARATE, *GRPO, *SGLANG],
         {*V1_ONLY, "reward_timeout", "final_output"},
         {"gae"},
     ),
-    "fully_async": (FULLY, SEPARATE, {*V1_ONLY, "reward_timeout", "telemetry"}, set()),
+    "fully_async": (FULLY, SEPARATE, {*V1_ONLY, "reward_timeout", "telemetry"}, NO_GROUPS),
     "fully_async, grpo": (FULLY, [*SEPARATE, *GRPO], {*V1_ONLY, "reward_timeout", "telemetry"}, {"gae"}),
 }
 REST = [f"{ROLLOUT}.name=vllm", "data.train_batch_size=256", f"{MINI}=256", "critic.ppo_mini_batch_size=256"]

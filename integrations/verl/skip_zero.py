@@ -1,0 +1,47 @@
+"""Checks verl's configuration for the feature ``skip_zero``: ``+rl_accel.skip_zero.enable=True``.
+
+The feature itself is the patch :mod:`rl_accel.patches.verl.skip_zero`, which works in the processes that train the actor.
+"""
+
+import functools
+
+from rl_accel.errors import refuse
+from rl_accel.features import SkipZeroFlags
+from rl_accel.patches.verl import skip_zero
+from rl_accel.patches.verl.verl_run import VerlRun
+
+_FLAG = "rl_accel.skip_zero"
+_ACTOR = "actor_rollout_ref.actor"
+
+
+def wire(run: VerlRun, _flags: SkipZeroFlags) -> None:
+    """Checks that rows with advantage 0 have no influence on the training of ``run``. Changes nothing.
+
+    The trainer process also tries the policy loss. A loss that only the workers know is tried there, before their first update.
+
+    Raises:
+        ConfigError: a setting gives rows with advantage 0 an influence, or the engine was not tried. The message names the key.
+    """
+    if (strategy := run.get(f"{_ACTOR}.strategy")) not in ("fsdp", "fsdp2"):
+        refuse(_FLAG, f"{_ACTOR}.strategy", "fsdp or fsdp2", strategy, "others were not tried")
+    if (weight := run.get(f"{_ACTOR}.entropy_coeff", 0)) != 0:
+        refuse(_FLAG, f"{_ACTOR}.entropy_coeff", 0, weight, "it trains every response")
+    run.require_off(_FLAG, f"{_ACTOR}.use_kl_loss", "it trains every response")
+    run.require_off(_FLAG, f"{_ACTOR}.calculate_entropy", "actor/entropy_loss is a mean over all rows")
+    run.require_off(_FLAG, "distillation.enabled", "it trains every response")
+    if not run.in_driver:
+        _try_loss(run)
+
+
+def _try_loss(run: VerlRun) -> None:
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.utils.losses import ppo_loss
+
+    if run.get(f"{_ACTOR}.policy_loss.loss_mode", "vanilla") not in POLICY_LOSS_REGISTRY:
+        return
+    try:
+        config = omega_conf_to_dataclass(run.get(_ACTOR))
+    except Exception:  # verl's workers refuse this configuration, with a better message
+        return
+    skip_zero.require_silent(functools.partial(ppo_loss, config=config))

@@ -1,0 +1,255 @@
+"""Leaves responses whose advantages are all zero out of verl's actor update. Their gradient is exactly zero.
+
+The replacement runs verl's own :meth:`FSDPEngine.forward_backward_batch` on the other rows of a mini-batch. The loss is normalised
+by the number of tokens and rows of the whole mini-batch, and the optimiser takes every step that verl takes. The gradient is
+therefore the same up to float rounding, and bit for bit the same where the remaining rows form the same micro-batches.
+
+A policy loss is accepted if it passes :func:`find_influence`: rows with advantage 0 must have gradient 0 and no effect on the
+gradient of other rows. :func:`_require_no_influence` finds the other parts of an update that zero advantages do not silence.
+"""
+
+import functools
+import logging
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from rl_accel.errors import ConfigError, PatchRefused, refuse
+from rl_accel.patches.patch import Patch
+
+logger = logging.getLogger("rl_accel")
+
+_LENGTHS = (1, 9, 33, 17, 40, 5, 12, 64)
+"""Response lengths (in tokens) of the rows on which a policy loss is tried."""
+_ZERO = (0, 3, 7)
+"""Indices of the tried rows with advantage 0. The shortest and the longest row are among them."""
+_PROMPT = 3
+_ACTOR = "actor_rollout_ref.actor"
+_SAID = (
+    "leaves out rows with advantage 0: actor/ppo_kl and actor/pg_clipfrac* are means over the other rows, and gradients "
+    "equal verl's up to the rounding of another packing of rows"
+)
+_refuse = functools.partial(refuse, "rl_accel.skip_zero")
+
+
+def find_influence(loss_function: Callable[..., Any]) -> str:
+    """Tries whether rows with advantage 0 influence the training that ``loss_function`` asks for.
+
+    The loss of 8 random rows is compared with the loss of those 5 rows whose advantages are not 0, for three random batches.
+
+    Args:
+        loss_function: verl's loss function with its configuration, ``loss_function(model_output=..., data=..., dp_group=...)``.
+
+    Returns:
+        The reason why rows with advantage 0 cannot be left out, or "" if they can.
+    """
+    others = [row for row in range(len(_LENGTHS)) if row not in _ZERO]
+    try:
+        for seed in range(3):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                batch = _random_batch(torch.Generator().manual_seed(seed))
+                whole, part = (_gradients(loss_function, batch, rows) for rows in (range(len(_LENGTHS)), others))
+            if any(bool(whole[row].count_nonzero()) for row in _ZERO):
+                return "rows with advantage 0 have a gradient"
+            if not all(torch.allclose(whole[row], part[row], rtol=1e-5, atol=0.0) for row in others):
+                return "rows with advantage 0 change the gradient of others"
+    except Exception as error:  # an unknown loss function may need data that the trial lacks
+        return f"it cannot be tried: {type(error).__name__}: {error}"
+    return ""
+
+
+def _random_batch(random: torch.Generator) -> dict[str, list[torch.Tensor]]:
+    """Returns fields of random rows [T], and the log-probabilities and entropies [_PROMPT + T] of a model. Masks have holes."""
+    batch: dict[str, list[torch.Tensor]] = {}
+    for row, length in enumerate(_LENGTHS):
+        mask = torch.rand(length, generator=random) < 0.8
+        mask[0] = True
+        # Advantages of masked tokens are 0 in verl; large values let losses clip, and choose tokens by their covariance.
+        advantages = 3 * torch.randn((), generator=random) * mask * (row not in _ZERO)
+        fields = {
+            "prompts": torch.ones(_PROMPT, dtype=torch.long),
+            "responses": torch.ones(length, dtype=torch.long),
+            "response_mask": mask.long(),
+            "advantages": advantages,
+            **{name: -3 * torch.rand(length, generator=random) for name in ("old_log_probs", "ref_log_prob")},
+            "rollout_is_weights": 0.5 + torch.rand(length, generator=random),
+            "log_probs": -3 * torch.rand(_PROMPT + length, generator=random),
+            "entropy": torch.rand(_PROMPT + length, generator=random),
+        }
+        for name, value in fields.items():
+            batch.setdefault(name, []).append(value)
+    return batch
+
+
+def _gradients(loss_function: Any, batch: dict[str, list[torch.Tensor]], rows: Any) -> dict[int, torch.Tensor]:
+    """Returns the gradients of the loss of ``rows`` by the model's outputs, by row: [2, _PROMPT + T].
+
+    The loss is normalised as in a mini-batch of all rows of ``batch``.
+    """
+    from verl.utils import tensordict_utils as tu
+
+    chosen = {name: [values[row] for row in rows] for name, values in batch.items()}
+    outputs = {name: [value.requires_grad_() for value in chosen.pop(name)] for name in ("log_probs", "entropy")}
+    nested = functools.partial(torch.nested.as_nested_tensor, layout=torch.jagged)
+    tokens = int(sum(mask.sum() for mask in batch["response_mask"]))
+    constants = {"dp_size": 2, "batch_num_tokens": tokens, "global_batch_size": len(_LENGTHS)}
+    data = tu.get_tensordict({name: nested(values) for name, values in chosen.items()}, constants)
+    with torch.enable_grad():
+        model_output = {name: nested(values) for name, values in outputs.items()}
+        loss, _ = loss_function(model_output=model_output, data=data, dp_group=None)
+        leaves = [value for values in outputs.values() for value in values]
+        found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return {row: torch.stack(found[n :: len(rows)]) for n, row in enumerate(rows)}
+
+
+def require_silent(loss_function: Callable[..., Any]) -> None:
+    """Raises ConfigError if rows with advantage 0 influence the training that ``loss_function`` asks for."""
+    if reason := find_influence(loss_function):
+        config = getattr(loss_function, "keywords", {}).get("config")
+        mode = getattr(getattr(config, "policy_loss", None), "loss_mode", None)
+        found = f"{mode} with loss_agg_mode {config.loss_agg_mode}" if config and mode else repr(loss_function)
+        _refuse(f"{_ACTOR}.policy_loss.loss_mode", "a loss that advantage 0 silences", found, reason)
+
+
+def _require_no_influence(engine: Any, data: Any, loss_function: Any) -> None:
+    """Raises ConfigError if rows of ``data`` with advantage 0 cannot be left out. Reads only what is equal on all ranks."""
+    from verl.utils import tensordict_utils as tu
+
+    if tu.get_non_tensor_data(data, "calculate_entropy", False):
+        _refuse(f"{_ACTOR}.calculate_entropy", False, True, "actor/entropy_loss is a mean over all rows")
+    if getattr(engine, "_qat_enabled", False):
+        _refuse(f"{_ACTOR}.fsdp_config.qat.enable", False, True, "quantisation observes the activations of all rows")
+    if part := next(_random_parts(engine.module), ""):
+        _refuse("dropout of the model", 0, part, "other random numbers would be drawn")
+    require_silent(loss_function)
+
+
+def _random_parts(model: torch.nn.Module) -> Iterator[str]:
+    """Yields the parts of ``model`` that draw random numbers in training: dropout, and noise of expert routers."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            is_rate = "drop" in name or "jitter" in name or (name == "p" and "Dropout" in type(module).__name__)
+            if is_rate and isinstance(value, float) and value > 0:
+                yield f"{type(module).__name__}.{name} = {value}"
+
+
+def _find_zero_rows(data: Any) -> list[bool]:
+    """Returns for each row of the mini-batch ``data`` whether the row surely has gradient 0.
+
+    All advantages of trained tokens are 0, and all factors of the loss are finite, because 0 times infinity is not 0.
+    """
+    factors = [data[name].unbind() for name in ("old_log_probs", "rollout_is_weights") if name in data]
+    rows = zip(data["response_mask"].bool().unbind(), data["advantages"].unbind(), *factors, strict=True)
+    return [
+        not advantages[mask].any() and all(bool(factor[mask].isfinite().all()) for factor in others)
+        for mask, advantages, *others in rows
+    ]
+
+
+def _choose_rows(zero: list[bool], lengths: list[int], wanted: int) -> list[int]:
+    """Returns the sorted indices of ``wanted`` rows: those that are not zero, and the shortest of the others."""
+    rows = [row for row, is_zero in enumerate(zero) if not is_zero]
+    spare = sorted((row for row, is_zero in enumerate(zero) if is_zero), key=lambda row: lengths[row])
+    return sorted(rows + spare[: wanted - len(rows)])
+
+
+def _warn_once(told: set[str], message: str) -> None:
+    if message not in told and torch.distributed.get_rank() == 0:
+        logger.warning("rl-accel: skip_zero %s", message)
+    told.add(message)
+
+
+def _make(original: Any, settings: Any) -> Any:
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.device import get_device_id
+    from verl.utils.metric import Metric
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    # By engine: the loss function, and what was left out in the current step, or None if updates are left to verl.
+    engines: weakref.WeakKeyDictionary[Any, tuple[Any, Counter[str] | None]] = weakref.WeakKeyDictionary()
+    told: set[str] = set()
+
+    def start(engine: Any, data: Any, loss_function: Any) -> Counter[str] | None:
+        try:
+            _require_no_influence(engine, data, loss_function)
+            return Counter()
+        except ConfigError as error:
+            if settings.enable:
+                raise
+            _warn_once(told, f"stays off: {error}")
+            return None
+
+    def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: Any = False) -> Any:
+        # A caller that reads the outputs of all rows, such as verl's Tinker worker, asks for the model's output.
+        needs_all = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
+        if needs_all or "advantages" not in data or type(self) is not FSDPEngineWithLMHead:  # a critic, or not tried
+            return original(self, data, loss_function, forward_only)
+        if self not in engines or engines[self][0] is not loss_function:
+            engines[self] = loss_function, start(self, data, loss_function)
+        saved = engines[self][1]
+        if saved is None:
+            return original(self, data, loss_function, forward_only)
+
+        zero, group = _find_zero_rows(data), self.get_data_parallel_group()
+        here = torch.tensor([len(zero), zero.count(False), int(data["loss_mask"].sum())], device=get_device_id())
+        ranks = [torch.empty_like(here) for _ in range(torch.distributed.get_world_size(group))]
+        torch.distributed.all_gather(ranks, here, group=group)
+        sizes, trained, tokens = zip(*(rank.tolist() for rank in ranks), strict=True)
+        # With equally many rows on all ranks, verl finds the same number of micro-batches for all of them.
+        is_dynamic = tu.get_non_tensor_data(data, "use_dynamic_bsz", True)
+        multiple = 1 if is_dynamic else tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", 1)
+        wanted = -(-max(1, *trained) // multiple) * multiple
+
+        def normalised_by_all(model_output: Any, data: Any, dp_group: Any = None) -> Any:
+            tu.assign_non_tensor(data, batch_num_tokens=sum(tokens))
+            return loss_function(model_output=model_output, data=data, dp_group=dp_group)
+
+        if wanted >= min(sizes):
+            output = original(self, data, loss_function, forward_only)
+        else:
+            lengths = data["input_ids"].offsets().diff().tolist()
+            rows = _choose_rows(zero, lengths, wanted)
+            started = time.perf_counter()
+            output = original(self, tu.index_select_tensor_dict(data, rows), normalised_by_all, forward_only)
+            seconds = time.perf_counter() - started
+            skipped = sum(lengths) - (computed := sum(lengths[row] for row in rows))
+            # verl logs the mean over ranks, and the mean over those mini-batches of a step that have the metric.
+            counts = {"rows": sum(sizes) - wanted * len(sizes), "tokens": skipped * len(sizes)}
+            # The lower of two estimates: the kept rows may be short, and then pay more for a token than long rows do.
+            share = min(skipped / computed, (len(zero) - wanted) / wanted)
+            saved.update({**counts, "seconds_saved": seconds * share})
+            _warn_once(told, _SAID)
+        if tu.get_non_tensor_data(data, "update_lr_scheduler", True):  # the last mini-batch of the step
+            for name in ("rows", "tokens", "seconds_saved"):
+                output["metrics"][f"rl_accel/skip_zero/{name}"] = Metric("mean", float(saved[name]))
+            saved.clear()
+        return output
+
+    return forward_backward_batch
+
+
+def _require_steps(original: Any, _replacement: Any, _settings: Any) -> None:
+    names = original.__code__.co_names
+    if missing := [name for name in ("prepare_micro_batches", "forward_step") if name not in names]:
+        raise PatchRefused(f"it no longer calls {' and '.join(missing)}")
+
+
+SWITCHES = (
+    Patch(
+        name="verl.skip_zero.actor_update",
+        target="verl.workers.engine.fsdp.transformer_impl:FSDPEngine.forward_backward_batch",
+        supports="verl>=0.9",
+        params=("self", "data", "loss_function", "forward_only"),
+        make=_make,
+        fingerprints=("31a4f7024bd19fe1328d957d62930f340f43ff5bb623a7617895d98f32f2662a",),
+        probe=_require_steps,
+        no_seam="verl chooses the rows of a micro-batch itself, and a registered policy loss sees rows after their forward pass",
+        upstream="https://github.com/verl-project/verl/issues/5770",
+        remove_when="verl leaves rows with advantage 0 out of the actor update",
+    ),
+)

@@ -1,0 +1,82 @@
+"""Real verl with binary rewards, stock and without responses of advantage 0: the same bits, step by step, in less time."""
+
+import json
+import subprocess
+import sys
+from fnmatch import fnmatch
+
+import pytest
+import yaml
+
+from rl_accel.lab.ab.recipe import NOT_COMPARED
+
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(2400)]
+
+STEPS = 15
+OF_TRAINED_ROWS = ["actor/ppo_kl", "actor/pg_clipfrac*"]
+OVERRIDES = [
+    "actor_rollout_ref.rollout.name=hf_cpu",
+    "data.max_response_length=512",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.actor.ppo_epochs=2",
+    # a response a micro-batch, so that the packing is the same whatever is left out
+    "actor_rollout_ref.actor.use_dynamic_bsz=False",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=False",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+]
+
+
+@pytest.fixture(scope="module")
+def steps(repo, tmp_path_factory, clean_environment):
+    """The metrics of each step, by arm."""
+    folder = tmp_path_factory.mktemp("skip_zero")
+    base = repo / "examples" / "verl_skip_zero" / "recipe.yaml"
+    prepare = (
+        f"python {repo}/examples/verl_ppo_cpu/prepare.py ${{out}}/task --lengths published --prompts 64 --limit 512"
+    )
+    reward = f"reward.custom_reward_function.path={base.parent / 'reward.py'}"
+    recipe = {"extends": str(base), "overrides": [reward, *OVERRIDES], "prepare": prepare.split()}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    words = [
+        "ab",
+        str(folder / "recipe.yaml"),
+        "--out",
+        str(folder / "ab"),
+        f"--steps={STEPS}",
+        "--arms=stock,skip_zero",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "rl_accel", *words],
+        cwd=repo,
+        env=clean_environment,
+        capture_output=True,
+        text=True,
+        timeout=2100,
+    )
+    print(done.stdout[-4000:], done.stderr[-2000:])
+    lines = {arm: (folder / f"ab/{arm}-seed0/metrics.jsonl").read_text() for arm in ("stock", "skip_zero")}
+    return {
+        arm: [row["data"] for row in map(json.loads, text.splitlines()) if row["step"] >= 1]
+        for arm, text in lines.items()
+    }
+
+
+def test_every_metric_of_training_is_identical_but_for_means_over_rows(steps):
+    assert len(steps["stock"]) == len(steps["skip_zero"]) == STEPS
+    for stock, ours in zip(steps["stock"], steps["skip_zero"], strict=True):
+        names = [name for name in stock if not any(fnmatch(name, p) for p in (*NOT_COMPARED, *OF_TRAINED_ROWS))]
+        assert "actor/grad_norm" in names
+        # verl adds the losses of all micro-batches in float32: zeros among them change the order of the sum
+        names.remove("actor/loss")
+        assert ours["actor/loss"] == pytest.approx(stock["actor/loss"], rel=1e-5, abs=1e-7)
+        assert {name: ours[name] for name in names} == {name: stock[name] for name in names}
+
+
+def test_the_log_says_what_was_left_out(steps):
+    for ours in steps["skip_zero"]:
+        assert ours["rl_accel/skip_zero/rows"] % 2 == 0  # of two epochs
+        assert ours["rl_accel/skip_zero/tokens"] >= ours["rl_accel/skip_zero/rows"]
+        assert ours["rl_accel/skip_zero/seconds_saved"] >= 0
+    assert sum(ours["rl_accel/skip_zero/rows"] for ours in steps["skip_zero"]) > 0.3 * STEPS * 2 * 32
+    assert not any(name.startswith("rl_accel/skip_zero") for stock in steps["stock"] for name in stock)

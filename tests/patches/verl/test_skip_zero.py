@@ -1,0 +1,399 @@
+"""Gradients, losses and metrics of an actor update without the rows whose advantages are zero, beside verl's own update.
+
+The engine is verl's FSDPEngineWithLMHead with a tiny model: its own micro-batches, policy losses and backward passes.
+"""
+
+import functools
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("verl", reason="verl is not installed")
+
+from rl_accel.errors import ConfigError, PatchRefused
+from rl_accel.features import SkipZeroFlags
+from rl_accel.patches.verl import skip_zero
+
+AGGREGATIONS = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+SILENT = ["vanilla", "gspo", "sapo", "gpg", "cispo", "dppo_tv", "dppo_kl", "bypass_mode"]
+"""verl's policy losses that rows with advantage 0 do not influence; the others of its registry are refused."""
+LOUD = {
+    "clip_cov": "change the gradient of others",
+    "kl_cov": "change the gradient of others",
+    "geo_mean": "change the gradient of others",
+    "dro": "have a gradient",
+}
+FIXED_2 = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+DYNAMIC = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 64}
+ROW_MEANS = {"actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower"}
+"""Metrics that are means over the rows of a micro-batch."""
+
+
+@functools.cache
+def actor():
+    """verl's default actor configuration, as a worker has it."""
+    from verl.utils.config import omega_conf_to_dataclass
+
+    from rl_accel.patches.verl.verl_run import VerlRun
+
+    section = "actor_rollout_ref.actor"
+    run = VerlRun.compose("verl.trainer.main_ppo", [f"{section}.ppo_micro_batch_size_per_gpu=1"])
+    return omega_conf_to_dataclass(run.get(section))
+
+
+def ppo(mode="vanilla", aggregation="token-mean", **changes):
+    """verl's actor loss; sums have a fixed divisor, since that of null is the longest response of a micro-batch."""
+    from verl.workers.utils.losses import ppo_loss
+
+    policy_loss = replace(actor().policy_loss, loss_mode=mode, dro_beta=0.1)
+    if mode == "bypass_mode":
+        policy_loss = replace(policy_loss, rollout_correction={"rollout_is": "token"})
+    changes = {"loss_scale_factor": 50, "loss_agg_mode": aggregation, "policy_loss": policy_loss, **changes}
+    return functools.partial(ppo_loss, config=replace(actor(), global_batch_info={}, **changes))
+
+
+def make_model(dtype=torch.float32, **changes):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, **changes)).to(dtype).train()
+
+
+def make_engine(module, dtype=torch.float32, cls="FSDPEngineWithLMHead"):
+    from verl.workers.engine.fsdp import transformer_impl
+
+    engine = object.__new__(getattr(transformer_impl, cls))
+    engine.__dict__.update(
+        module=module,
+        ulysses_sequence_parallel_size=1,
+        use_ulysses_sp=False,
+        ulysses_device_mesh=None,
+        pad_to_length=False,
+        engine_config=SimpleNamespace(entropy_checkpointing=False, entropy_from_logits_with_chunking=False),
+        _autocast_dtype=dtype,
+        scaler=None,
+    )
+    return engine
+
+
+def make_batch(lengths, advantages, packing, *, seed=0, holes=0.0, **more):
+    """A mini-batch as TransferQueue hands it over; row n has a response of lengths[n] tokens with advantage advantages[n]."""
+    from verl.utils import tensordict_utils as tu
+
+    random = torch.Generator().manual_seed(seed)
+    fields = {}
+    for number, (length, advantage) in enumerate(zip(lengths, advantages, strict=True)):
+        prompt = 2 + number % 3
+        mask = (torch.rand(length, generator=random) >= holes).long()
+        tokens = torch.randint(61, (prompt + length,), generator=random)
+        row = {
+            "input_ids": tokens,
+            "position_ids": torch.arange(prompt + length),
+            "prompts": tokens[:prompt],
+            "responses": tokens[prompt:],
+            "response_mask": mask,
+            "loss_mask": torch.cat([torch.zeros(prompt, dtype=torch.long), mask]),
+            "old_log_probs": -3 - 2 * torch.rand(length, generator=random),
+            "advantages": float(advantage) * mask,
+        }
+        for name, value in row.items():
+            fields.setdefault(name, []).append(value)
+    nested = {name: torch.nested.as_nested_tensor(rows, layout=torch.jagged) for name, rows in fields.items()}
+    constants = {"temperature": 1.0, "global_batch_size": len(lengths), "use_remove_padding": True}
+    return tu.get_tensordict(nested, {**constants, **packing, **more})
+
+
+def run_on_cpu(patch):
+    """verl's engine on CPU tensors in this process."""
+    from verl.plugin.platform import platform_manager
+
+    from rl_accel.lab.verl_cpu.platform import PlatformCPU
+
+    patch.setattr(platform_manager, "_current_platform", PlatformCPU())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    with pytest.MonkeyPatch.context() as patch:
+        run_on_cpu(patch)
+        yield
+    torch.distributed.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+def stock(engine, batch, loss):
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    return FSDPEngine.forward_backward_batch(engine, batch, loss)
+
+
+@pytest.fixture(scope="module")
+def skipping():
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    return skip_zero._make(FSDPEngine.forward_backward_batch, SkipZeroFlags(enable=True))
+
+
+def update(function, batch, loss, dtype=torch.float32, module=None):
+    """Gradients, output and the rows that were computed, of one mini-batch."""
+    engine, computed = make_engine(module or make_model(dtype), dtype), []
+    engine.module.register_forward_pre_hook(
+        lambda _module, _args, words: computed.append(int(words["position_ids"].eq(0).sum())), with_kwargs=True
+    )
+    output = function(engine, batch.clone(), loss)
+    gradients = {name: p.grad for name, p in engine.module.named_parameters()}
+    return gradients, output, computed
+
+
+def apart(ours, theirs):
+    """The largest difference of gradients, relative to the largest entry of a parameter's gradient."""
+    return max(
+        float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-30)) for name in theirs
+    )
+
+
+def equal(ours, theirs):
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("mode", SILENT)
+def test_gradients_are_verls_for_every_loss_and_aggregation(skipping, mode, aggregation):
+    loss = ppo(mode, aggregation)
+    batch = make_batch([9, 20, 3, 14, 30, 7], [0.7, 0, -1.2, 0, 0, 2.0], DYNAMIC, holes=0.2)
+    wanted, theirs, _ = update(stock, batch, loss)
+    found, ours, computed = update(skipping, batch, loss)
+    assert sum(computed) == 3
+    assert apart(found, wanted) < 2e-6
+    assert sum(ours["loss"]) == pytest.approx(sum(theirs["loss"]), rel=1e-5)
+    assert {*ours["metrics"]} == {*theirs["metrics"]} | {
+        f"rl_accel/skip_zero/{name}" for name in ("rows", "tokens", "seconds_saved")
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("remove_padding", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_equal_packing_gives_equal_bits(skipping, size, remove_padding, dtype):
+    """Zero rows in micro-batches of their own: the other micro-batches are the same, and theirs add exact zeros."""
+    packing = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": size, "use_remove_padding": remove_padding}
+    batch = make_batch([9, 20, 3, 14, 30, 7, 8, 5], [0.7, -0.1, 0, 0, -1.2, 0.4, 0, 0], packing, holes=0.2)
+    wanted, theirs, _ = update(stock, batch, ppo(), dtype)
+    found, ours, computed = update(skipping, batch, ppo(), dtype)
+    assert len(computed) == 4 // size
+    assert equal(found, wanted)
+    assert sum(ours["loss"]) == sum(theirs["loss"])
+    assert ours["metrics"]["actor/pg_loss"].aggregate() == theirs["metrics"]["actor/pg_loss"].aggregate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remove_padding", [True, False])
+@pytest.mark.parametrize("packing", [FIXED_2, DYNAMIC], ids=["fixed", "dynamic"])
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.sampled_from([0.0, 0.0, 0.5, -2.0])), min_size=4, max_size=10).filter(
+        lambda rows: len(rows) % 2 == 0
+    ),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.integers(0, 99),
+)
+def test_random_shapes_and_masks(skipping, packing, remove_padding, rows, holes, seed):
+    """Multi-turn masks, rows without a trained token, mini-batches of zero rows alone: gradients to float rounding."""
+    lengths, advantages = zip(*rows, strict=True)
+    packing = {**packing, "use_remove_padding": remove_padding}
+    batch = make_batch(lengths, advantages, packing, seed=seed, holes=holes)
+    wanted, theirs, _ = update(stock, batch, ppo(aggregation="token-sum"))
+    found, ours, _ = update(skipping, batch, ppo(aggregation="token-sum"))
+    assert apart(found, wanted) < 2e-5
+    assert sum(ours["loss"]) == pytest.approx(sum(theirs["loss"]), rel=1e-4, abs=1e-4)
+
+
+def test_a_mini_batch_of_zero_rows_keeps_its_shortest_rows_and_its_optimiser_step(skipping):
+    batch = make_batch([9, 20, 3, 14], [0, 0, 0, 0], FIXED_2)
+    found, _, computed = update(skipping, batch, ppo())
+    assert len(computed) == 1
+    assert all(gradient is not None and not gradient.any() for gradient in found.values())
+    assert skip_zero._choose_rows([True] * 4, [9, 20, 3, 14], 2) == [0, 2]
+
+
+def test_a_mini_batch_without_zero_rows_is_verls(skipping):
+    batch = make_batch([9, 20, 3, 14], [1, -1, 0.5, 2], DYNAMIC)
+    wanted, theirs, rows = update(stock, batch, ppo())
+    found, ours, computed = update(skipping, batch, ppo())
+    assert computed == rows
+    assert equal(found, wanted)
+    ours = {name: value for name, value in ours["metrics"].items() if not name.startswith("rl_accel/")}
+    assert {name: value.values for name, value in ours.items()} == {
+        name: value.values for name, value in theirs["metrics"].items()
+    }
+
+
+def test_only_means_over_rows_differ_among_the_metrics(skipping):
+    batch = make_batch([9, 20, 3, 14], [1, 0, 0.5, 0], DYNAMIC)
+    (_, theirs, _), (_, ours, _) = (update(function, batch, ppo()) for function in (stock, skipping))
+    for name in {*theirs["metrics"]} - ROW_MEANS:
+        assert ours["metrics"][name].aggregate() == pytest.approx(theirs["metrics"][name].aggregate(), rel=1e-5)
+
+
+def test_the_last_mini_batch_of_a_step_reports_what_the_step_has_left_out(skipping):
+    engine, loss, reports = make_engine(make_model()), ppo(), []
+    for last in (False, False, True, True):
+        batch = make_batch([9, 20, 3, 14], [1, 0, 0.5, 0], DYNAMIC, update_lr_scheduler=last)
+        metrics = skipping(engine, batch, loss)["metrics"]
+        reports.append(metrics["rl_accel/skip_zero/rows"].aggregate() if "rl_accel/skip_zero/rows" in metrics else None)
+    assert reports == [None, None, 6.0, 2.0]
+
+
+def test_a_row_that_may_not_be_finite_is_trained_as_by_verl(skipping):
+    batch = make_batch([9, 20, 3, 14], [1, 0, 0.5, 0], DYNAMIC)
+    batch["old_log_probs"].values()[9 + 4] = float("-inf")
+    assert skip_zero._find_zero_rows(batch) == [False, False, False, True]
+    batch["advantages"].values()[-1] = float("nan")
+    assert not any(skip_zero._find_zero_rows(batch))
+
+
+def test_forward_passes_critics_and_other_data_are_verls(skipping):
+    seen = []
+    ours = skip_zero._make(lambda *arguments: seen.append(arguments), SkipZeroFlags(enable=True))
+    batch = make_batch([9, 20], [0, 0], DYNAMIC)
+    calls = [
+        (make_engine(make_model()), batch, None, True),
+        (make_engine(make_model(), cls="FSDPEngineWithValueHead"), batch, "value_loss", False),
+        (make_engine(make_model()), batch.exclude("advantages"), "sft_loss", False),
+        (make_engine(make_model()), make_batch([9], [0], DYNAMIC, return_model_output=True), "ppo_loss", False),
+    ]
+    for call in calls:
+        ours(*call)
+    assert [(a[0], a[2:]) for a in seen] == [(a[0], a[2:]) for a in calls]
+    assert all(a[1] is b[1] for a, b in zip(seen, calls, strict=True))
+
+
+DROPOUT = {"attention_dropout": 0.1}
+OBSTACLES = [
+    ({}, {}, {"calculate_entropy": True}, "actor.calculate_entropy = False, found True"),
+    ({}, DROPOUT, {}, r"dropout of the model = 0, found Qwen2Attention.attention_dropout = 0.1"),
+    ({"entropy_coeff": 0.1}, {}, {}, "have a gradient"),
+    ({"use_kl_loss": True}, {}, {}, "have a gradient"),
+    *(({"mode": mode}, {}, {}, f"found {mode} with loss_agg_mode token-mean .*{why}") for mode, why in LOUD.items()),
+    ({"aggregation": "seq-mean-token-sum-norm", "loss_scale_factor": None}, {}, {}, "change the gradient of others"),
+]
+
+
+@pytest.mark.parametrize(("of_loss", "of_model", "of_batch", "message"), OBSTACLES)
+def test_what_zero_advantages_do_not_silence_is_refused_by_name_and_left_to_verl_in_auto(
+    of_loss, of_model, of_batch, message, caplog
+):
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    batch = make_batch([9, 20, 3], [1, 0, 0], DYNAMIC, **of_batch)
+    batch["ref_log_prob"] = batch["old_log_probs"].clone()
+    engine = make_engine(make_model(**of_model))
+    with pytest.raises(ConfigError, match=message) as refused:
+        skip_zero._make(None, SkipZeroFlags(enable=True))(engine, batch, ppo(**of_loss))
+    assert "\n" not in str(refused.value)
+    calls = []
+
+    def original(*arguments):
+        calls.append(arguments)
+
+    functools.update_wrapper(original, FSDPEngine.forward_backward_batch)
+    automatic = skip_zero._make(original, SkipZeroFlags())
+    loss = ppo(**of_loss)
+    for _ in range(2):
+        automatic(engine, batch, loss)
+    assert [call[1] is batch for call in calls] == [True, True]
+    assert caplog.text.count("skip_zero stays off") == 1
+
+
+def test_every_loss_that_verl_registers_is_tried_here():
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    assert {*POLICY_LOSS_REGISTRY} == {*SILENT, *LOUD}
+
+
+def test_a_loss_that_needs_other_data_is_refused_with_what_it_said():
+    def mine(model_output, data, dp_group=None):
+        return data["my_field"].sum(), {}
+
+    assert "it cannot be tried: KeyError" in skip_zero.find_influence(mine)
+
+
+def test_a_trial_draws_no_random_numbers_of_the_run():
+    before = torch.get_rng_state()
+    skip_zero.find_influence(ppo("clip_cov"))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_function_that_makes_no_micro_batches_is_refused():
+    with pytest.raises(PatchRefused, match="no longer calls prepare_micro_batches and forward_step"):
+        skip_zero._require_steps(replace, None, None)
+
+
+def two_ranks(rank, folder):
+    """One process of two: gradients of FSDP2 for each packing, stock and without zero rows, as JSON in ``folder``."""
+    from torch.distributed.fsdp import fully_shard
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    torch.set_num_threads(1)
+    run_on_cpu(pytest.MonkeyPatch())
+    store = torch.distributed.FileStore(f"{folder}/store", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    ours = skip_zero._make(FSDPEngine.forward_backward_batch, SkipZeroFlags(enable=True))
+    found = {}
+    # Rank 1 has one trained row, or none; rank 0 has long ones, which need more micro-batches than rank 1 has such rows.
+    rows = {
+        "some": [[0.7, 0, 1.0, -1.0, 0, 0], [0, 0, 0, 0.3, 0, 0]],
+        "none": [[0.7, 0, 1.0, -1.0, 0, 0], [0] * 6],
+        "all zero": [[0] * 6, [0] * 6],
+    }
+    lengths = [[9, 20, 50, 55, 30, 7], [12, 18, 4, 6, 11, 3]][rank]
+    for name, advantages in rows.items():
+        for packing in (FIXED_2, DYNAMIC):
+            batch = make_batch(lengths, advantages[rank], packing, seed=rank, global_batch_size=12)
+            both = []
+            for function in (stock, ours):
+                model = make_model()
+                for layer in (*model.model.layers, model):
+                    fully_shard(layer)
+                gradients, output, computed = update(function, batch, ppo(), module=model)
+                both.append({key: value.full_tensor() for key, value in gradients.items()})
+            metrics = {key: value.aggregate() for key, value in output["metrics"].items()}
+            counts = [len(computed), sum(computed)]
+            wanted, gradients = both
+            found[f"{name} {packing['use_dynamic_bsz']}"] = [apart(gradients, wanted), counts, metrics]
+    with open(f"{folder}/{rank}.json", "w") as file:
+        json.dump(found, file)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_on_their_micro_batches(tmp_path):
+    ranks = [subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)]) for rank in (0, 1)]
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert {*first} == {f"{name} {dynamic}" for name in ("some", "none", "all zero") for dynamic in (True, False)}
+    for name, (difference, (micro_batches, rows), metrics) in first.items():
+        assert difference < 2e-6, name
+        assert [micro_batches, rows] == second[name][1], name
+        wanted = {"all zero False": 2, "all zero True": 1}.get(name, 4 if "False" in name else 3)
+        assert rows == wanted, name
+        for key in ("rows", "tokens"):
+            assert metrics[f"rl_accel/skip_zero/{key}"] > 0
+        assert metrics["rl_accel/skip_zero/rows"] == 12 - 2 * wanted
+
+
+if __name__ == "__main__":
+    two_ranks(int(sys.argv[1]), sys.argv[2])
