@@ -61,10 +61,12 @@ def test_lossless_features_may_come_and_go_at_a_resume(resumed, tmp_path):
 def test_tail_batching_that_is_switched_off_says_what_it_leaves_and_is_not_resumed_later(resumed, tmp_path):
     checkpoints, tail = tmp_path / "checkpoints", "+rl_accel.tail_batching.enable=True"
     first = resumed(checkpoints, 2, *TAIL, tail)
-    assert first.steps[-1]["rl_accel/tail_batching/prompts_deferred"] > 0
-    second = resumed(checkpoints, 3, *TAIL, "+rl_accel.telemetry.enable=True")
-    assert [step["training/global_step"] for step in second.steps] == [3]
-    left = f"tail_batching is off, and prompts that it had deferred in {checkpoints}/global_step_2 are not trained"
+    assert [step["rl_accel/tail_batching/queue_length"] for step in first.steps] == [1, 0]  # the last round leaves none
+    shutil.rmtree(checkpoints / "global_step_2")
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("1")
+    second = resumed(checkpoints, 2, *TAIL, "+rl_accel.telemetry.enable=True")
+    assert [step["training/global_step"] for step in second.steps] == [2]
+    left = f"tail_batching is off, and prompts that it had deferred in {checkpoints}/global_step_1 are not trained"
     assert left in second.log
-    with pytest.raises(AssertionError, match="global_step_3 was saved without tail batching"):
-        resumed(checkpoints, 4, *TAIL, tail)
+    with pytest.raises(AssertionError, match="global_step_2 was saved without tail batching"):
+        resumed(checkpoints, 3, *TAIL, tail)
