@@ -402,16 +402,13 @@ def _fork_server(command: list[str], temp: str | None) -> Iterator[list[str]]:
     Yields the command to run. Ray starts workers with the same server. Does nothing for a run that joins a Ray cluster.
     """
     python, *words = command
-    if (
-        os.environ.get("VERL_PLATFORM") != "cpu"
-        or os.environ.get("RL_ACCEL_FORK_SERVER") == "0"
-        or "RAY_ADDRESS" in os.environ
-        or temp is None
-        or not Path(python).name.startswith("python")
-    ):
+    is_python = Path(python).name.startswith("python") and shutil.which(python)
+    is_program = bool(words) and (words[0] == "-m" or not words[0].startswith("-"))
+    is_on_cpu = os.environ.get("VERL_PLATFORM") == "cpu" and "RAY_ADDRESS" not in os.environ
+    if not (is_python and is_program and is_on_cpu and temp) or os.environ.get("RL_ACCEL_FORK_SERVER") == "0":
         yield command
         return
-    path = str(Path(temp, f"forks-{os.getpid()}"))  # a run that is started again has the folder of its first start
+    path = f"{temp}/forks-{os.getpid()}"  # a run that is started again has the folder of its first start
     start = [python, "-S", "-E", fork_client.__file__, path]
     os.environ[WORKER_PYTHON] = shlex.join(start)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

@@ -117,3 +117,12 @@ def test_other_runs_start_python_itself(name, value, tmp_path):
     code, told = run(PROGRAM, tmp_path, **{name: value})
     assert code == 0
     assert told["process"][0][0]["inherited"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [(["python-that-is-not-there", "x"], 127), ([sys.executable, "-c", "exit(5)"], 5)]
+)
+def test_a_command_that_is_no_program_of_python_runs_as_it_is(words, code, tmp_path):
+    with ray_temp_dir() as temp:
+        outcome = supervised(words, {"VERL_PLATFORM": "cpu"}, tmp_path, tmp_path / "log", Stop(), lambda: False, temp)
+    assert outcome.exit_code == code, (tmp_path / "log").read_text()
