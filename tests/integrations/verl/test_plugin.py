@@ -208,6 +208,6 @@ def test_an_error_in_the_loader_stops_the_process_with_one_line(python):
     assert "unreachable" not in done.stdout
     assert done.stderr.strip().splitlines()[-1] == (
         "rl-accel: environment RL_ACCEL: unknown key rl_accel.gea (did you mean rl_accel.gae?); "
-        "rl_accel takes auto, gae, advantages, sampler, final_output, tail_batching, reward_timeout, telemetry, tp_replan, "
-        "balance, drafts"
+        "rl_accel takes auto, gae, advantages, sampler, final_output, skip_zero, tail_batching, reward_timeout, telemetry, "
+        "tp_replan, balance, drafts"
     )
