@@ -170,7 +170,7 @@ def _make(original: Any, settings: Any) -> Any:
     from verl.utils.metric import Metric
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-    # By engine: the loss function, and what was left out in the current step, or None if updates are left to verl.
+    # For each engine: the loss function, and the counts of the current step. Counts are None if verl trains all rows.
     engines: weakref.WeakKeyDictionary[Any, tuple[Any, Counter[str] | None]] = weakref.WeakKeyDictionary()
     told: set[str] = set()
 

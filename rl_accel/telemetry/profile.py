@@ -206,7 +206,7 @@ def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Pr
         step for step in metrics if step not in staged and any(name in metrics[step] for name in timers)
     ]:
         notes.append(
-            f"left out, as the seconds of a stage or of the step are no numbers: {', '.join(map(str, unknown_steps))}"
+            f"left out, as the seconds of a stage or of the step are no durations: {', '.join(map(str, unknown_steps))}"
         )
     missing: list[str] = []
     kept: dict[int, list[Response]] = {}

@@ -102,14 +102,14 @@ def stages(metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns the seconds of each stage with a timer, and as ``other`` the seconds outside all timers.
 
     The seconds add up to those of the whole step. Returns {} if ``metrics`` do not belong to a training step, or if the seconds of
-    the step or of a stage are not finite.
+    the step or of a stage are negative or not finite.
 
     Args:
         metrics: metrics that verl logs for a step, including ``timing_s/<stage>``.
     """
     whole = metrics.get(PREFIX + "step")
     timed = {stage: float(metrics[PREFIX + stage]) for stage in STAGES if PREFIX + stage in metrics}
-    if whole is None or not all(map(math.isfinite, (whole, *timed.values()))):
+    if whole is None or not 0 < whole < math.inf or not all(0 <= value < math.inf for value in timed.values()):
         return {}
     return {**timed, OTHER: float(whole) - sum(timed.values())}
 

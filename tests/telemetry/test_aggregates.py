@@ -1,5 +1,6 @@
 """Estimates without telemetry, against rollouts whose seconds are known and against what A/B runs of this project measured."""
 
+import json
 from pathlib import Path
 from statistics import fmean
 
@@ -85,14 +86,18 @@ def seconds_of(folder, name="step", warmup=2):
 
 
 @pytest.mark.parametrize("recipe", ["ab_tail", "ab_vllm"])
-def test_tail_batching_comes_first_and_saves_what_the_kept_runs_saved(recipe):
-    kept = KEPT / recipe / "stock"
-    metrics, responses = read_log(kept / "metrics.jsonl"), read_kept(kept / "rl_accel_telemetry.jsonl")
-    for step, its in metrics.items():
-        tokens = [response.tokens for response in responses[step]]
-        its |= {**logged(tokens, 1.0), **its}
-    found = estimate(Rollouts.of(list(metrics.values())[2:], 4), 2.0)
-    training = sum(seconds_of(kept, name) for name in ("old_log_prob", "adv", "update_actor"))
+def test_tail_batching_comes_first_and_saves_what_the_kept_runs_saved(recipe, tmp_path):
+    kept, log = KEPT / recipe / "stock", tmp_path / "metrics.jsonl"
+    responses = read_kept(kept / "rl_accel_telemetry.jsonl")
+    with log.open("w") as file:
+        for step, found in read_log(kept / "metrics.jsonl").items():
+            stock = {name: value for name, value in found.items() if not name.startswith("rl_accel/")}
+            data = logged([response.tokens for response in responses[step]], 1.0) | stock
+            print(json.dumps({"step": step, "data": data}), file=file)
+    run = read_run(log, group=4)
+    assert (run.savings[0].name, run.savings[0].advice) == (WAITING, "+rl_accel.tail_batching.enable=True")
+    found = estimate(Rollouts.of([run.metrics[step] for step in run.steps], 4), 2.0)
+    training = sum(run.stages[name] for name in ("old_log_prob", "adv", "update_actor"))
     saved = found.tail.mean + found.polling.mean + training * (1 - found.trained.mean)
     assert saved == pytest.approx(seconds_of(kept) - seconds_of(KEPT / recipe / "tail"), rel=0.25)
 

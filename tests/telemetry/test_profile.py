@@ -192,18 +192,19 @@ def test_the_console_is_read_where_there_is_no_other_log(tmp_path, invoke):
     assert read_run(tmp_path).log == tmp_path / "metrics.jsonl"
 
 
-@pytest.mark.parametrize("value", [None, math.inf])
+@pytest.mark.parametrize("value", [None, math.inf, -5.0])
 @pytest.mark.parametrize("timer", ["gen", "step"])
-def test_a_step_with_a_timer_that_is_no_number_is_left_out_and_said(tmp_path, invoke, timer, value):
+def test_a_step_with_a_timer_that_is_no_duration_is_left_out_and_said(tmp_path, invoke, timer, value):
     write_log(tmp_path / "m.jsonl", steps=5, **{"rl_accel/telemetry/idle_share": 0.5})
-    odd = {f"timing_s/{timer}": value, "rl_accel/telemetry/idle_share": value}
+    other = None if value == -5.0 else value
+    odd = {f"timing_s/{timer}": value, "rl_accel/telemetry/idle_share": other}
     lines = (tmp_path / "m.jsonl").read_text().splitlines()
     lines.insert(5, json.dumps({"step": 4, "data": odd}))
     (tmp_path / "m.jsonl").write_text(
-        "\n".join([*lines, json.dumps({"step": 5, "data": {"rl_accel/telemetry/idle_share": value}})])
+        "\n".join([*lines, json.dumps({"step": 5, "data": {"rl_accel/telemetry/idle_share": other}})])
     )
     output = invoke(profile, tmp_path)
-    assert "note: left out, as the seconds of a stage or of the step are no numbers: 4\n" in output
+    assert "note: left out, as the seconds of a stage or of the step are no durations: 4\n" in output
     found = read_run(tmp_path)
     assert (list(found.steps), found.stages["gen"], found.numbers["idle_share"]) == ([3, 5], 12.0, 0.5)
 

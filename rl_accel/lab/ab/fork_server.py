@@ -6,7 +6,8 @@ itself for each :mod:`fork_client` that connects to the listening socket with fi
 
 A fork imports verl, Ray and this project itself, as any process does: they read the environment when they are imported.
 
-The server ends when its standard input closes. Only runs on a CPU use it, because CUDA does not survive a fork.
+The server ends when its standard input closes. Only runs on a CPU use it, because CUDA does not survive a fork. The fork server of
+:mod:`multiprocessing` does not serve here: it runs functions of its parent, and Ray starts commands.
 """
 
 import atexit
