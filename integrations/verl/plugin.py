@@ -1,15 +1,17 @@
 """Plug-in of entry-point group ``verl.plugins``. ``import verl`` imports this module in every process, including Ray actors.
 
-verl logs exceptions raised during this import at DEBUG level only. A requested feature must never fail silently, so an
-error becomes a ``SystemExit`` with a message of one line, which verl does not catch. Without flags, this module only
+verl logs exceptions raised during this import at DEBUG level only. A requested feature must never fail silently, so every
+exception becomes a ``SystemExit`` with a message of one line, which verl does not catch. Without flags, this module only
 arranges that flags are read from a trainer's configuration (see :mod:`rl_accel.patches.verl.config_intake`).
 """
 
-from rl_accel.errors import RlAccelError
-from rl_accel.integrations.ray import propagate
-from rl_accel.runtime import RUNTIME
-
 try:
+    from rl_accel.integrations.ray import propagate
+    from rl_accel.runtime import RUNTIME
+
     RUNTIME.adopt(propagate.received())
-except RlAccelError as error:
-    raise SystemExit(f"rl-accel: {error}") from error
+except Exception as error:
+    from rl_accel.errors import RlAccelError
+
+    kind = "" if isinstance(error, RlAccelError) else f"flags cannot be read: {type(error).__name__}: "
+    raise SystemExit(f"rl-accel: {kind}{error}") from error

@@ -55,7 +55,8 @@ def test_lossless_features_may_come_and_go_at_a_resume(resumed, tmp_path):
         without = resumed(stock, steps)
         assert [step["training/global_step"] for step in with_features.steps] == [steps]
         assert trained(with_features) == trained(without)
-        assert ("rl_accel/gae/applied" in with_features.steps[0]) == bool(overrides)
+        on = {process.role for process in with_features.processes if process.requested["gae"] != "off"}
+        assert ("rl_accel/gae/applied" in with_features.steps[0]) == bool(overrides), (on, with_features.log[-4000:])
 
 
 def test_tail_batching_that_is_switched_off_says_what_it_leaves_and_is_not_resumed_later(resumed, tmp_path):

@@ -41,11 +41,18 @@ LIBRARIES = (
 
 
 def main(listener: socket.socket) -> None:
-    """Serves until the standard input closes; returns in a fork when the fork's program has ended."""
+    """Serves until the standard input closes; returns in a fork when the fork's program has ended.
+
+    Returns at once if a library has started a thread. Clients then start plain processes.
+    """
     del sys.path[0]  # this folder
     for library in LIBRARIES:
         with contextlib.suppress(ImportError):
             importlib.import_module(library)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:  # a lock that one of them holds would stay locked in a fork
+        print(f"rl-accel ab: processes start without a fork server, because it has {threads} threads", file=sys.stderr)
+        return
     gc.freeze()  # a collection in a fork would copy every page
     atexit.register(gc.unfreeze)
     if (request := _serve(listener)) is not None:

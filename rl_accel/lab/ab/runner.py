@@ -49,6 +49,8 @@ RAY_DID_NOT_START = "The current node timed out during startup"
 and neither limit can be set (https://github.com/ray-project/ray/issues/65983)."""
 _STARTS = 3
 _POLL_S = 0.2
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Environment of the fork server: neither OpenMP nor pyarrow's allocator starts a thread, which no fork would have."""
 _ORPHANS_S = 5.0
 """Seconds that remaining daemons of a trainer may take to shut down by themselves after the trainer has ended."""
 
@@ -234,7 +236,8 @@ def supervised(
     A command that fails because its Ray cluster exceeded Ray's time limit for starting is started again, at most twice.
 
     When this function returns or raises, no process of the command is left. If the calling process is killed, its supervisor
-    soon ends all processes of the command and removes ``temp``.
+    soon ends all processes of the command and removes ``temp``. An exception that this function raises has a note with the end of
+    the log.
 
     ``env`` replaces variables of this process, except that modules in :data:`MODULES` are added to the modules named there.
     """
@@ -253,7 +256,11 @@ def supervised(
             supervisor = subprocess.Popen(
                 words, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=cwd, env=full, start_new_session=True
             )
-            reason = _wait(supervisor, run_id, stop, follow)
+            try:
+                reason = _wait(supervisor, run_id, stop, follow)
+            except BaseException as error:
+                error.add_note(f"the end of {log}:\n{last_lines(log)}")
+                raise
         if not (again and reason == "ended" and supervisor.returncode and RAY_DID_NOT_START in _tail(log, before)):
             break
         with log.open("a") as file:
@@ -418,7 +425,7 @@ def _fork_server(command: list[str], temp: str | None) -> Iterator[list[str]]:
             [python, fork_server.__file__, str(listener.fileno())],
             stdin=subprocess.PIPE,
             pass_fds=[listener.fileno()],
-            env={"OMP_NUM_THREADS": "1", **os.environ},  # a fork has only one of the threads of its parent
+            env={**os.environ, **_ONE_THREAD},
         )
     assert server.stdin is not None
     try:

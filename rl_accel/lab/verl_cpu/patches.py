@@ -136,6 +136,14 @@ def _order_rows(original: Callable[..., Any], _settings: Any) -> Callable[..., A
     return _materialize_batch
 
 
+def _own_socket(original: Callable[..., Any], _settings: Any) -> Callable[..., Any]:
+    def __init__(self: Any, zmq_handle: str, *args: Any, **kwargs: Any) -> None:
+        folder = os.environ.get("RAY_TMPDIR", "/tmp")
+        original(self, zmq_handle.replace("ipc:///tmp/", f"ipc://{folder}/", 1), *args, **kwargs)
+
+    return __init__
+
+
 def check_config(config: Any) -> None:
     """Checks whether a verl trainer with this configuration can run on a CPU.
 
@@ -319,5 +327,21 @@ SWITCHES: tuple[Patch, ...] = (
         make=_order_rows,
         no_seam="custom_sampler takes one class, and a run may need it for its own",
         remove_when="rows are in the order of the prompts",
+    ),
+    *(
+        Patch(
+            name=f"verl.cpu.socket_of_{end.lower()}",
+            target=f"verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeight{end}.__init__",
+            supports="verl>=0.9.0",
+            params=params,
+            make=_own_socket,
+            no_seam="the name of the socket for weights has Ray's job id, which is 01000000 in every new cluster of a machine",
+            upstream="https://github.com/verl-project/verl/issues/6233",
+            remove_when="two runs on one machine with a Ray cluster each have two sockets",
+        )
+        for end, params in (
+            ("Sender", ("self", "zmq_handle", "bucket_size_mb", "use_shm")),
+            ("Receiver", ("self", "zmq_handle", "device", "use_shm")),
+        )
     ),
 )

@@ -9,14 +9,14 @@ import threading
 import time
 from pathlib import Path
 
+import rl_accel.runtime
+
 
 def _report(folder: Path) -> None:
     import psutil
 
     target = folder / f"{os.getpid()}.json"
     while folder.exists():
-        import rl_accel
-
         title = " ".join(psutil.Process().cmdline())
         found = {"title": title, "status": rl_accel.status().to_dict()}
         part = target.with_suffix(".part")

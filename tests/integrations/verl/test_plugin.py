@@ -211,3 +211,7 @@ def test_an_error_in_the_loader_stops_the_process_with_one_line(python):
         "rl_accel takes auto, gae, advantages, sampler, final_output, skip_zero, tail_batching, reward_timeout, telemetry, "
         "tp_replan, balance, drafts"
     )
+    done = python("import verl\nprint('unreachable')", RL_ACCEL_SOURCES='{"half of the flags')
+    assert done.returncode == 1
+    assert "unreachable" not in done.stdout  # verl logs an exception of any other kind where nobody sees it
+    assert done.stderr.strip().splitlines()[-1].startswith("rl-accel: flags cannot be read: JSONDecodeError: ")

@@ -119,6 +119,18 @@ def test_other_runs_start_python_itself(name, value, tmp_path):
     assert told["process"][0][0]["inherited"] == []
 
 
+def test_a_server_in_which_a_library_started_a_thread_does_not_fork(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, threading\n"
+        "if any(word.endswith('fork_server.py') for word in sys.orig_argv):\n"
+        "    threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    code, told = run(PROGRAM, tmp_path, PYTHONPATH=str(tmp_path))
+    assert code == 0
+    assert told["process"][0][0]["inherited"] == []
+    assert "without a fork server, because it has 2 threads" in (tmp_path / "log").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "code"), [(["python-that-is-not-there", "x"], 127), ([sys.executable, "-c", "exit(5)"], 5)]
 )
