@@ -173,6 +173,11 @@ def with_engine(change: Callable[[EngineModel], EngineModel], *how: Any) -> Eval
 AS_IT_IS = Option("as it is", "", simulated(), False)
 
 
+def skipping_zero(price: Evaluator) -> Evaluator:
+    """Returns a function that simulates a run as ``price`` does, with the feature skip_zero."""
+    return lambda setup, rounds, seed: price(setup.skipping_zero(seed), rounds, seed)
+
+
 def with_drafts(engine: EngineModel, tokens_a_step: float, limit: int = 32) -> EngineModel:
     """Returns the engine model with speculative decoding (feature ``drafts``).
 
@@ -354,6 +359,14 @@ def options_of(setup: Setup, tokens_a_step: Mapping[int, float] = MappingProxyTy
         limits, late = on("reward_timeout"), "rewards of slow answers"
         add("reward_timeout", limits, simulated(timeout=True), late)
         add("tail_batching + reward_timeout", f"{on('tail_batching')} {limits}", tails(timeout=True), late)
+    if setup.zero_shares:
+        zero = f"advantage 0 for {setup.zero_shares[0]:.0%} of the text, if rewards are compared in groups"
+        add("skip_zero", on("skip_zero"), skipping_zero(AS_IT_IS.price), zero)
+        if setup.poll_seconds:
+            both = skipping_zero(simulated(poll_seconds=0.0))
+            add("skip_zero + sampler", f"{on('sampler')} {on('skip_zero')}", both, zero)
+        both = skipping_zero(tails())
+        add("skip_zero + tail_batching", f"{on('tail_batching')} {on('skip_zero')}", both, f"{shorter}; {zero}")
     for longest, accepted in tokens_a_step.items():
         how = f"{on('drafts')} +rl_accel.drafts.max_tokens={longest}"
         drafting = functools.partial(with_drafts, tokens_a_step=accepted)

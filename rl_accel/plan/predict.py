@@ -11,7 +11,7 @@ from rich.table import Table
 
 from rl_accel.config import Flags, resolve
 from rl_accel.errors import RlAccelError
-from rl_accel.features import REWARD_TIMEOUT, SAMPLER, TAIL_BATCHING
+from rl_accel.features import REWARD_TIMEOUT, SAMPLER, SKIP_ZERO, TAIL_BATCHING
 from rl_accel.plan.answers import PLAIN, Prediction, mean_of, outcome_of, rounds_of
 from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.rollout.round_driver import METRICS_PREFIX
@@ -72,7 +72,8 @@ def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> 
     found, uneven = [], []
     for draw in range(draws):
         rounds = rounds_of(setup, tails, steps, draw, limited, ends=True)[first:]
-        found.append(outcome_of(setup, rounds, poll, ends=True))
+        skipping = setup.skipping_zero(draw) if flags.requested(SKIP_ZERO) != "off" else setup
+        found.append(outcome_of(skipping, rounds, poll, ends=True))
         rng, seconds = np.random.default_rng(draw), [played.metrics.rollout_seconds for played in rounds]
         again = rng.choice(setup.uneven, len(setup.uneven))  # bootstrap, because a few ratios are uncertain
         uneven.append(found[-1].rollout_seconds * np.average(rng.choice(again, len(rounds)), weights=seconds))

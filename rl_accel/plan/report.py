@@ -25,6 +25,8 @@ FIT_LIMIT = 0.5
 _WANTS = {
     "drafts": "--tokens-a-step says what they give, 1 and what `rl-accel bench drafts` prints as accepted",
     "tp_replan": "how fast the engine is at another size is known of published ones alone",
+    "skip_zero": "it wants groups of equal rewards in a trainer.rollout_data_dir below LOG, in a run without it and without a"
+    " critic, KL or entropy term",
     "balance": "it wants several replicas with fewer slots than requests, and --slots says how many they have",
 }
 """Text that says which inputs the evaluation of a feature needs, by feature. Printed for features that were not evaluated."""

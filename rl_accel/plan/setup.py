@@ -36,6 +36,8 @@ class Setup:
         engines: performance models of engines by tensor-parallel size; may be empty.
         cluster: class of the simulated cluster; a subclass may route requests differently.
         uneven: deviation of real rollouts from the simulation: measured divided by simulated seconds, one ratio per rollout.
+        zero_shares: share of the text that skip_zero would leave out of the actor update, measured and in bootstrap draws; may be
+            empty.
     """
 
     prompts: int
@@ -50,6 +52,7 @@ class Setup:
     engines: Mapping[int, EngineModel] = field(default_factory=dict)
     cluster: type[Cluster] = Cluster
     uneven: Sequence[float] = (1.0,)
+    zero_shares: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         for name in ("prompts", "responses", "replicas"):
@@ -73,6 +76,12 @@ class Setup:
         """
         poll = self.poll_seconds if poll_seconds is None else poll_seconds
         return (ceil(seconds / poll) * poll if poll else seconds) + self.after_seconds
+
+    def skipping_zero(self, seed: int) -> "Setup":
+        """Returns the setup with the feature skip_zero: its ``update_actor`` is shorter by the share of the draw ``seed``."""
+        share = self.zero_shares[seed % len(self.zero_shares)] if self.zero_shares else 0.0
+        update = self.stages.get("update_actor", 0.0) * (1 - share)
+        return replace(self, stages={**self.stages, "update_actor": update})
 
     def built(self) -> Cluster:
         """Returns a new, idle simulated cluster with the replicas of this setup."""
@@ -122,6 +131,7 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit | None]
         0.0 if run.on & {"sampler", "tail_batching"} else POLL_SECONDS,
         min(run.rests.values(), default=0.0),
         given.get("gpus") or 1,
+        zero_shares=run.zero_shares,
     )
     uneven = [_slower(setup, step) for step in steps if all(r.outcome == COMPLETED for r in step)]
     return replace(setup, uneven=uneven or setup.uneven), fit
@@ -161,6 +171,7 @@ def _setup_of_aggregates(run: Profile, estimate: Estimate, given: Mapping[str, A
         POLL_SECONDS if rollouts.polls else 0.0,
         estimate.unexplained.mean,
         tp,
+        zero_shares=run.zero_shares,
     )
 
 

@@ -47,6 +47,14 @@ _TABLES = {"drafts": "drafted", "balance": "slots_in_use", "skip_zero": "rows"}
 """Features whose metrics are printed in a table, each with the metric that must be above 0 for the table to be printed."""
 _LIMIT_SCALE, _LIMIT_SLACK, _LIMIT_LEAST = 1.5, 0.5, 2.0
 """Default time limit of reward_timeout: 1.5 times the longest correct execution plus 0.5 seconds, at least 2 seconds."""
+_NEVER_ZERO = {
+    "timing_s/values",
+    "timing_s/update_critic",
+    "actor/kl_loss",
+    "actor/entropy_loss",
+    "actor/reward_kl_penalty",
+}
+"""Metrics of verl that show a critic, a KL or an entropy term, so that groups with equal rewards influence training."""
 
 _TICK = 0.001
 """Seconds per tick of the clock in a simulation of tail_batching."""
@@ -129,6 +137,8 @@ class Profile:
         kept: responses of all steps, including the warm-up, by step number.
         rests: seconds from the last reward of a step to the end of its generation, by step number.
         on: names of the enabled features.
+        zero_shares: share of the text that skip_zero would leave out of the actor update, and the shares of bootstrap draws; empty
+            if unknown, or if skip_zero is on or cannot work.
         last_seconds: seconds of the generation stage in the last step.
         estimate: parts of generation as estimated from the log, if their times are unknown and the log says enough.
     """
@@ -146,6 +156,7 @@ class Profile:
     kept: Mapping[int, Sequence[Response]]
     rests: Mapping[int, float]
     on: frozenset[str]
+    zero_shares: Sequence[float]
     last_seconds: float
     estimate: Estimate | None
 
@@ -234,8 +245,10 @@ def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Pr
     is_open = rollouts is not None and not responses and "tail_batching" not in on
     found = estimate(rollouts, _LIMIT_LEAST) if rollouts is not None and is_open else None
     savings = _savings(stages, numbers, list(rests.values()), list(responses.values()), on, found, logged.is_slime)
-    if folder.is_dir():
-        savings = sorted([*savings, *_saving_of_skip_zero(stages, folder, on)], key=lambda saving: -saving.at_most)
+    names_logged = {name for its in metrics.values() for name in its}
+    shares, how = _zero_shares(folder, names_logged) if folder.is_dir() and "skip_zero" not in on else ([], "")
+    savings += _saving_of_skip_zero(stages.get("update_actor", 0.0), shares, how)
+    savings.sort(key=lambda saving: -saving.at_most)
     last_seconds = staged[steps[-1]].get("gen", 0.0)
     return Profile(
         logged,
@@ -251,6 +264,7 @@ def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Pr
         kept,
         rests,
         frozenset(on),
+        shares,
         last_seconds,
         found,
     )
@@ -384,24 +398,34 @@ def _again(values: Sequence[float]) -> Range:
     return replace(Range.of(drawn.mean(axis=1)), mean=statistics.fmean(values))
 
 
-def _saving_of_skip_zero(stages: Mapping[str, float], folder: Path, on: Collection[str]) -> list[Saving]:
-    """Returns the part of the actor update that trains groups with equal rewards, from verl's ``trainer.rollout_data_dir``."""
+def _zero_shares(folder: Path, names: Collection[str]) -> tuple[Sequence[float], str]:
+    """Returns the share of the text in groups with equal rewards, from verl's ``trainer.rollout_data_dir``, and its basis in words.
+
+    The first number is the share, the others are shares of bootstrap draws. There is no number without such groups, or if a metric
+    of the log, whose names are ``names``, shows that these groups influence training.
+    """
     groups: dict[tuple[Path, str], list[tuple[float, int]]] = {}
-    for path in folder.rglob("*.jsonl"):
+    for path in folder.rglob("*.jsonl") if _NEVER_ZERO.isdisjoint(names) else ():
         with contextlib.suppress(KeyError, TypeError, ValueError):  # another file, or a file that is being written
             for row in map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.stem.isdigit() else ()):
                 size = len(row["input"]) + len(row["output"])
                 groups.setdefault((path, row["input"]), []).append((row["score"], size))
-    zero = [group for group in groups.values() if len(group) > 1 and len({score for score, _ in group}) == 1]
-    if not zero or "skip_zero" in on or stages.keys() & {"values", "update_critic"}:
-        return []
+    is_zero = [len(group) > 1 and len({score for score, _ in group}) == 1 for group in groups.values()]
+    if not any(is_zero):
+        return [], ""
     sizes = np.array([sum(size for _, size in group) for group in groups.values()])
-    is_zero = np.array([group in zero for group in groups.values()])
-    drawn = np.random.default_rng(0).integers(len(sizes), size=(1000, len(sizes)))
-    drawn[0] = np.arange(len(sizes))
-    shares = (sizes * is_zero)[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
-    seconds = shares * stages.get("update_actor", 0.0)
-    how = f"{len(zero)} of {len(groups)} groups, {shares[0]:.0%} of the text; advantage 0 where rewards are compared in groups"
+    zero, rng = sizes * is_zero, np.random.default_rng(0)
+    draws = (rng.integers(len(sizes), size=len(sizes)) for _ in range(1000))
+    shares = [float(zero[rows].sum() / sizes[rows].sum()) for rows in (np.arange(len(sizes)), *draws)]
+    how = f"{sum(is_zero)} of {len(groups)} groups, {shares[0]:.0%} of the text"
+    return shares, f"{how}; advantage 0 where rewards are compared in groups"
+
+
+def _saving_of_skip_zero(update_seconds: float, shares: Sequence[float], how: str) -> list[Saving]:
+    """Returns the part of the actor update that trains groups with equal rewards. ``shares``, ``how``: see :func:`_zero_shares`."""
+    if not shares:
+        return []
+    seconds = update_seconds * np.array(shares)
     gain = replace(Range.of(seconds[1:]), mean=float(seconds[0]))
     return [Saving("training of groups with equal rewards", gain.mean, "+rl_accel.skip_zero.enable=True", gain, how)]
 

@@ -1,5 +1,6 @@
 """``rl-accel plan``: engines found again from what they did, options priced, and the command."""
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -27,6 +28,7 @@ from rl_accel.telemetry.profile import read_run
 from rl_accel.telemetry.stage_clock import FILE_NAME, Response
 
 REAL = Path(__file__).parent
+AGGREGATES = REAL.parent / "telemetry" / "data" / "tail_stock.jsonl"
 PUBLISHED, BATCH = "--lengths published:math16k", "--prompts 1 --responses 2 --replicas 2"
 ENGINE = EngineModel({1: 0.010, 4: 0.011, 16: 0.015, 64: 0.030}, cached_token_seconds=2e-7, request_seconds=0.01)
 SETUP = Setup(
@@ -229,6 +231,69 @@ def test_drafts_speed_up_few_requests_and_are_priced_as_they_are_accepted():
     assert tails / 2 < both.price(SETUP, 20, 0).rollout_seconds < 0.8 * tails
 
 
+def test_skip_zero_shortens_the_actor_update_and_nothing_else():
+    stages = {"update_actor": 5.0, "old_log_prob": 1.0, "other": 2.0}
+    setup = replace(SETUP, stages=stages, zero_shares=(0.4, 0.2))
+    options = {option.name: option for option in options_of(setup)}
+    tails = answers.simulated(TailBatchingFlags(), 0.0)
+    pairs = [("", AS_IT_IS.price), (" + sampler", options["sampler"].price), (" + tail_batching", tails)]
+    for (name, without), (draw, share) in itertools.product(pairs, enumerate(setup.zero_shares)):
+        before, after = (price(setup, 5, draw) for price in (without, options[f"skip_zero{name}"].price))
+        assert after == replace(before, step_seconds=after.step_seconds), "the rollout is the same"
+        training = before.step_seconds - before.rollout_seconds - stages["other"]
+        assert before.step_seconds - after.step_seconds == pytest.approx(training * share * 5 / 6)
+    both = options["skip_zero + tail_batching"]
+    assert both.how == "+rl_accel.tail_batching.enable=True +rl_accel.skip_zero.enable=True"
+    assert "skip_zero + sampler" not in {option.name for option in options_of(replace(setup, poll_seconds=0.0))}
+    assert not any("skip_zero" in option.name for option in options_of(SETUP)), "the share is unknown"
+
+
+@pytest.mark.parametrize(
+    ("flag", "share"), [("skip_zero.enable=True", 0.4), ("auto=True", 0.4), ("gae.enable=True", 0)]
+)
+def test_a_run_with_skip_zero_is_predicted_with_the_share_of_the_other_run(flag, share):
+    flags, known = flags_of_words([f"+rl_accel.{flag}"]), replace(SETUP, zero_shares=(0.4,))
+    ours, stock = (predict(setup, flags, 4, 2, 1)[0] for setup in (known, SETUP))
+    assert ours == replace(stock, step_seconds=ours.step_seconds)
+    training = stock.step_seconds - stock.rollout_seconds
+    assert stock.step_seconds - ours.step_seconds == pytest.approx(share * training)
+
+
+def with_rewards(folder, log, **more):
+    """A copy of ``log`` with further metrics, and a group of equal and one of other rewards, as verl stores them."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    (folder / "rollouts").mkdir()
+    lines = [json.dumps({**line, "data": {**line["data"], **more}}) for line in lines]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    rewards = [("p", 1), ("p", 1), ("q", 0), ("q", 1)]
+    rows = [json.dumps({"input": prompt, "output": "xyz", "score": score}) for prompt, score in rewards]
+    (folder / "rollouts" / "1.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("more", "shares"), [({}, [0.5]), ({"timing_s/values": 0.1}, []), ({"actor/kl_loss": 0.0}, [])]
+)
+def test_the_share_of_skip_zero_is_read_beside_a_log_without_telemetry(tmp_path, more, shares):
+    setup, _ = setup_of(read_run(with_rewards(tmp_path, AGGREGATES, **more), group=4), {})
+    assert setup.zero_shares[:1] == shares
+
+
+@pytest.mark.parametrize(("more", "is_priced"), [({}, True), ({"timing_s/update_critic": 0.5}, False)])
+def test_the_command_prices_skip_zero_where_a_log_has_equal_rewards_and_no_critic(
+    run_dir, tmp_path, invoke, more, is_priced
+):
+    shutil.copytree(run_dir / "checkpoints", tmp_path / "checkpoints")
+    folder = with_rewards(tmp_path, run_dir / "metrics.jsonl", **more)
+    output = invoke(plan, folder, *["--draws", "1", "--rounds", "5", "--no-scale"])
+    rows = {row["name"]: row for row in json.loads((folder / "plan.json").read_text())["answers"]}
+    assert ("skip_zero" in rows) == ("skip_zero + tail_batching" in rows) == is_priced
+    assert ("Not priced: skip_zero, it wants groups of equal rewards" in output) == (not is_priced)
+    if is_priced:
+        stock = json.loads((folder / "plan.json").read_text())["stock"]
+        assert stock["step_seconds"] - rows["skip_zero"]["step_seconds"] == pytest.approx(1.5, rel=0.2), "half of 3 s"
+
+
 def test_other_places_are_priced_where_requests_wait_or_caches_are_full():
     def slots(engine):
         options = {option.name: option for option in options_of(replace(SETUP, engine=engine))}
@@ -262,6 +327,7 @@ def test_the_command_on_a_run(run_dir, tmp_path, invoke):
     output = invoke(plan, run_dir, *["--draws", "2", "--rounds", "5", "--no-scale", "--out"], tmp_path)
     assert "Fitted to 384 responses" in output
     assert "Best of the pack: " in output
+    assert "Not priced: skip_zero, it wants groups of equal rewards" in output, "the log has no rewards"
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["schema"] == "rl_accel.plan/1"
     assert {"sampler", "tail_batching auto", "twice the replicas"} <= {row["name"] for row in found["answers"]}

@@ -81,9 +81,18 @@ def test_groups_with_equal_rewards_have_a_price_where_verl_stored_its_responses(
     assert saving.arithmetic.startswith("2 of 5 groups, 44% of the text")
 
 
-@pytest.mark.parametrize("logged", [{"timing_s/update_critic": 1.0}, {"rl_accel/skip_zero/applied": 1.0}])
-def test_groups_have_no_price_with_a_critic_or_where_they_are_left_out(tmp_path, logged):
-    write_run(tmp_path, **logged)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "timing_s/update_critic",
+        "rl_accel/skip_zero/applied",
+        "actor/kl_loss",
+        "actor/entropy_loss",
+        "actor/reward_kl_penalty",
+    ],
+)
+def test_groups_have_no_price_where_they_are_left_out_or_influence_training(tmp_path, name):
+    write_run(tmp_path, **{name: 1.0})
     write_rollouts(tmp_path / "rollouts", [(1, 1)])
     assert EQUAL not in savings_of(read_run(tmp_path))
 
