@@ -236,8 +236,7 @@ def supervised(
     A command that fails because its Ray cluster exceeded Ray's time limit for starting is started again, at most twice.
 
     When this function returns or raises, no process of the command is left. If the calling process is killed, its supervisor
-    soon ends all processes of the command and removes ``temp``. An exception that this function raises has a note with the end of
-    the log.
+    soon ends all processes of the command and removes ``temp``. This function adds the end of the log to an exception as a note.
 
     ``env`` replaces variables of this process, except that modules in :data:`MODULES` are added to the modules named there.
     """
