@@ -254,7 +254,7 @@ class SeamCheck:
         _passed.add(self.name)
 
     def revert(self) -> None:
-        """Forgets that the check has passed. The framework was not changed, so nothing is undone."""
+        """Marks this switch as not applied. Nothing is undone, because applying it only checked the framework and changed nothing."""
         _passed.discard(self.name)
 
 

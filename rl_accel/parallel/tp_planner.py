@@ -57,7 +57,8 @@ SURE = 2.0
 RETRY_STEPS = 25
 """Number of steps until the same change of the TP size is tried again. Doubles each time, so that a run does not oscillate."""
 WINDOW = 80
-"""Number of latest steps that the planner keeps. They contain sixteen long rounds if every fifth round is long."""
+"""Number of latest training steps that the planner keeps. With tail batching, about every fifth of them generates the deferred long
+responses, so that the planner sees sixteen such steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -214,7 +214,7 @@ class _Replica:
         return request
 
     def stop(self, request: Request, tokens: float) -> None:
-        """Removes a running request that has ``tokens`` tokens from the replica."""
+        """Removes a running request from the replica. ``tokens`` is the number of tokens that the request has generated."""
         self.running.remove(request)
         self.peak = max(self.peak, self.cached)
         self.cached -= self.prompt + tokens

@@ -32,7 +32,8 @@ _GROUPS = (4, 8, 16)
 _ALIKE = (0.0, 0.15, 0.3, 0.45)
 """Intraclass correlations of the lengths of a prompt that are assumed in turn. Measured ones are 0.13 to 0.30."""
 _UNEXPLAINED = 0.25
-"""Share of the mean rollout. If the noise is larger, something other than response lengths decides how long a rollout takes."""
+"""Threshold as a share of the mean rollout time. If response lengths leave a larger part of the differences between rollout times
+unexplained, something else decides how long a rollout takes, such as tools or rewards."""
 _SLOWEST_TOKEN, _SLOWEST_READING, _SLOWEST_START = 0.1, 1 / 5000, 2.0
 """Seconds that even a slow engine needs at most for a token of a response, a token of a prompt, and to begin and end a rollout."""
 _ROUND_RESPONSES = 15_000

@@ -58,7 +58,7 @@ PING_SECONDS = 30.0
 """Timeout in seconds of the health check of a rollout server. A server that does not answer in time counts as slow, not as dead."""
 LOSSES = 3
 """Maximum number of responses that one prompt may lose to dead servers in a rollout, as a multiple of ``n_samples_per_prompt``.
-Responses lost after that count as failed, because the prompt itself may crash the servers."""
+Further lost responses are treated as failed and not generated again, because the prompt itself may crash the servers."""
 RESUME = "Start again with --load from the last checkpoint; no prompt is lost by that"
 ABORT_ALL = {"abort_all": True}
 
