@@ -254,7 +254,7 @@ class SeamCheck:
         _passed.add(self.name)
 
     def revert(self) -> None:
-        """Marks this switch as not applied. Nothing is undone, because applying it only checked the framework and changed nothing."""
+        """Marks this switch as not applied. Nothing is undone, because applying it only checked the framework."""
         _passed.discard(self.name)
 
 

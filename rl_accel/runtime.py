@@ -117,7 +117,7 @@ class Runtime:
 
     @_retried
     def set_layer(self, source: str, flags: Any) -> None:
-        """Replaces the flags of ``source``. Applies and reverts changes to frameworks to match, and passes all flags on to Ray processes.
+        """Replaces the flags of ``source``. Changes the frameworks to match, and passes all flags on to Ray processes.
 
         Args:
             source: name of the flag source: ``NAMES``, ``ENVIRONMENT``, ``FRAMEWORK`` or ``KEYWORDS``.

@@ -120,7 +120,7 @@ _clients: weakref.WeakSet["StoreClient"] = weakref.WeakSet()
 
 
 def _flush_here(_actor: Any) -> None:
-    """Makes all :class:`StoreClient` objects of this process send their counts of rewards to the store. Must not run on an event loop."""
+    """Makes all :class:`StoreClient` objects of this process send their counts of rewards to the store. Not for an event loop."""
     flushes = [asyncio.run_coroutine_threadsafe(client.flush(), client.loop) for client in _clients if client.loop]
     concurrent.futures.wait(flushes, _REPLY_SECONDS)
 

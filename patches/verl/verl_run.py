@@ -25,7 +25,7 @@ TRAINERS = {
     "balance": ON_POLICY,
     "drafts": ("V1",),
 }
-"""Mapping from feature to the trainers that the feature supports, as values of :attr:`VerlRun.trainer`. "V1" means verl's V1 trainer in any mode.
+"""Mapping from feature to the trainers that the feature supports, as values of :attr:`VerlRun.trainer`. "V1": verl's V1 trainer.
 Features that are not listed work with all trainers."""
 ENGINES = {"final_output": "vllm", "drafts": "vllm"}
 """Mapping from feature to the only rollout engine that the feature supports. Features that are not listed work with all engines."""

@@ -26,8 +26,8 @@ vLLM exports the counter with rollout.disable_log_stats=False, SGLang (0.5.7 or 
 _COMPANIONS = {"sglang:num_retracted_requests_total": "sglang:realtime_tokens_total"}
 """Mapping from a counter of preemptions to another counter (its companion) that the server exports earlier.
 
-SGLang's metrics page has no counter of preemptions until the first preemption. The companion is on the page from the first token on, in
-all SGLang releases that have the counter. If only the companion is on the page, the number of preemptions is therefore 0."""
+SGLang's metrics page has no counter of preemptions until the first preemption. The companion is on the page from the first token
+on, in all SGLang releases that have the counter. If only the companion is on the page, the number of preemptions is therefore 0."""
 
 _AT_ONCE = 16
 _STARTED = "process_start_time_seconds"

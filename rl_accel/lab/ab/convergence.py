@@ -35,8 +35,8 @@ Curves = Sequence[tuple[Array, Array]]
 
 EQUAL, DIFFERENT, NOT_ENOUGH, IDENTICAL = "equal within the margin", "different", "not enough runs", "identical"
 ALPHA, MIN_SEEDS = 0.05, 3
-"""``ALPHA``: probability that the comparison of an arm with the baseline gives a wrong answer, such as "equal". ``MIN_SEEDS``: number of
-runs that each arm needs for such an answer; with fewer runs there is none."""
+"""``ALPHA``: probability that the comparison of an arm with the baseline gives a wrong answer, such as "equal". ``MIN_SEEDS``:
+number of runs that each arm needs for such an answer; with fewer runs there is none."""
 AXES = {
     "steps": "training steps",
     "prompts": "prompts trained",

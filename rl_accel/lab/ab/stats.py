@@ -465,8 +465,8 @@ def ledger_counts(path: Path, batch: int | None) -> dict[str, Any]:
 def series(recipe: Recipe, run: RunData) -> dict[str, list[Any]]:
     """Returns four lists with one entry per training step of a run.
 
-    They hold the step's number, the kind of its rollout in tail batching (short, long, or final: the last step, which generates what is
-    left), its rollout seconds, and the number of deferred prompts that still wait.
+    They hold the step's number, the kind of its rollout in tail batching (short, long, or final: the last step, which generates
+    what is left), its rollout seconds, and the number of deferred prompts that still wait.
     """
     steps = run.training_steps(recipe.metrics)
     return {

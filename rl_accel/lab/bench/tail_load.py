@@ -224,8 +224,8 @@ def _errors(
 ) -> list[str]:
     """Returns messages about errors of a batch, and adds the prompts of the batch to ``trained``.
 
-    Errors are a wrong batch size, responses that stayed in the TransferQueue although the batch does not contain them, and prompts that
-    an earlier batch has already trained.
+    Errors are a wrong batch size, responses that stayed in the TransferQueue although the batch does not contain them, and prompts
+    that an earlier batch has already trained.
     """
     prompts, responses = plan["prompts"], plan["responses"]
     by_prompt = Counter(key.split("_")[0] for key in keys)
