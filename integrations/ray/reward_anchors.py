@@ -172,7 +172,7 @@ class StoreClient:
             await self._exchange()
 
     async def flush(self) -> None:
-        """Sends all counts to the store. Makes two exchanges, because an exchange under way lacks the latest counts."""
+        """Sends all counts of rewards to the store, in two exchanges: a first one may have begun before the latest counts."""
         for _ in range(2):
             await self._exchange()
 

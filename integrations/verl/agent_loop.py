@@ -45,7 +45,7 @@ class WorkerPart(_Worker):
 
     @classmethod
     def attach(cls, manager: AgentLoopManager) -> None:
-        """Sets up the feature in the trainer process. Called once ``manager`` has started the agent-loop workers."""
+        """Prepares the trainer process for the feature of this mixin. Called after ``manager`` has started its workers."""
 
 
 def check(run: VerlRun, flag: str, reason: str) -> None:

@@ -30,7 +30,8 @@ class _Sampling:
     """Wait policy of one replay buffer, and the state of the buffer's current ``sample()`` call.
 
     ``started`` (start of the call) and ``woke`` (end of the last wait) are ``perf_counter`` times in seconds. ``saved`` is the
-    estimate of seconds saved in this call so far. A ``last_debug_time`` other than ``debug_time`` means that a new call has begun.
+    estimate of seconds saved in this call so far. ``debug_time`` is the ``last_debug_time`` that verl's buffer had at the
+    start of the call. When the buffer has another one, a new call has begun.
     """
 
     policy: AdaptiveWait

@@ -50,8 +50,8 @@ CHECK_STEPS = (5, 20)
 """Number of steps after a change before the new TP size is judged: the first number of steps of each round kind, or the second
 number of steps of any kind."""
 SLOWER = 0.03
-"""Relative rise of rollout seconds per token above which a change of the TP size is rolled back. About the gain that the paper
-reports for a change (1 to 4%)."""
+"""Relative rise of rollout seconds per token above which a change of the TP size is rolled back. A change gains 1 to 4%,
+as the RollPacker paper reports."""
 SURE = 2.0
 """Number of standard errors that the rise of rollout seconds per token must exceed before a change is rolled back."""
 RETRY_STEPS = 25

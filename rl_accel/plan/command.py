@@ -27,7 +27,7 @@ SCALE = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def _engines(_: Any, __: Any, value: str | None) -> dict[int, EngineModel]:
-    """Parses ``--step-seconds``. Returns engine models by tensor-parallel size, the size of the run first."""
+    """Parses ``--step-seconds``. Returns the engine's speed for each tensor-parallel size, first for the run's own size."""
     if value is None or value.startswith(_PUBLISHED):
         return engines(value.removeprefix(_PUBLISHED)) if value else {}
     try:

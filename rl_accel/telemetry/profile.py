@@ -59,7 +59,7 @@ _NEVER_ZERO = {
 _TICK = 0.001
 """Seconds per tick of the clock in a simulation of tail_batching."""
 _NOTHING = 0.02
-"""Share of a step. Smaller savings are not advised."""
+"""Share of a step. For a smaller saving, no feature is recommended."""
 _NOT_ESTIMATED = (
     "not in these numbers: final_output (host seconds of vLLM for each token), and drafts, which `rl-accel bench drafts` estimates"
     " from the files of trainer.rollout_data_dir"

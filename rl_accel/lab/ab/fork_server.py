@@ -60,7 +60,7 @@ def main(listener: socket.socket) -> None:
 
 
 def _serve(listener: socket.socket) -> dict[str, Any] | None:
-    """Returns the request of a client in the fork for this client, and None in the server when its standard input closes."""
+    """Forks this process for each client. In a fork, returns the client's request. In the server, returns None at the end."""
     child_ended, wakeup = os.pipe()
     os.set_blocking(child_ended, False)
     os.set_blocking(wakeup, False)

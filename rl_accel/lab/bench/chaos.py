@@ -93,7 +93,7 @@ def schedule(seed: int, victims: Sequence[str]) -> list[Kill]:
 def play(plan: RunPlan, kills: Sequence[Kill], seed: int, folder: Path, stop: Stop) -> Result:
     """Launches the run of ``plan``, executes the planned ``kills``, and launches the run again after each failure.
 
-    There are at most :data:`LAUNCHES` launches, and none after a problem. At the end, checks the settlement log in ``folder``,
+    There are at most :data:`LAUNCHES` launches. A launch that violates a requirement is the last. At the end, checks the settlement log in ``folder``,
     which lists the prompts that each step trained or gave up.
     """
     folder.mkdir(parents=True)

@@ -339,7 +339,7 @@ def cores() -> int:
 
 
 def summarise(batches: Sequence[Sequence[Response]], arms: Mapping[str, Arm], epochs: int) -> dict[str, Any]:
-    """Returns a dict of numbers per policy: durations, stopped executions, and differences from the first policy.
+    """Returns a dict of numbers for each policy of time limits: durations, stopped executions, differences from the first policy.
 
     - ``seconds``: wall-clock seconds of all executions together. ``epoch_seconds``: the same sum per epoch.
     - ``own_seconds``: ``seconds`` without waits for a processor, so that a busy machine does not change the number.

@@ -49,8 +49,8 @@ cache sets."""
 PLANE = LANES * PITCH
 REWARD, VALUE, MASK = 0, PLANE, 2 * PLANE
 OUT = REWARD
-"""Start of the results in scratch memory. Results overwrite rewards that the tile has already read. Less scratch memory leaves
-more cache for the next block."""
+"""Start of the results in scratch memory. Results overwrite rewards that are no longer needed, so that the scratch memory is small
+and more of the cache is left for inputs."""
 STATE = 3 * PLANE
 """Start of the state in scratch memory: the next values of all lanes, then the running advantages (or returns) of all lanes."""
 SCRATCH = STATE + 2 * LANES
