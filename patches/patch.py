@@ -39,7 +39,7 @@ class Patch:
         supports: supported versions as PEP 508 requirement (``"verl>=0.6.1"``); prereleases are allowed. Compared with
             ``__version__`` of the imported package, if any, because package metadata may describe another installed copy.
             "" for a framework that is run from a checkout and has no version. Parameters and ``probe`` then decide.
-        params: required parameter names of the function, in order.
+        params: required parameter names of the function, in order. A final ``"*"`` allows further parameters.
         make: function ``make(original, settings)`` that returns the replacement. ``settings`` are the feature's flags.
         bindings: other locations of the same function, which are replaced too. Modules of these locations must be imported before
             the patch is applied; otherwise the patch is refused, because locations are never patched later.

@@ -123,9 +123,9 @@ def require_own(function: Any, target: str) -> None:
 
 
 def require_params(function: Callable[..., Any], params: tuple[str, ...], target: str) -> None:
-    """Raises PatchRefused unless the parameter names of ``function`` are ``params``, in this order."""
+    """Raises PatchRefused unless the parameter names of ``function`` are ``params``, in this order. A final "*" allows more."""
     found = tuple(inspect.signature(function).parameters)
-    if found != params:
+    if (*found[: len(params) - 1], "*") != params and found != params:
         raise PatchRefused(f"{target} takes ({', '.join(found)}), wanted ({', '.join(params)})")
 
 

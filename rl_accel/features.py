@@ -41,6 +41,7 @@ class SlimeHooks:
         arguments: slime arguments that :func:`~rl_accel.integrations.slime.hooks.data_source` sets. A value that is a list is
             appended to the user's list.
         unset: names of slime arguments that must be None.
+        only_named_with: names of slime arguments with which the feature stays off, unless it is enabled by name.
         check: function ``check(args, flags)`` that raises ConfigError if the feature does not work with slime's arguments
             ``args``. Called before the first rollout, after ``arguments`` are set.
         estimators: values of slime's ``--advantage-estimator`` that the feature supports. Empty: all values.
@@ -53,6 +54,7 @@ class SlimeHooks:
     file: Mapping[str, str]
     arguments: Mapping[str, str | list[str]] = field(default_factory=dict)
     unset: tuple[str, ...] = ()
+    only_named_with: tuple[str, ...] = ()
     check: str = ""
     estimators: tuple[str, ...] = ()
     metrics: str = ""
@@ -134,7 +136,10 @@ ADVANTAGES = Feature(
 
 @dataclass
 class SamplerFlags:
-    """Flags of the feature ``sampler``, which polls for finished rollouts at adaptive intervals instead of every 2 seconds."""
+    """Flags of the feature ``sampler``, which polls for finished rollouts at adaptive intervals instead of every 2 seconds.
+
+    On slime, polls for aborted servers instead of every 3 seconds.
+    """
 
     enable: bool | None = flag(None, ENABLE_AUTOMATIC)
     max_cpu_share: float = flag(0.05, "maximum share of one CPU core spent on polling", minimum=0.001, maximum=1.0)
@@ -150,7 +155,13 @@ SAMPLER = Feature(
     name="sampler",
     flags=SamplerFlags,
     automatic=True,
-    switches={"verl": ("rl_accel.patches.verl.sampler",)},
+    switches={"verl": ("rl_accel.patches.verl.sampler",), "slime": ("rl_accel.patches.slime.abort",)},
+    slime=SlimeHooks(
+        SLIME_DATA,
+        # such a function may send further requests after an abort, which only the later aborts of slime end
+        only_named_with=("custom_generate_function_path",),
+        values={name: (getattr(SamplerFlags, name),) for name in ("max_cpu_share", "max_delay_s")},
+    ),
 )
 
 

@@ -59,6 +59,7 @@ def data_source(args: Any) -> Any:
     """
     for note in put_in_place(args, flags_of(args), launch_line.of_this_job()):
         logger.info("rl-accel: %s", note)
+    flags_of(args)  # put_in_place may have changed args.rl_accel
     return function_at(args.data_source_path)(args)
 
 

@@ -124,7 +124,7 @@ def put_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
     """Sets slime's arguments to the values that the enabled features need.
 
     Returns one log line for each function of the user that slime will no longer call itself: slime calls a function of rl-accel,
-    and that calls the user's function.
+    and that calls the user's function. Also returns one line for each automatic feature that is turned off in ``args.rl_accel``.
 
     Args:
         args: slime's arguments, changed in place.
@@ -138,6 +138,10 @@ def put_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
     source = line.get("data_source_path")
     args.data_source_path = STOCK["data_source_path"] if source in (None, *SLIME_DATA.values()) else source
     for name, section, hooks in hooks_of_features_that_are_on(flags):
+        if not section.enable and (keys := [key for key in hooks.only_named_with if getattr(args, key, None)]):
+            args.rl_accel = {**(getattr(args, "rl_accel", None) or {}), name: False}
+            notes.append(f"{name} stays off with {flag_of(keys[0])}; rl_accel.{name}.enable turns it on")
+            continue
         for key, wanted in {**hooks.engine(section), **dict.fromkeys(hooks.unset)}.items():
             found = getattr(args, key, None) if wanted is None else line.get(key, wanted)
             if str(found) != str(wanted):

@@ -163,6 +163,28 @@ def test_what_cannot_be_kept_is_refused_before_a_rollout(launched, feature, give
         hooks.data_source(launched([feature], **given))
 
 
+@pytest.mark.parametrize(
+    ("features", "generate", "requested"),
+    [
+        ({"auto": True}, None, "automatically"),
+        ({"auto": True}, "my.turns", "off"),
+        ({"auto": True, "sampler": {"enable": True}}, "my.turns", "by name"),
+        ({"sampler": {"enable": True}}, None, "by name"),
+    ],
+)
+def test_sampler_stays_off_where_further_requests_may_follow_an_abort_unless_named(
+    launched, caplog, features, generate, requested
+):
+    caplog.set_level("INFO", logger="rl_accel")
+    args = launched(["sampler"], custom_generate_function_path=generate)
+    args.rl_accel = features
+    assert hooks.data_source(args) == "the source"
+    assert rl_accel.status()["sampler"].requested == requested
+    assert hooks.flags_of(args)[SAMPLER].enable == {"off": False, "by name": True}.get(requested)
+    line = "sampler stays off with --custom-generate-function-path; rl_accel.sampler.enable turns it on"
+    assert (line in caplog.text) == (requested == "off")
+
+
 def test_tail_batching_is_put_in_place(launched, monkeypatch):
     args = launched(["tail_batching"], eval_function_path="my.eval")
     monkeypatch.setattr(hooks, "function_at", lambda path: lambda args: path)

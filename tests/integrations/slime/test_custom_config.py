@@ -67,9 +67,9 @@ def test_arguments_of_sglang_are_looked_up_in_the_installed_version(slime_root, 
 def test_an_unknown_feature_is_named():
     with pytest.raises(ConfigError, match=r"unknown feature 'gea' \(did you mean gae\?\)"):
         custom_config.make(["gea"], {})
-    known = "gae, advantages, tail_batching, reward_timeout, tp_replan, drafts"
-    with pytest.raises(ConfigError, match=f"sampler has no part for slime; there are {known}"):
-        custom_config.make(["sampler"], {})
+    known = "gae, advantages, sampler, tail_batching, reward_timeout, tp_replan, drafts"
+    with pytest.raises(ConfigError, match=f"balance has no part for slime; there are {known}"):
+        custom_config.make(["balance"], {})
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,7 @@ def test_an_unknown_feature_is_named():
         ("reward_timeout", {"minimum": 40, "maximum": 30}, "timeout: maximum must be at least minimum = 40, found 30"),
         ("tp_replan", {"min_tp": 4, "max_tp": 2}, r"rl_accel\.tp_replan: max_tp must be at least min_tp = 4, found 2"),
         ("tail_batching", {"domain_quotas": {"math": 0}}, r"domain_quotas\['math'\] must be at least 1, found 0"),
+        ("sampler", {"max_delay_s": 0.5}, r"rl_accel\.sampler\.max_delay_s wants 0\.02 on slime, found 0\.5"),
         ("tp_replan", {"action": "restart"}, r"rl_accel\.tp_replan\.action wants advise on slime, found restart"),
     ],
 )
@@ -99,6 +100,7 @@ def test_wrong_settings_are_refused_as_a_file_is_made_checked_and_used(check, ar
     [
         ("tail_batching", {"data_source_path": None}, r"tail_batching wants data_source_path: rl_accel.*, found None"),
         ("tail_batching", {"rl_accel": None, "rl_acel": {}}, "has no rl_accel section; is rl_acel meant for it"),
+        ("sampler", {"data_source_path": "my.Source"}, r"sampler wants data_source_path: rl_.*found my\.Source"),
         ("gae", {"custom_megatron_init_path": "my.init"}, r"gae wants custom_megatron_init_path: rl_.*found my\.init"),
         ("tail_batching", {"partial_rollout": True}, "--partial-rollout = unset"),
         ("tail_batching", {"over_sampling_batch_size": 9}, "--over-sampling-batch-size = unset, found 9"),
@@ -195,7 +197,7 @@ def test_no_launch_line_of_slimes_own_loses_anything(slime_root, monkeypatch):
     from corpus_slime import verdicts
 
     found = [(feature, outcome, told, read(line)) for line, feature, outcome, told in verdicts(slime_root) if feature]
-    assert len(found) > 6 * 70
+    assert len(found) > 7 * 70
     for feature, outcome, told, line in found:
         estimator, size = line.get("advantage_estimator", "grpo"), line["rollout_batch_size"]
         refused = {"rollout_function_path", "partial_rollout", "buffer_filter_path"} & {*line}
@@ -203,6 +205,7 @@ def test_no_launch_line_of_slimes_own_loses_anything(slime_root, monkeypatch):
         said = {
             "gae": estimator != "ppo" and "without effect",
             "advantages": estimator != "reinforce_plus_plus" and "without effect",
+            "sampler": None,
             "reward_timeout": None,
             "tail_batching": refused and "refused",
             "drafts": "sglang_speculative_algorithm" in line and "refused",

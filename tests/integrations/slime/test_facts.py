@@ -17,17 +17,17 @@ from rl_accel.errors import PatchRefused
 from rl_accel.features import TAIL_BATCHING
 from rl_accel.integrations.slime import interfaces, launch_line, reward_timeout, tail_batching, tp_replan
 from rl_accel.patches import seams
-from rl_accel.patches.slime import gae, reinforce_plus_plus, requests
+from rl_accel.patches.slime import abort, gae, reinforce_plus_plus, requests
 from rl_accel.switch import SwitchState
 
 RECORDED = json.loads(Path(__file__).with_name("facts.json").read_text())
 CHECKS = tuple(check for module in (tail_batching, reward_timeout, tp_replan) for check in module.SWITCHES)
-SWITCHES = (*gae.SWITCHES, *reinforce_plus_plus.SWITCHES, *requests.SWITCHES)
+SWITCHES = (*gae.SWITCHES, *reinforce_plus_plus.SWITCHES, *requests.SWITCHES, *abort.SWITCHES)
 
 
 def _definition(patch):
     """The place where the function of a patch is defined: its target or one of its bindings imports it by name."""
-    return next(where for where in (patch.target, *patch.bindings) if ".utils." in where)
+    return next((where for where in patch.bindings if ".utils." in where), patch.target)
 
 
 def _functions(interface):
@@ -42,7 +42,7 @@ def _functions(interface):
 INTERFACES = {interface for check in CHECKS for interface in check.interfaces}
 WANTED = {
     **dict(each for interface in INTERFACES for each in _functions(interface)),
-    **{_definition(patch): list(patch.params) for patch in SWITCHES},
+    **{_definition(patch): [name for name in patch.params if name != "*"] for patch in SWITCHES},
 }
 """Parameters by function, as our patches and adapters expect them."""
 SAMPLE_FIELDS = {*seams._members(interfaces.Sample)}
