@@ -202,11 +202,12 @@ def test_no_launch_line_of_slimes_own_loses_anything(slime_root, monkeypatch):
         estimator, size = line.get("advantage_estimator", "grpo"), line["rollout_batch_size"]
         refused = {"rollout_function_path", "partial_rollout", "buffer_filter_path"} & {*line}
         refused |= {size} - {line.get("over_sampling_batch_size", size)}
+        distils = line.get("custom_rm_path", "").startswith("slime.rollout.on_policy_distillation.")
         said = {
             "gae": estimator != "ppo" and "without effect",
             "advantages": estimator != "reinforce_plus_plus" and "without effect",
             "sampler": None,
-            "reward_timeout": None,
+            "reward_timeout": distils and "refused",
             "tail_batching": refused and "refused",
             "drafts": "sglang_speculative_algorithm" in line and "refused",
         }
