@@ -266,7 +266,7 @@ def test_nothing_to_read_says_what_is_wanted_and_a_missing_package_is_one_line(t
         ("m.jsonl", "{}".encode("utf-16"), r"holds no metrics of .*m\.jsonl is in UTF-16: wanted plain"),
         (
             "m.jsonl.gz",
-            gzip.compress(b"{}"),
+            gzip.compress(b"{}", mtime=0),
             r"holds no metrics of .*m\.jsonl\.gz is compressed \(gzip\): wanted plain",
         ),
     ],
