@@ -125,7 +125,7 @@ class Graders:
             :class:`~rl_accel.reward.sandbox.Sandbox`. "process" does not hide files that every user may read. Without root,
             "process" does not hide files of this user either.
         readable: files and folders that the grader reads at import or in a call.
-        in_thread: True calls a trusted grader in a thread beside its worker's main thread, because stock calls it in a thread pool.
+        in_thread: True calls a trusted grader in a thread other than the main thread, because stock verl uses a thread pool.
         computing: maximum number of calls of a trusted grader that may use a processor at the same time; calls that wait for
             something else do not count, see :class:`~rl_accel.reward.worker_pool.WorkerPool`. None: as many as ``workers``.
         environment, setup: environment variables and setup function for a trusted grader, see

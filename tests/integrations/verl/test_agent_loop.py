@@ -10,7 +10,6 @@ pytest.importorskip("verl", reason="verl is not installed")
 from rl_accel.integrations.verl import agent_loop, reward_timeout, tail_batching, telemetry
 from rl_accel.integrations.verl.reward_worker_proxy import RewardWorkerProxy
 from rl_accel.patches.verl import config_intake
-from rl_accel.runtime import RUNTIME
 
 pytestmark = pytest.mark.usefixtures("flags_are_put_back")
 
@@ -25,7 +24,6 @@ def wired(configured):
     """``wired(features, keys)``: verl's configuration, wired twice for these features."""
 
     def wire(features, keys):
-        RUNTIME.restore({})  # whatever tests of other files have left on
         config = configured({**keys, **{f"rl_accel.{name}.enable": True for name in features}})
         for _ in range(2):
             config_intake.in_driver(config)
