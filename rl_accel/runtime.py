@@ -29,6 +29,8 @@ logger = logging.getLogger("rl_accel")
 
 SOURCES_VAR = "RL_ACCEL_SOURCES"
 """Environment variable that passes the driver process's flags, as JSON, to child processes. Users should not set this variable."""
+FLAG_VARIABLES = (cfg.NAMES_VAR, cfg.ENV_VAR, SOURCES_VAR)
+"""All environment variables from which a process takes flags."""
 
 NAMES, ENVIRONMENT = f"environment {cfg.NAMES_VAR}", f"environment {cfg.ENV_VAR}"
 FRAMEWORK, KEYWORDS = "framework config", "rl_accel.enable()"

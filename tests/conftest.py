@@ -78,6 +78,22 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         DURATIONS.write_text(json.dumps(kept, indent=1) + "\n")
 
 
+def _flags_of_this_process() -> tuple[Any, dict[str, str]]:
+    runtime = sys.modules.get("rl_accel.runtime")  # many tests need none
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_OURS)}
+    return runtime.RUNTIME.layers() if runtime else {}, variables
+
+
+@pytest.fixture(autouse=True)
+def flags_are_put_back() -> Iterator[None]:
+    """Flags that a test puts in force end with it: they would reach later tests, and the runs that those start."""
+    before = _flags_of_this_process()
+    yield
+    if _flags_of_this_process() != before:
+        sys.modules["rl_accel.runtime"].RUNTIME.restore(before[0])
+    assert _flags_of_this_process() == before
+
+
 @pytest.fixture
 def invoke() -> Callable[..., str]:
     """``invoke(command, *words, code=0)`` calls a command in this process; returns its output and the error that ends it.

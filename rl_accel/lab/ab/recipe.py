@@ -28,7 +28,8 @@ chosen platform (default: the first) are merged into the recipe by the same rule
 ``python`` as the first word of a command stands for the interpreter that runs ``rl-accel``.
 
 The runner sets three environment variables of each run: ``VERL_FILE_LOGGER_PATH`` (so ``trainer.logger`` must include ``file``),
-``PYTHONUNBUFFERED``, and ``RAY_TMPDIR`` with a private folder. The runner removes ``RAY_ADDRESS`` unless the recipe sets it.
+``PYTHONUNBUFFERED``, and ``RAY_TMPDIR`` with a private folder. The runner removes ``RAY_ADDRESS``, and rl-accel's flags such as
+``RL_ACCEL``, from the environment of the shell unless the recipe sets them.
 """
 
 import difflib

@@ -238,10 +238,14 @@ def supervised(
     When this function returns or raises, no process of the command is left. If the calling process is killed, its supervisor
     soon ends all processes of the command and removes ``temp``. This function adds the end of the log to an exception as a note.
 
-    ``env`` replaces variables of this process, except that modules in :data:`MODULES` are added to the modules named there.
+    ``env`` replaces variables of this process, except that modules in :data:`MODULES` are added to the modules named there. Flags
+    in the environment of this process do not reach the command, because they would turn features on in the baseline too.
     """
+    from rl_accel.runtime import FLAG_VARIABLES  # here, because the supervisor process needs no flags
+
     run_id = uuid.uuid4().hex
-    merged: dict[str, str | None] = {**os.environ, **env, MARKER: run_id}
+    inherited = {name: value for name, value in os.environ.items() if name not in FLAG_VARIABLES}
+    merged: dict[str, str | None] = {**inherited, **env, MARKER: run_id}
     if (own := os.environ.get(MODULES)) and (added := env.get(MODULES)):
         merged[MODULES] = f"{own},{added}"
     full = {key: value for key, value in merged.items() if value is not None}

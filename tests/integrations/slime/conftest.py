@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from rl_accel.runtime import RUNTIME
-
 SLIME_ROOT = os.environ.get("SLIME_ROOT", "")
 MODEL = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
 
@@ -75,13 +73,6 @@ def start(router, model_folder, prompts_file, tmp_path) -> Callable[..., Any]:
         return args, data_source, rollout
 
     return make
-
-
-@pytest.fixture
-def flags_end() -> Iterator[None]:
-    """Flags of a test end with it."""
-    yield
-    RUNTIME.clear()
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ def test_a_run_of_tail_batching_follows_slimes_and_has_prompts_enough(arguments_
 
 
 @pytest.fixture
-def launched(arguments_of, monkeypatch, flags_end):
+def launched(arguments_of, monkeypatch):
     """``launched(features, line, settings={}, **given)``: slime's arguments under the file of ``slime-config``. The functions of a
     module ``own`` note their calls in ``args.calls``."""
 
@@ -238,7 +238,7 @@ print(json.dumps(ray.get(ray.remote(num_cpus=0)(of_this_job).remote())))
 
 
 @pytest.mark.parametrize(("given", "requested"), [({"sampler": True}, "by name"), ({}, "off"), (None, "off")])
-def test_after_disable_the_flags_of_the_next_run_count_again(flags_end, monkeypatch, given, requested):
+def test_after_disable_the_flags_of_the_next_run_count_again(monkeypatch, given, requested):
     monkeypatch.setenv("RL_ACCEL_CONFIG", "sampler: true")
     args = SimpleNamespace(rl_accel=given)
     for _ in range(2):

@@ -11,7 +11,6 @@ from rl_accel.errors import ConfigError
 from rl_accel.integrations.slime import custom_config, hooks
 from rl_accel.integrations.slime.launch_line import flags_on, read
 
-pytestmark = pytest.mark.usefixtures("flags_end")
 LINE = "python3 train.py --rollout-batch-size 8 --num-rollout 3 --hf-checkpoint m --actor-num-gpus-per-node 1 --num-layers 2"
 
 

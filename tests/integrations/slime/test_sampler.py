@@ -7,7 +7,7 @@ import pytest
 
 from rl_accel.integrations.slime import custom_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("flags_end")]
+pytestmark = pytest.mark.slow
 
 
 def test_a_rollout_ends_without_slimes_pause_and_with_a_whole_batch(start, serve, monkeypatch):

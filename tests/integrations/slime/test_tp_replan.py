@@ -12,8 +12,6 @@ from rl_accel.integrations.slime import custom_config, rollout_log, tp_replan
 from rl_accel.parallel.tp_planner import STATE_FILE
 from rl_accel.telemetry import server_counters
 
-pytestmark = pytest.mark.usefixtures("flags_end")
-
 ON = TpReplanFlags(enable=True)
 RISE = [12] * 6 + [60] * 2
 """Retractions of rollouts, the last of which is enough for a decision."""

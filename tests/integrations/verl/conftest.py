@@ -48,16 +48,6 @@ def configured(composed: Any) -> Callable[..., Any]:
     return change
 
 
-@pytest.fixture
-def flags_are_put_back() -> Iterator[None]:
-    """Flags that the test puts in force end with it."""
-    from rl_accel.runtime import RUNTIME
-
-    layers = RUNTIME.layers()
-    yield
-    RUNTIME.restore(layers)
-
-
 @pytest.fixture(scope="module")
 def job(ray_address: str, request: pytest.FixtureRequest) -> Iterator[None]:
     """Makes this process the driver of a job for the tests of a module, whose classes actors get by value."""

@@ -11,8 +11,6 @@ from rl_accel.integrations.verl import agent_loop, reward_timeout, tail_batching
 from rl_accel.integrations.verl.reward_worker_proxy import RewardWorkerProxy
 from rl_accel.patches.verl import config_intake
 
-pytestmark = pytest.mark.usefixtures("flags_are_put_back")
-
 FEATURES = (reward_timeout, tail_batching, telemetry)
 PARTS = {feature.__name__.rpartition(".")[2]: feature.WORKER_PART for feature in FEATURES}
 COMBINATIONS = [chosen for count in range(4) for chosen in itertools.combinations(PARTS, count)]

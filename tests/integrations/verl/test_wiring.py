@@ -82,7 +82,7 @@ WIRED = [
 
 
 @pytest.fixture(autouse=True)
-def armed(flags_are_put_back, monkeypatch):
+def armed(monkeypatch):
     """The calls that would change the exit code of the tests' own process. Also: a vLLM that drafts take."""
     calls = []
     monkeypatch.setattr("rl_accel.integrations.ray.restart_note.arm", lambda: calls.append(1))

@@ -61,6 +61,16 @@ def test_modules_that_verl_imports_are_added_to_those_of_the_shell(tmp_path, mon
     assert "mine,of.the.recipe x" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.parametrize("given", [{}, {"RL_ACCEL": "gae"}], ids=["none in the recipe", "in the recipe"])
+def test_flags_of_the_shell_do_not_reach_a_run(tmp_path, monkeypatch, given):
+    monkeypatch.setenv("RL_ACCEL", "sampler")
+    monkeypatch.setenv("RL_ACCEL_CONFIG", "auto: true")
+    monkeypatch.setenv("RL_ACCEL_SOURCES", "null")
+    code = "import os; print({name: os.environ[name] for name in os.environ if name.startswith('RL_ACCEL') and 'RUN' not in name})"
+    supervised([sys.executable, "-c", code], given, tmp_path, tmp_path / "log", Stop(), lambda: False)
+    assert (tmp_path / "log").read_text().strip() == str(given)
+
+
 def test_children_that_outlive_the_command_are_ended(supervise, tmp_path, gone):
     assert supervise(sys.executable, str(TRAINER), "steps=1", "stubborn=yes", grace=0.2).wait(30) == 0
     assert gone(tmp_path / "stubborn_pid")

@@ -11,7 +11,7 @@ pytest.importorskip("verl", reason="verl is not installed")
 
 from rl_accel.patches.verl import config_intake
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("flags_are_put_back")]
+pytestmark = pytest.mark.slow
 
 SYNC = """
 import os, sys, time
