@@ -139,7 +139,8 @@ class TpBounds:
     ) -> None:
         model = model or {}
         memory = read_memory(model) if flags.memory_gb is not None else None
-        counts = (model.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
+        language_model = model.get("text_config") or model  # a model that sees images nests its language model
+        counts = (language_model.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
         heads, kv_heads = (
             count if isinstance(count, int) else 0 for count in counts
         )  # 0: the number is unknown and limits nothing

@@ -52,6 +52,7 @@ def bounds(world_size=8, gpus_per_node=8, model=QWEN3_8B, max_tokens=32768, memo
         ({"model": None, "world_size": 6}, (1, 2, 3, 6)),
         ({"model": {"model_type": "other", "num_attention_heads": 12}}, (1, 2, 4)),
         ({"model": {"model_type": "other", "num_attention_heads": [12, 8]}}, (1, 2, 4, 8)),
+        ({"model": {"model_type": "qwen2_vl", "text_config": {"num_attention_heads": 12}}}, (1, 2, 4)),
         ({"memory_gb": 36.0, "memory_share": 0.95}, (1, 2, 4, 8)),  # 15.3 GiB of weights and 4 x 4.5 GiB of cache
     ],
 )

