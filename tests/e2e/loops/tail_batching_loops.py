@@ -83,7 +83,7 @@ def _running(server: Any) -> int:
 
 def _engine_pid(server: Any) -> int:
     children = psutil.Process().children(recursive=True)
-    return next((child.pid for child in children if "EngineCore" in " ".join(child.cmdline())), os.getpid())
+    return next((child.pid for child in children if "EngineCore" in str(child.as_dict(["cmdline"]))), os.getpid())
 
 
 class KillsWorker(SingleTurnAgentLoop):

@@ -38,7 +38,7 @@ def put(numbers, status):
 def cpu_share(seconds):
     """Share of one core that this process and those that keep the queue's keys take while this thread sleeps for ``seconds``."""
     family = psutil.Process().children(recursive=True)
-    keepers = [p for p in family if "TransferQueueController" in " ".join(p.cmdline())]
+    keepers = [p for p in family if "TransferQueueController" in str(p.as_dict(["cmdline"]))]
     assert keepers, [p.name() for p in family]
     before, began = [p.cpu_times()[:2] for p in (psutil.Process(), *keepers)], time.perf_counter()
     time.sleep(seconds)

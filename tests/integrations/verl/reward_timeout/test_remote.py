@@ -33,7 +33,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def kill_graders(worker):
     """SIGKILL to the processes that run reward functions for a reward worker; return their number."""
     below = psutil.Process(ray.get(worker.__ray_call__.remote(lambda _: os.getpid()))).children(recursive=True)
-    graders = [process for process in below if "rl_accel/reward/worker" in " ".join(process.cmdline())]
+    graders = [process for process in below if "rl_accel/reward/worker" in str(process.as_dict(["cmdline"]))]
     for grader in graders:
         with contextlib.suppress(psutil.NoSuchProcess):  # it ends with its parent
             grader.kill()
