@@ -241,7 +241,7 @@ class SeamCheck:
     interfaces: tuple[Any, ...]
 
     def state(self) -> SwitchState:
-        """Returns APPLIED if the framework has passed the check since the last :meth:`revert`, else PENDING."""
+        """Returns APPLIED if :meth:`apply` has found all members in the framework since the last :meth:`revert`, else PENDING."""
         return SwitchState.APPLIED if self.name in _passed else SwitchState.PENDING
 
     def apply(self, _settings: Any) -> None:

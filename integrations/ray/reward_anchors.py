@@ -132,12 +132,14 @@ def flush(actors: Sequence[Any]) -> None:
 
 
 class StoreClient:
-    """Exchanges anchors and counts between this process and the store of the Ray job, in the background of an event loop.
+    """Synchronises anchors (run times of correct executions) and counts between this process and the store of the Ray job.
+
+    A background task of the caller's event loop does so every second.
 
     Outside a Ray job, there is no store and nothing is exchanged.
 
     Args:
-        replica: anchors and counts of this process.
+        replica: this process's own copy of the anchors and counts.
         path: file of the store; None keeps the store in memory only.
     """
 

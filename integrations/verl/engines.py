@@ -30,10 +30,11 @@ class EngineSupport:
         cache_tokens: function ``cache_tokens(server)``, called in the server's process. Returns the capacity of the server's
             key-value cache in tokens, or None if unknown.
         seeds_by_position: True if a request with a seed draws the same tokens after a migration to another server.
-        abort: function ``abort(server, request_id)`` that ends one request, called in the server's process. Returns False if the
-            request must be cancelled instead. For servers without a method ``abort_request``; None if unsupported.
+        abort: function ``abort(server, request_id)`` that ends one request, called in the server's process. Stands in for a method
+            ``abort_request`` that the servers lack. Returns False if it cannot; the asyncio task of the request must then be
+            cancelled. None if unsupported.
         pause: function ``pause(server)`` that ends all requests and holds back later ones until ``resume_generation``, called in
-            the process of a replica's first server. None: verl's ``abort_all_requests`` of the replica does the same as fast.
+            the process of a replica's first server. None if verl's ``abort_all_requests`` is as fast.
         counting: key and value in verl's configuration that make the servers count preemptions; None if servers always count.
     """
 

@@ -25,7 +25,7 @@ from rl_accel.drafts.index import (
     PROMPT,
     SOURCE,
     SOURCES,
-    VISIT,
+    VERSION,
     Ints,
     Matches,
     Pool,
@@ -243,7 +243,10 @@ class Drafter:
         return counts
 
     def new_weights(self) -> None:
-        """Handles a weight update. All running requests count as finished from now on, but may come back in any row."""
+        """Handles a weight update. All running requests count as finished.
+
+        A later call may pass them again, in any row of the batch.
+        """
         self._leave(range(self._running))
         self._running, self._called = 0, None
         self._version += 1
@@ -257,7 +260,7 @@ class Drafter:
         for request, *_ in self._gone.values():
             tokens = None if request[TAKEN] else read(self._pool, request)
             if tokens is not None:
-                finished.append(request[[VISIT, HEAD]].astype(np.int32).tobytes() + tokens.tobytes())
+                finished.append(request[[VERSION, HEAD]].astype(np.int32).tobytes() + tokens.tobytes())
             request[TAKEN] = True
         return finished
 

@@ -38,17 +38,17 @@ PROMPT = 2**62
 weights that generated the response."""
 
 
-LAST, LENGTH, OLDEST, KEY, VISIT, NUMBER = range(6)
+LAST, LENGTH, OLDEST, KEY, VERSION, NUMBER = range(6)
 """Columns of a stored sequence (a prompt or a response), int64[6 or more].
 
 LAST: position of the last token; for a response without tokens, of the last prompt token; -1 for none.
 LENGTH: number of tokens, including the tokens of the prompt.
-OLDEST: smallest version of responses that are not too old to match this sequence.
+OLDEST: oldest version of the weights whose responses may be drafted from for this sequence.
 KEY: key of the prompt, see key_of.
-VISIT: version of the weights that generate the response, or PROMPT for a prompt. Versions only grow.
+VERSION: version of the weights that generate the response, or PROMPT for a prompt. Versions only grow.
 NUMBER: unique number of the sequence."""
 BEFORE, AFTER, COUNT = range(3)
-"""Columns of a block of tokens, int64[6]. Three further columns hold KEY, VISIT and NUMBER of the sequence that owns the block.
+"""Columns of a block of tokens, int64[6]. Three further columns hold KEY, VERSION and NUMBER of the sequence that owns the block.
 
 BEFORE: position of the token before the block.
 AFTER: number of the next block of the sequence; -1 for none.
@@ -215,7 +215,7 @@ def _places(pool: Pool, chain: int, context: Any, end: int, key: int, oldest: in
             length, place = length + 1, _previous(pool, place)
         if length >= least:
             block = _block(pool, position)
-            if (block[KEY] == key) == (chain == 0) and block[VISIT] >= oldest:
+            if (block[KEY] == key) == (chain == 0) and block[VERSION] >= oldest:
                 voters = voters if length == least else 0
                 places[voters] = position
                 voters, least = voters + 1, length
@@ -254,10 +254,10 @@ def _match(pool: Pool, sequence: Any, context: Any, tokens: Any, shares: Any, nu
     newest = _block(pool, places[0])
     if newest[KEY] != key:
         source = OTHER
-    elif newest[NUMBER] == sequence[NUMBER] or newest[VISIT] == PROMPT:
+    elif newest[NUMBER] == sequence[NUMBER] or newest[VERSION] == PROMPT:
         source = 0
     else:
-        source = 1 if newest[VISIT] == sequence[VISIT] else 2
+        source = 1 if newest[VERSION] == sequence[VERSION] else 2
     weights, values = 1 / np.arange(1, voters + 1), np.empty(voters, np.int32)
     while voters and count < limit:
         chosen, most, all_votes, left = 0, 0.0, 0.0, 0

@@ -40,7 +40,8 @@ Chance alone reaches this value at most once in 160,000 correct executions."""
 _BEYOND_LIMIT = 4.0
 """Amount by which a correct execution that took longer than its adaptive limit raises the log likelihood ratio."""
 _NEAR = 0.7
-"""Assumed share of correct executions that take longer than all earlier correct executions, if limits no longer fit."""
+"""Assumption of the test for limits that no longer fit: if executions have become slower, this share of the correct ones takes
+longer than every correct execution before."""
 
 
 @dataclass(frozen=True, slots=True)

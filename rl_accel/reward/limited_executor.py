@@ -72,8 +72,8 @@ class FairScheduler:
     async def slot(self, prompt: str, expected: float) -> AsyncIterator[Callable[[], None]]:
         """Context manager that waits for a free slot and holds this slot for ``prompt`` (a prompt key) within the block.
 
-        The block is expected to take ``expected`` seconds. Yields a function that the block must call once if the execution is
-        late, that is, if it runs for long and still has no adaptive limit.
+        The block is expected to take ``expected`` seconds. Yields a function that marks the execution as late, see the class. The
+        block calls this function at most one time.
         """
         await self._take(prompt, expected)
         late = []

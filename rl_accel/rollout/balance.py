@@ -39,8 +39,8 @@ READ_WEIGHT: weight of this prior in the least-squares fit of the engines' speed
 
 
 class Instruction(NamedTuple):
-    """Order to start the response with the name ``ticket`` on the replica with the name ``replica``. With ``stop``, order to stop
-    the response on this replica, so that the response can continue later or on another replica."""
+    """What a rollout client must do next: start the response ``ticket`` on the replica ``replica`` or, if ``stop`` is true, stop it
+    there. A stopped response continues later, possibly on another replica."""
 
     ticket: str
     replica: str

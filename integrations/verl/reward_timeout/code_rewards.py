@@ -42,8 +42,8 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
     """Scores one response as ``verl.utils.reward_score.prime_code.compute_score(continuous=True)`` does.
 
     verl gives 1 if the program passes all test cases in one run of at most 6 seconds. Otherwise verl runs the first ten cases one
-    by one, and the score is the pass rate of these ten. In that second run, a problem with a function to call is run as a program
-    that reads stdin. Our score is the same except for timing. Each case is a separate execution, and fails at its own time limit.
+    by one, and the score is the pass rate of these ten. In that second run, verl treats a problem with a function to call as a
+    program that reads stdin, and so do we. Only time limits can make our score differ: each case is an execution with its own.
     Cases after the first ten are skipped where they cannot change the score. Cancelling this call kills its executions.
 
     Args:

@@ -41,9 +41,9 @@ LIBRARIES = (
 
 
 def main(listener: socket.socket) -> None:
-    """Serves until the standard input closes; returns in a fork when the fork's program has ended.
+    """Serves until the standard input closes. Also returns in each forked child, after the child's program has ended.
 
-    Returns at once if a library has started a thread. Clients then start plain processes.
+    Returns at once if a library has started a thread, because a fork would lack it. Clients then start ordinary processes.
     """
     del sys.path[0]  # this folder
     for library in LIBRARIES:
