@@ -152,6 +152,10 @@ class Runtime:
             inherited: Layers = json.loads(payload) if payload else {}
             if inherited == {}:
                 inherited = _environment()
+            if inherited is None and any(word.lstrip("+").startswith("rl_accel.") for word in sys.argv):
+                logger.warning(
+                    "rl-accel: the flags of this command are ignored, because the program that started it has called disable()"
+                )
             self._reads_flags = True
             layers = None if inherited is None else {**inherited, **self._layers}
             self._replace_layers(layers, publish=bool(layers) and payload is None)

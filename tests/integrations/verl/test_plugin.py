@@ -215,3 +215,12 @@ def test_an_error_in_the_loader_stops_the_process_with_one_line(python):
     assert done.returncode == 1
     assert "unreachable" not in done.stdout  # verl logs an exception of any other kind where nobody sees it
     assert done.stderr.strip().splitlines()[-1].startswith("rl-accel: flags cannot be read: JSONDecodeError: ")
+
+
+def test_a_command_whose_flags_a_program_that_has_called_disable_takes_away_says_so(python):
+    flag = "+rl_accel.gae.enable=True"
+    line = "the flags of this command are ignored, because the program that started it has called disable()"
+    for words, sources, said in (([flag], "null", 1), ([flag], "{}", 0), ([], "null", 0)):
+        done = python("import verl", *words, RL_ACCEL_SOURCES=sources)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count(line) == said
