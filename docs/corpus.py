@@ -258,6 +258,8 @@ def main() -> None:
         parser.add_argument(option, type=Path, help="a checkout; left out where absent")
     parser.add_argument("--page", type=Path, help="file that the tables are written to, docs/corpus.md for that page")
     options = parser.parse_args()
+    if options.slime_root and not importlib.util.find_spec("sglang"):
+        parser.error("--slime-root wants the packages of requirements/slime.txt, found no sglang")
     parts = []
     roots = {"verl": options.verl_root, "verl-recipe": options.recipe_root}
     with (
