@@ -74,9 +74,10 @@ def remote(method: Callable[Concatenate[Any, P], R]) -> RemoteMethod[P, R]:
 
 
 def modules_of(home: str) -> list[ModuleType]:
-    """Imports the module ``home`` and its direct submodules. Returns these modules and the adapters that they import.
+    """Imports the module ``home`` and the direct submodules of ``home``. Returns these modules and the adapters that they import.
 
-    Adapters are modules in the parent package of ``home``.
+    Adapters are all modules below the parent package of ``home``, such as ``rl_accel.integrations.verl``. Adapters that a returned
+    adapter imports are returned, too.
 
     Raises:
         PatchRefused: a module cannot be imported.
@@ -95,9 +96,10 @@ def modules_of(home: str) -> list[ModuleType]:
 
 
 def interfaces_of(modules: Iterable[ModuleType]) -> dict[Any, list[Any]]:
-    """Returns the interfaces that ``modules`` use, each with the classes in ``modules`` that extend the described framework class.
+    """Returns the interfaces that ``modules`` use, as a mapping from interface to a list of our classes in ``modules``.
 
-    Includes interfaces that occur only as types of the members of other interfaces.
+    Our classes are those that extend the framework class that the interface describes. Interfaces that occur only as types of the
+    members of other interfaces are included.
     """
     found: dict[Any, list[Any]] = {}
 

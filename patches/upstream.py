@@ -57,7 +57,7 @@ class Place:
             setattr(self.owner, self.name, value)
 
     def is_live(self) -> bool:
-        """Returns whether ``where`` still leads to ``owner``. False after the module was dropped or imported again."""
+        """Returns whether looking up ``where`` still finds ``owner``. False if the module was unloaded or imported again."""
         try:
             return _owner(self.where)[0] is self.owner
         except PatchRefused:
@@ -102,11 +102,12 @@ def repack(raw: Any, function: Any) -> Any:
 def require_own(function: Any, target: str) -> None:
     """Checks that no other package has replaced or wrapped ``function``, which was found at the location ``target``.
 
-    ``functools.wraps`` gives a wrapper the module and name of the wrapped function. Every layer (the outermost wrapper, the
-    wrappers inside and the wrapped function) is therefore judged by the module whose globals the layer's code uses.
+    Checks each layer: all wrappers and the innermost function. The module of a layer is the module whose globals the layer's code
+    uses. ``__module__`` would be wrong, because ``functools.wraps`` copies this attribute from the wrapped function.
 
     Raises:
-        PatchRefused: a layer is from another package than ``target``, or is no function. The message names this layer.
+        PatchRefused: a layer is from another package than ``target`` and is no decorator of torch or the standard library, or the
+            innermost layer is no Python function. The message describes this layer.
     """
     root = target.partition(":")[0].partition(".")[0]
     layers = list(_layers(function))

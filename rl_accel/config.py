@@ -90,7 +90,7 @@ def as_mapping(flags: Any, source: str) -> dict[str, Any]:
     """Returns ``flags`` as a dict with strings as keys. A nested OmegaConf configuration becomes nested dicts. None gives {}.
 
     Raises:
-        ConfigError: ``flags`` is not a mapping, or refers to a value that is not there. The message names ``source``.
+        ConfigError: ``flags`` is not a mapping, or has an OmegaConf interpolation without a value. The message names ``source``.
     """
     if isinstance(flags, DictConfig):
         try:

@@ -38,7 +38,8 @@ def diagnose() -> dict[str, Any]:
         - ``backends``: mapping from kernel backend to the reason why the backend does not work; None if the backend works.
         - ``checks``: one dict per switch or other check of a feature. ``verdict`` is "works", "cannot" (tried and failed)
           or "absent" (framework or engine not installed). For patches, ``upstream`` and ``remove_when`` are included.
-        - ``sandbox``: isolation of programs that a code reward runs; with the reason if bubblewrap cannot be used.
+        - ``sandbox``: isolation of programs that a code reward runs: "bubblewrap", or "process" followed by the reason why
+          bubblewrap does not work.
     """
     with quiet():
         from rl_accel.ops import available_backends

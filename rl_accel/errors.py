@@ -31,7 +31,10 @@ class RecipeError(RlAccelError, ValueError):
 
 
 class PatchRefused(RlAccelError, RuntimeError):
-    """Error for a framework function that is absent, unsupported, wrapped by other code, or disagrees with our replacement."""
+    """Error for a framework that rl-accel cannot change safely, or cannot restore exactly.
+
+    For example, a function to patch is absent, is wrapped by other code, or gives other results than our replacement.
+    """
 
 
 class NotInThisVersion(PatchRefused):

@@ -41,11 +41,12 @@ class SlimeHooks:
         arguments: slime arguments that :func:`~rl_accel.integrations.slime.hooks.data_source` sets. A value that is a list is
             appended to the user's list.
         unset: names of slime arguments that must be None.
-        only_named_with: names of slime arguments with which the feature stays off, unless it is enabled by name.
+        only_named_with: names of slime arguments. If the user sets one of these arguments, the feature stays off, unless the user
+            has enabled the feature by name.
         check: function ``check(args, flags)`` that raises ConfigError if the feature does not work with slime's arguments
             ``args``. Called before the first rollout, after ``arguments`` are set.
         estimators: values of slime's ``--advantage-estimator`` that the feature supports. Empty: all values.
-        metrics: function ``numbers_of(rollout)`` that returns values by metric name. Called when slime logs a rollout.
+        metrics: function ``numbers_of(rollout)`` that maps metric names to values. Called when slime logs a rollout.
         after_evaluation: function ``after_evaluation(args)``, called when slime logs an evaluation.
         values: mapping from flag name to the values allowed on slime, for flags that slime supports only in part.
         engine: function ``engine(flags)`` that returns required SGLang settings, keyed by the name of the slime argument.
@@ -138,7 +139,7 @@ ADVANTAGES = Feature(
 class SamplerFlags:
     """Flags of the feature ``sampler``, which polls for finished rollouts at adaptive intervals instead of every 2 seconds.
 
-    On slime, polls for aborted servers instead of every 3 seconds.
+    On slime, the feature shortens the 3 seconds between checks whether an SGLang server has aborted all requests.
     """
 
     enable: bool | None = flag(None, ENABLE_AUTOMATIC)
@@ -167,7 +168,7 @@ SAMPLER = Feature(
 
 @dataclass
 class FinalOutputFlags:
-    """Flags of the feature ``final_output``. vLLM then returns a response to verl once it is finished, not after each token."""
+    """Flags of the feature ``final_output``: vLLM returns a response to verl when the response is finished, not per token."""
 
     enable: bool | None = flag(None, ENABLE_AUTOMATIC)
 
@@ -230,7 +231,7 @@ class TailBatchingFlags:
     domain_key: str = flag("data_source", "column of the data set with the domain of each row")
 
     def validate(self) -> None:
-        """Raises ValueError for an infinite ratio or a domain quota below 1."""
+        """Raises ValueError if a ratio or ``auto_limit`` is infinite, or if a quota in ``domain_quotas`` is below 1."""
         for name in ("prompt_ratio", "response_ratio", "auto_limit"):
             if getattr(self, name) == math.inf:
                 raise ValueError(f"{name} must be finite, found inf")
@@ -260,7 +261,10 @@ TAIL_BATCHING = Feature(
 
 @dataclass
 class RewardTimeoutFlags:
-    """Flags of the feature ``reward_timeout``: time limits (in seconds) for reward executions, learned from correct answers."""
+    """Flags of the feature ``reward_timeout``, which limits the duration of each execution of a reward function.
+
+    The limits (in seconds) are learned from the durations of executions for correct answers.
+    """
 
     enable: bool | None = flag(None, ENABLE)
     scale: float = flag(1.5, "factor between the longest correct execution of a test case and its limit", minimum=1.0)
@@ -344,7 +348,10 @@ TELEMETRY = Feature(
 
 @dataclass
 class TpReplanFlags:
-    """Flags of the feature ``tp_replan``, which adapts the rollout's tensor-parallel size to the number of preemptions."""
+    """Flags of the feature ``tp_replan``, which advises or makes changes of the rollout's tensor-parallel size.
+
+    The changes are based on the number of preemptions in the rollout engines.
+    """
 
     enable: bool | None = flag(None, ENABLE)
     action: str = flag(
@@ -462,7 +469,8 @@ FEATURES: tuple[Feature[Any], ...] = (
 """All features, in the order of tables and messages. Features configure verl's extension points in the same order."""
 
 FLAG_READERS = {"verl": "rl_accel.patches.verl.config_intake"}
-"""Mapping from framework to the module that reads flags from the framework's configuration. Such a module itself needs no flag."""
+"""Mapping from framework to the module whose switches read flags from the framework's configuration. These switches do not need an
+enabled feature."""
 
 LOGGERS = {"verl": "rl_accel.patches.verl.trainer_metrics"}
 """Mapping from framework to the module that adds rl-accel's metrics to the framework's log while any feature is on."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 BAD_RECORD = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
-"""Errors from the parsing of a JSON text whose fields are missing, have another type, too many digits or too many levels."""
+"""Exceptions when a JSON record is read: invalid JSON, a missing field, a wrong type, too long a number, or too deep nesting."""
 
 
 def strict_json(value: Any) -> str:

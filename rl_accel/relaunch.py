@@ -43,7 +43,7 @@ class Launches:
         self._is_stopped = False
 
     def run(self) -> int:
-        """Launches the command, again after each request for a restart, and returns the exit code of the last launch.
+        """Launches the command once, and again after each request for a restart. Returns the exit code of the last launch.
 
         The exit code is 128 + n if signal n ended the launch. Must run in the main thread of a process without other tasks.
         """

@@ -139,8 +139,8 @@ class Runtime:
     def adopt(self, payload: str | None) -> None:
         """Applies the flags of the run to which this process belongs. Does nothing after :meth:`clear`.
 
-        Uses the flags that the driver process published, or else the flags in the environment. Afterwards, flags in the
-        framework's configuration are read as well, unless the driver has turned all features off.
+        Uses the flags that the driver process published, or else the flags in the environment. Also turns on the switches that
+        read flags from the framework's configuration, unless the driver has turned all features off.
 
         Args:
             payload: the driver's flags by source, as JSON. ``null`` if the driver called :func:`disable`; None or ``{}`` if
@@ -322,10 +322,11 @@ log.set_up()
 def enable(*names: str, **features: Any) -> Status:
     """Turns features on in this process and in Ray processes that this program starts from now on.
 
-    Without arguments, or with ``auto=True``, turns on every lossless feature that no argument names. A lossless feature cannot
-    change training results; if such a feature cannot work here, it logs a warning and stays off. With arguments such as
-    ``"gae"``, ``gae=True`` or ``gae=dict(backend="numba")``, turns on exactly the named features. A named feature that cannot work
-    raises an error. A second call replaces the arguments of the first call.
+    Without arguments, turns on all lossless features, which cannot change training results. A lossless feature that cannot work
+    here stays off with a warning. With arguments such as ``"gae"``, ``gae=True`` or ``gae=dict(backend="numba")``, turns on the
+    named features. ``auto=True`` adds the lossless features, and ``gae=False`` turns a feature off. A named feature that cannot
+    work raises an error. Other features that the environment or the framework's configuration turns on stay on. A second call
+    replaces the arguments of the first call.
 
     Args:
         names: names of features to turn on with their default flags.

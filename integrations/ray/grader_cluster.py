@@ -21,9 +21,9 @@ def environment() -> dict[str, str]:
 
 
 def connect_when_needed(environment: Mapping[str, str]) -> None:
-    """Makes Ray use the namespace of the job when this process connects to Ray later. Does not import Ray.
+    """Makes ``ray.init`` use the namespace of the job if the grader in this process connects to Ray later. Does not import Ray.
 
-    ``environment``: environment variables from :func:`environment`.
+    ``environment``: environment variables for this process, as returned by :func:`environment`.
     """
     if namespace := environment.get(_NAMESPACE):
         when_imported("ray", functools.partial(_set_namespace, namespace))

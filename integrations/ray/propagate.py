@@ -23,8 +23,8 @@ _NAMESPACE = "rl_accel"
 def publish(payload: str | None) -> None:
     """Passes ``payload`` (the driver's flags as JSON) to the Ray processes of the job that start from now on.
 
-    With None, an earlier payload is withdrawn, and each process determines the flags by itself. rl-accel's runtime has already put
-    the payload into :data:`~rl_accel.runtime.SOURCES_VAR`, an environment variable of this process.
+    None withdraws an earlier payload: each process then determines the flags by itself. The caller (rl-accel's runtime) has already
+    put the payload into the environment variable :data:`~rl_accel.runtime.SOURCES_VAR` of this process.
     """
     current = os.environ.get(HOOK_VAR)
     if payload is not None:

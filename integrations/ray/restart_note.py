@@ -24,9 +24,9 @@ _has_note = threading.Event()
 
 
 def publish(note: dict[str, Any]) -> None:
-    """Stores a restart note for the driver process of the Ray job to which this process belongs. Replaces an earlier note.
+    """Stores a restart note (request to launch the run again) for the driver process of this Ray job. Replaces an earlier note.
 
-    ``note`` can be written as JSON. :mod:`rl_accel.relaunch` has its keys.
+    ``note`` must be serialisable as JSON. The module docstring of :mod:`rl_accel.relaunch` lists the keys of ``note``.
     """
     from ray.experimental.internal_kv import _internal_kv_put
 
@@ -34,7 +34,10 @@ def publish(note: dict[str, Any]) -> None:
 
 
 def arm() -> None:
-    """Makes this process (the driver process of a Ray job) look for a restart note when the main thread ends. Idempotent."""
+    """Makes this driver process of a Ray job look for a restart note when the main thread ends, see the module docstring.
+
+    A second call does nothing, and neither does a call outside the main thread.
+    """
     global _is_armed
     if _is_armed or threading.current_thread() is not threading.main_thread():
         return

@@ -120,21 +120,27 @@ _clients: weakref.WeakSet["StoreClient"] = weakref.WeakSet()
 
 
 def _flush_here(_actor: Any) -> None:
-    """Makes all :class:`StoreClient` objects of this process send their counts of rewards to the store. Not for an event loop."""
+    """Makes all :class:`StoreClient` objects of this process send their counts to the store.
+
+    Blocks until the counts are sent, at most a few seconds. Must therefore not be called on an event loop.
+    """
     flushes = [asyncio.run_coroutine_threadsafe(client.flush(), client.loop) for client in _clients if client.loop]
     concurrent.futures.wait(flushes, _REPLY_SECONDS)
 
 
 def flush(actors: Sequence[Any]) -> None:
-    """Makes the processes of ``actors`` send their counts to the store. Waits a few seconds at most until the store has them."""
+    """Makes the processes of the Ray ``actors`` send their counts of reward executions to the store of the job.
+
+    Waits until the store has the counts, but at most a few seconds.
+    """
     calls = [actor.__ray_call__.remote(_flush_here) for actor in actors]
     ray.wait(calls, num_returns=len(calls), timeout=_REPLY_SECONDS)
 
 
 class StoreClient:
-    """Synchronises anchors (run times of correct executions) and counts between this process and the store of the Ray job.
+    """Synchronises anchors (run times of the longest correct executions) and counts of this process with the store of the Ray job.
 
-    A background task of the caller's event loop does so every second.
+    A background task does so every second. The task runs on the event loop on which :meth:`use` is called.
 
     Outside a Ray job, there is no store and nothing is exchanged.
 
@@ -174,7 +180,10 @@ class StoreClient:
             await self._exchange()
 
     async def flush(self) -> None:
-        """Sends all counts of rewards to the store, in two exchanges: a first one may have begun before the latest counts."""
+        """Sends all counts of this process to the store.
+
+        Makes two exchanges, because the first exchange may only end an earlier call that lacks the latest counts.
+        """
         for _ in range(2):
             await self._exchange()
 
@@ -186,9 +195,9 @@ class StoreClient:
             await asyncio.sleep(EXCHANGE_SECONDS)
 
     async def _exchange(self) -> None:
-        """Sends the changes of this process to the store, and applies the store's answer.
+        """Sends this process's new anchors and counts to the store, and applies the store's answer to this process's copy.
 
-        If the store answers too late, the next exchange awaits the same call, because a second call would count changes twice.
+        If the store does not answer in time, the next exchange awaits the same call. A second call would count everything twice.
         """
         if self._call is None:
             delta = self._replica.take_delta()
@@ -239,7 +248,7 @@ class Collector:
 
         In addition to the counts of :class:`~rl_accel.reward.limited_executor.LimitedExecutor`, there are:
         ``errors``: number of responses whose grader returned no score.
-        ``anchors``: number of known anchors (durations of correct executions).
+        ``anchors``: number of known anchors (durations of the longest correct executions).
         ``workers_replaced`` (verl): number of grader processes that died.
         ``reward_workers_lost`` (verl): number of reward workers that died and were replaced.
         ``store_restarts``: 1 if the store was restarted since the last call, else 0.

@@ -38,7 +38,7 @@ SECTION = "rl_accel"
 STOPS = "train.py itself stops"
 HOOKS = {feature.name: feature.slime.arguments for feature in FEATURES if feature.slime is not None}
 """slime's arguments that each feature sets, by feature name. Each value is a mapping from argument name to the dotted path of a
-function, or to a list of paths to append."""
+function, or to a list of dotted paths. Such a list is appended to the user's own list."""
 _DEFAULTS = {
     **STOCK,
     "advantage_estimator": "grpo",
@@ -140,7 +140,10 @@ def check(path: Path, slime_root: Path | None = None, line: Sequence[str] | None
 
 
 def _is_file(written: str, path: Path) -> bool:
-    """Returns whether ``written`` on a launch line names the file ``path``. Compares only the names if a variable is unset."""
+    """Returns whether ``written``, the value of a flag on a launch line, names the file ``path``.
+
+    Expands environment variables in ``written``. If such a variable is not set, compares only the last parts of both paths.
+    """
     named = Path(os.path.expandvars(written)).expanduser()
     return named.name == path.name if "$" in str(named) else named.resolve() == path.resolve()
 
@@ -152,7 +155,8 @@ def parsed(line: Sequence[str], content: Mapping[str, Any]) -> tuple[Any, list[s
 
     Args:
         line: words of the launch line, including ``--custom-config-path``.
-        content: content of the YAML file, set on the arguments if slime's own checks fail.
+        content: content of the YAML file. If slime's own checks fail, this function sets these values on the returned arguments,
+            because slime has not set them.
 
     Raises:
         ConfigError: slime or SGLang cannot be imported.

@@ -53,7 +53,10 @@ def of_this_job() -> dict[str, str]:
 
 
 def flags_on(words: Sequence[str]) -> Sequence[str]:
-    """Returns the words of a launch line after the script that it starts: the first ``.py`` file, after the last ``--`` if any.
+    """Returns the words of a launch line that follow the name of the script.
+
+    Skips all words up to the last ``--``, if there is any. The script is the first remaining word that ends in ``.py``. Without a
+    script, returns all remaining words.
 
     Raises:
         ConfigError: the launch line is one quoted word.
@@ -123,8 +126,8 @@ def put_init_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[
 def put_in_place(args: Any, flags: Flags, line: Mapping[str, str]) -> list[str]:
     """Sets slime's arguments to the values that the enabled features need.
 
-    Returns one log line for each function of the user that slime will no longer call itself: slime calls a function of rl-accel,
-    and that calls the user's function. Also returns one line for each automatic feature that is turned off in ``args.rl_accel``.
+    Returns lines for the log: one line for each user's function that slime no longer calls directly, but through a function of
+    rl-accel, and one line for each automatic feature that this call turns off in ``args.rl_accel``.
 
     Args:
         args: slime's arguments, changed in place.

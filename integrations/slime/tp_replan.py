@@ -86,8 +86,8 @@ def bounds_of(args: Any, flags: TpReplanFlags) -> TpBounds:
 
 
 _watched: list[tuple[Any, _Read, Counters, PlannedRun]] = []
-"""Objects of the current run, in at most one entry: slime's arguments, the function that reads the preemption counters of the
-servers, the object that computes differences of counters, and the planner."""
+"""State of the current run. The list is empty, or has one tuple: slime's arguments, the function that reads the preemption counters
+of the servers, the object that computes differences of counters, and the planner."""
 forget_when_off.append(_watched.clear)
 
 

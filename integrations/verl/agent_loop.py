@@ -45,7 +45,10 @@ class WorkerPart(_Worker):
 
     @classmethod
     def attach(cls, manager: AgentLoopManager) -> None:
-        """Prepares the trainer process for the feature of this mixin. Called after ``manager`` has started its workers."""
+        """Hook that sets up the mixin's feature in the trainer process. Does nothing by default.
+
+        Our agent-loop ``manager`` calls this hook for each mixin after the start of the agent-loop workers.
+        """
 
 
 def check(run: VerlRun, flag: str, reason: str) -> None:
@@ -82,7 +85,10 @@ class AgentLoops:
 
     @staticmethod
     def create(config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns verl's agent-loop manager, whose workers have the mixins named in ``config``. verl passes all arguments."""
+        """Creates verl's agent-loop manager with workers that have the mixins named in ``config``.
+
+        verl calls this method in place of ``create`` of verl's own manager class, which gets all arguments.
+        """
         return manager_class(config).create(config, *args, **kwargs)
 
 

@@ -21,18 +21,18 @@ class EngineSupport:
 
     Attributes:
         aborts_by_id: True if the servers' method ``abort_request`` works. ``generate`` then returns the tokens so far.
-        restarts_in_run: True if a restarted server gets the weights of the next update. The training workers must first have
-            dropped their handles of the old server.
+        restarts_in_run: True if a server that is restarted during a run gets the weights of the next update, provided that the
+            training workers drop their handles of the dead server first.
         death_errors: class names of exceptions with which a living server reports that its engine is dead.
         read_counters: function that reads the servers' preemption counters; None if unsupported.
         stop: function ``stop(server, request_id)`` that ends one request, called in the server's process. The request's
-            ``generate`` call then returns the tokens so far. None if unsupported.
+            ``generate`` call then returns the tokens so far, and the response can continue in a new request. None if unsupported.
         cache_tokens: function ``cache_tokens(server)``, called in the server's process. Returns the capacity of the server's
             key-value cache in tokens, or None if unknown.
         seeds_by_position: True if a request with a seed draws the same tokens after a migration to another server.
-        abort: function ``abort(server, request_id)`` that ends one request, called in the server's process. Stands in for a method
-            ``abort_request`` that the servers lack. Returns False if it cannot; the asyncio task of the request must then be
-            cancelled. None if unsupported.
+        abort: function ``abort(server, request_id)`` that ends one request, called in the server's process. Used for a cancelled
+            response if ``aborts_by_id`` is False. Returns True if the engine ends the request; otherwise the caller must cancel the
+            remote ``generate`` call. None if unsupported.
         pause: function ``pause(server)`` that ends all requests and holds back later ones until ``resume_generation``, called in
             the process of a replica's first server. None if verl's ``abort_all_requests`` is as fast.
         counting: key and value in verl's configuration that make the servers count preemptions; None if servers always count.
@@ -68,12 +68,15 @@ def _stop_in_vllm(server: Any, request_id: str) -> None:
 
 
 def _in_loop_of_sglang(server: Any, work: Coroutine[Any, Any, T]) -> T:
-    """Runs ``work`` in the event loop of SGLang's tokenizer manager. Ray calls the caller in another thread."""
+    """Runs ``work`` in the event loop of SGLang's tokenizer manager and waits for the result.
+
+    The calling thread must not be the thread of this event loop. Ray runs our functions in another thread.
+    """
     return asyncio.run_coroutine_threadsafe(work, server._server_task.get_loop()).result()
 
 
 def _lacks(manager: Any) -> bool:
-    """Returns True if SGLang's tokenizer manager has not all attributes that 0.5.12 has and that are used here."""
+    """Returns True if SGLang's tokenizer ``manager`` lacks an attribute that this module uses. SGLang 0.5.12 has all of them."""
     return not all(
         hasattr(manager, name) for name in ("is_pause", "is_pause_cond", "model_update_lock", "rid_to_state")
     )
@@ -92,9 +95,10 @@ def _abort_in_sglang(server: Any, request_id: str) -> bool:
 
 
 def _pause_sglang(server: Any) -> None:
-    """Does the same as SGLang's ``pause_generation`` in mode "abort", which looks once a second whether all requests have ended.
+    """Ends all requests and holds back later ones, as SGLang's ``pause_generation`` in mode "abort" does, but returns earlier.
 
-    A version of SGLang without the attributes that this function uses is paused by verl's own method.
+    SGLang checks once a second whether all requests have ended. This function checks at intervals that start at 0.01 s and double
+    up to 1 s. A version of SGLang without the required attributes is paused by verl's ``abort_all_requests``.
     """
     manager = server.tokenizer_manager
 

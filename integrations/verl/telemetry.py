@@ -37,8 +37,8 @@ FILE_KEY = "trainer.rl_accel_telemetry"
 """Key in verl's configuration for the path of the file with response records."""
 WORKER_PART = f"{__name__}.RecordingWorker"
 ATTEMPTS = 3
-"""Number of consecutive steps without a known preemption count after which the counters are no longer read. Each unanswered read
-costs seconds."""
+"""Number of consecutive unsuccessful attempts, one per step, to read the preemption counters of the rollout servers. No further
+attempt is made after these, because each unanswered one costs seconds."""
 _MOST_NOTES = 200_000
 """Maximum number of response records that an agent-loop worker keeps if the trainer process does not fetch the records."""
 _FLAG = "rl_accel.telemetry"
@@ -141,9 +141,10 @@ def _note_server(original: Any, _flags: Any) -> Any:
 
 
 def observe_stages(_step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the share of each stage in the duration of a training step; {} if ``logged`` is not of a training step.
+    """Returns the share of each stage in the duration of a training step, as metrics ``telemetry/share/<stage>``.
 
-    The shares come from verl's own timers in ``logged`` and need no agent-loop workers.
+    The shares come from verl's own timers in ``logged``, the metrics that verl logs, and need no agent-loop workers. Returns {} if
+    ``logged`` are not the metrics of a training step.
     """
     shares = stage_clock.shares(stage_clock.stages(logged))
     return {f"telemetry/share/{stage}": share for stage, share in shares.items()}
@@ -170,7 +171,10 @@ class Observer:
         self._warned: set[str] = set()
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the metrics of a step by name, such as ``telemetry/idle_share``; {} if ``logged`` is not of a training step."""
+        """Returns the telemetry metrics of a training step by name, such as ``telemetry/idle_share``.
+
+        ``logged`` are the metrics that verl logs. Returns {} if ``logged`` are not the metrics of a training step.
+        """
         began = time.perf_counter()
         numbers = observe_stages(step, logged)
         if not numbers:

@@ -178,9 +178,10 @@ def _tokens_of(data: Mapping[str, Any]) -> float:
 def restart(trainer: Trainer, step: int, decision: TPDecision) -> None:
     """Saves a checkpoint of ``step`` and ends this launch after ``step``. The next launch has another tensor-parallel size.
 
-    verl's own method saves the checkpoint. A note for the driver process requests the restart. This function is called between
-    steps, when a checkpoint equals the one that the trainer itself saves at the end of the step. If ``step`` is the run's last step
-    anyway, or if saving fails, the run goes on unchanged and logs one line.
+    verl's own method saves the checkpoint. ``restart_note.publish`` asks the driver process for the next launch. This function
+    is called when the metrics of ``step`` are logged, after the training of the step. The checkpoint is then the same as if the
+    trainer itself had saved this step. If ``step`` is the run's last step anyway, or if saving fails, the run goes on unchanged and
+    logs a warning.
     """
     if step >= min(trainer.total_training_steps, trainer.steps_per_epoch * trainer.config.trainer.total_epochs):
         logger.warning("rl-accel: tp_replan: step %d is the last, nothing is restarted", step)

@@ -16,7 +16,7 @@ from rl_accel.errors import PatchRefused
 from rl_accel.patches.patch import Patch
 
 FIRST_SLEEP = 0.05
-"""Seconds between the first two looks at a server."""
+"""Seconds that the patched function sleeps before it asks a server for the load a second time."""
 
 
 def _make(original: Any, _settings: Any) -> Any:
@@ -37,7 +37,7 @@ def _make(original: Any, _settings: Any) -> Any:
 
 
 def _probe(original: Any, _replacement: Any, _settings: Any) -> None:
-    """Raises PatchRefused unless the only sleep of slime's function is the one between two looks, and longer than ours."""
+    """Raises PatchRefused unless slime's function sleeps only for ``retry_interval``, by default longer than ``FIRST_SLEEP``."""
     nodes = ast.walk(ast.parse(inspect.getsource(original.__code__)))
     calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]
     sleeps = [call for call in calls if "sleep" in call.partition("(")[0]]

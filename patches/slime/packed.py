@@ -11,7 +11,8 @@ import torch
 from rl_accel.errors import PatchRefused
 
 LOSS = "slime.backends.megatron_utils.loss"
-"""Module of slime that must be patched. The module imports the functions by name, so patching ``ppo_utils`` alone has no effect."""
+"""Module of slime that calls the functions to replace. The module has imported these functions by name from ``ppo_utils``, so
+replacing them only there has no effect."""
 PPO_UTILS = "slime.utils.ppo_utils"
 
 
@@ -57,12 +58,14 @@ def padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def unpadded(rows: torch.Tensor) -> torch.Tensor:
-    """Removes the padding of :func:`padded` from rows with the lengths ``PROBE_LENGTHS``, and concatenates the rows."""
+    """Removes padding from sequences [B, T] of the lengths ``PROBE_LENGTHS``, and concatenates the sequences."""
     return torch.cat([row[:length] for row, length in zip(rows, PROBE_LENGTHS, strict=True)])
 
 
 def stock_scan(function: Any, name: str) -> Any:
-    """Returns slime's scan function ``name``, which slime's ``function`` calls, for a comparison.
+    """Returns slime's scan function with the name ``name``, for a comparison with rl-accel's scan.
+
+    ``function``: function of slime that calls the scan.
 
     Raises:
         PatchRefused: slime has no such scan to compare with.

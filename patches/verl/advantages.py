@@ -90,9 +90,10 @@ def _optimal_token_baseline(given: Arguments, *, multi_turn: bool) -> tuple[torc
 
 
 def _batch(*names: str) -> dict[str, Any]:
-    """Returns the arguments ``names`` of a small random batch for probes, by name.
+    """Returns random arguments for a probe, as a mapping from parameter name to argument for a small batch.
 
-    Prompt groups have several sizes. Masks have several lengths and holes.
+    Parameters in ``names`` that are not part of a batch are left out. Prompt groups differ in size. Response masks differ in length
+    and have zeros between ones.
     """
     random = np.random.RandomState(0)
     index = np.array([f"prompt-{n}" for n in np.repeat(np.arange(6), (2, 3, 4, 5, 8, 9))], dtype=object)

@@ -76,7 +76,10 @@ def _joining(engine: Any, processor: Any) -> Iterator[None]:
 
 
 def _joined(generate: Any) -> Any:
-    """Wraps ``AsyncLLM.generate``. Each output of a request inside :func:`_joining` gets all tokens so far, as without DELTA."""
+    """Wraps ``AsyncLLM.generate``. Each output of a request inside :func:`_joining` gets all tokens of the response so far.
+
+    vLLM itself puts only the new tokens into an output of the kind ``DELTA``.
+    """
 
     async def joined(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         in_parts = _in_parts.get()

@@ -76,8 +76,8 @@ def _make(original: Any, settings: Any) -> Any:
 def _stock_seconds(original: Any, arguments: tuple[Any, ...], known: dict[tuple[int, str], float]) -> float | None:
     """Estimates the seconds that verl's loop over tokens would take for a batch, or returns None if the batch is too small.
 
-    The loop is timed on the first 32 of T token columns, and the seconds are multiplied by T / 32. Two runs of a few milliseconds
-    are timed for each power of two of the batch size, and the shorter run counts.
+    The loop is timed on the first 32 of T token columns, and the seconds are multiplied by T / 32. This happens once per device and
+    power of two of the batch size. The loop then runs twice, a few milliseconds each, and the shorter run counts.
 
     Args:
         original: verl's function.

@@ -22,7 +22,8 @@ from rl_accel.rollout.adaptive_wait import AdaptiveWait
 from rl_accel.telemetry import metrics
 
 _WORK = 1.25
-"""Maximum CPU seconds per second of polling. Above 1 because TransferQueue's controller and client partly work in parallel."""
+"""Upper bound of the CPU seconds that a poll costs, per second that the poll takes. Above 1 because TransferQueue's controller and
+client partly work in parallel."""
 
 
 @dataclass
@@ -30,8 +31,8 @@ class _Sampling:
     """Wait policy of one replay buffer, and the state of the buffer's current ``sample()`` call.
 
     ``started`` (start of the call) and ``woke`` (end of the last wait) are ``perf_counter`` times in seconds. ``saved`` is the
-    estimate of seconds saved in this call so far. ``debug_time`` is the ``last_debug_time`` that verl's buffer had at the
-    start of the call. When the buffer has another one, a new call has begun.
+    estimate of seconds saved in this call so far. ``debug_time`` is the ``last_debug_time`` that the last wait returned. If verl
+    passes another ``last_debug_time`` to the next wait, a new ``sample()`` call has begun.
     """
 
     policy: AdaptiveWait
@@ -46,10 +47,10 @@ class _Sampling:
         self.saved = 0.0
 
     def newly_saved(self, interval: float) -> float:
-        """Returns the seconds to add to the metric of saved seconds, assuming that the next poll finds enough samples.
+        """Returns the seconds to add to the metric ``sampler/seconds_saved`` after a wait. Negative if the estimate shrinks.
 
-        The saved seconds are the time from now until verl's fixed ``interval`` would have led to a poll. Earlier polls of the same
-        ``sample()`` call have already reported a part of them, which is subtracted.
+        The estimate of this ``sample()`` call is the time from the end of the wait to verl's next poll, if verl polled at its fixed
+        ``interval``. The estimate before this wait is subtracted, because the metric already has it.
         """
         cycle = interval + self.policy.cost / _WORK
         elapsed = self.woke - self.started

@@ -24,9 +24,9 @@ from rl_accel.patches.patch import Patch
 logger = logging.getLogger("rl_accel")
 
 _LENGTHS = (1, 9, 33, 17, 40, 5, 12, 64)
-"""Response lengths (in tokens) of the rows on which a policy loss is tried."""
+"""Lengths in tokens of the 8 random responses with which :func:`find_influence` tests a policy loss."""
 _ZERO = (0, 3, 7)
-"""Indices of the tried rows with advantage 0. The shortest and the longest row are among them."""
+"""Indices in ``_LENGTHS`` of the responses that get advantage 0. The shortest and the longest response are among them."""
 _PROMPT = 3
 _ACTOR = "actor_rollout_ref.actor"
 _SAID = (
@@ -37,9 +37,10 @@ _refuse = functools.partial(refuse, "rl_accel.skip_zero")
 
 
 def find_influence(loss_function: Callable[..., Any]) -> str:
-    """Tries whether rows with advantage 0 influence the training that ``loss_function`` asks for.
+    """Tests whether rows (responses) with advantage 0 influence training with ``loss_function``.
 
-    The loss of 8 random rows is compared with the loss of those 5 rows whose advantages are not 0, for three random batches.
+    For three random batches of 8 rows, compares the gradients of the whole batch with the gradients of only those 5 rows whose
+    advantages are not 0. Also checks that the other 3 rows have gradient 0.
 
     Args:
         loss_function: verl's loss function with its configuration, ``loss_function(model_output=..., data=..., dp_group=...)``.
@@ -64,7 +65,11 @@ def find_influence(loss_function: Callable[..., Any]) -> str:
 
 
 def _random_batch(random: torch.Generator) -> dict[str, list[torch.Tensor]]:
-    """Returns fields of random rows [T], and the log-probabilities and entropies [_PROMPT + T] of a model. Masks have holes."""
+    """Returns a random batch, as a mapping from field name to a list with one tensor per row (response).
+
+    Tensors have the shape [T], except ``prompts`` [_PROMPT], and the model's outputs ``log_probs`` and ``entropy`` [_PROMPT + T].
+    Response masks have zeros between ones.
+    """
     batch: dict[str, list[torch.Tensor]] = {}
     for row, length in enumerate(_LENGTHS):
         mask = torch.rand(length, generator=random) < 0.8
@@ -87,9 +92,9 @@ def _random_batch(random: torch.Generator) -> dict[str, list[torch.Tensor]]:
 
 
 def _gradients(loss_function: Any, batch: dict[str, list[torch.Tensor]], rows: Any) -> dict[int, torch.Tensor]:
-    """Returns the gradients of the loss of ``rows`` by the model's outputs, by row: [2, _PROMPT + T].
+    """Returns the gradients of the loss of ``rows`` with respect to the model's outputs ``log_probs`` and ``entropy``.
 
-    The loss is normalised as in a mini-batch of all rows of ``batch``.
+    Returns a mapping from row index to a tensor [2, _PROMPT + T]. The loss is normalised by the size of the whole ``batch``.
     """
     from verl.utils import tensordict_utils as tu
 
@@ -108,7 +113,7 @@ def _gradients(loss_function: Any, batch: dict[str, list[torch.Tensor]], rows: A
 
 
 def require_silent(loss_function: Callable[..., Any]) -> None:
-    """Raises ConfigError if rows with advantage 0 influence the training that ``loss_function`` asks for."""
+    """Raises ConfigError if responses with advantage 0 influence training with ``loss_function``, see :func:`find_influence`."""
     if reason := find_influence(loss_function):
         config = getattr(loss_function, "keywords", {}).get("config")
         mode = getattr(getattr(config, "policy_loss", None), "loss_mode", None)
@@ -117,7 +122,10 @@ def require_silent(loss_function: Callable[..., Any]) -> None:
 
 
 def _require_no_influence(engine: Any, data: Any, loss_function: Any) -> None:
-    """Raises ConfigError if rows of ``data`` with advantage 0 cannot be left out. Reads only what is equal on all ranks."""
+    """Raises ConfigError if rows (responses) of ``data`` with advantage 0 cannot be left out of an update.
+
+    Leaving them out must not change the training or ``actor/entropy_loss``. Reads only settings that are equal on all ranks.
+    """
     from verl.utils import tensordict_utils as tu
 
     if tu.get_non_tensor_data(data, "calculate_entropy", False):
@@ -139,9 +147,10 @@ def _random_parts(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _find_zero_rows(data: Any) -> list[bool]:
-    """Returns for each row of the mini-batch ``data`` whether the row surely has gradient 0.
+    """Returns for each row (response) of the mini-batch ``data`` whether the gradient of the row is certainly 0.
 
-    All advantages of trained tokens are 0, and all factors of the loss are finite, because 0 times infinity is not 0.
+    For this, all advantages of trained tokens must be 0, and all other factors of the loss must be finite, because 0 times infinity
+    is not 0.
     """
     factors = [data[name].unbind() for name in ("old_log_probs", "rollout_is_weights") if name in data]
     rows = zip(data["response_mask"].bool().unbind(), data["advantages"].unbind(), *factors, strict=True)
@@ -152,7 +161,10 @@ def _find_zero_rows(data: Any) -> list[bool]:
 
 
 def _choose_rows(zero: list[bool], lengths: list[int], wanted: int) -> list[int]:
-    """Returns the sorted indices of ``wanted`` rows: those that are not zero, and the shortest of the others."""
+    """Returns the sorted indices of ``wanted`` rows: all rows with False in ``zero``, and then the shortest rows with True.
+
+    ``zero``: for each row (response), whether the gradient is 0. ``lengths``: tokens of each row.
+    """
     rows = [row for row, is_zero in enumerate(zero) if not is_zero]
     spare = sorted((row for row, is_zero in enumerate(zero) if is_zero), key=lambda row: lengths[row])
     return sorted(rows + spare[: wanted - len(rows)])

@@ -162,9 +162,9 @@ class VerlRun:
             refuse(flag, f"{_ROLLOUT}.name", ENGINES[feature], self.get(f"{_ROLLOUT}.name"))
 
     def require_chosen(self, flag: str, key: str, value: Any) -> None:
-        """Checks, outside the driver process, that ``key`` already has the ``value`` that a feature needs.
+        """Checks that the configuration's ``key`` has the ``value`` that a feature needs. Checks nothing in the driver process.
 
-        Only the driver process can set the key in time, when verl's ``validate_config`` is called there.
+        Only the driver process can set ``key`` early enough. rl-accel does this when the driver calls verl's ``validate_config``.
 
         Raises:
             ConfigError: ``key`` has another value, because the driver process has not called ``validate_config``.

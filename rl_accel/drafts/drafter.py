@@ -53,13 +53,13 @@ REMEMBERED = 4096
 """Maximum number of requests that are remembered after they have left the batch. Preempted requests may return, and finished
 requests are read by ``take_finished``."""
 RATES, HEAD, TAKEN = range(NUMBER + 1, NUMBER + 4)
-"""Columns of a request after the columns of its sequence (see ``LAST`` in ``index.py``).
+"""Further columns of a request, after the six columns that each stored sequence has (see ``LAST`` in ``index.py``).
 
-RATES: index of the acceptance rates of the prompt.
+RATES: index of the prompt in ``_Rates.own``, the acceptance rates by prompt.
 HEAD: number of prompt tokens.
 TAKEN: whether ``take_finished`` has returned the response."""
 WORTH = SOURCE + 1
-"""Column of a match after the columns of ``index.py``: number of tokens to propose."""
+"""Further column of a match, after the columns in ``index.py`` (see ``FOUND``): number of tokens to propose as a draft."""
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +69,8 @@ class _Prompt:
     """A prompt in the index.
 
     Attributes:
-        sequence: columns of the prompt in the index.
-        rates: index of the acceptance rates of the prompt.
+        sequence: columns of the prompt as a stored sequence (see ``LAST`` in ``index.py``).
+        rates: index of the prompt in ``_Rates.own``, the acceptance rates by prompt.
         versions: versions of the weights that generated responses to the prompt, the latest version last.
     """
 
@@ -96,8 +96,12 @@ class _Batch(NamedTuple):
 
 
 class _Rates(NamedTuple):
-    """Recent hits and tries (last axis) of predictions from the same prompt (0) and from other prompts (1). Hits are correct
-    tokens. Tries are compared tokens, weighted by their share of the votes (see ``Matches``). Hits / tries estimates acceptance."""
+    """Recent results of predictions. Hits / tries estimates the acceptance rate of a predicted token.
+
+    The last axis holds hits (0) and tries (1). Hits are correctly predicted tokens. Tries are predicted tokens that were compared
+    with sampled tokens, each weighted by its share of the votes (see ``Matches``). The axis of size 2 before holds the source of
+    the prediction: the same prompt (0) or another prompt (1).
+    """
 
     own: Any  # float64[P, 2, 2], by prompt
     all: Any  # float64[2, len(FIRST_RATES), 2], by match length
@@ -223,8 +227,8 @@ class Drafter:
         - ``steps``: calls of :meth:`propose`. ``tokens``: tokens sampled in these steps.
         - ``drafted``, ``accepted``: verified and accepted draft tokens, also by source of the draft (``drafted_own``,
           ``drafted_sibling``, ``drafted_earlier``, ``drafted_other``; see ``SOURCES`` in ``index.py``).
-        - ``tokens_from_L``, ``row_steps_from_L``: tokens sampled, and steps counted per request, while the response had at least L
-          and less than 2 L tokens.
+        - ``tokens_from_L``, ``row_steps_from_L``: tokens sampled while the response had at least L and less than 2 L tokens, and
+          number of steps in which they were sampled, summed over requests. L is a power of two.
         - ``stopped``: number of times that drafting was stopped because drafting cost more time than it saved.
         """
         by_source, by_length = self._counts
@@ -245,7 +249,7 @@ class Drafter:
     def new_weights(self) -> None:
         """Handles a weight update. All running requests count as finished.
 
-        A later call may pass them again, in any row of the batch.
+        Requests that continue with the new weights are recognised in later calls of :meth:`propose`, in any row of the batch.
         """
         self._leave(range(self._running))
         self._running, self._called = 0, None
@@ -273,7 +277,10 @@ class Drafter:
             extend(self._pool, self._request(tokens, length, version)[None], tokens[None], np.array([len(tokens)]))
 
     def _follow(self, new: Ints, ends: Ints, matrix: NDArray[np.int32]) -> None:
-        """Updates the rows of the batch after requests have started, ended or moved. Skips rows that have not sampled a token."""
+        """Updates the rows of ``_batch`` (one row per request) after requests have started, ended or changed rows in vLLM.
+
+        A row that sampled no token in the last step is left without a request.
+        """
         begins, running = ends - new, len(new)
         others = [row for row in range(running) if not _is_same(self._batch, row, matrix[row], begins[row], new[row])]
         self._leave([*others, *range(running, self._running)])
@@ -296,7 +303,10 @@ class Drafter:
                 self._batch.sequences[row, LENGTH], self._batch.numbers[row] = -1, 0
 
     def _request(self, tokens: NDArray[np.int32], length: int, version: int) -> Ints:
-        """Returns the columns of a new request with the prompt ``tokens[:length]``. Adds the prompt to the index if missing."""
+        """Returns a new request with the prompt ``tokens[:length]``, as a row of ``_Batch.sequences``, int64[9].
+
+        Adds the prompt to the index if missing.
+        """
         key = key_of(tokens[:length])
         prompt = self._prompts.get(key)
         if prompt is None:
@@ -326,7 +336,9 @@ def _tails(rows: int, tokens: Any = ()) -> NDArray[np.int32]:
 
 @compiled
 def _is_same(batch: _Batch, row: int, tokens: Any, begin: int, new: int) -> bool:
-    """Returns whether ``row`` still holds the same request. The request has ``begin`` tokens and ``new`` tokens after them."""
+    """Returns whether the request that vLLM now has in ``row`` is the request that ``batch`` has in this row.
+
+    vLLM's request has the tokens ``tokens``: ``begin`` tokens before the last step, and ``new`` tokens from this step."""
     length = batch.sequences[row, LENGTH]
     # the known length is below ``begin`` if vLLM did not call ``propose`` after some steps
     same = new > 0 and 0 <= length <= begin
@@ -337,7 +349,11 @@ def _is_same(batch: _Batch, row: int, tokens: Any, begin: int, new: int) -> bool
 
 @compiled
 def _rates_of(rates: _Rates, request: Any, numbers: Any) -> tuple[Any, Any]:
-    """Returns the hits and tries (see ``_Rates``) of similar predictions, for the prompt of the request and for all prompts."""
+    """Returns two pairs of hits and tries (see ``_Rates``) of earlier predictions that are similar to the match ``numbers``.
+
+    The first pair is for the prompt of ``request`` and the same source (same prompt or another prompt). The second pair is for all
+    prompts, the same source and a similar match length.
+    """
     other, at = int(numbers[SOURCE] == OTHER), 0
     while numbers[MATCHED] > FIRST_RATES[at][0]:
         at += 1
@@ -353,8 +369,9 @@ def _advance(
     A prediction counts even if it was not proposed, because the probability that a token is sampled is the probability that it
     would have been accepted. A rising acceptance rate is therefore noticed even without drafts.
 
-    Returns three flags: whether all rows still have their requests, whether no row missed a step, and whether drafts were verified.
-    If the first flag is False, nothing was done. ``sure`` skips this check.
+    Returns three flags: whether each row of ``batch`` still holds the request that vLLM has in this row, whether no row missed a
+    step, and whether drafts were verified. If the first flag is False, nothing was changed. If ``sure``, the rows are not checked
+    and the first flag is True.
     """
     went_on, verified, rows = True, False, len(new)
     for row in range(rows):
@@ -395,7 +412,9 @@ def _advance(
 
 @compiled
 def _choose(pool: Pool, batch: _Batch, rates: _Rates, matrix: Any, rows: int) -> float:
-    """Predicts the next tokens of each request and sets how many to propose. Returns the expected number of accepted tokens."""
+    """Predicts the next tokens of each request, and sets the number of tokens to propose (column ``WORTH`` of the matches).
+
+    Returns the expected number of accepted tokens, over all requests."""
     expected = 0.0
     lookup(pool, batch.sequences[:rows], matrix, Matches(batch.tokens, batch.shares, batch.numbers))
     for row in range(rows):
@@ -416,8 +435,8 @@ class _Worth:
     """Decides whether drafting saves time: compares the seconds per token of steps with and without drafts.
 
     Only steps of similar batch size are compared; sizes may differ by an eighth. Steps older than WINDOW steps hardly count. At
-    least one in WITHOUT steps has no drafts, for comparison. LEAST steps without drafts and TRIED steps with drafts are enough for
-    a comparison. If drafting does not save time, drafting pauses for PAUSE steps.
+    least one in WITHOUT steps has no drafts, for comparison. A comparison needs LEAST steps without drafts and TRIED steps with
+    drafts. If drafting does not save time, drafting pauses for PAUSE steps.
     """
 
     WITHOUT, LEAST, TRIED, WINDOW, PAUSE = 32, 8, 32, 512, 512
@@ -429,7 +448,11 @@ class _Worth:
         self._told = False
 
     def allows(self, rows: int) -> bool:
-        """Returns whether the next step, with ``rows`` requests, may have drafts. Counts down a pause of drafting."""
+        """Returns whether the next step, with ``rows`` requests, may have drafts.
+
+        Returns False during a pause of drafting (each call shortens the pause by one step), and if a step without drafts must be
+        measured for comparison.
+        """
         size = _about(rows)
         if self._paused[size] > 0:
             self._paused[size] -= 1

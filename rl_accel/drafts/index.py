@@ -34,8 +34,8 @@ earlier: a response to the same prompt, generated with other weights.
 other: another prompt or a response to another prompt."""
 OTHER = SOURCES.index("other")
 PROMPT = 2**62
-"""Version of the tokens of a prompt, which are never too old to match. The version of a response is the version of the
-weights that generated the response."""
+"""Version of prompt tokens: above every version of the weights, so that prompts are never too old for a match. A response has the
+version of the weights that generated the response."""
 
 
 LAST, LENGTH, OLDEST, KEY, VERSION, NUMBER = range(6)
@@ -54,11 +54,11 @@ BEFORE: position of the token before the block.
 AFTER: number of the next block of the sequence; -1 for none.
 COUNT: number of tokens in the block."""
 FOUND, MATCHED, SOURCE = range(3)
-"""Columns of a match.
+"""Columns of ``Matches.numbers``. A match is the prediction for one context.
 
-FOUND: number of tokens that followed; 0 for no match.
-MATCHED: number of tokens that the match shares with the end of the context.
-SOURCE: index in SOURCES of the newest matching position."""
+FOUND: number of predicted tokens; 0 for no match.
+MATCHED: number of tokens at the end of the context that equal the stored tokens before the predicted tokens.
+SOURCE: source of the newest matching position, as an index in SOURCES."""
 _numbers = itertools.count(1)
 
 
@@ -118,8 +118,10 @@ def read(pool: Pool, sequence: Ints) -> NDArray[np.int32] | None:
 
 @compiled
 def slot_of(chain: int, key: int, tokens: Any, end: int, slots: int) -> Any:
-    """Returns the hash slot of the GRAM tokens before index ``end``, for the chain of the prompt ``key`` (``chain`` 0) or the chain
-    of all prompts (1). ``slots`` is the number of hash slots, a power of two."""
+    """Returns the index of the hash slot for the GRAM tokens before index ``end`` of ``tokens``.
+
+    ``chain`` 0 has the positions at the prompt ``key``, ``chain`` 1 the positions at all prompts. ``slots`` is the number of hash
+    slots for each value of ``chain``, a power of two."""
     mixed = np.uint64(0 if chain else key)
     for at in range(end - GRAM, end):
         mixed = (mixed ^ np.uint64(tokens[at])) * np.uint64(0x9E3779B97F4A7C15)
@@ -200,10 +202,10 @@ def extend(pool: Pool, sequences: Any, tokens: Any, ends: Any) -> None:
 
 @compiled
 def _places(pool: Pool, chain: int, context: Any, end: int, key: int, oldest: int, least: int) -> tuple[Any, int, int]:
-    """Searches for the positions whose preceding tokens agree with the end of a context over the greatest length.
+    """Searches for the stored positions before which most tokens equal the tokens at the end of a context.
 
-    Searches at the prompt of the context (chain 0) or at other prompts (chain 1). At least ``least`` tokens must agree. Returns
-    the positions, the number of positions, and the number of tokens that agree."""
+    Searches among positions at the prompt ``key`` of the context (chain 0) or at other prompts (chain 1). At least ``least`` tokens
+    must be equal. Returns an array of CANDIDATES positions, the number of positions in use, and the number of equal tokens."""
     places = np.zeros(CANDIDATES, np.int64)
     position = pool.slots[chain, slot_of(chain, key, context, end, pool.slots.shape[1])] - 1
     voters, most = 0, min(CONTEXT, end)
@@ -230,11 +232,14 @@ def _places(pool: Pool, chain: int, context: Any, end: int, key: int, oldest: in
 def lookup(pool: Pool, sequences: Any, tokens: Any, matches: Matches) -> None:
     """Predicts the next tokens of each sequence from stored tokens and writes them into ``matches``.
 
-    ``sequences`` and ``tokens`` are as in :func:`extend`. The last GRAM tokens of a sequence are looked up in two chains: at its
-    prompt and at all prompts. In each chain, the newest CANDIDATES positions that followed these tokens are compared. The
-    positions that share most tokens with the end of the sequence vote. In a tie, only the positions at its prompt vote. The vote
-    is on one next token after the other. The newest position has weight 1, the others have 1/2, 1/3 and so on. A position that
-    is outvoted leaves the vote. The number of tokens is limited by the room in ``matches`` and by the room in ``tokens`` minus one.
+    ``sequences`` and ``tokens`` are as in :func:`extend`. The last GRAM tokens of a sequence are looked up in two chains: the chain
+    of the positions at the sequence's prompt, and the chain of the positions at all prompts. In each chain, the newest CANDIDATES
+    positions that followed these tokens are compared. The positions before which most tokens equal the end of the sequence
+    vote. In a tie between the chains, only the positions at the sequence's prompt vote.
+
+    The positions vote on each next token in turn. The newest position has weight 1, the others have 1/2, 1/3 and so on. A position
+    that is outvoted takes no further part. The number of predicted tokens is at most the width of ``matches.tokens``, and at most
+    the number of columns of ``tokens`` after the sequence, minus one.
     """
     for row in range(len(sequences)):
         _match(pool, sequences[row], tokens[row], matches.tokens[row], matches.shares[row], matches.numbers[row])

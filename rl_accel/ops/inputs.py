@@ -102,7 +102,7 @@ def check_tensor(
 ) -> torch.Tensor:
     """Returns ``value`` if the argument ``name`` is a dense tensor of one of ``dtypes``.
 
-    With ``like``, ``value`` must also have the shape and device of ``like``, a tensor whose argument name is ``of``.
+    If ``like`` is given, ``value`` must have the same shape and device. ``of`` is the name of ``like`` in error messages.
 
     Raises:
         TypeError: ``value`` is not a tensor, not dense or of another dtype.
@@ -134,7 +134,7 @@ def check_rows(name: str, value: Any, dtypes: Iterable[torch.dtype], *, gradient
 
 
 def check_labels(index: Any, rows: int) -> None:
-    """Raises TypeError or ValueError unless ``index`` holds a group label (integer, string or object) for each of ``rows`` rows."""
+    """Raises TypeError or ValueError unless ``index`` holds ``rows`` group labels (integers, strings or objects), shape [rows]."""
     if not isinstance(index, np.ndarray) or index.dtype.kind not in LABEL_KINDS:
         kind = f"dtype {index.dtype}" if isinstance(index, np.ndarray) else type(index).__name__
         raise TypeError(f"index wants an array of integers, strings or objects, found {kind}")
@@ -149,7 +149,7 @@ def usable_cores() -> int:
 
 
 def default_threads() -> int:
-    """Returns the default number of threads of a kernel: the usable cores, but at most 16, which exhaust the memory bandwidth."""
+    """Returns the default number of threads of a kernel: the usable cores, at most 16 (16 threads use up the memory bandwidth)."""
     return min(usable_cores(), 16)
 
 
@@ -164,8 +164,8 @@ def is_binary(mask: torch.Tensor) -> bool:
 def check_mask_values(mask: torch.Tensor | None) -> None:
     """Raises ValueError if a mask on the CPU holds NaN or a value outside [0, 1].
 
-    A mask on an accelerator is not checked, because reading the result would stall the device's queue. With invalid values in such
-    a mask, a kernel returns the result of the arithmetic of the token-by-token loop.
+    A mask on an accelerator is not checked, because reading the result would stall the device's queue. A kernel uses invalid values
+    of such a mask in the recurrence like any other number.
     """
     if mask is None or mask.device.type != "cpu" or mask.dtype is torch.bool or mask.numel() == 0:
         return

@@ -52,10 +52,12 @@ def optimal_token_baseline(
         index: [B] label of the prompt group of each row.
         old_log_probs: [B, T] float32, log pi of the tokens taken.
         sum_pi_squared: [B, T] float32, sum of pi squared over the vocabulary.
-        rollout_is_weights: [B, T] float32 importance weights, whose squares scale the terms of W. None: no weights.
+        rollout_is_weights: [B, T] float32 importance weights, whose squares scale the terms of W (see the module docstring).
+            None: no weights.
         handle_zero_tail: whether the baseline is 0 at tokens that only the longest response of a group reaches.
         epsilon: number added to the denominator of the baseline.
-        multi_turn: whether t counts only tokens with mask 1.
+        multi_turn: whether the position of a token in a response counts only tokens with mask 1, so that turns of different
+            length line up.
         num_threads: number of threads. None: the usable cores, at most 16. The result does not depend on this number.
 
     Returns:
@@ -147,8 +149,8 @@ def _tails(block: list[Rows], lengths: Rows, width: int) -> Rows:
 def _forward(  # type: ignore[no-untyped-def]
     first, last, rows, rewards, mask, pi, pi_squared, importance, weighted, multi_turn, returns, reward, weight
 ):
-    """Writes the reward-to-go G of rows[first:last] to ``returns``. Writes the terms G * W and W of the group sums to ``reward``
-    and ``weight``."""
+    """Writes the reward-to-go G of rows[first:last] to ``returns``. Writes G * W to ``reward`` and W to ``weight``, whose sums over
+    a prompt group give the baseline (see the module docstring)."""
     tokens = rewards.shape[1]
     for k in range(first, last):
         row = rows[k]
@@ -179,8 +181,8 @@ def _forward(  # type: ignore[no-untyped-def]
 
 @compiled
 def _subtract(first, last, rows, mask, returns, baseline, line, end, multi_turn, advantages):  # type: ignore[no-untyped-def]
-    """Writes the advantages of rows[first:last]: reward-to-go minus the baseline of the prompt group. The baseline is 0 from
-    position ``end`` on."""
+    """Writes the advantages of rows[first:last]: reward-to-go minus the baseline of the prompt group. ``end`` holds, for
+    each row, the token position from which the baseline is 0."""
     for k in range(first, last):
         row, of_group, stop = rows[k], baseline[line[k]], end[k]
         position = 0

@@ -13,8 +13,8 @@ FLAG = "rl_accel.tp_replan"
 KNOWN_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model families (``model_type`` in the Hugging Face configuration) whose memory needs can be computed here."""
 MIN_SEQUENCES = 4
-"""Minimum number of sequences of maximum length for which the key-value cache of a rollout server must have room. Fewer sequences
-would be no batch."""
+"""Minimum number of sequences of maximum length for which the key-value cache of a rollout server must have room. With less
+room, the server could not process a batch."""
 _GIB = 2**30
 
 
@@ -108,14 +108,15 @@ class TpBounds:
 
     Args:
         flags: the user's limits of the size, and the memory of a GPU.
-        world_size: number of GPUs for rollout, divided by the data- and pipeline-parallel size of a server.
+        world_size: number of GPUs that a possible size must divide: all GPUs for rollout, divided by the data-parallel size and the
+            pipeline-parallel size of a server.
         gpus_per_node: number of GPUs in each node of the cluster.
         model: configuration of the model as a mapping (``config.json``). For an unknown model family, the numbers of heads limit
             the sizes, but GPU memory does not.
         max_tokens: maximum length of a sequence (prompt and response) in tokens.
         memory_share: share of a GPU's memory that the rollout engine may use for weights and key-value cache.
         bytes_per_value: bytes per value of weights and cache; 2 for bfloat16.
-        multiple_of: common divisor of all sizes: the expert-parallel size, which also splits the GPUs of a server.
+        multiple_of: number of which every possible size must be a multiple, such as the expert-parallel size.
 
     Attributes:
         sizes: the possible sizes, ascending.

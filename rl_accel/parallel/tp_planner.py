@@ -41,24 +41,25 @@ and more steps do not follow changes in the run."""
 CONFIRM_STEPS = 2
 """Number of latest steps that must all have more preemptions than earlier steps. A single step with many preemptions is no rise."""
 FEW_PREEMPTIONS = 10
-"""Lower bound for the number of preemptions per step in comparisons. A rise from 1 to 5 preemptions then counts as no rise, because
-another TP size would gain nothing."""
+"""Number of preemptions per step below which all numbers count as equal: comparisons replace smaller numbers by this one. A rise
+from 1 to 5 preemptions is then no rise, because another TP size would gain nothing."""
 NOISE = 3.25
 """Number of standard deviations that a rise of preemptions must exceed. If preemptions scatter by 20%, about one step in 2,000
 shows a false rise."""
 CHECK_STEPS = (5, 20)
-"""Number of steps after a change before the new TP size is judged: the first number of steps of each round kind, or the second
-number of steps of any kind."""
+"""Numbers of steps after a change of the TP size until the new size is judged: 5 steps of each kind (:data:`StepKind`), or 20 steps
+of any kind. The first step after the change does not count."""
 SLOWER = 0.03
-"""Relative rise of rollout seconds per token above which a change of the TP size is rolled back. A change gains 1 to 4%,
-as the RollPacker paper reports."""
+"""Relative rise of rollout seconds per token above which a change of the TP size is rolled back. For comparison, the
+RollPacker paper reports that a change gains 1 to 4%."""
 SURE = 2.0
 """Number of standard errors that the rise of rollout seconds per token must exceed before a change is rolled back."""
 RETRY_STEPS = 25
-"""Number of steps until the same change of the TP size is tried again. Doubles each time, so that a run does not oscillate."""
+"""Number of steps until a change that was rolled back or not carried out is requested again, or until a successful increase of the
+TP size may be reversed. Doubles each time for the same two sizes, so that a run does not oscillate."""
 WINDOW = 80
-"""Number of latest training steps that the planner keeps. With tail batching, about every fifth of them generates the deferred long
-responses, so that the planner sees sixteen such steps."""
+"""Number of latest training steps that the planner compares. With tail batching, about every fifth step is a long round, which
+generates the deferred responses. The planner then has about 16 long rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class Observation:
     """Measurements of one training step.
 
     Args:
-        kind: kind of the round of rollouts in the step.
+        kind: kind of the step, see :data:`StepKind`.
         tp: TP size at which the step ran, even if another size was requested before.
         preemptions: number of sequences evicted from the key-value caches of all servers. None: unknown, which differs from 0.
         rollout_seconds: seconds from the first launch until the batch was complete; above 0.
@@ -196,7 +197,7 @@ class TpPlanner:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Ratio of a measurement after to the same measurement before, averaged over round kinds.
+    """Ratio of a measurement of the latest steps to the same measurement of earlier steps, averaged over kinds of steps.
 
     Attributes:
         value: value of the ratio; 1 means unchanged.
@@ -210,7 +211,7 @@ class Ratio:
 
     @property
     def is_noise(self) -> bool:
-        """True if noise alone may explain a ratio this far above 1."""
+        """True if noise alone may explain how far the ratio is above 1."""
         return self.value - 1 <= self.noise
 
     def __str__(self) -> str:
@@ -218,14 +219,15 @@ class Ratio:
 
 
 def find_rise(history: Sequence[Observation]) -> Ratio | None:
-    """Compares preemptions of the latest steps with preemptions of earlier steps at the same TP size, for each round kind.
+    """Compares preemptions of the latest steps with preemptions of earlier steps at the same TP size.
 
-    One TP size serves all rounds. The rise is therefore the mean over round kinds, weighted by their share of rollout seconds. A
-    round kind with too few earlier steps counts as unchanged. Noise is estimated from differences between successive steps, so that
-    a steady rise is not counted as noise. The noise is at least that of independent events (Poisson).
+    Only steps of the same kind (:data:`StepKind`) are compared. All kinds of steps run at the same TP size, so the result is the
+    mean over kinds, weighted by their share of rollout seconds. A kind with too few earlier steps counts as unchanged. Noise is
+    estimated from differences between successive steps, so that a steady rise does not count as noise. The noise is at least that
+    of independent events (Poisson).
 
     Returns:
-        Ratio of latest to earlier preemptions. None while no round kind has enough steps.
+        Ratio of latest to earlier preemptions. None while no kind has enough steps.
     """
     rise, variance, words = 0.0, 0.0, []
     for kind, steps in _by_kind(history).items():
@@ -246,11 +248,11 @@ def find_rise(history: Sequence[Observation]) -> Ratio | None:
 def compare_speed(before: Sequence[Observation], after: Sequence[Observation]) -> Ratio | None:
     """Compares the rollout time after a change of the TP size with the time that as many tokens would have taken before the change.
 
-    Steps are compared only with steps of the same round kind, so that another mix of kinds is no change of speed. Noise is
-    estimated from the scatter of the steps before the change.
+    Only steps of the same kind (:data:`StepKind`) are compared, so that more or fewer steps of one kind do not look like a change
+    of speed. Noise is estimated from the scatter of the steps before the change.
 
     Returns:
-        Ratio of rollout seconds after the change to those before. None if no round kind occurs both before and after the change.
+        Ratio of rollout seconds after the change to those before. None if no kind occurs both before and after the change.
     """
     seconds_per_token = {
         kind: sum(step.rollout_seconds for step in steps) / sum(step.tokens for step in steps)

@@ -42,7 +42,7 @@ class Prediction:
         rollout_seconds, step_seconds: mean seconds of a rollout, and of a whole training step.
         wasted: share of the generated tokens that belong to cancelled responses.
         peak_tokens: maximum number of tokens in the key-value cache of any replica.
-        staleness: mean number of training steps between the weights that start a response and the weights that the response trains.
+        staleness: mean age of the weights that started a response when this response is trained, in training steps.
     """
 
     rollout_seconds: float
@@ -103,8 +103,8 @@ def rounds_of(
 ) -> list[Round]:
     """Simulates ``rounds`` rollouts of the run ``setup`` with the flags ``flags`` of tail batching.
 
-    With ``timeout``, rewards have adaptive time limits. With ``ends``, the rollouts are a whole run that takes the prompts in the
-    order of the data.
+    With ``timeout``, rewards have adaptive time limits. With ``ends``, training ends with the last rollout, and the prompts come in
+    the order of the data.
     """
     run, limits = (
         TailRun(setup.prompts, setup.responses, flags),
@@ -115,9 +115,10 @@ def rounds_of(
 
 
 def steady(rounds: Sequence[Round], prompts: int, value: Callable[[Round], float]) -> float:
-    """Returns the mean of ``value`` over rounds (rollouts) of tail batching and over the long rounds that are still needed.
+    """Returns the mean of ``value`` over the rounds (rollouts) of tail batching and the long rounds that would follow.
 
-    A long round runs only prompts that earlier rounds have deferred. ``prompts``: number of prompts in a batch.
+    Prompts that are still deferred after the last round would fill further long rounds. Each of these counts like the mean of the
+    simulated long rounds or, if there are none, like the largest value. ``prompts``: number of prompts in a batch.
     """
     values = [value(played) for played in rounds]
     long = [value(played) for played in rounds if played.metrics.kind == "long"]
@@ -130,8 +131,8 @@ def outcome_of(
 ) -> Prediction:
     """Returns the mean outcome of a step over the simulated ``rounds``.
 
-    ``poll_seconds``: seconds between two checks whether the rollout is done; None: as in ``setup``. ``ends``: whether the rounds
-    are a whole run, after which no prompt is left to train.
+    ``poll_seconds``: seconds between two checks whether the rollout is done; None: as in ``setup``. ``ends``: whether training
+    ends with the last round. If not, the mean includes the long rounds that would follow (:func:`steady`).
     """
 
     def mean(value: Callable[[Round], float]) -> float:
@@ -174,7 +175,10 @@ AS_IT_IS = Option("as it is", "", simulated(), False)
 
 
 def skipping_zero(price: Evaluator) -> Evaluator:
-    """Returns a function that simulates a run as ``price`` does, with the feature skip_zero."""
+    """Returns a function that simulates a run as ``price`` does, but with responses of advantage 0 left out of the actor update.
+
+    The feature skip_zero leaves these responses out.
+    """
     return lambda setup, rounds, seed: price(setup.skipping_zero(seed), rounds, seed)
 
 
@@ -226,7 +230,7 @@ def replanned(setup: Setup, rounds: int, seed: int) -> Prediction:
 
 
 def hidden_seconds(setup: Setup, played: Round) -> float:
-    """Returns the seconds of training that fit into the rollout ``played`` (as in RollPacker's stream trainer and in RLHFuse).
+    """Returns the seconds that a step saves if training overlaps with the rollout ``played`` (as in RollPacker and RLHFuse).
 
     When half of the responses are complete, half of the devices begin to train on these responses. The other devices finish the
     rollout. Gradients are applied afterwards.
@@ -253,7 +257,7 @@ def carried_over(
     Args:
         setup, rounds, seed: arguments of a :data:`Evaluator`.
         ahead: number of batches that may be in progress, at least 1.
-        training: seconds from a complete batch to the next weight update, in which the trainer's own devices train.
+        training: seconds of training from the completion of a batch to the next weight update. Other devices generate meanwhile.
         budget: maximum number of tokens that a response generates per launch. Unfinished responses are launched again after each
             weight update, and when no response is running.
     """
@@ -309,7 +313,8 @@ def partial(more: float, budget: int = MANY) -> Evaluator:
     """Returns a function that simulates partial rollout (APRIL, Kimi K1.5).
 
     ``more`` x P0 prompts are in progress, where P0 is the number of prompts in a batch. A rollout ends when P0 prompts are
-    complete. Unfinished responses keep their tokens and continue in the next rollout, at most ``budget`` tokens at a time.
+    complete. Unfinished responses keep their tokens and continue in the next rollout. A response pauses after ``budget`` further
+    tokens, until the next rollout begins or no response is running.
     """
 
     def price(setup: Setup, rounds: int, seed: int) -> Prediction:

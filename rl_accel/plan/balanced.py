@@ -40,7 +40,7 @@ class BalancedCluster(Cluster):
         prompts: Sequence[int] | None = None,
         replicas: Iterable[int] | None = None,
     ) -> None:
-        """Launches requests. ``core`` chooses the replicas; the argument ``replicas`` is ignored."""
+        """Launches requests. :class:`Balance` chooses the replica of each request; the argument ``replicas`` is ignored."""
         self._tick = max(self._tick, self.now)
         had = tokens or repeat(0.0, len(ids))
         for request_id, length, begun, prompt in zip(ids, lengths, had, prompts or ids, strict=True):

@@ -50,7 +50,7 @@ class _Batch:
     def seconds(self, cluster: Cluster) -> Floats:
         """Returns the seconds that each response takes in a simulation on ``cluster``.
 
-        A response is launched when as many other responses have ended as at the response's launch in the measured run.
+        Each launch waits until as many other responses have ended as had ended at the same launch in the measured run.
         """
         tokens = self.tokens.astype(int).tolist()
         began, ended = np.zeros(len(tokens)), np.zeros(len(tokens))
@@ -110,9 +110,10 @@ def fit_engine(
     knots = [*(k for k in _KNOTS if k <= max(most / 4, 1)), *[most] * (most > 1)]
 
     def simulated(rise: int, **constant: float) -> Floats:
-        """Returns the simulated seconds of each response if a step takes 1 s, 2 s with at least ``knots[rise]`` running requests.
+        """Returns the simulated seconds of each response for an artificial engine, whose decoding steps take 1 s to 2 s.
 
-        ``constant`` sets further constants of the engine; their default is 0.
+        A step takes 1 s with up to ``knots[rise - 1]`` running requests, 2 s with at least ``knots[rise]``, and linearly more in
+        between. With ``rise`` = ``len(knots)``, each step takes 1 s. ``constant``: further constants of the engine; default 0.
         """
         paces = {knot: 1.0 + (number >= rise) for number, knot in enumerate(knots)}
         engine = EngineModel(paces, slots=slots, cache_tokens=cache_tokens, **constant)

@@ -36,8 +36,8 @@ class Setup:
         engines: performance models of engines by tensor-parallel size; may be empty.
         cluster: class of the simulated cluster; a subclass may route requests differently.
         uneven: deviation of real rollouts from the simulation: measured divided by simulated seconds, one ratio per rollout.
-        zero_shares: share of the text that skip_zero would leave out of the actor update, measured and in bootstrap draws; may be
-            empty.
+        zero_shares: share of the characters of prompts and responses that the feature skip_zero would leave out of the actor
+            update: first the measured share, then shares of bootstrap draws; may be empty.
     """
 
     prompts: int
@@ -78,7 +78,10 @@ class Setup:
         return (ceil(seconds / poll) * poll if poll else seconds) + self.after_seconds
 
     def skipping_zero(self, seed: int) -> "Setup":
-        """Returns the setup with the feature skip_zero: its ``update_actor`` is shorter by the share of the draw ``seed``."""
+        """Returns the setup with the feature skip_zero, which shortens the stage ``update_actor``.
+
+        The stage is shortened by the share ``zero_shares[seed % len(zero_shares)]``; by nothing if ``zero_shares`` is empty.
+        """
         share = self.zero_shares[seed % len(self.zero_shares)] if self.zero_shares else 0.0
         update = self.stages.get("update_actor", 0.0) * (1 - share)
         return replace(self, stages={**self.stages, "update_actor": update})

@@ -29,19 +29,21 @@ FULL_BUDGET, PROGRAM_BUDGET = 300.0, 30.0
 
 Used unless the user or the framework sets a full budget."""
 _MOST_IN_DOUBT = 4
-"""Maximum number of executions that get an adaptive limit before an execution ends within its limit.
+"""Maximum number of executions that get an adaptive limit before ended executions show that adaptive limits fit.
 
-Further executions get the full budget until then, so that wrong limits stop few answers."""
+Until then, further executions get the full budget, so that wrong limits stop few answers. See :class:`AdaptiveTimeout`."""
 _MOST_SURPRISING = 64
 _ENOUGH = 12.0
-"""Log likelihood ratio at which adaptive limits are suspended, because they no longer fit.
+"""Log likelihood ratio (evidence that adaptive limits no longer fit) at which these limits are suspended.
 
 Chance alone reaches this value at most once in 160,000 correct executions."""
 _BEYOND_LIMIT = 4.0
-"""Amount by which a correct execution that took longer than its adaptive limit raises the log likelihood ratio."""
+"""Amount added to the log likelihood ratio (evidence that adaptive limits no longer fit) for a correct execution that took longer
+than the adaptive limit of its key."""
 _NEAR = 0.7
-"""Assumption of the test for limits that no longer fit: if executions have become slower, this share of the correct ones takes
-longer than every correct execution before."""
+"""Assumed share of records among correct executions after executions have become slower. A record takes longer than all earlier
+correct executions of its key. The test for limits that no longer fit compares this share with the chance 1/n of the n-th
+correct execution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,8 @@ class AdaptiveTimeout:
     def limit(self, key: str, maximum: float | None = None) -> Limit:
         """Returns the time limits of the next execution of ``key`` (a prompt and test case), which may be a probe.
 
-        A probe has the full budget (``maximum`` seconds) on purpose. If ``maximum`` is None, the full budget is :attr:`maximum`.
+        A probe has the full budget although an adaptive limit is known. The argument ``maximum`` is the full budget in seconds;
+        None: the default of this object, see the attribute :attr:`maximum`.
         """
         limit, full = self.learned(key, maximum), maximum or self.maximum
         if limit.reason == "adaptive":
@@ -128,7 +131,7 @@ class AdaptiveTimeout:
     def learned(self, key: str, maximum: float | None = None) -> Limit:
         """Returns the time limits learned for ``key`` (a prompt and test case), to update an execution that is already running.
 
-        Unlike :meth:`limit`, never returns a probe, and does not restrict how many executions have an adaptive limit.
+        Unlike :meth:`limit`, never returns a probe, and returns an adaptive limit to any number of executions.
         """
         full = maximum or self.maximum
         if key in self._anchors:
@@ -176,14 +179,14 @@ class AdaptiveTimeout:
         return suspends
 
     def forget_limit(self) -> None:
-        """Records that an execution with an adaptive limit teaches nothing: it was cancelled, or is of an evaluation."""
+        """Records that an execution with an adaptive limit was cancelled or was an evaluation, so nothing is learned from it."""
         self._in_doubt = max(0, self._in_doubt - 1)
 
     def suspend(self, era: int) -> None:
         """Suspends all adaptive limits: every key has the full budget until enough new correct executions are known.
 
-        Anchors (longest correct executions) are kept and can only grow. ``era`` is the number of this suspension. Processes compare
-        these numbers to find out which of them has suspended its limits.
+        Anchors (longest correct executions) are kept and can only grow. ``era`` is the number of this suspension. A process that
+        receives a larger number from another process suspends its limits too.
         """
         self.era, self._evidence, self._in_doubt = era, 0.0, 0
         self._surprising.clear()

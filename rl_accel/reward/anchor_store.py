@@ -98,7 +98,7 @@ class LocalAnchors:
         self._tell_everything |= bool(delta.everything)
 
     def apply(self, update: Update) -> None:
-        """Merges the anchors (longest correct executions) in a reply of the store, which other processes have learned."""
+        """Merges the anchors in ``update``, a reply of the store. Before that, suspends limits if another process has done so."""
         if update.era > self.timeout.era:
             self.timeout.suspend(update.era)
         if update.era == self.timeout.era:
@@ -141,7 +141,7 @@ class AnchorStore:
         return len(self._timeout)
 
     def exchange(self, delta: AnchorDelta) -> Update:
-        """Merges the changes of a process. Returns the anchors (longest correct executions) that this process does not have yet."""
+        """Merges the changes of a process. Returns the anchors that have changed since the last exchange with this process."""
         if delta.era > self._timeout.era:
             self._timeout.suspend(delta.era)
         if delta.era == self._timeout.era:

@@ -42,9 +42,10 @@ class GraderThreads(ThreadPoolExecutor):
 
 @contextlib.contextmanager
 def threads_of_execution(loop: asyncio.AbstractEventLoop) -> Iterator[Callable[[], None]]:
-    """Context manager that assigns all tasks created within the block to one execution.
+    """Context manager that assigns all asyncio tasks created within the block, and their calls in threads, to one execution.
 
-    Yields a function that gives up the running threads of this execution: the thread pool gets new threads in their place.
+    Yields a function to call when the execution is stopped. This function adds one thread to the thread pool for each thread that
+    the execution still occupies, and cancels calls that have not begun.
 
     The first block on a ``loop`` makes a :class:`GraderThreads` the default executor of this loop. If the program has set another
     default executor, that executor stays, and the yielded function does nothing.

@@ -29,7 +29,7 @@ _LOOKS = 4
 """Number of checks for a new time limit within ``minimum`` seconds, the shortest adaptive limit."""
 _LEAST_PAUSE_SECONDS = 0.02
 _IN_VAIN = (8, 64, 512, 4096)
-"""Numbers of executions after which a warning is logged, if every execution so far has exceeded its time limit."""
+"""Numbers of executions at which a warning is logged if every execution so far has exceeded its time limit."""
 
 
 def prompt_key(*parts: Any) -> str:
@@ -72,8 +72,8 @@ class FairScheduler:
     async def slot(self, prompt: str, expected: float) -> AsyncIterator[Callable[[], None]]:
         """Context manager that waits for a free slot and holds this slot for ``prompt`` (a prompt key) within the block.
 
-        The block is expected to take ``expected`` seconds. Yields a function that marks the execution as late, see the class. The
-        block calls this function at most one time.
+        The block is expected to take ``expected`` seconds. Yields a function that marks the execution in the block as late (see
+        :class:`FairScheduler`). The block calls this function at most one time.
         """
         await self._take(prompt, expected)
         late = []
@@ -159,8 +159,9 @@ class LimitedExecutor:
 
     - ``executions``, ``correct``: all executions, and those with a correct result.
     - ``timeouts``, ``timeouts_full``: executions stopped by a time limit, and those stopped by the full budget.
-    - ``killed``: executions stopped by the memory or output limit, or whose process died.
-    - ``probes``, ``cancelled``: probes, and executions whose call was cancelled (with ``teach=False`` too).
+    - ``killed``: executions stopped by a limit other than a time limit, or lost because the grader's process or two workers died.
+    - ``probes``: probes.
+    - ``cancelled``: executions whose call was cancelled. These executions count with ``teach=False`` too.
     - ``seconds``, ``waited_seconds``: wall seconds of executions, and seconds that they waited for a slot.
     - ``saved_seconds``: full budget minus wall seconds, summed over executions stopped by an adaptive limit.
     - ``suspended``: suspensions of the limits.
@@ -203,7 +204,7 @@ class LimitedExecutor:
         Args:
             prompt: key of the prompt. Slots are shared fairly among prompts.
             case: name of the test case. Limits are learned for each pair of prompt and case.
-            run: async function that executes the grader or program within the limits that it gets, and returns the result.
+            run: async function that executes the grader or program within the given limits, and returns the result.
             correct: function that returns True for a correct result. Limits are learned from correct executions only.
             teach: False for an evaluation, which uses the learned limits but does not change the limits.
         """
@@ -218,7 +219,7 @@ class LimitedExecutor:
             begins_adaptive = limit.reason == "adaptive"
 
             async def follow() -> None:
-                """Applies the adaptive limit once known. Reports the execution as late if that takes ``minimum`` seconds."""
+                """Applies new limits to the execution. Marks it as late if ``minimum`` seconds pass without an adaptive limit."""
                 nonlocal limit
                 for look in itertools.count(1):
                     await asyncio.sleep(max(timeout.flags.minimum / _LOOKS, _LEAST_PAUSE_SECONDS))

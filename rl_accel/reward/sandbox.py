@@ -61,8 +61,8 @@ class Sandbox:
     namespaces. Isolation "bubblewrap" adds a private /tmp and a read-only file system that contains only the interpreter and the
     system's programs.
 
-    A warning lists once which resources of this process's user are still shared with programs. Without root, "process" does not
-    protect the files of this user.
+    A single warning lists the resources of this process's user that the isolation does not protect from programs: network,
+    processes, files. Without root, "process" does not protect the files of this user.
 
     Args:
         workers: maximum number of programs that run at once; further programs wait in order. None: number of cores that this
@@ -119,15 +119,15 @@ class Graders:
         target: import path of the grader, "module:function" or "/path/file.py:function". Such a file is added to ``readable``.
         workers: maximum number of calls that run at once; further calls wait in order. None: number of cores that this process
             may use.
-        arguments: keyword arguments, which are pickled. If given, ``target`` names a function that each worker calls once with
-            these arguments, and the function that this call returns is the grader.
+        arguments: None if ``target`` is the grader. Else ``target`` is a function that returns the grader; each worker calls
+            ``target`` once with these keyword arguments, which are pickled.
         isolation: None for a trusted grader. Else "auto", "process" or "bubblewrap", as for a
             :class:`~rl_accel.reward.sandbox.Sandbox`. "process" does not hide files that every user may read. Without root,
             "process" does not hide files of this user either.
         readable: files and folders that the grader reads at import or in a call.
         in_thread: True calls a trusted grader in a thread other than the main thread, because stock verl uses a thread pool.
-        computing: maximum number of calls of a trusted grader that may use a processor at the same time; calls that wait for
-            something else do not count, see :class:`~rl_accel.reward.worker_pool.WorkerPool`. None: as many as ``workers``.
+        computing: number of worker processes of a trusted grader above which more processes, up to ``workers``, are started only
+            while all calls mostly wait for something other than a processor. None: as many as ``workers``.
         environment, setup: environment variables and setup function for a trusted grader, see
             :class:`~rl_accel.reward.worker.Start`.
 

@@ -40,8 +40,8 @@ class Scores:
 
     Args:
         flags: settings, of which ``correct_above``, ``timeout_score`` and ``score_errors`` are used.
-        replica: counter of responses without a usable reward, under the name ``errors``, or ``eval_errors`` in an evaluation.
-            :class:`~rl_accel.reward.limited_executor.LimitedExecutor` counts responses whose grader was stopped.
+        replica: counts of this process. This class counts responses without a usable reward as ``errors``, or ``eval_errors`` in an
+            evaluation. :class:`~rl_accel.reward.limited_executor.LimitedExecutor` counts responses whose grader was stopped.
         keys: keys that the framework reads from a dict reward. The first key is required.
         number_keys: keys of a dict reward that may hold the training score. The first of these keys that the dict has is used.
         correct_keys: keys of a dict reward that may hold the number that tells whether the answer is correct. The first of these

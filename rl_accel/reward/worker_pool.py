@@ -33,13 +33,13 @@ _LOST = (ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError)
 _GRACE_SECONDS = 10.0
 """Seconds to wait for a worker's message after the wall limit. Then the worker is killed with all its descendants."""
 _END_SECONDS = 8.0
-"""Seconds in which a worker, or else its reaper (supervising process), must end the worker and its program.
+"""Seconds that :meth:`Worker.kill` waits until a worker and its program have ended.
 
-Then the reaper is killed."""
+Then the supervising process :attr:`Worker.process` is killed, if the worker has such a process."""
 _START_SECONDS = 300.0
 """Seconds in which a new worker must be ready, including all imports of its grader."""
 _RETRY_PAUSE_SECONDS = 1.0
-"""Seconds before a request of a dead worker is run again, so that it does not go to a worker that is dying at the same time."""
+"""Seconds before a request whose worker died is run again, so that no other dying worker gets the request."""
 _WAIT_SECONDS = 0.1
 """Seconds that a call of a trusted grader waits for a busy worker before the pool starts another worker."""
 _SCRIPT = Path(worker_files.__file__)
@@ -301,8 +301,8 @@ class WorkerPool:
 
     Args:
         size: maximum number of workers; None: number of cores that this process may use.
-        computing: maximum number of workers of a trusted grader while an execution computes. Further workers, up to ``size``, are
-            started only if all executions wait for something other than a processor. None: ``size``.
+        computing: number of workers of a trusted grader above which more workers, up to ``size``, are started only while all
+            executions mostly wait for something other than a processor. None: ``size``.
         start, payload: first message to each worker, and the payload of this message.
         readable: files and folders that bubblewrap shows read-only, in addition to the interpreter and the system's programs.
 

@@ -19,15 +19,16 @@ class AdaptiveWait:
       ``max_cpu_share`` of one core.
     - Delay: a response that arrives just after a poll waits for the end of the next poll, at most ``max_delay_s``.
 
-    Both bounds hold while a poll takes at most ``max_cpu_share * max_delay_s`` seconds (1 ms by default). A longer poll, up
-    to a quarter of ``max_delay_s``, may still be repeated every ``max_delay_s`` while saved CPU time is left. CPU time is
-    saved when no polls run (during a training step), up to the cost of 10 seconds of polling at ``max_cpu_share``. Without
-    saved CPU time, and for even longer polls, only the cost bound holds. Over any ``t`` seconds, polling thus costs at most
-    ``max_cpu_share * (t + 10)`` seconds plus one poll. A pause exceeds ``longest``, the pause without this class, only if
-    several polls in a row have shown that pauses of ``longest`` seconds would cost more than ``max_cpu_share``.
+    Both bounds hold if a poll takes at most ``max_cpu_share * max_delay_s`` seconds (1 ms by default). If a poll takes longer, but
+    at most a quarter of ``max_delay_s``, the delay bound still holds while saved CPU time is left. CPU time is saved when no
+    polls run (during a training step), at most ``max_cpu_share * 10`` seconds. Without saved CPU time, and for even longer
+    polls, only the cost bound holds. Over any ``t`` seconds, polling thus costs at most ``max_cpu_share * (t + 10)`` seconds
+    plus one poll. The framework's own pause is the argument ``longest`` of :meth:`next_wait`. A pause exceeds ``longest`` only
+    if at least three polls have shown that pauses of ``longest`` seconds would cost more than ``max_cpu_share``.
 
-    Near the end of a rollout, few prompts are unfinished. When some of them have just ended, pauses start at a quarter of
-    ``max_delay_s``. Pauses then double with each poll that shows no change, as far as saved CPU time allows.
+    Near the end of a rollout, at most an eighth of the prompts is unfinished. A poll that then shows a change shortens the pause
+    to a quarter of ``max_delay_s``. The pause then doubles with each poll that shows no change, up to ``max_delay_s``. Pauses are
+    longer if saved CPU time does not suffice for them.
 
     Args:
         max_cpu_share: maximum share of one core for polling, in (0, 1].
@@ -63,7 +64,8 @@ class AdaptiveWait:
             poll_s: duration of the poll in seconds.
             outstanding: number of prompts that the poll showed as unfinished.
             settled: number of prompts that the poll showed as finished or failed.
-            longest: maximum pause in seconds, unless recent polls have shown that this pause exceeds ``max_cpu_share``.
+            longest: maximum pause in seconds. A longer pause is returned only if at least three polls were seen and pauses of
+                ``longest`` seconds would cost more than ``max_cpu_share``.
         """
         self._costs.append(max(poll_s, 0.0))
         earned = 0.0 if self._last is None else self.max_cpu_share * max(now - self._last, 0.0)

@@ -19,8 +19,8 @@ import numpy as np
 from rl_accel.features import BalanceFlags
 
 HOME_MARGIN = 4
-"""Maximum difference in requests between the replica of a conversation and the emptiest replica, up to which the next turn of the
-conversation stays on its replica."""
+"""Maximum number of requests by which the replica of a conversation may exceed the emptiest replica and still get the next turn of
+the conversation."""
 AHEAD_SECONDS = 0.5
 """Maximum amount of work queued inside an engine, in seconds. This queue hides the time of a round trip to the router."""
 PROMPTS, PER_PROMPT, RECENT = 100_000, 32, 4096
@@ -110,7 +110,9 @@ class _Speed:
     """Speed model of the replicas, fitted to measured parts of responses. A part goes from a start to the next stop or end.
 
     A part takes ``start + tokens * (token + request * running) + again * read`` seconds. ``tokens`` is the number of generated
-    tokens, ``running`` the mean number of running requests, ``again`` the number of tokens prefilled again after a stop.
+    tokens, ``running`` the mean number of running requests, ``again`` the number of tokens prefilled again after a stop. The
+    fitted coefficients are ``start`` (seconds per start), ``token`` (seconds per generated token), ``request`` (additional seconds
+    per generated token for each running request) and ``read`` (seconds per prefilled token).
     """
 
     def __init__(self) -> None:
@@ -146,10 +148,11 @@ class Balance:
     cache must also have room for the expected peak of all responses on the replica.
 
     The queue starts with responses that have begun (next turns, migrated responses, responses whose replica died). One response of
-    each prompt follows, then the responses with the highest expected length. The expected length is the mean of
+    each prompt follows, then the responses with the highest expected length. The expected length of a response is the mean of
 
-    - lengths of the prompt's complete responses, of this epoch and earlier ones, that are longer than this response is now,
-    - for this response and each running response of the prompt with more tokens: the mean length of longer recent responses.
+    - the lengths of the prompt's complete responses, in this epoch and earlier epochs, that are longer than the response so far,
+    - an estimate for the response itself: the mean length of all recent responses that are longer than the response so far,
+    - the same estimate for each running response of the prompt that has more tokens so far.
 
     Long responses cannot be recognised early, and a long response that starts last delays the step. While some responses have not
     started, long running responses are therefore preempted, which means stopped until all other responses have started. The
@@ -206,7 +209,7 @@ class Balance:
             self._new += len(its)
 
     def running(self) -> dict[str, int]:
-        """Returns the number of responses bound to each replica, by replica name."""
+        """Returns the number of responses that are assigned to each replica and have not ended, by replica name."""
         return {name: len(replica) for name, replica in self._replicas.items()}
 
     def add_replica(self, name: str, now: float, cache_tokens: float = math.inf) -> list[Instruction]:
@@ -422,8 +425,10 @@ class Balance:
         response.seconds += seconds
 
     def _stop_long(self, now: float) -> list[Instruction]:
-        """Returns orders to stop long responses, which continue after all other responses have started. Returns no orders until as
-        many responses are complete as are running or have not started."""
+        """Returns orders to stop long responses, which continue after all other responses have started.
+
+        Returns no orders until as many lengths of complete responses are known as there are responses that run or have not started
+        (RECENT lengths are always enough)."""
         if not (self._queue and self.ordered and self.flags.max_moves and self._speed.of(1)):
             return []
         under_way = len(self._responses) - len(self._begun) - len(self._put_off)

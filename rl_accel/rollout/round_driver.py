@@ -32,7 +32,8 @@ REPORT_SECONDS = 60.0
 """Seconds without any progress of a response after which a log line names the responses that the round waits for."""
 
 REPORT_PROMPTS = 8
-"""Maximum number of prompts named for each state of responses in the log line about unfinished responses, the oldest first."""
+"""Maximum number of prompts that the log line about unfinished responses names for each state of the responses. The prompts
+whose responses have waited longest are named."""
 
 METRICS_PREFIX = "rl_accel/tail_batching/"
 
@@ -113,7 +114,7 @@ class ResponseWorkers(Protocol):
         """Stops all unfinished responses as fast as possible. The batch is complete, and these responses are cancelled already."""
 
     def wait(self, seconds: float) -> list[Event]:
-        """Returns the events since the last call. Waits for an event up to ``seconds``, then returns an empty list."""
+        """Returns the events since the last call. Waits up to ``seconds`` for the first event; returns [] if none comes."""
 
     # Optional method ``outside_engines()``: returns the ids of responses that are neither in an engine nor being scored now.
 
@@ -123,7 +124,7 @@ class _Open:
     """A response that has not ended.
 
     Attributes:
-        since: time in seconds at which the response was launched or, if it waits for its score, was generated.
+        since: time in seconds of the launch of the response; after the end of generation, time of this end.
         doing: participle that tells what happens to the response: generated, scored or stopped.
     """
 
@@ -149,7 +150,10 @@ class TokenRate:
         self.tokens, self.seconds = 0, 0.0
 
     def estimate(self, seconds: float) -> int:
-        """Returns the estimated number of tokens of a response after ``seconds``, at the mean rate; 0 before the first response."""
+        """Returns the estimated number of tokens of a response after ``seconds`` of generation: ``seconds`` times the mean rate.
+
+        Returns 0 if no complete response was added.
+        """
         return int(seconds * self.tokens / self.seconds) if self.seconds else 0
 
 

@@ -127,8 +127,8 @@ class ReplayedLengths:
 class Request:
     """A response in a simulated engine. A waiting request has ``tokens`` tokens so far, and its ``began`` is 0.
 
-    For a running request, ``began`` counts the starts on the replica (from 1 on), and ``end`` is the decoding step of the replica
-    at which the request ends.
+    For a running request, ``began`` is the number of the request's start (each replica numbers its starts from 1 on), and ``end``
+    is the decoding step of the replica at which the request ends.
     """
 
     __slots__ = ("began", "end", "id", "length", "replica", "tokens")
@@ -420,7 +420,8 @@ def play_rounds(
         workload: source of response lengths and reward times.
         rounds: number of rounds.
         seed: seed of all random draws.
-        timeout: time limits for rewards. A reward that ends within its limit counts as that of a correct answer. None: no limit.
+        timeout: time limits for rewards. A reward computation that ends within its limit is recorded as a correct execution. None:
+            no limit.
         ends: whether training ends with the last round. If so, no prompt is started that these rounds could not train.
         cluster: class of the cluster. A subclass of :class:`Cluster` can route requests in another way.
     """

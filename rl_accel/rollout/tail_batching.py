@@ -112,7 +112,8 @@ class _Prompt:
 class _Attempt:
     """A prompt in the open round, with the states of its responses.
 
-    Each response is generating, generated or cancelled until it is trained, has failed, or its cancellation is acknowledged.
+    Each response is in ``generating``, ``generated`` or ``cancelled``. A response that has failed, or that was cancelled and has
+    stopped, is in none of these.
 
     Attributes:
         launched_at: time of the launch in seconds.
@@ -147,7 +148,7 @@ class _Lane:
 
     Attributes:
         quota: number of prompts of the domain in a batch.
-        target: number of prompts that the current round runs or has completed.
+        target: number of prompts that the current round aims to run, including prompts that are complete.
         fresh: waiting prompts that the next round of any kind may start.
         queue: waiting prompts that earlier rounds cut off too often. They run in long rounds, which wait for all responses.
         active: running prompts, by prompt id.
@@ -192,9 +193,9 @@ class TailBatching:
     complete prompts are the batch. All other prompts are deferred: their responses are cancelled, and the prompts are
     launched anew in a later round, so training stays strictly on-policy. A prompt that was deferred
     ``flags.max_deferrals`` times waits in a queue. When this queue holds enough prompts, a **long** round runs P0 prompts
-    with R0 responses each and waits for all responses. No prompt is started that does not fit into the remaining batches.
-    When a short round would start such a prompt, **final** rounds train the remaining prompts like long rounds, with the
-    queue first.
+    with R0 responses each and waits for all responses. No prompt is started that the remaining batches could not train.
+    When a short round would have to start such a prompt, **final** rounds train the remaining prompts. A final round runs like
+    a long round. Both take prompts from the queue first.
 
     Every prompt is trained, rejected or reported as failed exactly once, and every batch has P0 groups of R0 responses.
 

@@ -91,7 +91,7 @@ class RoundMetrics:
     Attributes:
         seconds_saved: estimated duration of a round that starts only one batch of prompts and waits for every response, minus
             ``rollout_seconds``.
-        oldest_deferral_rounds: number of rounds since the first deferral of the prompt that was deferred earliest.
+        oldest_deferral_rounds: number of rounds since the earliest deferral of a prompt that is not settled yet.
         tokens_wasted: number of tokens of cancelled and failed responses. Groups rejected by the filter do not count as waste.
         accepted_tokens_mean: mean length in tokens of the trained responses of prompts that also had responses cancelled.
         cancelled_tokens_mean: mean number of tokens at which the cancelled responses of the same prompts were stopped, a lower

@@ -27,10 +27,10 @@ class CompletionTimes:
     prompt that was cut off takes longer than ``c``. The Kaplan-Meier estimator turns both kinds of observations into a
     distribution F, valid up to the longest observed completion time. The estimator requires that the end of a round depends
     only on times already seen, which is the case. Beyond this longest time, F gets the shape of the longer times in long rounds.
-    This shape is right for prompts that are long by nature: the second attempt is long as well. It is also right for bad luck:
-    the second attempt is ordinary, and only the longest attempts count. A long round starts R0 responses per prompt, a short
-    round r responses. The time at which R0 of r responses would have been scored is read from the R0 responses at the same
-    quantile, rank R0 * (R0 + 1) / (r + 1).
+    These are times of later attempts of deferred prompts. If prompts are long by nature, the later attempt is long as well. If
+    prompts were slow by chance, later attempts have ordinary times, of which only those beyond the longest time are used. The
+    shape is right in both cases. A long round starts R0 responses per prompt, a short round r responses. The completion time
+    with r responses is therefore estimated from the R0 responses, as the time of rank R0 * (R0 + 1) / (r + 1) among them.
 
     **Objective.** A short round with n prompts lasts S(n) seconds, the mean of the P0-th smallest of n draws from F. It
     defers n - P0 prompts, and each deferred prompt costs 1/P0 of a long round. A long round lasts L seconds, the mean of the
@@ -73,8 +73,8 @@ class CompletionTimes:
     def full_wait(self) -> float | None:
         """Returns the expected seconds of a round that starts one batch of prompts and waits until all prompts are complete.
 
-        Returns ``None`` while the longest completion times are unknown. They are known when a batch of prompts was observed in
-        short rounds and no prompt was cut off, or when a further batch was observed in long rounds, which wait for all prompts.
+        Returns ``None`` until a batch of prompts was observed in short rounds. If some of these prompts were cut off, also returns
+        ``None`` until a batch of prompts was observed in long rounds, which wait for all prompts.
         """
         wanted = self.prompts_per_step
         tail_is_known = len(self._long) >= wanted or all(completed for _, completed in self._short)
@@ -86,8 +86,8 @@ class CompletionTimes:
         """Returns the ratio of started to trained prompts in [1, limit] with the lowest expected seconds per trained prompt.
 
         Args:
-            default: value to return until a batch of prompts was observed in short rounds (which cut off slow prompts), and a
-                further batch in long rounds (which wait for all prompts).
+            default: value to return until a batch of prompts was observed in short rounds, which cut off slow prompts, and
+                another batch in long rounds, which wait for all prompts.
             limit: largest ratio to consider. The key-value cache memory needed grows with the ratio.
         """
         wanted = self.prompts_per_step

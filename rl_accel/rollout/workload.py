@@ -30,7 +30,7 @@ limit of 16,384 tokens)."""
 PUBLISHED_LIMIT = 16384
 _POINTS = 20_000
 _MOST = 1_000_000_000
-"""Maximum of a number in a file of lengths."""
+"""Largest number that is accepted in a file of response lengths (tokens, or seconds of a reward)."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Lengths:
         alike: intraclass correlation of the scores of a prompt's responses, from 0 (independent) to below 1.
         known: mean and standard deviation of the shared score of each known prompt, in the order of the data, shape [P, 2]; None:
             an unlimited number of unknown prompts.
-        seen: number of tokens of each observed response of the known prompts, shape [P, R]; 0: no response. The first draw for a
-            prompt repeats the observed numbers.
+        seen: number of tokens of each observed response of the known prompts, shape [P, R]; 0: no response. The first call of
+            :meth:`lengths` for a prompt returns the observed numbers, and draws only the missing responses.
         prompt_tokens: number of tokens in each prompt.
         rewards: equally likely durations of a reward in seconds; empty: rewards take no time.
         source: source of the data, in words for the report.
-        alternatives: other distributions that the data may have, one of which is drawn with each seed.
+        alternatives: other distributions that the data may have; :meth:`drawn` chooses a distribution by the seed.
     """
 
     tokens: Ints
@@ -61,7 +61,10 @@ class Lengths:
     _scores: "array[float]" = field(default_factory=lambda: array("d"), init=False)  # by prompt; NaN: not drawn yet
 
     def lengths(self, prompts: Sequence[int], responses: int, rng: np.random.Generator) -> Ints:
-        """Draws the lengths of new responses in tokens, shape [P, R]. This object draws the shared score of a prompt only once."""
+        """Draws the lengths of new responses in tokens, shape [P, R].
+
+        The shared score of a prompt is drawn at the first call for the prompt, and reused in later calls.
+        """
         from scipy.special import ndtr
 
         asked = np.array(prompts)
@@ -86,9 +89,10 @@ class Lengths:
         return rng.choice(self.rewards, count) if len(self.rewards) else None
 
     def drawn(self, seed: int | None = None) -> "Lengths":
-        """Returns a copy of this workload without the scores drawn so far. With a ``seed``, the known prompts are shuffled.
+        """Returns a copy of this workload in which no shared scores are drawn yet. With a ``seed``, the known prompts are shuffled.
 
-        If there are ``alternatives``, returns the one with the number ``seed``.
+        If there are ``alternatives``, a ``seed`` returns the alternative of index ``seed`` (modulo their number) instead, without
+        shuffling.
         """
         if self.alternatives and seed is not None:
             other = self.alternatives[seed % len(self.alternatives)]
@@ -173,7 +177,8 @@ def load(name: str) -> dict[str, Any]:
 _TOKENS = ("tokens", "response_length", "response_tokens", "completion_tokens", "num_tokens")
 _TEXTS = ("output", "response", "completion")
 _PROMPTS = ("prompt", "input", "prompt_id", "group_index", "uid")
-"""Names that a file of responses may have for the number of tokens, the text and the prompt of a response, the usual name first."""
+"""Field names accepted in a file of responses: for the number of tokens (_TOKENS), the text (_TEXTS) and the prompt (_PROMPTS) of a
+response, the usual name first."""
 
 
 def read_lengths(path: Path, tokenizer: str | None = None) -> Lengths:
@@ -238,7 +243,7 @@ def _counter(tokenizer: str | None) -> tuple[Callable[[str], int], str]:
 
 
 def _number(entry: dict[str, Any], field: str, least: int) -> float:
-    """Returns the number in a field. Raises ValueError if there is no number from ``least`` to a billion."""
+    """Returns the number in ``entry[field]``. Raises ValueError if the value is not a number from ``least`` to ``_MOST``."""
     value = entry[field]
     try:
         number = math.nan if isinstance(value, bool) else float(value)

@@ -30,12 +30,12 @@ LEAST_STEPS = 4
 _GROUPS = (4, 8, 16)
 """Numbers of responses per prompt that are assumed in turn where the number is unknown."""
 _ALIKE = (0.0, 0.15, 0.3, 0.45)
-"""Intraclass correlations of the lengths of a prompt that are assumed in turn. Measured ones are 0.13 to 0.30."""
+"""Assumed intraclass correlations of the response lengths within a prompt, used in turn. Measured correlations are 0.13 to 0.30."""
 _UNEXPLAINED = 0.25
-"""Threshold as a share of the mean rollout time. If response lengths leave a larger part of the differences between rollout times
-unexplained, something else decides how long a rollout takes, such as tools or rewards."""
+"""Maximum error of a fit of rollout times to response lengths, as a share of the mean rollout time. If the root mean square error
+is larger, rollout times depend on something else, such as tools or rewards."""
 _SLOWEST_TOKEN, _SLOWEST_READING, _SLOWEST_START = 0.1, 1 / 5000, 2.0
-"""Seconds that even a slow engine needs at most for a token of a response, a token of a prompt, and to begin and end a rollout."""
+"""Assumed seconds of a very slow engine: per token of a response, per token of a prompt, and to begin and end a rollout."""
 _ROUND_RESPONSES = 15_000
 _FIELDS = {
     "seconds": ("timing_s/gen", 0.0),
@@ -72,12 +72,13 @@ class Rollouts:
         seconds: duration of the rollout stage ``gen``.
         mean, longest: mean and maximum of the response lengths in tokens.
         prompts: mean number of tokens in a prompt.
-        clipped: share of responses as long as the longest possible response.
-        generating: mean seconds in which a response is generated, if verl logs it; else NaN.
+        clipped: share of responses that are cut off at the length limit, by verl's metric.
+        generating: mean generation time of a response in seconds; NaN if verl does not log this time.
         responses: number of responses in a step; 0 if unknown.
         group: number of responses per prompt; None if unknown.
-        polls: whether the trainer polls, so that it notices the end of a rollout late.
-        on_policy: whether a rollout trains the weights that generated it, as tail batching and the poll's estimate assume.
+        polls: whether the trainer polls for the end of a rollout, and therefore notices the end late.
+        on_policy: whether each rollout trains the same weights that generated its responses. Otherwise, the effects of polling and
+            tail batching are not estimated.
         is_v1: whether the trainer is verl's V1 trainer.
     """
 
@@ -97,10 +98,12 @@ class Rollouts:
     def of(
         cls, steps: Sequence[Mapping[str, float]], group: int | None, prompts: int | None = None, polls: bool = True
     ) -> "Rollouts | None":
-        """Returns the rollouts of ``steps``, the metrics of each step. Returns None if the log does not say enough.
+        """Returns the rollouts of ``steps``, a list with the metrics of each step.
 
-        ``group``, ``prompts``: number of responses per prompt and of prompts in a batch, if known. ``polls``: whether a V1 trainer
-        polls.
+        Returns None if fewer than :data:`LEAST_STEPS` steps have the rollout seconds and the mean and maximum of the lengths.
+
+        ``group``, ``prompts``: number of responses per prompt and of prompts in a batch, if known. ``polls``: whether verl's V1
+        trainer would poll for the end of a rollout; False with sampler or tail_batching.
         """
         needed = [name for name, _ in (_FIELDS["seconds"], _FIELDS["mean"], _FIELDS["longest"])]
         known = [step for step in steps if all(0 < step.get(name, 0) < math.inf for name in needed)]
@@ -125,22 +128,25 @@ class Rollouts:
 
     @property
     def limit(self) -> float:
-        """Limit of the response length in tokens; infinity if at most one step reached it."""
+        """Longest response in tokens, which is assumed to be the length limit; infinity if only one step reached this length."""
         most = float(self.longest.max())
         return most if (self.longest == most).sum() > 1 else math.inf
 
     @property
     def is_measured(self) -> bool:
-        """True if the log has the mean seconds in which a response is generated, in every step."""
+        """True if every step of the log has the mean generation time of a response."""
         return bool(np.isfinite(self.generating).all())
 
     def drawn(self, rng: np.random.Generator) -> "Rollouts":
-        """Returns the rollouts of as many steps, drawn with replacement."""
+        """Returns a bootstrap sample: the same number of steps, drawn from this object's steps with replacement."""
         rows = rng.integers(len(self.seconds), size=len(self.seconds))
         return replace(self, **{name: getattr(self, name)[rows] for name in _FIELDS})
 
     def phase(self) -> float:
-        """Returns the seconds from a poll that finds a rollout done to the end of ``gen``; 0 if polls cannot be told."""
+        """Returns the seconds from the poll that finds a rollout done to the end of the stage ``gen``.
+
+        Returns 0 if the durations of ``gen`` do not show the interval between polls.
+        """
         direction = np.exp(2j * np.pi * self.seconds / POLL_SECONDS).mean()
         if abs(direction) < 0.8:
             return 0.0
@@ -149,13 +155,14 @@ class Rollouts:
         return max(float((off - np.round(off / POLL_SECONDS) * POLL_SECONDS).min() + usual), 0.0)
 
     def timed(self, phase: float, rng: np.random.Generator) -> tuple[float, float, Floats, Floats]:
-        """Fits base and pace to the rollouts, and draws the seconds at which each rollout was really done.
+        """Fits the model ``base + pace * longest`` to the rollout seconds, and draws the true duration of each rollout.
 
-        Returns base in seconds, pace in seconds per token, and for each rollout, shape [S], the seconds at which it was done, and
-        how many of them its longest response does not explain (0 where lengths explain most).
+        If the trainer polls, the log only shows the two polls between which a rollout ended. Fits of the model and random draws of
+        the end between these polls then alternate (data augmentation). ``phase``: result of :meth:`phase`.
 
-        With polls, only the interval between two polls is known of a rollout. Fit and draw then alternate (data augmentation), so
-        that the drawn seconds lie in these intervals and follow the lengths as well as the fit does.
+        Returns:
+            ``base`` in seconds, ``pace`` in seconds per token, the true seconds of each rollout, shape [S], and the part of these
+            seconds that response lengths do not explain, shape [S] (0 if the model fits well).
         """
         from scipy.optimize import linprog, nnls
         from scipy.special import ndtr, ndtri
@@ -185,7 +192,11 @@ class Rollouts:
         return float(base), float(pace) * unit, done, excess
 
     def lengths(self, shape: str, alike: float) -> Lengths:
-        """Returns the published distribution ``shape``, stretched to the mean, maximum and share at the limit of this run."""
+        """Returns the published length distribution ``shape``, stretched to fit this run.
+
+        The mean, the maximum and the share of responses at the length limit are fitted. ``alike``: intraclass correlation of
+        the lengths within a prompt.
+        """
         from scipy.optimize import least_squares
 
         log, limit = _uncut(shape), self.limit
@@ -215,7 +226,7 @@ class Rollouts:
 
 @functools.cache
 def _uncut(shape: str) -> Floats:
-    """Returns the logarithms of a published distribution's quantiles, without the responses that were cut at the limit."""
+    """Returns the logarithms of the quantiles of a published length distribution, only for responses below the length limit."""
     tokens = published(shape).tokens
     free = np.log(tokens[tokens < PUBLISHED_LIMIT])
     return np.interp((np.arange(len(tokens)) + 0.5) / len(tokens), (np.arange(len(free)) + 0.5) / len(free), free)
@@ -224,14 +235,15 @@ def _uncut(shape: str) -> Floats:
 def in_rounds(
     lengths: Lengths, prompts: int, responses: int, launched: int, each: int, seed: int = 0
 ) -> tuple[float, float, float]:
-    """Simulates rollouts in which a response takes as long as its number of tokens, with and without tail batching.
+    """Simulates rollouts with and without tail batching, in which a response takes one time unit per token.
 
-    A short round launches ``each`` responses of ``launched`` prompts, and ends when ``prompts`` prompts have ``responses`` of them.
-    The other prompts are generated anew in long rounds of ``prompts`` prompts, which wait for all ``responses`` responses.
+    A short round launches ``launched`` prompts with ``each`` responses per prompt. The round ends when ``prompts`` prompts have
+    ``responses`` complete responses each. All other prompts start again in long rounds. A long round runs ``prompts`` prompts with
+    ``responses`` responses per prompt, and waits for all responses.
 
     Returns:
-        Means over rollouts: tokens of the response that ends a rollout with tail batching, tokens of the longest response without
-        it, and trained tokens with tail batching divided by those without it.
+        Mean number of tokens of the last response that a rollout with tail batching waits for, mean number of tokens of the longest
+        response of a rollout without tail batching, and trained tokens with tail batching divided by trained tokens without.
     """
     rng, rounds = np.random.default_rng(seed), max(_ROUND_RESPONSES // (launched * each), 20)
     drawn = np.sort(lengths.lengths(range(rounds * launched), each, rng).reshape(rounds, launched, each), axis=2)
@@ -262,16 +274,16 @@ class Estimate:
     """Parts of the rollouts of a run without telemetry in seconds, and estimated savings per step.
 
     Attributes:
-        rollouts: what the log says.
+        rollouts: data from the log.
         lengths: distributions of response lengths that fit the log, one per draw.
-        base, pace: seconds of a rollout without tokens, and per token of its longest response.
-        polling: seconds until the trainer notices that a rollout is done; tail batching and sampler save them.
-        waiting: seconds for the longest tenth of the responses.
-        unexplained: seconds that no response length explains, such as rewards that take long.
+        base, pace: fixed seconds of a rollout, and further seconds per token of the longest response.
+        polling: seconds from the true end of a rollout to the end of the stage ``gen`` if the trainer polls, else 0.
+        waiting: seconds in which only the longest tenth of the responses are still running.
+        unexplained: seconds that response lengths do not explain, such as slow rewards.
         idle: share of slots without a request, if all responses begin together.
-        tail: seconds that tail batching saves in generation, without those of ``polling``; None if unknown.
-        trained: tokens that tail batching trains, divided by those without it.
-        over: seconds of ``unexplained`` beyond a limit for each rollout.
+        tail: generation seconds that tail batching saves in addition to ``polling``; None if unknown.
+        trained: number of trained tokens with tail batching, divided by the number without tail batching.
+        over: part of ``unexplained`` that exceeds the time limit of a reward, in mean seconds per rollout.
     """
 
     rollouts: Rollouts
@@ -288,7 +300,10 @@ class Estimate:
 
 
 def estimate(rollouts: Rollouts, limit_seconds: float) -> Estimate:
-    """Returns what the ``rollouts`` spend their seconds on. ``limit_seconds``: time limit of a reward with reward_timeout."""
+    """Estimates the parts of ``rollouts`` in seconds, and possible savings.
+
+    ``limit_seconds``: time limit of a reward with the feature reward_timeout.
+    """
     rng, phase = np.random.default_rng(0), rollouts.phase()
     groups = [rollouts.group] if rollouts.group else [n for n in _GROUPS if n <= rollouts.responses] or [1]
     rows: list[dict[str, float]] = []

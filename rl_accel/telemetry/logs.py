@@ -44,10 +44,11 @@ def read_log(path: Path) -> dict[int, dict[str, float]]:
 def merged(records: Iterable[LogRecord]) -> tuple[dict[int, dict[str, float]], list[int]]:
     """Merges the log records of a run. Returns the metrics of each step, and the steps at which the run was restarted.
 
-    Several records of a step (training, validation) are merged. A restart is recognised by a metric that is logged at an earlier
-    step than before. All metrics logged before the restart for this step or later steps are discarded, because the restarted run
-    continued with other weights. If a restarted run first validates the weights of a step, the next step is the first to be
-    discarded. slime's ``train/*`` metrics are left out, because slime logs these metrics per optimizer step.
+    Several records of a step (training, validation) are merged. If a record has a metric that an earlier record logged for a later
+    step, the run was restarted at the step of this record. Metrics that were logged before the restart, for the restart step or
+    later steps, are discarded, because the restarted run continued with other weights. If the record holds only validation metrics
+    (of the loaded weights), the restart step is the next step. slime's ``train/*`` metrics are left out, because slime logs these
+    metrics per optimizer step.
     """
     steps: dict[int, dict[str, float]] = {}
     last: dict[str, int] = {}
@@ -86,9 +87,10 @@ def read_console(lines: Iterable[str], workers: list[str] | None = None) -> Iter
     """Yields the number and the metrics of each step in console output, in the order of the lines.
 
     A step has a line such as ``(TaskRunner pid=7) step:3 - timing_s/gen:4.2 - critic/vf_loss:np.float64(0.1)``. Colours, Ray's
-    prefixes and foreign text at the end are removed. Lines that a terminal has wrapped are joined, even if lines of other
-    processes lie between the rows. All other lines are skipped. If the last line has no line end, the last metric of this line may
-    be cut off and is left out. Appends to ``workers`` the prefix of each process that logs, whenever another process logs next.
+    prefixes and text of other programs at the end are removed. Lines that a terminal has wrapped are joined, even if lines of
+    other processes lie between the parts. All other lines are skipped. If the last line has no line end, the last metric of this
+    line may be cut off and is left out. Appends the prefix of the process that logs a step to ``workers``, unless the same process
+    has logged the previous step.
     """
     step, process, is_ended = "", "", True
     for line in lines:
@@ -122,7 +124,10 @@ def _is_whole(line: str) -> bool:
 
 
 def _record(line: str, is_ended: bool) -> Iterator[LogRecord]:
-    """Yields the record in a step's ``line``, if any. Leaves out the last metric unless the line ``is_ended``."""
+    """Yields the record in the ``line`` of a step, if any.
+
+    If ``is_ended`` is False, the last metric in the line may be cut off and is left out.
+    """
     found = _STEP.search(line)
     if found is None:
         return

@@ -15,7 +15,8 @@ from rl_accel.switch import forget_when_off
 logger = logging.getLogger("rl_accel")
 
 Observer = Callable[[int, Mapping[str, Any]], Mapping[str, float]]
-"""Function of a step number and of the metrics logged for this step. Returns further metrics of the step by relative name."""
+"""Function of a step number and of the metrics logged for this step. Returns further metrics of the step, by name without the
+prefix ``rl_accel/``."""
 
 
 class StopTraining(RuntimeError):

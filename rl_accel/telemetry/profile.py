@@ -54,7 +54,8 @@ _NEVER_ZERO = {
     "actor/entropy_loss",
     "actor/reward_kl_penalty",
 }
-"""Metrics of verl that show a critic, a KL or an entropy term, so that groups with equal rewards influence training."""
+"""Metrics of verl that indicate a critic, a KL term or an entropy term. In these cases, groups with equal rewards may influence
+training."""
 
 _TICK = 0.001
 """Seconds per tick of the clock in a simulation of tail_batching."""
@@ -114,7 +115,10 @@ class Saving:
 
     @property
     def at_most(self) -> float:
-        """Seconds per step that a feature would save at most, as far as known; below 0 for other advice."""
+        """Estimated gain of a feature in seconds per step or, if the gain is unknown, the seconds of the whole part.
+
+        Advice other than a feature of rl-accel has a value below 0, so that such advice is listed last.
+        """
         return -1 / (1 + self.seconds) if not self.ours else self.gain.mean if self.gain else self.seconds
 
 
@@ -137,8 +141,8 @@ class Profile:
         kept: responses of all steps, including the warm-up, by step number.
         rests: seconds from the last reward of a step to the end of its generation, by step number.
         on: names of the enabled features.
-        zero_shares: share of the text that skip_zero would leave out of the actor update, and the shares of bootstrap draws; empty
-            if unknown, or if skip_zero is on or cannot work.
+        zero_shares: share of the characters of prompts and responses that skip_zero would leave out of the actor update, and the
+            shares of bootstrap draws; empty if unknown, or if skip_zero is on or cannot work.
         last_seconds: seconds of the generation stage in the last step.
         estimate: parts of generation as estimated from the log, if their times are unknown and the log says enough.
     """
@@ -190,7 +194,7 @@ class Profile:
 def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Profile:
     """Reads the run in ``folder``, or in several paths joined by commas. Skips the first ``warmup`` steps, but never the last step.
 
-    ``group``: number of responses per prompt, where the log does not say it.
+    ``group``: number of responses per prompt; None: the number in the log, if any.
 
     Raises:
         RlAccelError: ``folder`` contains no run, or more than one run.
@@ -399,10 +403,11 @@ def _again(values: Sequence[float]) -> Range:
 
 
 def _zero_shares(folder: Path, names: Collection[str]) -> tuple[Sequence[float], str]:
-    """Returns the share of the text in groups with equal rewards, from verl's ``trainer.rollout_data_dir``, and its basis in words.
+    """Returns the share of characters in prompt groups whose rewards are all equal, and the basis of this share in words.
 
-    The first number is the share, the others are shares of bootstrap draws. There is no number without such groups, or if a metric
-    of the log, whose names are ``names``, shows that these groups influence training.
+    Prompts and responses are read from the files of verl's ``trainer.rollout_data_dir`` below ``folder``. The first number is the
+    measured share, all others are shares of bootstrap draws. There are no numbers if no group has equal rewards, or if the names of
+    the logged metrics, ``names``, show that these groups influence training (:data:`_NEVER_ZERO`).
     """
     groups: dict[tuple[Path, str], list[tuple[float, int]]] = {}
     for path in folder.rglob("*.jsonl") if _NEVER_ZERO.isdisjoint(names) else ():
@@ -422,7 +427,11 @@ def _zero_shares(folder: Path, names: Collection[str]) -> tuple[Sequence[float],
 
 
 def _saving_of_skip_zero(update_seconds: float, shares: Sequence[float], how: str) -> list[Saving]:
-    """Returns the part of the actor update that trains groups with equal rewards. ``shares``, ``how``: see :func:`_zero_shares`."""
+    """Returns the saving by the feature skip_zero, which leaves groups with equal rewards out of the actor update.
+
+    Returns [] if ``shares`` is empty. ``update_seconds``: mean seconds of an actor update. ``shares``, ``how``: results of
+    :func:`_zero_shares`.
+    """
     if not shares:
         return []
     seconds = update_seconds * np.array(shares)

@@ -25,7 +25,7 @@ _STEP_METRIC = "training/global_step"
 """verl's metric for the number of the training step, used if a log record has none of ``_STEP_KEYS``."""
 _SLIME_LINE = re.compile(r"\b(?:rollout|perf|eval|passrate|multi_turn) (\d+): (\{.*\})")
 _OBJECT = re.compile(r"<[^<>]*>")
-"""Pattern of Python's text for an object, which is no Python, such as ``<AddBackward0>``."""
+"""Pattern of the printed form of an object that cannot be parsed as Python code, such as ``<AddBackward0>``."""
 _BLOCK, _FULL, _FIRST, _LAST = 32768, 1, 2, 4
 _LARGE = 50_000_000
 """Size of a log in bytes from which on a progress bar is shown."""
@@ -48,7 +48,7 @@ class Logged:
         steps: metrics of each step, by step number.
         restarts: steps at which the run was restarted.
         config: configuration of the run as logged by W&B, with the GPUs under the key ``gpus``; empty for other logs.
-        workers: prefix of each process that logged to a console, whenever another process logged next.
+        workers: prefixes of the processes that logged steps to a console, in order, with one entry per change of the process.
     """
 
     source: str = ""
@@ -88,8 +88,8 @@ class Logged:
     def batch(self) -> tuple[int | None, int | None]:
         """Returns the number of prompts in a batch and the number of responses per prompt; None if unknown.
 
-        The numbers come from W&B's configuration, or from the launch line or configuration in the first megabyte of the log. For a
-        log that is no console, the consoles in the same folder are searched as well.
+        The numbers come from W&B's configuration, or from the launch line or configuration in the first megabyte of the log or of
+        ``run.json`` in the same folder. If the log is not console output, console files in the same folder are searched as well.
         """
         rollout = self.config.get("actor_rollout_ref", {}).get("rollout", {})
         verl = {"train_batch_size": self.config.get("data", {}).get("train_batch_size"), "rollout.n": rollout.get("n")}
@@ -117,7 +117,7 @@ def read(*paths: str) -> Logged:
 
 
 def _read(path: str, found: Logged) -> list[LogRecord]:
-    """Returns the records of the most detailed log at ``path``. Adds what else the log says to ``found``.
+    """Returns the records of the most detailed log at ``path``. Adds source, files, configuration and workers to ``found``.
 
     Raises:
         RlAccelError: as for :func:`read`.

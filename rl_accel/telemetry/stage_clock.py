@@ -54,7 +54,7 @@ SLIME_NAMES = {
     "rollout/response_len/max": "response_length/max",
     "rollout/truncated_ratio": "response_length/clip_ratio",
 }
-"""Names that slime gives to what verl logs, each with verl's name."""
+"""Mapping from slime's name of a metric to verl's name of the same metric."""
 
 TRAINING = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 """Names of the stages of a training step whose seconds are proportional to the number of trained tokens."""
@@ -79,7 +79,7 @@ class Response:
         tokens: number of generated tokens; None if unknown.
         server: rollout server that generated the response (the last turn, if there are several); None if unknown.
         outcome: ``completed``, ``cancelled`` or ``failed``.
-        tools: seconds of the generation that were spent waiting for tool calls, summed over consecutive calls.
+        tools: seconds of the generation that were spent waiting for tool calls. Calls at the same time count once.
     """
 
     prompt: str
@@ -192,7 +192,10 @@ def generation(
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Returns a quantile of values in ascending order: the smallest value that at least a share ``share`` of them do not exceed."""
+    """Returns the quantile ``share`` (0 to 1) of values in ascending order.
+
+    The quantile is the smallest value v for which at least this share of the values is <= v.
+    """
     return ordered[max(math.ceil(share * len(ordered) - 1e-9), 1) - 1]
 
 

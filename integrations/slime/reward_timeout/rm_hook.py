@@ -57,9 +57,11 @@ EVALUATION: ContextVar[bool] = ContextVar("evaluation", default=False)
 def mark_evaluation(args: Any, sample: Any, evaluation: bool = False, rollout_id: int | None = None) -> None:
     """Stores whether a sample belongs to an evaluation (slime's ``--rollout-sample-hook-path``).
 
-    slime passes ``evaluation`` to this function, but not to :func:`grade`. Evaluation samples have a ``custom_rm_path``, which
-    slime takes from ``--custom-rm-path`` before slime reads the YAML file of rl-accel. If this path is the path of :func:`grade` or
-    of ``reward_timeout.grader``, the path is removed from the sample, so that slime calls :func:`grade` as in training.
+    slime passes ``evaluation`` to this function, but not to :func:`grade`.
+
+    Also removes ``custom_rm_path`` from the sample if this path names :func:`grade` or the user's grader. slime then calls
+    :func:`grade`, as in training. Only evaluation samples have this path: slime copies ``--custom-rm-path`` to them before slime
+    reads the YAML file of rl-accel.
     """
     EVALUATION.set(evaluation)
     if sample.custom_rm_path is not None and sample.custom_rm_path in (RM_HOOK, flags_of(args)[REWARD_TIMEOUT].grader):
@@ -91,8 +93,8 @@ class GraderSpec:
         function: the user's grader; None: slime's own grader.
         awaits: whether the grader awaits something. Such a grader runs on slime's event loop, any other grader in a separate
             process that can be killed.
-        takes_lists: whether the grader is a coroutine function, as slime requires. Such a grader gets a list of samples where slime
-            would pass a list. Any other grader gets single samples.
+        takes_lists: True if the user's grader is a coroutine function. If slime passes a list of samples, such a grader gets the
+            whole list, as in slime. Any other grader is called once for each sample of the list.
     """
 
     name: str
@@ -198,7 +200,7 @@ class Grading:
     async def _await(
         self, spec: GraderSpec, args: Any, given: Any, kwargs: dict[str, Any], limits: Limits
     ) -> ExecutionResult:
-        """Runs a grader that awaits something on slime's event loop, within ``limits``."""
+        """Calls a grader directly on slime's event loop, within ``limits``. For graders that await something, such as a request."""
         function = spec.function
         coroutine = function(args, given, **kwargs) if function else rm_hub.async_rm(self._stock_args, given)
         return await run_within(coroutine, limits, spec.name)

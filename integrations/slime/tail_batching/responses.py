@@ -48,8 +48,8 @@ ABORT_AGAIN_SECONDS = 0.5
 """Seconds between two abort messages for the same request. An abort message is repeated because the first message may reach the
 server before the request does."""
 INSIST_SECONDS = 5.0
-"""Seconds from the cancellation of a response until the asyncio task of the response is cancelled as well. After twice this time,
-the response is reported as aborted although the task still runs."""
+"""Maximum seconds from the cancellation of a response, which aborts the response's requests, until the response's asyncio task is
+cancelled, too. After twice this time, the response is reported as aborted even if the task still runs."""
 IDLE_SECONDS = 30.0
 """Maximum seconds to wait after a rollout until no rollout server holds a request. A warning then names the servers that still hold
 requests."""
@@ -164,7 +164,7 @@ SESSION: ContextVar[Session] = ContextVar("session")
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
     """Generates a response with the user's ``--custom-generate-function-path`` or, without this flag, with slime's own function.
 
-    Reports the event ``generated`` to the driver before the reward is computed.
+    Reports the event ``generated`` to the :class:`~rl_accel.rollout.round_driver.RolloutDriver` before the reward is computed.
     """
     session = SESSION.get()
     sample.generate_function_path = None
@@ -203,9 +203,9 @@ class Engines:
         self.gone = ""
 
     async def death_since(self, deaths: int) -> str:
-        """Returns an error message if a rollout server has died since ``self.deaths`` was equal to ``deaths``, or ''.
+        """Returns an error message if a rollout server has died since the caller read ``deaths`` from ``self.deaths``, else ''.
 
-        Checks the health of all servers if no such death is known yet.
+        If no such death is known yet, checks the health of all servers first. Also returns a message if no server is left.
         """
         async with self._looking:  # one check at a time, because all requests of a dead server fail at once
             if self.deaths == deaths and not self.gone:
@@ -214,7 +214,7 @@ class Engines:
         return self.gone or ("its server died" if self.deaths > deaths else "")
 
     async def _remove_dead(self, client: httpx.AsyncClient) -> None:
-        """Removes dead rollout servers from slime's router. The router checks no server's health and would send more requests."""
+        """Removes dead rollout servers from slime's router, which would send more requests to them. The router checks no health."""
         try:
             workers = (await client.get(f"{self._router}/workers")).json()["workers"]
         except httpx.ConnectError as error:
@@ -233,7 +233,7 @@ class Engines:
             self.gone = f"no rollout server is left behind the router {self._router}"
 
     async def abort(self, *orders: dict[str, Any]) -> None:
-        """Sends each of ``orders`` to every rollout server, as the body of a POST to ``/abort_request``.
+        """Sends each of ``orders`` (JSON bodies for POST ``/abort_request``) to every rollout server.
 
         A server ignores an order to abort a request that the server does not hold.
         """
@@ -243,7 +243,8 @@ class Engines:
     async def drain(self) -> None:
         """Waits until no rollout server holds a request, but at most ``IDLE_SECONDS``.
 
-        Tells the servers meanwhile to abort the remaining requests, whose connections are closed.
+        Meanwhile, repeatedly tells all servers to abort all requests. The remaining requests belong to cancelled responses, whose
+        connections are closed.
         """
         give_up = time.monotonic() + IDLE_SECONDS
         while True:

@@ -103,9 +103,10 @@ class Observer:
         self._router, self._folder = router, folder
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the router's metrics ``balance/<name>``; {} if ``logged`` is not of a training step.
+        """Returns the router's metrics ``balance/<name>``; {} if ``logged`` are not the metrics of a training step.
 
-        See :meth:`~rl_accel.rollout.balance.Balance.take_numbers` for the names.
+        ``logged`` are the metrics that verl logs, by name. See :meth:`~rl_accel.rollout.balance.Balance.take_numbers` for the
+        names of the router's metrics.
         """
         import ray
 

@@ -18,8 +18,8 @@ MOVABLE = {
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "max_tokens", "max_new_tokens"),
     *("ignore_eos", "stop_token_ids"),
 }
-"""Names of the sampling parameters that keep their meaning after a response has migrated to another server. Other parameters count
-from the start of a response and prevent a migration, except ``seed`` with engines that have ``seeds_by_position``."""
+"""Names of the sampling parameters that do not prevent a migration. The next server gets the tokens so far as a part of the prompt,
+which could change the meaning of any other parameter. ``seed`` is also allowed if ``EngineSupport.seeds_by_position`` is True."""
 CONVERSATIONS = 100_000  # maximum number of conversations whose last replica is remembered
 
 
@@ -34,9 +34,9 @@ class Method:
 
 
 class ServerId(str):
-    """Name of a rollout server, with the ``request`` that it was acquired for.
+    """Name of a rollout server, with the ``request`` that has a slot on this server.
 
-    verl's client holds this name during one request and passes the name back afterwards.
+    verl's client holds this name during the request and passes the name to ``release_server`` afterwards.
     """
 
     request: "BalancedServer"

@@ -71,11 +71,11 @@ class BalancedRouter:
 
         Args:
             request_id: new, unique id of the response.
-            worker: handle of the requesting agent-loop worker. If this worker dies, its responses are released.
+            worker: handle of the requesting agent-loop worker. If this worker dies, the router frees the slots of its responses.
             response: further keyword arguments of :meth:`Balance.request`.
 
         Returns:
-            Name and handle of the server; None if the response was released before a slot was free.
+            Name and handle of the server; None if :meth:`release_server` ended the response before a slot was free.
 
         Raises:
             RuntimeError: there is no rollout server.
@@ -86,7 +86,7 @@ class BalancedRouter:
         return await self._bound(request_id, self._balance.request(request_id, time.monotonic(), **response))
 
     async def _watch(self, worker: Any) -> None:
-        """Waits until the agent-loop worker ``worker`` dies, then releases the responses of this worker."""
+        """Waits until the agent-loop worker ``worker`` dies, then ends the responses of this worker and frees their slots."""
         try:
             await worker.stay_alive.remote()
         except RayError:
@@ -98,9 +98,14 @@ class BalancedRouter:
             )
 
     async def again(self, ticket: str, tokens: int | None) -> tuple[str, Any] | None:
-        """Waits for a slot to continue a response that was stopped after ``tokens`` tokens, or whose server died (None).
+        """Waits for a slot where a response can continue after a stop or after the death of its server.
 
-        Returns name and handle of the server; None if the response is over or no stop was decided (:meth:`Balance.again`).
+        Args:
+            ticket: unique id of the response.
+            tokens: number of tokens that the last server generated before the stop; None if the server died.
+
+        Returns:
+            Name and handle of the next server; None if the response has ended, or was stopped by something else than the router.
         """
         decisions = self._balance.again(ticket, time.monotonic(), tokens)
         return None if decisions is None else await self._bound(ticket, decisions)

@@ -37,13 +37,14 @@ TRIED = ("0.29.0",)
 speculative decoding on a CPU."""
 ROUTER = Path(__file__).with_name("router.yaml")
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""Full name of vLLM's executor for a single device. verl replaces this executor by another one with a process per device. vLLM asks
-the executor for drafts after each step. That request is a function call in this executor, and a message round trip in verl's."""
+"""Full name of vLLM's executor for a single device. Used instead of verl's choice ``mp``, an executor with a process per device.
+vLLM asks the executor for drafts after each engine step. With this executor, asking is a function call. With ``mp``, asking is a
+message to another process and back."""
 SIZES = ("tensor_model_parallel", "pipeline_model_parallel", "data_parallel")
 HISTORY = "drafts.pt"
 """Name of the file in a checkpoint folder with finished responses, from which a resumed run can draft."""
 SAVING_S = 60.0
-"""Maximum seconds that saving a checkpoint waits for the answer of each rollout server."""
+"""Maximum seconds to wait for finished responses from each rollout server before :data:`HISTORY` is written."""
 CHECKED_STEPS = 3
 LARGEST_DIFFERENCE = 0.05
 """Maximum mean difference between the engine's and the trainer's probabilities of sampled tokens in the first steps. With bfloat16,
@@ -125,7 +126,8 @@ def _vllm_version() -> str | None:
 class Exchange:
     """Exchanges finished responses between the rollout replicas after each training step, for drafts on every replica.
 
-    Only a checkpoint waits for the servers' answers. The metrics of a step are therefore those of the exchange one step earlier.
+    The trainer process collects the servers' answers one step later. The metrics of a step are therefore those of the exchange one
+    step earlier. The trainer process waits for the answers only before the file :data:`HISTORY` of a checkpoint is written.
     """
 
     def __init__(self, flags: DraftsFlags) -> None:
@@ -135,7 +137,9 @@ class Exchange:
         self._history: deque[bytes] = deque()
 
     def __call__(self, step: int, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Starts an exchange and returns the metrics of the previous exchange by name; {} if ``logged`` is not of a training step.
+        """Starts an exchange and returns the metrics of the previous exchange by name.
+
+        ``logged`` are the metrics that verl logs, by name. Does nothing and returns {} if these are not of a training step.
 
         Raises:
             StopTraining: in one of the first steps, the engine's and the trainer's probabilities of sampled tokens differ too much.
@@ -170,7 +174,10 @@ class Exchange:
         return numbers(counted)
 
     def _take_answers(self, wait_s: float) -> Counter[str]:
-        """Collects the servers' answers, waiting up to ``wait_s`` seconds for each. Returns the sums of the drafters' counts."""
+        """Collects the servers' answers to ``exchange_drafts``: their finished responses and their drafters' counts.
+
+        Waits up to ``wait_s`` seconds for each server. Returns the sums of the counts.
+        """
         import ray
 
         counted: Counter[str] = Counter()

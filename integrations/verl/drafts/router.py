@@ -15,7 +15,8 @@ else:
     from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 MARGIN = 4
-"""Maximum number of requests that a prompt's replica may have above the emptiest replica to still get the prompt's next request."""
+"""Maximum difference in unfinished requests between a prompt's replica and the least loaded replica. Above this difference, verl's
+load balancer chooses the replica for the prompt's next request."""
 REMEMBERED = 100_000
 """Maximum number of prompts whose replica is remembered."""
 

@@ -20,7 +20,10 @@ class DraftsWorkerExtension(vLLMColocateWorkerExtension):
     model_runner: Any  # vLLM's
 
     def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> Any:
-        """Updates the weights as in verl, then notifies the drafter, because newer responses predict the new policy better."""
+        """Updates the weights as in verl, then tells the drafter that a new version of the weights generates the responses.
+
+        The drafter does not draft from responses of versions that are too old.
+        """
         result = super().update_weights_from_ipc(*args, **kwargs)
         self.model_runner.drafter.new_weights()
         return result

@@ -94,9 +94,10 @@ def _check(run: VerlRun) -> None:
 
 
 def _never_awaits(path: str, name: str) -> bool:
-    """Returns whether the method ``run_single`` of a user's reward manager calls ``compute_score`` and awaits only threads.
+    """Returns True if a user's reward manager never awaits ``compute_score``, although our function of this name is async.
 
-    Reads the source code, because an import of the user's module here might have side effects. Returns False if the source code
+    In such a manager, the method ``run_single`` calls ``compute_score`` and awaits nothing but calls in threads. This function
+    reads the source code, because an import of the user's module here might have side effects. Returns False if the source code
     of the class is not found.
 
     Args:

@@ -26,7 +26,7 @@ DATA_SOURCES = ("codecontests", "apps", "codeforces", "taco")
 SCORED_CASES = 10
 """Number of scored test cases. verl's score is the pass rate of the first ten cases."""
 _ALARM_SECONDS = 3600
-"""Seconds from our time limit to the alarm in verl's grading code. The alarm therefore never fires."""
+"""Seconds between our time limit and the later alarm in verl's grading code. Our limit always stops the execution first."""
 _PRIME_OUTPUT_BYTES = 64 << 20
 """Output limit of a test case in bytes. The limit is high, because verl does not limit stderr."""
 _threads = ThreadPoolExecutor(64, thread_name_prefix="rl_accel_fusion")
@@ -43,8 +43,9 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
 
     verl gives 1 if the program passes all test cases in one run of at most 6 seconds. Otherwise verl runs the first ten cases one
     by one, and the score is the pass rate of these ten. In that second run, verl treats a problem with a function to call as a
-    program that reads stdin, and so do we. Only time limits can make our score differ: each case is an execution with its own.
-    Cases after the first ten are skipped where they cannot change the score. Cancelling this call kills its executions.
+    program that reads stdin, and so do we. Only time limits can make our score differ, because each case is a separate execution
+    with a separate limit. Cases after the first ten are skipped where they cannot change the score. Cancelling this call
+    kills the running executions.
 
     Args:
         execute: function that runs a test case within the case's time limit.
@@ -70,7 +71,10 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
         return _passes_in(await execute(key, run, lambda result: _passes_in(result) == [True]))
 
     async def passes_of(kind: str, cases: list[dict[str, Any]], until_failure: bool) -> list[bool]:
-        """Returns whether each case passed, in order; with ``until_failure``, only the results known at the first failure."""
+        """Runs all ``cases`` and returns for each case whether the program passed, in the order of ``cases``.
+
+        With ``until_failure``, stops at the first failure and returns only the results known by then.
+        """
         results = await gather_until(
             (passes_of_case(f"{kind}/{number}", case) for number, case in enumerate(cases)),
             lambda passes: until_failure and not all(passes),
@@ -93,9 +97,9 @@ async def score_prime_code(execute: Execute, graders: Graders, early_stop: bool,
 
 
 def _passes_in(result: ExecutionResult) -> list[bool]:
-    """Returns whether each input of an execution passed; [False] if the execution did not finish.
+    """Returns for each input of an execution whether the output was correct; [False] if the execution did not finish.
 
-    The value of ``result`` comes from verl's ``run_test``, a tuple (list of results, message on the first failure).
+    ``result.value`` is the return value of verl's ``run_test``: a tuple (list of results by input, message on the first failure).
     """
     if result.verdict != "done":
         return [False]

@@ -61,12 +61,12 @@ from the response. The limits do not learn from validation responses."""
 class RewardTimeoutManager(RewardManagerBase):
     """Reward manager that scores as the configured one does, with a time limit for each execution of the reward function.
 
-    The configured manager is naive, dapo, gdpo, rate_limited, or a user's class. ``remote``, which runs the reward function in
-    other processes, is replaced by ``naive``, because this manager uses other processes, too. ``rate_limited`` keeps its rates,
-    but its fixed ``reward.timeout`` only serves as the default of the full budget (the greatest limit).
+    The configured manager is naive, dapo, gdpo, remote, rate_limited, or a user's class. ``naive`` replaces ``remote``, which only
+    moves the reward function to other processes, as this manager does anyway. ``rate_limited`` keeps its rates, but its fixed
+    ``reward.timeout`` only serves as the default of the full budget (the greatest limit).
 
     A response whose execution was stopped gets ``timeout_score``. Values and exceptions of the reward function are passed on
-    unchanged, except with ``score_errors``.
+    unchanged. With the flag ``score_errors``, ``timeout_score`` replaces an exception or an unusable value.
     """
 
     def __init__(
@@ -204,7 +204,10 @@ class RewardTimeoutManager(RewardManagerBase):
 
     @functools.cached_property
     def _function(self) -> Graders:
-        """Grader processes for a synchronous reward function, which is called in a thread as in verl's executor."""
+        """Grader processes for a synchronous reward function.
+
+        A grader process calls the function outside its main thread, because verl also calls the function in a thread pool.
+        """
         environment = grader_cluster.environment()
         function = Graders(
             self._target[0],
@@ -219,7 +222,10 @@ class RewardTimeoutManager(RewardManagerBase):
 
     @functools.cached_property
     def _target(self) -> tuple[str, dict[str, Any]]:
-        """Name of the reward function, as ``target`` of :class:`Graders`, and keyword arguments that override those of a call."""
+        """Import path of the reward function (``target`` of :class:`Graders`), and the configured ``reward_kwargs``.
+
+        These keyword arguments take precedence over the arguments of a call.
+        """
         if self._is_verls_own:
             return _VERLS_OWN, {}
         custom = OmegaConf.select(self.config, "reward.custom_reward_function", default=None) or {}

@@ -28,7 +28,7 @@ WORKER_PART = "rl_accel.integrations.verl.tail_batching.agent_loop.TailAgentLoop
 def run_of(config: Any, data_id: str = "") -> TailRun:
     """Returns the parameters of the tail-batching state machine, read from a ``config`` that ``wiring.wire`` has prepared.
 
-    ``data_id`` is any identifier of the data and the order of its rows.
+    ``data_id`` is a string that identifies the data set and the order of the rows.
 
     Raises:
         ConfigError: the domain quotas (prompts of each domain in a batch) do not add up to the batch size.

@@ -40,12 +40,13 @@ GATHER_SHARE, GATHER_SECONDS = 0.005, 1.0
 response would cost the trainer process far more than handling the event."""
 
 ENGINES_STOP_SECONDS = 2.0
-"""Seconds without a finished request, after the bulk abort of all requests in the engines, until the remaining requests are
-cancelled one by one. The remaining requests reached their engine after the bulk abort."""
+"""Interval in seconds between checks whether the bulk abort has ended all requests in the engines. If no request has ended in an
+interval, the remaining requests are cancelled one by one. These requests reached their engine after the bulk abort."""
 
 DELIVERY_SECONDS = 5.0
-"""Maximum seconds that the trainer process waits for the agent-loop workers to answer a call. A response counts as failed if an
-engine aborts the response before its worker has received the cancellation."""
+"""Maximum seconds that the trainer process waits for the agent-loop workers to answer a call. At the end of a round, such a call
+sends the cancellations, and the engines abort all requests afterwards. A response counts as failed if an engine aborts the response
+before the agent-loop worker has received the cancellation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +311,10 @@ class Workers:
         return events
 
     def outside_engines(self) -> list[int]:
-        """Returns the ids of running responses that are neither being generated nor scored. Skips workers that answer late."""
+        """Returns the ids of responses whose agent loop runs without a request in an engine, for example during a tool call.
+
+        Skips workers that do not answer within :data:`DELIVERY_SECONDS`.
+        """
         asked = [actor.outside_engines.remote() for actor in self._actors.values()]
         found: list[int] = []
         for answer in ray.wait(asked, num_returns=len(asked), timeout=DELIVERY_SECONDS)[0]:

@@ -41,8 +41,8 @@ PING_SECONDS = 30.0
 """Maximum seconds to wait for a rollout server's answer to a ping. A server that does not answer in time counts as alive."""
 
 WATCH_SECONDS = 10.0
-"""Seconds between checks for dead servers during a call to all rollout servers. Also the grace period in seconds before a call that
-a dead server blocks is ended."""
+"""Seconds between checks for dead servers during a call to all rollout servers. When a check has found a dead server, the call gets
+the same number of seconds to end before the call is ended by force."""
 
 TOKEN_RATE = TokenRate()
 forget_when_off.append(TOKEN_RATE.clear)
@@ -80,7 +80,10 @@ SESSION: ContextVar[Session | None] = ContextVar("session", default=None)
 
 
 class GenerationAborted(RuntimeError):
-    """The engine has aborted a response that the trainer had not cancelled. The response is generated again."""
+    """The engine has aborted a response that the trainer had not cancelled. The response counts as failed.
+
+    A failed response is generated again, at most ``max_retries`` times.
+    """
 
 
 class ServerDied(ResponseLost):
@@ -132,9 +135,10 @@ def _engine_has_failed(server: Any) -> bool:
 
 
 class CancellableServer:
-    """Proxy of a rollout server. Cancelling a task that awaits ``generate`` also cancels the remote call. Counts tokens, too.
+    """Proxy of a rollout server. Cancelling a task that awaits ``generate`` also cancels the remote call.
 
-    Without the proxy, cancelling an asyncio task that awaits a Ray reference would leave the remote call running.
+    Without the proxy, cancelling an asyncio task that awaits a Ray reference would leave the remote call running. The proxy also
+    counts the generated tokens in the :class:`Session` of the response.
 
     Args:
         server: handle of the server, a Ray actor.
@@ -339,9 +343,9 @@ class RolloutServers:
 
     @contextlib.contextmanager
     def _watched(self, end: Callable[[list[RolloutReplica]], None]) -> Iterator[None]:
-        """Runs a block that calls all servers. If a server dies and the block hangs, calls ``end`` with the dead replicas.
+        """Context manager for code that calls all servers. Runs ``end(dead_replicas)`` if a server dies and the code hangs.
 
-        The block can hang because vLLM never answers a call after the death of vLLM's engine.
+        The code can hang because vLLM never answers a call after the death of vLLM's engine. ``end`` must end the pending calls.
         """
         over = threading.Event()
 

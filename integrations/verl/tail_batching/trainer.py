@@ -35,9 +35,10 @@ logger = logging.getLogger("rl_accel")
 
 
 def require_own_queue() -> None:
-    """Refuses a run that would share another job's TransferQueue: the queue ends with that job.
+    """Refuses a run that would share another job's TransferQueue, because the queue ends with that job.
 
-    verl closes the queue of a refused run. This function lets go of the other job's queue first, which would be killed otherwise.
+    When a run is refused, verl closes the TransferQueue to which the run is connected. This function therefore disconnects the run
+    first. Otherwise verl would kill the other job's queue.
 
     Raises:
         RlAccelError: TransferQueue's controller belongs to another job of the Ray cluster.

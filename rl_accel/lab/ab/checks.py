@@ -221,10 +221,12 @@ def _same_reward(bound: float, rows: Sequence[Mapping[str, Any]]) -> Check:
 def _check(name: str, lines: Sequence[tuple[bool, str]], wanted: str = "", green: str = "") -> Check:
     """Combines several conditions into one check, which is red if a condition does not hold.
 
+    The detail of a red check lists the texts of the conditions that do not hold.
+
     Args:
-        lines: per condition, whether the condition holds, and the measured value as text.
-        wanted: text at the end of a red check's detail.
-        green: detail of a green check; if empty, the texts of all conditions.
+        lines: one pair per condition: whether the condition holds, and a text with the measured value.
+        wanted: text that is appended to the detail of a red check.
+        green: detail of a green check; "" stands for the texts of all conditions.
     """
     bad = [text for holds, text in lines if not holds]
     if bad:

@@ -60,7 +60,7 @@ def gather(
     Args:
         arms: mapping from arm to the paths of the arm's runs, the baseline first.
         metrics: values that replace fields of the recipe's :class:`Metrics`.
-        batch_size: number of prompts per step; None: the number in the run's logged configuration or command, if there is one.
+        batch_size: number of prompts per step; if None, read from the logged configuration or the command of each run.
 
     Raises:
         RlAccelError: a run cannot be read, or no run of an arm logged the reward metric.
@@ -149,7 +149,7 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
 
 
 def _starts(run: str) -> list[str]:
-    """Returns the paths of a run that was started several times, given as paths joined by commas.
+    """Splits ``run``, one or more paths joined by commas, into a list of paths. Each path is the log of one start of the run.
 
     Raises:
         RecipeError: a path is empty.
@@ -161,8 +161,10 @@ def _starts(run: str) -> list[str]:
 
 
 def _arm(run: str) -> str:
-    """Returns a name for an arm, derived from the path ``run`` of the arm's first run. The name is the last component of the path
-    that is not empty after removal of seeds, file suffixes and names of W&B folders; ``run`` if there is none.
+    """Returns a name for an arm, derived from the path ``run`` of the arm's first run.
+
+    Seeds, file suffixes and names of W&B folders are removed from each component of the path. The name is the last component that
+    is not empty then, or ``run`` if all are empty.
     """
     own = r"^((offline-)?run-\d+_\d+-\w+|wandb)$|[-_.=]*(seed|run)?[-_=]*\d*(\.\w+)?$"
     parts = (re.sub(own, "", part) for part in reversed(Path(run.partition(",")[0]).parts))

@@ -35,15 +35,15 @@ Curves = Sequence[tuple[Array, Array]]
 
 EQUAL, DIFFERENT, NOT_ENOUGH, IDENTICAL = "equal within the margin", "different", "not enough runs", "identical"
 ALPHA, MIN_SEEDS = 0.05, 3
-"""``ALPHA``: probability that the comparison of an arm with the baseline gives a wrong answer, such as "equal". ``MIN_SEEDS``:
-number of runs that each arm needs for such an answer; with fewer runs there is none."""
+"""``ALPHA``: largest probability that a comparison answers ``EQUAL`` or ``DIFFERENT`` although this is wrong. ``MIN_SEEDS``: number
+of runs that each arm needs for one of these two answers. With fewer runs, :func:`decide` answers ``NOT_ENOUGH``."""
 AXES = {
     "steps": "training steps",
     "prompts": "prompts trained",
     "hours": "hours of training",
     "minutes": "minutes of training",
 }
-"""Label of each x axis. Runs of less than an hour have minutes instead of hours."""
+"""Mapping from x axis to label in the report. If no run takes an hour, the axis is in minutes instead of hours."""
 _VALIDATION = re.compile(r"val-core/.*mean@\d+|val/test_score/.*|eval/[^/]+(?<!ratio)")
 _REACH, _WINDOW = 0.9, 5  # share of the baseline's gain to reach; number of values in the moving average
 _POWER, _MOST_SEEDS, _QUANTILES = 0.8, 1000, 48
@@ -86,8 +86,8 @@ def decide(base: Array, ours: Array, margin: Array, paired: bool) -> npt.NDArray
 
     Args:
         base, ours: float64 [..., runs], levels (final metric values) of the runs of the baseline and of the other arm.
-        margin: float64, shape of ``base``, largest difference that counts as equal. A relative margin is a share of each baseline
-            run's own gain.
+        margin: float64, shape of ``base``: largest difference that counts as equal, in units of the metric, for each run of the
+            baseline. The values differ between runs if the margin is a share of the gain of each run.
         paired: True if ``base`` and ``ours`` have the same seeds in the same order (paired t tests instead of Welch's).
     """
     if min(base.shape[-1], ours.shape[-1]) < MIN_SEEDS:
@@ -110,11 +110,11 @@ def interval(base: Array, ours: Array, paired: bool) -> tuple[float, float]:
 
 
 def seeds_enough(base: Array, ours: Array, margin: float, paired: bool, true: float = 0.0) -> float:
-    """Returns the number of seeds per arm with which an equivalence test with ``margin`` succeeds with a probability of 0.8.
+    """Returns the number of seeds per arm that an equivalence test with ``margin`` needs to answer "equal" with probability 0.8.
 
-    The standard deviation is estimated from the final levels ``base`` and ``ours`` of the runs so far. The probability is averaged
-    over the results of new seeds and over the uncertainty of that estimate (assurance: O'Hagan, Stevens and Campbell,
-    Pharmaceutical Statistics 4, 2005, with the prior 1/sigma). The number is inf if more than 1,000 seeds are needed. ``true`` is
+    Returns inf if more than 1,000 seeds are needed. The standard deviation is estimated from the levels (final metric values)
+    ``base`` and ``ours`` of the runs so far. This estimate is uncertain, so the probability is an average over possible standard
+    deviations (assurance: O'Hagan, Stevens and Campbell, Pharmaceutical Statistics 4, 2005, with the prior 1/sigma). ``true`` is
     the assumed true difference of the arms, as a multiple of the margin.
     """
     from scipy.stats import chi2, norm, t
@@ -136,10 +136,10 @@ def seeds_enough(base: Array, ours: Array, margin: float, paired: bool, true: fl
 
 
 def matched(base: Sequence[RunData], ours: Sequence[RunData]) -> tuple[Sequence[RunData], Sequence[RunData], bool]:
-    """Returns the runs of both arms to compare, and True if these runs are paired by seed.
+    """Returns the runs of both arms that are compared, and whether these runs are paired by seed.
 
-    Runs are paired if all seeds are known, and both arms share all seeds or at least three seeds. Then, only runs with shared
-    seeds are returned.
+    Runs are paired if all seeds are known and the two arms have the same seeds or at least three seeds in common. Runs with
+    other seeds are left out then. Without pairing, all runs are returned.
     """
     of_base, of_ours = ({run.seed: run for run in runs if run.seed is not None} for runs in (base, ours))
     shared = sorted(of_base.keys() & of_ours.keys())
@@ -160,7 +160,8 @@ def converge(runs: Sequence[RunData], arms: Sequence[str], baseline: str, names:
     - ``end``, ``longest``: last position of the shortest run, and of the longest run.
     - ``margin``, ``answer``: margin in units of the metric, and result of :func:`decide`.
     - ``runs``, ``paired``: number of runs of each of the two arms, and whether the runs are paired by seed.
-    - ``enough``: number of seeds needed if the arms do not differ, and if the arms differ by half the margin.
+    - ``enough``: two results of :func:`seeds_enough`, for arms that do not differ and for arms that differ by half the margin;
+      empty unless ``answer`` is ``NOT_ENOUGH``.
     - ``reach``: result of :func:`times_to_reach`; only in rows of the reward.
     """
     rows, notes, curves = [], [note for run in runs for note in run.notes], {}
@@ -216,8 +217,10 @@ def listed(names: Collection[str], runs: Sequence[RunData]) -> str:
 
 
 def levels(runs: Curves, end: float) -> Array:
-    """Returns float64 [2, runs]: per run, the mean of the first fifth and the mean of the last fifth of the values up to position
-    ``end``. Both means are NaN for a run with fewer than two such values."""
+    """Returns float64 [2, runs]: for each run, the mean of the first fifth and the mean of the last fifth of the metric's values.
+
+    Only values at positions (steps, prompts or time) up to ``end`` count. Both means are NaN for a run with fewer than two values.
+    """
     return np.array([before_and_after(y[x <= end]) or (math.nan, math.nan) for x, y in runs]).T
 
 
@@ -245,8 +248,9 @@ def _row(base: Curves, ours: Curves, paired: bool, names: Metrics, is_reward: bo
 
 
 def times_to_reach(base: Curves, ours: Curves, paired: bool, level: float) -> dict[str, Any]:
-    """Compares the positions at which the runs of two arms first reach ``level`` with the mean of five consecutive values.
+    """Compares how early (in steps, prompts or time) the runs of two arms reach the metric value ``level``.
 
+    A run reaches the level at the first position at which the moving average of the last five values is at least ``level``.
     ``reached`` holds the number of runs per arm that reach the level. ``baseline`` and ``value`` are geometric means of the
     positions over these runs. ``ratio`` is ``baseline`` / ``value``, above 1 if the arm is earlier. ``low`` and ``high`` bound the
     95% interval of this ratio. Ratio and interval are NaN unless all runs reach the level.

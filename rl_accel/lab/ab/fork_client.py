@@ -13,7 +13,7 @@ import sys
 
 
 def main(path: str, words: list[str]) -> int:
-    """Starts the process and waits for its end. Returns the exit code of the process."""
+    """Runs ``python WORDS...`` in a fork of the server that listens at the socket ``path``. Returns the exit code of the fork."""
     request = json.dumps({"words": words, "cwd": os.getcwd(), "env": dict(os.environ)}).encode()
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

@@ -41,9 +41,10 @@ LIBRARIES = (
 
 
 def main(listener: socket.socket) -> None:
-    """Serves until the standard input closes. Also returns in each forked child, after the child's program has ended.
+    """Imports the libraries, then forks a process for each client until the standard input closes.
 
-    Returns at once if a library has started a thread, because a fork would lack it. Clients then start ordinary processes.
+    A forked process returns from this function when the program of the client has ended. If a library has started a thread, this
+    function returns without a fork, because a fork does not inherit threads. Clients then start ordinary processes.
     """
     del sys.path[0]  # this folder
     for library in LIBRARIES:
@@ -60,7 +61,8 @@ def main(listener: socket.socket) -> None:
 
 
 def _serve(listener: socket.socket) -> dict[str, Any] | None:
-    """Forks this process for each client. In a fork, returns the client's request. In the server, returns None at the end."""
+    """Forks this process for each client until the standard input closes. Returns the client's request in a fork, and None in the
+    server."""
     child_ended, wakeup = os.pipe()
     os.set_blocking(child_ended, False)
     os.set_blocking(wakeup, False)
@@ -103,7 +105,7 @@ def _serve(listener: socket.socket) -> dict[str, Any] | None:
 
 
 def _report(clients: dict[int, socket.socket]) -> None:
-    """Tells the clients of all forks that have ended how they ended."""
+    """Sends each client whose fork has ended the wait status (exit code or signal) of this fork."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if client := clients.pop(ended[0], None):

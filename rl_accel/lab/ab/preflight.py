@@ -269,7 +269,8 @@ def _memory(path: str, tp: int, gpus: int, share: float, tokens: int, training: 
         gpus: number of GPUs of the run.
         share: share of a GPU's memory that rollouts may use.
         tokens: maximum number of tokens of a prompt and response.
-        training: bytes of training state per model parameter: held on each GPU, and split over all GPUs.
+        training: two numbers of bytes of training state per model parameter: bytes that each GPU holds, and bytes that are split
+            over all GPUs.
     """
     import torch
 

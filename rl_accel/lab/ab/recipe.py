@@ -107,8 +107,8 @@ class Metrics:
     """Largest difference in reward or validation at which two arms count as equal. Either a share of the baseline's gain (such as
     2%) or a difference in units of the metric (such as 0.01)."""
     reach: float | None = None
-    """Reward level. The report compares when the arms first reach this level. null: the level at nine tenths of the baseline's
-    gain."""
+    """Reward for the comparison of training speed: the report shows when each arm first reaches this reward. null: the reward at
+    which the baseline has nine tenths of its gain."""
 
 
 @dataclass
@@ -127,7 +127,8 @@ class Checks:
     reward_gain: float | None = None
     """Smallest allowed gain of every run: mean reward of the last fifth of the steps minus mean reward of the first fifth."""
     faster: dict[str, float] = field(default_factory=dict)
-    """Mapping from stage (or the whole step) to the smallest allowed speedup: average seconds of the baseline / of the arm."""
+    """Mapping from stage (or the whole step) to the smallest allowed speedup. The speedup of an arm is the average seconds of the
+    baseline divided by the average seconds of the arm."""
     warn_only: list[str] = field(default_factory=list)
     """Names of checks that do not set the exit code of ``rl-accel ab`` to 1 when they are red."""
 
@@ -147,7 +148,8 @@ class Rollout:
     ledger: str = "checkpoints/tail_batching/ledger.jsonl"
     """File in which tail batching logs the prompts trained in each step, relative to the run's folder."""
     faster: dict[str, float] = field(default_factory=dict)
-    """Mapping from arm to the smallest allowed speedup: mean rollout seconds of the baseline / of the arm, over all seeds."""
+    """Mapping from arm to the smallest allowed rollout speedup: the baseline's mean rollout seconds divided by the arm's, over all
+    seeds."""
     wasted_tokens: dict[str, float] = field(default_factory=dict)
     """Mapping from arm to the largest allowed share of wasted (generated, not trained on) tokens, over all steps and seeds."""
     prompts_lost: dict[str, float] = field(default_factory=dict)
@@ -179,7 +181,7 @@ class Recipe:
     seed_overrides: list[str] = field(default_factory=list)
     """Overrides that pass the seed to the trainer, e.g. ["data.seed=${seed}"]."""
     nodes: int = 1
-    """Number of nodes per run. Placeholders, ``rl-accel ab --launch`` and ``rl-accel doctor --recipe`` use this and ``gpus``."""
+    """Number of nodes per run. Used like ``gpus`` for placeholders, ``rl-accel ab --launch`` and ``rl-accel doctor --recipe``."""
     gpus: int = 1
     """Number of GPUs per node."""
     steps: int = 10

@@ -50,7 +50,7 @@ and neither limit can be set (https://github.com/ray-project/ray/issues/65983)."
 _STARTS = 3
 _POLL_S = 0.2
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Environment of the fork server: neither OpenMP nor pyarrow's allocator starts a thread, which no fork would have."""
+"""Environment variables of the fork server. OpenMP and pyarrow's allocator then start no threads; forks do not inherit threads."""
 _ORPHANS_S = 5.0
 """Seconds that remaining daemons of a trainer may take to shut down by themselves after the trainer has ended."""
 
@@ -85,7 +85,7 @@ class RunResult:
 
 
 class Watcher(Protocol):
-    """Interface of a progress display. :func:`run_all` calls the methods in its own thread."""
+    """Interface of a progress display. The methods are called in the thread that calls :func:`run_all`."""
 
     def started(self, plan: "RunPlan") -> None: ...
     def step(self, plan: "RunPlan", step: int, metrics: Mapping[str, float]) -> None: ...
@@ -238,8 +238,9 @@ def supervised(
     When this function returns or raises, no process of the command is left. If the calling process is killed, its supervisor
     soon ends all processes of the command and removes ``temp``. This function adds the end of the log to an exception as a note.
 
-    ``env`` replaces variables of this process, except that modules in :data:`MODULES` are added to the modules named there. Flags
-    in the environment of this process do not reach the command, because they would turn features on in the baseline too.
+    The command inherits the environment of this process, changed by ``env``: None removes a variable, and other values replace the
+    value of this process. Only for :data:`MODULES`, the module names in ``env`` are appended to those of this process. The command
+    does not inherit rl-accel's flags from this process, because such flags would turn features on in the baseline too.
     """
     from rl_accel.runtime import FLAG_VARIABLES  # here, because the supervisor process needs no flags
 
@@ -407,9 +408,10 @@ def main(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _fork_server(command: list[str], temp: str | None) -> Iterator[list[str]]:
-    """Context manager that makes a run on verl's CPU platform start its Python processes as forks, see :mod:`fork_server`.
+    """Context manager that starts a :mod:`fork_server` for a run on verl's CPU platform, and ends the server after the run.
 
-    Yields the command to run. Ray starts workers with the same server. Does nothing for a run that joins a Ray cluster.
+    Yields a command that runs the program of ``command`` as a fork of the server. Ray then starts its workers as forks too. On
+    other platforms, and for a run that joins a Ray cluster, yields ``command`` itself and starts no server.
     """
     python, *words = command
     is_python = Path(python).name.startswith("python") and shutil.which(python)

@@ -30,7 +30,8 @@ ALL = "all"
 batching; a round is the rollout of one step."""
 _PREFIX = "rl_accel/tail_batching/"
 _COUNTED = ("rollout/", _PREFIX)
-"""Prefixes of metrics that count tokens, the most reliable first: the engine's count of a rollout, and tail batching's count."""
+"""Prefixes of the metrics ``tokens_generated`` and ``tokens_wasted``, the most reliable first: counted by the rollout engine, and
+counted by tail batching."""
 _LOST = "rollout/prompts_lost"
 _BATCH = "data.train_batch_size="
 _DATA = {
@@ -307,8 +308,8 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
     - ``arms[]``: one row per arm. ``seconds`` is the mean of the rollout seconds of the measured steps. ``ratio`` is the baseline's
       ``seconds`` / the arm's, with the bounds ``low`` and ``high`` of its 95% interval (bootstrap over steps).
       ``kinds{kind: {steps, seconds}}`` splits the steps by kind of round. ``wasted`` is the share of tokens not trained on, and
-      ``lost`` the number of lost prompts. ``accepted`` and ``cancelled`` are mean tokens of responses of the same prompts.
-      ``lengths`` describes the responses trained on (:func:`length_distribution`).
+      ``lost`` the number of lost prompts. ``accepted`` and ``cancelled`` are the mean tokens of trained and of cancelled responses
+      of the prompts that have both. ``lengths`` describes the responses trained on (:func:`length_distribution`).
     """
     kinds = {arm: _seconds(recipe, [run for run in runs if run.arm == arm]) for arm in arms}
     seconds = {arm: list(itertools.chain(*its.values())) for arm, its in kinds.items()}
@@ -354,8 +355,11 @@ def _seconds(recipe: Recipe, runs: Iterable[RunData]) -> dict[str, list[float]]:
 
 
 def _waste(runs: Iterable[RunData]) -> dict[str, float | None]:
-    """Returns the share of generated tokens that were wasted (not trained on), and mean tokens of accepted and of cancelled
-    responses of the same prompts. A value is None if no run logged the data."""
+    """Returns the share of generated tokens that were wasted (not trained on), and two mean lengths of responses in tokens.
+
+    ``accepted`` is the mean length of trained responses, and ``cancelled`` that of cancelled responses, of the prompts that have
+    both. A value is None if no run logged the data.
+    """
     wasted = generated = 0.0
     accepted, cancelled = [], []
     for run in runs:
@@ -375,7 +379,10 @@ def _waste(runs: Iterable[RunData]) -> dict[str, float | None]:
 
 
 def _lost(runs: Iterable[RunData]) -> float | None:
-    """Returns the largest number of lost prompts that a step of the runs logged; None if no run logged the number."""
+    """Returns the largest number of lost prompts that any step of the runs logged; None if no run logged the number.
+
+    A lost prompt was drawn from the data, but is neither trained nor waiting for a later step.
+    """
     return max((metrics[_LOST] for run in runs for metrics in run.steps.values() if _LOST in metrics), default=None)
 
 
@@ -394,8 +401,8 @@ def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
 def data_changes(runs: Sequence[RunData], ledger: str) -> dict[str, dict[str, float]]:
     """Returns statistics of the training data, as statistic -> arm -> mean over the arm's runs. Leaves out statistics without data.
 
-    Metrics count up to the last step that all runs reached. Telemetry (lengths of completed responses) and ledgers (tail batching's
-    files of trained prompts) count for all steps.
+    Statistics from metrics use the steps that all runs reached. Statistics from telemetry (lengths of completed responses) and from
+    ledgers (tail batching's files of trained prompts) use all steps.
     """
     end = min((max(run.steps) for run in runs), default=0)
     found: dict[str, dict[str, list[float]]] = {}

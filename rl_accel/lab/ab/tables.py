@@ -109,7 +109,8 @@ def _ratio(row: Mapping[str, Any]) -> list[str]:
 def _text(value: float | None, form: str) -> str:
     """Formats a number for a table cell; returns an empty text if ``value`` is None or not finite.
 
-    ``form`` is a Python number format; a trailing ``x`` is appended to the number. The form ``s`` formats seconds as a duration.
+    ``form`` is a Python number format such as ``.2f``. With ``.2fx``, the text ends in "x", as in "1.50x". The form ``s`` formats
+    ``value``, in seconds, as a duration.
     """
     if value is None or not math.isfinite(value):
         return ""

@@ -91,10 +91,11 @@ def schedule(seed: int, victims: Sequence[str]) -> list[Kill]:
 
 
 def play(plan: RunPlan, kills: Sequence[Kill], seed: int, folder: Path, stop: Stop) -> Result:
-    """Launches the run of ``plan``, executes the planned ``kills``, and launches the run again after each failure.
+    """Launches the training run of ``plan``, kills processes as planned in ``kills``, and launches the run again after a failure.
 
-    There are at most :data:`LAUNCHES` launches. A launch that violates a requirement is the last. At the end, checks the settlement
-    log in ``folder``, which lists the prompts that each step trained or gave up.
+    There are at most :data:`LAUNCHES` launches. There is no further launch after a launch that hung, or that failed although
+    nothing was killed. At the end, checks the settlement log in ``folder``, which lists the prompts that each step trained or gave
+    up.
     """
     folder.mkdir(parents=True)
     result, due, began = Result(seed), list(kills), time.monotonic()

@@ -134,8 +134,13 @@ def replay(
         fill: whether the drafter's history starts full of random responses.
 
     Returns:
-        Five values: the drafter's counts; accepted tokens and engine steps of requests, per epoch of the prompt (from 1 on); total
-        seconds without drafts; total seconds with drafts; seconds of each drafter call, per number of running requests.
+        Five values:
+
+        - Counters of the drafter, by name.
+        - Mapping from epoch of a prompt (from 1) to numbers of accepted draft tokens and of engine steps, summed over requests.
+        - Total seconds without drafts.
+        - Total seconds with drafts.
+        - Mapping from number of running requests to the seconds of each call of the drafter.
     """
     longest = 2 + max((len(prompt) + len(tokens) for step in steps for prompt, tokens in step), default=0)
     parallel = SimpleNamespace(

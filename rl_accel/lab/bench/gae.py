@@ -53,7 +53,7 @@ LENGTHS_GOAL = 10.0
 _SEQUENCES, _LONGEST, _SIGMA = 64, 16384, 1.5
 _LENGTHS_BUDGET_S = 5.0
 _MMAP_THRESHOLD = -3
-"""Number of the parameter ``M_MMAP_THRESHOLD`` of glibc's ``mallopt``."""
+"""Value of the constant ``M_MMAP_THRESHOLD`` in glibc's malloc.h: identifier of this parameter for ``mallopt``."""
 
 Shape = tuple[int, int]
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -174,8 +174,10 @@ def bench_gae(
 
 
 def make_inputs(shape: Shape, device: str, mask_dtype: torch.dtype, seed: int = 0) -> Inputs:
-    """Returns random rewards and values [B, T], a mask, gamma and lambda. The mask has rows of random length with holes, as in a
-    batch of multi-turn responses."""
+    """Returns random rewards and values [B, T], a mask [B, T], gamma and lambda.
+
+    The mask is that of multi-turn responses of random length: zeros after the end of each response, and single zeros within it.
+    """
     random = torch.Generator().manual_seed(seed)
     rows, tokens = shape
     rewards = torch.randn(rows, tokens, generator=random)
@@ -187,8 +189,10 @@ def make_inputs(shape: Shape, device: str, mask_dtype: torch.dtype, seed: int = 
 
 
 def _gate(candidates: list[Contestant], device: str, mask_dtype: torch.dtype, console: Console) -> list[Contestant]:
-    """Returns the GAE implementations that agree with the float64 loop. Implementations with ``exact`` must also equal the float32
-    loop bit for bit."""
+    """Returns the GAE implementations with correct results: they agree with verl's loop in float64.
+
+    Implementations with ``exact`` must also equal verl's loop in float32 bit for bit.
+    """
     sound = []
     for contestant in candidates:
         worst, exact = 0.0, True
@@ -257,8 +261,10 @@ def _measure(
 
 
 def expected_seconds(name: str, shape: Shape, before: list[dict[str, Any]]) -> float:
-    """Returns the expected seconds of one call of ``name``, extrapolated from the nearest smaller shape measured before. Returns 0
-    if there is none."""
+    """Returns the expected seconds of one call of the GAE implementation ``name``; 0 if no smaller shape has been measured.
+
+    Scales the time of the largest shape in ``before`` that is smaller than ``shape`` by the ratio of the numbers of tokens.
+    """
     smaller = [row for row in before if name in row["seconds"] and row["batch"] * row["tokens"] < shape[0] * shape[1]]
     if not smaller:
         return 0.0

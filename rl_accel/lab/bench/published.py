@@ -33,8 +33,8 @@ RATIOS = {
     "prompts_x1.5": (1.5, 1.0),
     "both_x1.25": (1.25, 1.25),
 }
-"""Two ratios for each row of the paper's ablation: the ratio of launched to trained prompts, and the ratio of launched to
-trained responses."""
+"""Mapping from each setting in RollPacker's ablation to two ratios: launched to trained prompts, and launched to trained responses
+per prompt."""
 CONSTANTS = {
     "qwen2.5": {
         "bandwidth_share": (0.3, 1.0),
@@ -83,7 +83,8 @@ class Row:
 
 
 def setup(model: str, tp: int | None = None) -> Setup:
-    """Returns the simulation setup of the paper's batch (128 prompts x 8 responses) and GPUs for ``model``.
+    """Returns the simulation setup for the language model ``model``, with the batch (128 prompts x 8 responses) and the GPUs of the
+    RollPacker paper.
 
     The response lengths are the published lengths for mathematics. The reward stage runs outside the rollout. ``tp`` is the
     tensor-parallel size; None stands for the published size.
@@ -102,12 +103,12 @@ def setup(model: str, tp: int | None = None) -> Setup:
 
 
 def rows(rounds: int = 40, seed: int = 0, only: set[str] | None = None) -> Iterator[Row]:
-    """Simulates the published quantities and yields one row per quantity, in the order of the file of published results.
+    """Simulates the quantities that RollPacker (NSDI'26) published, and yields one row per quantity.
 
     Args:
         rounds: number of simulated rounds per setting.
         seed: seed of the simulation.
-        only: names of rows. At least these rows are yielded. None: all rows.
+        only: names of the wanted rows; None: all rows. Other rows may be yielded too, if they come from the same simulation.
     """
     data = workloads.load("rollpacker_published.json")
     for column, (model, limit) in enumerate((("7b", "8k"), ("14b", "16k"), ("32b", "32k"))):
@@ -154,8 +155,11 @@ def _overlapped(at: Setup, played: list[Round]) -> float:
 
 
 def fit(rounds: int) -> dict[str, float]:
-    """Returns the constants with the smallest error over the table rows in FITTED. The error is the sum of the sixth powers of
-    log(simulated / published). ``rounds`` is the number of simulated rounds per setting."""
+    """Fits the constants named in CONSTANTS to the table rows named in FITTED. Returns the values with the smallest error.
+
+    The error is the sum of the sixth powers of log(simulated / published). ``rounds`` is the number of simulated rounds per
+    setting.
+    """
     from scipy.optimize import least_squares
 
     known = workloads.load("h800.json")
@@ -193,8 +197,8 @@ def using(values: Mapping[str, float]) -> Iterator[None]:
 
 
 def main() -> None:
-    """Parses the options and prints the table of published and simulated numbers. With ``--scatter``, prints the spread of the
-    simulated numbers instead."""
+    """Parses the options and prints the numbers that RollPacker (NSDI'26) published next to simulated numbers. With ``--scatter``,
+    prints the spread of the simulated numbers instead."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fit", type=int, metavar="ROUNDS", default=0)
     parser.add_argument("--scatter", type=int, metavar="ROUNDS", default=0, help="95% of 20 means of so many rounds")

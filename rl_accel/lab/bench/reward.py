@@ -59,7 +59,7 @@ SHARES = (
 )
 # fmt: on
 """Cumulative distribution of published durations, from the same figure as HANGING. ``SHARES[i]`` is the share of executions that
-take at most ``SECONDS[i]`` seconds. 0.9 % of executions take between 2 and 30 s."""
+take at most ``SECONDS[i]`` seconds. 1 % of executions take between 2 and 30 s."""
 CORRECT = (0.2, 1.0)
 """Lowest and highest share of correct responses of a prompt. The shares are spread evenly over the prompts. This range is our
 choice, because no range is published."""
@@ -105,9 +105,9 @@ def workload(
     """Returns batches of random programs, with ``responses`` programs for each of the ``batch`` prompts of a batch.
 
     Every epoch has a new order of prompts. Each prompt has a typical duration, which is a quantile of the published distribution.
-    The duration of a correct program is the typical duration of the prompt multiplied by a log-normal factor. One prompt in 106 has
-    a typical duration above 2 s; with fewer prompts, hardly any has. Wrong programs take as long as correct programs or never end.
-    The share of executions that never end is the published share. Each program sleeps or computes, with equal probability.
+    The duration of a correct program is the typical duration of the prompt multiplied by a log-normal factor. About one prompt in
+    100 has a typical duration above 2 s. Wrong programs take as long as correct programs or never end. The share of executions that
+    never end is the published share. Each program sleeps or computes, with equal probability.
 
     Args:
         prompts: number of prompts in an epoch.
@@ -151,7 +151,7 @@ def workload(
 
 
 def quantile(share: float) -> float:
-    """Returns the published duration in seconds below which a ``share`` of all executions that end stays."""
+    """Returns the quantile ``share`` (from 0 to 1) of the published durations in seconds, without executions that never end."""
     return float(np.interp(share * SHARES[-1], SHARES, SECONDS))
 
 
@@ -339,13 +339,15 @@ def cores() -> int:
 
 
 def summarise(batches: Sequence[Sequence[Response]], arms: Mapping[str, Arm], epochs: int) -> dict[str, Any]:
-    """Returns a dict of numbers for each policy of time limits: durations, stopped executions, differences from the first policy.
+    """Returns a mapping from time limit policy to measured numbers, among them these:
 
     - ``seconds``: wall-clock seconds of all executions together. ``epoch_seconds``: the same sum per epoch.
     - ``own_seconds``: ``seconds`` without waits for a processor, so that a busy machine does not change the number.
     - ``step_s``: mean seconds from the start of a batch to the last result of the batch.
     - ``wrongly_killed``: number of correct answers that did not pass.
-    - ``struck``: number of stopped executions per limit that stopped them.
+    - ``struck``: mapping from the limit (such as ``wall``) to the number of executions that this limit stopped.
+    - ``changed``: number of answers that passed under this policy and not under the first policy, or the other way round.
+    - ``saved_s``: ``seconds`` of the first policy minus ``seconds``. ``times_less``: the ratio of these two numbers.
     """
     names = list(arms)
     base = arms[names[0]]

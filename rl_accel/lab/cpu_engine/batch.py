@@ -147,8 +147,9 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Computes the attention of ``query`` [B, H, L, D] to ``key`` and ``value``. Returns [B, L, H, D].
 
-    For L = 1 (decoding), ``key`` and ``value`` are a whole cache [at least B, KV heads, capacity, D], which may have more rows than
-    the batch. ``attention_mask`` [B, 1, 1, T] is then True for the first positions of each row, and only these positions are read.
+    For L > 1 (prefill), calls transformers' SDPA function. For L = 1 (decoding), ``key`` and ``value`` are the whole cache
+    [at least B, KV heads, capacity, D], which may have more rows than the batch. Only the first positions of a row are read, as
+    many as ``attention_mask`` [B, 1, 1, T] has True values in this row.
     """
     if query.shape[2] > 1:
         output: torch.Tensor
@@ -167,8 +168,8 @@ def attend(
 
 
 _SIGNATURE = "void(f4[:,:,::1], f4[:,:,:,::1], f4[:,:,:,::1], i8[::1], f4, f4[:,:,::1])"
-"""Argument types of the only compiled version of the kernel. Code for arrays of another memory layout would sum in another
-order."""
+"""Argument types of :func:`_one_token`. They make numba compile a single version, because a version for another memory layout would
+sum in another order."""
 
 
 # The compiler may reorder sums for vector registers. The order is fixed at compile time and is the same for every row.
@@ -240,7 +241,8 @@ class Batch:
         return memory, token, logprob
 
     def join(self, request: Request, memory: PromptCache) -> None:
-        """Adds ``request`` to the batch, in the next row of the key-value cache. ``memory`` is copied to this row."""
+        """Adds ``request`` to the batch, in the next row of the key-value cache. ``memory``, the keys and values that
+        :meth:`begin` returned, is copied to this row."""
         self._cache.store(len(self.requests), memory)
         self.requests.append(request)
         self._sampler = None

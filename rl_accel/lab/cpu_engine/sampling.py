@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0, "n": 1}
-"""Sampling parameters of other engines with the only value that is accepted here. This value has no effect."""
+"""Sampling parameters that this engine lacks, each with its value for "no effect". Any other value raises ValueError."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from rl_accel.lab.cpu_engine.sampling import SamplingParams
 from rl_accel.lab.cpu_engine.scheduler import EngineError, EngineStats, Generation
 
 _TEXT_OPTIONS = {"no_stop_trim": True, "spaces_between_special_tokens": False, "skip_special_tokens": None}
-"""Detokenization options among the sampling parameters of a request. The server accepts every value that slime sends."""
+"""Detokenization options among a request's sampling parameters. The engine does not get them. Only ``skip_special_tokens`` has an
+effect here."""
 _NOT_DONE = ("stream", "stop", "stop_regex", "json_schema", "regex", "ebnf", "custom_params", "image_data", "lora_path")
 
 
@@ -74,7 +75,8 @@ class Service:
         """Handles ``POST /abort_request`` with the body ``{"rid": ...}`` or ``{"abort_all": true}``. An unknown request id is no
         error.
 
-        The response comes at once, but the scheduler sees the abort only after the current decoding step, as in SGLang.
+        Responds at once. The abort follows ``seconds_per_step`` seconds later, because SGLang's scheduler sees an abort only after
+        the current decoding step.
         """
         body = await request.json()
         later = asyncio.get_running_loop().call_later

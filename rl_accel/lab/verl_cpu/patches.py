@@ -25,10 +25,11 @@ _CPUS_A_RANK = 3
 """Number of CPUs that verl reserves for each rank of its colocated worker groups."""
 
 _WHEELS = {"vllm": vllm, "sglang": sglang}
-"""Inference engines other than ``hf_cpu``, by their name in verl's ``rollout.name``."""
+"""Mapping from the name of an inference engine in verl's ``rollout.name`` to the module that makes this engine work on a CPU."""
 
 _SEEDS = {"sglang": ("sampling_seed", 31)}
-"""Sampling parameter for the seed of a request and its number of bits, by rollout engine; for others "seed" with 63 bits."""
+"""Mapping from rollout engine to ``(name, bits)`` of the sampling parameter that holds the seed of a request. For engines that are
+not listed, the parameter is ``seed`` with 63 bits."""
 
 _ENGINES = (
     ("actor_rollout_ref.actor", "fsdp_config", "actor"),

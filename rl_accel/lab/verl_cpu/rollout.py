@@ -194,8 +194,8 @@ def _engine_options(config: RolloutConfig, max_model_len: int) -> dict[str, Any]
 def server_budget(kv_tokens: int, weight_tokens: int, ranks: int) -> int:
     """Returns the number of tokens that fit into the key-value cache of a server with ``ranks`` ranks.
 
-    The memory of one rank holds ``kv_tokens`` tokens and a whole copy of the weights. This copy takes as much memory as
-    ``weight_tokens`` tokens. The ranks of a server need only one copy together, as GPUs with tensor parallelism do.
+    Each rank has memory for ``kv_tokens`` tokens and one copy of the weights, which is as large as ``weight_tokens`` tokens. The
+    ranks together need only one copy, as with tensor parallelism on GPUs. The memory of the other copies holds cached tokens.
     """
     return ranks * kv_tokens + (ranks - 1) * weight_tokens
 

@@ -27,7 +27,7 @@ ENGINE_KWARGS = {
     "sampling_backend": "pytorch",
     "enable_memory_saver": False,
 }
-"""Arguments of SGLang without which its server does not start on a CPU, as ``rollout.engine_kwargs.sglang``."""
+"""Values that verl's section ``rollout.engine_kwargs.sglang`` must contain, so that SGLang's server starts on a CPU."""
 
 _ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1"}
 _KWARGS = "engine_kwargs.sglang"
@@ -42,10 +42,10 @@ def installed_version() -> str | None:
 
 
 def activate() -> None:
-    """Prepares this process for SGLang on a CPU. Does nothing if no version of SGLang that was tried is installed. Idempotent.
+    """Prepares this process for SGLang on a CPU. Does nothing unless a version of SGLang in ``TRIED`` is installed. Idempotent.
 
     Raises:
-        PatchRefused: SGLang lacks a function that is repaired. Raised later, when the function's module is imported.
+        PatchRefused: SGLang lacks a function to be patched. Raised later, when the function's module is imported.
     """
     if installed_version() not in TRIED or any(isinstance(finder, _Stubs) for finder in sys.meta_path):
         return
@@ -79,7 +79,7 @@ class _Stubs(MetaPathFinder, Loader):
 
 
 class _Stub(ModuleType):
-    """Module whose attributes, and their attributes in turn, are classes that raise when they are called."""
+    """Stub of an absent module. Each attribute, and each attribute of an attribute, is a class that raises when called."""
 
     def __getattr__(self, name: str) -> type:
         return _stub_class(self.__name__, name)
@@ -106,7 +106,7 @@ def _require(module: Any, *names: str) -> None:
 
 
 def _send_cpu_tensors(patch_torch: Any) -> None:
-    """Lets tensors of a CPU pass through SGLang's serialization, which exchanges the device in each tensor's description."""
+    """Makes SGLang's serialization accept CPU tensors, whose descriptions lack the device entry that SGLang would replace."""
     _require(patch_torch, "_modify_tuple", "monkey_patch_torch_reductions")
     from torch import multiprocessing
 
@@ -138,7 +138,8 @@ _CHILDREN = {
 
 
 class _Child:
-    """Main function of a process that SGLang spawns. The process calls :func:`activate` before it imports SGLang."""
+    """Replacement for the main function of a process that SGLang spawns. The process calls :func:`activate` before it imports
+    that main function from SGLang."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -63,8 +63,9 @@ def reverse_scan(coefficients: torch.Tensor, terms: torch.Tensor, chunk_size: in
 
 
 def _walk(decay: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Solves local[i] += decay[i] * local[i + 1] from the end of dim 0 to the start, in place. ``decay`` becomes the product of
-    the coefficients from each position to the end."""
+    """Solves local[i] += decay[i] * local[i + 1] from the end of dim 0 to the start, in place.
+
+    ``decay`` holds the coefficients at first, and afterwards the product of the coefficients from each position to the end."""
     for position in range(len(local) - 2, -1, -1):
         local[position].addcmul_(decay[position], local[position + 1])
         decay[position].mul_(decay[position + 1])

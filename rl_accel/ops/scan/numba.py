@@ -52,7 +52,8 @@ OUT = REWARD
 """Start of the results in scratch memory. Results overwrite rewards that are no longer needed, so that the scratch memory is small
 and more of the cache is left for inputs."""
 STATE = 3 * PLANE
-"""Start of the state in scratch memory: the next values of all lanes, then the running advantages (or returns) of all lanes."""
+"""Start of the state in scratch memory: the next values, then the running advantages (or returns), each with one number per lane
+(one of the eight sequences that are scanned side by side)."""
 SCRATCH = STATE + 2 * LANES
 
 
@@ -154,8 +155,8 @@ def _shuffle(builder: Any, x: Any, y: Any, picks: list[int]) -> Any:
 
 
 def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
-    """Transposes 8 vectors of 8 elements in three rounds of shuffles: of single elements, then of pairs inside each half of the
-    vectors, then of the halves."""
+    """Transposes an 8 x 8 matrix, given as 8 vectors, in three rounds of shuffles. The rounds combine single elements, then pairs
+    of elements, then halves of two vectors."""
     rounds = (
         (1, [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]),
         (2, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]),
@@ -316,8 +317,8 @@ def fence(typing_context: Any) -> tuple[Any, Codegen]:
 
 
 def _take_mask(target: Any, to: Any, mask: Any, at: Any, count: Any) -> Any:
-    """Converts mask[at:at+count] to floats and writes these to ``target`` from index ``to`` on (ones without a mask). Returns
-    whether a mask value is outside [0, 1]."""
+    """Writes mask[at:at+count] to target[to:to+count] as floats, or ones if ``mask`` is None. Returns whether a mask value is
+    outside [0, 1]."""
     raise NotImplementedError("compiled code only")
 
 
@@ -407,11 +408,11 @@ def scan_lanes(
 
     With values, the scan computes GAE: advantages go to ``first_out``, returns to ``second_out``. Without values, discounted
     returns with discount ``decay`` go to ``first_out``. The lanes of a group (one sequence each) walk back in lockstep from the
-    last token of each sequence. Lanes whose sequence is shorter continue with empty tokens.
+    last token of each sequence. A lane whose sequence is shorter continues with tokens of mask 0.
 
     Args:
         rewards, values, mask: flat arrays, or None for values or mask.
-        table: [S, 5] int64, one line per sequence; columns as in :data:`LENGTH`.
+        table: [S, 5] int64, one line per sequence; columns: see :data:`LENGTH`.
         groups: [G, LANES] int64, row numbers of ``table``, the longest sequence first; -1 marks a lane without a sequence.
         scratch: array of SCRATCH zeros that no other thread uses.
         gamma: factor of the next value; unused without values.

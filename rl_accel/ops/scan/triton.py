@@ -180,8 +180,9 @@ def _scan_kernel(
     PHASE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Runs one of three phases. "maps" composes the map of each piece of a sequence. "results" scans each piece from its true
-    state. "repair" recomputes sequences with NaN or inf token by token."""
+    """Runs one of three phases. "maps" composes the maps of the tokens (see ``_compose``) of each piece of a sequence into one map.
+    "results" computes the results of each piece, starting from the state of the recurrence at the token after the piece. "repair"
+    recomputes sequences with NaN or inf token by token."""
     row = tl.program_id(0).to(tl.int64)
     first, length = _range(offsets, longest, row, PACKED)
     gamma = tl.full((), gamma_high, ACC) + tl.full((), gamma_low, ACC)

@@ -66,8 +66,9 @@ class WorkerRequest:
     ``{"stop": True}`` stops the execution, and ``{"wall": ..., "cpu": ...}`` sets new time limits in seconds.
 
     The worker's answer has the fields of an :class:`rl_accel.reward.execution.ExecutionResult`. The payload of the answer is the
-    pickled value or exception of the grader. If the answer contains ``renews``, the worker replaces its process. The worker then
-    takes no request until it has sent the message with which a new worker says that it is ready.
+    pickled value or exception of the grader. If the answer contains ``renews``, the process of the grader has ended and the
+    worker starts another one. The worker then takes no request until it has sent the same message as a new worker (see
+    :class:`Start`).
 
     Attributes:
         limits: resource limits by name, see :class:`rl_accel.reward.execution.Limits`.
@@ -81,7 +82,7 @@ class WorkerRequest:
 
 
 class PeerClosed(Exception):
-    """The trainer process, which sends the requests, has closed the socket. Or the supervisor of this process has ended."""
+    """The trainer process, which sends the requests, has closed the socket, or the reaper (supervising process) has ended."""
 
 
 class Channel:
@@ -105,7 +106,7 @@ class Channel:
         """Returns the next message and its payload. Waits until a message has come.
 
         Raises:
-            PeerClosed: the other end of the socket is closed, or the reaper has ended.
+            PeerClosed: the other end of the socket is closed, or the reaper (supervising process) has ended.
         """
         if self.reaper in {descriptor for descriptor, _ in self._poll.poll()}:
             raise PeerClosed

@@ -126,11 +126,11 @@ def grade(grader: Grader, payload: bytes, plain: bool) -> tuple[dict[str, str], 
     Args:
         grader: the grader function.
         payload: pickled keyword arguments of the call.
-        plain: True reduces the return value to types that are safe to unpickle, even if untrusted code wrote the bytes.
+        plain: True for an isolated grader. :func:`_plain` then reduces the return value to types that are safe to unpickle.
 
     Returns:
-        A dict with ``verdict`` and ``reason``, and the pickled return value. If the grader raised an exception, the pickled
-        exception instead, or b"" with ``plain``.
+        A dict with ``verdict`` and ``reason``, and bytes: the pickled return value or, if the grader raised an exception, the
+        pickled exception. With ``plain``, b"" replaces the exception.
     """
     try:
         value = grader(**pickle.loads(payload))

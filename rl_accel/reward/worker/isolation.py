@@ -91,10 +91,10 @@ def leave_network() -> bool:
 
 
 def let_interpreter_be_read() -> str:
-    """Makes the interpreter and the folders in ``sys.path`` readable for other users. Returns a text with the problem, or "".
+    """Lets other users reach the interpreter and the folders in ``sys.path``. Returns the reason why this failed, or "".
 
-    A folder above one of these paths, such as root's home, may be closed to other users. A private mount then replaces this closed
-    folder and shows nothing but these paths.
+    Such a path may lie in a folder that is closed to other users, such as /root. In this process and its children, an open folder
+    then replaces the closed folder. The open folder contains nothing but the interpreter and the folders in ``sys.path``.
     """
     roots = (sys.base_prefix, sys.prefix, *sys.path)
     closed: dict[str, list[str]] = {}

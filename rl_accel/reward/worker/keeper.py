@@ -36,7 +36,8 @@ class Keeper:
         channel: socket to the trainer process, which sends the requests.
         start: first message to the worker, with the settings.
         arguments: payload of the first message: pickled arguments of a function that returns the grader, or b"".
-        grader: the grader, already imported, if this keeper is a fork of the template; else None.
+        grader: the grader, already imported, if this keeper is a fork of the template (the first process that has imported the
+            grader); else None.
     """
 
     def __init__(self, channel: Channel, start: Start, arguments: bytes, grader: Grader | None = None) -> None:
@@ -96,7 +97,10 @@ class Keeper:
         return decode(report.data)[0]
 
     def _call(self, request: WorkerRequest, payload: bytes, process: socket.socket, child: int) -> bool:
-        """Executes a request in the grader process and answers the request. Returns True if the grader process lives on."""
+        """Lets the grader process ``child`` execute a request, and sends the result to the trainer process.
+
+        ``process`` is the socket to the grader process. Returns False if the grader process was stopped or died, else True.
+        """
         limits = {"wall": request.limits["wall"], "cpu": request.limits["cpu"]}
         report = Sink(process.fileno())
         watch = Watch(limits, self._channel, (), report, lives_on=True)
@@ -117,7 +121,8 @@ class Keeper:
     def _live(self, calls: Channel) -> NoReturn:
         """Runs in the grader process: imports the grader if necessary, reports to the keeper, then serves calls.
 
-        If the process becomes the template, it forks keepers instead of serving calls.
+        If this process becomes the template of the grader, it serves no calls, but forks a keeper whenever the trainer process
+        wants another worker.
         """
         try:
             os.setsid()

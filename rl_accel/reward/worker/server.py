@@ -53,7 +53,8 @@ PRELOAD = (
 )
 """Modules that programs usually import. The worker imports these modules once, before it forks a process for each program."""
 _REPORT = 200
-"""Lowest file descriptor allowed for the pipe of the report. Programs that close file descriptors one by one do not reach it."""
+"""Lowest file descriptor allowed for the pipe of the report. A program that closes low file descriptors leaves the
+pipe open."""
 
 
 def main(descriptor: int) -> None:
@@ -103,8 +104,9 @@ def main(descriptor: int) -> None:
 def _reap(worker: int, control: socket.socket, folder: str, identity: Identity | None) -> NoReturn:
     """Runs in the reaper, the parent process of the worker. Waits until the worker or the trainer process ends, then cleans up.
 
-    Kills all remaining descendants and removes the temporary folder of the worker. The end of the trainer process closes the socket
-    ``control``. If another process holds that end of the socket too, a pidfd of the trainer process shows the end instead.
+    Kills all remaining descendants and removes the temporary folder of the worker. The reaper notices the end of the
+    trainer process because the socket ``control`` closes. If another process holds this socket open, a pidfd of the trainer process
+    reports the end.
     """
     poll = select.poll()
     ended = os.pidfd_open(worker)
@@ -135,7 +137,8 @@ class Server:
         start: first message to the worker, with its settings.
         folder: temporary folder of the worker.
         identity: user under which untrusted code runs; None: the user of the worker.
-        unseen_threads: number of this user's threads outside the PID namespace of the worker.
+        unseen_threads: number of threads of the worker's user outside the PID namespace of the worker. The worker cannot see these
+            threads, but the kernel counts them against the limit on processes.
     """
 
     channel: Channel
@@ -179,8 +182,8 @@ class Server:
     def _execute(self, request: WorkerRequest, payload: bytes, grader: Grader | None, spared: Collection[int]) -> None:
         """Executes a request and sends the result once all processes of the execution have ended.
 
-        Removes the working folder after that, because removal may take long. ``spared`` holds the pids of children of the worker
-        that do not belong to the execution.
+        Removes the working folder only after the result is sent, because the removal may take long. ``spared`` holds the pids of
+        children of the worker that do not belong to the execution.
         """
         limits = request.limits
         with contextlib.ExitStack() as stack:
@@ -244,9 +247,9 @@ class Server:
             os._exit(71)
 
     def _confine(self, request: WorkerRequest, folder: str, output: int, report: int) -> int:
-        """Restricts this process to its working folder, standard input, output and resource limits.
+        """Prepares this forked process for untrusted code: sets working folder, input, output, environment, limits and user.
 
-        Returns the new file descriptor of the pipe for the report.
+        Moves the pipe for the report to another file descriptor and returns this file descriptor. Closes all other pipes and files.
         """
         os.chdir(folder)
         with open("stdin", "wb") as file:

@@ -26,9 +26,9 @@ ALIVE_SECONDS = 1.0
 
 The messages say that the worker still watches the execution, although more seconds than the wall limit have passed."""
 TELL_SECONDS = 0.1
-"""Seconds until the worker first reports to the trainer process (which sends the requests) whether a trusted grader mostly waits.
+"""Seconds after the start of an execution until the worker first reports whether a trusted grader mostly waits.
 
-Each further report comes after twice the elapsed time of the previous report."""
+The reports go to the trainer process. The time of each further report is twice that of the previous report: 0.2 s, 0.4 s, ..."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -115,9 +115,9 @@ class Watch:
         self._cpu_before = cpu_of_ended()
 
     def _look_for_the_first_time(self) -> None:
-        """Records the CPU seconds and processor waits of long-lived processes before this execution.
+        """Records the CPU seconds and processor waits of a trusted grader's processes so far, to subtract them later.
 
-        Runs at the first check of the limits, not at the start of the execution, because few executions reach the first check.
+        Runs at the first check of the limits, not at the start of the execution, because most executions end before this check.
         """
         self._looked = True
         living = descendants(self.spared)
@@ -173,11 +173,13 @@ class Watch:
         return [self.report] if self.output is None else [self.report, self.output]
 
     def _until_end(self, child: int) -> tuple[str, int | None]:
-        """Waits until the execution with the first process ``child`` ends, answers or must be stopped.
+        """Waits until the execution ends, answers or must be stopped. ``child`` is the pid of its first process.
 
         Returns:
-            Name of the limit that the execution has exceeded ("cancelled" if a message stops the execution), or "". Status of
-            ``child`` from ``os.waitpid``; -1 if the execution must be stopped, None if ``child`` has answered and lives on.
+            A tuple ``(stopped, status)``.
+            stopped: name of the exceeded limit, "cancelled" if a message asks to stop the execution, or "".
+            status: status of ``child`` from ``os.waitpid`` if ``child`` has ended, -1 if the execution must be stopped, None if
+            ``child`` has answered and lives on.
         """
         sinks = {sink.descriptor: sink for sink in self._sinks()}
         ended = os.pidfd_open(child)
