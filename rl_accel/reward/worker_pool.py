@@ -127,6 +127,7 @@ class Worker:
             is ready again.
         waits: True if the current execution has spent most of its time waiting for something other than a processor.
         answer: future of the current execution: its result, and the pickled value or exception of the grader.
+        due: time of the event loop at which the worker counts as dead if no message about the current execution has come.
     """
 
     process: "subprocess.Popen[bytes] | None"
@@ -137,6 +138,7 @@ class Worker:
     renews: bool = True
     waits: bool = False
     answer: "asyncio.Future[tuple[ExecutionResult, bytes]]" = field(init=False)
+    due: float = field(default=0.0, init=False)
 
     @staticmethod
     def launch(
@@ -235,10 +237,17 @@ class Worker:
         """
         self.waits = False
         self._send(asdict(request), payload)
-        self.answer = asyncio.ensure_future(self._wait(limits.wall))
+        began = asyncio.get_running_loop().time()
+        self.due = began + limits.wall + _GRACE_SECONDS
+        self.answer = asyncio.ensure_future(self._wait())
+
+        def change(wall: float, cpu: float) -> None:
+            self._send({"wall": wall, "cpu": cpu})
+            self._expect_message(by=began + wall)
+
         # Reads an exception of the future. A cancelled caller would not read it, and asyncio logs exceptions that nobody reads.
         self.answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
-        with limits.updates.subscribed(lambda wall, cpu: self._send({"wall": wall, "cpu": cpu})):
+        with limits.updates.subscribed(change):
             return await asyncio.shield(self.answer)
 
     async def stop(self) -> None:
@@ -275,17 +284,30 @@ class Worker:
     def _send(self, message: Message, payload: bytes = b"") -> None:
         self.writer.write(encode(message, payload))
 
-    async def _wait(self, wall: float) -> tuple[ExecutionResult, bytes]:
-        seconds = wall + _GRACE_SECONDS
+    def _expect_message(self, by: float) -> None:
+        """Sets :attr:`due` to the time ``by``, or now if that is later, plus a grace period."""
+        self.due = max(by, asyncio.get_running_loop().time()) + _GRACE_SECONDS
+
+    async def _wait(self) -> tuple[ExecutionResult, bytes]:
         while True:
-            message, payload = await asyncio.wait_for(self._read(), seconds)
-            if "waits" in message:
-                self.waits = message["waits"]
-            elif "alive" not in message:
+            message, payload = await self._next_message()
+            if "alive" not in message:
                 self.renews = message.pop("renews", False)
                 return ExecutionResult(**message), payload
-            else:
-                seconds = _GRACE_SECONDS
+            self.waits = message.get("waits", self.waits)
+            self._expect_message(by=self.due - _GRACE_SECONDS)
+
+    async def _next_message(self) -> tuple[Message, bytes]:
+        """Returns the next message of the worker. Raises TimeoutError at :attr:`due`, which may change during the wait."""
+        reading, now = asyncio.ensure_future(self._read()), asyncio.get_running_loop().time
+        try:
+            while not reading.done():
+                if now() >= self.due:
+                    raise TimeoutError
+                await asyncio.wait([reading], timeout=min(self.due - now(), _GRACE_SECONDS))
+        finally:
+            reading.cancel()
+        return reading.result()
 
     async def _read(self) -> tuple[Message, bytes]:
         head_size, size = SIZES.unpack(await self.reader.readexactly(SIZES.size))
@@ -467,9 +489,11 @@ class WorkerPool:
         room = most = self.size - count
         if not self._start.isolation:
             if not (self._template and self._workers):
-                room = 1 - self._starting  # the first worker may become the template; most graders need no second
-            elif not all(worker.waits for worker in self._workers):
-                room = min(most, self._computing - count)
+                room = min(
+                    room, 1 - self._starting
+                )  # the first worker may become the template; most graders need no second
+            if self._workers and not all(worker.waits for worker in self._workers):
+                room = min(room, self._computing - count)
         for _ in range(min(waiting, room)):
             self._starting += 1
             self._do(self._add())

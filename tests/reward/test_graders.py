@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_accel.reward import worker_pool
 from rl_accel.reward.sandbox import Graders, Limits, SandboxError
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
@@ -107,6 +108,24 @@ async def test_a_grader_is_imported_once_for_all_workers_if_a_fork_of_it_is_safe
     alone = stem == "plain"
     assert [result.value for result in found] == [1 if alone else 2] * 2, "threads that the import starts are there"
     assert (tmp_path / "imports").read_text() == ("x" if alone else "xx")
+
+
+async def test_graders_that_cannot_be_forked_have_no_more_workers_than_asked_for(tmp_path, closed_later):
+    text = "import os, threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    (tmp_path / "threads.py").write_text(text + "def score():\n    time.sleep(0.5)\n    return os.getpid()\n")
+    pool = closed_later(Graders(f"{tmp_path}/threads.py:score", 1))
+    found = await asyncio.gather(*(pool.call({}, Limits(wall=100)) for _ in range(4)))
+    assert len({result.value for result in found}) == 1
+
+
+async def test_a_limit_that_rises_holds_for_the_wait_for_an_answer_too(monkeypatch, graders):
+    monkeypatch.setattr(worker_pool, "_GRACE_SECONDS", 0.5)
+    pool = graders("execute", isolation="process")
+    await pool.call({"code": "score = 1"}, Limits(wall=100))  # the worker is there
+    limits = Limits(wall=1.0)
+    limits.updates.publish(100.0, 100.0)
+    found = await pool.call({"code": "import time; time.sleep(3); score = 1"}, limits)
+    assert (found.verdict, found.value, pool.deaths) == ("done", 1, 0)
 
 
 async def test_a_file_called_like_a_package_that_it_imports_and_classes_of_its_own(tmp_path, closed_later):
@@ -229,6 +248,7 @@ async def test_an_isolated_grader_reads_what_it_is_shown_and_no_other_file_of_th
 async def test_a_script_that_forgets_to_close_ends_all_the_same(processes):
     code = f"""
 import asyncio
+from rl_accel.reward import worker_pool
 from rl_accel.reward.sandbox import Graders
 async def main():
     graders = Graders("{HERE}:where", 1)

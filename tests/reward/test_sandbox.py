@@ -461,3 +461,13 @@ async def test_folders_that_cannot_be_entered_or_too_deep_for_python_are_removed
     await processes.eventually(lambda: not list(folder.iterdir()))
     await sandbox.close()
     assert not list(temporary.iterdir())
+
+
+@pytest.mark.skipif(not AS_ROOT, reason="only root can run programs as other users")
+def test_an_interpreter_that_no_other_user_may_read_is_named(tmp_path):
+    (tmp_path / "closed").mkdir(mode=0o700)
+    code = f"import sys; from rl_accel.reward.worker import isolation; sys.prefix = {str(tmp_path / 'closed')!r}; "
+    done = subprocess.run(
+        [sys.executable, "-c", code + "print(isolation.let_interpreter_be_read())"], capture_output=True
+    )
+    assert f"cannot read {tmp_path}/closed: `chmod -R o+rX {tmp_path}/closed` lets it" in done.stdout.decode()

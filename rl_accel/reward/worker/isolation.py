@@ -97,8 +97,11 @@ def let_interpreter_be_read() -> str:
     then replaces the closed folder. The open folder contains nothing but the interpreter and the folders in ``sys.path``.
     """
     roots = (sys.base_prefix, sys.prefix, *sys.path)
+    interpreter = tuple(map(os.path.realpath, roots[:2]))
     closed: dict[str, list[str]] = {}
     for path in sorted({os.path.realpath(root) for root in roots if os.path.isdir(root)}):
+        if path.startswith(interpreter) and os.stat(path).st_mode & 0o005 != 0o005:
+            return f"untrusted code runs as another user, who cannot read {path}: `chmod -R o+rX {path}` lets it"
         folder = "/"
         for part in path.strip("/").split("/"):
             folder = os.path.join(folder, part)
