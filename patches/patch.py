@@ -80,11 +80,13 @@ class Patch:
                 self._inspect()
 
     def apply(self, settings: Any = None) -> None:
-        """Puts the replacement at all locations of the function, or at none. A second call does nothing, even with other settings.
+        """Puts the replacement at all locations of the function, or at none.
+
+        While the patch is applied, further calls change nothing, even with other settings.
 
         Raises:
             PatchRefused: the patch cannot be applied, see :meth:`check`; ``make`` or ``probe`` raised an exception; a location
-                could not be written (all changes are undone); or other code has wrapped the replacement meanwhile.
+                could not be written (all changes are undone); or other code has wrapped the replacement since an earlier call.
         """
         with _lock:
             if self._is_applied():

@@ -101,10 +101,10 @@ class Answer:
 def rounds_of(
     setup: Setup, flags: TailBatchingFlags, rounds: int, seed: int, timeout: bool = False, ends: bool = False
 ) -> list[Round]:
-    """Simulates ``rounds`` rollouts of the run ``setup`` with the flags ``flags`` of tail batching.
+    """Returns ``rounds`` simulated rollouts of the run ``setup`` with the flags ``flags`` of tail batching.
 
-    With ``timeout``, rewards have adaptive time limits. With ``ends``, training ends with the last rollout, and the prompts come in
-    the order of the data.
+    With ``timeout``, rewards have adaptive time limits. With ``ends``, the rollouts are a whole training run, whose last one is final,
+    and prompts come in the order of the data. Otherwise training goes on, and ``seed`` shuffles the prompts.
     """
     run, limits = (
         TailRun(setup.prompts, setup.responses, flags),

@@ -223,7 +223,7 @@ class AdaptiveTimeout:
             self._anchors.popitem(last=False)
 
     def anchors(self) -> dict[str, AnchorTuple]:
-        """Returns the anchor of each key, in the form of :meth:`get`. The most recently used key is last."""
+        """Returns the anchor (longest correct execution) of each key, as :meth:`get` does. The most recently used key is last."""
         return dict(self._anchors)
 
     def state_dict(self) -> dict[str, Any]:

@@ -63,7 +63,8 @@ class Lengths:
     def lengths(self, prompts: Sequence[int], responses: int, rng: np.random.Generator) -> Ints:
         """Draws the lengths of new responses in tokens, shape [P, R].
 
-        The shared score of a prompt is drawn at the first call for the prompt, and reused in later calls.
+        Lengths of one prompt's responses are correlated. The random value that they share (the shared score, see the module) is
+        drawn at the first call for the prompt, and reused in later calls.
         """
         from scipy.special import ndtr
 
@@ -89,10 +90,10 @@ class Lengths:
         return rng.choice(self.rewards, count) if len(self.rewards) else None
 
     def drawn(self, seed: int | None = None) -> "Lengths":
-        """Returns a copy of this workload in which no shared scores are drawn yet. With a ``seed``, the known prompts are shuffled.
+        """Returns a copy of this workload without the random values drawn so far. With a ``seed``, the known prompts are shuffled.
 
-        If there are ``alternatives``, a ``seed`` returns the alternative of index ``seed`` (modulo their number) instead, without
-        shuffling.
+        If the workload has ``alternatives`` (other possible workloads of the run), a ``seed`` selects one of them instead: number
+        ``seed`` modulo their count, unshuffled.
         """
         if self.alternatives and seed is not None:
             other = self.alternatives[seed % len(self.alternatives)]

@@ -118,7 +118,7 @@ class RewardTimeoutManager(RewardManagerBase):
         """Scores the last response of ``data``, as in the base class. Cancelling this call kills the running execution.
 
         Raises:
-            ConfigError: the configured manager is a user's class that does not await an async reward function.
+            ConfigError: the configured manager is a class of the user, which calls the reward function without awaiting it.
         """
         columns = data.non_tensor_batch
         validation = columns.pop(VALIDATION, np.array([False]))

@@ -281,7 +281,7 @@ class RolloutServers:
             self._aborted = False
 
     def _tell_all(self, name: str, instead: Callable[[Any], None] | None = None) -> None:
-        """Calls the method ``name`` of every replica, or the function ``instead`` in the process of every replica's first server.
+        """Calls the method ``name`` of every replica. A function ``instead`` runs in the process of each first server in its place.
 
         Dead replicas are only logged, because later calls that need them raise.
         """
