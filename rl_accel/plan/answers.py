@@ -103,7 +103,7 @@ def rounds_of(
 ) -> list[Round]:
     """Returns ``rounds`` simulated rollouts of the run ``setup`` with the flags ``flags`` of tail batching.
 
-    With ``timeout``, rewards have adaptive time limits. With ``ends``, the rollouts are a whole training run, whose last one is final,
+    With ``timeout``, rewards have adaptive time limits. With ``ends``, the rollouts are a whole training, whose last one is final,
     and prompts come in the order of the data. Otherwise training goes on, and ``seed`` shuffles the prompts.
     """
     run, limits = (
