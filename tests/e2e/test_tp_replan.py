@@ -4,7 +4,6 @@ tests/integrations/verl/test_tp_replan.py has the advice without a restart.
 """
 
 import re
-import sys
 
 import pandas as pd
 import pytest
@@ -64,7 +63,7 @@ def out(repo, workspace, engine, recipe_command, tmp_path_factory):
     (out / "loops.yaml").write_text(yaml.safe_dump(loops))
     planned, environment = recipe_command(STEPS)
     command = [
-        *(sys.executable, "-m", "rl_accel", "run", "--pause", "0", "--"),
+        *(engine.python, "-m", "rl_accel", "run", "--pause", "0", "--"),
         *planned,
         *OVERRIDES,
         *MEMORY[engine.name],

@@ -413,8 +413,9 @@ def _fork_server(command: list[str], temp: str | None) -> Iterator[list[str]]:
     Yields a command that runs the program of ``command`` as a fork of the server. Ray then starts its workers as forks too. On
     other platforms, and for a run that joins a Ray cluster, yields ``command`` itself and starts no server.
     """
-    python, *words = command
-    is_python = Path(python).name.startswith("python") and shutil.which(python)
+    name, *words = command
+    python = os.path.abspath(shutil.which(name) or name)
+    is_python = Path(name).name.startswith("python") and shutil.which(name)
     is_program = bool(words) and (words[0] == "-m" or not words[0].startswith("-"))
     is_on_cpu = os.environ.get("VERL_PLATFORM") == "cpu" and "RAY_ADDRESS" not in os.environ
     if not (is_python and is_program and is_on_cpu and temp) or os.environ.get("RL_ACCEL_FORK_SERVER") == "0":

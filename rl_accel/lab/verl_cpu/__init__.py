@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 PLATFORM = "cpu"
 ROLLOUT = "hf_cpu"
 WORKER_PYTHON = "RL_ACCEL_WORKER_PYTHON"
-"""Environment variable with the command that Ray starts instead of Python for the workers of a run."""
+"""Environment variable with the command that Ray starts instead of Python for the workers of a run.
+
+Trainers of another interpreter than the command's ignore it."""
 
 _ENVIRONMENT = {
     "VERL_ENGINE_DEVICE": "cuda",  # verl registers engines by device; the FSDP engine for cuda runs anywhere

@@ -10,6 +10,8 @@ of the prompt in order of submission. A batch is sorted by order of submission. 
 """
 
 import os
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
@@ -73,7 +75,8 @@ def _check_first(original: Callable[..., Any], _settings: Any) -> Callable[..., 
     def auto_set_device(config: Any) -> Any:
         result = original(config)
         config.trainer.device = "cpu"
-        if python := os.environ.get(WORKER_PYTHON):
+        python = os.environ.get(WORKER_PYTHON, "")
+        if shlex.split(python)[:1] == [sys.executable]:  # a launcher may run in another environment than its trainer
             config.ray_kwargs.ray_init.runtime_env.py_executable = python
         check_config(config)
         return result
