@@ -1,12 +1,18 @@
 """Capabilities of verl's inference engines that rl_accel's features depend on. :func:`register` adds another engine."""
 
 import asyncio
+import functools
+import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from packaging.version import Version
+
 from rl_accel.telemetry.server_counters import COUNTERS, Reading, ask_endpoints
+
+logger = logging.getLogger("rl_accel")
 
 T = TypeVar("T")
 
@@ -166,3 +172,21 @@ def read_servers(engine: EngineSupport, servers: Sequence[str]) -> Mapping[str, 
     The reading is None for a server that reports no counter, and for all servers if the engine supports no reading.
     """
     return dict.fromkeys(servers) if engine.read_counters is None else engine.read_counters(servers)
+
+
+@functools.cache
+def why_not(package: str, version: str | None, tried: tuple[str, ...]) -> str | None:
+    """Returns the reason why a version of an engine's ``package`` is refused, or None.
+
+    ``tried`` are the tested versions, oldest first. A version between two tested ones is accepted with one warning.
+    """
+    if version is None:
+        return "is not installed"
+    found, versions = Version(version), ", ".join(tried)
+    if found < Version(tried[0]):
+        return f"{version} is older than the versions that were tried ({versions})"
+    if found > Version(tried[-1]):
+        return f"{version} is newer than the versions that were tried ({versions})"
+    if version not in tried:
+        logger.warning("rl-accel: %s %s was not tried; %s were", package, version, " and ".join(tried))
+    return None

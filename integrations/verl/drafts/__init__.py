@@ -24,6 +24,7 @@ from rl_accel.drafts.index import SOURCES
 from rl_accel.errors import refuse
 from rl_accel.features import DraftsFlags
 from rl_accel.files import write_atomically
+from rl_accel.integrations.verl import engines
 from rl_accel.patches.seams import step_observer
 from rl_accel.patches.verl import config_intake
 from rl_accel.patches.verl.interfaces import Trainer
@@ -32,9 +33,9 @@ from rl_accel.telemetry import metrics
 
 logger = logging.getLogger("rl_accel")
 
-TRIED = ("0.29.0",)
-"""Tested versions of vLLM; all other versions are refused. vLLM's drafter interface is unstable. Version 0.30.0 fails with any
-speculative decoding on a CPU."""
+TRIED = ("0.24.0", "0.29.0")
+"""Tested versions of vLLM, oldest first. Newer versions are refused: vLLM's drafter interface is unstable, and version 0.30.0 fails
+with any speculative decoding on a CPU."""
 ROUTER = Path(__file__).with_name("router.yaml")
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Full name of vLLM's executor for a single device. Used instead of verl's choice ``mp``, an executor with a process per device.
@@ -67,8 +68,8 @@ def wire(run: VerlRun, flags: DraftsFlags) -> None:
     """
     get = run.get
     version = _vllm_version()
-    if version not in TRIED:
-        _refuse("vLLM", " or ".join(TRIED), version, "others were not tried")
+    if reason := engines.why_not("vLLM", version, TRIED):
+        _refuse("vLLM", f"{TRIED[0]} to {TRIED[-1]}", version, f"it {reason}")
     if get(f"{_ROLLOUT}.mtp.enable"):
         run.require_off(_FLAG, f"{_ROLLOUT}.mtp.enable_rollout", "an engine has one drafter")
     ours: dict[str, Any] = {

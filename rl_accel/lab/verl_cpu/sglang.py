@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from rl_accel.errors import PatchRefused
+from rl_accel.integrations.verl import engines
 from rl_accel.post_import import when_imported
 
 TRIED = ("0.5.12.post1",)
@@ -162,9 +163,8 @@ def find_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
     ``get(key, default)`` returns the value of a setting.
     """
     rollout, version = "actor_rollout_ref.rollout", installed_version()
-    if version not in TRIED:
-        found = "is not installed" if version is None else f"{version} is not the version that was tried ({TRIED[0]})"
-        yield f"{rollout}.name=hf_cpu", f"SGLang {found}; `make sglang` builds its environment"
+    if reason := engines.why_not("SGLang", version, TRIED):
+        yield f"{rollout}.name=hf_cpu", f"SGLang {reason}; `make sglang` builds its environment"
         return
     if get(f"{rollout}.free_cache_engine", True):
         yield f"{rollout}.free_cache_engine=False", "SGLang frees memory of a GPU only"

