@@ -172,7 +172,7 @@ def _setup_of_aggregates(run: Profile, estimate: Estimate, given: Mapping[str, A
         replace(lengths[0], alternatives=lengths, source=source, prompt_tokens=round(fmean(rollouts.prompts))),
         {name: seconds for name, seconds in run.stages.items() if name != "gen"},
         POLL_SECONDS if rollouts.polls else 0.0,
-        estimate.unexplained.mean,
+        estimate.storing + estimate.unexplained.mean,
         tp,
         zero_shares=run.zero_shares,
     )

@@ -181,7 +181,7 @@ class Profile:
         if measured or self.estimate is None:
             return measured
         found = self.estimate
-        others = found.waiting.mean, found.unexplained.mean, found.polling.mean
+        others = found.waiting.mean, found.unexplained.mean, found.polling.mean + found.storing
         parts = zip(_PARTS, (max(self.stages["gen"] - sum(others), 0.0), *others), strict=True)
         return {name: seconds for name, seconds in parts if seconds}
 
@@ -359,11 +359,12 @@ def _estimated(found: Estimate, stages: Mapping[str, float], saving: Callable[..
             f"the trainer looks every {POLL_SECONDS:g} s whether a rollout is done; how long each of {count} rollouts had been done"
             " is estimated from its longest response and the seconds of the others"
         )
-        savings.append(saving(NOTICING, found.polling.mean, (found.polling, how), "sampler", "tail_batching"))
-    rest = format_seconds(gen - found.polling.mean - found.unexplained.mean)
+        noticing = found.polling.mean + found.storing
+        savings.append(saving(NOTICING, noticing, (found.polling, how), "sampler", "tail_batching"))
+    explained = gen - found.polling.mean - found.storing - found.unexplained.mean
     how = (
-        f"at most, and for rewards that execute something: response lengths explain {rest} of {count} rollouts; the rest may"
-        f" also be tools or the reading of prompts. Less a limit of {_LIMIT_LEAST:g} s for each rollout"
+        f"at most, and for rewards that execute something: response lengths explain {format_seconds(explained)} of {count}"
+        f" rollouts; the rest may also be tools or the reading of prompts. Less a limit of {_LIMIT_LEAST:g} s for each rollout"
     )
     if found.unexplained.mean:
         savings.append(
@@ -386,8 +387,7 @@ def _estimated(found: Estimate, stages: Mapping[str, float], saving: Callable[..
             f"{'' if rollouts.is_v1 else ', with the V1 trainer of verl 0.9'}"
         )
     savings.append(saving(WAITING, found.waiting.mean, (found.tail, how), "tail_batching"))
-    most = max(gen - sum(part.mean for part in (found.polling, found.unexplained, found.waiting)), 0.0)
-    return [*savings, _generating(most)]
+    return [*savings, _generating(max(explained - found.waiting.mean, 0.0))]
 
 
 def _generating(seconds: float) -> Saving:
