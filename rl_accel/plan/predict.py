@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,12 +69,13 @@ def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> 
     """
     in_rounds, limited = (flags.requested(feature) != "off" for feature in (TAIL_BATCHING, REWARD_TIMEOUT))
     poll = 0.0 if in_rounds or flags.requested(SAMPLER) != "off" else POLL_SECONDS
+    setup = replace(setup, poll_seconds=poll)
     tails, first = flags[TAIL_BATCHING] if in_rounds else PLAIN, min(warmup, steps - 1)
     found, uneven = [], []
     for draw in range(draws):
         rounds = rounds_of(setup, tails, steps, draw, limited, ends=True)[first:]
         skipping = setup.skipping_zero(draw) if flags.requested(SKIP_ZERO) != "off" else setup
-        found.append(outcome_of(skipping, rounds, poll, ends=True))
+        found.append(outcome_of(skipping, rounds, ends=True))
         rng, seconds = np.random.default_rng(draw), [played.metrics.rollout_seconds for played in rounds]
         again = rng.choice(setup.uneven, len(setup.uneven))  # bootstrap, because a few ratios are uncertain
         uneven.append(found[-1].rollout_seconds * np.average(rng.choice(again, len(rounds)), weights=seconds))

@@ -32,8 +32,6 @@ class Setup:
         stages: mean seconds of each stage of a step except the rollout stage ``gen``, by stage name.
         poll_seconds: seconds between two checks whether the rollout is done; 0: the trainer notices the end at once.
         after_seconds: seconds from the time at which the trainer notices the end of the rollout to the end of the stage ``gen``.
-        tp: tensor-parallel size, the number of GPUs per replica.
-        engines: performance models of engines by tensor-parallel size; may be empty.
         cluster: class of the simulated cluster; a subclass may route requests differently.
         uneven: deviation of real rollouts from the simulation: measured divided by simulated seconds, one ratio per rollout.
         zero_shares: share of the characters of prompts and responses that the feature skip_zero would leave out of the actor
@@ -48,8 +46,6 @@ class Setup:
     stages: Mapping[str, float] = field(default_factory=dict)
     poll_seconds: float = 0.0
     after_seconds: float = 0.0
-    tp: int = 1
-    engines: Mapping[int, EngineModel] = field(default_factory=dict)
     cluster: type[Cluster] = Cluster
     uneven: Sequence[float] = (1.0,)
     zero_shares: Sequence[float] = ()
@@ -69,12 +65,9 @@ class Setup:
         """Mean seconds per step of all stages with a fixed duration, without the rollout."""
         return sum(self.stages.values()) - self.training_seconds
 
-    def noticed(self, seconds: float, poll_seconds: float | None = None) -> float:
-        """Returns the seconds of the stage ``gen`` if the rollout takes ``seconds``.
-
-        The trainer checks every ``poll_seconds`` whether the rollout is done. None: the value of this setup.
-        """
-        poll = self.poll_seconds if poll_seconds is None else poll_seconds
+    def noticed(self, seconds: float) -> float:
+        """Returns the seconds of the stage ``gen`` if the rollout takes ``seconds``."""
+        poll = self.poll_seconds
         return (ceil(seconds / poll) * poll if poll else seconds) + self.after_seconds
 
     def skipping_zero(self, seed: int) -> "Setup":
@@ -85,10 +78,6 @@ class Setup:
         share = self.zero_shares[seed % len(self.zero_shares)] if self.zero_shares else 0.0
         update = self.stages.get("update_actor", 0.0) * (1 - share)
         return replace(self, stages={**self.stages, "update_actor": update})
-
-    def built(self) -> Cluster:
-        """Returns a new, idle simulated cluster with the replicas of this setup."""
-        return self.cluster(self.engine, self.replicas, self.workload.prompt_tokens)
 
 
 def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit | None]:
@@ -133,7 +122,6 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit | None]
         {name: seconds for name, seconds in run.stages.items() if name != "gen"},
         0.0 if run.on & {"sampler", "tail_batching"} else POLL_SECONDS,
         min(run.rests.values(), default=0.0),
-        given.get("gpus") or 1,
         zero_shares=run.zero_shares,
     )
     uneven = [_slower(setup, step) for step in steps if all(r.outcome == COMPLETED for r in step)]
@@ -142,7 +130,7 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit | None]
 
 def _setup_of_aggregates(run: Profile, estimate: Estimate, given: Mapping[str, Any]) -> Setup:
     """Returns the setup of a run without telemetry. Each draw of the plan has another distribution of lengths that fits the log."""
-    rollouts, tp = estimate.rollouts, given.get("gpus") or 1
+    rollouts = estimate.rollouts
     responses = given.get("responses") or rollouts.group
     if responses is None:
         raise RlAccelError(f"{run.log} does not say how many responses a prompt has: give --responses")
@@ -173,14 +161,13 @@ def _setup_of_aggregates(run: Profile, estimate: Estimate, given: Mapping[str, A
         {name: seconds for name, seconds in run.stages.items() if name != "gen"},
         POLL_SECONDS if rollouts.polls else 0.0,
         estimate.storing + estimate.unexplained.mean,
-        tp,
         zero_shares=run.zero_shares,
     )
 
 
 def _slower(setup: Setup, step: Sequence[Response]) -> float:
     """Returns the measured rollout seconds of a step, divided by the simulated seconds for the same responses."""
-    cluster = setup.built()
+    cluster = Cluster(setup.engine, setup.replicas, setup.workload.prompt_tokens)
     cluster.launch(range(len(step)), [response.tokens or 1 for response in step])
     while len(cluster):
         cluster.happen()

@@ -140,7 +140,7 @@ def test_where_nothing_waits_nothing_is_advised(tmp_path, invoke):
 
 
 def test_a_plan_needs_no_telemetry_and_says_what_it_rests_on(tmp_path, invoke):
-    words = ("--draws", 6, "--rounds", 8, "--no-scale", "--out", tmp_path)
+    words = ("--draws", 6, "--rounds", 8, "--out", tmp_path)
     output = invoke(plan, DATA / "tail_stock.jsonl", "--responses", 4, *words)
     assert "16 prompts of 4 responses on 1 replica." in output
     assert "36 fits of published shapes to the mean, the longest and the share at the limit of 23 batches" in output
