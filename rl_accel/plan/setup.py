@@ -100,7 +100,8 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit | None]
     whole = [_groups(step) for step in steps if all(r.outcome == COMPLETED for r in step)]
     if not steps:
         needs = f"{LEAST_STEPS} steps after the warm-up with response_length/mean and response_length/max"
-        why = f" ({'; '.join(run.missing)})" if run.missing else ""
+        missing = "; ".join(run.missing)
+        why = f" ({missing})" if missing else ""
         raise RlAccelError(f"{run.log}: rl-accel plan needs the time of each response{why}, or {needs}, or --lengths")
     if not whole and not (given.get("prompts") and given.get("responses")):
         why = "in every step responses were cut off: give --prompts and --responses of the batch"
@@ -121,8 +122,8 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit | None]
         from_groups(_lengths(list(run.kept.values())), str(run.log), rewards=rewards, prompt_tokens=prompt_tokens),
         {name: seconds for name, seconds in run.stages.items() if name != "gen"},
         0.0 if run.on & {"sampler", "tail_batching"} else POLL_SECONDS,
-        min(run.rests.values(), default=0.0),
-        zero_shares=run.zero_shares,
+        min(run.rests, default=0.0),
+        zero_shares=run.zero_groups[0],
     )
     uneven = [_slower(setup, step) for step in steps if all(r.outcome == COMPLETED for r in step)]
     return replace(setup, uneven=uneven or setup.uneven), fit
@@ -161,7 +162,7 @@ def _setup_of_aggregates(run: Profile, estimate: Estimate, given: Mapping[str, A
         {name: seconds for name, seconds in run.stages.items() if name != "gen"},
         POLL_SECONDS if rollouts.polls else 0.0,
         estimate.storing + estimate.unexplained.mean,
-        zero_shares=run.zero_shares,
+        zero_shares=run.zero_groups[0],
     )
 
 
