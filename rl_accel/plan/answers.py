@@ -7,14 +7,13 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from rl_accel.features import RewardTimeoutFlags, TailBatchingFlags
 from rl_accel.plan.balanced import BalancedCluster
 from rl_accel.plan.setup import Setup
 from rl_accel.reward.adaptive_timeout import PROGRAM_BUDGET, AdaptiveTimeout
 from rl_accel.rollout.simulation import Cluster, EngineModel, Round, play_rounds
 from rl_accel.rollout.tail_batching import TailRun
+from rl_accel.telemetry.aggregates import Range
 
 CANCEL_SECONDS = 0.0007
 """CPU seconds on one core to cancel a response at the end of a rollout (docs/benchmarks, tail batching)."""
@@ -249,10 +248,9 @@ def answer(
             note()
         base = base or found
         ours, plain = mean_of(found), mean_of(base)
-        ratios = [b.step_seconds / f.step_seconds for b, f in zip(base, found, strict=True)]
-        low, high = np.quantile(ratios, [0.025, 0.975]).tolist()
+        ratios = Range.of([b.step_seconds / f.step_seconds for b, f in zip(base, found, strict=True)])
         memory = ours.peak_tokens / plain.peak_tokens - 1
-        answers.append(Answer(option, ours, plain.step_seconds / ours.step_seconds, low, high, memory))
+        answers.append(Answer(option, ours, plain.step_seconds / ours.step_seconds, ratios.low, ratios.high, memory))
     return answers
 
 

@@ -21,7 +21,7 @@ from rl_accel.plan.report import Plan
 from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.rollout.simulation import EngineModel
 from rl_accel.rollout.workload import published, read_lengths
-from rl_accel.telemetry.profile import WARMUP, levers, read_run
+from rl_accel.telemetry.profile import WARMUP, levers, read_run, say
 
 _PUBLISHED = "published:"
 
@@ -114,12 +114,11 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
         answers = answer(setup, options, draws, rounds, lambda: bars.advance(task))
     advice, preemptions = (levers(run), run.numbers.get("preemptions", 0.0)) if run else ([], 0.0)
     if run is not None:
-        said = [f"{run.log}: {run.logged}", *(f"note: {note}" for note in run.notes)]
-        console.print("\n".join(said), markup=False, highlight=False, soft_wrap=True)
+        say(console, f"{run.log}: {run.logged}", *(f"note: {note}" for note in run.notes))
     found = Plan(setup, fit, answers, f"{draws} draws of {rounds} rollouts.", advice, preemptions)
     found.show(console)
     path = found.write(given["out"] or (run_dir if run_dir is not None and run_dir.is_dir() else Path()))
-    console.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)
+    say(console, f"Written: {path}")
 
 
 def _given(lengths: str, given: Mapping[str, Any]) -> Setup:

@@ -13,7 +13,7 @@ from rl_accel.files import strict_json, write_atomically
 from rl_accel.plan.answers import Answer, best_of
 from rl_accel.plan.fit import Fit
 from rl_accel.plan.setup import Setup
-from rl_accel.telemetry.profile import format_seconds
+from rl_accel.telemetry.profile import NOTHING_HELPS, format_seconds, say
 
 SCHEMA = "rl_accel.plan/1"
 FIT_LIMIT = 0.5
@@ -85,7 +85,7 @@ class Plan:
             yield f"The engines preempted {self.preemptions:,.0f} requests a step: {how}."
         best = best_of(priced)
         if best is None:
-            yield "Nothing of the pack would shorten a step of this run by more than can be told."
+            yield NOTHING_HELPS
         else:
             before, after = (format_seconds(answer.outcome.step_seconds) for answer in (stock, best))
             ratio = f"{best.ratio:.2f} times less, {best.low:.2f} to {best.high:.2f}"
@@ -104,9 +104,9 @@ class Plan:
         table = Table(*_ANSWERS, title="What it would do to a step")
         for found in self.answers:
             table.add_row(*(cell(found) for cell in _ANSWERS.values()))
-        console.print("\n".join(self.basis()), markup=False, highlight=False, soft_wrap=True)
+        say(console, *self.basis())
         console.print(table)
-        console.print("\n".join(self.conclusions()), markup=False, highlight=False, soft_wrap=True)
+        say(console, *self.conclusions())
 
     def write(self, folder: Path) -> Path:
         """Writes ``plan.json`` into ``folder`` and returns its path."""

@@ -12,7 +12,7 @@ from rl_accel.errors import RlAccelError
 from rl_accel.plan.fit import Fit, fit_engine
 from rl_accel.rollout.simulation import Cluster, EngineModel
 from rl_accel.rollout.workload import Lengths, from_groups
-from rl_accel.telemetry.aggregates import LEAST_STEPS, POLL_SECONDS, Estimate
+from rl_accel.telemetry.aggregates import LEAST_STEPS, POLL_SECONDS, Estimate, Range
 from rl_accel.telemetry.profile import Profile
 from rl_accel.telemetry.stage_clock import COMPLETED, TRAINING, Response
 
@@ -49,11 +49,6 @@ class Setup:
     cluster: type[Cluster] = Cluster
     uneven: Sequence[float] = (1.0,)
     zero_shares: Sequence[float] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("prompts", "responses", "replicas"):
-            if getattr(self, name) < 1:
-                raise RlAccelError(f"--{name} must be at least 1, found {getattr(self, name)}")
 
     @property
     def training_seconds(self) -> float:
@@ -143,11 +138,11 @@ def _setup_of_aggregates(run: Profile, estimate: Estimate, given: Mapping[str, A
             f"{run.log}: wanted a run whose rollouts end with their step, found responses of older weights"
         )
     lengths = estimate.lengths
-    spread = np.quantile([workload.tokens.mean() for workload in lengths], (0.025, 0.975))
+    spread = Range.of([workload.tokens.mean() for workload in lengths])
     source = (
         f"{len(lengths)} fits of published shapes to the mean, the longest and the share at the limit of"
-        f" {len(rollouts.seconds)} batches (mean {spread[0]:,.0f} to {spread[1]:,.0f} tokens); the engine is assumed as fast with"
-        " other numbers of requests"
+        f" {len(rollouts.seconds)} batches (mean {spread.low:,.0f} to {spread.high:,.0f} tokens);"
+        " the engine is assumed as fast with other numbers of requests"
     )
     known = {name: given[name] for name in ("slots", "cache_tokens") if given.get(name)}
     replicas = given.get("replicas") or 1

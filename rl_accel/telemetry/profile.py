@@ -1,7 +1,6 @@
 """The command ``rl-accel profile``. Shows the time of a run's training steps in tables and a picture, and estimates savings."""
 
 import contextlib
-import functools
 import json
 import math
 import statistics
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_accel.errors import RlAccelError
+from rl_accel.features import RewardTimeoutFlags
 from rl_accel.rollout.workload import from_groups
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.aggregates import (
@@ -46,8 +46,9 @@ WARMUP = 2
 WAITING, NOTICING = "waiting for the longest responses", "noticing that the rollout is done"
 _TABLES = {"drafts": "drafted", "balance": "slots_in_use", "skip_zero": "rows"}
 """Features whose metrics are printed in a table, each with the metric that must be above 0 for the table to be printed."""
-_LIMIT_SCALE, _LIMIT_SLACK, _LIMIT_LEAST = 1.5, 0.5, 2.0
-"""Default time limit of reward_timeout: 1.5 times the longest correct execution plus 0.5 seconds, at least 2 seconds."""
+NOTHING_HELPS = "Nothing of the pack would shorten a step of this run by more than can be told."
+_LIMITS = RewardTimeoutFlags()
+"""Default time limits of the feature reward_timeout."""
 _NEVER_ZERO = {
     "timing_s/values",
     "timing_s/update_critic",
@@ -223,7 +224,7 @@ class Profile:
         rollouts = Rollouts.of([self.metrics[step] for step in self.steps], self.group or group, prompts, polls)
         if rollouts is None or self.responses or "tail_batching" in self.on:
             return None
-        return estimate(rollouts, _LIMIT_LEAST)
+        return estimate(rollouts, _LIMITS.minimum)
 
     @property
     def parts(self) -> Mapping[str, float]:
@@ -377,7 +378,8 @@ def _estimated(run: Profile, found: Estimate) -> list[Saving]:
     if found.unexplained.mean:
         how = (
             f"at most, and for rewards that execute something: response lengths explain {format_seconds(explained)} of {count}"
-            f" rollouts; the rest may also be tools or the reading of prompts. Less a limit of {_LIMIT_LEAST:g} s for each rollout"
+            " rollouts; the rest may also be tools or the reading of prompts."
+            f" Less a limit of {_LIMITS.minimum:g} s for each rollout"
         )
         unexplained = found.unexplained.mean, (found.over, how)
         savings.append(_saving(run, "waiting that no length explains", *unexplained, "reward_timeout"))
@@ -501,7 +503,8 @@ def _gain_of_reward_timeout(steps: Sequence[Sequence[Response]]) -> tuple[Range 
     if not durations:
         return None, "no reward was noted"
     nine_in_ten = stage_clock.quantile(durations, 0.9)
-    limit = max(_LIMIT_SCALE * nine_in_ten + _LIMIT_SLACK, _LIMIT_LEAST)
+    scale, slack, least = _LIMITS.scale, _LIMITS.slack, _LIMITS.minimum
+    limit = max(scale * nine_in_ten + slack, least)
     gains = [
         max(end for _, end in rewards) - max(min(end, begin + limit) for begin, end in rewards)
         for rewards in known
@@ -509,7 +512,7 @@ def _gain_of_reward_timeout(steps: Sequence[Sequence[Response]]) -> tuple[Range 
     ]
     return _again(gains), (
         f"at most, and for rewards that execute something: rewards replayed with a limit of {limit:.1f} s, which is "
-        f"max({_LIMIT_SCALE} x {nine_in_ten:.2f} s (nine in ten take no longer) + {_LIMIT_SLACK} s, {_LIMIT_LEAST} s)"
+        f"max({scale} x {nine_in_ten:.2f} s (nine in ten take no longer) + {slack} s, {least} s)"
     )
 
 
@@ -546,16 +549,17 @@ def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool, 
     if not no_picture:
         path = picture or (run_dir if run_dir.is_dir() else run_dir.parent) / "profile.png"
         draw(run, path)
-        console.print(f"Picture: {path}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"Picture: {path}")
+
+
+def say(console: Console, *lines: str) -> None:
+    """Prints ``lines`` as they are: not wrapped, and without markup or colours."""
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def _show(run: Profile, console: Console) -> None:
-    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     span = f"steps {run.steps[0]}-{run.steps[-1]}" if len(run.steps) > 1 else f"step {run.steps[0]}"
-    say(f"{run.log}: {run.logged}")
-    say(f"Means of {span}")
-    for note in run.notes:
-        say(f"note: {note}")
+    say(console, f"{run.log}: {run.logged}", f"Means of {span}", *(f"note: {note}" for note in run.notes))
     table = Table("stage", "seconds", "share of the step")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -571,10 +575,9 @@ def _show(run: Profile, console: Console) -> None:
     if run.estimate is not None and "idle_share" not in run.numbers:
         idle = run.estimate.idle
         how = "measured by verl" if run.estimate.rollouts.is_measured else "if all responses begin together"
-        say(f"idle share of generation: {idle.mean:.0%} ({idle.low:.0%} to {idle.high:.0%}), estimated: {how}")
+        say(console, f"idle share of generation: {idle.mean:.0%} ({idle.low:.0%} to {idle.high:.0%}), estimated: {how}")
     if "responses" in run.numbers:
-        for name, (label, _) in _NUMBERS.items():
-            say(f"{label + ':':<32}{_shown(run.numbers, name)}")
+        say(console, *(f"{label + ':':<32}{_shown(run.numbers, name)}" for name, (label, _) in _NUMBERS.items()))
     servers = sorted({response.server for response in run.last if response.server is not None})
     if len(servers) > 1:
         console.print(_table_of_servers(run, servers))
@@ -587,23 +590,22 @@ def _show(run: Profile, console: Console) -> None:
                     table.add_row(name, f"{value:,.2f}")
             console.print(table)
     for line in run.missing:
-        say(f"not known: {line}")
+        say(console, f"not known: {line}")
     if run.savings:
         console.print(_table_of_savings(run))
-        for saving in run.savings:
-            say(f"{saving.name}: {saving.arithmetic}")
-        say(_NOT_ESTIMATED)
-        for line in levers(run):
-            say(line)
-        best, whole = run.savings[0], run.step_seconds
-        what = f"{best.name}, {format_seconds(best.seconds)} a step."
-        if best.at_most < _NOTHING * whole:
-            say("Nothing of the pack would shorten a step of this run by more than can be told.")
-        elif best.gain is None:
-            say(f"Largest part that may be saved: {what} {best.advice} may save some of it.")
-        else:
-            gain = f"{format_seconds(best.gain.mean)} of {format_seconds(whole)} ({best.gain.mean / whole:.0%})"
-            say(f"Largest saving: {what} {best.advice} would save about {gain}.")
+        arithmetic = (f"{saving.name}: {saving.arithmetic}" for saving in run.savings)
+        say(console, *arithmetic, _NOT_ESTIMATED, *levers(run), _conclusion(run.savings[0], run.step_seconds))
+
+
+def _conclusion(best: Saving, step_seconds: float) -> str:
+    """Returns the sentence on the largest saving in a step."""
+    what = f"{best.name}, {format_seconds(best.seconds)} a step."
+    if best.at_most < _NOTHING * step_seconds:
+        return NOTHING_HELPS
+    if best.gain is None:
+        return f"Largest part that may be saved: {what} {best.advice} may save some of it."
+    gain = f"{format_seconds(best.gain.mean)} of {format_seconds(step_seconds)} ({best.gain.mean / step_seconds:.0%})"
+    return f"Largest saving: {what} {best.advice} would save about {gain}."
 
 
 def _shown(numbers: Mapping[str, float], name: str) -> str:

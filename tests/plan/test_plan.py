@@ -18,12 +18,13 @@ from rl_accel.plan.answers import PLAIN, Option, answer, options_of, rounds_of
 from rl_accel.plan.balanced import BalancedCluster
 from rl_accel.plan.command import plan
 from rl_accel.plan.fit import Fit, fit_engine
-from rl_accel.plan.predict import flags_of_words, interval, predict
+from rl_accel.plan.predict import flags_of_words, predict
 from rl_accel.plan.report import Plan
 from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.rollout.simulation import Cluster, EngineModel
 from rl_accel.rollout.workload import Lengths, published
 from rl_accel.telemetry import stage_clock
+from rl_accel.telemetry.aggregates import Range
 from rl_accel.telemetry.profile import read_run
 from rl_accel.telemetry.stage_clock import FILE_NAME, Response
 
@@ -362,8 +363,8 @@ def test_rollouts_that_are_uneven_widen_the_interval_and_not_the_prediction():
     found, draws = predict(replace(SETUP, uneven=(0.5, 1.5)), flags, 6, 20, 1)
     assert found == even
     assert np.ptp(draws) > 2 * np.ptp(even_draws)
-    low, high = interval(draws)
-    assert low < found.rollout_seconds < high
+    span = Range.of(draws)
+    assert span.low < found.rollout_seconds < span.high
 
 
 @pytest.mark.parametrize(
