@@ -13,7 +13,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rl_accel.errors import RlAccelError
 from rl_accel.features import DraftsFlags
-from rl_accel.parallel.model_memory import MIN_SEQUENCES
 from rl_accel.plan.answers import answer, options_of
 from rl_accel.plan.predict import check
 from rl_accel.plan.published import engine
@@ -80,7 +79,6 @@ _COUNT = click.IntRange(1)
 @click.option(
     "--tokens-a-step", callback=_accepted, help="Of a request with drafts, by the longest draft: 4:1.9,8:2.4."
 )
-@click.option("--gpus", type=_COUNT, help="GPUs of a replica whose engine is published.  [default: as published]")
 @click.option("--draws", type=_COUNT, default=20, show_default=True, help="Draws of prompts and lengths.")
 @click.option("--rounds", type=click.IntRange(5), default=20, show_default=True, help="Rollouts of each draw.")
 @click.option(
@@ -131,11 +129,6 @@ def _given(lengths: str, given: Mapping[str, Any]) -> Setup:
     workload = published(lengths.removeprefix(_PUBLISHED)) if known else read_lengths(Path(lengths), given["tokenizer"])
     sizes = {key: given[key] for key in ("slots", "cache_tokens") if given[key]}
     model = given["step_seconds"]
-    if isinstance(model, str):
-        model = engine(model, given["gpus"])
-        if model.cache_tokens < (least := MIN_SEQUENCES * workload.limit):
-            room = f"wanted room for {least:,} tokens in the cache of a replica, found {model.cache_tokens:,.0f}"
-            raise RlAccelError(f"--gpus: {room}")
     stages = {"update_actor": given["other_seconds"]} if given["other_seconds"] else {}
     batch = given["prompts"], given["responses"], given["replicas"]
-    return Setup(*batch, replace(model, **sizes), workload, stages)
+    return Setup(*batch, replace(engine(model) if isinstance(model, str) else model, **sizes), workload, stages)

@@ -14,7 +14,7 @@ from rl_accel.rollout.simulation import Cluster, EngineModel
 from rl_accel.rollout.workload import Lengths, from_groups
 from rl_accel.telemetry.aggregates import LEAST_STEPS, POLL_SECONDS, Estimate, Range
 from rl_accel.telemetry.profile import Profile
-from rl_accel.telemetry.stage_clock import COMPLETED, TRAINING, Response
+from rl_accel.telemetry.stage_clock import COMPLETED, TRAINING, Response, by_prompt
 
 _PROMPTS = "prompt_length/mean"
 """Name of verl's metric for the mean prompt length in tokens."""
@@ -92,11 +92,10 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit | None]
     if run.estimate is not None:
         return _setup_of_aggregates(run, run.estimate, given), None
     steps = list(run.responses.values())
-    whole = [_groups(step) for step in steps if all(r.outcome == COMPLETED for r in step)]
+    whole = [by_prompt(step) for step in steps if all(r.outcome == COMPLETED for r in step)]
     if not steps:
         needs = f"{LEAST_STEPS} steps after the warm-up with response_length/mean and response_length/max"
-        missing = "; ".join(run.missing)
-        why = f" ({missing})" if missing else ""
+        why = f" ({'; '.join(run.missing)})" if run.missing else ""
         raise RlAccelError(f"{run.log}: rl-accel plan needs the time of each response{why}, or {needs}, or --lengths")
     if not whole and not (given.get("prompts") and given.get("responses")):
         why = "in every step responses were cut off: give --prompts and --responses of the batch"
@@ -170,14 +169,6 @@ def _slower(setup: Setup, step: Sequence[Response]) -> float:
     return (max(r.generated or r.ended for r in step) - min(r.began for r in step)) / cluster.now
 
 
-def _groups(step: Sequence[Response]) -> list[list[Response]]:
-    """Groups the responses of a step by prompt. Returns one list per prompt."""
-    groups: dict[str, list[Response]] = {}
-    for response in step:
-        groups.setdefault(response.prompt, []).append(response)
-    return list(groups.values())
-
-
 def _lengths(steps: Sequence[Sequence[Response]]) -> list[list[float]]:
     """Returns the number of tokens of each response, one list per prompt.
 
@@ -193,4 +184,4 @@ def _lengths(steps: Sequence[Sequence[Response]]) -> list[list[float]]:
         longer = ended[np.searchsorted(ended, tokens, side="right") :]
         return tokens if response.outcome == COMPLETED or not len(longer) else float(rng.choice(longer))
 
-    return [[length(response) for response in group] for step in cut or steps for group in _groups(step)]
+    return [[length(response) for response in group] for step in cut or steps for group in by_prompt(step)]

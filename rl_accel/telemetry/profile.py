@@ -5,7 +5,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -250,19 +250,21 @@ class Profile:
         return sorted(_savings(self), key=lambda saving: -saving.at_most)
 
     @property
-    def missing(self) -> Iterator[str]:
+    def missing(self) -> list[str]:
         """Texts that each say which results are unknown and why."""
         if not self.numbers:
             what = "waiting, rewards, completion times and preemptions as measured"
-            yield f"{what}: the run had no +rl_accel.telemetry.enable=True"
-        elif len(self.kept_files) != 1:
+            return [f"{what}: the run had no +rl_accel.telemetry.enable=True"]
+        missing = []
+        if len(self.kept_files) != 1:
             what = "what tail_batching and reward_timeout would save, the servers, and the picture of responses"
-            yield f"{what}: {len(self.kept_files)} files named {FILE_NAME} are here, not one"
-        if self.numbers and "concurrency" not in self.numbers:
-            yield "parts of generation: in this trainer mode responses are under way when the stage begins"
+            missing.append(f"{what}: {len(self.kept_files)} files named {FILE_NAME} are here, not one")
+        if "concurrency" not in self.numbers:
+            missing.append("parts of generation: in this trainer mode responses are under way when the stage begins")
         if unknown := sum("preemptions" not in its for its in self.noted.values() if its):
             why = "a server's own counter could not be read (vLLM: rollout.disable_log_stats=False)"
-            yield f"preemptions of {unknown} of {len(self.steps)} steps: {why}"
+            missing.append(f"preemptions of {unknown} of {len(self.steps)} steps: {why}")
+        return missing
 
 
 def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Profile:
@@ -466,10 +468,7 @@ def prompt_ticks(responses: Sequence[Response]) -> list[list[float]] | None:
     """
     if not responses or any(response.outcome != COMPLETED for response in responses):
         return None
-    groups: dict[str, list[float]] = {}
-    for response in responses:
-        groups.setdefault(response.prompt, []).append((response.generated or response.ended) / _TICK)
-    return list(groups.values())
+    return [[(r.generated or r.ended) / _TICK for r in group] for group in stage_clock.by_prompt(responses)]
 
 
 def levers(run: Profile) -> list[str]:

@@ -329,13 +329,9 @@ def test_the_command_on_published_lengths_and_with_a_published_engine(tmp_path, 
         plan, *given, "1:0.01,64:0.02"
     )
 
-    def seconds(*words):
-        invoke(plan, *given, *words)
-        return json.loads((tmp_path / "plan.json").read_text())["stock"]["rollout_seconds"]
-
-    usual = seconds("published:qwen2.5-14b")
-    assert seconds("published:qwen2.5-14b", "--gpus", 2) == usual
-    assert seconds("published:qwen2.5-14b", "--gpus", 4) < usual
+    output = invoke(plan, *given, "published:qwen2.5-14b")
+    assert "From RollPacker" in output
+    assert json.loads((tmp_path / "plan.json").read_text())["engine"]["cached_token_seconds"] > 0
 
 
 @pytest.mark.slow
@@ -380,7 +376,6 @@ def test_rollouts_that_are_uneven_widen_the_interval_and_not_the_prediction():
         (f"{PUBLISHED} --tokens-a-step few", "wants tokens by the longest draft"),
         (f"{PUBLISHED.replace('math16k', 'x')} {BATCH} --step-seconds 1:1", "wanted one of math16k"),
         (f"{PUBLISHED} {BATCH} --step-seconds published:gpt", "wanted one of qwen2.5-7b"),
-        (f"{PUBLISHED} {BATCH} --step-seconds published:qwen2.5-32b --gpus 1", "wanted room for 65,536 tokens"),
         ("{without}/metrics.jsonl", "+rl_accel.telemetry.enable=True"),
         ("--check {run} {asynchronous}", "found trainer.v1.trainer_mode=colocate_async"),
     ],
