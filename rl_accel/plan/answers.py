@@ -1,17 +1,16 @@
 """Simulated seconds of the rollouts and steps of a run with each feature, and with alternatives that users may consider instead."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
-from types import MappingProxyType
 from typing import Any
 
 from rl_accel.features import RewardTimeoutFlags, TailBatchingFlags
 from rl_accel.plan.balanced import BalancedCluster
 from rl_accel.plan.setup import Setup
 from rl_accel.reward.adaptive_timeout import PROGRAM_BUDGET, AdaptiveTimeout
-from rl_accel.rollout.simulation import Cluster, EngineModel, Round, play_rounds
+from rl_accel.rollout.simulation import Cluster, Round, play_rounds
 from rl_accel.rollout.tail_batching import TailRun
 from rl_accel.telemetry.aggregates import Range
 
@@ -142,16 +141,6 @@ def outcome_of(setup: Setup, rounds: Sequence[Round], ends: bool = False) -> Pre
     return Prediction(rollout, step, wasted / generated, max(played.peak_tokens for played in rounds))
 
 
-def with_drafts(engine: EngineModel, tokens_a_step: float, limit: int = 32) -> EngineModel:
-    """Returns the engine model with speculative decoding (feature ``drafts``).
-
-    With at most ``limit`` running requests, each request gets ``tokens_a_step`` tokens per decoding step instead of one token.
-    """
-    knots = sorted({*engine.step_seconds, 1, limit, limit + 1, limit + 2})
-    pace = zip(knots, engine.seconds(knots).tolist(), strict=True)
-    return replace(engine, step_seconds={k: s / (tokens_a_step if k <= limit else 1.0) for k, s in pace})
-
-
 def balanced(setup: Setup, rounds: int, seed: int) -> Prediction:
     """Simulates rollouts whose requests are routed by :class:`~rl_accel.rollout.balance.Balance`.
 
@@ -167,18 +156,12 @@ def balanced(setup: Setup, rounds: int, seed: int) -> Prediction:
     return replace(found, rollout_seconds=whole.rollout_seconds - gain, step_seconds=whole.step_seconds - gain)
 
 
-def options_of(setup: Setup, tokens_a_step: Mapping[int, float] = MappingProxyType({})) -> list[Option]:
-    """Returns the options to evaluate for a run: features of rl-accel, then alternatives.
-
-    ``tokens_a_step``: measured tokens per decoding step of a request with drafts, by maximum draft length.
-    """
+def options_of(setup: Setup) -> list[Option]:
+    """Returns the options to evaluate for a run: features of rl-accel, then alternatives."""
     found: list[Option] = []
 
     def add(name: str, how: str, changed: Setup, **more: Any) -> None:
         found.append(Option(name, how, changed, **more))
-
-    def with_engine(**changes: Any) -> Setup:
-        return replace(setup, engine=replace(setup.engine, **changes))
 
     on = "+rl_accel.{}.enable=True".format
     tail, tails = on("tail_batching"), TailBatchingFlags()
@@ -206,12 +189,6 @@ def options_of(setup: Setup, tokens_a_step: Mapping[int, float] = MappingProxyTy
             add("skip_zero + sampler", f"{on('sampler')} {how}", unpolled, skip_zero=True, cost=zero)
         cost = f"{shorter}; {zero}"
         add("skip_zero + tail_batching", f"{tail} {how}", unpolled, flags=tails, skip_zero=True, cost=cost)
-    for longest, accepted in tokens_a_step.items():
-        how = f"{on('drafts')} +rl_accel.drafts.max_tokens={longest}"
-        engine = with_drafts(setup.engine, accepted)
-        add(f"drafts of {longest}", how, replace(setup, engine=engine))
-        both = replace(unpolled, engine=engine)
-        add(f"drafts of {longest} + tail_batching", f"{tail} {how}", both, flags=tails, cost=shorter)
     each = math.ceil(setup.prompts * setup.responses / setup.replicas)
     slots = setup.engine.slots
     waiting = slots < each
@@ -222,7 +199,8 @@ def options_of(setup: Setup, tokens_a_step: Mapping[int, float] = MappingProxyTy
     fewer = [max(min(slots, each) // 2, 1)] * (waiting or setup.engine.cache_tokens < math.inf)
     for count in fewer + [2 * slots] * waiting:
         how = f"actor_rollout_ref.rollout.max_num_seqs={count}"
-        add(f"{count:,} slots a replica", how, with_engine(slots=count), ours=False)
+        engine = replace(setup.engine, slots=count)
+        add(f"{count:,} slots a replica", how, replace(setup, engine=engine), ours=False)
     half = max(setup.workload.limit // 2, 1)
     cut = f"{(setup.workload.tokens > half).mean():.1%} of the responses cut short"
     limited = replace(setup, workload=setup.workload.limited(half))

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rl_accel.errors import RlAccelError
-from rl_accel.features import DraftsFlags
 from rl_accel.plan.answers import answer, options_of
 from rl_accel.plan.predict import check
 from rl_accel.plan.published import engine
@@ -35,19 +34,6 @@ def _engine(_: Any, __: Any, value: str | None) -> EngineModel | str | None:
     except ValueError as error:
         wanted = "seconds of a step by running requests, as in 1:0.02,64:0.04, or published:qwen2.5-14b"
         raise click.BadParameter(f"wants {wanted}, found {value!r} ({error})") from error
-
-
-def _accepted(_: Any, __: Any, value: str | None) -> dict[int, float]:
-    """Parses ``--tokens-a-step``. Returns the mean number of tokens per decoding step of a request, by maximum draft length."""
-    try:
-        points = [point.rpartition(":")[::2] for point in (value or "").split(",") if point]
-        found = {int(longest or DraftsFlags.max_tokens): float(tokens) for longest, tokens in points}
-        if any(longest < 1 or not 1 <= tokens <= 1 + longest for longest, tokens in found.items()):
-            raise ValueError("a draft of n tokens gives 1 to n + 1 tokens")
-    except ValueError as error:
-        wanted = "tokens by the longest draft, as in 4:1.9,8:2.4, or a number for drafts of 8"
-        raise click.BadParameter(f"wants {wanted}, found {value!r} ({error})") from error
-    return found
 
 
 def _finite(_: Any, __: Any, value: float | None) -> float | None:
@@ -76,9 +62,6 @@ _COUNT = click.IntRange(1)
 @click.option(
     "--other-seconds", type=click.FloatRange(0), callback=_finite, help="Of a step's stages besides the rollout."
 )
-@click.option(
-    "--tokens-a-step", callback=_accepted, help="Of a request with drafts, by the longest draft: 4:1.9,8:2.4."
-)
 @click.option("--draws", type=_COUNT, default=20, show_default=True, help="Draws of prompts and lengths.")
 @click.option("--rounds", type=click.IntRange(5), default=20, show_default=True, help="Rollouts of each draw.")
 @click.option(
@@ -105,7 +88,7 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
         raise click.UsageError("give LOG, or --lengths with --step-seconds, --prompts, --responses and --replicas")
     run = read_run(run_dir, warmup, given["responses"]) if run_dir is not None else None
     setup, fit = setup_of(run, given) if run is not None else (_given(str(lengths), given), None)
-    options = options_of(setup, given["tokens_a_step"])
+    options = options_of(setup)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bars:
         task = bars.add_task("draws", total=draws * (len(options) + 1))

@@ -19,7 +19,7 @@ SCHEMA = "rl_accel.plan/1"
 FIT_LIMIT = 0.5
 """Relative error of the fitted engine model above which the output warns that the plan cannot be trusted."""
 _WANTS = {
-    "drafts": "--tokens-a-step says what they give, 1 and what `rl-accel bench drafts` prints as accepted",
+    "drafts": "`rl-accel bench drafts` replays them with the texts of a run",
     "skip_zero": "it wants groups of equal rewards in a trainer.rollout_data_dir below LOG, in a run without it and without a"
     " critic, KL or entropy term",
     "balance": "it wants several replicas with fewer slots than requests, and --slots says how many they have",

@@ -58,10 +58,10 @@ class Range:
     high: float
 
     @classmethod
-    def of(cls, draws: Sequence[float] | Floats) -> "Range":
-        """Returns the mean and the central 95% of ``draws``."""
+    def of(cls, draws: Sequence[float] | Floats, mean: float | None = None) -> "Range":
+        """Returns ``mean`` (default: that of the draws) and the central 95% of ``draws``."""
         low, high = np.quantile(draws, (0.025, 0.975)).tolist()
-        return cls(float(np.mean(draws)), low, high)
+        return cls(float(np.mean(draws)) if mean is None else mean, low, high)
 
 
 @dataclass(frozen=True)

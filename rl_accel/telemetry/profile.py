@@ -333,7 +333,7 @@ def _savings(run: Profile) -> list[Saving]:
     shares, how = run.zero_groups
     if shares:
         seconds = stages.get("update_actor", 0.0) * np.array(shares)
-        gain = replace(Range.of(seconds[1:]), mean=float(seconds[0]))
+        gain = Range.of(seconds[1:], float(seconds[0]))
         savings.append(_saving(run, "training of groups with equal rewards", gain.mean, (gain, how), "skip_zero"))
     return savings
 
@@ -414,7 +414,7 @@ def _generating(seconds: float) -> Saving:
 def _again(values: Sequence[float]) -> Range:
     """Returns the mean of ``values`` with the 95% interval of a bootstrap."""
     drawn = np.random.default_rng(0).choice(values, (1000, len(values)))
-    return replace(Range.of(drawn.mean(axis=1)), mean=statistics.fmean(values))
+    return Range.of(drawn.mean(axis=1), statistics.fmean(values))
 
 
 def _zero_shares(folder: Path) -> tuple[Sequence[float], str]:
@@ -453,7 +453,7 @@ def _gain_of_tail_batching(steps: Sequence[Sequence[Response]]) -> tuple[Range |
         workload = replace(from_groups([group for groups in drawn for group in groups], ""), seen=None)
         rounds.append(_TICK * in_rounds(workload, prompts, responses, launched, each, draw)[0])
         gains.append(max(as_it_is - rounds[-1], 0.0))
-    return replace(Range.of(gains[1:]), mean=gains[0]), (
+    return Range.of(gains[1:], gains[0]), (
         f"the seconds of {len(known) * prompts * responses} responses, drawn again in rounds of {launched} prompts for {prompts}"
         f" trained and {each} responses for {responses}, the rest in long rounds: {rounds[0]:.2f} s a rollout instead of"
         f" {gains[0] + rounds[0]:.2f} s"

@@ -46,8 +46,8 @@ def simulated(setup, rounds, seed, **more):
     return Option("", "", setup, **more).simulate(rounds, seed)
 
 
-def options_by_name(*run):
-    return {option.name: option for option in options_of(*run)}
+def options_by_name(setup):
+    return {option.name: option for option in options_of(setup)}
 
 
 def responses_of(lengths, engine=ENGINE, at_once=64):
@@ -198,22 +198,6 @@ def test_with_a_place_for_each_balanced_rounds_are_those_of_stock():
     for ours, theirs in zip(balanced, stock, strict=True):
         assert ours.metrics.rollout_seconds == pytest.approx(theirs.metrics.rollout_seconds, rel=0.02)
         assert ours.metrics.tokens_generated == theirs.metrics.tokens_generated
-
-
-def test_drafts_speed_up_few_requests_and_are_priced_as_they_are_accepted():
-    engine = EngineModel({1: 0.01, 64: 0.02})
-    drafting = answers.with_drafts(engine, 2.0)
-    for running, ratio in ((1, 2), (32, 2), (64, 1)):
-        assert float(drafting.seconds(running)) == pytest.approx(float(engine.seconds(running)) / ratio)
-    names = options_by_name(SETUP, {4: 1.5, 8: 2.0})
-    assert names["drafts of 8"].how == "+rl_accel.drafts.enable=True +rl_accel.drafts.max_tokens=8"
-    stock = simulated(SETUP, 5, 0).rollout_seconds
-    short, long = (names[f"drafts of {most}"].simulate(5, 0).rollout_seconds for most in (4, 8))
-    assert (stock / 1.5, stock / 2) == (pytest.approx(short, rel=0.1), pytest.approx(long, rel=0.1))
-    both = names["drafts of 8 + tail_batching"]
-    assert both.how == "+rl_accel.tail_batching.enable=True +rl_accel.drafts.enable=True +rl_accel.drafts.max_tokens=8"
-    tails = names["tail_batching 1.25 / 1.25"].simulate(20, 0).rollout_seconds
-    assert tails / 2 < both.simulate(20, 0).rollout_seconds < 0.8 * tails
 
 
 def test_skip_zero_shortens_the_actor_update_and_nothing_else():
@@ -372,8 +356,6 @@ def test_rollouts_that_are_uneven_widen_the_interval_and_not_the_prediction():
         (f"{PUBLISHED} --step-seconds 1:inf", "must be finite times above 0 by numbers of running requests from 1"),
         (f"{PUBLISHED} --step-seconds 0:0.1", "wants seconds of a step by running requests"),
         (f"{PUBLISHED} --other-seconds nan", "wants a finite number, found nan"),
-        (f"{PUBLISHED} --tokens-a-step 4:9", "a draft of n tokens gives 1 to n + 1 tokens"),
-        (f"{PUBLISHED} --tokens-a-step few", "wants tokens by the longest draft"),
         (f"{PUBLISHED.replace('math16k', 'x')} {BATCH} --step-seconds 1:1", "wanted one of math16k"),
         (f"{PUBLISHED} {BATCH} --step-seconds published:gpt", "wanted one of qwen2.5-7b"),
         ("{without}/metrics.jsonl", "+rl_accel.telemetry.enable=True"),
