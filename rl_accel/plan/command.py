@@ -12,43 +12,28 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rl_accel.errors import RlAccelError
-from rl_accel.features import DraftsFlags
-from rl_accel.plan.answers import answer, options_of, scale
+from rl_accel.plan.answers import answer, options_of
 from rl_accel.plan.predict import check
-from rl_accel.plan.published import engines
+from rl_accel.plan.published import engine
 from rl_accel.plan.report import Plan
 from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.rollout.simulation import EngineModel
 from rl_accel.rollout.workload import published, read_lengths
-from rl_accel.telemetry.profile import WARMUP, levers, read_run
+from rl_accel.telemetry.profile import WARMUP, levers, read_run, say
 
 _PUBLISHED = "published:"
-SCALE = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-def _engines(_: Any, __: Any, value: str | None) -> dict[int, EngineModel]:
-    """Parses ``--step-seconds``. Returns the engine's speed for each tensor-parallel size, first for the run's own size."""
+def _engine(_: Any, __: Any, value: str | None) -> EngineModel | str | None:
+    """Parses ``--step-seconds``. Returns the engine, or the name of the model whose engine is published."""
     if value is None or value.startswith(_PUBLISHED):
-        return engines(value.removeprefix(_PUBLISHED)) if value else {}
+        return value and value.removeprefix(_PUBLISHED)
     try:
         points = [point.split(":") for point in value.split(",")]
-        return {1: EngineModel({int(running): float(seconds) for running, seconds in points})}
+        return EngineModel({int(running): float(seconds) for running, seconds in points})
     except ValueError as error:
         wanted = "seconds of a step by running requests, as in 1:0.02,64:0.04, or published:qwen2.5-14b"
         raise click.BadParameter(f"wants {wanted}, found {value!r} ({error})") from error
-
-
-def _accepted(_: Any, __: Any, value: str | None) -> dict[int, float]:
-    """Parses ``--tokens-a-step``. Returns the mean number of tokens per decoding step of a request, by maximum draft length."""
-    try:
-        points = [point.rpartition(":")[::2] for point in (value or "").split(",") if point]
-        found = {int(longest or DraftsFlags.max_tokens): float(tokens) for longest, tokens in points}
-        if any(longest < 1 or not 1 <= tokens <= 1 + longest for longest, tokens in found.items()):
-            raise ValueError("a draft of n tokens gives 1 to n + 1 tokens")
-    except ValueError as error:
-        wanted = "tokens by the longest draft, as in 4:1.9,8:2.4, or a number for drafts of 8"
-        raise click.BadParameter(f"wants {wanted}, found {value!r} ({error})") from error
-    return found
 
 
 def _finite(_: Any, __: Any, value: float | None) -> float | None:
@@ -73,23 +58,18 @@ _COUNT = click.IntRange(1)
 @click.option("--replicas", type=_COUNT, help="Replicas of the rollout engine.")
 @click.option("--slots", type=_COUNT, help="Requests that a replica runs at once (max_num_seqs).")
 @click.option("--cache-tokens", type=_COUNT, help="Tokens that the key-value cache of a replica holds.")
-@click.option("--step-seconds", callback=_engines, help="Of a decoding step by running requests: 1:0.02,64:0.04.")
+@click.option("--step-seconds", callback=_engine, help="Of a decoding step by running requests: 1:0.02,64:0.04.")
 @click.option(
     "--other-seconds", type=click.FloatRange(0), callback=_finite, help="Of a step's stages besides the rollout."
 )
-@click.option(
-    "--tokens-a-step", callback=_accepted, help="Of a request with drafts, by the longest draft: 4:1.9,8:2.4."
-)
-@click.option("--gpus", type=_COUNT, help="GPUs of a replica.  [default: 1, or as published]")
 @click.option("--draws", type=_COUNT, default=20, show_default=True, help="Draws of prompts and lengths.")
 @click.option("--rounds", type=click.IntRange(5), default=20, show_default=True, help="Rollouts of each draw.")
 @click.option(
     "--warmup", type=click.IntRange(0), default=WARMUP, show_default=True, help="First steps of a run to leave out."
 )
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of plan.json, plan.html, plan.png."
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of plan.json.  [default: that of LOG]"
 )
-@click.option("--no-scale", is_flag=True, help="Leave out the curves from 8 to 1,024 GPUs.")
 @click.option(
     "--check", "checked", nargs=2, type=_PATH, metavar="A B", help="Predict run B from run A: how far off was it?"
 )
@@ -108,21 +88,18 @@ def plan(run_dir: Path | None, lengths: str | None, checked: tuple[Path, Path] |
         raise click.UsageError("give LOG, or --lengths with --step-seconds, --prompts, --responses and --replicas")
     run = read_run(run_dir, warmup, given["responses"]) if run_dir is not None else None
     setup, fit = setup_of(run, given) if run is not None else (_given(str(lengths), given), None)
-    options = options_of(setup, given["tokens_a_step"])
+    options = options_of(setup)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bars:
         task = bars.add_task("draws", total=draws * (len(options) + 1))
         answers = answer(setup, options, draws, rounds, lambda: bars.advance(task))
-        sizes = () if given["no_scale"] else bars.track(SCALE, description="sizes")
-        curves = [scale(setup, count) for count in sizes]
     advice, preemptions = (levers(run), run.numbers.get("preemptions", 0.0)) if run else ([], 0.0)
     if run is not None:
-        said = [f"{run.log}: {run.logged}", *(f"note: {note}" for note in run.notes)]
-        console.print("\n".join(said), markup=False, highlight=False, soft_wrap=True)
-    found = Plan(setup, fit, answers, curves, f"{draws} draws of {rounds} rollouts.", advice, preemptions)
+        say(console, f"{run.log}: {run.logged}", *(f"note: {note}" for note in run.notes))
+    found = Plan(setup, fit, answers, f"{draws} draws of {rounds} rollouts.", advice, preemptions)
     found.show(console)
-    for path in found.write(given["out"] or (run_dir if run_dir is not None and run_dir.is_dir() else Path())):
-        console.print(f"Written: {path}", markup=False, highlight=False, soft_wrap=True)
+    path = found.write(given["out"] or (run_dir if run_dir is not None and run_dir.is_dir() else Path()))
+    say(console, f"Written: {path}")
 
 
 def _given(lengths: str, given: Mapping[str, Any]) -> Setup:
@@ -134,9 +111,7 @@ def _given(lengths: str, given: Mapping[str, Any]) -> Setup:
     known = lengths.startswith(_PUBLISHED)
     workload = published(lengths.removeprefix(_PUBLISHED)) if known else read_lengths(Path(lengths), given["tokenizer"])
     sizes = {key: given[key] for key in ("slots", "cache_tokens") if given[key]}
-    its = {size: replace(engine, **sizes) for size, engine in given["step_seconds"].items()}
-    usual, first = next(iter(its.items()))
-    tp = given["gpus"] or usual
+    model = given["step_seconds"]
     stages = {"update_actor": given["other_seconds"]} if given["other_seconds"] else {}
     batch = given["prompts"], given["responses"], given["replicas"]
-    return Setup(*batch, its.get(tp, first), workload, stages, tp=tp, engines=its if len(its) > 1 else {})
+    return Setup(*batch, replace(engine(model) if isinstance(model, str) else model, **sizes), workload, stages)

@@ -1,14 +1,15 @@
 """Fit of a model of the rollout engine's speed to the measured times and lengths of a run's responses."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
 from rl_accel.errors import RlAccelError
-from rl_accel.rollout.simulation import Cluster, EngineModel, Floats, Ints
+from rl_accel.rollout.simulation import Cluster, EngineModel, Floats
 from rl_accel.telemetry.stage_clock import Response
 
 _KNOTS = (1, 4, 16, 64, 256, 1024)
@@ -26,13 +27,11 @@ class Fit:
 
     Attributes:
         engine: the engine model with the fitted constants.
-        intervals: half-width of the 95% interval of each constant in seconds, by name.
         error: root mean square error of the seconds of a response, relative to the mean seconds of a response.
         responses: number of responses in the fit.
     """
 
     engine: EngineModel
-    intervals: Mapping[str, float]
     error: float
     responses: int
 
@@ -78,10 +77,7 @@ def fit_engine(
 ) -> Fit:
     """Fits the constants of an engine model to the measured seconds of responses, by least squares.
 
-    Lengths, slots and cache size determine the decoding steps in which each response runs. The seconds of a response are therefore
-    linear in the constants. The factor of a constant is the simulated seconds of the response if this constant is 1 and all other
-    constants are 0. In the fitted model, a step with more running requests is never shorter. The 95% intervals come from 100
-    bootstrap draws over batches, where a batch is the responses of one rollout server in one training step.
+    In the fitted model, a step with more running requests is never shorter.
 
     Args:
         steps: measured responses of each training step.
@@ -92,58 +88,69 @@ def fit_engine(
     Raises:
         RlAccelError: too few responses have tokens and times.
     """
-    from scipy.optimize import lsq_linear
+    batches = _batches_of(steps)
+    seconds = np.concatenate([np.empty(0), *(batch.ends - batch.begins for batch in batches)])
+    if len(seconds) < 16:
+        raise RlAccelError(f"fitting the engine wants 16 responses with tokens and times, found {len(seconds)}")
+    most = min(max(len(batch.begins) for batch in batches), slots)
+    knots = [*(k for k in _KNOTS if k <= max(most / 4, 1)), *[most] * (most > 1)]
+    factors = _factors_of(batches, knots, prompt_tokens, slots=slots, cache_tokens=cache_tokens)
+    pace = float(np.median(seconds / np.concatenate([batch.tokens for batch in batches])))
+    found = _least_squares(factors, seconds, pace / 100)
+    paces = dict(zip(knots, np.cumsum(found[: len(knots)]).tolist(), strict=True))
+    others = dict(zip(_CONSTANTS, found[len(knots) :].tolist(), strict=True))
+    engine = EngineModel(paces, slots=slots, cache_tokens=cache_tokens, **others)
+    error = float(np.sqrt(np.square(factors @ found - seconds).mean()) / seconds.mean())
+    return Fit(engine, error, len(seconds))
 
+
+def _batches_of(steps: Sequence[Sequence[Response]]) -> list[_Batch]:
+    """Groups the responses with tokens by training step and rollout server. Keeps about :data:`_MOST` responses."""
     batches: dict[tuple[int, str | None], list[Response]] = {}
     for number, step in enumerate(steps):
         for response in step:
             if response.tokens:
                 batches.setdefault((number, response.server), []).append(response)
-    rng, work = np.random.default_rng(0), [_Batch(batch) for batch in batches.values()]
+    found = [_Batch(batch) for batch in batches.values()]
     kept = _MOST / max(sum(map(len, batches.values())), 1)
     if kept < 1:
-        work = [work[n] for n in rng.choice(len(work), math.ceil(kept * len(work)), replace=False)]
-    seconds = np.concatenate([batch.ends - batch.begins for batch in work]) if work else np.empty(0)
-    if len(seconds) < 16:
-        raise RlAccelError(f"fitting the engine wants 16 responses with tokens and times, found {len(seconds)}")
-    most = min(max(len(batch.begins) for batch in work), slots)
-    knots = [*(k for k in _KNOTS if k <= max(most / 4, 1)), *[most] * (most > 1)]
+        count = math.ceil(kept * len(found))
+        found = [found[n] for n in np.random.default_rng(0).choice(len(found), count, replace=False)]
+    return found
 
-    def simulated(rise: int, **constant: float) -> Floats:
+
+def _factors_of(batches: Sequence[_Batch], knots: Sequence[int], prompt_tokens: int, **limits: Any) -> Floats:
+    """Returns the factor of each constant in the seconds of each response, shape [responses, constants].
+
+    The constants are the seconds of a decoding step with ``knots[0]`` running requests, the rise of these seconds up to each
+    further knot, and :data:`_CONSTANTS`. Lengths, slots and cache size determine the decoding steps in which each response runs,
+    so the seconds of a response are linear in the constants. The factor of a constant is the simulated seconds of the response if
+    this constant is 1 and all other constants are 0. ``limits``: slots and cache size of the engine.
+    """
+    count = len(knots)
+
+    def simulated(rise: int, **constant: Any) -> Floats:
         """Returns the simulated seconds of each response for an artificial engine, whose decoding steps take 1 s to 2 s.
 
         A step takes 1 s with up to ``knots[rise - 1]`` running requests, 2 s with at least ``knots[rise]``, and linearly more in
         between. With ``rise`` = ``len(knots)``, each step takes 1 s. ``constant``: further constants of the engine; default 0.
         """
         paces = {knot: 1.0 + (number >= rise) for number, knot in enumerate(knots)}
-        engine = EngineModel(paces, slots=slots, cache_tokens=cache_tokens, **constant)
-        return np.concatenate([batch.seconds(Cluster(engine, 1, prompt_tokens)) for batch in work])
+        engine = EngineModel(paces, **limits, **constant)
+        return np.concatenate([batch.seconds(Cluster(engine, 1, prompt_tokens)) for batch in batches])
 
-    count = len(knots)
     level = simulated(count)
     columns = [level, *(simulated(rise) - level for rise in range(1, count))]
     columns += [simulated(count, **{name: 1.0}) - level for name in _CONSTANTS]
-    table = np.stack(columns, axis=1)
-    norms = np.linalg.norm(table, axis=0)
+    return np.stack(columns, axis=1)
+
+
+def _least_squares(factors: Floats, seconds: Floats, least: float) -> Floats:
+    """Returns the constants that fit ``seconds`` best. The first constant is at least ``least``, all others are at least 0."""
+    from scipy.optimize import lsq_linear
+
+    norms = np.linalg.norm(factors, axis=0)
     scale = np.where(norms > 0, norms, np.inf)  # a constant without effect is fitted as 0
-    pace = np.median(seconds / np.concatenate([batch.tokens for batch in work]))
-    least = np.append(scale[0] * pace / 100, np.zeros(len(norms) - 1))  # a step takes more than 0 s
-    to_constants = np.eye(len(norms))
-    to_constants[:count, :count] = np.tril(np.ones((count, count)))
-
-    def fitted(rows: Ints) -> Floats:
-        values: Floats = lsq_linear(table[rows] / scale, seconds[rows], (least, np.inf), method="bvls").x / scale
-        return values
-
-    rows = np.arange(len(seconds))
-    blocks = np.split(rows, np.cumsum([len(batch.begins) for batch in work])[:-1])
-    found = fitted(rows)
-    draws = [rng.integers(len(blocks), size=len(blocks)) for _ in range(100 * (len(blocks) > 1))]
-    drawn = [to_constants @ fitted(np.concatenate([blocks[n] for n in draw])) for draw in draws]
-    half = 1.96 * np.std(drawn, axis=0) if drawn else np.full(len(found), np.inf)
-    constants = (to_constants @ found).tolist()
-    paces, others = dict(zip(knots, constants, strict=False)), dict(zip(_CONSTANTS, constants[count:], strict=True))
-    engine = EngineModel(paces, slots=slots, cache_tokens=cache_tokens, **others)
-    names = [*(f"step_seconds[{knot}]" for knot in knots), *others]
-    error = float(np.sqrt(np.square(table @ found - seconds).mean()) / seconds.mean())
-    return Fit(engine, dict(zip(names, half.tolist(), strict=True)), error, len(seconds))
+    bounds = np.append(scale[0] * least, np.zeros(len(norms) - 1))
+    values: Floats = lsq_linear(factors / scale, seconds, (bounds, np.inf), method="bvls").x / scale
+    return values

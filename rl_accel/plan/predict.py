@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from rl_accel.plan.answers import PLAIN, Prediction, mean_of, outcome_of, rounds
 from rl_accel.plan.setup import Setup, setup_of
 from rl_accel.rollout.round_driver import METRICS_PREFIX
 from rl_accel.rollout.simulation import Floats
-from rl_accel.telemetry.aggregates import POLL_SECONDS
+from rl_accel.telemetry.aggregates import POLL_SECONDS, Range
 from rl_accel.telemetry.profile import Profile, format_seconds, read_run
 
 _OURS, _MODE = "+rl_accel.", "trainer.v1.trainer_mode="
@@ -68,22 +69,17 @@ def predict(setup: Setup, flags: Flags, steps: int, draws: int, warmup: int) -> 
     """
     in_rounds, limited = (flags.requested(feature) != "off" for feature in (TAIL_BATCHING, REWARD_TIMEOUT))
     poll = 0.0 if in_rounds or flags.requested(SAMPLER) != "off" else POLL_SECONDS
+    setup = replace(setup, poll_seconds=poll)
     tails, first = flags[TAIL_BATCHING] if in_rounds else PLAIN, min(warmup, steps - 1)
     found, uneven = [], []
     for draw in range(draws):
         rounds = rounds_of(setup, tails, steps, draw, limited, ends=True)[first:]
         skipping = setup.skipping_zero(draw) if flags.requested(SKIP_ZERO) != "off" else setup
-        found.append(outcome_of(skipping, rounds, poll, ends=True))
+        found.append(outcome_of(skipping, rounds, ends=True))
         rng, seconds = np.random.default_rng(draw), [played.metrics.rollout_seconds for played in rounds]
         again = rng.choice(setup.uneven, len(setup.uneven))  # bootstrap, because a few ratios are uncertain
         uneven.append(found[-1].rollout_seconds * np.average(rng.choice(again, len(rounds)), weights=seconds))
     return mean_of(found), np.array(uneven)
-
-
-def interval(seconds: Floats) -> list[float]:
-    """Returns the lower and the upper bound of the interval with the central 95% of ``seconds``, which has one value per draw."""
-    ends: list[float] = np.quantile(seconds, [0.025, 0.975]).tolist()
-    return ends
 
 
 def check(first: Path, second: Path, draws: int, warmup: int, console: Console) -> None:
@@ -103,10 +99,14 @@ def check(first: Path, second: Path, draws: int, warmup: int, console: Console) 
     measured = {"rollout": target.stages.get("gen", 0.0), "step": target.step_seconds}
     for name, ours in zip(measured, (found.rollout_seconds, found.step_seconds), strict=True):
         theirs = measured[name]
-        low, high = interval(uneven + ours - found.rollout_seconds)
-        span = f"{format_seconds(low)} to {format_seconds(high)}"
-        seconds = format_seconds(ours), span, format_seconds(theirs)
-        table.add_row(name, *seconds, f"{ours / theirs - 1:+.1%}", "yes" if low <= theirs <= high else "no")
+        span = Range.of(uneven + ours - found.rollout_seconds)
+        inside = "yes" if span.low <= theirs <= span.high else "no"
+        seconds = (
+            format_seconds(ours),
+            f"{format_seconds(span.low)} to {format_seconds(span.high)}",
+            format_seconds(theirs),
+        )
+        table.add_row(name, *seconds, f"{ours / theirs - 1:+.1%}", inside)
     log = target.metrics.values()  # all steps: tokens wasted in one step may be launched in another
     generated, wasted = (
         sum(metrics.get(f"{METRICS_PREFIX}tokens_{what}", 0.0) for metrics in log) for what in ("generated", "wasted")

@@ -1,7 +1,5 @@
-"""Output of ``rl-accel plan``: tables on the terminal, ``plan.json``, one HTML page and one PNG chart."""
+"""Output of ``rl-accel plan``: a table on the terminal, and ``plan.json``."""
 
-import base64
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,19 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_accel.files import strict_json, write_atomically
-from rl_accel.plan.answers import CANCEL_SECONDS, EVENTS_PER_SECOND, Answer, best_of
+from rl_accel.plan.answers import Answer, best_of
 from rl_accel.plan.fit import Fit
 from rl_accel.plan.setup import Setup
-from rl_accel.telemetry.profile import format_seconds
+from rl_accel.telemetry.profile import NOTHING_HELPS, format_seconds, say
 
 SCHEMA = "rl_accel.plan/1"
-OWN_LIMIT = 0.1
-"""Share of the rollout seconds above which the time that rl-accel itself needs is reported as a bottleneck."""
 FIT_LIMIT = 0.5
 """Relative error of the fitted engine model above which the output warns that the plan cannot be trusted."""
 _WANTS = {
-    "drafts": "--tokens-a-step says what they give, 1 and what `rl-accel bench drafts` prints as accepted",
-    "tp_replan": "how fast the engine is at another size is known of published ones alone",
+    "drafts": "`rl-accel bench drafts` replays them with the texts of a run",
     "skip_zero": "it wants groups of equal rewards in a trainer.rollout_data_dir below LOG, in a run without it and without a"
     " critic, KL or entropy term",
     "balance": "it wants several replicas with fewer slots than requests, and --slots says how many they have",
@@ -38,28 +33,7 @@ _ANSWERS: Mapping[str, Callable[[Answer], str]] = {
     "95% interval": lambda a: f"{a.low:.2f} to {a.high:.2f}",
     "wasted": lambda a: f"{a.outcome.wasted:.0%}" if a.outcome.wasted > 0.0005 else "",
     "cache": lambda a: f"{a.more_memory:+.0%}",
-    "staleness": lambda a: f"{a.outcome.staleness:.1f}" if a.outcome.staleness else "",
     "what it costs, what to set": lambda a: "; ".join(filter(None, (a.option.cost, a.option.how))),
-}
-
-
-def _seconds(name: str) -> Callable[[Mapping[str, float]], str]:
-    return lambda row: format_seconds(row[name])
-
-
-_CURVES = {
-    "rollout": "rollout",
-    "tail": "its tail",
-    "tail_batching": "tail batching",
-    "end": "round's end",
-    "trainer": "trainer",
-}
-_SCALE: Mapping[str, Callable[[Mapping[str, float]], str]] = {
-    "GPUs": lambda row: f"{row['gpus']:,.0f}",
-    "prompts": lambda row: f"{row['prompts']:,.0f}",
-    **{label: _seconds(name) for name, label in _CURVES.items()},
-    "times less": lambda row: f"{row['rollout'] / row['tail_batching']:.2f}",
-    "own share": lambda row: f"{row['own_share']:.1%}",
 }
 
 
@@ -71,7 +45,6 @@ class Plan:
         setup: the run that was simulated.
         fit: fit of the engine model to the run's telemetry; None if the user has described the engine.
         answers: result for the unchanged run, then one result per option (a feature or an alternative).
-        curves: results of :func:`~rl_accel.plan.answers.scale`, one row per number of GPUs.
         drawn: sentence with the number of random draws.
         advice: sentences with advice on verl's own settings.
         preemptions: measured number of preemptions per step of the run.
@@ -80,7 +53,6 @@ class Plan:
     setup: Setup
     fit: Fit | None
     answers: Sequence[Answer]
-    curves: Sequence[Mapping[str, float]]
     drawn: str
     advice: Sequence[str] = ()
     preemptions: float = 0.0
@@ -98,9 +70,7 @@ class Plan:
         steps = ", ".join(f"{format_seconds(s)} with {n:,}" for n, s in sorted(setup.engine.step_seconds.items()))
         yield f"A decoding step takes {steps} running requests."
         if fit is not None:
-            widths = ", ".join(f"{name} ±{width:.2g} s" for name, width in fit.intervals.items())
-            how = f"Fitted to {fit.responses:,} responses, error {fit.error:.1%} of their seconds"
-            yield f"{how}; 95% intervals: {widths}."
+            yield f"Fitted to {fit.responses:,} responses, error {fit.error:.1%} of their seconds."
         if not setup.stages:
             yield "A step is its rollout here: --other-seconds says what else it does."
 
@@ -115,7 +85,7 @@ class Plan:
             yield f"The engines preempted {self.preemptions:,.0f} requests a step: {how}."
         best = best_of(priced)
         if best is None:
-            yield "Nothing of the pack would shorten a step of this run by more than can be told."
+            yield NOTHING_HELPS
         else:
             before, after = (format_seconds(answer.outcome.step_seconds) for answer in (stock, best))
             ratio = f"{best.ratio:.2f} times less, {best.low:.2f} to {best.high:.2f}"
@@ -127,87 +97,47 @@ class Plan:
             yield f"Nothing to gain from: {', '.join(none)}."
         names = {found.option.name.partition(" ")[0] for found in priced}
         yield from (f"Not priced: {name}, {why}." for name, why in _WANTS.items() if name not in names)
-        if self.curves:
-            own = f"{EVENTS_PER_SECOND:,} events and {1 / CANCEL_SECONDS:,.0f} cancels a processor second"
-            over = next((row["gpus"] for row in self.curves if row["own_share"] > OWN_LIMIT), None)
-            upto = f"stays below {OWN_LIMIT:.0%} of a rollout up to {self.curves[-1]['gpus']:,.0f} GPUs"
-            from_ = f"takes more than {OWN_LIMIT:.0%} of a rollout from {over or 0:,.0f} GPUs on"
-            yield f"The pack's own work ({own}) {upto if over is None else from_}."
         yield from self.advice
 
     def show(self, console: Console) -> None:
-        """Prints the inputs, tables and conclusions of the plan to ``console``."""
-        tables: Sequence[tuple[str, Mapping[str, Callable[[Any], str]], Sequence[Any]]] = (
-            ("What it would do to a step", _ANSWERS, self.answers),
-            ("With as many prompts for each GPU", _SCALE, self.curves),
-        )
-        console.print("\n".join(self.basis()), markup=False, highlight=False, soft_wrap=True)
-        for title, columns, rows in tables:
-            table = Table(*columns, title=title)
-            for row in rows:
-                table.add_row(*(cell(row) for cell in columns.values()))
-            if rows:
-                console.print(table)
-        console.print("\n".join(self.conclusions()), markup=False, highlight=False, soft_wrap=True)
+        """Prints the inputs, the table and the conclusions of the plan to ``console``."""
+        table = Table(*_ANSWERS, title="What it would do to a step")
+        for found in self.answers:
+            table.add_row(*(cell(found) for cell in _ANSWERS.values()))
+        say(console, *self.basis())
+        console.print(table)
+        say(console, *self.conclusions())
 
-    def write(self, folder: Path) -> list[Path]:
-        """Writes plan.json, plan.png and plan.html into ``folder`` and returns their paths."""
+    def write(self, folder: Path) -> Path:
+        """Writes ``plan.json`` into ``folder`` and returns its path."""
         folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / f"plan.{kind}" for kind in ("json", "png", "html")]
-        write_atomically(paths[0], strict_json(self.summary()))
-        self.draw(paths[1])
-        page = Console(record=True, width=180, file=io.StringIO())
-        self.show(page)
-        picture = base64.b64encode(paths[1].read_bytes()).decode()
-        picture = f'<img alt="Seconds of a step" src="data:image/png;base64,{picture}"></body>'
-        paths[2].write_text(page.export_html(inline_styles=True).replace("</body>", picture), encoding="utf-8")
-        return paths
+        path = folder / "plan.json"
+        write_atomically(path, strict_json(self.summary()))
+        return path
 
     def summary(self) -> dict[str, Any]:
         """Returns the content of ``plan.json`` as a dictionary."""
-        rows = [{**vars(found), **asdict(found.outcome), "nothing": found.is_nothing} for found in self.answers]
-        for row in rows:
-            option = row.pop("option")
-            row |= {"name": option.name, "set": option.how, "ours": option.ours, "cost": option.cost}
-            del row["outcome"]
+        rows = [
+            {
+                "name": found.option.name,
+                "set": found.option.how,
+                "ours": found.option.ours,
+                "cost": found.option.cost,
+                **asdict(found.outcome),
+                "ratio": found.ratio,
+                "low": found.low,
+                "high": found.high,
+                "more_memory": found.more_memory,
+                "nothing": found.is_nothing,
+            }
+            for found in self.answers
+        ]
         return {
             "schema": SCHEMA,
             "basis": list(self.basis()),
-            "engine": {**asdict(self.setup.engine), "intervals": dict(self.fit.intervals) if self.fit else {}},
+            "engine": asdict(self.setup.engine),
             "stages": dict(self.setup.stages),
             "stock": rows[0],
             "answers": rows[1:],
-            "scale": [dict(row) for row in self.curves],
             "conclusions": list(self.conclusions()),
         }
-
-    def draw(self, path: Path) -> None:
-        """Draws two charts to the PNG file ``path``.
-
-        The first chart shows the speedup of a step with each option. The second chart shows the parts of a step in seconds, over
-        the number of GPUs.
-        """
-        from matplotlib.figure import Figure
-
-        found = self.answers[:0:-1]
-        heights = [0.32 * len(found) + 1, 3][: 1 + bool(self.curves)]
-        figure = Figure(figsize=(9, sum(heights)), layout="constrained")
-        axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-        errors = [[max(a.ratio - a.low, 0) for a in found], [max(a.high - a.ratio, 0) for a in found]]
-        colours = ["#4878a8" if a.option.ours else "#b7b7a4" for a in found]
-        axes[0].barh(
-            [a.option.name for a in found], [a.ratio for a in found], xerr=errors, color=colours, ecolor="#555555"
-        )
-        axes[0].axvline(1, color="black", lw=0.8)
-        axes[0].set_xlabel("times less seconds a step, with 95% of the draws (blue: of the pack)")
-        if self.curves:
-            sizes = [row["gpus"] for row in self.curves]
-            for name, label in _CURVES.items():
-                axes[1].plot(sizes, [max(row[name], 1e-4) for row in self.curves], marker="o", label=label)
-            axes[1].set(
-                xscale="log", yscale="log", xlabel="GPUs, with as many prompts for each", ylabel="seconds a step"
-            )
-            axes[1].set_xticks(sizes, labels=[f"{size:,.0f}" for size in sizes])
-            axes[1].minorticks_off()
-            axes[1].legend(frameon=False, fontsize=8)
-        figure.savefig(path, dpi=120, facecolor="white")

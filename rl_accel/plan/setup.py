@@ -12,9 +12,9 @@ from rl_accel.errors import RlAccelError
 from rl_accel.plan.fit import Fit, fit_engine
 from rl_accel.rollout.simulation import Cluster, EngineModel
 from rl_accel.rollout.workload import Lengths, from_groups
-from rl_accel.telemetry.aggregates import LEAST_STEPS, POLL_SECONDS, Estimate
+from rl_accel.telemetry.aggregates import LEAST_STEPS, POLL_SECONDS, Estimate, Range
 from rl_accel.telemetry.profile import Profile
-from rl_accel.telemetry.stage_clock import COMPLETED, TRAINING, Response
+from rl_accel.telemetry.stage_clock import COMPLETED, TRAINING, Response, by_prompt
 
 _PROMPTS = "prompt_length/mean"
 """Name of verl's metric for the mean prompt length in tokens."""
@@ -32,8 +32,6 @@ class Setup:
         stages: mean seconds of each stage of a step except the rollout stage ``gen``, by stage name.
         poll_seconds: seconds between two checks whether the rollout is done; 0: the trainer notices the end at once.
         after_seconds: seconds from the time at which the trainer notices the end of the rollout to the end of the stage ``gen``.
-        tp: tensor-parallel size, the number of GPUs per replica.
-        engines: performance models of engines by tensor-parallel size; may be empty.
         cluster: class of the simulated cluster; a subclass may route requests differently.
         uneven: deviation of real rollouts from the simulation: measured divided by simulated seconds, one ratio per rollout.
         zero_shares: share of the characters of prompts and responses that the feature skip_zero would leave out of the actor
@@ -48,16 +46,9 @@ class Setup:
     stages: Mapping[str, float] = field(default_factory=dict)
     poll_seconds: float = 0.0
     after_seconds: float = 0.0
-    tp: int = 1
-    engines: Mapping[int, EngineModel] = field(default_factory=dict)
     cluster: type[Cluster] = Cluster
     uneven: Sequence[float] = (1.0,)
     zero_shares: Sequence[float] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("prompts", "responses", "replicas"):
-            if getattr(self, name) < 1:
-                raise RlAccelError(f"--{name} must be at least 1, found {getattr(self, name)}")
 
     @property
     def training_seconds(self) -> float:
@@ -69,12 +60,9 @@ class Setup:
         """Mean seconds per step of all stages with a fixed duration, without the rollout."""
         return sum(self.stages.values()) - self.training_seconds
 
-    def noticed(self, seconds: float, poll_seconds: float | None = None) -> float:
-        """Returns the seconds of the stage ``gen`` if the rollout takes ``seconds``.
-
-        The trainer checks every ``poll_seconds`` whether the rollout is done. None: the value of this setup.
-        """
-        poll = self.poll_seconds if poll_seconds is None else poll_seconds
+    def noticed(self, seconds: float) -> float:
+        """Returns the seconds of the stage ``gen`` if the rollout takes ``seconds``."""
+        poll = self.poll_seconds
         return (ceil(seconds / poll) * poll if poll else seconds) + self.after_seconds
 
     def skipping_zero(self, seed: int) -> "Setup":
@@ -85,10 +73,6 @@ class Setup:
         share = self.zero_shares[seed % len(self.zero_shares)] if self.zero_shares else 0.0
         update = self.stages.get("update_actor", 0.0) * (1 - share)
         return replace(self, stages={**self.stages, "update_actor": update})
-
-    def built(self) -> Cluster:
-        """Returns a new, idle simulated cluster with the replicas of this setup."""
-        return self.cluster(self.engine, self.replicas, self.workload.prompt_tokens)
 
 
 def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit | None]:
@@ -108,7 +92,7 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit | None]
     if run.estimate is not None:
         return _setup_of_aggregates(run, run.estimate, given), None
     steps = list(run.responses.values())
-    whole = [_groups(step) for step in steps if all(r.outcome == COMPLETED for r in step)]
+    whole = [by_prompt(step) for step in steps if all(r.outcome == COMPLETED for r in step)]
     if not steps:
         needs = f"{LEAST_STEPS} steps after the warm-up with response_length/mean and response_length/max"
         why = f" ({'; '.join(run.missing)})" if run.missing else ""
@@ -132,9 +116,8 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit | None]
         from_groups(_lengths(list(run.kept.values())), str(run.log), rewards=rewards, prompt_tokens=prompt_tokens),
         {name: seconds for name, seconds in run.stages.items() if name != "gen"},
         0.0 if run.on & {"sampler", "tail_batching"} else POLL_SECONDS,
-        min(run.rests.values(), default=0.0),
-        given.get("gpus") or 1,
-        zero_shares=run.zero_shares,
+        min(run.rests, default=0.0),
+        zero_shares=run.zero_groups[0],
     )
     uneven = [_slower(setup, step) for step in steps if all(r.outcome == COMPLETED for r in step)]
     return replace(setup, uneven=uneven or setup.uneven), fit
@@ -142,7 +125,7 @@ def setup_of(run: Profile, given: Mapping[str, Any]) -> tuple[Setup, Fit | None]
 
 def _setup_of_aggregates(run: Profile, estimate: Estimate, given: Mapping[str, Any]) -> Setup:
     """Returns the setup of a run without telemetry. Each draw of the plan has another distribution of lengths that fits the log."""
-    rollouts, tp = estimate.rollouts, given.get("gpus") or 1
+    rollouts = estimate.rollouts
     responses = given.get("responses") or rollouts.group
     if responses is None:
         raise RlAccelError(f"{run.log} does not say how many responses a prompt has: give --responses")
@@ -154,11 +137,11 @@ def _setup_of_aggregates(run: Profile, estimate: Estimate, given: Mapping[str, A
             f"{run.log}: wanted a run whose rollouts end with their step, found responses of older weights"
         )
     lengths = estimate.lengths
-    spread = np.quantile([workload.tokens.mean() for workload in lengths], (0.025, 0.975))
+    spread = Range.of([workload.tokens.mean() for workload in lengths])
     source = (
         f"{len(lengths)} fits of published shapes to the mean, the longest and the share at the limit of"
-        f" {len(rollouts.seconds)} batches (mean {spread[0]:,.0f} to {spread[1]:,.0f} tokens); the engine is assumed as fast with"
-        " other numbers of requests"
+        f" {len(rollouts.seconds)} batches (mean {spread.low:,.0f} to {spread.high:,.0f} tokens);"
+        " the engine is assumed as fast with other numbers of requests"
     )
     known = {name: given[name] for name in ("slots", "cache_tokens") if given.get(name)}
     replicas = given.get("replicas") or 1
@@ -172,27 +155,18 @@ def _setup_of_aggregates(run: Profile, estimate: Estimate, given: Mapping[str, A
         replace(lengths[0], alternatives=lengths, source=source, prompt_tokens=round(fmean(rollouts.prompts))),
         {name: seconds for name, seconds in run.stages.items() if name != "gen"},
         POLL_SECONDS if rollouts.polls else 0.0,
-        estimate.unexplained.mean,
-        tp,
-        zero_shares=run.zero_shares,
+        estimate.storing + estimate.unexplained.mean,
+        zero_shares=run.zero_groups[0],
     )
 
 
 def _slower(setup: Setup, step: Sequence[Response]) -> float:
     """Returns the measured rollout seconds of a step, divided by the simulated seconds for the same responses."""
-    cluster = setup.built()
+    cluster = Cluster(setup.engine, setup.replicas, setup.workload.prompt_tokens)
     cluster.launch(range(len(step)), [response.tokens or 1 for response in step])
     while len(cluster):
         cluster.happen()
     return (max(r.generated or r.ended for r in step) - min(r.began for r in step)) / cluster.now
-
-
-def _groups(step: Sequence[Response]) -> list[list[Response]]:
-    """Groups the responses of a step by prompt. Returns one list per prompt."""
-    groups: dict[str, list[Response]] = {}
-    for response in step:
-        groups.setdefault(response.prompt, []).append(response)
-    return list(groups.values())
 
 
 def _lengths(steps: Sequence[Sequence[Response]]) -> list[list[float]]:
@@ -210,4 +184,4 @@ def _lengths(steps: Sequence[Sequence[Response]]) -> list[list[float]]:
         longer = ended[np.searchsorted(ended, tokens, side="right") :]
         return tokens if response.outcome == COMPLETED or not len(longer) else float(rng.choice(longer))
 
-    return [[length(response) for response in group] for step in cut or steps for group in _groups(step)]
+    return [[length(response) for response in group] for step in cut or steps for group in by_prompt(step)]

@@ -58,10 +58,10 @@ class Range:
     high: float
 
     @classmethod
-    def of(cls, draws: Sequence[float] | Floats) -> "Range":
-        """Returns the mean and the central 95% of ``draws``."""
+    def of(cls, draws: Sequence[float] | Floats, mean: float | None = None) -> "Range":
+        """Returns ``mean`` (default: that of the draws) and the central 95% of ``draws``."""
         low, high = np.quantile(draws, (0.025, 0.975)).tolist()
-        return cls(float(np.mean(draws)), low, high)
+        return cls(float(np.mean(draws)) if mean is None else mean, low, high)
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,8 @@ class Rollouts:
         on_policy: whether each rollout trains the same weights that generated its responses. Otherwise, the effects of polling and
             tail batching are not estimated.
         is_v1: whether the trainer is verl's V1 trainer.
+        limit: longest response of the run in tokens, which is assumed to be the length limit; infinity if only one step reached
+            this length.
     """
 
     seconds: Floats
@@ -93,6 +95,7 @@ class Rollouts:
     polls: bool
     on_policy: bool
     is_v1: bool
+    limit: float
 
     @classmethod
     def of(
@@ -115,6 +118,7 @@ class Rollouts:
         tokens = np.array([step.get("perf/total_num_tokens", math.nan) for step in known])
         count = float(np.median(tokens / (arrays["prompts"] + arrays["mean"])))
         responses = round(count) if math.isfinite(count) else (prompts or 0) * (group or 0)
+        longest = float(arrays["longest"].max())
         is_v1 = any(name.startswith(_V1) for name in known[0])
         on_policy = all(step.get(f"{_V1}taleness/mean", 0) == 0 for step in known)
         return cls(
@@ -124,13 +128,8 @@ class Rollouts:
             polls=polls and is_v1 and on_policy,
             on_policy=on_policy,
             is_v1=is_v1,
+            limit=longest if (arrays["longest"] == longest).sum() > 1 else math.inf,
         )
-
-    @property
-    def limit(self) -> float:
-        """Longest response in tokens, which is assumed to be the length limit; infinity if only one step reached this length."""
-        most = float(self.longest.max())
-        return most if (self.longest == most).sum() > 1 else math.inf
 
     @property
     def is_measured(self) -> bool:
@@ -277,7 +276,8 @@ class Estimate:
         rollouts: data from the log.
         lengths: distributions of response lengths that fit the log, one per draw.
         base, pace: fixed seconds of a rollout, and further seconds per token of the longest response.
-        polling: seconds from the true end of a rollout to the end of the stage ``gen`` if the trainer polls, else 0.
+        polling: seconds from the true end of a rollout to the poll that finds the rollout done, if the trainer polls, else 0.
+        storing: seconds from this poll to the end of the stage ``gen``.
         waiting: seconds in which only the longest tenth of the responses are still running.
         unexplained: seconds that response lengths do not explain, such as slow rewards.
         idle: share of slots without a request, if all responses begin together.
@@ -291,6 +291,7 @@ class Estimate:
     base: Range
     pace: Range
     polling: Range
+    storing: float
     waiting: Range
     unexplained: Range
     idle: Range
@@ -304,7 +305,7 @@ def estimate(rollouts: Rollouts, limit_seconds: float) -> Estimate:
 
     ``limit_seconds``: time limit of a reward with the feature reward_timeout.
     """
-    rng, phase = np.random.default_rng(0), rollouts.phase()
+    rng, phase = np.random.default_rng(0), rollouts.phase() if rollouts.polls else 0.0
     groups = [rollouts.group] if rollouts.group else [n for n in _GROUPS if n <= rollouts.responses] or [1]
     rows: list[dict[str, float]] = []
     lengths = []
@@ -319,7 +320,7 @@ def estimate(rollouts: Rollouts, limit_seconds: float) -> Estimate:
         row = {
             "base": base,
             "pace": pace,
-            "polling": (steps.seconds - done).mean() if rollouts.polls else 0.0,
+            "polling": (steps.seconds - phase - done).mean() if rollouts.polls else 0.0,
             "waiting": pace * max(longest - nine_in_ten, 0.0),
             "unexplained": excess.mean(),
             "idle": min(max(1 - busy / steps.seconds.mean(), 0.0), 1.0),
@@ -332,4 +333,4 @@ def estimate(rollouts: Rollouts, limit_seconds: float) -> Estimate:
         rows.append(row)
     ranges = {name: Range.of([row[name] for row in rows]) for name in rows[0]}
     tail = ranges.pop("tail", None)
-    return Estimate(rollouts, lengths, tail=tail, **{"trained": Range(1.0, 1.0, 1.0), **ranges})
+    return Estimate(rollouts, lengths, storing=phase, tail=tail, **{"trained": Range(1.0, 1.0, 1.0), **ranges})

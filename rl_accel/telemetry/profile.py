@@ -1,13 +1,13 @@
 """The command ``rl-accel profile``. Shows the time of a run's training steps in tables and a picture, and estimates savings."""
 
 import contextlib
-import functools
 import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_accel.errors import RlAccelError
+from rl_accel.features import RewardTimeoutFlags
 from rl_accel.rollout.workload import from_groups
 from rl_accel.telemetry import stage_clock
 from rl_accel.telemetry.aggregates import (
@@ -45,8 +46,9 @@ WARMUP = 2
 WAITING, NOTICING = "waiting for the longest responses", "noticing that the rollout is done"
 _TABLES = {"drafts": "drafted", "balance": "slots_in_use", "skip_zero": "rows"}
 """Features whose metrics are printed in a table, each with the metric that must be above 0 for the table to be printed."""
-_LIMIT_SCALE, _LIMIT_SLACK, _LIMIT_LEAST = 1.5, 0.5, 2.0
-"""Default time limit of reward_timeout: 1.5 times the longest correct execution plus 0.5 seconds, at least 2 seconds."""
+NOTHING_HELPS = "Nothing of the pack would shorten a step of this run by more than can be told."
+_LIMITS = RewardTimeoutFlags()
+"""Default time limits of the feature reward_timeout."""
 _NEVER_ZERO = {
     "timing_s/values",
     "timing_s/update_critic",
@@ -127,42 +129,20 @@ class Profile:
     """Time of a run's training steps by stage and cause, and possible savings.
 
     Attributes:
+        folder: path that was read.
         logged: the log of the run.
         metrics: metrics of each logged step, by step number, with verl's names also for slime.
-        steps: numbers of the measured steps, which exclude the warm-up steps.
-        stages: mean seconds of each stage in a measured step, by name of the stage.
-        numbers: means of the metrics of the feature telemetry, by name. Unknown metrics are left out.
-        savings: possible savings, the largest first; savings by other means than features of rl-accel come last.
-        tables: means of the metrics of some features, by feature and by name.
+        staged: seconds of each stage of the measured steps, by step number. Warm-up steps are left out.
         notes: texts that each say which logged steps are left out and why.
-        missing: texts that each say which results are unknown and why.
-        responses: responses of each measured step, by step number, if metrics of the step's generation are known. Times are in
-            seconds since the first response of the step began.
-        kept: responses of all steps, including the warm-up, by step number.
-        rests: seconds from the last reward of a step to the end of its generation, by step number.
-        on: names of the enabled features.
-        zero_shares: share of the characters of prompts and responses that skip_zero would leave out of the actor update, and the
-            shares of bootstrap draws; empty if unknown, or if skip_zero is on or cannot work.
-        last_seconds: seconds of the generation stage in the last step.
-        estimate: parts of generation as estimated from the log, if their times are unknown and the log says enough.
+        group: number of responses per prompt; None: the number in the log, if any.
     """
 
+    folder: Path
     logged: Logged
     metrics: Mapping[int, Mapping[str, float]]
-    steps: Sequence[int]
-    stages: Mapping[str, float]
-    numbers: Mapping[str, float]
-    savings: Sequence[Saving]
-    tables: Mapping[str, Mapping[str, float]]
+    staged: Mapping[int, Mapping[str, float]]
     notes: Sequence[str]
-    missing: Sequence[str]
-    responses: Mapping[int, Sequence[Response]]
-    kept: Mapping[int, Sequence[Response]]
-    rests: Mapping[int, float]
-    on: frozenset[str]
-    zero_shares: Sequence[float]
-    last_seconds: float
-    estimate: Estimate | None
+    group: int | None
 
     @property
     def log(self) -> Path:
@@ -170,9 +150,81 @@ class Profile:
         return self.logged.files[0]
 
     @property
+    def steps(self) -> list[int]:
+        """Numbers of the measured steps, which exclude the warm-up steps."""
+        return list(self.staged)
+
+    @cached_property
+    def stages(self) -> Mapping[str, float]:
+        """Mean seconds of each stage in a measured step, by name of the stage."""
+        names = [name for name in (*stage_clock.STAGES, OTHER) if any(name in its for its in self.staged.values())]
+        return {name: statistics.fmean(its.get(name, 0.0) for its in self.staged.values()) for name in names}
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean duration of a measured step in seconds."""
+        return sum(self.stages.values())
+
+    @property
+    def last_seconds(self) -> float:
+        """Seconds of the generation stage in the last step."""
+        return self.staged[self.steps[-1]].get("gen", 0.0)
+
+    @cached_property
+    def on(self) -> frozenset[str]:
+        """Names of the enabled features."""
+        last = self.metrics[self.steps[-1]]
+        return frozenset(name.split("/")[1] for name, value in last.items() if name.endswith("/applied") and value)
+
+    @cached_property
+    def noted(self) -> Mapping[int, Mapping[str, float]]:
+        """Metrics of the feature telemetry in each measured step, by step number and name. Unknown metrics are left out."""
+        return {step: _below(TELEMETRY, self.metrics[step]) for step in self.steps}
+
+    @cached_property
+    def numbers(self) -> Mapping[str, float]:
+        """Means of the metrics of the feature telemetry, by name."""
+        return _means(self.noted.values())
+
+    def table(self, feature: str) -> Mapping[str, float]:
+        """Returns the means of the metrics of ``feature`` by name."""
+        return _means([_below(f"rl_accel/{feature}/", self.metrics[step]) for step in self.steps])
+
+    @cached_property
+    def kept_files(self) -> Sequence[Path]:
+        """Files with the times of all responses."""
+        return sorted((self.folder if self.folder.is_dir() else self.folder.parent).rglob(FILE_NAME))
+
+    @cached_property
+    def kept(self) -> Mapping[int, Sequence[Response]]:
+        """Responses of all steps, including the warm-up, by step number. Times are in seconds since the first response began."""
+        return stage_clock.read_kept(self.kept_files[0]) if self.numbers and len(self.kept_files) == 1 else {}
+
+    @cached_property
+    def responses(self) -> Mapping[int, Sequence[Response]]:
+        """Responses of each measured step, by step number, if metrics of the step's generation are known."""
+        known = [step for step, its in self.noted.items() if "concurrency" in its]
+        return {step: self.kept[step] for step in known if step in self.kept}
+
+    @property
     def last(self) -> Sequence[Response]:
         """Responses of the last measured step; empty if the times of the responses are unknown."""
         return self.responses.get(self.steps[-1], [])
+
+    @property
+    def rests(self) -> list[float]:
+        """Seconds from the last reward of a step to the end of its generation, one number per step."""
+        return [its["rest_seconds"] for its in self.noted.values() if "rest_seconds" in its]
+
+    @cached_property
+    def estimate(self) -> Estimate | None:
+        """Parts of generation as estimated from the log, if their times are unknown and the log says enough."""
+        prompts, group = self.logged.batch()
+        polls = not self.on & {"sampler", "tail_batching"}
+        rollouts = Rollouts.of([self.metrics[step] for step in self.steps], self.group or group, prompts, polls)
+        if rollouts is None or self.responses or "tail_batching" in self.on:
+            return None
+        return estimate(rollouts, _LIMITS.minimum)
 
     @property
     def parts(self) -> Mapping[str, float]:
@@ -181,14 +233,38 @@ class Profile:
         if measured or self.estimate is None:
             return measured
         found = self.estimate
-        others = found.waiting.mean, found.unexplained.mean, found.polling.mean
+        others = found.waiting.mean, found.unexplained.mean, found.polling.mean + found.storing
         parts = zip(_PARTS, (max(self.stages["gen"] - sum(others), 0.0), *others), strict=True)
         return {name: seconds for name, seconds in parts if seconds}
 
+    @cached_property
+    def zero_groups(self) -> tuple[Sequence[float], str]:
+        """Result of :func:`_zero_shares`; no shares if skip_zero is on or cannot work."""
+        names = {name for its in self.metrics.values() for name in its}
+        is_possible = self.folder.is_dir() and "skip_zero" not in self.on and _NEVER_ZERO.isdisjoint(names)
+        return _zero_shares(self.folder) if is_possible else ([], "")
+
+    @cached_property
+    def savings(self) -> Sequence[Saving]:
+        """Possible savings, the largest first; savings by other means than features of rl-accel come last."""
+        return sorted(_savings(self), key=lambda saving: -saving.at_most)
+
     @property
-    def step_seconds(self) -> float:
-        """Mean duration of a measured step in seconds."""
-        return sum(self.stages.values())
+    def missing(self) -> list[str]:
+        """Texts that each say which results are unknown and why."""
+        if not self.numbers:
+            what = "waiting, rewards, completion times and preemptions as measured"
+            return [f"{what}: the run had no +rl_accel.telemetry.enable=True"]
+        missing = []
+        if len(self.kept_files) != 1:
+            what = "what tail_batching and reward_timeout would save, the servers, and the picture of responses"
+            missing.append(f"{what}: {len(self.kept_files)} files named {FILE_NAME} are here, not one")
+        if "concurrency" not in self.numbers:
+            missing.append("parts of generation: in this trainer mode responses are under way when the stage begins")
+        if unknown := sum("preemptions" not in its for its in self.noted.values() if its):
+            why = "a server's own counter could not be read (vLLM: rollout.disable_log_stats=False)"
+            missing.append(f"preemptions of {unknown} of {len(self.steps)} steps: {why}")
+        return missing
 
 
 def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Profile:
@@ -208,70 +284,12 @@ def read_run(folder: Path, warmup: int = WARMUP, group: int | None = None) -> Pr
     if not staged:
         wanted = "timing_s/step, as verl logs it, or perf/step_time, as slime does"
         raise RlAccelError(f"{folder}: {logged}, but no step has its seconds: wanted {wanted}")
-    steps = list(staged)[min(warmup, len(staged) - 1) :]
-    names = [name for name in (*stage_clock.STAGES, OTHER) if any(name in staged[step] for step in steps)]
-    stages = {name: statistics.fmean(staged[step].get(name, 0.0) for step in steps) for name in names}
-    noted = {step: _below(TELEMETRY, metrics[step]) for step in steps}
-    numbers = _means(noted.values())
-    tables = {name: _means([_below(f"rl_accel/{name}/", metrics[step]) for step in steps]) for name in _TABLES}
-
+    timers = {PREFIX + name for name in ("step", *stage_clock.STAGES)}
     notes = list(logged.notes)
-    timers = [PREFIX + name for name in ("step", *stage_clock.STAGES)]
-    if unknown_steps := [
-        step for step in metrics if step not in staged and any(name in metrics[step] for name in timers)
-    ]:
-        notes.append(
-            f"left out, as the seconds of a stage or of the step are no durations: {', '.join(map(str, unknown_steps))}"
-        )
-    missing: list[str] = []
-    kept: dict[int, list[Response]] = {}
-    files = sorted((folder if folder.is_dir() else folder.parent).rglob(FILE_NAME))
-    if not numbers:
-        what = "waiting, rewards, completion times and preemptions as measured"
-        missing.append(f"{what}: the run had no +rl_accel.telemetry.enable=True")
-    elif len(files) == 1:
-        kept = stage_clock.read_kept(files[0])
-    else:
-        what = "what tail_batching and reward_timeout would save, the servers, and the picture of responses"
-        missing.append(f"{what}: {len(files)} files named {FILE_NAME} are here, not one")
-    if numbers and "concurrency" not in numbers:
-        missing.append("parts of generation: in this trainer mode responses are under way when the stage begins")
-    if unknown := sum("preemptions" not in its for its in noted.values() if its):
-        why = "a server's own counter could not be read (vLLM: rollout.disable_log_stats=False)"
-        missing.append(f"preemptions of {unknown} of {len(steps)} steps: {why}")
-
-    responses = {step: kept[step] for step, its in noted.items() if "concurrency" in its and step in kept}
-    rests = {step: its["rest_seconds"] for step, its in noted.items() if "rest_seconds" in its}
-    on = {name.split("/")[1] for name, value in metrics[steps[-1]].items() if name.endswith("/applied") and value}
-    prompts, known_group = logged.batch()
-    polls = not on & {"sampler", "tail_batching"}
-    rollouts = Rollouts.of([metrics[step] for step in steps], group or known_group, prompts, polls)
-    is_open = rollouts is not None and not responses and "tail_batching" not in on
-    found = estimate(rollouts, _LIMIT_LEAST) if rollouts is not None and is_open else None
-    savings = _savings(stages, numbers, list(rests.values()), list(responses.values()), on, found, logged.is_slime)
-    names_logged = {name for its in metrics.values() for name in its}
-    shares, how = _zero_shares(folder, names_logged) if folder.is_dir() and "skip_zero" not in on else ([], "")
-    savings += _saving_of_skip_zero(stages.get("update_actor", 0.0), shares, how)
-    savings.sort(key=lambda saving: -saving.at_most)
-    last_seconds = staged[steps[-1]].get("gen", 0.0)
-    return Profile(
-        logged,
-        metrics,
-        steps,
-        stages,
-        numbers,
-        savings,
-        tables,
-        notes,
-        missing,
-        responses,
-        kept,
-        rests,
-        frozenset(on),
-        shares,
-        last_seconds,
-        found,
-    )
+    if unknown := [str(step) for step, its in metrics.items() if step not in staged and timers & its.keys()]:
+        notes.append(f"left out, as the seconds of a stage or of the step are no durations: {', '.join(unknown)}")
+    measured = list(staged.items())[min(warmup, len(staged) - 1) :]
+    return Profile(folder, logged, metrics, dict(measured), notes, group)
 
 
 def _below(prefix: str, logged: Mapping[str, float]) -> dict[str, float]:
@@ -288,94 +306,93 @@ def _means(of_steps: Collection[Mapping[str, float]]) -> dict[str, float]:
 # Savings
 
 
-def _savings(
-    stages: Mapping[str, float],
-    numbers: Mapping[str, float],
-    rests: Sequence[float],
-    steps: Sequence[Sequence[Response]],
-    on: set[str],
-    found: Estimate | None,
-    is_slime: bool,
-) -> list[Saving]:
-    """Returns the possible savings in a run, the largest first.
-
-    Args:
-        stages: mean seconds of each stage in a step.
-        numbers: means of the metrics of the feature telemetry, by name.
-        rests: seconds from the last reward to the end of generation, one number per step.
-        steps: responses of each step for which metrics of generation are known.
-        on: names of the enabled features.
-        found: parts of generation as estimated without telemetry.
-        is_slime: whether the run is one of slime.
-    """
-
-    def saving(name: str, seconds: float, gain: tuple[Range | None, str], *features: str) -> Saving:
-        if running := sorted(on.intersection(features)):
-            return Saving(name, seconds, f"{', '.join(running)}: on", None, "this is what is left of it", ours=False)
-        flag = f"{features[0]}, with rl-accel slime-config" if is_slime else f"+rl_accel.{features[0]}.enable=True"
-        return Saving(name, seconds, flag, *gain)
-
+def _savings(run: Profile) -> list[Saving]:
+    """Returns the possible savings in a run."""
+    stages, gen = run.stages, run.stages.get("gen", 0.0)
     savings = []
-    if "concurrency" in numbers:
-        most, waiting, reward, rest = (numbers.get(name, 0.0) for name in _PARTS)
-        tools = most * numbers.get("tool_share", 0.0)
-        savings = [
-            saving(WAITING, waiting, _gain_of_tail_batching(steps), "tail_batching"),
-            saving("rewards after the last generation", reward, _gain_of_reward_timeout(steps), "reward_timeout"),
-            saving(NOTICING, rest, _gain_of_sampler(rests), "sampler", "tail_batching"),
-            _generating(most - tools),
-        ]
-        if tools:
-            share = f"{numbers['tool_share']:.0%} of a response's time, by verl's own timer of its tool calls"
-            hanging = "quicker tools; for those that hang: rl_accel.tail_batching.agent_loop_limit"
-            savings.append(Saving("tools of nine in ten responses", tools, hanging, None, share, ours=False))
-    elif found is not None and stages.get("gen", 0.0) > 0:
-        savings = _estimated(found, stages, saving)
-    elif stages.get("gen", 0.0) > 0 and not numbers:
+    if "concurrency" in run.numbers:
+        savings = _measured(run)
+    elif gen > 0 and run.estimate is not None:
+        savings = _estimated(run, run.estimate)
+    elif gen > 0 and not run.numbers:
         wanted = (
             f"{LEAST_STEPS} steps with response_length/mean and /max, or +rl_accel.telemetry.enable=True, tell how much of it is"
             " waiting and which feature would save it"
         )
-        advice = ", ".join(name for name in ("sampler", "tail_batching") if name not in on)
+        advice = ", ".join(name for name in ("sampler", "tail_batching") if name not in run.on)
         name = "generation, waiting included"
-        savings = [Saving(name, stages["gen"], advice or "on already", None, wanted, ours=bool(advice))]
+        savings = [Saving(name, gen, advice or "on already", None, wanted, ours=bool(advice))]
     if "reward" in stages:
         needed = "unknown without the time of each reward, which +rl_accel.telemetry.enable=True logs"
-        savings.append(saving("rewards", stages["reward"], (None, needed), "reward_timeout"))
+        savings.append(_saving(run, "rewards", stages["reward"], (None, needed), "reward_timeout"))
     if stages.get("adv", 0.0) > 0:
         has_critic = stages.keys() & {"values", "update_critic"}
         at_most = "at most all of it" + ("; `rl-accel bench gae` measures your shape" if has_critic else "")
         features = ("gae", "advantages") if has_critic else ("advantages", "gae")
-        savings.append(saving("advantages", stages["adv"], (None, at_most), *features))
-    return sorted(savings, key=lambda saving: -saving.at_most)
+        savings.append(_saving(run, "advantages", stages["adv"], (None, at_most), *features))
+    shares, how = run.zero_groups
+    if shares:
+        seconds = stages.get("update_actor", 0.0) * np.array(shares)
+        gain = Range.of(seconds[1:], float(seconds[0]))
+        savings.append(_saving(run, "training of groups with equal rewards", gain.mean, (gain, how), "skip_zero"))
+    return savings
 
 
-def _estimated(found: Estimate, stages: Mapping[str, float], saving: Callable[..., Saving]) -> list[Saving]:
+def _saving(run: Profile, name: str, seconds: float, gain: tuple[Range | None, str], *features: str) -> Saving:
+    """Returns the saving by the first of ``features`` in a part of a step, or what is left of this part if one of them is on."""
+    if running := sorted(run.on.intersection(features)):
+        return Saving(name, seconds, f"{', '.join(running)}: on", None, "this is what is left of it", ours=False)
+    is_slime = run.logged.is_slime
+    flag = f"{features[0]}, with rl-accel slime-config" if is_slime else f"+rl_accel.{features[0]}.enable=True"
+    return Saving(name, seconds, flag, *gain)
+
+
+def _measured(run: Profile) -> list[Saving]:
+    """Returns savings in the generation of a run with telemetry."""
+    steps = list(run.responses.values())
+    most, waiting, reward, rest = (run.numbers.get(name, 0.0) for name in _PARTS)
+    share = run.numbers.get("tool_share", 0.0)
+    savings = [
+        _saving(run, WAITING, waiting, _gain_of_tail_batching(steps), "tail_batching"),
+        _saving(run, "rewards after the last generation", reward, _gain_of_reward_timeout(steps), "reward_timeout"),
+        _saving(run, NOTICING, rest, _gain_of_sampler(run.rests), "sampler", "tail_batching"),
+        _generating(most * (1 - share)),
+    ]
+    if share:
+        how = f"{share:.0%} of a response's time, by verl's own timer of its tool calls"
+        hanging = "quicker tools; for those that hang: rl_accel.tail_batching.agent_loop_limit"
+        savings.append(Saving("tools of nine in ten responses", most * share, hanging, None, how, ours=False))
+    return savings
+
+
+def _estimated(run: Profile, found: Estimate) -> list[Saving]:
     """Returns savings in the generation of a run without telemetry."""
     rollouts, count = found.rollouts, len(found.rollouts.seconds)
-    savings, gen = [], stages["gen"]
+    noticing = found.polling.mean + found.storing
+    explained = run.stages["gen"] - noticing - found.unexplained.mean
+    savings = [_generating(max(explained - found.waiting.mean, 0.0))]
     if found.polling.mean:
         how = (
             f"the trainer looks every {POLL_SECONDS:g} s whether a rollout is done; how long each of {count} rollouts had been done"
             " is estimated from its longest response and the seconds of the others"
         )
-        savings.append(saving(NOTICING, found.polling.mean, (found.polling, how), "sampler", "tail_batching"))
-    rest = format_seconds(gen - found.polling.mean - found.unexplained.mean)
-    how = (
-        f"at most, and for rewards that execute something: response lengths explain {rest} of {count} rollouts; the rest may"
-        f" also be tools or the reading of prompts. Less a limit of {_LIMIT_LEAST:g} s for each rollout"
-    )
+        savings.append(_saving(run, NOTICING, noticing, (found.polling, how), "sampler", "tail_batching"))
     if found.unexplained.mean:
-        savings.append(
-            saving("waiting that no length explains", found.unexplained.mean, (found.over, how), "reward_timeout")
+        how = (
+            f"at most, and for rewards that execute something: response lengths explain {format_seconds(explained)} of {count}"
+            " rollouts; the rest may also be tools or the reading of prompts."
+            f" Less a limit of {_LIMITS.minimum:g} s for each rollout"
         )
-    if found.tail is None:
-        how = "it needs rollouts that train the weights that generated them" if not rollouts.on_policy else ""
-        how = how or "the log does not say how many responses a step has: --responses and their launch line would"
+        unexplained = found.unexplained.mean, (found.over, how)
+        savings.append(_saving(run, "waiting that no length explains", *unexplained, "reward_timeout"))
+    if not rollouts.on_policy:
+        how = "it needs rollouts that train the weights that generated them"
+    elif found.tail is None:
+        how = "the log does not say how many responses a step has: --responses and their launch line would"
     else:
         per = f"{rollouts.group or '4, 8 and 16'} response{'s' * (rollouts.group != 1)} a prompt"
         per += "" if rollouts.group else " (--responses says how many)"
-        training = sum(stages.get(name, 0.0) for name in stage_clock.TRAINING)
+        training = sum(run.stages.get(name, 0.0) for name in stage_clock.TRAINING)
         whole = found.tail.mean + found.polling.mean + training * (1 - found.trained.mean)
         pace, base = format_seconds(found.pace.mean), format_seconds(found.base.mean)
         how = (
@@ -385,9 +402,7 @@ def _estimated(found: Estimate, stages: Mapping[str, float], saving: Callable[..
             f" With the polls and the training of shorter responses {format_seconds(max(whole, 0.0))} a step"
             f"{'' if rollouts.is_v1 else ', with the V1 trainer of verl 0.9'}"
         )
-    savings.append(saving(WAITING, found.waiting.mean, (found.tail, how), "tail_batching"))
-    most = max(gen - sum(part.mean for part in (found.polling, found.unexplained, found.waiting)), 0.0)
-    return [*savings, _generating(most)]
+    return [*savings, _saving(run, WAITING, found.waiting.mean, (found.tail, how), "tail_batching")]
 
 
 def _generating(seconds: float) -> Saving:
@@ -399,18 +414,17 @@ def _generating(seconds: float) -> Saving:
 def _again(values: Sequence[float]) -> Range:
     """Returns the mean of ``values`` with the 95% interval of a bootstrap."""
     drawn = np.random.default_rng(0).choice(values, (1000, len(values)))
-    return replace(Range.of(drawn.mean(axis=1)), mean=statistics.fmean(values))
+    return Range.of(drawn.mean(axis=1), statistics.fmean(values))
 
 
-def _zero_shares(folder: Path, names: Collection[str]) -> tuple[Sequence[float], str]:
+def _zero_shares(folder: Path) -> tuple[Sequence[float], str]:
     """Returns the share of characters in prompt groups whose rewards are all equal, and the basis of this share in words.
 
     Prompts and responses are read from the files of verl's ``trainer.rollout_data_dir`` below ``folder``. The first number is the
-    measured share, all others are shares of bootstrap draws. There are no numbers if no group has equal rewards, or if the names of
-    the logged metrics, ``names``, show that these groups influence training (:data:`_NEVER_ZERO`).
+    measured share, all others are shares of bootstrap draws. There are no numbers if no group has equal rewards.
     """
     groups: dict[tuple[Path, str], list[tuple[float, int]]] = {}
-    for path in folder.rglob("*.jsonl") if _NEVER_ZERO.isdisjoint(names) else ():
+    for path in folder.rglob("*.jsonl"):
         with contextlib.suppress(KeyError, TypeError, ValueError):  # another file, or a file that is being written
             for row in map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.stem.isdigit() else ()):
                 size = len(row["input"]) + len(row["output"])
@@ -426,19 +440,6 @@ def _zero_shares(folder: Path, names: Collection[str]) -> tuple[Sequence[float],
     return shares, f"{how}; advantage 0 where rewards are compared in groups"
 
 
-def _saving_of_skip_zero(update_seconds: float, shares: Sequence[float], how: str) -> list[Saving]:
-    """Returns the saving by the feature skip_zero, which leaves groups with equal rewards out of the actor update.
-
-    Returns [] if ``shares`` is empty. ``update_seconds``: mean seconds of an actor update. ``shares``, ``how``: results of
-    :func:`_zero_shares`.
-    """
-    if not shares:
-        return []
-    seconds = update_seconds * np.array(shares)
-    gain = replace(Range.of(seconds[1:]), mean=float(seconds[0]))
-    return [Saving("training of groups with equal rewards", gain.mean, "+rl_accel.skip_zero.enable=True", gain, how)]
-
-
 def _gain_of_tail_batching(steps: Sequence[Sequence[Response]]) -> tuple[Range | None, str]:
     known = [groups for responses in steps if (groups := prompt_ticks(responses))]
     if not known:
@@ -452,7 +453,7 @@ def _gain_of_tail_batching(steps: Sequence[Sequence[Response]]) -> tuple[Range |
         workload = replace(from_groups([group for groups in drawn for group in groups], ""), seen=None)
         rounds.append(_TICK * in_rounds(workload, prompts, responses, launched, each, draw)[0])
         gains.append(max(as_it_is - rounds[-1], 0.0))
-    return replace(Range.of(gains[1:]), mean=gains[0]), (
+    return Range.of(gains[1:], gains[0]), (
         f"the seconds of {len(known) * prompts * responses} responses, drawn again in rounds of {launched} prompts for {prompts}"
         f" trained and {each} responses for {responses}, the rest in long rounds: {rounds[0]:.2f} s a rollout instead of"
         f" {gains[0] + rounds[0]:.2f} s"
@@ -467,10 +468,7 @@ def prompt_ticks(responses: Sequence[Response]) -> list[list[float]] | None:
     """
     if not responses or any(response.outcome != COMPLETED for response in responses):
         return None
-    groups: dict[str, list[float]] = {}
-    for response in responses:
-        groups.setdefault(response.prompt, []).append((response.generated or response.ended) / _TICK)
-    return list(groups.values())
+    return [[(r.generated or r.ended) / _TICK for r in group] for group in stage_clock.by_prompt(responses)]
 
 
 def levers(run: Profile) -> list[str]:
@@ -504,7 +502,8 @@ def _gain_of_reward_timeout(steps: Sequence[Sequence[Response]]) -> tuple[Range 
     if not durations:
         return None, "no reward was noted"
     nine_in_ten = stage_clock.quantile(durations, 0.9)
-    limit = max(_LIMIT_SCALE * nine_in_ten + _LIMIT_SLACK, _LIMIT_LEAST)
+    scale, slack, least = _LIMITS.scale, _LIMITS.slack, _LIMITS.minimum
+    limit = max(scale * nine_in_ten + slack, least)
     gains = [
         max(end for _, end in rewards) - max(min(end, begin + limit) for begin, end in rewards)
         for rewards in known
@@ -512,7 +511,7 @@ def _gain_of_reward_timeout(steps: Sequence[Sequence[Response]]) -> tuple[Range 
     ]
     return _again(gains), (
         f"at most, and for rewards that execute something: rewards replayed with a limit of {limit:.1f} s, which is "
-        f"max({_LIMIT_SCALE} x {nine_in_ten:.2f} s (nine in ten take no longer) + {_LIMIT_SLACK} s, {_LIMIT_LEAST} s)"
+        f"max({scale} x {nine_in_ten:.2f} s (nine in ten take no longer) + {slack} s, {least} s)"
     )
 
 
@@ -549,16 +548,17 @@ def profile(run_dir: Path, warmup: int, picture: Path | None, no_picture: bool, 
     if not no_picture:
         path = picture or (run_dir if run_dir.is_dir() else run_dir.parent) / "profile.png"
         draw(run, path)
-        console.print(f"Picture: {path}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"Picture: {path}")
+
+
+def say(console: Console, *lines: str) -> None:
+    """Prints ``lines`` as they are: not wrapped, and without markup or colours."""
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def _show(run: Profile, console: Console) -> None:
-    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     span = f"steps {run.steps[0]}-{run.steps[-1]}" if len(run.steps) > 1 else f"step {run.steps[0]}"
-    say(f"{run.log}: {run.logged}")
-    say(f"Means of {span}")
-    for note in run.notes:
-        say(f"note: {note}")
+    say(console, f"{run.log}: {run.logged}", f"Means of {span}", *(f"note: {note}" for note in run.notes))
     table = Table("stage", "seconds", "share of the step")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -574,38 +574,37 @@ def _show(run: Profile, console: Console) -> None:
     if run.estimate is not None and "idle_share" not in run.numbers:
         idle = run.estimate.idle
         how = "measured by verl" if run.estimate.rollouts.is_measured else "if all responses begin together"
-        say(f"idle share of generation: {idle.mean:.0%} ({idle.low:.0%} to {idle.high:.0%}), estimated: {how}")
+        say(console, f"idle share of generation: {idle.mean:.0%} ({idle.low:.0%} to {idle.high:.0%}), estimated: {how}")
     if "responses" in run.numbers:
-        for name, (label, _) in _NUMBERS.items():
-            say(f"{label + ':':<32}{_shown(run.numbers, name)}")
+        say(console, *(f"{label + ':':<32}{_shown(run.numbers, name)}" for name, (label, _) in _NUMBERS.items()))
     servers = sorted({response.server for response in run.last if response.server is not None})
     if len(servers) > 1:
         console.print(_table_of_servers(run, servers))
-    for feature, numbers in run.tables.items():
-        if numbers.get(_TABLES[feature]):
+    for feature, needed in _TABLES.items():
+        numbers = run.table(feature)
+        if numbers.get(needed):
             table = Table(feature, "mean of a step")
             for name, value in numbers.items():
                 if name != "applied":
                     table.add_row(name, f"{value:,.2f}")
             console.print(table)
     for line in run.missing:
-        say(f"not known: {line}")
+        say(console, f"not known: {line}")
     if run.savings:
         console.print(_table_of_savings(run))
-        for saving in run.savings:
-            say(f"{saving.name}: {saving.arithmetic}")
-        say(_NOT_ESTIMATED)
-        for line in levers(run):
-            say(line)
-        best, whole = run.savings[0], run.step_seconds
-        what = f"{best.name}, {format_seconds(best.seconds)} a step."
-        if best.at_most < _NOTHING * whole:
-            say("Nothing of the pack would shorten a step of this run by more than can be told.")
-        elif best.gain is None:
-            say(f"Largest part that may be saved: {what} {best.advice} may save some of it.")
-        else:
-            gain = f"{format_seconds(best.gain.mean)} of {format_seconds(whole)} ({best.gain.mean / whole:.0%})"
-            say(f"Largest saving: {what} {best.advice} would save about {gain}.")
+        arithmetic = (f"{saving.name}: {saving.arithmetic}" for saving in run.savings)
+        say(console, *arithmetic, _NOT_ESTIMATED, *levers(run), _conclusion(run.savings[0], run.step_seconds))
+
+
+def _conclusion(best: Saving, step_seconds: float) -> str:
+    """Returns the sentence on the largest saving in a step."""
+    what = f"{best.name}, {format_seconds(best.seconds)} a step."
+    if best.at_most < _NOTHING * step_seconds:
+        return NOTHING_HELPS
+    if best.gain is None:
+        return f"Largest part that may be saved: {what} {best.advice} may save some of it."
+    gain = f"{format_seconds(best.gain.mean)} of {format_seconds(step_seconds)} ({best.gain.mean / step_seconds:.0%})"
+    return f"Largest saving: {what} {best.advice} would save about {gain}."
 
 
 def _shown(numbers: Mapping[str, float], name: str) -> str:

@@ -98,6 +98,14 @@ class Response:
         return self.ended if self.rewarded is None else self.rewarded
 
 
+def by_prompt(responses: Sequence[Response]) -> list[list[Response]]:
+    """Groups the responses of a step by prompt. Returns one list per prompt."""
+    groups: dict[str, list[Response]] = {}
+    for response in responses:
+        groups.setdefault(response.prompt, []).append(response)
+    return list(groups.values())
+
+
 def stages(metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns the seconds of each stage with a timer, and as ``other`` the seconds outside all timers.
 

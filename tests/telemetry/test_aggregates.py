@@ -18,9 +18,9 @@ V1 = "training/off_policy/trajectory_staleness/mean"
 UNEXPLAINED = "waiting that no length explains"
 
 
-def logged(tokens, seconds, polls=True):
+def logged(tokens, seconds, polls=True, storing=0.03):
     """The metrics of a step whose responses have ``tokens`` and whose rollout is done after ``seconds``."""
-    gen = np.ceil(seconds / POLL_SECONDS) * POLL_SECONDS + 0.03 if polls else seconds
+    gen = np.ceil(seconds / POLL_SECONDS) * POLL_SECONDS + storing if polls else seconds
     lengths = {"mean": fmean(tokens), "max": max(tokens), "clip_ratio": np.mean(np.array(tokens) == max(tokens))}
     metrics = {
         "timing_s/gen": gen,
@@ -32,18 +32,19 @@ def logged(tokens, seconds, polls=True):
     return metrics | {"perf/total_num_tokens": sum(tokens) + 10.0 * len(tokens)} | ({V1: 0.0} if polls else {})
 
 
-def lognormal(steps, seed, base=0.5, pace=0.01, polls=True, noise=0.1):
+def lognormal(steps, seed, base=0.5, pace=0.01, noise=0.1, **how):
     rng = np.random.default_rng(seed)
     tokens = np.ceil(rng.lognormal(4, 1, (steps, 64)))
     seconds = base + pace * tokens.max(axis=1) + rng.normal(0, noise, steps)
-    return [logged(t.tolist(), s, polls) for t, s in zip(tokens, seconds, strict=True)], tokens, seconds
+    return [logged(t.tolist(), s, **how) for t, s in zip(tokens, seconds, strict=True)], tokens, seconds
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_seconds_lost_to_polls_are_found_without_the_end_of_any_rollout(seed):
-    steps, _, seconds = lognormal(40, seed)
+    steps, _, seconds = lognormal(40, seed, storing=0.5)
     found = estimate(Rollouts.of(steps, 4), 2.0)
-    lost = fmean(step["timing_s/gen"] for step in steps) - seconds.mean()
+    assert found.storing == pytest.approx(0.5), "no poll: sampler does not save it"
+    lost = fmean(step["timing_s/gen"] for step in steps) - 0.5 - seconds.mean()
     assert found.polling.low < lost < found.polling.high
     assert found.polling.mean == pytest.approx(lost, abs=0.2)
     assert found.pace.mean == pytest.approx(0.01, rel=0.15)
@@ -71,6 +72,14 @@ def test_lengths_that_fit_have_the_mean_the_longest_and_the_share_at_the_limit()
         assert lengths.tokens.mean() == pytest.approx(tokens.mean(), rel=0.05)
         assert drawn.max(axis=1).mean() == pytest.approx(tokens.max(axis=1).mean(), rel=0.05)
         assert (lengths.tokens == 800).mean() == pytest.approx((tokens == 800).mean(), abs=0.01)
+
+
+def test_a_step_that_is_drawn_twice_is_no_limit():
+    steps, tokens, _ = lognormal(8, 0)
+    rollouts, rng = Rollouts.of(steps, 4), np.random.default_rng(0)
+    samples = [rollouts.drawn(rng) for _ in range(20)]
+    assert any((sample.longest == tokens.max()).sum() > 1 for sample in samples)
+    assert {sample.limit for sample in samples} == {np.inf}
 
 
 def test_too_few_steps_and_weights_of_other_steps_are_no_basis():
@@ -131,7 +140,7 @@ def test_where_nothing_waits_nothing_is_advised(tmp_path, invoke):
 
 
 def test_a_plan_needs_no_telemetry_and_says_what_it_rests_on(tmp_path, invoke):
-    words = ("--draws", 6, "--rounds", 8, "--no-scale", "--out", tmp_path)
+    words = ("--draws", 6, "--rounds", 8, "--out", tmp_path)
     output = invoke(plan, DATA / "tail_stock.jsonl", "--responses", 4, *words)
     assert "16 prompts of 4 responses on 1 replica." in output
     assert "36 fits of published shapes to the mean, the longest and the share at the limit of 23 batches" in output

@@ -160,7 +160,7 @@ def test_without_telemetry_there_are_stages_of_all_but_the_first_steps_and_the_r
     assert list(read_run(tmp_path).steps) == [1], "never without the last"
     write_log(tmp_path / "project" / "experiment.jsonl")
     found = read_run(tmp_path)
-    assert (list(found.steps), found.stages["gen"]) == ([3, 4], 12.0)
+    assert (found.steps, found.stages["gen"]) == ([3, 4], 12.0)
     assert not found.numbers
     assert [saving.name for saving in found.savings] == ["generation, waiting included", "advantages"]
     assert found.savings[1].advice == "+rl_accel.advantages.enable=True", "no values are timed: it is not GAE"
@@ -215,7 +215,7 @@ def test_a_step_with_a_timer_that_is_no_duration_is_left_out_and_said(tmp_path, 
     output = invoke(profile, tmp_path)
     assert "note: left out, as the seconds of a stage or of the step are no durations: 4\n" in output
     found = read_run(tmp_path)
-    assert (list(found.steps), found.stages["gen"], found.numbers["idle_share"]) == ([3, 5], 12.0, 0.5)
+    assert (found.steps, found.stages["gen"], found.numbers["idle_share"]) == ([3, 5], 12.0, 0.5)
 
 
 def test_of_two_starts_in_one_log_the_later_wins_and_is_said(tmp_path, invoke):

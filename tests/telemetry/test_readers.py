@@ -148,13 +148,6 @@ def test_a_csv_of_a_history_is_a_run_one_of_a_chart_wants_the_name_of_a_run_and_
     assert read(f"{tmp_path / 'h.csv'}:exp:2").steps == {1: {REWARD: 0.6}}
 
 
-def test_the_console_of_verl(tmp_path):
-    (tmp_path / "output.log").write_text(f"(TaskRunner pid=1) step:3 - {REWARD}:np.float64(0.5)\n")
-    for path in (tmp_path, tmp_path / "output.log"):
-        found = read(str(path))
-        assert (found.source, found.steps) == ("verl's console", {3: {REWARD: 0.5}})
-
-
 def test_the_console_of_slime(tmp_path):
     head = "[2026-01-01 10:00:00] train_metric_utils.py:136 -"
     lines = [

@@ -52,8 +52,9 @@ from rl_accel.lab.ab.stats import (
 )
 from rl_accel.lab.ab.tables import tables
 from rl_accel.plan.answers import mean_of
-from rl_accel.plan.predict import asynchronous_mode, flags_of_words, interval, predict
+from rl_accel.plan.predict import asynchronous_mode, flags_of_words, predict
 from rl_accel.plan.setup import setup_of
+from rl_accel.telemetry.aggregates import Range
 from rl_accel.telemetry.logs import read_log
 from rl_accel.telemetry.profile import format_seconds, read_run
 from rl_accel.telemetry.stage_clock import FILE_NAME
@@ -161,8 +162,9 @@ def _predict(recipe: Recipe, runs: Sequence[RunData], rows: list[dict[str, Any]]
         flags = flags_of_words(words)
         predictions = [predict(setup, flags, steps, _DRAWS, names.warmup_steps) for setup in setups]
         found = mean_of([outcome for outcome, _ in predictions])
-        row |= {"predicted": found.rollout_seconds, "predicted_wasted": found.wasted}
-        row["predicted_low"], row["predicted_high"] = interval(np.mean([uneven for _, uneven in predictions], axis=0))
+        span = Range.of(np.mean([uneven for _, uneven in predictions], axis=0))
+        row |= {"predicted": found.rollout_seconds, "predicted_low": span.low, "predicted_high": span.high}
+        row["predicted_wasted"] = found.wasted
 
 
 def _run(result: RunResult, runs: Sequence[RunData], recipe: Recipe) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from rl_accel.features import TailBatchingFlags
 from rl_accel.plan import published as engines
-from rl_accel.plan.answers import hidden_seconds, rounds_of, steady
+from rl_accel.plan.answers import rounds_of, steady
 from rl_accel.plan.setup import Setup
 from rl_accel.rollout import workload as workloads
 from rl_accel.rollout.simulation import Round
@@ -150,8 +150,14 @@ def rows(rounds: int = 40, seed: int = 0, only: set[str] | None = None) -> Itera
 
 
 def _overlapped(at: Setup, played: list[Round]) -> float:
-    """Returns the mean seconds of a training step if reward computation and training begin during the rollout."""
-    return fmean(p.metrics.rollout_seconds - hidden_seconds(at, p) for p in played) + at.training_seconds
+    """Returns the mean seconds of a training step if reward computation and training begin during the rollout.
+
+    When half of the responses are complete, half of the devices begin to train on these responses (as in RollPacker and RLHFuse).
+    The other devices finish the rollout. Gradients are applied afterwards.
+    """
+    trainable = at.training_seconds * (1 - 1 / (PROMPTS * RESPONSES))  # all but the last response
+    hidden = [min((p.ends[-1] - p.ends[len(p.ends) // 2]) / 2, trainable) for p in played]
+    return fmean(p.metrics.rollout_seconds for p in played) - fmean(hidden) + at.training_seconds
 
 
 def fit(rounds: int) -> dict[str, float]:
