@@ -1,13 +1,11 @@
 """Runs the training runs of an A/B one after the other as real processes, and stores their metrics.
 
-``python -m rl_accel.lab.ab.runner [options] -- COMMAND...`` is a supervisor for one command. The supervisor ends all processes
+``python -m rl_accel.lab.ab.runner GRACE_S FOLDER COMMAND...`` is a supervisor for one command. The supervisor ends all processes
 of the command when the command ends, when the supervisor gets SIGTERM, and when the supervisor's standard input closes. This input
-is a pipe from the runner (the process that calls :func:`run_all`), so the command ends even if the runner is killed. Every process
-of a run also inherits the environment variable :data:`MARKER`. With this variable, the runner finds the processes of a run if the
-supervisor was killed.
+is a pipe from the runner (the process that calls :func:`run_all`), so the command ends even if the runner is killed. If the
+supervisor is killed, the command gets SIGTERM.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -19,27 +17,29 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import psutil
-
 from rl_accel.errors import RlAccelError
 from rl_accel.files import write_atomically
 from rl_accel.lab.ab import fork_client, fork_server
 from rl_accel.lab.verl_cpu import WORKER_PYTHON
-from rl_accel.processes import become_subreaper, descendants, end_all, end_descendants, has_ended, shell_exit_code
+from rl_accel.processes import (
+    become_subreaper,
+    descendants,
+    end_all,
+    end_descendants,
+    end_with_parent,
+    shell_exit_code,
+)
 from rl_accel.telemetry.logs import LogRecord, parse_log_line
 
 if TYPE_CHECKING:  # the supervisor process imports this module too, and needs no plans
     from rl_accel.lab.ab.recipe import RunPlan
 
-MARKER = "RL_ACCEL_AB_RUN"
 GRACE_S = 15.0
 """Seconds that a trainer may take to stop before it is killed."""
 MODULES = "VERL_USE_EXTERNAL_MODULES"
@@ -139,10 +139,7 @@ class Stop:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator["Stop"]:
-        """Context manager that records SIGINT, SIGTERM and SIGHUP in ``signals``. Does nothing outside the main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            yield self
-            return
+        """Context manager that records SIGINT, SIGTERM and SIGHUP in ``signals``. For the main thread."""
         caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, lambda n, _: self.signals.append(n)) for number in caught}
         try:
@@ -244,16 +241,14 @@ def supervised(
     """
     from rl_accel.runtime import FLAG_VARIABLES  # here, because the supervisor process needs no flags
 
-    run_id = uuid.uuid4().hex
     inherited = {name: value for name, value in os.environ.items() if name not in FLAG_VARIABLES}
-    merged: dict[str, str | None] = {**inherited, **env, MARKER: run_id}
+    merged: dict[str, str | None] = {**inherited, **env}
     if (own := os.environ.get(MODULES)) and (added := env.get(MODULES)):
         merged[MODULES] = f"{own},{added}"
     full = {key: value for key, value in merged.items() if value is not None}
     if "RAY_TMPDIR" in full:
         full.setdefault("VLLM_RPC_BASE_PATH", full["RAY_TMPDIR"])  # vLLM leaves sockets behind in this folder
-    options = ["--grace", str(GRACE_S), *(["--temp", str(temp)] if temp else [])]
-    words = [sys.executable, "-m", "rl_accel.lab.ab.runner", *options, "--", *command]
+    words = [sys.executable, "-m", "rl_accel.lab.ab.runner", str(GRACE_S), str(temp or ""), *command]
     for again in reversed(range(_STARTS)):
         with log.open("ab") as output:
             before = output.tell()
@@ -261,7 +256,7 @@ def supervised(
                 words, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=cwd, env=full, start_new_session=True
             )
             try:
-                reason = _wait(supervisor, run_id, stop, follow)
+                reason = _wait(supervisor, stop, follow)
             except BaseException as error:
                 error.add_note(f"the end of {log}:\n{last_lines(log)}")
                 raise
@@ -272,7 +267,7 @@ def supervised(
     return CommandExit(supervisor.returncode, reason)
 
 
-def _wait(supervisor: "subprocess.Popen[bytes]", run_id: str, stop: Stop, follow: Callable[[], bool]) -> str:
+def _wait(supervisor: "subprocess.Popen[bytes]", stop: Stop, follow: Callable[[], bool]) -> str:
     """Waits until a supervised command ends, ``stop`` has a signal or ``follow()`` returns True.
 
     Then ends the remaining processes of the command. Returns the reason for the end: ended, stopped or timeout.
@@ -292,8 +287,10 @@ def _wait(supervisor: "subprocess.Popen[bytes]", run_id: str, stop: Stop, follow
         deadline = time.monotonic() + GRACE_S + 20.0
         while supervisor.poll() is None and not stop.now and time.monotonic() < deadline:
             time.sleep(0.05)
-        end_all(lambda: marked(run_id), grace_s=0.0 if stop.now else 2.0)
-        supervisor.wait()
+        if supervisor.poll() is None:
+            end_all(lambda: descendants(supervisor.pid), grace_s=0.0 if stop.now else 2.0)
+            supervisor.kill()
+            supervisor.wait()
 
 
 @contextlib.contextmanager
@@ -372,42 +369,8 @@ def _save(plan: "RunPlan", result: RunResult) -> None:
     write_atomically(plan.directory / "run.json", json.dumps(asdict(result), indent=1))
 
 
-def marked(run_id: str) -> list[psutil.Process]:
-    """Returns all living processes of the run ``run_id`` that belong to this user, without the calling process.
-
-    These are the processes whose environment has :data:`MARKER` with this id, and the descendants of these processes.
-    """
-    members: dict[int, psutil.Process] = {}
-    for process in psutil.process_iter():
-        if process.pid != os.getpid() and _has_marker(process.pid, f"{MARKER}={run_id}".encode()):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                members |= {member.pid: member for member in (process, *process.children(recursive=True))}
-    members.pop(os.getpid(), None)
-    return [process for process in members.values() if not has_ended(process)]
-
-
-def _has_marker(pid: int, wanted: bytes) -> bool:
-    try:
-        return wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # the process has ended or belongs to another user
-        return False
-
-
-def main(arguments: list[str]) -> int:
-    """Runs and supervises the command given in ``arguments``. Returns the command's exit code, or 128 + n if signal n ended it."""
-    parser = argparse.ArgumentParser(prog="python -m rl_accel.lab.ab.runner", description="Supervise one command.")
-    parser.add_argument("--grace", type=float, default=15.0, help="seconds a stopped command may take to end")
-    parser.add_argument("--temp", help="a folder that is removed if the command was stopped")
-    parser.add_argument("command", nargs="+")
-    options = parser.parse_args(arguments)
-    code, stopped = _supervise(options.command, options.grace, options.temp)
-    if stopped and options.temp:
-        shutil.rmtree(options.temp, ignore_errors=True)
-    return code
-
-
 @contextlib.contextmanager
-def _fork_server(command: list[str], temp: str | None) -> Iterator[list[str]]:
+def _fork_server(command: list[str], temp: str) -> Iterator[list[str]]:
     """Context manager that starts a :mod:`fork_server` for a run on verl's CPU platform, and ends the server after the run.
 
     Yields a command that runs the program of ``command`` as a fork of the server. Ray then starts its workers as forks too. On
@@ -441,11 +404,18 @@ def _fork_server(command: list[str], temp: str | None) -> Iterator[list[str]]:
         server.wait()
 
 
-def _supervise(command: list[str], grace_s: float, temp: str | None) -> tuple[int, bool]:
+def supervise(grace_s: float, temp: str, command: list[str]) -> int:
     """Runs a command, and ends all its remaining processes when the command ends or has to stop.
 
-    The command has to stop when the supervisor gets SIGTERM or its standard input closes. Returns the exit code of the command,
-    and True if the command was stopped.
+    The command has to stop when this process gets SIGTERM or its standard input closes.
+
+    Args:
+        grace_s: seconds between SIGTERM and SIGKILL for a command that has to stop.
+        temp: folder that is removed if the command had to stop; "" for none.
+        command: words of the command.
+
+    Returns:
+        The command's exit code, or 128 + n if signal n ended the command.
     """
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
@@ -454,17 +424,17 @@ def _supervise(command: list[str], grace_s: float, temp: str | None) -> tuple[in
     become_subreaper()
     with _fork_server(command, temp) as words:
         try:
-            child = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
+            with_us = end_with_parent(os.getpid())
+            child = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=with_us)
         except OSError as error:
             print(f"cannot start {command[0]}: {error}", file=sys.stderr)
-            return 127, False
+            return 127
         while child.poll() is None and not stopped:
             if select.select([sys.stdin], [], [], 0.1)[0] and not os.read(sys.stdin.fileno(), 1024):
                 stopped.append(signal.SIGTERM)
         in_time = child.poll() is not None
         if not in_time:
-            with contextlib.suppress(ProcessLookupError):
-                child.terminate()
+            child.terminate()
             try:
                 child.wait(grace_s)
             except subprocess.TimeoutExpired:
@@ -473,8 +443,10 @@ def _supervise(command: list[str], grace_s: float, temp: str | None) -> tuple[in
     ended = end_descendants(leave_s=min(grace_s, _ORPHANS_S)) if in_time else end_all(descendants, grace_s=2.0)
     if ended:
         print(f"rl-accel ab: ended what the run left behind: {', '.join(sorted(ended))}", file=sys.stderr)
-    return shell_exit_code(child.wait()), bool(stopped)
+    if stopped and temp:
+        shutil.rmtree(temp, ignore_errors=True)
+    return shell_exit_code(child.wait())
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(supervise(float(sys.argv[1]), sys.argv[2], sys.argv[3:]))
