@@ -79,7 +79,7 @@ def _reward(summary: dict[str, Any]) -> Any:
     known = [axis for axis in AXES if any(its.get(axis) for its in curves.values())]
     if not known:
         return None
-    coincide = any(v["steps_compared"] and v["parts_at"] is None for v in summary["reward_verdicts"])
+    coincide = any(its["steps_compared"] and its["parts_at"] is None for its in summary["differences"])
     figure, places = _figure(0.4 + 2.9 * len(curves), len(known), len(curves), grid="y", sharey="row", sharex="col")
     for (metric, found), row in zip(curves.items(), places, strict=True):
         for axis, axes in zip(known, row, strict=True):

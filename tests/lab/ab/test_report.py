@@ -99,7 +99,7 @@ def test_a_difference_is_listed_with_its_step_and_size(build, tmp_path):
     base = records(0.5)
     base[3]["actor/grad_norm"] = 1.25
     found = build({"stock-seed0": base, "accelerated-seed0": other})
-    (verdict,) = found["reward_verdicts"]
+    (verdict,) = found["differences"]
     assert verdict["parts_at"] == 4
     assert "parts at step 4 (0.4 and 0.5)" in verdict["text"]
     first = "2 of 3 training metrics differ somewhere, first actor/grad_norm at step 3 by 2.5e-01 (update)"
@@ -112,7 +112,7 @@ def test_a_difference_is_listed_with_its_step_and_size(build, tmp_path):
 def test_several_seeds_and_arms_each_get_a_verdict(build):
     runs = {f"{arm}-seed{seed}": records(0.1) for seed in (0, 1) for arm in ("stock", "accelerated", "third")}
     found = build(runs, arms={"stock": {}, "accelerated": {}, "third": {}})
-    verdicts = [(verdict["arm"], verdict["seed"]) for verdict in found["reward_verdicts"]]
+    verdicts = [(verdict["arm"], verdict["seed"]) for verdict in found["differences"]]
     assert verdicts == [("accelerated", 0), ("third", 0), ("accelerated", 1), ("third", 1)]
 
 
@@ -134,7 +134,7 @@ def test_thin_data_still_make_a_report(build, tmp_path, runs):
     assert runs or not (tmp_path / "reward.png").exists(), "a stale plot is removed when there is nothing to draw"
     shown(found)
     assert _Page((tmp_path / "report.html").read_text()).open == []
-    assert json.loads((tmp_path / "summary.json").read_text())["reward_verdicts"] == []
+    assert json.loads((tmp_path / "summary.json").read_text())["differences"] == []
 
 
 def test_a_report_about_rollouts_has_its_table_its_ledger_and_its_pictures(build, tmp_path):
