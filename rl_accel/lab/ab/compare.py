@@ -14,11 +14,11 @@ import click
 import yaml
 from rich.console import Console
 
-from rl_accel.errors import RecipeError
+from rl_accel.errors import RecipeError, did_you_mean
 from rl_accel.lab.ab import report
 from rl_accel.lab.ab.cli import WIDTH
 from rl_accel.lab.ab.convergence import listed
-from rl_accel.lab.ab.recipe import Arm, Metrics, Recipe, Rollout, load, nearest, parse_margin
+from rl_accel.lab.ab.recipe import Arm, Metrics, Recipe, Rollout, load, parse_margin
 from rl_accel.lab.ab.runner import RunResult, load_result
 from rl_accel.lab.ab.stats import RunData
 from rl_accel.telemetry.readers import read
@@ -81,7 +81,9 @@ def gather(
     gpus: dict[str, list[str]] = {}
     for arm, its in logged.items():
         if not any(reward in step for run in its.values() for step in run.steps.values()):
-            raise RecipeError(f"{arm}: no run logged {reward}{nearest(reward, names)}; --reward names what to compare")
+            raise RecipeError(
+                f"{arm}: no run logged {reward}{did_you_mean(reward, names)}; --reward names what to compare"
+            )
         # slime logs seed and batch size as top-level keys of the configuration, verl in the section data
         told = [run.config | run.config.get("data", {}) for run in its.values()]
         named = [re.findall(r"seed[-_=]?(\d+)", place) or [of.get("seed")] for place, of in zip(its, told, strict=True)]
