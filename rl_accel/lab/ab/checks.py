@@ -5,7 +5,6 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rl_accel.lab.ab.recipe import Recipe
@@ -53,21 +52,18 @@ def run_checks(
     stages: Sequence[Any],
     rollout: Mapping[str, Any] | None,
     convergence: Mapping[str, Any],
-    out: Path,
     asked: int,
 ) -> list[Check]:
     """Evaluates all checks that a recipe turns on.
 
     ``results`` are the results of the runs that were started, and ``runs`` are the metrics of these runs. ``stages``, ``rollout``
-    (None if the recipe does not ask for it) and ``convergence`` are sections of ``summary.json``. ``out`` is the folder of the A/B,
-    with one folder per run. ``asked`` is the number of requested runs.
+    (None if the recipe does not ask for it) and ``convergence`` are sections of ``summary.json``. ``asked`` is the number of runs
+    that were to be made.
     """
     checks = [
         _completed(results, asked),
         _identical(recipe, runs),
         _rollout_probs_diff(recipe, runs),
-        _first_step_zero(recipe, runs),
-        _forbidden_log(recipe, results, out),
         _reward_gain(recipe, runs),
         _faster(recipe, stages),
         *(_rollout_checks(recipe, rollout, convergence) if rollout else []),
@@ -112,34 +108,6 @@ def _rollout_probs_diff(recipe: Recipe, runs: Sequence[RunData]) -> Check | None
     worst, step, run = max(values, key=lambda item: math.inf if math.isnan(item[0]) else item[0])
     text = f"largest {worst:.3g} ({run.arm} seed {run.seed}, step {step}), allowed {limit:g}"
     return _check("rollout_probs_diff", [(worst <= limit, text)])
-
-
-def _first_step_zero(recipe: Recipe, runs: Sequence[RunData]) -> Check | None:
-    if not recipe.checks.first_step_zero:
-        return None
-    lines = []
-    for run, metric in itertools.product(runs, recipe.checks.first_step_zero):
-        first = next(((step, m[metric]) for step, m in run.steps.items() if step >= 1 and metric in m), None)
-        if first is not None:
-            step, value = first
-            text = f"{metric} of {run.arm} seed {run.seed} is {value:.3g} at step {step}"
-            lines.append((abs(value) <= recipe.checks.zero_tolerance, text))
-    return _check("first_step_zero", lines, skipped=f"none of {', '.join(recipe.checks.first_step_zero)} was logged")
-
-
-def _forbidden_log(recipe: Recipe, results: Sequence[RunResult], out: Path) -> Check | None:
-    texts = recipe.checks.forbidden_log
-    if not texts:
-        return None
-    lines = []
-    for result in results:
-        log = out / result.name / "train.log"
-        if log.exists():
-            with log.open(errors="replace") as file:
-                hits = ((number, line) for number, line in enumerate(file, 1) if any(text in line for text in texts))
-                if hit := next(hits, None):
-                    lines.append((False, f"{result.name}/train.log line {hit[0]}: {hit[1].strip()[:200]}"))
-    return _check("forbidden_log", lines, green=f"no log holds {', '.join(map(repr, texts))}")
 
 
 def _reward_gain(recipe: Recipe, runs: Sequence[RunData]) -> Check | None:

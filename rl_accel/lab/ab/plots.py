@@ -1,4 +1,4 @@
-"""Plots of an A/B report: reward curves, stage times, step times, and plots about rollouts."""
+"""Plots of an A/B report: reward curves, step times, and plots about rollouts."""
 
 import math
 from collections.abc import Mapping
@@ -9,10 +9,8 @@ import numpy as np
 
 from rl_accel.lab.ab.convergence import AXES
 from rl_accel.lab.ab.stats import ALL
-from rl_accel.telemetry.stage_clock import STAGES
 
 _ARM_COLOURS = ("#8d99ae", "#1d6fd1", "#e07a1f", "#2a9d5c", "#b5498f", "#7a5c3e")
-_FURTHER_COLOURS = ("#8c6d46", "#3d5a80", "#c08497", "#a3b18a", "#577590")
 _KIND_MARKS = {"short": "o", "long": "s", "final": "^", ALL: "."}
 
 
@@ -21,7 +19,7 @@ def draw(summary: dict[str, Any], out: Path) -> list[Path]:
 
     ``summary`` is the content of ``summary.json``. A plot without data is skipped.
     """
-    pictures = {"reward.png": _reward, "stages.png": _stages, "step_time.png": _step_time}
+    pictures = {"reward.png": _reward, "step_time.png": _step_time}
     about_rollouts = {"rollout_seconds.png": _rollout_seconds, "queue.png": _queue, "lengths.png": _lengths}
     written = []
     for name, make in {**pictures, **about_rollouts}.items():
@@ -113,41 +111,6 @@ def _step_time(summary: dict[str, Any]) -> Any:
         left, right = axes.get_xlim()
         axes.axvspan(left, first - 0.5, color="#000000", alpha=0.06, lw=0, label="warm-up, not counted")
         axes.set_xlim(left, right)
-    return figure
-
-
-def _stages(summary: dict[str, Any]) -> Any:
-    whole, average = (summary["recipe"]["metrics"][name] for name in ("step", "average"))
-    rows = [row for row in summary["stages"] if row["stage"] != whole]
-    total: dict[str, Any] = next((row["arms"] for row in summary["stages"] if row["stage"] == whole), {})
-    arms = [arm for arm in _arms(summary) if arm in total]
-    if not arms:
-        return None
-    figure, axes = _figure(1.7 + 0.55 * len(arms))
-    axes.grid(False)
-    longest = max(total[arm][average] for arm in arms)
-    left = dict.fromkeys(arms, 0.0)
-    for index, row in enumerate(rows):
-        widths = [max(0.0, row["arms"].get(arm, {}).get(average, 0.0)) for arm in arms]
-        if max(widths) < 0.002 * longest:
-            continue
-        colour = STAGES.get(row["stage"], _FURTHER_COLOURS[index % len(_FURTHER_COLOURS)])
-        axes.barh(
-            arms, widths, left=[left[a] for a in arms], color=colour, label=row["stage"], edgecolor="white", lw=0.5
-        )
-        for arm, width in zip(arms, widths, strict=True):
-            if width > 0.09 * longest:
-                axes.text(left[arm] + width / 2, arm, f"{width:.2f}", ha="center", va="center", fontsize=8)
-            left[arm] += width
-    for arm in arms:
-        axes.text(
-            left[arm] + 0.01 * longest, arm, f"{total[arm][average]:.2f} s", va="center", fontweight="bold", fontsize=9
-        )
-    axes.set_xlim(0, longest * 1.12)
-    axes.invert_yaxis()
-    axes.set_xlabel(f"{average} seconds a step, by stage")
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(axis="y", length=0)
     return figure
 
 

@@ -52,8 +52,6 @@ CHECK_NAMES = (
     "completed",
     "identical",
     "rollout_probs_diff",
-    "first_step_zero",
-    "forbidden_log",
     "reward_gain",
     "faster",
     "rollout_faster",
@@ -64,6 +62,7 @@ CHECK_NAMES = (
 )
 AVERAGES = ("median", "mean")
 NOT_COMPARED = ("timing_*", "perf/*", "*/perf/*", "rl_accel/*", "*memory*", "*/mfu*", "*_mfu*")
+"""Shell patterns of metrics that may differ between arms: times, throughput, memory, and those of rl-accel."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _ENV = "oc.env:"
 _PLACEHOLDER = re.compile(r"\$\{(\w+|oc\.env:\w+)\}")
@@ -88,8 +87,6 @@ class Metrics:
 
     reward: str = "critic/score/mean"
     """Metric shown as the reward curve and in the progress bar."""
-    curves: list[str] = field(default_factory=lambda: ["response_length/mean"])
-    """Metrics, besides the reward, whose values at every step are stored in ``summary.json``."""
     stage_prefix: str = "timing_s/"
     step: str = "step"
     """Name of the metric with the seconds of a whole step, without the prefix ``stage_prefix``."""
@@ -98,8 +95,6 @@ class Metrics:
     average: str = "median"
     """Average for stage times and their ratios: median or mean. Use mean if steps differ in kind, such as short and long rounds
     of tail batching."""
-    not_compared: list[str] = field(default_factory=lambda: list(NOT_COMPARED))
-    """Shell patterns of metrics that may differ between arms. The table of first differences leaves out these metrics."""
     warmup_steps: int = 2
     """Number of steps at the start of each run that do not count in stage times."""
     margin: str = "2%"
@@ -118,11 +113,6 @@ class Checks:
     """Metrics that must be equal at every step in all arms with the same seed."""
     rollout_probs_diff: float | None = 1e-3
     """Largest allowed value of verl's ``training/rollout_probs_diff_max``: difference of rollout and trainer probabilities."""
-    first_step_zero: list[str] = field(default_factory=lambda: ["actor/kl_loss", "actor/reward_kl_penalty"])
-    """Metrics that must be 0 at the first step that logs them, because the policy still equals the reference model there."""
-    zero_tolerance: float = 1e-6
-    forbidden_log: list[str] = field(default_factory=lambda: ["dtype mismatch"])
-    """Strings that must not occur in the ``train.log`` of any run."""
     reward_gain: float | None = None
     """Smallest allowed gain of every run: mean reward of the last fifth of the steps minus mean reward of the first fifth."""
     faster: dict[str, float] = field(default_factory=dict)
@@ -141,11 +131,6 @@ class Rollout:
     """
 
     report: bool = False
-    data: str = "rollouts"
-    """Folder in which verl stores all responses (``trainer.rollout_data_dir``), relative to the run's folder. The report reads
-    response lengths from these files."""
-    ledger: str = "checkpoints/tail_batching/ledger.jsonl"
-    """File in which tail batching logs the prompts trained in each step, relative to the run's folder."""
     faster: dict[str, float] = field(default_factory=dict)
     """Mapping from arm to the smallest allowed rollout speedup: the baseline's mean rollout seconds divided by the arm's, over all
     seeds."""

@@ -19,6 +19,7 @@ import importlib.metadata
 import os
 import platform
 import shlex
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -28,7 +29,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -37,7 +37,7 @@ from rl_accel.files import strict_json
 from rl_accel.lab.ab import plots
 from rl_accel.lab.ab.checks import run_checks
 from rl_accel.lab.ab.convergence import converge, sentence
-from rl_accel.lab.ab.recipe import Metrics, Recipe
+from rl_accel.lab.ab.recipe import NOT_COMPARED, Metrics, Recipe
 from rl_accel.lab.ab.runner import RunResult, last_lines
 from rl_accel.lab.ab.stats import (
     RunData,
@@ -64,6 +64,8 @@ _DRAWS = 20
 _BUSY = 2.0
 """Load average per CPU core at the start of a run, above which the report warns that the run's times cannot be trusted."""
 _PACKAGES = ("rl-accel", "verl", "torch", "ray", "transformers", "numba", "numpy")
+_WIDTH = 180
+"""Width of tables, in characters, if the output goes to a file or a pipe."""
 _COLOURS = {"green": "green", "red": "red", "skipped": "yellow"}
 
 
@@ -107,8 +109,8 @@ def summarise(
     if rollouts:
         _predict(recipe, runs, rollouts["arms"])
     convergence = converge(runs, arms, recipe.baseline, names)
-    checks = run_checks(recipe, results, runs, stages, rollouts, convergence, out, asked) if asked else []
-    metrics = list(dict.fromkeys([names.reward, *names.curves, names.stage_prefix + names.step]))
+    checks = run_checks(recipe, results, runs, stages, rollouts, convergence, asked) if asked else []
+    metrics = (names.reward, names.stage_prefix + names.step)
     summary = {
         "schema": SCHEMA,
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -121,7 +123,7 @@ def summarise(
         "stages": stages,
         "rollout": rollouts,
         "convergence": convergence,
-        "data": data_changes(runs, recipe.rollout.ledger),
+        "data": data_changes(runs),
         "differences": [_difference(base, other, names) for base, other in pairs(runs, recipe.baseline)],
         "checks": [{**asdict(check), "failed": check.failed} for check in checks],
         "curves": {m: {run.name: curve(run, m) for run in runs} for m in metrics},
@@ -172,7 +174,7 @@ def _run(result: RunResult, runs: Sequence[RunData], recipe: Recipe) -> dict[str
 
 
 def _difference(base: RunData, other: RunData, names: Metrics) -> dict[str, Any]:
-    found, reward = differences(base, other, names), names.reward
+    found, reward = differences(base, other), names.reward
     rows, compared = found["rows"], found["metrics_compared"]
     steps = [step for step in base.steps if reward in base.steps[step] and reward in other.steps.get(step, {})]
     row = next((row for row in rows if row["metric"] == reward), None)
@@ -282,21 +284,28 @@ def render(summary: dict[str, Any], pictures: Sequence[Path], tails: dict[str, s
         images=images,
         tails=tails,
         tables=tables(summary),
+        not_compared=NOT_COMPARED,
     )
     return html
+
+
+def plain_console(**options: Any) -> Console:
+    """Returns a console that prints text as it is, without markup."""
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH
+    return Console(width=width, markup=False, highlight=False, **options)
 
 
 def show(summary: dict[str, Any], console: Console) -> None:
     """Prints the tables of an A/B, and its main conclusions (``headline``). ``summary`` is the content of summary.json."""
     for made in tables(summary):
-        console.print(made.title, markup=False, highlight=False, soft_wrap=True)
-        table = Table(*map(escape, made.columns))
+        console.print(made.title, soft_wrap=True)
+        table = Table(*made.columns)
         for row in made.rows:
             cells = [Text(cell, _COLOURS.get(cell.partition(" (")[0], "")) for cell in row]
             table.add_row(*cells, style="bold" if row[0] == summary["recipe"]["metrics"]["step"] else "")
         if made.rows:
             console.print(table)
         for note in made.notes:
-            console.print(note, markup=False, highlight=False, soft_wrap=True)
+            console.print(note, soft_wrap=True)
     for line in summary["headline"]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)

@@ -18,9 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rl_accel.lab.ab.recipe import Metrics, Recipe
+from rl_accel.lab.ab.recipe import NOT_COMPARED, Metrics, Recipe
+from rl_accel.rollout.saved import FOLDER
 from rl_accel.telemetry.stage_clock import COMPLETED, FILE_NAME, read_kept
 
+LEDGER = f"{FOLDER}/ledger.jsonl"
+"""End of the path of the file in which tail batching logs the prompts trained in each step."""
 OTHER = "other"
 _RESAMPLES = 2000
 _MIN_PAIRS = 5
@@ -198,10 +201,10 @@ def ratio(base: npt.ArrayLike, ours: npt.ArrayLike, average: Callable[..., Any],
     return found
 
 
-def differences(base: RunData, other: RunData, names: Metrics) -> dict[str, Any]:
+def differences(base: RunData, other: RunData) -> dict[str, Any]:
     """Compares the training metrics of two runs with the same seed, at the steps that both runs logged.
 
-    Metrics that match ``names.not_compared`` are left out. NaN equals NaN. A metric that only one of the runs logged at a step
+    Metrics that match ``NOT_COMPARED`` are left out. NaN equals NaN. A metric that only one of the runs logged at a step
     differs at this step, with None for the missing value.
 
     Returns:
@@ -212,7 +215,7 @@ def differences(base: RunData, other: RunData, names: Metrics) -> dict[str, Any]
     """
     rows: list[dict[str, Any]] = []
     steps = sorted(base.steps.keys() & other.steps.keys())
-    metrics = sorted(compared({name for run in (base, other) for step in steps for name in run.steps[step]}, names))
+    metrics = sorted(compared({name for run in (base, other) for step in steps for name in run.steps[step]}))
     for name in metrics:
         values = [(step, base.steps[step].get(name), other.steps[step].get(name)) for step in steps]
         values = [(step, a, b) for step, a, b in values if (a, b) != (None, None)]
@@ -247,9 +250,9 @@ def differences(base: RunData, other: RunData, names: Metrics) -> dict[str, Any]
     }
 
 
-def compared(metrics: Iterable[str], names: Metrics) -> list[str]:
+def compared(metrics: Iterable[str]) -> list[str]:
     """Returns ``metrics`` without the metrics that may differ between arms: times, throughput, memory, and those of rl-accel."""
-    return [m for m in metrics if not any(fnmatch.fnmatchcase(m, pattern) for pattern in names.not_compared)]
+    return [m for m in metrics if not any(fnmatch.fnmatchcase(m, pattern) for pattern in NOT_COMPARED)]
 
 
 def phase(metric: str) -> str:
@@ -308,11 +311,9 @@ def rollout_summary(recipe: Recipe, runs: Sequence[RunData], arms: Sequence[str]
         row |= ratio(base, seconds[arm], np.mean, paired=False)
         row |= _tokens(ours)
         row["lost"] = max(_logged(ours, _LOST), default=None)
-        row["lengths"] = length_distribution(
-            file for run in ours for file in run.files(f"{recipe.rollout.data}/*.jsonl")
-        )
+        row["lengths"] = length_distribution(file for run in ours for file in run.files("rollouts/*.jsonl"))
         rows.append(row)
-    ledgers = {run.name: file for run in runs for file in run.files(recipe.rollout.ledger)}
+    ledgers = {run.name: file for run in runs for file in run.files(LEDGER)}
     in_rounds = [run.name for run in runs if any(kind_of(metrics) != ALL for metrics in run.steps.values())]
     return {
         "arms": rows,
@@ -371,7 +372,7 @@ def length_distribution(files: Iterable[Path]) -> dict[str, Any] | None:
     return {"responses": len(lengths), "mean": float(np.mean(lengths)), "quantiles": quantiles.tolist()}
 
 
-def data_changes(runs: Sequence[RunData], ledger: str) -> dict[str, dict[str, float]]:
+def data_changes(runs: Sequence[RunData]) -> dict[str, dict[str, float]]:
     """Returns statistics of the training data, as statistic -> arm -> mean over the arm's runs. Leaves out statistics without data.
 
     Statistics from metrics use the steps that all runs reached. Statistics from telemetry (lengths of completed responses) and from
@@ -385,7 +386,7 @@ def data_changes(runs: Sequence[RunData], ledger: str) -> dict[str, dict[str, fl
         kept = [r for file in run.files(FILE_NAME) for step in read_kept(file).values() for r in step]
         if tokens := [r.tokens for r in kept if r.outcome == COMPLETED and r.tokens]:
             values |= {f"tokens of a response, p{q}": [float(np.percentile(tokens, q))] for q in (50, 90, 99)}
-        for epochs in (ledger_counts(file, None)["epochs"] for file in run.files(ledger)):
+        for epochs in (ledger_counts(file, None)["epochs"] for file in run.files(LEDGER)):
             values |= {
                 f"prompts: {key}": [sum(its[key] for its in epochs)] for key in ("once", "again", "rejected", "failed")
             }

@@ -98,10 +98,10 @@ def test_a_recipe_extends_another(recipe_file, tmp_path):
     changes = {"name": "other", "overrides": ["a=2", "x=${now:%Y}"], "env": {"B": 3}}
     changes |= {"arms": {"only": {}}, "baseline": "only"}
     recipe_file(**base)
-    found = load(recipe_file("other.yaml", extends="recipe.yaml", checks={"zero_tolerance": 1.0}, **changes))
+    found = load(recipe_file("other.yaml", extends="recipe.yaml", checks={"warn_only": ["faster"]}, **changes))
     assert (found.name, list(found.arms), found.env) == ("other", ["only"], {"A": 1, "B": 3})
     assert found.overrides == ["a=1", "b=${seed}", "a=2", "x=${now:%Y}"], "the later one of equal overrides counts"
-    assert (found.checks.reward_gain, found.checks.zero_tolerance) == (0.1, 1.0)
+    assert (found.checks.reward_gain, found.checks.warn_only) == (0.1, ["faster"])
     assert (found.seeds, found.steps) == ([1, 2], 8), "what is not named is the other recipe's"
     save(found, tmp_path / "kept.yaml")
     assert load(tmp_path / "kept.yaml") == found, "a kept recipe no longer needs what it extended"

@@ -6,7 +6,6 @@ import json
 import re
 
 import pytest
-from rich.console import Console
 
 from rl_accel.lab.ab import report
 
@@ -34,7 +33,7 @@ def records(adv, steps=6, **changed):
 
 def shown(summary):
     """What the console says."""
-    console = Console(width=120, file=io.StringIO())
+    console = report.plain_console(file=io.StringIO())
     report.show(summary, console)
     return console.file.getvalue()
 
@@ -62,14 +61,14 @@ def test_the_page_is_whole_and_loads_nothing_and_the_console_shows_stages_checks
     found = build(runs, description="<script>alert(1)</script>", checks={"faster": {"adv": 50}})
     text = (tmp_path / "report.html").read_text()
     page = _Page(text)
-    assert (page.open, len(page.links)) == ([], 3)
+    assert (page.open, len(page.links)) == ([], 2)
     assert "<script>" not in text
     assert all(link.startswith("data:image/png;base64,") for link in page.links)
     assert "1.25x" in text  # 2.0 s against 1.6 s
     assert "5.00x" in text
     assert "is identical in all 6 steps; so are all 2 training metrics" in text
     assert "E=1 p &#39;a=[1, 2]&#39;" in text
-    for name in ("reward", "stages", "step_time"):
+    for name in ("reward", "step_time"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     text = shown(found)
     assert "Median time of each stage, steps 3-6; the first 2 of each run are warm-up" in text
@@ -142,8 +141,8 @@ def test_a_report_about_rollouts_has_its_table_its_ledger_and_its_pictures(build
     ours = records(0.5, **{"timing_s/gen": 0.4, prefix + "short_round": 1.0, prefix + "queue_length": 2.0})
     for metrics in ours.values():
         metrics |= {prefix + "tokens_generated": 100.0, prefix + "tokens_wasted": 30.0}
-    files = {"accelerated-seed0": {"ledger.jsonl": json.dumps({"step": 1, "trained": ["1:1", "1:2"]})}}
-    rollout = {"report": True, "ledger": "ledger.jsonl", "faster": {"accelerated": 2.0}}
+    files = {"accelerated-seed0": {"tail_batching/ledger.jsonl": json.dumps({"step": 1, "trained": ["1:1", "1:2"]})}}
+    rollout = {"report": True, "faster": {"accelerated": 2.0}}
     found = build({"stock-seed0": records(0.5), "accelerated-seed0": ours}, files=files, rollout=rollout)
     text = (tmp_path / "report.html").read_text()
     assert _Page(text).open == []
