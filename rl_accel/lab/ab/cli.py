@@ -1,7 +1,6 @@
 """The command ``rl-accel ab``: trains the arms (variants) of a recipe and compares them."""
 
 import importlib
-import importlib.util
 import json
 import math
 import shlex
@@ -24,6 +23,7 @@ from rl_accel.lab.ab import launch as launching
 from rl_accel.lab.ab import report
 from rl_accel.lab.ab.recipe import Recipe, RunPlan, load, plan_runs, prepare_command, save
 from rl_accel.lab.ab.runner import RunResult, Stop, last_lines, load_result, prepare, run_all
+from rl_accel.runtime import is_installed
 
 _MANIFEST = "ab.json"
 _PLAIN_EVERY_S = 15.0
@@ -113,7 +113,7 @@ def ab(
         out = out.resolve()
         plans = plan_runs(spec, recipe.resolve().parent, out, arms, seeds, steps)
         for name, arm in spec.arms.items():
-            if arm.needs and importlib.util.find_spec(arm.needs) is None:
+            if arm.needs and not is_installed(arm.needs):
                 plans = [plan for plan in plans if plan.arm != name]
                 click.echo(f"arm {name} is left out: there is no module {arm.needs}", err=True)
         if launch:

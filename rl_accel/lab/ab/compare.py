@@ -139,7 +139,7 @@ def compare(words: Sequence[str], out: Path, batch_size: int | None, **metrics: 
             )
     recipe, runs = gather(arms, {key: value for key, value in metrics.items() if value is not None}, batch_size)
     facts = [(run, len(run.steps), [*run.command]) for run in runs]
-    results = [RunResult(r.arm, r.seed or 0, n, "", words, {}, "read", None, n, label=r.label) for r, n, words in facts]
+    results = [RunResult(r.arm, r.seed or 0, n, words, {}, "read", None, n, label=r.label) for r, n, words in facts]
     out.mkdir(parents=True, exist_ok=True)
     summary = report.build(recipe, Path(words[0]), out, results, 0, runs)
     report.show(summary, report.plain_console())

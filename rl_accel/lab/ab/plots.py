@@ -33,22 +33,17 @@ def draw(summary: dict[str, Any], out: Path) -> list[Path]:
     return written
 
 
-def _figure(
-    height: float = 3.6, columns: int = 1, rows: int = 0, grid: str = "both", **options: Any
-) -> tuple[Any, Any]:
-    """Returns a matplotlib figure and its axes.
-
-    The axes are a single object by default, a 1-D array if ``columns`` is above 1, and a 2-D array if ``rows`` is above 0.
-    """
+def _figure(height: float = 3.6, columns: int = 1, rows: int = 1, **options: Any) -> tuple[Any, Any]:
+    """Returns a matplotlib figure and the 2-D array of its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, height), layout="constrained")
-    all_axes = figure.subplots(max(1, rows), columns, squeeze=False, **options)
+    all_axes = figure.subplots(rows, columns, squeeze=False, **options)
     for axes in all_axes.flat:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(length=3)
-        axes.grid(axis=grid, alpha=0.25)
-    return figure, all_axes if rows else all_axes[0] if columns > 1 else all_axes[0, 0]
+        axes.grid(alpha=0.25)
+    return figure, all_axes
 
 
 def _arms(summary: dict[str, Any]) -> dict[str, str]:
@@ -69,7 +64,7 @@ def _reward(summary: dict[str, Any]) -> Any:
     if not known:
         return None
     coincide = any(its["steps_compared"] and its["parts_at"] is None for its in summary["differences"])
-    figure, places = _figure(0.4 + 2.9 * len(curves), len(known), len(curves), grid="y", sharey="row", sharex="col")
+    figure, places = _figure(0.4 + 2.9 * len(curves), len(known), len(curves), sharey="row", sharex="col")
     for (metric, found), row in zip(curves.items(), places, strict=True):
         for axis, axes in zip(known, row, strict=True):
             # a broad, pale baseline stays visible below a coinciding curve
@@ -97,7 +92,7 @@ def _draw_runs(axes: Any, summary: dict[str, Any], curves: Mapping[str, Any], ba
 def _step_time(summary: dict[str, Any]) -> Any:
     names = summary["recipe"]["metrics"]
     steps = summary["curves"].get(names["stage_prefix"] + names["step"], {})
-    figure, axes = _figure(grid="y")
+    figure, ((axes,),) = _figure()
     _draw_runs(axes, summary, {name: (its["steps"], its["values"]) for name, its in steps.items() if its["steps"]}, {})
     if not axes.lines:
         return None
@@ -119,7 +114,7 @@ def _rollout_seconds(summary: dict[str, Any]) -> Any:
 
     Markers tell whether tail batching ran a short, long or final round in the step, or no such round.
     """
-    figure, axes = _figure()
+    figure, ((axes,),) = _figure()
     for arm, colour, series in _first_seed(summary):
         axes.plot(series["steps"], series["seconds"], color=colour, lw=1, label=arm)
         for kind, mark in _KIND_MARKS.items():
@@ -138,7 +133,7 @@ def _rollout_seconds(summary: dict[str, Any]) -> Any:
 
 def _queue(summary: dict[str, Any]) -> Any:
     """Plots the number of prompts that wait for a long round of tail batching at each step, for the first seed of each arm."""
-    figure, axes = _figure()
+    figure, ((axes,),) = _figure()
     for arm, colour, series in _first_seed(summary):
         if any(value is not None for value in series["queue"]):
             axes.step(series["steps"], series["queue"], where="post", color=colour, label=arm)
@@ -153,7 +148,7 @@ def _lengths(summary: dict[str, Any]) -> Any:
 
     The plot shows whether tail batching biases training towards some lengths.
     """
-    figure, places = _figure(columns=2)
+    figure, (places,) = _figure(columns=2)
     for row in summary["rollout"]["arms"]:
         if row["lengths"]:
             for axes in places:

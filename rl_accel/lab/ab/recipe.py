@@ -32,8 +32,6 @@ The runner sets three environment variables of each run: ``VERL_FILE_LOGGER_PATH
 ``RL_ACCEL``, from the environment of the shell unless the recipe sets them.
 """
 
-import hashlib
-import json
 import os
 import re
 import sys
@@ -403,12 +401,6 @@ class RunPlan:
     @property
     def name(self) -> str:
         return f"{self.arm}-seed{self.seed}"
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of command, environment and steps. ``--resume`` keeps the result of a run only if the hash is the same."""
-        text = json.dumps([self.command, sorted(self.env.items()), self.steps])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def plan_runs(

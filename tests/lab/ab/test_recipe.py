@@ -8,6 +8,7 @@ import pytest
 
 from rl_accel.errors import RecipeError
 from rl_accel.lab.ab.recipe import load, plan_runs, prepare_command, save
+from rl_accel.lab.ab.runner import RunResult
 
 HOME, OUT = Path("/home/r"), Path("/out")
 PLATFORMS = {
@@ -171,12 +172,13 @@ def test_wrong_options_and_placeholders_are_refused(recipe, changes, arguments, 
         plan_runs(recipe(**changes), HOME, OUT, **arguments)
 
 
-def test_the_fingerprint_follows_command_environment_and_steps(recipe):
-    def fingerprint(steps=3, **changes):
-        return plan_runs(recipe(**changes), HOME, OUT, steps=steps)[0].fingerprint
+def test_a_result_is_of_a_plan_with_the_same_command_environment_and_steps(recipe):
+    def plan(steps=3, **changes):
+        return plan_runs(recipe(**changes), HOME, OUT, steps=steps)[0]
 
-    assert fingerprint() == fingerprint(description="other text")
-    assert len({fingerprint(), fingerprint(steps=4), fingerprint(overrides=["a=1"]), fingerprint(env={"A": 1})}) == 4
+    result = RunResult("stock", 0, 3, list(plan().command), {})
+    assert result.is_of(plan(description="other text"))
+    assert not any(map(result.is_of, (plan(steps=4), plan(overrides=["a=1"]), plan(env={"A": 1}))))
 
 
 def test_the_first_platform_is_the_default_and_another_is_chosen_by_name(recipe_file):

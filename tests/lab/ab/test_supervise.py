@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_accel.lab.ab import supervisor
 from rl_accel.lab.ab.runner import MODULES, RAY_DID_NOT_START, Stop, supervised
 
 TRAINER = Path(__file__).with_name("toy_trainer.py")
@@ -21,7 +22,7 @@ def supervise(tmp_path):
     environment = {**os.environ, "RAY_TMPDIR": "x", "VERL_FILE_LOGGER_PATH": str(tmp_path / "m")}
 
     def start(*command, grace=0.5):
-        words = [sys.executable, "-m", "rl_accel.lab.ab.runner", str(grace), "", *command]
+        words = [sys.executable, "-m", supervisor.__name__, str(grace), "", *command]
         with (tmp_path / "log").open("wb") as log:
             streams = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
             process = subprocess.Popen(words, cwd=tmp_path, env=environment, start_new_session=True, **streams)
